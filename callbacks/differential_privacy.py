@@ -1,0 +1,124 @@
+"""The main door: one callback makes a Trainer train privately."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from lightning.pytorch import Callback, LightningModule, Trainer
+
+from lightning_dp.accounting import AbstractAccountant, PLDAccountant, Relation
+from lightning_dp.config import EngineName, PrivacyConfig
+from lightning_dp.estimators import AbstractEstimator
+from lightning_dp.postprocessing import AbstractPostProcessor
+from lightning_dp.private_run import PrivateRun
+from lightning_dp.report import PrivacyReport, report
+from lightning_dp.sampling import AbstractSampling, Poisson
+from lightning_dp.schedules import AbstractSchedule, Constant
+from lightning_dp.strategies import make_private
+from lightning_dp.strategies.checks import check_trainer_and_strategy
+
+__all__ = ["DifferentialPrivacy"]
+
+
+class DifferentialPrivacy(Callback):
+    """Differentially private training of an unchanged LightningModule.
+
+    Each step draws a Poisson batch, clips each record's gradient, adds noise to the sum and gives
+    the result to the model's own optimizer. ε is logged as ``privacy/epsilon``, and training stops
+    before the step that would exceed ``target_epsilon``.
+
+    The guarantee is (ε, δ)-differential privacy of the released weights with respect to one record
+    of the training set, under ``relation``. It does not cover what the module itself logs from
+    training data, nor choices made on private validation data; :meth:`report` lists this.
+
+    Args:
+        target_epsilon: ε > 0 that is never exceeded. Alone, the noise is calibrated for the steps
+            that the Trainer will make.
+        target_delta: δ in (0, 1); choose it well below 1 / N.
+        max_grad_norm: C > 0, the clip norm of one record's gradient (default 1.0).
+        noise_multiplier: z >= 0; the noise on the sum has standard deviation z·C. The scale of
+            ``noise_schedule``. 0 trains without privacy (ε is inf).
+        noise_schedule: how the noise changes over steps; default constant.
+        estimator: what is asked of the data; default DP-SGD's mean of clipped gradients.
+        postprocessing: applied to the private gradient, in order.
+        sampling: ``Poisson()`` or ``FullBatch()``.
+        relation: "add_remove" or "replace_one".
+        accountant: computes ε.
+        engine: who computes per-sample gradients: "hooks" (Opacus), or "auto".
+        ledger_dir: folder of the privacy journal; default ``<default_root_dir>/privacy``.
+        seed: repeatable noise and batches, for tests; the report says that nothing is private.
+
+    Raises:
+        ValueError: for a bad or contradictory argument, naming it.
+
+    Example:
+        >>> privacy = DifferentialPrivacy(target_epsilon=3.0, target_delta=1e-5)
+        >>> privacy.epsilon, privacy.steps
+        (0.0, 0)
+
+        Then ``L.Trainer(max_epochs=20, callbacks=[privacy]).fit(model, datamodule)``.
+    """
+
+    def __init__(
+        self,
+        target_epsilon: float | None = None,
+        *,
+        target_delta: float,
+        max_grad_norm: float | None = None,
+        noise_multiplier: float | None = None,
+        noise_schedule: AbstractSchedule | None = None,
+        estimator: AbstractEstimator | None = None,
+        postprocessing: Sequence[AbstractPostProcessor] = (),
+        sampling: AbstractSampling | None = None,
+        relation: Relation = "add_remove",
+        accountant: AbstractAccountant | None = None,
+        engine: EngineName = "auto",
+        ledger_dir: str | None = None,
+        seed: int | None = None,
+    ) -> None:
+        self._run = PrivateRun(
+            PrivacyConfig(
+                target_delta=target_delta,
+                target_epsilon=target_epsilon,
+                noise_multiplier=noise_multiplier,
+                max_grad_norm=max_grad_norm,
+                noise_schedule=Constant() if noise_schedule is None else noise_schedule,
+                estimator=estimator,
+                postprocessing=tuple(postprocessing),
+                sampling=Poisson() if sampling is None else sampling,
+                relation=relation,
+                accountant=PLDAccountant() if accountant is None else accountant,
+                engine=engine,
+                ledger_dir=ledger_dir,
+                seed=seed,
+            )
+        )
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Make the Trainer's strategy private, before anything asks it for data."""
+        if stage == "fit":
+            check_trainer_and_strategy(trainer)
+            make_private(trainer.strategy).use_privacy(self._run)
+
+    @property
+    def epsilon(self) -> float:
+        """ε spent so far at ``target_delta``; 0 before the first step, inf without noise."""
+        return self._run.epsilon
+
+    def epsilon_at(self, delta: float) -> float:
+        """ε spent so far at another δ."""
+        return self._run.epsilon_at(delta)
+
+    @property
+    def noise_multiplier(self) -> float | None:
+        """The noise multiplier of the next step; None before it is calibrated."""
+        return self._run.noise_multiplier
+
+    @property
+    def steps(self) -> int:
+        """Noised steps charged so far."""
+        return self._run.steps
+
+    def report(self) -> PrivacyReport:
+        """What may be claimed about what ran; ``print`` it, or take ``to_dict()``."""
+        return report(self._run)

@@ -1,0 +1,111 @@
+"""The accountant interface, and the checks that every accountant shares."""
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lightning_dp.accounting.events import AbstractEvent
+
+Relation = Literal["add_remove", "replace_one"]
+History = Sequence[tuple[AbstractEvent, int]]
+FloatArray = NDArray[np.float64]
+
+
+class AbstractAccountant(ABC):
+    """Turns a history of events into a statement ``(epsilon, delta)``.
+
+    A history is a sequence of ``(event, count)``, in any order; equal events need not be merged.
+    Promised by every implementation:
+
+    - ``epsilon`` and ``delta`` are upper bounds: never below the true value of the composition of
+      the events under ``relation``, up to the rounding that the class states;
+    - an empty history (or counts of 0) gives ``epsilon = 0`` and ``delta = 0``;
+    - a noise multiplier of 0 with a positive count gives ``epsilon = inf`` and ``delta = 1``;
+    - the order of the events does not matter, ``(e, n)`` means n times ``(e, 1)``.
+
+    ``relation`` is ``"add_remove"`` (one record added or removed) or ``"replace_one"`` (one record
+    exchanged: the sensitivity of a sum doubles).
+    """
+
+    @property
+    @abstractmethod
+    def name(self) -> str:
+        """What a report prints."""
+
+    @abstractmethod
+    def epsilon(self, history: History, delta: float, relation: Relation = "add_remove") -> float:
+        """Return the least epsilon that this accountant can show at ``delta`` in (0, 1)."""
+
+    @abstractmethod
+    def delta(self, history: History, epsilon: float, relation: Relation = "add_remove") -> float:
+        """Return the least delta that this accountant can show at ``epsilon >= 0``."""
+
+
+@dataclass(frozen=True)
+class Steps:
+    """A checked history: distinct ``(z, q)`` in increasing order, with their counts."""
+
+    noise_multipliers: FloatArray
+    sample_rates: FloatArray
+    counts: FloatArray
+
+    @property
+    def total(self) -> float:
+        """Number of steps."""
+        return float(self.counts.sum())
+
+    @property
+    def has_noiseless(self) -> bool:
+        """Whether a step has no noise at all."""
+        return bool(np.any(self.noise_multipliers == 0.0))
+
+
+def merge(history: History) -> Steps:
+    """Check a history and merge equal ``(z, q)``."""
+    counts: dict[tuple[float, float], int] = {}
+    for entry in history:
+        event, count = _checked(entry)
+        if count:
+            pair = event.pair
+            counts[pair] = counts.get(pair, 0) + count
+    pairs = np.array(sorted(counts), dtype=float).reshape(-1, 2)
+    totals = np.array([counts[p] for p in sorted(counts)], dtype=float)
+    return Steps(pairs[:, 0].copy(), pairs[:, 1].copy(), totals)
+
+
+def check_delta(delta: float) -> float:
+    """Return ``delta`` if it is in (0, 1), else raise."""
+    if not 0.0 < delta < 1.0:
+        raise ValueError(f"delta must be in (0, 1), got {delta}; 1e-5 or 1/N^1.1 are usual.")
+    return float(delta)
+
+
+def check_epsilon(epsilon: float) -> float:
+    """Return ``epsilon`` if it is finite and not negative, else raise."""
+    if not 0.0 <= epsilon < math.inf:
+        raise ValueError(f"epsilon must be finite and at least 0, got {epsilon}.")
+    return float(epsilon)
+
+
+def check_relation(relation: str) -> float:
+    """Return the factor on the sensitivity, 1 for add/remove and 2 for replace-one, or raise."""
+    if relation == "add_remove":
+        return 1.0
+    if relation == "replace_one":
+        return 2.0
+    raise ValueError(f"relation must be 'add_remove' or 'replace_one', got {relation!r}.")
+
+
+def _checked(entry: object) -> tuple[AbstractEvent, int]:
+    """Return a legal entry of a history, or raise."""
+    if not (isinstance(entry, tuple) and len(entry) == 2 and isinstance(entry[0], AbstractEvent)):
+        raise ValueError(f"a history holds pairs (event, count), got {entry!r}.")
+    event, count = entry
+    if isinstance(count, bool) or not hasattr(count, "__index__") or not count >= 0:
+        raise ValueError(f"count must be an integer of at least 0, got {count!r} for {event!r}.")
+    return event, int(count)

@@ -1,0 +1,231 @@
+"""From a budget to the noise: the smallest scale of a shape, the largest number of steps."""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from lightning_dp.accounting.base import (
+    AbstractAccountant,
+    History,
+    Relation,
+    check_delta,
+    check_relation,
+)
+from lightning_dp.accounting.events import AbstractEvent, Gaussian, PoissonGaussian
+from lightning_dp.accounting.pld import PLDAccountant
+
+_TOLERANCE = 1e-3
+_ROUGH = PLDAccountant(rtol=4e-3, spacing=0.2)
+
+
+def calibrate(
+    shape: Sequence[float] | Callable[[int], float],
+    sample_rate: float,
+    steps: int,
+    epsilon: float,
+    delta: float,
+    relation: Relation = "add_remove",
+    accountant: AbstractAccountant | None = None,
+    spent: History = (),
+) -> float:
+    """The smallest scale ``c`` of a noise schedule that keeps to a budget.
+
+    Step ``t`` uses noise multiplier ``c * shape(t)``: the result satisfies
+    ``(1 - 1e-3) epsilon <= E(c) <= epsilon``, where ``E(c)`` is the accountant's epsilon at ``delta`` of
+    ``spent`` followed by ``PoissonGaussian(c * shape(t), sample_rate)``, t = 0 .. steps - 1
+    (``Gaussian`` when ``sample_rate`` is 1). Never above ``epsilon``.
+
+    The guarantee assumes that the shape, the number of steps and the sample rate are fixed before
+    data is looked at.
+
+    Args:
+        shape: positive numbers, one for each step, or a function of the step.
+        sample_rate: ``q`` in (0, 1]: the Poisson rate of every step.
+        steps: number of steps, at least 1.
+        epsilon: the budget, > 0, that ``spent`` and the steps may use together.
+        delta: in (0, 1).
+        relation: ``"add_remove"`` or ``"replace_one"``.
+        accountant: :class:`PLDAccountant` by default.
+        spent: what ran before, e.g. the ledger of an earlier run.
+
+    Returns:
+        The scale ``c``.
+
+    Raises:
+        ValueError: if an argument is illegal, or ``spent`` alone exceeds the budget.
+
+    Example:
+        >>> scale = calibrate([1.0] * 1000, sample_rate=0.01, steps=1000, epsilon=3.0, delta=1e-5)
+        >>> round(scale, 3)
+        0.814
+    """
+    values = _shape_values(shape, steps)
+    epsilon, delta = _check_budget(epsilon, delta, relation)
+    judge = PLDAccountant() if accountant is None else accountant
+    already = judge.epsilon(spent, delta, relation)
+    if not already < epsilon * (1 - _TOLERANCE):
+        raise ValueError(
+            f"spent already costs epsilon {already:.6g} of the budget {epsilon:.6g} at delta {delta:.3g}: "
+            "nothing is left for further steps. Raise epsilon."
+        )
+
+    def cost(accountant: AbstractAccountant, scale: float) -> float:
+        plan = [(_event(scale * value, sample_rate), count) for value, count in values.items()]
+        return accountant.epsilon([*spent, *plan], delta, relation)
+
+    start = math.sqrt(math.fsum(count / value**2 for value, count in values.items()))
+    if isinstance(judge, PLDAccountant) and sample_rate < 1 and len(values) > 100:
+        rough = replace(_ROUGH, rtol=max(_ROUGH.rtol, judge.rtol))
+        start = _solve(lambda scale: cost(rough, scale), start, epsilon, 0.02)
+    return _solve(lambda scale: cost(judge, scale), start, epsilon, _TOLERANCE)
+
+
+def affordable_steps(
+    plan: Callable[[int], AbstractEvent] | AbstractEvent,
+    limit: int,
+    epsilon: float,
+    delta: float,
+    relation: Relation = "add_remove",
+    accountant: AbstractAccountant | None = None,
+    spent: History = (),
+) -> int:
+    """The largest number of steps of a plan that fits into a budget.
+
+    Returns the largest ``n <= limit`` for which the accountant's epsilon at ``delta`` of ``spent``
+    followed by the first ``n`` events of the plan is at most ``epsilon``; 0 if none fits. The number
+    depends on the plan only, so stopping there is a stop fixed in advance.
+
+    Args:
+        plan: one event for all steps, or a function from the step 0, 1, ... to its event.
+        limit: at least 0; may be huge, the search doubles.
+        epsilon: the budget, > 0.
+        delta: in (0, 1).
+        relation: ``"add_remove"`` or ``"replace_one"``.
+        accountant: :class:`PLDAccountant` by default.
+        spent: what ran before.
+
+    Raises:
+        ValueError: if an argument is illegal.
+
+    Example:
+        >>> affordable_steps(Gaussian(10.0), limit=10**9, epsilon=1.0, delta=1e-5)
+        7
+    """
+    if not limit >= 0:
+        raise ValueError(f"limit must be at least 0, got {limit}.")
+    epsilon, delta = _check_budget(epsilon, delta, relation)
+    judge = PLDAccountant() if accountant is None else accountant
+    first_events: list[AbstractEvent] = []
+
+    def cost(n: int) -> float:
+        if isinstance(plan, AbstractEvent):
+            return judge.epsilon([*spent, (plan, n)], delta, relation)
+        first_events.extend(plan(step) for step in range(len(first_events), n))
+        return judge.epsilon([*spent, *((e, 1) for e in first_events[:n])], delta, relation)
+
+    if not cost(0) <= epsilon:
+        return 0
+    return _last_affordable(cost, int(limit), epsilon)
+
+
+def _last_affordable(cost: Callable[[int], float], limit: int, epsilon: float) -> int:
+    """Largest n with cost(n) <= epsilon by growing steps, then interpolation with bisection."""
+    low, low_cost, high, high_cost = 0, 0.0, min(1, limit), math.inf
+    while high > low:
+        high_cost = cost(high)
+        if high_cost > epsilon:
+            break
+        low, low_cost = high, high_cost
+        high = min(limit, 4 * high)
+    turn = 0
+    while high - low > 1:
+        turn += 1
+        middle = (low + high) // 2
+        if turn % 3 and 0 < low_cost < high_cost < math.inf:
+            # epsilon grows about like a power of n between the two ends.
+            power = math.log(high_cost / low_cost) / math.log(high / low)
+            middle = int(low * (epsilon / low_cost) ** (1 / power))
+            # Once close, ask on both sides of the estimate to close the bracket.
+            middle += turn % 2
+        middle = min(max(middle, low + 1), high - 1)
+        middle_cost = cost(middle)
+        if middle_cost <= epsilon:
+            low, low_cost = middle, middle_cost
+        else:
+            high, high_cost = middle, middle_cost
+    return low
+
+
+def _solve(cost: Callable[[float], float], start: float, target: float, tolerance: float) -> float:
+    """A scale with ``(1 - tolerance) target <= cost(scale) <= target``; cost falls with the scale."""
+    aim = math.log(target * (1 - tolerance / 2))
+    low, high = 0.0, math.inf  # cost(low) > target >= cost(high)
+    x = math.log(start)
+    points: list[tuple[float, float]] = []
+    low, high = -math.inf, math.inf
+    for turn in range(200):
+        value = cost(math.exp(x))
+        if target * (1 - tolerance) <= value <= target:
+            return math.exp(x)
+        low, high = (max(low, x), high) if value > target else (low, min(high, x))
+        if high - low < 1e-13:
+            return math.exp(high)
+        if 0 < value < math.inf:
+            points = [*points[-1:], (x, math.log(value))]
+        x = _next(points, low, high, aim, bisect=turn % 6 == 5)
+    return math.exp(high)
+
+
+def _next(
+    points: list[tuple[float, float]], low: float, high: float, aim: float, bisect: bool
+) -> float:
+    """Next logarithm of the scale: secant in log-log, kept inside the bracket."""
+    open_low, open_high = math.isinf(low), math.isinf(high)
+    guess = math.nan
+    if points and not bisect:
+        x, y = points[-1]
+        slope = -1.0
+        if len(points) == 2 and points[0][0] != x:
+            slope = min((y - points[0][1]) / (x - points[0][0]), -0.05)
+        guess = x + (aim - y) / slope
+        guess = min(max(guess, x - 3.0), x + 3.0)
+    if low < guess < high:
+        return guess
+    if open_low:
+        return high - 1.0
+    if open_high:
+        return low + 1.0
+    return (low + high) / 2
+
+
+def _event(noise_multiplier: float, sample_rate: float) -> AbstractEvent:
+    """The event of one step."""
+    if sample_rate == 1.0:
+        return Gaussian(noise_multiplier)
+    return PoissonGaussian(noise_multiplier, sample_rate)
+
+
+def _shape_values(shape: Sequence[float] | Callable[[int], float], steps: int) -> dict[float, int]:
+    """Distinct values of the shape with their counts."""
+    if isinstance(steps, bool) or not hasattr(steps, "__index__") or not steps >= 1:
+        raise ValueError(f"steps must be an integer of at least 1, got {steps!r}.")
+    if not callable(shape) and len(shape) != steps:
+        raise ValueError(
+            f"shape has {len(shape)} values for {steps} steps; give one positive value for each "
+            "step, or a function of the step."
+        )
+    counts: dict[float, int] = {}
+    for step in range(steps):
+        value = float(shape(step) if callable(shape) else shape[step])
+        if not 0 < value < math.inf:
+            raise ValueError(f"shape must be finite and positive, got {value} at step {step}.")
+        counts[value] = counts.get(value, 0) + 1
+    return counts
+
+
+def _check_budget(epsilon: float, delta: float, relation: Relation) -> tuple[float, float]:
+    """Return a legal budget, or raise."""
+    if not 0 < epsilon < math.inf:
+        raise ValueError(f"epsilon must be finite and above 0, got {epsilon}.")
+    check_relation(relation)
+    return float(epsilon), check_delta(delta)

@@ -1,0 +1,110 @@
+"""Exact formulas for Gaussian mechanisms without subsampling (mu-GDP)."""
+
+import math
+
+import numpy as np
+from scipy.optimize import brentq
+from scipy.special import erfcx, ndtr
+
+from lightning_dp.accounting.base import (
+    FloatArray,
+    Steps,
+    check_delta,
+    check_epsilon,
+    check_relation,
+)
+
+_SQRT_HALF_PI = math.sqrt(math.pi / 2)
+
+
+def gaussian_profile(epsilon: FloatArray, mu: float) -> tuple[FloatArray, FloatArray]:
+    """``(delta, tail)`` of ``N(mu, 1)`` from ``N(0, 1)`` at each ``epsilon >= 0``.
+
+    ``delta = Phi(-a) - e^epsilon Phi(-b)`` with ``a = epsilon/mu - mu/2``, ``b = a + mu``, and
+    ``tail = Phi(-a)``, the size of the terms that cancel. As ``e^epsilon phi(b) = phi(a)``, for
+    ``a > 0`` this is ``phi(a) (m(a) - m(b))`` with Mills ratio ``m``: relative accuracy in the tail.
+    """
+    a = epsilon / mu - mu / 2
+    density = np.exp(-0.5 * a * a) / math.sqrt(2 * math.pi)
+    weighted = density * _SQRT_HALF_PI * erfcx((a + mu) / math.sqrt(2))
+    tail = density * _SQRT_HALF_PI * erfcx(np.maximum(a, 0.0) / math.sqrt(2))
+    low = a < 0
+    tail[low] = ndtr(-a[low])
+    return np.maximum(tail - weighted, 0.0), tail
+
+
+def gdp_delta(mu: float, epsilon: float) -> float:
+    """The exact delta of mu-GDP at epsilon.
+
+    ``delta = Phi(mu/2 - epsilon/mu) - e^epsilon Phi(-mu/2 - epsilon/mu)``, the privacy profile of
+    ``N(0, 1)`` against ``N(mu, 1)`` (Dong, Roth and Su, arXiv 1905.02383v3, Corollary 2.13; Balle and
+    Wang, arXiv 1805.06530v2, Theorem 8). ``Phi`` is the normal distribution function.
+
+    Args:
+        mu: ``sqrt(sum_t z_t^-2)`` for full-batch Gaussian releases with multipliers ``z_t``.
+        epsilon: at least 0.
+
+    Returns:
+        delta in [0, 1].
+
+    Raises:
+        ValueError: if ``mu`` is negative or NaN, or ``epsilon`` is not in [0, inf).
+
+    Example:
+        >>> round(gdp_delta(mu=1.0, epsilon=1.0), 6)
+        0.126937
+    """
+    epsilon = check_epsilon(epsilon)
+    if not mu >= 0:
+        raise ValueError(f"mu must be at least 0, got {mu}.")
+    if mu == 0:
+        return 0.0
+    if math.isinf(mu):
+        return 1.0
+    return float(gaussian_profile(np.array([epsilon]), mu)[0][0])
+
+
+def gdp_epsilon(mu: float, delta: float) -> float:
+    """The exact epsilon of mu-GDP at delta: the inverse of :func:`gdp_delta`.
+
+    Args:
+        mu: ``sqrt(sum_t z_t^-2)`` for full-batch Gaussian releases with multipliers ``z_t``.
+        delta: in (0, 1).
+
+    Returns:
+        The least epsilon >= 0 with ``gdp_delta(mu, epsilon) <= delta``, rounded up by 1e-12 relative.
+
+    Raises:
+        ValueError: if ``mu`` is negative or NaN, or ``delta`` is not in (0, 1).
+
+    Example:
+        >>> round(gdp_epsilon(mu=10 ** 0.5, delta=1e-5), 3)
+        17.857
+    """
+    delta = check_delta(delta)
+    if gdp_delta(mu, 0.0) <= delta:
+        return 0.0
+    if math.isinf(mu):
+        return math.inf
+    log_delta = math.log(delta)
+
+    def excess(epsilon: float) -> float:
+        value = gdp_delta(mu, epsilon)
+        return math.log(value) - log_delta if value > 0 else -1e3
+
+    # delta(epsilon) <= Phi(mu/2 - epsilon/mu) <= exp(-(epsilon/mu - mu/2)^2 / 2).
+    upper = mu * (mu / 2 + math.sqrt(-2 * log_delta))
+    root = float(brentq(excess, 0.0, upper, xtol=1e-15 * upper, rtol=1e-14, maxiter=200))
+    while excess(root) > 0:
+        root *= 1 + 1e-12
+    return root
+
+
+def mu_of(steps: Steps, relation: str) -> float:
+    """``mu = Delta sqrt(sum_t z_t^-2)`` with every ``q_t`` read as 1; Delta is 1 or 2 (replace-one)."""
+    factor = check_relation(relation)
+    if steps.counts.size == 0:
+        return 0.0
+    if steps.has_noiseless:
+        return math.inf
+    return factor * math.sqrt(math.fsum(steps.counts / steps.noise_multipliers**2))

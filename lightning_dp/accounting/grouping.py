@@ -1,0 +1,159 @@
+"""Many distinct steps as mixtures of few: a pessimistic interpolation of the privacy profile.
+
+Let D(epsilon; mu, q) be the profile of one subsampled Gaussian, mu = 1/z. At every epsilon it is
+
+- convex in q: both distributions of the pair are linear in q and the hockey-stick divergence is
+  jointly convex;
+- convex in the total variation ``TV(mu) = 2 Phi(k mu / 2) - 1`` of the Gaussian pair, k = 1 for
+  add/remove and 2 for replace-one: D is a non-negative combination of Gaussian profiles G(s; mu)
+  (and G(s; 2 mu)), and ``dG/dmu = phi(s/mu - mu/2)`` over ``dTV/dmu = k phi(k mu/2)`` has the
+  logarithmic derivative ``s^2/mu^3 - mu/4 + k^2 mu/4 >= 0`` (for G(s; 2 mu) and k = 2:
+  ``s^2/(4 mu^3) - mu + mu >= 0``).
+
+So a step inside a rectangle of the (TV, q) plane is dominated by the mixture of the rectangle's
+corners with bilinear weights. The error is of second order in the size of the rectangle, whereas
+rounding z down and q up would cost the first order.
+"""
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+from scipy.special import ndtr
+
+from lightning_dp.accounting.base import FloatArray, Steps
+
+_ROUND_UP = 1e-11
+
+
+@dataclass(frozen=True)
+class Cell:
+    """Steps that share their corners: step t is corner ``2 i + j`` with weight ``U_i(t) V_j(t)``.
+
+    ``U_1(t) = u[t]`` is the weight of the smaller noise multiplier, ``V_1(t) = v[t]`` that of the
+    larger sample rate; ``U_0 = 1 - U_1``, ``V_0 = 1 - V_1``.
+    """
+
+    corners: tuple[int, int, int, int]
+    u: FloatArray
+    v: FloatArray
+    counts: FloatArray
+
+    @property
+    def total(self) -> float:
+        """Number of steps."""
+        return float(self.counts.sum())
+
+    @property
+    def is_single(self) -> bool:
+        """Whether all steps equal the first corner."""
+        return self.u.size == 1 and self.u[0] == 0.0 and self.v[0] == 0.0
+
+    def weights(self) -> FloatArray:
+        """Weight of every corner (column) in every step (row)."""
+        u, v = self.u, self.v
+        return np.stack([(1 - u) * (1 - v), (1 - u) * v, u * (1 - v), u * v], axis=1)
+
+    def mean_weights(self) -> FloatArray:
+        """Average weight of every corner."""
+        return np.asarray(self.counts @ self.weights() / self.counts.sum())
+
+
+@dataclass(frozen=True)
+class Mixture:
+    """Nodes ``(z, q)`` and the cells between them: a pessimistic reading of some steps."""
+
+    nodes: list[tuple[float, float]]
+    cells: list[Cell]
+
+    @property
+    def total(self) -> float:
+        """Number of steps."""
+        return math.fsum(cell.total for cell in self.cells)
+
+
+def as_mixture(steps: Steps, relation: str, spacing: float, exact: int) -> Mixture:
+    """Return the steps themselves if they are few, else cells of a lattice.
+
+    Args:
+        steps: merged steps with z > 0.
+        relation: fixes the coordinate in which the profile is convex.
+        spacing: relative distance of neighbouring nodes.
+        exact: keep up to so many distinct steps as they are.
+    """
+    if steps.counts.size <= exact:
+        return _singles(steps)
+    k = 2.0 if relation == "replace_one" else 1.0
+    mu = 1.0 / steps.noise_multipliers
+    rows = _lattice(_flatten(mu), spacing, _unflatten)
+    columns = _lattice(np.log(steps.sample_rates), 2 * spacing, np.exp)
+    rows[-1] = max(rows[-1], float(mu.max()))
+    columns[-1] = max(columns[-1], float(steps.sample_rates.max()))
+    i, u = _locate(-ndtr(-k * mu / 2), -ndtr(-k * rows / 2))
+    j, v = _locate(steps.sample_rates, columns)
+    lattice = _cells(steps, rows, columns, (i, j), (u, v))
+    return lattice if len(lattice.nodes) < steps.counts.size else _singles(steps)
+
+
+def _singles(steps: Steps) -> Mixture:
+    """Every distinct step is a node and a cell."""
+    zero = np.zeros(1)
+    nodes = list(zip(steps.noise_multipliers.tolist(), steps.sample_rates.tolist(), strict=True))
+    counts = steps.counts.reshape(-1, 1)
+    cells = [Cell((c, c, c, c), zero, zero, counts[c]) for c in range(len(nodes))]
+    return Mixture(nodes, cells)
+
+
+def _flatten(mu: FloatArray) -> FloatArray:
+    """A coordinate along which equal distances give similar relative errors."""
+    return np.where(mu <= 1, np.log(mu), (np.square(mu) - 1) / 2)
+
+
+def _unflatten(y: FloatArray) -> FloatArray:
+    """The inverse of :func:`_flatten`."""
+    return np.where(y <= 0, np.exp(np.minimum(y, 0)), np.sqrt(1 + 2 * np.maximum(y, 0)))
+
+
+def _lattice(y: FloatArray, spacing: float, inverse: object) -> FloatArray:
+    """Nodes that are evenly spaced in ``y`` and cover it."""
+    low, high = float(y.min()), float(y.max())
+    if high - low < 1e-9:
+        return np.asarray(inverse(np.array([high])), dtype=float)  # type: ignore[operator]
+    points = max(1, math.ceil((high - low) / spacing)) + 1
+    return np.asarray(inverse(np.linspace(low, high, points)), dtype=float)  # type: ignore[operator]
+
+
+def _locate(values: FloatArray, nodes: FloatArray) -> tuple[np.ndarray, FloatArray]:
+    """Index of the cell and the weight of its upper node, rounded up, for each value."""
+    if nodes.size == 1:
+        return np.zeros(values.size, dtype=int), np.zeros(values.size)
+    index = np.clip(np.searchsorted(nodes, values, side="right") - 1, 0, nodes.size - 2)
+    weight = (values - nodes[index]) / (nodes[index + 1] - nodes[index])
+    return index, np.clip(weight + _ROUND_UP, 0.0, 1.0)
+
+
+def _cells(
+    steps: Steps,
+    rows: FloatArray,
+    columns: FloatArray,
+    index: tuple[np.ndarray, np.ndarray],
+    weight: tuple[FloatArray, FloatArray],
+) -> Mixture:
+    """Collect the steps of each rectangle; only corners in use become nodes."""
+    n_columns = columns.size
+    key = index[0] * n_columns + index[1]
+    order = np.argsort(key, kind="stable")
+    starts = np.flatnonzero(np.diff(key[order], prepend=-1))
+    below, right = (n_columns if rows.size > 1 else 0), (1 if n_columns > 1 else 0)
+    numbers: dict[int, int] = {}
+    cells = []
+    for members in np.split(order, starts[1:]):
+        first = int(key[members[0]])
+        a, b, c, d = (
+            numbers.setdefault(corner, len(numbers))
+            for corner in (first, first + right, first + below, first + below + right)
+        )
+        u, v = weight[0][members], weight[1][members]
+        cells.append(Cell((a, b, c, d), u, v, steps.counts[members]))
+    nodes = [(1.0 / float(rows[p // n_columns]), float(columns[p % n_columns])) for p in numbers]
+    return Mixture(nodes, cells)

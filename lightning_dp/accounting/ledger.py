@@ -1,0 +1,216 @@
+"""What was spent: an append-only record of privacy events, from which alone ε is computed."""
+
+from __future__ import annotations
+
+import secrets
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lightning_dp.accounting.events import AbstractEvent, event_from_dict
+from lightning_dp.accounting.journal import (
+    Journal,
+    JournalError,
+    Runs,
+    add_charge,
+    longer_run,
+    read_journal,
+)
+
+__all__ = ["Ledger", "recover_journal"]
+
+
+class Ledger:
+    """Every charge ever made against one training set, in memory and in a journal on disk.
+
+    - It only grows. Loading a checkpoint rolls back the model, never the ledger.
+    - A charge is on the disk before :meth:`charge` returns, and data is touched after that: after
+      a crash the ledger is 0 or 1 steps ahead of the optimizer, never behind.
+    - Each fit is a run of its own; two ledgers merge to the union of their runs, so two fits that
+      were resumed from one checkpoint both count.
+
+    Only the lead process of a distributed job keeps the journal; the others mirror the record.
+
+    Example:
+        >>> from lightning_dp.accounting import Gaussian
+        >>> ledger = Ledger()
+        >>> ledger.begin("first fit")
+        >>> for _ in range(3):
+        ...     ledger.charge(Gaussian(2.0))
+        >>> ledger.steps, ledger.history()
+        (3, [(Gaussian(noise_multiplier=2.0), 3)])
+    """
+
+    def __init__(self) -> None:
+        self.id = secrets.token_hex(8)
+        self.journal_path: Path | None = None
+        self._runs: Runs = {}
+        self._journal: Journal | None = None
+        self._run = ""
+        self._steps = 0
+        self._steps_of_run = 0
+
+    @property
+    def steps(self) -> int:
+        """Number of charges, over all runs."""
+        return self._steps
+
+    def history(self) -> list[tuple[AbstractEvent, int]]:
+        """All events with their counts; the order has no meaning for ε."""
+        counts: dict[AbstractEvent, int] = {}
+        for charges in self._runs.values():
+            for event, count in charges:
+                counts[event] = counts.get(event, 0) + count
+        return list(counts.items())
+
+    def begin(self, run: str, directory: Path | None = None) -> None:
+        """Start a run. With a ``directory`` (lead process), open the journal there or where it was.
+
+        Args:
+            run: a name that no other run has, the same on all processes.
+            directory: where a new journal goes.
+
+        Raises:
+            JournalError: if the journal is in use, damaged, or of another ledger.
+        """
+        self.end()
+        if directory is not None:
+            path = self.journal_path or directory / f"{self.id}.journal"
+            journal = Journal(path.absolute(), self.id)
+            self._merge(journal.runs)
+            journal.extend(self._runs)
+            self._journal, self.journal_path = journal, journal.path
+        self._run, self._steps_of_run = run, 0
+
+    def charge(self, event: AbstractEvent) -> None:
+        """Book one event of the run under way, durably, before the data it is about is touched."""
+        if not self._run:
+            raise RuntimeError("Ledger.begin() must come before Ledger.charge().")
+        if self._journal is not None:
+            self._journal.append(self._run, self._steps_of_run, event)
+        add_charge(self._runs.setdefault(self._run, []), event)
+        self._steps_of_run += 1
+        self._steps += 1
+
+    def end(self) -> None:
+        """End the run: close the journal and give up its lock."""
+        if self._journal is not None:
+            self._journal.close()
+        self._journal, self._run = None, ""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Plain numbers, strings, lists and dicts, for a checkpoint."""
+        return {
+            "id": self.id,
+            "journal": None if self.journal_path is None else str(self.journal_path),
+            "runs": {
+                run: [[event.to_dict(), count] for event, count in charges]
+                for run, charges in self._runs.items()
+            },
+        }
+
+    def restore(self, state: dict[str, Any], directory: Path) -> None:
+        """Add what a checkpoint and its journal know (lead process).
+
+        The journal is looked for where the checkpoint says, then under its name in ``directory``.
+
+        Raises:
+            JournalError: if it is missing, damaged, or knows less than the checkpoint.
+        """
+        runs = _runs_from(state)
+        if state["journal"] is not None:
+            path = _find(Path(state["journal"]), directory)
+            _check_complete(path, state["id"], runs)
+            self._merge(read_journal(path)[1])
+            self.journal_path = path
+        self._merge(runs)
+        self.id = state["id"]
+
+    def mirror(self, state: dict[str, Any]) -> None:
+        """Become a copy of the lead process's record (the other processes)."""
+        self.id = state["id"]
+        self._runs = {}
+        self._merge(_runs_from(state))
+
+    def _merge(self, runs: Runs) -> None:
+        for run, charges in runs.items():
+            self._runs[run] = longer_run(run, self._runs.get(run, []), charges)
+        self._steps = sum(count for charges in self._runs.values() for _, count in charges)
+
+
+def recover_journal(
+    checkpoint_path: str | Path, directory: str | Path, unrecorded_steps: int
+) -> Path:
+    """The way out when a journal is lost: write a new one from a checkpoint.
+
+    A journal may know of steps that the checkpoint does not (those made after it was saved), and
+    what is lost can only be bounded, not found out. So this asks for an upper bound and charges
+    it. Then resume from the checkpoint with ``ledger_dir=directory``.
+
+    Args:
+        checkpoint_path: a checkpoint of a private run.
+        directory: where to write the new journal. A damaged one must be moved away first.
+        unrecorded_steps: an upper bound on the noised steps that any run of this ledger made and
+            that the checkpoint does not contain. Charged as the checkpoint's latest event.
+
+    Returns:
+        the path of the new journal.
+
+    Raises:
+        ValueError: if ``unrecorded_steps`` is negative, or the checkpoint has no journal.
+        JournalError: if the journal exists.
+    """
+    if not unrecorded_steps >= 0:
+        raise ValueError(f"unrecorded_steps={unrecorded_steps} must be a number of steps >= 0.")
+    checkpoint = torch.load(checkpoint_path, map_location="cpu", weights_only=True)
+    state = checkpoint.get("lightning_dp", {}).get("ledger")
+    if state is None or state["journal"] is None:
+        raise ValueError(f"{checkpoint_path} is not a checkpoint of a private run with a journal.")
+    path = Path(directory).absolute() / Path(state["journal"]).name
+    for existing in (path, Path(state["journal"])):
+        if existing.exists():
+            raise JournalError(f"{existing} exists. If it is damaged, move it away first.")
+    runs = _runs_from(state)
+    if unrecorded_steps:
+        last_event = list(runs.values())[-1][-1][0]
+        runs[secrets.token_hex(8)] = [(last_event, unrecorded_steps)]
+    journal = Journal(path, state["id"])
+    journal.extend(runs)
+    journal.close()
+    return path
+
+
+def _runs_from(state: dict[str, Any]) -> Runs:
+    return {
+        run: [(event_from_dict(event), int(count)) for event, count in charges]
+        for run, charges in state["runs"].items()
+    }
+
+
+def _find(recorded: Path, directory: Path) -> Path:
+    for path in (recorded, directory.absolute() / recorded.name):
+        if path.exists():
+            return path
+    raise JournalError(
+        f"The checkpoint's privacy journal {recorded} is missing (also in {directory}). Without "
+        "it, steps made after the checkpoint would be forgotten. Copy it back, or put it into the "
+        "folder given as ledger_dir. If it is lost, bound the loss and write a new one with "
+        "lightning_dp.accounting.recover_journal(checkpoint_path, directory, unrecorded_steps)."
+    )
+
+
+def _check_complete(path: Path, ledger_id: str, runs: Runs) -> None:
+    found, written = read_journal(path)
+    if found != ledger_id:
+        raise JournalError(
+            f"The privacy journal {path} belongs to ledger {found}, not to {ledger_id}."
+        )
+    for run, charges in runs.items():
+        known = longer_run(run, written.get(run, []), charges)
+        if known != written.get(run):
+            raise JournalError(
+                f"The privacy journal {path} knows less than the checkpoint: it was cut or replaced "
+                "by an older copy. Put the right file back, or move it away and use "
+                "lightning_dp.accounting.recover_journal()."
+            )

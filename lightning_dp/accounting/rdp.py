@@ -1,0 +1,200 @@
+"""Renyi differential privacy in one pass over the steps: quick, additive, looser than the PLD."""
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+from scipy.special import gammaln
+
+from lightning_dp.accounting.base import (
+    AbstractAccountant,
+    FloatArray,
+    History,
+    Relation,
+    Steps,
+    check_delta,
+    check_epsilon,
+    check_relation,
+    merge,
+)
+from lightning_dp.accounting.composition import log_moments
+from lightning_dp.accounting.pmf import discretise, support
+
+_FRACTIONAL = np.array([1.02, 1.05, 1.1, 1.15, 1.2, 1.3, 1.4, 1.5, 1.65, 1.8])
+_INTEGERS = np.unique(np.concatenate((np.arange(2.0, 33.0), np.round(np.geomspace(34, 512, 22)))))
+_LARGEST_ORDER = 2.0**16
+_CHUNK = 2_000_000
+_LOG_TAIL = -200.0
+
+
+@dataclass(frozen=True)
+class StreamingRDPAccountant(AbstractAccountant):
+    """Sums of Renyi divergences over a table of orders, converted to (epsilon, delta) at the end.
+
+    ``epsilon = min_a sum_t rho_t(a) + log(1 - 1/a) - (log delta + log a) / (a - 1)`` (Canonne, Kamath
+    and Steinke, arXiv 2004.00010v4, Proposition 12), ``rho_t(a)`` from :func:`renyi_divergence`. The
+    orders are 1.02 to 512, doubled up to 65,536 as long as the last one is the best. Six to twelve
+    per cent above :class:`PLDAccountant` for usual runs; its use is that it is additive: the guard
+    for adaptive noise fixes one order and sums.
+
+    Assumes Poisson sampling, independent for every event. Raises ``ValueError`` for illegal
+    arguments.
+
+    Example:
+        >>> from lightning_dp.accounting import PoissonGaussian
+        >>> round(StreamingRDPAccountant().epsilon([(PoissonGaussian(1.0, 0.01), 1000)], 1e-5), 2)
+        2.09
+    """
+
+    @property
+    def name(self) -> str:
+        """What a report prints."""
+        return "streaming RDP"
+
+    def epsilon(self, history: History, delta: float, relation: Relation = "add_remove") -> float:
+        """Return the best epsilon over the orders; see the class."""
+        log_delta = math.log(check_delta(delta))
+        check_relation(relation)
+        steps = merge(history)
+        if steps.counts.size == 0:
+            return 0.0
+        if steps.has_noiseless:
+            return math.inf
+
+        def convert(orders: FloatArray, rho: FloatArray) -> FloatArray:
+            return np.asarray(
+                rho + np.log1p(-1 / orders) - (log_delta + np.log(orders)) / (orders - 1)
+            )
+
+        return max(_least(steps, relation, convert), 0.0)
+
+    def delta(self, history: History, epsilon: float, relation: Relation = "add_remove") -> float:
+        """Return the best delta over the orders; see the class."""
+        epsilon = check_epsilon(epsilon)
+        check_relation(relation)
+        steps = merge(history)
+        if steps.counts.size == 0:
+            return 0.0
+        if steps.has_noiseless:
+            return 1.0
+
+        def convert(orders: FloatArray, rho: FloatArray) -> FloatArray:
+            return np.asarray(
+                (orders - 1) * (rho - epsilon + np.log1p(-1 / orders)) - np.log(orders)
+            )
+
+        return math.exp(min(_least(steps, relation, convert), 0.0))
+
+
+def renyi_divergence(
+    noise_multiplier: float, sample_rate: float, order: float, relation: Relation = "add_remove"
+) -> float:
+    """``rho(a)``: the Renyi divergence of order ``a`` of one subsampled Gaussian release.
+
+    add/remove: ``rho(a) = log E_(x ~ N(0, z^2)) [((1-q) + q e^((2x - 1) / (2 z^2)))^a] / (a - 1)``
+    (Mironov, Talwar and Zhang, arXiv 1908.10530v1, section 3: this direction is the larger one). For
+    integer orders the binomial sum of equation (6) there, else the trapezoidal rule.
+    replace-one: ``rho(a) = 2 a / z^2`` for q = 1, else an upper bound from the discretised profile.
+
+    Args:
+        noise_multiplier: ``z > 0``.
+        sample_rate: ``q`` in (0, 1].
+        order: ``a > 1``.
+        relation: the neighbouring relation.
+
+    Raises:
+        ValueError: if an argument is out of range or NaN.
+
+    Example:
+        >>> renyi_divergence(noise_multiplier=2.0, sample_rate=1.0, order=8.0)
+        1.0
+    """
+    if not order > 1:
+        raise ValueError(f"order must be above 1, got {order}.")
+    if not 0 < noise_multiplier < math.inf:
+        raise ValueError(f"noise_multiplier must be finite and above 0, got {noise_multiplier}.")
+    if not 0 < sample_rate <= 1:
+        raise ValueError(f"sample_rate must be in (0, 1], got {sample_rate}.")
+    check_relation(relation)
+    one = np.ones(1)
+    steps = Steps(noise_multiplier * one, sample_rate * one, one)
+    return float(_total(steps, relation, np.array([order]))[0])
+
+
+def _least(steps: Steps, relation: Relation, convert: object) -> float:
+    """The least converted value over the orders, extended while the last is the best."""
+    orders = np.concatenate((_FRACTIONAL, _INTEGERS))
+    best = math.inf
+    while True:
+        values = convert(orders, _total(steps, relation, orders))  # type: ignore[operator]
+        at = int(np.argmin(values))
+        best = min(best, float(values[at]))
+        if at < orders.size - 1 or orders[-1] >= _LARGEST_ORDER:
+            return best
+        orders = orders[-1] * np.array([1.41, 2.0]).round(2)
+        orders = np.round(orders)
+
+
+def _total(steps: Steps, relation: Relation, orders: FloatArray) -> FloatArray:
+    """``sum_t rho_t`` at each order."""
+    z, q, counts = steps.noise_multipliers, steps.sample_rates, steps.counts
+    full = q == 1.0
+    factor = check_relation(relation)
+    slope = 0.5 * factor**2 * float(np.sum(counts[full] / z[full] ** 2))
+    total = slope * orders
+    if full.all():
+        return total
+    z, q, counts = z[~full], q[~full], counts[~full]
+    for i, order in enumerate(orders):
+        if relation == "replace_one":
+            logs = np.array(
+                [_log_moment_replace_one(*pair, order) for pair in zip(z, q, strict=True)]
+            )
+        elif order == round(order):
+            logs = _log_moment_integer(z, q, int(order))
+        else:
+            logs = _log_moment_fractional(z, q, float(order))
+        total[i] += float(counts @ logs) / (order - 1)
+    return total
+
+
+def _log_moment_integer(z: FloatArray, q: FloatArray, order: int) -> FloatArray:
+    """``log E[...]``, the binomial sum, for every (z, q)."""
+    k = np.arange(order + 1.0)
+    log_binomial = gammaln(order + 1) - gammaln(k + 1) - gammaln(order - k + 1)
+    result = np.empty(z.size)
+    chunk = max(1, _CHUNK // k.size)
+    for first in range(0, z.size, chunk):
+        part = slice(first, first + chunk)
+        rate, noise = q[part, None], z[part, None]
+        terms = log_binomial + (order - k) * np.log1p(-rate) + k * np.log(rate)
+        # E[...] - 1: as the binomial weights sum to 1, sum_k weight (e^(k(k-1)/2z^2) - 1).
+        exponent = k * (k - 1) / (2 * noise**2)
+        terms = terms[:, 2:] + exponent[:, 2:] + np.log(-np.expm1(-exponent[:, 2:]))
+        top = terms.max(axis=1, keepdims=True)
+        result[part] = np.logaddexp(0, top[:, 0] + np.log(np.exp(terms - top).sum(axis=1)))
+    return result
+
+
+def _log_moment_fractional(z: FloatArray, q: FloatArray, order: float) -> FloatArray:
+    """``log E[...]`` by the trapezoidal rule, whose error falls exponentially with the spacing."""
+    low, high = -12.0, 12.0 + order / float(z.min())
+    spacing = min(0.1, 0.15 * float(z.min()))
+    x = np.arange(low, high + spacing, spacing)
+    result = np.empty(z.size)
+    chunk = max(1, _CHUNK // x.size)
+    for first in range(0, z.size, chunk):
+        rate, noise = q[first : first + chunk, None], z[first : first + chunk, None]
+        ratio = np.logaddexp(np.log1p(-rate), np.log(rate) + x / noise - 0.5 / noise**2)
+        exponent = order * ratio - 0.5 * x**2
+        top = exponent.max(axis=1, keepdims=True)
+        sums = np.exp(exponent - top).sum(axis=1) * spacing / math.sqrt(2 * math.pi)
+        result[first : first + chunk] = np.maximum(top[:, 0] + np.log(sums), 0.0) + 1e-15
+    return result
+
+
+def _log_moment_replace_one(z: float, q: float, order: float) -> float:
+    """An upper bound from the connected dots; at most e^-200 of the mass is left out."""
+    h = sum(support(z, q, _LOG_TAIL, "replace_one")) / 16384
+    pmf = discretise(z, q, h, _LOG_TAIL, "replace_one", backward=False)
+    return max(float(log_moments(pmf, h, np.array([order - 1.0]))[0]), 0.0)

@@ -1,0 +1,42 @@
+"""The one function that produces a bounded sum."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+
+from torch import Tensor
+
+from lightning_dp.functional import clip_factors
+from lightning_dp.query import BoundedSum
+
+__all__ = ["AbstractPerSampleGradients", "bounded_sum"]
+
+
+class AbstractPerSampleGradients(ABC):
+    """The gradients of the records of one chunk, held in whatever form an engine likes."""
+
+    @property
+    @abstractmethod
+    def count(self) -> int:
+        """n, the number of records."""
+
+    @abstractmethod
+    def norms(self) -> Tensor:
+        """L2 norm of each record's gradient over all parameters, shape (n,)."""
+
+    @abstractmethod
+    def weighted_sum(self, weights: Tensor) -> Tensor:
+        """``sum_i weights[i] * g_i`` as a flat vector.
+
+        A record of weight 0 contributes exactly 0, also when its gradient is not finite.
+        """
+
+
+def bounded_sum(gradients: AbstractPerSampleGradients, clip_norm: float) -> BoundedSum:
+    r""":math:`\sum_i g_i \min(1, C/\|g_i\|)`: adding or removing a record moves it by at most C.
+
+    Promises: each record contributes a vector of L2 norm at most ``clip_norm`` (up to rounding);
+    a record whose gradient is not finite contributes zero; no record affects another's part.
+    """
+    factors = clip_factors(gradients.norms(), clip_norm)
+    return BoundedSum(gradients.weighted_sum(factors), clip_norm)

@@ -1,0 +1,144 @@
+"""Everything a user says about privacy, checked once."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any, Literal, TypeAlias
+
+from lightning_dp.accounting.base import AbstractAccountant, Relation
+from lightning_dp.accounting.pld import PLDAccountant
+from lightning_dp.estimators import AbstractEstimator, MeanGradient
+from lightning_dp.postprocessing import AbstractPostProcessor
+from lightning_dp.sampling import AbstractSampling, Poisson
+from lightning_dp.schedules import AbstractSchedule, Constant
+
+__all__ = ["EngineName", "PrivacyConfig"]
+
+EngineName: TypeAlias = Literal["auto", "hooks"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class PrivacyConfig:
+    """The privacy of one training run.
+
+    Give ``target_epsilon`` (the noise is calibrated for the steps the Trainer will make), or
+    ``noise_multiplier`` (ε is reported, without a limit), or both (training stops before the step
+    that would exceed the target).
+
+    Args:
+        target_delta: δ in (0, 1); choose it well below 1 / N.
+        target_epsilon: ε > 0 that is never exceeded.
+        noise_multiplier: z >= 0: noise of standard deviation z·C on the sum of gradients clipped
+            to C. With a ``noise_schedule`` it is the schedule's scale. 0 trains without privacy
+            (ε is inf).
+        max_grad_norm: C > 0, the clip norm of one record's gradient; 1.0 if neither it nor an
+            ``estimator`` is given.
+        noise_schedule: how the noise multiplier changes over steps; default constant.
+        estimator: what is asked of the data; default ``MeanGradient(max_grad_norm)``, DP-SGD.
+        postprocessing: applied in order to the private estimate.
+        sampling: ``Poisson()`` (default) or ``FullBatch()``.
+        relation: neighbouring data sets differ by adding or removing a record ("add_remove"), or
+            by replacing one ("replace_one").
+        accountant: computes ε; default the tight numerical one.
+        engine: who computes per-sample gradients: "hooks" (Opacus); "auto" picks the best.
+        ledger_dir: folder of the privacy journal; default ``<default_root_dir>/privacy``.
+        seed: makes noise and batches repeatable. For tests only: nothing is private with it, and
+            every report says so.
+
+    Raises:
+        ValueError: naming the argument and its value.
+
+    Example:
+        >>> PrivacyConfig(target_epsilon=3.0, target_delta=1e-5).resolved_estimator()
+        MeanGradient(max_grad_norm=1.0)
+    """
+
+    target_delta: float
+    target_epsilon: float | None = None
+    noise_multiplier: float | None = None
+    max_grad_norm: float | None = None
+    noise_schedule: AbstractSchedule = Constant()
+    estimator: AbstractEstimator | None = None
+    postprocessing: tuple[AbstractPostProcessor, ...] = ()
+    sampling: AbstractSampling = Poisson()
+    relation: Relation = "add_remove"
+    accountant: AbstractAccountant = PLDAccountant()
+    engine: EngineName = "auto"
+    ledger_dir: str | None = None
+    seed: int | None = None
+
+    def __post_init__(self) -> None:
+        self._check_budget()
+        self._check_choices()
+        self._check_clip_norm()
+
+    def _check_budget(self) -> None:
+        if not 0 < self.target_delta < 1:
+            raise ValueError(
+                f"target_delta={self.target_delta} must be between 0 and 1 (well below 1 / N)."
+            )
+        if self.target_epsilon is not None and not 0 < self.target_epsilon < math.inf:
+            raise ValueError(
+                f"target_epsilon={self.target_epsilon} must be finite and greater than 0. "
+                "For training without privacy, leave it out and give noise_multiplier=0."
+            )
+        if self.noise_multiplier is not None and not 0 <= self.noise_multiplier < math.inf:
+            raise ValueError(
+                f"noise_multiplier={self.noise_multiplier} must be finite and at least 0."
+            )
+        if self.target_epsilon is None and self.noise_multiplier is None:
+            raise ValueError(
+                "Neither target_epsilon nor noise_multiplier is given: say how private the training "
+                "must be (target_epsilon), or how much noise to add (noise_multiplier)."
+            )
+
+    def _check_choices(self) -> None:
+        for name, value, kind in (
+            ("noise_schedule", self.noise_schedule, AbstractSchedule),
+            ("sampling", self.sampling, AbstractSampling),
+            ("accountant", self.accountant, AbstractAccountant),
+            ("estimator", self.estimator, (AbstractEstimator, type(None))),
+            *(("postprocessing", item, AbstractPostProcessor) for item in self.postprocessing),
+        ):
+            if not isinstance(value, kind):
+                raise TypeError(f"{name}={value!r} is not an object of the right kind ({kind}).")
+        if self.relation not in ("add_remove", "replace_one"):
+            raise ValueError(f"relation={self.relation!r} must be 'add_remove' or 'replace_one'.")
+        if self.engine not in ("auto", "hooks"):
+            raise ValueError(f"engine={self.engine!r} must be 'auto' or 'hooks'.")
+
+    def _check_clip_norm(self) -> None:
+        if self.max_grad_norm is not None and self.estimator is not None:
+            raise ValueError(
+                f"max_grad_norm={self.max_grad_norm} is given beside estimator={self.estimator}, "
+                "which has clip norms of its own: give it in one place."
+            )
+        estimator = self.resolved_estimator()
+        clip_norm = estimator.max_grad_norm if isinstance(estimator, MeanGradient) else 1.0
+        if math.isinf(clip_norm) and self.noise_multiplier != 0:
+            raise ValueError(
+                "max_grad_norm=inf bounds nothing and is allowed only with noise_multiplier=0 "
+                f"(no privacy); here noise_multiplier={self.noise_multiplier}."
+            )
+
+    def resolved_estimator(self) -> AbstractEstimator:
+        """The estimator that is used."""
+        if self.estimator is not None:
+            return self.estimator
+        return MeanGradient(1.0 if self.max_grad_norm is None else self.max_grad_norm)
+
+    def fingerprint(self) -> dict[str, Any]:
+        """What a resumed run must share with the run it continues, as plain strings and numbers.
+
+        ``target_epsilon`` is not in it: a budget may be changed, since the ledger knows what was
+        spent. Neither are the accountant, the engine and ``ledger_dir``, which change no release.
+        """
+        return {
+            "target_delta": self.target_delta,
+            "relation": self.relation,
+            "estimator": repr(self.resolved_estimator()),
+            "noise_schedule": repr(self.noise_schedule),
+            "postprocessing": repr(self.postprocessing),
+            "sampling": repr(self.sampling),
+        }

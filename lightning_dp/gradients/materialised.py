@@ -1,0 +1,64 @@
+"""Per-sample gradients that are all in memory."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from lightning_dp.clipping import AbstractPerSampleGradients
+from lightning_dp.functional import per_sample_norms
+from lightning_dp.gradients.base import UnsupportedModelError
+
+__all__ = ["MaterialisedGradients"]
+
+
+class MaterialisedGradients(AbstractPerSampleGradients):
+    """One tensor of shape (n, *parameter shape) per parameter.
+
+    Args:
+        params: the trained parameters, in the order of flat vectors.
+        gradients: for each parameter its per-sample gradients, or None where it was not used.
+        scale: multiplies all of them.
+    """
+
+    def __init__(
+        self, params: Sequence[Tensor], gradients: Sequence[Tensor | None], scale: float
+    ) -> None:
+        self._params = params
+        self._gradients = gradients
+        self._scale = scale
+        self._used = [gradient for gradient in gradients if gradient is not None]
+        counts = {len(gradient) for gradient in self._used}
+        if len(counts) > 1:
+            raise UnsupportedModelError(
+                "Some layers see more rows than there are records (the model folds another dimension "
+                "into the batch, or is not batch-first), so a record's gradient cannot be bounded. "
+                "Keep records in the first dimension of every layer's input, one row each."
+            )
+        self._count = counts.pop() if counts else 0
+
+    @property
+    def count(self) -> int:
+        return self._count
+
+    def norms(self) -> Tensor:
+        if not self._used:
+            return torch.zeros(0, dtype=torch.float64)
+        return per_sample_norms(self._used) * abs(self._scale)
+
+    def weighted_sum(self, weights: Tensor) -> Tensor:
+        weights = weights * self._scale
+        is_left_out = weights == 0
+        parts = []
+        for param, gradient in zip(self._params, self._gradients, strict=True):
+            dtype = torch.promote_types(param.dtype, torch.float32)
+            if gradient is None:
+                parts.append(torch.zeros(param.numel(), dtype=dtype, device=param.device))
+                continue
+            rows = gradient.flatten(1).to(dtype)
+            if is_left_out.any():  # 0 * NaN is NaN
+                rows = rows.masked_fill(is_left_out.unsqueeze(1), 0.0)
+            parts.append(weights.to(dtype) @ rows)
+        return torch.cat(parts)

@@ -1,0 +1,119 @@
+"""Per-sample gradients from Opacus' hooks."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+
+from opacus.grad_sample.grad_sample_module import GradSampleHooks
+from opacus.validators.module_validator import ModuleValidator
+from torch import Tensor, nn
+
+from lightning_dp.gradients.base import AbstractGradientEngine, UnsupportedModelError
+from lightning_dp.gradients.materialised import MaterialisedGradients
+
+__all__ = ["OpacusHooks"]
+
+# What GradSampleHooks.cleanup() leaves on modules (Opacus 1.6.0).
+_LEFT_ON_MODULES = ("activations", "max_batch_len")
+
+
+class OpacusHooks(AbstractGradientEngine):
+    """Opacus' ``GradSampleHooks`` on the unwrapped model.
+
+    Every layer Opacus has a rule for, and through ``torch.func`` any other layer without buffers.
+    Materialises one gradient per record and parameter: memory is B times the parameters.
+    """
+
+    def __init__(self) -> None:
+        self._hooks: GradSampleHooks | None = None
+        self._module: nn.Module | None = None
+        self._params: Sequence[nn.Parameter] = ()
+
+    def attach(self, module: nn.Module, params: Sequence[nn.Parameter]) -> None:
+        self.detach()
+        if (dynamo := sys.modules.get("torch._dynamo")) is not None:
+            dynamo.reset()  # graphs compiled before the hooks existed would ignore them
+        _refuse_unsupported(module)
+        self._module, self._params = module, params
+        try:
+            self._hooks = GradSampleHooks(module, strict=True, loss_reduction="mean")
+        except NotImplementedError as error:
+            self._clean(module)
+            raise UnsupportedModelError(
+                f"Opacus cannot compute per-sample gradients for this model: {error} Freeze the "
+                "layer, replace it, or keep its buffers in a module without trainable parameters."
+            ) from error
+
+    def take(self, scale: float, touched: Mapping[str, nn.Parameter]) -> MaterialisedGradients:
+        assert self._module is not None
+        self._refuse_unfinished()
+        taken = [getattr(param, "grad_sample", None) for param in self._params]
+        for param in self._module.parameters():
+            setattr(param, "grad_sample", None)  # noqa: B010 (Opacus' attribute, not torch's)
+        if any(isinstance(gradient, list) for gradient in taken):
+            raise RuntimeError(
+                "Two backward passes ran for one batch: a record would count twice. "
+                "Add the losses up and call backward once."
+            )
+        self._refuse_uncovered(touched, taken)
+        return MaterialisedGradients(self._params, taken, scale)
+
+    def _refuse_uncovered(
+        self, touched: Mapping[str, nn.Parameter], taken: Sequence[Tensor | None]
+    ) -> None:
+        covered = {id(p) for p, g in zip(self._params, taken, strict=True) if g is not None}
+        trained = {id(param) for param in self._params}
+        missing = [n for n, p in touched.items() if id(p) in trained and id(p) not in covered]
+        if missing:
+            raise UnsupportedModelError(
+                f"Parameters {missing} received a gradient but no gradient per record. They are used "
+                "outside the forward() of the module that owns them (for a parameter directly on the "
+                "LightningModule: call self(x)), their module is in eval mode or compiled, or its "
+                "layer is not called as a module. Move them into a layer of their own."
+            )
+
+    def _refuse_unfinished(self) -> None:
+        """Opacus pairs forward and backward passes last-in-first-out; a lone one shifts them."""
+        assert self._module is not None
+        lone = [n for n, m in self._module.named_modules() if getattr(m, "activations", None)]
+        if lone:
+            raise RuntimeError(
+                f"A forward pass in training mode was not back-propagated (layers {lone[:5]}): its "
+                "records would be mistaken for others. Put it under torch.no_grad(), or use all of "
+                "its output in the loss."
+            )
+
+    def detach(self) -> None:
+        if self._hooks is not None:
+            self._hooks.cleanup()
+        if self._module is not None:
+            self._clean(self._module)
+        self._hooks, self._module, self._params = None, None, ()
+
+    @staticmethod
+    def _clean(module: nn.Module) -> None:
+        for part in module.modules():
+            for name in (*_LEFT_ON_MODULES, "autograd_grad_sample_hooks", "ft_compute_sample_grad"):
+                if name in vars(part):
+                    delattr(part, name)
+        for param in module.parameters():
+            for name in ("grad_sample", "_forward_counter", "_current_grad_sample"):
+                if hasattr(param, name):
+                    delattr(param, name)
+
+
+def _refuse_unsupported(module: nn.Module) -> None:
+    """Layers whose records cannot be told apart by hooks, by Opacus' own list."""
+    reasons = []
+    for name, part in module.named_modules():
+        if any(param.requires_grad for param in part.parameters(recurse=False)):
+            validate = ModuleValidator.VALIDATORS.get(type(part), lambda _: [])
+            reasons += [f"{name} ({type(part).__name__}): {error}" for error in validate(part)]
+    if reasons:
+        raise UnsupportedModelError(
+            "Opacus cannot compute per-sample gradients for these layers. "
+            + " ".join(reasons)
+            + " Drop-in replacements: opacus.layers.DPLSTM, DPGRU, DPRNN, DPMultiheadAttention; "
+            "GroupNorm for BatchNorm; opacus.validators.ModuleValidator.fix(model) replaces them."
+        )

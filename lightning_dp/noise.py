@@ -1,0 +1,71 @@
+"""The one function that draws noise, and where its randomness comes from."""
+
+from __future__ import annotations
+
+import math
+import secrets
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lightning_dp.query import BoundedSum, Release
+from lightning_dp.world import World
+
+__all__ = ["NoiseSource", "add_noise", "random_generator"]
+
+
+def random_generator(seed: int | None, *stream: int) -> np.random.Generator:
+    """A generator of its own, seeded with 128 bits from the operating system.
+
+    It never touches NumPy's, torch's or Python's global generators, so ``seed_everything`` cannot
+    make it predictable. With a ``seed`` (tests only) it is a function of seed and ``stream``.
+    """
+    entropy = secrets.randbits(128) if seed is None else [seed, *stream]
+    return np.random.Generator(np.random.PCG64DXSM(entropy))
+
+
+class NoiseSource:
+    """Standard normal vectors from the operating system's entropy.
+
+    float64 on the CPU. On another device the device's own counter-based generator draws float32,
+    keyed once with 63 bits from the operating system. The state is never saved.
+    """
+
+    def __init__(self, seed: int | None = None) -> None:
+        self._seed = seed
+        self._cpu = random_generator(seed, 0)
+        self._device: torch.Generator | None = None
+
+    def normal(self, size: int, device: torch.device) -> Tensor:
+        """``size`` independent N(0, 1) values on ``device``."""
+        if device.type == "cpu":
+            return torch.from_numpy(self._cpu.standard_normal(size))
+        if self._device is None:
+            key = secrets.randbits(63) if self._seed is None else self._seed
+            self._device = torch.Generator(device).manual_seed(key)
+        return torch.randn(size, device=device, generator=self._device)
+
+
+def add_noise(
+    total: BoundedSum, noise_multiplier: float, source: NoiseSource, world: World
+) -> Release:
+    """Noise the sum over all ranks once: ``sum_ranks total + N(0, (z C)^2 I)``.
+
+    C comes from the sum itself, so the noise cannot be scaled to a bound that was not enforced.
+    Rank 0 adds the noise *before* the ranks' sums are added up, and every rank gets the same
+    release. The un-noised total exists nowhere.
+    """
+    if not (noise_multiplier >= 0 and math.isfinite(noise_multiplier)):
+        raise ValueError(f"noise_multiplier={noise_multiplier} must be a finite number >= 0.")
+    if noise_multiplier == 0:  # explicitly not private; keeps an infinite clip norm meaningful
+        return Release(world.all_reduce(total.value), 0.0)
+    noise_std = noise_multiplier * total.clip_norm
+    if not math.isfinite(noise_std):
+        raise ValueError(
+            f"The sum is not bounded (clip norm {total.clip_norm}); refusing to noise it."
+        )
+    value = total.value
+    if world.is_lead:
+        value = (value + source.normal(value.numel(), value.device) * noise_std).to(value.dtype)
+    return Release(world.all_reduce(value), noise_std)

@@ -1,0 +1,6 @@
+"""Post-processors: what is done to the gradient estimate after the noise."""
+
+from lightning_dp.postprocessing.base import AbstractPostProcessor
+from lightning_dp.postprocessing.momentum import Momentum
+
+__all__ = ["AbstractPostProcessor", "Momentum"]

@@ -1,0 +1,26 @@
+"""What a post-processor is: a function of released values, free of privacy cost."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+
+from torch import Tensor
+
+from lightning_dp.estimators.base import State
+
+__all__ = ["AbstractPostProcessor"]
+
+
+class AbstractPostProcessor(ABC):
+    """Maps the gradient estimate to another, after the noise: it costs no privacy.
+
+    Implementations are frozen dataclasses; their state is passed in and returned.
+    """
+
+    @abstractmethod
+    def init(self, size: int) -> State:
+        """The state before the first step, for flat estimates of length ``size``."""
+
+    @abstractmethod
+    def apply(self, state: State, estimate: Tensor) -> tuple[Tensor, State]:
+        """The new flat estimate and the next state; neither argument is changed."""

@@ -1,0 +1,251 @@
+"""A private training run without its trainer: configuration, ledger and mechanism, wired."""
+
+from __future__ import annotations
+
+import math
+import secrets
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from lightning_dp.accounting import affordable_steps, calibrate
+from lightning_dp.accounting.ledger import Ledger
+from lightning_dp.config import PrivacyConfig
+from lightning_dp.mechanism import Mechanism
+from lightning_dp.noise import NoiseSource
+from lightning_dp.plan import NoisePlan
+from lightning_dp.sampling import BatchPlan
+from lightning_dp.schedules import Constant
+from lightning_dp.world import World
+
+__all__ = ["PrivateRun"]
+
+_VERSION = 1
+_ENDLESS = 10**9  # steps searched for a budget's end when the Trainer has none
+
+
+class PrivateRun:
+    """What a strategy and a callback share: the privacy side of ``trainer.fit``.
+
+    It lives as long as the callback, over several fits; the ledger goes on in each.
+
+    Args:
+        config: what the user said.
+    """
+
+    def __init__(self, config: PrivacyConfig) -> None:
+        self.config = config
+        self.ledger = Ledger()
+        self.mechanism: Mechanism | None = None
+        self.batches: BatchPlan | None = None
+        self.planned_steps: float = math.inf
+        self.stop_reason: str | None = None
+        self._resumed: dict[str, Any] | None = None
+        self._is_under_way = False
+
+    # -- what users read -------------------------------------------------------------------
+
+    @property
+    def steps(self) -> int:
+        """Noised steps charged so far, over all fits that this ledger knows."""
+        return self.ledger.steps
+
+    @property
+    def noise_multiplier(self) -> float | None:
+        """The noise multiplier of the next step; None before it is known."""
+        if self.mechanism is None:
+            return self.config.noise_multiplier
+        return self.mechanism.plan.noise_multiplier(self.mechanism.step)
+
+    @property
+    def epsilon(self) -> float:
+        """ε spent at ``target_delta``."""
+        return self.epsilon_at(self.config.target_delta)
+
+    def epsilon_at(self, delta: float) -> float:
+        """ε spent at another δ."""
+        return self.config.accountant.epsilon(self.ledger.history(), delta, self.config.relation)
+
+    def epsilon_after(self, more_steps: int) -> float:
+        """ε at ``target_delta`` after that many more steps of the plan."""
+        history = self.ledger.history()
+        if self.mechanism is not None:
+            plan, step = self.mechanism.plan, self.mechanism.step
+            if isinstance(plan.shape, Constant):
+                history = [*history, (plan.event(step), more_steps)] if more_steps else history
+            else:
+                history = history + [(plan.event(step + i), 1) for i in range(more_steps)]
+        delta, relation = self.config.target_delta, self.config.relation
+        return self.config.accountant.epsilon(history, delta, relation)
+
+    @property
+    def remaining_steps(self) -> float:
+        """Steps of the plan that are left and that the budget affords."""
+        if self.mechanism is None:
+            return self.planned_steps
+        return min(self.planned_steps, self.mechanism.limit) - self.ledger.steps
+
+    @property
+    def exhausted(self) -> bool:
+        """Whether one more step would exceed the budget."""
+        return self.mechanism is not None and self.mechanism.exhausted
+
+    # -- what a strategy does --------------------------------------------------------------
+
+    def use_batches(self, batches: BatchPlan) -> None:
+        """Fix how batches are made; it is a public constant of the run.
+
+        Raises:
+            ValueError: if the run under way, or the checkpoint it resumes, had others.
+        """
+        known = self.batches if self._is_under_way else None
+        if self._resumed is not None:
+            known = BatchPlan(**self._resumed["batches"])
+        if known is not None and known != batches:
+            raise ValueError(
+                f"The training data or its batches changed during the run: {known} before, "
+                f"{batches} now. The sampling rate is a constant of a private run: keep the number "
+                "of records, the batch size, accumulate_grad_batches and the number of processes."
+            )
+        self.batches = batches
+
+    def start(self, planned_steps: float, world: World, directory: Path) -> None:
+        """Declare the plan, find how much of it the budget affords, and open the ledger's run.
+
+        Args:
+            planned_steps: noised steps that the Trainer is still going to make; may be infinite.
+            world: the processes of the job.
+            directory: where the journal goes, unless it has its place already.
+
+        Raises:
+            ValueError: if the noise must be calibrated and the number of steps is infinite.
+            JournalError: if the journal cannot be used.
+        """
+        run = world.broadcast(secrets.token_hex(8))
+        if world.is_lead:
+            self.ledger.begin(run, directory)
+        record = world.broadcast(self.ledger.state_dict())
+        if not world.is_lead:
+            self.ledger.mirror(record)
+            self.ledger.begin(run)
+        self.mechanism = self._make_mechanism(planned_steps, world)
+        self.planned_steps = self.ledger.steps + planned_steps
+        self._is_under_way, self._resumed, self.stop_reason = True, None, None
+
+    def _make_mechanism(self, planned_steps: float, world: World) -> Mechanism:
+        assert self.batches is not None
+        config, state = self.config, self._resumed
+        step = 0 if state is None else int(state["mechanism"]["step"])
+        scale = world.broadcast(self._scale(planned_steps))
+        plan = NoisePlan(scale, config.noise_schedule, config.sampling, self.batches.sample_rate)
+        mechanism = Mechanism(
+            plan=plan,
+            estimator=config.resolved_estimator(),
+            postprocessing=config.postprocessing,
+            ledger=self.ledger,
+            limit=world.broadcast(self._limit(plan, step, planned_steps)),
+            expected_batch_size=self.batches.expected_batch_size,
+            noise=NoiseSource(config.seed),
+            world=world,
+        )
+        if state is not None:
+            mechanism.load_state_dict(state["mechanism"])
+        return mechanism
+
+    def _scale(self, planned_steps: float) -> float:
+        """The noise multiplier where the schedule's shape is 1."""
+        assert self.batches is not None
+        config = self.config
+        if self._resumed is not None:
+            return float(self._resumed["noise_scale"])
+        if config.noise_multiplier is not None:
+            return config.noise_multiplier
+        assert config.target_epsilon is not None
+        if not math.isfinite(planned_steps):
+            raise ValueError(
+                f"target_epsilon={config.target_epsilon} alone calibrates the noise for the steps "
+                "of the run, and this Trainer has no last step: give Trainer(max_epochs=...) or "
+                "Trainer(max_steps=...), or give noise_multiplier too."
+            )
+        if not self.epsilon < config.target_epsilon or planned_steps < 1:
+            return math.inf  # nothing is left, and no finite noise fits into it
+        return calibrate(
+            config.noise_schedule,
+            self.batches.sample_rate,
+            int(planned_steps),
+            config.target_epsilon,
+            config.target_delta,
+            relation=config.relation,
+            accountant=config.accountant,
+            spent=self.ledger.history(),
+        )
+
+    def _limit(self, plan: NoisePlan, step: int, planned_steps: float) -> float:
+        """How many charges the ledger may hold at most."""
+        config = self.config
+        if config.target_epsilon is None:
+            return math.inf
+        if not math.isfinite(plan.scale):
+            return self.ledger.steps
+        constant = isinstance(plan.shape, Constant)
+        affordable = affordable_steps(
+            plan.event(step) if constant else lambda i: plan.event(step + i),
+            int(min(planned_steps, _ENDLESS)),
+            config.target_epsilon,
+            config.target_delta,
+            relation=config.relation,
+            accountant=config.accountant,
+            spent=self.ledger.history(),
+        )
+        return self.ledger.steps + affordable
+
+    def stop(self) -> None:
+        """End the fit: close the journal and drop a step under way; what was spent stays."""
+        self.ledger.end()
+        if self.mechanism is not None:
+            self.mechanism.drop()
+        self._is_under_way, self._resumed = False, None
+
+    # -- checkpoints -----------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything a resumed run needs, as plain types; released values only."""
+        mechanism = self.mechanism
+        return {
+            "version": _VERSION,
+            "config": self.config.fingerprint(),
+            "batches": None if self.batches is None else asdict(self.batches),
+            "noise_scale": None if mechanism is None else mechanism.plan.scale,
+            "mechanism": None if mechanism is None else mechanism.state_dict(),
+            "ledger": self.ledger.state_dict(),
+        }
+
+    def load_state_dict(self, state: dict[str, Any], directory: Path, world: World) -> None:
+        """Continue the run of a checkpoint: its plan and state, and every charge known of it.
+
+        Raises:
+            ValueError: if the configuration differs from the checkpoint's; both values are named.
+            JournalError: if the checkpoint's journal is missing or damaged.
+        """
+        if state["version"] != _VERSION:
+            raise ValueError(
+                f"The checkpoint's privacy record has version {state['version']}; this is {_VERSION}."
+            )
+        _check_same(state["config"], self.config.fingerprint())
+        scale = state["noise_scale"]
+        if scale is not None and self.config.noise_multiplier not in (None, scale):
+            _check_same(
+                {"noise_multiplier": scale}, {"noise_multiplier": self.config.noise_multiplier}
+            )
+        if world.is_lead:
+            self.ledger.restore(state["ledger"], directory)
+        self._resumed = None if state["mechanism"] is None else state
+
+
+def _check_same(before: dict[str, Any], now: dict[str, Any]) -> None:
+    for name, value in now.items():
+        if before.get(name) != value:
+            raise ValueError(
+                f"{name} differs from the checkpoint's: it was {before.get(name)}, now {value}. "
+                "A private run is continued with the configuration it was started with."
+            )

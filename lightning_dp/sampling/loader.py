@@ -1,0 +1,146 @@
+"""The training loader of a private run: logical batches handed out as a fixed number of chunks."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from torch.utils.data import DataLoader, Sampler
+
+from lightning_dp.noise import random_generator
+from lightning_dp.sampling.base import AbstractSampling, BatchPlan
+
+__all__ = ["Chunk", "ChunkSampler", "PrivateDataLoader"]
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """What a physical batch is.
+
+    Args:
+        index: its position in the epoch.
+        size: records of the logical batch in it; 0 for a stand-in record, whose gradient is
+            thrown away. Sensitive, like anything about who is in a batch.
+        first: whether a logical batch begins with it.
+    """
+
+    index: int
+    size: int
+    first: bool
+
+
+class ChunkSampler(Sampler[list[int]]):
+    """Record indices, chunk by chunk: each logical batch in exactly the planned number of chunks.
+
+    - Rank r draws from its own shard {r, r + world_size, ...} with its own generator.
+    - An empty chunk holds one stand-in record, so that user code always sees a batch of the usual
+      structure and every rank makes the same number of steps.
+    - Fresh entropy in every pass: batches are independent, so a resumed run is exact in
+      distribution, and no sampler state (which would tell who was in a batch) is ever saved.
+
+    Args:
+        plan: how an epoch is cut.
+        sampling: who is chosen.
+        rank, world_size: this process and how many there are.
+        limit: chunks of an epoch that will be used (``limit_train_batches``). A logical batch cut
+            short by it, or by a resume in its middle, is spread whole over the chunks that are left.
+        seed: for tests.
+    """
+
+    def __init__(
+        self,
+        plan: BatchPlan,
+        sampling: AbstractSampling,
+        *,
+        rank: int,
+        world_size: int,
+        limit: int,
+        seed: int | None,
+    ) -> None:
+        self.resume_at = 0
+        self.pending: deque[Chunk] = deque()
+        self._plan = plan
+        self._sampling = sampling
+        self._rank = rank
+        self._world_size = world_size
+        self._limit = limit
+        self._seed = seed
+        self._passes = 0
+
+    def __len__(self) -> int:
+        return self._plan.chunks_per_epoch
+
+    def __iter__(self) -> Iterator[list[int]]:
+        self.pending.clear()
+        rng = random_generator(self._seed, 1, self._rank, self._passes)
+        self._passes += 1
+        position, self.resume_at = self.resume_at, 0
+        while position < len(self):
+            end = self._end_of_step(position)
+            for offset, part in enumerate(np.array_split(self._draw(rng), end - position)):
+                self.pending.append(Chunk(position + offset, len(part), first=offset == 0))
+                yield part.tolist() or [0]
+            position = end
+
+    def _end_of_step(self, position: int) -> int:
+        """Where the logical batch that is under way at this chunk ends."""
+        chunks = self._plan.chunks_per_step
+        end = position // chunks * chunks + chunks
+        return min(end, self._limit) if position < self._limit else end
+
+    def _draw(self, rng: np.random.Generator) -> np.ndarray[Any, np.dtype[np.int64]]:
+        shard = range(self._rank, self._plan.num_records, self._world_size)
+        drawn = self._sampling.draw(len(shard), self._plan.sample_rate, rng)
+        return self._rank + self._world_size * drawn
+
+
+class PrivateDataLoader(DataLoader[Any]):
+    """The user's loader with its batches chosen by a :class:`ChunkSampler`.
+
+    Dataset, collate function, workers and memory options stay. The position in the epoch is in
+    its ``state_dict`` (a count of chunks, nothing about records), so a run resumes mid-epoch.
+
+    Args:
+        loader: the user's loader, left untouched.
+        sampler: chooses the chunks.
+    """
+
+    def __init__(self, loader: DataLoader[Any], sampler: ChunkSampler) -> None:
+        super().__init__(
+            loader.dataset,
+            batch_sampler=sampler,
+            num_workers=loader.num_workers,
+            collate_fn=loader.collate_fn,
+            pin_memory=loader.pin_memory,
+            timeout=loader.timeout,
+            worker_init_fn=loader.worker_init_fn,
+            multiprocessing_context=loader.multiprocessing_context,
+            generator=loader.generator,
+            prefetch_factor=loader.prefetch_factor,
+            persistent_workers=loader.persistent_workers,
+        )
+        self._chunks = sampler
+        self._handed_out = 0
+        self.current: Chunk | None = None
+
+    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
+        self._handed_out = self._chunks.resume_at
+        for batch in super().__iter__():
+            if batch is None:
+                raise TypeError(
+                    "The collate_fn of the training loader returned None. Records of a private "
+                    "batch cannot be left out on the way: return a batch for every list of records."
+                )
+            self.current = self._chunks.pending.popleft()
+            self._handed_out += 1
+            yield batch
+        self._handed_out = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"chunks_handed_out": self._handed_out % max(1, len(self))}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self._chunks.resume_at = int(state["chunks_handed_out"])

@@ -1,0 +1,213 @@
+"""What cannot be trained privately is refused before the first step, with the cause and the cure."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from typing import Any
+
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import (
+    BaseFinetuning,
+    BatchSizeFinder,
+    Callback,
+    GradientAccumulationScheduler,
+    LearningRateFinder,
+    StochasticWeightAveraging,
+)
+from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy, Strategy
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from torch import nn
+from torch.optim import LBFGS, Optimizer
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+)
+
+from lightning_dp.warnings import warn
+
+__all__ = [
+    "check_loader",
+    "check_model",
+    "check_optimizers",
+    "check_single_loader",
+    "check_strategy",
+    "check_trainer",
+    "check_trainer_and_strategy",
+]
+
+_REFUSED_CALLBACKS: dict[type[Callback], str] = {
+    LearningRateFinder: "it trains on the data outside the ledger; choose the learning rate "
+    "without it (on public data, or as a charged run of its own)",
+    BatchSizeFinder: "it trains on the data outside the ledger; choose the batch size by hand",
+    GradientAccumulationScheduler: "it changes the sampling rate during the run; use a constant "
+    "Trainer(accumulate_grad_batches=...)",
+    StochasticWeightAveraging: "it makes an extra pass over the training data; use "
+    "lightning.pytorch.callbacks.EMAWeightAveraging, which only averages weights",
+    BaseFinetuning: "it changes which parameters are trained during the run; freeze them before "
+    "fit with requires_grad_(False), and fit again for the next phase",
+}
+
+
+def check_trainer_and_strategy(trainer: Trainer) -> None:
+    """Refuse a Trainer that cannot be made private at all."""
+    _check_origin(trainer)
+    check_strategy(trainer.strategy)
+
+
+def check_trainer(trainer: Trainer) -> None:
+    """Refuse Trainer settings under which ε would not hold."""
+    check_trainer_and_strategy(trainer)
+    if trainer.overfit_batches:
+        raise MisconfigurationException(
+            f"Trainer(overfit_batches={trainer.overfit_batches}) repeats the same batches, which is "
+            "not private sampling. Use limit_train_batches, or a smaller data set."
+        )
+    if trainer.precision == "16-mixed":
+        raise MisconfigurationException(
+            "Trainer(precision='16-mixed') scales the loss by a factor that reacts to un-noised "
+            "gradients. Use precision='bf16-mixed'."
+        )
+    for callback in trainer.callbacks:
+        for kind, reason in _REFUSED_CALLBACKS.items():
+            if isinstance(callback, kind):
+                raise MisconfigurationException(
+                    f"The callback {type(callback).__name__} cannot be used in private training: "
+                    f"{reason}."
+                )
+    _check_training_step(trainer.lightning_module)
+    if trainer.gradient_clip_val:
+        warn(
+            f"Trainer(gradient_clip_val={trainer.gradient_clip_val}) acts on the gradient that is "
+            "already private, noise included. The bound per record is max_grad_norm."
+        )
+
+
+def _check_origin(trainer: object) -> None:
+    """lightning.pytorch and pytorch_lightning are two copies of the same classes."""
+    if not isinstance(trainer, Trainer):
+        raise MisconfigurationException(
+            f"The Trainer comes from {type(trainer).__module__.split('.')[0]!r}, lightning-dp works "
+            "with 'lightning'. Import everything from lightning.pytorch, nothing from "
+            "pytorch_lightning."
+        )
+
+
+def _check_training_step(module: LightningModule) -> None:
+    if "dataloader_iter" in inspect.signature(module.training_step).parameters:
+        raise MisconfigurationException(
+            "training_step(dataloader_iter) fetches batches itself, so they cannot be charged "
+            "before they are used. Write training_step(batch, batch_idx)."
+        )
+
+
+def check_strategy(strategy: Strategy) -> None:
+    """Refuse strategies that shard parameters, or copy a running process."""
+    kind = type(strategy).__name__
+    if not isinstance(strategy, SingleDeviceStrategy | DDPStrategy) or "XLA" in kind:
+        raise MisconfigurationException(
+            f"The strategy {kind} is not supported: per-record gradients need whole parameters on "
+            "each device. Use strategy='auto' on one device, or strategy='ddp'."
+        )
+    if "MultiProcessing" in type(strategy.launcher).__name__:
+        raise MisconfigurationException(
+            "Launchers that spawn or fork (ddp_spawn, ddp_fork, ddp_notebook) leave the ledger of "
+            "the child processes behind. Use strategy='ddp' in a script."
+        )
+
+
+def check_loader(loader: object) -> DataLoader[Any]:
+    """The loader, if batches of it can be replaced by private ones."""
+    if not isinstance(loader, DataLoader):
+        raise MisconfigurationException(
+            f"The training data comes from {type(loader).__name__}, not from a "
+            "torch.utils.data.DataLoader, so its records cannot be sampled. Use a DataLoader."
+        )
+    if isinstance(loader.dataset, IterableDataset):
+        raise MisconfigurationException(
+            "The training set is an IterableDataset: records without an index cannot be sampled "
+            "independently. Use a map-style dataset (__len__ and __getitem__)."
+        )
+    if type(loader).__iter__ is not DataLoader.__iter__:
+        raise MisconfigurationException(
+            f"{type(loader).__name__} overrides DataLoader.__iter__, and its batches would be lost. "
+            "Use a plain DataLoader; put the work into the dataset or the collate_fn."
+        )
+    if loader.batch_size is None:
+        raise MisconfigurationException(
+            "The training loader has batch_size=None or a batch_sampler of its own, so the expected "
+            "batch size and the sampling rate are not known. Give DataLoader(batch_size=...)."
+        )
+    _check_sampler(loader)
+    if len(loader.dataset) < 1:  # type: ignore[arg-type]
+        raise MisconfigurationException("The training set is empty.")
+    return loader
+
+
+def _check_sampler(loader: DataLoader[Any]) -> None:
+    sampler = loader.sampler
+    plain = type(sampler) in (RandomSampler, SequentialSampler, DistributedSampler)
+    if isinstance(sampler, RandomSampler):
+        plain = not sampler.replacement and sampler.num_samples == len(loader.dataset)  # type: ignore[arg-type]
+    if not plain or type(loader.batch_sampler) is not BatchSampler:
+        raise MisconfigurationException(
+            f"The training loader chooses records with {type(sampler).__name__} and "
+            f"{type(loader.batch_sampler).__name__}. Private batches are drawn by the sampling "
+            "scheme, every record equally often: give shuffle=True and no sampler or batch_sampler."
+        )
+
+
+def check_single_loader(loaders: object, ours: object) -> None:
+    """Refuse lists and dicts of training loaders."""
+    if loaders is not ours:
+        raise MisconfigurationException(
+            "train_dataloader gives several loaders (or one inside a list or dict). One ledger "
+            "covers one data set: return a single DataLoader, for several sets over a ConcatDataset."
+        )
+
+
+def check_optimizers(optimizers: Sequence[Optimizer], module: LightningModule) -> None:
+    """Refuse anything but one optimizer that steps once over parameters of this module."""
+    if len(optimizers) != 1 or not optimizers[0].param_groups:
+        raise MisconfigurationException(
+            f"configure_optimizers gives {len(optimizers)} optimizers with parameters; private "
+            "training needs exactly one. Put all parameters into parameter groups of one optimizer."
+        )
+    optimizer = optimizers[0]
+    if isinstance(optimizer, LBFGS):
+        raise MisconfigurationException(
+            "LBFGS evaluates the loss several times per step, each time on the data. "
+            "Use SGD, Adam or another optimizer that evaluates it once."
+        )
+    own = {id(parameter) for parameter in module.parameters()}
+    trained = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
+    if any(id(parameter) not in own for parameter in trained):
+        raise MisconfigurationException(
+            "The optimizer holds a parameter that is not a parameter of the LightningModule, so no "
+            "gradient per record can be had for it. Register it on the module."
+        )
+    if not trained:
+        raise MisconfigurationException(
+            "The optimizer holds no trainable parameter (requires_grad is False everywhere)."
+        )
+
+
+def check_model(module: nn.Module) -> None:
+    """Refuse layers that mix the records of a batch."""
+    mixing = [
+        name
+        for name, part in module.named_modules()
+        if isinstance(part, nn.modules.batchnorm._BatchNorm)
+        or (isinstance(part, nn.modules.instancenorm._InstanceNorm) and part.track_running_stats)
+    ]
+    if mixing:
+        raise MisconfigurationException(
+            f"Layers {mixing} normalise over the batch (BatchNorm, or InstanceNorm with running "
+            "statistics): they mix records and keep statistics of the data, also when frozen or "
+            "without parameters. Use GroupNorm; in a frozen pretrained backbone use "
+            "torchvision.ops.FrozenBatchNorm2d."
+        )

@@ -1,0 +1,41 @@
+"""Who else takes part in a step: one process, or the ranks of a distributed job."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+__all__ = ["World"]
+
+
+def _only_this(value: Any) -> Any:
+    return value
+
+
+@dataclass(frozen=True)
+class World:
+    """The processes that share one step.
+
+    Args:
+        rank: this process, 0 <= rank < size. Rank 0 draws the noise and writes the ledger.
+        size: number of processes.
+        all_reduce: sums a flat vector over all processes and gives each the total.
+        broadcast: gives every process what rank 0 passed.
+    """
+
+    rank: int = 0
+    size: int = 1
+    all_reduce: Callable[[Tensor], Tensor] = _only_this
+    broadcast: Callable[[Any], Any] = _only_this
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.rank < self.size:
+            raise ValueError(f"World(rank={self.rank}, size={self.size}): need 0 <= rank < size.")
+
+    @property
+    def is_lead(self) -> bool:
+        """True on the one process that draws noise and writes the ledger."""
+        return self.rank == 0
