@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 
 from torch import Tensor
 
@@ -29,6 +30,15 @@ class AbstractPerSampleGradients(ABC):
         """``sum_i weights[i] * g_i`` as a flat vector.
 
         A record of weight 0 contributes exactly 0, also when its gradient is not finite.
+        """
+
+    @abstractmethod
+    def combine(
+        self, weight: float, others: Sequence[tuple[float, AbstractPerSampleGradients]]
+    ) -> AbstractPerSampleGradients:
+        """Per record: ``weight * g_i + sum_k weight_k * other_k_i``, before any clipping.
+
+        The others are of the same records, taken at other points by the same engine.
         """
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias
 
 from lightning_dp.accounting.base import AbstractAccountant, Relation
@@ -58,12 +58,12 @@ class PrivacyConfig:
     target_epsilon: float | None = None
     noise_multiplier: float | None = None
     max_grad_norm: float | None = None
-    noise_schedule: AbstractSchedule = Constant()
+    noise_schedule: AbstractSchedule = field(default_factory=Constant)
     estimator: AbstractEstimator | None = None
     postprocessing: tuple[AbstractPostProcessor, ...] = ()
-    sampling: AbstractSampling = Poisson()
+    sampling: AbstractSampling = field(default_factory=Poisson)
     relation: Relation = "add_remove"
-    accountant: AbstractAccountant = PLDAccountant()
+    accountant: AbstractAccountant = field(default_factory=PLDAccountant)
     engine: EngineName = "auto"
     ledger_dir: str | None = None
     seed: int | None = None
@@ -94,15 +94,16 @@ class PrivacyConfig:
             )
 
     def _check_choices(self) -> None:
-        for name, value, kind in (
+        parts: list[tuple[str, object, type]] = [
             ("noise_schedule", self.noise_schedule, AbstractSchedule),
             ("sampling", self.sampling, AbstractSampling),
             ("accountant", self.accountant, AbstractAccountant),
-            ("estimator", self.estimator, (AbstractEstimator, type(None))),
+            ("estimator", self.resolved_estimator(), AbstractEstimator),
             *(("postprocessing", item, AbstractPostProcessor) for item in self.postprocessing),
-        ):
+        ]
+        for name, value, kind in parts:
             if not isinstance(value, kind):
-                raise TypeError(f"{name}={value!r} is not an object of the right kind ({kind}).")
+                raise TypeError(f"{name}={value!r} must be an object derived from {kind.__name__}.")
         if self.relation not in ("add_remove", "replace_one"):
             raise ValueError(f"relation={self.relation!r} must be 'add_remove' or 'replace_one'.")
         if self.engine not in ("auto", "hooks"):

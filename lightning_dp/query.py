@@ -70,6 +70,16 @@ class Query:
                 "or noise_multiplier=0 for training without privacy."
             )
 
+    @property
+    def weight_here(self) -> float:
+        """The weight of the gradient at the model's present parameters."""
+        return sum(term.weight for term in self.terms if term.point is None)
+
+    @property
+    def other_points(self) -> int:
+        """How many further passes over the batch the query needs."""
+        return sum(term.point is not None for term in self.terms)
+
 
 @dataclass(frozen=True)
 class BoundedSum:

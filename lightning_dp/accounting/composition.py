@@ -69,7 +69,7 @@ class Composed:
         beyond = x > epsilon
         y = x[beyond] - epsilon
         total = float(self.tilted[beyond] @ (np.exp(-self.tilt * y) * -np.expm1(-y)))
-        total += self.error * math.exp(_log_largest_weight(self.tilt))
+        total += self.error * math.exp(float(log_largest_weight(self.tilt)))
         exponent = self.log_norm - self.tilt * epsilon
         finite = math.exp(exponent + math.log(total)) if total > 0 and exponent < 700 else 0.0
         return min(1.0, finite * (1 + 1e-9) + self.infinity) if exponent < 700 else 1.0
@@ -81,16 +81,16 @@ class Composed:
         above = np.append(np.cumsum(weights[::-1])[::-1][1:], 0.0)
         shrunk = weights * np.exp(-np.maximum(x - center, -100.0))
         weighted = np.append(np.cumsum(shrunk[::-1])[::-1][1:], 0.0)
-        largest = math.exp(_log_largest_weight(self.tilt))
+        largest = math.exp(float(log_largest_weight(self.tilt)))
         error = self.error * largest * np.exp(np.minimum(exponent, 600.0))
         error[exponent > 600.0] = np.inf
         error[x - center < -100.0] = np.inf
         return above, weighted, error
 
 
-def _log_largest_weight(tilt: float) -> float:
-    """``log max_y e^(-tilt y) (1 - e^-y) = tilt log tilt - (tilt + 1) log(tilt + 1)``."""
-    return tilt * math.log(tilt) - (tilt + 1) * math.log1p(tilt) if tilt > 0 else 0.0
+def log_largest_weight(tilt: FloatArray | float) -> FloatArray:
+    """``log max_y e^(-tilt y) (1 - e^-y) = -tilt log(1 + 1/tilt) - log(1 + tilt)``, tilt > 0."""
+    return np.asarray(-tilt * np.log1p(1 / np.asarray(tilt)) - np.log1p(tilt))
 
 
 def log_moments(pmf: LossPmf, h: float, tilts: FloatArray) -> FloatArray:

@@ -73,7 +73,7 @@ class Journal:
 
     def _open(self, ledger_id: str) -> IO[bytes]:
         is_new = not self.path.exists()
-        file = open(self.path, "ab")
+        file = open(self.path, "ab")  # noqa: SIM115 (stays open until close())
         if is_new:
             file.write(_line([_FORMAT, ledger_id]))
             _sync(file)

@@ -18,7 +18,7 @@ from lightning_dp.accounting.base import (
 )
 from lightning_dp.accounting.composition import (
     Composed,
-    _log_largest_weight,
+    log_largest_weight,
     compose,
     cumulant,
     cumulant_bound,
@@ -29,8 +29,9 @@ from lightning_dp.accounting.gdp import gdp_delta, gdp_epsilon, mu_of
 from lightning_dp.accounting.grouping import Mixture, as_mixture
 from lightning_dp.accounting.pmf import LossPmf, cached_discretise, discretise, support
 
-_POSITIVE = np.geomspace(1e-3, 1e7, 58)
+_POSITIVE = np.geomspace(1e-3, 1e7, 45)
 _TILTS = np.concatenate((-_POSITIVE[::-1], [0.0], _POSITIVE))
+_NEAR = np.geomspace(0.25, 4.0, 41)
 _MAX_POINTS = 2**21
 
 
@@ -40,6 +41,7 @@ class PLDAccountant(AbstractAccountant):
 
     rtol: float = 2.5e-4
     spacing: float = 0.06
+    exact_steps: int = 32
 
     @property
     def name(self) -> str:
@@ -85,7 +87,7 @@ class PLDAccountant(AbstractAccountant):
         return min(bound, max(values))
 
     def _mixture(self, steps: Steps, relation: Relation) -> Mixture:
-        return as_mixture(_merge_full_batch(steps), relation, self.spacing, exact=32)
+        return as_mixture(_merge_full_batch(steps), relation, self.spacing, exact=self.exact_steps)
 
     def _compose(
         self,
@@ -106,16 +108,24 @@ class PLDAccountant(AbstractAccountant):
             pmfs = [make(z, q, h, log_tail, relation, backward) for z, q in mixture.nodes]
             moments = np.stack([log_moments(p, h, _TILTS) for p in pmfs])
             bounds = cumulant_bound(mixture, moments)
-            best, scale = _best_tilt(bounds, log_delta, epsilon)
-            spread = _spread(mixture, pmfs, moments[:, best])
+            best, estimate = _chernoff(_TILTS, bounds, log_delta, epsilon, 4 / h)
             tilt = float(_TILTS[best])
+            scale = max(estimate, 0.1 * _deviation(bounds, best), 1e-9)
+            spread = _spread(mixture, pmfs, moments[:, best])
             wanted = math.sqrt(8 * self.rtol * scale / ((tilt + 1) * spread))
             floor = reach / _MAX_POINTS
             if h <= max(wanted, floor):
                 break
             h = max(_snap(max(wanted, floor)), h / 32)
+        near = np.concatenate((tilt * _NEAR, -tilt * _NEAR))
+        near_moments = np.stack([log_moments(p, h, near) for p in pmfs])
+        tilts, moments = np.append(_TILTS, near), np.hstack((moments, near_moments))
+        bounds = np.append(bounds, cumulant_bound(mixture, near_moments))
+        best, _ = _chernoff(tilts, bounds, log_delta, epsilon, 4 / h)
+        tilt = float(tilts[best])
         log_norm = cumulant(mixture, moments[:, best])
-        ends = window(_TILTS, bounds, tilt, log_norm)
+        ends = window(tilts, bounds, tilt, log_norm)
+        print('DBG',backward,'h',h,'tilt',tilt,'spread',spread,'scale',scale,'nodes',len(mixture.nodes),'cells',len(mixture.cells),'len',max(p.probabilities.size for p in pmfs),'win',ends,'n',(ends[1]-ends[0])/h)
         return compose(mixture, pmfs, h, tilt, ends, log_norm)
 
 
@@ -137,27 +147,31 @@ def _snap(h: float) -> float:
     return float(2.0 ** (math.floor(2 * math.log2(h)) / 2))
 
 
-def _best_tilt(
-    bounds: FloatArray, log_delta: float | None, epsilon: float | None
+def _chernoff(
+    tilts: FloatArray,
+    bounds: FloatArray,
+    log_delta: float | None,
+    epsilon: float | None,
+    largest_tilt: float,
 ) -> tuple[int, float]:
-    """Index of the Chernoff-optimal tilt >= 0 and the scale of epsilon to resolve."""
-    first = _POSITIVE.size + 1
-    largest = np.array([_log_largest_weight(t) for t in _POSITIVE])
-    reach = bounds[first:] + largest
-    if epsilon is None:
-        assert log_delta is not None
-        values = (reach - log_delta) / _POSITIVE
+    """Index of the best tilt in (0, largest_tilt] and the epsilon that it shows."""
+    usable = np.flatnonzero((tilts > 0) & (tilts <= largest_tilt))
+    t = tilts[usable]
+    reach = bounds[usable] + log_largest_weight(t)
+    if log_delta is not None:
+        values = (reach - log_delta) / t
         best = int(np.argmin(values))
-        estimate = float(values[best])
-    else:
-        values = reach - _POSITIVE * epsilon
-        best = int(np.argmin(values))
-        estimate = epsilon
-    t = _POSITIVE[max(best, 1) - 1 : max(best, 1) + 2]
-    k = bounds[first + max(best, 1) - 1 : first + max(best, 1) + 2]
+        return int(usable[best]), float(values[best])
+    assert epsilon is not None
+    return int(usable[int(np.argmin(reach - t * epsilon))]), epsilon
+
+
+def _deviation(bounds: FloatArray, best: int) -> float:
+    """Standard deviation of the tilted loss, from the second difference of K on the table."""
+    middle = min(best, _TILTS.size - 2)
+    t, k = _TILTS[middle - 1 : middle + 2], bounds[middle - 1 : middle + 2]
     slopes = np.diff(k) / np.diff(t)
-    variance = max(2 * float(slopes[1] - slopes[0]) / float(t[2] - t[0]), 0.0)
-    return first + best, max(estimate, 0.1 * math.sqrt(variance), 1e-9)
+    return math.sqrt(max(2 * float(slopes[1] - slopes[0]) / float(t[2] - t[0]), 0.0))
 
 
 def _spread(mixture: Mixture, pmfs: list[LossPmf], moments: FloatArray) -> float:
@@ -169,4 +183,4 @@ def _spread(mixture: Mixture, pmfs: list[LossPmf], moments: FloatArray) -> float
         weights = cell.mean_weights() * np.exp(moments[corners] - moments[corners].max())
         at_zero = center[corners] * np.exp(-moments[corners])
         total += cell.total * max(1 - float(weights @ at_zero / weights.sum()), 0.0)
-    return max(total, 1e-12)
+    return max(total, 1.0)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 import numpy as np
-from scipy.special import ndtri_exp
+from scipy.special import erfcx, ndtr, ndtri_exp
 
 from lightning_dp.accounting.base import FloatArray
 from lightning_dp.accounting.gdp import gaussian_profile
@@ -42,26 +42,48 @@ def forward_profile(
     add/remove: P = (1-q) N(0, z^2) + q N(1, z^2), Q = N(0, z^2), the record is removed. With
     ``e^s = 1 + (e^epsilon - 1)/q`` this is ``q * G(s; 1/z)``, G the Gaussian profile (Balle, Barthe
     and Gaboardi, arXiv 1807.01647v2, Theorem 2 with equal components; the worst case pair is
-    Theorem 11 of arXiv 2106.08567v4).
-
-    replace-one: R = N(0), A = N(v), B = N(v') without and with the old and the new record,
-    ``|v|, |v'| <= 1``; P = (1-q)R + qA, Q = (1-q)R + qB. By advanced joint convexity (arXiv
-    1807.01647v2, Theorem 2), with ``a = e^s`` and ``b = e^epsilon / a``,
-    ``H(P, Q) = q H_a(A, (1-b)R + bB) <= q ((1-b) H_a(A, R) + b H_a(A, B))
-    <= q ((1-b) G(s; 1/z) + b G(s; 2/z))``: the first inequality is convexity in the second
-    argument, the second holds as ``|v| <= 1`` and ``|v - v'| <= 2``. The pair (Q, P) has the same
-    bound, so that the relation is symmetric.
+    Theorem 11 of arXiv 2106.08567v4). replace-one: :func:`replacement_profile`.
     """
+    if relation == "replace_one":
+        return replacement_profile(epsilon, z, q)
     shifted = epsilon + np.log1p(-(1 - q) * np.expm1(-epsilon) / q)
     delta, tail = gaussian_profile(shifted, 1 / z)
-    error = _rounding(shifted, z) * tail
-    if relation == "replace_one":
-        double, double_tail = gaussian_profile(shifted, 2 / z)
-        share = np.exp(epsilon - shifted)
-        rest = -np.expm1(epsilon - shifted)
-        delta = rest * delta + share * double
-        error = error + share * _rounding(shifted, z / 2) * double_tail
-    return q * delta, q * error
+    return q * delta, q * _rounding(shifted, shifted * z - 0.5 / z) * tail
+
+
+def replacement_profile(
+    epsilon: FloatArray, z: float, q: float
+) -> tuple[FloatArray, FloatArray]:
+    """``(delta, error)`` of P = (1-q) N(0) + q N(1) from Q = (1-q) N(0) + q N(-1), sd z, epsilon >= 0.
+
+    The worst case of replace-one. With v, v' the clipped old and new record, ``|v|, |v'| <= 1``, and
+    ``g = e^epsilon >= 1``, delta is the expectation over N(0) of ``(a_1 Z_1 + a_2 Z_2 + a_3)+``,
+    ``Z_1, Z_2`` the likelihood ratios of N(v), N(v') to N(0), ``a = (q, -g q, -(g-1)(1-q))``. By
+    Kahane's interpolation formula (C. R. Acad. Sci. Paris 303, 1986), moving the points (v, v', 0)
+    changes it by ``-1/2 sum_(i<j) a_i a_j W_ij d(D_ij)``, D the squared distances, ``W_ij >= 0`` the
+    integral of ``Z_i Z_j`` over the surface ``a . Z = 0``. As ``a_1 a_2, a_1 a_3 <= 0``: turning v' to
+    the direction of -v, then growing ``|v|`` to 1, does not lower delta. Growing ``s = |v'|`` of
+    v' = -s v to 1 does not either: it changes ``D_12 = (1+s)^2`` and ``D_23 = s^2``, and
+    ``q Z_1 >= (g-1)(1-q)`` on the surface gives ``q W_12 >= (g-1)(1-q) W_23``. For g < 1 exchange the
+    roles of P and Q: the same pair, mirrored.
+
+    ``loss(x) = epsilon`` at ``x = z^2 (epsilon/2 + asinh((1-q)/q e^(1/2z^2) sinh(epsilon/2)))``.
+    """
+    half = 0.5 / z**2
+    with np.errstate(divide="ignore"):
+        # log(e^t sinh(epsilon/2)) and asinh(e^y), without overflow.
+        y = half + epsilon / 2 + np.log(-np.expm1(-epsilon) / 2)
+        y = y + (math.log1p(-q) - math.log(q) if q < 1 else -math.inf)
+    asinh = np.where(y > 20, y + math.log(2), np.arcsinh(np.exp(np.minimum(y, 20.0))))
+    x = z * z * (epsilon / 2 + asinh)
+    a0, a1, a2 = x / z, (x - 1) / z, (x + 1) / z
+    # q phi(a1) = new + rest: the likelihoods at the threshold.
+    new = q * np.exp(epsilon - 0.5 * a2 * a2) / math.sqrt(2 * math.pi)
+    rest = (1 - q) * -np.expm1(-epsilon) * np.exp(epsilon - 0.5 * a0 * a0) / math.sqrt(2 * math.pi)
+    mills = _mills(np.maximum(a1, 0.0))
+    tail = np.where(a1 > 0, (new + rest) * mills, q * ndtr(-a1))
+    delta = np.maximum(tail - new * _mills(a2) - rest * _mills(a0), 0.0)
+    return delta, _rounding(epsilon + asinh, a2) * tail
 
 
 def backward_profile(
@@ -82,24 +104,28 @@ def backward_profile(
     shifted = np.maximum(np.log(gamma_q / scale), 0.0)
     profile, tail = gaussian_profile(shifted, 1 / z)
     delta[inside] = scale * profile
-    error[inside] = gamma_q * _rounding(shifted, z) * tail
+    error[inside] = gamma_q * _rounding(shifted, shifted * z - 0.5 / z) * tail
     return delta, error
 
 
-def _rounding(shifted: FloatArray, z: float) -> FloatArray:
-    """Relative error of the terms of the Gaussian profile: of the arguments, of exp and of erfcx."""
-    a = shifted * z - 0.5 / z
-    return _UNIT * (4.0 + shifted + np.square(np.maximum(a, 0.0)))
+def _mills(x: FloatArray) -> FloatArray:
+    """``Phi(-x) / phi(x)``."""
+    return np.asarray(math.sqrt(math.pi / 2) * erfcx(x / math.sqrt(2)))
+
+
+def _rounding(shifted: FloatArray, a: FloatArray) -> FloatArray:
+    """Relative error of the terms of a profile: of the arguments, of exp and of erfcx."""
+    return np.asarray(_UNIT * (4.0 + shifted + np.square(np.maximum(a, 0.0))))
 
 
 def support(z: float, q: float, log_tail: float, relation: str) -> tuple[float, float]:
     """Losses beyond which the backward and the forward profile are below ``e^log_tail``."""
-    mu = (2.0 if relation == "replace_one" else 1.0) / z
-    # G(s; mu) <= Phi(mu/2 - s/mu), so s = mu (mu/2 + u) with Phi(-u) = tail is enough.
-    top = mu * (mu / 2 - float(ndtri_exp(log_tail)))
-    # The inverse of `shifted`: e^epsilon = 1 + q (e^s - 1), without overflow.
+    # delta(loss(x)) <= P(X > x) <= Phi(-u) at x = 1 + u z.
+    x = 1 - float(ndtri_exp(log_tail)) * z
+    top, bottom = (x - 0.5) / z**2, -(x + 0.5) / z**2
     up = top + math.log(q + (1 - q) * math.exp(-top))
     if relation == "replace_one":
+        up -= math.log(1 - q + q * math.exp(bottom))
         return up, up
     return -math.log(1 - q + q * math.exp(-top)), up
 

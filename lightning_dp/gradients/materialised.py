@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from lightning_dp.clipping import AbstractPerSampleGradients
-from lightning_dp.functional import per_sample_norms
+from lightning_dp.functional import as_rows, per_sample_norms
 from lightning_dp.gradients.base import UnsupportedModelError
 
 __all__ = ["MaterialisedGradients"]
@@ -57,8 +57,23 @@ class MaterialisedGradients(AbstractPerSampleGradients):
             if gradient is None:
                 parts.append(torch.zeros(param.numel(), dtype=dtype, device=param.device))
                 continue
-            rows = gradient.flatten(1).to(dtype)
+            rows = as_rows(gradient).to(dtype)
             if is_left_out.any():  # 0 * NaN is NaN
                 rows = rows.masked_fill(is_left_out.unsqueeze(1), 0.0)
             parts.append(weights.to(dtype) @ rows)
         return torch.cat(parts)
+
+    def combine(
+        self, weight: float, others: Sequence[tuple[float, AbstractPerSampleGradients]]
+    ) -> MaterialisedGradients:
+        combined = [None if g is None else g * (weight * self._scale) for g in self._gradients]
+        for other_weight, other in others:
+            if not isinstance(other, MaterialisedGradients) or other.count != self.count:
+                raise TypeError("Only gradients of the same records and engine can be combined.")
+            factor = other_weight * other._scale
+            for position, gradient in enumerate(other._gradients):
+                if gradient is not None:
+                    so_far = combined[position]
+                    part = gradient * factor
+                    combined[position] = part if so_far is None else so_far + part
+        return MaterialisedGradients(self._params, combined, 1.0)

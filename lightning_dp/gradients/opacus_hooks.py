@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import warnings
 from collections.abc import Mapping, Sequence
 
 from opacus.grad_sample.grad_sample_module import GradSampleHooks
@@ -35,6 +36,8 @@ class OpacusHooks(AbstractGradientEngine):
         if (dynamo := sys.modules.get("torch._dynamo")) is not None:
             dynamo.reset()  # graphs compiled before the hooks existed would ignore them
         _refuse_unsupported(module)
+        # The first layer's input never requires a gradient; torch warns of it in every run.
+        warnings.filterwarnings("ignore", message="Full backward hook is firing when gradients")
         self._module, self._params = module, params
         try:
             self._hooks = GradSampleHooks(module, strict=True, loss_reduction="mean")

@@ -29,7 +29,9 @@ class RawGradientGuard:
         self._touched: dict[str, nn.Parameter] = {}
         self._step_allowed = False
         self._handles: list[RemovableHandle] = [
-            parameter.register_post_accumulate_grad_hook(self._dropper(name, parameter))
+            parameter.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
+                self._dropper(name, parameter)
+            )
             for name, parameter in parameters
             if parameter.requires_grad
         ]

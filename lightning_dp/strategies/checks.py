@@ -16,7 +16,7 @@ from lightning.pytorch.callbacks import (
     StochasticWeightAveraging,
 )
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy, Strategy
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import nn
 from torch.optim import LBFGS, Optimizer
 from torch.utils.data import (
@@ -62,9 +62,10 @@ def check_trainer_and_strategy(trainer: Trainer) -> None:
 def check_trainer(trainer: Trainer) -> None:
     """Refuse Trainer settings under which ε would not hold."""
     check_trainer_and_strategy(trainer)
-    if trainer.overfit_batches:
+    overfit_batches = trainer.overfit_batches  # type: ignore[attr-defined]
+    if overfit_batches:
         raise MisconfigurationException(
-            f"Trainer(overfit_batches={trainer.overfit_batches}) repeats the same batches, which is "
+            f"Trainer(overfit_batches={overfit_batches}) repeats the same batches, which is "
             "not private sampling. Use limit_train_batches, or a smaller data set."
         )
     if trainer.precision == "16-mixed":
@@ -72,7 +73,7 @@ def check_trainer(trainer: Trainer) -> None:
             "Trainer(precision='16-mixed') scales the loss by a factor that reacts to un-noised "
             "gradients. Use precision='bf16-mixed'."
         )
-    for callback in trainer.callbacks:
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]
         for kind, reason in _REFUSED_CALLBACKS.items():
             if isinstance(callback, kind):
                 raise MisconfigurationException(

@@ -12,11 +12,12 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_info
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
-from lightning_dp.clipping import bounded_sum
+from lightning_dp.clipping import AbstractPerSampleGradients, bounded_sum
 from lightning_dp.functional import unflatten
 from lightning_dp.gradients import (
     AbstractGradientEngine,
@@ -25,6 +26,7 @@ from lightning_dp.gradients import (
     make_engine,
 )
 from lightning_dp.private_run import PrivateRun
+from lightning_dp.query import Query
 from lightning_dp.sampling.loader import Chunk, ChunkSampler, PrivateDataLoader
 from lightning_dp.strategies.checks import (
     check_loader,
@@ -34,6 +36,7 @@ from lightning_dp.strategies.checks import (
     check_trainer,
 )
 from lightning_dp.strategies.publish import Publisher
+from lightning_dp.strategies.replay import RandomState, at_point, muted
 from lightning_dp.warnings import warn
 from lightning_dp.world import World
 
@@ -50,6 +53,9 @@ class DifferentialPrivacyStrategy(Strategy):
     ``p.grad``. Raw gradients exist nowhere outside ``backward``.
     """
 
+    global_rank: int
+    world_size: int
+
     _run: PrivateRun | None = None
     _engine: AbstractGradientEngine | None = None
     _raw: RawGradientGuard | None = None
@@ -60,6 +66,7 @@ class DifferentialPrivacyStrategy(Strategy):
     _is_answered = False
     _is_released = False
     _accumulate_before: int | None = None
+    _replay: tuple[Any, Any, RandomState] | None = None
 
     # -- set-up ----------------------------------------------------------------------------
 
@@ -224,6 +231,7 @@ class DifferentialPrivacyStrategy(Strategy):
                 "would count twice. Add the losses up and call backward once per batch."
             )
         gradients = engine.take(self._undo_loss_division(), raw.touched())
+        gradients = self._at_all_points(mechanism.query, gradients)
         self._is_answered = True
         if chunk.size == 0:
             return loss  # the stand-in record's gradient ends here
@@ -247,6 +255,45 @@ class DifferentialPrivacyStrategy(Strategy):
         if not self.lightning_module.automatic_optimization:
             return 1.0
         return float(self.lightning_module.trainer.accumulate_grad_batches)
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        mechanism = self.private_run.mechanism
+        if mechanism is not None and mechanism.query is not None and mechanism.query.other_points:
+            self._replay = (args, kwargs, RandomState(self.root_device))
+        return super().training_step(*args, **kwargs)
+
+    def _at_all_points(
+        self, query: Query, here: AbstractPerSampleGradients
+    ) -> AbstractPerSampleGradients:
+        """Each record's combination over the query's points; the batch is run again at each."""
+        if query.other_points == 0 and query.weight_here == 1:
+            return here
+        others = [
+            (term.weight, self._again_at(term.point))
+            for term in query.terms
+            if term.point is not None
+        ]
+        return here.combine(query.weight_here, others)
+
+    def _again_at(self, point: Tensor) -> AbstractPerSampleGradients:
+        """The same batch with the same randomness at another point, leaving no trace."""
+        module, engine, raw = self.lightning_module, self._engine, self._raw
+        assert module is not None and engine is not None and raw is not None
+        assert self._replay is not None
+        if not module.automatic_optimization:
+            raise MisconfigurationException(
+                "An estimator that compares gradients at two points must run training_step again, "
+                "which manual optimization does not allow. Use automatic optimization."
+            )
+        args, kwargs, random_state = self._replay
+        now = RandomState(self.root_device)
+        with muted(module), at_point(self._params, point):
+            random_state.restore()
+            output = super().training_step(*args, **kwargs)
+            module.backward(output["loss"] if isinstance(output, Mapping) else output)
+            gradients = engine.take(1.0, raw.touched())
+        now.restore()
+        return gradients
 
     def optimizer_step(
         self,
@@ -362,7 +409,8 @@ class DifferentialPrivacyStrategy(Strategy):
         if self._accumulate_before is not None and self.lightning_module is not None:
             self.lightning_module.trainer.accumulate_grad_batches = self._accumulate_before
         self._engine, self._raw, self._loader, self._publisher = None, None, None, None
-        self._chunk, self._params, self._accumulate_before = None, (), None
+        self._chunk, self._replay, self._params = None, None, ()
+        self._accumulate_before = None
         super().teardown()
 
 

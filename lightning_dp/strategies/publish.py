@@ -39,7 +39,7 @@ class Publisher:
         run, mechanism = self._run, self._run.mechanism
         if mechanism is None:
             return
-        every = self._trainer.log_every_n_steps
+        every: int = self._trainer.log_every_n_steps  # type: ignore[attr-defined]
         is_log_step = every > 0 and mechanism.step > 0 and mechanism.step % every == 0
         exact = exact or is_log_step or self._trainer.is_last_batch
         metrics = {

@@ -1,0 +1,109 @@
+"""The privacy budget as a torchmetrics metric."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torchmetrics import Metric
+
+from lightning_dp.accounting import AbstractAccountant, Gaussian, PLDAccountant, PoissonGaussian
+from lightning_dp.accounting.base import Relation
+from lightning_dp.accounting.events import AbstractEvent
+
+__all__ = ["PrivacyBudget"]
+
+
+class PrivacyBudget(Metric):
+    """ε spent by the Gaussian steps it was told of.
+
+    For training loops of your own, and for plots; inside a Trainer the callback keeps the books.
+
+    - ``update(noise_multiplier, sample_rate, steps)`` adds steps; it never forgets any until
+      ``reset``, and its state is in ``state_dict``.
+    - ``compute()`` is ε at ``target_delta``, from the accountant, under ``relation``.
+    - In a distributed job every process counts the same steps, so nothing is reduced.
+
+    Args:
+        target_delta: δ in (0, 1).
+        relation: "add_remove" or "replace_one".
+        accountant: default the tight numerical one.
+
+    Raises:
+        ValueError: for a bad δ, noise multiplier, sampling rate or number of steps.
+
+    Example:
+        >>> budget = PrivacyBudget(target_delta=1e-5)
+        >>> budget.update(noise_multiplier=1.0, sample_rate=0.01, steps=1000)
+        >>> round(float(budget.compute()), 2)
+        1.83
+    """
+
+    full_state_update = False
+    is_differentiable = False
+    higher_is_better = False
+    plot_lower_bound = 0.0
+
+    noise_multipliers: Tensor
+    sample_rates: Tensor
+    counts: Tensor
+
+    def __init__(
+        self,
+        target_delta: float,
+        relation: Relation = "add_remove",
+        accountant: AbstractAccountant | None = None,
+    ) -> None:
+        super().__init__(sync_on_compute=False)
+        if not 0 < target_delta < 1:
+            raise ValueError(f"target_delta={target_delta} must be between 0 and 1.")
+        self.target_delta = target_delta
+        self.relation: Relation = relation
+        self.accountant = PLDAccountant() if accountant is None else accountant
+        for name in ("noise_multipliers", "sample_rates", "counts"):
+            empty = torch.zeros(0, dtype=torch.float64)
+            self.add_state(name, empty, dist_reduce_fx=None, persistent=True)
+
+    def update(self, noise_multiplier: float, sample_rate: float = 1.0, steps: int = 1) -> None:
+        """Add ``steps`` steps: noise z·C on the sum over a Poisson batch of rate q (1: all)."""
+        _event(noise_multiplier, sample_rate)
+        if not steps >= 0:
+            raise ValueError(f"steps={steps} must be at least 0.")
+        last = (self.noise_multipliers[-1:], self.sample_rates[-1:])
+        if [float(v) for part in last for v in part] == [noise_multiplier, sample_rate]:
+            self.counts = torch.cat([self.counts[:-1], self.counts[-1:] + steps])
+            return
+        for name, value in (
+            ("noise_multipliers", noise_multiplier),
+            ("sample_rates", sample_rate),
+            ("counts", steps),
+        ):
+            setattr(self, name, torch.cat([getattr(self, name), self.counts.new_tensor([value])]))
+
+    def compute(self) -> Tensor:
+        """ε, a float64 scalar."""
+        steps = zip(
+            self.noise_multipliers.tolist(),
+            self.sample_rates.tolist(),
+            self.counts.tolist(),
+            strict=True,
+        )
+        history = [(_event(z, q), int(count)) for z, q, count in steps]
+        epsilon = self.accountant.epsilon(history, self.target_delta, self.relation)
+        return torch.tensor(epsilon, dtype=torch.float64)
+
+    def plot(self, val: Tensor | Sequence[Tensor] | None = None, ax: Any = None) -> Any:
+        """A figure of ``val``: one ε, or several over time (default: ε now).
+
+        Returns:
+            matplotlib's figure and axes.
+        """
+        return self._plot(val, ax)
+
+
+def _event(noise_multiplier: float, sample_rate: float) -> AbstractEvent:
+    if sample_rate == 1:
+        return Gaussian(noise_multiplier)
+    return PoissonGaussian(noise_multiplier, sample_rate)

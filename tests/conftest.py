@@ -1,0 +1,111 @@
+"""Small models, data and Trainers that the tests share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset, TensorDataset
+
+torch.set_num_threads(1)
+
+
+class Classifier(L.LightningModule):
+    """An ordinary LightningModule around any network."""
+
+    def __init__(
+        self,
+        net: nn.Module,
+        optimizer: Callable[[Any], torch.optim.Optimizer] = lambda p: torch.optim.SGD(p, lr=0.1),
+    ) -> None:
+        super().__init__()
+        self.net = net
+        self.make_optimizer = optimizer
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.net(x)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, y = batch
+        return nn.functional.cross_entropy(self(x), y)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        x, y = batch
+        self.log("val_loss", nn.functional.cross_entropy(self(x), y))
+
+    def configure_optimizers(self) -> Any:
+        return self.make_optimizer(self.parameters())
+
+
+class Recorded(Dataset[tuple[Tensor, Tensor]]):
+    """A data set that writes down which records were asked for (in this process)."""
+
+    def __init__(self, x: Tensor, y: Tensor) -> None:
+        self.x, self.y = x, y
+        self.asked: list[int] = []
+
+    def __len__(self) -> int:
+        return len(self.x)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        self.asked.append(index)
+        return self.x[index], self.y[index]
+
+
+@pytest.fixture
+def classifier() -> type[Classifier]:
+    return Classifier
+
+
+@pytest.fixture
+def recorded() -> type[Recorded]:
+    return Recorded
+
+
+@pytest.fixture
+def mlp() -> Callable[[], nn.Sequential]:
+    """A small network with the same weights every time."""
+
+    def make() -> nn.Sequential:
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
+
+    return make
+
+
+@pytest.fixture
+def blobs() -> TensorDataset:
+    """240 records, 6 features, 3 classes."""
+    generator = torch.Generator().manual_seed(1)
+    y = torch.arange(240) % 3
+    x = torch.randn(240, 6, generator=generator) + 2 * nn.functional.one_hot(y, 6)
+    return TensorDataset(x, y)
+
+
+@pytest.fixture
+def loader(blobs: TensorDataset) -> DataLoader[Any]:
+    return DataLoader(blobs, batch_size=24, shuffle=True)
+
+
+@pytest.fixture
+def make_trainer(tmp_path: Path) -> Callable[..., L.Trainer]:
+    """A quiet CPU Trainer whose files go to a temporary folder."""
+
+    def make(**arguments: Any) -> L.Trainer:
+        quiet: dict[str, Any] = {
+            "accelerator": "cpu",
+            "devices": 1,
+            "logger": False,
+            "enable_checkpointing": False,
+            "enable_progress_bar": False,
+            "enable_model_summary": False,
+            "default_root_dir": tmp_path,
+        }
+        return L.Trainer(**{**quiet, **arguments})
+
+    return make

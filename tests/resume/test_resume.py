@@ -1,0 +1,269 @@
+"""A resumed run is the run that was not interrupted: same steps, same ε, same weights."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
+
+from lightning_dp import Momentum
+from lightning_dp.accounting import PLDAccountant
+from lightning_dp.accounting.events import Gaussian, PoissonGaussian
+from lightning_dp.schedules import Exponential
+
+# (accumulate, epoch, batch_idx): the end of an epoch, its middle, inside an accumulation window.
+PLACES = [(1, 0, 11), (1, 1, 4), (3, 0, 11), (3, 1, 5), (3, 0, 4), (3, 1, 0)]
+
+
+class Crash(Exception):
+    """What ends a run in the middle."""
+
+
+class CrashAt(L.Callback):
+    """Raises in the middle of a chosen step, before the optimizer moves."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_after_backward(self, trainer: L.Trainer, module: Any) -> None:
+        if trainer.global_step == self.step:
+            raise Crash
+
+
+def with_scheduler(params: Any) -> dict[str, Any]:
+    optimizer = torch.optim.SGD(params, lr=0.5, momentum=0.5)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=3, gamma=0.7)
+    return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+
+
+def charged_by_hand(steps: int, accumulate: int = 1) -> float:
+    """ε of that many steps of the standard run, straight from the accountant."""
+    event = PoissonGaussian(1.0, 4 * accumulate / 48)
+    return PLDAccountant().epsilon([(event, steps)], 1e-5, "add_remove")
+
+
+@pytest.mark.parametrize(("accumulate", "epoch", "batch_idx"), PLACES)
+def test_resumed_weights_equal_the_uninterrupted_runs(
+    fit: Any, save_at: Any, whole_set: Any, tmp_path: Path, accumulate: int, epoch: int, batch_idx: int
+) -> None:
+    privacy = {
+        "noise_multiplier": 0.0,
+        "max_grad_norm": 0.3,
+        "sampling": whole_set,
+        "postprocessing": [Momentum(0.6)],
+    }
+    options = {"accumulate_grad_batches": accumulate, "optimizer": with_scheduler}
+    whole = fit(privacy=privacy, **options)
+    saving = save_at(tmp_path / "mid.ckpt", epoch, batch_idx)
+    fit(privacy=privacy, callbacks=(saving,), **options)
+    resumed = fit(tmp_path / "mid.ckpt", privacy=privacy, **options)
+    torch.testing.assert_close(resumed.weights, whole.weights, rtol=0, atol=1e-6)
+    assert resumed.trainer.global_step == whole.trainer.global_step
+    start = fit.model()
+    moved = whole.weights - torch.nn.utils.parameters_to_vector(start.parameters()).detach()
+    assert moved.norm() > 0.5
+
+
+@pytest.mark.parametrize(("accumulate", "epoch", "batch_idx"), PLACES)
+def test_ledger_holds_the_steps_of_both_runs(
+    fit: Any, save_at: Any, tmp_path: Path, accumulate: int, epoch: int, batch_idx: int
+) -> None:
+    saving = save_at(tmp_path / "mid.ckpt", epoch, batch_idx)
+    options = {"accumulate_grad_batches": accumulate}
+    first = fit(callbacks=(saving,), **options)
+    resumed = fit(tmp_path / "mid.ckpt", **options)
+    before = (epoch * 12 + batch_idx + 1) // accumulate
+    planned = 2 * fit.steps_per_epoch(accumulate)
+    assert first.privacy.steps == planned
+    assert resumed.probe.optimizer_steps == planned - before  # noised steps continue the plan
+    assert resumed.privacy.steps == first.privacy.steps + resumed.probe.optimizer_steps
+    by_hand = charged_by_hand(resumed.privacy.steps, accumulate)
+    assert resumed.privacy.epsilon == pytest.approx(by_hand, rel=1e-9)
+
+
+@pytest.mark.parametrize("accumulate", [1, 3])
+def test_interrupted_run_and_its_resume_cost_what_one_run_costs(
+    fit: Any, tmp_path: Path, accumulate: int
+) -> None:
+    every = ModelCheckpoint(tmp_path, save_top_k=-1, every_n_train_steps=1, filename="{step}")
+    planned = 2 * fit.steps_per_epoch(accumulate)
+    options = {"accumulate_grad_batches": accumulate}
+    # max_steps ends the first run in the middle of an epoch.
+    first = fit(callbacks=(every,), max_steps=planned // 2 + 1, **options)
+    resumed = fit(tmp_path / f"step={planned // 2 + 1}.ckpt", **options)
+    assert first.privacy.steps == planned // 2 + 1
+    assert resumed.privacy.steps == planned
+    by_hand = charged_by_hand(planned, accumulate)
+    assert resumed.privacy.epsilon == pytest.approx(by_hand, rel=1e-9)
+
+
+def test_noise_schedule_continues_at_the_right_step(fit: Any, tmp_path: Path) -> None:
+    rate = 0.1
+    privacy = {"noise_multiplier": 4.0, "noise_schedule": Exponential(rate)}
+    saving = ModelCheckpoint(tmp_path, save_last=True, every_n_train_steps=1)
+    fit(privacy=privacy, callbacks=(saving,), max_steps=7)
+    resumed = fit(tmp_path / "last.ckpt", privacy=privacy, max_steps=15)
+    expected = Counter(PoissonGaussian(4.0 * math.exp(-rate * t), 4 / 48) for t in range(15))
+    assert Counter(dict(resumed.ledger.history())) == expected
+    assert resumed.privacy.noise_multiplier == pytest.approx(4.0 * math.exp(-rate * 15))
+
+
+def test_schedule_of_an_older_checkpoint_repeats_its_steps_in_the_ledger(
+    fit: Any, whole_set: Any, save_at: Any, tmp_path: Path
+) -> None:
+    privacy = {"noise_multiplier": 4.0, "noise_schedule": Exponential(0.1), "sampling": whole_set}
+    fit(privacy=privacy, callbacks=(save_at(tmp_path / "old.ckpt", 0, 2),), max_steps=5)
+    resumed = fit(tmp_path / "old.ckpt", privacy=privacy, max_steps=5)
+    expected = Counter(Gaussian(4.0 * math.exp(-0.1 * t)) for t in [0, 1, 2, 3, 4, 3, 4])
+    assert Counter(dict(resumed.ledger.history())) == expected
+
+
+def test_calibrated_noise_is_kept_and_spends_exactly_the_rest(fit: Any, tmp_path: Path) -> None:
+    privacy = {"noise_multiplier": None, "target_epsilon": 3.0}
+    saving = ModelCheckpoint(tmp_path, save_last=True, every_n_train_steps=1)
+    whole = fit(privacy=privacy)
+    stop = CrashAt(5)
+    with pytest.raises(Crash):
+        fit(privacy=privacy, callbacks=(saving, stop))
+    resumed = fit(tmp_path / "last.ckpt", privacy=privacy)
+    # The step that crashed is charged: one step fewer fits, at the same noise.
+    assert resumed.privacy.noise_multiplier == pytest.approx(whole.privacy.noise_multiplier)
+    assert resumed.privacy.steps <= 24
+    assert resumed.probe.optimizer_steps == resumed.privacy.steps - 6
+    assert 2.85 < resumed.privacy.epsilon <= 3.0
+
+
+def test_full_batch_resumes_between_and_inside_its_steps(
+    fit: Any, save_at: Any, tmp_path: Path
+) -> None:
+    from lightning_dp import FullBatch
+
+    privacy = {"noise_multiplier": 0.0, "max_grad_norm": 0.3, "sampling": FullBatch()}
+    whole = fit(privacy=privacy, max_epochs=4)
+    for epoch, batch_idx in [(1, 11), (2, 6)]:
+        saving = save_at(tmp_path / "mid.ckpt", epoch, batch_idx)
+        fit(privacy=privacy, callbacks=(saving,), max_epochs=4)
+        resumed = fit(tmp_path / "mid.ckpt", privacy=privacy, max_epochs=4)
+        torch.testing.assert_close(resumed.weights, whole.weights, rtol=0, atol=1e-6)
+        assert resumed.probe.optimizer_steps == 2
+
+
+def test_checkpoint_after_fit_extends_the_run(fit: Any, tmp_path: Path) -> None:
+    first = fit(max_epochs=1)
+    first.trainer.save_checkpoint(tmp_path / "after.ckpt")
+    resumed = fit(tmp_path / "after.ckpt", max_epochs=3)
+    assert resumed.probe.optimizer_steps == 24
+    assert resumed.privacy.steps == 36
+    assert resumed.privacy.epsilon == pytest.approx(charged_by_hand(36), rel=1e-9)
+
+
+def test_resumed_run_can_be_resumed_again(fit: Any, tmp_path: Path) -> None:
+    for steps in (3, 8, 17, 24):
+        path = tmp_path / "last.ckpt"
+        fitted = fit(path if path.exists() else None, max_steps=steps)
+        fitted.trainer.save_checkpoint(path)
+        assert fitted.privacy.steps == fitted.trainer.global_step == steps
+    assert len(list((tmp_path / "privacy").glob("*.journal"))) == 1
+
+
+def test_weights_only_checkpoint_holds_the_ledger_and_lightning_refuses_to_resume_it(
+    fit: Any, tmp_path: Path
+) -> None:
+    saving = ModelCheckpoint(tmp_path, filename="w", save_weights_only=True)
+    first = fit(callbacks=(saving,))
+    ledger = torch.load(tmp_path / "w.ckpt", weights_only=True)["lightning_dp"]["ledger"]
+    assert sum(count for charges in ledger["runs"].values() for _, count in charges) == 24
+    privacy = first.privacy
+    with pytest.raises(KeyError, match="only the model"):
+        fit(tmp_path / "w.ckpt")
+    again = fit(tmp_path / "w.ckpt", privacy=privacy, max_epochs=1) if False else None
+    assert again is None and privacy.steps == 24
+
+
+@pytest.mark.parametrize("limit", [5, 0.5])
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_limited_epochs_resume_at_their_end_and_middle(
+    fit: Any, save_at: Any, tmp_path: Path, limit: float, accumulate: int
+) -> None:
+    options = {"limit_train_batches": limit, "accumulate_grad_batches": accumulate}
+    whole = fit(max_epochs=3, **options)
+    for epoch, batch_idx in [(0, int(limit if limit > 1 else 12 * limit) - 1), (1, 2)]:
+        path = tmp_path / f"{epoch}.ckpt"
+        fit(max_epochs=epoch + 1, callbacks=(save_at(path, epoch, batch_idx),), **options)
+        known = torch.load(path, weights_only=True)["global_step"]
+        resumed = fit(path, max_epochs=3, **options)
+        assert resumed.trainer.global_step == whole.trainer.global_step
+        assert resumed.probe.optimizer_steps == whole.trainer.global_step - known
+
+
+@pytest.mark.parametrize("epoch_end", [False, True])
+def test_epoch_end_checkpoint_of_limited_epochs_resumes(
+    fit: Any, tmp_path: Path, epoch_end: bool
+) -> None:
+    saving = ModelCheckpoint(tmp_path, filename="e", save_on_train_epoch_end=epoch_end)
+    options = {"limit_train_batches": 5}
+    fit(max_epochs=1, callbacks=(saving,), **options)
+    resumed = fit(tmp_path / "e.ckpt", max_epochs=2, **options)
+    assert (resumed.probe.optimizer_steps, resumed.privacy.steps) == (5, 10)
+
+
+def test_checkpoint_of_a_validation_inside_an_accumulation_window_resumes(
+    fit: Any, tmp_path: Path
+) -> None:
+    class Validated(fit.classifier):  # type: ignore[misc, name-defined]
+        def val_dataloader(self) -> Any:
+            return fit.loader()
+
+    fit.classifier = Validated
+    saving = ModelCheckpoint(tmp_path, filename="{epoch}-{step}", save_top_k=-1, monitor="val_loss")
+    options = {"val_check_interval": 4, "accumulate_grad_batches": 3}
+    fit(callbacks=(saving,), **options)
+    resumed = fit(tmp_path / "epoch=1-step=5.ckpt", **options)
+    assert resumed.trainer.global_step == 8
+    assert resumed.probe.optimizer_steps == 3
+    assert resumed.privacy.steps == 8 + 3
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_checkpoint_of_an_exception_inside_a_step_resumes(
+    fit: Any, tmp_path: Path, accumulate: int
+) -> None:
+    callbacks = (OnExceptionCheckpoint(tmp_path, "crash"), CrashAt(3))
+    with pytest.raises(Crash):
+        fit(callbacks=callbacks, accumulate_grad_batches=accumulate)
+    resumed = fit(tmp_path / "crash.ckpt", accumulate_grad_batches=accumulate)
+    planned = 2 * fit.steps_per_epoch(accumulate)
+    assert resumed.trainer.global_step == planned
+    assert resumed.probe.optimizer_steps == planned - 3
+    assert resumed.privacy.steps == planned + 1  # the step that crashed was charged
+
+
+def test_resume_with_worker_processes(fit: Any, save_at: Any, tmp_path: Path) -> None:
+    saving = save_at(tmp_path / "mid.ckpt", 0, 6)
+    fit(callbacks=(saving,), max_steps=9, workers=2)
+    resumed = fit(tmp_path / "mid.ckpt", max_steps=14, workers=2)
+    assert resumed.probe.optimizer_steps == 7
+    assert resumed.privacy.steps == 9 + 7
+
+
+def test_manual_optimization_resumes(fit: Any, save_at: Any, tmp_path: Path) -> None:
+    class Manual(fit.classifier):  # type: ignore[misc, name-defined]
+        automatic_optimization = False
+
+        def training_step(self, batch: Any, batch_idx: int) -> None:
+            optimizer = self.optimizers()
+            optimizer.zero_grad()
+            self.manual_backward(super().training_step(batch, batch_idx))
+            optimizer.step()
+
+    fit.classifier = Manual
+    fit(callbacks=(save_at(tmp_path / "mid.ckpt", 1, 3),))
+    resumed = fit(tmp_path / "mid.ckpt")
+    assert resumed.trainer.global_step == 24
+    assert resumed.privacy.steps == 24 + 8

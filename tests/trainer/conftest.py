@@ -1,0 +1,101 @@
+"""Data and models of the tests that go through a whole Trainer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_dp.accounting.journal import read_journal
+
+
+@pytest.fixture
+def numbered() -> Callable[..., TensorDataset]:
+    """n records (x, y, number of the record), the same every time."""
+
+    def make(n: int = 240, dtype: torch.dtype = torch.float32) -> TensorDataset:
+        generator = torch.Generator().manual_seed(1)
+        y = torch.arange(n) % 3
+        x = torch.randn(n, 6, generator=generator) + 2 * nn.functional.one_hot(y, 6)
+        return TensorDataset(x.to(dtype), y, torch.arange(n))
+
+    return make
+
+
+@pytest.fixture
+def recording(classifier: type[Any]) -> type[Any]:
+    """A classifier that writes down which records each noised step used."""
+
+    class Recording(classifier):  # type: ignore[misc]
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+            self.batches: list[list[int]] = []
+            self.chunk_counts: list[int] = []
+
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            x, y, number = batch
+            chunk = self.trainer.strategy._chunk  # only it knows a stand-in from a record
+            if chunk.first:
+                self.batches.append([])
+                self.chunk_counts.append(0)
+            self.chunk_counts[-1] += 1
+            if chunk.size:
+                self.batches[-1] += number.tolist()
+            return super().training_step((x, y), batch_idx)
+
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            super().validation_step(batch[:2], batch_idx)
+
+    return Recording
+
+
+@pytest.fixture
+def at_each_step() -> Callable[[Callable[[L.Trainer, Any], None]], L.Callback]:
+    """A callback that calls a function after every chunk."""
+
+    class Calls(L.Callback):
+        def __init__(self, function: Callable[[L.Trainer, Any], None]) -> None:
+            self.function = function
+
+        def on_train_batch_end(
+            self, trainer: L.Trainer, pl_module: Any, *args: Any, **kwargs: Any
+        ) -> None:
+            self.function(trainer, pl_module)
+
+    return Calls
+
+
+@pytest.fixture
+def charges(tmp_path: Path) -> Callable[[], list[Any]]:
+    """The events in the run's journal on the disk, in order."""
+
+    def read() -> list[Any]:
+        (path,) = (tmp_path / "privacy").glob("*.journal")
+        _, runs = read_journal(path)
+        return [event for run in runs.values() for event, n in run for _ in range(n)]
+
+    return read
+
+
+@pytest.fixture
+def weights() -> Callable[[nn.Module], Tensor]:
+    """All parameters as one flat vector of their own."""
+
+    def flat(module: nn.Module) -> Tensor:
+        return torch.cat([p.detach().flatten().clone() for p in module.parameters()])
+
+    return flat
+
+
+@pytest.fixture
+def small_loader() -> DataLoader[Any]:
+    """60 records in 5 batches of 12: q = 0.2."""
+    generator = torch.Generator().manual_seed(2)
+    x = torch.randn(60, 6, generator=generator)
+    return DataLoader(TensorDataset(x, torch.arange(60) % 3), batch_size=12, shuffle=True)

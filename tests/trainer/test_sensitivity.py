@@ -1,0 +1,141 @@
+"""Adding or removing one record moves the released sum by at most C, through a whole Trainer."""
+
+from __future__ import annotations
+
+import math
+
+import lightning as L
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_dp import FullBatch
+from lightning_dp.callbacks import DifferentialPrivacy
+
+C = 0.7
+N = 31
+
+
+def ordinary(dtype):
+    generator = torch.Generator().manual_seed(0)
+    return torch.randn(N, 6, generator=generator, dtype=torch.float64).to(dtype)
+
+
+RECORDS = {
+    "small": [0.01] * 6,
+    "ordinary": [1.0, -2.0, 0.5, 3.0, 0.0, -1.0],
+    "huge": [1e20, -1e20, 0.0, 1e20, 1.0, 1.0],
+    "overflowing": [1e38, 1e38, -1e38, 1e38, 1e38, 1e38],
+    "nan": [math.nan, 1.0, 1.0, 1.0, 1.0, 1.0],
+    "inf": [math.inf, 1.0, 1.0, 1.0, 1.0, 1.0],
+    "all nan": [math.nan] * 6,
+    "minus inf": [1.0, 1.0, 1.0, 1.0, 1.0, -math.inf],
+}
+NOT_FINITE = [name for name in RECORDS if "nan" in name or "inf" in name]
+
+
+class Regression(L.LightningModule):
+    def __init__(self, net, dtype):
+        super().__init__()
+        torch.manual_seed(0)
+        self.net = net().to(dtype)
+
+    def training_step(self, batch, batch_idx):
+        x, y = batch
+        return nn.functional.cross_entropy(self.net(x), y)
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=1.0)
+
+
+def linear():
+    return nn.Linear(6, 3)
+
+
+def two_layers():
+    return nn.Sequential(nn.Linear(6, 5), nn.ReLU(), nn.LayerNorm(5), nn.Linear(5, 3))
+
+
+@pytest.fixture
+def released_sum(make_trainer, weights):
+    """lr = 1 and q = 1, so one update times B = N is the released sum."""
+
+    def run(x, net, dtype, chunk=8):
+        model = Regression(net, dtype)
+        before = weights(model)
+        privacy = DifferentialPrivacy(
+            noise_multiplier=0.0, max_grad_norm=C, target_delta=1e-5, sampling=FullBatch()
+        )
+        trainer = make_trainer(max_epochs=1, callbacks=[privacy])
+        data = TensorDataset(x, torch.arange(len(x)) % 3)
+        trainer.fit(model, DataLoader(data, batch_size=chunk))
+        assert trainer.global_step == 1
+        return (before - weights(model)).double() * len(x)
+
+    return run
+
+
+def with_record(x, name):
+    return torch.cat([x, torch.tensor([RECORDS[name]], dtype=torch.float64).to(x.dtype)])
+
+
+@pytest.mark.parametrize("net", [linear, two_layers])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("name", RECORDS)
+def test_one_more_record_moves_the_sum_by_at_most_c(name, dtype, net, released_sum):
+    x = ordinary(dtype)
+
+    difference = released_sum(with_record(x, name), net, dtype) - released_sum(x, net, dtype)
+
+    rounding = 1e-12 if dtype == torch.float64 else 1e-4
+    assert float(difference.norm()) <= C + rounding
+
+
+@pytest.mark.parametrize("name", NOT_FINITE)
+def test_a_record_that_is_not_finite_contributes_nothing(name, released_sum):
+    x = ordinary(torch.float64)
+
+    without = released_sum(x, two_layers, torch.float64)
+    with_it = released_sum(with_record(x, name), two_layers, torch.float64)
+
+    assert bool(without.isfinite().all())
+    torch.testing.assert_close(with_it, without, rtol=0, atol=1e-13)
+
+
+def test_a_record_that_is_not_finite_changes_no_bit_of_the_sum(released_sum):
+    """In a chunk of its own, so that even the order of additions is the same."""
+    x = ordinary(torch.float32)
+
+    without = released_sum(x, linear, torch.float32, chunk=1)
+    for name in NOT_FINITE:
+        with_it = released_sum(with_record(x, name), linear, torch.float32, chunk=1)
+        # The update is divided by B = 31 or 32, and multiplied again here.
+        torch.testing.assert_close(with_it, without, rtol=3e-6, atol=3e-6)
+
+
+@pytest.mark.parametrize("name", ["ordinary", "huge"])
+def test_a_record_with_a_large_gradient_contributes_exactly_c(name, released_sum):
+    """The bound is reached: a clip norm twice too small or too large would show."""
+    x = ordinary(torch.float64)
+
+    difference = released_sum(with_record(x, name), linear, torch.float64) - released_sum(
+        x, linear, torch.float64
+    )
+
+    assert float(difference.norm()) == pytest.approx(C, rel=1e-9)
+
+
+@pytest.mark.parametrize("position", [0, 7, 8, N - 1])
+def test_removing_any_record_moves_the_sum_by_at_most_c(position, released_sum):
+    x = ordinary(torch.float64)
+    labels_kept = torch.arange(N) != position
+    whole = released_sum(x, two_layers, torch.float64)
+
+    # Labels follow the position, so a removed record is replaced by one of the same position
+    # whose gradient is not finite: it contributes nothing.
+    without = x.clone()
+    without[~labels_kept] = math.nan
+    difference = whole - released_sum(without, two_layers, torch.float64)
+
+    assert 0 < float(difference.norm()) <= C + 1e-12
