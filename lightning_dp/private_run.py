@@ -109,10 +109,14 @@ class PrivateRun:
             )
         self.batches = batches
 
-    def start(self, planned_steps: float, world: World, directory: Path) -> None:
+    def start(
+        self, planned_steps: float, world: World, directory: Path, steps_before: int = 0
+    ) -> None:
         """Declare the plan, find how much of it the budget affords, and open the ledger's run.
 
         Args:
+            steps_before: noised steps that the Trainer has made already; a second fit of the same
+                Trainer goes on in the schedule where the first one ended.
             planned_steps: noised steps that the Trainer is still going to make; may be infinite.
             world: the processes of the job.
             directory: where the journal goes, unless it has its place already.
@@ -128,14 +132,14 @@ class PrivateRun:
         if not world.is_lead:
             self.ledger.mirror(record)
             self.ledger.begin(run)
-        self.mechanism = self._make_mechanism(planned_steps, world)
+        self.mechanism = self._make_mechanism(planned_steps, world, steps_before)
         self.planned_steps = self.ledger.steps + planned_steps
         self._is_under_way, self._resumed, self.stop_reason = True, None, None
 
-    def _make_mechanism(self, planned_steps: float, world: World) -> Mechanism:
+    def _make_mechanism(self, planned_steps: float, world: World, steps_before: int) -> Mechanism:
         assert self.batches is not None
-        config, state = self.config, self._resumed
-        step = 0 if state is None else int(state["mechanism"]["step"])
+        config, state = self.config, self._state_to_continue(steps_before)
+        step = 0 if state is None else int(state["step"])
         scale = world.broadcast(self._scale(planned_steps))
         plan = NoisePlan(scale, config.noise_schedule, config.sampling, self.batches.sample_rate)
         mechanism = Mechanism(
@@ -149,8 +153,17 @@ class PrivateRun:
             world=world,
         )
         if state is not None:
-            mechanism.load_state_dict(state["mechanism"])
+            mechanism.load_state_dict(state)
         return mechanism
+
+    def _state_to_continue(self, steps_before: int) -> dict[str, Any] | None:
+        """The mechanism's state from the checkpoint, or from this Trainer's fit before."""
+        if self._resumed is not None:
+            state: dict[str, Any] = self._resumed["mechanism"]
+            return state
+        if self.mechanism is not None and 0 < steps_before == self.mechanism.step:
+            return self.mechanism.state_dict()
+        return None
 
     def _scale(self, planned_steps: float) -> float:
         """The noise multiplier where the schedule's shape is 1."""

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from lightning_dp.gradients.base import AbstractGradientEngine, UnsupportedModelError
 from lightning_dp.gradients.opacus_hooks import OpacusHooks
-from lightning_dp.gradients.raw import RawGradientGuard
+from lightning_dp.gradients.raw import RawGradientGuard, RawGradientHookError
 
 __all__ = [
     "AbstractGradientEngine",
     "OpacusHooks",
     "RawGradientGuard",
+    "RawGradientHookError",
     "UnsupportedModelError",
     "make_engine",
 ]

@@ -41,8 +41,8 @@ class OpacusHooks(AbstractGradientEngine):
         self._module, self._params = module, params
         try:
             self._hooks = GradSampleHooks(module, strict=True, loss_reduction="mean")
-        except NotImplementedError as error:
-            self._clean(module)
+        except Exception as error:  # NotImplementedError for buffers, others from copying a layer
+            self.detach()
             raise UnsupportedModelError(
                 f"Opacus cannot compute per-sample gradients for this model: {error} Freeze the "
                 "layer, replace it, or keep its buffers in a module without trainable parameters."
@@ -96,6 +96,8 @@ class OpacusHooks(AbstractGradientEngine):
 
     @staticmethod
     def _clean(module: nn.Module) -> None:
+        for handle in vars(module).get("autograd_grad_sample_hooks", ()):
+            handle.remove()  # left when GradSampleHooks() raised half-way
         for part in module.modules():
             for name in (*_LEFT_ON_MODULES, "autograd_grad_sample_hooks", "ft_compute_sample_grad"):
                 if name in vars(part):

@@ -9,7 +9,27 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-__all__ = ["RawGradientGuard"]
+__all__ = ["RawGradientGuard", "RawGradientHookError"]
+
+
+class RawGradientHookError(RuntimeError):
+    """A hook that is not ours would be shown un-noised gradients."""
+
+
+def _refuse_foreign_hooks(parameters: Iterable[tuple[str, nn.Parameter]]) -> None:
+    """Tensor hooks run before a gradient can be dropped: nobody may have one on a parameter."""
+    hooked = [
+        name
+        for name, parameter in parameters
+        if getattr(parameter, "_backward_hooks", None)
+        or getattr(parameter, "_post_accumulate_grad_hooks", None)
+    ]
+    if hooked:
+        raise RawGradientHookError(
+            f"Parameters {hooked[:5]} carry gradient hooks, which would see gradients without noise "
+            "(WandbLogger.watch() sets such hooks by default). Remove them before fit; "
+            "watch(log='parameters') is fine."
+        )
 
 
 class RawGradientGuard:
@@ -21,6 +41,9 @@ class RawGradientGuard:
     Args:
         parameters: name and parameter, every one that can get a gradient.
         optimizer: whose steps are watched.
+
+    Raises:
+        RawGradientHookError: if somebody else's hook on a parameter would see raw gradients.
     """
 
     def __init__(
@@ -28,6 +51,8 @@ class RawGradientGuard:
     ) -> None:
         self._touched: dict[str, nn.Parameter] = {}
         self._step_allowed = False
+        parameters = list(parameters)
+        _refuse_foreign_hooks(parameters)
         self._handles: list[RemovableHandle] = [
             parameter.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
                 self._dropper(name, parameter)

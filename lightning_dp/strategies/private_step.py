@@ -1,0 +1,165 @@
+"""The model's side of a private step: from backward passes to a private ``p.grad``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch import LightningModule
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lightning_dp.clipping import AbstractPerSampleGradients, bounded_sum
+from lightning_dp.functional import unflatten
+from lightning_dp.gradients import RawGradientGuard, UnsupportedModelError, make_engine
+from lightning_dp.mechanism import Mechanism
+from lightning_dp.query import Query
+from lightning_dp.sampling.loader import Chunk
+from lightning_dp.strategies.replay import RandomState, at_point, muted
+
+__all__ = ["PrivateStep", "trained_parameters"]
+
+
+class PrivateStep:
+    """Turns what Lightning does with a batch into answers to the mechanism's query.
+
+    Raw gradients exist only inside the backward pass. Each chunk is answered once, each batch
+    released once, and only for the parameters that were there when the fit began.
+
+    Args:
+        module: the user's model.
+        optimizer: its one optimizer.
+        engine: name of the gradient engine.
+        device: where the model runs.
+    """
+
+    def __init__(
+        self, module: LightningModule, optimizer: Optimizer, engine: str, device: torch.device
+    ) -> None:
+        self.params = trained_parameters(optimizer)
+        self._module = module
+        self._device = device
+        self._engine = make_engine(engine)
+        with _without_trainer(module):
+            self._engine.attach(module, self.params)
+        self._raw = RawGradientGuard(module.named_parameters(), optimizer)
+        self._chunk: Chunk | None = None
+        self._is_answered = False
+        self._is_released = False
+        self._random_state: RandomState | None = None
+
+    def begin(self, chunk: Chunk) -> None:
+        """The next physical batch is this chunk."""
+        self._chunk, self._is_answered = chunk, False
+        if chunk.first:
+            self._is_released = False
+
+    def before_forward(self, query: Query | None) -> None:
+        """Remember the randomness that a second pass must share."""
+        if query is not None and query.other_points:
+            self._random_state = RandomState(self._device)
+
+    def answer(
+        self, mechanism: Mechanism, scale: float, forward_again: Callable[[], Tensor]
+    ) -> None:
+        """Bound what the backward pass left, and give it to the mechanism.
+
+        Args:
+            mechanism: has a query under way.
+            scale: undoes a division of the loss.
+            forward_again: runs the batch once more and returns its loss.
+        """
+        if self._is_answered or mechanism.query is None or self._chunk is None:
+            raise RuntimeError(
+                "Backward ran more than once for one batch, or after its optimizer step: a record "
+                "would count twice. Add the losses up and call backward once per batch."
+            )
+        gradients = self._engine.take(scale, self._raw.touched())
+        self._is_answered = True
+        if self._chunk.size == 0:
+            return  # the stand-in record's gradient ends here
+        if gradients.count not in (0, self._chunk.size):
+            raise UnsupportedModelError(
+                "The model saw more or fewer rows than the batch has records, so a record's "
+                "gradient cannot be bounded. The collate_fn must make exactly one row of each "
+                "record, and the model must keep records in the first dimension."
+            )
+        gradients = self._at_all_points(mechanism.query, gradients, forward_again)
+        if gradients.count:
+            mechanism.answer(bounded_sum(gradients, mechanism.query.clip_norm))
+
+    def _at_all_points(
+        self, query: Query, here: AbstractPerSampleGradients, forward_again: Callable[[], Tensor]
+    ) -> AbstractPerSampleGradients:
+        """Each record's combination over the query's points; the batch is run again at each."""
+        if query.other_points == 0 and query.weight_here == 1:
+            return here
+        if query.other_points and not self._module.automatic_optimization:
+            raise MisconfigurationException(
+                "An estimator that compares gradients at two points must run training_step again, "
+                "which manual optimization does not allow. Use automatic optimization."
+            )
+        others = [
+            (term.weight, self._again_at(term.point, forward_again))
+            for term in query.terms
+            if term.point is not None
+        ]
+        return here.combine(query.weight_here, others)
+
+    def _again_at(
+        self, point: Tensor, forward_again: Callable[[], Tensor]
+    ) -> AbstractPerSampleGradients:
+        """The same batch with the same randomness at another point, leaving no trace."""
+        assert self._random_state is not None
+        now = RandomState(self._device)
+        with muted(self._module), at_point(self.params, point):
+            self._random_state.restore()
+            self._module.backward(forward_again())
+            gradients = self._engine.take(1.0, self._raw.touched())
+        now.restore()
+        return gradients
+
+    def release(self, mechanism: Mechanism, optimizer: Optimizer) -> None:
+        """Give every trained parameter its private gradient."""
+        if self._is_released or mechanism.query is None:
+            raise RuntimeError(
+                "Two optimizer steps on one batch: the second would use the data without being "
+                "charged. Step once per batch."
+            )
+        now = trained_parameters(optimizer)
+        if len(now) != len(self.params) or any(
+            a is not b for a, b in zip(now, self.params, strict=True)
+        ):
+            raise RuntimeError(
+                "The set of trained parameters changed during fit (a fine-tuning callback, "
+                "add_param_group or requires_grad_?): new ones would be trained without privacy. "
+                "Decide before fit which parameters are trained."
+            )
+        estimate = mechanism.tell(self.params)
+        for param, gradient in zip(self.params, unflatten(estimate, self.params), strict=True):
+            param.grad = gradient
+        self._is_released = True
+        self._raw.allow_step()
+
+    def detach(self) -> None:
+        """Leave the model as it was."""
+        self._engine.detach()
+        self._raw.remove()
+
+
+def trained_parameters(optimizer: Optimizer) -> tuple[nn.Parameter, ...]:
+    """The parameters that the optimizer moves, in its order."""
+    return tuple(p for g in optimizer.param_groups for p in g["params"] if p.requires_grad)
+
+
+@contextmanager
+def _without_trainer(module: LightningModule) -> Iterator[None]:
+    """Copies of the module that an engine makes must not copy the whole trainer."""
+    trainer = module.trainer
+    module.trainer = None
+    try:
+        yield
+    finally:
+        module.trainer = trainer
