@@ -132,6 +132,7 @@ def main() -> None:
     parser.add_argument("--output", type=Path, default=OUTPUT, help="folder for logs and picture")
     options = parser.parse_args()
     warnings.filterwarnings("ignore", ".*does not have many workers")
+    torch.set_num_threads(1)  # a network this small runs slower on several cores
 
     baseline_accuracy, baseline = fit("baseline", options.output, [])
     privacy = DifferentialPrivacy(

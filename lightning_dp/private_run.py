@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import secrets
 from dataclasses import asdict
@@ -180,7 +181,8 @@ class PrivateRun:
                 "of the run, and this Trainer has no last step: give Trainer(max_epochs=...) or "
                 "Trainer(max_steps=...), or give noise_multiplier too."
             )
-        if not self.epsilon < config.target_epsilon or planned_steps < 1:
+        # Calibration meets a target to one part in 1000; what is left below that is nothing.
+        if not self.epsilon < 0.999 * config.target_epsilon or planned_steps < 1:
             return math.inf  # nothing is left, and no finite noise fits into it
         return calibrate(
             config.noise_schedule,
@@ -214,7 +216,9 @@ class PrivateRun:
 
     def stop(self) -> None:
         """End the fit: close the journal and drop a step under way; what was spent stays."""
-        self.ledger.end()
+        # On a full disk, what cannot be written now is a charge that has raised already.
+        with contextlib.suppress(OSError):
+            self.ledger.end()
         if self.mechanism is not None:
             self.mechanism.drop()
         self._is_under_way, self._resumed = False, None

@@ -12,6 +12,7 @@ from lightning_dp.accounting.events import (
     event_from_dict,
 )
 from lightning_dp.accounting.gdp import gdp_delta, gdp_epsilon
+from lightning_dp.accounting.ledger import recover_journal
 from lightning_dp.accounting.opacus_accountants import OpacusPRVAccountant, OpacusRDPAccountant
 from lightning_dp.accounting.pld import PLDAccountant
 from lightning_dp.accounting.rdp import StreamingRDPAccountant
@@ -35,6 +36,7 @@ __all__ = [
     "event_from_dict",
     "gdp_delta",
     "gdp_epsilon",
+    "recover_journal",
 ]
 
 Events = AbstractEvent | Sequence[AbstractEvent | tuple[AbstractEvent, int]]

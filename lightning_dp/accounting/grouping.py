@@ -67,6 +67,11 @@ class Mixture:
     cells: list[Cell]
 
     @property
+    def is_exact(self) -> bool:
+        """Whether every step is a node."""
+        return all(cell.is_single for cell in self.cells)
+
+    @property
     def total(self) -> float:
         """Number of steps."""
         return math.fsum(cell.total for cell in self.cells)

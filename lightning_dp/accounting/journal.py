@@ -103,8 +103,10 @@ class Journal:
 
     def close(self) -> None:
         """Close the file and let others have it."""
-        self._file.close()
-        self._lock.release()
+        try:
+            self._file.close()
+        finally:  # also when the disk is full
+            self._lock.release()
 
 
 def read_journal(path: Path) -> tuple[str, Runs]:

@@ -95,9 +95,9 @@ class Ledger:
 
     def end(self) -> None:
         """End the run: close the journal and give up its lock."""
-        if self._journal is not None:
-            self._journal.close()
-        self._journal, self._run = None, ""
+        journal, self._journal, self._run = self._journal, None, ""
+        if journal is not None:
+            journal.close()
 
     def state_dict(self) -> dict[str, Any]:
         """Plain numbers, strings, lists and dicts, for a checkpoint."""

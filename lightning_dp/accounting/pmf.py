@@ -130,14 +130,14 @@ def support(z: float, q: float, log_tail: float, relation: str) -> tuple[float, 
     return -math.log(1 - q + q * math.exp(-top)), up
 
 
-def length(z: float, q: float, h: float, log_tail: float, relation: str) -> float:
-    """Number of grid points that :func:`discretise` will use."""
-    down, up = support(z, q, log_tail, relation)
-    return (down + up) / h + 3
-
-
 def discretise(
-    z: float, q: float, h: float, log_tail: float, relation: str, backward: bool
+    z: float,
+    q: float,
+    h: float,
+    log_tail: float,
+    relation: str,
+    backward: bool = False,
+    limit: float = math.inf,
 ) -> LossPmf:
     """Connect the dots: a pmf of the loss on ``h * integers`` that dominates the subsampled Gaussian.
 
@@ -148,11 +148,12 @@ def discretise(
         log_tail: logarithm of the mass that may be moved to infinity.
         relation: ``"add_remove"`` or ``"replace_one"``.
         backward: the pair (Q, P) instead of (P, Q).
+        limit: losses above it are moved to infinity, whatever their mass.
     """
     down, up = support(z, q, log_tail, relation)
     sides = [(forward_profile, up), (backward_profile, down)]
     (profile, reach), (other, other_reach) = sides[::-1] if backward else sides
-    grid = np.arange(max(1, math.ceil(reach / h)) + 1) * h
+    grid = np.arange(max(1, math.ceil(min(reach, limit) / h)) + 1) * h
     delta, error = profile(grid, z, q, relation)
     other_grid = np.arange(max(1, math.ceil(other_reach / h)) + 1) * h
     other_delta, other_error = other(other_grid, z, q, relation)

@@ -50,5 +50,9 @@ class AbstractGradientEngine(ABC):
         """
 
     @abstractmethod
+    def drop(self) -> None:
+        """Forget forward passes without a backward one (``training_step`` returned None)."""
+
+    @abstractmethod
     def detach(self) -> None:
         """Stop watching and leave the model as it was. May be called twice."""

@@ -30,6 +30,8 @@ class OpacusHooks(AbstractGradientEngine):
         self._hooks: GradSampleHooks | None = None
         self._module: nn.Module | None = None
         self._params: Sequence[nn.Parameter] = ()
+        self._all_params: list[nn.Parameter] = []
+        self._all_modules: list[tuple[str, nn.Module]] = []
 
     def attach(self, module: nn.Module, params: Sequence[nn.Parameter]) -> None:
         self.detach()
@@ -39,6 +41,7 @@ class OpacusHooks(AbstractGradientEngine):
         # The first layer's input never requires a gradient; torch warns of it in every run.
         warnings.filterwarnings("ignore", message="Full backward hook is firing when gradients")
         self._module, self._params = module, params
+        self._all_params, self._all_modules = list(module.parameters()), list(module.named_modules())
         try:
             self._hooks = GradSampleHooks(module, strict=True, loss_reduction="mean")
         except Exception as error:  # NotImplementedError for buffers, others from copying a layer
@@ -49,10 +52,9 @@ class OpacusHooks(AbstractGradientEngine):
             ) from error
 
     def take(self, scale: float, touched: Mapping[str, nn.Parameter]) -> MaterialisedGradients:
-        assert self._module is not None
         self._refuse_unfinished()
         taken = [getattr(param, "grad_sample", None) for param in self._params]
-        for param in self._module.parameters():
+        for param in self._all_params:
             setattr(param, "grad_sample", None)  # noqa: B010 (Opacus' attribute, not torch's)
         if any(isinstance(gradient, list) for gradient in taken):
             raise RuntimeError(
@@ -78,8 +80,7 @@ class OpacusHooks(AbstractGradientEngine):
 
     def _refuse_unfinished(self) -> None:
         """Opacus pairs forward and backward passes last-in-first-out; a lone one shifts them."""
-        assert self._module is not None
-        lone = [n for n, m in self._module.named_modules() if getattr(m, "activations", None)]
+        lone = [name for name, module in self._all_modules if vars(module).get("activations")]
         if lone:
             raise RuntimeError(
                 f"A forward pass in training mode was not back-propagated (layers {lone[:5]}): its "
@@ -87,12 +88,21 @@ class OpacusHooks(AbstractGradientEngine):
                 "its output in the loss."
             )
 
+    def drop(self) -> None:
+        for _, module in self._all_modules:
+            for name in _LEFT_ON_MODULES:
+                vars(module).pop(name, None)
+        for param in self._all_params:
+            vars(param).pop("_current_grad_sample", None)
+            vars(param).update(grad_sample=None, _forward_counter=0)
+
     def detach(self) -> None:
         if self._hooks is not None:
             self._hooks.cleanup()
         if self._module is not None:
             self._clean(self._module)
         self._hooks, self._module, self._params = None, None, ()
+        self._all_params, self._all_modules = [], []
 
     @staticmethod
     def _clean(module: nn.Module) -> None:
@@ -113,8 +123,10 @@ def _refuse_unsupported(module: nn.Module) -> None:
     reasons = []
     for name, part in module.named_modules():
         if any(param.requires_grad for param in part.parameters(recurse=False)):
-            validate = ModuleValidator.VALIDATORS.get(type(part), lambda _: [])
-            reasons += [f"{name} ({type(part).__name__}): {error}" for error in validate(part)]
+            errors = ModuleValidator.VALIDATORS.get(type(part), lambda _: [])(part)
+            if not errors and isinstance(part, nn.RNNBase | nn.MultiheadAttention):  # nn.RNN, too
+                errors = ["its records are not told apart."]
+            reasons += [f"{name} ({type(part).__name__}): {error}" for error in errors]
     if reasons:
         raise UnsupportedModelError(
             "Opacus cannot compute per-sample gradients for these layers. "

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -73,6 +73,11 @@ class ChunkSampler(Sampler[list[int]]):
     def __len__(self) -> int:
         return self._plan.chunks_per_epoch
 
+    @property
+    def used_per_epoch(self) -> int:
+        """Chunks after which an epoch is over."""
+        return max(1, min(len(self), self._limit))
+
     def __iter__(self) -> Iterator[list[int]]:
         self.pending.clear()
         rng = random_generator(self._seed, 1, self._rank, self._passes)
@@ -106,9 +111,13 @@ class PrivateDataLoader(DataLoader[Any]):
     Args:
         loader: the user's loader, left untouched.
         sampler: chooses the chunks.
+        done: how many chunks of the epoch training is done with. Only the trainer knows: of the
+            chunk under way, it has to be made again when a checkpoint is saved inside it.
     """
 
-    def __init__(self, loader: DataLoader[Any], sampler: ChunkSampler) -> None:
+    def __init__(
+        self, loader: DataLoader[Any], sampler: ChunkSampler, done: Callable[[], int]
+    ) -> None:
         super().__init__(
             loader.dataset,
             batch_sampler=sampler,
@@ -123,11 +132,10 @@ class PrivateDataLoader(DataLoader[Any]):
             persistent_workers=loader.persistent_workers,
         )
         self._chunks = sampler
-        self._handed_out = 0
+        self._done = done
         self.current: Chunk | None = None
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
-        self._handed_out = self._chunks.resume_at
         for batch in super().__iter__():
             if batch is None:
                 raise TypeError(
@@ -135,12 +143,10 @@ class PrivateDataLoader(DataLoader[Any]):
                     "batch cannot be left out on the way: return a batch for every list of records."
                 )
             self.current = self._chunks.pending.popleft()
-            self._handed_out += 1
             yield batch
-        self._handed_out = 0
 
     def state_dict(self) -> dict[str, int]:
-        return {"chunks_handed_out": self._handed_out % max(1, len(self))}
+        return {"chunks_done": self._done() % self._chunks.used_per_epoch}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        self._chunks.resume_at = int(state["chunks_handed_out"])
+        self._chunks.resume_at = int(state["chunks_done"])

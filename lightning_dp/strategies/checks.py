@@ -6,6 +6,7 @@ import inspect
 from collections.abc import Sequence
 from typing import Any
 
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import (
     BaseFinetuning,
@@ -15,8 +16,14 @@ from lightning.pytorch.callbacks import (
     LearningRateFinder,
     StochasticWeightAveraging,
 )
-from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy, Strategy
-from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.strategies import (
+    DDPStrategy,
+    DeepSpeedStrategy,
+    SingleDeviceStrategy,
+    Strategy,
+)
+from lightning.pytorch.strategies.single_xla import SingleDeviceXLAStrategy
+from lightning.pytorch.strategies.xla import XLAStrategy
 from torch import nn
 from torch.optim import LBFGS, Optimizer
 from torch.utils.data import (
@@ -109,7 +116,10 @@ def _check_training_step(module: LightningModule) -> None:
 def check_strategy(strategy: Strategy) -> None:
     """Refuse strategies that shard parameters, or copy a running process."""
     kind = type(strategy).__name__
-    if not isinstance(strategy, SingleDeviceStrategy | DDPStrategy) or "XLA" in kind:
+    # the second group derives from the first
+    if not isinstance(strategy, SingleDeviceStrategy | DDPStrategy) or isinstance(
+        strategy, DeepSpeedStrategy | XLAStrategy | SingleDeviceXLAStrategy
+    ):
         raise MisconfigurationException(
             f"The strategy {kind} is not supported: per-record gradients need whole parameters on "
             "each device. Use strategy='auto' on one device, or strategy='ddp'."
@@ -150,10 +160,13 @@ def check_loader(loader: object) -> DataLoader[Any]:
 
 
 def _check_sampler(loader: DataLoader[Any]) -> None:
-    sampler = loader.sampler
+    sampler, size = loader.sampler, len(loader.dataset)  # type: ignore[arg-type]
     plain = type(sampler) in (RandomSampler, SequentialSampler, DistributedSampler)
     if isinstance(sampler, RandomSampler):
-        plain = not sampler.replacement and sampler.num_samples == len(loader.dataset)  # type: ignore[arg-type]
+        plain = plain and not sampler.replacement
+    # a sampler made for a part of the data set would train on that part only
+    covered: Any = getattr(sampler, "dataset", sampler)
+    plain = plain and size == len(covered)
     if not plain or type(loader.batch_sampler) is not BatchSampler:
         raise MisconfigurationException(
             f"The training loader chooses records with {type(sampler).__name__} and "
@@ -173,10 +186,15 @@ def check_single_loader(loaders: object, ours: object) -> None:
 
 def check_optimizers(optimizers: Sequence[Optimizer], module: LightningModule) -> None:
     """Refuse anything but one optimizer that steps once over parameters of this module."""
-    if len(optimizers) != 1 or not optimizers[0].param_groups:
+    if not optimizers or not optimizers[0].param_groups:
         raise MisconfigurationException(
-            f"configure_optimizers gives {len(optimizers)} optimizers with parameters; private "
-            "training needs exactly one. Put all parameters into parameter groups of one optimizer."
+            "configure_optimizers gives no optimizer, so nothing would be trained. Return one "
+            "optimizer over the parameters to train."
+        )
+    if len(optimizers) != 1:
+        raise MisconfigurationException(
+            f"configure_optimizers gives {len(optimizers)} optimizers; private training needs "
+            "exactly one. Put all parameters into parameter groups of one optimizer."
         )
     optimizer = optimizers[0]
     if isinstance(optimizer, LBFGS):

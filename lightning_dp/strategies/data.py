@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from lightning.pytorch import Trainer
 
 from lightning_dp.private_run import PrivateRun
@@ -51,7 +53,7 @@ def make_private_loader(
         limit=_limit(plan.chunks_per_epoch, trainer.limit_train_batches),
         seed=run.config.seed,
     )
-    progress = trainer.fit_loop.epoch_loop.batch_progress
+    progress: Any = trainer.fit_loop.epoch_loop.batch_progress  # typed as if it had no `processed`
     return PrivateDataLoader(checked, sampler, done=lambda: progress.current.processed)
 
 

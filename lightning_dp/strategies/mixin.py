@@ -93,10 +93,10 @@ class DifferentialPrivacyStrategy(Strategy):
 
     def configure_ddp(self) -> None:
         """No DDP wrapper: its reducer would all-reduce raw gradients. Rank 0's weights for all."""
-        assert self.lightning_module is not None
-        for tensor in self.lightning_module.state_dict().values():
-            if isinstance(tensor, Tensor):
-                torch.distributed.broadcast(tensor, 0)
+        module = self.lightning_module
+        assert module is not None
+        for tensor in (*module.parameters(), *module.buffers()):  # buffers that are not saved too
+            torch.distributed.broadcast(tensor.detach(), 0)
 
     def process_dataloader(self, dataloader: object) -> object:
         dataloader = super().process_dataloader(dataloader)
@@ -147,6 +147,8 @@ class DifferentialPrivacyStrategy(Strategy):
         super().on_train_batch_start(batch, batch_idx)
         run, mechanism = self.private_run, self.private_run.mechanism
         assert self._loader is not None and self._step is not None and mechanism is not None
+        if batch_idx >= self._trainer.num_training_batches:
+            raise StopIteration  # Lightning, resumed after the last batch of an epoch, fetches one more
         chunk = self._loader.current
         if chunk is None or chunk.index != batch_idx:
             raise RuntimeError(

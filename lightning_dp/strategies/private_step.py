@@ -44,7 +44,14 @@ class PrivateStep:
         self._engine = make_engine(engine)
         with _without_trainer(module):
             self._engine.attach(module, self.params)
-        self._raw = RawGradientGuard(module.named_parameters(), optimizer)
+        try:
+            self._raw = RawGradientGuard(module.named_parameters(), optimizer)
+        except Exception:
+            self._engine.detach()
+            raise
+        self._optimizer = optimizer
+        self._all = tuple(module.parameters())
+        self._trainable = [param.requires_grad for param in self._all]
         self._chunk: Chunk | None = None
         self._is_answered = False
         self._is_released = False
@@ -52,9 +59,12 @@ class PrivateStep:
 
     def begin(self, chunk: Chunk) -> None:
         """The next physical batch is this chunk."""
+        if not self._is_answered:
+            self._engine.drop()  # what a batch without a backward pass left
         self._chunk, self._is_answered = chunk, False
         if chunk.first:
             self._is_released = False
+            self._check_same_parameters(self._optimizer)  # before the charge
 
     def before_forward(self, query: Query | None) -> None:
         """Remember the randomness that a second pass must share."""
@@ -128,20 +138,24 @@ class PrivateStep:
                 "Two optimizer steps on one batch: the second would use the data without being "
                 "charged. Step once per batch."
             )
-        now = trained_parameters(optimizer)
-        if len(now) != len(self.params) or any(
-            a is not b for a, b in zip(now, self.params, strict=True)
-        ):
-            raise RuntimeError(
-                "The set of trained parameters changed during fit (a fine-tuning callback, "
-                "add_param_group or requires_grad_?): new ones would be trained without privacy. "
-                "Decide before fit which parameters are trained."
-            )
+        self._check_same_parameters(optimizer)
         estimate = mechanism.tell(self.params)
         for param, gradient in zip(self.params, unflatten(estimate, self.params), strict=True):
             param.grad = gradient
         self._is_released = True
         self._raw.allow_step()
+
+    def _check_same_parameters(self, optimizer: Optimizer) -> None:
+        now = trained_parameters(optimizer)
+        changed = len(now) != len(self.params) or any(
+            a is not b for a, b in zip(now, self.params, strict=True)
+        )
+        if changed or [param.requires_grad for param in self._all] != self._trainable:
+            raise RuntimeError(
+                "The set of trained parameters changed during fit (a fine-tuning callback, "
+                "add_param_group or requires_grad_?): new ones would be trained without privacy. "
+                "Decide before fit which parameters are trained."
+            )
 
     def detach(self) -> None:
         """Leave the model as it was."""

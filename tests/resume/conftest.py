@@ -23,7 +23,6 @@ from lightning_dp.sampling import BatchPlan
 
 RECORDS = 48
 BATCH = 4
-STEPS_PER_EPOCH = 12
 
 
 @dataclass(frozen=True)
@@ -64,7 +63,7 @@ class Probe(L.Callback):
     def on_train_batch_start(self, *_: Any) -> None:
         self.training_steps += 1
 
-    def on_before_zero_grad(self, *_: Any) -> None:
+    def on_before_optimizer_step(self, *_: Any) -> None:
         self.optimizer_steps += 1
 
 
@@ -114,12 +113,15 @@ class Fit:
         **trainer_options: Any,
     ) -> Fitted:
         if not isinstance(privacy, DifferentialPrivacy):
-            privacy = DifferentialPrivacy(**{**self.defaults, **(privacy or {})})
+            privacy = self.privacy(**(privacy or {}))
         trainer = self.trainer(privacy, callbacks, **trainer_options)
         fitted = Fitted(trainer, self.model(optimizer), privacy, trainer.callbacks[1])
         loader = self.loader(batch_size, records, workers)
         trainer.fit(fitted.model, loader, ckpt_path=ckpt_path, weights_only=weights_only)
         return fitted
+
+    def privacy(self, **options: Any) -> DifferentialPrivacy:
+        return DifferentialPrivacy(**{**self.defaults, **options})
 
     def trainer(
         self, privacy: DifferentialPrivacy, callbacks: tuple[L.Callback, ...], **options: Any
@@ -128,7 +130,9 @@ class Fit:
             "accelerator": "cpu",
             "logger": False,
             "max_epochs": 2,
-            "enable_checkpointing": any(isinstance(c, L.pytorch.callbacks.Checkpoint) for c in callbacks),
+            "enable_checkpointing": any(
+                isinstance(c, L.pytorch.callbacks.Checkpoint) for c in callbacks
+            ),
             "enable_progress_bar": False,
             "enable_model_summary": False,
             "default_root_dir": self.folder,

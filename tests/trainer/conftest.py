@@ -40,7 +40,7 @@ def recording(classifier: type[Any]) -> type[Any]:
 
         def training_step(self, batch: Any, batch_idx: int) -> Tensor:
             x, y, number = batch
-            chunk = self.trainer.strategy._chunk  # only it knows a stand-in from a record
+            chunk = self.trainer.train_dataloader.current  # only it knows a stand-in from a record
             if chunk.first:
                 self.batches.append([])
                 self.chunk_counts.append(0)

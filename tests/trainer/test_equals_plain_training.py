@@ -94,9 +94,7 @@ def test_no_noise_and_infinite_clip_equal_plain_training(
     trainer.fit(model, DataLoader(data, batch_size=12, shuffle=True))
 
     assert trainer.global_step == len(model.batches) == 2 * 20 / accumulate
-    plain = replay(
-        mlp().double(), data, model.batches, 12 * accumulate, make_optimizer, plain_sum
-    )
+    plain = replay(mlp().double(), data, model.batches, 12 * accumulate, make_optimizer, plain_sum)
     assert not torch.allclose(weights(mlp().double()), weights(plain), atol=1e-2)  # it did train
     torch.testing.assert_close(weights(model), weights(plain), rtol=1e-9, atol=1e-11)
 
@@ -144,9 +142,7 @@ def test_finite_clip_equals_a_loop_over_single_records(
 
     trainer.fit(model, DataLoader(data, batch_size=6))
 
-    slow = replay(
-        mlp().double(), data, model.batches, 6 * accumulate, sgd, clipped_sum(0.5)
-    )
+    slow = replay(mlp().double(), data, model.batches, 6 * accumulate, sgd, clipped_sum(0.5))
     torch.testing.assert_close(weights(model), weights(slow), rtol=1e-9, atol=1e-11)
 
 
@@ -161,7 +157,7 @@ class Wide(L.LightningModule):
 
     def training_step(self, batch, batch_idx):
         x, y, number = batch
-        self.batches.append(number.tolist() if self.trainer.strategy._chunk.size else [])
+        self.batches.append(number.tolist() if self.trainer.train_dataloader.current.size else [])
         return nn.functional.cross_entropy(self.net(x), y)
 
     def configure_optimizers(self):

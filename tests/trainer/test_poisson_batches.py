@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import lightning as L
@@ -165,9 +166,9 @@ def test_mostly_empty_batches_are_noised_and_charged_every_one(
 
     empty = sum(not batch for batch in model.batches)
     assert trainer.global_step == privacy.steps == len(charges()) == 150
-    assert 30 < empty < 80  # 150 / e on average
+    assert 20 < empty < 95  # 150 / e on average
     assert_poisson(model.batches, 1 / N)
-    assert all(not before.equal(after) for before, after in zip(moves, moves[1:], strict=False))
+    assert all(not before.equal(after) for before, after in itertools.pairwise(moves))
 
 
 def test_a_stand_in_record_leaves_no_trace_in_the_update(
@@ -185,9 +186,7 @@ def test_a_stand_in_record_leaves_no_trace_in_the_update(
 
     model = recording(mlp())
     silent = DifferentialPrivacy(noise_multiplier=0.0, max_grad_norm=1.0, target_delta=1e-5)
-    trainer = make_trainer(
-        max_epochs=1, limit_train_batches=100, callbacks=[silent, Watch()]
-    )
+    trainer = make_trainer(max_epochs=1, limit_train_batches=100, callbacks=[silent, Watch()])
 
     trainer.fit(model, DataLoader(numbered(), batch_size=1))
 

@@ -1,0 +1,160 @@
+"""The automatic grid: fine enough for a wanted relative accuracy, no finer.
+
+Connecting the dots replaces a loss by one of its two neighbours on the grid and multiplies its
+moment of order t by at most ``1 + t (t + 1) h^2 / 8``. By Chernoff's bound
+``epsilon <= (K(t) + log g_max(t) - log delta) / t``, so T steps inflate epsilon by about
+``T (t + 1) h^2 / 8``: a fixed h is a trap for many small steps. Here h is refined until this is
+below ``rtol * epsilon``, with t the best tilt and T the expected number of steps, under the tilt,
+whose loss is not at the grid point 0.
+"""
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+
+from lightning_dp.accounting.base import FloatArray
+from lightning_dp.accounting.composition import Grid
+from lightning_dp.accounting.grouping import Mixture
+from lightning_dp.accounting.pmf import LossPmf, cached_discretise, discretise, support
+from lightning_dp.accounting.tilting import (
+    cumulant_bound,
+    log_largest_weight,
+    log_moments,
+    window,
+)
+
+_POSITIVE = np.geomspace(1e-3, 1e7, 45)
+_TILTS = np.concatenate((-_POSITIVE[::-1], [0.0], _POSITIVE))
+_NEAR = np.geomspace(0.25, 4.0, 33)
+_MAX_POINTS = 2**20
+_LOG_OUTSIDE = math.log(1e-8)
+_LOG_TRUNCATED = -14.0  # of the mass of delta that may be moved to infinity
+_BEYOND = 14.0  # a loss so far above epsilon counts as 1 - e^-14 anyway
+
+
+@dataclass(frozen=True)
+class Target:
+    """The wanted point of the curve: epsilon at ``log_delta``, or delta at ``epsilon``."""
+
+    log_delta: float | None = None
+    epsilon: float | None = None
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A grid, the truncation of the pmfs, and Chernoff's bound: of epsilon, or of log delta."""
+
+    grid: Grid
+    log_tail: float
+    limit: float
+    bound: float
+
+
+def make_pmf(
+    mixture: Mixture, node: int, plan: Plan, relation: str, backward: bool
+) -> LossPmf:
+    """The pmf of a node on the grid of a plan; remembered when there are few."""
+    z, q = mixture.nodes[node]
+    make = cached_discretise if len(mixture.nodes) <= 4 else discretise
+    return make(z, q, plan.grid.h, plan.log_tail, relation, backward, plan.limit)
+
+
+def plan_grid(
+    mixture: Mixture, target: Target, rtol: float, relation: str, backward: bool, least: float
+) -> Plan:
+    """Refine a coarse grid until connecting the dots costs at most ``rtol`` of ``epsilon``.
+
+    Args:
+        mixture: the steps, or a rough pessimistic reading of them with few nodes.
+        target: the wanted point.
+        rtol: relative accuracy.
+        relation: the neighbouring relation.
+        backward: the pair (Q, P) instead of (P, Q).
+        least: an epsilon below which accuracy is of no interest.
+    """
+    log_steps = math.log(mixture.total)
+    log_tail = _tail(-30.0 if target.log_delta is None else target.log_delta, log_steps)
+    limit, h = math.inf, 0.0
+    while True:
+        reach = max(sum(support(z, q, log_tail, relation)) for z, q in mixture.nodes)
+        h = h if h > 0 else _snap(reach / 512)
+        plan = Plan(Grid(h, 0.0, (0.0, 0.0), _TILTS), log_tail, limit, math.inf)
+        pmfs = [make_pmf(mixture, k, plan, relation, backward) for k in range(len(mixture.nodes))]
+        moments = np.stack([log_moments(p, h, _TILTS) for p in pmfs])
+        bounds = cumulant_bound(mixture, moments)
+        infinity = sum(c.total * max(pmfs[k].infinity for k in c.corners) for c in mixture.cells)
+        best, bound = _chernoff(_TILTS, bounds, target, infinity, 4 / h)
+        tilt = float(_TILTS[best])
+        epsilon = bound if target.epsilon is None else target.epsilon
+        scale = max(epsilon, least, 0.1 * _deviation(bounds, best), 1e-9)
+        spread = _spread(mixture, pmfs, moments[:, best])
+        wanted = math.sqrt(8 * rtol * scale / ((tilt + 1) * spread))
+        wanted = max(wanted, min(reach, scale + _BEYOND) / _MAX_POINTS)
+        if h <= wanted:
+            break
+        h = max(_snap(wanted), h / 32)
+        limit = -_snap(-(epsilon + _BEYOND)) if math.isfinite(epsilon) else math.inf
+        if target.log_delta is None:
+            log_tail = _tail(max(min(bound, 0.0), -600.0), log_steps)
+    near = np.concatenate((tilt * _NEAR, -tilt * _NEAR))
+    near_moments = np.stack([log_moments(p, h, near) for p in pmfs])
+    tilts = np.append(_TILTS, near)
+    bounds = np.append(bounds, cumulant_bound(mixture, near_moments))
+    best, bound = _chernoff(tilts, bounds, target, infinity, 4 / h)
+    tilt = float(tilts[best])
+    grid = Grid(h, tilt, window(tilts, bounds, tilt, _LOG_OUTSIDE), tilts)
+    return Plan(grid, log_tail, limit, bound)
+
+
+def _tail(log_delta: float, log_steps: float) -> float:
+    """The logarithm of the mass of one step to move to infinity; in steps of 8, to share pmfs."""
+    return 8.0 * math.floor((log_delta - log_steps + _LOG_TRUNCATED) / 8.0)
+
+
+def _snap(h: float) -> float:
+    """The power of the square root of 2 below h (-h: above), so that nearby calls share grids."""
+    if h < 0:
+        return -float(2.0 ** (math.ceil(2 * math.log2(-h)) / 2))
+    return float(2.0 ** (math.floor(2 * math.log2(h)) / 2))
+
+
+def _chernoff(
+    tilts: FloatArray, bounds: FloatArray, target: Target, infinity: float, largest_tilt: float
+) -> tuple[int, float]:
+    """Index of the best tilt in (0, largest_tilt], and the bound: of epsilon, or of log delta."""
+    usable = np.flatnonzero((tilts > 0) & (tilts <= largest_tilt))
+    t = tilts[usable]
+    reach = bounds[usable] + log_largest_weight(t)
+    if target.log_delta is not None:
+        room = math.exp(target.log_delta) * (1 - 1e-9) - infinity
+        log_room = math.log(room) if room > 0 else target.log_delta
+        values = (reach - log_room) / t
+        best = int(np.argmin(values))
+        return int(usable[best]), float(values[best]) if room > 0 else math.inf
+    assert target.epsilon is not None
+    values = reach - t * target.epsilon
+    best = int(np.argmin(values))
+    finite = float(values[best])
+    log_infinity = math.log(infinity) if infinity > 0 else -math.inf
+    return int(usable[best]), float(np.logaddexp(finite, log_infinity)) + 1e-9
+
+
+def _deviation(bounds: FloatArray, best: int) -> float:
+    """Standard deviation of the tilted loss, from the second difference of K on the table."""
+    middle = min(best, _TILTS.size - 2)
+    t, k = _TILTS[middle - 1 : middle + 2], bounds[middle - 1 : middle + 2]
+    slopes = np.diff(k) / np.diff(t)
+    return math.sqrt(max(2 * float(slopes[1] - slopes[0]) / float(t[2] - t[0]), 0.0))
+
+
+def _spread(mixture: Mixture, pmfs: list[LossPmf], moments: FloatArray) -> float:
+    """Expected number of steps, under the tilt, whose loss is not at the grid point 0."""
+    total = 0.0
+    center = np.array([p.probabilities[-p.start] for p in pmfs])
+    for cell in mixture.cells:
+        corners = list(cell.corners)
+        weights = cell.mean_weights() * np.exp(moments[corners] - moments[corners].max())
+        at_zero = center[corners] * np.exp(-moments[corners])
+        total += cell.total * max(1 - float(weights @ at_zero / weights.sum()), 0.0)
+    return max(total, 1.0)

@@ -1,0 +1,194 @@
+"""Noise: its scale, its place and its source."""
+
+from __future__ import annotations
+
+import math
+import random
+
+import lightning as L
+import numpy as np
+import pytest
+import scipy.stats
+import torch
+from torch import Tensor
+
+from lightning_dp.noise import NoiseSource, add_noise, random_generator
+from lightning_dp.query import BoundedSum
+from lightning_dp.world import World
+
+DIMENSION = 20_000
+MULTIPLIER, CLIP_NORM = 1.7, 0.4
+CPU = torch.device("cpu")
+
+
+def noise_of(seed: int | None = 0) -> Tensor:
+    total = BoundedSum(torch.zeros(DIMENSION), CLIP_NORM)
+    return add_noise(total, MULTIPLIER, NoiseSource(seed), World()).value
+
+
+def p_value(noise: Tensor, standard_deviation: float) -> float:
+    normal = scipy.stats.norm(scale=standard_deviation)
+    return float(scipy.stats.kstest(noise.numpy(), normal.cdf).pvalue)
+
+
+def test_noise_is_normal_with_standard_deviation_multiplier_times_clip_norm():
+    assert p_value(noise_of(), MULTIPLIER * CLIP_NORM) > 0.01
+
+
+@pytest.mark.parametrize("factor", [2 / 3, 3 / 2, 0.5, 2.0, 0.95, 1.05])
+def test_noise_of_another_scale_would_be_noticed(factor):
+    assert p_value(noise_of(), MULTIPLIER * CLIP_NORM * factor) < 1e-3
+
+
+def test_the_release_says_how_much_noise_it_has():
+    release = add_noise(BoundedSum(torch.zeros(3), 0.4), 1.7, NoiseSource(), World())
+    assert release.noise_std == pytest.approx(0.68, rel=1e-12)
+
+
+def test_every_coordinate_gets_noise_of_its_own():
+    noise = noise_of()
+    assert (noise != 0).all()
+    assert len(noise.unique()) > 0.99 * DIMENSION
+    assert abs(float(torch.corrcoef(torch.stack([noise[:-1], noise[1:]]))[0, 1])) < 0.03
+
+
+def test_noise_is_added_to_the_sum():
+    total = torch.linspace(-1, 1, DIMENSION)
+
+    release = add_noise(BoundedSum(total, CLIP_NORM), MULTIPLIER, NoiseSource(0), World())
+
+    assert p_value(release.value - total, MULTIPLIER * CLIP_NORM) > 0.01
+
+
+def test_two_draws_of_one_source_are_independent():
+    source = NoiseSource(0)
+    first, second = source.normal(DIMENSION, CPU), source.normal(DIMENSION, CPU)
+    assert abs(float(torch.corrcoef(torch.stack([first, second]))[0, 1])) < 0.03
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_the_release_keeps_the_type_of_the_sum_and_leaves_the_sum_alone(dtype):
+    total = BoundedSum(torch.ones(5, dtype=dtype), 1.0)
+
+    release = add_noise(total, 1.0, NoiseSource(), World())
+
+    assert release.value.dtype == dtype
+    assert torch.equal(total.value, torch.ones(5, dtype=dtype))
+
+
+@pytest.mark.parametrize("clip_norm", [1.0, math.inf])
+def test_without_noise_the_sum_is_released_exactly(clip_norm):
+    total = torch.randn(50)
+    release = add_noise(BoundedSum(total, clip_norm), 0.0, NoiseSource(), World())
+    assert torch.equal(release.value, total)
+    assert release.noise_std == 0
+
+
+def test_a_sum_without_a_bound_is_not_noised():
+    with pytest.raises(ValueError, match=r"not bounded \(clip norm inf\)"):
+        add_noise(BoundedSum(torch.zeros(2), math.inf), 1.0, NoiseSource(), World())
+
+
+@pytest.mark.parametrize("multiplier", [-0.1, math.nan, math.inf])
+def test_a_noise_multiplier_that_means_nothing_is_refused(multiplier):
+    with pytest.raises(ValueError, match=f"noise_multiplier={multiplier} must be a finite"):
+        add_noise(BoundedSum(torch.zeros(2), 1.0), multiplier, NoiseSource(), World())
+
+
+# -- several processes ---------------------------------------------------------------------------
+
+
+def release_on_ranks(totals: list[Tensor], multiplier: float) -> tuple[list[Tensor], Tensor]:
+    """What each rank hands to the all-reduce, and the release: the ranks one after the other."""
+    handed: list[Tensor] = []
+
+    def all_reduce(vector: Tensor) -> Tensor:
+        handed.append(vector)
+        return torch.stack(handed).sum(0)
+
+    for rank, total in reversed(list(enumerate(totals))):
+        world = World(rank=rank, size=len(totals), all_reduce=all_reduce)
+        release = add_noise(BoundedSum(total, CLIP_NORM), multiplier, NoiseSource(rank), world)
+    return handed[::-1], release.value
+
+
+def test_noise_is_added_by_rank_0_alone_and_before_the_sums_are_added_up():
+    totals = [torch.randn(DIMENSION) for _ in range(3)]
+
+    handed, released = release_on_ranks(totals, MULTIPLIER)
+
+    assert torch.equal(handed[1], totals[1])
+    assert torch.equal(handed[2], totals[2])
+    assert (handed[0] != totals[0]).all()
+    assert p_value(released - sum(totals), MULTIPLIER * CLIP_NORM) > 0.01
+
+
+def test_without_noise_the_ranks_release_the_sum_of_their_sums():
+    totals = [torch.ones(4), torch.arange(4.0)]
+    assert torch.equal(release_on_ranks(totals, 0.0)[1], torch.arange(4.0) + 1)
+
+
+@pytest.mark.parametrize(("rank", "size"), [(1, 1), (-1, 2), (2, 2), (0, 0)])
+def test_a_rank_outside_the_world_is_refused(rank, size):
+    with pytest.raises(ValueError, match=f"rank={rank}, size={size}"):
+        World(rank=rank, size=size)
+
+
+# -- the source of randomness --------------------------------------------------------------------
+
+
+def seed_everything_in_sight() -> None:
+    torch.manual_seed(1)
+    np.random.seed(1)
+    random.seed(1)
+    L.seed_everything(1, workers=True, verbose=False)
+
+
+def test_global_seeds_do_not_make_noise_predictable():
+    drawn = []
+    for _ in range(2):
+        seed_everything_in_sight()
+        drawn.append(NoiseSource().normal(100, CPU))
+    assert not torch.isclose(drawn[0], drawn[1]).any()
+
+
+def test_global_seeds_do_not_make_batches_predictable():
+    drawn = []
+    for _ in range(2):
+        seed_everything_in_sight()
+        drawn.append(random_generator(None, 1, 0, 0).standard_normal(100))
+    assert not np.isclose(drawn[0], drawn[1]).any()
+
+
+def test_drawing_leaves_the_global_generators_alone():
+    before = torch.get_rng_state(), np.random.get_state()[1].copy(), random.getstate()
+
+    NoiseSource().normal(1000, CPU)
+    NoiseSource(3).normal(1000, CPU)
+    random_generator(None, 1).choice(1000, 10)
+
+    assert torch.equal(torch.get_rng_state(), before[0])
+    assert (np.random.get_state()[1] == before[1]).all()
+    assert random.getstate() == before[2]
+
+
+def test_a_seed_makes_noise_repeatable_and_seeds_differ():
+    def draw(seed: int) -> Tensor:
+        return NoiseSource(seed).normal(100, CPU)
+
+    assert torch.equal(draw(5), draw(5))
+    assert not torch.isclose(draw(5), draw(6)).any()
+
+
+def test_the_streams_of_one_seed_differ():
+    """Noise, and the batches of each rank and pass."""
+    streams = [(0,), (1, 0, 0), (1, 0, 1), (1, 1, 0), (1, 1, 1), (1, 2, 0)]
+    first = [random_generator(7, *stream).standard_normal() for stream in streams]
+    assert len(set(first)) == len(streams)
+
+
+def test_the_noise_has_all_the_bits_of_a_double():
+    """32-bit values would repeat among a million draws, and be exact multiples of a step."""
+    values = NoiseSource().normal(1_000_000, CPU)
+    assert values.dtype == torch.float64
+    assert len(values.unique()) == 1_000_000

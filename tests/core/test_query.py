@@ -1,0 +1,84 @@
+"""Queries, sums and releases: what they refuse, and what they promise."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import pytest
+import torch
+
+from lightning_dp.query import BoundedSum, Query, Release, Term
+
+
+@pytest.mark.parametrize("weight", [math.nan, math.inf, -math.inf])
+def test_a_weight_that_is_not_finite_is_refused(weight):
+    with pytest.raises(ValueError, match=rf"Term\(weight={weight}\) must be a finite number"):
+        Term(weight=weight)
+
+
+def test_a_query_without_terms_is_refused():
+    with pytest.raises(ValueError, match=r"Query\(terms=\(\)\) asks nothing"):
+        Query((), 1.0, 1.0)
+
+
+@pytest.mark.parametrize("clip_norm", [0.0, -1.0, math.nan])
+def test_a_clip_norm_that_is_not_positive_is_refused(clip_norm):
+    with pytest.raises(ValueError, match=rf"Query\(clip_norm={clip_norm}\) must be greater than 0"):
+        Query((Term(),), clip_norm, 1.0)
+
+
+@pytest.mark.parametrize("noise", [-1.0, math.nan, math.inf])
+def test_a_noise_multiplier_that_means_nothing_is_refused(noise):
+    with pytest.raises(ValueError, match=rf"Query\(noise_multiplier={noise}\) must be a finite"):
+        Query((Term(),), 1.0, noise)
+
+
+def test_an_infinite_clip_norm_is_allowed_without_noise_only():
+    assert Query((Term(),), math.inf, 0.0).clip_norm == math.inf
+    with pytest.raises(ValueError, match=r"infinite clip norm bounds nothing.*0\.1"):
+        Query((Term(),), math.inf, 0.1)
+
+
+@pytest.mark.parametrize("kind", [Term, Query, BoundedSum, Release])
+def test_the_types_of_the_privacy_boundary_are_frozen(kind):
+    assert kind.__dataclass_params__.frozen
+    values = {
+        Term: Term(),
+        Query: Query((Term(),), 1.0, 1.0),
+        BoundedSum: BoundedSum(torch.zeros(1), 1.0),
+        Release: Release(torch.zeros(1), 1.0),
+    }
+    for name in (f.name for f in dataclasses.fields(kind)):
+        with pytest.raises(dataclasses.FrozenInstanceError):
+            setattr(values[kind], name, 0)
+
+
+def test_sums_over_chunks_add_up_and_keep_their_bound():
+    first, second = torch.tensor([1.0, 2.0]), torch.tensor([10.0, 20.0])
+
+    total = BoundedSum(first, 0.5).plus(BoundedSum(second, 0.5))
+
+    assert total.value.tolist() == [11.0, 22.0]
+    assert total.clip_norm == 0.5  # chunks hold different records, so the bound does not add up
+    assert first.tolist() == [1.0, 2.0]
+
+
+@pytest.mark.parametrize("other", [0.4, 0.6, math.inf, math.nan])
+def test_sums_with_different_bounds_do_not_add_up(other):
+    with pytest.raises(ValueError, match=rf"\(0\.5 and {other}\)"):
+        BoundedSum(torch.zeros(1), 0.5).plus(BoundedSum(torch.zeros(1), other))
+
+
+def test_a_mean_divides_by_the_expected_batch_size():
+    assert Release(torch.tensor([3.0]), 1.0).mean(4.0).tolist() == [0.75]
+
+
+@pytest.mark.parametrize("size", [0.0, -1.0, math.nan])
+def test_a_batch_size_that_is_not_positive_is_refused(size):
+    with pytest.raises(ValueError, match=f"expected_batch_size={size} must be greater than 0"):
+        Release(torch.zeros(1), 1.0).mean(size)
+
+
+def test_a_sum_does_not_print_its_values():
+    assert "7" not in repr(BoundedSum(torch.tensor([7777.0]), 1.0))

@@ -1,0 +1,90 @@
+"""The worked examples of CONTRIBUTING.md do what they say."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_dp.gradients import OpacusHooks
+
+
+@pytest.fixture
+def example(blocks, names):
+    """The names that one block of CONTRIBUTING.md defines."""
+
+    def run(word: str):
+        (block,) = [
+            block for block in blocks("CONTRIBUTING.md", "python") if f"class {word}" in block
+        ]
+        assert len([line for line in block.splitlines() if line]) <= 25
+        scope = dict(names, __name__="example")
+        exec(compile(block, "CONTRIBUTING.md", "exec", dont_inherit=True), scope)
+        return scope
+
+    return run
+
+
+@pytest.mark.parametrize("word", ["Linear", "SignOfGradient", "Threshold", "PoissonAtRate"])
+def test_an_example_trains_within_its_budget(word, example, make_trainer):
+    scope = example(word)
+    trainer = make_trainer(max_epochs=2, callbacks=[scope["privacy"]])
+
+    trainer.fit(scope["model"], scope["train_loader"])
+
+    assert trainer.global_step == scope["privacy"].steps == 20
+    assert 2.95 < scope["privacy"].epsilon <= 3.0
+    assert f"{word}(" in str(scope["privacy"].report())
+
+
+def test_the_linear_schedule_is_a_line(example):
+    schedule = example("Linear")["Linear"](last=0.5, steps=20)
+
+    assert [schedule(t) for t in (0, 10, 20, 40)] == [1.0, 0.75, 0.5, 0.5]
+
+
+def test_the_sign_moves_every_parameter_by_the_learning_rate(example, make_trainer):
+    scope = example("SignOfGradient")
+    before = scope["model"].layer.weight.detach().clone()
+
+    make_trainer(max_steps=1, callbacks=[scope["privacy"]]).fit(
+        scope["model"], scope["train_loader"]
+    )
+
+    moved = (scope["model"].layer.weight - before).abs()
+    torch.testing.assert_close(moved, torch.full_like(moved, 0.1))
+
+
+def test_the_threshold_removes_small_values_only(example):
+    threshold = example("Threshold")["Threshold"](level=0.1)
+
+    estimate, _ = threshold.apply(threshold.init(3), torch.tensor([0.05, -0.2, 0.1]))
+
+    assert estimate.tolist() == pytest.approx([0.0, -0.2, 0.1])
+
+
+def test_the_sampling_example_books_the_rate_it_draws_with(example, make_trainer):
+    scope = example("PoissonAtRate")
+    make_trainer(max_epochs=1, callbacks=[scope["privacy"]]).fit(
+        scope["model"], scope["train_loader"]
+    )
+
+    report = scope["privacy"].report()
+    assert report.sample_rate == 0.05
+    assert report.expected_batch_size == 10
+
+
+def test_the_engine_example_agrees_with_opacus(example):
+    def sums(engine, layer: nn.Linear) -> torch.Tensor:
+        engine.attach(layer, list(layer.parameters()))
+        loss = nn.functional.cross_entropy(layer(x), y)
+        loss.backward()
+        taken = engine.take(2.0, {})
+        engine.detach()
+        assert not layer._forward_hooks
+        return taken.weighted_sum(torch.arange(7.0))
+
+    layer, x, y = nn.Linear(4, 3), torch.randn(7, 4), torch.arange(7) % 3
+    torch.testing.assert_close(
+        sums(example("OneLinearLayer")["OneLinearLayer"](), layer), sums(OpacusHooks(), layer)
+    )

@@ -1,0 +1,122 @@
+"""The examples run as a user runs them."""
+
+from __future__ import annotations
+
+import gzip
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+
+def run(script: Path, *arguments: str, cwd: Path, **environment: str) -> Any:
+    clean = {k: v for k, v in os.environ.items() if k != "LIGHTNING_DP_DATA"}
+    return subprocess.run(
+        [sys.executable, str(script), *arguments],
+        cwd=cwd,
+        env={**clean, "MPLBACKEND": "Agg", **environment},
+        capture_output=True,
+        text=True,
+    )
+
+
+@pytest.mark.slow
+def test_quickstart_stops_at_its_budget_and_stays_accurate(root, tmp_path):
+    done = run(root / "examples" / "quickstart.py", cwd=tmp_path)
+
+    assert done.returncode == 0, done.stderr
+    spent, target = map(
+        float, re.search(r"ε = ([\d.]+) at .*target ε = (\d+)", done.stdout).groups()
+    )
+    assert 0.97 * target < spent <= target
+    assert "stopped: privacy budget reached" in done.stdout
+    assert "privacy/epsilon=" in done.stdout + done.stderr  # the progress bar
+    plain, private = map(float, re.findall(r"privat?e?\w*\s+([\d.]+)%", done.stdout))
+    assert plain > 95
+    assert private > 85
+    output = tmp_path / "outputs" / "quickstart"
+    assert (output / "quickstart.png").stat().st_size > 10_000
+    assert list(output.glob("private/version_0/events.*"))
+
+
+ARRAYS = {
+    "train-images-idx3-ubyte": (600, 28, 28),
+    "train-labels-idx1-ubyte": (600,),
+    "t10k-images-idx3-ubyte": (100, 28, 28),
+    "t10k-labels-idx1-ubyte": (100,),
+}
+
+
+def digits() -> dict[str, np.ndarray]:
+    rng = np.random.default_rng(0)
+    return {
+        name: rng.integers(0, 256 if len(shape) == 3 else 10, shape).astype(np.uint8)
+        for name, shape in ARRAYS.items()
+    }
+
+
+def idx(array: np.ndarray) -> bytes:
+    header = bytes([0, 0, 8, array.ndim]) + np.array(array.shape, ">i4").tobytes()
+    return header + array.tobytes()
+
+
+def write_npz(folder: Path) -> None:
+    names = ("X_train", "y_train", "X_test", "y_test")
+    np.savez(folder / "mnist.npz", **dict(zip(names, digits().values(), strict=True)))
+
+
+def write_torchvision(folder: Path) -> None:
+    raw = folder / "MNIST" / "raw"
+    raw.mkdir(parents=True)
+    for name, array in digits().items():
+        (raw / name).write_bytes(idx(array))
+
+
+def write_gzipped(folder: Path) -> None:
+    for name, array in digits().items():
+        (folder / f"{name}.gz").write_bytes(gzip.compress(idx(array)))
+
+
+@pytest.mark.parametrize("write", [write_npz, write_torchvision, write_gzipped])
+def test_mnist_is_read_in_every_layout(write, root, tmp_path):
+    import importlib.util
+
+    spec = importlib.util.spec_from_file_location("mnist_cnn", root / "examples" / "mnist_cnn.py")
+    example = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(example)
+    write(tmp_path)
+
+    train, test = example.mnist(tmp_path)
+
+    expected = list(digits().values())
+    for dataset, images, labels in ((train, *expected[:2]), (test, *expected[2:])):
+        x, y = dataset.tensors
+        np.testing.assert_allclose(x.squeeze(1).numpy(), images / 127.5 - 1, atol=1e-6)
+        np.testing.assert_array_equal(y.numpy(), labels)
+    assert example.MnistCNN()(train.tensors[0][:5]).shape == (5, 10)
+
+
+def test_mnist_example_runs(root, tmp_path):
+    write_npz(tmp_path)
+    script = root / "examples" / "mnist_cnn.py"
+
+    options = ("--epochs", "1", "--limit", "300", "--epsilon", "2")
+    done = run(script, *options, cwd=tmp_path, LIGHTNING_DP_DATA=str(tmp_path))
+
+    assert done.returncode == 0, done.stderr
+    assert re.search(r"test accuracy [\d.]+% at ε = (1\.9\d+|2\.0+),", done.stdout)
+
+
+@pytest.mark.parametrize("given", [(), ("--data", "nowhere")])
+def test_mnist_example_explains_missing_data(given, root, tmp_path):
+    done = run(root / "examples" / "mnist_cnn.py", *given, cwd=tmp_path)
+
+    assert done.returncode == 2
+    assert "MNIST is missing" in done.stderr
+    for word in ("--data DIR", "LIGHTNING_DP_DATA", "mnist.npz", "MNIST/raw/", *ARRAYS):
+        assert word in done.stderr

@@ -1,0 +1,200 @@
+"""Trains, is killed, resumes: each time in a new process, forked from here to save the imports.
+
+Usage: python killed_runs.py ROUNDS.json, a list of objects with the keys of Round.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import resource
+import signal
+import sys
+import time
+import traceback
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_dp.callbacks import DifferentialPrivacy
+
+
+@dataclass
+class Round:
+    """One life: where it ends, and in which folder."""
+
+    folder: str
+    place: str = ""  # where the process dies; "random" is wherever it is
+    step: int = -1  # in which optimizer step (0, 1, ...)
+    accumulate: int = 1
+    save_every: int = 2
+
+    def reached(self, place: str, step: int) -> None:
+        """Die here, if this is the place."""
+        if (place, step) == (self.place, self.step):
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    @property
+    def path(self) -> Path:
+        return Path(self.folder)
+
+
+class LoggedSGD(torch.optim.SGD):
+    """Writes a line to disk for every step that it completed."""
+
+    round: Round
+    done = 0
+
+    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+        self.round.reached("optimizer before closure", self.done)
+        loss = closure()
+        self.round.reached("optimizer after closure", self.done)
+        super().step()
+        with open(self.round.path / "optimizer.log", "a") as log:
+            log.write("step\n")
+            log.flush()
+            os.fsync(log.fileno())
+        self.round.reached("optimizer done", self.done)
+        self.done += 1
+        return loss
+
+
+class Model(L.LightningModule):
+    def __init__(self, round_: Round) -> None:
+        super().__init__()
+        self.round = round_
+        self.net = nn.Linear(6, 3)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        if self.trainer.fit_loop.epoch_loop.batch_idx % self.round.accumulate == 0:
+            self.round.reached("charged", self.global_step)
+        if self.round.place == "random":
+            time.sleep(0.003)
+        loss = nn.functional.cross_entropy(self.net(batch[0]), batch[1])
+        self.round.reached("training_step", self.global_step)
+        return loss
+
+    def on_after_backward(self) -> None:
+        self.round.reached("backward", self.global_step)
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.round.reached("before charge", self.global_step)
+        if (self.round.place, self.round.step) == ("disk full", self.global_step):
+            (journal,) = (self.round.path / "privacy").glob("*.journal")
+            hard = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
+            resource.setrlimit(resource.RLIMIT_FSIZE, (journal.stat().st_size + 7, hard))
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.round.reached("batch end", self.global_step)
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        self.round.reached("saving", self.global_step)
+
+    def configure_optimizers(self) -> Any:
+        optimizer = LoggedSGD(self.parameters(), lr=0.1)
+        optimizer.round = self.round
+        return optimizer
+
+
+def train(round_: Round, resume: Path | None) -> None:
+    """One process: train to the planned end, or die on the way."""
+    torch.manual_seed(0)
+    data = TensorDataset(torch.randn(48, 6), torch.arange(48) % 3)
+    privacy = DifferentialPrivacy(target_epsilon=3.0, target_delta=1e-5, max_grad_norm=1.0)
+    saving = ModelCheckpoint(
+        round_.path, "{step}", save_top_k=-1, every_n_train_steps=round_.save_every
+    )
+    trainer = L.Trainer(
+        accelerator="cpu",
+        max_epochs=2,
+        accumulate_grad_batches=round_.accumulate,
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        default_root_dir=round_.path,
+        callbacks=[privacy, saving],
+    )
+    model = Model(round_)
+    result: dict[str, Any] = {"error": None}
+    try:
+        trainer.fit(model, DataLoader(data, batch_size=4), ckpt_path=resume)
+    except OSError as error:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY,) * 2)
+        result["error"] = f"{type(error).__name__}: {error}"
+        result["error while cleaning up"] = repr(error.__context__)
+        result["error of a new fit"] = fit_again(privacy, round_)
+    result |= {
+        "steps": privacy.steps,
+        "epsilon": privacy.epsilon,
+        "noise_multiplier": privacy.noise_multiplier,
+        "global_step": trainer.global_step,
+        "journal": str(privacy._run.ledger.journal_path),
+    }
+    name = "first" if resume is None else "resumed"
+    (round_.path / f"{name}.json").write_text(json.dumps(result))
+
+
+def fit_again(privacy: DifferentialPrivacy, round_: Round) -> str | None:
+    """Whether the same callback can be used again in this process, e.g. in a notebook."""
+    trainer = L.Trainer(
+        accelerator="cpu",
+        max_epochs=0,
+        logger=False,
+        enable_checkpointing=False,
+        default_root_dir=round_.path,
+        callbacks=[privacy],
+    )
+    try:
+        trainer.fit(
+            Model(Round(round_.folder)), DataLoader([(torch.zeros(6), 0)] * 48, batch_size=4)
+        )
+    except Exception as error:
+        return repr(error)
+    return None
+
+
+def in_new_process(round_: Round, resume: Path | None) -> int:
+    """Fork, train there, and give the signal that ended it (0: none)."""
+    if (child := os.fork()) == 0:
+        code = 1
+        try:
+            train(round_, resume)
+            code = 0
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            os._exit(code)
+    if round_.place == "random":
+        while not list(round_.path.glob("*.ckpt")):
+            time.sleep(0.001)
+        time.sleep(random.uniform(0, 0.15))
+        os.kill(child, signal.SIGKILL)
+    _, status = os.waitpid(child, 0)
+    assert status in (0, signal.SIGKILL), status
+    return os.WTERMSIG(status) if os.WIFSIGNALED(status) else 0
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    for arguments in json.loads(Path(sys.argv[1]).read_text()):
+        round_ = Round(**arguments)
+        round_.path.mkdir()
+        ended_by = in_new_process(round_, None)
+        (round_.path / "ended_by").write_text(str(ended_by))
+        (journal,) = (round_.path / "privacy").glob("*.journal")
+        (round_.path / "journal_after_kill").write_bytes(journal.read_bytes())
+        log = round_.path / "optimizer.log"
+        (round_.path / "optimizer_after_kill.log").write_bytes(log.read_bytes())
+        last = max(round_.path.glob("step=*.ckpt"), key=lambda path: int(path.stem.split("=")[1]))
+        in_new_process(Round(round_.folder, accumulate=round_.accumulate), last)
+
+
+if __name__ == "__main__":
+    main()

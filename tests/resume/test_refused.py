@@ -1,0 +1,210 @@
+"""A resume under which ε would be wrong is refused before the first step."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from lightning_dp import FullBatch, Momentum
+from lightning_dp.accounting import recover_journal
+from lightning_dp.accounting.events import PoissonGaussian
+from lightning_dp.accounting.journal import JournalError, read_journal
+from lightning_dp.schedules import Exponential
+from lightning_dp.warnings import PrivacyWarning
+
+
+@pytest.fixture
+def saved(fit: Any, save_at: Any, tmp_path: Path) -> Any:
+    """A run of 10 steps whose checkpoint was saved after 6."""
+    return fit(callbacks=(save_at(tmp_path / "a.ckpt", 0, 5),), max_steps=10)
+
+
+def refused(
+    fit: Any, saved: Any, path: Path, error: type[Exception], match: str, **options: Any
+) -> None:
+    """The resume raises, makes no training step, charges nothing and leaves the file alone."""
+    probe = type(saved.probe)()
+    before = hashlib.sha256(path.read_bytes()).hexdigest()
+    journal = saved.ledger.journal_path
+    written = journal.read_bytes() if journal.exists() else None
+    with pytest.raises(error, match=match):
+        fit(path, callbacks=(probe,), **options)
+    assert probe.training_steps == 0
+    assert hashlib.sha256(path.read_bytes()).hexdigest() == before
+    assert (journal.read_bytes() if journal.exists() else None) == written
+
+
+def test_checkpoint_without_ledger_is_refused_with_the_cure(
+    fit: Any, saved: Any, tmp_path: Path
+) -> None:
+    content = torch.load(tmp_path / "a.ckpt", weights_only=False)
+    del content["lightning_dp"]
+    torch.save(content, tmp_path / "plain.ckpt")
+    match = (
+        r"plain\.ckpt holds no privacy ledger.*load them into the model and fit without ckpt_path"
+    )
+    refused(fit, saved, tmp_path / "plain.ckpt", ValueError, match)
+
+
+@pytest.mark.parametrize(
+    ("privacy", "was", "now"),
+    [
+        ({"max_grad_norm": 2.0}, "max_grad_norm=1.0", "max_grad_norm=2.0"),
+        ({"target_delta": 1e-6}, "1e-05", "1e-06"),
+        ({"relation": "replace_one"}, "add_remove", "replace_one"),
+        ({"noise_schedule": Exponential(0.1)}, "Constant()", "Exponential(rate=0.1)"),
+        ({"noise_multiplier": 1.1}, "1.0", "1.1"),
+        ({"sampling": FullBatch()}, "Poisson()", "FullBatch()"),
+        ({"postprocessing": [Momentum(0.5)]}, "()", "Momentum(beta=0.5)"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_changed_configuration_is_refused_naming_both_values(
+    fit: Any, saved: Any, tmp_path: Path, privacy: dict[str, Any], was: str, now: str
+) -> None:
+    match = f"differs from the checkpoint's: it was .*{re.escape(was)}.*, now .*{re.escape(now)}"
+    refused(fit, saved, tmp_path / "a.ckpt", ValueError, match, privacy=privacy)
+
+
+@pytest.mark.parametrize(
+    ("options", "was", "now"),
+    [
+        ({"batch_size": 8}, f"sample_rate={4 / 48}", f"sample_rate={8 / 48}"),
+        ({"records": 47}, "num_records=48", "num_records=47"),
+        ({"accumulate_grad_batches": 2}, "chunks_per_step=1", "chunks_per_step=2"),
+        ({"batch_size": 2, "accumulate_grad_batches": 2}, "chunks_per_step=1", "chunks_per_step=2"),
+    ],
+)
+def test_changed_batches_are_refused_naming_both_values(
+    fit: Any, saved: Any, tmp_path: Path, options: dict[str, Any], was: str, now: str
+) -> None:
+    match = f"{re.escape(was)}.* before, .*{re.escape(now)}.* now"
+    refused(fit, saved, tmp_path / "a.ckpt", ValueError, match, **options)
+
+
+def test_changed_target_epsilon_is_allowed(fit: Any, saved: Any, tmp_path: Path) -> None:
+    resumed = fit(tmp_path / "a.ckpt", privacy={"target_epsilon": 100.0})
+    assert resumed.privacy.steps == 10 + 18
+    spent = resumed.privacy.epsilon
+    tighter = fit(tmp_path / "a.ckpt", privacy={"target_epsilon": spent * 1.03})
+    assert 28 <= tighter.privacy.steps < 28 + 18
+    assert tighter.privacy.epsilon <= spent * 1.03
+
+
+def test_budget_that_is_spent_resumes_to_no_step(fit: Any, saved: Any, tmp_path: Path) -> None:
+    with pytest.warns(PrivacyWarning, match="No training step was made"):
+        resumed = fit(tmp_path / "a.ckpt", privacy={"target_epsilon": saved.privacy.epsilon * 0.99})
+    assert (resumed.probe.training_steps, resumed.privacy.steps) == (0, 10)
+
+
+def test_changed_learning_rate_is_allowed(fit: Any, saved: Any, tmp_path: Path) -> None:
+    resumed = fit(tmp_path / "a.ckpt", optimizer=lambda p: torch.optim.SGD(p, lr=0.01))
+    assert resumed.privacy.steps == 10 + 18
+
+
+def cut_line(path: Path) -> None:
+    """Lose the last six of ten charges: an older copy of the file."""
+    path.write_bytes(b"".join(path.read_bytes().splitlines(keepends=True)[:-6]))
+
+
+def cut_byte_in_the_middle(path: Path) -> None:
+    content = path.read_bytes()
+    middle = len(content) // 2
+    path.write_bytes(content[:middle] + content[middle + 1 :])
+
+
+def change_a_digit(path: Path) -> None:
+    content = path.read_bytes()
+    position = content.index(b'"noise_multiplier":1') + len(b'"noise_multiplier":')
+    path.write_bytes(content[:position] + b"9" + content[position + 1 :])
+
+
+def drop_a_line(path: Path) -> None:
+    lines = path.read_bytes().splitlines(keepends=True)
+    path.write_bytes(b"".join(lines[:4] + lines[5:]))
+
+
+def keep_the_header(path: Path) -> None:
+    path.write_bytes(path.read_bytes().splitlines(keepends=True)[0])
+
+
+def empty(path: Path) -> None:
+    path.write_bytes(b"")
+
+
+@pytest.mark.parametrize(
+    ("damage", "match"),
+    [
+        (Path.unlink, r"is missing.*ledger_dir.*recover_journal\(checkpoint_path, directory"),
+        (cut_line, r"knows less than the checkpoint.*recover_journal"),
+        (keep_the_header, r"knows less than the checkpoint.*recover_journal"),
+        (cut_byte_in_the_middle, "is damaged"),
+        (change_a_digit, "is damaged: line 2 does not check"),
+        (drop_a_line, "is damaged before line 5"),
+        (empty, "is empty"),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_bad_journal_is_refused(
+    fit: Any, saved: Any, tmp_path: Path, damage: Callable[[Path], None], match: str
+) -> None:
+    damage(saved.ledger.journal_path)
+    refused(fit, saved, tmp_path / "a.ckpt", JournalError, match)
+
+
+def test_torn_last_line_is_a_charge_whose_data_was_never_touched(
+    fit: Any, saved: Any, tmp_path: Path
+) -> None:
+    journal = saved.ledger.journal_path
+    journal.write_bytes(journal.read_bytes()[:-3])
+    resumed = fit(tmp_path / "a.ckpt", max_steps=8)
+    assert resumed.privacy.steps == 9 + 2
+    assert sum(c for run in read_journal(journal)[1].values() for _, c in run) == 11
+
+
+def test_journal_of_another_ledger_is_refused(fit: Any, saved: Any, tmp_path: Path) -> None:
+    other = fit(max_steps=10, default_root_dir=tmp_path / "other")
+    shutil.copy(other.ledger.journal_path, saved.ledger.journal_path)
+    refused(fit, saved, tmp_path / "a.ckpt", JournalError, "belongs to ledger")
+
+
+def test_moved_journal_is_found_through_ledger_dir(fit: Any, saved: Any, tmp_path: Path) -> None:
+    moved = tmp_path / "moved"
+    moved.mkdir()
+    shutil.move(saved.ledger.journal_path, moved)
+    refused(fit, saved, tmp_path / "a.ckpt", JournalError, "is missing")
+    resumed = fit(tmp_path / "a.ckpt", privacy={"ledger_dir": str(moved)})
+    assert resumed.privacy.steps == 10 + 18
+    assert resumed.ledger.journal_path.parent == moved
+    # A checkpoint of the resumed run knows the new place.
+    resumed.trainer.save_checkpoint(tmp_path / "b.ckpt")
+    again = fit(tmp_path / "b.ckpt", max_epochs=3)
+    assert again.privacy.steps == 28 + 12
+
+
+def test_recovered_journal_charges_the_bound(fit: Any, saved: Any, tmp_path: Path) -> None:
+    saved.ledger.journal_path.unlink()
+    # The checkpoint holds 6 steps; 4 were made after it, of which we say: at most 7.
+    recover_journal(tmp_path / "a.ckpt", tmp_path / "new", unrecorded_steps=7)
+    resumed = fit(tmp_path / "a.ckpt", privacy={"ledger_dir": str(tmp_path / "new")})
+    assert resumed.probe.optimizer_steps == 18
+    assert resumed.ledger.history() == [(PoissonGaussian(1.0, 4 / 48), 6 + 7 + 18)]
+
+
+def test_damaged_journal_is_recovered_after_it_was_moved_away(
+    fit: Any, saved: Any, tmp_path: Path
+) -> None:
+    journal = saved.ledger.journal_path
+    cut_byte_in_the_middle(journal)
+    with pytest.raises(JournalError, match="move it away first"):
+        recover_journal(tmp_path / "a.ckpt", journal.parent, unrecorded_steps=4)
+    journal.rename(tmp_path / "damaged")
+    assert recover_journal(tmp_path / "a.ckpt", journal.parent, unrecorded_steps=4) == journal
+    assert fit(tmp_path / "a.ckpt").privacy.steps == 10 + 18

@@ -1,0 +1,138 @@
+"""A checkpoint rolls back the model, never the ledger: every run ever made counts."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+
+from lightning_dp.accounting import PLDAccountant
+from lightning_dp.accounting.events import PoissonGaussian
+from lightning_dp.accounting.journal import JournalError, read_journal
+
+
+@pytest.fixture
+def old(fit: Any, save_at: Any, tmp_path: Path) -> Any:
+    """A run of 24 steps whose checkpoint was saved after 6."""
+    return fit(callbacks=(save_at(tmp_path / "old.ckpt", 0, 5),))
+
+
+def epsilon_of(steps: int) -> float:
+    return PLDAccountant().epsilon([(PoissonGaussian(1.0, 4 / 48), steps)], 1e-5, "add_remove")
+
+
+def journals(folder: Path) -> list[Path]:
+    return list(folder.rglob("*.journal"))
+
+
+@pytest.mark.parametrize("same_callback", [True, False])
+def test_older_checkpoint_in_the_same_process_never_shrinks_the_ledger(
+    fit: Any, old: Any, tmp_path: Path, same_callback: bool
+) -> None:
+    privacy = old.privacy if same_callback else fit.privacy()
+    seen = []
+
+    class Watch(L.Callback):
+        def on_train_start(self, *_: Any) -> None:
+            seen.append((privacy.steps, privacy.epsilon))
+
+        def on_train_batch_start(self, *_: Any) -> None:
+            seen.append((privacy.steps, privacy.epsilon))
+
+    resumed = fit(tmp_path / "old.ckpt", privacy=privacy, callbacks=(Watch(),))
+    assert resumed.probe.optimizer_steps == 18
+    assert resumed.privacy.steps == 24 + 18
+    assert seen == sorted(seen) and seen[0] == (24, pytest.approx(epsilon_of(24), rel=1e-9))
+    assert resumed.privacy.epsilon == pytest.approx(epsilon_of(42), rel=1e-9)
+
+
+def test_two_resumes_from_one_checkpoint_both_count(fit: Any, old: Any, tmp_path: Path) -> None:
+    first = fit(tmp_path / "old.ckpt", max_steps=10)
+    assert first.privacy.steps == 24 + 4
+    second = fit(tmp_path / "old.ckpt", max_steps=13)
+    assert second.privacy.steps == 24 + 4 + 7
+    assert second.privacy.epsilon == pytest.approx(epsilon_of(35), rel=1e-9)
+
+
+def test_checkpoints_of_two_branches_know_each_other(fit: Any, old: Any, tmp_path: Path) -> None:
+    for name, steps in [("a", 10), ("b", 13)]:
+        branch = fit(tmp_path / "old.ckpt", max_epochs=-1, max_steps=steps)
+        branch.trainer.save_checkpoint(tmp_path / f"{name}.ckpt")
+    # a.ckpt was written before b ran, and does not contain it; the journal does.
+    again = fit(tmp_path / "a.ckpt", max_epochs=-1, max_steps=12)
+    assert again.privacy.steps == 24 + 4 + 7 + 2
+
+
+def test_resume_appends_to_the_same_journal_wherever_its_own_files_go(
+    fit: Any, old: Any, tmp_path: Path
+) -> None:
+    (journal,) = journals(tmp_path)
+    lines = journal.read_bytes().count(b"\n")
+    resumed = fit(tmp_path / "old.ckpt", default_root_dir=tmp_path / "elsewhere")
+    assert journals(tmp_path) == [journal] == [resumed.ledger.journal_path]
+    assert journal.read_bytes().count(b"\n") == lines + resumed.probe.optimizer_steps
+
+
+def test_journal_holds_exactly_the_ledger(fit: Any, old: Any, tmp_path: Path) -> None:
+    resumed = fit(tmp_path / "old.ckpt")
+    _, runs = read_journal(resumed.ledger.journal_path)
+    written = [(event, count) for charges in runs.values() for event, count in charges]
+    assert len(runs) == 2 and sum(count for _, count in written) == 42
+    in_file = PLDAccountant().epsilon(written, 1e-5, "add_remove")
+    assert in_file == pytest.approx(resumed.privacy.epsilon, rel=1e-9)
+
+
+def test_ledgers_of_two_callbacks_merge(fit: Any, old: Any, tmp_path: Path) -> None:
+    other = fit(max_steps=3, default_root_dir=tmp_path / "other")
+    resumed = fit(tmp_path / "old.ckpt", privacy=other.privacy, max_steps=8)
+    assert resumed.privacy.steps == 24 + 3 + 2
+    _, runs = read_journal(resumed.ledger.journal_path)
+    assert sum(count for charges in runs.values() for _, count in charges) == 29
+
+
+def test_budget_counts_what_was_made_after_the_checkpoint(
+    fit: Any, old: Any, tmp_path: Path
+) -> None:
+    target = epsilon_of(30) * 1.0001
+    resumed = fit(tmp_path / "old.ckpt", privacy={"target_epsilon": target})
+    assert resumed.probe.optimizer_steps == 6  # 18 are left of the plan, 6 of the budget
+    assert resumed.privacy.epsilon <= target < epsilon_of(31)
+
+
+def test_second_fit_goes_on_in_the_same_ledger(fit: Any) -> None:
+    first = fit(max_epochs=1)
+    second = fit(privacy=first.privacy, max_epochs=1)
+    assert second.privacy.steps == 24
+    assert second.privacy.epsilon == pytest.approx(epsilon_of(24), rel=1e-9)
+
+
+HOLD = """
+import sys, time
+from pathlib import Path
+from lightning_dp.accounting.journal import Journal, read_journal
+path = Path(sys.argv[1])
+journal = Journal(path, read_journal(path)[0])
+print("held", flush=True)
+time.sleep(60)
+"""
+
+
+def test_resume_is_refused_while_another_process_holds_the_journal(
+    fit: Any, old: Any, tmp_path: Path
+) -> None:
+    command = [sys.executable, "-c", HOLD, str(old.ledger.journal_path)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as holder:
+        try:
+            assert holder.stdout is not None and holder.stdout.readline() == "held\n"
+            probe = type(old.probe)()
+            with pytest.raises(JournalError, match="in use by another run"):
+                fit(tmp_path / "old.ckpt", callbacks=(probe,))
+            assert probe.training_steps == 0
+        finally:
+            holder.kill()
+    # The lock of a process that was killed is free again.
+    assert fit(tmp_path / "old.ckpt", max_steps=7).privacy.steps == 25

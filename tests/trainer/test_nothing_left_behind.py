@@ -1,0 +1,281 @@
+"""After a fit, however it ended, model and Trainer are as a plain fit leaves them."""
+
+from __future__ import annotations
+
+import signal
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_dp import FullBatch
+from lightning_dp.callbacks import DifferentialPrivacy
+
+DELTA = 1e-5
+HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
+
+class Planted(Exception):
+    pass
+
+
+@pytest.fixture
+def privacy():
+    return DifferentialPrivacy(noise_multiplier=1.0, target_delta=DELTA)
+
+
+@pytest.fixture
+def failing(classifier):
+    """A classifier that can be told to fail in its fourth step, at different places."""
+
+    class Fails(classifier):
+        error = None
+        where = "after forward"
+
+        def training_step(self, batch, batch_idx):
+            fails = self.error is not None and batch_idx == 3
+            if fails and self.where == "before forward":
+                raise self.error
+            loss = super().training_step(batch, batch_idx)
+            if fails and self.where == "after forward":
+                raise self.error
+            return loss
+
+        def on_after_backward(self):
+            if self.error is not None and self.where == "after backward":
+                raise self.error
+
+        def on_before_optimizer_step(self, optimizer):
+            if self.error is not None and self.where == "before the step":
+                raise self.error
+
+    return Fails
+
+
+@pytest.fixture(autouse=True)
+def keyboard():
+    """Lightning ignores Ctrl+C for the rest of the process once it was pressed."""
+    handler = signal.getsignal(signal.SIGINT)
+    yield
+    signal.signal(signal.SIGINT, handler)
+
+
+def traces(model: nn.Module):
+    """Everything a fit could leave on modules and parameters, by name."""
+    found = {"type": type(model), "state": list(model.state_dict())}
+    for name, part in model.named_modules():
+        found[f"{name} class"] = type(part)
+        found[f"{name} attributes"] = set(vars(part))
+        for hooks in HOOKS:
+            found[f"{name} {hooks}"] = len(getattr(part, hooks))
+        found[f"{name} training"] = part.training
+    for name, param in model.named_parameters():
+        found[f"{name} class"] = type(param)
+        found[f"{name} attributes"] = set(vars(param))
+        found[f"{name} hooks"] = (
+            len(param._backward_hooks or ()),
+            len(param._post_accumulate_grad_hooks or ()),
+        )
+        found[f"{name} requires_grad"] = param.requires_grad
+    return found
+
+
+def test_traces_see_what_opacus_attaches(mlp):
+    """Otherwise the tests below would see nothing either."""
+    from opacus.grad_sample.grad_sample_module import GradSampleHooks
+
+    net = mlp()
+    before = traces(net)
+    hooks = GradSampleHooks(net)
+    attached = traces(net)
+    assert {name for name in before if before[name] != attached[name]} >= {
+        "0 _forward_hooks",
+        "0 _backward_hooks",
+        "0.weight attributes",
+    }
+    net(torch.zeros(2, 6)).sum().backward()
+    hooks.cleanup()
+    assert traces(net) != before  # it forgets some attributes
+
+
+def test_a_fit_leaves_what_a_plain_fit_leaves(privacy, failing, mlp, loader, make_trainer):
+    models = []
+    for callbacks in ([], [privacy]):
+        models.append(failing(mlp()))
+        make_trainer(max_epochs=2, callbacks=callbacks).fit(models[-1], loader, loader)
+
+    assert privacy.steps == 20
+    assert traces(models[1]) == traces(models[0])
+
+
+@pytest.mark.parametrize("error", [Planted(), KeyboardInterrupt()], ids=["exception", "ctrl-c"])
+@pytest.mark.parametrize(
+    "where", ["before forward", "after forward", "after backward", "before the step"]
+)
+def test_an_interrupted_fit_leaves_what_a_plain_one_leaves(
+    where, error, privacy, failing, mlp, loader, make_trainer
+):
+    models = []
+    for callbacks in ([], [privacy]):
+        models.append(failing(mlp()))
+        models[-1].error, models[-1].where = error, where
+        with pytest.raises((Planted, SystemExit)):
+            make_trainer(max_epochs=2, callbacks=callbacks).fit(models[-1], loader)
+
+    assert 0 < privacy.steps <= 4
+    assert traces(models[1]) == traces(models[0])
+    # And the model can be trained again, plainly and privately.
+    models[1].error = None
+    make_trainer(max_epochs=1).fit(models[1], loader)
+    spent = privacy.steps
+    make_trainer(max_epochs=1, callbacks=[privacy]).fit(models[1], loader)
+    assert privacy.steps == spent + 10
+
+
+def test_a_refused_fit_leaves_the_model_alone(privacy, failing, mlp, make_trainer, blobs):
+    model = failing(mlp())
+    before = traces(model)
+    loader = torch.utils.data.DataLoader(blobs, batch_size=None)
+
+    with pytest.raises(Exception, match="batch_size=None"):
+        make_trainer(max_epochs=1, callbacks=[privacy]).fit(model, loader)
+
+    assert (
+        traces(model).items()
+        >= {
+            name: value for name, value in before.items() if not name.startswith(" attributes")
+        }.items()
+    )
+
+
+def test_class_and_state_of_the_model_never_change(
+    privacy, classifier, mlp, loader, make_trainer, at_each_step
+):
+    model = classifier(mlp())
+    before = type(model), type(model.net), list(model.state_dict())
+    during = []
+    watch = at_each_step(
+        lambda trainer, module: during.append(
+            (type(module), type(module.net), list(module.state_dict()))
+        )
+    )
+    trainer = make_trainer(max_epochs=1, callbacks=[privacy, watch])
+
+    trainer.fit(model, loader)
+
+    assert during == [before] * 10
+    assert (type(model), type(model.net), list(model.state_dict())) == before
+    assert trainer.model is model
+
+
+def test_gradients_of_the_last_step_are_private_or_gone(classifier, mlp, loader, make_trainer):
+    privacy = DifferentialPrivacy(noise_multiplier=1e6, target_delta=DELTA)
+    model = classifier(mlp())
+
+    make_trainer(max_epochs=1, callbacks=[privacy]).fit(model, loader)
+
+    left = [param.grad for param in model.parameters() if param.grad is not None]
+    assert all(float(grad.abs().mean()) > 1e3 for grad in left)
+
+
+def test_accumulation_is_restored_after_full_batches(classifier, mlp, loader, make_trainer):
+    privacy = DifferentialPrivacy(noise_multiplier=1.0, target_delta=DELTA, sampling=FullBatch())
+    seen = []
+
+    class Watches(classifier):
+        def on_train_batch_end(self, *args):
+            seen.append(self.trainer.accumulate_grad_batches)
+
+    trainer = make_trainer(max_epochs=2, callbacks=[privacy])
+
+    trainer.fit(Watches(mlp()), loader)
+
+    assert set(seen) == {10}
+    assert trainer.global_step == privacy.steps == 2
+    assert trainer.accumulate_grad_batches == 1
+
+
+def test_accumulation_is_restored_after_an_exception(failing, mlp, loader, make_trainer):
+    privacy = DifferentialPrivacy(noise_multiplier=1.0, target_delta=DELTA, sampling=FullBatch())
+    model = failing(mlp())
+    model.error = Planted()
+    trainer = make_trainer(max_epochs=2, callbacks=[privacy])
+
+    with pytest.raises(Planted):
+        trainer.fit(model, loader)
+
+    assert trainer.accumulate_grad_batches == 1
+
+
+def test_the_same_trainer_validates_tests_and_predicts_before_and_after(
+    privacy, classifier, mlp, loader, make_trainer
+):
+    class Everything(classifier):
+        def test_step(self, batch, batch_idx):
+            self.log("test_loss", nn.functional.cross_entropy(self(batch[0]), batch[1]))
+
+        def predict_step(self, batch, batch_idx):
+            return self(batch[0])
+
+    plain_loader = torch.utils.data.DataLoader(loader.dataset, batch_size=24)
+    model = Everything(mlp())
+    trainer = make_trainer(max_epochs=2, callbacks=[privacy])
+
+    def evaluate():
+        x, y = loader.dataset.tensors
+        with torch.no_grad():
+            loss = float(nn.functional.cross_entropy(model(x), y))
+        (validated,) = trainer.validate(model, plain_loader, verbose=False)
+        (tested,) = trainer.test(model, plain_loader, verbose=False)
+        predicted = torch.cat(trainer.predict(model, plain_loader))
+        assert validated["val_loss"] == pytest.approx(loss, rel=1e-5)
+        assert tested["test_loss"] == pytest.approx(loss, rel=1e-5)
+        assert len(predicted) == 240
+        return loss
+
+    before = evaluate()
+    assert privacy.steps == 0
+    trainer.fit(model, loader)
+    after = evaluate()
+
+    assert privacy.steps == 20  # evaluation charges nothing
+    assert after < before
+
+
+@pytest.mark.parametrize("weights_only", [False, True])
+def test_a_checkpoint_saved_after_the_fit_holds_the_ledger(
+    weights_only, privacy, classifier, mlp, loader, make_trainer, tmp_path
+):
+    trainer = make_trainer(max_epochs=1, callbacks=[privacy])
+    trainer.fit(classifier(mlp()), loader)
+
+    trainer.save_checkpoint(tmp_path / "late.ckpt", weights_only=weights_only)
+
+    saved = torch.load(tmp_path / "late.ckpt", weights_only=True)
+    runs = saved["lightning_dp"]["ledger"]["runs"]
+    event = {"event": "PoissonGaussian", "noise_multiplier": 1.0, "sample_rate": 0.1}
+    assert list(runs.values()) == [[[event, 10]]]
+
+
+def test_an_ordinary_trainer_after_a_private_one_is_ordinary(
+    privacy, classifier, mlp, loader, make_trainer, weights
+):
+    """The class of Lightning's own strategy is not touched, and neither is the user's loader."""
+    sampler = loader.batch_sampler
+    make_trainer(max_epochs=1, callbacks=[privacy]).fit(classifier(mlp()), loader)
+    assert loader.batch_sampler is sampler
+
+    model, expected = classifier(mlp()), classifier(mlp())
+    trainer = make_trainer(max_epochs=1)
+    torch.manual_seed(7)
+    trainer.fit(model, loader)
+    optimizer = torch.optim.SGD(expected.parameters(), lr=0.1)
+    torch.manual_seed(7)
+    for x, y in loader:
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(expected(x), y).backward()
+        optimizer.step()
+
+    assert privacy.steps == 10
+    assert type(trainer.strategy).__name__ == "SingleDeviceStrategy"
+    torch.testing.assert_close(weights(model), weights(expected))
