@@ -136,7 +136,7 @@ class PrivacyConfig:
         spent. Neither are the accountant, the engine and ``ledger_dir``, which change no release.
         """
         return {
-            "target_delta": self.target_delta,
+            "target_delta": float(self.target_delta),  # a np.float64 spoils a checkpoint
             "relation": self.relation,
             "estimator": repr(self.resolved_estimator()),
             "noise_schedule": repr(self.noise_schedule),

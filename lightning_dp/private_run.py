@@ -173,7 +173,7 @@ class PrivateRun:
         if self._resumed is not None:
             return float(self._resumed["noise_scale"])
         if config.noise_multiplier is not None:
-            return config.noise_multiplier
+            return float(config.noise_multiplier)
         assert config.target_epsilon is not None
         if not math.isfinite(planned_steps):
             raise ValueError(

@@ -121,9 +121,7 @@ def test_a_clip_norm_that_bounds_nothing_is_refused(clip_norm):
 def test_bounded_sum_equals_a_loop_over_records(clip_norm, scale):
     gradients = random_gradients(9)
 
-    total = bounded_sum(
-        MaterialisedGradients(params_like(gradients), gradients, scale), clip_norm
-    )
+    total = bounded_sum(MaterialisedGradients(params_like(gradients), gradients, scale), clip_norm)
 
     expected = clipped_one_by_one(gradients, clip_norm, scale)
     torch.testing.assert_close(total.value.double(), expected, rtol=1e-5, atol=1e-6)

@@ -374,6 +374,22 @@ def test_attaching_twice_replaces_the_first_watch(engine):
     assert run(engine, module, features()).count == RECORDS
 
 
+def test_a_dropped_forward_pass_is_not_mixed_with_the_next_batch(engine, case):
+    """training_step may return None."""
+    module, batch = case.make(), case.batch()
+    before = anatomy(module)
+    expected = clipped(one_by_one(module, batch[:3]), 0.1)
+    engine.attach(module, trained(module))
+    mean_loss(module(batch))
+    engine.drop()
+
+    total = bounded_sum(run(engine, module, batch[:3]), 0.1).value.double()
+
+    assert (total - expected).norm() / expected.norm() <= 1e-5
+    engine.detach()
+    assert anatomy(module) == before
+
+
 class NotCopyable(nn.Module):
     """Opacus copies a layer it has no rule for; this one cannot be copied."""
 

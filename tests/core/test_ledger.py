@@ -213,7 +213,7 @@ def test_charging_goes_on_after_a_cut_at_any_byte_of_the_last_line(written):
 
 @pytest.mark.parametrize("damage", [1, 0x20, 0x80, 0xFF])
 def test_a_journal_with_any_byte_changed_is_refused_or_reads_the_same(written, damage):
-    path, content, ledger_id = written
+    path, content, _ = written
     truth = read_journal(path)
     for position in range(len(content) - 1):
         changed = bytearray(content)
@@ -250,7 +250,7 @@ def test_a_journal_with_a_line_taken_out_is_refused(written, line):
     path, content, _ = written
     lines = content.splitlines(keepends=True)
     path.write_bytes(b"".join(lines[:line] + lines[line + 1 :]))
-    with pytest.raises(JournalError, match="damaged before line|not a privacy journal"):
+    with pytest.raises(JournalError, match=r"damaged before line|not a privacy journal"):
         read_journal(path)
 
 
@@ -402,7 +402,9 @@ def test_a_moved_journal_is_found_in_the_ledger_folder(tmp_path):
 def test_a_missing_journal_is_an_error_that_names_the_way_out(tmp_path):
     ledger = ended(ledger_with(tmp_path, A))
     journal_of(ledger).unlink()
-    with pytest.raises(JournalError, match=r"is missing .* lightning_dp\.accounting\.\s?recover_jou"):
+    with pytest.raises(
+        JournalError, match=r"is missing .* lightning_dp\.accounting\.\s?recover_jou"
+    ):
         restored(ledger.state_dict(), tmp_path)
 
 
@@ -451,7 +453,7 @@ def test_recovering_does_not_overwrite_a_journal(tmp_path):
     ledger = ended(ledger_with(tmp_path, A))
     checkpoint = checkpoint_of(ledger, tmp_path)
     for directory in (tmp_path, tmp_path / "new"):
-        with pytest.raises(JournalError, match="exists. If it is damaged, move it away first"):
+        with pytest.raises(JournalError, match=r"exists\. If it is damaged, move it away first"):
             recover_journal(checkpoint, directory, 0)
 
 

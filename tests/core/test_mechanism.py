@@ -308,7 +308,7 @@ def test_an_answer_with_a_larger_bound_than_asked_for_is_refused(clip_norm):
 @pytest.mark.parametrize("factor", [0.999, 0.5, 0.0])
 def test_an_estimator_that_asks_for_less_noise_than_planned_is_refused_and_not_charged(factor):
     mechanism = make(estimator=Asking(factor=factor))
-    with pytest.raises(RuntimeError, match="below the planned 1.0: the plan is an envelope"):
+    with pytest.raises(RuntimeError, match=r"below the planned 1\.0: the plan is an envelope"):
         mechanism.ask(PARAMS)
     assert mechanism.ledger.steps == 0
     assert mechanism.query is None

@@ -144,7 +144,7 @@ def test_clipped_step_equals_a_loop_over_the_union_of_the_ranks_records(job: Pat
             nn.functional.cross_entropy(net(x[i : i + 1]), y[i : i + 1]).backward()
             gradient = torch.cat([p.grad.flatten() for p in net.parameters()])
             norms.append(gradient.norm().item())
-            total += gradient * min(1.0, 0.9 / norms[-1])
+            total += gradient * min(1.0, 1.4 / norms[-1])
         nn.utils.vector_to_parameters(
             total / expected_batch_size, gradients := [p.clone() for p in net.parameters()]
         )
@@ -152,8 +152,8 @@ def test_clipped_step_equals_a_loop_over_the_union_of_the_ranks_records(job: Pat
             param.grad = gradient.detach()
         optimizer.step()
     torch.testing.assert_close(lead["flat"], flat(net), rtol=0, atol=1e-5)
-    clipped = sum(norm > 0.9 for norm in norms)
-    assert 20 < clipped < len(norms) - 20  # the bound reaches some records and not others
+    clipped = sum(norm > 1.4 for norm in norms)
+    assert 10 < clipped < len(norms) - 10  # the bound reaches some records and not others
     assert (lead["flat"] - of_net(lead)[:43]).norm() > 0.2
 
 

@@ -1,0 +1,177 @@
+"""Who decides, before a step, whether it still fits into the budget."""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+
+import numpy as np
+from scipy.optimize import brentq
+
+from lightning_dp.accounting.base import History, Relation, check_relation
+from lightning_dp.accounting.events import AbstractEvent
+from lightning_dp.accounting.gdp import gdp_delta, gdp_epsilon
+from lightning_dp.accounting.rdp import renyi_divergence
+
+__all__ = ["AbstractGuard", "FixedGuard", "GDPGuard", "RDPGuard"]
+
+_ORDERS = np.unique(np.round(np.geomspace(2, 512, 60)))
+
+
+class AbstractGuard(ABC):
+    """Keeps a budget: asked before each step, told of each step that was charged.
+
+    The three kinds are all there may be. "Stop when the accountant's ε exceeds the target" is not
+    one of them: with noise chosen at run time it is not valid for any tight accountant.
+    """
+
+    name: str
+    description: str
+
+    @abstractmethod
+    def fits(self, event: AbstractEvent) -> bool:
+        """Whether this event may be the next step."""
+
+    @abstractmethod
+    def book(self, event: AbstractEvent) -> None:
+        """This event was charged."""
+
+    @abstractmethod
+    def claim(self, delta: float) -> float | None:
+        """ε at δ that holds whatever noise is chosen at run time; None if the plan must be fixed."""
+
+
+class FixedGuard(AbstractGuard):
+    """A plan declared in advance, of which the budget affords a number of steps found in advance.
+
+    At run time the noise is at least the plan's and the sampling rate at most the plan's (the plan
+    is an envelope: more noise is post-processing), and the planned events are what is charged. ε is
+    the accountant's of the plan so far.
+
+    Args:
+        steps: how many steps the budget affords; may be infinite.
+    """
+
+    name = "fixed"
+    description = "fixed: the noise of every step was declared before the first one"
+
+    def __init__(self, steps: float) -> None:
+        self.steps_left = steps
+
+    def fits(self, event: AbstractEvent) -> bool:
+        return self.steps_left >= 1
+
+    def book(self, event: AbstractEvent) -> None:
+        self.steps_left -= 1
+
+    def claim(self, delta: float) -> float | None:
+        return None
+
+
+class GDPGuard(AbstractGuard):
+    """Full batches: Σ Δ²/z_t² never exceeds the budget μ*², Δ = 1 (add/remove) or 2 (replace-one).
+
+    The composition of Gaussian mechanisms with any noise, also noise chosen from what was released
+    before, that keeps this sum below μ*² is μ*-GDP: no loss against a plan fixed in advance. The
+    claim is ε(μ*, δ).
+
+    Args:
+        epsilon, delta: the budget.
+        relation: the neighbouring relation.
+        spent: what ran before, full batches only.
+
+    Example:
+        >>> from lightning_dp.accounting import Gaussian
+        >>> guard = GDPGuard(epsilon=1.0, delta=1e-5, relation="add_remove", spent=[])
+        >>> steps = 0
+        >>> while guard.fits(Gaussian(10.0)):
+        ...     guard.book(Gaussian(10.0))
+        ...     steps += 1
+        >>> steps
+        7
+    """
+
+    name = "gdp"
+    description = "gdp: full batches, the sum of 1/z² is kept below the budget's; exact for any noise"
+
+    def __init__(self, epsilon: float, delta: float, relation: Relation, spent: History) -> None:
+        self._factor = check_relation(relation)
+        self.mu = _mu_of_budget(epsilon, delta)
+        self._spent = math.fsum(self._cost(event) * count for event, count in spent)
+
+    def _cost(self, event: AbstractEvent) -> float:
+        noise_multiplier, sample_rate = event.pair
+        if sample_rate != 1:
+            raise ValueError(f"The gdp guard counts full batches only, got {event}.")
+        return math.inf if noise_multiplier == 0 else (self._factor / noise_multiplier) ** 2
+
+    def fits(self, event: AbstractEvent) -> bool:
+        return self._spent + self._cost(event) <= self.mu**2
+
+    def book(self, event: AbstractEvent) -> None:
+        self._spent += self._cost(event)
+
+    def claim(self, delta: float) -> float | None:
+        return gdp_epsilon(self.mu, delta)
+
+
+class RDPGuard(AbstractGuard):
+    """Noise chosen at run time under Poisson sampling: one Rényi order, fixed before the start.
+
+    Refuses the step if Σ ρ_t(α*) + ρ_next(α*) > B, with B = ε - log(1 - 1/α*) + (log δ + log α*)/(α* - 1)
+    (Canonne, Kamath and Steinke, arXiv:2004.00010v4, Proposition 12). α* is the optimum of the plan.
+    Costs 6 to 7.5 % more noise than a plan fixed in advance.
+
+    Args:
+        epsilon, delta: the budget.
+        relation: the neighbouring relation.
+        spent: what ran before.
+        plan: what is expected to run, for choosing the order.
+    """
+
+    name = "rdp"
+
+    def __init__(
+        self, epsilon: float, delta: float, relation: Relation, spent: History, plan: History
+    ) -> None:
+        self._relation = relation
+        expected = [*spent, *plan]
+        totals = [sum(self._rho(e, a) * n for e, n in expected) for a in _ORDERS]
+        best = int(np.argmin([t + _penalty(a, delta) for t, a in zip(totals, _ORDERS, strict=True)]))
+        self.order = float(_ORDERS[best])
+        self.description = f"rdp: noise chosen at run time, Rényi order {self.order:g} fixed before"
+        self._budget = epsilon - _penalty(self.order, delta)
+        self._spent = math.fsum(self._rho(event, self.order) * count for event, count in spent)
+
+    def _rho(self, event: AbstractEvent, order: float) -> float:
+        noise_multiplier, sample_rate = event.pair
+        if noise_multiplier == 0:
+            return math.inf
+        return renyi_divergence(noise_multiplier, sample_rate, order, self._relation)
+
+    def fits(self, event: AbstractEvent) -> bool:
+        return self._spent + self._rho(event, self.order) <= self._budget
+
+    def book(self, event: AbstractEvent) -> None:
+        self._spent += self._rho(event, self.order)
+
+    def claim(self, delta: float) -> float | None:
+        return max(0.0, self._budget + _penalty(self.order, delta))
+
+
+def _penalty(order: float, delta: float) -> float:
+    """ε - ρ of the conversion from Rényi order α at δ."""
+    return math.log1p(-1 / order) - (math.log(delta) + math.log(order)) / (order - 1)
+
+
+def _mu_of_budget(epsilon: float, delta: float) -> float:
+    """The largest μ with δ(ε; μ) <= δ."""
+    if not 0 < epsilon < math.inf:
+        raise ValueError(f"epsilon={epsilon} must be finite and greater than 0.")
+    high = 1.0
+    while gdp_delta(high, epsilon) <= delta:
+        high *= 2
+    mu = float(brentq(lambda m: gdp_delta(m, epsilon) - delta, 1e-12, high, xtol=1e-15, rtol=1e-14))
+    while gdp_delta(mu, epsilon) > delta:
+        mu *= 1 - 1e-14
+    return mu
