@@ -111,7 +111,7 @@ class DifferentialPrivacy(Callback):
 
     @property
     def noise_multiplier(self) -> float | None:
-        """The noise multiplier of the next step; None before it is calibrated."""
+        """The noise multiplier of the latest step (before it, the first); None if not calibrated."""
         return self._run.noise_multiplier
 
     @property

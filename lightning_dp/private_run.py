@@ -53,10 +53,10 @@ class PrivateRun:
 
     @property
     def noise_multiplier(self) -> float | None:
-        """The noise multiplier of the next step; None before it is known."""
+        """The noise multiplier of the latest step, of the first one before it; None if unknown."""
         if self.mechanism is None:
             return self.config.noise_multiplier
-        return self.mechanism.plan.noise_multiplier(self.mechanism.step)
+        return self.mechanism.plan.noise_multiplier(max(0, self.mechanism.step - 1))
 
     @property
     def epsilon(self) -> float:
@@ -141,7 +141,7 @@ class PrivateRun:
         assert self.batches is not None
         config, state = self.config, self._state_to_continue(steps_before)
         step = 0 if state is None else int(state["step"])
-        scale = world.broadcast(self._scale(planned_steps))
+        scale = world.broadcast(self._scale(planned_steps, step))
         plan = NoisePlan(scale, config.noise_schedule, config.sampling, self.batches.sample_rate)
         mechanism = Mechanism(
             plan=plan,
@@ -166,7 +166,7 @@ class PrivateRun:
             return self.mechanism.state_dict()
         return None
 
-    def _scale(self, planned_steps: float) -> float:
+    def _scale(self, planned_steps: float, step: int) -> float:
         """The noise multiplier where the schedule's shape is 1."""
         assert self.batches is not None
         config = self.config
@@ -184,8 +184,9 @@ class PrivateRun:
         # Calibration meets a target to one part in 1000; what is left below that is nothing.
         if not self.epsilon < 0.999 * config.target_epsilon or planned_steps < 1:
             return math.inf  # nothing is left, and no finite noise fits into it
+        shape = config.noise_schedule
         return calibrate(
-            config.noise_schedule,
+            lambda later: shape(step + later),
             self.batches.sample_rate,
             int(planned_steps),
             config.target_epsilon,

@@ -40,7 +40,7 @@ class PrivacyReport:
         guard: how the budget is guarded.
         accountant: which accountant computed the numbers.
         mechanism: estimator, schedule, post-processing and sampling.
-        noise_multiplier: z of the next step.
+        noise_multiplier: z of the latest step.
         sample_rate, expected_batch_size, num_records: q, B = qN and N; None before a fit.
         stop_reason: why training stopped early; None if it did not.
         not_covered: what the numbers do not speak about.

@@ -44,7 +44,7 @@ class Publisher:
         exact = exact or is_log_step or self._trainer.is_last_batch
         metrics = {
             EPSILON: self._epsilon_at(run.steps if exact else self._next_exact(every)),
-            NOISE_MULTIPLIER: mechanism.plan.noise_multiplier(max(0, mechanism.step - 1)),
+            NOISE_MULTIPLIER: run.noise_multiplier or 0.0,
         }
         self._trainer.callback_metrics.update({k: torch.tensor(v) for k, v in metrics.items()})
         self._trainer.progress_bar_metrics[EPSILON] = metrics[EPSILON]

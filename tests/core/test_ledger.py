@@ -537,9 +537,9 @@ def test_two_ledgers_of_one_process_cannot_hold_one_journal(tmp_path):
 
 
 def seconds_to_keep(steps: int, folder: Path) -> float:
-    """Charge, write, read and merge that many distinct events."""
+    """Processor time to charge, write, read and merge that many distinct events."""
     events = [PoissonGaussian(1.0 + i * 1e-6, 0.01) for i in range(steps)]
-    start = time.perf_counter()
+    start = time.process_time()
     ledger = ledger_with(None, *events)
     journal = Journal(folder / f"{steps}.journal", ledger.id)
     journal.extend({"run-1": [(event, 1) for event in events]})
@@ -547,14 +547,13 @@ def seconds_to_keep(steps: int, folder: Path) -> float:
     runs = read_journal(journal.path)[1]
     assert longer_run("run-1", runs["run-1"], runs["run-1"]) == [(event, 1) for event in events]
     assert len(ledger.history()) == ledger.steps == steps
-    return time.perf_counter() - start
+    return time.process_time() - start
 
 
 def test_twenty_thousand_distinct_events_cost_time_in_proportion(tmp_path):
-    small = min(seconds_to_keep(2_000, tmp_path / f"{i}") for i in range(2))
-    large = seconds_to_keep(20_000, tmp_path)
-    assert large < 30 * small  # a quadratic cost would be 100 times
-    assert large < 5
+    small = min(seconds_to_keep(2_000, tmp_path / f"{i}") for i in range(3))
+    large = min(seconds_to_keep(20_000, tmp_path / f"{i}") for i in range(2))
+    assert large < 40 * small  # a quadratic cost would be 100 times
 
 
 def test_a_constant_run_is_one_entry_in_a_checkpoint():

@@ -6,6 +6,7 @@ import csv
 import json
 import math
 import struct
+import time
 from pathlib import Path
 
 import lightning as L
@@ -57,12 +58,20 @@ def leveldb_records(content):
 
 def from_wandb(logger, name):
     import wandb
-    from wandb.proto.wandb_internal_pb2 import Record
 
     wandb.finish()
     (path,) = Path(logger.save_dir).glob("wandb/offline-run-*/*.wandb")
+    deadline = time.monotonic() + 20  # W&B's own process writes the file, on a busy machine late
+    while not (found := wandb_history(path.read_bytes(), name)) and time.monotonic() < deadline:
+        time.sleep(0.2)
+    return found
+
+
+def wandb_history(content, name):
+    from wandb.proto.wandb_internal_pb2 import Record
+
     found = {}
-    for data in leveldb_records(path.read_bytes()):
+    for data in leveldb_records(content):
         record = Record()
         record.ParseFromString(data)
         row = {

@@ -1,0 +1,138 @@
+"""Closed forms that a paper states; for comparison and reproduction only.
+
+"On Dynamic Noise Influence in Differential Private Learning" (anonymous submission under review).
+There, σ_t is the noise multiplier of full-batch step t = 1..T, and a budget R means R/2-zCDP:
+Σ_t 1/σ_t² <= R.
+
+**None of these numbers is used or reported by a private run.** There the shape of a schedule is
+scaled by calibration, and ε is computed for the steps that ran.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from lightning_dp.schedules.checks import check_condition_number, check_positive, check_steps
+
+__all__ = [
+    "paper_alpha",
+    "paper_dynamic_gd_noise",
+    "paper_noise",
+    "paper_subsampled_budget",
+    "paper_uniform_noise",
+    "paper_uniform_steps",
+]
+
+
+def paper_alpha(
+    *,
+    budget: float,
+    smoothness: float,
+    num_records: int,
+    dimension: int,
+    clip_norm: float,
+    initial_excess: float,
+) -> float:
+    """α = d G² / (2 R M N² (f(θ_1) - f(θ*))), Eq. 2: the noise of one step against the first loss.
+
+    Args:
+        budget: R.
+        smoothness: M, the largest curvature.
+        num_records: N.
+        dimension: d, the number of parameters.
+        clip_norm: G, the bound of one record's gradient.
+        initial_excess: f(θ_1) - f(θ*).
+
+    Raises:
+        ValueError: if an argument is not finite and greater than 0.
+
+    Example:
+        >>> paper_alpha(budget=0.5, smoothness=1.0, num_records=1000, dimension=100, clip_norm=1.0,
+        ...             initial_excess=1.0)
+        0.0001
+    """
+    for name, value in locals().items():
+        check_positive("paper_alpha", name, value)
+    return dimension * clip_norm**2 / (2 * budget * smoothness * num_records**2 * initial_excess)
+
+
+def paper_noise(influence: Sequence[float], budget: float) -> list[float]:
+    """σ_t = √((1/R) Σ_i √(q_i/q_t)), Lemma 4.1.
+
+    Args:
+        influence: q_t of each step, finite and greater than 0.
+        budget: R.
+
+    Example:
+        >>> paper_noise([1.0, 1.0, 1.0, 1.0], budget=1.0)
+        [2.0, 2.0, 2.0, 2.0]
+    """
+    check_positive("paper_noise", "budget", budget)
+    for value in influence:
+        check_positive("paper_noise", "influence", value)
+    total = math.fsum(math.sqrt(value) for value in influence)
+    return [math.sqrt(total / math.sqrt(value) / budget) for value in influence]
+
+
+def paper_uniform_noise(steps: int, budget: float) -> list[float]:
+    """σ_t = √(T/R), Theorem 4.2.
+
+    Example:
+        >>> paper_uniform_noise(steps=2, budget=0.5)
+        [2.0, 2.0]
+    """
+    check_steps("paper_uniform_noise", steps)
+    check_positive("paper_uniform_noise", "budget", budget)
+    return [math.sqrt(steps / budget)] * steps
+
+
+def paper_dynamic_gd_noise(kappa: float, steps: int, budget: float) -> list[float]:
+    """σ_t² = (1/R) (γ^(-T/2) - 1)/(1 - √γ) γ^(t/2), t = 1..T, γ = 1 - 1/κ: Theorem 4.3 (Eq. 7).
+
+    Args:
+        kappa: κ > 1.
+        steps: T.
+        budget: R.
+
+    Example:
+        >>> noise = paper_dynamic_gd_noise(kappa=10.0, steps=50, budget=0.3927)
+        >>> round(sum(1 / sigma**2 for sigma in noise), 6)
+        0.3927
+    """
+    check_condition_number("paper_dynamic_gd_noise", kappa)
+    check_steps("paper_dynamic_gd_noise", steps)
+    check_positive("paper_dynamic_gd_noise", "budget", budget)
+    root = math.sqrt(1 - 1 / kappa)
+    first = (root**-steps - 1) / (1 - root) / budget
+    return [math.sqrt(first * root**t) for t in range(1, steps + 1)]
+
+
+def paper_uniform_steps(kappa: float, alpha: float) -> int:
+    """T = ⌈κ ln(1 + 1/(κα))⌉, Theorem 4.2 (there up to a constant factor): for constant noise.
+
+    ``DynamicGD.recommended_steps`` and ``DynamicMomentum.recommended_steps`` are for theirs.
+
+    Example:
+        >>> paper_uniform_steps(kappa=10.0, alpha=0.01)
+        24
+    """
+    check_condition_number("paper_uniform_steps", kappa)
+    check_positive("paper_uniform_steps", "alpha", alpha)
+    return math.ceil(kappa * math.log1p(1 / (kappa * alpha)))
+
+
+def paper_subsampled_budget(budget: float, sample_rate: float) -> float:
+    """R' = R / q², Section 4.3: the paper's budget for minibatches. **Unsound**: never use it.
+
+    Subsampling does not divide the cost of a Gaussian step by 1/q² for the noise that it would
+    allow. For q = 0.01 and T = 1000 steps the true ε of a run planned for 4 is 18.99.
+
+    Example:
+        >>> round(paper_subsampled_budget(budget=0.5134, sample_rate=0.01))
+        5134
+    """
+    check_positive("paper_subsampled_budget", "budget", budget)
+    if not 0 < sample_rate <= 1:
+        raise ValueError(f"paper_subsampled_budget(sample_rate={sample_rate}) must be in (0, 1].")
+    return budget / sample_rate**2
