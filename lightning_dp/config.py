@@ -11,7 +11,7 @@ from lightning_dp.accounting.pld import PLDAccountant
 from lightning_dp.estimators import AbstractEstimator, MeanGradient
 from lightning_dp.postprocessing import AbstractPostProcessor
 from lightning_dp.sampling import AbstractSampling, Poisson
-from lightning_dp.schedules import AbstractSchedule, Constant
+from lightning_dp.schedules import AbstractAdaptiveSchedule, AbstractSchedule, Constant
 
 __all__ = ["EngineName", "PrivacyConfig"]
 
@@ -91,6 +91,14 @@ class PrivacyConfig:
             raise ValueError(
                 "Neither target_epsilon nor noise_multiplier is given: say how private the training "
                 "must be (target_epsilon), or how much noise to add (noise_multiplier)."
+            )
+
+        schedule = self.noise_schedule
+        adaptive = isinstance(schedule, AbstractAdaptiveSchedule) and not schedule.is_envelope
+        if adaptive and self.target_epsilon is None:
+            raise ValueError(
+                f"noise_schedule={schedule} chooses the noise at run time, so ε is only bounded by a "
+                "budget: give target_epsilon."
             )
 
     def _check_choices(self) -> None:

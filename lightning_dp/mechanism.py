@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_dp.accounting.events import AbstractEvent
+from lightning_dp.accounting.guards import AbstractGuard, FixedGuard
 from lightning_dp.accounting.ledger import Ledger
 from lightning_dp.estimators.base import AbstractEstimator, State
 from lightning_dp.functional import flatten
@@ -16,6 +18,7 @@ from lightning_dp.noise import NoiseSource, add_noise
 from lightning_dp.plan import NoisePlan
 from lightning_dp.postprocessing.base import AbstractPostProcessor
 from lightning_dp.query import BoundedSum, Query
+from lightning_dp.schedules.adaptive import AbstractAdaptiveSchedule
 from lightning_dp.world import World
 
 __all__ = ["BudgetExhausted", "Mechanism"]
@@ -35,14 +38,15 @@ class Mechanism:
 
     - A step that is begun is charged, also if its batch is empty or it is never finished.
     - Every answer must be bounded by the clip norm that the query asked for.
-    - The released noise is never less than the plan's.
+    - Under the guard "fixed" the noise is never less than the plan's, and the plan is charged; the
+      other guards are charged what the run-time schedule chose.
 
     Args:
         plan: z_t and the event of every step.
         estimator: what is asked, and made of the answers.
         postprocessing: applied to the estimate, in order.
         ledger: charged before each step.
-        limit: the ledger must not grow beyond this many charges.
+        guard: says before each step whether it fits into the budget.
         expected_batch_size: B, the divisor of every mean.
         noise: where the noise comes from.
         world: the processes that share the step.
@@ -52,20 +56,30 @@ class Mechanism:
     estimator: AbstractEstimator
     postprocessing: tuple[AbstractPostProcessor, ...]
     ledger: Ledger
-    limit: float
+    guard: AbstractGuard
     expected_batch_size: float
     noise: NoiseSource
     world: World
     step: int = 0
     _estimator_state: State | None = field(default=None, repr=False)
     _postprocessing_states: list[State] = field(default_factory=list, repr=False)
+    _schedule_state: State = field(default_factory=dict, repr=False)
     _query: Query | None = field(default=None, repr=False)
     _total: BoundedSum | None = field(default=None, repr=False)
+
+    def __post_init__(self) -> None:
+        if isinstance(self.plan.shape, AbstractAdaptiveSchedule):
+            self._schedule_state = self.plan.shape.init()
 
     @property
     def exhausted(self) -> bool:
         """Whether one more step would exceed the budget."""
-        return self.ledger.steps >= self.limit
+        return not self.guard.fits(lambda: self.plan.event_of(self.next_noise_multiplier))
+
+    @property
+    def next_noise_multiplier(self) -> float:
+        """z of the next step."""
+        return self.plan.noise_multiplier_now(self._schedule_state, self.step)
 
     @property
     def query(self) -> Query | None:
@@ -82,21 +96,29 @@ class Mechanism:
         """
         if self.exhausted:
             raise BudgetExhausted(
-                f"The privacy budget allows {self.limit} steps, all of them spent."
+                f"The privacy budget does not allow another step after {self.ledger.steps}."
             )
         if self._estimator_state is None:
             self._estimator_state = self.estimator.init(params)
-        planned = self.plan.noise_multiplier(self.step)
-        query = self.estimator.ask(self._estimator_state, params, self.step, planned)
-        if not query.noise_multiplier >= planned:
-            raise RuntimeError(
-                f"{self.estimator} asked for noise_multiplier={query.noise_multiplier} at step "
-                f"{self.step}, below the planned {planned}: the plan is an envelope."
-            )
-        plan = self.plan
-        self.ledger.charge(plan.sampling.event(query.noise_multiplier, plan.sample_rate))
+        chosen = self.next_noise_multiplier
+        query = self.estimator.ask(self._estimator_state, params, self.step, chosen)
+        event = self._event(query, chosen)
+        self.ledger.charge(event)
+        self.guard.book(event)
         self._query, self._total = query, None
         return query
+
+    def _event(self, query: Query, chosen: float) -> AbstractEvent:
+        """What is charged for a query. Raises RuntimeError if its noise is below the envelope."""
+        is_fixed = isinstance(self.guard, FixedGuard)
+        least = self.plan.noise_multiplier(self.step) if is_fixed else chosen
+        if not query.noise_multiplier >= least:
+            raise RuntimeError(
+                f"{self.estimator} with noise_schedule={self.plan.shape} asked for "
+                f"noise_multiplier={query.noise_multiplier} at step {self.step}, below the planned "
+                f"{least}: the plan is an envelope."
+            )
+        return self.plan.event_of(least)
 
     def answer(self, part: BoundedSum) -> None:
         """Add the answer of one chunk; the chunks of a step must hold different records."""
@@ -120,9 +142,10 @@ class Mechanism:
         total = self._total or BoundedSum(_zeros(params), query.clip_norm)
         self._query, self._total = None, None
         release = add_noise(total, query.noise_multiplier, self.noise, self.world)
-        estimate, self._estimator_state = self.estimator.tell(
-            state, params, release.mean(self.expected_batch_size)
-        )
+        released = release.mean(self.expected_batch_size)
+        if isinstance(self.plan.shape, AbstractAdaptiveSchedule):
+            self._schedule_state = self.plan.shape.observe(self._schedule_state, released)
+        estimate, self._estimator_state = self.estimator.tell(state, params, released)
         self.step += 1
         return self._postprocess(estimate)
 
@@ -142,17 +165,19 @@ class Mechanism:
         self._query, self._total = None, None
 
     def state_dict(self) -> dict[str, Any]:
-        """Released values only: step, estimator and post-processor states. Never a running sum."""
+        """Released values only: the step and the states of the parts. Never a running sum."""
         return {
             "step": self.step,
             "estimator": self._estimator_state,
             "postprocessing": self._postprocessing_states,
+            "schedule": self._schedule_state,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.step = int(state["step"])
         self._estimator_state = state["estimator"]
         self._postprocessing_states = list(state["postprocessing"])
+        self._schedule_state = state["schedule"]
 
 
 def _zeros(params: Sequence[Tensor]) -> Tensor:

@@ -6,7 +6,9 @@ import math
 from dataclasses import dataclass
 
 from lightning_dp.accounting.events import AbstractEvent
+from lightning_dp.estimators.base import State
 from lightning_dp.sampling.base import AbstractSampling
+from lightning_dp.schedules.adaptive import AbstractAdaptiveSchedule
 from lightning_dp.schedules.base import AbstractSchedule
 
 __all__ = ["NoisePlan"]
@@ -14,7 +16,7 @@ __all__ = ["NoisePlan"]
 
 @dataclass(frozen=True)
 class NoisePlan:
-    """z_t = scale · shape(t) under one sampling scheme: the plan of the guard mode ``fixed``.
+    """z_t = scale · shape(t) under one sampling scheme, as declared before the first step.
 
     Args:
         scale: the noise multiplier where the shape is 1; 0 trains without privacy.
@@ -36,7 +38,15 @@ class NoisePlan:
 
     def noise_multiplier(self, step: int) -> float:
         """z_t. Raises ValueError if the shape is not positive and finite there."""
-        value = self.shape(step)
+        return self._scaled(self.shape(step), step)
+
+    def noise_multiplier_now(self, state: State, step: int) -> float:
+        """z_t as chosen at run time; the planned one, unless the schedule is adaptive."""
+        if isinstance(self.shape, AbstractAdaptiveSchedule):
+            return self._scaled(self.shape.value(state, step), step)
+        return self.noise_multiplier(step)
+
+    def _scaled(self, value: float, step: int) -> float:
         if not 0 < value < math.inf:
             raise ValueError(
                 f"noise_schedule={self.shape} gives {value} at step {step}; "
@@ -45,5 +55,9 @@ class NoisePlan:
         return self.scale * value
 
     def event(self, step: int) -> AbstractEvent:
-        """The privacy event of step t."""
-        return self.sampling.event(self.noise_multiplier(step), self.sample_rate)
+        """The privacy event of step t as planned."""
+        return self.event_of(self.noise_multiplier(step))
+
+    def event_of(self, noise_multiplier: float) -> AbstractEvent:
+        """The privacy event of a step with this noise multiplier."""
+        return self.sampling.event(noise_multiplier, self.sample_rate)

@@ -9,14 +9,20 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from lightning_dp.accounting import affordable_steps, calibrate
+from lightning_dp.accounting import (
+    AbstractAccountant,
+    StreamingRDPAccountant,
+    affordable_steps,
+    calibrate,
+)
+from lightning_dp.accounting.guards import AbstractGuard, FixedGuard, GDPGuard, RDPGuard
 from lightning_dp.accounting.ledger import Ledger
 from lightning_dp.config import PrivacyConfig
 from lightning_dp.mechanism import Mechanism
 from lightning_dp.noise import NoiseSource
 from lightning_dp.plan import NoisePlan
 from lightning_dp.sampling import BatchPlan
-from lightning_dp.schedules import Constant
+from lightning_dp.schedules import AbstractAdaptiveSchedule, Constant
 from lightning_dp.world import World
 
 __all__ = ["PrivateRun"]
@@ -40,6 +46,7 @@ class PrivateRun:
         self.mechanism: Mechanism | None = None
         self.batches: BatchPlan | None = None
         self.planned_steps: float = math.inf
+        self.affordable_steps: float = math.inf
         self.stop_reason: str | None = None
         self._resumed: dict[str, Any] | None = None
         self._is_under_way = False
@@ -50,6 +57,12 @@ class PrivateRun:
     def steps(self) -> int:
         """Noised steps charged so far, over all fits that this ledger knows."""
         return self.ledger.steps
+
+    @property
+    def is_adaptive(self) -> bool:
+        """Whether the noise is chosen at run time, without a plan that bounds it."""
+        schedule = self.config.noise_schedule
+        return isinstance(schedule, AbstractAdaptiveSchedule) and not schedule.is_envelope
 
     @property
     def noise_multiplier(self) -> float | None:
@@ -64,11 +77,17 @@ class PrivateRun:
         return self.epsilon_at(self.config.target_delta)
 
     def epsilon_at(self, delta: float) -> float:
-        """ε spent at another δ."""
+        """ε spent at another δ; for noise chosen at run time, the whole budget's from its first step."""
+        if self.is_adaptive and self.mechanism is not None and self.steps:
+            claim = self.mechanism.guard.claim(delta)
+            assert claim is not None
+            return claim
         return self.config.accountant.epsilon(self.ledger.history(), delta, self.config.relation)
 
     def epsilon_after(self, more_steps: int) -> float:
         """ε at ``target_delta`` after that many more steps of the plan."""
+        if self.is_adaptive:
+            return self.epsilon
         history = self.ledger.history()
         if self.mechanism is not None:
             plan, step = self.mechanism.plan, self.mechanism.step
@@ -84,7 +103,7 @@ class PrivateRun:
         """Steps of the plan that are left and that the budget affords."""
         if self.mechanism is None:
             return self.planned_steps
-        return min(self.planned_steps, self.mechanism.limit) - self.ledger.steps
+        return min(self.planned_steps, self.affordable_steps) - self.ledger.steps
 
     @property
     def exhausted(self) -> bool:
@@ -143,12 +162,14 @@ class PrivateRun:
         step = 0 if state is None else int(state["step"])
         scale = world.broadcast(self._scale(planned_steps, step))
         plan = NoisePlan(scale, config.noise_schedule, config.sampling, self.batches.sample_rate)
+        limit = world.broadcast(self._limit(plan, step, planned_steps))
+        self.affordable_steps = limit
         mechanism = Mechanism(
             plan=plan,
             estimator=config.resolved_estimator(),
             postprocessing=config.postprocessing,
             ledger=self.ledger,
-            limit=world.broadcast(self._limit(plan, step, planned_steps)),
+            guard=self._guard(plan, step, planned_steps, limit),
             expected_batch_size=self.batches.expected_batch_size,
             noise=NoiseSource(config.seed),
             world=world,
@@ -192,14 +213,37 @@ class PrivateRun:
             config.target_epsilon,
             config.target_delta,
             relation=config.relation,
-            accountant=config.accountant,
+            accountant=self._planner(),
             spent=self.ledger.history(),
         )
+
+    def _planner(self) -> AbstractAccountant:
+        """The accountant that the noise is calibrated with: what the guard will enforce."""
+        assert self.batches is not None
+        if self.is_adaptive and self.batches.sample_rate < 1:
+            return StreamingRDPAccountant()
+        return self.config.accountant
+
+    def _guard(
+        self, plan: NoisePlan, step: int, planned_steps: float, limit: float
+    ) -> AbstractGuard:
+        """``gdp`` for full batches, ``rdp`` for noise chosen at run time, else ``fixed``."""
+        config, spent = self.config, self.ledger.history()
+        if config.target_epsilon is None or not math.isfinite(plan.scale):
+            return FixedGuard(limit, self.ledger)
+        budget = (config.target_epsilon, config.target_delta, config.relation, spent)
+        full = plan.sample_rate == 1 and all(event.pair[1] == 1 for event, _ in spent)
+        if full and plan.scale > 0:
+            return GDPGuard(*budget)
+        if not self.is_adaptive:
+            return FixedGuard(limit, self.ledger)
+        expected = [(plan.event(step + i), 1) for i in range(int(min(planned_steps, 1000)))]
+        return RDPGuard(*budget, expected)
 
     def _limit(self, plan: NoisePlan, step: int, planned_steps: float) -> float:
         """How many charges the ledger may hold at most."""
         config = self.config
-        if config.target_epsilon is None:
+        if config.target_epsilon is None or self.is_adaptive:
             return math.inf
         if not math.isfinite(plan.scale):
             return self.ledger.steps

@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from typing import Any
 
+from lightning_dp.accounting.guards import FixedGuard
 from lightning_dp.private_run import PrivateRun
 
 __all__ = ["PrivacyReport", "report"]
@@ -109,7 +110,7 @@ def report(run: PrivateRun) -> PrivacyReport:
         target_epsilon=config.target_epsilon,
         private=math.isfinite(epsilon) and config.seed is None,
         seed=config.seed,
-        guard="fixed: the noise of every step was declared before the first one",
+        guard=FixedGuard.description if run.mechanism is None else run.mechanism.guard.description,
         accountant=config.accountant.name,
         mechanism={
             "estimator": repr(config.resolved_estimator()),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 
 import numpy as np
 from scipy.optimize import brentq
@@ -11,6 +12,7 @@ from scipy.optimize import brentq
 from lightning_dp.accounting.base import History, Relation, check_relation
 from lightning_dp.accounting.events import AbstractEvent
 from lightning_dp.accounting.gdp import gdp_delta, gdp_epsilon
+from lightning_dp.accounting.ledger import Ledger
 from lightning_dp.accounting.rdp import renyi_divergence
 
 __all__ = ["AbstractGuard", "FixedGuard", "GDPGuard", "RDPGuard"]
@@ -29,8 +31,8 @@ class AbstractGuard(ABC):
     description: str
 
     @abstractmethod
-    def fits(self, event: AbstractEvent) -> bool:
-        """Whether this event may be the next step."""
+    def fits(self, next_event: Callable[[], AbstractEvent]) -> bool:
+        """Whether the next step, whose event this function tells, may be made."""
 
     @abstractmethod
     def book(self, event: AbstractEvent) -> None:
@@ -49,20 +51,22 @@ class FixedGuard(AbstractGuard):
     the accountant's of the plan so far.
 
     Args:
-        steps: how many steps the budget affords; may be infinite.
+        limit: how many charges the ledger may hold; may be infinite.
+        ledger: which.
     """
 
     name = "fixed"
     description = "fixed: the noise of every step was declared before the first one"
 
-    def __init__(self, steps: float) -> None:
-        self.steps_left = steps
+    def __init__(self, limit: float, ledger: Ledger) -> None:
+        self.limit = limit
+        self._ledger = ledger
 
-    def fits(self, event: AbstractEvent) -> bool:
-        return self.steps_left >= 1
+    def fits(self, next_event: Callable[[], AbstractEvent]) -> bool:
+        return self._ledger.steps < self.limit
 
     def book(self, event: AbstractEvent) -> None:
-        self.steps_left -= 1
+        """The ledger counts."""
 
     def claim(self, delta: float) -> float | None:
         return None
@@ -84,7 +88,7 @@ class GDPGuard(AbstractGuard):
         >>> from lightning_dp.accounting import Gaussian
         >>> guard = GDPGuard(epsilon=1.0, delta=1e-5, relation="add_remove", spent=[])
         >>> steps = 0
-        >>> while guard.fits(Gaussian(10.0)):
+        >>> while guard.fits(lambda: Gaussian(10.0)):
         ...     guard.book(Gaussian(10.0))
         ...     steps += 1
         >>> steps
@@ -92,7 +96,9 @@ class GDPGuard(AbstractGuard):
     """
 
     name = "gdp"
-    description = "gdp: full batches, the sum of 1/z² is kept below the budget's; exact for any noise"
+    description = (
+        "gdp: full batches, the sum of 1/z² is kept below the budget's; exact for any noise"
+    )
 
     def __init__(self, epsilon: float, delta: float, relation: Relation, spent: History) -> None:
         self._factor = check_relation(relation)
@@ -105,8 +111,8 @@ class GDPGuard(AbstractGuard):
             raise ValueError(f"The gdp guard counts full batches only, got {event}.")
         return math.inf if noise_multiplier == 0 else (self._factor / noise_multiplier) ** 2
 
-    def fits(self, event: AbstractEvent) -> bool:
-        return self._spent + self._cost(event) <= self.mu**2
+    def fits(self, next_event: Callable[[], AbstractEvent]) -> bool:
+        return self._spent + self._cost(next_event()) <= self.mu**2
 
     def book(self, event: AbstractEvent) -> None:
         self._spent += self._cost(event)
@@ -137,7 +143,9 @@ class RDPGuard(AbstractGuard):
         self._relation = relation
         expected = [*spent, *plan]
         totals = [sum(self._rho(e, a) * n for e, n in expected) for a in _ORDERS]
-        best = int(np.argmin([t + _penalty(a, delta) for t, a in zip(totals, _ORDERS, strict=True)]))
+        best = int(
+            np.argmin([t + _penalty(a, delta) for t, a in zip(totals, _ORDERS, strict=True)])
+        )
         self.order = float(_ORDERS[best])
         self.description = f"rdp: noise chosen at run time, Rényi order {self.order:g} fixed before"
         self._budget = epsilon - _penalty(self.order, delta)
@@ -149,8 +157,8 @@ class RDPGuard(AbstractGuard):
             return math.inf
         return renyi_divergence(noise_multiplier, sample_rate, order, self._relation)
 
-    def fits(self, event: AbstractEvent) -> bool:
-        return self._spent + self._rho(event, self.order) <= self._budget
+    def fits(self, next_event: Callable[[], AbstractEvent]) -> bool:
+        return self._spent + self._rho(next_event(), self.order) <= self._budget
 
     def book(self, event: AbstractEvent) -> None:
         self._spent += self._rho(event, self.order)

@@ -4,6 +4,7 @@ Also here: :func:`lightning_dp.schedules.fit.fit_exponential`, and the formulas 
 comparison in :mod:`lightning_dp.schedules.paper`.
 """
 
+from lightning_dp.schedules.adaptive import AbstractAdaptiveSchedule
 from lightning_dp.schedules.base import AbstractSchedule
 from lightning_dp.schedules.constant import Constant
 from lightning_dp.schedules.cosine import Cosine
@@ -15,6 +16,7 @@ from lightning_dp.schedules.polynomial import Polynomial
 from lightning_dp.schedules.step_decay import StepDecay
 
 __all__ = [
+    "AbstractAdaptiveSchedule",
     "AbstractSchedule",
     "Constant",
     "Cosine",

@@ -126,7 +126,7 @@ def paper_subsampled_budget(budget: float, sample_rate: float) -> float:
     """R' = R / q², Section 4.3: the paper's budget for minibatches. **Unsound**: never use it.
 
     Subsampling does not divide the cost of a Gaussian step by 1/q² for the noise that it would
-    allow. For q = 0.01 and T = 1000 steps the true ε of a run planned for 4 is 18.99.
+    allow. For q = 0.01 and T = 1000 steps the true ε of a run planned for 4 is 19.
 
     Example:
         >>> round(paper_subsampled_budget(budget=0.5134, sample_rate=0.01))

@@ -120,11 +120,11 @@ class DifferentialPrivacyStrategy(Strategy):
         run.start(planned_steps, self._world(), self._journal_folder(), trainer.global_step)
         assert self._publisher is not None
         self._publisher.publish(exact=True)
-        if planned_steps and run.exhausted:
+        if planned_steps and run.mechanism is not None and run.exhausted:
             self._stop(
                 f"the budget (ε = {run.config.target_epsilon} at δ = {run.config.target_delta}, "
                 f"{run.epsilon:.4g} of it spent) does not allow one step with noise multiplier "
-                f"{run.noise_multiplier:.4g}; raise target_epsilon or the noise"
+                f"{run.mechanism.next_noise_multiplier:.4g}; raise target_epsilon or the noise"
             )
             if self.is_global_zero:
                 warn(f"No training step was made: {run.stop_reason}.")
@@ -226,7 +226,7 @@ class DifferentialPrivacyStrategy(Strategy):
     def _after_step(self) -> None:
         run, publisher = self.private_run, self._publisher
         assert publisher is not None
-        if run.exhausted and run.planned_steps > run.steps:
+        if run.planned_steps > run.steps and run.exhausted:
             self._stop(_budget_reached(run))
         publisher.publish(exact=run.stop_reason is not None)
 

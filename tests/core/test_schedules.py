@@ -9,7 +9,17 @@ from collections.abc import Callable
 import pytest
 
 from lightning_dp import schedules
-from lightning_dp.schedules import AbstractSchedule, Constant, Exponential, StepDecay
+from lightning_dp.schedules import (
+    AbstractSchedule,
+    Constant,
+    Cosine,
+    DynamicGD,
+    DynamicMomentum,
+    Exponential,
+    FromInfluence,
+    Polynomial,
+    StepDecay,
+)
 
 # One line for each schedule: the object, and its slow and obvious twin.
 CASES: dict[str, tuple[AbstractSchedule, Callable[[int], float]]] = {
@@ -24,6 +34,27 @@ CASES: dict[str, tuple[AbstractSchedule, Callable[[int], float]]] = {
     "step_growth": (
         StepDecay(every=3, factor=1.1),
         lambda t: math.prod(1.1 for step in range(1, t + 1) if step % 3 == 0),
+    ),
+    "cosine": (
+        Cosine(steps=50, end=0.2),
+        lambda t: 0.2 + 0.8 * math.cos(math.pi * t / 100) ** 2 if t < 50 else 0.2,
+    ),
+    "polynomial": (
+        Polynomial(steps=50, end=3.0, power=2.0),
+        lambda t: 3.0 - 2.0 * ((50 - t) / 50) ** 2 if t < 50 else 3.0,
+    ),
+    "dynamic_gd": (DynamicGD(kappa=100.0), lambda t: math.prod([0.99**0.25] * t)),
+    "dynamic_momentum_short": (
+        DynamicMomentum(kappa=100.0, eta0=1.0, beta=0.9, steps=200),
+        lambda t: math.prod([0.99**-0.25] * t),
+    ),
+    "dynamic_momentum_long": (
+        DynamicMomentum(kappa=100.0, eta0=1.0, beta=0.9, steps=500),
+        lambda t: math.prod([0.99**0.25] * t),
+    ),
+    "from_influence": (
+        FromInfluence(tuple(2.0 + math.sin(step) for step in range(200))),
+        lambda t: math.sqrt(math.sqrt(2.0 / (2.0 + math.sin(t)))),
     ),
 }
 STEPS = range(0, 200)
@@ -71,8 +102,9 @@ class TestContract:
 
 
 def test_every_schedule_is_tested():
-    public = {getattr(schedules, name) for name in schedules.__all__} - {AbstractSchedule}
-    assert public == {type(schedule) for schedule, _ in CASES.values()}
+    public = {getattr(schedules, name) for name in schedules.__all__}
+    concrete = {kind for kind in public if not kind.__name__.startswith("Abstract")}
+    assert concrete == {type(schedule) for schedule, _ in CASES.values()}
 
 
 @pytest.mark.parametrize("rate", [math.nan, math.inf, -math.inf])

@@ -1,0 +1,199 @@
+"""Part 2 of dynamic_noise.py: decreasing noise under Poisson minibatches, through a Trainer."""
+
+from __future__ import annotations
+
+import logging
+import tempfile
+import warnings
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from pathlib import Path
+
+import lightning as L
+import matplotlib.pyplot as plt
+import numpy as np
+import torch
+from dynamic_noise_data import mnist
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_dp.accounting import calibrate
+from lightning_dp.callbacks import DifferentialPrivacy
+from lightning_dp.plotting import plot_schedule
+from lightning_dp.schedules import AbstractSchedule, Constant, Exponential
+
+TARGET_DELTA, BATCH_SIZE = 1e-5, 256
+
+
+def shape(last: float, steps: int) -> AbstractSchedule:
+    """Exponential noise whose last step has ``last`` times the first one's."""
+    return Constant() if last == 1 else Exponential(rate=-float(np.log(last)) / (steps - 1))
+
+
+LASTS = {1.0: "constant", 0.5: "to 1/2", 0.25: "to 1/4", 2.0: "to 2 (growing)"}
+
+
+def logistic_regression() -> nn.Module:
+    return nn.Sequential(nn.Flatten(), nn.Linear(784, 10))
+
+
+def small_cnn() -> nn.Module:
+    return nn.Sequential(
+        *(nn.Conv2d(1, 8, 6, stride=3), nn.ReLU()),
+        *(nn.Conv2d(8, 16, 4, stride=2), nn.ReLU()),
+        *(nn.Flatten(), nn.Linear(16 * 3 * 3, 10)),
+    )
+
+
+NETWORKS: dict[str, Callable[[], nn.Module]] = {
+    "logistic regression": logistic_regression,
+    "small CNN": small_cnn,
+}
+
+
+class Classifier(L.LightningModule):
+    """An ordinary LightningModule."""
+
+    def __init__(self, net: nn.Module, learning_rate: float) -> None:
+        super().__init__()
+        self.net, self.learning_rate = net, learning_rate
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        x, y = batch
+        return nn.functional.cross_entropy(self.net(x), y)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=self.learning_rate)
+
+
+@dataclass(frozen=True)
+class Run:
+    """One private fit."""
+
+    folder: str
+    network: str
+    learning_rate: float
+    epsilon: float
+    last: float
+    seed: int
+    records: int
+    epochs: int
+
+    @property
+    def steps(self) -> int:
+        return self.epochs * -(-self.records // BATCH_SIZE)
+
+
+@lru_cache(maxsize=1)
+def tensors(folder: str) -> tuple[Tensor, ...]:
+    """MNIST in [-1, 1] with a channel, and labels."""
+    x, y, x_test, y_test = (torch.tensor(np.ascontiguousarray(a)) for a in mnist(folder))
+    scaled = [images.unsqueeze(1).float() / 127.5 - 1 for images in (x, x_test)]
+    return scaled[0], y.long(), scaled[1], y_test.long()
+
+
+def fit(run: Run) -> tuple[float, float, float]:
+    """Final training loss, test accuracy in percent, and ε of one private fit."""
+    torch.set_num_threads(1)
+    warnings.filterwarnings("ignore")
+    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    x, y, x_test, y_test = tensors(run.folder)
+    x, y = x[: run.records], y[: run.records]
+    L.seed_everything(run.seed, verbose=False)
+    model = Classifier(NETWORKS[run.network](), run.learning_rate)
+    privacy = DifferentialPrivacy(
+        run.epsilon,
+        target_delta=TARGET_DELTA,
+        noise_schedule=shape(run.last, run.steps),
+        seed=run.seed,  # batches and noise that differ in their scale only; never for real use
+    )
+    with tempfile.TemporaryDirectory() as folder:
+        trainer = L.Trainer(
+            max_epochs=run.epochs,
+            accelerator="cpu",
+            callbacks=[privacy],
+            logger=False,
+            enable_checkpointing=False,
+            enable_model_summary=False,
+            enable_progress_bar=False,
+            default_root_dir=folder,
+        )
+        trainer.fit(model, DataLoader(TensorDataset(x, y), batch_size=BATCH_SIZE, shuffle=True))
+    assert privacy.steps == run.steps
+    model.eval()
+    with torch.no_grad():
+        loss = float(nn.functional.cross_entropy(model.net(x), y))
+        accuracy = 100 * float((model.net(x_test).argmax(1) == y_test).float().mean())
+    return loss, accuracy, privacy.epsilon
+
+
+def compare(pool: ProcessPoolExecutor, folder: str, output: Path, *, quick: bool) -> None:
+    """Tables and pictures of decreasing against constant noise at equal ε."""
+    lasts = (1.0, 0.25) if quick else tuple(LASTS)
+    epsilons = (1.0,) if quick else (0.5, 1.0, 3.0)
+    seeds = 2 if quick else 5
+    records, epochs = (2000, 3) if quick else (10_000, 4)
+    settings = [("logistic regression", 0.1), ("logistic regression", 1.0), ("small CNN", 0.5)]
+    base = Run(folder, "", 0, 0, 0, 0, records, epochs)
+    runs = [
+        replace(base, network=net, learning_rate=rate, epsilon=eps, last=last, seed=seed)
+        for net, rate in settings
+        for eps in epsilons
+        for last in lasts
+        for seed in range(seeds)
+    ]
+    results = dict(zip(runs, pool.map(fit, runs), strict=True))
+    print("\n## 2. Poisson minibatches, PLD calibration, through the Trainer")
+    print(
+        f"\nMNIST-10, {records} records, expected batch {BATCH_SIZE}, {base.steps} steps, clip 1, "
+        f"δ = {TARGET_DELTA:g}, add/remove, {seeds} seeds. Noise falls exponentially from 1 to the "
+        "given part of its first value; differences to constant noise are paired by seed."
+    )
+    for net, rate in settings:
+        print(f"\n### {net}, learning rate {rate:g}\n")
+        print("| ε | noise | ε spent | training loss | difference | test accuracy | difference |")
+        print("|---" * 7 + "|")
+        for eps in epsilons:
+            chosen = {
+                last: np.array(
+                    [
+                        results[replace(base, network=net, learning_rate=rate, epsilon=eps,
+                                        last=last, seed=seed)]
+                        for seed in range(seeds)
+                    ]
+                )
+                for last in lasts
+            }  # fmt: skip
+            for last, values in chosen.items():
+                print(_row(eps, LASTS[last], values, None if last == 1 else chosen[1.0]))
+    _draw(records, base.steps, output / "schedules.png")
+
+
+def _row(epsilon: float, name: str, values: np.ndarray, constant: np.ndarray | None) -> str:
+    loss, accuracy, spent = values.T
+    cells = [f"{epsilon:g}", name, f"{spent.max():.4f}"]
+    for column, (data, digits, unit) in enumerate(((loss, 4, ""), (accuracy, 2, " %"))):
+        cells.append(f"{data.mean():.{digits}f} ± {data.std(ddof=1):.{digits}f}{unit}")
+        difference = None if constant is None else data - constant[:, column]
+        cells.append(
+            "" if difference is None
+            else f"{difference.mean():+.{digits}f} ± {difference.std(ddof=1):.{digits}f}"
+        )  # fmt: skip
+    return "| " + " | ".join(cells) + " |"
+
+
+def _draw(records: int, steps: int, path: Path) -> None:
+    """σ_t and ε_t of constant and decreasing noise at ε = 1."""
+    figure, axes = plt.subplots(1, len(LASTS), figsize=(4.2 * len(LASTS), 3.2))
+    rate = BATCH_SIZE / records
+    for ax, (last, name) in zip(axes, LASTS.items(), strict=True):
+        schedule = shape(last, steps)
+        scale = calibrate(schedule, rate, steps, 1.0, TARGET_DELTA)
+        plot_schedule(
+            schedule, steps, scale=scale, sample_rate=rate, delta=TARGET_DELTA, ax=ax
+        ).set_title(name)
+    figure.tight_layout()
+    figure.savefig(path, dpi=110)
+    plt.close(figure)
