@@ -37,7 +37,7 @@ class Mechanism:
     it, which is post-processing).
 
     - A step that is begun is charged, also if its batch is empty or it is never finished.
-    - Every answer must be bounded by the clip norm that the query asked for.
+    - Every answer must be bounded by exactly the clip norm that the query asked for.
     - Under the guard "fixed" the noise is never less than the plan's, and the plan is charged; the
       other guards are charged what the run-time schedule chose.
 
@@ -124,9 +124,10 @@ class Mechanism:
         """Add the answer of one chunk; the chunks of a step must hold different records."""
         if self._query is None:
             raise RuntimeError("Nothing was asked: Mechanism.ask() must come before answer().")
-        if not part.clip_norm <= self._query.clip_norm:
+        # Not even a smaller one: the noise follows rank 0's bound, which must hold on every rank.
+        if part.clip_norm != self._query.clip_norm:
             raise RuntimeError(
-                f"The answer is bounded by {part.clip_norm}, the query asked for at most "
+                f"The answer is bounded by {part.clip_norm}, the query asked for "
                 f"{self._query.clip_norm}."
             )
         self._total = part if self._total is None else self._total.plus(part)

@@ -100,9 +100,10 @@ class DifferentialPrivacyStrategy(Strategy):
 
     def process_dataloader(self, dataloader: object) -> object:
         dataloader = super().process_dataloader(dataloader)
-        trainer, run = self._trainer, self.private_run
+        trainer = self._trainer
         if not (trainer.training and trainer.state.fn == TrainerFn.FITTING):
             return dataloader
+        run = self.private_run
         if self._accumulate_before is None:
             self._accumulate_before = trainer.accumulate_grad_batches
         self._loader = make_private_loader(

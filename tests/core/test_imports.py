@@ -95,7 +95,7 @@ def test_a_library_is_imported_in_its_place_only(library, places):
         ("noise", ("query", "world")),
         ("estimators", ("query", "estimators")),
         ("postprocessing", ("estimators", "postprocessing")),
-        ("schedules", ("schedules",)),
+        ("schedules", ("estimators.base", "schedules")),
         ("sampling", ("noise", "sampling", "accounting")),
         ("gradients", ("clipping", "functional", "gradients")),
         ("accounting", ("accounting", "schedules")),

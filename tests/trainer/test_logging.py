@@ -61,26 +61,23 @@ def from_wandb(logger, name):
 
     wandb.finish()
     (path,) = Path(logger.save_dir).glob("wandb/offline-run-*/*.wandb")
-    deadline = time.monotonic() + 20  # W&B's own process writes the file, on a busy machine late
-    while not (found := wandb_history(path.read_bytes(), name)) and time.monotonic() < deadline:
+    deadline = time.monotonic() + 60  # W&B's own process writes the file, on a busy machine late
+    records = wandb_records(path)
+    while not any(record.HasField("exit") for record in records):
+        assert time.monotonic() < deadline, f"W&B did not finish {path}"
         time.sleep(0.2)
-    return found
+        records = wandb_records(path)
+    rows = [
+        {i.key or "/".join(i.nested_key): json.loads(i.value_json) for i in record.history.item}
+        for record in records
+    ]
+    return {row["trainer/global_step"]: row[name] for row in rows if name in row}
 
 
-def wandb_history(content, name):
+def wandb_records(path):
     from wandb.proto.wandb_internal_pb2 import Record
 
-    found = {}
-    for data in leveldb_records(content):
-        record = Record()
-        record.ParseFromString(data)
-        row = {
-            item.key or "/".join(item.nested_key): json.loads(item.value_json)
-            for item in record.history.item
-        }
-        if name in row:
-            found[row["trainer/global_step"]] = row[name]
-    return found
+    return [Record.FromString(data) for data in leveldb_records(path.read_bytes())]
 
 
 @pytest.fixture(params=["tensorboard", "csv", "wandb"])
