@@ -38,7 +38,11 @@ class NoisePlan:
 
     def noise_multiplier(self, step: int) -> float:
         """z_t. Raises ValueError if the shape is not positive and finite there."""
-        return self._scaled(self.shape(step), step)
+        try:
+            value = self.shape(step)
+        except OverflowError:
+            value = math.inf
+        return self._scaled(value, step)
 
     def noise_multiplier_now(self, state: State, step: int) -> float:
         """z_t as chosen at run time; the planned one, unless the schedule is adaptive."""

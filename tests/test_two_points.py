@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 import torchmetrics
-from lightning_dp.callbacks import DifferentialPrivacy
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
+from lightning_dp.callbacks import DifferentialPrivacy
 from lightning_dp.estimators import AbstractEstimator, State
 from lightning_dp.functional import flatten
 from lightning_dp.query import Query, Term

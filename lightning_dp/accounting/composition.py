@@ -20,10 +20,10 @@ from lightning_dp.accounting.grouping import Mixture
 from lightning_dp.accounting.pmf import LossPmf
 from lightning_dp.accounting.product import CharacteristicProduct, Corner
 from lightning_dp.accounting.tilting import (
+    MomentTable,
     cumulant,
     cumulant_bound,
     log_largest_weight,
-    log_moments,
     outside,
 )
 
@@ -140,8 +140,8 @@ class _Nodes:
         self._cells = mixture.cells
         self._last_use = {c: i for i, cell in enumerate(mixture.cells) for c in cell.corners}
         self._kept: dict[int, Corner] = {}
-        self._tilts = np.append(grid.tilts, grid.tilt)
-        self.moments = np.zeros((len(mixture.nodes), self._tilts.size))
+        self._table = MomentTable(grid.h, np.append(grid.tilts, grid.tilt))
+        self.moments = np.zeros((len(mixture.nodes), grid.tilts.size + 1))
         self.infinity = np.zeros(len(mixture.nodes))
 
     def corners(self, number: int) -> list[Corner]:
@@ -158,7 +158,7 @@ class _Nodes:
 
     def _transform(self, node: int) -> Corner:
         pmf = self._make(node)
-        self.moments[node] = log_moments(pmf, self._grid.h, self._tilts)
+        self.moments[node] = self._table.of(pmf)
         self.infinity[node] = pmf.infinity
         moment = float(self.moments[node, -1])
         x = (pmf.start + np.arange(pmf.probabilities.size)) * self._grid.h

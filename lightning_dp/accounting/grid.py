@@ -18,15 +18,15 @@ from lightning_dp.accounting.composition import Grid
 from lightning_dp.accounting.grouping import Mixture
 from lightning_dp.accounting.pmf import LossPmf, cached_discretise, discretise, support
 from lightning_dp.accounting.tilting import (
+    MomentTable,
     cumulant_bound,
     log_largest_weight,
-    log_moments,
     window,
 )
 
 _POSITIVE = np.geomspace(1e-3, 1e7, 45)
 _TILTS = np.concatenate((-_POSITIVE[::-1], [0.0], _POSITIVE))
-_NEAR = np.geomspace(0.25, 4.0, 33)
+_NEAR = np.geomspace(0.2, 30.0, 36)
 _MAX_POINTS = 2**20
 _LOG_OUTSIDE = math.log(1e-8)
 _LOG_TRUNCATED = -14.0  # of the mass of delta that may be moved to infinity
@@ -81,7 +81,8 @@ def plan_grid(
         h = h if h > 0 else _snap(reach / 512)
         plan = Plan(Grid(h, 0.0, (0.0, 0.0), _TILTS), log_tail, limit, math.inf)
         pmfs = [make_pmf(mixture, k, plan, relation, backward) for k in range(len(mixture.nodes))]
-        moments = np.stack([log_moments(p, h, _TILTS) for p in pmfs])
+        table = MomentTable(h, _TILTS)
+        moments = np.stack([table.of(p) for p in pmfs])
         bounds = cumulant_bound(mixture, moments)
         infinity = sum(c.total * max(pmfs[k].infinity for k in c.corners) for c in mixture.cells)
         best, bound = _chernoff(_TILTS, bounds, target, infinity, 4 / h)
@@ -97,10 +98,9 @@ def plan_grid(
         limit = -_snap(-(epsilon + _BEYOND)) if math.isfinite(epsilon) else math.inf
         if target.log_delta is None:
             log_tail = _tail(max(min(bound, 0.0), -600.0), log_steps)
-    near = np.concatenate((tilt * _NEAR, -tilt * _NEAR))
-    near_moments = np.stack([log_moments(p, h, near) for p in pmfs])
-    tilts = np.append(_TILTS, near)
-    bounds = np.append(bounds, cumulant_bound(mixture, near_moments))
+    tilts = np.concatenate((-tilt * _NEAR, [0.0], tilt * _NEAR))
+    table = MomentTable(h, tilts)
+    bounds = cumulant_bound(mixture, np.stack([table.of(p) for p in pmfs]))
     best, bound = _chernoff(tilts, bounds, target, infinity, 4 / h)
     tilt = float(tilts[best])
     grid = Grid(h, tilt, window(tilts, bounds, tilt, _LOG_OUTSIDE), tilts)

@@ -28,6 +28,11 @@ class CharacteristicProduct:
 
     def multiply(self, cell: Cell, corners: list[Corner]) -> None:
         """Multiply by all steps of a cell."""
+        if not cell.is_single:
+            # Under the tilt a step is a mixture of the corners: |factor| <= max_c |phi_c|.
+            largest = np.max([np.abs(phi[self._active]) for _, phi in corners], axis=0)
+            with np.errstate(divide="ignore"):
+                self._keep(self._log.real + cell.total * np.log(largest) > _NEGLIGIBLE)
         base = corners[0][1][self._active]
         size = np.abs(base)
         self._least = np.minimum(self._least, size)
@@ -38,10 +43,13 @@ class CharacteristicProduct:
         else:
             self._log += self._cell(cell, corners, base, log_base)
         self._steps += cell.total
-        keep = self._log.real > _NEGLIGIBLE
-        if not keep.all():
-            self._active, self._log = self._active[keep], self._log[keep]
-            self._least = self._least[keep]
+        self._keep(self._log.real > _NEGLIGIBLE)
+
+    def _keep(self, which: NDArray[np.bool_]) -> None:
+        """Forget the frequencies at which the product is negligible for good: no factor exceeds 1."""
+        if not which.all():
+            self._active, self._log = self._active[which], self._log[which]
+            self._least = self._least[which]
 
     def _cell(
         self,

@@ -18,7 +18,7 @@ from lightning_dp.accounting.base import (
     merge,
 )
 from lightning_dp.accounting.pmf import discretise, support
-from lightning_dp.accounting.tilting import log_moments
+from lightning_dp.accounting.tilting import MomentTable
 
 _FRACTIONAL = np.array([1.02, 1.05, 1.1, 1.15, 1.2, 1.3, 1.4, 1.5, 1.65, 1.8])
 _INTEGERS = np.unique(np.concatenate((np.arange(2.0, 33.0), np.round(np.geomspace(34, 512, 22)))))
@@ -197,4 +197,4 @@ def _log_moment_replace_one(z: float, q: float, order: float) -> float:
     """An upper bound from the connected dots; at most e^-200 of the mass is left out."""
     h = sum(support(z, q, _LOG_TAIL, "replace_one")) / 16384
     pmf = discretise(z, q, h, _LOG_TAIL, "replace_one")
-    return max(float(log_moments(pmf, h, np.array([order - 1.0]))[0]), 0.0)
+    return max(float(MomentTable(h, np.array([order - 1.0])).of(pmf)[0]), 0.0)

@@ -12,31 +12,43 @@ from lightning_dp.accounting.base import FloatArray
 from lightning_dp.accounting.grouping import Mixture
 from lightning_dp.accounting.pmf import LossPmf
 
+_BLOCK = 256
+
 
 def log_largest_weight(tilt: FloatArray | float) -> FloatArray:
     """``log max_y e^(-tilt y) (1 - e^-y) = -tilt log(1 + 1/tilt) - log(1 + tilt)``, tilt > 0."""
     return np.asarray(-tilt * np.log1p(1 / np.asarray(tilt)) - np.log1p(tilt))
 
 
-def log_moments(pmf: LossPmf, h: float, tilts: FloatArray) -> FloatArray:
-    """``log sum_x p(x) e^(t x)`` for every t, without overflow."""
-    result = np.empty(tilts.size)
-    down = tilts <= 0
-    p = pmf.probabilities
-    result[down] = _log_moments_from_start(p, pmf.start, h * tilts[down])
-    result[~down] = _log_moments_from_start(p[::-1], 1 - pmf.start - p.size, -h * tilts[~down])
-    return result
+class MomentTable:
+    """Computes ``log sum_x p(x) e^(t x)`` at fixed tilts for many pmfs on one grid, without overflow."""
+
+    def __init__(self, h: float, tilts: FloatArray) -> None:
+        self._down = tilts <= 0
+        self._sides = [_block(h * tilts[self._down]), _block(-h * tilts[~self._down])]
+
+    def of(self, pmf: LossPmf) -> FloatArray:
+        """The log moments of one pmf, one for each tilt."""
+        p = pmf.probabilities
+        result = np.empty(self._down.size)
+        result[self._down] = _from_start(p, pmf.start, *self._sides[0])
+        result[~self._down] = _from_start(p[::-1], 1 - pmf.start - p.size, *self._sides[1])
+        return result
 
 
-def _log_moments_from_start(p: FloatArray, start: int, rates: FloatArray) -> FloatArray:
+def _block(rates: FloatArray) -> tuple[FloatArray, FloatArray]:
+    """Rates <= 0, and their exponentials over one block of the grid."""
+    return rates, np.exp(np.arange(_BLOCK)[:, None] * rates)
+
+
+def _from_start(p: FloatArray, start: int, rates: FloatArray, powers: FloatArray) -> FloatArray:
     """``log sum_i p_i e^(r (start + i))`` for every rate r <= 0: sums of blocks, then log-sum-exp."""
-    block = 256
-    blocks = -(-p.size // block)
-    table = np.zeros(blocks * block)
+    blocks = -(-p.size // _BLOCK)
+    table = np.zeros(blocks * _BLOCK)
     table[: p.size] = p
-    inner = table.reshape(blocks, block) @ np.exp(np.arange(block)[:, None] * rates)
+    inner = table.reshape(blocks, _BLOCK) @ powers
     with np.errstate(divide="ignore"):
-        exponent = (start + block * np.arange(blocks)[:, None]) * rates + np.log(inner)
+        exponent = (start + _BLOCK * np.arange(blocks)[:, None]) * rates + np.log(inner)
     top = exponent.max(axis=0)
     return np.asarray(top + np.log(np.exp(exponent - top).sum(axis=0)))
 

@@ -45,6 +45,7 @@ __all__ = [
     "check_strategy",
     "check_trainer",
     "check_trainer_and_strategy",
+    "check_training_mode",
 ]
 
 _REFUSED_CALLBACKS: dict[type[Callback], str] = {
@@ -229,4 +230,19 @@ def check_model(module: nn.Module) -> None:
             "statistics): they mix records and keep statistics of the data, also when frozen or "
             "without parameters. Use GroupNorm; in a frozen pretrained backbone use "
             "torchvision.ops.FrozenBatchNorm2d."
+        )
+
+
+def check_training_mode(module: nn.Module) -> None:
+    """Refuse trainable layers in eval mode: hooks watch layers in training mode only."""
+    resting = [
+        name
+        for name, part in module.named_modules()
+        if not part.training and any(p.requires_grad for p in part.parameters(recurse=False))
+    ]
+    if resting:
+        raise MisconfigurationException(
+            f"Layers {resting[:5]} are trainable and in eval mode, so no gradient per record can be had "
+            "for them (models loaded as pretrained often come like this). Call model.train() before "
+            "fit, or freeze them with requires_grad_(False)."
         )

@@ -21,6 +21,7 @@ from lightning_dp.strategies.checks import (
     check_optimizers,
     check_single_loader,
     check_trainer,
+    check_training_mode,
 )
 from lightning_dp.strategies.data import make_private_loader
 from lightning_dp.strategies.private_step import PrivateStep
@@ -117,6 +118,7 @@ class DifferentialPrivacyStrategy(Strategy):
         super().on_train_start()
         trainer, run = self._trainer, self.private_run
         check_single_loader(trainer.train_dataloader, self._loader)
+        check_training_mode(trainer.lightning_module)
         planned_steps = max(0, trainer.estimated_stepping_batches - trainer.global_step)
         run.start(planned_steps, self._world(), self._journal_folder(), trainer.global_step)
         assert self._publisher is not None

@@ -9,6 +9,8 @@ from collections.abc import Callable
 import pytest
 
 from lightning_dp import schedules
+from lightning_dp.plan import NoisePlan
+from lightning_dp.sampling import Poisson
 from lightning_dp.schedules import (
     AbstractSchedule,
     Constant,
@@ -123,3 +125,9 @@ def test_an_interval_below_one_step_is_refused(every):
 def test_a_factor_that_is_not_positive_is_refused(factor):
     with pytest.raises(ValueError, match=rf"StepDecay\(factor={factor}\) must be finite"):
         StepDecay(every=1, factor=factor)
+
+
+def test_a_plan_names_the_step_at_which_a_growing_schedule_overflows():
+    plan = NoisePlan(1.0, Exponential(rate=-1.0), Poisson(), 0.1)
+    with pytest.raises(ValueError, match="gives inf at step 5000"):
+        plan.noise_multiplier(5000)

@@ -307,3 +307,19 @@ def test_a_parameter_used_outside_forward_is_refused(loader, make_trainer, priva
         model,
         charged=1,
     )
+
+
+def test_a_trainable_layer_in_eval_mode_is_refused(
+    loader, classifier, make_trainer, privacy, assert_refused
+):
+    model = classifier(nn.Sequential(nn.Linear(6, 4), nn.Linear(4, 3)))
+    model.net[0].eval()
+    trainer = make_trainer(max_epochs=1, callbacks=[privacy])
+
+    assert_refused(lambda: trainer.fit(model, loader), r"\['net\.0'\].*model\.train\(\)", model)
+
+
+def test_a_frozen_layer_in_eval_mode_is_fine(loader, classifier, make_trainer, privacy):
+    model = classifier(nn.Sequential(frozen(nn.Linear(6, 4)).eval(), nn.Linear(4, 3)))
+    make_trainer(max_epochs=1, callbacks=[privacy]).fit(model, loader)
+    assert privacy.steps == 10
