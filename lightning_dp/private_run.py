@@ -48,6 +48,7 @@ class PrivateRun:
         self.planned_steps: float = math.inf
         self.affordable_steps: float = math.inf
         self.stop_reason: str | None = None
+        self.is_seeded = config.seed is not None  # for good: also a run resumed without the seed
         self._resumed: dict[str, Any] | None = None
         self._is_under_way = False
 
@@ -277,6 +278,7 @@ class PrivateRun:
             "version": _VERSION,
             "config": self.config.fingerprint(),
             "batches": None if self.batches is None else asdict(self.batches),
+            "seeded": self.is_seeded,
             "noise_scale": None if mechanism is None else mechanism.plan.scale,
             "mechanism": None if mechanism is None else mechanism.state_dict(),
             "ledger": self.ledger.state_dict(),
@@ -301,6 +303,7 @@ class PrivateRun:
             )
         if world.is_lead:
             self.ledger.restore(state["ledger"], directory)
+        self.is_seeded = self.is_seeded or bool(state["seeded"])
         self._resumed = None if state["mechanism"] is None else state
 
 

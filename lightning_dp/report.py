@@ -36,8 +36,8 @@ class PrivacyReport:
         relation: what neighbouring data sets are.
         steps: noised steps charged.
         target_epsilon: the budget; None without one.
-        private: False with noise 0 or with a ``seed``.
-        seed: the test seed that makes everything repeatable, and so not private.
+        private: False without noise, or if ``seeded``.
+        seeded: whether any part of the run had a test ``seed``: repeatable, and so not private.
         guard: how the budget is guarded.
         accountant: which accountant computed the numbers.
         mechanism: estimator, schedule, post-processing and sampling.
@@ -55,7 +55,7 @@ class PrivacyReport:
     steps: int
     target_epsilon: float | None
     private: bool
-    seed: int | None
+    seeded: bool
     guard: str
     accountant: str
     mechanism: dict[str, str]
@@ -78,7 +78,7 @@ class PrivacyReport:
         if self.target_epsilon is not None:
             lines[0] += f", target ε = {self.target_epsilon:g}"
         if not self.private:
-            why = "seed is set" if self.seed is not None else "no noise"
+            why = "a seed was set" if self.seeded else "no noise"
             lines.insert(0, f"NOT PRIVATE ({why}): the numbers below do not hold")
         if self.epsilon_of_plan is not None and self.epsilon_of_plan != self.epsilon:
             lines.append(
@@ -108,8 +108,8 @@ def report(run: PrivateRun) -> PrivacyReport:
         relation=config.relation,
         steps=run.steps,
         target_epsilon=config.target_epsilon,
-        private=math.isfinite(epsilon) and config.seed is None,
-        seed=config.seed,
+        private=math.isfinite(epsilon) and not run.is_seeded,
+        seeded=run.is_seeded,
         guard=FixedGuard.description if run.mechanism is None else run.mechanism.guard.description,
         accountant=config.accountant.name,
         mechanism={

@@ -26,7 +26,7 @@ from lightning_dp.accounting.tilting import (
 
 _POSITIVE = np.geomspace(1e-3, 1e7, 45)
 _TILTS = np.concatenate((-_POSITIVE[::-1], [0.0], _POSITIVE))
-_NEAR = np.geomspace(0.2, 30.0, 36)
+_NEAR = np.geomspace(0.3, 8.0, 18)
 _MAX_POINTS = 2**20
 _LOG_OUTSIDE = math.log(1e-8)
 _LOG_TRUNCATED = -14.0  # of the mass of delta that may be moved to infinity
@@ -98,7 +98,7 @@ def plan_grid(
         limit = -_snap(-(epsilon + _BEYOND)) if math.isfinite(epsilon) else math.inf
         if target.log_delta is None:
             log_tail = _tail(max(min(bound, 0.0), -600.0), log_steps)
-    tilts = np.concatenate((-tilt * _NEAR, [0.0], tilt * _NEAR))
+    tilts = np.concatenate((-tilt * _NEAR, _TILTS[::3], tilt * _NEAR))
     table = MomentTable(h, tilts)
     bounds = cumulant_bound(mixture, np.stack([table.of(p) for p in pmfs]))
     best, bound = _chernoff(tilts, bounds, target, infinity, 4 / h)

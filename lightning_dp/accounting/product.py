@@ -14,6 +14,8 @@ _Polynomial = dict[tuple[int, int], ComplexArray]
 _UNIT = 2.0**-52
 _NEGLIGIBLE = -46.0  # log of 1e-20
 _MAX_ORDER = 6
+_TRUNCATION = 1e-10
+_FEW = 8
 
 
 class CharacteristicProduct:
@@ -41,7 +43,7 @@ class CharacteristicProduct:
         if cell.is_single:
             self._log += cell.total * log_base
         else:
-            self._log += self._cell(cell, corners, base, log_base)
+            self._log += self._mixtures(cell, corners)
         self._steps += cell.total
         self._keep(self._log.real > _NEGLIGIBLE)
 
@@ -51,39 +53,17 @@ class CharacteristicProduct:
             self._active, self._log = self._active[which], self._log[which]
             self._least = self._least[which]
 
-    def _cell(
-        self,
-        cell: Cell,
-        corners: list[Corner],
-        base: ComplexArray,
-        log_base: ComplexArray,
-    ) -> ComplexArray:
+    def _mixtures(self, cell: Cell, corners: list[Corner]) -> ComplexArray:
         """``sum_t n_t log(sum_c w_tc m_c phi_c / sum_c w_tc m_c)``, m_c the moments of the corners."""
         scales = np.exp([moment - corners[0][0] for moment, _ in corners])
-        weights = cell.weights()
-        norm = float(cell.counts @ np.log(weights @ scales))
-        values = [base] + [
-            s * phi[self._active] for s, (_, phi) in zip(scales[1:], corners[1:], strict=True)
+        norm = float(cell.counts @ np.log(cell.weights() @ scales))
+        values = [
+            scale * phi[self._active] for scale, (_, phi) in zip(scales, corners, strict=True)
         ]
         with np.errstate(divide="ignore", invalid="ignore"):
-            a, b, c = (value / base for value in values[1:])
-        linear = {(0, 1): a - 1, (1, 0): b - 1, (1, 1): c - a - b + 1}
-        linear = {key: term for key, term in linear.items() if np.any(term)}
-        radius = sum((np.abs(term) for term in linear.values()), np.zeros(base.size))
-        small = radius < 0.25
-        largest = float(radius[small].max(initial=0.0))
-        order, remainder = _series_order(largest, cell.total)
-        if remainder > 1e-11:
-            small &= radius < 1e-3
-            order, remainder = _series_order(1e-3, cell.total)
-        result = np.empty(base.size, dtype=complex)
-        series = _log_series({k: term[small] for k, term in linear.items()}, cell, order)
-        result[small] = cell.total * log_base[small] + series - norm
-        self._truncation += remainder
-        if not small.all():
-            others = [value[~small] for value in values]
-            result[~small] = _direct(cell, weights, others) - norm
-        return result
+            logs, truncation = sum_of_logs(cell, values)
+        self._truncation += truncation
+        return logs - norm
 
     def result(self) -> tuple[ComplexArray, float]:
         """The product at all frequencies, and a bound of the sum of the errors of its transform."""
@@ -101,35 +81,96 @@ class CharacteristicProduct:
         return spectrum, error
 
 
+def sum_of_logs(cell: Cell, values: list[ComplexArray]) -> tuple[ComplexArray, float]:
+    """``sum_t n_t log(sum_c w_tc values_c)`` at every frequency, and a bound of the truncation.
+
+    With the weights written as the mean of the cell plus (du, dv), the sum over c is
+    ``x (1 + y_t)``, ``y_t = du A + dv B + du dv C``: the sum over steps of the series of
+    ``log(1 + y_t)`` needs moments of (du, dv) only. Where y is too large the cell is halved.
+    """
+    mean_u, du = _centered(cell.u, cell.counts)
+    mean_v, dv = _centered(cell.v, cell.counts)
+    v00, v01, v10, v11 = values
+    along_u = (v10 - v00) * (1 - mean_v) + (v11 - v01) * mean_v
+    along_v = (v01 - v00) * (1 - mean_u) + (v11 - v10) * mean_u
+    both = v11 - v10 - v01 + v00
+    base = v00 + mean_u * (v10 - v00) + mean_v * (v01 - v00) + mean_u * mean_v * both
+    linear: _Polynomial = {}
+    radius = np.zeros(base.size)
+    for key, term, size in (
+        ((1, 0), along_u, np.abs(du).max()),
+        ((0, 1), along_v, np.abs(dv).max()),
+        ((1, 1), both, np.abs(du * dv).max()),
+    ):
+        if size > 0 and np.any(term):
+            linear[key] = term / base
+            radius += size * np.abs(linear[key])
+    if cell.u.size <= _FEW:
+        small = radius < 0
+    else:
+        small = radius <= (_TRUNCATION * (_MAX_ORDER + 1) / cell.total) ** (1 / (_MAX_ORDER + 1))
+    result = np.empty(base.size, dtype=complex)
+    order, truncation = _series_order(float(radius[small].max(initial=0.0)), cell.total)
+    series = _log_series({k: x[small] for k, x in linear.items()}, cell.counts, du, dv, order)
+    result[small] = cell.total * np.log(base[small]) + series
+    if not small.all():
+        rest = [value[~small] for value in values]
+        result[~small], more = _halved(cell, du, dv, rest)
+        truncation += more
+    return result, truncation
+
+
+def _centered(x: FloatArray, counts: FloatArray) -> tuple[float, FloatArray]:
+    """The mean, and the distances from it."""
+    mean = float(counts @ x / counts.sum())
+    return mean, x - mean
+
+
+def _halved(
+    cell: Cell, du: FloatArray, dv: FloatArray, values: list[ComplexArray]
+) -> tuple[ComplexArray, float]:
+    """:func:`sum_of_logs` of the two halves of a cell, or of its steps if they are few."""
+    if cell.u.size <= _FEW:
+        return cell.counts @ np.log(cell.weights() @ np.stack(values)), 0.0
+    wide = du if np.ptp(du) >= np.ptp(dv) else dv
+    upper = wide > (wide.max() + wide.min()) / 2
+    result = np.zeros(values[0].size, dtype=complex)
+    truncation = 0.0
+    for half in (upper, ~upper):
+        part = Cell(cell.corners, cell.u[half], cell.v[half], cell.counts[half])
+        logs, more = sum_of_logs(part, values)
+        result += logs
+        truncation += more
+    return result, truncation
+
+
 def _series_order(radius: float, steps: float) -> tuple[int, float]:
     """Terms of ``log(1 + y)``, |y| <= radius, and the remainder over all steps."""
     remainder = 0.0
     for order in range(1, _MAX_ORDER + 1):
         remainder = steps * radius ** (order + 1) / ((order + 1) * (1 - radius))
-        if remainder <= 1e-13:
+        if remainder <= _TRUNCATION:
             break
     return order, remainder
 
 
 def _log_series(
-    linear: _Polynomial, cell: Cell, order: int
+    linear: _Polynomial, counts: FloatArray, du: FloatArray, dv: FloatArray, order: int
 ) -> ComplexArray | complex:
-    """``sum_t n_t log(1 + y_t)``, ``y_t = sum_(i,j) u_t^i v_t^j linear[i, j]``, to the given order."""
+    """``sum_t n_t log(1 + y_t)``, ``y_t = sum_(i,j) du_t^i dv_t^j linear[i, j]``, to the given order."""
     power = dict(linear)
     result: ComplexArray | complex = 0j
     for k in range(1, order + 1):
         for (i, j), term in power.items():
-            moment = float(cell.counts @ (cell.u**i * cell.v**j))
+            moment = float(counts @ (du**i * dv**j))
             result = result + (moment * (-1) ** (k + 1) / k) * term
         if k < order:
             power = _times(power, linear)
     return result
 
 
-def _times(
-    left: _Polynomial, right: _Polynomial
-) -> _Polynomial:
-    """Product of two polynomials in (u, v)."""
+def _times(left: _Polynomial, right: _Polynomial) -> _Polynomial:
+    """Product of two polynomials in (du, dv)."""
     product: _Polynomial = {}
     for (i, j), x in left.items():
         for (k, m), y in right.items():
@@ -137,15 +178,3 @@ def _times(
             known = product.get((i + k, j + m))
             product[i + k, j + m] = term if known is None else known + term
     return product
-
-
-def _direct(cell: Cell, weights: FloatArray, values: list[ComplexArray]) -> ComplexArray:
-    """``sum_t n_t log(sum_c w_tc values_c)``, step by step."""
-    stacked = np.stack(values)
-    result = np.zeros(stacked.shape[1], dtype=complex)
-    chunk = max(1, 2_000_000 // max(1, stacked.shape[1]))
-    with np.errstate(divide="ignore", invalid="ignore"):
-        for first in range(0, weights.shape[0], chunk):
-            rows = weights[first : first + chunk] @ stacked
-            result += cell.counts[first : first + chunk] @ np.log(rows)
-    return result

@@ -15,6 +15,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
 from lightning_dp import FullBatch, Momentum
 from lightning_dp.accounting import PLDAccountant
 from lightning_dp.accounting.events import Gaussian, PoissonGaussian
+from lightning_dp.callbacks import DifferentialPrivacy
 from lightning_dp.schedules import Exponential
 
 # (accumulate, epoch, batch_idx): the end of an epoch, its middle, inside an accumulation window.
@@ -117,7 +118,7 @@ def test_noise_schedule_continues_at_the_right_step(fit: Any, tmp_path: Path) ->
     resumed = fit(tmp_path / "last.ckpt", privacy=privacy, max_steps=15)
     expected = Counter(PoissonGaussian(4.0 * math.exp(-rate * t), 4 / 48) for t in range(15))
     assert Counter(dict(resumed.ledger.history())) == expected
-    assert resumed.privacy.noise_multiplier == pytest.approx(4.0 * math.exp(-rate * 15))
+    assert resumed.privacy.noise_multiplier == pytest.approx(4.0 * math.exp(-rate * 14))
 
 
 def test_schedule_of_an_older_checkpoint_repeats_its_steps_in_the_ledger(
@@ -293,3 +294,19 @@ def test_same_trainer_goes_back_to_an_older_checkpoint(
     assert fitted.probe.optimizer_steps == 24 + 18
     assert fitted.privacy.steps == 24 + 18
     assert fitted.privacy.epsilon == pytest.approx(charged_by_hand(42), rel=1e-9)
+
+
+def test_a_run_that_was_seeded_once_is_never_reported_as_private(
+    tmp_path, make_trainer, classifier, mlp, loader
+):
+    seeded = DifferentialPrivacy(noise_multiplier=1.0, target_delta=1e-5, seed=0)
+    trainer = make_trainer(max_epochs=1, callbacks=[seeded])
+    trainer.fit(classifier(mlp()), loader)
+    trainer.save_checkpoint(tmp_path / "seeded.ckpt")
+
+    resumed = DifferentialPrivacy(noise_multiplier=1.0, target_delta=1e-5)
+    again = make_trainer(max_epochs=2, callbacks=[resumed])
+    again.fit(classifier(mlp()), loader, ckpt_path=tmp_path / "seeded.ckpt")
+
+    assert not resumed.report().private
+    assert str(resumed.report()).startswith("NOT PRIVATE (a seed was set)")

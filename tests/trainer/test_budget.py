@@ -362,7 +362,7 @@ def test_report_tells_what_ran(classifier, mlp, loader, make_trainer):
 
     report = privacy.report()
 
-    assert report.private and report.seed is None
+    assert report.private and not report.seeded
     assert (report.steps, report.delta, report.target_epsilon) == (10, DELTA, 3.0)
     assert report.epsilon == report.epsilon_of_plan == privacy.epsilon
     assert (report.sample_rate, report.expected_batch_size, report.num_records) == (0.1, 24, 240)
@@ -381,8 +381,8 @@ def test_report_of_a_seeded_run_is_tainted(classifier, mlp, loader, make_trainer
     report = privacy.report()
 
     assert not report.private
-    assert report.seed == 0
-    assert str(report).startswith("NOT PRIVATE (seed is set)")
+    assert report.seeded
+    assert str(report).startswith("NOT PRIVATE (a seed was set)")
 
 
 def test_report_names_the_epsilon_of_the_whole_plan_when_a_result_stopped_the_run(
