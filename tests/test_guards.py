@@ -110,7 +110,8 @@ def test_what_was_spent_before_counts(make):
     events: list[AbstractEvent] = [Gaussian(9.0)] * 100
     fresh = affordable(make([]), new_ledger(), events)
     later = affordable(make([(Gaussian(9.0), 2)]), new_ledger(), events)
-    assert later == fresh - 2 > 0
+    # The order of rdp is chosen anew, for what was spent too.
+    assert 0 < fresh - 3 <= later < fresh
 
 
 def test_no_noise_never_fits():

@@ -65,8 +65,8 @@ def calibrate(
     already = judge.epsilon(spent, delta, relation)
     if not already < epsilon * (1 - _TOLERANCE):
         raise ValueError(
-            f"spent already costs epsilon {already:.6g} of the budget {epsilon:.6g} at delta {delta:.3g}: "
-            "nothing is left for further steps. Raise epsilon."
+            f"spent already costs epsilon {already:.6g} of the budget {epsilon:.6g} at delta "
+            f"{delta:.3g}: nothing is left for further steps. Raise epsilon."
         )
 
     def cost(accountant: AbstractAccountant, scale: float) -> float:

@@ -1,11 +1,12 @@
 """Composition of many steps on one grid: tilt, transform, multiply, transform back.
 
-Let X be the composed loss, ``K(t) = log E[e^(tX); X finite]`` and ``p~(x) = p(x) e^(lam x - K(lam))``
-the tilted distribution. Then ``delta(e) = P(X = inf) + e^(K(lam) - lam e) S(e)`` with
-``S(e) = sum_(x > e) p~(x) g(x - e)``, ``g(y) = e^(-lam y) (1 - e^-y) <= g_max``. With lam near the Chernoff
-optimum of the wanted point, S / g_max is of the order of 0.1: the rounding errors of the transform
-and the mass outside the window are relative to delta itself and not to 1. (The tilt is the saddle
-point of Alghamdi et al., arXiv 2208.09595v1; here the sum is exact and all errors are added.)
+Let X be the composed loss, ``K(t) = log E[e^(tX); X finite]`` and
+``p~(x) = p(x) e^(lam x - K(lam))`` the tilted distribution. Then
+``delta(e) = P(X = inf) + e^(K(lam) - lam e) S(e)`` with ``S(e) = sum_(x > e) p~(x) g(x - e)``,
+``g(y) = e^(-lam y) (1 - e^-y) <= g_max``. With lam near the Chernoff optimum of the wanted point,
+S / g_max is of the order of 0.1: the rounding errors of the transform and the mass outside the
+window are relative to delta itself and not to 1. (The tilt is the saddle point of Alghamdi et al.,
+arXiv 2208.09595v1; here the sum is exact and all errors are added.)
 """
 
 import math
@@ -42,12 +43,17 @@ class Composed:
     infinity: float
     error: float
 
+    @property
+    def is_long(self) -> bool:
+        """Whether a finer grid would take too long."""
+        return self.tilted.size > 2**18
+
     def epsilon(self, delta: float) -> float:
         """The least epsilon inside the window whose delta, errors included, is at most ``delta``."""
         room = delta * (1 - 1e-9) - self.infinity
         if not room > 0:
             return math.inf
-        x = (self.start + np.arange(self.tilted.size)) * self.h
+        x = (self.start + np.arange(self.tilted.size, dtype=float)) * self.h
         center = float(x[int(np.argmax(np.cumsum(self.tilted) >= 0.5 * self.tilted.sum()))])
         above, weighted, error = self._suffix_sums(x, center)
         target = room * math.exp(min(self.tilt * center - self.log_norm, 700.0))
@@ -127,6 +133,7 @@ def compose(mixture: Mixture, make: Callable[[int], LossPmf], grid: Grid) -> Com
     tilted = np.roll(np.maximum(fft.irfft(spectrum, n), 0.0), -(start % n))
     infinity = sum(c.total * max(nodes.infinity[k] for k in c.corners) for c in mixture.cells)
     error = missed + spectrum_error + 1e-14 * (mixture.total + math.log2(n))
+    log_norm += 1e-14 * mixture.total  # rounding of the log moments
     return Composed(start, grid.h, tilted, grid.tilt, log_norm, min(infinity, 1.0), error)
 
 

@@ -25,12 +25,13 @@ from lightning_dp.accounting.tilting import (
 )
 
 _POSITIVE = np.geomspace(1e-3, 1e7, 45)
-_TILTS = np.concatenate((-_POSITIVE[::-1], [0.0], _POSITIVE))
+_COARSE = np.concatenate((-_POSITIVE[::-3], [0.0], _POSITIVE[::3]))
 _NEAR = np.geomspace(0.3, 8.0, 18)
 _MAX_POINTS = 2**20
 _LOG_OUTSIDE = math.log(1e-8)
+_LOG_LOSS = 3.0  # of accuracy, relative to the best tilt
 _LOG_TRUNCATED = -14.0  # of the mass of delta that may be moved to infinity
-_BEYOND = 14.0  # a loss so far above epsilon counts as 1 - e^-14 anyway
+_BEYOND = 9.0  # a loss so far above epsilon counts as 1 - e^-9 anyway
 
 
 @dataclass(frozen=True)
@@ -51,17 +52,31 @@ class Plan:
     bound: float
 
 
-def make_pmf(
-    mixture: Mixture, node: int, plan: Plan, relation: str, backward: bool
-) -> LossPmf:
+def make_pmf(mixture: Mixture, node: int, plan: Plan, relation: str, backward: bool) -> LossPmf:
     """The pmf of a node on the grid of a plan; remembered when there are few."""
     z, q = mixture.nodes[node]
     make = cached_discretise if len(mixture.nodes) <= 4 else discretise
     return make(z, q, plan.grid.h, plan.log_tail, relation, backward, plan.limit)
 
 
+def grid_points(mixture: Mixture, plan: Plan, relation: str) -> float:
+    """Number of grid points of all pmfs and transforms together, a measure of time."""
+    window_width = plan.grid.ends[1] - plan.grid.ends[0]
+    total = 0.0
+    for z, q in mixture.nodes:
+        down, up = support(z, q, plan.log_tail, relation)
+        total += min(down, plan.limit) + min(up, plan.limit) + window_width
+    return total / plan.grid.h
+
+
 def plan_grid(
-    mixture: Mixture, target: Target, rtol: float, relation: str, backward: bool, least: float
+    mixture: Mixture,
+    target: Target,
+    rtol: float,
+    relation: str,
+    backward: bool,
+    least: float,
+    coarsest: float,
 ) -> Plan:
     """Refine a coarse grid until connecting the dots costs at most ``rtol`` of ``epsilon``.
 
@@ -72,21 +87,22 @@ def plan_grid(
         relation: the neighbouring relation.
         backward: the pair (Q, P) instead of (P, Q).
         least: an epsilon below which accuracy is of no interest.
+        coarsest: an upper limit of h.
     """
     log_steps = math.log(mixture.total)
     log_tail = _tail(-30.0 if target.log_delta is None else target.log_delta, log_steps)
     limit, h = math.inf, 0.0
     while True:
         reach = max(sum(support(z, q, log_tail, relation)) for z, q in mixture.nodes)
-        h = h if h > 0 else _snap(reach / 512)
-        plan = Plan(Grid(h, 0.0, (0.0, 0.0), _TILTS), log_tail, limit, math.inf)
+        h = h if h > 0 else min(_snap(reach / 512), coarsest)
+        plan = Plan(Grid(h, 0.0, (0.0, 0.0), _POSITIVE), log_tail, limit, math.inf)
         pmfs = [make_pmf(mixture, k, plan, relation, backward) for k in range(len(mixture.nodes))]
-        table = MomentTable(h, _TILTS)
+        table = MomentTable(h, _POSITIVE)
         moments = np.stack([table.of(p) for p in pmfs])
         bounds = cumulant_bound(mixture, moments)
         infinity = sum(c.total * max(pmfs[k].infinity for k in c.corners) for c in mixture.cells)
-        best, bound = _chernoff(_TILTS, bounds, target, infinity, 4 / h)
-        tilt = float(_TILTS[best])
+        best, bound = _chernoff(_POSITIVE, bounds, target, infinity, 4 / h)
+        tilt = float(_POSITIVE[best])
         epsilon = bound if target.epsilon is None else target.epsilon
         scale = max(epsilon, least, 0.1 * _deviation(bounds, best), 1e-9)
         spread = _spread(mixture, pmfs, moments[:, best])
@@ -98,13 +114,28 @@ def plan_grid(
         limit = -_snap(-(epsilon + _BEYOND)) if math.isfinite(epsilon) else math.inf
         if target.log_delta is None:
             log_tail = _tail(max(min(bound, 0.0), -600.0), log_steps)
-    tilts = np.concatenate((-tilt * _NEAR, _TILTS[::3], tilt * _NEAR))
+    tilts = np.concatenate((-tilt * _NEAR, _COARSE, tilt * _NEAR))
     table = MomentTable(h, tilts)
     bounds = cumulant_bound(mixture, np.stack([table.of(p) for p in pmfs]))
-    best, bound = _chernoff(tilts, bounds, target, infinity, 4 / h)
-    tilt = float(tilts[best])
-    grid = Grid(h, tilt, window(tilts, bounds, tilt, _LOG_OUTSIDE), tilts)
-    return Plan(grid, log_tail, limit, bound)
+    _, bound = _chernoff(tilts, bounds, target, infinity, 4 / h)
+    epsilon = bound if target.epsilon is None else target.epsilon
+    tilt, ends = _narrowest(tilts, bounds, epsilon, 4 / h)
+    return Plan(Grid(h, tilt, ends, tilts), log_tail, limit, bound)
+
+
+def _narrowest(
+    tilts: FloatArray, bounds: FloatArray, epsilon: float, largest_tilt: float
+) -> tuple[float, tuple[float, float]]:
+    """Among the tilts whose bound of delta at ``epsilon`` is nearly the best, the narrowest window.
+
+    Just above the best tilt the moments may explode: rare large losses begin to dominate.
+    """
+    usable = np.flatnonzero((tilts > 0) & (tilts <= largest_tilt) & (tilts < tilts.max()))
+    t = tilts[usable]
+    exponent = bounds[usable] + log_largest_weight(t) - t * epsilon
+    good = usable[exponent <= exponent.min() + _LOG_LOSS]
+    choices = [(float(tilts[i]), window(tilts, bounds, float(tilts[i]), _LOG_OUTSIDE)) for i in good]
+    return min(choices, key=lambda choice: choice[1][1] - choice[1][0])
 
 
 def _tail(log_delta: float, log_steps: float) -> float:
@@ -123,7 +154,7 @@ def _chernoff(
     tilts: FloatArray, bounds: FloatArray, target: Target, infinity: float, largest_tilt: float
 ) -> tuple[int, float]:
     """Index of the best tilt in (0, largest_tilt], and the bound: of epsilon, or of log delta."""
-    usable = np.flatnonzero((tilts > 0) & (tilts <= largest_tilt))
+    usable = np.flatnonzero((tilts > 0) & (tilts <= largest_tilt) & (tilts < tilts.max()))
     t = tilts[usable]
     reach = bounds[usable] + log_largest_weight(t)
     if target.log_delta is not None:
@@ -142,8 +173,8 @@ def _chernoff(
 
 def _deviation(bounds: FloatArray, best: int) -> float:
     """Standard deviation of the tilted loss, from the second difference of K on the table."""
-    middle = min(best, _TILTS.size - 2)
-    t, k = _TILTS[middle - 1 : middle + 2], bounds[middle - 1 : middle + 2]
+    middle = min(max(best, 1), _POSITIVE.size - 2)
+    t, k = _POSITIVE[middle - 1 : middle + 2], bounds[middle - 1 : middle + 2]
     slopes = np.diff(k) / np.diff(t)
     return math.sqrt(max(2 * float(slopes[1] - slopes[0]) / float(t[2] - t[0]), 0.0))
 

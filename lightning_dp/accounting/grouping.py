@@ -5,10 +5,13 @@ Let D(epsilon; mu, q) be the profile of one subsampled Gaussian, mu = 1/z. At ev
 - convex in q: both distributions of the pair are linear in q and the hockey-stick divergence is
   jointly convex;
 - convex in the total variation ``TV(mu) = 2 Phi(k mu / 2) - 1`` of the Gaussian pair, k = 1 for
-  add/remove and 2 for replace-one: D is a non-negative combination of Gaussian profiles G(s; mu)
-  (and G(s; 2 mu)), and ``dG/dmu = phi(s/mu - mu/2)`` over ``dTV/dmu = k phi(k mu/2)`` has the
-  logarithmic derivative ``s^2/mu^3 - mu/4 + k^2 mu/4 >= 0`` (for G(s; 2 mu) and k = 2:
-  ``s^2/(4 mu^3) - mu + mu >= 0``).
+  add/remove and 2 for replace-one. add/remove: D is a multiple of a Gaussian profile G(s; mu) with
+  s free of mu, and ``dG/dmu = phi(s/mu - mu/2)`` over ``dTV/dmu = phi(mu/2)`` has the logarithmic
+  derivative ``s^2/mu^3 >= 0``. replace-one, ``g = e^epsilon``, in units where the noise is 1: with
+  the threshold y of the better set, ``dD/dmu = q phi(y - mu) + g q phi(y + mu)`` (the derivative in y
+  vanishes); over ``dTV/dmu = 2 phi(mu)`` it is ``q sqrt(g) e^(-y^2/2) cosh w``, with
+  ``w = mu y - epsilon/2`` and ``sinh w = (1-q)/q sinh(epsilon/2) e^(mu^2/2)``. So ``w' = mu tanh w``,
+  and the logarithmic derivative is ``(y^2 - y mu tanh w + (mu tanh w)^2) / mu >= 0``.
 
 So a step inside a rectangle of the (TV, q) plane is dominated by the mixture of the rectangle's
 corners with bilinear weights. The error is of second order in the size of the rectangle, whereas
@@ -16,14 +19,18 @@ rounding z down and q up would cost the first order.
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 from scipy.special import ndtr
 
 from lightning_dp.accounting.base import FloatArray, Steps
 
 _ROUND_UP = 1e-11
+_UNIT = 2.0**-52
+IntArray = NDArray[np.intp]
 
 
 @dataclass(frozen=True)
@@ -91,7 +98,7 @@ def as_mixture(steps: Steps, relation: str, spacing: float, exact: int) -> Mixtu
     k = 2.0 if relation == "replace_one" else 1.0
     mu = 1.0 / steps.noise_multipliers
     rows = _lattice(_flatten(mu), spacing, _unflatten)
-    columns = _lattice(np.log(steps.sample_rates), 2 * spacing, np.exp)
+    columns = _lattice(np.log(steps.sample_rates), 1.4 * spacing, np.exp)
     rows[-1] = max(rows[-1], float(mu.max()))
     columns[-1] = max(columns[-1], float(steps.sample_rates.max()))
     i, u = _locate(-ndtr(-k * mu / 2), -ndtr(-k * rows / 2))
@@ -111,29 +118,32 @@ def _singles(steps: Steps) -> Mixture:
 
 def _flatten(mu: FloatArray) -> FloatArray:
     """A coordinate along which equal distances give similar relative errors."""
-    return np.where(mu <= 1, np.log(mu), (np.square(mu) - 1) / 2)
+    return np.asarray(np.where(mu <= 1, np.log(mu), (np.square(mu) - 1) / 2))
 
 
 def _unflatten(y: FloatArray) -> FloatArray:
     """The inverse of :func:`_flatten`."""
-    return np.where(y <= 0, np.exp(np.minimum(y, 0)), np.sqrt(1 + 2 * np.maximum(y, 0)))
+    return np.asarray(np.where(y <= 0, np.exp(np.minimum(y, 0)), np.sqrt(1 + 2 * np.maximum(y, 0))))
 
 
-def _lattice(y: FloatArray, spacing: float, inverse: object) -> FloatArray:
+def _lattice(
+    y: FloatArray, spacing: float, inverse: Callable[[FloatArray], FloatArray]
+) -> FloatArray:
     """Nodes that are evenly spaced in ``y`` and cover it."""
     low, high = float(y.min()), float(y.max())
     if high - low < 1e-9:
-        return np.asarray(inverse(np.array([high])), dtype=float)  # type: ignore[operator]
+        return np.asarray(inverse(np.array([high])), dtype=float)
     points = max(1, math.ceil((high - low) / spacing)) + 1
-    return np.asarray(inverse(np.linspace(low, high, points)), dtype=float)  # type: ignore[operator]
+    return np.asarray(inverse(np.linspace(low, high, points)), dtype=float)
 
 
-def _locate(values: FloatArray, nodes: FloatArray) -> tuple[np.ndarray, FloatArray]:
+def _locate(values: FloatArray, nodes: FloatArray) -> tuple[IntArray, FloatArray]:
     """Index of the cell and the weight of its upper node, rounded up, for each value."""
     if nodes.size == 1:
         return np.zeros(values.size, dtype=int), np.zeros(values.size)
     index = np.clip(np.searchsorted(nodes, values, side="right") - 1, 0, nodes.size - 2)
-    weight = (values - nodes[index]) / (nodes[index + 1] - nodes[index])
+    distance = values - nodes[index] + 8 * _UNIT * np.abs(nodes[index])
+    weight = distance / (nodes[index + 1] - nodes[index])
     return index, np.clip(weight + _ROUND_UP, 0.0, 1.0)
 
 
@@ -141,7 +151,7 @@ def _cells(
     steps: Steps,
     rows: FloatArray,
     columns: FloatArray,
-    index: tuple[np.ndarray, np.ndarray],
+    index: tuple[IntArray, IntArray],
     weight: tuple[FloatArray, FloatArray],
 ) -> Mixture:
     """Collect the steps of each rectangle; only corners in use become nodes."""

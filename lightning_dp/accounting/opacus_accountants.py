@@ -28,7 +28,7 @@ class OpacusRDPAccountant(AbstractAccountant):
     Example:
         >>> from lightning_dp.accounting import PoissonGaussian
         >>> round(OpacusRDPAccountant().epsilon([(PoissonGaussian(1.0, 0.01), 1000)], 1e-5), 2)
-        2.09
+        2.1
     """
 
     @property
@@ -130,14 +130,15 @@ def _opacus_epsilon(accountant: Any, steps: Steps, relation: Relation, delta: fl
 def _delta_by_search(
     accountant: AbstractAccountant, history: History, epsilon: float, relation: Relation
 ) -> float:
-    """The least delta in [1e-12, 1) whose epsilon is at most ``epsilon``, rounded up."""
+    """The least delta in [1e-12, 0.9] whose epsilon is at most ``epsilon``, rounded up, else 1."""
     epsilon = check_epsilon(epsilon)
+    check_relation(relation)
     steps = merge(history)
     if steps.counts.size == 0:
         return 0.0
     if steps.has_noiseless:
         return 1.0
-    low, high = math.log(1e-12), math.log1p(-1e-9)
+    low, high = math.log(1e-12), math.log(0.9)
 
     def excess(log_delta: float) -> float:
         return accountant.epsilon(history, math.exp(log_delta), relation) - epsilon
@@ -147,6 +148,6 @@ def _delta_by_search(
     if excess(low) <= 0:
         return math.exp(low)
     root = float(brentq(excess, low, high, xtol=1e-6, rtol=1e-6))
-    while root < 0 and excess(root) > 0:
+    while root < high and excess(root) > 0:
         root += 1e-6
     return min(math.exp(root), 1.0)

@@ -17,12 +17,14 @@ from lightning_dp.accounting.base import (
 )
 from lightning_dp.accounting.composition import Composed, compose
 from lightning_dp.accounting.gdp import gdp_delta, gdp_epsilon, mu_of
-from lightning_dp.accounting.grid import Plan, Target, make_pmf, plan_grid
+from lightning_dp.accounting.grid import Plan, Target, grid_points, make_pmf, plan_grid
 from lightning_dp.accounting.grouping import Mixture, as_mixture
 
-_EXACT = 32  # so many distinct steps are never grouped
-_ROUGH_SPACING = 0.4
-_MAX_WORK = 4e8
+_EXACT = 32  # so few distinct steps are never grouped
+_ROUGH_SPACING = 0.8
+_MAX_ROUNDS = 8
+_MAX_EXACT = 4000  # as long as the points allow
+_MAX_POINTS = 5e7  # of all nodes together: about a second, for each direction
 
 
 @dataclass(frozen=True)
@@ -55,13 +57,13 @@ class PLDAccountant(AbstractAccountant):
         >>> from lightning_dp.accounting import PoissonGaussian
         >>> history = [(PoissonGaussian(1.2, 0.01), 300), (PoissonGaussian(0.9, 0.01), 700)]
         >>> round(PLDAccountant().epsilon(history, delta=1e-5), 2)
-        2.07
+        2.09
         >>> round(PLDAccountant().epsilon(history, delta=1e-5, relation="replace_one"), 2)
         3.54
     """
 
     rtol: float = 2.5e-4
-    spacing: float = 0.06
+    spacing: float = 0.03
 
     def __post_init__(self) -> None:
         if not 0 < self.rtol <= 0.1:
@@ -74,9 +76,7 @@ class PLDAccountant(AbstractAccountant):
         """What a report prints."""
         return "PLD"
 
-    def epsilon(
-        self, history: History, delta: float, relation: Relation = "add_remove"
-    ) -> float:
+    def epsilon(self, history: History, delta: float, relation: Relation = "add_remove") -> float:
         """Return the least epsilon at ``delta``; see the class."""
         target = Target(log_delta=math.log(check_delta(delta)))
         check_relation(relation)
@@ -89,15 +89,10 @@ class PLDAccountant(AbstractAccountant):
             return without
         result = 0.0
         for backward in _directions(relation):
-            plan, mixture = self._plan(steps, target, relation, backward, least=result)
-            if plan.bound > result:
-                composed = self._compose(steps, mixture, plan, relation, backward)
-                result = max(result, min(composed.epsilon(delta), max(plan.bound, 0.0)))
+            result = max(result, self._epsilon(steps, target, relation, backward, least=result))
         return min(without, result)
 
-    def delta(
-        self, history: History, epsilon: float, relation: Relation = "add_remove"
-    ) -> float:
+    def delta(self, history: History, epsilon: float, relation: Relation = "add_remove") -> float:
         """Return the least delta at ``epsilon``; see the class."""
         target = Target(epsilon=check_epsilon(epsilon))
         check_relation(relation)
@@ -107,33 +102,67 @@ class PLDAccountant(AbstractAccountant):
         without = gdp_delta(mu_of(steps, relation), epsilon)
         if steps.has_noiseless or without == 0.0 or np.all(steps.sample_rates == 1.0):
             return without
-        result = 0.0
-        for backward in _directions(relation):
-            plan, mixture = self._plan(steps, target, relation, backward, least=0.0)
-            if result == 0.0 or plan.bound > math.log(result):
-                composed = self._compose(steps, mixture, plan, relation, backward)
-                bound = math.exp(min(plan.bound, 0.0))
-                result = max(result, min(composed.delta(epsilon), bound))
-        return min(without, result)
+        sides = _directions(relation)
+        return min(without, max(self._delta(steps, target, relation, side) for side in sides))
+
+    def _epsilon(
+        self, steps: Steps, target: Target, relation: Relation, backward: bool, least: float
+    ) -> float:
+        """epsilon of one direction, or 0 if it is at most ``least``."""
+        assert target.log_delta is not None
+        delta, value, coarsest = math.exp(target.log_delta), math.inf, math.inf
+        for _ in range(_MAX_ROUNDS):
+            plan, mixture = self._plan(steps, target, relation, backward, least, coarsest)
+            if plan.bound <= least:
+                return 0.0
+            composed = self._compose(steps, mixture, plan, relation, backward)
+            last, value = value, min(value, composed.epsilon(delta), plan.bound)
+            # The grid was made for the accuracy of Chernoff's bound. If that is far off, refine.
+            usual = value >= 0.8 * plan.bound or value <= least
+            if usual or last - value <= 2 * self.rtol * value + 1e-7 or composed.is_long:
+                break
+            coarsest = composed.h / 4
+        return max(value, 0.0)
+
+    def _delta(
+        self, steps: Steps, target: Target, relation: Relation, backward: bool
+    ) -> float:
+        """delta of one direction."""
+        assert target.epsilon is not None
+        value, coarsest = math.inf, math.inf
+        for _ in range(_MAX_ROUNDS):
+            plan, mixture = self._plan(steps, target, relation, backward, 0.0, coarsest)
+            composed = self._compose(steps, mixture, plan, relation, backward)
+            bound = math.exp(min(plan.bound, 0.0))
+            last, value = value, min(value, composed.delta(target.epsilon), bound)
+            if last - value <= 1e-3 * value or composed.is_long:
+                break
+            coarsest = composed.h / 4
+        return value
 
     def _plan(
-        self, steps: Steps, target: Target, relation: Relation, backward: bool, least: float
+        self,
+        steps: Steps,
+        target: Target,
+        relation: Relation,
+        backward: bool,
+        least: float,
+        coarsest: float,
     ) -> tuple[Plan, Mixture]:
         """A grid for the steps, from a rough reading of them."""
         rough = as_mixture(_merge_full_batch(steps), relation, _ROUGH_SPACING, _EXACT)
-        return plan_grid(rough, target, self.rtol, relation, backward, least), rough
+        return plan_grid(rough, target, self.rtol, relation, backward, least, coarsest), rough
 
     def _compose(
         self, steps: Steps, rough: Mixture, plan: Plan, relation: Relation, backward: bool
     ) -> Composed:
         """The composition on the grid of a plan, interpolated as finely as the work allows."""
-        mixture, spacing = rough, self.spacing
-        points = (plan.grid.ends[1] - plan.grid.ends[0]) / plan.grid.h
-        while not rough.is_exact and spacing < _ROUGH_SPACING:
-            mixture = as_mixture(_merge_full_batch(steps), relation, spacing, _EXACT)
-            if points * (len(mixture.cells) + len(mixture.nodes)) * 20 <= _MAX_WORK:
-                break
-            spacing *= 1.3
+        mixture, merged, spacing = rough, _merge_full_batch(steps), self.spacing
+        if not rough.is_exact:
+            mixture = as_mixture(merged, relation, spacing, exact=_MAX_EXACT)
+        while grid_points(mixture, plan, relation) > _MAX_POINTS and spacing < _ROUGH_SPACING:
+            spacing *= 1.2
+            mixture = as_mixture(merged, relation, spacing, exact=_EXACT)
         return compose(
             mixture, lambda node: make_pmf(mixture, node, plan, relation, backward), plan.grid
         )

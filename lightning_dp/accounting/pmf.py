@@ -51,9 +51,7 @@ def forward_profile(
     return q * delta, q * _rounding(shifted, shifted * z - 0.5 / z) * tail
 
 
-def replacement_profile(
-    epsilon: FloatArray, z: float, q: float
-) -> tuple[FloatArray, FloatArray]:
+def replacement_profile(epsilon: FloatArray, z: float, q: float) -> tuple[FloatArray, FloatArray]:
     """``(delta, error)`` of P = (1-q) N(0) + q N(1) from Q = (1-q) N(0) + q N(-1), sd z, epsilon >= 0.
 
     The worst case of replace-one. With v, v' the clipped old and new record, ``|v|, |v'| <= 1``, and
@@ -96,15 +94,15 @@ def backward_profile(
     """
     if relation == "replace_one":
         return forward_profile(epsilon, z, q, relation)
-    c = q - (1 - q) * np.expm1(epsilon)
+    c = q - (1 - q) * np.expm1(np.minimum(epsilon, 700.0))
     inside = c > 0
     delta, error = np.zeros_like(epsilon), np.zeros_like(epsilon)
     scale = c[inside]
-    gamma_q = q * np.exp(epsilon[inside])
-    shifted = np.maximum(np.log(gamma_q / scale), 0.0)
+    shifted = np.maximum(epsilon[inside] + math.log(q) - np.log(scale), 0.0)
     profile, tail = gaussian_profile(shifted, 1 / z)
     delta[inside] = scale * profile
-    error[inside] = gamma_q * _rounding(shifted, shifted * z - 0.5 / z) * tail
+    # c is off by a unit of q, and c G(s) by that times G - dG/ds <= 2 * tail.
+    error[inside] = (scale + 4 * q) * _rounding(shifted, shifted * z - 0.5 / z) * tail
     return delta, error
 
 
@@ -123,11 +121,20 @@ def support(z: float, q: float, log_tail: float, relation: str) -> tuple[float, 
     # delta(loss(x)) <= P(X > x) <= Phi(-u) at x = 1 + u z.
     x = 1 - float(ndtri_exp(log_tail)) * z
     top, bottom = (x - 0.5) / z**2, -(x + 0.5) / z**2
-    up = top + math.log(q + (1 - q) * math.exp(-top))
+    up = _log_mixture(q, top)
     if relation == "replace_one":
-        up -= math.log(1 - q + q * math.exp(bottom))
+        up -= _log_mixture(q, bottom)
         return up, up
-    return -math.log(1 - q + q * math.exp(-top)), up
+    return -_log_mixture(q, -top), up
+
+
+def _log_mixture(q: float, t: float) -> float:
+    """``log(1 - q + q e^t)`` without overflow."""
+    if q == 1:
+        return t
+    if t > 0:
+        return t + math.log(q + (1 - q) * math.exp(-t))
+    return math.log1p(q * math.expm1(t))
 
 
 def discretise(
@@ -153,9 +160,9 @@ def discretise(
     down, up = support(z, q, log_tail, relation)
     sides = [(forward_profile, up), (backward_profile, down)]
     (profile, reach), (other, other_reach) = sides[::-1] if backward else sides
-    grid = np.arange(max(1, math.ceil(min(reach, limit) / h)) + 1) * h
+    grid = np.arange(max(1, math.ceil(min(reach, limit) / h)) + 1, dtype=float) * h
     delta, error = profile(grid, z, q, relation)
-    other_grid = np.arange(max(1, math.ceil(other_reach / h)) + 1) * h
+    other_grid = np.arange(max(1, math.ceil(other_reach / h)) + 1, dtype=float) * h
     other_delta, other_error = other(other_grid, z, q, relation)
     high = _second_differences(delta, error, h)
     low = _second_differences(other_delta, other_error, h)

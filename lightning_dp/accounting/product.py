@@ -68,7 +68,7 @@ class CharacteristicProduct:
     def result(self) -> tuple[ComplexArray, float]:
         """The product at all frequencies, and a bound of the sum of the errors of its transform."""
         spectrum = np.zeros(self._n // 2 + 1, dtype=complex)
-        values = np.exp(self._log)
+        values = np.asarray(np.exp(self._log), dtype=complex)
         spectrum[self._active] = values
         size = np.abs(values)
         # One factor is off by at most eta: the product by steps * eta * |product / factor|.
@@ -78,7 +78,7 @@ class CharacteristicProduct:
         relative = self._steps * eta * rest + (self._truncation + eta) * size
         # The l1 norm of the error is at most sqrt(n) times its l2 norm: the l2 norm of the spectrum.
         error = math.sqrt(2 * float(relative @ relative)) + self._n * math.exp(_NEGLIGIBLE)
-        return spectrum, error
+        return np.asarray(spectrum, dtype=np.complex128), error
 
 
 def sum_of_logs(cell: Cell, values: list[ComplexArray]) -> tuple[ComplexArray, float]:

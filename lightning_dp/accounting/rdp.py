@@ -43,7 +43,7 @@ class StreamingRDPAccountant(AbstractAccountant):
     Example:
         >>> from lightning_dp.accounting import PoissonGaussian
         >>> round(StreamingRDPAccountant().epsilon([(PoissonGaussian(1.0, 0.01), 1000)], 1e-5), 2)
-        2.09
+        2.11
     """
 
     @property

@@ -90,7 +90,6 @@ class DifferentialPrivacyStrategy(Strategy):
         check_optimizers(self.optimizers, module)
         check_model(module)
         self._step = PrivateStep(module, self.optimizers[0], run.config.engine, self.root_device)
-        self._publisher = Publisher(trainer, run)
 
     def configure_ddp(self) -> None:
         """No DDP wrapper: its reducer would all-reduce raw gradients. Rank 0's weights for all."""
@@ -121,8 +120,8 @@ class DifferentialPrivacyStrategy(Strategy):
         check_training_mode(trainer.lightning_module)
         planned_steps = max(0, trainer.estimated_stepping_batches - trainer.global_step)
         run.start(planned_steps, self._world(), self._journal_folder(), trainer.global_step)
-        assert self._publisher is not None
-        self._publisher.publish(exact=True)
+        self._publisher = Publisher(trainer, run)
+        self._publisher.publish()
         if planned_steps and run.mechanism is not None and run.exhausted:
             self._stop(
                 f"the budget (ε = {run.config.target_epsilon} at δ = {run.config.target_delta}, "
@@ -231,7 +230,7 @@ class DifferentialPrivacyStrategy(Strategy):
         assert publisher is not None
         if run.planned_steps > run.steps and run.exhausted:
             self._stop(_budget_reached(run))
-        publisher.publish(exact=run.stop_reason is not None)
+        publisher.publish(final=run.stop_reason is not None)
 
     def _stop(self, reason: str) -> None:
         """End training as EarlyStopping does; no minimum of epochs or steps overrides a budget."""
@@ -243,15 +242,10 @@ class DifferentialPrivacyStrategy(Strategy):
             self.private_run.stop_reason = reason
             rank_zero_info(f"Training stops: {reason}.")
 
-    def on_validation_start(self) -> None:
-        if self._publisher is not None:
-            self._publisher.publish(exact=True)
-        super().on_validation_start()
-
     def on_train_end(self) -> None:
         super().on_train_end()
         if self._publisher is not None:
-            self._publisher.publish(exact=True, to_loggers=True)
+            self._publisher.publish(final=True)
 
     # -- checkpoints and the end -----------------------------------------------------------
 

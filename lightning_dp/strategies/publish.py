@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import torch
 from lightning.pytorch import Trainer
+from numpy.typing import NDArray
 
 from lightning_dp.private_run import PrivateRun
 
@@ -14,65 +16,74 @@ __all__ = ["EPSILON", "NOISE_MULTIPLIER", "Publisher"]
 EPSILON = "privacy/epsilon"
 NOISE_MULTIPLIER = "privacy/noise_multiplier"
 
+_MAX_NODES = 300
+_HORIZON = 100_000  # steps of a plan without an end for which nodes are chosen
+
 
 class Publisher:
     """Keeps ``privacy/epsilon`` and ``privacy/noise_multiplier`` current.
 
-    ε is exact at every ``log_every_n_steps``-th noised step, at validation, at the last batch of
-    an epoch, at the stop and at the end. In between it is the ε of the next such step: an upper
-    bound, found once per interval instead of at each step. Written directly, since ``self.log``
-    costs more than a private step of a small model.
+    The plan is known, so ε is read from a curve that is computed once, at the steps to log and at
+    the ends of epochs (of very long runs, at some of them). Between two of these it is the ε of
+    the next one: an upper bound. At the stop and at the end it is computed anew. Written directly,
+    since ``self.log`` costs more than a private step of a small model.
 
     Args:
         trainer: whose metrics and loggers are written.
-        run: whose ε.
+        run: whose ε; its plan has been declared.
     """
 
     def __init__(self, trainer: Trainer, run: PrivateRun) -> None:
         self._trainer = trainer
         self._run = run
-        self._bound = (-1, 0.0)  # (ledger steps, ε at that many)
+        self._every = int(trainer.log_every_n_steps)  # type: ignore[attr-defined]
+        self._start = run.steps
+        self._nodes = self._choose_nodes()
+        self._values = np.full(len(self._nodes), np.nan)
         self._logged_at = -1
 
-    def publish(self, *, exact: bool, to_loggers: bool = False) -> None:
-        """Bring the metrics up to date; write them to the loggers when a step to log is reached."""
-        run, mechanism = self._run, self._run.mechanism
-        if mechanism is None:
-            return
-        every: int = self._trainer.log_every_n_steps  # type: ignore[attr-defined]
-        is_log_step = every > 0 and mechanism.step > 0 and mechanism.step % every == 0
-        exact = exact or is_log_step or self._trainer.is_last_batch
+    def _choose_nodes(self) -> NDArray[np.int64]:
+        """Steps ahead at which ε is computed: 0, those to log, epochs' ends, and the last one."""
+        run = self._run
+        assert run.batches is not None and run.mechanism is not None
+        endless = not math.isfinite(run.remaining_steps)
+        last = _HORIZON if endless else int(run.remaining_steps)
+        done = run.mechanism.step
+        periods = [run.batches.steps_per_epoch, *([self._every] if self._every > 0 else [])]
+        wanted = {0, last}.union(*(range(p - done % p, last, p) for p in periods))
+        nodes = np.array(sorted(wanted), dtype=np.int64)
+        if len(nodes) > _MAX_NODES:  # dense at first, then geometric
+            places = np.geomspace(1, len(nodes), _MAX_NODES).astype(int) - 1
+            nodes = nodes[np.unique(places)]
+        return nodes
+
+    def publish(self, *, final: bool = False) -> None:
+        """Bring the metrics up to date, and write them to the loggers at a step to log.
+
+        Args:
+            final: training has come to its end or to a stop.
+        """
+        mechanism = self._run.mechanism
+        assert mechanism is not None
         metrics = {
-            EPSILON: self._epsilon_at(run.steps if exact else self._next_exact(every)),
-            NOISE_MULTIPLIER: run.noise_multiplier or 0.0,
+            EPSILON: self._run.epsilon if final else self._read(),
+            NOISE_MULTIPLIER: self._run.noise_multiplier or 0.0,
         }
         self._trainer.callback_metrics.update({k: torch.tensor(v) for k, v in metrics.items()})
         self._trainer.progress_bar_metrics[EPSILON] = metrics[EPSILON]
-        stopped = run.stop_reason is not None
-        if (
-            (is_log_step or to_loggers or stopped)
-            and mechanism.step
-            and self._logged_at != run.steps
-        ):
-            self._logged_at = run.steps
-            self._to_loggers(metrics, mechanism.step - 1)
+        is_log_step = self._every > 0 and mechanism.step % self._every == 0
+        if mechanism.step and (is_log_step or final) and self._logged_at != self._run.steps:
+            self._logged_at = self._run.steps
+            for logger in self._trainer.loggers:
+                logger.log_metrics(metrics, step=mechanism.step - 1)  # Lightning counts from 0
+                logger.save()
 
-    def _next_exact(self, every: int) -> int:
-        """The ledger size at the next step whose ε is computed exactly."""
-        run, trainer = self._run, self._trainer
-        assert run.mechanism is not None
-        chunks_left = trainer.num_training_batches - trainer.fit_loop.batch_idx - 1
-        ahead = [run.remaining_steps, math.ceil(chunks_left / trainer.accumulate_grad_batches)]
-        if every > 0:
-            ahead.append(every - run.mechanism.step % every)
-        return run.steps + int(max(0, min(ahead)))
-
-    def _epsilon_at(self, ledger_steps: int) -> float:
-        if self._bound[0] != ledger_steps:
-            self._bound = (ledger_steps, self._run.epsilon_after(ledger_steps - self._run.steps))
-        return self._bound[1]
-
-    def _to_loggers(self, metrics: dict[str, float], step: int) -> None:
-        for logger in self._trainer.loggers:
-            logger.log_metrics(metrics, step=step)
-            logger.save()
+    def _read(self) -> float:
+        """ε at the node that is next, or now."""
+        ahead = self._run.steps - self._start
+        place = int(np.searchsorted(self._nodes, ahead))
+        if place == len(self._nodes):
+            return self._run.epsilon  # a plan without an end has no last node
+        if math.isnan(self._values[place]):
+            self._values[place] = self._run.epsilon_after(int(self._nodes[place]) - ahead)
+        return float(self._values[place])

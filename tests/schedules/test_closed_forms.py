@@ -228,7 +228,14 @@ def test_more_noise_means_fewer_recommended_steps():
 
 @pytest.mark.parametrize(
     ("kappa", "eta0", "beta"),
-    [(100.0, 1.0, 0.9), (50.0, 0.5, 0.6), (8.0, 0.3, 0.2), (9.0, 1.0, 0.0), (1000.0, 1.0, 0.99)],
+    [
+        (100.0, 1.0, 0.9),
+        (50.0, 0.5, 0.6),
+        (8.0, 0.3, 0.2),
+        (9.0, 1.0, 0.0),
+        (12.0, 1.0, 0.9),
+        (3.5, 1.0, 0.7),
+    ],
 )
 def test_the_turning_step_is_the_last_that_meets_its_definition(kappa, eta0, beta):
     gamma = 1 - eta0 / kappa
