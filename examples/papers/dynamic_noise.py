@@ -404,7 +404,8 @@ def draw(cells: list[Cell], path: Path) -> None:
                 label = f"{other}, {'best T' if results == 'best' else 'T = 100'}"
                 top.errorbar(scales, means, errors, color=color, ls=style, marker=".", label=label)
         top.axhline(0, color="grey", lw=0.8)
-        top.set_yscale("symlog", linthresh=5)
+        low, high = top.get_ylim()
+        top.set_ylim(max(low, -15), min(max(high, 1), 10))  # some go through the ceiling
         top.set(title=name, xlabel="data scale")
         right = top.twinx()
         right.plot(scales, [c.spread for c in of_name], color="k", ls="--", lw=0.8)
@@ -415,6 +416,7 @@ def draw(cells: list[Cell], path: Path) -> None:
                 cell.influence / cell.influence.sum(), label=f"scale {cell.data_scale:g}"
             )
         bottom.set(xlabel="step t")
+        bottom.set_ylim(bottom=max(bottom.get_ylim()[0], 1e-12))
     axes[0, 0].set_ylabel("loss relative to uniform, % (2 SE)")
     axes[1, 0].set_ylabel("influence q_t (sum 1)")
     axes[0, 0].legend(fontsize=7)

@@ -118,6 +118,7 @@ def fit(run: Run) -> tuple[float, float, float]:
             enable_checkpointing=False,
             enable_model_summary=False,
             enable_progress_bar=False,
+            log_every_n_steps=run.steps,  # each logged ε costs some milliseconds
             default_root_dir=folder,
         )
         trainer.fit(model, DataLoader(TensorDataset(x, y), batch_size=BATCH_SIZE, shuffle=True))

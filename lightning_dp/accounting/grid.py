@@ -9,12 +9,13 @@ whose loss is not at the grid point 0.
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
 
 from lightning_dp.accounting.base import FloatArray
-from lightning_dp.accounting.composition import Grid
+from lightning_dp.accounting.composition import Composed, Grid
 from lightning_dp.accounting.grouping import Mixture
 from lightning_dp.accounting.pmf import LossPmf, cached_discretise, discretise, support
 from lightning_dp.accounting.tilting import (
@@ -41,6 +42,29 @@ class Target:
     log_delta: float | None = None
     epsilon: float | None = None
 
+    def read(self, composed: Composed) -> float:
+        """The wanted value."""
+        if self.log_delta is not None:
+            return composed.epsilon(math.exp(self.log_delta))
+        assert self.epsilon is not None
+        return composed.delta(self.epsilon)
+
+    def value_of_bound(self, bound: float) -> float:
+        """Chernoff's bound as epsilon or delta."""
+        if self.log_delta is not None:
+            return max(bound, 0.0)
+        return math.exp(min(bound, 0.0))
+
+    def trusts(self, bound: float, value: float) -> bool:
+        """Whether a grid made for the bound is good enough for the value."""
+        return self.log_delta is not None and value >= 0.8 * bound
+
+    def tolerance(self, value: float, rtol: float) -> float:
+        """A change of the value that is not worth a finer grid."""
+        if self.log_delta is not None:
+            return 2 * rtol * value + 1e-7
+        return 4 * rtol * value
+
 
 @dataclass(frozen=True)
 class Plan:
@@ -52,11 +76,17 @@ class Plan:
     bound: float
 
 
-def make_pmf(mixture: Mixture, node: int, plan: Plan, relation: str, backward: bool) -> LossPmf:
-    """The pmf of a node on the grid of a plan; remembered when there are few."""
-    z, q = mixture.nodes[node]
+def pmf_maker(
+    mixture: Mixture, plan: Plan, relation: str, backward: bool
+) -> Callable[[int], LossPmf]:
+    """A function from a node to its pmf on the grid of a plan; remembered when there are few."""
     make = cached_discretise if len(mixture.nodes) <= 4 else discretise
-    return make(z, q, plan.grid.h, plan.log_tail, relation, backward, plan.limit)
+
+    def pmf(node: int) -> LossPmf:
+        z, q = mixture.nodes[node]
+        return make(z, q, plan.grid.h, plan.log_tail, relation, backward, plan.limit)
+
+    return pmf
 
 
 def grid_points(mixture: Mixture, plan: Plan, relation: str) -> float:
@@ -96,11 +126,9 @@ def plan_grid(
         reach = max(sum(support(z, q, log_tail, relation)) for z, q in mixture.nodes)
         h = h if h > 0 else min(_snap(reach / 512), coarsest)
         plan = Plan(Grid(h, 0.0, (0.0, 0.0), _POSITIVE), log_tail, limit, math.inf)
-        pmfs = [make_pmf(mixture, k, plan, relation, backward) for k in range(len(mixture.nodes))]
-        table = MomentTable(h, _POSITIVE)
-        moments = np.stack([table.of(p) for p in pmfs])
+        pmfs, infinity = _pmfs(mixture, plan, relation, backward)
+        moments = _moments(pmfs, h, _POSITIVE)
         bounds = cumulant_bound(mixture, moments)
-        infinity = sum(c.total * max(pmfs[k].infinity for k in c.corners) for c in mixture.cells)
         best, bound = _chernoff(_POSITIVE, bounds, target, infinity, 4 / h)
         tilt = float(_POSITIVE[best])
         epsilon = bound if target.epsilon is None else target.epsilon
@@ -115,12 +143,27 @@ def plan_grid(
         if target.log_delta is None:
             log_tail = _tail(max(min(bound, 0.0), -600.0), log_steps)
     tilts = np.concatenate((-tilt * _NEAR, _COARSE, tilt * _NEAR))
-    table = MomentTable(h, tilts)
-    bounds = cumulant_bound(mixture, np.stack([table.of(p) for p in pmfs]))
+    bounds = cumulant_bound(mixture, _moments(pmfs, h, tilts))
     _, bound = _chernoff(tilts, bounds, target, infinity, 4 / h)
     epsilon = bound if target.epsilon is None else target.epsilon
-    tilt, ends = _narrowest(tilts, bounds, epsilon, 4 / h)
+    tilt, ends = _narrowest(tilts, bounds, min(epsilon, 1e6), 4 / h)
     return Plan(Grid(h, tilt, ends, tilts), log_tail, limit, bound)
+
+
+def _pmfs(
+    mixture: Mixture, plan: Plan, relation: str, backward: bool
+) -> tuple[list[LossPmf], float]:
+    """The pmfs of all nodes, and the mass at infinity of all steps together."""
+    make = pmf_maker(mixture, plan, relation, backward)
+    pmfs = [make(node) for node in range(len(mixture.nodes))]
+    cells = mixture.cells
+    return pmfs, sum(c.total * max(pmfs[k].infinity for k in c.corners) for c in cells)
+
+
+def _moments(pmfs: list[LossPmf], h: float, tilts: FloatArray) -> FloatArray:
+    """Log moments: a row for each node, a column for each tilt."""
+    table = MomentTable(h, tilts)
+    return np.stack([table.of(pmf) for pmf in pmfs])
 
 
 def _narrowest(
@@ -134,7 +177,9 @@ def _narrowest(
     t = tilts[usable]
     exponent = bounds[usable] + log_largest_weight(t) - t * epsilon
     good = usable[exponent <= exponent.min() + _LOG_LOSS]
-    choices = [(float(tilts[i]), window(tilts, bounds, float(tilts[i]), _LOG_OUTSIDE)) for i in good]
+    choices = [
+        (float(tilts[i]), window(tilts, bounds, float(tilts[i]), _LOG_OUTSIDE)) for i in good
+    ]
     return min(choices, key=lambda choice: choice[1][1] - choice[1][0])
 
 

@@ -15,15 +15,14 @@ from lightning_dp.accounting.base import (
     check_relation,
     merge,
 )
-from lightning_dp.accounting.composition import Composed, compose
+from lightning_dp.accounting.composition import compose
 from lightning_dp.accounting.gdp import gdp_delta, gdp_epsilon, mu_of
-from lightning_dp.accounting.grid import Plan, Target, grid_points, make_pmf, plan_grid
+from lightning_dp.accounting.grid import Plan, Target, grid_points, plan_grid, pmf_maker
 from lightning_dp.accounting.grouping import Mixture, as_mixture
 
 _EXACT = 32  # so few distinct steps are never grouped
 _ROUGH_SPACING = 0.8
 _MAX_ROUNDS = 8
-_MAX_EXACT = 4000  # as long as the points allow
 _MAX_POINTS = 5e7  # of all nodes together: about a second, for each direction
 
 
@@ -87,10 +86,7 @@ class PLDAccountant(AbstractAccountant):
         without = gdp_epsilon(mu_of(steps, relation), delta)
         if without == 0.0 or math.isinf(without) or np.all(steps.sample_rates == 1.0):
             return without
-        result = 0.0
-        for backward in _directions(relation):
-            result = max(result, self._epsilon(steps, target, relation, backward, least=result))
-        return min(without, result)
+        return float(min(without, self._worst_direction(steps, target, relation)))
 
     def delta(self, history: History, epsilon: float, relation: Relation = "add_remove") -> float:
         """Return the least delta at ``epsilon``; see the class."""
@@ -102,78 +98,61 @@ class PLDAccountant(AbstractAccountant):
         without = gdp_delta(mu_of(steps, relation), epsilon)
         if steps.has_noiseless or without == 0.0 or np.all(steps.sample_rates == 1.0):
             return without
-        sides = _directions(relation)
-        return min(without, max(self._delta(steps, target, relation, side) for side in sides))
+        return float(min(without, self._worst_direction(steps, target, relation)))
 
-    def _epsilon(
-        self, steps: Steps, target: Target, relation: Relation, backward: bool, least: float
-    ) -> float:
-        """epsilon of one direction, or 0 if it is at most ``least``."""
-        assert target.log_delta is not None
-        delta, value, coarsest = math.exp(target.log_delta), math.inf, math.inf
-        for _ in range(_MAX_ROUNDS):
-            plan, mixture = self._plan(steps, target, relation, backward, least, coarsest)
-            if plan.bound <= least:
-                return 0.0
-            composed = self._compose(steps, mixture, plan, relation, backward)
-            last, value = value, min(value, composed.epsilon(delta), plan.bound)
-            # The grid was made for the accuracy of Chernoff's bound. If that is far off, refine.
-            usual = value >= 0.8 * plan.bound or value <= least
-            if usual or last - value <= 2 * self.rtol * value + 1e-7 or composed.is_long:
-                break
-            coarsest = composed.h / 4
-        return max(value, 0.0)
-
-    def _delta(
-        self, steps: Steps, target: Target, relation: Relation, backward: bool
-    ) -> float:
-        """delta of one direction."""
-        assert target.epsilon is not None
-        value, coarsest = math.inf, math.inf
-        for _ in range(_MAX_ROUNDS):
-            plan, mixture = self._plan(steps, target, relation, backward, 0.0, coarsest)
-            composed = self._compose(steps, mixture, plan, relation, backward)
-            bound = math.exp(min(plan.bound, 0.0))
-            last, value = value, min(value, composed.delta(target.epsilon), bound)
-            if last - value <= 1e-3 * value or composed.is_long:
-                break
-            coarsest = composed.h / 4
+    def _worst_direction(self, steps: Steps, target: Target, relation: Relation) -> float:
+        """The larger value of removing a record and of adding one; exchanging one is symmetric."""
+        merged = merge_full_batch(steps)
+        value = self._one_direction(merged, target, relation, False, least=0.0)
+        if relation == "add_remove":
+            value = max(value, self._one_direction(merged, target, relation, True, least=value))
         return value
 
-    def _plan(
-        self,
-        steps: Steps,
-        target: Target,
-        relation: Relation,
-        backward: bool,
-        least: float,
-        coarsest: float,
-    ) -> tuple[Plan, Mixture]:
-        """A grid for the steps, from a rough reading of them."""
-        rough = as_mixture(_merge_full_batch(steps), relation, _ROUGH_SPACING, _EXACT)
-        return plan_grid(rough, target, self.rtol, relation, backward, least, coarsest), rough
-
-    def _compose(
-        self, steps: Steps, rough: Mixture, plan: Plan, relation: Relation, backward: bool
-    ) -> Composed:
-        """The composition on the grid of a plan, interpolated as finely as the work allows."""
-        mixture, merged, spacing = rough, _merge_full_batch(steps), self.spacing
-        if not rough.is_exact:
-            mixture = as_mixture(merged, relation, spacing, exact=_MAX_EXACT)
-        while grid_points(mixture, plan, relation) > _MAX_POINTS and spacing < _ROUGH_SPACING:
+    def _one_direction(
+        self, steps: Steps, target: Target, relation: Relation, backward: bool, least: float
+    ) -> float:
+        """The value of one direction, or a lower one if it is at most ``least``."""
+        rough = as_mixture(steps, relation, _ROUGH_SPACING, _EXACT)
+        plan, value = self._settle(rough, target, relation, backward, least)
+        if rough.is_exact or value <= least:
+            return value
+        mixture, spacing = rough, self.spacing
+        while spacing < _ROUGH_SPACING:
+            mixture = as_mixture(steps, relation, spacing, _EXACT)
+            if grid_points(mixture, plan, relation) <= _MAX_POINTS:
+                break
             spacing *= 1.2
-            mixture = as_mixture(merged, relation, spacing, exact=_EXACT)
-        return compose(
-            mixture, lambda node: make_pmf(mixture, node, plan, relation, backward), plan.grid
-        )
+        composed = compose(mixture, pmf_maker(mixture, plan, relation, backward), plan.grid)
+        return min(value, target.read(composed))
+
+    def _settle(
+        self, mixture: Mixture, target: Target, relation: Relation, backward: bool, least: float
+    ) -> tuple[Plan, float]:
+        """A grid that is fine enough, and the value on it or on a finer one.
+
+        The first grid has the accuracy wanted for Chernoff's bound. Where that is far above the
+        value, the grid is refined until the value settles.
+        """
+        value = math.inf
+        plan = plan_grid(mixture, target, self.rtol, relation, backward, least, math.inf)
+        finer = plan
+        for _ in range(_MAX_ROUNDS):
+            bound = target.value_of_bound(finer.bound)
+            if bound <= least:
+                return finer, bound
+            composed = compose(mixture, pmf_maker(mixture, finer, relation, backward), finer.grid)
+            last, value = value, min(value, target.read(composed), bound)
+            if last - value <= target.tolerance(value, self.rtol):
+                return plan, value
+            plan = finer
+            if value <= least or composed.is_long or target.trusts(bound, value):
+                break
+            coarsest = plan.grid.h / 4
+            finer = plan_grid(mixture, target, self.rtol, relation, backward, least, coarsest)
+        return plan, value
 
 
-def _directions(relation: Relation) -> tuple[bool, ...]:
-    """Removing a record, then adding one; exchanging one is symmetric."""
-    return (False,) if relation == "replace_one" else (False, True)
-
-
-def _merge_full_batch(steps: Steps) -> Steps:
+def merge_full_batch(steps: Steps) -> Steps:
     """Full-batch Gaussians are together one Gaussian, exactly."""
     full = steps.sample_rates == 1.0
     if np.count_nonzero(full) == 0:

@@ -77,7 +77,9 @@ def replacement_profile(epsilon: FloatArray, z: float, q: float) -> tuple[FloatA
     a0, a1, a2 = x / z, (x - 1) / z, (x + 1) / z
     # q phi(a1) = new + rest: the likelihoods at the threshold.
     new = q * np.exp(epsilon - 0.5 * a2 * a2) / math.sqrt(2 * math.pi)
-    rest = (1 - q) * -np.expm1(-epsilon) * np.exp(epsilon - 0.5 * a0 * a0) / math.sqrt(2 * math.pi)
+    # For q = 1 the exponent is without bound, and its factor 0.
+    rest = (1 - q) * -np.expm1(-epsilon) * np.exp(np.minimum(epsilon - 0.5 * a0 * a0, 700.0))
+    rest /= math.sqrt(2 * math.pi)
     mills = _mills(np.maximum(a1, 0.0))
     tail = np.where(a1 > 0, (new + rest) * mills, q * ndtr(-a1))
     delta = np.maximum(tail - new * _mills(a2) - rest * _mills(a0), 0.0)

@@ -131,7 +131,8 @@ def _halved(
 ) -> tuple[ComplexArray, float]:
     """:func:`sum_of_logs` of the two halves of a cell, or of its steps if they are few."""
     if cell.u.size <= _FEW:
-        return cell.counts @ np.log(cell.weights() @ np.stack(values)), 0.0
+        logs = np.log(cell.weights() @ np.stack(values))
+        return np.asarray(cell.counts @ logs, dtype=complex), 0.0
     wide = du if np.ptp(du) >= np.ptp(dv) else dv
     upper = wide > (wide.max() + wide.min()) / 2
     result = np.zeros(values[0].size, dtype=complex)

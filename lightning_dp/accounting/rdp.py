@@ -1,6 +1,7 @@
 """Renyi differential privacy in one pass over the steps: quick, additive, looser than the PLD."""
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -25,6 +26,7 @@ _INTEGERS = np.unique(np.concatenate((np.arange(2.0, 33.0), np.round(np.geomspac
 _LARGEST_ORDER = 2.0**16
 _CHUNK = 2_000_000
 _LOG_TAIL = -200.0
+_Converter = Callable[[FloatArray, FloatArray], FloatArray]
 
 
 @dataclass(frozen=True)
@@ -121,12 +123,12 @@ def renyi_divergence(
     return float(_total(steps, relation, np.array([order]))[0])
 
 
-def _least(steps: Steps, relation: Relation, convert: object) -> float:
+def _least(steps: Steps, relation: Relation, convert: _Converter) -> float:
     """The least converted value over the orders, extended while the last is the best."""
     orders = np.concatenate((_FRACTIONAL, _INTEGERS))
     best = math.inf
     while True:
-        values = convert(orders, _total(steps, relation, orders))  # type: ignore[operator]
+        values = convert(orders, _total(steps, relation, orders))
         at = int(np.argmin(values))
         best = min(best, float(values[at]))
         if at < orders.size - 1 or orders[-1] >= _LARGEST_ORDER:
