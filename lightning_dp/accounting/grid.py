@@ -124,7 +124,7 @@ def plan_grid(
     limit, h = math.inf, 0.0
     while True:
         reach = max(sum(support(z, q, log_tail, relation)) for z, q in mixture.nodes)
-        h = h if h > 0 else min(_snap(reach / 512), coarsest)
+        h = h if h > 0 else min(_snap(reach / 512), coarsest, 1.0)
         plan = Plan(Grid(h, 0.0, (0.0, 0.0), _POSITIVE), log_tail, limit, math.inf)
         pmfs, infinity = _pmfs(mixture, plan, relation, backward)
         moments = _moments(pmfs, h, _POSITIVE)

@@ -100,7 +100,7 @@ def as_mixture(steps: Steps, relation: str, spacing: float, exact: int) -> Mixtu
     rows = _lattice(_flatten(mu), spacing, _unflatten)
     columns = _lattice(np.log(steps.sample_rates), 1.4 * spacing, np.exp)
     rows[-1] = max(rows[-1], float(mu.max()))
-    columns[-1] = max(columns[-1], float(steps.sample_rates.max()))
+    columns[-1] = min(max(columns[-1], float(steps.sample_rates.max())), 1.0)
     i, u = _locate(-ndtr(-k * mu / 2), -ndtr(-k * rows / 2))
     j, v = _locate(steps.sample_rates, columns)
     lattice = _cells(steps, rows, columns, (i, j), (u, v))

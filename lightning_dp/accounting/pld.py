@@ -23,6 +23,7 @@ from lightning_dp.accounting.grouping import Mixture, as_mixture
 _EXACT = 32  # so few distinct steps are never grouped
 _ROUGH_SPACING = 0.8
 _MAX_ROUNDS = 8
+_LEAST_NOISE = 1e-3  # below it amplification is not worth the grid
 _MAX_POINTS = 5e7  # of all nodes together: about a second, for each direction
 
 
@@ -86,7 +87,7 @@ class PLDAccountant(AbstractAccountant):
         without = gdp_epsilon(mu_of(steps, relation), delta)
         if without == 0.0 or math.isinf(without) or np.all(steps.sample_rates == 1.0):
             return without
-        return float(min(without, self._worst_direction(steps, target, relation)))
+        return min(without, self._worst_direction(steps, target, relation, without))
 
     def delta(self, history: History, epsilon: float, relation: Relation = "add_remove") -> float:
         """Return the least delta at ``epsilon``; see the class."""
@@ -98,11 +99,15 @@ class PLDAccountant(AbstractAccountant):
         without = gdp_delta(mu_of(steps, relation), epsilon)
         if steps.has_noiseless or without == 0.0 or np.all(steps.sample_rates == 1.0):
             return without
-        return float(min(without, self._worst_direction(steps, target, relation)))
+        return min(without, self._worst_direction(steps, target, relation, without))
 
-    def _worst_direction(self, steps: Steps, target: Target, relation: Relation) -> float:
+    def _worst_direction(
+        self, steps: Steps, target: Target, relation: Relation, without: float
+    ) -> float:
         """The larger value of removing a record and of adding one; exchanging one is symmetric."""
         merged = merge_full_batch(steps)
+        if merged.noise_multipliers.min() < _LEAST_NOISE:
+            return without
         value = self._one_direction(merged, target, relation, False, least=0.0)
         if relation == "add_remove":
             value = max(value, self._one_direction(merged, target, relation, True, least=value))
@@ -123,7 +128,7 @@ class PLDAccountant(AbstractAccountant):
                 break
             spacing *= 1.2
         composed = compose(mixture, pmf_maker(mixture, plan, relation, backward), plan.grid)
-        return min(value, target.read(composed))
+        return float(min(value, target.read(composed)))
 
     def _settle(
         self, mixture: Mixture, target: Target, relation: Relation, backward: bool, least: float

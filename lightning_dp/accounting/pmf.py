@@ -157,7 +157,7 @@ def discretise(
         log_tail: logarithm of the mass that may be moved to infinity.
         relation: ``"add_remove"`` or ``"replace_one"``.
         backward: the pair (Q, P) instead of (P, Q).
-        limit: losses above it are moved to infinity, whatever their mass.
+        limit: losses above it are moved to infinity, losses below -limit to about -limit.
     """
     down, up = support(z, q, log_tail, relation)
     sides = [(forward_profile, up), (backward_profile, down)]
