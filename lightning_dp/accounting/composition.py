@@ -43,11 +43,6 @@ class Composed:
     infinity: float
     error: float
 
-    @property
-    def is_long(self) -> bool:
-        """Whether a finer grid would take too long."""
-        return self.tilted.size > 2**18
-
     def epsilon(self, delta: float) -> float:
         """The least epsilon inside the window whose delta, errors included, is at most ``delta``."""
         room = delta * (1 - 1e-9) - self.infinity

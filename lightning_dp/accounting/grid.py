@@ -29,6 +29,7 @@ _POSITIVE = np.geomspace(1e-3, 1e7, 45)
 _COARSE = np.concatenate((-_POSITIVE[::-3], [0.0], _POSITIVE[::3]))
 _NEAR = np.geomspace(0.3, 8.0, 18)
 _MAX_POINTS = 2**20
+_LONG = 2**18
 _LOG_OUTSIDE = math.log(1e-8)
 _LOG_LOSS = 3.0  # of accuracy, relative to the best tilt
 _LOG_TRUNCATED = -14.0  # of the mass of delta that may be moved to infinity
@@ -74,6 +75,13 @@ class Plan:
     log_tail: float
     limit: float
     bound: float
+
+    @property
+    def is_long(self) -> bool:
+        """Whether a finer grid would take too long."""
+        low, high = self.grid.ends
+        losses = self.limit if math.isfinite(self.limit) else 0.0
+        return max(high - low, losses) / self.grid.h > _LONG
 
 
 def pmf_maker(
@@ -132,6 +140,7 @@ def plan_grid(
         best, bound = _chernoff(_POSITIVE, bounds, target, infinity, 4 / h)
         tilt = float(_POSITIVE[best])
         epsilon = bound if target.epsilon is None else target.epsilon
+        least = least if target.epsilon is None else 0.0
         scale = max(epsilon, least, 0.1 * _deviation(bounds, best), 1e-9)
         spread = _spread(mixture, pmfs, moments[:, best])
         wanted = math.sqrt(8 * rtol * scale / ((tilt + 1) * spread))
