@@ -9,12 +9,16 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from lightning_dp.accounting import (
     AbstractAccountant,
     StreamingRDPAccountant,
     affordable_steps,
     calibrate,
 )
+from lightning_dp.accounting.curve import epsilon_curve
 from lightning_dp.accounting.guards import AbstractGuard, FixedGuard, GDPGuard, RDPGuard
 from lightning_dp.accounting.ledger import Ledger
 from lightning_dp.config import PrivacyConfig
@@ -79,25 +83,36 @@ class PrivateRun:
 
     def epsilon_at(self, delta: float) -> float:
         """ε spent at another δ; for noise chosen at run time, the whole budget's from its first step."""
-        if self.is_adaptive and self.mechanism is not None and self.steps:
-            claim = self.mechanism.guard.claim(delta)
-            assert claim is not None
-            return claim
+        if self.is_adaptive and self.steps:
+            return self._claim(delta)
         return self.config.accountant.epsilon(self.ledger.history(), delta, self.config.relation)
+
+    def _claim(self, delta: float) -> float:
+        """ε of the whole budget, which holds whatever noise is chosen at run time."""
+        claim = None if self.mechanism is None else self.mechanism.guard.claim(delta)
+        return math.inf if claim is None else claim
 
     def epsilon_after(self, more_steps: int) -> float:
         """ε at ``target_delta`` after that many more steps of the plan."""
+        return float(self.epsilon_curve(np.array([more_steps]))[0])
+
+    def epsilon_curve(self, more_steps: NDArray[np.int64]) -> NDArray[np.float64]:
+        """ε at ``target_delta`` after each of these numbers of more steps of the plan, in one go."""
         if self.is_adaptive:
-            return self.epsilon
-        history = self.ledger.history()
-        if self.mechanism is not None:
-            plan, step = self.mechanism.plan, self.mechanism.step
-            if isinstance(plan.shape, Constant):
-                history = [*history, (plan.event(step), more_steps)] if more_steps else history
-            else:
-                history = history + [(plan.event(step + i), 1) for i in range(more_steps)]
-        delta, relation = self.config.target_delta, self.config.relation
-        return self.config.accountant.epsilon(history, delta, relation)
+            claim = self._claim(self.config.target_delta)
+            return np.where(more_steps + self.steps > 0, claim, 0.0)
+        if self.mechanism is None:
+            return np.full(more_steps.shape, self.epsilon)
+        plan, step = self.mechanism.plan, self.mechanism.step
+        constant = isinstance(plan.shape, Constant) and math.isfinite(plan.scale)
+        return epsilon_curve(
+            plan.event(step) if constant else lambda later: plan.event(step + later),
+            more_steps,
+            self.config.target_delta,
+            self.config.relation,
+            self.config.accountant,
+            spent=self.ledger.history(),
+        )
 
     @property
     def remaining_steps(self) -> float:

@@ -174,6 +174,7 @@ def test_adaptive_noise_keeps_to_the_budget_and_claims_all_of_it(
     used = {event.pair[0] for event, _ in privacy._run.ledger.history()}
     assert len(used) > 3  # it really adapted
     assert privacy.epsilon == pytest.approx(BUDGET, rel=1e-6)
+    assert trainer.callback_metrics["privacy/epsilon"] == pytest.approx(BUDGET, rel=1e-6)
     assert trainer.global_step == privacy.steps
     assert epsilon(privacy._run.ledger.history(), DELTA) <= BUDGET
 

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 from lightning_dp.accounting.base import AbstractAccountant, History, Relation
 from lightning_dp.accounting.calibration import affordable_steps, calibrate
+from lightning_dp.accounting.curve import EpsilonCurve, epsilon_curve
 from lightning_dp.accounting.events import (
     AbstractEvent,
     Gaussian,
@@ -20,6 +21,7 @@ from lightning_dp.accounting.rdp import StreamingRDPAccountant
 __all__ = [
     "AbstractAccountant",
     "AbstractEvent",
+    "EpsilonCurve",
     "Gaussian",
     "History",
     "OpacusPRVAccountant",
@@ -33,6 +35,7 @@ __all__ = [
     "calibrate",
     "delta",
     "epsilon",
+    "epsilon_curve",
     "event_from_dict",
     "gdp_delta",
     "gdp_epsilon",

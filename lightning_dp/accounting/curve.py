@@ -8,7 +8,7 @@ given a grid of its own. Every value carries its own errors, as in :mod:`composi
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -31,6 +31,7 @@ from lightning_dp.accounting.gdp import gdp_epsilon
 from lightning_dp.accounting.grid import Plan, Target, grid_points, plan_grid, pmf_maker
 from lightning_dp.accounting.grouping import Cell, Mixture, as_mixture
 from lightning_dp.accounting.pld import PLDAccountant
+from lightning_dp.accounting.pmf import LossPmf
 from lightning_dp.accounting.tilting import MomentTable, outside
 
 EventPlan = Callable[[int], AbstractEvent] | AbstractEvent
@@ -323,7 +324,7 @@ class _Snapshots:
     """The composed loss after each length, on one grid."""
 
     def __init__(
-        self, run: _Run, mixture: Mixture, plan: Plan, make: Callable[[int], object]
+        self, run: _Run, mixture: Mixture, plan: Plan, make: Callable[[int], LossPmf]
     ) -> None:
         self._run, self._grid = run, plan.grid
         self.steps = run.sums(run.counts)
@@ -355,7 +356,7 @@ class _Snapshots:
                 if last_use[corner] == number:
                     del kept[corner]
 
-    def _node(self, pmf: object, table: MomentTable) -> tuple[FloatArray, ComplexArray, float]:
+    def _node(self, pmf: LossPmf, table: MomentTable) -> tuple[FloatArray, ComplexArray, float]:
         """Log moments, transform of the tilted pmf, mass at infinity."""
         moments = table.of(pmf)
         x = (pmf.start + np.arange(pmf.probabilities.size)) * self._grid.h
@@ -513,14 +514,11 @@ def _log_series(
     result: dict[tuple[int, int], ComplexArray] = {}
     for k in range(1, order + 1):
         for key, term in power.items():
-            result[key] = result.get(key, 0) + (-1) ** (k + 1) / k * term
+            result[key] = result.get(key, 0j) + (-1) ** (k + 1) / k * term
         if k < order:
             product: dict[tuple[int, int], ComplexArray] = {}
             for (i, j), x in power.items():
                 for (a, b), y in linear.items():
-                    product[i + a, j + b] = product.get((i + a, j + b), 0) + x * y
+                    product[i + a, j + b] = product.get((i + a, j + b), 0j) + x * y
             power = product
     return result
-
-
-_Events = Sequence[tuple[AbstractEvent, int]]

@@ -29,6 +29,7 @@ from scipy.special import ndtr
 from lightning_dp.accounting.base import FloatArray, Steps
 
 _ROUND_UP = 1e-11
+_MOST_CELLS = 4096
 _UNIT = 2.0**-52
 IntArray = NDArray[np.intp]
 
@@ -133,7 +134,7 @@ def _lattice(
     low, high = float(y.min()), float(y.max())
     if high - low < 1e-9:
         return np.asarray(inverse(np.array([high])), dtype=float)
-    points = max(1, math.ceil((high - low) / spacing)) + 1
+    points = min(max(1, math.ceil((high - low) / spacing)), _MOST_CELLS) + 1
     return np.asarray(inverse(np.linspace(low, high, points)), dtype=float)
 
 

@@ -9,6 +9,7 @@ import torch
 from lightning.pytorch import Trainer
 from numpy.typing import NDArray
 
+from lightning_dp.accounting import PLDAccountant
 from lightning_dp.private_run import PrivateRun
 
 __all__ = ["EPSILON", "NOISE_MULTIPLIER", "Publisher"]
@@ -40,6 +41,10 @@ class Publisher:
         self._start = run.steps
         self._nodes = self._choose_nodes()
         self._values = np.full(len(self._nodes), np.nan)
+        if isinstance(
+            run.config.accountant, PLDAccountant
+        ):  # together they cost little more than one
+            self._values = run.epsilon_curve(self._nodes)
         self._logged_at = -1
 
     def _choose_nodes(self) -> NDArray[np.int64]:

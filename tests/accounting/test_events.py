@@ -1,84 +1,83 @@
-"""Events: what they mean, how they are written down, what they refuse."""
-
-from __future__ import annotations
+"""Events: what they mean, what they refuse, how they are written down."""
 
 import json
 import math
 
 import pytest
 
-from lightning_dp.accounting import (
-    AbstractEvent,
-    Gaussian,
-    PoissonGaussian,
-    PoissonRound,
-    event_from_dict,
-)
+from lightning_dp.accounting import Gaussian, PoissonGaussian, PoissonRound, event_from_dict
 
 EVENTS = [
-    Gaussian(0.1 + 0.2),
     Gaussian(0.0),
-    PoissonGaussian(1 / 3, 1e-7),
-    PoissonGaussian(2, 1),
-    PoissonRound((1.0, 0.3), 0.05),
+    Gaussian(1.5),
+    PoissonGaussian(0.7, 0.01),
+    PoissonGaussian(3, 1),
+    PoissonRound((1.0, 2.0, 3.0), 0.1),
 ]
 
 
-@pytest.mark.parametrize("event", EVENTS, ids=repr)
-def test_an_event_survives_json(event: AbstractEvent) -> None:
+@pytest.mark.parametrize("event", EVENTS)
+def test_dictionary_survives_json(event):
     assert event_from_dict(json.loads(json.dumps(event.to_dict()))) == event
 
 
-def test_a_round_is_one_gaussian_of_all_its_queries() -> None:
-    z, q = PoissonRound((3.0, 4.0), 0.1).pair
-    assert (z, q) == (pytest.approx((1 / 9 + 1 / 16) ** -0.5, rel=1e-15), 0.1)
-    assert PoissonRound((1e-200, 1.0), 0.1).pair[0] == 1e-200
-    assert PoissonRound((0.0, 1.0), 0.1).pair[0] == 0.0
+@pytest.mark.parametrize("event", EVENTS)
+def test_dictionary_holds_plain_python(event):
+    assert {type(v) for v in event.to_dict().values()} <= {str, float, list}
 
 
-@pytest.mark.parametrize("z", [-1.0, math.nan, math.inf, -math.inf])
-def test_refuses_illegal_noise(z: float) -> None:
-    for make in (
-        lambda: Gaussian(z),
-        lambda: PoissonGaussian(z, 0.1),
-        lambda: PoissonRound((1.0, z), 0.1),
-    ):
-        with pytest.raises(ValueError, match="finite and at least 0"):
-            make()
+def test_round_is_one_gaussian_amplified_once():
+    z, q = PoissonRound((3.0, 4.0), 0.2).pair
+    assert z == pytest.approx((1 / 9 + 1 / 16) ** -0.5)
+    assert q == 0.2
 
 
-@pytest.mark.parametrize("z", ["1", None, True, 1j, [1.0]])
-def test_refuses_what_is_not_a_number(z: object) -> None:
-    with pytest.raises(ValueError, match="noise_multiplier must be a real number"):
-        Gaussian(z)  # type: ignore[arg-type]
+def test_round_with_a_noiseless_query_is_noiseless():
+    assert PoissonRound((1.0, 0.0), 0.2).pair == (0.0, 0.2)
 
 
-@pytest.mark.parametrize("q", [0.0, -0.1, 1.0000001, 2.0, math.nan, math.inf])
-def test_refuses_an_illegal_rate(q: float) -> None:
-    with pytest.raises(ValueError, match=r"sample_rate must be in \(0, 1\]"):
+def test_round_of_tiny_multipliers_does_not_overflow():
+    assert PoissonRound((1e-200, 1e-200), 0.2).pair[0] == pytest.approx(1e-200 / math.sqrt(2))
+
+
+@pytest.mark.parametrize("z", [-1.0, math.nan, math.inf, "1", None, True])
+def test_illegal_noise_multiplier_is_refused(z):
+    with pytest.raises(ValueError, match="noise_multiplier"):
+        Gaussian(z)
+    with pytest.raises(ValueError, match="noise_multiplier"):
+        PoissonGaussian(z, 0.1)
+    with pytest.raises(ValueError, match="noise_multipliers"):
+        PoissonRound((1.0, z), 0.1)
+
+
+@pytest.mark.parametrize("q", [0.0, -0.1, 1.0001, math.nan, "0.1"])
+def test_illegal_sample_rate_is_refused(q):
+    with pytest.raises(ValueError, match="sample_rate"):
         PoissonGaussian(1.0, q)
-    with pytest.raises(ValueError, match=r"sample_rate must be in \(0, 1\]"):
+    with pytest.raises(ValueError, match="sample_rate"):
         PoissonRound((1.0,), q)
 
 
-@pytest.mark.parametrize("queries", [(), 1.0, "12"])
-def test_refuses_a_round_without_queries(queries: object) -> None:
-    with pytest.raises(ValueError, match="must be a non-empty sequence"):
-        PoissonRound(queries, 0.1)  # type: ignore[arg-type]
+@pytest.mark.parametrize("multipliers", [(), 1.0, "1"])
+def test_round_needs_a_sequence(multipliers):
+    with pytest.raises(ValueError, match="non-empty sequence"):
+        PoissonRound(multipliers, 0.1)
 
 
 @pytest.mark.parametrize(
-    ("written", "message"),
+    ("d", "message"),
     [
-        ({"event": "Laplace", "noise_multiplier": 1.0}, "unknown event 'Laplace'"),
-        ({"noise_multiplier": 1.0}, "unknown event None"),
-        ({"event": "Gaussian"}, "needs exactly the keys"),
-        ({"event": "Gaussian", "noise_multiplier": 1.0, "q": 1}, "needs exactly the keys"),
-        ({"event": "Gaussian", "noise_multiplier": math.nan}, "finite and at least 0"),
-        ({"event": "PoissonRound", "noise_multipliers": 1, "sample_rate": 1}, "must be a list"),
-        ("Gaussian", "must be a dictionary"),
+        (None, "dictionary"),
+        ({}, "unknown event"),
+        ({"event": "Laplace"}, "unknown event"),
+        ({"event": "Gaussian"}, "exactly the keys"),
+        ({"event": "Gaussian", "noise_multiplier": 1.0, "extra": 1}, "exactly the keys"),
+        ({"event": "Gaussian", "noise_multiplier": "x"}, "real number"),
+        ({"event": "Gaussian", "noise_multiplier": math.nan}, "finite"),
+        ({"event": "PoissonGaussian", "noise_multiplier": 1.0, "sample_rate": 2}, "sample_rate"),
+        ({"event": "PoissonRound", "noise_multipliers": 1.0, "sample_rate": 0.1}, "list"),
     ],
 )
-def test_refuses_to_read(written: object, message: str) -> None:
+def test_malformed_dictionary_is_refused(d, message):
     with pytest.raises(ValueError, match=message):
-        event_from_dict(written)  # type: ignore[arg-type]
+        event_from_dict(d)
