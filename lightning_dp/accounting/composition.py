@@ -129,7 +129,7 @@ def compose(mixture: Mixture, make: Callable[[int], LossPmf], grid: Grid) -> Com
     infinity = sum(c.total * max(nodes.infinity[k] for k in c.corners) for c in mixture.cells)
     error = missed + spectrum_error + 1e-14 * (mixture.total + math.log2(n))
     log_norm += 1e-14 * mixture.total  # rounding of the log moments
-    return Composed(start, grid.h, tilted, grid.tilt, log_norm, min(infinity, 1.0), error)
+    return Composed(start, grid.h, tilted, grid.tilt, log_norm, min(float(infinity), 1.0), error)
 
 
 class _Nodes:

@@ -32,7 +32,7 @@ from lightning_dp.accounting.grid import Plan, Target, grid_points, plan_grid, p
 from lightning_dp.accounting.grouping import Cell, Mixture, as_mixture
 from lightning_dp.accounting.pld import PLDAccountant
 from lightning_dp.accounting.pmf import LossPmf
-from lightning_dp.accounting.tilting import MomentTable, outside
+from lightning_dp.accounting.tilting import MomentTable, log_largest_weight, outside
 
 EventPlan = Callable[[int], AbstractEvent] | AbstractEvent
 ComplexArray = NDArray[np.complex128]
@@ -44,8 +44,10 @@ _MAX_POINTS = 2e7
 _MAX_TOGETHER = 64  # lengths that share a grid
 _MAX_RATIO = 4.0  # of the longest to the shortest of them
 _MAX_ORDER = 6
-_TRUNCATION = 1e-9
+_TRUNCATION = 1e-8
+_FEW = 8
 _NEGLIGIBLE = -46.0
+_TINY = 1e-300
 _UNIT = 2.0**-52
 _ALL_STEPS = 32
 _RATIO = 1.02
@@ -79,7 +81,7 @@ def epsilon_curve(
     Example:
         >>> from lightning_dp.accounting import PoissonGaussian
         >>> epsilon_curve(PoissonGaussian(1.0, 0.01), [0, 100, 1000], delta=1e-5).round(2)
-        array([0.  , 0.91, 1.83])
+        array([0.  , 0.72, 1.83])
     """
     check_delta(delta)
     check_relation(relation)
@@ -115,7 +117,7 @@ class EpsilonCurve:
         >>> from lightning_dp.accounting import PoissonGaussian
         >>> curve = EpsilonCurve(PoissonGaussian(1.0, 0.01), steps=100, delta=1e-5)
         >>> round(curve.at(100), 2)
-        0.91
+        0.72
     """
 
     def __init__(
@@ -219,7 +221,8 @@ class _Run:
             self.pairs[:end], weights=self.counts[:end], minlength=self.noise_multipliers.size
         )
         used = totals > 0
-        return Steps(self.noise_multipliers[used], self.sample_rates[used], totals[used])
+        counts = np.asarray(totals[used], dtype=np.float64)
+        return Steps(self.noise_multipliers[used], self.sample_rates[used], counts)
 
     def part(self, first: int, last: int) -> "_Run":
         """The run up to the last of some lengths, and these lengths only."""
@@ -290,26 +293,37 @@ class _Together:
             run, mixture, plan, pmf_maker(mixture, plan, self._relation, backward)
         )
         found: list[float] = []
-        cost = 0.0
+        longest, allowed = 0.0, 0.0
         for k in range(run.size - 1, -1, -1):
-            composed, slope = snapshots.composed(k)
+            near = 0.7 * found[-1] if found else -math.inf
+            composed = snapshots.composed(k, above=near)
             value = composed.epsilon(self._delta)
-            inflation = snapshots.steps[k] * (slope + 1) * plan.grid.h**2 / value if value else 0.0
-            cost = cost or 2 * inflation
-            clean = replace(composed, error=0.0).epsilon(self._delta)
-            if found and not (value <= clean * (1 + 1e-4) + 1e-12 and inflation <= cost):
+            if value <= near + 2 * composed.h:
+                composed = snapshots.composed(k, above=-math.inf)
+                value = composed.epsilon(self._delta)
+            good = _has_small_error(composed, value, self._delta)
+            if not found:
+                if not good:
+                    least_useful = float(least[-1])
+                    own = accountant._one_direction(
+                        steps, self._target, self._relation, backward, least_useful
+                    )
+                    value = min(value, own)
+                longest = value
+            if value > 0:
+                # What connecting the dots costs, see the module grid; tilts go as 1 / epsilon.
+                tilt = composed.tilt * longest / value
+                cost = snapshots.steps[k] * (tilt + 1) * composed.h**2 / value
+                allowed = allowed or 2 * cost
+                good = good and cost <= allowed
+            if found and not good:
                 break
-            if not found and value > clean * (1 + 1e-3):
-                value = min(
-                    value,
-                    accountant._one_direction(steps, self._target, self._relation, backward, 0.0),
-                )
             found.append(value)
         return np.array(found[::-1])
 
     def _mixture(self, run: _Run, plan: Plan) -> Mixture:
         """Cells whose ``counts`` are the numbers of the pairs, from 1: they find their members."""
-        numbers = np.arange(run.noise_multipliers.size) + 1.0
+        numbers = np.asarray(np.arange(run.noise_multipliers.size) + 1.0, dtype=np.float64)
         steps = Steps(run.noise_multipliers, run.sample_rates, numbers)
         spacing = self._accountant.spacing
         while True:
@@ -318,6 +332,15 @@ class _Together:
             if mixture.is_exact or few or spacing >= _ROUGH_SPACING:
                 return mixture
             spacing *= 1.2
+
+
+def _has_small_error(composed: Composed, epsilon: float, delta: float) -> bool:
+    """Whether the errors that are added to delta are at most a thousandth of it."""
+    if not math.isfinite(epsilon):
+        return False
+    exponent = composed.log_norm - composed.tilt * epsilon
+    exponent += float(log_largest_weight(composed.tilt))
+    return composed.error * math.exp(min(exponent, 700.0)) <= 1e-3 * delta
 
 
 class _Snapshots:
@@ -333,7 +356,7 @@ class _Snapshots:
         points = max(math.ceil(grid.ends[1] / grid.h) - self._start + 1, 16)
         self._n = int(fft.next_fast_len(points, real=True))
         self._active = np.arange(self._n // 2 + 1)
-        self._logs = np.zeros((run.size, self._active.size), dtype=complex)
+        self._logs = np.zeros((self._active.size, run.size), dtype=complex)  # a row per frequency
         self._least = np.ones(self._active.size)
         self._truncation = 0.0
         tilts = np.append(grid.tilts, grid.tilt)
@@ -393,16 +416,16 @@ class _Snapshots:
             self._bounds += total[:, None] * moments[0]
             self._log_norm += total * moments[0, -1]
             base = corners[0][1][self._active]
-            with np.errstate(divide="ignore"):
-                log_base = np.log(np.abs(base)) + 1j * np.angle(base)
-            self._logs += total[:, None] * log_base
+            # The least number instead of 0: a length without such steps is multiplied by 1.
+            log_base = np.log(np.maximum(np.abs(base), _TINY)) + 1j * np.angle(base)
+            self._logs += log_base[:, None] * total
         else:
             self._mixtures(cell, corners, moments, (members, place, counts, total))
         # No factor exceeds 1: what is negligible after the shortest length stays so.
-        keep = self._logs[0].real > _NEGLIGIBLE
+        keep = self._logs[:, 0].real > _NEGLIGIBLE
         if not keep.all():
             self._active, self._least = self._active[keep], self._least[keep]
-            self._logs = self._logs[:, keep]
+            self._logs = self._logs[keep]
 
     def _mixtures(
         self,
@@ -424,19 +447,41 @@ class _Snapshots:
         log_norm = own[0] + np.log(weights @ np.exp(own - own[0]))
         norm = run.sums(counts * log_norm[place], members)
         self._log_norm += norm
-        v00, v01, v10, v11 = (
+        values = [
             math.exp(own[c] - own[0]) * phi[self._active] for c, (_, phi, _) in enumerate(corners)
-        )
+        ]
+        self._logs -= norm - total * own[0]
+        self._add_logs(cell, (members, place, counts), values, np.arange(self._active.size))
+
+    def _add_logs(
+        self,
+        cell: Cell,
+        items: tuple[IntArray, IntArray, FloatArray],
+        values: list[ComplexArray],
+        rows: IntArray,
+    ) -> None:
+        """Add ``sum_t n_t log(sum_c w_tc values_c)`` over the steps of each length.
+
+        As in :func:`lightning_dp.accounting.product.sum_of_logs`: a series around the mean of the
+        cell; where that is too far, the cell is halved.
+        """
+        members, place, counts = items
+        total = self._run.sums(counts, members)
+        if cell.u.size <= _FEW:
+            sums = cell.weights() @ np.stack(values)
+            logs = np.log(np.where(sums == 0, _TINY, sums))
+            each = [self._run.sums(counts * (place == i), members) for i in range(cell.u.size)]
+            self._logs[rows] += logs.T @ np.stack(each).astype(complex)
+            return
         mean_u, mean_v = float(cell.u.mean()), float(cell.v.mean())
         du, dv = cell.u - mean_u, cell.v - mean_v
+        v00, v01, v10, v11 = values
         both = v11 - v10 - v01 + v00
-        along_u = v10 - v00 + mean_v * both
-        along_v = v01 - v00 + mean_u * both
+        along_u, along_v = v10 - v00 + mean_v * both, v01 - v00 + mean_u * both
         base = v00 + mean_u * (v10 - v00) + mean_v * (v01 - v00) + mean_u * mean_v * both
         ratios: dict[tuple[int, int], ComplexArray] = {}
         radius = np.zeros(base.size)
         with np.errstate(divide="ignore", invalid="ignore"):
-            log_base = np.log(np.abs(base)) + 1j * np.angle(base)
             for key, term, size in (
                 ((1, 0), along_u, np.abs(du).max()),
                 ((0, 1), along_v, np.abs(dv).max()),
@@ -446,42 +491,44 @@ class _Snapshots:
                     ratios[key] = term / base
                     radius += size * np.abs(ratios[key])
         steps = float(total[-1])
-        allowed = min((_TRUNCATION * (_MAX_ORDER + 1) / steps) ** (1 / (_MAX_ORDER + 1)), 0.5)
-        small = radius <= allowed
+        small = radius <= min(
+            (_TRUNCATION * (_MAX_ORDER + 1) / steps) ** (1 / (_MAX_ORDER + 1)), 0.5
+        )
         reach = float(radius[small].max(initial=0.0))
         order, remainder = 1, 0.0
         for order in range(1, _MAX_ORDER + 1):
             remainder = steps * reach ** (order + 1) / ((order + 1) * (1 - reach))
-            if remainder <= 1e-12:
+            if remainder <= _TRUNCATION / 100:
                 break
         self._truncation += remainder
-        near = {key: ratio[small] for key, ratio in ratios.items()}
-        terms = _log_series(near, order)
+        terms = _log_series({key: ratio[small] for key, ratio in ratios.items()}, order)
         keys = list(terms)
-        powers = [run.sums(counts * (du[place] ** i) * (dv[place] ** j), members) for i, j in keys]
-        left = np.stack([total, *powers], axis=1).astype(complex)
-        right = np.stack([log_base[small], *(terms[key] for key in keys)])
-        shift = norm - total * own[0]
-        everything = bool(small.all())
-        if everything:
-            self._logs += left @ right - shift[:, None]
+        powers = [self._run.sums(counts * (du**i * dv**j)[place], members) for i, j in keys]
+        left = np.stack([total, *powers]).astype(complex)
+        right = np.stack([np.log(base[small]), *(terms[key] for key in keys)], axis=1)
+        if small.all() and rows.size == self._active.size:
+            self._logs += right @ left
             return
-        self._logs[:, small] += left @ right - shift[:, None]
-        rest = np.flatnonzero(~small)
-        stacked = np.stack([v00[rest], v01[rest], v10[rest], v11[rest]])
-        chunk = max(1, 1_000_000 // members.size)
-        with np.errstate(divide="ignore", invalid="ignore"):
-            for first in range(0, rest.size, chunk):
-                columns = slice(first, first + chunk)
-                logs = np.log(weights @ stacked[:, columns])[place] * counts[:, None]
-                padded = np.vstack([np.zeros((1, logs.shape[1])), np.cumsum(logs, axis=0)])
-                seen = padded[np.searchsorted(members, run.ends)]
-                self._logs[:, rest[columns]] += seen - shift[:, None]
+        self._logs[rows[small]] += right @ left
+        if small.all():
+            return
+        wide = du if np.ptp(du) >= np.ptp(dv) else dv
+        upper = wide > (wide.max() + wide.min()) / 2
+        for half in (upper, ~upper):
+            inside = half[place]
+            part = Cell(cell.corners, cell.u[half], cell.v[half], cell.counts[half])
+            numbers = np.cumsum(half) - 1
+            self._add_logs(
+                part,
+                (members[inside], numbers[place[inside]], counts[inside]),
+                [value[~small] for value in values],
+                rows[~small],
+            )
 
-    def composed(self, k: int) -> tuple[Composed, float]:
-        """The composed loss of the k-th length, and the tilt that is best for it by Chernoff."""
+    def composed(self, k: int, above: float) -> Composed:
+        """The composed loss of the k-th length, without the losses that are not above a number."""
         grid, n, steps = self._grid, self._n, float(self.steps[k])
-        values = np.exp(self._logs[k])
+        values = np.exp(self._logs[:, k])
         values[~np.isfinite(values)] = 0.0
         spectrum = np.zeros(n // 2 + 1, dtype=complex)
         spectrum[self._active] = values
@@ -498,12 +545,9 @@ class _Snapshots:
         tilted = np.roll(np.maximum(fft.irfft(spectrum, n), 0.0), -(self._start % n))
         log_norm += 1e-13 * steps
         infinity = min(float(self._infinity[k]), 1.0)
-        composed = Composed(self._start, grid.h, tilted, grid.tilt, log_norm, infinity, error)
-        return composed, self._slope(k)
-
-    def _slope(self, k: int) -> float:
-        """The tilt at which the tilted mean of the k-th length is about its epsilon."""
-        return float(self._grid.tilt * math.sqrt(self.steps[-1] / max(self.steps[k], 1.0)))
+        cut = min(max(math.floor((above - ends[0]) / grid.h), 0), n - 2) if above > ends[0] else 0
+        start, tilted = self._start + cut, tilted[cut:]
+        return Composed(start, grid.h, tilted, grid.tilt, log_norm, infinity, error)
 
 
 def _log_series(

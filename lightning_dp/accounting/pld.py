@@ -59,7 +59,7 @@ class PLDAccountant(AbstractAccountant):
         >>> round(PLDAccountant().epsilon(history, delta=1e-5), 2)
         2.09
         >>> round(PLDAccountant().epsilon(history, delta=1e-5, relation="replace_one"), 2)
-        3.54
+        3.07
     """
 
     rtol: float = 2.5e-4

@@ -41,7 +41,10 @@ class OpacusHooks(AbstractGradientEngine):
         # The first layer's input never requires a gradient; torch warns of it in every run.
         warnings.filterwarnings("ignore", message="Full backward hook is firing when gradients")
         self._module, self._params = module, params
-        self._all_params, self._all_modules = list(module.parameters()), list(module.named_modules())
+        self._all_params, self._all_modules = (
+            list(module.parameters()),
+            list(module.named_modules()),
+        )
         try:
             self._hooks = GradSampleHooks(module, strict=True, loss_reduction="mean")
         except Exception as error:  # NotImplementedError for buffers, others from copying a layer

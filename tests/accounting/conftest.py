@@ -20,7 +20,7 @@ def _profile_by_integration(
 ) -> float:
     """delta of one step: the integral of (p - e^epsilon r)+, the larger of both directions."""
 
-    x = np.linspace(-1 - 12 * z, 1 + 12 * z, 1_000_001)
+    x = np.linspace(-1 - 12 * z, 1 + 12 * z, 400_001)
     without = norm.pdf(x, 0, z)
     new = (1 - q) * without + q * norm.pdf(x, 1, z)
     old = (1 - q) * without + q * norm.pdf(x, -1, z)
