@@ -90,6 +90,8 @@ class PrivateRun:
     def _claim(self, delta: float) -> float:
         """ε of the whole budget, which holds whatever noise is chosen at run time."""
         claim = None if self.mechanism is None else self.mechanism.guard.claim(delta)
+        if claim is None and delta == self.config.target_delta:
+            claim = self.config.target_epsilon  # nothing is left: no earlier guard exceeded it
         return math.inf if claim is None else claim
 
     def epsilon_after(self, more_steps: int) -> float:
@@ -249,7 +251,8 @@ class PrivateRun:
             return FixedGuard(limit, self.ledger)
         budget = (config.target_epsilon, config.target_delta, config.relation, spent)
         full = plan.sample_rate == 1 and all(event.pair[1] == 1 for event, _ in spent)
-        if full and plan.scale > 0:
+        is_envelope = isinstance(plan.shape, AbstractAdaptiveSchedule) and not self.is_adaptive
+        if full and plan.scale > 0 and not is_envelope:  # an envelope is charged as planned
             return GDPGuard(*budget)
         if not self.is_adaptive:
             return FixedGuard(limit, self.ledger)
@@ -259,10 +262,10 @@ class PrivateRun:
     def _limit(self, plan: NoisePlan, step: int, planned_steps: float) -> float:
         """How many charges the ledger may hold at most."""
         config = self.config
-        if config.target_epsilon is None or self.is_adaptive:
-            return math.inf
         if not math.isfinite(plan.scale):
             return self.ledger.steps
+        if config.target_epsilon is None or self.is_adaptive:
+            return math.inf
         constant = isinstance(plan.shape, Constant)
         affordable = affordable_steps(
             plan.event(step) if constant else lambda i: plan.event(step + i),

@@ -220,3 +220,33 @@ def test_an_adaptive_run_resumes_with_its_state(classifier, mlp, loader, make_tr
     assert saved["schedule"]["norm"] > 0
     assert second.steps >= first.steps
     assert epsilon(second._run.ledger.history(), DELTA) <= BUDGET
+
+
+def test_an_envelope_on_full_batches_is_charged_as_planned(classifier, mlp, loader, make_trainer):
+    privacy, _ = fit(
+        classifier,
+        mlp,
+        loader,
+        make_trainer,
+        target_epsilon=BUDGET,
+        sampling=FullBatch(),
+        noise_schedule=ByNorm(least=1.0, envelope=True),
+    )
+    assert privacy.report().guard.startswith("fixed:")
+    assert len(privacy._run.ledger.history()) == 1
+    assert 0.99 * BUDGET < privacy.epsilon <= BUDGET
+
+
+def test_a_second_adaptive_fit_with_nothing_left_trains_nothing(
+    classifier, mlp, loader, make_trainer
+):
+    privacy = DifferentialPrivacy(
+        target_epsilon=BUDGET, target_delta=DELTA, noise_schedule=ByNorm(least=0.9)
+    )
+    make_trainer(max_epochs=2, callbacks=[privacy]).fit(classifier(mlp()), loader)
+    steps = privacy.steps
+    again = make_trainer(max_epochs=2, callbacks=[privacy])
+    with pytest.warns(UserWarning, match="No training step was made"):
+        again.fit(classifier(mlp()), loader)
+    assert again.global_step == 0 and privacy.steps == steps
+    assert privacy.epsilon == pytest.approx(BUDGET)
