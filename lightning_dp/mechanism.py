@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from lightning_dp.accounting.events import AbstractEvent
+from lightning_dp.accounting.base import History
+from lightning_dp.accounting.events import AbstractEvent, event_from_dict
 from lightning_dp.accounting.guards import AbstractGuard, FixedGuard
 from lightning_dp.accounting.ledger import Ledger
-from lightning_dp.estimators.base import AbstractEstimator, State
+from lightning_dp.estimators.base import State
 from lightning_dp.functional import flatten
 from lightning_dp.noise import NoiseSource, add_noise
 from lightning_dp.plan import NoisePlan
 from lightning_dp.postprocessing.base import AbstractPostProcessor
-from lightning_dp.query import BoundedSum, Query
+from lightning_dp.query import BoundedSum, Query, Release
 from lightning_dp.schedules.adaptive import AbstractAdaptiveSchedule
 from lightning_dp.world import World
 
@@ -36,34 +37,35 @@ class Mechanism:
     ``answer`` once per chunk of the batch (sensitive), then ``tell`` (noise, and everything after
     it, which is post-processing).
 
-    - A step that is begun is charged, also if its batch is empty or it is never finished.
+    - A step that is begun is charged, also if its batch is empty or it is never finished. A step
+      whose estimator asks nothing is not charged; it still uses up its place in the plan.
     - Every answer must be bounded by exactly the clip norm that the query asked for.
     - Under the guard "fixed" the noise is never less than the plan's, and the plan is charged; the
       other guards are charged what the run-time schedule chose.
 
     Args:
-        plan: z_t and the event of every step.
-        estimator: what is asked, and made of the answers.
+        plan: what is asked at every step, z_t, and the event that it makes.
         postprocessing: applied to the estimate, in order.
         ledger: charged before each step.
         guard: says before each step whether it fits into the budget.
-        expected_batch_size: B, the divisor of every mean.
+        num_records: N; the divisor of the mean at step t is B_t = q_t N.
         noise: where the noise comes from.
         world: the processes that share the step.
     """
 
     plan: NoisePlan
-    estimator: AbstractEstimator
     postprocessing: tuple[AbstractPostProcessor, ...]
     ledger: Ledger
     guard: AbstractGuard
-    expected_batch_size: float
+    num_records: float
     noise: NoiseSource
     world: World
     step: int = 0
     _estimator_state: State | None = field(default=None, repr=False)
     _postprocessing_states: list[State] = field(default_factory=list, repr=False)
     _schedule_state: State = field(default_factory=dict, repr=False)
+    _unasked: dict[AbstractEvent, int] = field(default_factory=dict, repr=False)
+    _is_under_way: bool = False
     _query: Query | None = field(default=None, repr=False)
     _total: BoundedSum | None = field(default=None, repr=False)
 
@@ -74,7 +76,9 @@ class Mechanism:
     @property
     def exhausted(self) -> bool:
         """Whether one more step would exceed the budget."""
-        return not self.guard.fits(lambda: self.plan.event_of(self.next_noise_multiplier))
+        return not self.guard.fits(
+            lambda: self.plan.event_of(self.next_noise_multiplier, self.step)
+        )
 
     @property
     def next_noise_multiplier(self) -> float:
@@ -83,11 +87,21 @@ class Mechanism:
 
     @property
     def query(self) -> Query | None:
-        """The query of the step under way."""
+        """The query of the step under way; None if it asks nothing."""
         return self._query
 
-    def ask(self, params: Sequence[Tensor]) -> Query:
-        """Begin a step: form its query and charge it.
+    @property
+    def is_under_way(self) -> bool:
+        """Whether a step was begun and not finished."""
+        return self._is_under_way
+
+    @property
+    def unasked(self) -> History:
+        """Planned events of the steps that asked nothing, and so were not charged."""
+        return list(self._unasked.items())
+
+    def ask(self, params: Sequence[Tensor]) -> Query | None:
+        """Begin a step: form its query and charge it; None, and no charge, if it asks nothing.
 
         A step that was begun and not finished is dropped, with everything answered to it.
 
@@ -98,27 +112,45 @@ class Mechanism:
             raise BudgetExhausted(
                 f"The privacy budget does not allow another step after {self.ledger.steps}."
             )
+        estimator = self.plan.estimator
         if self._estimator_state is None:
-            self._estimator_state = self.estimator.init(params)
+            self._estimator_state = estimator.init(params)
         chosen = self.next_noise_multiplier
-        query = self.estimator.ask(self._estimator_state, params, self.step, chosen)
+        query = estimator.ask(self._estimator_state, params, self.step, chosen)
+        query = self._as_on_lead(query)
         event = self._event(query, chosen)
-        self.ledger.charge(event)
-        self.guard.book(event)
-        self._query, self._total = query, None
+        if query is None:
+            self._unasked[event] = self._unasked.get(event, 0) + 1
+            self.guard.pass_over()
+        else:
+            self.ledger.charge(event)
+            self.guard.book(event)
+        self._is_under_way, self._query, self._total = True, query, None
         return query
 
-    def _event(self, query: Query, chosen: float) -> AbstractEvent:
+    def _as_on_lead(self, query: Query | None) -> Query | None:
+        """The same bound on every process: a norm may differ in its last bit between machines."""
+        if self.world.size == 1:
+            return query
+        clip_norm = self.world.broadcast(None if query is None else query.clip_norm)
+        if (query is None) != (clip_norm is None):
+            raise RuntimeError(
+                f"Rank {self.world.rank} and rank 0 do not ask the same at step {self.step}: their "
+                "parameters differ. Nothing but the optimizer may change them during fit."
+            )
+        return None if query is None else replace(query, clip_norm=clip_norm)
+
+    def _event(self, query: Query | None, chosen: float) -> AbstractEvent:
         """What is charged for a query. Raises RuntimeError if its noise is below the envelope."""
         is_fixed = isinstance(self.guard, FixedGuard)
         least = self.plan.noise_multiplier(self.step) if is_fixed else chosen
-        if not query.noise_multiplier >= least:
+        if query is not None and not query.noise_multiplier >= least:
             raise RuntimeError(
-                f"{self.estimator} with noise_schedule={self.plan.shape} asked for "
+                f"{self.plan.estimator} with noise_schedule={self.plan.shape} asked for "
                 f"noise_multiplier={query.noise_multiplier} at step {self.step}, below the planned "
                 f"{least}: the plan is an envelope."
             )
-        return self.plan.event_of(least)
+        return self.plan.event_of(least, self.step)
 
     def answer(self, part: BoundedSum) -> None:
         """Add the answer of one chunk; the chunks of a step must hold different records."""
@@ -137,22 +169,23 @@ class Mechanism:
 
         A step without any answer (an empty batch) releases pure noise.
         """
-        query, state = self._query, self._estimator_state
-        if query is None or state is None:
-            raise RuntimeError("Nothing was asked: Mechanism.ask() must come before tell().")
-        total = self._total or BoundedSum(_zeros(params), query.clip_norm)
-        self._query, self._total = None, None
-        release = add_noise(total, query.noise_multiplier, self.noise, self.world)
-        released = release.mean(self.expected_batch_size)
+        state = self._estimator_state
+        if not self._is_under_way or state is None:
+            raise RuntimeError("No step was begun: Mechanism.ask() must come before tell().")
+        query, total = self._query, self._total
+        self.drop()  # whatever happens now, the same sum is not released twice
+        release = self._release(query, total, params)
+        released = release.mean(self.plan.rate(self.step) * self.num_records)
         if isinstance(self.plan.shape, AbstractAdaptiveSchedule):
-            self._schedule_state = self.plan.shape.observe(self._schedule_state, released)
-        estimate, self._estimator_state = self.estimator.tell(state, params, released)
+            self._schedule_state = self.plan.shape.observe(self._schedule_state, released.value)
+        estimator = self.plan.estimator
+        estimate, self._estimator_state = estimator.tell(state, params, self.step, released)
         self.step += 1
-        return self._postprocess(estimate)
+        return self._postprocess(estimate, params)
 
-    def _postprocess(self, estimate: Tensor) -> Tensor:
+    def _postprocess(self, estimate: Tensor, params: Sequence[Tensor]) -> Tensor:
         states = self._postprocessing_states or [
-            processor.init(estimate.numel()) for processor in self.postprocessing
+            processor.init(params) for processor in self.postprocessing
         ]
         following = []
         for processor, state in zip(self.postprocessing, states, strict=True):
@@ -161,9 +194,18 @@ class Mechanism:
         self._postprocessing_states = following
         return estimate
 
+    def _release(
+        self, query: Query | None, total: BoundedSum | None, params: Sequence[Tensor]
+    ) -> Release:
+        """The noised sum; zeros without noise if nothing was asked."""
+        if query is None:
+            return Release(_zeros(params), 0.0)
+        total = total or BoundedSum(_zeros(params), query.clip_norm)
+        return add_noise(total, query.noise_multiplier, self.noise, self.world)
+
     def drop(self) -> None:
         """Forget the step under way; its charge stays."""
-        self._query, self._total = None, None
+        self._is_under_way, self._query, self._total = False, None, None
 
     def state_dict(self) -> dict[str, Any]:
         """Released values only: the step and the states of the parts. Never a running sum."""
@@ -172,6 +214,7 @@ class Mechanism:
             "estimator": self._estimator_state,
             "postprocessing": self._postprocessing_states,
             "schedule": self._schedule_state,
+            "unasked": [[event.to_dict(), count] for event, count in self._unasked.items()],
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -179,6 +222,7 @@ class Mechanism:
         self._estimator_state = state["estimator"]
         self._postprocessing_states = list(state["postprocessing"])
         self._schedule_state = state["schedule"]
+        self._unasked = {event_from_dict(event): int(n) for event, n in state["unasked"]}
 
 
 def _zeros(params: Sequence[Tensor]) -> Tensor:

@@ -1,28 +1,33 @@
-"""The noise of every step, declared before the first one."""
+"""The noise and the batches of every step, declared before the first one."""
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from lightning_dp.accounting.events import AbstractEvent
-from lightning_dp.estimators.base import State
+from lightning_dp.estimators.base import AbstractEstimator, State
+from lightning_dp.estimators.mean_gradient import MeanGradient
 from lightning_dp.sampling.base import AbstractSampling
 from lightning_dp.schedules.adaptive import AbstractAdaptiveSchedule
 from lightning_dp.schedules.base import AbstractSchedule
+from lightning_dp.schedules.constant import Constant
 
 __all__ = ["NoisePlan"]
 
 
 @dataclass(frozen=True)
 class NoisePlan:
-    """z_t = scale · shape(t) under one sampling scheme, as declared before the first step.
+    """z_t = scale · schedule(t) · relative noise(t), q_t = q · relative rate(t), for every step t.
+
+    The relative ones are the estimator's; both are 1 where its steps are all alike.
 
     Args:
         scale: the noise multiplier where the shape is 1; 0 trains without privacy.
         shape: the noise schedule.
-        sampling: the sampling scheme that turns z_t into a privacy event.
+        sampling: the sampling scheme that turns (z_t, q_t) into a privacy event.
         sample_rate: q.
+        estimator: what is asked at every step.
 
     Example:
         >>> from lightning_dp.sampling import Poisson
@@ -35,33 +40,47 @@ class NoisePlan:
     shape: AbstractSchedule
     sampling: AbstractSampling
     sample_rate: float
+    estimator: AbstractEstimator = field(default_factory=MeanGradient)
+
+    @property
+    def is_constant(self) -> bool:
+        """Whether every step makes the same event."""
+        return isinstance(self.shape, Constant) and self.estimator.period == 1
 
     def noise_multiplier(self, step: int) -> float:
         """z_t. Raises ValueError if the shape is not positive and finite there."""
-        try:
-            value = self.shape(step)
-        except OverflowError:
-            value = math.inf
-        return self._scaled(value, step)
+        return self.scale * self.relative_noise(step)
 
     def noise_multiplier_now(self, state: State, step: int) -> float:
         """z_t as chosen at run time; the planned one, unless the schedule is adaptive."""
         if isinstance(self.shape, AbstractAdaptiveSchedule):
-            return self._scaled(self.shape.value(state, step), step)
+            return self.scale * self._relative(self.shape.value(state, step), step)
         return self.noise_multiplier(step)
 
-    def _scaled(self, value: float, step: int) -> float:
+    def relative_noise(self, step: int) -> float:
+        """z_t / scale."""
+        try:
+            value = self.shape(step)
+        except OverflowError:
+            value = math.inf
+        return self._relative(value, step)
+
+    def _relative(self, value: float, step: int) -> float:
         if not 0 < value < math.inf:
             raise ValueError(
                 f"noise_schedule={self.shape} gives {value} at step {step}; "
                 "a schedule must be positive and finite at every step."
             )
-        return self.scale * value
+        return value * self.estimator.relative_noise(step)
+
+    def rate(self, step: int) -> float:
+        """q_t."""
+        return min(1.0, self.sample_rate * self.estimator.relative_rate(step))
 
     def event(self, step: int) -> AbstractEvent:
         """The privacy event of step t as planned."""
-        return self.event_of(self.noise_multiplier(step))
+        return self.event_of(self.noise_multiplier(step), step)
 
-    def event_of(self, noise_multiplier: float) -> AbstractEvent:
-        """The privacy event of a step with this noise multiplier."""
-        return self.sampling.event(noise_multiplier, self.sample_rate)
+    def event_of(self, noise_multiplier: float, step: int) -> AbstractEvent:
+        """The privacy event of step t with this noise multiplier."""
+        return self.sampling.event(noise_multiplier, self.rate(step))

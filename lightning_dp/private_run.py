@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import secrets
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,8 @@ from numpy.typing import NDArray
 
 from lightning_dp.accounting import (
     AbstractAccountant,
+    AbstractEvent,
+    History,
     StreamingRDPAccountant,
     affordable_steps,
     calibrate,
@@ -26,7 +29,7 @@ from lightning_dp.mechanism import Mechanism
 from lightning_dp.noise import NoiseSource
 from lightning_dp.plan import NoisePlan
 from lightning_dp.sampling import BatchPlan
-from lightning_dp.schedules import AbstractAdaptiveSchedule, Constant
+from lightning_dp.schedules import AbstractAdaptiveSchedule
 from lightning_dp.world import World
 
 __all__ = ["PrivateRun"]
@@ -49,8 +52,8 @@ class PrivateRun:
         self.ledger = Ledger()
         self.mechanism: Mechanism | None = None
         self.batches: BatchPlan | None = None
-        self.planned_steps: float = math.inf
-        self.affordable_steps: float = math.inf
+        self._end: float = math.inf  # the mechanism's step at which the plan ends
+        self._affordable_end: float = math.inf  # ... and at which the budget does
         self.stop_reason: str | None = None
         self.is_seeded = config.seed is not None  # for good: also a run resumed without the seed
         self._resumed: dict[str, Any] | None = None
@@ -104,11 +107,9 @@ class PrivateRun:
             claim = self._claim(self.config.target_delta)
             return np.where(more_steps + self.steps > 0, claim, 0.0)
         if self.mechanism is None:
-            return np.full(more_steps.shape, self.epsilon)
-        plan, step = self.mechanism.plan, self.mechanism.step
-        constant = isinstance(plan.shape, Constant) and math.isfinite(plan.scale)
+            return np.full(more_steps.shape, self.epsilon)  # nothing is planned yet
         return epsilon_curve(
-            plan.event(step) if constant else lambda later: plan.event(step + later),
+            _events(self.mechanism.plan, self.mechanism.step),
             more_steps,
             self.config.target_delta,
             self.config.relation,
@@ -117,11 +118,37 @@ class PrivateRun:
         )
 
     @property
+    def epsilon_of_plan(self) -> float | None:
+        """ε of the whole plan, also of its steps that asked nothing; None if it has no end.
+
+        What must be claimed if results decided when to stop, or which steps to leave out.
+        """
+        mechanism, remaining = self.mechanism, self.remaining_steps
+        if mechanism is None or not math.isfinite(remaining):
+            return None
+        delta = self.config.target_delta
+        if self.is_adaptive:
+            return self._claim(delta) if self.steps + remaining else 0.0
+        plan, now, more = mechanism.plan, mechanism.step, int(remaining)
+        if plan.is_constant:
+            left: History = [(plan.event(now), more)] if more else []
+        else:
+            left = [(plan.event(step), 1) for step in range(now, now + more)]
+        history = [*self.ledger.history(), *mechanism.unasked, *left]
+        return self.config.accountant.epsilon(history, delta, self.config.relation)
+
+    @property
     def remaining_steps(self) -> float:
         """Steps of the plan that are left and that the budget affords."""
         if self.mechanism is None:
-            return self.planned_steps
-        return min(self.planned_steps, self.affordable_steps) - self.ledger.steps
+            return math.inf
+        end = min(self._end, self._affordable_end)
+        return min(max(0, end - self.mechanism.step), self.mechanism.guard.remaining)
+
+    @property
+    def is_over_early(self) -> bool:
+        """Whether the budget ends here, and the plan does not."""
+        return self.exhausted and self.mechanism is not None and self.mechanism.step < self._end
 
     @property
     def exhausted(self) -> bool:
@@ -129,6 +156,10 @@ class PrivateRun:
         return self.mechanism is not None and self.mechanism.exhausted
 
     # -- what a strategy does --------------------------------------------------------------
+
+    def rate(self, step: int) -> float:
+        """q at a step of the plan."""
+        return self._plan(1.0).rate(step)
 
     def use_batches(self, batches: BatchPlan) -> None:
         """Fix how batches are made; it is a public constant of the run.
@@ -171,7 +202,7 @@ class PrivateRun:
             self.ledger.mirror(record)
             self.ledger.begin(run)
         self.mechanism = self._make_mechanism(planned_steps, world, steps_before)
-        self.planned_steps = self.ledger.steps + planned_steps
+        self._end = self.mechanism.step + planned_steps
         self._is_under_way, self._resumed, self.stop_reason = True, None, None
 
     def _make_mechanism(self, planned_steps: float, world: World, steps_before: int) -> Mechanism:
@@ -179,22 +210,47 @@ class PrivateRun:
         config, state = self.config, self._state_to_continue(steps_before)
         step = 0 if state is None else int(state["step"])
         scale = world.broadcast(self._scale(planned_steps, step))
-        plan = NoisePlan(scale, config.noise_schedule, config.sampling, self.batches.sample_rate)
-        limit = world.broadcast(self._limit(plan, step, planned_steps))
-        self.affordable_steps = limit
+        plan = self._plan(scale)
+        affordable = world.broadcast(self._affordable(plan, step, planned_steps))
+        self._affordable_end = step + affordable
         mechanism = Mechanism(
             plan=plan,
-            estimator=config.resolved_estimator(),
             postprocessing=config.postprocessing,
             ledger=self.ledger,
-            guard=self._guard(plan, step, planned_steps, limit),
-            expected_batch_size=self.batches.expected_batch_size,
+            guard=self._guard(plan, step, planned_steps, affordable),
+            num_records=self.batches.num_records,
             noise=NoiseSource(config.seed),
             world=world,
         )
         if state is not None:
             mechanism.load_state_dict(state)
         return mechanism
+
+    def replan(self, world: World) -> bool:
+        """Find anew how much of the plan the budget affords, after a charge was spent on nothing.
+
+        False where nothing changes: if all steps are alike, the guard's count is enough.
+        """
+        mechanism = self.mechanism
+        if mechanism is None or mechanism.plan.is_constant:
+            return False
+        left = self._end - mechanism.step
+        affordable = world.broadcast(self._affordable(mechanism.plan, mechanism.step, left))
+        self._affordable_end = mechanism.step + affordable
+        if isinstance(mechanism.guard, FixedGuard):  # the others count what was charged
+            mechanism.guard = FixedGuard(affordable)
+        return True
+
+    def _plan(self, scale: float) -> NoisePlan:
+        assert self.batches is not None
+        config = self.config
+        return NoisePlan(
+            scale,
+            config.noise_schedule,
+            config.sampling,
+            self.batches.sample_rate,
+            config.resolved_estimator(),
+        )
 
     def _state_to_continue(self, steps_before: int) -> dict[str, Any] | None:
         """The mechanism's state from the checkpoint, or from this Trainer's fit before."""
@@ -223,10 +279,10 @@ class PrivateRun:
         # Calibration meets a target to one part in 1000; what is left below that is nothing.
         if not self.epsilon < 0.999 * config.target_epsilon or planned_steps < 1:
             return math.inf  # nothing is left, and no finite noise fits into it
-        shape = config.noise_schedule
+        plan = self._plan(1.0)
         return calibrate(
-            lambda later: shape(step + later),
-            self.batches.sample_rate,
+            lambda later: plan.relative_noise(step + later),
+            plan.rate(0) if plan.estimator.period == 1 else lambda later: plan.rate(step + later),
             int(planned_steps),
             config.target_epsilon,
             config.target_delta,
@@ -243,32 +299,31 @@ class PrivateRun:
         return self.config.accountant
 
     def _guard(
-        self, plan: NoisePlan, step: int, planned_steps: float, limit: float
+        self, plan: NoisePlan, step: int, planned_steps: float, affordable: float
     ) -> AbstractGuard:
         """``gdp`` for full batches, ``rdp`` for noise chosen at run time, else ``fixed``."""
         config, spent = self.config, self.ledger.history()
         if config.target_epsilon is None or not math.isfinite(plan.scale):
-            return FixedGuard(limit, self.ledger)
+            return FixedGuard(affordable)
         budget = (config.target_epsilon, config.target_delta, config.relation, spent)
         full = plan.sample_rate == 1 and all(event.pair[1] == 1 for event, _ in spent)
         is_envelope = isinstance(plan.shape, AbstractAdaptiveSchedule) and not self.is_adaptive
         if full and plan.scale > 0 and not is_envelope:  # an envelope is charged as planned
             return GDPGuard(*budget)
         if not self.is_adaptive:
-            return FixedGuard(limit, self.ledger)
+            return FixedGuard(affordable)
         expected = [(plan.event(step + i), 1) for i in range(int(min(planned_steps, 1000)))]
         return RDPGuard(*budget, expected)
 
-    def _limit(self, plan: NoisePlan, step: int, planned_steps: float) -> float:
-        """How many charges the ledger may hold at most."""
+    def _affordable(self, plan: NoisePlan, step: int, planned_steps: float) -> float:
+        """How many steps of the plan, from this one on, the budget affords."""
         config = self.config
         if not math.isfinite(plan.scale):
-            return self.ledger.steps
+            return 0
         if config.target_epsilon is None or self.is_adaptive:
             return math.inf
-        constant = isinstance(plan.shape, Constant)
-        affordable = affordable_steps(
-            plan.event(step) if constant else lambda i: plan.event(step + i),
+        return affordable_steps(
+            _events(plan, step),
             int(min(planned_steps, _ENDLESS)),
             config.target_epsilon,
             config.target_delta,
@@ -276,7 +331,6 @@ class PrivateRun:
             accountant=config.accountant,
             spent=self.ledger.history(),
         )
-        return self.ledger.steps + affordable
 
     def stop(self) -> None:
         """End the fit: close the journal and drop a step under way; what was spent stays."""
@@ -323,6 +377,13 @@ class PrivateRun:
             self.ledger.restore(state["ledger"], directory)
         self.is_seeded = self.is_seeded or bool(state["seeded"])
         self._resumed = None if state["mechanism"] is None else state
+
+
+def _events(plan: NoisePlan, step: int) -> AbstractEvent | Callable[[int], AbstractEvent]:
+    """The events of a plan from this step on; one event if all are alike."""
+    if plan.is_constant and math.isfinite(plan.scale):
+        return plan.event(step)
+    return lambda later: plan.event(step + later)
 
 
 def _check_same(before: dict[str, Any], now: dict[str, Any]) -> None:

@@ -109,7 +109,7 @@ class BoundedSum:
 
 @dataclass(frozen=True)
 class Release:
-    """A noised sum: the only thing about the data that leaves the mechanism.
+    """A noised sum or mean: the only thing about the data that leaves the mechanism.
 
     Args:
         value: flat vector of length d.
@@ -119,8 +119,8 @@ class Release:
     value: Tensor
     noise_std: float
 
-    def mean(self, expected_batch_size: float) -> Tensor:
-        """``value / B`` with B the *expected* batch size: the realised one is private."""
+    def mean(self, expected_batch_size: float) -> Release:
+        """The sum over B, the *expected* batch size: the realised one is private."""
         if not expected_batch_size > 0:
             raise ValueError(f"expected_batch_size={expected_batch_size} must be greater than 0.")
-        return self.value / expected_batch_size
+        return Release(self.value / expected_batch_size, self.noise_std / expected_batch_size)

@@ -100,11 +100,10 @@ class PrivacyReport:
 def report(run: PrivateRun) -> PrivacyReport:
     """The report of a run, during or after a fit."""
     config, batches, epsilon = run.config, run.batches, run.epsilon
-    remaining = run.remaining_steps
     return PrivacyReport(
         epsilon=epsilon,
         delta=config.target_delta,
-        epsilon_of_plan=run.epsilon_after(int(remaining)) if math.isfinite(remaining) else None,
+        epsilon_of_plan=run.epsilon_of_plan,
         relation=config.relation,
         steps=run.steps,
         target_epsilon=config.target_epsilon,

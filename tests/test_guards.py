@@ -127,7 +127,7 @@ def test_gdp_refuses_to_count_subsampled_steps():
 
 def test_fixed_counts_the_ledger():
     ledger = new_ledger()
-    assert affordable(FixedGuard(3, ledger), ledger, [Gaussian(1.0)] * 5) == 3
+    assert affordable(FixedGuard(3), ledger, [Gaussian(1.0)] * 5) == 3
 
 
 # -- through the Trainer ---------------------------------------------------------------------------

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 from lightning_dp.callbacks import DifferentialPrivacy
 from lightning_dp.estimators import AbstractEstimator, State
 from lightning_dp.functional import flatten
-from lightning_dp.query import Query, Term
+from lightning_dp.query import Query, Release, Term
 from lightning_dp.sampling import FullBatch
 
 
@@ -35,9 +35,9 @@ class Difference(AbstractEstimator):
         return Query(terms, self.clip_norm, noise_multiplier)
 
     def tell(
-        self, state: State, params: Sequence[Tensor], released: Tensor
+        self, state: State, params: Sequence[Tensor], step: int, released: Release
     ) -> tuple[Tensor, State]:
-        v = released if state["v"] is None else state["v"] + released
+        v = released.value if state["v"] is None else state["v"] + released.value
         return v, {"v": v, "point": flatten(params)}
 
 

@@ -180,11 +180,10 @@ def descend(problem: Problem, plan: NoisePlan, steps: int, seed: int) -> float:
     ledger.begin("descent")
     mechanism = Mechanism(
         plan=plan,
-        estimator=MeanGradient(CLIP_NORM),
         postprocessing=(),
         ledger=ledger,
-        guard=FixedGuard(steps, ledger),
-        expected_batch_size=len(problem.records.y),
+        guard=FixedGuard(steps),
+        num_records=len(problem.records.y),
         noise=NoiseSource(seed),
         world=World(),
     )
@@ -207,7 +206,7 @@ def plan_of(shape: AbstractSchedule, steps: int, budget: str) -> NoisePlan:
         scale = math.sqrt(spent / PAPER_BUDGET)
     else:
         scale = calibrate(shape, 1.0, steps, EPSILON, DELTA)
-    return NoisePlan(scale, shape, FullBatch(), 1.0)
+    return NoisePlan(scale, shape, FullBatch(), 1.0, MeanGradient(CLIP_NORM))
 
 
 def exact_budget() -> float:
@@ -233,7 +232,7 @@ def estimate_influence(problem: Problem, size: Size, *, hessian: bool) -> np.nda
         nonlocal calls
         seed, calls = calls % size.probe_repeats, calls + 1  # the same noise for every value
         shape = FromInfluence(tuple(sigma**-4.0 for sigma in noise_multipliers))
-        plan = NoisePlan(noise_multipliers[0], shape, FullBatch(), 1.0)
+        plan = NoisePlan(noise_multipliers[0], shape, FullBatch(), 1.0, MeanGradient(CLIP_NORM))
         return descend(problem, plan, MAX_STEPS, seed)
 
     probes = np.linspace(0, MAX_STEPS - 1, size.probes).round().astype(int).tolist()

@@ -20,7 +20,7 @@ _ROUGH = PLDAccountant(rtol=4e-3, spacing=0.2)
 
 def calibrate(
     shape: Sequence[float] | Callable[[int], float],
-    sample_rate: float,
+    sample_rate: float | Callable[[int], float],
     steps: int,
     epsilon: float,
     delta: float,
@@ -40,7 +40,7 @@ def calibrate(
 
     Args:
         shape: positive numbers, one for each step, or a function of the step.
-        sample_rate: ``q`` in (0, 1]: the Poisson rate of every step.
+        sample_rate: ``q`` in (0, 1]: the Poisson rate of every step, or a function of the step.
         steps: number of steps, at least 1.
         epsilon: the budget, > 0, that ``spent`` and the steps may use together.
         delta: in (0, 1).
@@ -59,7 +59,7 @@ def calibrate(
         >>> round(scale, 3)
         0.814
     """
-    values = _shape_values(shape, steps)
+    values = _step_counts(shape, sample_rate, steps)
     epsilon, delta = _check_budget(epsilon, delta, relation)
     judge = PLDAccountant() if accountant is None else accountant
     already = judge.epsilon(spent, delta, relation)
@@ -70,11 +70,12 @@ def calibrate(
         )
 
     def cost(accountant: AbstractAccountant, scale: float) -> float:
-        plan = [(_event(scale * value, sample_rate), count) for value, count in values.items()]
+        plan = [(_event(scale * value, rate), count) for (value, rate), count in values.items()]
         return accountant.epsilon([*spent, *plan], delta, relation)
 
-    start = math.sqrt(math.fsum(count / value**2 for value, count in values.items()))
-    if isinstance(judge, PLDAccountant) and sample_rate < 1 and len(values) > 100:
+    start = math.sqrt(math.fsum(count / value**2 for (value, _), count in values.items()))
+    is_sampled = any(rate < 1 for _, rate in values)
+    if isinstance(judge, PLDAccountant) and is_sampled and len(values) > 100:
         rough = replace(_ROUGH, rtol=max(_ROUGH.rtol, judge.rtol))
         start = _solve(lambda scale: cost(rough, scale), start, epsilon, 0.02)
     return _solve(lambda scale: cost(judge, scale), start, epsilon, _TOLERANCE)
@@ -205,8 +206,12 @@ def _event(noise_multiplier: float, sample_rate: float) -> AbstractEvent:
     return PoissonGaussian(noise_multiplier, sample_rate)
 
 
-def _shape_values(shape: Sequence[float] | Callable[[int], float], steps: int) -> dict[float, int]:
-    """Distinct values of the shape with their counts."""
+def _step_counts(
+    shape: Sequence[float] | Callable[[int], float],
+    sample_rate: float | Callable[[int], float],
+    steps: int,
+) -> dict[tuple[float, float], int]:
+    """Distinct pairs of the shape's value and the rate, with their counts."""
     if isinstance(steps, bool) or not hasattr(steps, "__index__") or not steps >= 1:
         raise ValueError(f"steps must be an integer of at least 1, got {steps!r}.")
     if not callable(shape) and len(shape) != steps:
@@ -214,12 +219,13 @@ def _shape_values(shape: Sequence[float] | Callable[[int], float], steps: int) -
             f"shape has {len(shape)} values for {steps} steps; give one positive value for each "
             "step, or a function of the step."
         )
-    counts: dict[float, int] = {}
+    counts: dict[tuple[float, float], int] = {}
     for step in range(steps):
         value = float(shape(step) if callable(shape) else shape[step])
         if not 0 < value < math.inf:
             raise ValueError(f"shape must be finite and positive, got {value} at step {step}.")
-        counts[value] = counts.get(value, 0) + 1
+        pair = value, float(sample_rate(step) if callable(sample_rate) else sample_rate)
+        counts[pair] = counts.get(pair, 0) + 1
     return counts
 
 

@@ -12,7 +12,6 @@ from scipy.optimize import brentq
 from lightning_dp.accounting.base import History, Relation, check_relation
 from lightning_dp.accounting.events import AbstractEvent
 from lightning_dp.accounting.gdp import gdp_delta, gdp_epsilon
-from lightning_dp.accounting.ledger import Ledger
 from lightning_dp.accounting.rdp import renyi_divergence
 
 __all__ = ["AbstractGuard", "FixedGuard", "GDPGuard", "RDPGuard"]
@@ -38,6 +37,14 @@ class AbstractGuard(ABC):
     def book(self, event: AbstractEvent) -> None:
         """This event was charged."""
 
+    def pass_over(self) -> None:  # noqa: B027 (most guards count events, not places in a plan)
+        """The step in turn asked nothing and was not charged."""
+
+    @property
+    def remaining(self) -> float:
+        """How many more steps are sure to fit, where that was found in advance; else infinite."""
+        return math.inf
+
     @abstractmethod
     def claim(self, delta: float) -> float | None:
         """ε at δ that holds whatever noise is chosen at run time; None if the plan must be fixed."""
@@ -51,22 +58,28 @@ class FixedGuard(AbstractGuard):
     the accountant's of the plan so far.
 
     Args:
-        limit: how many charges the ledger may hold; may be infinite.
-        ledger: which.
+        limit: how many steps of the plan may be made; may be infinite. One that asks nothing
+            counts too: what was charged is then a part of what the budget affords.
     """
 
     name = "fixed"
     description = "fixed: the noise of every step was declared before the first one"
 
-    def __init__(self, limit: float, ledger: Ledger) -> None:
-        self.limit = limit
-        self._ledger = ledger
+    def __init__(self, limit: float) -> None:
+        self._remaining = limit
+
+    @property
+    def remaining(self) -> float:
+        return self._remaining
 
     def fits(self, next_event: Callable[[], AbstractEvent]) -> bool:
-        return self._ledger.steps < self.limit
+        return self._remaining >= 1
 
     def book(self, event: AbstractEvent) -> None:
-        """The ledger counts."""
+        self._remaining -= 1
+
+    def pass_over(self) -> None:
+        self._remaining -= 1
 
     def claim(self, delta: float) -> float | None:
         return None

@@ -1,6 +1,8 @@
-"""Estimators: what is asked of the data at each step, and what is made of the answer."""
+"""Estimators: what is asked of the data, and what gradient is made of the answer."""
 
 from lightning_dp.estimators.base import AbstractEstimator, State
+from lightning_dp.estimators.diff2 import Diff2
 from lightning_dp.estimators.mean_gradient import MeanGradient
+from lightning_dp.estimators.storm import Storm
 
-__all__ = ["AbstractEstimator", "MeanGradient", "State"]
+__all__ = ["AbstractEstimator", "Diff2", "MeanGradient", "State", "Storm"]

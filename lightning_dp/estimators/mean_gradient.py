@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from lightning_dp.estimators.base import AbstractEstimator, State
-from lightning_dp.query import Query, Term
+from lightning_dp.query import Query, Release, Term
 
 __all__ = ["MeanGradient"]
 
@@ -48,6 +48,6 @@ class MeanGradient(AbstractEstimator):
         return Query((Term(),), self.max_grad_norm, noise_multiplier)
 
     def tell(
-        self, state: State, params: Sequence[Tensor], released: Tensor
+        self, state: State, params: Sequence[Tensor], step: int, released: Release
     ) -> tuple[Tensor, State]:
-        return released, state
+        return released.value, state

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 
 from torch import Tensor
 
@@ -18,8 +19,8 @@ class AbstractPostProcessor(ABC):
     """
 
     @abstractmethod
-    def init(self, size: int) -> State:
-        """The state before the first step, for flat estimates of length ``size``."""
+    def init(self, params: Sequence[Tensor]) -> State:
+        """The state before the first step; estimates hold one entry for each of the parameters'."""
 
     @abstractmethod
     def apply(self, state: State, estimate: Tensor) -> tuple[Tensor, State]:

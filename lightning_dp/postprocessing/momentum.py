@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -28,7 +29,7 @@ class Momentum(AbstractPostProcessor):
 
     Example:
         >>> momentum = Momentum(beta=0.9)
-        >>> m, state = momentum.apply(momentum.init(1), torch.tensor([1.0]))
+        >>> m, state = momentum.apply(momentum.init([torch.zeros(1)]), torch.tensor([1.0]))
         >>> m, state = momentum.apply(state, torch.tensor([0.0]))
         >>> m                                        # weights 0.9 * 0.1 and 0.1 over their sum
         tensor([0.4737])
@@ -40,8 +41,8 @@ class Momentum(AbstractPostProcessor):
         if not 0 <= self.beta < 1:
             raise ValueError(f"Momentum(beta={self.beta}) must be in [0, 1).")
 
-    def init(self, size: int) -> State:
-        return {"average": torch.zeros(size), "steps": 0}
+    def init(self, params: Sequence[Tensor]) -> State:
+        return {"average": torch.zeros(sum(param.numel() for param in params)), "steps": 0}
 
     def apply(self, state: State, estimate: Tensor) -> tuple[Tensor, State]:
         steps = state["steps"] + 1

@@ -25,11 +25,13 @@ class Chunk:
         size: records of the logical batch in it; 0 for a stand-in record, whose gradient is
             thrown away. Sensitive, like anything about who is in a batch.
         first: whether a logical batch begins with it.
+        sample_rate: q with which its logical batch was drawn.
     """
 
     index: int
     size: int
     first: bool
+    sample_rate: float
 
 
 class ChunkSampler(Sampler[list[int]]):
@@ -45,6 +47,8 @@ class ChunkSampler(Sampler[list[int]]):
         plan: how an epoch is cut.
         sampling: who is chosen.
         rank, world_size: this process and how many there are.
+        rate: q at a step of the run, where it is not the plan's at all steps.
+        first_step: the step of the run at which a pass begins; asked when its first batch is drawn.
         limit: chunks of an epoch that will be used (``limit_train_batches``). A logical batch cut
             short by it, or by a resume in its middle, is spread whole over the chunks that are left.
         seed: for tests.
@@ -59,6 +63,8 @@ class ChunkSampler(Sampler[list[int]]):
         world_size: int,
         limit: int,
         seed: int | None,
+        rate: Callable[[int], float] | None = None,
+        first_step: Callable[[], int] = int,
     ) -> None:
         self.resume_at = 0
         self.pending: deque[Chunk] = deque()
@@ -68,6 +74,8 @@ class ChunkSampler(Sampler[list[int]]):
         self._world_size = world_size
         self._limit = limit
         self._seed = seed
+        self._rate = rate
+        self._first_step = first_step
         self._passes = 0
 
     def __len__(self) -> int:
@@ -83,12 +91,14 @@ class ChunkSampler(Sampler[list[int]]):
         rng = random_generator(self._seed, 1, self._rank, self._passes)
         self._passes += 1
         position, self.resume_at = self.resume_at, 0
+        step = self._first_step()
         while position < len(self):
             end = self._end_of_step(position)
-            for offset, part in enumerate(np.array_split(self._draw(rng), end - position)):
-                self.pending.append(Chunk(position + offset, len(part), first=offset == 0))
+            rate = self._plan.sample_rate if self._rate is None else self._rate(step)
+            for offset, part in enumerate(np.array_split(self._draw(rate, rng), end - position)):
+                self.pending.append(Chunk(position + offset, len(part), offset == 0, rate))
                 yield part.tolist() or [0]
-            position = end
+            position, step = end, step + 1
 
     def _end_of_step(self, position: int) -> int:
         """Where the logical batch that is under way at this chunk ends."""
@@ -96,9 +106,11 @@ class ChunkSampler(Sampler[list[int]]):
         end = position // chunks * chunks + chunks
         return min(end, self._limit) if position < self._limit else end
 
-    def _draw(self, rng: np.random.Generator) -> np.ndarray[Any, np.dtype[np.int64]]:
+    def _draw(
+        self, rate: float, rng: np.random.Generator
+    ) -> np.ndarray[Any, np.dtype[np.int64]]:
         shard = range(self._rank, self._plan.num_records, self._world_size)
-        drawn = self._sampling.draw(len(shard), self._plan.sample_rate, rng)
+        drawn = self._sampling.draw(len(shard), rate, rng)
         return self._rank + self._world_size * drawn
 
 

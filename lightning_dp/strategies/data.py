@@ -52,6 +52,8 @@ def make_private_loader(
         world_size=world.size,
         limit=_limit(plan.chunks_per_epoch, trainer.limit_train_batches),
         seed=run.config.seed,
+        rate=run.rate,
+        first_step=lambda: run.mechanism.step if run.mechanism is not None else 0,
     )
     progress: Any = trainer.fit_loop.epoch_loop.batch_progress  # typed as if it had no `processed`
     return PrivateDataLoader(checked, sampler, done=lambda: progress.current.processed)

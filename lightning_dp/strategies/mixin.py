@@ -157,19 +157,31 @@ class DifferentialPrivacyStrategy(Strategy):
                 f"Batch {batch_idx} of the epoch is not the one that the loader handed out last. "
                 "Something fetches batches ahead or skips them; private batches go one by one."
             )
+        if chunk.first and mechanism.is_under_way:
+            self._replan_after_waste()
         if chunk.first and run.exhausted:
             self._stop(_budget_reached(run))
             raise StopIteration  # what Lightning raises itself to leave the epoch
-        self._step.begin(chunk)
-        if not chunk.first:
-            return
-        if mechanism.query is not None:
-            warn(
-                "A batch was charged and never released: optimizer.step() was not called for it. "
-                "Call it once per batch; accumulate with Trainer(accumulate_grad_batches=...)."
+        planned = mechanism.plan.rate(mechanism.step)
+        if chunk.sample_rate != planned:
+            raise RuntimeError(
+                f"The batch was drawn with rate {chunk.sample_rate}, but step {mechanism.step} is "
+                f"planned with {planned}: an optimizer step was left out. "
+                f"{mechanism.plan.estimator} needs one for each batch."
             )
-        mechanism.ask(self._step.params)
-        self.barrier("privacy charge")  # on the disk before any rank touches the batch
+        self._step.begin(chunk)
+        if chunk.first:
+            mechanism.ask(self._step.params)
+            self.barrier("privacy charge")  # on the disk before any rank touches the batch
+
+    def _replan_after_waste(self) -> None:
+        """A charge was spent on nothing: find anew what the budget affords of the same plan."""
+        warn(
+            "A batch was charged and never released: optimizer.step() was not called for it. "
+            "Call it once per batch; accumulate with Trainer(accumulate_grad_batches=...)."
+        )
+        if self.private_run.replan(self._world()):
+            self._publisher = Publisher(self._trainer, self.private_run)
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         assert self._step is not None and self.private_run.mechanism is not None
@@ -228,7 +240,7 @@ class DifferentialPrivacyStrategy(Strategy):
     def _after_step(self) -> None:
         run, publisher = self.private_run, self._publisher
         assert publisher is not None
-        if run.planned_steps > run.steps and run.exhausted:
+        if run.is_over_early:
             self._stop(_budget_reached(run))
         publisher.publish(final=run.stop_reason is not None)
 

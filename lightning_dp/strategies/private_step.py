@@ -77,19 +77,19 @@ class PrivateStep:
         """Bound what the backward pass left, and give it to the mechanism.
 
         Args:
-            mechanism: has a query under way.
+            mechanism: has a step under way.
             scale: undoes a division of the loss.
             forward_again: runs the batch once more and returns its loss.
         """
-        if self._is_answered or mechanism.query is None or self._chunk is None:
+        if self._is_answered or not mechanism.is_under_way or self._chunk is None:
             raise RuntimeError(
                 "Backward ran more than once for one batch, or after its optimizer step: a record "
                 "would count twice. Add the losses up and call backward once per batch."
             )
         gradients = self._engine.take(scale, self._raw.touched())
         self._is_answered = True
-        if self._chunk.size == 0:
-            return  # the stand-in record's gradient ends here
+        if self._chunk.size == 0 or mechanism.query is None:
+            return  # the gradient of a stand-in record, or one that nobody asked for, ends here
         if gradients.count not in (0, self._chunk.size):
             raise UnsupportedModelError(
                 "The model saw more or fewer rows than the batch has records, so a record's "
@@ -133,7 +133,7 @@ class PrivateStep:
 
     def release(self, mechanism: Mechanism, optimizer: Optimizer) -> None:
         """Give every trained parameter its private gradient."""
-        if self._is_released or mechanism.query is None:
+        if self._is_released or not mechanism.is_under_way:
             raise RuntimeError(
                 "Two optimizer steps on one batch: the second would use the data without being "
                 "charged. Step once per batch."

@@ -38,7 +38,8 @@ class Publisher:
         self._trainer = trainer
         self._run = run
         self._every = int(trainer.log_every_n_steps)  # type: ignore[attr-defined]
-        self._start = run.steps
+        assert run.mechanism is not None
+        self._start, self._first_step = run.steps, run.mechanism.step
         self._nodes = self._choose_nodes()
         self._values = np.full(len(self._nodes), np.nan)
         if isinstance(
@@ -85,7 +86,10 @@ class Publisher:
 
     def _read(self) -> float:
         """ε at the node that is next, or now."""
-        ahead = self._run.steps - self._start
+        run = self._run
+        assert run.mechanism is not None
+        # A step that asked nothing was not charged, but has its place on the curve.
+        ahead = max(run.steps - self._start, run.mechanism.step - self._first_step)
         place = int(np.searchsorted(self._nodes, ahead))
         if place == len(self._nodes):
             return self._run.epsilon  # a plan without an end has no last node

@@ -11,13 +11,16 @@ import pytest
 import torch
 
 from lightning_dp import estimators
-from lightning_dp.estimators import AbstractEstimator, MeanGradient, State
-from lightning_dp.query import Query, Term
+from lightning_dp.estimators import AbstractEstimator, Diff2, MeanGradient, State, Storm
+from lightning_dp.query import Query, Release, Term
 
 # One line for each estimator.
 CASES: dict[str, AbstractEstimator] = {
     "mean_gradient": MeanGradient(),
     "mean_gradient_clipped": MeanGradient(max_grad_norm=0.3),
+    "diff2": Diff2(restart_every=3, max_grad_norm=0.3, diff_norm=2.0),
+    "diff2_optimal": Diff2(restart_every=4, split="optimal", step_length=0.1, restart_rate=2.0),
+    "storm": Storm(momentum=0.2, max_grad_norm=0.3, diff_norm=2.0),
 }
 NOT_ESTIMATORS = {"AbstractEstimator", "State"}
 PARAMS = [torch.linspace(-1, 1, 4).view(2, 2), torch.ones(2)]
@@ -30,12 +33,15 @@ def estimator(request: pytest.FixtureRequest) -> AbstractEstimator:
 
 def run(estimator: AbstractEstimator, steps: int) -> tuple[list[Query], list[torch.Tensor], State]:
     generator = torch.Generator().manual_seed(0)
-    state, queries, estimates = estimator.init(PARAMS), [], []
+    params, state, queries, estimates = PARAMS, estimator.init(PARAMS), [], []
     for step in range(steps):
-        queries.append(estimator.ask(state, PARAMS, step, 1.5))
-        released = torch.randn(6, generator=generator)
-        estimate, state = estimator.tell(state, PARAMS, released)
+        query = estimator.ask(state, params, step, 1.5)
+        assert query is not None
+        queries.append(query)
+        released = Release(torch.randn(6, generator=generator), noise_std=0.01)
+        estimate, state = estimator.tell(state, params, step, released)
         estimates.append(estimate)
+        params = [param + 0.1 for param in params]  # the optimizer's step
     return queries, estimates, state
 
 
@@ -62,11 +68,11 @@ class TestContract:
     def test_it_changes_none_of_its_arguments(self, estimator):
         _, _, state = run(estimator, 3)
         before = copy.deepcopy((state, PARAMS))
-        released = torch.ones(6)
-        estimator.ask(state, PARAMS, 3, 1.0)
-        estimator.tell(state, PARAMS, released)
+        released = Release(torch.ones(6), noise_std=0.01)
+        estimator.ask(state, PARAMS, 4, 1.0)
+        estimator.tell(state, PARAMS, 4, released)
         assert repr((state, PARAMS)) == repr(before)
-        assert torch.equal(released, torch.ones(6))
+        assert torch.equal(released.value, torch.ones(6))
 
     def test_its_state_goes_into_a_checkpoint(self, estimator):
         _, _, state = run(estimator, 3)
@@ -97,9 +103,9 @@ def test_mean_gradient_asks_for_the_gradient_where_the_model_is():
 
 
 def test_the_estimate_of_mean_gradient_is_the_release():
-    released = torch.arange(6.0)
-    estimate, state = MeanGradient().tell({}, PARAMS, released)
-    assert torch.equal(estimate, released)
+    released = Release(torch.arange(6.0), noise_std=1.0)
+    estimate, state = MeanGradient().tell({}, PARAMS, 0, released)
+    assert torch.equal(estimate, released.value)
     assert state == {}
 
 

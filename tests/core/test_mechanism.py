@@ -23,7 +23,7 @@ from lightning_dp.mechanism import BudgetExhausted, Mechanism
 from lightning_dp.noise import NoiseSource
 from lightning_dp.plan import NoisePlan
 from lightning_dp.postprocessing import AbstractPostProcessor, Momentum
-from lightning_dp.query import BoundedSum, Query, Term
+from lightning_dp.query import BoundedSum, Query, Release, Term
 from lightning_dp.sampling import FullBatch, Poisson
 from lightning_dp.schedules import AbstractSchedule, Constant, Exponential
 from lightning_dp.world import World
@@ -51,10 +51,10 @@ class Asking(AbstractEstimator):
         return Query((Term(),), self.clip_norm, self.factor * noise_multiplier)
 
     def tell(
-        self, state: State, params: Sequence[Tensor], released: Tensor
+        self, state: State, params: Sequence[Tensor], step: int, released: Release
     ) -> tuple[Tensor, State]:
         self.calls.append("tell")
-        return released, {"told": state["told"] + 1}
+        return released.value, {"told": state["told"] + 1}
 
 
 @dataclass(frozen=True)
@@ -63,8 +63,8 @@ class Doubled(AbstractPostProcessor):
 
     calls: list[str] = field(default_factory=list, repr=False)
 
-    def init(self, size: int) -> State:
-        return {"size": size}
+    def init(self, params: Sequence[Tensor]) -> State:
+        return {"size": sum(param.numel() for param in params)}
 
     def apply(self, state: State, estimate: Tensor) -> tuple[Tensor, State]:
         self.calls.append(f"post-process {state['size']}")
@@ -106,12 +106,17 @@ def make(
     ledger.begin("run-1", directory)
     schedule = Constant() if schedule is None else schedule
     return Mechanism(
-        plan=NoisePlan(noise_multiplier, schedule, Poisson(), RATE),
-        estimator=MeanGradient(1.0) if estimator is None else estimator,
+        plan=NoisePlan(
+            noise_multiplier,
+            schedule,
+            Poisson(),
+            RATE,
+            MeanGradient(1.0) if estimator is None else estimator,
+        ),
         postprocessing=postprocessing,
         ledger=ledger,
-        guard=FixedGuard(limit, ledger),
-        expected_batch_size=BATCH_SIZE,
+        guard=FixedGuard(limit),
+        num_records=BATCH_SIZE / RATE,
         noise=NoiseSource(0) if noise is None else noise,
         world=World(),
     )
@@ -204,7 +209,7 @@ def test_a_dropped_step_stays_charged():
     mechanism.drop()
     assert mechanism.query is None
     assert mechanism.ledger.steps == 1
-    with pytest.raises(RuntimeError, match="Nothing was asked"):
+    with pytest.raises(RuntimeError, match="No step was begun"):
         mechanism.tell(PARAMS)
 
 
@@ -290,12 +295,11 @@ def test_a_step_beyond_the_limit_is_refused_before_anything_is_charged_or_asked(
     assert calls == asked
 
 
-def test_charges_of_earlier_runs_count_towards_the_limit():
-    ledger = Ledger()
-    ledger.begin("earlier")
-    ledger.charge(Gaussian(1.0))
-    mechanism = make(ledger=ledger, limit=2)
+def test_charges_of_unfinished_steps_count_towards_the_limit():
+    mechanism = make(limit=2)
+    mechanism.ask(PARAMS)
     step(mechanism)
+    assert mechanism.step == 1
     assert mechanism.exhausted
 
 
@@ -398,7 +402,7 @@ def test_in_the_middle_of_a_step_the_state_holds_released_values_only():
 
     state = mechanism.state_dict()
 
-    assert set(state) == {"step", "estimator", "postprocessing", "schedule"}
+    assert set(state) == {"step", "estimator", "postprocessing", "schedule", "unasked"}
     assert repr(state) == repr(before)
 
 

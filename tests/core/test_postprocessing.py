@@ -12,14 +12,17 @@ import torch
 from torch import Tensor
 
 from lightning_dp import postprocessing
-from lightning_dp.postprocessing import AbstractPostProcessor, Momentum
+from lightning_dp.postprocessing import AbstractPostProcessor, LaplacianSmoothing, Momentum
 
 # One line for each post-processor.
 CASES: dict[str, AbstractPostProcessor] = {
     "momentum": Momentum(0.9),
     "momentum_identity": Momentum(0.0),
+    "laplacian_smoothing": LaplacianSmoothing(1.0),
+    "laplacian_smoothing_per_parameter": LaplacianSmoothing(1.0, per_parameter=True),
 }
-SIZE = 7
+PARAMS = [torch.zeros(2, 2), torch.zeros(3)]
+SIZE = 7  # entries of them all
 
 
 @pytest.fixture(params=CASES)
@@ -33,7 +36,7 @@ def releases(steps: int, dtype: torch.dtype = torch.float32) -> list[Tensor]:
 
 
 def apply_all(processor: AbstractPostProcessor, estimates: list[Tensor]) -> list[Tensor]:
-    state, results = processor.init(SIZE), []
+    state, results = processor.init(PARAMS), []
     for estimate in estimates:
         result, state = processor.apply(state, estimate)
         results.append(result)
@@ -54,7 +57,7 @@ class TestContract:
         assert torch.equal(first, second)
 
     def test_it_changes_none_of_its_arguments(self, processor):
-        state = processor.init(SIZE)
+        state = processor.init(PARAMS)
         for estimate in releases(3):
             before = copy.deepcopy((state, estimate))
             _, following = processor.apply(state, estimate)
@@ -69,7 +72,7 @@ class TestContract:
     @pytest.mark.parametrize("saved_after", [0, 2])
     def test_it_resumes_from_a_checkpoint(self, processor, saved_after):
         expected = apply_all(processor, releases(5))
-        state = processor.init(SIZE)
+        state = processor.init(PARAMS)
         for number, estimate in enumerate(releases(5)):
             if number == saved_after:
                 file = io.BytesIO()

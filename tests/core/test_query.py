@@ -71,7 +71,8 @@ def test_sums_with_different_bounds_do_not_add_up(other):
 
 
 def test_a_mean_divides_by_the_expected_batch_size():
-    assert Release(torch.tensor([3.0]), 1.0).mean(4.0).tolist() == [0.75]
+    mean = Release(torch.tensor([3.0]), noise_std=1.0).mean(4.0)
+    assert (mean.value.tolist(), mean.noise_std) == ([0.75], 0.25)
 
 
 @pytest.mark.parametrize("size", [0.0, -1.0, math.nan])

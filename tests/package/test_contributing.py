@@ -58,7 +58,7 @@ def test_the_sign_moves_every_parameter_by_the_learning_rate(example, make_train
 def test_the_threshold_removes_small_values_only(example):
     threshold = example("Threshold")["Threshold"](level=0.1)
 
-    estimate, _ = threshold.apply(threshold.init(3), torch.tensor([0.05, -0.2, 0.1]))
+    estimate, _ = threshold.apply(threshold.init([]), torch.tensor([0.05, -0.2, 0.1]))
 
     assert estimate.tolist() == pytest.approx([0.0, -0.2, 0.1])
 

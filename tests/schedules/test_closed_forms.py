@@ -277,7 +277,7 @@ def test_short_averaging_runs_are_hurt_most_by_their_first_noise():
     momentum = Momentum(beta)
 
     def moved(at: int) -> float:
-        state, total = momentum.init(1), 0.0
+        state, total = momentum.init([torch.zeros(1)]), 0.0
         for step in range(steps):
             estimate, state = momentum.apply(state, torch.tensor([float(step == at)]))
             total += float(estimate)

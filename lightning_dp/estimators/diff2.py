@@ -1,0 +1,275 @@
+"""DIFF2: a plain private gradient now and then, private differences of gradients in between."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from lightning_dp.accounting.base import Relation
+from lightning_dp.accounting.calibration import calibrate
+from lightning_dp.estimators.base import AbstractEstimator, State
+from lightning_dp.estimators.points import distance
+from lightning_dp.functional import flatten
+from lightning_dp.query import Query, Release, Term
+from lightning_dp.warnings import warn
+
+__all__ = ["Diff2", "Recommendation"]
+
+_PAPER_SPLIT = 1.25
+
+
+@dataclass(frozen=True)
+class Diff2(AbstractEstimator):
+    r"""v_t = (Σ_i clip_C1(g_i(x_t)) + noise) / B where t is a multiple of T, and else
+
+    v_t = v_(t-1) + (Σ_i clip_C(g_i(x_t) - g_i(x_(t-1))) + noise) / B,  C = C2 ‖x_t - x_(t-1)‖.
+
+    Of a smooth loss the differences are short, so the noise scaled to them is small; it adds up in
+    v until the next restart. Both gradients of a difference are of the same records of the same
+    batch, and v goes to the user's optimizer as the gradient (SGD gives DIFF2-GD).
+
+    - The sensitivity of a difference step is C2 ‖x_t - x_(t-1)‖ under add/remove: a function of
+      released values only, so every step is one (subsampled) Gaussian with its own multiplier.
+    - If x_t = x_(t-1), nothing is asked and nothing is charged; v stays.
+    - Noise feeds back: C is proportional to ‖v‖, and v contains the noise. It grows where
+      the factor σ2 C2 η √(d T) exceeds 1 (σ2: the difference noise over C on the mean, η: learning
+      rate); a warning says so once. :meth:`recommend` keeps it below.
+
+    One budget pays for both kinds of steps. With the ``split`` u, and if the steps are full
+    batches, the share 1/u of Σ 1/z² goes to the restarts: z_difference / z_restart =
+    √((T - 1) / (u - 1)). ``noise_multiplier`` and calibration set z_restart.
+
+    Murata and Suzuki, DIFF2: Differential Private Optimization via Gradient Differences (2023),
+    Algorithms 1 to 3.
+
+    Args:
+        restart_every: T >= 1; 1 is DP-SGD.
+        max_grad_norm: C1 > 0.
+        diff_norm: C2 > 0, in the units of a smoothness constant (gradient per parameter length).
+        split: u > 1, or "paper" (u = 1.25), or "optimal" for the least noise in v averaged over
+            steps: u = 1 + (c2/C1) (T - 1) / √2, c2 = ``diff_norm`` · ``step_length``.
+        step_length: for the optimal split, the expected root mean square of ‖x_t - x_(t-1)‖; a
+            guess from public quantities, such as learning rate times ``max_grad_norm`` / 10.
+        restart_rate: >= 1: under Poisson sampling, batches of restarts are this much larger (and so
+            are their chunks, in memory). They cost about ``restart_rate`` squared as much.
+
+    Raises:
+        ValueError: naming the argument that is out of its range.
+
+    Example:
+        >>> diff2 = Diff2(restart_every=20, max_grad_norm=1.0, diff_norm=3.0)
+        >>> diff2.relative_noise(0), round(diff2.relative_noise(1), 3)
+        (1.0, 8.718)
+        >>> noise = diff2.paper_noise(3.0, 1e-5, steps=2000, num_records=16_512)
+        >>> [round(sigma, 6) for sigma in noise]
+        [0.002346, 0.020448]
+    """
+
+    restart_every: int
+    max_grad_norm: float = 1.0
+    diff_norm: float = 1.0
+    split: Literal["paper", "optimal"] | float = "paper"
+    step_length: float | None = None
+    restart_rate: float = 1.0
+
+    def __post_init__(self) -> None:
+        if not (self.restart_every >= 1 and self.restart_every == int(self.restart_every)):
+            raise ValueError(f"restart_every={self.restart_every} must be a whole number >= 1.")
+        for name in ("max_grad_norm", "diff_norm"):
+            if not 0 < getattr(self, name) < math.inf:
+                raise ValueError(f"{name}={getattr(self, name)} must be finite and greater than 0.")
+        if not 1 <= self.restart_rate < math.inf:
+            raise ValueError(f"restart_rate={self.restart_rate} must be finite and at least 1.")
+        self._check_split()
+
+    def _check_split(self) -> None:
+        if self.split == "optimal":
+            if self.step_length is None or not 0 < self.step_length < math.inf:
+                raise ValueError(
+                    f"split='optimal' depends on how long the optimizer's steps are, and "
+                    f"step_length={self.step_length}: give an expected length greater than 0 that "
+                    "was not learnt from the data (about learning rate times max_grad_norm / 10)."
+                )
+            return
+        if self.step_length is not None:
+            raise ValueError(
+                f"step_length={self.step_length} is used by split='optimal' only, not by "
+                f"split={self.split!r}."
+            )
+        if self.split != "paper" and (isinstance(self.split, str) or not 1 < self.split < math.inf):
+            raise ValueError(
+                f"split={self.split!r} must be 'paper', 'optimal', or a finite number above 1."
+            )
+
+    @property
+    def u(self) -> float:
+        """The split as a number: 1/u of the budget is for the restarts."""
+        if self.restart_every == 1:
+            return 1.0
+        if self.split == "optimal":
+            assert self.step_length is not None
+            relative = self.diff_norm * self.step_length / self.max_grad_norm
+            return 1 + relative * (self.restart_every - 1) / math.sqrt(2)
+        return _PAPER_SPLIT if isinstance(self.split, str) else self.split
+
+    # -- what is planned -------------------------------------------------------------------
+
+    @property
+    def period(self) -> int:
+        return self.restart_every
+
+    def is_restart(self, step: int) -> bool:
+        """Whether step t starts anew with a plain gradient."""
+        return step % self.restart_every == 0
+
+    def relative_noise(self, step: int) -> float:
+        return 1.0 if self.is_restart(step) else math.sqrt((self.period - 1) / (self.u - 1))
+
+    def relative_rate(self, step: int) -> float:
+        return self.restart_rate if self.is_restart(step) else 1.0
+
+    # -- one step --------------------------------------------------------------------------
+
+    def init(self, params: Sequence[Tensor]) -> State:
+        return {"estimate": None, "point": None, "warned": False}
+
+    def ask(
+        self, state: State, params: Sequence[Tensor], step: int, noise_multiplier: float
+    ) -> Query | None:
+        if self.is_restart(step) or state["estimate"] is None:
+            return Query((Term(),), self.max_grad_norm, noise_multiplier)
+        clip_norm = self.diff_norm * distance(params, state["point"])
+        if clip_norm == 0:
+            return None
+        return Query((Term(), Term(-1.0, state["point"])), clip_norm, noise_multiplier)
+
+    def tell(
+        self, state: State, params: Sequence[Tensor], step: int, released: Release
+    ) -> tuple[Tensor, State]:
+        estimate, warned = released.value, state["warned"]
+        if not self.is_restart(step) and state["estimate"] is not None:
+            warned = warned or self._warn_of_feedback(state["estimate"], released)
+            estimate = state["estimate"] + released.value
+        return estimate, {"estimate": estimate, "point": flatten(params), "warned": warned}
+
+    def _warn_of_feedback(self, before: Tensor, released: Release) -> bool:
+        """Whether the noise of an interval is as long as the estimate; says so."""
+        length = float(torch.linalg.vector_norm(before, dtype=torch.float64))
+        added = released.noise_std * math.sqrt(before.numel() * self.restart_every)
+        if not added > length:
+            return False
+        warn(
+            f"Diff2: the noise of {self.restart_every} differences is {added / length:.2g} times as "
+            "long as the estimate it is added to, and feeds back into the next ones: training may "
+            "diverge. Lower restart_every, diff_norm or the learning rate, or see "
+            "Diff2.recommend()."
+        )
+        return True
+
+    # -- before the run --------------------------------------------------------------------
+
+    def paper_noise(
+        self, target_epsilon: float, target_delta: float, *, steps: int, num_records: int
+    ) -> tuple[float, float]:
+        """(σ1, σ2) of Proposition 4.1: noise over C on the mean, full batch, replace-one.
+
+        σ1² = 4 u α ⌈R/T⌉ / (n² ε), σ2² = 4 u/(u - 1) α (R - ⌈R/T⌉) / (n² ε), with
+        α = 1 + ⌈2 log(1/δ) / ε⌉, R = ``steps`` and n = ``num_records`` over all workers of equal
+        size. For comparison only: larger than what (ε, δ) needs, and not what is reported.
+        """
+        for name, value in (("target_epsilon", target_epsilon), ("target_delta", target_delta)):
+            if not value > 0:
+                raise ValueError(f"{name}={value} must be greater than 0.")
+        alpha = 1 + math.ceil(2 * math.log(1 / target_delta) / target_epsilon)
+        unit = 4 * alpha / (num_records**2 * target_epsilon)
+        restarts = math.ceil(steps / self.restart_every)
+        sigma1 = math.sqrt(unit * self.u * restarts)
+        if steps == restarts:
+            return sigma1, 0.0
+        return sigma1, math.sqrt(unit * self.u / (self.u - 1) * (steps - restarts))
+
+    def feedback(
+        self, learning_rate: float, *, noise_multiplier: float, batch_size: float, size: int
+    ) -> float:
+        """σ2 C2 η √(d T): how much longer an interval's noise is than the estimate; keep it below 1.
+
+        Args:
+            learning_rate: η of plain SGD.
+            noise_multiplier: z of the difference steps; σ2 = z / B.
+            batch_size: B, the expected size of their batches.
+            size: d, the number of trained parameters.
+        """
+        sigma = noise_multiplier / batch_size
+        return sigma * self.diff_norm * learning_rate * math.sqrt(size * self.restart_every)
+
+    @classmethod
+    def recommend(
+        cls,
+        target_epsilon: float,
+        target_delta: float,
+        *,
+        steps: int,
+        num_records: int,
+        size: int,
+        sample_rate: float = 1.0,
+        max_grad_norm: float = 1.0,
+        smoothness: float = 1.0,
+        relation: Relation = "add_remove",
+    ) -> Recommendation:
+        """T, C2 and η of Theorem 4.3, from public quantities.
+
+        T = max(1, τ R) with τ = (G² √d / (L n ε))^(2/3), C1 = G, C2 = L, and
+        η = min(1/L, 1 / (√T L σ2 √d)), which keeps :meth:`feedback` at most 1. The theorem says
+        these up to constants, so take them as the place to search around.
+
+        Args:
+            target_epsilon, target_delta: the budget.
+            steps: R.
+            num_records: n.
+            size: d, the number of trained parameters.
+            sample_rate: q; 1 is the full batch, for which the theorem speaks.
+            max_grad_norm: G, a bound on the norm of one record's gradient.
+            smoothness: L, a guess of how fast one record's gradient changes.
+            relation: the neighbouring relation.
+
+        Example:
+            >>> advice = Diff2.recommend(
+            ...     3.0, 1e-5, steps=2000, num_records=16_512, size=101, smoothness=3.0
+            ... )
+            >>> advice.estimator.restart_every, round(advice.learning_rate, 3)
+            (3, 0.333)
+        """
+        tau = max_grad_norm**2 * math.sqrt(size) / (smoothness * num_records * target_epsilon)
+        interval = min(steps, max(1, round(tau ** (2 / 3) * steps)))
+        estimator = cls(interval, max_grad_norm, smoothness)
+        scale = calibrate(
+            estimator.relative_noise, sample_rate, steps, target_epsilon, target_delta, relation
+        )
+        feedback = estimator.feedback(
+            1 / smoothness,
+            noise_multiplier=scale * estimator.relative_noise(1),
+            batch_size=sample_rate * num_records,
+            size=size,
+        )
+        learning_rate = 1 / (smoothness * max(1.0, feedback))
+        return Recommendation(estimator, learning_rate, feedback * learning_rate * smoothness)
+
+
+@dataclass(frozen=True)
+class Recommendation:
+    """Where to begin the search for good settings of :class:`Diff2`.
+
+    Args:
+        estimator: with T, C1 and C2.
+        learning_rate: η for plain SGD.
+        feedback: :meth:`Diff2.feedback` at these.
+    """
+
+    estimator: Diff2
+    learning_rate: float
+    feedback: float
