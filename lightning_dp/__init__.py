@@ -5,9 +5,9 @@ neither callbacks nor Lightning.
 """
 
 from lightning_dp.config import PrivacyConfig
-from lightning_dp.estimators import AbstractEstimator, MeanGradient
+from lightning_dp.estimators import AbstractEstimator, Diff2, MeanGradient
 from lightning_dp.postprocessing import AbstractPostProcessor, Momentum
-from lightning_dp.query import BoundedSum, Query, Release, Term
+from lightning_dp.query import Query, Term
 from lightning_dp.sampling import AbstractSampling, FullBatch, Poisson
 from lightning_dp.schedules import AbstractSchedule, Constant
 
@@ -16,14 +16,13 @@ __all__ = [
     "AbstractPostProcessor",
     "AbstractSampling",
     "AbstractSchedule",
-    "BoundedSum",
     "Constant",
+    "Diff2",
     "FullBatch",
     "MeanGradient",
     "Momentum",
     "Poisson",
     "PrivacyConfig",
     "Query",
-    "Release",
     "Term",
 ]

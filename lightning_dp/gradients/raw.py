@@ -51,6 +51,7 @@ class RawGradientGuard:
     ) -> None:
         self._touched: dict[str, nn.Parameter] = {}
         self._step_allowed = False
+        self._depth = 0  # of step() calls: a subclass that calls super().step() has two
         parameters = list(parameters)
         _refuse_foreign_hooks(parameters)
         self._handles: list[RemovableHandle] = [
@@ -60,6 +61,7 @@ class RawGradientGuard:
             for name, parameter in parameters
             if parameter.requires_grad
         ]
+        self._handles.append(optimizer.register_step_pre_hook(self._enter_step))
         self._handles.append(optimizer.register_step_post_hook(self._check_step))
 
     def _dropper(self, name: str, parameter: nn.Parameter) -> Any:
@@ -69,13 +71,17 @@ class RawGradientGuard:
 
         return drop
 
+    def _enter_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        self._depth += 1
+
     def _check_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        self._depth -= 1
         if not self._step_allowed:
             raise RuntimeError(
                 "optimizer.step() ran with gradients that were not made private. Call it through "
                 "Lightning: automatic optimization, or self.optimizers().step() in training_step."
             )
-        self._step_allowed = False
+        self._step_allowed = self._depth > 0
 
     def allow_step(self) -> None:
         """The gradients are private now: let the next optimizer step pass."""

@@ -1,0 +1,63 @@
+"""A run with differences, resumed in any round, is the run that was not interrupted."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+
+from lightning_dp import Diff2, FullBatch
+from lightning_dp.estimators import Storm
+
+STEPS = 8
+
+
+def options(estimator: Any, noise: float = 0.0) -> dict[str, Any]:
+    return {
+        "estimator": estimator,
+        "noise_multiplier": noise,
+        "sampling": FullBatch(),
+        "trainer": {"max_epochs": STEPS},
+        "batch_size": 25,
+    }
+
+
+@pytest.mark.parametrize("estimator", [Diff2(3, 1.2, 0.5), Diff2(100, 1.2, 0.5), Storm(0.3)])
+def test_resume_from_every_round(fit, tmp_path, estimator):
+    saving = ModelCheckpoint(tmp_path, "{step}", save_top_k=-1, every_n_train_steps=1)
+    whole = fit(callbacks=(saving,), **options(estimator)).model.flat
+    for step in range(1, STEPS):
+        path: Path = tmp_path / f"step={step}.ckpt"
+        resumed = fit(ckpt_path=path, **options(estimator))
+        torch.testing.assert_close(resumed.model.flat, whole, rtol=0, atol=0)
+        assert resumed.privacy._run.mechanism.step == STEPS
+
+
+@pytest.mark.filterwarnings("ignore:Diff2. the noise")
+@pytest.mark.parametrize("step", [3, 4, 5])
+def test_the_noisy_estimate_is_carried_over(fit, tmp_path, step):
+    """What is in the checkpoint is v with its noise, and the point where it was asked for."""
+    estimator = Diff2(3, 1.2, 0.5)
+    saving = ModelCheckpoint(tmp_path, "{step}", save_top_k=-1, every_n_train_steps=1)
+    before = fit(callbacks=(saving,), **options(estimator, noise=1.0)).privacy
+    checkpoint = torch.load(tmp_path / f"step={step}.ckpt", weights_only=True)
+    state = checkpoint["lightning_dp"]["mechanism"]
+    weights = torch.cat([part.flatten() for part in checkpoint["state_dict"].values()])
+    moved = weights - state["estimator"]["point"]
+    torch.testing.assert_close(moved, -0.3 * state["estimator"]["estimate"])
+    assert state["step"] == step
+
+    path = tmp_path / f"step={step}.ckpt"
+    resumed = fit(ckpt_path=path, **options(estimator, noise=1.0)).privacy
+    assert resumed.steps == before.steps + STEPS - step  # both runs count
+    assert resumed.epsilon > before.epsilon
+
+
+def test_another_interval_is_another_run(fit, tmp_path):
+    saving = ModelCheckpoint(tmp_path, "{step}", save_top_k=-1, every_n_train_steps=1)
+    fit(callbacks=(saving,), **options(Diff2(3)))
+    with pytest.raises(ValueError, match=r"estimator differs.*restart_every=3.*restart_every=4"):
+        fit(ckpt_path=tmp_path / "step=4.ckpt", **options(Diff2(4)))
