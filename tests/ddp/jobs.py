@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
-from lightning_dp import AbstractSampling, FullBatch, PrivacyConfig
+from lightning_dp import AbstractSampling, Diff2, FullBatch, PrivacyConfig
 from lightning_dp.accounting.events import AbstractEvent, Gaussian
 from lightning_dp.accounting.journal import read_journal
 from lightning_dp.callbacks import DifferentialPrivacy
@@ -194,6 +194,22 @@ def clipped(folder: Path) -> dict[str, Any]:
     }
 
 
+def diff2(folder: Path) -> dict[str, Any]:
+    """Each rank is a worker: differences at two points, then the same with noise and Poisson."""
+    model = Model(rank())
+    privacy = {"estimator": Diff2(3, 1.2, 0.4), "noise_multiplier": 0.0, "sampling": FullBatch()}
+    fit(model, records(51), 8, privacy, folder, max_epochs=7)
+    noisy, privacy = Model(rank()), {"estimator": Diff2(3, 1.2, 0.4), "noise_multiplier": 0.5}
+    options = {"max_epochs": 2, "accumulate_grad_batches": 2}
+    _, callback = fit(noisy, records(60), 3, privacy, folder, **options)
+    return {
+        "at_start": model.at_start,
+        "flat": model.flat(),
+        "noisy": noisy.flat(),
+        "charged": [(*event.pair, count) for event, count in callback._run.ledger.history()],
+    }
+
+
 def noise(folder: Path) -> dict[str, Any]:
     """One step of pure noise, by the registered name of the strategy."""
     torch.manual_seed(0)
@@ -305,7 +321,7 @@ def no_journal(folder: Path) -> dict[str, Any]:
 
 SCENARIOS: dict[str, Callable[[Path], dict[str, Any]]] = {
     function.__name__: function
-    for function in (plain, clipped, noise, sparse, calibrated, resumed, lengths, no_journal)
+    for function in (plain, clipped, diff2, noise, sparse, calibrated, resumed, lengths, no_journal)
 }
 
 

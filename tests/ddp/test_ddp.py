@@ -46,7 +46,7 @@ def launch(folder: Path, *scenarios: str) -> subprocess.CompletedProcess[str]:
 def job(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Where every scenario that ends well has left its results."""
     folder = tmp_path_factory.mktemp("job")
-    done = launch(folder, "plain", "clipped", "noise", "sparse", "calibrated", "resumed")
+    done = launch(folder, "plain", "clipped", "diff2", "noise", "sparse", "calibrated", "resumed")
     assert done.returncode == 0, done.stderr[-5000:]
     return folder
 
@@ -155,6 +155,43 @@ def test_clipped_step_equals_a_loop_over_the_union_of_the_ranks_records(job: Pat
     clipped = sum(norm > 1.4 for norm in norms)
     assert 10 < clipped < len(norms) - 10  # the bound reaches some records and not others
     assert (lead["flat"] - of_net(lead)[:43]).norm() > 0.2
+
+
+def test_differences_equal_a_loop_over_all_records_in_one_process(job: Path) -> None:
+    lead, other = results(job, "diff2")
+    x, y = records(51)
+    net = network(of_net(lead))
+
+    def gradients(point: Tensor) -> Tensor:
+        twin = network(point)
+        rows = []
+        for i in range(len(x)):
+            twin.zero_grad()
+            nn.functional.cross_entropy(twin(x[i : i + 1]), y[i : i + 1]).backward()
+            rows.append(torch.cat([p.grad.flatten() for p in twin.parameters()]))
+        return torch.stack(rows)
+
+    optimizer, before, v = sgd(net), flat(net).clone(), torch.zeros(43)
+    for step in range(7):
+        now = flat(net).clone()
+        rows, bound, start = gradients(now), 1.2, torch.zeros(43)
+        if step % 3:
+            rows, bound, start = rows - gradients(before), 0.4 * float((now - before).norm()), v
+        v = start + (rows * (bound / rows.norm(dim=1, keepdim=True)).clamp(max=1)).sum(0) / 51
+        pieces = torch.split(v, [param.numel() for param in net.parameters()])
+        for param, piece in zip(net.parameters(), pieces, strict=True):
+            param.grad = piece.view_as(param)
+        before = now
+        optimizer.step()
+    torch.testing.assert_close(lead["flat"], flat(net), rtol=0, atol=1e-5)
+    assert torch.equal(lead["flat"], other["flat"]) and torch.equal(lead["noisy"], other["noisy"])
+    assert (lead["flat"] - of_net(lead)[:43]).norm() > 0.2
+
+
+def test_both_kinds_of_steps_are_charged_with_the_noise_of_their_own(job: Path) -> None:
+    for result in results(job, "diff2"):
+        ratio = math.sqrt((3 - 1) / (1.25 - 1))
+        assert result["charged"] == [(0.5, 0.2, 4), (pytest.approx(0.5 * ratio), 0.2, 6)]
 
 
 @pytest.mark.parametrize(("scenario", "n"), [("clipped", 60), ("sparse", 400)])

@@ -133,10 +133,14 @@ class Twin:
     noise: Callable[[], Array]
     z: Callable[[int], float]
 
-    def diff2(self, batches: list[tuple[list[int], float]], start: Array, **options: float) -> Array:
+    def diff2(
+        self, batches: list[tuple[list[int], float]], start: Array, **options: float
+    ) -> Array:
         return self._run(batches, start, self._diff2_step, **options)
 
-    def storm(self, batches: list[tuple[list[int], float]], start: Array, **options: float) -> Array:
+    def storm(
+        self, batches: list[tuple[list[int], float]], start: Array, **options: float
+    ) -> Array:
         return self._run(batches, start, self._storm_step, **options)
 
     def _run(self, batches: Any, start: Array, step: Any, lr: float, **options: float) -> Array:
