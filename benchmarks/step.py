@@ -24,6 +24,7 @@ from opacus.grad_sample.grad_sample_module import GradSampleHooks
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
+from lightning_dp import AbstractEstimator, MeanGradient
 from lightning_dp.callbacks import DifferentialPrivacy
 
 BATCH_SIZE = 256
@@ -82,11 +83,16 @@ def per_step(ends: list[float]) -> float:
     return (ends[-1] - ends[WARM_UP - 1]) / (len(ends) - WARM_UP)
 
 
-def through_the_trainer(net: nn.Module, data: TensorDataset, steps: int) -> float:
+def through_the_trainer(
+    net: nn.Module,
+    data: TensorDataset,
+    steps: int,
+    estimator: AbstractEstimator = MeanGradient(CLIP_NORM),
+) -> float:
     """Seconds of one private step inside Trainer.fit."""
     clock = Clock()
     privacy = DifferentialPrivacy(
-        noise_multiplier=NOISE_MULTIPLIER, target_delta=1e-6, max_grad_norm=CLIP_NORM
+        noise_multiplier=NOISE_MULTIPLIER, target_delta=1e-6, estimator=estimator
     )
     with tempfile.TemporaryDirectory() as folder:
         trainer = L.Trainer(

@@ -38,7 +38,8 @@ class AbstractPerSampleGradients(ABC):
     ) -> AbstractPerSampleGradients:
         """Per record: ``weight * g_i + sum_k weight_k * other_k_i``, before any clipping.
 
-        The others are of the same records, taken at other points by the same engine.
+        The others are of the same records, taken at other points by the same engine. The memory of
+        this object may be used for the result.
         """
 
 

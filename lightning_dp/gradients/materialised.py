@@ -66,14 +66,25 @@ class MaterialisedGradients(AbstractPerSampleGradients):
     def combine(
         self, weight: float, others: Sequence[tuple[float, AbstractPerSampleGradients]]
     ) -> MaterialisedGradients:
-        combined = [None if g is None else g * (weight * self._scale) for g in self._gradients]
+        scale = weight * self._scale
+        combined = list(self._gradients) if scale else [None] * len(self._gradients)
         for other_weight, other in others:
             if not isinstance(other, MaterialisedGradients) or other.count != self.count:
                 raise TypeError("Only gradients of the same records and engine can be combined.")
-            factor = other_weight * other._scale
+            factor = other_weight * other._scale / (scale or 1.0)
             for position, gradient in enumerate(other._gradients):
                 if gradient is not None:
-                    so_far = combined[position]
-                    part = gradient * factor
-                    combined[position] = part if so_far is None else so_far + part
-        return MaterialisedGradients(self._params, combined, 1.0)
+                    combined[position] = _plus(combined[position], gradient, factor)
+        return MaterialisedGradients(self._params, combined, scale or 1.0)
+
+
+def _plus(so_far: Tensor | None, gradient: Tensor, factor: float) -> Tensor:
+    """``so_far + factor * gradient``, in the memory of the first where it is plain memory.
+
+    These are the largest tensors of a step: another one costs more than the sum.
+    """
+    if so_far is None:
+        return gradient * factor
+    if so_far.is_contiguous():
+        return so_far.add_(gradient, alpha=factor)
+    return torch.add(so_far, gradient, alpha=factor)
