@@ -106,9 +106,7 @@ class ChunkSampler(Sampler[list[int]]):
         end = position // chunks * chunks + chunks
         return min(end, self._limit) if position < self._limit else end
 
-    def _draw(
-        self, rate: float, rng: np.random.Generator
-    ) -> np.ndarray[Any, np.dtype[np.int64]]:
+    def _draw(self, rate: float, rng: np.random.Generator) -> np.ndarray[Any, np.dtype[np.int64]]:
         shard = range(self._rank, self._plan.num_records, self._world_size)
         drawn = self._sampling.draw(len(shard), rate, rng)
         return self._rank + self._world_size * drawn
