@@ -67,7 +67,9 @@ class MaterialisedGradients(AbstractPerSampleGradients):
         self, weight: float, others: Sequence[tuple[float, AbstractPerSampleGradients]]
     ) -> MaterialisedGradients:
         scale = weight * self._scale
-        combined = list(self._gradients) if scale else [None] * len(self._gradients)
+        combined: list[Tensor | None] = list(self._gradients)
+        if not scale:
+            combined = [None] * len(combined)
         for other_weight, other in others:
             if not isinstance(other, MaterialisedGradients) or other.count != self.count:
                 raise TypeError("Only gradients of the same records and engine can be combined.")
