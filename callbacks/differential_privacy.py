@@ -44,7 +44,8 @@ class DifferentialPrivacy(Callback):
         sampling: ``Poisson()`` or ``FullBatch()``.
         relation: "add_remove" or "replace_one".
         accountant: computes ε.
-        engine: who computes per-sample gradients: "hooks" (Opacus), or "auto".
+        engine: who computes gradients per record: "bookkeeping" (fast, without materialising
+            them), "hooks" (Opacus); "auto" takes the first where it covers the model.
         ledger_dir: folder of the privacy journal; default ``<default_root_dir>/privacy``.
         seed: repeatable noise and batches, for tests; the report says that nothing is private.
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, TypeAlias, get_args
 
 from lightning_dp.accounting.base import AbstractAccountant, Relation
 from lightning_dp.accounting.pld import PLDAccountant
@@ -15,7 +15,7 @@ from lightning_dp.schedules import AbstractAdaptiveSchedule, AbstractSchedule, C
 
 __all__ = ["EngineName", "PrivacyConfig"]
 
-EngineName: TypeAlias = Literal["auto", "hooks"]
+EngineName: TypeAlias = Literal["auto", "bookkeeping", "hooks"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,7 +41,8 @@ class PrivacyConfig:
         relation: neighbouring data sets differ by adding or removing a record ("add_remove"), or
             by replacing one ("replace_one").
         accountant: computes ε; default the tight numerical one.
-        engine: who computes per-sample gradients: "hooks" (Opacus); "auto" picks the best.
+        engine: who computes gradients per record: "bookkeeping" (fast, without materialising
+            them), "hooks" (Opacus); "auto" takes the first where it covers the model.
         ledger_dir: folder of the privacy journal; default ``<default_root_dir>/privacy``.
         seed: makes noise and batches repeatable. For tests only: nothing is private with it, and
             every report says so.
@@ -114,8 +115,8 @@ class PrivacyConfig:
                 raise TypeError(f"{name}={value!r} must be an object derived from {kind.__name__}.")
         if self.relation not in ("add_remove", "replace_one"):
             raise ValueError(f"relation={self.relation!r} must be 'add_remove' or 'replace_one'.")
-        if self.engine not in ("auto", "hooks"):
-            raise ValueError(f"engine={self.engine!r} must be 'auto' or 'hooks'.")
+        if self.engine not in get_args(EngineName):
+            raise ValueError(f"engine={self.engine!r} must be one of {get_args(EngineName)}.")
 
     def _check_clip_norm(self) -> None:
         if self.max_grad_norm is not None and self.estimator is not None:

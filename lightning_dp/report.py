@@ -116,6 +116,7 @@ def report(run: PrivateRun) -> PrivacyReport:
             "noise schedule": repr(config.noise_schedule),
             "post-processing": repr(list(config.postprocessing)),
             "sampling": repr(config.sampling),
+            "gradient engine": run.engine,
         },
         noise_multiplier=run.noise_multiplier,
         sample_rate=None if batches is None else batches.sample_rate,

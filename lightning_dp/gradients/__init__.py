@@ -2,27 +2,64 @@
 
 from __future__ import annotations
 
-from lightning_dp.gradients.base import AbstractGradientEngine, UnsupportedModelError
+from collections.abc import Sequence
+
+from torch import nn
+
+from lightning_dp.gradients.base import (
+    AbstractGradientEngine,
+    UncoveredParameterError,
+    UnsupportedModelError,
+)
+from lightning_dp.gradients.bookkeeping import Bookkeeping
 from lightning_dp.gradients.opacus_hooks import OpacusHooks
 from lightning_dp.gradients.raw import RawGradientGuard, RawGradientHookError
 
 __all__ = [
     "AbstractGradientEngine",
+    "Bookkeeping",
     "OpacusHooks",
     "RawGradientGuard",
     "RawGradientHookError",
+    "UncoveredParameterError",
     "UnsupportedModelError",
-    "make_engine",
+    "attach_engine",
+    "fall_back",
 ]
 
 
-def make_engine(name: str) -> AbstractGradientEngine:
-    """The engine of that name; "auto" is the best there is.
+def attach_engine(
+    name: str, module: nn.Module, params: Sequence[nn.Parameter]
+) -> tuple[AbstractGradientEngine, str]:
+    """The engine of that name, watching the module, and a sentence about it for the report.
+
+    "auto" is the book-keeping engine where it covers the model, else Opacus' hooks.
 
     Raises:
         ValueError: for a name that is not known.
+        UnsupportedModelError: if the engine, or with "auto" neither, can handle the model.
     """
-    engines = {"auto": OpacusHooks, "hooks": OpacusHooks}
+    engines: dict[str, type[AbstractGradientEngine]] = {
+        "auto": Bookkeeping,
+        "bookkeeping": Bookkeeping,
+        "hooks": OpacusHooks,
+    }
     if name not in engines:
         raise ValueError(f"engine={name!r} is not one of {sorted(engines)}.")
-    return engines[name]()
+    engine = engines[name]()
+    try:
+        engine.attach(module, params)
+    except UnsupportedModelError as reason:
+        if name != "auto":
+            raise
+        return fall_back(module, params, reason)
+    return engine, engine.name
+
+
+def fall_back(
+    module: nn.Module, params: Sequence[nn.Parameter], reason: Exception
+) -> tuple[AbstractGradientEngine, str]:
+    """Opacus' hooks, watching the module, and why."""
+    engine = OpacusHooks()
+    engine.attach(module, params)
+    return engine, f"{engine.name}, since book-keeping does not cover this model: {reason}"

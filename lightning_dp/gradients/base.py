@@ -4,16 +4,29 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from typing import ClassVar
 
-from torch import nn
+from torch import Tensor, nn
 
 from lightning_dp.clipping import AbstractPerSampleGradients
 
-__all__ = ["AbstractGradientEngine", "UnsupportedModelError"]
+__all__ = ["AbstractGradientEngine", "UncoveredParameterError", "UnsupportedModelError"]
 
 
 class UnsupportedModelError(TypeError):
     """The gradient of a single record cannot be had from this model."""
+
+
+class UncoveredParameterError(UnsupportedModelError):
+    """A parameter is used where no engine can see it."""
+
+    def __init__(self, names: Sequence[str]) -> None:
+        super().__init__(
+            f"Parameters {list(names)} received a gradient but no gradient per record. They are used "
+            "outside the forward() of the module that owns them (for a parameter directly on the "
+            "LightningModule: call self(x)), their module is in eval mode or compiled, or its "
+            "layer is not called as a module. Move them into a layer of their own."
+        )
 
 
 class AbstractGradientEngine(ABC):
@@ -22,6 +35,11 @@ class AbstractGradientEngine(ABC):
     Between :meth:`attach` and :meth:`detach` it may hang hooks on the model; afterwards nothing of
     it is left there.
     """
+
+    name: ClassVar[str]
+
+    runs_backward: ClassVar[bool] = False
+    """Whether :meth:`backward` takes the place of ``loss.backward()``."""
 
     @abstractmethod
     def attach(self, module: nn.Module, params: Sequence[nn.Parameter]) -> None:
@@ -34,6 +52,15 @@ class AbstractGradientEngine(ABC):
         Raises:
             UnsupportedModelError: naming the layers that cannot be handled, and the cure.
         """
+
+    def backward(self, loss: Tensor, *, keep_graph: bool = False) -> None:
+        """Run the backward pass of a loss, as far as the engine needs it.
+
+        Args:
+            loss: the mean over the records of the batch.
+            keep_graph: the graph is going to be used once more.
+        """
+        raise NotImplementedError(f"{type(self).__name__} watches loss.backward().")
 
     @abstractmethod
     def take(self, scale: float, touched: Mapping[str, nn.Parameter]) -> AbstractPerSampleGradients:

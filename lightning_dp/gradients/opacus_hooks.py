@@ -10,7 +10,11 @@ from opacus.grad_sample.grad_sample_module import GradSampleHooks
 from opacus.validators.module_validator import ModuleValidator
 from torch import Tensor, nn
 
-from lightning_dp.gradients.base import AbstractGradientEngine, UnsupportedModelError
+from lightning_dp.gradients.base import (
+    AbstractGradientEngine,
+    UncoveredParameterError,
+    UnsupportedModelError,
+)
 from lightning_dp.gradients.materialised import MaterialisedGradients
 
 __all__ = ["OpacusHooks"]
@@ -25,6 +29,8 @@ class OpacusHooks(AbstractGradientEngine):
     Every layer Opacus has a rule for, and through ``torch.func`` any other layer without buffers.
     Materialises one gradient per record and parameter: memory is B times the parameters.
     """
+
+    name = "hooks"
 
     def __init__(self) -> None:
         self._hooks: GradSampleHooks | None = None
@@ -74,12 +80,7 @@ class OpacusHooks(AbstractGradientEngine):
         trained = {id(param) for param in self._params}
         missing = [n for n, p in touched.items() if id(p) in trained and id(p) not in covered]
         if missing:
-            raise UnsupportedModelError(
-                f"Parameters {missing} received a gradient but no gradient per record. They are used "
-                "outside the forward() of the module that owns them (for a parameter directly on the "
-                "LightningModule: call self(x)), their module is in eval mode or compiled, or its "
-                "layer is not called as a module. Move them into a layer of their own."
-            )
+            raise UncoveredParameterError(missing)
 
     def _refuse_unfinished(self) -> None:
         """Opacus pairs forward and backward passes last-in-first-out; a lone one shifts them."""

@@ -11,6 +11,7 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_info
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -192,10 +193,28 @@ class DifferentialPrivacyStrategy(Strategy):
     def backward(
         self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any
     ) -> Tensor:
-        loss = super().backward(closure_loss, optimizer, *args, **kwargs)
-        mechanism = self.private_run.mechanism
-        assert self._step is not None and mechanism is not None
-        self._step.answer(mechanism, self._undo_loss_division(), self._forward_again)
+        mechanism, step = self.private_run.mechanism, self._step
+        assert step is not None and mechanism is not None
+        if not step.runs_backward:
+            loss = super().backward(closure_loss, optimizer, *args, **kwargs)
+        elif args or kwargs or is_overridden("backward", self.lightning_module):
+            step.backward(closure_loss, self._forward_again, keep_graph=True)
+            loss = super().backward(closure_loss, optimizer, *args, **kwargs)
+        else:
+            loss = self._backward_of_the_engine(closure_loss)
+        step.answer(mechanism, self._undo_loss_division(), self._forward_again)
+        self.private_run.engine = step.engine_description
+        return loss
+
+    def _backward_of_the_engine(self, loss: Tensor) -> Tensor:
+        """``Strategy.backward`` with the engine in the place of ``loss.backward()``."""
+        module, plugin = self.lightning_module, self.precision_plugin
+        assert module is not None and self._step is not None
+        self.pre_backward(loss)
+        loss = plugin.pre_backward(loss, module)
+        self._step.backward(loss, self._forward_again, keep_graph=False)
+        loss = plugin.post_backward(loss, module)
+        self.post_backward(loss)
         return loss
 
     def _undo_loss_division(self) -> float:

@@ -552,14 +552,28 @@ def test_a_forward_pass_before_training_does_not_matter(
     assert trainer.global_step == privacy.steps == 10
 
 
-def test_a_forward_pass_beside_the_loss_is_refused(privacy, classifier, mlp, loader, make_trainer):
+@pytest.mark.parametrize("engine", ["auto", "hooks"])
+def test_a_forward_pass_beside_the_loss_is_no_part_of_it_or_refused(
+    engine, classifier, mlp, loader, make_trainer
+):
     class Twice(classifier):
         def training_step(self, batch, batch_idx):
-            self(torch.zeros_like(batch[0]))
+            self(torch.ones_like(batch[0]))
             return super().training_step(batch, batch_idx)
 
-    with pytest.raises(RuntimeError, match=r"not back-propagated.*torch.no_grad\(\)"):
-        make_trainer(max_epochs=1, callbacks=[privacy]).fit(Twice(mlp()), loader)
+    def fit(kind):
+        privacy = DifferentialPrivacy(
+            target_delta=1e-5, noise_multiplier=0.0, seed=1, engine=engine
+        )
+        model = kind(mlp())
+        make_trainer(max_epochs=1, callbacks=[privacy]).fit(model, loader)
+        return nn.utils.parameters_to_vector(model.parameters())
+
+    if engine == "hooks":
+        with pytest.raises(RuntimeError, match=r"not back-propagated.*torch.no_grad\(\)"):
+            fit(Twice)
+    else:
+        assert torch.equal(fit(Twice), fit(classifier))
 
 
 def test_a_loss_kept_for_the_next_batch_is_refused(privacy, classifier, mlp, loader, make_trainer):
@@ -780,5 +794,6 @@ def test_lightning_cli_builds_the_callback_from_a_configuration(tmp_path):
         "noise schedule": "Exponential(rate=0.05)",
         "post-processing": "[Momentum(beta=0.9)]",
         "sampling": "Poisson()",
+        "gradient engine": "bookkeeping",
     }
     assert (tmp_path / "config.yaml").read_text().count("Momentum") == 1

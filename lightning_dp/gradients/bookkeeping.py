@@ -1,0 +1,269 @@
+"""Clipped sums without per-sample gradients: from what layers saw and what came back to them."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import reduce
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.utils.hooks import RemovableHandle
+
+from lightning_dp.clipping import AbstractPerSampleGradients
+from lightning_dp.gradients.base import (
+    AbstractGradientEngine,
+    UncoveredParameterError,
+    UnsupportedModelError,
+)
+from lightning_dp.gradients.graph import parameter_uses
+from lightning_dp.gradients.layers import RULES, ParameterGradients
+from lightning_dp.gradients.layers.any_layer import any_layer
+
+__all__ = ["Bookkeeping", "BookkeptGradients"]
+
+_CURE = "Use engine='hooks', or change the layer."
+
+
+@dataclass
+class _Record:
+    """One call of a layer."""
+
+    layer: nn.Module
+    inputs: Tensor
+    version: int
+    source: Any  # the graph node that made the inputs, if any
+    edge: GradientEdge
+    gradient: Tensor | None = None
+
+
+class Bookkeeping(AbstractGradientEngine):
+    """One backward pass for the gradients of layer outputs only; the rest is book-keeping.
+
+    Forward hooks keep each layer's input. The backward pass stops at the layers' outputs, so
+    autograd computes no weight gradient at all. Norms come from inputs and output gradients
+    (an outer product has the product of the norms), and the clipped sum is an ordinary weight
+    gradient with the records scaled. Nothing of size B times the parameters is made for linear
+    layers and embeddings; for others where it is small.
+
+    Covers Linear, Conv1d to 3d, Embedding, LayerNorm, GroupNorm, InstanceNorm, RMSNorm, any other
+    layer with one tensor in and out (slower), layers called several times, and shared parameters.
+    A use of a parameter outside its layer, an input that was overwritten, or rows that are not
+    records are detected in every batch.
+
+    Bu, Wang, Zha and Karypis, Differentially Private Optimization on Large Model at Small Cost
+    (2023, arXiv:2210.00038), with the graph cut at the layers' outputs.
+    """
+
+    name = "bookkeeping"
+    runs_backward = True
+
+    def __init__(self) -> None:
+        self._params: Sequence[nn.Parameter] = ()
+        self._names: dict[int, str] = {}
+        self._handles: list[RemovableHandle] = []
+        self._records: list[_Record] = []
+        self._gradients: list[ParameterGradients | None] | None = None
+        self._problem: str | None = None
+        self._is_watching = True
+
+    def attach(self, module: nn.Module, params: Sequence[nn.Parameter]) -> None:
+        self.detach()
+        trained = {id(param) for param in params}
+        layers = [
+            (name, layer)
+            for name, layer in module.named_modules()
+            if any(id(param) in trained for param in layer.parameters(recurse=False))
+        ]
+        for name, layer in module.named_modules():
+            _refuse_compiled(name, layer)
+            if any(id(param) in trained for param in layer.parameters()):
+                _refuse_options(name, layer)
+        self._params = params
+        self._names = {id(param): name for name, param in module.named_parameters()}
+        self._handles = [
+            layer.register_forward_hook(self._watch, with_kwargs=True) for _, layer in layers
+        ]
+
+    def _watch(
+        self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
+    ) -> None:
+        if not self._is_watching or not torch.is_grad_enabled():
+            return
+        is_plain = len(args) == 1 and not kwargs and isinstance(output, Tensor)
+        if not is_plain or not isinstance(args[0], Tensor):
+            self._problem = (
+                f"The layer {type(layer).__name__} has parameters of its own and is not called "
+                f"with one tensor, returning one tensor. {_CURE}"
+            )
+        elif output.requires_grad:
+            inputs, source, edge = args[0].detach(), args[0].grad_fn, get_gradient_edge(output)
+            self._records.append(_Record(layer, inputs, inputs._version, source, edge))
+
+    def backward(self, loss: Tensor, *, keep_graph: bool = False) -> None:
+        problem, self._problem = self._problem, None
+        if problem is not None:
+            raise UnsupportedModelError(problem)
+        self._is_watching = False  # checkpointed layers run again
+        try:
+            edges = [record.edge for record in self._records]
+            found: Sequence[Tensor | None] = ()
+            if edges:
+                found = torch.autograd.grad(loss, edges, retain_graph=keep_graph, allow_unused=True)
+        finally:
+            self._is_watching = True
+        for record, gradient in zip(self._records, found, strict=True):
+            record.gradient = gradient
+        self._records = [record for record in self._records if record.gradient is not None]
+        self._refuse_uncovered(loss)
+        self._is_watching = False  # some layers run again, record by record
+        try:
+            with torch.no_grad():
+                self._gradients = self._bookkeep()
+        finally:
+            self._is_watching = True
+
+    def _refuse_uncovered(self, loss: Tensor) -> None:
+        """Every use of a parameter in the graph must be a recorded call of its layer."""
+        nodes = {record.edge.node for record in self._records}
+        uses, recorded = parameter_uses(loss.grad_fn, nodes), Counter[int]()
+        for record in self._records:
+            own = [id(param) for param in record.layer.parameters(recurse=False)]
+            if type(record.layer) in RULES:
+                recorded.update(own)
+            else:
+                inside = parameter_uses(record.edge.node, nodes, {record.source})
+                recorded.update({key: inside[key] for key in own})
+        missing = [self._names[id(p)] for p in self._params if uses[id(p)] > recorded[id(p)]]
+        if missing:
+            raise UncoveredParameterError(missing)
+
+    def take(self, scale: float, touched: Mapping[str, nn.Parameter]) -> BookkeptGradients:
+        gradients, self._gradients = self._gradients, None
+        if gradients is None:
+            raise RuntimeError("Bookkeeping.backward() must come before take().")
+        return BookkeptGradients(self._params, gradients, scale)
+
+    def _bookkeep(self) -> list[ParameterGradients | None]:
+        """For each parameter its uses, with what came back for them."""
+        records, self._records = self._records, []
+        calls: dict[int, list[Any]] = {id(param): [] for param in self._params}
+        for record in records:
+            inputs, gradient = record.inputs, record.gradient
+            assert gradient is not None
+            if inputs._version != record.version:
+                raise UnsupportedModelError(
+                    f"The input of a layer ({type(record.layer).__name__}) was overwritten after "
+                    "the layer had used it. Do not change tensors in place between layers."
+                )
+            if inputs.is_floating_point():
+                inputs = inputs.to(torch.promote_types(inputs.dtype, torch.float32))
+            gradient = gradient.to(torch.promote_types(gradient.dtype, torch.float32))
+            rule = RULES.get(type(record.layer), any_layer)
+            for param, call in rule(record.layer, inputs, gradient):
+                if param is not None and id(param) in calls:
+                    calls[id(param)].append(call)
+        return [
+            ParameterGradients(calls[id(param)], param.numel()) if calls[id(param)] else None
+            for param in self._params
+        ]
+
+    def drop(self) -> None:
+        self._records, self._gradients, self._problem = [], None, None
+
+    def detach(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles, self._params, self._names = [], (), {}
+        self.drop()
+
+
+class BookkeptGradients(AbstractPerSampleGradients):
+    """For each parameter what its layers saw and what came back.
+
+    Args:
+        params: the trained parameters, in the order of flat vectors.
+        gradients: for each parameter, or None where it was not used.
+        scale: multiplies all of them; the loss was the mean over the records.
+    """
+
+    def __init__(
+        self,
+        params: Sequence[Tensor],
+        gradients: Sequence[ParameterGradients | None],
+        scale: float,
+    ) -> None:
+        self._params, self._gradients = params, gradients
+        self._used = [gradient for gradient in gradients if gradient is not None]
+        counts: set[int] = set().union(*(gradient.counts for gradient in self._used))
+        if len(counts) > 1:
+            raise UnsupportedModelError(
+                "Some layers see more rows than there are records (the model folds another dimension "
+                "into the batch, or is not batch-first), so a record's gradient cannot be bounded. "
+                "Keep records in the first dimension of every layer's input, one row each."
+            )
+        self._count = counts.pop() if counts else 0
+        self._scale, self._factor = scale, scale * self._count
+
+    @property
+    def count(self) -> int:
+        return self._count
+
+    def norms(self) -> Tensor:
+        if not self._used:
+            return torch.zeros(0, dtype=torch.float64)
+        squares = reduce(torch.add, (gradient.squared_norms() for gradient in self._used))
+        return squares.sqrt() * abs(self._factor)
+
+    def weighted_sum(self, weights: Tensor) -> Tensor:
+        weights = weights * self._factor
+        parts = []
+        for param, gradient in zip(self._params, self._gradients, strict=True):
+            dtype = torch.promote_types(param.dtype, torch.float32)
+            if gradient is None:
+                parts.append(torch.zeros(param.numel(), dtype=dtype, device=param.device))
+            else:
+                parts.append(gradient.weighted_sum(weights).to(dtype))
+        return torch.cat(parts)
+
+    def combine(
+        self, weight: float, others: Sequence[tuple[float, AbstractPerSampleGradients]]
+    ) -> BookkeptGradients:
+        combined: list[ParameterGradients | None] = []
+        factors = []
+        for other_weight, other in others:
+            if not isinstance(other, BookkeptGradients) or other.count != self.count:
+                raise TypeError("Only gradients of the same records and engine can be combined.")
+            factors.append((other_weight * other._scale, other))
+        for position, (param, gradient) in enumerate(
+            zip(self._params, self._gradients, strict=True)
+        ):
+            here = ParameterGradients([], param.numel()) if gradient is None else gradient
+            there = [(f, g) for f, o in factors if (g := o._gradients[position]) is not None]
+            is_used = gradient is not None or there
+            combined.append(here.combine(weight * self._scale, there) if is_used else None)
+        return BookkeptGradients(self._params, combined, 1.0)
+
+
+def _refuse_compiled(name: str, layer: nn.Module) -> None:
+    """Inside a compiled module hooks do not see the graph that is differentiated."""
+    is_compiled = getattr(layer, "_compiled_call_impl", None) is not None
+    if is_compiled or type(layer).__name__ == "OptimizedModule":
+        raise UnsupportedModelError(f"{name or 'The module'} is compiled. {_CURE}")
+
+
+def _refuse_options(name: str, layer: nn.Module) -> None:
+    """Options under which a layer's gradient is not what its rule says."""
+    if isinstance(layer, nn.Embedding):
+        for option in ("max_norm", "scale_grad_by_freq", "sparse"):
+            if getattr(layer, option):
+                raise UnsupportedModelError(f"{name} (Embedding) has {option} set. {_CURE}")
+    if type(layer).__module__.startswith("opacus.layers"):  # Opacus knows their order of dimensions
+        raise UnsupportedModelError(f"{name} ({type(layer).__name__}) is a layer of Opacus. {_CURE}")
+    if isinstance(layer, nn.RNNBase | nn.MultiheadAttention | nn.RNNCellBase):
+        raise UnsupportedModelError(f"{name} ({type(layer).__name__}) hides its records. {_CURE}")
+    if type(layer) not in RULES and any(True for _ in layer.buffers(recurse=False)):
+        raise UnsupportedModelError(f"{name} ({type(layer).__name__}) has buffers. {_CURE}")

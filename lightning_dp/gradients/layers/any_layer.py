@@ -1,0 +1,56 @@
+"""Any other layer: its own forward pass, once more for each record, through ``torch.func``."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call, vjp, vmap
+
+from lightning_dp.gradients.base import UnsupportedModelError
+from lightning_dp.gradients.layers.base import AbstractForm, Call
+
+__all__ = ["Rows", "any_layer"]
+
+
+@dataclass(frozen=True)
+class Rows(AbstractForm):
+    """u holds the gradients of the records themselves; v is not used."""
+
+    def rows(self, v: Tensor, u: Tensor) -> Tensor:
+        return u
+
+    def weighted_sum(self, v: Tensor, u: Tensor, weights: Tensor) -> Tensor:
+        return torch.tensordot(weights, u, dims=1)
+
+
+def any_layer(
+    layer: nn.Module, inputs: Tensor, gradient: Tensor
+) -> list[tuple[nn.Parameter | None, Call]]:
+    """Every parameter that sits on the layer itself, of one call with one tensor.
+
+    The layer must give the same output when it is run again, record by record.
+
+    Raises:
+        UnsupportedModelError: if ``torch.func`` cannot run it.
+    """
+    own = {name: p for name, p in layer.named_parameters(recurse=False) if p.requires_grad}
+
+    def of_record(record: Tensor, back: Tensor) -> dict[str, Tensor]:
+        def forward(params: dict[str, Tensor]) -> Tensor:
+            output: Tensor = functional_call(layer, params, (record.unsqueeze(0),))
+            return output
+
+        gradients: dict[str, Tensor] = vjp(forward, dict(own))[1](back.unsqueeze(0))[0]
+        return gradients
+
+    try:
+        rows = vmap(of_record)(inputs, gradient)
+    except Exception as error:
+        raise UnsupportedModelError(
+            f"The layer {type(layer).__name__} cannot be run record by record with torch.func: "
+            f"{error} Give its parameters to a layer of their own (nn.Linear, nn.Embedding, ...)."
+        ) from error
+    nothing = torch.zeros(len(inputs), dtype=torch.bool, device=inputs.device)
+    return [(own[name], Call(Rows(), nothing, rows[name])) for name in own]

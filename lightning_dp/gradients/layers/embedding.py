@@ -1,0 +1,48 @@
+"""``nn.Embedding``: the gradient of a row is the sum over the positions that looked it up."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from lightning_dp.gradients.layers.base import AbstractForm, Call
+
+__all__ = ["Lookup", "embedding"]
+
+
+@dataclass(frozen=True)
+class Lookup(AbstractForm):
+    """Row r: Σ over t with v_it = r of u_it, for v of shape (n, T) and u of shape (n, T, width)."""
+
+    rows_of_table: int
+
+    def rows(self, v: Tensor, u: Tensor) -> Tensor:
+        table = u.new_zeros(len(u), self.rows_of_table, u.shape[2])
+        return table.scatter_add_(1, v.unsqueeze(2).expand_as(u), u)
+
+    def weighted_sum(self, v: Tensor, u: Tensor, weights: Tensor) -> Tensor:
+        table = u.new_zeros(self.rows_of_table, u.shape[2])
+        scaled = u * weights.view(-1, 1, 1)
+        return table.index_add_(0, v.flatten(), scaled.flatten(0, 1))
+
+    def squared_norms(self, calls: Sequence[Call]) -> Tensor | None:
+        """Σ over positions s, t of equal rows of u_s · u_t: nothing of the table's size."""
+        v = torch.cat([call.v for call in calls], dim=1)
+        u = torch.cat([call.u for call in calls], dim=1)
+        products = torch.bmm(u, u.transpose(1, 2))
+        products.masked_fill_(v.unsqueeze(2) != v.unsqueeze(1), 0.0)
+        return products.sum((1, 2), dtype=torch.float64).clamp_(min=0.0)
+
+
+def embedding(
+    layer: nn.Embedding, inputs: Tensor, gradient: Tensor
+) -> list[tuple[nn.Parameter | None, Call]]:
+    """The table of one call."""
+    v = inputs.reshape(len(inputs), -1)
+    u = gradient.reshape(*v.shape, layer.embedding_dim)
+    if layer.padding_idx is not None:
+        u = u.masked_fill((v == layer.padding_idx).unsqueeze(2), 0.0)
+    return [(layer.weight, Call(Lookup(layer.num_embeddings), v, u))]

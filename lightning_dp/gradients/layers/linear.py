@@ -1,0 +1,54 @@
+"""``nn.Linear``, also on sequences: the gradient of the weight is an outer product."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from lightning_dp.functional import per_sample_norms
+from lightning_dp.gradients.layers.base import AbstractForm, Call
+from lightning_dp.gradients.layers.bias import Bias
+
+__all__ = ["OuterProduct", "linear"]
+
+
+@dataclass(frozen=True)
+class OuterProduct(AbstractForm):
+    """Σ_t u_it v_itᵀ for v of shape (n, T, in) and u of shape (n, T, out)."""
+
+    def rows(self, v: Tensor, u: Tensor) -> Tensor:
+        return torch.bmm(u.transpose(1, 2), v)
+
+    def weighted_sum(self, v: Tensor, u: Tensor, weights: Tensor) -> Tensor:
+        scaled = (u * weights.view(-1, 1, 1)).flatten(0, 1)
+        return scaled.T @ v.flatten(0, 1)
+
+    def squared_norms(self, calls: Sequence[Call]) -> Tensor | None:
+        """From the T x T inner products of all calls' vectors, if they are fewer than the entries.
+
+        ‖Σ_s u_s v_sᵀ‖² = Σ_st (u_s · u_t)(v_s · v_t).
+        """
+        if len(calls) == 1 and calls[0].u.shape[1] == 1:
+            norms = [per_sample_norms([part]) for part in (calls[0].u, calls[0].v)]
+            return (norms[0] * norms[1]).square_()
+        times = sum(call.u.shape[1] for call in calls)
+        rows, columns = calls[0].u.shape[2], calls[0].v.shape[2]
+        if times * (rows + columns) > 2 * rows * columns:
+            return None
+        u = torch.cat([call.u for call in calls], dim=1)
+        v = torch.cat([call.v for call in calls], dim=1)
+        # Sums of squares in float64 would double the work; the products are summed in it.
+        products = torch.bmm(u, u.transpose(1, 2)) * torch.bmm(v, v.transpose(1, 2))
+        return products.sum((1, 2), dtype=torch.float64).clamp_(min=0.0)
+
+
+def linear(
+    layer: nn.Linear, inputs: Tensor, gradient: Tensor
+) -> list[tuple[nn.Parameter | None, Call]]:
+    """Weight and bias of one call; any dimensions between the first and the last are positions."""
+    v = inputs.reshape(len(inputs), -1, inputs.shape[-1])
+    u = gradient.reshape(len(gradient), -1, gradient.shape[-1])
+    return [(layer.weight, Call(OuterProduct(), v, u)), (layer.bias, Bias.call(u))]
