@@ -14,13 +14,12 @@ import statistics
 import warnings
 
 import torch
-from step import CLIP_NORM, NUM_RECORDS, ROUNDS, STEPS, cnn, mlp, through_the_trainer
+from step import CLIP_NORM, NUM_RECORDS, PLAIN, ROUNDS, STEPS, cnn, mlp, through_the_trainer
 from torch.utils.data import TensorDataset
 
-from lightning_dp import Diff2, MeanGradient
+from lightning_dp import Diff2
 
 GOAL = 2.2
-PLAIN = MeanGradient(CLIP_NORM)
 DIFFERENCES = Diff2(restart_every=10**6, max_grad_norm=CLIP_NORM, split=1e6)
 
 

@@ -24,7 +24,6 @@ __all__ = [
     "UncoveredParameterError",
     "UnsupportedModelError",
     "attach_engine",
-    "fall_back",
 ]
 
 
@@ -52,14 +51,7 @@ def attach_engine(
     except UnsupportedModelError as reason:
         if name != "auto":
             raise
-        return fall_back(module, params, reason)
+        engine = OpacusHooks()
+        engine.attach(module, params)
+        return engine, f"{engine.name}, since book-keeping does not cover this model: {reason}"
     return engine, engine.name
-
-
-def fall_back(
-    module: nn.Module, params: Sequence[nn.Parameter], reason: Exception
-) -> tuple[AbstractGradientEngine, str]:
-    """Opacus' hooks, watching the module, and why."""
-    engine = OpacusHooks()
-    engine.attach(module, params)
-    return engine, f"{engine.name}, since book-keeping does not cover this model: {reason}"

@@ -20,8 +20,7 @@ from lightning_dp.gradients.base import (
     UnsupportedModelError,
 )
 from lightning_dp.gradients.graph import parameter_uses
-from lightning_dp.gradients.layers import RULES, ParameterGradients
-from lightning_dp.gradients.layers.any_layer import any_layer
+from lightning_dp.gradients.layers import ParameterGradients, any_layer, rule_of
 
 __all__ = ["Bookkeeping", "BookkeptGradients"]
 
@@ -33,9 +32,9 @@ class _Record:
     """One call of a layer."""
 
     layer: nn.Module
-    inputs: Tensor
-    version: int
-    source: Any  # the graph node that made the inputs, if any
+    inputs: tuple[Tensor, ...]
+    versions: list[int]
+    sources: set[Any]  # the graph nodes that made the inputs
     edge: GradientEdge
     gradient: Tensor | None = None
 
@@ -50,7 +49,7 @@ class Bookkeeping(AbstractGradientEngine):
     layers and embeddings; for others where it is small.
 
     Covers Linear, Conv1d to 3d, Embedding, LayerNorm, GroupNorm, InstanceNorm, RMSNorm, any other
-    layer with one tensor in and out (slower), layers called several times, and shared parameters.
+    layer with tensors in and one out (slower), layers called several times, and shared parameters.
     A use of a parameter outside its layer, an input that was overwritten, or rows that are not
     records are detected in every batch.
 
@@ -93,15 +92,17 @@ class Bookkeeping(AbstractGradientEngine):
     ) -> None:
         if not self._is_watching or not torch.is_grad_enabled():
             return
-        is_plain = len(args) == 1 and not kwargs and isinstance(output, Tensor)
-        if not is_plain or not isinstance(args[0], Tensor):
+        if kwargs or not all(isinstance(each, Tensor) for each in (*args, output)):
             self._problem = (
-                f"The layer {type(layer).__name__} has parameters of its own and is not called "
-                f"with one tensor, returning one tensor. {_CURE}"
+                f"The layer {type(layer).__name__} has parameters of its own, and something else "
+                "than tensors goes in (or by name) or comes out. Give the parameters to a layer of "
+                "their own, called with tensors by position and returning one tensor."
             )
         elif output.requires_grad:
-            inputs, source, edge = args[0].detach(), args[0].grad_fn, get_gradient_edge(output)
-            self._records.append(_Record(layer, inputs, inputs._version, source, edge))
+            inputs = tuple(each.detach() for each in args)
+            versions, sources = [each._version for each in inputs], {each.grad_fn for each in args}
+            edge = get_gradient_edge(output)
+            self._records.append(_Record(layer, inputs, versions, sources, edge))
 
     def backward(self, loss: Tensor, *, keep_graph: bool = False) -> None:
         problem, self._problem = self._problem, None
@@ -132,10 +133,10 @@ class Bookkeeping(AbstractGradientEngine):
         uses, recorded = parameter_uses(loss.grad_fn, nodes), Counter[int]()
         for record in self._records:
             own = [id(param) for param in record.layer.parameters(recurse=False)]
-            if type(record.layer) in RULES:
+            if rule_of(record.layer) is not any_layer:
                 recorded.update(own)
             else:
-                inside = parameter_uses(record.edge.node, nodes, {record.source})
+                inside = parameter_uses(record.edge.node, nodes, record.sources)
                 recorded.update({key: inside[key] for key in own})
         missing = [self._names[id(p)] for p in self._params if uses[id(p)] > recorded[id(p)]]
         if missing:
@@ -152,18 +153,16 @@ class Bookkeeping(AbstractGradientEngine):
         records, self._records = self._records, []
         calls: dict[int, list[Any]] = {id(param): [] for param in self._params}
         for record in records:
-            inputs, gradient = record.inputs, record.gradient
+            gradient = record.gradient
             assert gradient is not None
-            if inputs._version != record.version:
+            if [each._version for each in record.inputs] != record.versions:
                 raise UnsupportedModelError(
                     f"The input of a layer ({type(record.layer).__name__}) was overwritten after "
                     "the layer had used it. Do not change tensors in place between layers."
                 )
-            if inputs.is_floating_point():
-                inputs = inputs.to(torch.promote_types(inputs.dtype, torch.float32))
-            gradient = gradient.to(torch.promote_types(gradient.dtype, torch.float32))
-            rule = RULES.get(type(record.layer), any_layer)
-            for param, call in rule(record.layer, inputs, gradient):
+            inputs = [_at_least_float32(each) for each in record.inputs]
+            rule = rule_of(record.layer)
+            for param, call in rule(record.layer, *inputs, _at_least_float32(gradient)):
                 if param is not None and id(param) in calls:
                     calls[id(param)].append(call)
         return [
@@ -248,6 +247,13 @@ class BookkeptGradients(AbstractPerSampleGradients):
         return BookkeptGradients(self._params, combined, 1.0)
 
 
+def _at_least_float32(tensor: Tensor) -> Tensor:
+    """Half precision as float32; integers and float64 as they are."""
+    if not tensor.is_floating_point():
+        return tensor
+    return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
+
+
 def _refuse_compiled(name: str, layer: nn.Module) -> None:
     """Inside a compiled module hooks do not see the graph that is differentiated."""
     is_compiled = getattr(layer, "_compiled_call_impl", None) is not None
@@ -262,8 +268,10 @@ def _refuse_options(name: str, layer: nn.Module) -> None:
             if getattr(layer, option):
                 raise UnsupportedModelError(f"{name} (Embedding) has {option} set. {_CURE}")
     if type(layer).__module__.startswith("opacus.layers"):  # Opacus knows their order of dimensions
-        raise UnsupportedModelError(f"{name} ({type(layer).__name__}) is a layer of Opacus. {_CURE}")
+        raise UnsupportedModelError(
+            f"{name} ({type(layer).__name__}) is a layer of Opacus. {_CURE}"
+        )
     if isinstance(layer, nn.RNNBase | nn.MultiheadAttention | nn.RNNCellBase):
         raise UnsupportedModelError(f"{name} ({type(layer).__name__}) hides its records. {_CURE}")
-    if type(layer) not in RULES and any(True for _ in layer.buffers(recurse=False)):
+    if rule_of(layer) is any_layer and any(True for _ in layer.buffers(recurse=False)):
         raise UnsupportedModelError(f"{name} ({type(layer).__name__}) has buffers. {_CURE}")

@@ -9,9 +9,7 @@ from typing import Any
 __all__ = ["parameter_uses"]
 
 
-def parameter_uses(
-    root: Any, calls: Collection[Any], stop: Collection[Any] = ()
-) -> Counter[int]:
+def parameter_uses(root: Any, calls: Collection[Any], stop: Collection[Any] = ()) -> Counter[int]:
     """For each parameter, by ``id``, in how many places of a graph it meets something else.
 
     A transpose, a cast or a norm of a parameter alone is still the parameter; the node that brings

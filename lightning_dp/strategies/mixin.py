@@ -91,6 +91,7 @@ class DifferentialPrivacyStrategy(Strategy):
         check_optimizers(self.optimizers, module)
         check_model(module)
         self._step = PrivateStep(module, self.optimizers[0], run.config.engine, self.root_device)
+        run.engine = self._step.engine_description
 
     def configure_ddp(self) -> None:
         """No DDP wrapper: its reducer would all-reduce raw gradients. Rank 0's weights for all."""
@@ -198,12 +199,11 @@ class DifferentialPrivacyStrategy(Strategy):
         if not step.runs_backward:
             loss = super().backward(closure_loss, optimizer, *args, **kwargs)
         elif args or kwargs or is_overridden("backward", self.lightning_module):
-            step.backward(closure_loss, self._forward_again, keep_graph=True)
+            step.backward(closure_loss, keep_graph=True)
             loss = super().backward(closure_loss, optimizer, *args, **kwargs)
         else:
             loss = self._backward_of_the_engine(closure_loss)
         step.answer(mechanism, self._undo_loss_division(), self._forward_again)
-        self.private_run.engine = step.engine_description
         return loss
 
     def _backward_of_the_engine(self, loss: Tensor) -> Tensor:
@@ -212,7 +212,7 @@ class DifferentialPrivacyStrategy(Strategy):
         assert module is not None and self._step is not None
         self.pre_backward(loss)
         loss = plugin.pre_backward(loss, module)
-        self._step.backward(loss, self._forward_again, keep_graph=False)
+        self._step.backward(loss, keep_graph=False)
         loss = plugin.post_backward(loss, module)
         self.post_backward(loss)
         return loss

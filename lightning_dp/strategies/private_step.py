@@ -15,10 +15,8 @@ from lightning_dp.clipping import AbstractPerSampleGradients, bounded_sum
 from lightning_dp.functional import unflatten
 from lightning_dp.gradients import (
     RawGradientGuard,
-    UncoveredParameterError,
     UnsupportedModelError,
     attach_engine,
-    fall_back,
 )
 from lightning_dp.mechanism import Mechanism
 from lightning_dp.query import Query
@@ -49,7 +47,6 @@ class PrivateStep:
         self._device = device
         with _without_trainer(module):
             self._engine, self.engine_description = attach_engine(engine, module, self.params)
-        self._may_fall_back = engine == "auto" and self._engine.runs_backward
         try:
             self._raw = RawGradientGuard(module.named_parameters(), optimizer)
         except Exception:
@@ -74,7 +71,7 @@ class PrivateStep:
 
     def before_forward(self, query: Query | None) -> None:
         """Remember the randomness that a second pass must share."""
-        if self._may_fall_back or (query is not None and query.other_points):
+        if query is not None and query.other_points:
             self._random_state = RandomState(self._device)
 
     @property
@@ -82,34 +79,9 @@ class PrivateStep:
         """Whether :meth:`backward` takes the place of ``loss.backward()``."""
         return self._engine.runs_backward
 
-    def backward(
-        self, loss: Tensor, forward_again: Callable[[], Tensor], *, keep_graph: bool
-    ) -> None:
-        """Run the backward pass as the engine does it.
-
-        If the first one shows that the engine does not cover the model, the batch is run again with
-        the other engine, which is then used throughout.
-        """
-        try:
-            self._engine.backward(loss, keep_graph=keep_graph)
-        except UncoveredParameterError:
-            raise
-        except UnsupportedModelError as reason:
-            if not self._may_fall_back or not self._module.automatic_optimization:
-                raise
-            self._fall_back(reason, forward_again)
-        self._may_fall_back = False
-
-    def _fall_back(self, reason: Exception, forward_again: Callable[[], Tensor]) -> None:
-        assert self._random_state is not None
-        self._engine.detach()
-        with _without_trainer(self._module):
-            self._engine, self.engine_description = fall_back(self._module, self.params, reason)
-        now = RandomState(self._device)
-        with muted(self._module):
-            self._random_state.restore()
-            self._module.backward(forward_again())
-        now.restore()
+    def backward(self, loss: Tensor, *, keep_graph: bool) -> None:
+        """Run the backward pass as the engine does it."""
+        self._engine.backward(loss, keep_graph=keep_graph)
 
     def answer(
         self, mechanism: Mechanism, scale: float, forward_again: Callable[[], Tensor]

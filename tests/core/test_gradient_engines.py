@@ -565,7 +565,11 @@ def test_a_layer_that_sees_more_rows_than_records_is_refused(engine):
 
 def test_an_engine_is_made_by_its_name():
     module = CASES["mlp"].make()
-    for name, kind in {"hooks": OpacusHooks, "bookkeeping": Bookkeeping, "auto": Bookkeeping}.items():
+    for name, kind in {
+        "hooks": OpacusHooks,
+        "bookkeeping": Bookkeeping,
+        "auto": Bookkeeping,
+    }.items():
         engine, description = attach_engine(name, module, trained(module))
         assert isinstance(engine, kind) and description == kind.name
         engine.detach()

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
+from lightning_dp.gradients.layers.any_layer import any_layer
 from lightning_dp.gradients.layers.base import AbstractForm, Call, ParameterGradients
 from lightning_dp.gradients.layers.convolution import convolution
 from lightning_dp.gradients.layers.embedding import embedding
@@ -18,11 +18,11 @@ from lightning_dp.gradients.layers.normalisation import (
     rms_norm,
 )
 
-__all__ = ["RULES", "AbstractForm", "Call", "ParameterGradients", "Rule"]
+__all__ = ["RULES", "AbstractForm", "Call", "ParameterGradients", "Rule", "any_layer", "rule_of"]
 
 # (layer, its input, the gradient of its output) -> every parameter with its use in this call;
-# both tensors have records first.
-Rule = Callable[[Any, Tensor, Tensor], list[tuple[nn.Parameter | None, Call]]]
+# the tensors have records first.
+Rule = Callable[..., list[tuple[nn.Parameter | None, Call]]]
 
 RULES: Mapping[type[nn.Module], Rule] = {
     nn.Linear: linear,
@@ -37,3 +37,11 @@ RULES: Mapping[type[nn.Module], Rule] = {
     nn.InstanceNorm3d: instance_norm,
     nn.RMSNorm: rms_norm,
 }
+
+
+def rule_of(layer: nn.Module) -> Rule:
+    """The rule of a layer's type, or of the one whose forward pass it inherits."""
+    for kind in type(layer).__mro__:
+        if kind in RULES and type(layer).forward is kind.forward:
+            return RULES[kind]
+    return any_layer

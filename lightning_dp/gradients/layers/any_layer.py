@@ -25,10 +25,10 @@ class Rows(AbstractForm):
         return torch.tensordot(weights, u, dims=1)
 
 
-def any_layer(
-    layer: nn.Module, inputs: Tensor, gradient: Tensor
-) -> list[tuple[nn.Parameter | None, Call]]:
-    """Every parameter that sits on the layer itself, of one call with one tensor.
+def any_layer(layer: nn.Module, *tensors: Tensor) -> list[tuple[nn.Parameter | None, Call]]:
+    """Every parameter that sits on the layer itself, of one call.
+
+    The tensors are those that the layer was called with, and the gradient of its output.
 
     The layer must give the same output when it is run again, record by record.
 
@@ -37,20 +37,22 @@ def any_layer(
     """
     own = {name: p for name, p in layer.named_parameters(recurse=False) if p.requires_grad}
 
-    def of_record(record: Tensor, back: Tensor) -> dict[str, Tensor]:
+    def of_record(*record: Tensor) -> dict[str, Tensor]:
+        *inputs, gradient = (each.unsqueeze(0) for each in record)
+
         def forward(params: dict[str, Tensor]) -> Tensor:
-            output: Tensor = functional_call(layer, params, (record.unsqueeze(0),))
+            output: Tensor = functional_call(layer, params, tuple(inputs))
             return output
 
-        gradients: dict[str, Tensor] = vjp(forward, dict(own))[1](back.unsqueeze(0))[0]
+        gradients: dict[str, Tensor] = vjp(forward, dict(own))[1](gradient)[0]
         return gradients
 
     try:
-        rows = vmap(of_record)(inputs, gradient)
+        rows = vmap(of_record)(*tensors)
     except Exception as error:
         raise UnsupportedModelError(
             f"The layer {type(layer).__name__} cannot be run record by record with torch.func: "
             f"{error} Give its parameters to a layer of their own (nn.Linear, nn.Embedding, ...)."
         ) from error
-    nothing = torch.zeros(len(inputs), dtype=torch.bool, device=inputs.device)
+    nothing = torch.zeros(len(tensors[-1]), dtype=torch.bool, device=tensors[-1].device)
     return [(own[name], Call(Rows(), nothing, rows[name])) for name in own]

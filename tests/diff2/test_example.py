@@ -1,0 +1,297 @@
+"""The DIFF2 example as a user runs it, and its gradients, which are never formed."""
+
+from __future__ import annotations
+
+import importlib
+import math
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from itertools import pairwise
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from lightning_dp.clipping import bounded_sum
+from lightning_dp.functional import flatten, unflatten
+from lightning_dp.query import Query, Term
+
+EXAMPLES = Path(__file__).parents[2] / "examples" / "papers"
+SCRIPT = EXAMPLES / "diff2.py"
+MODULES = ("diff2_data", "diff2_model", "diff2_run", "diff2_report", "diff2")
+
+
+@pytest.fixture
+def example(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    yield SimpleNamespace(**{name: importlib.import_module(name) for name in MODULES})
+    for name in MODULES:
+        sys.modules.pop(name, None)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Two small regression sets and two of classes, in the shapes of the archives."""
+    rng = np.random.default_rng(0)
+    x = rng.normal(2.0, 3.0, (403, 4)).astype(np.float32)
+    y = x @ np.array([1.0, -0.5, 0.2, 0.0]) + 0.1 * rng.normal(size=len(x))
+    np.savez(tmp_path / "california_housing.npz", X=x, y=y)
+    np.savez(
+        tmp_path / "blogfeedback.npz",
+        X_train=x[:300],
+        y_train=y[:300],
+        X_test=x[300:],
+        y_test=y[300:],
+    )
+    label = 1 + (y > 0).astype(np.int8) + (y > 2)
+    np.savez(tmp_path / "kddcup99_10pct.npz", X=x, y=label)
+    bits = {"wilderness": rng.integers(0, 4, 403), "soil": rng.integers(0, 40, 403)}
+    np.savez(
+        tmp_path / "covertype_subset.npz", X_num=rng.integers(0, 9, (403, 10)), y=label, **bits
+    )
+    return tmp_path
+
+
+# -- the gradients -------------------------------------------------------------------------------
+
+
+def autograds(data: Any, params: list[Tensor]) -> Tensor:
+    """One row per training record, by autograd in float64, one record at a time."""
+    rows = []
+    for i in range(data.train.count):
+        first, second = (p.double().requires_grad_() for p in params)
+        hidden = torch.log1p(torch.exp(first @ data.train.x[:, i].double()))
+        outputs = second[:, :-1] @ hidden + second[:, -1]
+        if data.is_regression:
+            loss = (outputs[0] - data.train.y[0, i].double()) ** 2
+        else:
+            loss = outputs.logsumexp(0) - outputs[data.train.y[i]]
+        rows.append(flatten(torch.autograd.grad(loss, (first, second))))
+    return torch.stack(rows)
+
+
+def answer(example: Any, data: Any, weights: tuple[float, ...], points: list[list[Tensor]]) -> Any:
+    """What the example answers to a query of these weights: the first is for the parameters."""
+    terms = [Term(weights[0])]
+    terms += [Term(w, flatten(p)) for w, p in zip(weights[1:], points[1:], strict=True)]
+    answers = example.diff2_model.Answers(example.diff2_model.Network(data))
+    return answers.gradients(Query(tuple(terms), 1.0, 1.0), points[0])
+
+
+@pytest.mark.parametrize("name", ["california", "kdd"])
+@pytest.mark.parametrize("weights", [(1.0,), (1.0, -1.0), (1.0, -0.7)])
+def test_norms_and_clipped_sums_are_those_of_an_autograd_loop(name, weights, example, folder):
+    data = example.diff2_data.split(name, str(folder), 0)
+    network = example.diff2_model.Network(data)
+    points = [network.start(seed) for seed in (1, 2)][: len(weights)]
+    exact = sum(w * autograds(data, p) for w, p in zip(weights, points, strict=True))
+    found = answer(example, data, weights, points)
+    assert found.count == len(exact)
+    torch.testing.assert_close(found.norms().double(), exact.norm(dim=1), rtol=1e-5, atol=1e-6)
+    clip_norm = float(exact.norm(dim=1).median())
+    factors = (clip_norm / exact.norm(dim=1)).clamp(max=1)
+    total = bounded_sum(found, clip_norm)
+    torch.testing.assert_close(total.value.double(), factors @ exact, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["california", "kdd"])
+def test_differences_of_close_points_are_accurate_in_float32(name, example, folder):
+    data = example.diff2_data.split(name, str(folder), 0)
+    here = example.diff2_model.Network(data).start(1)
+    generator = torch.Generator().manual_seed(0)
+    there = [p + 1e-4 * torch.randn(p.shape, generator=generator) for p in here]
+    exact = autograds(data, here) - autograds(data, there)
+    norms = answer(example, data, (1.0, -1.0), [here, there]).norms()
+    error = (norms.double() - exact.norm(dim=1)).abs().max()
+    assert error < 5e-3 * exact.norm(dim=1).median()
+
+
+def test_losses_and_gradient_norms_are_torchs(example, folder):
+    for name in ("california", "kdd"):
+        data = example.diff2_data.split(name, str(folder), 0)
+        network = example.diff2_model.Network(data)
+        params = network.start(3)
+        point = network.at(params)
+        assert point.square_gradient_norm() == pytest.approx(
+            float(autograds(data, params).mean(0).square().sum()), rel=1e-4
+        )
+        hidden = torch.nn.functional.softplus(params[0] @ data.test.x)
+        outputs = params[1][:, :-1] @ hidden + params[1][:, -1:]
+        loss = torch.nn.functional.mse_loss(outputs, data.test.y) if name == "california" else None
+        if loss is None:
+            loss = torch.nn.functional.cross_entropy(outputs.T, data.test.y)
+        assert network.test_loss(params) == pytest.approx(float(loss), rel=1e-5)
+
+
+def test_a_record_that_is_not_finite_adds_nothing(example, folder):
+    data = example.diff2_data.split("california", str(folder), 0)
+    params = example.diff2_model.Network(data).start(0)
+    without = bounded_sum(answer(example, data, (1.0,), [params]), 0.1).value
+    first = data.train.x[:, :1].clone()
+    alone = autograds(data, params)[0]
+    data.train.x[0, 0] = float("nan")
+    data.train.squares[0] = float("nan")
+    found = bounded_sum(answer(example, data, (1.0,), [params]), 0.1).value
+    data.train.x[:, :1], data.train.squares[0] = first, first.square().sum()
+    part = (alone * min(1.0, 0.1 / float(alone.norm()))).float()
+    torch.testing.assert_close(found, without - part, rtol=1e-4, atol=1e-5)
+
+
+def test_each_point_is_computed_once(example, folder, monkeypatch):
+    data = example.diff2_data.split("california", str(folder), 0)
+    network = example.diff2_model.Network(data)
+    seen = []
+    compute = network.at
+    monkeypatch.setattr(network, "at", lambda params: seen.append(1) or compute(params))
+    answers = example.diff2_model.Answers(network)
+    points = [network.start(seed) for seed in range(4)]
+    answers.at(flatten(points[0]), points[0])
+    for before, here in pairwise(points):
+        flat = flatten(before)
+        answers.at(flatten(here), here)  # a look between the steps
+        answers.gradients(Query((Term(), Term(-1.0, flat)), 1.0, 1.0), here)
+    assert len(seen) == 4
+
+
+# -- the data ------------------------------------------------------------------------------------
+
+
+def test_the_split_is_standardised_and_of_ten_equal_parts(example, folder):
+    data = example.diff2_data.split("california", str(folder), 0)
+    train, test = data.train, data.test
+    assert (train.count, test.count) == (320, 81)  # 322 of 403 less the 2 that ten cannot share
+    torch.testing.assert_close(train.x[:-1].mean(1), torch.zeros(4), rtol=0, atol=1e-5)
+    torch.testing.assert_close(train.x[:-1].std(1, correction=0), torch.ones(4))
+    assert (train.x[-1] == 1).all()
+    torch.testing.assert_close(train.squares, train.x.square().sum(0))
+    assert 0.5 < float(torch.cat([train.y, test.y], 1).abs().max()) <= 1
+    other = example.diff2_data.split("california", str(folder), 1)
+    assert not torch.equal(other.train.y, train.y)
+
+
+def test_archives_of_all_shapes_are_read(example, folder):
+    blog = example.diff2_data.split("blog", str(folder), 0)
+    assert (blog.train.count, blog.outputs, blog.is_regression) == (320, 1, True)
+    cover = example.diff2_data.split("covertype", str(folder), 0)
+    assert (cover.train.x.shape[0], cover.outputs, cover.is_regression) == (55, 3, False)
+    assert set(cover.train.x[10:54].unique().tolist()) == {0.0, 1.0}  # bits are left as they are
+    assert (cover.train.x[10:54].sum(0) == 2).all()
+    assert set(cover.train.y.tolist()) == {0, 1, 2}
+
+
+def test_a_missing_set_is_left_out_with_a_word(example, tmp_path, capsys):
+    assert example.diff2_data.raw("gas", str(tmp_path)) is None
+    assert example.diff2_data.raw("gas", "") is None
+    said = capsys.readouterr().err
+    assert "Gas Turbine is left out: no gas_turbine.npz in" in said
+    assert "no folder was given (--data DIR or LIGHTNING_DP_DATA)" in said
+    assert "no fetcher" in said
+    with pytest.raises(SystemExit) as stop:
+        example.diff2.main(["--data", str(tmp_path), "--quick"])
+    assert stop.value.code == 2
+
+
+# -- the noise and the runs ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("interval", [1, 6, 20, 60, 200])
+def test_the_papers_noise_is_that_of_proposition_4_1(interval, example):
+    n, rounds = 16_512, 2000
+    setting = example.diff2_run.Setting(0.1, 1.0, interval, 3.0)
+    plan = example.diff2_run.plan_of(setting, "paper", 3.0, rounds, n)
+    alpha, restarts = 9, math.ceil(rounds / interval)
+    unit = 4 * alpha / (n**2 * 3.0)
+    u = 1.25 if interval > 1 else 1.0
+    assert plan.noise_multiplier(0) / n == pytest.approx(math.sqrt(unit * u * restarts))
+    if interval > 1:
+        sigma = math.sqrt(unit * u / (u - 1) * (rounds - restarts))
+        assert plan.noise_multiplier(1) / n == pytest.approx(sigma)
+
+
+def run_of(example: Any, folder: Path, setting: Any, noise: str, **changes: Any) -> Any:
+    run = example.diff2_run.Run("california", str(folder), 0, 3.0, 40, noise, setting)
+    return example.diff2_run.execute(example.diff2.replace(run, **changes))
+
+
+def test_runs_spend_what_they_claim(example, folder):
+    diff2 = example.diff2_run.Setting(0.05, 1.0, 4, 3.0, u=1.5)
+    storm = example.diff2_run.Setting(0.05, 1.0, 1, 3.0, momentum=0.5)
+    for setting in (diff2, storm):
+        spent = run_of(example, folder, setting, "exact").spent
+        assert 2.99 < spent["replace-one"] <= 3
+        assert 1.3 < spent["add/remove"] < 1.5
+        assert 2.99 < run_of(example, folder, setting, "add/remove").spent["add/remove"] <= 3
+    spent = run_of(example, folder, example.diff2_run.Setting(0.05, 1.0), "paper").spent
+    assert spent["replace-one"] == pytest.approx(2.341, abs=2e-3)
+
+
+def test_without_noise_it_is_gradient_descent(example, folder):
+    trace = run_of(example, folder, example.diff2_run.Setting(0.1), "none")
+    data = example.diff2_data.split("california", str(folder), 0)
+    params = example.diff2_model.Network(data).start(0)
+    losses, squares, lengths = [], [], []
+    for done in range(41):
+        gradient = autograds(data, params).mean(0)
+        if done % 20 == 0:
+            losses.append(float((_outputs(params, data) - data.train.y[0]).square().mean()))
+            squares.append(float(gradient.square().sum()))
+        lengths.append(0.1 * float(gradient.norm()))
+        step = unflatten(0.1 * gradient, params)
+        params = [p - g for p, g in zip(params, step, strict=True)]
+    np.testing.assert_allclose(trace.values[0], losses, rtol=1e-4)
+    np.testing.assert_allclose(trace.values[1], squares, rtol=1e-3)
+    root_mean_square = float(np.mean(np.square(lengths[20:40]))) ** 0.5
+    assert trace.step_length == pytest.approx(root_mean_square, rel=1e-3)
+
+
+def _outputs(params: list[Tensor], data: Any) -> Tensor:
+    hidden = torch.nn.functional.softplus(params[0] @ data.train.x)
+    return params[1][0, :-1] @ hidden + params[1][0, -1]
+
+
+def test_a_diverging_run_is_given_up_and_never_chosen(example, folder):
+    wild = example.diff2_run.Setting(50.0, 100.0, 10, 100.0)
+    trace = run_of(example, folder, wild, "exact", rounds=400, is_tuning=True)
+    assert not trace.is_finished
+    assert trace.level(0) == math.inf
+    assert np.isfinite(trace.values[0]).sum() < 12
+
+
+def test_grids_have_equal_sizes_and_points_of_the_paper(example):
+    size = example.diff2.Size()
+    dp_gd, diff2 = example.diff2.dp_gd_settings(size), example.diff2.diff2_settings(0.25, size)
+    assert (len(dp_gd), len(diff2)) == (70, 72)
+    assert len(set(diff2)) == len(diff2) == len(example.diff2.storm_settings(0.25, size))
+    for setting in diff2:
+        assert setting.interval in (6, 20, 60, 200)
+        assert {setting.clip, setting.diff} <= {1.0, 3.0, 10.0, 30.0, 100.0}
+        assert math.log2(setting.rate) in range(-9, 1)
+
+
+@pytest.mark.slow
+def test_the_quick_run_prints_its_tables_and_draws_its_picture(folder, tmp_path):
+    clean = {k: v for k, v in os.environ.items() if k != "LIGHTNING_DP_DATA"}
+    arguments = ["--quick", "--rounds", "40", "--jobs", "1", "--output", str(tmp_path / "pictures")]
+    done = subprocess.run(
+        [sys.executable, str(SCRIPT), *arguments],
+        cwd=tmp_path,
+        env={**clean, "LIGHTNING_DP_DATA": str(folder), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    for words in ("California Housing: n = 320, 81 to test", "| DIFF2-GD(c) < DIFF2-GD(b) |"):
+        assert words in done.stdout
+    rows = re.findall(r"\| (DP-GD|DIFF2-GD), (.*?) \([abc]\) \| ([\d.]+) \|", done.stdout)
+    assert len(rows) == 5
+    for _, noise, epsilon in rows:
+        assert float(epsilon) == pytest.approx(2.341 if "paper" in noise else 2.9985, abs=2e-3)
+    assert (tmp_path / "pictures" / "california.png").stat().st_size > 20_000
+    assert "DIFF2-GD, best split (c)" in (tmp_path / "pictures/california_tuning.csv").read_text()

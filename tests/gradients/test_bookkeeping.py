@@ -1,0 +1,554 @@
+"""The book-keeping engine against one record at a time in float64, layer by layer."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+from lightning_dp.clipping import bounded_sum
+from lightning_dp.gradients import Bookkeeping, UncoveredParameterError, UnsupportedModelError
+from lightning_dp.gradients import layers as layers_module
+from lightning_dp.gradients.graph import parameter_uses
+from lightning_dp.gradients.layers import RULES, Call, ParameterGradients, base
+from lightning_dp.gradients.layers.linear import OuterProduct
+
+RECORDS = 5
+
+
+class Positions(nn.Module):
+    """A learned position embedding beside a token embedding, as in small transformers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(9, 6, padding_idx=0)
+        self.place = nn.Parameter(torch.randn(7, 6))
+        self.mix = nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.mix(torch.tanh(self.tokens(x) + self.place))
+
+
+class Attention(nn.Module):
+    """Plain attention made of linear layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(6)
+        self.q, self.k, self.v = nn.Linear(6, 6), nn.Linear(6, 6, bias=False), nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.norm(x)
+        return x + F.scaled_dot_product_attention(self.q(y), self.k(y), self.v(y))
+
+
+class Gate(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = nn.Parameter(torch.linspace(-1, 1, 6))
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return torch.sigmoid(self.gate) * x + y
+
+
+class Gated(nn.Module):
+    """A layer of the user's own that is called with two tensors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.gate = nn.Linear(6, 6), Gate()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.gate(self.linear(x), torch.tanh(x))
+
+
+class OwnLinear(nn.Linear):
+    """Has the forward pass of nn.Linear."""
+
+
+class OtherLinear(nn.Linear):
+    """Does something else with the weight."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.weight.square().T + self.bias
+
+
+def images(*size: int) -> Callable[[], Tensor]:
+    return lambda: torch.randn(RECORDS, *size)
+
+
+def net(*layers: nn.Module) -> Callable[[], nn.Module]:
+    return lambda: nn.Sequential(*(copy.deepcopy(layer) for layer in layers), nn.Flatten())
+
+
+def conv(kind: type[nn.Module], *args: Any, **options: Any) -> Callable[[], nn.Module]:
+    def make() -> nn.Module:
+        return nn.Sequential(kind(*args, **options), nn.Tanh(), nn.Flatten())
+
+    return make
+
+
+CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor]]] = {
+    "linear": (net(nn.Linear(6, 4), nn.Tanh(), nn.Linear(4, 3)), images(6)),
+    "linear_without_bias": (net(nn.Linear(6, 4, bias=False), nn.Tanh()), images(6)),
+    "linear_on_short_sequences": (net(nn.Linear(6, 4), nn.Tanh(), nn.Linear(4, 4)), images(2, 6)),
+    "linear_on_long_sequences": (net(nn.Linear(6, 4), nn.Tanh(), nn.Linear(4, 4)), images(30, 6)),
+    "linear_on_two_dimensions": (net(nn.Linear(6, 4), nn.Tanh()), images(3, 2, 6)),
+    "conv1d": (conv(nn.Conv1d, 2, 4, 3, stride=2, padding=1), images(2, 9)),
+    "conv2d": (conv(nn.Conv2d, 2, 4, (3, 2), stride=(2, 1), padding=(0, 1)), images(2, 8, 7)),
+    "conv3d": (conv(nn.Conv3d, 2, 3, 2, padding=1), images(2, 4, 3, 5)),
+    "conv_dilated_in_groups": (
+        conv(nn.Conv2d, 4, 6, 3, dilation=2, groups=2, padding=2), images(4, 8, 8),
+    ),
+    "conv_depthwise": (conv(nn.Conv2d, 4, 4, 3, groups=4, bias=False), images(4, 6, 6)),
+    "conv_same": (conv(nn.Conv2d, 2, 3, (2, 3), padding="same"), images(2, 5, 5)),
+    "conv_valid": (conv(nn.Conv2d, 2, 3, 3, padding="valid"), images(2, 5, 5)),
+    "conv_circular": (conv(nn.Conv1d, 2, 3, 3, padding=2, padding_mode="circular"), images(2, 7)),
+    "conv_reflect": (conv(nn.Conv2d, 2, 3, 3, padding=1, padding_mode="reflect"), images(2, 5, 5)),
+    "embedding": (net(nn.Embedding(7, 4), nn.Tanh()), lambda: torch.randint(7, (RECORDS, 9))),
+    "embedding_padded": (
+        net(nn.Embedding(7, 4, padding_idx=2), nn.Tanh()), lambda: torch.randint(7, (RECORDS, 9)),
+    ),
+    "embedding_of_one": (net(nn.Embedding(7, 4), nn.Tanh()), lambda: torch.randint(7, (RECORDS,))),
+    "layer_norm": (net(nn.Linear(6, 8), nn.LayerNorm(8), nn.Tanh()), images(3, 6)),
+    "layer_norm_of_images": (net(nn.LayerNorm((2, 4, 3)), nn.Tanh()), images(2, 4, 3)),
+    "layer_norm_without_bias": (net(nn.LayerNorm(6, bias=False), nn.Tanh()), images(6)),
+    "group_norm": (net(nn.Conv2d(2, 4, 3), nn.GroupNorm(2, 4), nn.ReLU()), images(2, 5, 5)),
+    "instance_norm1d": (net(nn.InstanceNorm1d(3, affine=True), nn.Tanh()), images(3, 8)),
+    "instance_norm2d": (net(nn.InstanceNorm2d(3, affine=True), nn.Tanh()), images(3, 4, 4)),
+    "instance_norm3d": (net(nn.InstanceNorm3d(3, affine=True), nn.Tanh()), images(3, 2, 4, 3)),
+    "rms_norm": (net(nn.Linear(6, 8), nn.RMSNorm(8), nn.Tanh()), images(3, 6)),
+    "attention": (net(nn.Linear(6, 6), Attention(), Attention()), images(4, 6)),
+    "positions_as_a_parameter": (net(Positions()), lambda: torch.randint(9, (RECORDS, 7))),
+    "prelu": (net(nn.Linear(6, 6), nn.PReLU(), nn.Linear(6, 2)), images(6)),
+    "in_place_relu": (net(nn.Linear(6, 6), nn.ReLU(inplace=True), nn.Linear(6, 2)), images(6)),
+    "two_tensors": (lambda: Gated(), images(6)),
+    "subclass": (net(OwnLinear(6, 4), nn.Tanh(), OtherLinear(4, 3)), images(6)),
+    "called_twice": (lambda: Twice(), images(6)),
+    "called_twice_on_sequences": (lambda: Twice(), images(3, 6)),
+    "one_gradient_for_two": (lambda: Both(), images(6)),
+}  # fmt: skip
+
+
+class Twice(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 6)
+        self.norm = nn.LayerNorm(6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(self.layer(torch.tanh(self.norm(self.layer(x))))).flatten(1)
+
+
+class Both(nn.Module):
+    """Two layers that are handed one and the same gradient tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.other = nn.Linear(6, 3), nn.Linear(6, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.one(x) + self.other(x)
+
+
+@pytest.fixture(params=CASES)
+def model_and_batch(request: pytest.FixtureRequest) -> tuple[nn.Module, Tensor]:
+    torch.manual_seed(0)
+    make, batch = CASES[request.param]
+    return make(), batch()
+
+
+@pytest.fixture(params=["whole", "sliced"])
+def memory(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gradients of all records at once, or in slices as if they were too large."""
+    if request.param == "sliced":
+        monkeypatch.setattr(base, "_KEEP_BYTES", 0)
+        monkeypatch.setattr(base, "_SLICE_BYTES", 200)
+
+
+@pytest.fixture
+def engine() -> Iterator[Bookkeeping]:
+    engine = Bookkeeping()
+    yield engine
+    engine.detach()
+
+
+def loss_of(output: Tensor) -> Tensor:
+    """A mean over records of something smooth that differs between them."""
+    target = torch.linspace(-1, 1, output.numel(), dtype=output.dtype).view_as(output)
+    return (torch.tanh(output) - target).square().sum(1).mean()
+
+
+def params_of(module: nn.Module) -> list[nn.Parameter]:
+    return [param for param in module.parameters() if param.requires_grad]
+
+
+def one_by_one(module: nn.Module, batch: Tensor) -> Tensor:
+    """(n, d): plain autograd in float64, one record's own term of the loss at a time."""
+    module = copy.deepcopy(module).double()
+    batch = batch.double() if batch.is_floating_point() else batch
+    rows = []
+    for i in range(len(batch)):
+        output = module(batch[i : i + 1])
+        targets = torch.linspace(-1, 1, output.numel() * len(batch), dtype=torch.float64)
+        target = targets.view(len(batch), -1)[i]
+        loss = (torch.tanh(output) - target).square().sum()
+        parts = torch.autograd.grad(loss, params_of(module))
+        rows.append(torch.cat([part.reshape(-1) for part in parts]))
+    return torch.stack(rows)
+
+
+def watched(engine: Bookkeeping, module: nn.Module, batch: Tensor) -> Any:
+    engine.backward(loss_of(module(batch)))
+    return engine.take(1.0, {})
+
+
+def clipped(rows: Tensor, clip_norm: float) -> Tensor:
+    return (rows * (clip_norm / rows.norm(dim=1, keepdim=True)).clamp(max=1)).sum(0)
+
+
+def moved(module: nn.Module, by: float) -> nn.Module:
+    """The same model at a nearby point."""
+    other = copy.deepcopy(module)
+    generator = torch.Generator().manual_seed(7)
+    with torch.no_grad():
+        for param in other.parameters():
+            param.add_(torch.randn(param.shape, generator=generator), alpha=by)
+    return other
+
+
+def at(module: nn.Module, other: nn.Module) -> dict[str, Tensor]:
+    kept = {name: param.detach().clone() for name, param in module.named_parameters()}
+    module.load_state_dict(other.state_dict())
+    return kept
+
+
+# -- values --------------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("memory")
+def test_norms_and_clipped_sums_equal_the_loop(engine, model_and_batch):
+    module, batch = model_and_batch
+    expected = one_by_one(module, batch)
+    engine.attach(module, params_of(module))
+
+    gradients = watched(engine, module, batch)
+
+    assert gradients.count == RECORDS
+    norms = expected.norm(dim=1)
+    torch.testing.assert_close(gradients.norms(), norms, rtol=2e-6, atol=1e-9)
+    clip_norm = float(norms.median())
+    total = bounded_sum(gradients, clip_norm).value.double()
+    wanted = clipped(expected, clip_norm)
+    assert (total - wanted).norm() <= 2e-6 * wanted.norm()
+
+
+@pytest.mark.usefixtures("memory")
+@pytest.mark.parametrize("weights", [(1.0, -1.0), (1.0, -0.3), (0.0, 2.0)])
+def test_combinations_at_two_points_equal_the_loop(engine, model_and_batch, weights):
+    module, batch = model_and_batch
+    other = moved(module, 0.1)
+    expected = weights[0] * one_by_one(module, batch) + weights[1] * one_by_one(other, batch)
+    engine.attach(module, params_of(module))
+    here = watched(engine, module, batch)
+    at(module, other)
+    there = watched(engine, module, batch)
+
+    gradients = here.combine(weights[0], [(weights[1], there)])
+
+    norms = expected.norm(dim=1)
+    torch.testing.assert_close(gradients.norms(), norms, rtol=2e-5, atol=1e-9)
+    clip_norm = float(norms.median())
+    total = bounded_sum(gradients, clip_norm).value.double()
+    wanted = clipped(expected, clip_norm)
+    assert (total - wanted).norm() <= 2e-5 * wanted.norm()
+
+
+@pytest.mark.parametrize("poison", ["nan", "inf"])
+def test_a_record_that_is_not_finite_contributes_nothing(engine, model_and_batch, poison):
+    module, batch = model_and_batch
+    if not batch.is_floating_point():
+        pytest.skip("tokens are finite")
+    batch[2] = float(poison)
+    expected = one_by_one(module, batch)
+    if torch.isfinite(expected[2]).all():
+        pytest.skip("the layer swallows it")
+    finite = expected[torch.arange(RECORDS) != 2]
+    engine.attach(module, params_of(module))
+
+    clip_norm = float(finite.norm(dim=1).median())
+    total = bounded_sum(watched(engine, module, batch), clip_norm).value.double()
+
+    wanted = clipped(finite, clip_norm)
+    assert (total - wanted).norm() <= 2e-6 * wanted.norm()
+
+
+def test_an_empty_sum_is_zero(engine):
+    module = nn.Linear(6, 3)
+    engine.attach(module, params_of(module))
+    gradients = watched(engine, module, torch.full((RECORDS, 6), float("nan")))
+    assert torch.equal(bounded_sum(gradients, 1.0).value, torch.zeros(21))
+
+
+def test_every_rule_is_tested():
+    tested = {type(part) for make, _ in CASES.values() for part in make().modules()}
+    assert set(RULES) <= tested
+    assert layers_module.RULES is RULES
+
+
+# -- precision -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("positions", [1, 3, 40])
+def test_differences_of_close_points_keep_their_digits(positions):
+    """At ‖x - x'‖/‖x‖ = 1e-4, against float64 from the same inputs. The square of each gradient
+    minus twice their product, in float32, has no correct digit there."""
+    generator = torch.Generator().manual_seed(0)
+    v, u = (torch.randn(4, positions, size, generator=generator) for size in (50, 30))
+    v2, u2 = (part * (1 + 1e-4 * torch.randn(part.shape, generator=generator)) for part in (v, u))
+    form = OuterProduct()
+    here, there = (ParameterGradients([Call(form, *pair)], 1500) for pair in ((v, u), (v2, u2)))
+
+    both = here.combine(1.0, [(-1.0, there)])
+
+    rows = form.rows(v.double(), u.double()) - form.rows(v2.double(), u2.double())
+    exact = rows.flatten(1).norm(dim=1).square()
+    error = ((both.squared_norms() - exact) / exact).abs().max()
+    assert error <= 1e-5
+    sums = both.weighted_sum(torch.ones(4, dtype=torch.float64)).double()
+    assert (sums - rows.sum(0).flatten()).norm() <= 1e-5 * rows.sum(0).norm()
+
+    naive = [form.rows(v, u).flatten(1), form.rows(v2, u2).flatten(1)]
+    three_terms = (
+        naive[0].square().sum(1) + naive[1].square().sum(1) - 2 * (naive[0] * naive[1]).sum(1)
+    )
+    assert ((three_terms - exact) / exact).abs().max() > 1e-3
+
+
+def test_norms_of_wide_layers_are_not_too_small():
+    """float32 row norms are 4e-4 too small at 10 million entries."""
+    v, u = torch.full((2, 1, 3_000_000), 0.1), torch.full((2, 1, 3), 0.1)
+    gradients = ParameterGradients([Call(OuterProduct(), v, u)], 9_000_000)
+    exact = float(v[0].double().norm() * u[0].double().norm()) ** 2
+    assert gradients.squared_norms().tolist() == pytest.approx([exact] * 2, rel=1e-6)
+
+
+def test_bfloat16_is_summed_in_float32(engine):
+    torch.manual_seed(0)
+    module, batch = CASES["group_norm"][0](), CASES["group_norm"][1]()
+    expected = one_by_one(module, batch)
+    engine.attach(module, params_of(module))
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = loss_of(module(batch))
+    engine.backward(loss)
+    gradients = engine.take(1.0, {})
+    assert bounded_sum(gradients, 1.0).value.dtype == torch.float32
+    torch.testing.assert_close(gradients.norms(), expected.norm(dim=1), rtol=0.05, atol=0)
+
+
+# -- what is seen of the graph -------------------------------------------------------------------
+
+
+@dataclass
+class Watched:
+    engine: Bookkeeping
+    net: nn.ModuleDict
+
+    def refuses(self, loss: Tensor, *names: str) -> None:
+        with pytest.raises(UncoveredParameterError) as caught:
+            self.engine.backward(loss)
+        assert str(list(names)) in str(caught.value)
+        self.engine.drop()
+
+
+@pytest.fixture
+def parts(engine) -> Watched:
+    torch.manual_seed(0)
+    net = nn.ModuleDict(
+        {
+            "lookup": nn.Embedding(7, 6),
+            "one": nn.Linear(6, 6, bias=False),
+            "two": nn.Linear(6, 7, bias=False),
+        }
+    )
+    engine.attach(net, params_of(net))
+    return Watched(engine, net)
+
+
+def test_a_weight_used_again_outside_its_layer_is_refused(parts):
+    """The embedding is also the output projection: hooks alone would miss half of its gradient."""
+    lookup = parts.net["lookup"]
+    hidden = parts.net["one"](lookup(torch.randint(7, (RECORDS,))))
+    parts.refuses(loss_of(F.linear(hidden, lookup.weight)), "lookup.weight")
+
+
+@pytest.mark.filterwarnings("ignore:.*autocast")
+def test_the_same_is_refused_where_autocast_keeps_one_copy_of_the_weight(parts):
+    lookup, one = parts.net["lookup"], parts.net["one"]
+    with torch.autocast("cpu", torch.bfloat16):
+        hidden = one(lookup(torch.randint(7, (RECORDS,))))
+        loss = loss_of(F.linear(hidden, one.weight))
+    parts.refuses(loss, "one.weight")
+
+
+def test_a_penalty_on_the_weights_is_refused(parts):
+    loss = loss_of(parts.net["one"](torch.randn(RECORDS, 6)))
+    parts.refuses(loss + parts.net["one"].weight.square().sum(), "one.weight")
+
+
+def test_a_layer_that_is_not_called_is_refused(parts):
+    x = parts.net["one"](torch.randn(RECORDS, 6))
+    parts.refuses(loss_of(F.linear(x, parts.net["two"].weight)), "two.weight")
+
+
+def test_branches_and_residuals_are_no_second_use(parts):
+    one, x = parts.net["one"], torch.randn(RECORDS, 6)
+    y = one(x)
+    parts.engine.backward(loss_of(y + torch.tanh(y) * y + one(y)))
+    assert parts.engine.take(1.0, {}).count == RECORDS
+
+
+def test_an_overwritten_input_is_refused(parts):
+    one, two = parts.net["one"], parts.net["two"]
+    x = torch.randn(RECORDS, 6)
+    y = one(x)
+    loss = loss_of(two(y))
+    x.mul_(2.0)
+    with pytest.raises(UnsupportedModelError, match=r"overwritten.*in place"):
+        parts.engine.backward(loss)
+
+
+def test_gradients_of_stride_zero_are_read_right(parts):
+    """The gradient of a sum is one number, expanded."""
+    one, x = parts.net["one"], torch.randn(RECORDS, 6)
+    parts.engine.backward(one(x).sum(1).mean())
+    norms = parts.engine.take(1.0, {}).norms()
+    torch.testing.assert_close(norms, x.double().norm(dim=1) * 6**0.5, rtol=1e-6, atol=0)
+
+
+class Scaled(nn.Module):
+    """A layer of the user's own, without a rule."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.linspace(0.5, 1.5, 6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.scale + torch.tanh(self.scale)
+
+
+@pytest.mark.parametrize("before", [True, False])
+def test_a_parameter_of_an_own_layer_used_outside_is_refused(engine, before):
+    net = nn.Sequential(nn.Linear(6, 6), Scaled())
+    engine.attach(net, params_of(net))
+    x = torch.randn(RECORDS, 6)
+    engine.backward(loss_of(net(x)))
+    engine.take(1.0, {})
+    x = x * net[1].scale if before else x
+    y = net(x) if before else net(x) * net[1].scale
+    with pytest.raises(UncoveredParameterError, match=r"'1.scale'"):
+        engine.backward(loss_of(y))
+
+
+def test_uses_are_counted_where_a_parameter_meets_something_else():
+    w, x = nn.Parameter(torch.ones(3, 3)), torch.ones(2, 3, requires_grad=True)
+    for loss, count in [
+        ((x @ w.t()).sum(), 1),
+        ((x @ w.t().contiguous().double().float()).sum(), 1),
+        ((x @ w + x @ w).sum(), 2),
+        ((x @ (w + w)).sum(), 1),
+        (w.square().sum(), 1),
+        ((x @ w).sum() + w.norm(), 2),
+        (x.sum(), 0),
+    ]:
+        assert parameter_uses(loss.grad_fn, ())[id(w)] == count
+
+
+# -- other ways to run ---------------------------------------------------------------------------
+
+
+class Checkpointed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.block = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6))
+        self.head = nn.Linear(6, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(checkpoint(self.block, x, use_reentrant=False))
+
+
+def test_activation_checkpoints(engine):
+    torch.manual_seed(0)
+    module, batch = Checkpointed(), torch.randn(RECORDS, 6)
+    expected = one_by_one(module, batch)
+    engine.attach(module, params_of(module))
+    gradients = watched(engine, module, batch)
+    torch.testing.assert_close(gradients.norms(), expected.norm(dim=1), rtol=2e-6, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("layer", "message"),
+    [
+        (nn.Embedding(7, 4, max_norm=1.0), "1 .Embedding. has max_norm set"),
+        (nn.Embedding(7, 4, sparse=True), "1 .Embedding. has sparse set"),
+        (nn.Embedding(7, 4, scale_grad_by_freq=True), "1 .Embedding. has scale_grad_by_freq set"),
+        (nn.LSTM(4, 3), "1 .LSTM. hides its records"),
+        (nn.MultiheadAttention(4, 2), "1 .MultiheadAttention. hides its records"),
+        (nn.BatchNorm1d(4), "1 .BatchNorm1d. has buffers"),
+    ],
+)
+def test_layers_that_are_not_covered_are_refused_with_name_and_cure(engine, layer, message):
+    module = nn.Sequential(nn.Linear(6, 4), layer)
+    with pytest.raises(UnsupportedModelError, match=f"{message}.*Use engine='hooks'"):
+        engine.attach(module, params_of(module))
+
+
+def test_a_compiled_part_is_refused(engine):
+    module = nn.Sequential(nn.Linear(6, 4), nn.Linear(4, 3))
+    module[1].compile(backend="eager")
+    with pytest.raises(UnsupportedModelError, match="1 is compiled"):
+        engine.attach(module, params_of(module))
+
+
+class Named(Scaled):
+    def forward(self, x: Tensor, *, by: float) -> Tensor:
+        return x * self.scale * by
+
+
+class Pair(Scaled):
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return x * self.scale, x
+
+
+@pytest.mark.parametrize("call", [lambda x: Named()(x, by=2.0), lambda x: Pair()(x)[0]])
+def test_a_layer_with_more_than_tensors_is_refused_when_it_is_seen(engine, call, monkeypatch):
+    made: list[nn.Module] = []
+
+    def remember(self: Scaled) -> None:
+        nn.Module.__init__(self)
+        self.scale = nn.Parameter(torch.ones(6))
+        engine.attach(self, params_of(self))
+        made.append(self)
+
+    monkeypatch.setattr(Scaled, "__init__", remember)
+    loss = loss_of(call(torch.ones(RECORDS, 6)))
+    with pytest.raises(UnsupportedModelError, match=r"something else than tensors.*by position"):
+        engine.backward(loss)
+
+
+def test_a_layer_that_draws_random_numbers_is_refused(engine):
+    class Noisy(Scaled):
+        def forward(self, x: Tensor) -> Tensor:
+            return F.dropout(x * self.scale)
+
+    module = Noisy()
+    engine.attach(module, params_of(module))
+    with pytest.raises(UnsupportedModelError, match=r"Noisy cannot be run record by record"):
+        engine.backward(loss_of(module(torch.ones(RECORDS, 6))))
