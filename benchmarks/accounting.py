@@ -4,14 +4,15 @@
     python benchmarks/accounting.py --quick    # small sizes, a few seconds
 
 For each accountant: epsilon, wall and processor seconds, and the growth of the peak memory. Every
-measurement runs in a process of its own, so that caches and memory are its own; imports are not
-timed. Wall seconds depend on what else the machine does: compare processor seconds.
+measurement runs in a process of its own with one thread, so that caches and memory are its own;
+imports are not timed. Wall seconds depend on what else the machine does: compare processor seconds.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import resource
 import subprocess
 import sys
@@ -34,6 +35,7 @@ from lightning_dp.accounting import (
 
 DELTA = 1e-5
 TIMEOUT = 300  # seconds for one measurement
+THREADS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
 
 Runner = Callable[[History], float]
 
@@ -116,10 +118,11 @@ FULL: list[tuple[str, int, list[str]]] = [
     ("constant", 1_000_000, OURS),
     ("distinct z", 500, [*OURS, *OTHERS]),
     ("distinct z", 2000, [*OURS, "PLD ungrouped", "dp-accounting PLD", "Opacus RDP"]),
-    ("distinct z, q", 2000, [*OURS, "PLD ungrouped", "dp-accounting PLD"]),
+    ("distinct z, q", 2000, [*OURS, "PLD ungrouped", "dp-accounting PLD", "Opacus RDP"]),
     ("distinct z, q", 10_000, [*OURS, "PLD ungrouped", "PLD curve"]),
     ("distinct z, q", 50_000, OURS),
     ("distinct z", 100_000, ["PLD", "PLD curve"]),
+    ("distinct z, q", 100_000, ["PLD", "PLD curve"]),
 ]
 
 
@@ -153,7 +156,13 @@ def main() -> None:
             head = f"{kind:15s} {steps:9d}  {runner:18s}"
             command = [sys.executable, __file__, "--one", kind, str(steps), runner]
             try:
-                done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT)
+                done = subprocess.run(
+                    command,
+                    capture_output=True,
+                    text=True,
+                    timeout=TIMEOUT,
+                    env={**os.environ, **dict.fromkeys(THREADS, "1")},
+                )
             except subprocess.TimeoutExpired:
                 print(f"{head} more than {TIMEOUT} s", flush=True)
                 continue

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from lightning_dp.accounting.base import AbstractAccountant, History, Relation
 from lightning_dp.accounting.calibration import affordable_steps, calibrate
-from lightning_dp.accounting.curve import EpsilonCurve, epsilon_curve
+from lightning_dp.accounting.curve import epsilon_curve
 from lightning_dp.accounting.events import (
     AbstractEvent,
     Gaussian,
@@ -21,7 +21,6 @@ from lightning_dp.accounting.rdp import StreamingRDPAccountant
 __all__ = [
     "AbstractAccountant",
     "AbstractEvent",
-    "EpsilonCurve",
     "Gaussian",
     "History",
     "OpacusPRVAccountant",

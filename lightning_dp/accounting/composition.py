@@ -7,6 +7,8 @@ Let X be the composed loss, ``K(t) = log E[e^(tX); X finite]`` and
 S / g_max is of the order of 0.1: the rounding errors of the transform and the mass outside the
 window are relative to delta itself and not to 1. (The tilt is the saddle point of Alghamdi et al.,
 arXiv 2208.09595v1; here the sum is exact and all errors are added.)
+
+Several lengths of one run share the transforms: their products differ in the counts only.
 """
 
 import math
@@ -17,80 +19,17 @@ import numpy as np
 from scipy import fft
 
 from lightning_dp.accounting.base import FloatArray
-from lightning_dp.accounting.grouping import Mixture
+from lightning_dp.accounting.composed import Composed
+from lightning_dp.accounting.grouping import Cell, Mixture
 from lightning_dp.accounting.pmf import LossPmf
-from lightning_dp.accounting.product import CharacteristicProduct, Corner
-from lightning_dp.accounting.tilting import (
-    MomentTable,
-    cumulant,
-    cumulant_bound,
-    log_largest_weight,
-    outside,
-)
+from lightning_dp.accounting.product import CharacteristicProduct, ComplexArray, IntArray
+from lightning_dp.accounting.tilting import MomentTable, cumulant, cumulant_bound, outside
 
+CountsOf = Callable[[Cell], FloatArray]  # a row for each length, growing; a column for each member
 _MOST_OUTSIDE = 1e-6
-
-
-@dataclass(frozen=True)
-class Composed:
-    """The composed loss around the point of interest, tilted by ``tilt``."""
-
-    start: int
-    h: float
-    tilted: FloatArray
-    tilt: float
-    log_norm: float
-    infinity: float
-    error: float
-
-    def epsilon(self, delta: float) -> float:
-        """The least epsilon inside the window whose delta, errors included, is at most ``delta``."""
-        room = delta * (1 - 1e-9) - self.infinity
-        if not room > 0:
-            return math.inf
-        x = (self.start + np.arange(self.tilted.size, dtype=float)) * self.h
-        center = float(x[int(np.argmax(np.cumsum(self.tilted) >= 0.5 * self.tilted.sum()))])
-        above, weighted, error = self._suffix_sums(x, center)
-        target = room * math.exp(min(self.tilt * center - self.log_norm, 700.0))
-        values = above - np.exp(np.minimum(x - center, 300.0)) * weighted + error
-        met = np.flatnonzero(values <= target)
-        if met.size == 0:
-            return math.inf
-        k = int(met[0])
-        if k == 0:
-            return max(float(x[0]), 0.0)
-        # Inside (x[k-1], x[k]] the sums do not change: above - e^(e - center) weighted = target.
-        left = above[k - 1] - (target - error[k - 1])
-        if not (weighted[k - 1] > 0 and left > 0):
-            return max(float(x[k]), 0.0)
-        root = center + math.log(left / weighted[k - 1])
-        return max(min(max(root, float(x[k - 1])), float(x[k])), 0.0)
-
-    def delta(self, epsilon: float) -> float:
-        """delta at ``epsilon``, errors included."""
-        if epsilon < self.start * self.h:
-            return 1.0
-        x = (self.start + np.arange(self.tilted.size)) * self.h
-        beyond = x > epsilon
-        y = x[beyond] - epsilon
-        total = float(self.tilted[beyond] @ (np.exp(-self.tilt * y) * -np.expm1(-y)))
-        total += self.error * math.exp(float(log_largest_weight(self.tilt)))
-        exponent = self.log_norm - self.tilt * epsilon
-        finite = math.exp(exponent + math.log(total)) if total > 0 and exponent < 700 else 0.0
-        return min(1.0, finite * (1 + 1e-9) + self.infinity) if exponent < 700 else 1.0
-
-    def _suffix_sums(self, x: FloatArray, center: float) -> tuple[FloatArray, ...]:
-        """Sums over the losses above each grid point, both times ``e^(tilt center)``."""
-        exponent = -self.tilt * (x - center)
-        weights = self.tilted * np.exp(np.minimum(exponent, 600.0))
-        above = np.append(np.cumsum(weights[::-1])[::-1][1:], 0.0)
-        shrunk = weights * np.exp(-np.maximum(x - center, -100.0))
-        weighted = np.append(np.cumsum(shrunk[::-1])[::-1][1:], 0.0)
-        largest = math.exp(float(log_largest_weight(self.tilt)))
-        error = self.error * largest * np.exp(np.minimum(exponent, 600.0))
-        error[exponent > 600.0] = np.inf
-        error[x - center < -100.0] = np.inf
-        return above, weighted, error
+_MOST_POINTS = 2**23
+_NEGLIGIBLE = -46.0  # log of 1e-20
+_TINY = 1e-300
 
 
 @dataclass(frozen=True)
@@ -111,62 +50,118 @@ class Grid:
 
 def compose(mixture: Mixture, make: Callable[[int], LossPmf], grid: Grid) -> Composed:
     """Compose all steps; ``make(k)`` gives the pmf of node k and is called once for each node."""
-    start = math.floor(grid.ends[0] / grid.h)
-    points = max(math.ceil(grid.ends[1] / grid.h) - start + 1, 16)
-    n = int(fft.next_fast_len(points, real=True))
-    nodes = _Nodes(mixture, make, grid, n)
-    product = CharacteristicProduct(n)
-    for number, cell in enumerate(mixture.cells):
-        product.multiply(cell, nodes.corners(number))
-    bounds = cumulant_bound(mixture, nodes.moments)
-    log_norm = cumulant(mixture, nodes.moments[:, -1])
-    ends = (start * grid.h, (start + n - 1) * grid.h)
-    missed = outside(grid.tilts, bounds[:-1], grid.tilt, log_norm, ends)
-    if missed > _MOST_OUTSIDE and n < 2**23:
+    lengths = ComposedLengths(mixture, make, grid, lambda cell: cell.counts[None, :])
+    if lengths.outside(0) > _MOST_OUTSIDE and lengths.points < _MOST_POINTS:
         return compose(mixture, make, grid.widened())
-    spectrum, spectrum_error = product.result()
-    tilted = np.roll(np.maximum(fft.irfft(spectrum, n), 0.0), -(start % n))
-    infinity = sum(c.total * max(nodes.infinity[k] for k in c.corners) for c in mixture.cells)
-    error = missed + spectrum_error + 1e-14 * (mixture.total + math.log2(n))
-    log_norm += 1e-14 * mixture.total  # rounding of the log moments
-    return Composed(start, grid.h, tilted, grid.tilt, log_norm, min(float(infinity), 1.0), error)
+    return lengths.composed(0)
+
+
+class ComposedLengths:
+    """The composed loss of several lengths of one run, on one grid.
+
+    Args:
+        mixture: the steps of the longest.
+        make: gives the pmf of a node.
+        grid: where to compose.
+        counts_of: the numbers of the members of a cell in each length, shortest length first.
+    """
+
+    def __init__(
+        self,
+        mixture: Mixture,
+        make: Callable[[int], LossPmf],
+        grid: Grid,
+        counts_of: CountsOf,
+    ) -> None:
+        self._grid = grid
+        self._start = math.floor(grid.ends[0] / grid.h)
+        points = max(math.ceil(grid.ends[1] / grid.h) - self._start + 1, 16)
+        self.points = int(fft.next_fast_len(points, real=True))
+        nodes = _Nodes(mixture, make, grid, self.points)
+        self._active = nodes.transform_all(counts_of)
+        size = counts_of(mixture.cells[0]).shape[0]
+        self._product = CharacteristicProduct(self._active.size, size)
+        self._bounds = np.zeros((size, grid.tilts.size))
+        self._log_norm, self._infinity, self.steps = np.zeros((3, size))
+        for cell in mixture.cells:
+            self._add(cell, counts_of(cell), nodes)
+
+    def _add(self, cell: Cell, counts: FloatArray, nodes: "_Nodes") -> None:
+        """Add the steps of a cell to every length."""
+        corners = list(cell.corners)
+        moments, total = nodes.moments[corners], counts.sum(axis=1)
+        self._product.multiply(cell, counts, moments[:, -1], [nodes.kept[c] for c in corners])
+        self._bounds += cumulant_bound(cell, counts, moments[:, :-1])
+        self._log_norm += cumulant(cell, counts, moments[:, -1])
+        self._infinity += total * nodes.infinity[corners].max()
+        self.steps += total
+
+    @property
+    def _ends(self) -> tuple[float, float]:
+        return self._start * self._grid.h, (self._start + self.points - 1) * self._grid.h
+
+    def outside(self, k: int) -> float:
+        """A bound of the tilted mass of the k-th length outside the window."""
+        grid = self._grid
+        return outside(grid.tilts, self._bounds[k], grid.tilt, float(self._log_norm[k]), self._ends)
+
+    def composed(self, k: int, above: float = -math.inf) -> Composed:
+        """The k-th length; losses that are not above a number may be left out, to save time."""
+        grid, n, steps = self._grid, self.points, float(self.steps[k])
+        values, error = self._product.result(k, n)
+        spectrum = np.zeros(n // 2 + 1, dtype=complex)
+        spectrum[self._active] = values
+        tilted = np.roll(np.maximum(fft.irfft(spectrum, n), 0.0), -(self._start % n))
+        error += n * math.exp(_NEGLIGIBLE) + self.outside(k) + 1e-14 * (steps + math.log2(n))
+        log_norm = float(self._log_norm[k]) + 1e-13 * steps  # rounding of the log moments
+        cut = min(max(math.floor(max(above, self._ends[0]) / grid.h) - self._start, 0), n - 2)
+        start, infinity = self._start + cut, min(float(self._infinity[k]), 1.0)
+        return Composed(start, grid.h, tilted[cut:], grid.tilt, log_norm, infinity, error)
 
 
 class _Nodes:
-    """Moments and transforms of the nodes, made when first needed, dropped after the last use."""
+    """Log moments, masses at infinity and transforms of the nodes of a mixture."""
 
     def __init__(
         self, mixture: Mixture, make: Callable[[int], LossPmf], grid: Grid, n: int
     ) -> None:
-        self._make, self._grid, self._n = make, grid, n
-        self._cells = mixture.cells
-        self._last_use = {c: i for i, cell in enumerate(mixture.cells) for c in cell.corners}
-        self._kept: dict[int, Corner] = {}
+        self._cells, self._make, self._grid, self._n = mixture.cells, make, grid, n
         self._table = MomentTable(grid.h, np.append(grid.tilts, grid.tilt))
         self.moments = np.zeros((len(mixture.nodes), grid.tilts.size + 1))
         self.infinity = np.zeros(len(mixture.nodes))
+        self.kept: dict[int, ComplexArray] = {}
 
-    def corners(self, number: int) -> list[Corner]:
-        """``(log moment, transform of the tilted pmf)`` of each corner of a cell."""
-        wanted = self._cells[number].corners
-        for corner in wanted:
-            if corner not in self._kept:
-                self._kept[corner] = self._transform(corner)
-        found = [self._kept[corner] for corner in wanted]
-        for corner in set(wanted):
-            if self._last_use[corner] == number:
-                del self._kept[corner]
-        return found
+    def transform_all(self, counts_of: CountsOf) -> IntArray:
+        """Fill ``kept``; return the frequencies kept, at which some length is not negligible.
 
-    def _transform(self, node: int) -> Corner:
+        Under the tilt a step is a mixture of corners, so ``|factor| <= max_c |phi_c| <= 1``. What is
+        negligible for the shortest length, is so for all.
+        """
+        active = np.arange(self._n // 2 + 1)
+        bound = np.zeros(active.size)
+        for number, cell in enumerate(self._cells, 1):
+            corners = set(cell.corners)
+            for node in corners - self.kept.keys():
+                self.kept[node] = self._transform(node)[active]
+            squares = [phi.real**2 + phi.imag**2 for phi in (self.kept[c] for c in corners)]
+            shortest = 0.5 * float(counts_of(cell)[0].sum())
+            bound += shortest * np.log(np.maximum(np.max(squares, axis=0), _TINY))
+            matter = bound > _NEGLIGIBLE
+            if np.mean(matter) < (0.8 if number < len(self._cells) else 1.0):
+                active, bound = active[matter], bound[matter]
+                self.kept = {node: phi[matter] for node, phi in self.kept.items()}
+        return active
+
+    def _transform(self, node: int) -> ComplexArray:
+        """The transform of the tilted pmf of a node."""
         pmf = self._make(node)
         self.moments[node] = self._table.of(pmf)
         self.infinity[node] = pmf.infinity
-        moment = float(self.moments[node, -1])
         x = (pmf.start + np.arange(pmf.probabilities.size)) * self._grid.h
-        tilted = pmf.probabilities * np.exp(np.minimum(self._grid.tilt * x - moment, 700.0))
+        exponent = self._grid.tilt * x - self.moments[node, -1]
+        tilted = pmf.probabilities * np.exp(np.minimum(exponent, 700.0))
         shift = pmf.start % self._n
         rows = -(-(shift + tilted.size) // self._n)
         wrapped = np.zeros(rows * self._n)
         wrapped[shift : shift + tilted.size] = tilted
-        return moment, np.asarray(fft.rfft(wrapped.reshape(rows, self._n).sum(axis=0)))
+        return np.asarray(fft.rfft(wrapped.reshape(rows, self._n).sum(axis=0)))

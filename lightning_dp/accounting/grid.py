@@ -15,13 +15,14 @@ from dataclasses import dataclass
 import numpy as np
 
 from lightning_dp.accounting.base import FloatArray
-from lightning_dp.accounting.composition import Composed, Grid
+from lightning_dp.accounting.composed import Composed
+from lightning_dp.accounting.composition import Grid
 from lightning_dp.accounting.grouping import Mixture
 from lightning_dp.accounting.pmf import LossPmf, cached_discretise, discretise, support
 from lightning_dp.accounting.tilting import (
     MomentTable,
-    cumulant_bound,
     log_largest_weight,
+    mixture_bound,
     window,
 )
 
@@ -30,7 +31,7 @@ _COARSE = np.concatenate((-_POSITIVE[::-3], [0.0], _POSITIVE[::3]))
 _NEAR = np.geomspace(0.3, 8.0, 18)
 _MAX_POINTS = 2**20
 _LONG = 2**18
-_LOG_OUTSIDE = math.log(1e-8)
+_LOG_OUTSIDE = math.log(1e-12)
 _LOG_LOSS = 3.0  # of accuracy, relative to the best tilt
 _LOG_TRUNCATED = -14.0  # of the mass of delta that may be moved to infinity
 _BEYOND = 9.0  # a loss so far above epsilon counts as 1 - e^-9 anyway
@@ -136,7 +137,7 @@ def plan_grid(
         plan = Plan(Grid(h, 0.0, (0.0, 0.0), _POSITIVE), log_tail, limit, math.inf)
         pmfs, infinity = _pmfs(mixture, plan, relation, backward)
         moments = _moments(pmfs, h, _POSITIVE)
-        bounds = cumulant_bound(mixture, moments)
+        bounds = mixture_bound(mixture, moments)
         best, bound = _chernoff(_POSITIVE, bounds, target, infinity, 4 / h)
         tilt = float(_POSITIVE[best])
         epsilon = bound if target.epsilon is None else target.epsilon
@@ -152,7 +153,7 @@ def plan_grid(
         if target.log_delta is None:
             log_tail = _tail(max(min(bound, 0.0), -600.0), log_steps)
     tilts = np.concatenate((-tilt * _NEAR, _COARSE, tilt * _NEAR))
-    bounds = cumulant_bound(mixture, _moments(pmfs, h, tilts))
+    bounds = mixture_bound(mixture, _moments(pmfs, h, tilts))
     _, bound = _chernoff(tilts, bounds, target, infinity, 4 / h)
     epsilon = bound if target.epsilon is None else target.epsilon
     tilt, ends = _narrowest(tilts, bounds, min(epsilon, 1e6), 4 / h)

@@ -39,13 +39,15 @@ class Cell:
     """Steps that share their corners: step t is corner ``2 i + j`` with weight ``U_i(t) V_j(t)``.
 
     ``U_1(t) = u[t]`` is the weight of the smaller noise multiplier, ``V_1(t) = v[t]`` that of the
-    larger sample rate; ``U_0 = 1 - U_1``, ``V_0 = 1 - V_1``.
+    larger sample rate; ``U_0 = 1 - U_1``, ``V_0 = 1 - V_1``. ``members`` are the places of the
+    steps in the merged history, ``counts`` their numbers.
     """
 
     corners: tuple[int, int, int, int]
     u: FloatArray
     v: FloatArray
     counts: FloatArray
+    members: IntArray
 
     @property
     def total(self) -> float:
@@ -61,6 +63,12 @@ class Cell:
         """Weight of every corner (column) in every step (row)."""
         u, v = self.u, self.v
         return np.stack([(1 - u) * (1 - v), (1 - u) * v, u * (1 - v), u * v], axis=1)
+
+    def part(self, which: NDArray[np.bool_]) -> "Cell":
+        """Some of the steps."""
+        return Cell(
+            self.corners, self.u[which], self.v[which], self.counts[which], self.members[which]
+        )
 
     def mean_weights(self) -> FloatArray:
         """Average weight of every corner."""
@@ -113,7 +121,7 @@ def _singles(steps: Steps) -> Mixture:
     zero = np.zeros(1)
     nodes = list(zip(steps.noise_multipliers.tolist(), steps.sample_rates.tolist(), strict=True))
     counts = steps.counts.reshape(-1, 1)
-    cells = [Cell((c, c, c, c), zero, zero, counts[c]) for c in range(len(nodes))]
+    cells = [Cell((c,) * 4, zero, zero, counts[c], np.array([c])) for c in range(len(nodes))]
     return Mixture(nodes, cells)
 
 
@@ -170,6 +178,6 @@ def _cells(
             for corner in (first, first + right, first + below, first + below + right)
         )
         u, v = weight[0][members], weight[1][members]
-        cells.append(Cell((a, b, c, d), u, v, steps.counts[members]))
+        cells.append(Cell((a, b, c, d), u, v, steps.counts[members], members))
     nodes = [(1.0 / float(rows[p // n_columns]), float(columns[p % n_columns])) for p in numbers]
     return Mixture(nodes, cells)

@@ -37,7 +37,7 @@ class PLDAccountant(AbstractAccountant):
 
     - the result is an upper bound: tails, the window and floating-point errors are added to delta;
     - it is at most about ``rtol`` (relative) above the exact composition, for up to 32 distinct
-      steps; for more, interpolation in ``(z, q)`` adds about ``spacing^2 / 10``, and memory bounds
+      steps; for more, interpolation in ``(z, q)`` adds up to about ``spacing^2``, and memory bounds
       may coarsen the grid or the interpolation, always upwards.
 
     Assumes Poisson sampling, independent for every event, and noise multipliers that were fixed in
@@ -63,7 +63,7 @@ class PLDAccountant(AbstractAccountant):
     """
 
     rtol: float = 2.5e-4
-    spacing: float = 0.03
+    spacing: float = 0.04
 
     def __post_init__(self) -> None:
         if not 0 < self.rtol <= 0.1:
@@ -108,29 +108,38 @@ class PLDAccountant(AbstractAccountant):
         merged = merge_full_batch(steps)
         if merged.noise_multipliers.min() < _LEAST_NOISE:
             return without
-        value = self._one_direction(merged, target, relation, False, least=0.0)
+        value = self.one_direction(merged, target, relation, False, least=0.0)
         if relation == "add_remove":
-            value = max(value, self._one_direction(merged, target, relation, True, least=value))
+            value = max(value, self.one_direction(merged, target, relation, True, least=value))
         return value
 
-    def _one_direction(
+    def one_direction(
         self, steps: Steps, target: Target, relation: Relation, backward: bool, least: float
     ) -> float:
         """The value of one direction, or a lower one if it is at most ``least``."""
-        rough = as_mixture(steps, relation, _ROUGH_SPACING, _EXACT)
-        plan, value = self._settle(rough, target, relation, backward, least)
+        rough = self.rough(steps, relation)
+        plan, value = self.settle(rough, target, relation, backward, least)
         if rough.is_exact or value <= least:
             return value
-        mixture, spacing = rough, self.spacing
-        while spacing < _ROUGH_SPACING:
-            mixture = as_mixture(steps, relation, spacing, _EXACT)
-            if grid_points(mixture, plan, relation) <= _MAX_POINTS:
-                break
-            spacing *= 1.2
+        mixture = self.fine(steps, plan, relation, _MAX_POINTS)
         composed = compose(mixture, pmf_maker(mixture, plan, relation, backward), plan.grid)
         return float(min(value, target.read(composed)))
 
-    def _settle(
+    def rough(self, steps: Steps, relation: Relation) -> Mixture:
+        """Few nodes, to find the grid with; the steps themselves if they are few."""
+        return as_mixture(steps, relation, _ROUGH_SPACING, _EXACT)
+
+    def fine(self, steps: Steps, plan: Plan, relation: Relation, most_points: float) -> Mixture:
+        """Nodes at the wanted distance, or as near as the number of grid points allows."""
+        spacing = self.spacing
+        while True:
+            mixture = as_mixture(steps, relation, spacing, _EXACT)
+            few = grid_points(mixture, plan, relation) <= most_points
+            if mixture.is_exact or few or spacing >= _ROUGH_SPACING:
+                return mixture
+            spacing *= 1.2
+
+    def settle(
         self, mixture: Mixture, target: Target, relation: Relation, backward: bool, least: float
     ) -> tuple[Plan, float]:
         """A grid that is fine enough, and the value on it or on a finer one.

@@ -157,14 +157,14 @@ def discretise(
         log_tail: logarithm of the mass that may be moved to infinity.
         relation: ``"add_remove"`` or ``"replace_one"``.
         backward: the pair (Q, P) instead of (P, Q).
-        limit: losses above it are moved to infinity, losses below -limit to about -limit.
+        limit: losses above it are moved to infinity, losses below its negative up to there.
     """
     down, up = support(z, q, log_tail, relation)
     sides = [(forward_profile, up), (backward_profile, down)]
     (profile, reach), (other, other_reach) = sides[::-1] if backward else sides
     grid = np.arange(max(1, math.ceil(min(reach, limit) / h)) + 1, dtype=float) * h
     delta, error = profile(grid, z, q, relation)
-    other_grid = np.arange(max(1, math.ceil(other_reach / h)) + 1, dtype=float) * h
+    other_grid = np.arange(max(1, math.ceil(min(other_reach, limit) / h)) + 1, dtype=float) * h
     other_delta, other_error = other(other_grid, z, q, relation)
     high = _second_differences(delta, error, h)
     low = _second_differences(other_delta, other_error, h)

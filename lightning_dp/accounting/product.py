@@ -1,4 +1,4 @@
-"""Products of characteristic functions of many steps, at the frequencies that still matter."""
+"""Products of characteristic functions of many steps, for several lengths of a run at once."""
 
 import math
 
@@ -9,140 +9,130 @@ from lightning_dp.accounting.base import FloatArray
 from lightning_dp.accounting.grouping import Cell
 
 ComplexArray = NDArray[np.complex128]
-Corner = tuple[float, ComplexArray]
+IntArray = NDArray[np.intp]
 _Polynomial = dict[tuple[int, int], ComplexArray]
 _UNIT = 2.0**-52
-_NEGLIGIBLE = -46.0  # log of 1e-20
 _MAX_ORDER = 6
 _TRUNCATION = 1e-10
-_FEW = 8
+_FEW = 64  # members of a cell for which the series does not pay
+_TINY = 1e-300
 
 
 class CharacteristicProduct:
-    """The running product of characteristic functions, at the frequencies that still matter."""
+    """Running products of characteristic functions: a row for each frequency, a column for each length.
 
-    def __init__(self, n: int) -> None:
-        self._n = n
-        self._active = np.arange(n // 2 + 1)
-        self._log = np.zeros(n // 2 + 1, dtype=complex)
-        self._least = np.ones(n // 2 + 1)  # of the factors, for the error bound
-        self._steps, self._truncation = 0.0, 0.0
+    Args:
+        frequencies: number of frequencies.
+        lengths: number of lengths; each contains the one before.
+    """
 
-    def multiply(self, cell: Cell, corners: list[Corner]) -> None:
-        """Multiply by all steps of a cell."""
-        if not cell.is_single:
-            # Under the tilt a step is a mixture of the corners: |factor| <= max_c |phi_c|.
-            largest = np.max([np.abs(phi[self._active]) for _, phi in corners], axis=0)
-            with np.errstate(divide="ignore"):
-                self._keep(self._log.real + cell.total * np.log(largest) > _NEGLIGIBLE)
-        base = corners[0][1][self._active]
-        size = np.abs(base)
-        self._least = np.minimum(self._least, size)
-        with np.errstate(divide="ignore", invalid="ignore"):
-            log_base = np.log(size) + 1j * np.angle(base)
-        if cell.is_single:
-            self._log += cell.total * log_base
-        else:
-            self._log += self._mixtures(cell, corners)
-        self._steps += cell.total
-        self._keep(self._log.real > _NEGLIGIBLE)
+    def __init__(self, frequencies: int, lengths: int) -> None:
+        self._logs = np.zeros((frequencies, lengths), dtype=complex)
+        self._least = np.ones(frequencies)  # of the factors, for the error bound
+        self._steps = np.zeros(lengths)
+        self._truncation = 0.0
 
-    def _keep(self, which: NDArray[np.bool_]) -> None:
-        """Forget the frequencies at which the product is negligible for good: no factor exceeds 1."""
-        if not which.all():
-            self._active, self._log = self._active[which], self._log[which]
-            self._least = self._least[which]
+    def multiply(
+        self, cell: Cell, counts: FloatArray, moments: FloatArray, phi: list[ComplexArray]
+    ) -> None:
+        """Multiply by the steps of a cell.
 
-    def _mixtures(self, cell: Cell, corners: list[Corner]) -> ComplexArray:
-        """``sum_t n_t log(sum_c w_tc m_c phi_c / sum_c w_tc m_c)``, m_c the moments of the corners."""
-        scales = np.exp([moment - corners[0][0] for moment, _ in corners])
-        norm = float(cell.counts @ np.log(cell.weights() @ scales))
-        values = [
-            scale * phi[self._active] for scale, (_, phi) in zip(scales, corners, strict=True)
-        ]
-        with np.errstate(divide="ignore", invalid="ignore"):
-            logs, truncation = sum_of_logs(cell, values)
+        Args:
+            cell: whose steps.
+            counts: a row for each length, a column for each member of the cell.
+            moments: the log moments m of the corners.
+            phi: the characteristic functions of the corners. A step is
+                ``sum_c w_c e^(m_c) phi_c / sum_c w_c e^(m_c)``.
+        """
+        self._steps += counts.sum(axis=1)
+        scales = np.exp(moments - moments[0])
+        values = [scale * corner for scale, corner in zip(scales, phi, strict=True)]
+        logs, least, truncation = sum_of_logs(cell, counts, values)
+        norm = counts @ np.log(cell.weights() @ scales)
+        self._logs += logs - norm
+        self._least = np.minimum(self._least, least / scales.max())
         self._truncation += truncation
-        return logs - norm
 
-    def result(self) -> tuple[ComplexArray, float]:
-        """The product at all frequencies, and a bound of the sum of the errors of its transform."""
-        spectrum = np.zeros(self._n // 2 + 1, dtype=complex)
-        values = np.asarray(np.exp(self._log), dtype=complex)
-        spectrum[self._active] = values
+    def result(self, k: int, n: int) -> tuple[ComplexArray, float]:
+        """The product of a length, and a bound of the sum of the errors of its transform of size n."""
+        values = np.asarray(np.exp(self._logs[:, k]), dtype=np.complex128)
         size = np.abs(values)
         # One factor is off by at most eta: the product by steps * eta * |product / factor|.
-        eta = _UNIT * (8 + math.log2(self._n))
-        with np.errstate(divide="ignore", invalid="ignore"):
-            rest = np.minimum(np.nan_to_num(size / self._least, nan=1.0), 1.0)
-        relative = self._steps * eta * rest + (self._truncation + eta) * size
+        eta = _UNIT * (8 + math.log2(n))
+        rest = np.minimum(size / np.maximum(self._least, _TINY), 1.0)
+        relative = self._steps[k] * eta * rest + (self._truncation + eta) * size
         # The l1 norm of the error is at most sqrt(n) times its l2 norm: the l2 norm of the spectrum.
-        error = math.sqrt(2 * float(relative @ relative)) + self._n * math.exp(_NEGLIGIBLE)
-        return np.asarray(spectrum, dtype=np.complex128), error
+        return values, math.sqrt(2 * float(relative @ relative))
 
 
-def sum_of_logs(cell: Cell, values: list[ComplexArray]) -> tuple[ComplexArray, float]:
-    """``sum_t n_t log(sum_c w_tc values_c)`` at every frequency, and a bound of the truncation.
+def sum_of_logs(
+    cell: Cell, counts: FloatArray, values: list[ComplexArray]
+) -> tuple[ComplexArray, FloatArray, float]:
+    """``sum_t n_kt log(sum_c w_tc values_c)`` for every frequency (row) and length k (column).
 
     With the weights written as the mean of the cell plus (du, dv), the sum over c is
     ``x (1 + y_t)``, ``y_t = du A + dv B + du dv C``: the sum over steps of the series of
     ``log(1 + y_t)`` needs moments of (du, dv) only. Where y is too large the cell is halved.
+
+    Returns:
+        The sums, the least modulus of a factor at each frequency, a bound of the truncation.
     """
-    mean_u, du = _centered(cell.u, cell.counts)
-    mean_v, dv = _centered(cell.v, cell.counts)
-    v00, v01, v10, v11 = values
-    along_u = (v10 - v00) * (1 - mean_v) + (v11 - v01) * mean_v
-    along_v = (v01 - v00) * (1 - mean_u) + (v11 - v10) * mean_u
-    both = v11 - v10 - v01 + v00
-    base = v00 + mean_u * (v10 - v00) + mean_v * (v01 - v00) + mean_u * mean_v * both
-    linear: _Polynomial = {}
-    radius = np.zeros(base.size)
-    for key, term, size in (
-        ((1, 0), along_u, np.abs(du).max()),
-        ((0, 1), along_v, np.abs(dv).max()),
-        ((1, 1), both, np.abs(du * dv).max()),
-    ):
-        if size > 0 and np.any(term):
-            linear[key] = term / base
-            radius += size * np.abs(linear[key])
     if cell.u.size <= _FEW:
-        small = radius < 0
-    else:
-        small = radius <= (_TRUNCATION * (_MAX_ORDER + 1) / cell.total) ** (1 / (_MAX_ORDER + 1))
-    result = np.empty(base.size, dtype=complex)
-    order, truncation = _series_order(float(radius[small].max(initial=0.0)), cell.total)
-    series = _log_series({k: x[small] for k, x in linear.items()}, cell.counts, du, dv, order)
-    result[small] = cell.total * np.log(base[small]) + series
+        return _direct(cell, counts, values)
+    du, dv, base, linear = _expand(cell, values)
+    sizes = {key: np.abs(du ** key[0] * dv ** key[1]).max() for key in linear}
+    radius = sum((sizes[key] * np.abs(term) for key, term in linear.items()), np.zeros(base.size))
+    total = float(counts[-1].sum())
+    small = radius <= min((_TRUNCATION * (_MAX_ORDER + 1) / total) ** (1 / (_MAX_ORDER + 1)), 0.5)
+    order, truncation = _series_order(float(radius[small].max(initial=0.0)), total)
+    near = {key: term[small] for key, term in linear.items()}
+    result = np.empty((base.size, counts.shape[0]), dtype=complex)
+    least = np.abs(base) * (1 - radius)
+    result[small] = _series(np.log(base[small]), near, (du, dv), counts, order)
     if not small.all():
         rest = [value[~small] for value in values]
-        result[~small], more = _halved(cell, du, dv, rest)
+        result[~small], least[~small], more = _halved(cell, counts, rest)
         truncation += more
-    return result, truncation
+    return result, least, truncation
 
 
-def _centered(x: FloatArray, counts: FloatArray) -> tuple[float, FloatArray]:
-    """The mean, and the distances from it."""
-    mean = float(counts @ x / counts.sum())
-    return mean, x - mean
+def _direct(
+    cell: Cell, counts: FloatArray, values: list[ComplexArray]
+) -> tuple[ComplexArray, FloatArray, float]:
+    """:func:`sum_of_logs` step by step."""
+    factors = values[0][None, :] if cell.is_single else cell.weights() @ np.stack(values)
+    size = np.abs(factors)
+    # A least number instead of 0: a length without such a step is multiplied by 1.
+    logs = np.log(np.maximum(size, _TINY)) + 1j * np.angle(factors)
+    return logs.T @ counts.T.astype(complex), size.min(axis=0), 0.0
+
+
+def _expand(
+    cell: Cell, values: list[ComplexArray]
+) -> tuple[FloatArray, FloatArray, ComplexArray, _Polynomial]:
+    """``du, dv, x`` and the coefficients of y that are not 0."""
+    u, v = float(cell.u.mean()), float(cell.v.mean())
+    v00, v01, v10, v11 = values
+    both = v11 - v10 - v01 + v00
+    along_u, along_v = v10 - v00 + v * both, v01 - v00 + u * both
+    base = v00 + u * (v10 - v00) + v * (v01 - v00) + u * v * both
+    base = np.where(base == 0, _TINY, base)
+    terms = {(1, 0): along_u, (0, 1): along_v, (1, 1): both}
+    linear = {key: term / base for key, term in terms.items() if np.any(term)}
+    return cell.u - u, cell.v - v, base, linear
 
 
 def _halved(
-    cell: Cell, du: FloatArray, dv: FloatArray, values: list[ComplexArray]
-) -> tuple[ComplexArray, float]:
-    """:func:`sum_of_logs` of the two halves of a cell, or of its steps if they are few."""
-    if cell.u.size <= _FEW:
-        logs = np.log(cell.weights() @ np.stack(values))
-        return np.asarray(cell.counts @ logs, dtype=complex), 0.0
-    wide = du if np.ptp(du) >= np.ptp(dv) else dv
+    cell: Cell, counts: FloatArray, values: list[ComplexArray]
+) -> tuple[ComplexArray, FloatArray, float]:
+    """:func:`sum_of_logs` of the two halves of a cell."""
+    wide = cell.u if np.ptp(cell.u) >= np.ptp(cell.v) else cell.v
     upper = wide > (wide.max() + wide.min()) / 2
-    result = np.zeros(values[0].size, dtype=complex)
-    truncation = 0.0
-    for half in (upper, ~upper):
-        part = Cell(cell.corners, cell.u[half], cell.v[half], cell.counts[half])
-        logs, more = sum_of_logs(part, values)
-        result += logs
-        truncation += more
-    return result, truncation
+    if upper.all() or not upper.any():  # all members are equal, up to rounding
+        upper = np.arange(wide.size) < wide.size // 2
+    parts = [sum_of_logs(cell.part(half), counts[:, half], values) for half in (upper, ~upper)]
+    (logs, least, cut), (more, least_too, cut_too) = parts
+    return logs + more, np.minimum(least, least_too), cut + cut_too
 
 
 def _series_order(radius: float, steps: float) -> tuple[int, float]:
@@ -155,19 +145,24 @@ def _series_order(radius: float, steps: float) -> tuple[int, float]:
     return order, remainder
 
 
-def _log_series(
-    linear: _Polynomial, counts: FloatArray, du: FloatArray, dv: FloatArray, order: int
-) -> ComplexArray | complex:
-    """``sum_t n_t log(1 + y_t)``, ``y_t = sum_(i,j) du_t^i dv_t^j linear[i, j]``, to the given order."""
+def _series(
+    log_base: ComplexArray,
+    linear: _Polynomial,
+    distances: tuple[FloatArray, FloatArray],
+    counts: FloatArray,
+    order: int,
+) -> ComplexArray:
+    """``sum_t n_kt (log x + log(1 + y_t))``, ``y_t = sum_ij du_t^i dv_t^j linear[i, j]``, to an order."""
+    du, dv = distances
+    terms, moments = [log_base], [counts.sum(axis=1)]
     power = dict(linear)
-    result: ComplexArray | complex = 0j
     for k in range(1, order + 1):
         for (i, j), term in power.items():
-            moment = float(counts @ (du**i * dv**j))
-            result = result + (moment * (-1) ** (k + 1) / k) * term
+            terms.append((-1) ** (k + 1) / k * term)
+            moments.append(counts @ (du**i * dv**j))
         if k < order:
             power = _times(power, linear)
-    return result
+    return np.asarray(np.stack(terms, axis=1) @ np.stack(moments).astype(complex))
 
 
 def _times(left: _Polynomial, right: _Polynomial) -> _Polynomial:

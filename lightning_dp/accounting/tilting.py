@@ -9,7 +9,7 @@ import math
 import numpy as np
 
 from lightning_dp.accounting.base import FloatArray
-from lightning_dp.accounting.grouping import Mixture
+from lightning_dp.accounting.grouping import Cell, Mixture
 from lightning_dp.accounting.pmf import LossPmf
 
 _BLOCK = 256
@@ -53,31 +53,41 @@ def _from_start(p: FloatArray, start: int, rates: FloatArray, powers: FloatArray
     return np.asarray(top + np.log(np.exp(exponent - top).sum(axis=0)))
 
 
-def cumulant_bound(mixture: Mixture, node_moments: FloatArray) -> FloatArray:
-    """An upper bound of K(t): equality for single steps, Jensen's inequality inside cells."""
-    total = np.zeros(node_moments.shape[1])
-    for cell in mixture.cells:
-        corners = node_moments[list(cell.corners)]
-        if cell.is_single:
-            total += cell.total * corners[0]
-        else:
-            top = corners.max(axis=0)
-            total += cell.total * (top + np.log(cell.mean_weights() @ np.exp(corners - top)))
-    return total
+def cumulant_bound(cell: Cell, counts: FloatArray, moments: FloatArray) -> FloatArray:
+    """An upper bound of the K(t) of the steps of a cell, by Jensen's inequality.
+
+    Args:
+        cell: whose steps.
+        counts: their numbers, a row for each length of a run.
+        moments: log moments of the corners, a column for each tilt.
+
+    Returns:
+        A row for each length, a column for each tilt.
+    """
+    total = counts.sum(axis=1, keepdims=True)
+    if cell.is_single:
+        return np.asarray(total * moments[0])
+    top = moments.max(axis=0)
+    share = counts @ cell.weights() / np.maximum(total, 1.0)
+    share[total[:, 0] == 0] = 0.25
+    return np.asarray(total * (top + np.log(share @ np.exp(moments - top))))
 
 
-def cumulant(mixture: Mixture, node_moments: FloatArray) -> float:
-    """K at one tilt, exactly."""
-    total = []
-    for cell in mixture.cells:
-        corners = node_moments[list(cell.corners)]
-        if cell.is_single:
-            total.append(cell.total * float(corners[0]))
-        else:
-            top = float(corners.max())
-            logs = top + np.log(cell.weights() @ np.exp(corners - top))
-            total.append(float(cell.counts @ logs))
-    return math.fsum(total)
+def cumulant(cell: Cell, counts: FloatArray, moments: FloatArray) -> FloatArray:
+    """K of the steps of a cell at one tilt, exactly, for each length of a run."""
+    if cell.is_single:
+        return np.asarray(counts[:, 0] * moments[0])
+    top = float(moments.max())
+    return np.asarray(counts @ (top + np.log(cell.weights() @ np.exp(moments - top))))
+
+
+def mixture_bound(mixture: Mixture, moments: FloatArray) -> FloatArray:
+    """:func:`cumulant_bound` of all steps, for each tilt; ``moments`` has a row for each node."""
+    parts = [
+        cumulant_bound(cell, cell.counts[None, :], moments[list(cell.corners)])
+        for cell in mixture.cells
+    ]
+    return np.asarray(np.sum(parts, axis=0)[0])
 
 
 def outside(

@@ -40,8 +40,10 @@ class AccountantContract:
         assert self.epsilon([*HISTORY, (event, 1)]) == math.inf
         assert self.accountant.delta([*HISTORY, (event, 1)], 1.0) == 1.0
 
-    def test_never_below_the_lower_oracle_nor_far_above_the_upper(self, dp_accounting_brackets):
-        low, high = dp_accounting_brackets(HISTORY, 1e-5, 1e-4)
+    def test_never_below_the_lower_oracle_nor_far_above_the_upper(self, oracle):
+        pairs = [(event.pair, count) for event, count in HISTORY]
+        (low,) = oracle.dp_accounting_epsilons([1e-5], pairs, 1e-4, pessimistic=False)
+        (high,) = oracle.dp_accounting_epsilons([1e-5], pairs, 1e-4, pessimistic=True)
         assert low < self.epsilon(HISTORY) < high * 1.35
 
     def test_full_batch_is_never_below_gdp(self):

@@ -1,4 +1,4 @@
-"""The reporting accountant against closed forms, brackets, and the numbers in our documents."""
+"""The reporting accountant at its limits: tiny and large values, many steps, pmfs, exact formulas."""
 
 import dataclasses
 import math
@@ -6,7 +6,6 @@ import warnings
 
 import numpy as np
 import pytest
-from scipy.stats import norm
 
 from lightning_dp.accounting import (
     Gaussian,
@@ -32,90 +31,9 @@ def no_warnings():
 
 
 @pytest.mark.parametrize("relation", ["add_remove", "replace_one"])
-@pytest.mark.parametrize(("z", "q"), PAIRS)
-@pytest.mark.parametrize("at", [0.01, 0.5, 2.0])
-def test_one_step_is_the_integral(z, q, at, relation, profile_by_integration):
-    exact = profile_by_integration(z, q, at, relation)
-    value = delta(P(z, q), at, relation)
-    assert exact * (1 - 1e-6) - 1e-14 <= value <= exact * 1.005 + 1e-12
-
-
-@pytest.mark.parametrize("factor", [0.5, 2.0])
-def test_one_step_would_notice_a_sensitivity_off_by_two(factor, profile_by_integration):
-    exact = profile_by_integration(1.0, 0.01, 0.5)
-    assert not exact * (1 - 1e-6) <= delta(P(factor, 0.01), 0.5) <= exact * 1.005
-
-
-BRACKETED = [
-    ([(P(1.0, 0.01), 1000)], 1e-5, 1e-4),
-    ([(P(0.8, 0.02), 500)], 1e-9, 1e-4),
-    ([(P(1.2, 0.01), 300), (P(1.0, 0.02), 300), (P(0.9, 0.005), 400)], 1e-5, 1e-4),
-    ([(P(3.0, 0.5), 100), (P(5.0, 0.9), 10), (Gaussian(4.0), 5)], 1e-6, 1e-4),
-    ([(P(0.5, 1e-3), 1000)], 1e-5, 1e-4),
-]
-
-
-@pytest.mark.parametrize("relation", ["add_remove", "replace_one"])
-@pytest.mark.parametrize(("history", "at", "h"), BRACKETED)
-def test_composition_is_inside_the_brackets(history, at, h, relation, dp_accounting_brackets):
-    low, high = dp_accounting_brackets(history, at, h, relation)
-    assert low <= epsilon(history, at, relation) <= high * 1.001
-
-
-@pytest.mark.parametrize("steps", [1, 10, 20_000])
-@pytest.mark.parametrize("z", [0.7, 30.0, 400.0])
-def test_full_batch_is_exact_gdp(z, steps):
-    mu = math.sqrt(steps) / z
-    e = epsilon([(Gaussian(z), steps)], 1e-6)
-    if e > 0:
-        exact = norm.cdf(mu / 2 - e / mu) - math.exp(e + norm.logcdf(-mu / 2 - e / mu))
-        assert exact == pytest.approx(1e-6, rel=1e-6)
-    else:
-        assert 2 * norm.cdf(mu / 2) - 1 <= 1e-6
-    assert e == epsilon([(P(z, 1.0), steps)], 1e-6)
-
-
-@pytest.mark.parametrize("relation", ["add_remove", "replace_one"])
 def test_grid_agrees_with_gdp_when_nearly_all_take_part(relation):
     exact = epsilon([(Gaussian(20.0), 1000)], 1e-6, relation)
     assert epsilon([(P(20.0, 1 - 1e-12), 1000)], 1e-6, relation) == pytest.approx(exact, rel=5e-4)
-
-
-@pytest.mark.parametrize(
-    ("history", "at", "value"),
-    [
-        ([(P(1.0, 0.01), 1000)], 1e-5, 1.829),
-        ([(P(0.8, 0.02), 500)], 1e-5, 4.668),
-        ([(P(2.0, 0.1), 200)], 1e-6, 3.806),
-        ([(Gaussian(1.0), 10)], 1e-5, 17.857),
-        ([(P(1.2, 0.01), 300), (P(1.0, 0.01), 300), (P(0.9, 0.01), 400)], 1e-5, 1.945),
-        ([(P(0.347, 1e-4), 40_000)], 1e-5, 9.16),
-        ([(P(1.5 / math.sqrt(5), 0.01), 1000)], 1e-5, 5.25),
-        ([(P(3.0 / math.sqrt(10), 0.01), 1000)], 1e-5, 2.05),
-    ],
-)
-def test_values_from_the_documents(history, at, value):
-    assert epsilon(history, at) == pytest.approx(value, rel=5e-3)
-
-
-@pytest.mark.parametrize(
-    ("target", "add_remove", "replace_one"),
-    [(0.1, 11.04, 22.0), (0.2, 5.89, 11.7), (0.3, 4.10, 8.05)],
-)
-def test_logistic_regression_table(target, add_remove, replace_one):
-    q, steps = 128 / 50_000, 19_550
-    assert epsilon([(P(add_remove, q), steps)], 1e-5) == pytest.approx(target, rel=5e-3)
-    assert epsilon([(P(replace_one, q), steps)], 1e-5, "replace_one") == pytest.approx(
-        target, rel=5e-3
-    )
-
-
-def test_zcdp_budget_table():
-    # (4, 1e-8) is rho = 0.1963 by the loose conversion; mu^2 = 2 rho costs 3.456 exactly, and
-    # (4, 1e-8) allows mu^2 = 0.5134; replace-one doubles mu.
-    assert gdp_epsilon(math.sqrt(2 * 0.1963), 1e-8) == pytest.approx(3.456, rel=1e-3)
-    assert gdp_epsilon(math.sqrt(0.5134), 1e-8) == pytest.approx(4.0, rel=1e-3)
-    assert gdp_epsilon(2 * math.sqrt(2 * 0.1963), 1e-8) == pytest.approx(7.44, rel=1e-3)
 
 
 def test_federated_reference():
@@ -124,11 +42,6 @@ def test_federated_reference():
     assert epsilon([P(1.423, q) for q in rate], 5.5e-8) == pytest.approx(1.0, rel=5e-3)
     assert epsilon([(P(0.837, 16e-4), 1563)], 5.5e-8) == pytest.approx(1.0, rel=5e-3)
     assert epsilon([(P(1.293, 137e-4), 183)], 5.5e-8) == pytest.approx(1.0, rel=5e-3)
-
-
-def test_grid_is_not_a_trap_for_many_small_steps():
-    # A fixed grid gives 0.0305 (h = 1e-4) or 0.100 (h = 1e-3) where 0.0257 is true.
-    assert epsilon([(P(37.8, 0.00256), 19_550)], 1e-5) == pytest.approx(0.02563, rel=2e-3)
 
 
 @pytest.mark.parametrize("at", [1e-3, 1e-8, 1e-12])
@@ -158,15 +71,6 @@ def test_million_steps():
     # Central limit: mu^2 = T q^2 (e^(1/z^2) - 1).
     mu = math.sqrt(10**6 * 1e-6 * math.expm1(1 / 100))
     assert e == pytest.approx(gdp_epsilon(mu, 1e-5), rel=5e-3)
-
-
-def test_many_distinct_steps_are_never_below_and_hardly_above_the_exact_composition():
-    rng = np.random.default_rng(0)
-    steps = [P(rng.uniform(0.8, 2), rng.uniform(0.005, 0.02)) for _ in range(400)]
-    exact = PLDAccountant(spacing=1e-3).epsilon([(s, 1) for s in steps], 1e-5)
-    grouped = PLDAccountant(spacing=0.1).epsilon([(s, 1) for s in steps], 1e-5)
-    assert exact * (1 - 1e-4) <= grouped <= exact * 1.02
-    assert exact < grouped  # it is grouped at all
 
 
 @pytest.mark.parametrize("relation", ["add_remove", "replace_one"])
@@ -216,25 +120,6 @@ def test_pmf_with_a_limit_still_dominates():
         assert shown >= true[0]
 
 
-def test_replacement_pair_is_the_worst_of_many_directions(profile_by_integration):
-    # Records of any length and angle: Monte-Carlo-free, on a two-dimensional grid.
-    z, q, at = 0.8, 0.2, 0.5
-    t = np.linspace(-6, 6, 601)
-    x, y = np.meshgrid(t, t)
-
-    def density(a, b):
-        return np.exp(-((x - a) ** 2 + (y - b) ** 2) / (2 * z * z)) / (2 * np.pi * z * z)
-
-    worst = profile_by_integration(z, q, at, "replace_one")
-    for size, other, angle in [(1, 1, 3.1), (1, 0.5, 3.14), (1, 1, 2), (0.7, 1, 3.14), (1, 0, 0)]:
-        new = (1 - q) * density(0, 0) + q * density(size, 0)
-        old = (1 - q) * density(0, 0) + q * density(
-            other * math.cos(angle), other * math.sin(angle)
-        )
-        value = np.maximum(new - math.exp(at) * old, 0).sum() * (t[1] - t[0]) ** 2
-        assert value <= worst * (1 + 1e-4)
-
-
 def test_gdp_functions_invert_each_other():
     for mu in (0.01, 0.5, 3.0, 30.0):
         for at in (1e-3, 1e-6, 1e-12):
@@ -263,6 +148,19 @@ def test_accountant_is_frozen_configuration():
     assert PLDAccountant() == PLDAccountant()
 
 
+def test_rare_large_losses_beside_a_bulk_do_not_hide_the_bulk():
+    """No tilt makes both visible: the window and its errors must be small against delta."""
+    history = [
+        (P(0.8316, 2.772e-5), 23),
+        (P(46.95, 0.1811), 1),
+        (P(5.141, 0.0109), 27),
+        (P(1.6194, 1.209e-4), 18),
+    ]
+    # 0.07438 by dp-accounting, extrapolated from grids of 1.6e-4 and 8e-5; 7.5 % more with a
+    # window that leaves out 1e-8.
+    assert epsilon(history, 1.076e-11) == pytest.approx(0.07438, rel=1e-3)
+
+
 @pytest.mark.slow
 def test_random_histories_are_below_rdp_and_invert():
     rng = np.random.default_rng(7)
@@ -277,5 +175,7 @@ def test_random_histories_are_below_rdp_and_invert():
         at = 10 ** rng.uniform(-10, -3)
         e = epsilon(history, at)
         assert e <= StreamingRDPAccountant().epsilon(history, at) * (1 + 1e-9) + 1e-7
-        if e > 1e-4:
-            assert delta(history, e) == pytest.approx(at, rel=0.1)
+        if (
+            e > 1e-4
+        ):  # where delta is steep, an accuracy of epsilon is one of many per cent of delta
+            assert epsilon(history, delta(history, e)) == pytest.approx(e, rel=5e-3)
