@@ -20,7 +20,7 @@ from lightning_dp.gradients.base import (
     UnsupportedModelError,
 )
 from lightning_dp.gradients.graph import parameter_uses
-from lightning_dp.gradients.layers import ParameterGradients, any_layer, rule_of
+from lightning_dp.gradients.layers import Memory, ParameterGradients, any_layer, rule_of
 
 __all__ = ["Bookkeeping", "BookkeptGradients"]
 
@@ -67,6 +67,7 @@ class Bookkeeping(AbstractGradientEngine):
         self._records: list[_Record] = []
         self._gradients: list[ParameterGradients | None] | None = None
         self._problem: str | None = None
+        self._memory = Memory()
         self._is_watching = True
 
     def attach(self, module: nn.Module, params: Sequence[nn.Parameter]) -> None:
@@ -166,7 +167,9 @@ class Bookkeeping(AbstractGradientEngine):
                 if param is not None and id(param) in calls:
                     calls[id(param)].append(call)
         return [
-            ParameterGradients(calls[id(param)], param.numel()) if calls[id(param)] else None
+            ParameterGradients(used, param.shape, self._memory)
+            if (used := calls[id(param)])
+            else None
             for param in self._params
         ]
 
@@ -177,6 +180,7 @@ class Bookkeeping(AbstractGradientEngine):
         for handle in self._handles:
             handle.remove()
         self._handles, self._params, self._names = [], (), {}
+        self._memory = Memory()
         self.drop()
 
 
@@ -240,7 +244,7 @@ class BookkeptGradients(AbstractPerSampleGradients):
         for position, (param, gradient) in enumerate(
             zip(self._params, self._gradients, strict=True)
         ):
-            here = ParameterGradients([], param.numel()) if gradient is None else gradient
+            here = ParameterGradients([], param.shape) if gradient is None else gradient
             there = [(f, g) for f, o in factors if (g := o._gradients[position]) is not None]
             is_used = gradient is not None or there
             combined.append(here.combine(weight * self._scale, there) if is_used else None)

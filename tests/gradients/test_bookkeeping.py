@@ -314,7 +314,9 @@ def test_differences_of_close_points_keep_their_digits(positions):
     v, u = (torch.randn(4, positions, size, generator=generator) for size in (50, 30))
     v2, u2 = (part * (1 + 1e-4 * torch.randn(part.shape, generator=generator)) for part in (v, u))
     form = OuterProduct()
-    here, there = (ParameterGradients([Call(form, *pair)], 1500) for pair in ((v, u), (v2, u2)))
+    here, there = (
+        ParameterGradients([Call(form, *pair)], torch.Size((30, 50))) for pair in ((v, u), (v2, u2))
+    )
 
     both = here.combine(1.0, [(-1.0, there)])
 
@@ -335,7 +337,7 @@ def test_differences_of_close_points_keep_their_digits(positions):
 def test_norms_of_wide_layers_are_not_too_small():
     """float32 row norms are 4e-4 too small at 10 million entries."""
     v, u = torch.full((2, 1, 3_000_000), 0.1), torch.full((2, 1, 3), 0.1)
-    gradients = ParameterGradients([Call(OuterProduct(), v, u)], 9_000_000)
+    gradients = ParameterGradients([Call(OuterProduct(), v, u)], torch.Size((3, 3_000_000)))
     exact = float(v[0].double().norm() * u[0].double().norm()) ** 2
     assert gradients.squared_norms().tolist() == pytest.approx([exact] * 2, rel=1e-6)
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from torch import nn
 
 from lightning_dp.gradients.layers.any_layer import any_layer
-from lightning_dp.gradients.layers.base import AbstractForm, Call, ParameterGradients
+from lightning_dp.gradients.layers.base import AbstractForm, Call, Memory, ParameterGradients
 from lightning_dp.gradients.layers.convolution import convolution
 from lightning_dp.gradients.layers.embedding import embedding
 from lightning_dp.gradients.layers.linear import linear
@@ -18,7 +18,16 @@ from lightning_dp.gradients.layers.normalisation import (
     rms_norm,
 )
 
-__all__ = ["RULES", "AbstractForm", "Call", "ParameterGradients", "Rule", "any_layer", "rule_of"]
+__all__ = [
+    "RULES",
+    "AbstractForm",
+    "Call",
+    "Memory",
+    "ParameterGradients",
+    "Rule",
+    "any_layer",
+    "rule_of",
+]
 
 # (layer, its input, the gradient of its output) -> every parameter with its use in this call;
 # the tensors have records first.

@@ -2,27 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
-import torch
 from torch import Tensor, nn
 from torch.func import functional_call, vjp, vmap
 
 from lightning_dp.gradients.base import UnsupportedModelError
-from lightning_dp.gradients.layers.base import AbstractForm, Call
+from lightning_dp.gradients.layers.base import Call
+from lightning_dp.gradients.layers.bias import Bias
 
-__all__ = ["Rows", "any_layer"]
-
-
-@dataclass(frozen=True)
-class Rows(AbstractForm):
-    """u holds the gradients of the records themselves; v is not used."""
-
-    def rows(self, v: Tensor, u: Tensor) -> Tensor:
-        return u
-
-    def weighted_sum(self, v: Tensor, u: Tensor, weights: Tensor) -> Tensor:
-        return torch.tensordot(weights, u, dims=1)
+__all__ = ["any_layer"]
 
 
 def any_layer(layer: nn.Module, *tensors: Tensor) -> list[tuple[nn.Parameter | None, Call]]:
@@ -54,5 +41,4 @@ def any_layer(layer: nn.Module, *tensors: Tensor) -> list[tuple[nn.Parameter | N
             f"The layer {type(layer).__name__} cannot be run record by record with torch.func: "
             f"{error} Give its parameters to a layer of their own (nn.Linear, nn.Embedding, ...)."
         ) from error
-    nothing = torch.zeros(len(tensors[-1]), dtype=torch.bool, device=tensors[-1].device)
-    return [(own[name], Call(Rows(), nothing, rows[name])) for name in own]
+    return [(own[name], Bias.call(rows[name])) for name in own]

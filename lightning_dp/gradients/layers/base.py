@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lightning_dp.functional import as_rows, per_sample_norms
 
-__all__ = ["AbstractForm", "Call", "ParameterGradients"]
+__all__ = ["AbstractForm", "Call", "Memory", "ParameterGradients", "can_keep"]
 
 # Gradients of all records are kept from the norms to the sum if they have at most this many bytes.
 # Larger ones are made slice by slice for the norms, and the sum is taken without making them.
@@ -31,8 +31,16 @@ class AbstractForm(ABC):
     """
 
     @abstractmethod
-    def rows(self, v: Tensor, u: Tensor) -> Tensor:
-        """f(v_i, u_i) of each record: shape (n, *parameter shape)."""
+    def rows(self, v: Tensor, u: Tensor, out: Tensor | None = None) -> Tensor:
+        """f(v_i, u_i) of each record: shape (n, *parameter shape).
+
+        Args:
+            out: memory for them, if :meth:`writes_out`.
+        """
+
+    def writes_out(self, v: Tensor, u: Tensor) -> bool:
+        """Whether :meth:`rows` puts these gradients into ``out``."""
+        return False
 
     @abstractmethod
     def weighted_sum(self, v: Tensor, u: Tensor, weights: Tensor) -> Tensor:
@@ -55,8 +63,23 @@ class Call:
         """The same for some of the records."""
         return replace(self, v=self.v[records], u=self.u[records])
 
-    def rows(self) -> Tensor:
-        return self.form.rows(self.v, self.u)
+
+class Memory:
+    """Large tensors that one step after another uses: fresh memory costs more than the sums in it.
+
+    A tensor belongs to whoever took it, until it is given back.
+    """
+
+    def __init__(self) -> None:
+        self._free: dict[tuple[torch.Size, torch.dtype, torch.device], list[Tensor]] = {}
+
+    def take(self, shape: torch.Size, like: Tensor) -> Tensor:
+        free = self._free.get((shape, like.dtype, like.device))
+        return free.pop() if free else like.new_empty(shape)
+
+    def give_back(self, tensor: Tensor) -> None:
+        key = (tensor.shape, tensor.dtype, tensor.device)
+        self._free.setdefault(key, []).append(tensor)
 
 
 class ParameterGradients:
@@ -64,13 +87,18 @@ class ParameterGradients:
 
     Args:
         calls: all its uses.
-        numel: its number of entries.
+        shape: its shape.
+        memory: where gradients of all records are put, if they are kept.
     """
 
-    def __init__(self, calls: Sequence[Call], numel: int) -> None:
+    def __init__(
+        self, calls: Sequence[Call], shape: torch.Size, memory: Memory | None = None
+    ) -> None:
         self.calls = list(calls)
-        self._numel = numel
+        self._shape, self._numel = shape, shape.numel()
+        self._memory = Memory() if memory is None else memory
         self._kept: Tensor | None = None
+        self._out: Tensor | None = None  # the memory it is in, if it is to be given back
 
     @property
     def counts(self) -> set[int]:
@@ -85,13 +113,21 @@ class ParameterGradients:
             if cheap is not None:
                 return cheap
         count = len(self.calls[0].u)
-        if 4 * count * self._numel <= _KEEP_BYTES:
-            self._kept = _sum_of_rows(self.calls)
+        if can_keep(count * self._numel):
+            self._kept = self._all_rows()
             return per_sample_norms([self._kept]).square_()
         size = max(1, _SLICE_BYTES // (4 * self._numel))
         slices = [slice(start, start + size) for start in range(0, count, size)]
         norms = [per_sample_norms([_sum_of_rows([c.of(s) for c in self.calls])]) for s in slices]
         return torch.cat(norms).square_()
+
+    def _all_rows(self) -> Tensor:
+        """The gradients of all records, in memory that is used again if the form can."""
+        first = self.calls[0]
+        if len(self.calls) > 1 or not first.form.writes_out(first.v, first.u):
+            return _sum_of_rows(self.calls)
+        self._out = self._memory.take(torch.Size((len(first.u), *self._shape)), first.u)
+        return first.form.rows(first.v, first.u, self._out)
 
     def weighted_sum(self, weights: Tensor) -> Tensor:
         """Σ_i weights_i g_i, flat. A record of weight 0 is left out, whatever it holds."""
@@ -102,8 +138,12 @@ class ParameterGradients:
 
     def _weighted_sum(self, records: Tensor | slice, weights: Tensor) -> Tensor:
         if self._kept is not None:
-            rows = as_rows(self._kept[records])
-            return weights.to(rows.dtype) @ rows
+            kept, self._kept = self._kept, None
+            total = weights.to(kept.dtype) @ as_rows(kept[records])
+            if self._out is not None:
+                self._memory.give_back(self._out)
+                self._out = None
+            return total
         calls = [call.of(records) for call in self.calls]
         sums = (c.form.weighted_sum(c.v, c.u, weights.to(c.u.dtype)) for c in calls)
         return reduce(torch.add, sums).reshape(-1)
@@ -119,11 +159,16 @@ class ParameterGradients:
                 calls = [part for pair in zip(calls, new, strict=True) for part in _both(*pair)]
             else:
                 calls += new
-        return ParameterGradients(calls, self._numel)
+        return ParameterGradients(calls, self._shape, self._memory)
+
+
+def can_keep(entries: int) -> bool:
+    """Whether float32 gradients with so many entries for all records are kept."""
+    return 4 * entries <= _KEEP_BYTES
 
 
 def _sum_of_rows(calls: Sequence[Call]) -> Tensor:
-    return reduce(torch.add, (call.rows() for call in calls))
+    return reduce(torch.add, (call.form.rows(call.v, call.u) for call in calls))
 
 
 def _times(call: Call, weight: float) -> Call:

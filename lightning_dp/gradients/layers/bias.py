@@ -1,4 +1,4 @@
-"""Biases: the gradient of the output, summed over positions."""
+"""Biases: the gradient of the output, already summed over positions."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ __all__ = ["Bias"]
 
 @dataclass(frozen=True)
 class Bias(AbstractForm):
-    """Σ_t u_it for u of shape (n, T, entries); v is not used."""
+    """u_i itself, of shape (n, *parameter shape); v is not used."""
 
-    def rows(self, v: Tensor, u: Tensor) -> Tensor:
-        return u.sum(1)
+    def rows(self, v: Tensor, u: Tensor, out: Tensor | None = None) -> Tensor:
+        return u
 
     def weighted_sum(self, v: Tensor, u: Tensor, weights: Tensor) -> Tensor:
-        return torch.tensordot(weights, u.sum(1), dims=1)
+        return torch.tensordot(weights, u, dims=1)
 
     @classmethod
     def call(cls, u: Tensor) -> Call:

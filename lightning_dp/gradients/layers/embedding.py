@@ -19,7 +19,7 @@ class Lookup(AbstractForm):
 
     rows_of_table: int
 
-    def rows(self, v: Tensor, u: Tensor) -> Tensor:
+    def rows(self, v: Tensor, u: Tensor, out: Tensor | None = None) -> Tensor:
         table = u.new_zeros(len(u), self.rows_of_table, u.shape[2])
         return table.scatter_add_(1, v.unsqueeze(2).expand_as(u), u)
 

@@ -9,18 +9,25 @@ import torch
 from torch import Tensor, nn
 
 from lightning_dp.functional import per_sample_norms
-from lightning_dp.gradients.layers.base import AbstractForm, Call
+from lightning_dp.gradients.layers.base import AbstractForm, Call, can_keep
 from lightning_dp.gradients.layers.bias import Bias
 
 __all__ = ["OuterProduct", "linear"]
+
+_LONG = 32  # positions from which on matrix products, not memory, are what rows cost
 
 
 @dataclass(frozen=True)
 class OuterProduct(AbstractForm):
     """Σ_t u_it v_itᵀ for v of shape (n, T, in) and u of shape (n, T, out)."""
 
-    def rows(self, v: Tensor, u: Tensor) -> Tensor:
-        return torch.bmm(u.transpose(1, 2), v)
+    def rows(self, v: Tensor, u: Tensor, out: Tensor | None = None) -> Tensor:
+        if out is None:
+            return torch.bmm(u.transpose(1, 2), v)
+        return torch.bmm(u.transpose(1, 2), v, out=out)
+
+    def writes_out(self, v: Tensor, u: Tensor) -> bool:
+        return True
 
     def weighted_sum(self, v: Tensor, u: Tensor, weights: Tensor) -> Tensor:
         scaled = (u * weights.view(-1, 1, 1)).flatten(0, 1)
@@ -36,8 +43,10 @@ class OuterProduct(AbstractForm):
             return (norms[0] * norms[1]).square_()
         times = sum(call.u.shape[1] for call in calls)
         rows, columns = calls[0].u.shape[2], calls[0].v.shape[2]
-        if times * (rows + columns) > 2 * rows * columns:
-            return None
+        if times * (rows + columns) > 2 * rows * columns or (
+            times >= _LONG and can_keep(len(calls[0].u) * rows * columns)
+        ):
+            return None  # the rows cost as much, and the sum is then almost free
         u = torch.cat([call.u for call in calls], dim=1)
         v = torch.cat([call.v for call in calls], dim=1)
         # Sums of squares in float64 would double the work; the products are summed in it.
@@ -51,4 +60,4 @@ def linear(
     """Weight and bias of one call; any dimensions between the first and the last are positions."""
     v = inputs.reshape(len(inputs), -1, inputs.shape[-1])
     u = gradient.reshape(len(gradient), -1, gradient.shape[-1])
-    return [(layer.weight, Call(OuterProduct(), v, u)), (layer.bias, Bias.call(u))]
+    return [(layer.weight, Call(OuterProduct(), v, u)), (layer.bias, Bias.call(u.sum(1)))]

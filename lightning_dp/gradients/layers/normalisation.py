@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -15,36 +16,47 @@ __all__ = ["Scale", "group_norm", "instance_norm", "layer_norm", "rms_norm"]
 
 Uses = list[tuple[nn.Parameter | None, Call]]
 
+_SLICE_ENTRIES = 1 << 17
+
 
 @dataclass(frozen=True)
 class Scale(AbstractForm):
-    """Σ_t v_it u_it, entry by entry, for v and u of shape (n, T, *parameter shape)."""
+    """Σ_t v_it u_it, entry by entry, over all dimensions that the parameter does not have.
 
-    def rows(self, v: Tensor, u: Tensor) -> Tensor:
-        return (v * u).sum(1)
+    Args:
+        sum_over: those dimensions; the first one, of the records, is not among them.
+    """
+
+    sum_over: tuple[int, ...]
+
+    def rows(self, v: Tensor, u: Tensor, out: Tensor | None = None) -> Tensor:
+        if not self.sum_over:
+            return v * u
+        size = max(1, _SLICE_ENTRIES // (u[:1].numel() or 1))  # products that stay in the cache
+        parts = zip(v.split(size), u.split(size), strict=True)
+        return torch.cat([(a * b).sum(self.sum_over) for a, b in parts])
 
     def weighted_sum(self, v: Tensor, u: Tensor, weights: Tensor) -> Tensor:
-        return torch.tensordot(weights, (v * u).sum(1), dims=1)
+        return torch.tensordot(weights, self.rows(v, u), dims=1)
 
 
 def layer_norm(layer: nn.LayerNorm, inputs: Tensor, gradient: Tensor) -> Uses:
     """Weight and bias of one call."""
-    normalised = F.layer_norm(inputs, layer.normalized_shape, eps=layer.eps)
-    u = _positions(gradient, layer.normalized_shape)
-    scale = Call(Scale(), _positions(normalised, layer.normalized_shape), u)
-    return [(layer.weight, scale), (layer.bias, Bias.call(u))]
+    v = F.layer_norm(inputs, layer.normalized_shape, eps=layer.eps)
+    return _uses(layer, v, gradient, range(1, gradient.dim() - len(layer.normalized_shape)))
 
 
 def rms_norm(layer: nn.RMSNorm, inputs: Tensor, gradient: Tensor) -> Uses:
     """The weight of one call."""
     shape = list(layer.normalized_shape)
-    v = _positions(F.rms_norm(inputs, shape, eps=layer.eps), tuple(shape))
-    return [(layer.weight, Call(Scale(), v, _positions(gradient, tuple(shape))))]
+    v = F.rms_norm(inputs, shape, eps=layer.eps)
+    return _uses(layer, v, gradient, range(1, gradient.dim() - len(shape)))[:1]
 
 
 def group_norm(layer: nn.GroupNorm, inputs: Tensor, gradient: Tensor) -> Uses:
-    """Weight and bias of one call."""
-    return _of_channels(layer, F.group_norm(inputs, layer.num_groups, eps=layer.eps), gradient)
+    """Weight and bias of one call; one entry for each channel, the second dimension."""
+    v = F.group_norm(inputs, layer.num_groups, eps=layer.eps)
+    return _uses(layer, v, gradient, range(2, gradient.dim()))
 
 
 def instance_norm(
@@ -52,21 +64,12 @@ def instance_norm(
     inputs: Tensor,
     gradient: Tensor,
 ) -> Uses:
-    """Weight and bias of one call."""
-    return _of_channels(layer, F.instance_norm(inputs, eps=layer.eps), gradient)
+    """Weight and bias of one call; one entry for each channel, the second dimension."""
+    return _uses(layer, F.instance_norm(inputs, eps=layer.eps), gradient, range(2, gradient.dim()))
 
 
-def _of_channels(
-    layer: nn.GroupNorm | nn.InstanceNorm1d | nn.InstanceNorm2d | nn.InstanceNorm3d,
-    normalised: Tensor,
-    gradient: Tensor,
-) -> Uses:
-    """One weight and one bias for each channel, the second dimension."""
-    n, channels = gradient.shape[:2]
-    v, u = (part.reshape(n, channels, -1).transpose(1, 2) for part in (normalised, gradient))
-    return [(layer.weight, Call(Scale(), v, u)), (layer.bias, Bias.call(u))]
-
-
-def _positions(tensor: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """(n, ..., *shape) as (n, T, *shape)."""
-    return tensor.reshape(len(tensor), -1, *shape)
+def _uses(layer: Any, v: Tensor, u: Tensor, sum_over: range) -> Uses:
+    dimensions = tuple(sum_over)
+    bias = u.sum(dimensions) if dimensions else u
+    scale = Call(Scale(dimensions), v, u)
+    return [(layer.weight, scale), (getattr(layer, "bias", None), Bias.call(bias))]
