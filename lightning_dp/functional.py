@@ -1,4 +1,4 @@
-"""Stateless functions behind clipping, for direct use."""
+"""Stateless functions behind clipping and smoothing, for direct use."""
 
 from __future__ import annotations
 
@@ -7,7 +7,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-__all__ = ["clip_factors", "flatten", "per_sample_norms", "unflatten"]
+from lightning_dp.smoothing import laplacian_smoothing
+
+__all__ = ["clip_factors", "flatten", "laplacian_smoothing", "per_sample_norms", "unflatten"]
 
 # float32 norms of long rows come out too small (3.7e-4 at 1e7 elements), and an under-estimated
 # norm is an under-clipped record: sum squares in rows of this length (then the error is at most
@@ -28,7 +30,7 @@ def per_sample_norms(gradients: Sequence[Tensor]) -> Tensor:
         >>> per_sample_norms([torch.tensor([[3.0], [0.0]]), torch.tensor([[4.0], [2.0]])])
         tensor([5., 2.], dtype=torch.float64)
     """
-    squares = [_row_norms(as_rows(gradient)).square_() for gradient in gradients]
+    squares = [squared_row_norms(gradient) for gradient in gradients]
     return torch.stack(squares).sum(0).sqrt_()
 
 
@@ -37,16 +39,18 @@ def as_rows(gradient: Tensor) -> Tensor:
     return gradient.unsqueeze(-1).flatten(1)
 
 
-def _row_norms(rows: Tensor) -> Tensor:
-    """Norms of the rows of an (n, d) matrix, accumulated in two levels, as float64."""
+def squared_row_norms(gradient: Tensor) -> Tensor:
+    """Squared L2 norm of each record's part, accumulated in two levels, as float64."""
+    rows = as_rows(gradient)
     rows = rows if rows.dtype == torch.float64 else rows.float()
+    if rows.shape[1] <= _ROW:
+        return torch.linalg.vector_norm(rows, dim=1).double().square_()
     whole = rows.shape[1] // _ROW * _ROW
     parts = [torch.linalg.vector_norm(rows[:, whole:], dim=1, keepdim=True)]
     if whole:
         blocks = rows[:, :whole].reshape(len(rows), -1, _ROW)
         parts.append(torch.linalg.vector_norm(blocks, dim=2))
-    norms: Tensor = torch.linalg.vector_norm(torch.cat(parts, dim=1).double(), dim=1)
-    return norms
+    return torch.cat(parts, dim=1).double().square_().sum(1)
 
 
 def clip_factors(norms: Tensor, clip_norm: float) -> Tensor:

@@ -209,6 +209,7 @@ class BookkeptGradients(AbstractPerSampleGradients):
                 "Keep records in the first dimension of every layer's input, one row each."
             )
         self._count = counts.pop() if counts else 0
+        self._dtype = params[0].dtype if params else torch.float32
         self._scale, self._factor = scale, scale * self._count
 
     @property
@@ -223,13 +224,18 @@ class BookkeptGradients(AbstractPerSampleGradients):
 
     def weighted_sum(self, weights: Tensor) -> Tensor:
         weights = weights * self._factor
+        records = None
+        if not weights.all():  # 0 * NaN is NaN
+            records = weights.nonzero().flatten()
+            weights = weights[records]
+        weights = weights.to(torch.promote_types(self._dtype, torch.float32))
         parts = []
         for param, gradient in zip(self._params, self._gradients, strict=True):
             dtype = torch.promote_types(param.dtype, torch.float32)
             if gradient is None:
                 parts.append(torch.zeros(param.numel(), dtype=dtype, device=param.device))
             else:
-                parts.append(gradient.weighted_sum(weights).to(dtype))
+                parts.append(gradient.weighted_sum(weights, records).to(dtype))
         return torch.cat(parts)
 
     def combine(

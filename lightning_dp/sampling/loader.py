@@ -95,7 +95,9 @@ class ChunkSampler(Sampler[list[int]]):
         while position < len(self):
             end = self._end_of_step(position)
             rate = self._plan.sample_rate if self._rate is None else self._rate(step)
-            for offset, part in enumerate(np.array_split(self._draw(rate, rng), end - position)):
+            drawn, chunks = self._draw(rate, rng), end - position
+            parts = [drawn] if chunks == 1 else np.array_split(drawn, chunks)
+            for offset, part in enumerate(parts):
                 self.pending.append(Chunk(position + offset, len(part), offset == 0, rate))
                 yield part.tolist() or [0]
             position, step = end, step + 1

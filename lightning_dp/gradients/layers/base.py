@@ -10,7 +10,7 @@ from functools import reduce
 import torch
 from torch import Tensor
 
-from lightning_dp.functional import as_rows, per_sample_norms
+from lightning_dp.functional import as_rows, squared_row_norms
 
 __all__ = ["AbstractForm", "Call", "Memory", "ParameterGradients", "can_keep"]
 
@@ -115,11 +115,12 @@ class ParameterGradients:
         count = len(self.calls[0].u)
         if can_keep(count * self._numel):
             self._kept = self._all_rows()
-            return per_sample_norms([self._kept]).square_()
+            return squared_row_norms(self._kept)
         size = max(1, _SLICE_BYTES // (4 * self._numel))
         slices = [slice(start, start + size) for start in range(0, count, size)]
-        norms = [per_sample_norms([_sum_of_rows([c.of(s) for c in self.calls])]) for s in slices]
-        return torch.cat(norms).square_()
+        return torch.cat(
+            [squared_row_norms(_sum_of_rows([call.of(s) for call in self.calls])) for s in slices]
+        )
 
     def _all_rows(self) -> Tensor:
         """The gradients of all records, in memory that is used again if the form can."""
@@ -129,22 +130,22 @@ class ParameterGradients:
         self._out = self._memory.take(torch.Size((len(first.u), *self._shape)), first.u)
         return first.form.rows(first.v, first.u, self._out)
 
-    def weighted_sum(self, weights: Tensor) -> Tensor:
-        """Σ_i weights_i g_i, flat. A record of weight 0 is left out, whatever it holds."""
-        kept = weights.nonzero().flatten()
-        if len(kept) == len(weights):
-            return self._weighted_sum(slice(None), weights)
-        return self._weighted_sum(kept, weights[kept])
+    def weighted_sum(self, weights: Tensor, records: Tensor | None = None) -> Tensor:
+        """Σ_i weights_i g_i, flat.
 
-    def _weighted_sum(self, records: Tensor | slice, weights: Tensor) -> Tensor:
+        Args:
+            weights: of the records.
+            records: which ones, if not all; the others are left out, whatever they hold.
+        """
         if self._kept is not None:
             kept, self._kept = self._kept, None
-            total = weights.to(kept.dtype) @ as_rows(kept[records])
+            rows = as_rows(kept if records is None else kept[records])
+            total = weights.to(kept.dtype) @ rows
             if self._out is not None:
                 self._memory.give_back(self._out)
                 self._out = None
             return total
-        calls = [call.of(records) for call in self.calls]
+        calls = self.calls if records is None else [call.of(records) for call in self.calls]
         sums = (c.form.weighted_sum(c.v, c.u, weights.to(c.u.dtype)) for c in calls)
         return reduce(torch.add, sums).reshape(-1)
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from lightning_dp.functional import per_sample_norms
+from lightning_dp.functional import squared_row_norms
 from lightning_dp.gradients.layers.base import AbstractForm, Call, can_keep
 from lightning_dp.gradients.layers.bias import Bias
 
@@ -39,8 +39,7 @@ class OuterProduct(AbstractForm):
         ‖Σ_s u_s v_sᵀ‖² = Σ_st (u_s · u_t)(v_s · v_t).
         """
         if len(calls) == 1 and calls[0].u.shape[1] == 1:
-            norms = [per_sample_norms([part]) for part in (calls[0].u, calls[0].v)]
-            return (norms[0] * norms[1]).square_()
+            return squared_row_norms(calls[0].u) * squared_row_norms(calls[0].v)
         times = sum(call.u.shape[1] for call in calls)
         rows, columns = calls[0].u.shape[2], calls[0].v.shape[2]
         if times * (rows + columns) > 2 * rows * columns or (
