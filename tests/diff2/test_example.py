@@ -119,9 +119,8 @@ def test_losses_and_gradient_norms_are_torchs(example, folder):
         network = example.diff2_model.Network(data)
         params = network.start(3)
         point = network.at(params)
-        assert point.square_gradient_norm() == pytest.approx(
-            float(autograds(data, params).mean(0).square().sum()), rel=1e-4
-        )
+        total = autograds(data, params).sum(0)
+        torch.testing.assert_close(point.gradient_sum().double(), total, rtol=1e-4, atol=1e-3)
         hidden = torch.nn.functional.softplus(params[0] @ data.test.x)
         outputs = params[1][:, :-1] @ hidden + params[1][:, -1:]
         loss = torch.nn.functional.mse_loss(outputs, data.test.y) if name == "california" else None
@@ -256,6 +255,15 @@ def _outputs(params: list[Tensor], data: Any) -> Tensor:
     return params[1][0, :-1] @ hidden + params[1][0, -1]
 
 
+def test_records_in_chunks_are_the_same_records(example, folder, monkeypatch):
+    setting = example.diff2_run.Setting(0.05, 1.0, 4, 3.0)
+    whole = run_of(example, folder, setting, "exact")
+    monkeypatch.setattr(example.diff2_run, "CHUNK", 97)
+    parts = run_of(example, folder, setting, "exact")
+    np.testing.assert_allclose(parts.values, whole.values, rtol=1e-3)
+    assert parts.spent == whole.spent
+
+
 def test_a_diverging_run_is_given_up_and_never_chosen(example, folder):
     wild = example.diff2_run.Setting(50.0, 100.0, 10, 100.0)
     trace = run_of(example, folder, wild, "exact", rounds=400, is_tuning=True)
@@ -264,15 +272,40 @@ def test_a_diverging_run_is_given_up_and_never_chosen(example, folder):
     assert np.isfinite(trace.values[0]).sum() < 12
 
 
-def test_grids_have_equal_sizes_and_points_of_the_paper(example):
+def test_methods_get_equally_many_points_of_the_papers_grid(example):
     size = example.diff2.Size()
-    dp_gd, diff2 = example.diff2.dp_gd_settings(size), example.diff2.diff2_settings(0.25, size)
-    assert (len(dp_gd), len(diff2)) == (70, 72)
-    assert len(set(diff2)) == len(diff2) == len(example.diff2.storm_settings(0.25, size))
-    for setting in diff2:
-        assert setting.interval in (6, 20, 60, 200)
-        assert {setting.clip, setting.diff} <= {1.0, 3.0, 10.0, 30.0, 100.0}
-        assert math.log2(setting.rate) in range(-9, 1)
+    for of in (size, example.diff2.Size(points=2, is_thin=True)):
+        dp_gd, diff2 = example.diff2.dp_gd_settings(of), example.diff2.diff2_settings(of)
+        storm = example.diff2.storm_settings(of)
+        for settings in (dp_gd, diff2, storm):
+            assert of.points % len(set(settings)) == 0  # rates are added to make them up
+        for setting in diff2:
+            assert setting.interval in (6, 20, 60, 200)
+            assert {setting.clip, setting.diff} <= {1.0, 3.0, 10.0, 30.0, 100.0}
+
+
+def test_the_search_for_a_rate_goes_down_until_enough_survive(example, folder):
+    Setting, Run = example.diff2_run.Setting, example.diff2_run.Run
+    run = Run("california", str(folder), 0, 3.0, 200, "none", Setting(1.0), is_tuning=True)
+    found = example.diff2_run.walk(run, 2)
+    rates = [setting.rate for setting in found]
+    assert rates == [0.5**i for i in range(len(rates))]
+    assert sum(trace.is_finished for trace in found.values()) == 2
+    assert list(found.values())[-1].is_finished
+    alone = example.diff2_run.execute(example.diff2.replace(run, setting=list(found)[-1]))
+    np.testing.assert_array_equal(alone.values, list(found.values())[-1].values)
+
+
+def test_p_values_are_one_sided_and_paired(example):
+    low, high = np.array([1.0, 2.0, 3.0, 4.0, 5.0]), np.array([1.5, 2.2, 3.1, 4.6, 5.1])
+    difference = high - low
+    t = difference.mean() / (difference.std(ddof=1) / math.sqrt(5))
+    # P(T > t) of Student's t with 4 degrees of freedom.
+    p = 0.5 - 0.375 * t / math.sqrt(1 + t**2 / 4) * (1 - t**2 / (12 * (1 + t**2 / 4)))
+    assert 0.001 < p < 0.1
+    assert example.diff2_report.p_value(low, high) == pytest.approx(p, rel=1e-6)
+    assert example.diff2_report.p_value(high, low) == pytest.approx(1 - p, rel=1e-6)
+    assert math.isnan(example.diff2_report.p_value(low, np.array([1, 2, 3, 4, math.inf])))
 
 
 @pytest.mark.slow

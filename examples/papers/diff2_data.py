@@ -1,0 +1,182 @@
+"""The data sets of diff2.py: from an archive on disk or scikit-learn's fetchers, standardised."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from pathlib import Path
+
+import numpy as np
+import torch
+from sklearn import datasets
+from torch import Tensor
+
+DATA_VARIABLE = "LIGHTNING_DP_DATA"
+WORKERS, TRAIN_SHARE = 10, 0.8
+Arrays = tuple[np.ndarray, np.ndarray]
+
+
+@dataclass(frozen=True)
+class DataSet:
+    """How a data set is found and prepared.
+
+    Args:
+        archives: names its .npz file may have in the folder given with --data.
+        is_regression: the target is divided by its maximum; otherwise it is made a class number.
+        numeric: how many of the first columns are standardised (the rest is 0 or 1).
+        fetch: where else it may come from.
+    """
+
+    title: str
+    archives: tuple[str, ...]
+    is_regression: bool
+    numeric: int | None = None
+    fetch: Callable[[], Arrays] | None = None
+
+
+def _california() -> Arrays:
+    """Not the original columns: scikit-learn's are averages per household."""
+    return datasets.fetch_california_housing(return_X_y=True)
+
+
+def _covertype() -> Arrays:
+    """16 % of the set, as in the archive."""
+    x, y = datasets.fetch_covtype(return_X_y=True)
+    kept = np.random.default_rng(0).permutation(len(y))[: round(0.16 * len(y))]
+    return x[kept], y[kept]
+
+
+def _kddcup99() -> Arrays:
+    x, y = datasets.fetch_kddcup99(percent10=True, return_X_y=True)
+    columns = [
+        np.unique(column, return_inverse=True)[1] if isinstance(column[0], bytes) else column
+        for column in x.T
+    ]
+    return np.stack(columns, axis=1).astype(np.float32), y
+
+
+SETS = {
+    "california": DataSet(
+        "California Housing", ("california_housing", "california"), True, fetch=_california
+    ),
+    "gas": DataSet("Gas Turbine", ("gas_turbine",), True),
+    "blog": DataSet("BlogFeedback", ("blogfeedback",), True),
+    "covertype": DataSet(
+        "Covertype, 16 %", ("covertype_subset", "covertype"), False, numeric=10, fetch=_covertype
+    ),
+    "kdd": DataSet("KDDCup99, 10 %", ("kddcup99_10pct", "kddcup99"), False, fetch=_kddcup99),
+}
+
+
+@lru_cache(maxsize=2)
+def raw(name: str, folder: str) -> Arrays | None:
+    """Features (N, d) and targets (N,) as they are; says what is missing and gives None."""
+    of = SETS[name]
+    for archive in of.archives:
+        path = Path(folder, f"{archive}.npz")
+        if folder and path.is_file():
+            with np.load(path, allow_pickle=False) as arrays:
+                return _from_archive(arrays)
+    where = f"no {of.archives[0]}.npz in {folder}" if folder else "no folder was given"
+    said = f"{of.title} is left out: {where} (--data DIR or {DATA_VARIABLE})"
+    if of.fetch is not None and not folder:
+        try:
+            return of.fetch()
+        except Exception as error:  # no network: whatever the fetcher makes of it
+            said += f", and scikit-learn could not fetch it ({type(error).__name__}: {error})"
+    elif of.fetch is None:
+        said += ", and scikit-learn has no fetcher for it"
+    print(said + ".", file=sys.stderr)
+    return None
+
+
+def _from_archive(arrays: np.lib.npyio.NpzFile) -> Arrays:
+    names = arrays.files
+    if "X" in names:
+        return arrays["X"], arrays["y"]
+    if "X_num" in names:  # Covertype with the positions of its one-hot bits
+        one_hot = [np.eye(n)[arrays[bit]] for bit, n in (("wilderness", 4), ("soil", 40))]
+        return np.concatenate([arrays["X_num"], *one_hot], axis=1), arrays["y"]
+    return (
+        np.concatenate([arrays["X_train"], arrays["X_test"]]),
+        np.concatenate([arrays["y_train"], arrays["y_test"]]),
+    )
+
+
+@dataclass(frozen=True)
+class Records:
+    """N records.
+
+    Args:
+        x: inputs as columns, with a last row of ones (d + 1, N).
+        y: numbers (1, N), or class numbers (N,).
+        squares: ‖x_i‖² (N,).
+    """
+
+    x: Tensor
+    y: Tensor
+    squares: Tensor
+
+    @property
+    def count(self) -> int:
+        return self.x.shape[1]
+
+    def chunks(self, size: int) -> list[Records]:
+        """The records in parts of at most ``size``."""
+        return [
+            Records(x.contiguous(), y.contiguous(), squares)
+            for x, y, squares in zip(
+                self.x.split(size, dim=1),
+                self.y.split(size, dim=-1),
+                self.squares.split(size),
+                strict=True,
+            )
+        ]
+
+
+@dataclass(frozen=True)
+class Split:
+    train: Records
+    test: Records
+    outputs: int
+    is_regression: bool
+
+    def chunks(self, size: int) -> list[Split]:
+        """Parts of the training records."""
+        return [replace(self, train=part) for part in self.train.chunks(size)]
+
+
+@lru_cache(maxsize=4)
+def split(name: str, folder: str, seed: int) -> Split:
+    """80 % to train on, of which ten workers get equal parts (what remains is dropped).
+
+    Columns get mean 0 and variance 1 over the training records, targets are divided by their
+    maximum over all records.
+    """
+    of = SETS[name]
+    found = raw(name, folder)
+    assert found is not None
+    x, y = np.asarray(found[0], np.float64), np.asarray(found[1])
+    outputs = 1
+    if of.is_regression:
+        y = y / np.abs(y).max()
+    else:
+        classes, y = np.unique(y, return_inverse=True)
+        outputs = len(classes)
+    order = np.random.default_rng([7, seed]).permutation(len(y))
+    cut = int(TRAIN_SHARE * len(y))
+    train, test = order[: cut - cut % WORKERS], order[cut:]
+    columns = slice(0, of.numeric)
+    mean, std = x[train, columns].mean(0), x[train, columns].std(0)
+    x[:, columns] = (x[:, columns] - mean) / np.where(std > 0, std, 1)
+    parts = [_records(x[rows], y[rows], of.is_regression) for rows in (train, test)]
+    return Split(*parts, outputs, of.is_regression)
+
+
+def _records(x: np.ndarray, y: np.ndarray, is_regression: bool) -> Records:
+    inputs = torch.tensor(np.concatenate([x, np.ones((len(x), 1))], axis=1).T.copy())
+    inputs = inputs.to(torch.float32)
+    target = torch.tensor(y[None], dtype=torch.float32) if is_regression else torch.tensor(y)
+    return Records(inputs, target, inputs.square().sum(0))

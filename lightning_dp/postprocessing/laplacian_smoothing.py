@@ -1,0 +1,63 @@
+"""Laplacian smoothing of the released gradient (DP-LSSGD, DP-LSAdam)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from lightning_dp.estimators.base import State
+from lightning_dp.postprocessing.base import AbstractPostProcessor
+from lightning_dp.smoothing import check_sigma, laplacian_smoothing
+
+__all__ = ["LaplacianSmoothing"]
+
+
+@dataclass(frozen=True)
+class LaplacianSmoothing(AbstractPostProcessor):
+    r"""u = A_σ⁻¹ g with A_σ = I - σL, L the 1-D Laplacian with periodic boundary.
+
+    DP-LSSGD with the optimizer SGD, DP-LSAdam with Adam (Wang et al. 2019, "DP-LSSGD: A Stochastic
+    Optimization Method to Lift the Utility in Privacy-Preserving ERM", arXiv:1906.12056,
+    Algorithm 1). Each entry becomes an average of its neighbours in the flat gradient, with weights
+    ω^|j| / √(1 + 4σ), ω = (2σ + 1 - √(4σ + 1)) / (2σ). The noise is averaged away, and so is what
+    differs between neighbouring weights: it pays where the noise is large and neighbours have
+    similar gradients, as the weights of neighbouring pixels in a linear layer.
+
+    The noise's part in the utility bound of convex losses (Theorem 2) shrinks to γ of what it was,
+    γ = (1 + ω^d) / ((1 - ω^d) √(4σ + 1)) (Proposition 1), d the number of entries: .447, .333, .277
+    for σ = 1, 2, 3 and d >= 100. Its square norm shrinks to (1 + 2σ) / (1 + 4σ)^(3/2) of what it
+    was: .268, .185, .149.
+
+    Args:
+        sigma: σ >= 0; 0 is the identity. The paper uses 0.2 to 3.
+        per_parameter: smooth each parameter's part by itself, as the authors' programs do, instead
+            of the whole flat vector (the paper's text), where the last entries of one parameter
+            and the first ones of the next are neighbours.
+
+    Raises:
+        ValueError: if ``sigma`` is negative or not finite.
+
+    Example:
+        >>> smoothing = LaplacianSmoothing(sigma=1.0)
+        >>> state = smoothing.init([torch.zeros(2, 2)])
+        >>> smoothing.apply(state, torch.tensor([0.0, 5.0, 0.0, 0.0]))[0]
+        tensor([1.0000, 2.3333, 1.0000, 0.6667])
+    """
+
+    sigma: float
+    per_parameter: bool = False
+
+    def __post_init__(self) -> None:
+        check_sigma("LaplacianSmoothing", self.sigma)
+
+    def init(self, params: Sequence[Tensor]) -> State:
+        return {"sizes": [param.numel() for param in params]} if self.per_parameter else {}
+
+    def apply(self, state: State, estimate: Tensor) -> tuple[Tensor, State]:
+        if not self.per_parameter:
+            return laplacian_smoothing(estimate, self.sigma), state
+        parts = torch.split(estimate, state["sizes"])
+        return torch.cat([laplacian_smoothing(part, self.sigma) for part in parts]), state

@@ -1,0 +1,224 @@
+"""The paper example as a user runs it, and its hand-made gradients."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+EXAMPLES = Path(__file__).parents[2] / "examples" / "papers"
+SCRIPT = EXAMPLES / "laplacian_smoothing.py"
+MODULES = ("", "_cnn", "_data", "_logistic")
+
+
+@pytest.fixture
+def example(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The script as a module; its parts are ``cnn`` and what it imports."""
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    import laplacian_smoothing
+
+    yield laplacian_smoothing
+    for name in (*(f"laplacian_smoothing{end}" for end in MODULES), "dynamic_noise_data"):
+        sys.modules.pop(name, None)
+
+
+@pytest.fixture
+def logistic(example: Any) -> Any:
+    return sys.modules["laplacian_smoothing_logistic"]
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Something of the shape of MNIST (ten noisy patterns) and of CIFAR-10 (noise)."""
+    rng = np.random.default_rng(0)
+    patterns = rng.integers(0, 160, (10, 28, 28))
+    labels = rng.integers(0, 10, 7000).astype(np.uint8)
+    images = (patterns[labels] + rng.integers(0, 96, (7000, 28, 28))).astype(np.uint8)
+    np.savez(
+        tmp_path / "mnist.npz",
+        **{"X_train": images[:6000], "y_train": labels[:6000]},
+        **{"X_test": images[6000:], "y_test": labels[6000:]},
+    )
+    pictures = rng.integers(0, 256, (1100, 32, 32, 3)).astype(np.uint8)
+    kinds = rng.integers(0, 10, 1100)
+    np.savez(
+        tmp_path / "cifar10.npz",
+        **{"X_train": pictures[:600], "y_train": kinds[:600]},
+        **{"X_test": pictures[600:], "y_test": kinds[600:]},
+    )
+    return tmp_path
+
+
+@pytest.mark.parametrize("given", [(), ("--data", "nowhere")])
+def test_without_data_it_explains_itself(given, example, monkeypatch, capsys):
+    monkeypatch.delenv("LIGHTNING_DP_DATA", raising=False)
+    monkeypatch.setattr(sys, "argv", ["laplacian_smoothing.py", *given])
+    with pytest.raises(SystemExit) as stop:
+        example.main()
+    assert stop.value.code == 2
+    said = capsys.readouterr().err
+    for words in ("MNIST is missing", "--data DIR", "LIGHTNING_DP_DATA", "mnist.npz", "MNIST/raw/"):
+        assert words in said
+
+
+def test_the_noise_of_theorem_1_and_the_tight_noise_have_the_known_values(logistic):
+    protocol = logistic.Protocol(50_000, 128, 19_550, "1/t")
+    known = {0.1: (108.9, 11.04), 0.2: (54.6, 5.89), 0.3: (36.4, 4.10)}
+    for budget, (paper, tight) in known.items():
+        assert logistic.paper_noise(protocol, budget) == pytest.approx(paper, rel=2e-3)
+        found = logistic.tight_noise(50_000, 128, 19_550, budget)
+        assert found == pytest.approx(tight, rel=2e-3)
+        assert protocol.spent(found) == pytest.approx(budget, rel=2e-3)
+
+
+def test_the_rates_are_the_protocols(logistic):
+    def rates(name: str) -> list[float]:
+        protocol = logistic.Protocol(40, 10, 10, name)
+        return [protocol.rate_at(step) for step in range(10)]
+
+    assert rates("1/t") == [1 / t for t in range(1, 11)]
+    assert rates("1/t by epoch") == [1] * 4 + [1 / 5] * 4 + [1 / 9] * 2
+    assert rates("linear") == pytest.approx([1 - t / 10 for t in range(10)])
+    assert rates("constant") == [1] * 10
+
+
+def softmax_gradient(params: torch.Tensor, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    """One record's, by autograd; the parameters are those of nn.Linear(784, 10), flat."""
+    leaf = params.clone().requires_grad_()
+    scores = leaf[:7840].view(10, 784) @ x + leaf[7840:]
+    (gradient,) = torch.autograd.grad(nn.functional.cross_entropy(scores, y), leaf)
+    return gradient
+
+
+def test_the_clipped_sums_are_sums_of_clipped_gradients(logistic):
+    generator = torch.Generator().manual_seed(0)
+    params = 0.02 * torch.randn(3, 7850, generator=generator)
+    x, y = torch.rand(6, 784, generator=generator), torch.tensor([0, 3, 3, 9, 1, 7])
+    protocol = logistic.Protocol(60, 6, 1, "constant", clip_norm=15.0)
+
+    found = logistic.clipped_sums(params, x, y, protocol)
+
+    clipped = 0
+    for cell in range(3):
+        total = torch.zeros(7850)
+        for i in range(6):
+            gradient = softmax_gradient(params[cell], x[i], y[i])
+            clipped += bool(gradient.norm() > 15)
+            total += gradient * min(1.0, 15 / float(gradient.norm()))
+        torch.testing.assert_close(found[cell], total, rtol=1e-4, atol=1e-5)
+    assert 0 < clipped < 18
+
+
+def test_training_noises_before_it_smooths_and_averages_the_second_half(logistic, folder):
+    data = logistic.splits(str(folder))["training"]
+    protocol = logistic.Protocol(5000, 40, 3, "linear", is_averaged=True, weight_decay=0.1)
+    cells = [logistic.Cell(1.0, 0.0, 0.5, 0.3), logistic.Cell(1.0, 2.0, 1.5, 0.7)]
+
+    found = logistic.train(data, protocol, cells, seed=4)
+
+    rng, noise = logistic.random_generator(4, 1), logistic.NoiseSource(4)
+    spectrum = 1 + 4.0 * (1 - torch.cos(2 * torch.pi * torch.arange(3926) / 7850))  # of A, σ = 2
+    params, iterates = torch.zeros(7850), []
+    for step in range(3):
+        chosen = logistic.Poisson().draw(5000, 40 / 5000, rng)
+        total = 1.5 * noise.normal(7850, torch.device("cpu")).float()
+        for i in chosen:
+            gradient = softmax_gradient(params, data.x[i], data.y[i])
+            total += gradient / max(1.0, float(gradient.norm()))
+        smooth = torch.fft.irfft(torch.fft.rfft(total / 40) / spectrum, n=7850)
+        params = params - 0.7 * (1 - step / 3) * (smooth + 0.1 * params)
+        iterates.append(params)
+    torch.testing.assert_close(found[1], (iterates[1] + iterates[2]) / 2, rtol=1e-3, atol=1e-5)
+    alone = logistic.train(data, protocol, cells[:1], seed=4)
+    torch.testing.assert_close(alone[0], found[0])
+
+
+def test_with_a_clipped_mean_one_record_may_move_it_by_the_whole_bound(logistic):
+    """Why the authors' program has no ε: three records, and the third alone turns the mean."""
+    protocol = logistic.Protocol(3, 3, 1, "constant", clips_mean=True)
+    x, y = torch.full((3, 784), 0.01), torch.tensor([0, 0, 1])
+    x[2] = 100.0
+    params = torch.zeros(1, 7850)
+
+    with_it = logistic.clipped_sums(params, x, y, protocol) / 3
+    without = logistic.clipped_sums(params, x[:2], y[:2], protocol) / 3
+
+    assert float((with_it - without).norm()) > 0.9
+
+
+@pytest.mark.parametrize(
+    ("network", "shape"), [("mnist_network", (1, 28, 28)), ("cifar_network", (3, 24, 24))]
+)
+def test_the_per_sample_gradients_of_the_networks_are_autograds(network, shape, example):
+    torch.manual_seed(0)
+    net = getattr(example.cnn, network)()
+    x, y = torch.randn(3, *shape), torch.tensor([1, 7, 2])
+
+    found = example.cnn.gradients(net, x, y)
+
+    assert found.count == 3
+    for i in range(3):
+        loss = nn.functional.cross_entropy(net(x[i : i + 1]), y[i : i + 1])
+        exact = torch.cat([g.flatten() for g in torch.autograd.grad(loss, list(net.parameters()))])
+        one = torch.zeros(3)
+        one[i] = 1
+        torch.testing.assert_close(found.weighted_sum(one), exact, rtol=1e-3, atol=1e-6)
+        assert float(found.norms()[i]) == pytest.approx(float(exact.norm()), rel=1e-4)
+
+
+def test_the_networks_are_the_papers(example):
+    for network, size in (("mnist_network", 26_010), ("cifar_network", 1_068_298)):
+        net = getattr(example.cnn, network)()
+        assert sum(param.numel() for param in net.parameters()) == size
+
+
+def test_jpeg_coefficients_become_pictures(example):
+    """Only the mean of each block: brightness 8 more than grey, and in the second picture more red."""
+    coefficients = np.zeros((24, 64, 2), np.int16)
+    coefficients[[0, 1, 2, 3, 6, 7, 8, 9, 12, 13, 14, 15, 18, 19, 20, 21], 0] = 4
+    coefficients[5::6, 0, 1] = 2
+    quant = np.stack([np.full(64, 16), np.full(64, 40)]).astype(np.int16)
+
+    pictures = sys.modules["laplacian_smoothing_data"].decoded(coefficients, quant)
+
+    assert pictures.shape == (2, 32, 32, 3)
+    assert np.unique(pictures[0]).tolist() == [136]  # 128 + 4 * 16 / 8
+    red, green, blue = (np.unique(pictures[1, :, :, channel]).tolist() for channel in range(3))
+    assert (red, green, blue) == ([150], [129], [136])  # 10 more of the colour
+
+
+@pytest.mark.slow
+def test_the_quick_run_prints_its_tables_and_draws_its_pictures(folder, tmp_path):
+    clean = {k: v for k, v in os.environ.items() if k != "LIGHTNING_DP_DATA"}
+    done = subprocess.run(
+        [sys.executable, str(SCRIPT), "--quick", "--output", "pictures"],
+        cwd=tmp_path,
+        env={**clean, "LIGHTNING_DP_DATA": str(folder)},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    for words in (
+        "## 1. Multiclass logistic regression on MNIST",
+        "(paper 76.29)",
+        "Smoothing is not worse than none in",
+        "## 2. The paper's CNN on MNIST",
+        "## 3. MNIST at noise multiplier 10",
+        "## 4. TensorFlow's tutorial CNN on CIFAR-10",
+    ):
+        assert words in done.stdout
+    spent = [
+        float(e) for line in re.findall(r"; ε spent: (.*)", done.stdout) for e in line.split(",")
+    ]
+    assert spent == pytest.approx([0.3, 0.1, 0.3, 0.1], rel=2e-3)
+    assert done.stdout.count("| LSAdam |") == 5
+    for name in ("mnist.png", "long.png", "cifar.png"):
+        assert (tmp_path / "pictures" / name).stat().st_size > 20_000
