@@ -6,7 +6,7 @@ neither callbacks nor Lightning.
 
 from lightning_dp.config import PrivacyConfig
 from lightning_dp.estimators import AbstractEstimator, Diff2, MeanGradient
-from lightning_dp.postprocessing import AbstractPostProcessor, Momentum
+from lightning_dp.postprocessing import AbstractPostProcessor, LaplacianSmoothing, Momentum
 from lightning_dp.query import Query, Term
 from lightning_dp.sampling import AbstractSampling, FullBatch, Poisson
 from lightning_dp.schedules import AbstractSchedule, Constant
@@ -19,6 +19,7 @@ __all__ = [
     "Constant",
     "Diff2",
     "FullBatch",
+    "LaplacianSmoothing",
     "MeanGradient",
     "Momentum",
     "Poisson",
