@@ -15,7 +15,7 @@ from lightning_dp.schedules import AbstractAdaptiveSchedule, AbstractSchedule, C
 
 __all__ = ["EngineName", "PrivacyConfig"]
 
-EngineName: TypeAlias = Literal["auto", "bookkeeping", "hooks"]
+EngineName: TypeAlias = Literal["auto", "bookkeeping", "hooks", "functional"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,7 +42,8 @@ class PrivacyConfig:
             by replacing one ("replace_one").
         accountant: computes ε; default the tight numerical one.
         engine: who computes gradients per record: "bookkeeping" (fast, without materialising
-            them), "hooks" (Opacus); "auto" takes the first where it covers the model.
+            them), "hooks" (Opacus), "functional" (torch.func, knows no layer types, slow); "auto"
+            takes the first where it covers the model, else the second.
         ledger_dir: folder of the privacy journal; default ``<default_root_dir>/privacy``.
         seed: makes noise and batches repeatable. For tests only: nothing is private with it, and
             every report says so.

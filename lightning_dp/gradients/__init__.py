@@ -11,13 +11,14 @@ from lightning_dp.gradients.base import (
     UncoveredParameterError,
     UnsupportedModelError,
 )
-from lightning_dp.gradients.bookkeeping import Bookkeeping
+from lightning_dp.gradients.bookkeeping import Bookkeeping, Functional
 from lightning_dp.gradients.opacus_hooks import OpacusHooks
 from lightning_dp.gradients.raw import RawGradientGuard, RawGradientHookError
 
 __all__ = [
     "AbstractGradientEngine",
     "Bookkeeping",
+    "Functional",
     "OpacusHooks",
     "RawGradientGuard",
     "RawGradientHookError",
@@ -41,6 +42,7 @@ def attach_engine(
     engines: dict[str, type[AbstractGradientEngine]] = {
         "auto": Bookkeeping,
         "bookkeeping": Bookkeeping,
+        "functional": Functional,
         "hooks": OpacusHooks,
     }
     if name not in engines:

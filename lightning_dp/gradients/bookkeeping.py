@@ -20,9 +20,9 @@ from lightning_dp.gradients.base import (
     UnsupportedModelError,
 )
 from lightning_dp.gradients.graph import parameter_uses
-from lightning_dp.gradients.layers import Memory, ParameterGradients, any_layer, rule_of
+from lightning_dp.gradients.layers import RULES, Memory, ParameterGradients, Rule, any_layer, rule_of
 
-__all__ = ["Bookkeeping", "BookkeptGradients"]
+__all__ = ["Bookkeeping", "BookkeptGradients", "Functional"]
 
 _CURE = "Use engine='hooks', or change the layer."
 
@@ -55,12 +55,16 @@ class Bookkeeping(AbstractGradientEngine):
 
     Bu, Wang, Zha and Karypis, Differentially Private Optimization on Large Model at Small Cost
     (2023, arXiv:2210.00038), with the graph cut at the layers' outputs.
+
+    Args:
+        rules: what is known of layer types. Without any, every layer goes through ``torch.func``.
     """
 
     name = "bookkeeping"
     runs_backward = True
 
-    def __init__(self) -> None:
+    def __init__(self, rules: Mapping[type[nn.Module], Rule] = RULES) -> None:
+        self._rules = rules
         self._params: Sequence[nn.Parameter] = ()
         self._names: dict[int, str] = {}
         self._handles: list[RemovableHandle] = []
@@ -81,12 +85,15 @@ class Bookkeeping(AbstractGradientEngine):
         for name, layer in module.named_modules():
             _refuse_compiled(name, layer)
             if any(id(param) in trained for param in layer.parameters()):
-                _refuse_options(name, layer)
+                _refuse_options(name, layer, self._rule_of(layer))
         self._params = params
         self._names = {id(param): name for name, param in module.named_parameters()}
         self._handles = [
             layer.register_forward_hook(self._watch, with_kwargs=True) for _, layer in layers
         ]
+
+    def _rule_of(self, layer: nn.Module) -> Rule:
+        return rule_of(layer, self._rules)
 
     def _watch(
         self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
@@ -134,7 +141,7 @@ class Bookkeeping(AbstractGradientEngine):
         uses, recorded = parameter_uses(loss.grad_fn, nodes), Counter[int]()
         for record in self._records:
             own = [id(param) for param in record.layer.parameters(recurse=False)]
-            if rule_of(record.layer) is not any_layer:
+            if self._rule_of(record.layer) is not any_layer:
                 recorded.update(own)
             else:
                 inside = parameter_uses(record.edge.node, nodes, record.sources)
@@ -162,7 +169,7 @@ class Bookkeeping(AbstractGradientEngine):
                     "the layer had used it. Do not change tensors in place between layers."
                 )
             inputs = [_at_least_float32(each) for each in record.inputs]
-            rule = rule_of(record.layer)
+            rule = self._rule_of(record.layer)
             for param, call in rule(record.layer, *inputs, _at_least_float32(gradient)):
                 if param is not None and id(param) in calls:
                     calls[id(param)].append(call)
@@ -182,6 +189,18 @@ class Bookkeeping(AbstractGradientEngine):
         self._handles, self._params, self._names = [], (), {}
         self._memory = Memory()
         self.drop()
+
+
+class Functional(Bookkeeping):
+    """Every layer record by record through ``torch.func``: slow, and knows nothing of layer types.
+
+    Materialises one gradient per record and parameter.
+    """
+
+    name = "functional"
+
+    def __init__(self) -> None:
+        super().__init__(rules={})
 
 
 class BookkeptGradients(AbstractPerSampleGradients):
@@ -271,7 +290,7 @@ def _refuse_compiled(name: str, layer: nn.Module) -> None:
         raise UnsupportedModelError(f"{name or 'The module'} is compiled. {_CURE}")
 
 
-def _refuse_options(name: str, layer: nn.Module) -> None:
+def _refuse_options(name: str, layer: nn.Module, rule: Rule) -> None:
     """Options under which a layer's gradient is not what its rule says."""
     if isinstance(layer, nn.Embedding):
         for option in ("max_norm", "scale_grad_by_freq", "sparse"):
@@ -283,5 +302,5 @@ def _refuse_options(name: str, layer: nn.Module) -> None:
         )
     if isinstance(layer, nn.RNNBase | nn.MultiheadAttention | nn.RNNCellBase):
         raise UnsupportedModelError(f"{name} ({type(layer).__name__}) hides its records. {_CURE}")
-    if rule_of(layer) is any_layer and any(True for _ in layer.buffers(recurse=False)):
+    if rule is any_layer and any(True for _ in layer.buffers(recurse=False)):
         raise UnsupportedModelError(f"{name} ({type(layer).__name__}) has buffers. {_CURE}")

@@ -16,6 +16,7 @@ from lightning_dp.clipping import bounded_sum
 from lightning_dp.gradients import (
     AbstractGradientEngine,
     Bookkeeping,
+    Functional,
     OpacusHooks,
     RawGradientGuard,
     UnsupportedModelError,
@@ -158,6 +159,7 @@ CASES = {
 ENGINES: dict[str, Callable[[], AbstractGradientEngine]] = {
     "hooks": OpacusHooks,
     "bookkeeping": Bookkeeping,
+    "functional": Functional,
 }
 LAYERS_OF_OPACUS = {"embedding_lstm", "transformer_block"}
 

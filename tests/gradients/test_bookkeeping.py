@@ -14,7 +14,12 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from lightning_dp.clipping import bounded_sum
-from lightning_dp.gradients import Bookkeeping, UncoveredParameterError, UnsupportedModelError
+from lightning_dp.gradients import (
+    Bookkeeping,
+    Functional,
+    UncoveredParameterError,
+    UnsupportedModelError,
+)
 from lightning_dp.gradients import layers as layers_module
 from lightning_dp.gradients.graph import parameter_uses
 from lightning_dp.gradients.layers import RULES, Call, ParameterGradients, base
@@ -85,7 +90,14 @@ def images(*size: int) -> Callable[[], Tensor]:
 
 
 def net(*layers: nn.Module) -> Callable[[], nn.Module]:
-    return lambda: nn.Sequential(*(copy.deepcopy(layer) for layer in layers), nn.Flatten())
+    def make() -> nn.Module:
+        module = nn.Sequential(*(copy.deepcopy(layer) for layer in layers), nn.Flatten())
+        with torch.no_grad():
+            for param in module.parameters():
+                param.normal_(std=0.5)  # seeded now, not when this file was imported
+        return module
+
+    return make
 
 
 def conv(kind: type[nn.Module], *args: Any, **options: Any) -> Callable[[], nn.Module]:
@@ -173,9 +185,9 @@ def memory(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> N
         monkeypatch.setattr(base, "_SLICE_BYTES", 200)
 
 
-@pytest.fixture
-def engine() -> Iterator[Bookkeeping]:
-    engine = Bookkeeping()
+@pytest.fixture(params=[Bookkeeping, Functional])
+def engine(request: pytest.FixtureRequest) -> Iterator[Bookkeeping]:
+    engine = request.param()
     yield engine
     engine.detach()
 
@@ -344,7 +356,7 @@ def test_norms_of_wide_layers_are_not_too_small():
 
 def test_bfloat16_is_summed_in_float32(engine):
     torch.manual_seed(0)
-    module, batch = CASES["group_norm"][0](), CASES["group_norm"][1]()
+    module, batch = (make() for make in CASES["conv1d"])
     expected = one_by_one(module, batch)
     engine.attach(module, params_of(module))
     with torch.autocast("cpu", torch.bfloat16):

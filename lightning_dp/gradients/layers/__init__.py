@@ -48,9 +48,9 @@ RULES: Mapping[type[nn.Module], Rule] = {
 }
 
 
-def rule_of(layer: nn.Module) -> Rule:
+def rule_of(layer: nn.Module, rules: Mapping[type[nn.Module], Rule] = RULES) -> Rule:
     """The rule of a layer's type, or of the one whose forward pass it inherits."""
     for kind in type(layer).__mro__:
-        if kind in RULES and type(layer).forward is kind.forward:
-            return RULES[kind]
+        if kind in rules and type(layer).forward is kind.forward:
+            return rules[kind]
     return any_layer
