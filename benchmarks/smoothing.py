@@ -24,7 +24,7 @@ from lightning_dp.functional import laplacian_smoothing
 from lightning_dp.noise import NoiseSource
 
 SIZES = (1_000_000, 10_000_000, 27_000_001)  # the last is awkward for an FFT
-QUICK_SIZES = (1_000_000,)
+QUICK_SIZES = (100_003, 1_000_000)
 SIGMAS = (1.0, 3.0, 10.0, 30.0)
 ROUNDS = {1_000_000: 15, 10_000_000: 7}
 FEWEST_ROUNDS = 3

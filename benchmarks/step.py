@@ -72,7 +72,9 @@ class Clock(L.Callback):
 
 def per_step(ends: list[float]) -> float:
     """The median of the steps after the warm-up, in seconds."""
-    return statistics.median(b - a for a, b in zip(ends[WARM_UP:], ends[WARM_UP + 1 :], strict=False))
+    return statistics.median(
+        b - a for a, b in zip(ends[WARM_UP:], ends[WARM_UP + 1 :], strict=False)
+    )
 
 
 def _batches(model: Model, steps: int) -> TensorDataset:

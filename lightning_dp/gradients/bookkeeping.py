@@ -20,10 +20,19 @@ from lightning_dp.gradients.base import (
     UnsupportedModelError,
 )
 from lightning_dp.gradients.graph import parameter_uses
-from lightning_dp.gradients.layers import RULES, Memory, ParameterGradients, Rule, any_layer, rule_of
+from lightning_dp.gradients.layers import (
+    RULES,
+    Memory,
+    ParameterGradients,
+    Rule,
+    any_layer,
+    rule_of,
+)
 
 __all__ = ["Bookkeeping", "BookkeptGradients", "Functional"]
 
+# Gradients of all records that are made for the norms are kept for the sum, up to this much.
+_KEEP_BYTES = 256 << 20
 _CURE = "Use engine='hooks', or change the layer."
 
 
@@ -238,8 +247,11 @@ class BookkeptGradients(AbstractPerSampleGradients):
     def norms(self) -> Tensor:
         if not self._used:
             return torch.zeros(0, dtype=torch.float64)
-        squares = reduce(torch.add, (gradient.squared_norms() for gradient in self._used))
-        return squares.sqrt() * abs(self._factor)
+        squares, left = [], _KEEP_BYTES
+        for gradient in self._used:
+            squares.append(gradient.squared_norms(left))
+            left -= gradient.kept_bytes
+        return reduce(torch.add, squares).sqrt() * abs(self._factor)
 
     def weighted_sum(self, weights: Tensor) -> Tensor:
         weights = weights * self._factor

@@ -20,6 +20,7 @@ from lightning_dp.gradients import (
     UncoveredParameterError,
     UnsupportedModelError,
 )
+from lightning_dp.gradients import bookkeeping
 from lightning_dp.gradients import layers as layers_module
 from lightning_dp.gradients.graph import parameter_uses
 from lightning_dp.gradients.layers import RULES, Call, ParameterGradients, base
@@ -181,7 +182,7 @@ def model_and_batch(request: pytest.FixtureRequest) -> tuple[nn.Module, Tensor]:
 def memory(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Gradients of all records at once, or in slices as if they were too large."""
     if request.param == "sliced":
-        monkeypatch.setattr(base, "_KEEP_BYTES", 0)
+        monkeypatch.setattr(bookkeeping, "_KEEP_BYTES", 0)
         monkeypatch.setattr(base, "_SLICE_BYTES", 200)
 
 
@@ -352,6 +353,23 @@ def test_norms_of_wide_layers_are_not_too_small():
     gradients = ParameterGradients([Call(OuterProduct(), v, u)], torch.Size((3, 3_000_000)))
     exact = float(v[0].double().norm() * u[0].double().norm()) ** 2
     assert gradients.squared_norms().tolist() == pytest.approx([exact] * 2, rel=1e-6)
+
+
+def test_memory_does_not_grow_with_the_sizes_of_batches(engine):
+    """Poisson batches differ in size; what is kept is for the largest one."""
+    torch.manual_seed(0)
+    module = nn.Linear(16, 16)
+    engine.attach(module, params_of(module))
+    for size in [5, 9, 3, 7, 8, 9, 2]:
+        gradients = watched(engine, module, torch.randn(size, 40, 16))
+        expected = sum(
+            call.form.rows(call.v, call.u).sum(0) for call in gradients._gradients[0].calls
+        )
+        gradients.norms()
+        total = gradients.weighted_sum(torch.ones(size, dtype=torch.float64))
+        torch.testing.assert_close(total[:256].view(16, 16), expected * size)
+    kept = [tensor for free in engine._memory._free.values() for tensor in free]
+    assert [len(tensor) for tensor in kept] in ([], [10])
 
 
 def test_bfloat16_is_summed_in_float32(engine):

@@ -12,11 +12,9 @@ from torch import Tensor
 
 from lightning_dp.functional import as_rows, squared_row_norms
 
-__all__ = ["AbstractForm", "Call", "Memory", "ParameterGradients", "can_keep"]
+__all__ = ["AbstractForm", "Call", "Memory", "ParameterGradients"]
 
-# Gradients of all records are kept from the norms to the sum if they have at most this many bytes.
-# Larger ones are made slice by slice for the norms, and the sum is taken without making them.
-_KEEP_BYTES = 64 << 20
+# Gradients that are not kept for all records from the norms to the sum are made slice by slice.
 _SLICE_BYTES = 4 << 20
 
 
@@ -46,8 +44,12 @@ class AbstractForm(ABC):
     def weighted_sum(self, v: Tensor, u: Tensor, weights: Tensor) -> Tensor:
         """Σ_i weights_i f(v_i, u_i), of the parameter's shape, without making the rows."""
 
-    def squared_norms(self, calls: Sequence[Call]) -> Tensor | None:
-        """‖Σ_calls f(v_i, u_i)‖² of each record as float64, where that is cheaper than the rows."""
+    def squared_norms(self, calls: Sequence[Call], *, may_keep: bool) -> Tensor | None:
+        """‖Σ_calls f(v_i, u_i)‖² of each record as float64, where that is cheaper than the rows.
+
+        Args:
+            may_keep: the rows, if they are made, are kept for the sum.
+        """
         return None
 
 
@@ -73,12 +75,16 @@ class Memory:
     def __init__(self) -> None:
         self._free: dict[tuple[torch.Size, torch.dtype, torch.device], list[Tensor]] = {}
 
-    def take(self, shape: torch.Size, like: Tensor) -> Tensor:
+    def take(self, count: int, shape: torch.Size, like: Tensor) -> Tensor:
+        """A tensor of at least ``count`` rows of a shape; batches differ in size."""
         free = self._free.get((shape, like.dtype, like.device))
-        return free.pop() if free else like.new_empty(shape)
+        tensor = free.pop() if free else None
+        if tensor is None or len(tensor) < count:
+            tensor = like.new_empty((count + count // 8, *shape))
+        return tensor
 
     def give_back(self, tensor: Tensor) -> None:
-        key = (tensor.shape, tensor.dtype, tensor.device)
+        key = (tensor.shape[1:], tensor.dtype, tensor.device)
         self._free.setdefault(key, []).append(tensor)
 
 
@@ -105,15 +111,25 @@ class ParameterGradients:
         """How many records each call saw."""
         return {len(call.u) for call in self.calls}
 
-    def squared_norms(self) -> Tensor:
-        """Squared L2 norm of each record's gradient, shape (n,), float64."""
+    @property
+    def kept_bytes(self) -> int:
+        """How much memory is kept between the norms and the sum."""
+        return 0 if self._kept is None else self._kept.nbytes
+
+    def squared_norms(self, keep_bytes: int = 0) -> Tensor:
+        """Squared L2 norm of each record's gradient, shape (n,), float64.
+
+        Args:
+            keep_bytes: memory that may be kept for the sum.
+        """
+        count = len(self.calls[0].u)
+        may_keep = count * self._numel * self.calls[0].u.element_size() <= keep_bytes
         forms = {call.form for call in self.calls}
         if len(forms) == 1:
-            cheap = forms.pop().squared_norms(self.calls)
+            cheap = forms.pop().squared_norms(self.calls, may_keep=may_keep)
             if cheap is not None:
                 return cheap
-        count = len(self.calls[0].u)
-        if can_keep(count * self._numel):
+        if may_keep:
             self._kept = self._all_rows()
             return squared_row_norms(self._kept)
         size = max(1, _SLICE_BYTES // (4 * self._numel))
@@ -127,8 +143,8 @@ class ParameterGradients:
         first = self.calls[0]
         if len(self.calls) > 1 or not first.form.writes_out(first.v, first.u):
             return _sum_of_rows(self.calls)
-        self._out = self._memory.take(torch.Size((len(first.u), *self._shape)), first.u)
-        return first.form.rows(first.v, first.u, self._out)
+        self._out = self._memory.take(len(first.u), self._shape, first.u)
+        return first.form.rows(first.v, first.u, self._out[: len(first.u)])
 
     def weighted_sum(self, weights: Tensor, records: Tensor | None = None) -> Tensor:
         """Σ_i weights_i g_i, flat.
@@ -161,11 +177,6 @@ class ParameterGradients:
             else:
                 calls += new
         return ParameterGradients(calls, self._shape, self._memory)
-
-
-def can_keep(entries: int) -> bool:
-    """Whether float32 gradients with so many entries for all records are kept."""
-    return 4 * entries <= _KEEP_BYTES
 
 
 def _sum_of_rows(calls: Sequence[Call]) -> Tensor:

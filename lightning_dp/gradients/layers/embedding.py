@@ -28,7 +28,7 @@ class Lookup(AbstractForm):
         scaled = u * weights.view(-1, 1, 1)
         return table.index_add_(0, v.flatten(), scaled.flatten(0, 1))
 
-    def squared_norms(self, calls: Sequence[Call]) -> Tensor | None:
+    def squared_norms(self, calls: Sequence[Call], *, may_keep: bool) -> Tensor | None:
         """Σ over positions s, t of equal rows of u_s · u_t: nothing of the table's size."""
         v = torch.cat([call.v for call in calls], dim=1)
         u = torch.cat([call.u for call in calls], dim=1)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_dp.functional import squared_row_norms
-from lightning_dp.gradients.layers.base import AbstractForm, Call, can_keep
+from lightning_dp.gradients.layers.base import AbstractForm, Call
 from lightning_dp.gradients.layers.bias import Bias
 
 __all__ = ["OuterProduct", "linear"]
@@ -33,7 +33,7 @@ class OuterProduct(AbstractForm):
         scaled = (u * weights.view(-1, 1, 1)).flatten(0, 1)
         return scaled.T @ v.flatten(0, 1)
 
-    def squared_norms(self, calls: Sequence[Call]) -> Tensor | None:
+    def squared_norms(self, calls: Sequence[Call], *, may_keep: bool) -> Tensor | None:
         """From the T x T inner products of all calls' vectors, if they are fewer than the entries.
 
         ‖Σ_s u_s v_sᵀ‖² = Σ_st (u_s · u_t)(v_s · v_t).
@@ -42,10 +42,8 @@ class OuterProduct(AbstractForm):
             return squared_row_norms(calls[0].u) * squared_row_norms(calls[0].v)
         times = sum(call.u.shape[1] for call in calls)
         rows, columns = calls[0].u.shape[2], calls[0].v.shape[2]
-        if times * (rows + columns) > 2 * rows * columns or (
-            times >= _LONG and can_keep(len(calls[0].u) * rows * columns)
-        ):
-            return None  # the rows cost as much, and the sum is then almost free
+        if times * (rows + columns) > 2 * rows * columns or (times >= _LONG and may_keep):
+            return None  # the rows cost no more, and if they are kept the sum is almost free
         u = torch.cat([call.u for call in calls], dim=1)
         v = torch.cat([call.v for call in calls], dim=1)
         # Sums of squares in float64 would double the work; the products are summed in it.

@@ -1,0 +1,63 @@
+"""How much memory a private step takes: beside the same step without privacy, and the peers.
+
+    python benchmarks/memory.py [--models MLP CNN ...]
+
+Each alternative of benchmarks/step.py runs a few steps in a process of its own (Linux only). What is
+compared is the peak of resident memory above that of the process with libraries and model loaded.
+"""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+from pathlib import Path
+
+from models import MODELS
+from step import RUNS, quiet
+
+STEPS = 3
+
+
+def resident(field: str) -> float:
+    """MiB, from the system's own accounts: VmRSS now, VmHWM at most since the last reset."""
+    (line,) = (x for x in Path("/proc/self/status").read_text().splitlines() if x.startswith(field))
+    return int(line.split()[1]) / 1024
+
+
+def peak_of(who: str, name: str) -> float:
+    """MiB above the start, in this process."""
+    quiet()
+    model = MODELS[name]
+    RUNS["without privacy"](model, 1)  # loads everything that is loaded lazily
+    before = resident("VmRSS")
+    Path("/proc/self/clear_refs").write_text("5")  # resets the peak
+    RUNS[who](model, STEPS)
+    return resident("VmHWM") - before
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--models", nargs="+", choices=list(MODELS), default=list(MODELS))
+    parser.add_argument("--one", nargs=2, metavar=("WHO", "MODEL"), help="print one number")
+    arguments = parser.parse_args()
+    if arguments.one:
+        print(peak_of(*arguments.one))
+        return
+    for name in arguments.models:
+        print(f"{name}, batch {MODELS[name].batch_size}: peak above the loaded model")
+        peaks: dict[str, float] = {}
+        for who in RUNS:
+            command = [sys.executable, __file__, "--one", who, name]
+            done = subprocess.run(command, capture_output=True, text=True)
+            if done.returncode:
+                print(f"  {who:16} cannot run this model")
+                continue
+            peaks[who] = float(done.stdout)
+            print(
+                f"  {who:16} {peaks[who]:8.0f} MiB  {peaks[who] / peaks['without privacy']:6.2f} x"
+            )
+
+
+if __name__ == "__main__":
+    main()
