@@ -44,7 +44,8 @@ def squared_row_norms(gradient: Tensor) -> Tensor:
     rows = as_rows(gradient)
     rows = rows if rows.dtype == torch.float64 else rows.float()
     if rows.shape[1] <= _ROW:
-        return torch.linalg.vector_norm(rows, dim=1).double().square_()
+        norms: Tensor = torch.linalg.vector_norm(rows, dim=1)
+        return norms.double().square_()
     whole = rows.shape[1] // _ROW * _ROW
     parts = [torch.linalg.vector_norm(rows[:, whole:], dim=1, keepdim=True)]
     if whole:

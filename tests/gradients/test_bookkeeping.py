@@ -19,8 +19,8 @@ from lightning_dp.gradients import (
     Functional,
     UncoveredParameterError,
     UnsupportedModelError,
+    bookkeeping,
 )
-from lightning_dp.gradients import bookkeeping
 from lightning_dp.gradients import layers as layers_module
 from lightning_dp.gradients.graph import parameter_uses
 from lightning_dp.gradients.layers import RULES, Call, ParameterGradients, base

@@ -103,7 +103,7 @@ def test_differences_do_not_depend_on_the_engine(train):
 
 
 def test_a_named_engine_does_not_fall_back(train):
-    with pytest.raises(TypeError, match="is a layer of Opacus. Use engine='hooks'"):
+    with pytest.raises(TypeError, match=r"is a layer of Opacus\. Use engine='hooks'"):
         train("bookkeeping", Recurrent)
 
 

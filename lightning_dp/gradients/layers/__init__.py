@@ -7,7 +7,13 @@ from collections.abc import Callable, Mapping
 from torch import nn
 
 from lightning_dp.gradients.layers.any_layer import any_layer
-from lightning_dp.gradients.layers.base import AbstractForm, Call, Memory, ParameterGradients
+from lightning_dp.gradients.layers.base import (
+    AbstractForm,
+    Call,
+    Memory,
+    ParameterGradients,
+    Uses,
+)
 from lightning_dp.gradients.layers.convolution import convolution
 from lightning_dp.gradients.layers.embedding import embedding
 from lightning_dp.gradients.layers.linear import linear
@@ -31,7 +37,7 @@ __all__ = [
 
 # (layer, its input, the gradient of its output) -> every parameter with its use in this call;
 # the tensors have records first.
-Rule = Callable[..., list[tuple[nn.Parameter | None, Call]]]
+Rule = Callable[..., Uses]
 
 RULES: Mapping[type[nn.Module], Rule] = {
     nn.Linear: linear,
@@ -51,6 +57,6 @@ RULES: Mapping[type[nn.Module], Rule] = {
 def rule_of(layer: nn.Module, rules: Mapping[type[nn.Module], Rule] = RULES) -> Rule:
     """The rule of a layer's type, or of the one whose forward pass it inherits."""
     for kind in type(layer).__mro__:
-        if kind in rules and type(layer).forward is kind.forward:
+        if kind in rules and type(layer).forward is getattr(kind, "forward", None):
             return rules[kind]
     return any_layer

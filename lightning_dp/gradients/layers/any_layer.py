@@ -6,13 +6,13 @@ from torch import Tensor, nn
 from torch.func import functional_call, vjp, vmap
 
 from lightning_dp.gradients.base import UnsupportedModelError
-from lightning_dp.gradients.layers.base import Call
+from lightning_dp.gradients.layers.base import Uses
 from lightning_dp.gradients.layers.bias import Bias
 
 __all__ = ["any_layer"]
 
 
-def any_layer(layer: nn.Module, *tensors: Tensor) -> list[tuple[nn.Parameter | None, Call]]:
+def any_layer(layer: nn.Module, *tensors: Tensor) -> Uses:
     """Every parameter that sits on the layer itself, of one call.
 
     The tensors are those that the layer was called with, and the gradient of its output.

@@ -6,13 +6,14 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import reduce
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
 
 from lightning_dp.functional import as_rows, squared_row_norms
 
-__all__ = ["AbstractForm", "Call", "Memory", "ParameterGradients"]
+__all__ = ["AbstractForm", "Call", "Memory", "ParameterGradients", "Uses"]
 
 # Gradients that are not kept for all records from the norms to the sum are made slice by slice.
 _SLICE_BYTES = 4 << 20
@@ -64,6 +65,10 @@ class Call:
     def of(self, records: Tensor | slice) -> Call:
         """The same for some of the records."""
         return replace(self, v=self.v[records], u=self.u[records])
+
+
+# Every parameter of a layer, with its use in one call.
+Uses: TypeAlias = list[tuple[Tensor | None, Call]]
 
 
 class Memory:

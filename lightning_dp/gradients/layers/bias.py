@@ -20,7 +20,8 @@ class Bias(AbstractForm):
         return u
 
     def weighted_sum(self, v: Tensor, u: Tensor, weights: Tensor) -> Tensor:
-        return torch.tensordot(weights, u, dims=1)
+        total: Tensor = torch.tensordot(weights, u, dims=1)
+        return total
 
     @classmethod
     def call(cls, u: Tensor) -> Call:

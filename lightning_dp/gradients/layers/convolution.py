@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from lightning_dp.gradients.layers.base import AbstractForm, Call
+from lightning_dp.gradients.layers.base import AbstractForm, Call, Uses
 from lightning_dp.gradients.layers.bias import Bias
 
 __all__ = ["Convolution", "convolution"]
@@ -70,9 +70,9 @@ class Convolution(AbstractForm):
 
     def _one_convolution(self, v: Tensor, u: Tensor) -> Tensor:
         n = len(u)
-        as_channels = [part.reshape(1, -1, *part.shape[2:]) for part in (v, u)]
+        v, u = (part.reshape(1, -1, *part.shape[2:]) for part in (v, u))
         shape = (n * self.weight_shape[0], *self.weight_shape[1:])
-        gradient = self._backward(*as_channels, shape, n * self.groups)
+        gradient = self._backward(v, u, shape, n * self.groups)
         return gradient.view(n, *self.weight_shape)
 
     def weighted_sum(self, v: Tensor, u: Tensor, weights: Tensor) -> Tensor:
@@ -88,9 +88,7 @@ class Convolution(AbstractForm):
         return gradient
 
 
-def convolution(
-    layer: nn.Conv1d | nn.Conv2d | nn.Conv3d, inputs: Tensor, gradient: Tensor
-) -> list[tuple[nn.Parameter | None, Call]]:
+def convolution(layer: nn.Conv1d | nn.Conv2d | nn.Conv3d, inputs: Tensor, gradient: Tensor) -> Uses:
     """Weight and bias of one call."""
     padding, around = layer.padding, layer._reversed_padding_repeated_twice
     if isinstance(padding, str) or layer.padding_mode != "zeros":

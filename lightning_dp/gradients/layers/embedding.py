@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from lightning_dp.gradients.layers.base import AbstractForm, Call
+from lightning_dp.gradients.layers.base import AbstractForm, Call, Uses
 
 __all__ = ["Lookup", "embedding"]
 
@@ -37,9 +37,7 @@ class Lookup(AbstractForm):
         return products.sum((1, 2), dtype=torch.float64).clamp_(min=0.0)
 
 
-def embedding(
-    layer: nn.Embedding, inputs: Tensor, gradient: Tensor
-) -> list[tuple[nn.Parameter | None, Call]]:
+def embedding(layer: nn.Embedding, inputs: Tensor, gradient: Tensor) -> Uses:
     """The table of one call."""
     v = inputs.reshape(len(inputs), -1)
     u = gradient.reshape(*v.shape, layer.embedding_dim)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_dp.functional import squared_row_norms
-from lightning_dp.gradients.layers.base import AbstractForm, Call
+from lightning_dp.gradients.layers.base import AbstractForm, Call, Uses
 from lightning_dp.gradients.layers.bias import Bias
 
 __all__ = ["OuterProduct", "linear"]
@@ -51,9 +51,7 @@ class OuterProduct(AbstractForm):
         return products.sum((1, 2), dtype=torch.float64).clamp_(min=0.0)
 
 
-def linear(
-    layer: nn.Linear, inputs: Tensor, gradient: Tensor
-) -> list[tuple[nn.Parameter | None, Call]]:
+def linear(layer: nn.Linear, inputs: Tensor, gradient: Tensor) -> Uses:
     """Weight and bias of one call; any dimensions between the first and the last are positions."""
     v = inputs.reshape(len(inputs), -1, inputs.shape[-1])
     u = gradient.reshape(len(gradient), -1, gradient.shape[-1])

@@ -9,12 +9,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from lightning_dp.gradients.layers.base import AbstractForm, Call
+from lightning_dp.gradients.layers.base import AbstractForm, Call, Uses
 from lightning_dp.gradients.layers.bias import Bias
 
 __all__ = ["Scale", "group_norm", "instance_norm", "layer_norm", "rms_norm"]
-
-Uses = list[tuple[nn.Parameter | None, Call]]
 
 _SLICE_ENTRIES = 1 << 17
 
@@ -33,11 +31,12 @@ class Scale(AbstractForm):
         if not self.sum_over:
             return v * u
         size = max(1, _SLICE_ENTRIES // (u[:1].numel() or 1))  # products that stay in the cache
-        parts = zip(v.split(size), u.split(size), strict=True)
+        parts = zip(torch.split(v, size), torch.split(u, size), strict=True)
         return torch.cat([(a * b).sum(self.sum_over) for a, b in parts])
 
     def weighted_sum(self, v: Tensor, u: Tensor, weights: Tensor) -> Tensor:
-        return torch.tensordot(weights, self.rows(v, u), dims=1)
+        total: Tensor = torch.tensordot(weights, self.rows(v, u), dims=1)
+        return total
 
 
 def layer_norm(layer: nn.LayerNorm, inputs: Tensor, gradient: Tensor) -> Uses:
