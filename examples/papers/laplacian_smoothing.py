@@ -248,7 +248,10 @@ def print_runs(done: Mapping[cnn.Run, cnn.Outcome]) -> None:
         tail = last[-third:]
         cells = [f"{run.noise_multiplier:g}", f"{run.spent(run.epochs):.3f}", run.method]
         cells += [f"{run.sigma:g}", f"{run.learning_rate:g}"]
-        cells += [f"{value:.1f}" for value in (last[third - 1], last[2 * third - 1], last[-1])]
+        cells += [
+            f"{value:.1f}"
+            for value in (last[third - 1], last[min(2 * third, len(last)) - 1], last[-1])
+        ]
         cells += [f"{tail.mean():.1f} ± {tail.std():.1f}", f"{last.max():.1f}"]
         print("| " + " | ".join([*cells, f"{outcome.average[-1]:.1f}"]) + " |")
     sys.stdout.flush()
@@ -318,7 +321,7 @@ def convolutional(part: str, folder: str, output: Path, size: cnn.Size) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--data", help=f"folder of the data (or set {DATA_VARIABLE})")
-    parser.add_argument("--quick", action="store_true", help="a small part, in about a minute")
+    parser.add_argument("--quick", action="store_true", help="a small part, in about 2 minutes")
     parser.add_argument("--only", choices=PARTS, help="one part only")
     parser.add_argument("--output", type=Path, default=OUTPUT, help="folder of the pictures")
     options = parser.parse_args()

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.nn.utils.parametrize import is_parametrized
 from torch.utils.hooks import RemovableHandle
 
 from lightning_dp.clipping import AbstractPerSampleGradients
@@ -98,7 +99,9 @@ class Bookkeeping(AbstractGradientEngine):
         self._params = params
         self._names = {id(param): name for name, param in module.named_parameters()}
         self._handles = [
-            layer.register_forward_hook(self._watch, with_kwargs=True) for _, layer in layers
+            # Before the user's hooks, which may change the output.
+            layer.register_forward_hook(self._watch, prepend=True, with_kwargs=True)
+            for _, layer in layers
         ]
 
     def _rule_of(self, layer: nn.Module) -> Rule:
@@ -109,7 +112,7 @@ class Bookkeeping(AbstractGradientEngine):
     ) -> None:
         if not self._is_watching or not torch.is_grad_enabled():
             return
-        if kwargs or not all(isinstance(each, Tensor) for each in (*args, output)):
+        if kwargs or not args or not all(isinstance(each, Tensor) for each in (*args, output)):
             self._problem = (
                 f"The layer {type(layer).__name__} has parameters of its own, and something else "
                 "than tensors goes in (or by name) or comes out. Give the parameters to a layer of "
@@ -314,5 +317,13 @@ def _refuse_options(name: str, layer: nn.Module, rule: Rule) -> None:
         )
     if isinstance(layer, nn.RNNBase | nn.MultiheadAttention | nn.RNNCellBase):
         raise UnsupportedModelError(f"{name} ({type(layer).__name__}) hides its records. {_CURE}")
+    if is_parametrized(layer):
+        raise UnsupportedModelError(f"{name} ({type(layer).__name__}) is parametrized. {_CURE}")
+    names = {name for name, _ in layer.named_parameters(recurse=False)}
+    if rule is not any_layer and not names <= {"weight", "bias"}:
+        raise UnsupportedModelError(
+            f"{name} ({type(layer).__name__}) has parameters that its type does not: "
+            f"{sorted(names - {'weight', 'bias'})}. {_CURE}"
+        )
     if rule is any_layer and any(True for _ in layer.buffers(recurse=False)):
         raise UnsupportedModelError(f"{name} ({type(layer).__name__}) has buffers. {_CURE}")

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from opacus.grad_sample.grad_sample_module import GradSampleHooks
 from opacus.validators.module_validator import ModuleValidator
 from torch import Tensor, nn
+from torch.nn.utils.parametrize import is_parametrized
 
 from lightning_dp.gradients.base import (
     AbstractGradientEngine,
@@ -126,8 +127,12 @@ def _refuse_unsupported(module: nn.Module) -> None:
     """Layers whose records cannot be told apart by hooks, by Opacus' own list."""
     reasons = []
     for name, part in module.named_modules():
-        if any(param.requires_grad for param in part.parameters(recurse=False)):
+        own = [*part.parameters(recurse=False)]
+        own += part.parameters() if is_parametrized(part) else []
+        if any(param.requires_grad for param in own):
             errors = ModuleValidator.VALIDATORS.get(type(part), lambda _: [])(part)
+            if not errors and is_parametrized(part):
+                errors = ["its weight is computed from others (parametrized)."]
             if not errors and isinstance(part, nn.RNNBase | nn.MultiheadAttention):  # nn.RNN, too
                 errors = ["its records are not told apart."]
             reasons += [f"{name} ({type(part).__name__}): {error}" for error in errors]

@@ -17,6 +17,7 @@ from lightning_dp.clipping import bounded_sum
 from lightning_dp.gradients import (
     Bookkeeping,
     Functional,
+    OpacusHooks,
     UncoveredParameterError,
     UnsupportedModelError,
     bookkeeping,
@@ -523,6 +524,58 @@ def test_activation_checkpoints(engine):
     engine.attach(module, params_of(module))
     gradients = watched(engine, module, batch)
     torch.testing.assert_close(gradients.norms(), expected.norm(dim=1), rtol=2e-6, atol=0)
+
+
+def test_hooks_that_change_an_output_belong_to_the_model(engine):
+    torch.manual_seed(0)
+    module, batch = nn.Sequential(nn.Linear(6, 4), nn.Tanh()), torch.randn(RECORDS, 6)
+    module[0].register_forward_hook(lambda m, i, o: 3 * o)
+    module[0].register_forward_pre_hook(lambda m, i: (2 * i[0],))
+    expected = one_by_one(module, batch)
+    engine.attach(module, params_of(module))
+    gradients = watched(engine, module, batch)
+    torch.testing.assert_close(gradients.norms(), expected.norm(dim=1), rtol=2e-6, atol=0)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: nn.utils.parametrizations.weight_norm(nn.Linear(6, RECORDS)),
+        lambda: nn.utils.parametrizations.orthogonal(nn.Linear(6, RECORDS)),
+    ],
+)
+@pytest.mark.parametrize("kind", [Bookkeeping, OpacusHooks])
+def test_a_parametrized_layer_is_refused(kind, make):
+    """Its weight is made by a module without records; its rows must not pass for them."""
+    module = nn.Sequential(nn.Linear(6, 6), make())
+    with pytest.raises(UnsupportedModelError, match="parametrized"):
+        kind().attach(module, params_of(module))
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm")
+def test_a_layer_with_more_parameters_than_its_type_is_refused():
+    module = nn.Sequential(nn.utils.weight_norm(nn.Linear(6, 4)))
+    with pytest.raises(UnsupportedModelError, match=r"parameters that its type does not.*weight_g"):
+        Bookkeeping().attach(module, params_of(module))
+
+
+class Constant(nn.Module):
+    """Called without any tensor: its output has no records."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.value = nn.Parameter(torch.ones(RECORDS, 6))
+
+    def forward(self) -> Tensor:
+        return self.value * 2
+
+
+def test_a_layer_called_without_a_tensor_is_refused(engine):
+    module = nn.ModuleList([Constant(), nn.Linear(6, 3)])
+    engine.attach(module, params_of(module))
+    loss = loss_of(module[1](torch.randn(RECORDS, 6) * module[0]()))
+    with pytest.raises(UnsupportedModelError, match="something else than tensors"):
+        engine.backward(loss)
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,18 @@ from lightning_dp.gradients.layers.bias import Bias
 __all__ = ["any_layer"]
 
 
+class _ForwardOnly(nn.Module):
+    """A layer without the hooks on it: they ran before its inputs, and after its output, were seen."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, *tensors: Tensor) -> Tensor:
+        output: Tensor = self.layer.forward(*tensors)
+        return output
+
+
 def any_layer(layer: nn.Module, *tensors: Tensor) -> Uses:
     """Every parameter that sits on the layer itself, of one call.
 
@@ -22,13 +34,15 @@ def any_layer(layer: nn.Module, *tensors: Tensor) -> Uses:
     Raises:
         UnsupportedModelError: if ``torch.func`` cannot run it.
     """
-    own = {name: p for name, p in layer.named_parameters(recurse=False) if p.requires_grad}
+    trained = [name for name, p in layer.named_parameters(recurse=False) if p.requires_grad]
+    own = {f"layer.{name}": layer.get_parameter(name) for name in trained}
+    bare = _ForwardOnly(layer)
 
     def of_record(*record: Tensor) -> dict[str, Tensor]:
         *inputs, gradient = (each.unsqueeze(0) for each in record)
 
         def forward(params: dict[str, Tensor]) -> Tensor:
-            output: Tensor = functional_call(layer, params, tuple(inputs))
+            output: Tensor = functional_call(bare, params, tuple(inputs))
             return output
 
         gradients: dict[str, Tensor] = vjp(forward, dict(own))[1](gradient)[0]
