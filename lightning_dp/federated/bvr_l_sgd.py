@@ -46,6 +46,7 @@ class BVRLSGD:
         ValueError: naming the argument that is out of its range.
 
     Example:
+        >>> import torch
         >>> routine = BVRLSGD(0.5, local_steps=2, diff_norm=1.0, noise_multiplier=3.0, sample_rate=0.1)
         >>> state = routine.start(torch.tensor([1.0, 1.0]), torch.tensor([2.0, 0.0]))
         >>> query = routine.ask(state)

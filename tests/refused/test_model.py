@@ -75,6 +75,9 @@ class WithBuffer(nn.Linear):
         super().__init__(6, 3)
         self.register_buffer("seen", torch.zeros(1))
 
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + self.seen
+
 
 def test_a_trainable_layer_with_buffers_is_refused(
     loader, classifier, make_trainer, privacy, assert_refused
