@@ -160,6 +160,27 @@ def test_epsilon_shown_is_never_below_what_was_spent(fit, shown):
     assert [v for v, _ in exact] == pytest.approx([s for _, s in exact], rel=1e-5)
 
 
+def test_epsilon_shown_is_not_below_when_cheap_steps_are_left_out(fit):
+    """lr = 0: only the restarts are charged, and three of them cost more than the first three steps."""
+    seen: list[tuple[float, float]] = []
+
+    class Look(L.Callback):
+        def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
+            value = float(trainer.callback_metrics["privacy/epsilon"])
+            seen.append((value, fit.privacy.epsilon))
+
+    fit(
+        estimator=Diff2(5),
+        noise_multiplier=1.5,
+        optimizer=lambda params: torch.optim.SGD(params, lr=0.0),
+        callbacks=(Look(),),
+        trainer={"max_epochs": 3, "log_every_n_steps": 1, "enable_checkpointing": False},
+    )
+    assert fit.privacy.steps == 3
+    assert len(seen) == 15
+    assert all(value >= spent * (1 - 1e-6) for value, spent in seen)
+
+
 # -- nothing asked -------------------------------------------------------------------------------
 
 

@@ -1,0 +1,28 @@
+"""Every benchmark runs; what it measures is not judged here."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+COMMANDS = {
+    "step.py": ["--quick", "--models", "logistic regression"],
+    "diff2.py": ["--quick", "--models", "logistic regression"],
+    "memory.py": ["--models", "logistic regression"],
+    "overhead.py": [],
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("script", COMMANDS)
+def test_it_runs(script, root):
+    done = subprocess.run(
+        [sys.executable, root / "benchmarks" / script, *COMMANDS[script]],
+        capture_output=True,
+        text=True,
+        timeout=500,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "goal" in done.stdout or "MiB" in done.stdout
