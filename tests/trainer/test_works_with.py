@@ -740,6 +740,7 @@ class CLIData(L.LightningDataModule):
         return DataLoader(data, batch_size=self.batch_size)
 
 
+@pytest.mark.filterwarnings("ignore:Diff2. the noise")
 def test_lightning_cli_builds_the_callback_from_a_configuration(tmp_path):
     schedule = {
         "class_path": "lightning_dp.schedules.Exponential",
@@ -763,14 +764,18 @@ def test_lightning_cli_builds_the_callback_from_a_configuration(tmp_path):
                         "target_delta": DELTA,
                         "noise_schedule": schedule,
                         "estimator": {
-                            "class_path": "lightning_dp.estimators.MeanGradient",
-                            "init_args": {"max_grad_norm": 0.5},
+                            "class_path": "lightning_dp.estimators.Diff2",
+                            "init_args": {"restart_every": 2, "max_grad_norm": 0.5, "split": 2.0},
                         },
                         "postprocessing": [
                             {
                                 "class_path": "lightning_dp.postprocessing.Momentum",
                                 "init_args": {"beta": 0.9},
-                            }
+                            },
+                            {
+                                "class_path": "lightning_dp.postprocessing.LaplacianSmoothing",
+                                "init_args": {"sigma": 1.0},
+                            },
                         ],
                         "sampling": {"class_path": "lightning_dp.sampling.Poisson"},
                         "relation": "replace_one",
@@ -790,9 +795,11 @@ def test_lightning_cli_builds_the_callback_from_a_configuration(tmp_path):
     assert 0.99 * 2.0 < privacy.epsilon <= 2.0
     assert report.relation == "replace_one"
     assert report.mechanism == {
-        "estimator": "MeanGradient(max_grad_norm=0.5)",
+        "estimator": "Diff2(restart_every=2, max_grad_norm=0.5, diff_norm=1.0, split=2.0, "
+        "step_length=None, restart_rate=1.0)",
         "noise schedule": "Exponential(rate=0.05)",
-        "post-processing": "[Momentum(beta=0.9)]",
+        "post-processing": "[Momentum(beta=0.9), LaplacianSmoothing(sigma=1.0, "
+        "per_parameter=False)]",
         "sampling": "Poisson()",
         "gradient engine": "bookkeeping",
     }
