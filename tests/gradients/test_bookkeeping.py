@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import importlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -185,6 +186,9 @@ def memory(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> N
     if request.param == "sliced":
         monkeypatch.setattr(bookkeeping, "_KEEP_BYTES", 0)
         monkeypatch.setattr(base, "_SLICE_BYTES", 200)
+        for name in ("linear", "embedding"):
+            module = importlib.import_module(f"lightning_dp.gradients.layers.{name}")
+            monkeypatch.setattr(module, "PRODUCTS", 10)
 
 
 @pytest.fixture(params=[Bookkeeping, Functional])

@@ -13,10 +13,11 @@ from torch import Tensor
 
 from lightning_dp.functional import as_rows, squared_row_norms
 
-__all__ = ["AbstractForm", "Call", "Memory", "ParameterGradients", "Uses"]
+__all__ = ["PRODUCTS", "AbstractForm", "Call", "Memory", "ParameterGradients", "Uses"]
 
 # Gradients that are not kept for all records from the norms to the sum are made slice by slice.
 _SLICE_BYTES = 4 << 20
+PRODUCTS = 1 << 22  # inner products between positions that are in memory at once
 
 
 class AbstractForm(ABC):

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from lightning_dp.gradients.layers.base import AbstractForm, Call, Uses
+from lightning_dp.gradients.layers.base import PRODUCTS, AbstractForm, Call, Uses
 
 __all__ = ["Lookup", "embedding"]
 
@@ -32,9 +32,17 @@ class Lookup(AbstractForm):
         """Σ over positions s, t of equal rows of u_s · u_t: nothing of the table's size."""
         v = torch.cat([call.v for call in calls], dim=1)
         u = torch.cat([call.u for call in calls], dim=1)
-        products = torch.bmm(u, u.transpose(1, 2))
-        products.masked_fill_(v.unsqueeze(2) != v.unsqueeze(1), 0.0)
-        return products.sum((1, 2), dtype=torch.float64).clamp_(min=0.0)
+        size = max(1, PRODUCTS // v.shape[1] ** 2)
+        norms = [
+            _squares(*part) for part in zip(torch.split(u, size), torch.split(v, size), strict=True)
+        ]
+        return torch.cat(norms)
+
+
+def _squares(u: Tensor, v: Tensor) -> Tensor:
+    products = torch.bmm(u, u.transpose(1, 2))
+    products.masked_fill_(v.unsqueeze(2) != v.unsqueeze(1), 0.0)
+    return products.sum((1, 2), dtype=torch.float64).clamp_(min=0.0)
 
 
 def embedding(layer: nn.Embedding, inputs: Tensor, gradient: Tensor) -> Uses:

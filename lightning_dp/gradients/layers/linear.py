@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_dp.functional import squared_row_norms
-from lightning_dp.gradients.layers.base import AbstractForm, Call, Uses
+from lightning_dp.gradients.layers.base import PRODUCTS, AbstractForm, Call, Uses
 from lightning_dp.gradients.layers.bias import Bias
 
 __all__ = ["OuterProduct", "linear"]
@@ -46,9 +46,17 @@ class OuterProduct(AbstractForm):
             return None  # the rows cost no more, and if they are kept the sum is almost free
         u = torch.cat([call.u for call in calls], dim=1)
         v = torch.cat([call.v for call in calls], dim=1)
-        # Sums of squares in float64 would double the work; the products are summed in it.
-        products = torch.bmm(u, u.transpose(1, 2)) * torch.bmm(v, v.transpose(1, 2))
-        return products.sum((1, 2), dtype=torch.float64).clamp_(min=0.0)
+        size = max(1, PRODUCTS // times**2)
+        norms = [
+            _squares(*part) for part in zip(torch.split(u, size), torch.split(v, size), strict=True)
+        ]
+        return torch.cat(norms)
+
+
+def _squares(u: Tensor, v: Tensor) -> Tensor:
+    """Float32 products, summed in float64: the products in float64 would double the work."""
+    products = torch.bmm(u, u.transpose(1, 2)) * torch.bmm(v, v.transpose(1, 2))
+    return products.sum((1, 2), dtype=torch.float64).clamp_(min=0.0)
 
 
 def linear(layer: nn.Linear, inputs: Tensor, gradient: Tensor) -> Uses:
