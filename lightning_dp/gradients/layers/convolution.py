@@ -17,6 +17,7 @@ from lightning_dp.gradients.layers.bias import Bias
 __all__ = ["Convolution", "convolution"]
 
 
+_TOGETHER = 32
 _PATCH_ENTRIES = 1 << 19
 _FASTEST: dict[Any, bool] = {}  # whether matrix products are faster, for shapes that were seen
 
@@ -69,11 +70,14 @@ class Convolution(AbstractForm):
         return total
 
     def _one_convolution(self, v: Tensor, u: Tensor) -> Tensor:
-        n = len(u)
-        v, u = (part.reshape(1, -1, *part.shape[2:]) for part in (v, u))
-        shape = (n * self.weight_shape[0], *self.weight_shape[1:])
-        gradient = self._backward(v, u, shape, n * self.groups)
-        return gradient.view(n, *self.weight_shape)
+        """As groups of one convolution, some records at a time: batches of every size stay fast."""
+        parts = []
+        for x, y in zip(torch.split(v, _TOGETHER), torch.split(u, _TOGETHER), strict=True):
+            n = len(x)
+            x, y = (part.reshape(1, -1, *part.shape[2:]) for part in (x, y))
+            shape = (n * self.weight_shape[0], *self.weight_shape[1:])
+            parts.append(self._backward(x, y, shape, n * self.groups))
+        return torch.cat(parts).view(len(u), *self.weight_shape)
 
     def weighted_sum(self, v: Tensor, u: Tensor, weights: Tensor) -> Tensor:
         scaled = u * weights.view(-1, *[1] * (u.dim() - 1))
