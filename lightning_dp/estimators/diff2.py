@@ -39,6 +39,8 @@ class Diff2(AbstractEstimator):
     - Noise feeds back: C is proportional to ‖v‖, and v contains the noise. It grows where
       the factor σ2 C2 η √(d T) exceeds 1 (σ2: the difference noise over C on the mean, η: learning
       rate); a warning says so once. :meth:`recommend` keeps it below.
+    - A ``diff_norm`` that is too small is no cure: if most differences are clipped, v does not
+      follow the gradient down and overshoots. Nothing warns of this kind of divergence.
 
     One budget pays for both kinds of steps. With the ``split`` u, and if the steps are full
     batches, the share 1/u of Σ 1/z² goes to the restarts: z_difference / z_restart =
@@ -225,7 +227,8 @@ class Diff2(AbstractEstimator):
 
         T = max(1, τ R) with τ = (G² √d / (L n ε))^(2/3), C1 = G, C2 = L, and
         η = min(1/L, 1 / (√T L σ2 √d)), which keeps :meth:`feedback` at most 1. The theorem says
-        these up to constants, so take them as the place to search around.
+        these up to constants, so take them as the place to search around: T and C1 a few times
+        larger were better on the data that was tried (examples/papers/results/diff2.md).
 
         Args:
             target_epsilon, target_delta: the budget.
