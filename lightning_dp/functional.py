@@ -36,7 +36,7 @@ def per_sample_norms(gradients: Sequence[Tensor]) -> Tensor:
 
 def as_rows(gradient: Tensor) -> Tensor:
     """(n, *shape) as (n, d), also for shape () and for n = 0."""
-    return gradient.unsqueeze(-1).flatten(1)
+    return gradient.flatten(1) if gradient.dim() > 1 else gradient.unsqueeze(-1)
 
 
 def squared_row_norms(gradient: Tensor) -> Tensor:

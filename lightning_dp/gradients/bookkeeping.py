@@ -269,7 +269,8 @@ class BookkeptGradients(AbstractPerSampleGradients):
             if gradient is None:
                 parts.append(torch.zeros(param.numel(), dtype=dtype, device=param.device))
             else:
-                parts.append(gradient.weighted_sum(weights, records).to(dtype))
+                total = gradient.weighted_sum(weights, records)
+                parts.append(total if total.dtype == dtype else total.to(dtype))
         return torch.cat(parts)
 
     def combine(
@@ -293,9 +294,9 @@ class BookkeptGradients(AbstractPerSampleGradients):
 
 def _at_least_float32(tensor: Tensor) -> Tensor:
     """Half precision as float32; integers and float64 as they are."""
-    if not tensor.is_floating_point():
-        return tensor
-    return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
+    if tensor.dtype in (torch.float16, torch.bfloat16):
+        return tensor.float()
+    return tensor
 
 
 def _refuse_compiled(name: str, layer: nn.Module) -> None:
