@@ -68,5 +68,7 @@ def add_noise(
     value = total.value
     if world.is_lead:
         noise = source.normal(value.numel(), value.device)
-        value = noise.mul_(noise_std).add_(value).to(value.dtype)  # one vector of float64, not three
+        value = (
+            noise.mul_(noise_std).add_(value).to(value.dtype)
+        )  # one vector of float64, not three
     return Release(world.all_reduce(value), noise_std)
