@@ -67,8 +67,6 @@ def add_noise(
         )
     value = total.value
     if world.is_lead:
-        noise = source.normal(value.numel(), value.device)
-        value = (
-            noise.mul_(noise_std).add_(value).to(value.dtype)
-        )  # one vector of float64, not three
+        noise = source.normal(value.numel(), value.device) * noise_std
+        value = noise.add_(value).to(value.dtype)
     return Release(world.all_reduce(value), noise_std)
