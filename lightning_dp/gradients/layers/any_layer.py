@@ -52,7 +52,8 @@ def any_layer(layer: nn.Module, *tensors: Tensor) -> Uses:
         rows = vmap(of_record)(*tensors)
     except Exception as error:
         raise UnsupportedModelError(
-            f"The layer {type(layer).__name__} cannot be run record by record with torch.func: "
-            f"{error} Give its parameters to a layer of their own (nn.Linear, nn.Embedding, ...)."
+            f"The layer {type(layer).__name__} cannot be run record by record with torch.func "
+            f"({type(error).__name__}). Give its parameters to a layer of their own "
+            "(nn.Linear, nn.Embedding, ...)."
         ) from error
     return [(own[name], Bias.call(rows[name])) for name in own]

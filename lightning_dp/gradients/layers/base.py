@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import reduce
 from typing import TypeAlias
@@ -45,6 +45,16 @@ class AbstractForm(ABC):
     @abstractmethod
     def weighted_sum(self, v: Tensor, u: Tensor, weights: Tensor) -> Tensor:
         """Σ_i weights_i f(v_i, u_i), of the parameter's shape, without making the rows."""
+
+    def both(self, here: Call, there: Call) -> list[Call]:
+        """f(v, u) + f(v', u') as calls that lose no digits where v and v' are close.
+
+        What is done depends on where the tensors are, not on the values in them.
+        """
+        total = replace(there, u=here.u + there.u)
+        if here.v.data_ptr() == there.v.data_ptr():  # the batch itself
+            return [total]
+        return [replace(here, v=here.v - there.v), total]
 
     def squared_norms(self, calls: Sequence[Call], *, may_keep: bool) -> Tensor | None:
         """‖Σ_calls f(v_i, u_i)‖² of each record as float64, where that is cheaper than the rows.
@@ -179,7 +189,8 @@ class ParameterGradients:
         for other_weight, other in others:
             new = [_times(call, other_weight) for call in other.calls]
             if len(new) == len(calls):
-                calls = [part for pair in zip(calls, new, strict=True) for part in _both(*pair)]
+                pairs = zip(calls, new, strict=True)
+                calls = [part for pair in pairs for part in _both(*pair)]
             else:
                 calls += new
         return ParameterGradients(calls, self._shape, self._memory)
@@ -193,16 +204,9 @@ def _times(call: Call, weight: float) -> Call:
     return call if weight == 1 else replace(call, u=call.u * weight)
 
 
-def _both(here: Call, there: Call) -> Iterator[Call]:
-    """f(v, u) + f(v', u') as f(v - v', u) + f(v', u + u')."""
-    same_kind = here.form == there.form and here.v.shape == there.v.shape
-    if not same_kind or here.u.shape != there.u.shape:
-        yield from (here, there)
-        return
-    is_same = here.v.data_ptr() == there.v.data_ptr() or torch.equal(here.v, there.v)
-    if not is_same and not here.v.is_floating_point():
-        yield from (here, there)
-        return
-    if not is_same:
-        yield replace(here, v=here.v - there.v)
-    yield replace(there, u=here.u + there.u)
+def _both(here: Call, there: Call) -> list[Call]:
+    """The sum of two calls, at different points."""
+    alike = here.form == there.form and here.v.shape == there.v.shape
+    if not alike or here.u.shape != there.u.shape:
+        return [here, there]
+    return here.form.both(here, there)

@@ -23,7 +23,10 @@ class Bias(AbstractForm):
         total: Tensor = torch.tensordot(weights, u, dims=1)
         return total
 
+    def both(self, here: Call, there: Call) -> list[Call]:
+        return [self.call(here.u + there.u)]
+
     @classmethod
     def call(cls, u: Tensor) -> Call:
-        """A use of a bias; of equal inputs, as far as differences are concerned."""
-        return Call(cls(), torch.zeros(len(u), dtype=torch.bool, device=u.device), u)
+        """A use of a bias."""
+        return Call(cls(), u, u)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -27,6 +27,12 @@ class Lookup(AbstractForm):
         table = u.new_zeros(self.rows_of_table, u.shape[2])
         scaled = u * weights.view(-1, 1, 1)
         return table.index_add_(0, v.flatten(), scaled.flatten(0, 1))
+
+    def both(self, here: Call, there: Call) -> list[Call]:
+        """A position that looks up the same row at both points counts once, with the sum of its u."""
+        moved = (here.v != there.v).unsqueeze(2)
+        own = here.u.masked_fill(~moved, 0.0)
+        return [replace(here, u=own), replace(there, u=there.u + here.u.masked_fill(moved, 0.0))]
 
     def squared_norms(self, calls: Sequence[Call], *, may_keep: bool) -> Tensor | None:
         """Σ over positions s, t of equal rows of u_s · u_t: nothing of the table's size."""
