@@ -26,13 +26,14 @@ class RandomIterate(L.Callback):
     """
 
     def __init__(self) -> None:
-        self._steps = 0
+        self._seen = 0  # iterates of this run
+        self._global_step = 0  # at the latest of them
         self._kept: dict[str, Tensor] | None = None
         self._generator = random.Random()
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         if trainer.ckpt_path is None:
-            self._steps, self._kept = 0, None
+            self._seen, self._global_step, self._kept = 0, trainer.global_step, None
         # All processes must make the same choices, whatever seed_everything says.
         self._generator.seed(trainer.strategy.broadcast(secrets.randbits(128)))
 
@@ -44,11 +45,11 @@ class RandomIterate(L.Callback):
         batch: Any,
         batch_idx: int,
     ) -> None:
-        if trainer.global_step == self._steps:
+        if trainer.global_step == self._global_step:
             return  # this batch was only accumulated
-        self._steps = trainer.global_step
+        self._seen, self._global_step = self._seen + 1, trainer.global_step
         # The t-th iterate takes the place of the one kept with probability 1/t.
-        if self._kept is None or self._generator.randrange(self._steps) == 0:
+        if self._generator.randrange(self._seen) == 0:
             self._kept = {name: value.clone() for name, value in pl_module.state_dict().items()}
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
@@ -57,7 +58,8 @@ class RandomIterate(L.Callback):
                 pl_module.load_state_dict(self._kept)
 
     def state_dict(self) -> dict[str, Any]:
-        return {"steps": self._steps, "kept": self._kept}
+        return {"seen": self._seen, "global_step": self._global_step, "kept": self._kept}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self._steps, self._kept = state_dict["steps"], state_dict["kept"]
+        self._seen, self._global_step = state_dict["seen"], state_dict["global_step"]
+        self._kept = state_dict["kept"]

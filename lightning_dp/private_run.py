@@ -34,7 +34,7 @@ from lightning_dp.world import World
 
 __all__ = ["PrivateRun"]
 
-_VERSION = 1
+_VERSION = 2  # of the privacy record in checkpoints
 _ENDLESS = 10**9  # steps searched for a budget's end when the Trainer has none
 
 

@@ -61,3 +61,22 @@ def test_another_interval_is_another_run(fit, tmp_path):
     fit(callbacks=(saving,), **options(Diff2(3)))
     with pytest.raises(ValueError, match=r"estimator differs.*restart_every=3.*restart_every=4"):
         fit(ckpt_path=tmp_path / "step=4.ckpt", **options(Diff2(4)))
+
+
+@pytest.mark.filterwarnings("ignore:Diff2. the noise")
+@pytest.mark.parametrize("workers", [0, 1])
+def test_larger_batches_of_restarts_go_on_where_they_were(fit, tmp_path, workers):
+    """A resume, also in the middle of an epoch, draws each step at the rate that it is charged."""
+    saving = ModelCheckpoint(tmp_path, "{step}", save_top_k=-1, every_n_train_steps=1)
+    options = {
+        "estimator": Diff2(3, restart_rate=5.0),
+        "noise_multiplier": 2.0,
+        "workers": workers,
+        "trainer": {"max_epochs": 2},
+    }
+    fit(callbacks=(saving,), **options)
+    for step in (2, 4, 5, 7):
+        resumed = fit(ckpt_path=tmp_path / f"step={step}.ckpt", **options)
+        sizes = [len(batch) for batch in resumed.model.batches]
+        is_whole = [size == 60 for size in sizes]  # 12 on average, 60 at restarts
+        assert is_whole == [t % 3 == 0 for t in range(step, 10)]

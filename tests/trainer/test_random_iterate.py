@@ -66,12 +66,30 @@ def test_batches_that_are_accumulated_are_no_iterates(train):
     assert train(accumulate=2, max_steps=3) in (1, 2, 3)
 
 
+def test_a_second_fit_chooses_among_its_own_iterates(classifier, mlp, blobs, make_trainer):
+    ends = []
+    for _ in range(24):
+        model, iterates = classifier(mlp()), Iterates()
+        privacy = DifferentialPrivacy(target_delta=1e-5, noise_multiplier=1.0)
+        trainer = make_trainer(
+            callbacks=[privacy, iterates, RandomIterate()], max_steps=3, accumulate_grad_batches=2
+        )
+        loader = DataLoader(blobs, 40)
+        trainer.fit(model, loader)
+        iterates.seen.clear()
+        trainer.fit_loop.epoch_loop.max_steps = 5
+        trainer.fit(model, loader)
+        assert trainer.global_step == 5
+        ends.append(chosen(model, iterates))
+    assert set(ends) == {4, 5}  # all 24 alike: probability 1e-7; None: the weights before the fit
+
+
 def test_a_resumed_run_goes_on_from_the_latest_and_remembers_the_kept(train, tmp_path):
     saving = ModelCheckpoint(tmp_path, "{step}", save_top_k=-1, every_n_train_steps=1)
     train(max_steps=4, callbacks=(saving,))
     checkpoint = torch.load(tmp_path / "step=4.ckpt", weights_only=True)
     kept = checkpoint["callbacks"]["RandomIterate"]
-    assert kept["steps"] == 4
+    assert (kept["seen"], kept["global_step"]) == (4, 4)
 
     before = [
         torch.load(tmp_path / f"step={step}.ckpt", weights_only=True)["state_dict"]
