@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import reduce
 from typing import Any
@@ -15,20 +16,24 @@ from torch.nn.utils.parametrize import is_parametrized
 from torch.utils.hooks import RemovableHandle
 
 from lightning_dp.clipping import AbstractPerSampleGradients
+from lightning_dp.functional import unflatten
 from lightning_dp.gradients.base import (
     AbstractGradientEngine,
     UncoveredParameterError,
     UnsupportedModelError,
 )
+from lightning_dp.gradients.forward_mode import Dual, run_along, split, uses_along
 from lightning_dp.gradients.graph import parameter_uses
 from lightning_dp.gradients.layers import (
     RULES,
     Memory,
     ParameterGradients,
     Rule,
+    Uses,
     any_layer,
     rule_of,
 )
+from lightning_dp.gradients.materialised import restricted
 
 __all__ = ["Bookkeeping", "BookkeptGradients", "Functional"]
 
@@ -47,6 +52,8 @@ class _Record:
     sources: set[Any]  # the graph nodes that made the inputs
     edge: GradientEdge
     gradient: Tensor | None = None
+    moved: tuple[Dual, ...] = ()  # along a direction: the inputs with their derivatives
+    moved_gradient: Dual | None = None
 
 
 class Bookkeeping(AbstractGradientEngine):
@@ -72,9 +79,11 @@ class Bookkeeping(AbstractGradientEngine):
 
     name = "bookkeeping"
     runs_backward = True
+    has_products = True
 
     def __init__(self, rules: Mapping[type[nn.Module], Rule] = RULES) -> None:
         self._rules = rules
+        self._module: nn.Module | None = None
         self._params: Sequence[nn.Parameter] = ()
         self._names: dict[int, str] = {}
         self._handles: list[RemovableHandle] = []
@@ -83,6 +92,7 @@ class Bookkeeping(AbstractGradientEngine):
         self._problem: str | None = None
         self._memory = Memory()
         self._is_watching = True
+        self._is_along = False  # a direction
 
     def attach(self, module: nn.Module, params: Sequence[nn.Parameter]) -> None:
         self.detach()
@@ -96,7 +106,7 @@ class Bookkeeping(AbstractGradientEngine):
             _refuse_compiled(name, layer)
             if any(id(param) in trained for param in layer.parameters()):
                 _refuse_options(name, layer, self._rule_of(layer))
-        self._params = params
+        self._module, self._params = module, params
         self._names = {id(param): name for name, param in module.named_parameters()}
         self._handles = [
             # Before the user's hooks, which may change the output.
@@ -122,30 +132,69 @@ class Bookkeeping(AbstractGradientEngine):
             inputs = tuple(each.detach() for each in args)
             versions, sources = [each._version for each in inputs], {each.grad_fn for each in args}
             edge = get_gradient_edge(output)
-            self._records.append(_Record(layer, inputs, versions, sources, edge))
+            moved = tuple(split(each) for each in args) if self._is_along else ()
+            self._records.append(_Record(layer, inputs, versions, sources, edge, moved=moved))
 
     def backward(self, loss: Tensor, *, keep_graph: bool = False) -> None:
+        self._differentiate(loss, keep=keep_graph)
+        self._refuse_uncovered(loss)
+        with self._not_watching(), torch.no_grad():  # some layers run again, record by record
+            self._gradients = self._bookkeep(self._uses)
+
+    def _differentiate(self, loss: Tensor, *, keep: bool, create: bool = False) -> None:
+        """The gradients of the outputs of all recorded calls."""
         problem, self._problem = self._problem, None
         if problem is not None:
             raise UnsupportedModelError(problem)
-        self._is_watching = False  # checkpointed layers run again
-        try:
-            edges = [record.edge for record in self._records]
-            found: Sequence[Tensor | None] = ()
-            if edges:
-                found = torch.autograd.grad(loss, edges, retain_graph=keep_graph, allow_unused=True)
-        finally:
-            self._is_watching = True
+        edges = [record.edge for record in self._records]
+        found: Sequence[Tensor | None] = ()
+        if edges:
+            with self._not_watching():  # checkpointed layers run again
+                found = torch.autograd.grad(
+                    loss, edges, retain_graph=keep, create_graph=create, allow_unused=True
+                )
         for record, gradient in zip(self._records, found, strict=True):
             record.gradient = gradient
         self._records = [record for record in self._records if record.gradient is not None]
-        self._refuse_uncovered(loss)
-        self._is_watching = False  # some layers run again, record by record
+
+    @contextmanager
+    def _not_watching(self) -> Iterator[None]:
+        self._is_watching = False
         try:
-            with torch.no_grad():
-                self._gradients = self._bookkeep()
+            yield
         finally:
             self._is_watching = True
+
+    def along(
+        self, run_again: Callable[[], Tensor], direction: Tensor, weights: tuple[float, float]
+    ) -> BookkeptGradients:
+        """One forward and backward pass in dual numbers; each layer's gradient is a bilinear form,
+
+        so that its derivative is two calls of the same form (:meth:`AbstractForm.along`).
+        """
+        assert self._module is not None
+        self.drop()
+        self._is_along = True
+        try:
+            loss = run_along(self._module, self._params, direction, lambda: self._run(run_again))
+        finally:
+            self._is_along = False
+        self._refuse_uncovered(loss)
+        parts = unflatten(direction, self._params)
+        of = {id(param): part for param, part in zip(self._params, parts, strict=True)}
+        with self._not_watching(), torch.no_grad():
+            gradients = self._bookkeep(lambda record: self._uses_along(record, of, weights))
+        return BookkeptGradients(self._params, gradients, 1.0)
+
+    def _run(self, run_again: Callable[[], Tensor]) -> Tensor:
+        """Forward and backward inside dual numbers."""
+        loss = run_again()
+        self._differentiate(loss, keep=True, create=True)
+        for record in self._records:
+            assert record.gradient is not None
+            record.moved_gradient = split(record.gradient)
+            record.gradient = record.moved_gradient[0]
+        return loss
 
     def _refuse_uncovered(self, loss: Tensor) -> None:
         """Every use of a parameter in the graph must be a recorded call of its layer."""
@@ -168,21 +217,33 @@ class Bookkeeping(AbstractGradientEngine):
             raise RuntimeError("Bookkeeping.backward() must come before take().")
         return BookkeptGradients(self._params, gradients, scale)
 
-    def _bookkeep(self) -> list[ParameterGradients | None]:
+    def _uses(self, record: _Record) -> Uses:
+        assert record.gradient is not None
+        inputs = [_at_least_float32(each) for each in record.inputs]
+        rule = self._rule_of(record.layer)
+        uses: Uses = rule(record.layer, *inputs, _at_least_float32(record.gradient))
+        return uses
+
+    def _uses_along(
+        self, record: _Record, directions: dict[int, Tensor], weights: tuple[float, float]
+    ) -> Uses:
+        assert record.moved_gradient is not None
+        inputs = [_both_at_least_float32(each) for each in record.moved]
+        gradient = _both_at_least_float32(record.moved_gradient)
+        rule = self._rule_of(record.layer)
+        return uses_along(rule, record.layer, inputs, gradient, directions, weights)
+
+    def _bookkeep(self, uses_of: Callable[[_Record], Uses]) -> list[ParameterGradients | None]:
         """For each parameter its uses, with what came back for them."""
         records, self._records = self._records, []
         calls: dict[int, list[Any]] = {id(param): [] for param in self._params}
         for record in records:
-            gradient = record.gradient
-            assert gradient is not None
             if [each._version for each in record.inputs] != record.versions:
                 raise UnsupportedModelError(
                     f"The input of a layer ({type(record.layer).__name__}) was overwritten after "
                     "the layer had used it. Do not change tensors in place between layers."
                 )
-            inputs = [_at_least_float32(each) for each in record.inputs]
-            rule = self._rule_of(record.layer)
-            for param, call in rule(record.layer, *inputs, _at_least_float32(gradient)):
+            for param, call in uses_of(record):
                 if param is not None and id(param) in calls:
                     calls[id(param)].append(call)
         return [
@@ -199,6 +260,7 @@ class Bookkeeping(AbstractGradientEngine):
         for handle in self._handles:
             handle.remove()
         self._handles, self._params, self._names = [], (), {}
+        self._module = None
         self._memory = Memory()
         self.drop()
 
@@ -273,6 +335,24 @@ class BookkeptGradients(AbstractPerSampleGradients):
                 parts.append(total if total.dtype == dtype else total.to(dtype))
         return torch.cat(parts)
 
+    def restrict(self, coordinates: Tensor) -> AbstractPerSampleGradients:
+        parts, start = [], 0
+        sizes = [param.numel() for param in self._params]
+        ends = torch.tensor(sizes, device=coordinates.device).cumsum(0)
+        cuts = torch.searchsorted(coordinates.contiguous(), ends).cpu()
+        chosen = torch.tensor_split(coordinates, cuts)
+        for param, gradient, own in zip(self._params, self._gradients, chosen, strict=False):
+            places = (own - start).to(param.device)
+            dtype = torch.promote_types(param.dtype, torch.float32)
+            if gradient is None or not len(places):
+                parts.append(
+                    torch.zeros(self._count, len(places), dtype=dtype, device=param.device)
+                )
+            else:
+                parts.append(gradient.entries(places).to(dtype))
+            start += param.numel()
+        return restricted(parts, self._factor)
+
     def combine(
         self, weight: float, others: Sequence[tuple[float, AbstractPerSampleGradients]]
     ) -> BookkeptGradients:
@@ -297,6 +377,11 @@ def _at_least_float32(tensor: Tensor) -> Tensor:
     if tensor.dtype in (torch.float16, torch.bfloat16):
         return tensor.float()
     return tensor
+
+
+def _both_at_least_float32(dual: Dual) -> Dual:
+    value, moved = dual
+    return _at_least_float32(value), None if moved is None else _at_least_float32(moved)
 
 
 def _refuse_compiled(name: str, layer: nn.Module) -> None:

@@ -31,6 +31,7 @@ __all__ = [
     "Memory",
     "ParameterGradients",
     "Rule",
+    "Uses",
     "any_layer",
     "rule_of",
 ]

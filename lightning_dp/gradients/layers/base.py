@@ -56,6 +56,32 @@ class AbstractForm(ABC):
             return [total]
         return [replace(here, v=here.v - there.v), total]
 
+    def along(
+        self,
+        v: tuple[Tensor, Tensor | None],
+        u: tuple[Tensor, Tensor | None],
+        weights: tuple[float, float],
+    ) -> list[Call]:
+        """w f + w' (the derivative of f along a direction), by the product rule.
+
+        = f(v, w u + w' u̇) + f(v̇, w' u), the derivatives v̇ and u̇ given beside v and u, or None
+        where they are zero.
+        """
+        (value, moved), back = v, _weighted(u, weights)
+        calls = [Call(self, value, back)]
+        return calls if moved is None else [*calls, Call(self, moved, weights[1] * u[0])]
+
+    def entries(self, v: Tensor, u: Tensor, shape: torch.Size, places: Tensor) -> Tensor:
+        """f(v_i, u_i) of each record at some places of the flat parameter: shape (n, k).
+
+        Args:
+            shape: of the parameter.
+            places: k of them.
+        """
+        size = max(1, _SLICE_BYTES // (4 * shape.numel()))
+        parts = zip(torch.split(v, size), torch.split(u, size), strict=True)
+        return torch.cat([as_rows(self.rows(*part))[:, places] for part in parts])
+
     def squared_norms(self, calls: Sequence[Call], *, may_keep: bool) -> Tensor | None:
         """‖Σ_calls f(v_i, u_i)‖² of each record as float64, where that is cheaper than the rows.
 
@@ -181,6 +207,11 @@ class ParameterGradients:
         sums = (c.form.weighted_sum(c.v, c.u, weights.to(c.u.dtype)) for c in calls)
         return reduce(torch.add, sums).reshape(-1)
 
+    def entries(self, places: Tensor) -> Tensor:
+        """g_i at some places of the flat parameter: shape (n, places)."""
+        parts = (call.form.entries(call.v, call.u, self._shape, places) for call in self.calls)
+        return reduce(torch.add, parts)
+
     def combine(
         self, weight: float, others: Sequence[tuple[float, ParameterGradients]]
     ) -> ParameterGradients:
@@ -194,6 +225,13 @@ class ParameterGradients:
             else:
                 calls += new
         return ParameterGradients(calls, self._shape, self._memory)
+
+
+def _weighted(u: tuple[Tensor, Tensor | None], weights: tuple[float, float]) -> Tensor:
+    """w u + w' u̇."""
+    value, moved = u
+    total = value if weights[0] == 1 else weights[0] * value
+    return total if moved is None else torch.add(total, moved, alpha=weights[1])
 
 
 def _sum_of_rows(calls: Sequence[Call]) -> Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -25,6 +25,14 @@ class Bias(AbstractForm):
 
     def both(self, here: Call, there: Call) -> list[Call]:
         return [self.call(here.u + there.u)]
+
+    def along(
+        self,
+        v: tuple[Tensor, Tensor | None],
+        u: tuple[Tensor, Tensor | None],
+        weights: tuple[float, float],
+    ) -> list[Call]:
+        return [replace(call, v=call.u) for call in super().along((v[0], None), u, weights)]
 
     @classmethod
     def call(cls, u: Tensor) -> Call:
