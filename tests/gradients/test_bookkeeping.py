@@ -799,6 +799,28 @@ def test_products_of_shared_and_recomputed_layers_equal_the_loop(engine):
     assert (total.double() - expected.sum(0)).norm() <= 2e-5 * expected.sum(0).norm()
 
 
+class Heads(nn.Module):
+    """Attention as it is usually called, for which a fused kernel is taken where there is one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv = nn.Linear(6, 18)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(x).view(len(x), -1, 3, 2, 3).permute(2, 0, 3, 1, 4)
+        return F.scaled_dot_product_attention(q, k, v).flatten(1)
+
+
+def test_products_of_fused_attention_equal_the_loop(engine):
+    torch.manual_seed(0)
+    module, batch = Heads(), torch.randn(RECORDS, 8, 6)
+    u = direction_for(module)
+    expected = products_one_by_one(module, batch, u).sum(0)
+    engine.attach(module, params_of(module))
+    total = along(engine, module, batch, u, (0.0, 1.0)).weighted_sum(torch.ones(RECORDS))
+    assert (total.double() - expected).norm() <= 2e-5 * expected.norm()
+
+
 def test_products_of_frozen_parts_are_those_of_the_trained_ones(engine):
     torch.manual_seed(0)
     module, batch = CASES["linear"][0](), torch.randn(RECORDS, 6)
