@@ -884,3 +884,40 @@ def test_an_operation_without_a_second_derivative_is_named_as_the_cause(engine):
     with pytest.raises(UnsupportedModelError, match="second derivative"):
         along(engine, module, torch.randn(RECORDS, 6), direction_for(module), (1.0, 1.0))
     watched(engine, module, torch.randn(RECORDS, 6))  # and it still works
+
+
+# -- terms that cancel ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["positions", "tokens", "products"])
+def test_a_record_whose_large_terms_cancel_stays_within_its_bound(kind):
+    """In float32 the square of a norm that is small against its terms has no correct digit."""
+    torch.manual_seed(0)
+    longest = 0.0
+    for _ in range(100):
+        target, first = torch.randn(4), torch.randn(6)
+        net = nn.Sequential(nn.Linear(6, 5, bias=False), nn.Linear(5, 4, bias=False))
+        batch = torch.stack([first, -first * (1 + 1e-7 * torch.randn(6))])[None]
+        signs = torch.ones(2)
+        if kind == "tokens":
+            net, batch = nn.Sequential(nn.Embedding(3, 4)), torch.tensor([[1, 1]])
+            signs = torch.tensor([1.0, -1.0 - 1e-7])
+        if kind == "products":
+            batch, signs = first[None, None], torch.ones(1)
+        engine, params = Bookkeeping(), params_of(net)
+        engine.attach(net, params)
+
+        def loss(
+            net: nn.Module = net, batch: Tensor = batch, signs: Tensor = signs, t: Tensor = target
+        ) -> Tensor:
+            return 1e9 * ((net(batch) @ t) * signs).sum(1).mean()
+
+        if kind == "products":  # along -x: g + H u = 0 up to rounding in the second layer
+            u = -(1 + 1e-7) * torch.cat([param.detach().flatten() for param in params])
+            gradients = engine.along(loss, u, (1.0, 1.0))
+        else:
+            engine.backward(loss())
+            gradients = engine.take(1.0, {})
+        longest = max(longest, float(bounded_sum(gradients, 1.0).value.norm()))
+        engine.detach()
+    assert longest <= 1 + 1e-5

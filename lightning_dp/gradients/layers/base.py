@@ -13,11 +13,36 @@ from torch import Tensor
 
 from lightning_dp.functional import as_rows, squared_row_norms
 
-__all__ = ["PRODUCTS", "AbstractForm", "Call", "Memory", "ParameterGradients", "Uses"]
+__all__ = [
+    "PRODUCTS",
+    "AbstractForm",
+    "Call",
+    "Memory",
+    "ParameterGradients",
+    "Uses",
+    "sums_of_products",
+]
 
 # Gradients that are not kept for all records from the norms to the sum are made slice by slice.
 _SLICE_BYTES = 4 << 20
 PRODUCTS = 1 << 22  # inner products between positions that are in memory at once
+
+
+# Rounding errors of an inner product, relative to the norms, stay below this many units.
+_ROUNDING = 32
+
+
+def sums_of_products(products: Tensor) -> Tensor:
+    """The sum of each record's (T, T) inner products of terms, ‖Σ_s a_s‖², as float64.
+
+    Float32 products, summed in float64: the products in float64 would double the work. Not less
+    than rounding may hide: terms that cancel leave errors of the size of (Σ_s ‖a_s‖)², and a norm
+    that came out too small would let a record through that is longer than its bound.
+    """
+    lengths = products.diagonal(dim1=1, dim2=2).clamp(min=0.0).sqrt()
+    total = lengths.sum(1, dtype=torch.float64).square_()
+    hidden = total.mul_(_ROUNDING * torch.finfo(products.dtype).eps)
+    return torch.maximum(products.sum((1, 2), dtype=torch.float64), hidden)
 
 
 class AbstractForm(ABC):

@@ -9,7 +9,13 @@ import torch
 from torch import Tensor, nn
 
 from lightning_dp.functional import squared_row_norms
-from lightning_dp.gradients.layers.base import PRODUCTS, AbstractForm, Call, Uses
+from lightning_dp.gradients.layers.base import (
+    PRODUCTS,
+    AbstractForm,
+    Call,
+    Uses,
+    sums_of_products,
+)
 from lightning_dp.gradients.layers.bias import Bias
 
 __all__ = ["OuterProduct", "linear"]
@@ -63,9 +69,7 @@ class OuterProduct(AbstractForm):
 
 
 def _squares(u: Tensor, v: Tensor) -> Tensor:
-    """Float32 products, summed in float64: the products in float64 would double the work."""
-    products = torch.bmm(u, u.transpose(1, 2)) * torch.bmm(v, v.transpose(1, 2))
-    return products.sum((1, 2), dtype=torch.float64).clamp_(min=0.0)
+    return sums_of_products(torch.bmm(u, u.transpose(1, 2)) * torch.bmm(v, v.transpose(1, 2)))
 
 
 def linear(layer: nn.Linear, inputs: Tensor, gradient: Tensor) -> Uses:
