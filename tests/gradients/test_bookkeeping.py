@@ -23,8 +23,9 @@ from lightning_dp.gradients import (
     UnsupportedModelError,
     bookkeeping,
 )
-from lightning_dp.gradients.graph import parameter_uses
+from lightning_dp.gradients.graph import survey
 from lightning_dp.gradients.layers import RULES, Call, ParameterGradients, base
+from lightning_dp.gradients.layers.convolution import Convolution
 from lightning_dp.gradients.layers.embedding import Lookup
 from lightning_dp.gradients.layers.linear import OuterProduct
 
@@ -123,6 +124,8 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor]]] = {
         conv(nn.Conv2d, 4, 6, 3, dilation=2, groups=2, padding=2), images(4, 8, 8),
     ),
     "conv_depthwise": (conv(nn.Conv2d, 4, 4, 3, groups=4, bias=False), images(4, 6, 6)),
+    "conv_on_small_maps": (lambda: SmallMaps(), images(2, 4, 4)),
+    "conv_on_small_maps_twice": (lambda: Again(), images(48, 3, 3)),
     "conv_same": (conv(nn.Conv2d, 2, 3, (2, 3), padding="same"), images(2, 5, 5)),
     "conv_valid": (conv(nn.Conv2d, 2, 3, 3, padding="valid"), images(2, 5, 5)),
     "conv_circular": (conv(nn.Conv1d, 2, 3, 3, padding=2, padding_mode="circular"), images(2, 7)),
@@ -162,6 +165,28 @@ class Twice(nn.Module):
         return self.norm(self.layer(torch.tanh(self.norm(self.layer(x))))).flatten(1)
 
 
+class SmallMaps(nn.Sequential):
+    """Wide convolutions, with nothing symmetric about them."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            *(nn.Conv2d(2, 40, (1, 2)), nn.Tanh()),
+            *(nn.Conv2d(40, 36, (3, 2), padding=(1, 0)), nn.Tanh()),
+            *(nn.Conv2d(36, 64, 2, dilation=(2, 1), stride=(1, 2)), nn.Tanh(), nn.Flatten()),
+        )
+
+
+class Again(nn.Module):
+    """A convolution of its own output."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Conv2d(48, 48, 3, padding=1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(torch.tanh(self.layer(x))).mean((2, 3))
+
+
 class Both(nn.Module):
     """Two layers that are handed one and the same gradient tensor."""
 
@@ -186,7 +211,7 @@ def memory(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> N
     if request.param == "sliced":
         monkeypatch.setattr(bookkeeping, "_KEEP_BYTES", 0)
         monkeypatch.setattr(base, "_SLICE_BYTES", 200)
-        for name in ("linear", "embedding"):
+        for name in ("linear", "embedding", "convolution"):
             module = importlib.import_module(f"lightning_dp.gradients.layers.{name}")
             monkeypatch.setattr(module, "PRODUCTS", 10)
 
@@ -223,8 +248,8 @@ def one_by_one(module: nn.Module, batch: Tensor) -> Tensor:
     return torch.stack(rows)
 
 
-def watched(engine: Bookkeeping, module: nn.Module, batch: Tensor) -> Any:
-    engine.backward(loss_of(module(batch)))
+def watched(engine: Bookkeeping, module: nn.Module, batch: Tensor, *, may_fold: bool = True) -> Any:
+    engine.backward(loss_of(module(batch)), may_fold=may_fold)
     return engine.take(1.0, {})
 
 
@@ -275,9 +300,9 @@ def test_combinations_at_two_points_equal_the_loop(engine, model_and_batch, weig
     other = moved(module, 0.1)
     expected = weights[0] * one_by_one(module, batch) + weights[1] * one_by_one(other, batch)
     engine.attach(module, params_of(module))
-    here = watched(engine, module, batch)
+    here = watched(engine, module, batch, may_fold=False)
     at(module, other)
-    there = watched(engine, module, batch)
+    there = watched(engine, module, batch, may_fold=False)
 
     gradients = here.combine(weights[0], [(weights[1], there)])
 
@@ -351,6 +376,32 @@ def test_differences_of_close_points_keep_their_digits(positions):
     assert ((three_terms - exact) / exact).abs().max() > 1e-3
 
 
+@pytest.mark.parametrize("size", [4, 12])
+def test_differences_of_convolutions_keep_their_digits(size):
+    """On small maps from inner products, on larger ones from the rows."""
+    generator = torch.Generator().manual_seed(0)
+    shape = (64, 48, 3, 3)
+    v = torch.randn(4, 48, size, size, generator=generator)
+    u = torch.randn(4, 64, size, size, generator=generator)
+    v2, u2 = (part * (1 + 1e-4 * torch.randn(part.shape, generator=generator)) for part in (v, u))
+    form = Convolution(shape, (1, 1), (1, 1), (1, 1), 1)
+    here, there = (
+        ParameterGradients([Call(form, *pair)], torch.Size(shape)) for pair in ((v, u), (v2, u2))
+    )
+    both = here.combine(1.0, [(-1.0, there)])
+    rows = form.rows(v.double(), u.double()) - form.rows(v2.double(), u2.double())
+    exact = rows.flatten(1).norm(dim=1).square()
+    torch.testing.assert_close(both.squared_norms(), exact, rtol=1e-5, atol=0)
+
+
+def test_convolutions_on_small_maps_make_no_row_for_their_norms():
+    form = Convolution((64, 48, 3, 3), (1, 1), (1, 1), (1, 1), 1)
+    for size, has_short_way in [(4, True), (12, False)]:
+        v, u = torch.randn(2, 48, size, size), torch.randn(2, 64, size, size)
+        found = form.squared_norms([Call(form, v, u)], may_keep=True)
+        assert (found is not None) == has_short_way
+
+
 @pytest.mark.parametrize("moved", [0, 2, 12])
 def test_differences_of_lookups_hold_whichever_rows_they_look_up(moved):
     """Equal rows must not be subtracted as squares; other rows must not be mixed up."""
@@ -380,6 +431,24 @@ def test_norms_of_wide_layers_are_not_too_small():
     assert gradients.squared_norms().tolist() == pytest.approx([exact] * 2, rel=1e-6)
 
 
+def kept_bytes(engine: Bookkeeping) -> int:
+    tensors = [part for each in engine._found.values() for c in each.calls for part in (c.v, c.u)]
+    return sum({t.data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values())
+
+
+def test_of_layers_with_large_maps_only_gradients_are_kept():
+    """Unless they are going to be subtracted from those at a point nearby."""
+    net = nn.Sequential(nn.Conv2d(4, 4, 3), nn.GroupNorm(2, 4), nn.ReLU(), nn.Conv2d(4, 4, 3))
+    engine, x = Bookkeeping(), torch.randn(16, 4, 20, 20)
+    engine.attach(net, params_of(net))
+    rows = 4 * 16 * sum(param.numel() for param in net.parameters())
+    engine.backward(loss_of(net(x)))
+    assert kept_bytes(engine) <= 1.2 * rows < x.nbytes  # in memory for somewhat larger batches
+    engine.backward(loss_of(net(x)), may_fold=False)
+    assert kept_bytes(engine) > 4 * x.nbytes
+    engine.detach()
+
+
 def test_memory_does_not_grow_with_the_sizes_of_batches(engine):
     """Poisson batches differ in size; what is kept is for the largest one."""
     torch.manual_seed(0)
@@ -406,8 +475,8 @@ def test_bfloat16_is_summed_in_float32(engine):
         loss = loss_of(module(batch))
     engine.backward(loss)
     gradients = engine.take(1.0, {})
-    assert bounded_sum(gradients, 1.0).value.dtype == torch.float32
     torch.testing.assert_close(gradients.norms(), expected.norm(dim=1), rtol=0.05, atol=0)
+    assert bounded_sum(gradients, 1.0).value.dtype == torch.float32
 
 
 # -- what is seen of the graph -------------------------------------------------------------------
@@ -525,7 +594,7 @@ def test_uses_are_counted_where_a_parameter_meets_something_else():
         ((x @ w).sum() + w.norm(), 2),
         (x.sum(), 0),
     ]:
-        assert parameter_uses(loss.grad_fn, ())[id(w)] == count
+        assert survey(loss.grad_fn, ()).uses[id(w)] == count
 
 
 # -- other ways to run ---------------------------------------------------------------------------
