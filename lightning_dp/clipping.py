@@ -32,6 +32,13 @@ class AbstractPerSampleGradients(ABC):
         A record of weight 0 contributes exactly 0, also when its gradient is not finite.
         """
 
+    def restrict(self, coordinates: Tensor) -> AbstractPerSampleGradients:
+        """Each record's gradient at some coordinates only: sorted, distinct places of flat vectors.
+
+        The result holds n vectors of their number in memory.
+        """
+        raise NotImplementedError(f"{type(self).__name__} cannot be restricted to coordinates.")
+
     @abstractmethod
     def combine(
         self, weight: float, others: Sequence[tuple[float, AbstractPerSampleGradients]]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import ClassVar
 
 from torch import Tensor, nn
@@ -37,6 +37,9 @@ class AbstractGradientEngine(ABC):
     """
 
     name: ClassVar[str]
+
+    has_products: ClassVar[bool] = False
+    """Whether :meth:`along` answers."""
 
     runs_backward: ClassVar[bool] = False
     """Whether :meth:`backward` takes the place of ``loss.backward()``."""
@@ -77,6 +80,24 @@ class AbstractGradientEngine(ABC):
         Raises:
             UnsupportedModelError: if one of them has no gradient per record.
         """
+
+    def along(
+        self,
+        run_again: Callable[[], Tensor],
+        direction: Tensor,
+        weights: tuple[float, float],
+    ) -> AbstractPerSampleGradients:
+        """w g_i + w' H_i u of each record, from one more run.
+
+        Args:
+            run_again: runs the batch and returns the loss, the mean over the records.
+            direction: u, flat.
+            weights: w and w'.
+
+        Raises:
+            UnsupportedModelError: if the model has no such products.
+        """
+        raise UnsupportedModelError(f"The engine {self.name!r} has no Hessian-vector products.")
 
     @abstractmethod
     def drop(self) -> None:

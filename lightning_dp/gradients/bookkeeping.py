@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial, reduce
 from typing import Any
@@ -15,20 +16,24 @@ from torch.nn.utils.parametrize import is_parametrized
 from torch.utils.hooks import RemovableHandle
 
 from lightning_dp.clipping import AbstractPerSampleGradients
+from lightning_dp.functional import unflatten
 from lightning_dp.gradients.base import (
     AbstractGradientEngine,
     UncoveredParameterError,
     UnsupportedModelError,
 )
+from lightning_dp.gradients.forward_mode import Dual, run_along, split, uses_along
 from lightning_dp.gradients.graph import Survey, survey
 from lightning_dp.gradients.layers import (
     RULES,
     Memory,
     ParameterGradients,
     Rule,
+    Uses,
     any_layer,
     rule_of,
 )
+from lightning_dp.gradients.materialised import restricted
 
 __all__ = ["Bookkeeping", "BookkeptGradients", "Functional"]
 
@@ -47,6 +52,17 @@ class _Record:
     versions: list[int]
     sources: set[Any]  # the graph nodes that made the inputs
     edge: GradientEdge
+    moved: tuple[Dual, ...] = ()  # along a direction: the inputs with their derivatives
+
+    def take_inputs(self) -> tuple[Tensor, ...]:
+        """The inputs, which are not held any longer. Raises if they are not what they were."""
+        inputs, self.inputs = self.inputs, ()
+        if [each._version for each in inputs] != self.versions:
+            raise UnsupportedModelError(
+                f"The input of a layer ({type(self.layer).__name__}) was overwritten after "
+                "the layer had used it. Do not change tensors in place between layers."
+            )
+        return inputs
 
 
 class Bookkeeping(AbstractGradientEngine):
@@ -72,17 +88,23 @@ class Bookkeeping(AbstractGradientEngine):
 
     name = "bookkeeping"
     runs_backward = True
+    has_products = True
 
     def __init__(self, rules: Mapping[type[nn.Module], Rule] = RULES) -> None:
         self._rules = rules
+        self._module: nn.Module | None = None
         self._params: Sequence[nn.Parameter] = ()
         self._names: dict[int, str] = {}
+        self._own: dict[
+            nn.Module, list[int]
+        ] = {}  # of each layer; along a direction others stand there
         self._handles: list[RemovableHandle] = []
         self._records: list[_Record] = []
         self._found: dict[int, ParameterGradients] | None = None  # of the last backward pass
         self._problem: str | None = None
         self._memory = Memory()
         self._is_watching = True
+        self._is_along = False  # a direction
 
     def attach(self, module: nn.Module, params: Sequence[nn.Parameter]) -> None:
         self.detach()
@@ -96,8 +118,9 @@ class Bookkeeping(AbstractGradientEngine):
             _refuse_compiled(name, layer)
             if any(id(param) in trained for param in layer.parameters()):
                 _refuse_options(name, layer, self._rule_of(layer))
-        self._params = params
+        self._module, self._params = module, params
         self._names = {id(param): name for name, param in module.named_parameters()}
+        self._own = {layer: [id(p) for p in layer.parameters(recurse=False)] for _, layer in layers}
         self._handles = [
             # Before the user's hooks, which may change the output.
             layer.register_forward_hook(self._watch, prepend=True, with_kwargs=True)
@@ -122,24 +145,45 @@ class Bookkeeping(AbstractGradientEngine):
             inputs = tuple(each.detach() for each in args)
             versions, sources = [each._version for each in inputs], {each.grad_fn for each in args}
             edge = get_gradient_edge(output)
-            self._records.append(_Record(layer, inputs, versions, sources, edge))
+            moved = tuple(split(each) for each in args) if self._is_along else ()
+            self._records.append(_Record(layer, inputs, versions, sources, edge, moved=moved))
 
     def backward(self, loss: Tensor, *, keep_graph: bool = False, may_fold: bool = True) -> None:
-        problem, self._problem = self._problem, None
+        records, graph = self._calls_of(loss)
+        with self._not_watching():  # checkpointed layers run again, others record by record
+            self._differentiate(loss, records, graph.innermost, keep_graph, may_fold)
+
+    def _calls_of(self, loss: Tensor) -> tuple[list[_Record], Survey]:
+        """The recorded calls that the loss depends on, if they are all that it depends on."""
+        records, problem = self._records, self._problem
+        self.drop()
         if problem is not None:
             raise UnsupportedModelError(problem)
-        records, self._records = self._records, []
         graph = survey(loss.grad_fn, {record.edge.node for record in records})
         records = [record for record in records if record.edge.node in graph.reached]
         self._refuse_uncovered(records, graph)
-        self._found = {
-            id(param): ParameterGradients([], param.shape, self._memory) for param in self._params
-        }
-        if not records:
-            return
-        self._is_watching = False  # checkpointed layers run again, others record by record
+        self._found = {id(p): ParameterGradients([], p.shape, self._memory) for p in self._params}
+        return records, graph
+
+    def _refuse_uncovered(self, records: Sequence[_Record], graph: Survey) -> None:
+        """Every use of a parameter in the graph must be a recorded call of its layer."""
+        recorded = Counter[int]()
+        for record in records:
+            own = self._own[record.layer]
+            if self._rule_of(record.layer) is not any_layer:
+                recorded.update(own)
+            else:
+                inside = survey(record.edge.node, graph.reached, record.sources).uses
+                recorded.update({key: inside[key] for key in own})
+        missing = [self._names[id(p)] for p in self._params if graph.uses[id(p)] > recorded[id(p)]]
+        if missing:
+            raise UncoveredParameterError(missing)
+
+    @contextmanager
+    def _not_watching(self) -> Iterator[None]:
+        self._is_watching = False
         try:
-            self._differentiate(loss, records, graph.innermost, keep_graph, may_fold)
+            yield
         finally:
             self._is_watching = True
 
@@ -157,6 +201,8 @@ class Bookkeeping(AbstractGradientEngine):
         What is not needed of a layer is free before the pass comes to the next one.
         """
         ends = [record for record in records if record.edge.node in innermost]
+        if not ends:
+            return
         handles = []
         for record in records:
             if record.edge.node not in innermost:
@@ -168,46 +214,67 @@ class Bookkeeping(AbstractGradientEngine):
         finally:
             for handle in handles:
                 handle.remove()
-        with torch.no_grad():
-            for record, gradient in zip(ends, found, strict=True):
-                self._keep(record, gradient, may_fold)
+        for record, gradient in zip(ends, found, strict=True):
+            self._keep(record, gradient, may_fold)
 
     def _on_gradients(
         self, record: _Record, may_fold: bool, gradients: tuple[Tensor | None, ...]
     ) -> None:
-        with torch.no_grad():
-            self._keep(record, gradients[record.edge.output_nr], may_fold)
+        self._keep(record, gradients[record.edge.output_nr], may_fold)
 
+    @torch.no_grad()
     def _keep(self, record: _Record, gradient: Tensor | None, may_fold: bool) -> None:
         """Of one call of a layer what the norms and the sum are made from."""
-        inputs, record.inputs = record.inputs, ()
-        if gradient is None:
-            return
-        if [each._version for each in inputs] != record.versions:
-            raise UnsupportedModelError(
-                f"The input of a layer ({type(record.layer).__name__}) was overwritten after "
-                "the layer had used it. Do not change tensors in place between layers."
-            )
+        inputs = record.take_inputs()
+        if gradient is not None:
+            tensors = [_at_least_float32(each) for each in (*inputs, gradient)]
+            uses = self._rule_of(record.layer)(record.layer, *tensors)
+            self._count_in(uses, may_fold)
+
+    def _count_in(self, uses: Uses, may_fold: bool) -> None:
         assert self._found is not None
-        rule = self._rule_of(record.layer)
-        tensors = [_at_least_float32(each) for each in (*inputs, gradient)]
-        for param, call in rule(record.layer, *tensors):
+        for param, call in uses:
             if (found := self._found.get(id(param))) is not None:
                 found.add(call, may_fold=may_fold)
 
-    def _refuse_uncovered(self, records: Sequence[_Record], graph: Survey) -> None:
-        """Every use of a parameter in the graph must be a recorded call of its layer."""
-        recorded = Counter[int]()
-        for record in records:
-            own = [id(param) for param in record.layer.parameters(recurse=False)]
-            if self._rule_of(record.layer) is not any_layer:
-                recorded.update(own)
-            else:
-                inside = survey(record.edge.node, graph.reached, record.sources).uses
-                recorded.update({key: inside[key] for key in own})
-        missing = [self._names[id(p)] for p in self._params if graph.uses[id(p)] > recorded[id(p)]]
-        if missing:
-            raise UncoveredParameterError(missing)
+    def along(
+        self, run_again: Callable[[], Tensor], direction: Tensor, weights: tuple[float, float]
+    ) -> BookkeptGradients:
+        """One forward and backward pass in dual numbers; each layer's gradient is a bilinear form,
+
+        so that its derivative is two calls of the same form (:meth:`AbstractForm.along`).
+        """
+        assert self._module is not None
+        self.drop()
+        self._is_along = True
+        try:
+            calls = run_along(
+                self._module, self._params, direction, lambda: self._duals_of(run_again())
+            )
+        finally:
+            self._is_along = False
+        parts = unflatten(direction, self._params)
+        of = {id(param): part for param, part in zip(self._params, parts, strict=True)}
+        with self._not_watching(), torch.no_grad():
+            for record, gradient in calls:
+                record.take_inputs()
+                inputs = [_both_at_least_float32(each) for each in record.moved]
+                back = _both_at_least_float32(gradient)
+                rule = self._rule_of(record.layer)
+                uses = uses_along(rule, record.layer, inputs, back, of, weights)
+                self._count_in(uses, may_fold=True)
+        return self.take(1.0, {})
+
+    def _duals_of(self, loss: Tensor) -> list[tuple[_Record, Dual]]:
+        """Inside dual numbers: every call, with the gradient of its output and its derivative."""
+        records, _ = self._calls_of(loss)
+        if not records:
+            return []
+        with self._not_watching():
+            edges = [record.edge for record in records]
+            found = torch.autograd.grad(loss, edges, create_graph=True, allow_unused=True)
+        pairs = zip(records, found, strict=True)
+        return [(record, split(gradient)) for record, gradient in pairs if gradient is not None]
 
     def take(self, scale: float, touched: Mapping[str, nn.Parameter]) -> BookkeptGradients:
         found, self._found = self._found, None
@@ -222,7 +289,8 @@ class Bookkeeping(AbstractGradientEngine):
     def detach(self) -> None:
         for handle in self._handles:
             handle.remove()
-        self._handles, self._params, self._names = [], (), {}
+        self._handles, self._params, self._names, self._own = [], (), {}, {}
+        self._module = None
         self._memory = Memory()
         self.drop()
 
@@ -297,6 +365,24 @@ class BookkeptGradients(AbstractPerSampleGradients):
                 parts.append(total if total.dtype == dtype else total.to(dtype))
         return torch.cat(parts)
 
+    def restrict(self, coordinates: Tensor) -> AbstractPerSampleGradients:
+        parts, start = [], 0
+        sizes = [param.numel() for param in self._params]
+        ends = torch.tensor(sizes, device=coordinates.device).cumsum(0)
+        cuts = torch.searchsorted(coordinates.contiguous(), ends).cpu()
+        chosen = torch.tensor_split(coordinates, cuts)
+        for param, gradient, own in zip(self._params, self._gradients, chosen, strict=False):
+            places = (own - start).to(param.device)
+            dtype = torch.promote_types(param.dtype, torch.float32)
+            if gradient is None or not len(places):
+                parts.append(
+                    torch.zeros(self._count, len(places), dtype=dtype, device=param.device)
+                )
+            else:
+                parts.append(gradient.entries(places).to(dtype))
+            start += param.numel()
+        return restricted(parts, self._factor)
+
     def combine(
         self, weight: float, others: Sequence[tuple[float, AbstractPerSampleGradients]]
     ) -> BookkeptGradients:
@@ -321,6 +407,11 @@ def _at_least_float32(tensor: Tensor) -> Tensor:
     if tensor.dtype in (torch.float16, torch.bfloat16):
         return tensor.float()
     return tensor
+
+
+def _both_at_least_float32(dual: Dual) -> Dual:
+    value, moved = dual
+    return _at_least_float32(value), None if moved is None else _at_least_float32(moved)
 
 
 def _refuse_compiled(name: str, layer: nn.Module) -> None:

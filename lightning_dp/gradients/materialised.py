@@ -11,7 +11,7 @@ from lightning_dp.clipping import AbstractPerSampleGradients
 from lightning_dp.functional import as_rows, per_sample_norms
 from lightning_dp.gradients.base import UnsupportedModelError
 
-__all__ = ["MaterialisedGradients"]
+__all__ = ["MaterialisedGradients", "restricted"]
 
 
 class MaterialisedGradients(AbstractPerSampleGradients):
@@ -63,6 +63,18 @@ class MaterialisedGradients(AbstractPerSampleGradients):
             parts.append(weights.to(dtype) @ rows)
         return torch.cat(parts)
 
+    def restrict(self, coordinates: Tensor) -> MaterialisedGradients:
+        parts, start = [], 0
+        for param, gradient in zip(self._params, self._gradients, strict=True):
+            end = start + param.numel()
+            places = coordinates[(coordinates >= start) & (coordinates < end)].to(param.device)
+            if gradient is None:
+                parts.append(param.new_zeros(self._count, len(places)))
+            else:
+                parts.append(as_rows(gradient)[:, places - start])
+            start = end
+        return restricted(parts, self._scale)
+
     def combine(
         self, weight: float, others: Sequence[tuple[float, AbstractPerSampleGradients]]
     ) -> MaterialisedGradients:
@@ -78,6 +90,12 @@ class MaterialisedGradients(AbstractPerSampleGradients):
                 if gradient is not None:
                     combined[position] = _plus(combined[position], gradient, factor)
         return MaterialisedGradients(self._params, combined, scale or 1.0)
+
+
+def restricted(parts: Sequence[Tensor], scale: float) -> MaterialisedGradients:
+    """Gradients at some coordinates only, from the columns that belong to each parameter."""
+    rows = torch.cat(list(parts), dim=1)
+    return MaterialisedGradients([rows.new_empty(rows.shape[1])], [rows], scale)
 
 
 def _plus(so_far: Tensor | None, gradient: Tensor, factor: float) -> Tensor:

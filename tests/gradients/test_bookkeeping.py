@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
 from lightning_dp.clipping import bounded_sum
@@ -134,6 +135,7 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor]]] = {
     "embedding_padded": (
         net(nn.Embedding(7, 4, padding_idx=2), nn.Tanh()), lambda: torch.randint(7, (RECORDS, 9)),
     ),
+    "embedding_tied_to_linear": (lambda: TableAndLayer(), lambda: torch.randint(7, (RECORDS, 40))),
     "embedding_of_one": (net(nn.Embedding(7, 4), nn.Tanh()), lambda: torch.randint(7, (RECORDS,))),
     "layer_norm": (net(nn.Linear(6, 8), nn.LayerNorm(8), nn.Tanh()), images(3, 6)),
     "layer_norm_of_images": (net(nn.LayerNorm((2, 4, 3)), nn.Tanh()), images(2, 4, 3)),
@@ -163,6 +165,18 @@ class Twice(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.norm(self.layer(torch.tanh(self.norm(self.layer(x))))).flatten(1)
+
+
+class TableAndLayer(nn.Module):
+    """Of the table all rows are kept, of the layer its input and what came back."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.layer = nn.Embedding(7, 6), nn.Linear(6, 7)
+        self.layer.weight = self.table.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(torch.tanh(self.table(x)).mean(1))
 
 
 class SmallMaps(nn.Sequential):
@@ -730,3 +744,203 @@ def test_a_layer_that_draws_random_numbers_is_refused(engine):
     engine.attach(module, params_of(module))
     with pytest.raises(UnsupportedModelError, match=r"Noisy cannot be run record by record"):
         engine.backward(loss_of(module(torch.ones(RECORDS, 6))))
+
+
+# -- Hessian-vector products ---------------------------------------------------------------------
+
+
+def products_one_by_one(module: nn.Module, batch: Tensor, direction: Tensor) -> Tensor:
+    """(n, d): H_i u by two plain backward passes in float64, one record at a time."""
+    module = copy.deepcopy(module).double()
+    batch = batch.double() if batch.is_floating_point() else batch
+    rows = []
+    for i in range(len(batch)):
+        with sdpa_kernel(SDPBackend.MATH):  # fused attention has no second derivative
+            output = module(batch[i : i + 1])
+            targets = torch.linspace(-1, 1, output.numel() * len(batch), dtype=torch.float64)
+            loss = (torch.tanh(output) - targets.view(len(batch), -1)[i]).square().sum()
+            parts = torch.autograd.grad(loss, params_of(module), create_graph=True)
+            slope = torch.cat([part.reshape(-1) for part in parts]) @ direction.double()
+            again = torch.autograd.grad(slope, params_of(module), materialize_grads=True)
+        rows.append(torch.cat([part.reshape(-1) for part in again]))
+    return torch.stack(rows)
+
+
+def along(
+    engine: Bookkeeping, module: nn.Module, batch: Tensor, u: Tensor, weights: tuple[float, float]
+) -> Any:
+    return engine.along(lambda: loss_of(module(batch)), u, weights)
+
+
+def direction_for(module: nn.Module) -> Tensor:
+    """Random; without a part for padding, which has no gradient and still moves the output."""
+    generator = torch.Generator().manual_seed(5)
+    other = copy.deepcopy(module)
+    with torch.no_grad():
+        for param in other.parameters():
+            param.copy_(torch.randn(param.shape, generator=generator))
+        for part in other.modules():
+            if isinstance(part, nn.Embedding) and part.padding_idx is not None:
+                part.weight[part.padding_idx] = 0
+    return torch.cat([param.detach().reshape(-1) for param in params_of(other)])
+
+
+@pytest.mark.usefixtures("memory")
+@pytest.mark.parametrize("weights", [(1.0, 1.0), (0.0, 1.0), (-0.5, 2.0)])
+def test_hessian_vector_products_equal_the_loop(engine, model_and_batch, weights):
+    module, batch = model_and_batch
+    u = direction_for(module)
+    products = products_one_by_one(module, batch, u)
+    expected = weights[0] * one_by_one(module, batch) + weights[1] * products
+    engine.attach(module, params_of(module))
+
+    gradients = along(engine, module, batch, u, weights)
+
+    assert gradients.count == RECORDS
+    norms = expected.norm(dim=1)
+    torch.testing.assert_close(gradients.norms(), norms, rtol=2e-5, atol=1e-9)
+    clip_norm = float(norms.median())
+    total = bounded_sum(gradients, clip_norm).value.double()
+    wanted = clipped(expected, clip_norm)
+    assert (total - wanted).norm() <= 2e-5 * wanted.norm()
+
+
+@pytest.mark.usefixtures("memory")
+@pytest.mark.parametrize("keep", [1, 7, None])
+def test_restricted_gradients_and_products_are_columns_of_the_loop(engine, model_and_batch, keep):
+    module, batch = model_and_batch
+    u = direction_for(module)
+    expected = one_by_one(module, batch) + products_one_by_one(module, batch, u)
+    places = torch.arange(expected.shape[1])
+    places = places[-keep:] if keep == 1 else places[3 :: keep or 1][:-1]
+    engine.attach(module, params_of(module))
+
+    gradients = along(engine, module, batch, u, (1.0, 1.0)).restrict(places)
+
+    size = float(expected.norm(dim=1).max())
+    norms = expected[:, places].norm(dim=1)
+    torch.testing.assert_close(gradients.norms(), norms, rtol=0, atol=2e-5 * size)
+    total = gradients.weighted_sum(torch.ones(RECORDS)).double()
+    assert (total - expected[:, places].sum(0)).norm() <= 2e-5 * size
+    only = watched(engine, module, batch).restrict(places).weighted_sum(torch.ones(RECORDS))
+    wanted = one_by_one(module, batch)[:, places].sum(0)
+    assert (only.double() - wanted).norm() <= 2e-5 * size
+
+
+def test_a_pass_along_a_direction_leaves_the_model_and_the_next_batch_as_they_were(
+    engine, model_and_batch
+):
+    module, batch = model_and_batch
+    before = dict(module.named_parameters())
+    engine.attach(module, params_of(module))
+    first = watched(engine, module, batch).weighted_sum(torch.ones(RECORDS))
+
+    along(engine, module, batch, direction_for(module), (1.0, 1.0))
+
+    after = dict(module.named_parameters())
+    assert all(after[name] is param and param.grad is None for name, param in before.items())
+    again = watched(engine, module, batch).weighted_sum(torch.ones(RECORDS))
+    assert torch.equal(first, again)
+
+
+@pytest.mark.parametrize("poison", ["nan", "inf"])
+def test_a_record_whose_product_is_not_finite_contributes_nothing(engine, poison):
+    torch.manual_seed(0)
+    module, batch = CASES["linear"][0](), torch.randn(RECORDS, 6)
+    batch[2] = float(poison)
+    u = direction_for(module)
+    engine.attach(module, params_of(module))
+    total = bounded_sum(along(engine, module, batch, u, (1.0, 1.0)), 0.1).value.double()
+    expected = one_by_one(module, batch) + products_one_by_one(module, batch, u)
+    wanted = clipped(expected[torch.arange(RECORDS) != 2], 0.1)
+    assert (total - wanted).norm() <= 2e-5 * wanted.norm()
+
+
+class Tied(nn.Module):
+    """One table at both ends, and a layer under checkpoint() between."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(9, 6)
+        self.middle = nn.Linear(6, 6)
+        self.out = nn.Linear(6, 9, bias=False)
+        self.out.weight = self.tokens.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = checkpoint(lambda t: torch.tanh(self.middle(t)), self.tokens(x), use_reentrant=False)
+        return self.out(y).flatten(1)
+
+
+def test_products_of_shared_and_recomputed_layers_equal_the_loop(engine):
+    torch.manual_seed(0)
+    module, batch = Tied(), torch.randint(9, (RECORDS, 4))
+    u = direction_for(module)
+    expected = products_one_by_one(module, batch, u)
+    engine.attach(module, params_of(module))
+    total = along(engine, module, batch, u, (0.0, 1.0)).weighted_sum(torch.ones(RECORDS))
+    assert (total.double() - expected.sum(0)).norm() <= 2e-5 * expected.sum(0).norm()
+
+
+def test_products_of_frozen_parts_are_those_of_the_trained_ones(engine):
+    torch.manual_seed(0)
+    module, batch = CASES["linear"][0](), torch.randn(RECORDS, 6)
+    module[0].requires_grad_(False)
+    u = direction_for(module)
+    expected = products_one_by_one(module, batch, u)
+    engine.attach(module, params_of(module))
+    total = along(engine, module, batch, u, (0.0, 1.0)).weighted_sum(torch.ones(RECORDS))
+    torch.testing.assert_close(total.double(), expected.sum(0), rtol=2e-5, atol=1e-6)
+
+
+class Unrecorded(nn.Module):
+    """Uses a weight outside its layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x) + x @ self.layer.weight
+
+
+def test_uses_outside_a_layer_are_found_along_a_direction_too(engine):
+    module = Unrecorded()
+    engine.attach(module, params_of(module))
+    with pytest.raises(UncoveredParameterError, match=r"layer\.weight"):
+        along(engine, module, torch.randn(RECORDS, 6), direction_for(module), (1.0, 1.0))
+
+
+def test_engines_without_products_say_so():
+    module, engine = nn.Linear(6, 3), OpacusHooks()
+    engine.attach(module, params_of(module))
+    assert not engine.has_products
+    with pytest.raises(UnsupportedModelError, match="no Hessian-vector products"):
+        engine.along(lambda: torch.zeros(()), torch.zeros(21), (1.0, 1.0))
+    engine.detach()
+
+
+class NoForwardMode(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient
+
+
+class OwnFunction(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return NoForwardMode.apply(self.layer(x))
+
+
+def test_an_operation_without_a_second_derivative_is_named_as_the_cause(engine):
+    module = OwnFunction()
+    engine.attach(module, params_of(module))
+    with pytest.raises(UnsupportedModelError, match="second derivative"):
+        along(engine, module, torch.randn(RECORDS, 6), direction_for(module), (1.0, 1.0))
+    watched(engine, module, torch.randn(RECORDS, 6))  # and it still works

@@ -52,7 +52,7 @@ class AbstractForm(ABC):
 
     @abstractmethod
     def weighted_sum(self, v: Tensor, u: Tensor, weights: Tensor) -> Tensor:
-        """Σ_i weights_i f(v_i, u_i), of the parameter's shape, without making the rows."""
+        """Σ_i weights_i f(v_i, u_i), of the parameter's shape or flat, without making the rows."""
 
     def both(self, here: Call, there: Call) -> list[Call]:
         """f(v, u) + f(v', u') as calls that lose no digits where v and v' are close.
@@ -63,6 +63,32 @@ class AbstractForm(ABC):
         if here.v.data_ptr() == there.v.data_ptr():  # the batch itself
             return [total]
         return [replace(here, v=here.v - there.v), total]
+
+    def along(
+        self,
+        v: tuple[Tensor, Tensor | None],
+        u: tuple[Tensor, Tensor | None],
+        weights: tuple[float, float],
+    ) -> list[Call]:
+        """w f + w' (the derivative of f along a direction), by the product rule.
+
+        = f(v, w u + w' u̇) + f(v̇, w' u), the derivatives v̇ and u̇ given beside v and u, or None
+        where they are zero.
+        """
+        (value, moved), back = v, _weighted(u, weights)
+        calls = [Call(self, value, back)]
+        return calls if moved is None else [*calls, Call(self, moved, weights[1] * u[0])]
+
+    def entries(self, v: Tensor, u: Tensor, shape: torch.Size, places: Tensor) -> Tensor:
+        """f(v_i, u_i) of each record at some places of the flat parameter: shape (n, k).
+
+        Args:
+            shape: of the parameter.
+            places: k of them.
+        """
+        size = max(1, _SLICE_BYTES // (4 * shape.numel()))
+        parts = zip(torch.split(v, size), torch.split(u, size), strict=True)
+        return torch.cat([as_rows(self.rows(*part))[:, places] for part in parts])
 
     def squared_norms(self, calls: Sequence[Call], *, may_keep: bool) -> Tensor | None:
         """‖Σ_calls f(v_i, u_i)‖² of each record as float64, where that is cheaper than the rows.
@@ -112,6 +138,14 @@ class Rows(AbstractForm):
 
     def both(self, here: Call, there: Call) -> list[Call]:
         return [self.call(here.u + there.u)]
+
+    def along(
+        self,
+        v: tuple[Tensor, Tensor | None],
+        u: tuple[Tensor, Tensor | None],
+        weights: tuple[float, float],
+    ) -> list[Call]:
+        return [self.call(call.u) for call in super().along((v[0], None), u, weights)]
 
     def squared_norms(self, calls: Sequence[Call], *, may_keep: bool) -> Tensor | None:
         return squared_row_norms(calls[0].u) if len(calls) == 1 else None
@@ -225,11 +259,16 @@ class ParameterGradients:
             self._kept = None
         if records is not None:
             calls = [call.of(records) for call in calls]
-        sums = (c.form.weighted_sum(c.v, c.u, weights.to(c.u.dtype)) for c in calls)
-        total = reduce(torch.add, sums).reshape(-1)
+        sums = [c.form.weighted_sum(c.v, c.u, weights.to(c.u.dtype)) for c in calls]
+        total = reduce(torch.add, (each.reshape(-1) for each in sums))
         while self._borrowed:
             self._memory.give_back(self._borrowed.pop())
         return total
+
+    def entries(self, places: Tensor) -> Tensor:
+        """g_i at some places of the flat parameter: shape (n, places)."""
+        parts = (call.form.entries(call.v, call.u, self._shape, places) for call in self.calls)
+        return reduce(torch.add, parts)
 
     def combine(
         self, weight: float, others: Sequence[tuple[float, ParameterGradients]]
@@ -244,6 +283,13 @@ class ParameterGradients:
             else:
                 calls += new
         return ParameterGradients(calls, self._shape, self._memory)
+
+
+def _weighted(u: tuple[Tensor, Tensor | None], weights: tuple[float, float]) -> Tensor:
+    """w u + w' u̇."""
+    value, moved = u
+    total = value if weights[0] == 1 else weights[0] * value
+    return total if moved is None else torch.add(total, moved, alpha=weights[1])
 
 
 def _sum_of_rows(calls: Sequence[Call]) -> Tensor:

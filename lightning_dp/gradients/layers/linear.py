@@ -28,6 +28,15 @@ class OuterProduct(AbstractForm):
     def writes_out(self, v: Tensor, u: Tensor) -> bool:
         return True
 
+    def entries(self, v: Tensor, u: Tensor, shape: torch.Size, places: Tensor) -> Tensor:
+        times, (row, column) = v.shape[1], (places // shape[1], places % shape[1])
+        if not 0 < times * len(places) <= shape.numel():
+            return super().entries(v, u, shape, places)  # all of them are no more work
+        total = u[:, 0, row] * v[:, 0, column]
+        for t in range(1, times):
+            total.addcmul_(u[:, t, row], v[:, t, column])
+        return total
+
     def weighted_sum(self, v: Tensor, u: Tensor, weights: Tensor) -> Tensor:
         scaled = (u * weights.view(-1, 1, 1)).flatten(0, 1)
         return scaled.T @ v.flatten(0, 1)
