@@ -254,6 +254,22 @@ def test_clipped_sums_equal_a_loop_over_records(engine, case):
     assert error <= 1e-5
 
 
+def test_a_restriction_to_coordinates_comes_before_the_clipping(engine, case):
+    module, batch = case.make(), case.batch()
+    rows = one_by_one(module, batch)
+    coordinates = torch.arange(len(rows[0]))[2::3]
+    expected = [row[coordinates] for row in rows]
+    clip_norm = float(torch.stack([g.norm() for g in expected]).median())
+    engine.attach(module, trained(module))
+
+    gradients = run(engine, module, batch, divide_by=4.0).restrict(coordinates)
+
+    total = bounded_sum(gradients, clip_norm)
+    wanted = clipped(expected, clip_norm)
+    assert gradients.count == RECORDS and total.value.shape == coordinates.shape
+    assert (total.value.double() - wanted).norm() <= 1e-5 * wanted.norm()
+
+
 def test_the_division_of_the_loss_is_undone(engine, case):
     module, batch = case.make(), case.batch()
     expected = clipped(one_by_one(module, batch), 0.1)
