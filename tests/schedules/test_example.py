@@ -2,67 +2,23 @@
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-EXAMPLES = Path(__file__).parents[2] / "examples" / "papers"
-SCRIPT = EXAMPLES / "dynamic_noise.py"
-
-
-def run(*arguments: str, cwd: Path, **environment: str) -> subprocess.CompletedProcess[str]:
-    clean = {k: v for k, v in os.environ.items() if k != "LIGHTNING_DP_DATA"}
-    return subprocess.run(
-        [sys.executable, str(SCRIPT), *arguments],
-        cwd=cwd,
-        env={**clean, **environment},
-        capture_output=True,
-        text=True,
-    )
-
 
 @pytest.fixture
-def example(monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.syspath_prepend(str(EXAMPLES))
-    import dynamic_noise
-
-    yield dynamic_noise
-    for name in ("dynamic_noise", "dynamic_noise_data", "dynamic_noise_minibatches"):
-        sys.modules.pop(name, None)
-
-
-@pytest.fixture
-def digits(tmp_path: Path) -> Path:
-    """A folder with something of the shape of MNIST: ten noisy patterns."""
-    rng = np.random.default_rng(0)
-    patterns = rng.integers(0, 160, (10, 28, 28))
-    labels = rng.integers(0, 10, 7000).astype(np.uint8)
-    images = (patterns[labels] + rng.integers(0, 96, (7000, 28, 28))).astype(np.uint8)
-    np.savez(
-        tmp_path / "mnist.npz",
-        **{"X_train": images[:6000], "y_train": labels[:6000]},
-        **{"X_test": images[6000:], "y_test": labels[6000:]},
-    )
-    return tmp_path
+def example(import_paper: Callable[[str], Any]) -> Any:
+    return import_paper("dynamic_noise")
 
 
 @pytest.mark.parametrize("given", [(), ("--data", "nowhere")])
-def test_without_data_it_explains_itself(given, example, monkeypatch, capsys):
-    monkeypatch.delenv("LIGHTNING_DP_DATA", raising=False)
-    monkeypatch.setattr(sys, "argv", ["dynamic_noise.py", *given])
-    with pytest.raises(SystemExit) as stop:
-        example.main()
-    assert stop.value.code == 2
-    said = capsys.readouterr().err
-    for words in ("MNIST is missing", "--data DIR", "LIGHTNING_DP_DATA", "mnist.npz", "MNIST/raw/"):
-        assert words in said
+def test_without_data_it_explains_itself(given, example, explains_missing_mnist):
+    explains_missing_mnist(example, given)
 
 
 @pytest.mark.parametrize("loss", ["squared", "logistic", "network"])
@@ -105,9 +61,9 @@ def test_every_plan_spends_its_budget(example):
             assert 0.998 * value < spent <= value * (1 + 1e-9)
 
 
-def test_the_scaled_records_have_the_data_scale_as_their_largest_norm(example, digits):
+def test_the_scaled_records_have_the_data_scale_as_their_largest_norm(example, mnist_folder):
     for each in (True, False):
-        records = example.mnist35(str(digits), 7.0, each_feature=each)
+        records = example.mnist35(str(mnist_folder), 7.0, each_feature=each)
         assert records.x.shape == (1000, 60)
         assert float(records.x.norm(dim=1).max()) == pytest.approx(7.0)
         assert float(records.x.mean(0).abs().max()) < 1e-9
@@ -116,8 +72,8 @@ def test_the_scaled_records_have_the_data_scale_as_their_largest_norm(example, d
 
 
 @pytest.mark.slow
-def test_the_quick_run_prints_its_tables_and_draws_its_pictures(digits, tmp_path):
-    done = run("--quick", "--output", "pictures", cwd=tmp_path, LIGHTNING_DP_DATA=str(digits))
+def test_the_quick_run_prints_its_tables_and_draws_its_pictures(run_paper, mnist_folder, tmp_path):
+    done = run_paper("dynamic_noise.py", "--quick", "--output", "pictures", data=mnist_folder)
     assert done.returncode == 0, done.stderr
     for words in (
         "(3.456, 1e-08)-DP exactly",
