@@ -6,9 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_dp.gradients import (
-    RawGradientGuard,
-)
+from lightning_dp.gradients import RawGradientGuard
 
 
 @pytest.fixture
