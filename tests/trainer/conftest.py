@@ -119,7 +119,7 @@ def assert_trained() -> Callable[..., None]:
 
     def check(
         trainer: L.Trainer, model: Any, privacy: Any, loader: Any, untrained: Any, steps: int
-    ):
+    ) -> None:
         assert trainer.global_step == privacy.steps == steps
         assert loss_of(model, loader) < 0.9 * loss_of(untrained, loader)
 
