@@ -125,8 +125,14 @@ class Mechanism:
         else:
             self.ledger.charge(event)
             self.guard.book(event)
+            self._prepare_noise(query, params)
         self._is_under_way, self._query, self._total = True, query, None
         return query
+
+    def _prepare_noise(self, query: Query, params: Sequence[Tensor]) -> None:
+        """Have it drawn while the batch is computed."""
+        if self.world.is_lead and query.noise_multiplier > 0:
+            self.noise.prepare(sum(param.numel() for param in params), params[0].device)
 
     def _as_on_lead(self, query: Query | None) -> Query | None:
         """The same bound on every process: a norm may differ in its last bit between machines."""

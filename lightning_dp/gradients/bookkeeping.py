@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import reduce
+from functools import partial, reduce
 from typing import Any
 
 import torch
@@ -21,7 +21,7 @@ from lightning_dp.gradients.base import (
     UnsupportedModelError,
     number_of_records,
 )
-from lightning_dp.gradients.graph import parameter_uses
+from lightning_dp.gradients.graph import Survey, survey
 from lightning_dp.gradients.layers import (
     RULES,
     Memory,
@@ -33,8 +33,9 @@ from lightning_dp.gradients.layers import (
 
 __all__ = ["Bookkeeping", "BookkeptGradients", "Functional"]
 
-# Gradients of all records that are made for the norms are kept for the sum, up to this much.
-_KEEP_BYTES = 256 << 20
+# Gradients of all records that are made for the norms, and that are larger than what they are made
+# from, are kept for the sum up to this much.
+_KEEP_BYTES = 32 << 20
 _CURE = "Use engine='hooks', or change the layer."
 
 
@@ -47,7 +48,6 @@ class _Record:
     versions: list[int]
     sources: set[Any]  # the graph nodes that made the inputs
     edge: GradientEdge
-    gradient: Tensor | None = None
 
 
 class Bookkeeping(AbstractGradientEngine):
@@ -56,11 +56,12 @@ class Bookkeeping(AbstractGradientEngine):
     Forward hooks keep each layer's input. The backward pass stops at the layers' outputs, so
     autograd computes no weight gradient at all. Norms come from inputs and output gradients
     (an outer product has the product of the norms), and the clipped sum is an ordinary weight
-    gradient with the records scaled. Gradients per record are made where
-    that is cheaper or there is no other way: of convolutions, norm layers and biases, of linear
-    layers on long sequences, of weights that layers of different types share. At most 256 MiB of
-    them are kept from the norms to the sum; beyond that they are made in slices. Layers without a
-    rule have theirs made for all records at once.
+    gradient with the records scaled. Gradients per record are made where that is cheaper or there is
+    no other way: of convolutions, norm layers and biases, of linear layers on long sequences, of
+    weights that layers of different types share. Where they are smaller than what they are made
+    from, they take its place as soon as the backward pass has come to the layer; of larger ones at
+    most 32 MiB are kept from the norms to the sum, and beyond that they are made in slices. Layers
+    without a rule have theirs made for all records at once.
 
     Covers Linear, Conv1d to 3d, Embedding, LayerNorm, GroupNorm, InstanceNorm, RMSNorm, any other
     layer with tensors in and one out (slower), layers called several times, and shared parameters.
@@ -83,7 +84,7 @@ class Bookkeeping(AbstractGradientEngine):
         self._names: dict[int, str] = {}
         self._handles: list[RemovableHandle] = []
         self._records: list[_Record] = []
-        self._gradients: list[ParameterGradients | None] | None = None
+        self._found: dict[int, ParameterGradients] | None = None  # of the last backward pass
         self._problem: str | None = None
         self._memory = Memory()
         self._is_watching = True
@@ -128,76 +129,100 @@ class Bookkeeping(AbstractGradientEngine):
             edge = get_gradient_edge(output)
             self._records.append(_Record(layer, inputs, versions, sources, edge))
 
-    def backward(self, loss: Tensor, *, keep_graph: bool = False) -> None:
+    def backward(self, loss: Tensor, *, keep_graph: bool = False, may_fold: bool = True) -> None:
         problem, self._problem = self._problem, None
         if problem is not None:
             raise UnsupportedModelError(problem)
-        self._is_watching = False  # checkpointed layers run again
+        records, self._records = self._records, []
+        graph = survey(loss.grad_fn, {record.edge.node for record in records})
+        records = [record for record in records if record.edge.node in graph.reached]
+        self._refuse_uncovered(records, graph)
+        self._found = {
+            id(param): ParameterGradients([], param.shape, self._memory) for param in self._params
+        }
+        if not records:
+            return
+        self._is_watching = False  # checkpointed layers run again, others record by record
         try:
-            edges = [record.edge for record in self._records]
-            found: Sequence[Tensor | None] = ()
-            if edges:
-                found = torch.autograd.grad(loss, edges, retain_graph=keep_graph, allow_unused=True)
-        finally:
-            self._is_watching = True
-        for record, gradient in zip(self._records, found, strict=True):
-            record.gradient = gradient
-        self._records = [record for record in self._records if record.gradient is not None]
-        self._refuse_uncovered(loss)
-        self._is_watching = False  # some layers run again, record by record
-        try:
-            with torch.no_grad():
-                self._gradients = self._bookkeep()
+            self._differentiate(loss, records, graph.innermost, keep_graph, may_fold)
         finally:
             self._is_watching = True
 
-    def _refuse_uncovered(self, loss: Tensor) -> None:
+    def _differentiate(
+        self,
+        loss: Tensor,
+        records: Sequence[_Record],
+        innermost: set[Any],
+        keep_graph: bool,
+        may_fold: bool,
+    ) -> None:
+        """Keep what is needed of a layer as soon as the backward pass comes to its output.
+
+        It has to go on to the innermost layers' outputs only; there it stops, and gives what came.
+        What is not needed of a layer is free before the pass comes to the next one.
+        """
+        ends = [record for record in records if record.edge.node in innermost]
+        handles = []
+        for record in records:
+            if record.edge.node not in innermost:
+                hook = partial(self._on_gradients, record, may_fold)
+                handles.append(record.edge.node.register_prehook(hook))
+        edges = [record.edge for record in ends]
+        try:
+            found = torch.autograd.grad(loss, edges, retain_graph=keep_graph, allow_unused=True)
+        finally:
+            for handle in handles:
+                handle.remove()
+        with torch.no_grad():
+            for record, gradient in zip(ends, found, strict=True):
+                self._keep(record, gradient, may_fold)
+
+    def _on_gradients(
+        self, record: _Record, may_fold: bool, gradients: tuple[Tensor | None, ...]
+    ) -> None:
+        with torch.no_grad():
+            self._keep(record, gradients[record.edge.output_nr], may_fold)
+
+    def _keep(self, record: _Record, gradient: Tensor | None, may_fold: bool) -> None:
+        """Of one call of a layer what the norms and the sum are made from."""
+        inputs, record.inputs = record.inputs, ()
+        if gradient is None:
+            return
+        if [each._version for each in inputs] != record.versions:
+            raise UnsupportedModelError(
+                f"The input of a layer ({type(record.layer).__name__}) was overwritten after "
+                "the layer had used it. Do not change tensors in place between layers."
+            )
+        assert self._found is not None
+        rule = self._rule_of(record.layer)
+        tensors = [_at_least_float32(each) for each in (*inputs, gradient)]
+        for param, call in rule(record.layer, *tensors):
+            if (found := self._found.get(id(param))) is not None:
+                found.add(call, may_fold=may_fold)
+
+    def _refuse_uncovered(self, records: Sequence[_Record], graph: Survey) -> None:
         """Every use of a parameter in the graph must be a recorded call of its layer."""
-        nodes = {record.edge.node for record in self._records}
-        uses, recorded = parameter_uses(loss.grad_fn, nodes), Counter[int]()
-        for record in self._records:
+        recorded = Counter[int]()
+        for record in records:
             own = [id(param) for param in record.layer.parameters(recurse=False)]
             if self._rule_of(record.layer) is not any_layer:
                 recorded.update(own)
             else:
-                inside = parameter_uses(record.edge.node, nodes, record.sources)
+                inside = survey(record.edge.node, graph.reached, record.sources).uses
                 recorded.update({key: inside[key] for key in own})
-        missing = [self._names[id(p)] for p in self._params if uses[id(p)] > recorded[id(p)]]
+        missing = [self._names[id(p)] for p in self._params if graph.uses[id(p)] > recorded[id(p)]]
         if missing:
             raise UncoveredParameterError(missing)
 
     def take(self, scale: float, touched: Mapping[str, nn.Parameter]) -> BookkeptGradients:
-        gradients, self._gradients = self._gradients, None
-        if gradients is None:
+        found, self._found = self._found, None
+        if found is None:
             raise RuntimeError("Bookkeeping.backward() must come before take().")
-        return BookkeptGradients(self._params, gradients, scale)
-
-    def _bookkeep(self) -> list[ParameterGradients | None]:
-        """For each parameter its uses, with what came back for them."""
-        records, self._records = self._records, []
-        calls: dict[int, list[Any]] = {id(param): [] for param in self._params}
-        for record in records:
-            gradient = record.gradient
-            assert gradient is not None
-            if [each._version for each in record.inputs] != record.versions:
-                raise UnsupportedModelError(
-                    f"The input of a layer ({type(record.layer).__name__}) was overwritten after "
-                    "the layer had used it. Do not change tensors in place between layers."
-                )
-            inputs = [_at_least_float32(each) for each in record.inputs]
-            rule = self._rule_of(record.layer)
-            for param, call in rule(record.layer, *inputs, _at_least_float32(gradient)):
-                if param is not None and id(param) in calls:
-                    calls[id(param)].append(call)
-        return [
-            ParameterGradients(used, param.shape, self._memory)
-            if (used := calls[id(param)])
-            else None
-            for param in self._params
-        ]
+        gradients = [found[id(param)] for param in self._params]
+        return BookkeptGradients(self._params, [g if g.calls else None for g in gradients], scale)
 
     def drop(self) -> None:
-        self._records, self._gradients, self._problem = [], None, None
+        self._records, self._found, self._problem = [], None, None
 
     def detach(self) -> None:
         for handle in self._handles:

@@ -79,9 +79,10 @@ class PrivateStep:
         """Whether :meth:`backward` takes the place of ``loss.backward()``."""
         return self._engine.runs_backward
 
-    def backward(self, loss: Tensor, *, keep_graph: bool) -> None:
+    def backward(self, loss: Tensor, query: Query | None, *, keep_graph: bool) -> None:
         """Run the backward pass as the engine does it."""
-        self._engine.backward(loss, keep_graph=keep_graph)
+        is_alone = query is None or not query.other_points
+        self._engine.backward(loss, keep_graph=keep_graph, may_fold=is_alone)
 
     def answer(
         self, mechanism: Mechanism, scale: float, forward_again: Callable[[], Tensor]
@@ -140,7 +141,7 @@ class PrivateStep:
             self._random_state.restore()
             loss = forward_again()
             if self._engine.runs_backward:
-                self._engine.backward(loss)
+                self._engine.backward(loss, may_fold=False)
             else:
                 self._module.backward(loss)
             gradients = self._engine.take(1.0, self._raw.touched())

@@ -234,11 +234,11 @@ class Oracle:
 
     @staticmethod
     def back(
-        engine: AbstractGradientEngine, module: nn.Module, loss: Tensor
+        engine: AbstractGradientEngine, module: nn.Module, loss: Tensor, *, may_fold: bool = True
     ) -> dict[str, nn.Parameter]:
         """The backward pass as the engine wants it; the parameters that got a gradient."""
         if engine.runs_backward:
-            engine.backward(loss)
+            engine.backward(loss, may_fold=may_fold)
             return {}
         loss.backward()
         touched = {n: p for n, p in module.named_parameters() if p.grad is not None}
@@ -250,10 +250,13 @@ class Oracle:
         engine: AbstractGradientEngine,
         module: nn.Module,
         batch: Tensor,
+        *,
         divide_by: float = 1.0,
+        may_fold: bool = True,
     ) -> Any:
         """One watched forward and backward pass: the engine's answer."""
-        touched = self.back(engine, module, self.mean_loss(module(batch)) / divide_by)
+        loss = self.mean_loss(module(batch)) / divide_by
+        touched = self.back(engine, module, loss, may_fold=may_fold)
         return engine.take(divide_by, touched)
 
 

@@ -14,7 +14,7 @@ from lightning_dp.gradients import (
     UncoveredParameterError,
     UnsupportedModelError,
 )
-from lightning_dp.gradients.graph import parameter_uses
+from lightning_dp.gradients.graph import survey
 
 
 @dataclass
@@ -129,4 +129,4 @@ def test_uses_are_counted_where_a_parameter_meets_something_else():
         ((x @ w).sum() + w.norm(), 2),
         (x.sum(), 0),
     ]:
-        assert parameter_uses(loss.grad_fn, ())[id(w)] == count
+        assert survey(loss.grad_fn, ()).uses[id(w)] == count

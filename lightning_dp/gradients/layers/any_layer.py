@@ -6,8 +6,7 @@ from torch import Tensor, nn
 from torch.func import functional_call, vjp, vmap
 
 from lightning_dp.gradients.base import UnsupportedModelError
-from lightning_dp.gradients.layers.base import Uses
-from lightning_dp.gradients.layers.bias import Bias
+from lightning_dp.gradients.layers.base import Rows, Uses
 
 __all__ = ["any_layer"]
 
@@ -56,4 +55,4 @@ def any_layer(layer: nn.Module, *tensors: Tensor) -> Uses:
             f"({type(error).__name__}). Give its parameters to a layer of their own "
             "(nn.Linear, nn.Embedding, ...)."
         ) from error
-    return [(own[name], Bias.call(rows[name])) for name in own]
+    return [(own[name], Rows.call(rows[name])) for name in own]
