@@ -1,4 +1,4 @@
-"""Clipped sums without per-sample gradients: from what layers saw and what came back to them."""
+"""Clipped sums from what layers saw and what came back to them, in one backward pass."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ from lightning_dp.gradients.base import (
     AbstractGradientEngine,
     UncoveredParameterError,
     UnsupportedModelError,
+    number_of_records,
 )
 from lightning_dp.gradients.forward_mode import Dual, run_along, split, uses_along
 from lightning_dp.gradients.graph import Survey, survey
@@ -71,13 +72,17 @@ class Bookkeeping(AbstractGradientEngine):
     Forward hooks keep each layer's input. The backward pass stops at the layers' outputs, so
     autograd computes no weight gradient at all. Norms come from inputs and output gradients
     (an outer product has the product of the norms), and the clipped sum is an ordinary weight
-    gradient with the records scaled. Nothing of size B times the parameters is made for linear
-    layers and embeddings; for others where it is small.
+    gradient with the records scaled. Gradients per record are made where that is cheaper or there is
+    no other way: of convolutions, norm layers and biases, of linear layers on long sequences, of
+    weights that layers of different types share. Where they are smaller than what they are made
+    from, they take its place as soon as the backward pass has come to the layer; of larger ones at
+    most 32 MiB are kept from the norms to the sum, and beyond that they are made in slices. Layers
+    without a rule have theirs made for all records at once.
 
     Covers Linear, Conv1d to 3d, Embedding, LayerNorm, GroupNorm, InstanceNorm, RMSNorm, any other
     layer with tensors in and one out (slower), layers called several times, and shared parameters.
-    A use of a parameter outside its layer, an input that was overwritten, or rows that are not
-    records are detected in every batch.
+    A use of a parameter outside its layer, an input that was overwritten, or layers that see
+    different numbers of rows are detected in every batch.
 
     Bu, Wang, Zha and Karypis, Differentially Private Optimization on Large Model at Small Cost
     (2023, arXiv:2210.00038), with the graph cut at the layers' outputs.
@@ -325,13 +330,7 @@ class BookkeptGradients(AbstractPerSampleGradients):
         self._params, self._gradients = params, gradients
         self._used = [gradient for gradient in gradients if gradient is not None]
         counts: set[int] = set().union(*(gradient.counts for gradient in self._used))
-        if len(counts) > 1:
-            raise UnsupportedModelError(
-                "Some layers see more rows than there are records (the model folds another dimension "
-                "into the batch, or is not batch-first), so a record's gradient cannot be bounded. "
-                "Keep records in the first dimension of every layer's input, one row each."
-            )
-        self._count = counts.pop() if counts else 0
+        self._count = number_of_records(counts)
         self._dtype = params[0].dtype if params else torch.float32
         self._scale, self._factor = scale, scale * self._count
 
