@@ -13,7 +13,7 @@ from lightning_dp.gradients.layers.base import (
     AbstractForm,
     Call,
     Uses,
-    sums_of_products,
+    sum_of_products,
 )
 
 __all__ = ["Lookup", "embedding"]
@@ -54,7 +54,7 @@ class Lookup(AbstractForm):
 def _squares(u: Tensor, v: Tensor) -> Tensor:
     products = torch.bmm(u, u.transpose(1, 2))
     products.masked_fill_(v.unsqueeze(2) != v.unsqueeze(1), 0.0)
-    return sums_of_products(products)
+    return sum_of_products(products)
 
 
 def embedding(layer: nn.Embedding, inputs: Tensor, gradient: Tensor) -> Uses:

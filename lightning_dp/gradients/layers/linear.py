@@ -13,10 +13,10 @@ from lightning_dp.gradients.layers.base import (
     PRODUCTS,
     AbstractForm,
     Call,
+    Rows,
     Uses,
-    sums_of_products,
+    sum_of_products,
 )
-from lightning_dp.gradients.layers.bias import Bias
 
 __all__ = ["OuterProduct", "linear"]
 
@@ -69,11 +69,11 @@ class OuterProduct(AbstractForm):
 
 
 def _squares(u: Tensor, v: Tensor) -> Tensor:
-    return sums_of_products(torch.bmm(u, u.transpose(1, 2)) * torch.bmm(v, v.transpose(1, 2)))
+    return sum_of_products(torch.bmm(u, u.transpose(1, 2)) * torch.bmm(v, v.transpose(1, 2)))
 
 
 def linear(layer: nn.Linear, inputs: Tensor, gradient: Tensor) -> Uses:
     """Weight and bias of one call; any dimensions between the first and the last are positions."""
     v = inputs.reshape(len(inputs), -1, inputs.shape[-1])
     u = gradient.reshape(len(gradient), -1, gradient.shape[-1])
-    return [(layer.weight, Call(OuterProduct(), v, u)), (layer.bias, Bias.call(u.sum(1)))]
+    return [(layer.weight, Call(OuterProduct(), v, u)), (layer.bias, Rows.call(u.sum(1)))]
