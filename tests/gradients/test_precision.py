@@ -144,7 +144,7 @@ def cancelling(kind: str) -> tuple[nn.Module, Tensor, Tensor]:
         return nn.Linear(6, 4, bias=False), opposite(torch.randn(6)), ones
     if kind == "tokens":
         signs = torch.tensor([1.0, -1.0 - 1e-7]).view(1, 2, 1)
-        return nn.Embedding(3, 4), torch.tensor([[1, 1]]), ones * signs
+        return nn.Embedding(300, 4), torch.tensor([[1, 1]]), ones * signs
     images = opposite(torch.randn(16)).transpose(1, 2)[..., None]
     return nn.Conv2d(16, 16, 1, bias=False), images, torch.ones(1, 16, 2, 1)
 
