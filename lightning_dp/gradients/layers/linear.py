@@ -39,9 +39,9 @@ class OuterProduct(AbstractForm):
         times, (row, column) = v.shape[1], (places // shape[1], places % shape[1])
         if not 0 < times * len(places) <= shape.numel():
             return super().entries(v, u, shape, places)  # all of them are no more work
-        total = u[:, 0, row] * v[:, 0, column]
+        total = u[:, 0].index_select(1, row).mul_(v[:, 0].index_select(1, column))
         for t in range(1, times):
-            total.addcmul_(u[:, t, row], v[:, t, column])
+            total.addcmul_(u[:, t].index_select(1, row), v[:, t].index_select(1, column))
         return total
 
     def weighted_sum(self, v: Tensor, u: Tensor, weights: Tensor) -> Tensor:
