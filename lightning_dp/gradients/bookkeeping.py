@@ -440,5 +440,5 @@ def _refuse_options(name: str, layer: nn.Module, rule: Rule) -> None:
             f"{name} ({type(layer).__name__}) has parameters that its type does not: "
             f"{sorted(names - {'weight', 'bias'})}. {_CURE}"
         )
-    if rule is any_layer and any(True for _ in layer.buffers(recurse=False)):
+    if rule is any_layer and names and any(True for _ in layer.buffers(recurse=False)):
         raise UnsupportedModelError(f"{name} ({type(layer).__name__}) has buffers. {_CURE}")

@@ -64,6 +64,18 @@ class Gated(nn.Module):
         return self.gate(self.linear(x), torch.tanh(x))
 
 
+class Standardised(nn.Module):
+    """A buffer, and no parameters but those of a layer inside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("scale", torch.linspace(0.5, 2.0, 6))
+        self.layer = nn.Linear(6, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x * self.scale)
+
+
 class OwnLinear(nn.Linear):
     """Has the forward pass of nn.Linear."""
 
@@ -134,6 +146,7 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor]]] = {
     "positions_as_a_parameter": (net(Positions()), lambda: torch.randint(9, (RECORDS, 7))),
     "prelu": (net(nn.Linear(6, 6), nn.PReLU(), nn.Linear(6, 2)), images(6)),
     "in_place_relu": (net(nn.Linear(6, 6), nn.ReLU(inplace=True), nn.Linear(6, 2)), images(6)),
+    "buffer_beside_layers": (net(Standardised(), nn.Tanh(), nn.Linear(4, 3)), images(6)),
     "two_tensors": (lambda: Gated(), images(6)),
     "subclass": (net(OwnLinear(6, 4), nn.Tanh(), OtherLinear(4, 3)), images(6)),
     "called_twice": (lambda: Twice(), images(6)),
