@@ -40,7 +40,7 @@ class AttentionCall:
         dropout: probability, 0 in eval mode.
         random_state: of the device's generator before the call; None if it drew nothing.
         autocast: the type that it computed in; None without autocast.
-        output: what came out, a copy that nobody can overwrite.
+        output: what came out.
         is_along: what comes out of a rule carries a derivative along a direction.
     """
 
@@ -90,7 +90,7 @@ class AttentionCall:
             autocast=torch.get_autocast_dtype(device)
             if torch.is_autocast_enabled(device)
             else None,
-            output=output.detach().clone(),
+            output=output.detach(),
             is_along=is_along,
         )
         return call, tuple(tensors.values())
