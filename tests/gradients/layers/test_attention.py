@@ -15,7 +15,12 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_dp import FullBatch
 from lightning_dp.callbacks import DifferentialPrivacy
-from lightning_dp.gradients import Bookkeeping, UncoveredParameterError, UnsupportedModelError
+from lightning_dp.gradients import (
+    Bookkeeping,
+    Functional,
+    UncoveredParameterError,
+    UnsupportedModelError,
+)
 from lightning_dp.gradients.layers import attention
 
 RECORDS, LENGTH, WIDTH, HEADS = 5, 4, 6, 2
@@ -321,6 +326,25 @@ def test_an_overwritten_output_is_refused(refuses, x):
 def test_records_in_the_second_dimension_are_refused_with_the_cure(engine):
     module = nn.TransformerEncoderLayer(WIDTH, HEADS, 8)
     with pytest.raises(UnsupportedModelError, match=r"self_attn.*batch_first=True"):
+        engine.attach(module, trained(module))
+
+
+def test_without_rules_the_layer_is_refused():
+    module = nn.Sequential(attention_layer())
+    with pytest.raises(UnsupportedModelError, match=r"0 \(MultiheadAttention\) hides its records"):
+        Functional().attach(module, trained(module))
+
+
+class OwnAttention(nn.MultiheadAttention):
+    """Another forward pass than the one that is known."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return super().forward(*args, **kwargs)
+
+
+def test_a_forward_pass_of_its_own_is_refused(engine):
+    module = nn.Sequential(OwnAttention(WIDTH, HEADS, batch_first=True))
+    with pytest.raises(UnsupportedModelError, match=r"0 \(OwnAttention\) hides its records"):
         engine.attach(module, trained(module))
 
 
