@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial, reduce
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -32,8 +32,10 @@ from lightning_dp.gradients.layers import (
     Rule,
     Uses,
     any_layer,
+    attention,
     rule_of,
 )
+from lightning_dp.gradients.layers.attention import AttentionCall, multihead_attention
 from lightning_dp.gradients.materialised import restricted
 
 __all__ = ["Bookkeeping", "BookkeptGradients", "Functional"]
@@ -49,6 +51,7 @@ class _Record:
     """One call of a layer."""
 
     layer: nn.Module
+    rule: Rule
     inputs: tuple[Tensor, ...]
     versions: list[int]
     sources: set[Any]  # the graph nodes that made the inputs
@@ -79,8 +82,9 @@ class Bookkeeping(AbstractGradientEngine):
     most 32 MiB are kept from the norms to the sum, and beyond that they are made in slices. Layers
     without a rule have theirs made for all records at once.
 
-    Covers Linear, Conv1d to 3d, Embedding, LayerNorm, GroupNorm, InstanceNorm, RMSNorm, any other
-    layer with tensors in and one out (slower), layers called several times, and shared parameters.
+    Covers Linear, Conv1d to 3d, Embedding, LayerNorm, GroupNorm, InstanceNorm, RMSNorm,
+    MultiheadAttention (run once more by itself), any other layer with tensors in and one out
+    (slower), layers called several times, and shared parameters.
     A use of a parameter outside its layer, an input that was overwritten, or layers that see
     different numbers of rows are detected in every batch.
 
@@ -105,6 +109,8 @@ class Bookkeeping(AbstractGradientEngine):
         ] = {}  # of each layer; along a direction others stand there
         self._handles: list[RemovableHandle] = []
         self._records: list[_Record] = []
+        self._unseen: set[Any] = set()  # graph nodes of outputs that no rule knows of
+        self._random_states: dict[nn.Module, Tensor | None] = {}  # before calls under way
         self._found: dict[int, ParameterGradients] | None = None  # of the last backward pass
         self._problem: str | None = None
         self._memory = Memory()
@@ -115,9 +121,9 @@ class Bookkeeping(AbstractGradientEngine):
         self.detach()
         trained = {id(param) for param in params}
         layers = [
-            (name, layer)
-            for name, layer in module.named_modules()
-            if any(id(param) in trained for param in layer.parameters(recurse=False))
+            layer
+            for layer in module.modules()
+            if any(id(param) in trained for param in self._parameters_of(layer))
         ]
         for name, layer in module.named_modules():
             _refuse_compiled(name, layer)
@@ -125,33 +131,75 @@ class Bookkeeping(AbstractGradientEngine):
                 _refuse_options(name, layer, self._rule_of(layer))
         self._module, self._params = module, params
         self._names = {id(param): name for name, param in module.named_parameters()}
-        self._own = {layer: [id(p) for p in layer.parameters(recurse=False)] for _, layer in layers}
+        self._own = {layer: [id(param) for param in self._parameters_of(layer)] for layer in layers}
         self._handles = [
             # Before the user's hooks, which may change the output.
             layer.register_forward_hook(self._watch, prepend=True, with_kwargs=True)
-            for _, layer in layers
+            for layer in layers
+        ]
+        self._handles += [
+            layer.register_forward_pre_hook(self._before_attention)
+            for layer in layers
+            if self._rule_of(layer) is multihead_attention
         ]
 
     def _rule_of(self, layer: nn.Module) -> Rule:
         return rule_of(layer, self._rules)
+
+    def _parameters_of(self, layer: nn.Module) -> list[nn.Parameter]:
+        """Those that its calls use."""
+        if self._rule_of(layer) is multihead_attention:
+            return attention.parameters_of(cast(nn.MultiheadAttention, layer))
+        return list(layer.parameters(recurse=False))
+
+    def _before_attention(self, layer: nn.MultiheadAttention, args: tuple[Any, ...]) -> None:
+        if self._is_watching and torch.is_grad_enabled():
+            self._random_states[layer] = attention.random_state(layer)
 
     def _watch(
         self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
     ) -> None:
         if not self._is_watching or not torch.is_grad_enabled():
             return
-        if kwargs or not args or not all(isinstance(each, Tensor) for each in (*args, output)):
+        rule = self._rule_of(layer)
+        if rule is multihead_attention:
+            self._watch_attention(cast(nn.MultiheadAttention, layer), args, kwargs, output)
+        elif kwargs or not args or not all(isinstance(each, Tensor) for each in (*args, output)):
             self._problem = (
                 f"The layer {type(layer).__name__} has parameters of its own, and something else "
                 "than tensors goes in (or by name) or comes out. Give the parameters to a layer of "
                 "their own, called with tensors by position and returning one tensor."
             )
-        elif output.requires_grad:
-            inputs = tuple(each.detach() for each in args)
-            versions, sources = [each._version for each in inputs], {each.grad_fn for each in args}
+        else:
+            self._record(layer, rule, args, output)
+
+    def _watch_attention(
+        self,
+        layer: nn.MultiheadAttention,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        outputs: tuple[Tensor, Tensor | None],
+    ) -> None:
+        output, shares = outputs
+        state = self._random_states.pop(layer, None)
+        try:
+            call, tensors = AttentionCall.of(layer, args, kwargs, output, state, self._is_along)
+        except UnsupportedModelError as problem:
+            self._problem = str(problem)
+            return
+        if shares is not None and shares.grad_fn is not None:
+            self._unseen.add(shares.grad_fn)
+        self._record(layer, partial(multihead_attention, call=call), tensors, output)
+
+    def _record(
+        self, layer: nn.Module, rule: Rule, given: tuple[Tensor, ...], output: Tensor
+    ) -> None:
+        if output.requires_grad:
+            inputs = tuple(each.detach() for each in given)
+            versions, sources = [each._version for each in inputs], {each.grad_fn for each in given}
             edge = get_gradient_edge(output)
-            moved = tuple(split(each) for each in args) if self._is_along else ()
-            self._records.append(_Record(layer, inputs, versions, sources, edge, moved=moved))
+            moved = tuple(split(each) for each in given) if self._is_along else ()
+            self._records.append(_Record(layer, rule, inputs, versions, sources, edge, moved=moved))
 
     def backward(self, loss: Tensor, *, keep_graph: bool = False, may_fold: bool = True) -> None:
         records, graph = self._calls_of(loss)
@@ -160,11 +208,16 @@ class Bookkeeping(AbstractGradientEngine):
 
     def _calls_of(self, loss: Tensor) -> tuple[list[_Record], Survey]:
         """The recorded calls that the loss depends on, if they are all that it depends on."""
-        records, problem = self._records, self._problem
+        records, unseen, problem = self._records, self._unseen, self._problem
         self.drop()
         if problem is not None:
             raise UnsupportedModelError(problem)
-        graph = survey(loss.grad_fn, {record.edge.node for record in records})
+        graph = survey(loss.grad_fn, {record.edge.node for record in records} | unseen)
+        if graph.reached & unseen:
+            raise UnsupportedModelError(
+                "The loss depends on the attention weights that nn.MultiheadAttention returns. Use "
+                "its output only, or DPMultiheadAttention of Opacus with engine='hooks'."
+            )
         records = [record for record in records if record.edge.node in graph.reached]
         self._refuse_uncovered(records, graph)
         self._found = {id(p): ParameterGradients([], p.shape, self._memory) for p in self._params}
@@ -175,7 +228,7 @@ class Bookkeeping(AbstractGradientEngine):
         recorded = Counter[int]()
         for record in records:
             own = self._own[record.layer]
-            if self._rule_of(record.layer) is not any_layer:
+            if self._rule_of(record.layer) not in (any_layer, multihead_attention):
                 recorded.update(own)
             else:
                 inside = survey(record.edge.node, graph.reached, record.sources).uses
@@ -233,7 +286,7 @@ class Bookkeeping(AbstractGradientEngine):
         inputs = record.take_inputs()
         if gradient is not None:
             tensors = [_at_least_float32(each) for each in (*inputs, gradient)]
-            uses = self._rule_of(record.layer)(record.layer, *tensors)
+            uses = record.rule(record.layer, *tensors)
             self._count_in(uses, may_fold)
 
     def _count_in(self, uses: Uses, may_fold: bool) -> None:
@@ -265,8 +318,7 @@ class Bookkeeping(AbstractGradientEngine):
                 record.take_inputs()
                 inputs = [_both_at_least_float32(each) for each in record.moved]
                 back = _both_at_least_float32(gradient)
-                rule = self._rule_of(record.layer)
-                uses = uses_along(rule, record.layer, inputs, back, of, weights)
+                uses = uses_along(record.rule, record.layer, inputs, back, of, weights)
                 self._count_in(uses, may_fold=True)
         return self.take(1.0, {})
 
@@ -290,6 +342,7 @@ class Bookkeeping(AbstractGradientEngine):
 
     def drop(self) -> None:
         self._records, self._found, self._problem = [], None, None
+        self._unseen, self._random_states = set(), {}
 
     def detach(self) -> None:
         for handle in self._handles:
@@ -430,10 +483,14 @@ def _refuse_options(name: str, layer: nn.Module, rule: Rule) -> None:
         raise UnsupportedModelError(
             f"{name} ({type(layer).__name__}) is a layer of Opacus. {_CURE}"
         )
-    if isinstance(layer, nn.RNNBase | nn.MultiheadAttention | nn.RNNCellBase):
+    hides_records = isinstance(layer, nn.RNNBase | nn.MultiheadAttention | nn.RNNCellBase)
+    if hides_records and rule is not multihead_attention:
         raise UnsupportedModelError(f"{name} ({type(layer).__name__}) hides its records. {_CURE}")
     if is_parametrized(layer):
         raise UnsupportedModelError(f"{name} ({type(layer).__name__}) is parametrized. {_CURE}")
+    if rule is multihead_attention:
+        attention.refuse(name, cast(nn.MultiheadAttention, layer))
+        return
     names = {name for name, _ in layer.named_parameters(recurse=False)}
     if rule is not any_layer and not names <= {"weight", "bias"}:
         raise UnsupportedModelError(

@@ -54,7 +54,7 @@ UNSUPPORTED = {
     ),
     "TransformerEncoderLayer": (
         lambda: nn.TransformerEncoderLayer(6, 2, 8),
-        r"net\.self_attn \(MultiheadAttention\).*DPMultiheadAttention",
+        r"net\.self_attn \(MultiheadAttention\).*DPMultiheadAttention.*batch_first=True",
     ),
 }
 
