@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -42,7 +43,7 @@ class Lookup(AbstractForm):
         return [replace(here, u=own), replace(there, u=there.u + here.u.masked_fill(moved, 0.0))]
 
     def lengths(self, v: Tensor, u: Tensor) -> Tensor:
-        return squared_row_norms(u).sqrt() * u.shape[1] ** 0.5
+        return squared_row_norms(u).sqrt() * math.sqrt(u.shape[1])
 
     def squared_norms(self, calls: Sequence[Call], *, may_keep: bool) -> Tensor | None:
         """Σ over positions s, t of equal rows of u_s · u_t: nothing of the table's size."""

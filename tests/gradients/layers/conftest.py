@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from lightning_dp.gradients import Bookkeeping, Functional, bookkeeping
+from lightning_dp.gradients import Bookkeeping, Functional, bookkept
 from lightning_dp.gradients.layers import base
 
 RECORDS = 5
@@ -291,7 +291,7 @@ def model_and_batch(
 def memory(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Gradients of all records at once, or in slices as if they were too large."""
     if request.param == "sliced":
-        monkeypatch.setattr(bookkeeping, "_KEEP_BYTES", 0)
+        monkeypatch.setattr(bookkept, "_KEEP_BYTES", 0)
         monkeypatch.setattr(base, "_SLICE_BYTES", 200)
         for name in ("linear", "embedding", "convolution"):
             module = importlib.import_module(f"lightning_dp.gradients.layers.{name}")
