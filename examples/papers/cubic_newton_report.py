@@ -63,7 +63,7 @@ def _print_rounds(found: Any, size: Any) -> None:
 
 
 def _print_frontiers(found: Any, size: Any) -> None:
-    print(f"\n### Suboptimality after T rounds tuned for T, ε = {size.main}, five noises\n")
+    print(f"\n### Suboptimality after T rounds tuned for T, ε = {size.main}, 20 noises\n")
     keys = [key for key in found.frontiers if key[2] == size.main]
     rounds = sorted({point.rounds for key in keys for point in found.frontiers[key]})
     print(f"| | {' | '.join(f'T = {t}' for t in rounds)} |\n|---|{'---|' * len(rounds)}")
@@ -71,6 +71,13 @@ def _print_frontiers(found: Any, size: Any) -> None:
         by = {point.rounds: point for point in found.frontiers[key]}
         cells = [_spread(by[t].values) if t in by else "" for t in rounds]
         print(f"| {_label(key)} | {' | '.join(cells)} |")
+    first, second = (found.frontiers[m, 1.0, size.main] for m in ("Fed-SGD", "Newton"))
+    print("\nThe fewest rounds of Newton that are as good as T rounds of Fed-SGD, both tuned for T: ", end="")
+    pairs = []
+    for point in first:
+        enough = next((p.rounds for p in second if p.mean <= point.mean), None)
+        pairs.append(f"{point.rounds} → {enough or 'never'}")
+    print(", ".join(pairs) + ".")
 
 
 def _print_runs(found: Any, size: Any) -> None:
@@ -130,7 +137,7 @@ def draw(found: Any, size: Any, path: Path) -> None:
     _draw_accuracy(axes[1, 1], found, size)
     figure.suptitle(
         f"{found.title}: {found.problem.clients} clients with {found.problem.records} records, "
-        f"δ = 1e-5; mean ± standard deviation of five noises"
+        "δ = 1e-5; mean ± standard deviation"
     )
     figure.tight_layout()
     figure.savefig(path, dpi=100)
