@@ -171,10 +171,13 @@ def random_k(u: Tensor, keep: int, seed: int, round_: int) -> SparseVector:
         >>> random_k(torch.arange(10.0), keep=5, seed=7, round_=0).dense()
         tensor([ 0.,  2.,  0.,  6.,  8.,  0., 12.,  0., 16.,  0.])
     """
-    if u.dim() != 1:
-        raise ValueError(f"u has shape {tuple(u.shape)}; it must be flat.")
-    coordinates = shared_mask(seed, round_, len(u), keep)
+    if u.dim() != 1 or u.dtype not in _CODES:
+        raise ValueError(
+            f"u has shape {tuple(u.shape)} and {u.dtype}; it must be flat, float32 or float64."
+        )
+    _check_mask(seed, round_, len(u), keep)
     if keep == len(u):
         return SparseVector(u.detach().clone(), keep, seed, round_)
+    coordinates = shared_mask(seed, round_, len(u), keep)
     values = u.detach()[coordinates.to(u.device)] * (len(u) / keep)
     return SparseVector(values, len(u), seed, round_)
