@@ -72,7 +72,10 @@ def _print_frontiers(found: Any, size: Any) -> None:
         cells = [_spread(by[t].values) if t in by else "" for t in rounds]
         print(f"| {_label(key)} | {' | '.join(cells)} |")
     first, second = (found.frontiers[m, 1.0, size.main] for m in ("Fed-SGD", "Newton"))
-    print("\nThe fewest rounds of Newton that are as good as T rounds of Fed-SGD, both tuned for T: ", end="")
+    print(
+        "\nThe fewest rounds of Newton that are as good as T rounds of Fed-SGD, both tuned for T: ",
+        end="",
+    )
     pairs = []
     for point in first:
         enough = next((p.rounds for p in second if p.mean <= point.mean), None)
@@ -184,7 +187,7 @@ def _band(
 
 
 def _draw_epsilons(axis: Any, found: Any, size: Any) -> None:
-    for method, kept in [("Fed-SGD", 1.0), ("Newton", 1.0), *(("Newton", k) for k in size.kept)]:
+    for method, kept in [("Fed-SGD", 1.0), ("Newton", 1.0), ("Newton", 0.1)]:
         points = [found.best((method, kept, epsilon)) for epsilon in size.epsilons]
         axis.errorbar(
             size.epsilons,
@@ -203,7 +206,7 @@ def _draw_epsilons(axis: Any, found: Any, size: Any) -> None:
 
 def _draw_accuracy(axis: Any, found: Any, size: Any) -> None:
     for key, (_, traces) in found.traces.items():
-        method, kept, epsilon = key
+        method, _, epsilon = key
         if epsilon != size.main or method not in ("Fed-SGD", "Newton"):
             continue
         total = [trace.uplink * t / 1e3 for trace in traces[:1] for t in range(len(trace.accuracy))]

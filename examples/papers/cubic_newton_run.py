@@ -140,8 +140,11 @@ class _Multiples(AbstractPerSampleGradients):
         return self.numbers.abs().double() * squares.double().sqrt()
 
     def weighted_sum(self, weights: Tensor) -> Tensor:
-        numbers = torch.where(weights == 0, 0.0, self.numbers * weights).to(self.x.dtype)
-        total = numbers @ self.x
+        x, numbers, is_left_out = self.x, self.numbers * weights, weights == 0
+        if is_left_out.any():  # 0 * NaN is NaN
+            x = x.masked_fill(is_left_out.unsqueeze(1), 0.0)
+            numbers = numbers.masked_fill(is_left_out, 0.0)
+        total = numbers.to(x.dtype) @ x
         return total if self.query.coordinates is None else total[self.query.coordinates]
 
     def combine(self, weight: float, others: Any) -> AbstractPerSampleGradients:
@@ -239,7 +242,7 @@ def sweep(
     estimator = settings[0].estimator(of.weight_decay, kept)
     keep = estimator.kept(d)
     squares = x.square()
-    lengths = squares.sum(2, keepdim=True).sqrt()
+    is_cut, lengths = keep < d and not whole, torch.ones(1)
     masks = torch.ones(n, d, 1)
     point = torch.zeros(d, count)
     for t in range(rounds):
@@ -249,13 +252,14 @@ def sweep(
                 masks[client, shared_mask(MASK_SEED + client, t, d, keep)] = 1
         within = torch.ones(n, d, 1) if whole or keep == d else masks
         share = 1.0 if whole else math.sqrt(keep / d)
-        if keep < d and not whole:
+        if is_cut:
             lengths = torch.bmm(squares, masks).sqrt()
         margins = torch.matmul(x.reshape(n * m, d), point).reshape(n, m, count)
         s = torch.sigmoid(margins)
+        first, second = s - 1, s * (1 - s)
         v, average = torch.zeros(n, d, count), torch.zeros(n, d, count)
         for step in range(inner):
-            numbers = s - 1
+            numbers = first
             norm = v.norm(dim=1, keepdim=True)
             bound = share * columns["clip"] * (1 + (0 if is_local else columns["curvature"] * norm))
             if step:
@@ -263,8 +267,9 @@ def sweep(
                 if is_local:
                     numbers = torch.sigmoid(margins + along) - 1
                 else:
-                    numbers = numbers + s * (1 - s) * along
-            numbers = numbers * (bound / (numbers.abs() * lengths)).clamp_(max=1)
+                    numbers = torch.addcmul(first, second, along)
+            most = bound / lengths if is_cut else bound  # rows are of length 1, or shorter if cut
+            numbers = torch.minimum(torch.maximum(numbers, -most), most)
             slope = torch.bmm(x.transpose(1, 2), numbers) * within
             drawn = torch.randn(n, d, count, generator=generator) * within
             slope = (slope + z * bound * drawn) / m

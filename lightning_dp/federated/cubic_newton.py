@@ -7,7 +7,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from lightning_dp.accounting import AbstractEvent, History, PLDAccountant, Relation
@@ -315,14 +317,14 @@ class CubicNewtonClient:
             mechanism.ask([point])
             records = run.sampling.draw(int(mechanism.num_records), run.sample_rate, chosen)
 
-            def answer(records: Sequence[int] = records) -> None:
+            def answer(records: NDArray[np.int64] = records) -> None:
                 query = mechanism.query
                 assert query is not None
                 terms = tuple(
                     replace(term, point=point if term.point is None else term.point)
                     for term in query.terms
                 )
-                mechanism.answer(self._answer(replace(query, terms=terms), records))
+                mechanism.answer(self._answer(replace(query, terms=terms), records.tolist()))
 
             answer()
             step = step - mechanism.tell([point], answer)

@@ -67,8 +67,9 @@ def rows_of(query: Query, x: Tensor, y: Tensor) -> Tensor:
             if term.direction is None:
                 total = total + term.weight * there(term.point)
             else:
-                total = total + term.weight * (
-                    torch.func.jvp(there, (term.point,), (term.direction,))[1]
+                total = (
+                    total
+                    + term.weight * (torch.func.jvp(there, (term.point,), (term.direction,))[1])
                 )
         return total
 
@@ -493,5 +494,3 @@ def test_a_state_of_another_model_is_refused():
     state = RUN.server(torch.zeros(7)).state_dict()
     with pytest.raises(ValueError, match="The state has 7 parameters, this run 5"):
         RUN.server(START).load_state_dict(state)
-
-
