@@ -285,7 +285,8 @@ def _attend(
 def _check(layer: nn.Module, recorded: Tensor, replayed: Tensor) -> None:
     """Both must be equal up to rounding; a record with an output that is not finite has no say.
 
-    Such a record has no finite gradient, and contributes nothing.
+    Mostly such a record has no finite gradient and contributes nothing. If it has one, it is clipped
+    as any other, and a replay that goes wrong is seen from the finite records.
     """
     is_alike = (recorded.shape, recorded.dtype) == (replayed.shape, replayed.dtype)
     if is_alike and not recorded.numel():
