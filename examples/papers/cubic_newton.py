@@ -1,6 +1,6 @@
 """Do second-order steps save rounds, and sparse messages bytes, at equal privacy?
 
-    python examples/papers/cubic_newton.py --data DIR [--quick] [--sets a9a ...] [--output DIR]
+    python examples/papers/cubic_newton.py --data DIR [--quick] [--short] [--sets a9a ...] [--output DIR]
 
 Puts the experiments of "DP-FCRN: sparsified cubic-regularised Newton with differential privacy" to
 the test: L2-regularised logistic regression, 40 clients with their own noise, k/d of the update
@@ -71,6 +71,7 @@ class Size:
     second_order: tuple[int, ...] = (1, 2, 3, 5, 8, 14)
     sparse: tuple[int, ...] = (24,)
     is_thin: bool = False
+    is_short: bool = False
 
 
 QUICK = Size(
@@ -191,7 +192,7 @@ def explore(name: str, folder: str, size: Size) -> Found:
         for kept in size.kept if epsilon == size.main else (0.1,):
             points = frontier(of, newton, epsilon, size.sparse, kept)
             found.frontiers["Newton", kept, epsilon] = points
-    if not size.is_thin:
+    if not size.is_short:
         explore_further(found, size, gradients, newton)
     run_them(found, size)
     found.seconds = time.perf_counter() - start
@@ -246,6 +247,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--quick", action="store_true", help="phishing only, few settings: seconds")
     parser.add_argument("--sets", nargs="+", choices=SETS, help="these data sets")
     parser.add_argument("--epsilons", nargs="+", type=float, help="with the main one, 0.8")
+    parser.add_argument(
+        "--short", action="store_true", help="without local steps, the cubic term, central runs"
+    )
     parser.add_argument("--output", type=Path, default=OUTPUT, help="folder of the pictures")
     parser.add_argument("--jobs", type=int, default=2, help="processes")
     given = sys.argv[1:] if arguments is None else arguments
@@ -256,6 +260,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if not names:
         raise SystemExit(2)
     size = QUICK if options.quick else Size()
+    size = replace(size, is_short=options.short or options.quick)
     if options.epsilons:
         size = replace(size, epsilons=tuple(sorted({*options.epsilons, size.main})))
     options.output.mkdir(parents=True, exist_ok=True)
