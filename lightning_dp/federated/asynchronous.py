@@ -120,7 +120,7 @@ class AsyncServer(AbstractServer):
         >>> from lightning_dp.federated import AsyncPlan, ConstantSteps, PolynomialSizes
         >>> plan = AsyncPlan(2, PolynomialSizes(a=0, b=8), ConstantSteps(0.5), lag=2)
         >>> server = AsyncServer("trial", plan, torch.zeros(1), num_clients=2)
-        >>> update = Message("update", {"round": 0}, {"sum": torch.ones(1)}).to_bytes()
+        >>> update = Message("update", {"round": 0, "counter": 0}, {"sum": torch.ones(1)}).to_bytes()
         >>> for _ in range(3):
         ...     server.receive(1, update)
         >>> server.point, server.round, server.applied
@@ -142,7 +142,6 @@ class AsyncServer(AbstractServer):
         self._point = self.start.detach().clone()
         self._applied = [0] * self.num_clients
         self._known = [-1] * self.num_clients  # the k of the model that a client has, -1: none
-        self._sent = [-1] * self.num_clients
         self._left: list[int] = []
 
     # -- what there is -----------------------------------------------------------------------
@@ -179,7 +178,6 @@ class AsyncServer(AbstractServer):
         if client in self._left or not i < min(self.plan.rounds, k + self.plan.lag):
             return None
         facts: dict[str, Any] = {"run": self.run, "round": i, "counter": k}
-        self._sent[client] = k
         tensors = {"model": self._point} if self._known[client] < k else {}
         return Message(ROUND, facts, tensors).to_bytes()
 
@@ -197,15 +195,16 @@ class AsyncServer(AbstractServer):
         elif message.kind == LOST:
             self.forget(client)
         elif message.kind == UPDATE:
+            counter = message.whole("counter")
             update = message.tensor("sum", self.plan.update_size(len(self._point)))
             self._point = self.plan.move(self._point, i, update)
             self._applied[client] += 1
-            self._known[client] = max(self._known[client], self._sent[client])
+            self._known[client] = counter
         else:
             raise MessageError(f"A reply of kind {message.kind!r} belongs to another protocol.")
 
     def forget(self, client: int) -> None:
-        self._known[client] = self._sent[client] = -1
+        self._known[client] = -1
 
     # -- state -------------------------------------------------------------------------------
 
@@ -221,7 +220,7 @@ class AsyncServer(AbstractServer):
         check_same(state["configuration"], self._configuration)
         self._point = state["point"].clone()
         self._applied, self._left = list(state["applied"]), list(state["left"])
-        self._known, self._sent = [-1] * self.num_clients, [-1] * self.num_clients
+        self._known = [-1] * self.num_clients
 
     @property
     def _configuration(self) -> State:
