@@ -23,6 +23,8 @@ from lightning_dp.sampling import Poisson
 
 __all__ = ["AsyncClient", "ClientPrivacy"]
 
+NOTE = "note"
+
 
 @dataclass(frozen=True)
 class ClientPrivacy:
@@ -82,7 +84,7 @@ class AsyncClient(AbstractClient):
 
     - The request for a round is answered once. Asked again, also by a new process on the same
       ledger, the client sends the same bytes.
-    - ŵ is in memory only. A new process that is not sent a model says that it lost it.
+    - A new process finds ŵ in the ledger; without one it says that it lost it, and is sent it.
 
     Without privacy, ``local_steps`` is the paper's loop: ŵ ← ŵ - η g after each record, with η_t
     for each ("diminishing1") or the round's η̄_i ("diminishing2"). There is no ε then.
@@ -196,19 +198,38 @@ class AsyncClient(AbstractClient):
         if "model" in message.tensors:
             self._point, self._round = message.tensor("model"), i
             self._counter = message.whole("counter")
-        elif self._point is None or self._round != i:
+        elif self._round != i or self._point is None:
+            self._remember()
+        if self._round != i or self._point is None:
             sent = self._ledger.find(self._spending, i, 0)
             return sent or Message(LOST, {"round": i}).to_bytes()
-        point = self._point
+        point, facts = self._point, {"round": i, "counter": self._counter}
+        note = Message(NOTE, facts, {"point": point}).to_bytes()
         try:
             reply = self._ledger.release(
-                self._spending, i, 0, lambda rng: self._make(i, point, self._generator(i, rng))
+                self._spending,
+                i,
+                0,
+                lambda rng: self._make(i, point, self._generator(i, rng)),
+                note=note,
             )
         except BudgetExhausted:
             return Message(REFUSED, {"round": i}).to_bytes()
         update = Message.from_bytes(reply).tensor("sum")
         self._point, self._round = self._plan.move(point, i, update), i + 1
         return reply
+
+    def _remember(self) -> None:
+        """In a new process: ŵ after the latest release, from the model that it was made at."""
+        note = self._ledger.note(self._spending)
+        if not note:
+            return
+        message = Message.from_bytes(note)
+        i, self._counter = message.whole("round"), message.whole("counter")
+        sent = self._ledger.find(self._spending, i, 0)
+        assert sent is not None
+        update = Message.from_bytes(sent).tensor("sum")
+        self._point, self._round = self._plan.move(message.tensor("point"), i, update), i + 1
 
     def _generator(self, i: int, rng: np.random.Generator) -> np.random.Generator:
         seed = self._privacy.seed  # batches and noise are different streams of it
@@ -258,7 +279,12 @@ class _Memory:
     def find(self, spending: Spending, round_: int, part: int) -> bytes | None:
         return self._latest[2] if self._latest[:2] == (round_, part) else None
 
-    def release(self, spending: Spending, round_: int, part: int, make: Make) -> bytes:
+    def note(self, spending: Spending) -> bytes:
+        return b""
+
+    def release(
+        self, spending: Spending, round_: int, part: int, make: Make, *, note: bytes
+    ) -> bytes:
         sent = self.find(spending, round_, part)
         if sent is None:
             sent = make(random_generator(None))

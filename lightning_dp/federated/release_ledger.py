@@ -160,7 +160,14 @@ class ReleaseLedger:
     # -- releases ----------------------------------------------------------------------------
 
     def release(
-        self, spending: Spending, round_: int, part: int, make: Make, *, keep: bool = True
+        self,
+        spending: Spending,
+        round_: int,
+        part: int,
+        make: Make,
+        *,
+        keep: bool = True,
+        note: bytes = b"",
     ) -> bytes:
         """The bytes of a release: those that left before, or newly charged and made ones.
 
@@ -172,6 +179,7 @@ class ReleaseLedger:
                 generator of the round's batch, which is the same for all its parts.
             keep: False for what must not be written to disk (a sum that a trusted server will
                 noise); it is then made again, from the same batch.
+            note: what a new process must know to go on; public. Kept with the latest release.
 
         Raises:
             BudgetExhausted: if the round does not fit into the budget or the plan.
@@ -189,13 +197,18 @@ class ReleaseLedger:
             kept = {place: sent for place, sent in files.kept.items() if place[0] >= oldest}
             if keep:
                 kept[round_, part] = content
-            files.write(replace(now, parts=part + 1), kept)
+            files.write(replace(now, parts=part + 1), kept, note)
             return content
 
     def find(self, spending: Spending, round_: int, part: int) -> bytes | None:
         """The bytes of a release that was made; None if it was not, or is no longer kept."""
         with _Files(self, spending) as files:
             return files.kept.get((round_, part))
+
+    def note(self, spending: Spending) -> bytes:
+        """The note of the latest release; empty if there is none."""
+        with _Files(self, spending) as files:
+            return files.note
 
     def rounds_left(self, spending: Spending) -> int:
         """How many rounds of the plan, from the latest one on, the budget affords."""
@@ -212,6 +225,7 @@ class _Files:
         self._journal = Journal(ledger.journal_path, ledger.dataset_id)
         self.kept: Kept = {}
         """The releases that may be asked for again, by round and part."""
+        self.note = b""
         try:
             self.progress = self._read(spending)
         except BaseException:
@@ -236,7 +250,7 @@ class _Files:
             progress = _Progress(self._run, spending.fingerprint, limit, self._others())
             self.write(progress, {})
             return progress
-        progress, self.kept = _parse(self._path)
+        progress, self.kept, self.note = _parse(self._path)
         if progress.run != self._run or max(charged, default=-1) > progress.begun:
             raise JournalError(
                 f"{self._path} is of another run, or an old copy. Put the right one back."
@@ -276,7 +290,7 @@ class _Files:
         now = self.progress
         if round_ > begun:
             now = replace(now, begun=round_, parts=0, seed=secrets.token_hex(16))
-            self.write(now, self.kept)
+            self.write(now, self.kept, self.note)
         self._charge(round_, spending.events(round_))
         return now
 
@@ -284,9 +298,9 @@ class _Files:
         """Write what of the round's events is not in the journal yet."""
         self._journal.extend({_key(self._run, round_): [(event, 1) for event in events]})
 
-    def write(self, progress: _Progress, kept: Kept) -> None:
+    def write(self, progress: _Progress, kept: Kept, note: bytes = b"") -> None:
         """Replace the file, durably: it is the old one or the new one at any moment."""
-        content = b"".join(kept.values())
+        content = b"".join([*kept.values(), note])
         places = [[round_, part, len(sent)] for (round_, part), sent in kept.items()]
         header = json.dumps([_FORMAT, vars(progress), places, zlib.crc32(content)]).encode()
         line = header + f" {zlib.crc32(header):08x}\n".encode()
@@ -298,10 +312,10 @@ class _Files:
             os.fsync(file.fileno())
         os.replace(partial, self._path)
         _sync_folder(self._path.parent)
-        self.progress, self.kept = progress, kept
+        self.progress, self.kept, self.note = progress, kept, note
 
 
-def _parse(path: Path) -> tuple[_Progress, Kept]:
+def _parse(path: Path) -> tuple[_Progress, Kept, bytes]:
     line, _, content = path.read_bytes().partition(b"\n")
     header, _, checksum = line.rpartition(b" ")
     try:
@@ -316,7 +330,7 @@ def _parse(path: Path) -> tuple[_Progress, Kept]:
     for round_, part, length in places:
         kept[round_, part] = content[start : start + length]
         start += length
-    return _Progress(**state), kept
+    return _Progress(**state), kept, content[start:]
 
 
 def _affordable(spending: Spending, spent: list[tuple[AbstractEvent, int]]) -> int:
