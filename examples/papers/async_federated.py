@@ -183,7 +183,9 @@ def plain_run(
     """
     plan = AsyncPlan(rounds_for(sizes, gradients), sizes, steps, lag=lag)
     records = split.records(strongly_convex=strongly_convex)
-    return split.accuracy(federate(records, split.start(), plan, NO_PRIVACY, seed, local_steps)[0])
+    start = split.start()
+    point, _ = federate(records, start, plan, NO_PRIVACY, seed, local_steps, 1 / CLIENTS)
+    return split.accuracy(point)
 
 
 def sizes_part(options: argparse.Namespace) -> None:
