@@ -83,6 +83,7 @@ def test_without_noise_it_is_diff2_over_all_records(
     make = factory(log_cosh, tmp_path, plan(noise=0.0), trusts_server=noise_at == "server")
     bad_network(machine, make, CLIENTS, seed)
     data, x = [log_cosh(RECORDS, seed=c) for c in range(CLIENTS)], start()
+    before = x
 
     def all_gradients(point):
         return torch.cat([each.gradients(point, range(RECORDS)) for each in data])
@@ -103,9 +104,9 @@ def test_without_noise_it_is_diff2_over_all_records(
 def test_the_server_noises_once_or_each_client_does(
     log_cosh, bad_network, tmp_path, noise_at, factor
 ):
-    """One step of 4 coordinates, 60 times: z C / N, or √P as much; never both, never none."""
+    """One step of 4 coordinates, 40 times: z C / N, or √P as much; never both, never none."""
     noises, the_plan = [], plan(noise=5.0, estimator=MeanGradient(1.0))
-    for trial in range(60):
+    for trial in range(40):
         settings = {"rounds": 1, "noise": noise_at, "learning_rate": 1.0}
         noisy = server(the_plan, **settings)
         make = factory(
@@ -118,7 +119,7 @@ def test_the_server_noises_once_or_each_client_does(
         noises.append(noisy.point)
     found = torch.stack(noises).std(0, correction=1).square().mean().sqrt()
     expected = factor * 5.0 / (CLIENTS * RECORDS)
-    assert float(found) == pytest.approx(expected, rel=0.2)
+    assert float(found) == pytest.approx(expected, rel=0.25)
 
 
 def test_each_client_books_its_own_records(log_cosh, bad_network, tmp_path):
@@ -135,16 +136,16 @@ def test_each_client_books_its_own_records(log_cosh, bad_network, tmp_path):
 
 def test_poisson_batches_are_of_the_plans_rate(log_cosh, tmp_path):
     the_plan = plan(estimator=MeanGradient(1.0), sampling=Poisson(), rate=0.3)
-    make, machine = factory(log_cosh, tmp_path, the_plan, rounds=200), server(the_plan, rounds=200)
+    make, machine = factory(log_cosh, tmp_path, the_plan, rounds=50), server(the_plan, rounds=50)
     client = make(0)
     request = Message.from_bytes(machine.request(0))
     sizes = []
-    for step in range(200):
+    for step in range(50):
         facts = {**request.facts, "round": step}
         client.answer(Message("query", facts, request.tensors).to_bytes())
         sizes.append(len(client._records.asked[-1][1]))
-    assert sum(sizes) / 200 == pytest.approx(0.3 * RECORDS, rel=0.1)
-    assert ReleaseLedger(tmp_path, "client 0").history() == [(PoissonGaussian(2.0, 0.3), 200)]
+    assert sum(sizes) / 50 == pytest.approx(0.3 * RECORDS, rel=0.2)
+    assert ReleaseLedger(tmp_path, "client 0").history() == [(PoissonGaussian(2.0, 0.3), 50)]
 
 
 def test_a_clients_unnoised_sum_is_not_on_its_disk(log_cosh, tmp_path):
