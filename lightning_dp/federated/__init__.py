@@ -1,10 +1,68 @@
 """Protocols for several data holders, as pure state machines."""
 
+from lightning_dp.federated.aggregator import Aggregator
+from lightning_dp.federated.async_client import AsyncClient, ClientPrivacy
+from lightning_dp.federated.asynchronous import AsyncPlan, AsyncServer
+from lightning_dp.federated.base import (
+    AbstractClient,
+    AbstractServer,
+    Message,
+    MessageError,
+    Records,
+)
 from lightning_dp.federated.bvr_l_sgd import BVRLSGD
 from lightning_dp.federated.cubic_newton import (
     CubicNewtonClient,
     CubicNewtonServer,
     FederatedCubicNewton,
 )
+from lightning_dp.federated.query_client import QueryClient
+from lightning_dp.federated.release_ledger import ReleaseLedger, Spending
+from lightning_dp.federated.sample_sizes import (
+    AbstractSampleSizes,
+    DelaySizes,
+    LogarithmicSizes,
+    PolynomialSizes,
+    PowerSizes,
+    delay_is_permissible,
+    rounds_for,
+)
+from lightning_dp.federated.step_sizes import (
+    AbstractStepSizes,
+    ConstantSteps,
+    InverseRootSteps,
+    InverseSteps,
+)
+from lightning_dp.federated.synchronous import SynchronousServer
 
-__all__ = ["BVRLSGD", "CubicNewtonClient", "CubicNewtonServer", "FederatedCubicNewton"]
+__all__ = [
+    "BVRLSGD",
+    "AbstractClient",
+    "AbstractSampleSizes",
+    "AbstractServer",
+    "AbstractStepSizes",
+    "Aggregator",
+    "AsyncClient",
+    "AsyncPlan",
+    "AsyncServer",
+    "ClientPrivacy",
+    "ConstantSteps",
+    "CubicNewtonClient",
+    "CubicNewtonServer",
+    "DelaySizes",
+    "FederatedCubicNewton",
+    "InverseRootSteps",
+    "InverseSteps",
+    "LogarithmicSizes",
+    "Message",
+    "MessageError",
+    "PolynomialSizes",
+    "PowerSizes",
+    "QueryClient",
+    "Records",
+    "ReleaseLedger",
+    "Spending",
+    "SynchronousServer",
+    "delay_is_permissible",
+    "rounds_for",
+]
