@@ -90,11 +90,12 @@ def test_differences_of_two_points_are_taken_before_clipping(module, blobs, engi
     torch.testing.assert_close(answer, expected, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.parametrize("clip_norm", [0.4, 100.0])
 @pytest.mark.parametrize("weights", [(1.0, 1.0), (0.5,), (0.0, 2.0), (1.0, -0.7)])
-def test_any_weights_and_the_present_point(module, blobs, weights):
+def test_any_weights_and_the_present_point(module, blobs, weights, clip_norm):
     points = [None, other_point(module, 0.2)]
     terms = tuple(Term(weight, point) for weight, point in zip(weights, points, strict=False))
-    query = Query(terms, 0.4, 0.0)
+    query = Query(terms, clip_norm, 0.0)
 
     answer = LocalRecords(module, blobs).bounded_sum(query, range(10)).value.double()
 
@@ -158,15 +159,16 @@ def test_one_record_moves_the_sum_by_the_clip_norm_at_most(module, blobs):
 # -- client level -----------------------------------------------------------------------------
 
 
-def test_the_whole_client_is_clipped_once(module, blobs):
+@pytest.mark.parametrize("divisor", [4, 400])  # the second is below every record's norm
+def test_the_whole_client_is_clipped_once(module, blobs, divisor):
     exact = slow_sum(module, blobs, Query((Term(),), math.inf, 0.0), range(50))
-    clip_norm = float(exact.norm()) / 4
+    clip_norm = float(exact.norm()) / divisor
     local = LocalRecords(module, blobs, unit="client", chunk_size=16)
 
     answer = local.bounded_sum(Query((Term(),), clip_norm, 1.0), range(50))
 
     assert answer.clip_norm == clip_norm
-    torch.testing.assert_close(answer.value.double(), exact / 4, rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(answer.value.double(), exact / divisor, rtol=1e-4, atol=1e-6)
 
 
 def test_a_client_below_the_clip_norm_is_left_alone(module, blobs):
