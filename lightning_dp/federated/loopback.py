@@ -171,7 +171,9 @@ class LoopbackFederation:
                 start_new_session=True,  # to be ended with what it starts itself
             )
 
-    def _flwr(self, *arguments: str, stdout: int | None = subprocess.PIPE) -> subprocess.Popen[bytes]:
+    def _flwr(
+        self, *arguments: str, stdout: int | None = subprocess.PIPE
+    ) -> subprocess.Popen[bytes]:
         return subprocess.Popen(
             [Path(sys.executable).parent / "flwr", *arguments],
             env=self._environment,
