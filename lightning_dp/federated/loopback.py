@@ -30,7 +30,8 @@ class LoopbackFederation:
 
     As a context manager it starts a SuperLink and one SuperNode per client (or, with
     ``simulation``, a SuperLink that runs all clients in Flower's simulation engine) and ends them.
-    Connections are not encrypted, and nothing listens outside of 127.0.0.1.
+    Connections are not encrypted, and nothing listens outside of 127.0.0.1. Without starting it,
+    :meth:`run` uses the SuperLink that another process has started at ``port``.
 
     Args:
         folder: for Flower's files and the logs ``superlink.log``, ``supernode-0.log``, ...
@@ -76,11 +77,6 @@ class LoopbackFederation:
 
     def __enter__(self) -> LoopbackFederation:
         self.folder.mkdir(parents=True, exist_ok=True)
-        (self.folder / "config.toml").write_text(
-            f'[superlink]\ndefault = "{_CONNECTION}"\n\n'
-            f'[superlink.{_CONNECTION}]\naddress = "{self.address}"\ninsecure = true\n',
-            encoding="utf-8",
-        )
         host, port = self.address.split(":")
         arguments = ["--insecure", "--host", host, "--port", port]
         arguments += ["--disable-runtime-dependency-installation"]  # apps use what is installed
@@ -174,6 +170,12 @@ class LoopbackFederation:
     def _flwr(
         self, *arguments: str, stdout: int | None = subprocess.PIPE
     ) -> subprocess.Popen[bytes]:
+        self.folder.mkdir(parents=True, exist_ok=True)
+        (self.folder / "config.toml").write_text(
+            f'[superlink]\ndefault = "{_CONNECTION}"\n\n'
+            f'[superlink.{_CONNECTION}]\naddress = "{self.address}"\ninsecure = true\n',
+            encoding="utf-8",
+        )
         return subprocess.Popen(
             [Path(sys.executable).parent / "flwr", *arguments],
             env=self._environment,
