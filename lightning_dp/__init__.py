@@ -5,7 +5,7 @@ neither callbacks nor Lightning.
 """
 
 from lightning_dp.config import PrivacyConfig
-from lightning_dp.estimators import AbstractEstimator, Diff2, MeanGradient
+from lightning_dp.estimators import AbstractEstimator, CubicNewton, Diff2, MeanGradient
 from lightning_dp.postprocessing import AbstractPostProcessor, LaplacianSmoothing, Momentum
 from lightning_dp.query import Query, Term
 from lightning_dp.sampling import AbstractSampling, FullBatch, Poisson
@@ -17,6 +17,7 @@ __all__ = [
     "AbstractSampling",
     "AbstractSchedule",
     "Constant",
+    "CubicNewton",
     "Diff2",
     "FullBatch",
     "LaplacianSmoothing",

@@ -27,10 +27,17 @@ class AbstractPerSampleGradients(ABC):
 
     @abstractmethod
     def weighted_sum(self, weights: Tensor) -> Tensor:
-        """``sum_i weights[i] * g_i`` as a flat vector.
+        """``sum_i weights[i] * g_i`` as a flat vector; may be asked for once, after the norms.
 
         A record of weight 0 contributes exactly 0, also when its gradient is not finite.
         """
+
+    def restrict(self, coordinates: Tensor) -> AbstractPerSampleGradients:
+        """Each record's gradient at some coordinates only: sorted, distinct places of flat vectors.
+
+        The result holds n vectors of their number in memory.
+        """
+        raise NotImplementedError(f"{type(self).__name__} cannot be restricted to coordinates.")
 
     @abstractmethod
     def combine(

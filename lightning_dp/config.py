@@ -41,9 +41,9 @@ class PrivacyConfig:
         relation: neighbouring data sets differ by adding or removing a record ("add_remove"), or
             by replacing one ("replace_one").
         accountant: computes ε; default the tight numerical one.
-        engine: who computes gradients per record: "bookkeeping" (fast, without materialising
-            them), "hooks" (Opacus), "functional" (torch.func, knows no layer types, slow); "auto"
-            takes the first where it covers the model, else the second.
+        engine: who computes gradients per record: "bookkeeping" (clipped sums from one
+            backward pass, fast), "hooks" (Opacus), "functional" (torch.func, knows no layer types,
+            slow); "auto" takes the first where it covers the model, else the second.
         ledger_dir: folder of the privacy journal; default ``<default_root_dir>/privacy``.
         seed: makes noise and batches repeatable. For tests only: nothing is private with it, and
             every report says so.
@@ -73,6 +73,7 @@ class PrivacyConfig:
     def __post_init__(self) -> None:
         self._check_budget()
         self._check_choices()
+        self._check_gradient()
         self._check_clip_norm()
 
     def _check_budget(self) -> None:
@@ -118,6 +119,22 @@ class PrivacyConfig:
             raise ValueError(f"relation={self.relation!r} must be 'add_remove' or 'replace_one'.")
         if self.engine not in get_args(EngineName):
             raise ValueError(f"engine={self.engine!r} must be one of {get_args(EngineName)}.")
+
+    def _check_gradient(self) -> None:
+        """Refuse what acts on released gradients, if none are released."""
+        estimator = self.resolved_estimator()
+        if estimator.estimates_gradient:
+            return
+        if self.postprocessing:
+            raise ValueError(
+                f"postprocessing={self.postprocessing} acts on private gradients, and {estimator} "
+                "gives a step of its own. Leave it out."
+            )
+        if isinstance(self.noise_schedule, AbstractAdaptiveSchedule):
+            raise ValueError(
+                f"noise_schedule={self.noise_schedule} looks at private gradients, and {estimator} "
+                "releases none. Use a schedule that is fixed in advance."
+            )
 
     def _check_clip_norm(self) -> None:
         if self.max_grad_norm is not None and self.estimator is not None:

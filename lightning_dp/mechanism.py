@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from lightning_dp.accounting.base import History
-from lightning_dp.accounting.events import AbstractEvent, event_from_dict
+from lightning_dp.accounting.events import AbstractEvent, PoissonRound, event_from_dict
 from lightning_dp.accounting.guards import AbstractGuard, FixedGuard
 from lightning_dp.accounting.ledger import Ledger
 from lightning_dp.estimators.base import State
@@ -39,6 +39,9 @@ class Mechanism:
 
     - A step that is begun is charged, also if its batch is empty or it is never finished. A step
       whose estimator asks nothing is not charged; it still uses up its place in the plan.
+    - An estimator may ask several queries on the batch of one step. They are charged together, as
+      one Gaussian with Σ_s z_s^-2 = z^-2 on one sample, before the first; each further one is
+      refused, before the data are touched, if all of them so far have less noise than that.
     - Every answer must be bounded by exactly the clip norm that the query asked for.
     - Under the guard "fixed" the noise is never less than the plan's, and the plan is charged; the
       other guards are charged what the run-time schedule chose.
@@ -66,6 +69,7 @@ class Mechanism:
     _schedule_state: State = field(default_factory=dict, repr=False)
     _unasked: dict[AbstractEvent, int] = field(default_factory=dict, repr=False)
     _is_under_way: bool = False
+    _charged: float = 0.0  # z that the step under way was charged with
     _query: Query | None = field(default=None, repr=False)
     _total: BoundedSum | None = field(default=None, repr=False)
 
@@ -118,15 +122,48 @@ class Mechanism:
         chosen = self.next_noise_multiplier
         query = estimator.ask(self._estimator_state, params, self.step, chosen)
         query = self._as_on_lead(query)
-        event = self._event(query, chosen)
+        least = self._least(chosen)
+        event = self.plan.event_of(least, self.step)
         if query is None:
             self._unasked[event] = self._unasked.get(event, 0) + 1
             self.guard.pass_over()
         else:
+            self._enforce([query], least)
             self.ledger.charge(event)
             self.guard.book(event)
+            self._prepare_noise(query, params)
         self._is_under_way, self._query, self._total = True, query, None
+        self._charged = least
         return query
+
+    def _ask_again(
+        self, state: State, params: Sequence[Tensor], asked: Sequence[Query]
+    ) -> list[Query]:
+        """The queries of the step so far and a next one, which its charge covers."""
+        estimator = self.plan.estimator
+        if not len(asked) < estimator.queries_per_step:
+            raise RuntimeError(
+                f"{estimator} made no estimate of {len(asked)} queries at step {self.step}, and "
+                f"says queries_per_step={estimator.queries_per_step}."
+            )
+        query = estimator.ask(state, params, self.step, self._charged)
+        query = self._as_on_lead(query)
+        if query is None:
+            raise RuntimeError(
+                f"{estimator} asks nothing at step {self.step}, and has no estimate."
+            )
+        queries = [*asked, query]
+        self._enforce(queries, self._charged)
+        self._query, self._total = query, None
+        self._prepare_noise(query, params)
+        return queries
+
+    def _prepare_noise(self, query: Query, params: Sequence[Tensor]) -> None:
+        """Have it drawn while the batch is computed."""
+        if self.world.is_lead and query.noise_multiplier > 0:
+            size = sum(param.numel() for param in params)
+            chosen = query.coordinates
+            self.noise.prepare(size if chosen is None else len(chosen), params[0].device)
 
     def _as_on_lead(self, query: Query | None) -> Query | None:
         """The same bound on every process: a norm may differ in its last bit between machines."""
@@ -140,17 +177,24 @@ class Mechanism:
             )
         return None if query is None else replace(query, clip_norm=clip_norm)
 
-    def _event(self, query: Query | None, chosen: float) -> AbstractEvent:
-        """What is charged for a query. Raises RuntimeError if its noise is below the envelope."""
+    def _least(self, chosen: float) -> float:
+        """The noise multiplier that the step in turn is charged with."""
         is_fixed = isinstance(self.guard, FixedGuard)
-        least = self.plan.noise_multiplier(self.step) if is_fixed else chosen
-        if query is not None and not query.noise_multiplier >= least:
+        return self.plan.noise_multiplier(self.step) if is_fixed else chosen
+
+    def _enforce(self, queries: Sequence[Query], least: float) -> None:
+        """Refuse queries on one batch that together have less noise than what was charged.
+
+        Gaussian queries on the same records, also adaptive ones, are one with Σ_s z_s^-2 = z^-2.
+        """
+        together = PoissonRound(tuple(query.noise_multiplier for query in queries), 1.0).pair[0]
+        if not together >= least:
+            on_one = f" with {len(queries)} queries on one batch" if len(queries) > 1 else ""
             raise RuntimeError(
                 f"{self.plan.estimator} with noise_schedule={self.plan.shape} asked for "
-                f"noise_multiplier={query.noise_multiplier} at step {self.step}, below the planned "
+                f"noise_multiplier={together}{on_one} at step {self.step}, below the planned "
                 f"{least}: the plan is an envelope."
             )
-        return self.plan.event_of(least, self.step)
 
     def answer(self, part: BoundedSum) -> None:
         """Add the answer of one chunk; the chunks of a step must hold different records."""
@@ -162,26 +206,55 @@ class Mechanism:
                 f"The answer is bounded by {part.clip_norm}, the query asked for "
                 f"{self._query.clip_norm}."
             )
+        coordinates = self._query.coordinates
+        if coordinates is not None and part.value.numel() != len(coordinates):
+            raise RuntimeError(
+                f"The answer has {part.value.numel()} entries, the query asked for "
+                f"{len(coordinates)} coordinates."
+            )
         self._total = part if self._total is None else self._total.plus(part)
 
-    def tell(self, params: Sequence[Tensor]) -> Tensor:
+    def tell(
+        self, params: Sequence[Tensor], answer_again: Callable[[], None] | None = None
+    ) -> Tensor:
         """Finish the step: the private gradient estimate, flat of length d.
 
         A step without any answer (an empty batch) releases pure noise.
+
+        Args:
+            params: the trainable parameters.
+            answer_again: answers what :attr:`query` then is, from the records of the same batch
+                and no others; called for each further query of an estimator that has several.
         """
         state = self._estimator_state
         if not self._is_under_way or state is None:
             raise RuntimeError("No step was begun: Mechanism.ask() must come before tell().")
+        asked = [] if self._query is None else [self._query]
+        try:
+            estimate, state = self._tell(state, params)
+            while estimate is None:
+                asked = self._ask_again(state, params, asked)
+                if answer_again is None:
+                    raise RuntimeError(
+                        f"Nobody answers the further queries of {self.plan.estimator}."
+                    )
+                answer_again()
+                estimate, state = self._tell(state, params)
+        finally:
+            self.drop()
+        self._estimator_state = state
+        self.step += 1
+        return self._postprocess(estimate, params)
+
+    def _tell(self, state: State, params: Sequence[Tensor]) -> tuple[Tensor | None, State]:
+        """Noise the answer to the present query, and tell the estimator."""
         query, total = self._query, self._total
         self.drop()  # whatever happens now, the same sum is not released twice
         release = self._release(query, total, params)
         released = release.mean(self.plan.rate(self.step) * self.num_records)
         if isinstance(self.plan.shape, AbstractAdaptiveSchedule):
             self._schedule_state = self.plan.shape.observe(self._schedule_state, released.value)
-        estimator = self.plan.estimator
-        estimate, self._estimator_state = estimator.tell(state, params, self.step, released)
-        self.step += 1
-        return self._postprocess(estimate, params)
+        return self.plan.estimator.tell(state, params, self.step, released)
 
     def _postprocess(self, estimate: Tensor, params: Sequence[Tensor]) -> Tensor:
         states = self._postprocessing_states or [
@@ -200,7 +273,9 @@ class Mechanism:
         """The noised sum; zeros without noise if nothing was asked."""
         if query is None:
             return Release(_zeros(params), 0.0)
-        total = total or BoundedSum(_zeros(params), query.clip_norm)
+        if total is None:
+            zeros = _zeros(params)
+            total = BoundedSum(zeros[: query.size(len(zeros))], query.clip_norm)
         return add_noise(total, query.noise_multiplier, self.noise, self.world)
 
     def drop(self) -> None:

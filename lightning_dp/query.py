@@ -3,25 +3,30 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import torch
 from torch import Tensor
 
-__all__ = ["BoundedSum", "Query", "Release", "Term"]
+__all__ = ["BoundedSum", "Pass", "Query", "Release", "Term"]
 
 
 @dataclass(frozen=True)
 class Term:
-    """One gradient inside a query: ``weight`` times the record's gradient at ``point``.
+    """``weight`` times h(x): the record's gradient at ``point``, or with a ``direction`` its
+    Hessian there times that direction.
 
     Args:
         weight: w_k, any finite number.
         point: x_k as a flat vector of length d (``parameters()`` order, concatenated), or ``None``
             for the parameters the model has now. Public: made from released values only.
+        direction: u_k, flat of length d; ``None`` for the gradient. Public as well.
     """
 
     weight: float = 1.0
     point: Tensor | None = field(default=None, repr=False)
+    direction: Tensor | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
         if not math.isfinite(self.weight):
@@ -29,18 +34,37 @@ class Term:
 
 
 @dataclass(frozen=True)
-class Query:
-    r"""A question to the data: :math:`\sum_i \mathrm{clip}_C(\sum_k w_k\, g_i(x_k))` plus noise.
-
-    g_i(x) is the gradient of record i at parameters x, clip_C scales a vector down to L2 norm C
-    (and leaves shorter ones alone), and the sum gets Gaussian noise of standard deviation z·C.
-    The combination is taken per record *before* clipping.
+class Pass:
+    """One run over the batch: ``gradient`` · g_i(point) + ``product`` · H_i(point) direction.
 
     Args:
-        terms: the (w_k, x_k).
+        point: as in :class:`Term`.
+        direction: as in :class:`Term`; None if no Hessian is asked for.
+        gradient, product: the weights.
+    """
+
+    point: Tensor | None
+    direction: Tensor | None
+    gradient: float
+    product: float
+
+
+@dataclass(frozen=True)
+class Query:
+    r"""A question to the data: :math:`\sum_i \mathrm{clip}_C(P_c \sum_k w_k\, h_{ik})` plus noise.
+
+    h_ik is the gradient of record i at parameters x_k, or its Hessian there times a direction,
+    P_c keeps the coordinates in c, clip_C scales a vector down to L2 norm C (and leaves shorter
+    ones alone), and the sum gets Gaussian noise of standard deviation z·C in each coordinate.
+    The combination is taken, and restricted to c, per record *before* clipping.
+
+    Args:
+        terms: the (w_k, x_k, u_k).
         clip_norm: C > 0: the L2 sensitivity of the sum under add/remove of one record.
             Infinite only without noise.
         noise_multiplier: z >= 0.
+        coordinates: c, int64, sorted and distinct; the answer has one entry for each. ``None`` for
+            all. Public: not chosen by looking at data.
 
     Raises:
         ValueError: for values outside these bounds (NaN included).
@@ -53,8 +77,10 @@ class Query:
     terms: tuple[Term, ...]
     clip_norm: float
     noise_multiplier: float
+    coordinates: Tensor | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
+        self._check_coordinates()
         if not self.terms:
             raise ValueError("Query(terms=()) asks nothing; give at least one Term.")
         if not self.clip_norm > 0:
@@ -70,15 +96,44 @@ class Query:
                 "or noise_multiplier=0 for training without privacy."
             )
 
-    @property
-    def weight_here(self) -> float:
-        """The weight of the gradient at the model's present parameters."""
-        return sum(term.weight for term in self.terms if term.point is None)
+    def _check_coordinates(self) -> None:
+        c = self.coordinates
+        if c is None:
+            return
+        if c.dtype != torch.int64 or c.dim() != 1 or not len(c):
+            raise ValueError(
+                f"Query(coordinates=...) must be a vector of int64 numbers, at least one; got "
+                f"{tuple(c.shape)} of {c.dtype}."
+            )
+        if not (c[0] >= 0 and bool((c[1:] > c[:-1]).all())):
+            raise ValueError("Query(coordinates=...) must be sorted, distinct and not negative.")
+
+    def size(self, all_coordinates: int) -> int:
+        """The length of the answer, of d in all."""
+        return all_coordinates if self.coordinates is None else len(self.coordinates)
 
     @property
-    def other_points(self) -> int:
-        """How many further passes over the batch the query needs."""
-        return sum(term.point is not None for term in self.terms)
+    def runs_again(self) -> bool:
+        """Whether the gradient at the present parameters is not all that is asked for."""
+        return any(t.point is not None or t.direction is not None for t in self.terms)
+
+    @property
+    def passes(self) -> tuple[Pass, ...]:
+        """What must be run: one pass for each point, and for each further direction there.
+
+        A gradient and a Hessian-vector product at the same point come from one pass.
+        """
+        found: list[Pass] = []
+        for point in _distinct([term.point for term in self.terms]):
+            here = [term for term in self.terms if term.point is point]
+            gradient = sum(term.weight for term in here if term.direction is None)
+            along = _distinct([term.direction for term in here if term.direction is not None])
+            for direction in along or [None]:
+                with_it = sum(term.weight for term in here if term.direction is direction)
+                product = 0.0 if direction is None else with_it
+                found.append(Pass(point, direction, gradient, product))
+                gradient = 0.0
+        return tuple(found)
 
 
 @dataclass(frozen=True)
@@ -90,7 +145,7 @@ class BoundedSum:
     :func:`lightning_dp.noise.add_noise` turns one into something that may be seen.
 
     Args:
-        value: flat vector of length d.
+        value: flat vector of length d, or of the query's coordinates.
         clip_norm: C, the L2 sensitivity under add/remove of one record.
     """
 
@@ -112,7 +167,7 @@ class Release:
     """A noised sum or mean: the only thing about the data that leaves the mechanism.
 
     Args:
-        value: flat vector of length d.
+        value: flat vector of length d, or of the query's coordinates.
         noise_std: standard deviation of the noise in each coordinate.
     """
 
@@ -124,3 +179,8 @@ class Release:
         if not expected_batch_size > 0:
             raise ValueError(f"expected_batch_size={expected_batch_size} must be greater than 0.")
         return Release(self.value / expected_batch_size, self.noise_std / expected_batch_size)
+
+
+def _distinct(tensors: Sequence[Tensor | None]) -> list[Tensor | None]:
+    """Each object once, in order."""
+    return list({id(tensor): tensor for tensor in tensors}.values())

@@ -21,6 +21,11 @@ _NOT_COVERED = (
 )
 
 
+_ROUND = (
+    "{} on the batch of each step, charged together before the first as one Gaussian on one sample"
+)
+
+
 @dataclass(frozen=True)
 class PrivacyReport:
     """A privacy statement about what ran.
@@ -100,6 +105,8 @@ class PrivacyReport:
 def report(run: PrivateRun) -> PrivacyReport:
     """The report of a run, during or after a fit."""
     config, batches, epsilon = run.config, run.batches, run.epsilon
+    estimator = config.resolved_estimator()
+    queries = estimator.queries_per_step
     return PrivacyReport(
         epsilon=epsilon,
         delta=config.target_delta,
@@ -112,7 +119,8 @@ def report(run: PrivateRun) -> PrivacyReport:
         guard=FixedGuard.description if run.mechanism is None else run.mechanism.guard.description,
         accountant=config.accountant.name,
         mechanism={
-            "estimator": repr(config.resolved_estimator()),
+            "estimator": repr(estimator),
+            **({"queries": _ROUND.format(queries)} if queries > 1 else {}),
             "noise schedule": repr(config.noise_schedule),
             "post-processing": repr(list(config.postprocessing)),
             "sampling": repr(config.sampling),

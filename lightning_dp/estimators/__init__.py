@@ -1,8 +1,17 @@
 """Estimators: what is asked of the data, and what gradient is made of the answer."""
 
-from lightning_dp.estimators.base import AbstractEstimator, State
+from lightning_dp.estimators.base import AbstractEstimator, State, share_of_noise
+from lightning_dp.estimators.cubic_newton import CubicNewton
 from lightning_dp.estimators.diff2 import Diff2
 from lightning_dp.estimators.mean_gradient import MeanGradient
 from lightning_dp.estimators.storm import Storm
 
-__all__ = ["AbstractEstimator", "Diff2", "MeanGradient", "State", "Storm"]
+__all__ = [
+    "AbstractEstimator",
+    "CubicNewton",
+    "Diff2",
+    "MeanGradient",
+    "State",
+    "Storm",
+    "share_of_noise",
+]

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any, TypeAlias
 
 from torch import Tensor
+from torch.optim import Optimizer
 
 from lightning_dp.query import Query, Release
 
-__all__ = ["AbstractEstimator", "State"]
+__all__ = ["AbstractEstimator", "State", "share_of_noise"]
 
 # Tensors, numbers, strings, and lists and dicts of them: it goes into checkpoints.
 State: TypeAlias = dict[str, Any]
@@ -40,6 +42,33 @@ class AbstractEstimator(ABC):
         """What multiplies the sampling rate at step t (the product is at most 1); >= 1."""
         return 1.0
 
+    @property
+    def queries_per_step(self) -> int:
+        """How many queries a step may ask on its one batch; see :func:`share_of_noise`."""
+        return 1
+
+    @property
+    def uses_hessian(self) -> bool:
+        """Whether queries have terms with a direction, which not every engine can answer."""
+        return False
+
+    @property
+    def estimates_gradient(self) -> bool:
+        """Whether what a step releases, and estimates, is a gradient.
+
+        If not, post-processing and schedules that look at released gradients are refused.
+        """
+        return True
+
+    def check(self, optimizer: Optimizer) -> None:  # noqa: B027 (most can use any optimizer)
+        """Refuse an optimizer, or parameters in it, that the estimate is not made for.
+
+        Called before a fit, when nothing has been charged.
+
+        Raises:
+            ValueError: naming the cause and the cure.
+        """
+
     @abstractmethod
     def init(self, params: Sequence[Tensor]) -> State:
         """The state before the first step. ``params``: the trainable parameters."""
@@ -51,19 +80,36 @@ class AbstractEstimator(ABC):
         """The query of step t, with at least the planned ``noise_multiplier``.
 
         None asks nothing: nothing is charged, and :meth:`tell` is given zeros without noise.
+
+        Where :meth:`tell` gave no estimate, this is called again with the state that it gave, for
+        the next query on the same batch. All queries of a step together must have at least the
+        planned noise.
         """
 
     @abstractmethod
     def tell(
         self, state: State, params: Sequence[Tensor], step: int, released: Release
-    ) -> tuple[Tensor, State]:
+    ) -> tuple[Tensor | None, State]:
         """The gradient estimate and the next state.
 
         Args:
-            released: the noised sum divided by the expected batch size, flat of length d, with
-                the standard deviation of the noise in it.
+            released: the noised sum divided by the expected batch size, flat of length d (or of
+                the query's coordinates), with the standard deviation of the noise in it.
 
         Returns:
             a flat vector of length d that the optimizer uses as the gradient, and the new state
-            (``state`` itself is not changed).
+            (``state`` itself is not changed). None instead of the vector asks for a further query
+            on the same batch.
         """
+
+
+def share_of_noise(noise_multiplier: float, queries: int) -> float:
+    """z_s of each of n alike queries on one batch that together are one with multiplier z.
+
+    z √n, and a hair more, so that rounding never puts the composition below z.
+
+    Example:
+        >>> round(share_of_noise(1.5, queries=4), 9)
+        3.0
+    """
+    return noise_multiplier * math.sqrt(queries) * (1.0 + 1e-14 * (queries > 1))

@@ -9,9 +9,9 @@ from torch import Tensor
 
 from lightning_dp.clipping import AbstractPerSampleGradients
 from lightning_dp.functional import as_rows, per_sample_norms
-from lightning_dp.gradients.base import UnsupportedModelError
+from lightning_dp.gradients.base import number_of_records
 
-__all__ = ["MaterialisedGradients"]
+__all__ = ["MaterialisedGradients", "restricted"]
 
 
 class MaterialisedGradients(AbstractPerSampleGradients):
@@ -30,14 +30,7 @@ class MaterialisedGradients(AbstractPerSampleGradients):
         self._gradients = gradients
         self._scale = scale
         self._used = [gradient for gradient in gradients if gradient is not None]
-        counts = {len(gradient) for gradient in self._used}
-        if len(counts) > 1:
-            raise UnsupportedModelError(
-                "Some layers see more rows than there are records (the model folds another dimension "
-                "into the batch, or is not batch-first), so a record's gradient cannot be bounded. "
-                "Keep records in the first dimension of every layer's input, one row each."
-            )
-        self._count = counts.pop() if counts else 0
+        self._count = number_of_records([len(gradient) for gradient in self._used])
 
     @property
     def count(self) -> int:
@@ -63,6 +56,18 @@ class MaterialisedGradients(AbstractPerSampleGradients):
             parts.append(weights.to(dtype) @ rows)
         return torch.cat(parts)
 
+    def restrict(self, coordinates: Tensor) -> MaterialisedGradients:
+        parts, start = [], 0
+        for param, gradient in zip(self._params, self._gradients, strict=True):
+            end = start + param.numel()
+            places = coordinates[(coordinates >= start) & (coordinates < end)].to(param.device)
+            if gradient is None:
+                parts.append(param.new_zeros(self._count, len(places)))
+            else:
+                parts.append(as_rows(gradient)[:, places - start])
+            start = end
+        return restricted(parts, self._scale)
+
     def combine(
         self, weight: float, others: Sequence[tuple[float, AbstractPerSampleGradients]]
     ) -> MaterialisedGradients:
@@ -78,6 +83,12 @@ class MaterialisedGradients(AbstractPerSampleGradients):
                 if gradient is not None:
                     combined[position] = _plus(combined[position], gradient, factor)
         return MaterialisedGradients(self._params, combined, scale or 1.0)
+
+
+def restricted(parts: Sequence[Tensor], scale: float) -> MaterialisedGradients:
+    """Gradients at some coordinates only, from the columns that belong to each parameter."""
+    rows = torch.cat(list(parts), dim=1)
+    return MaterialisedGradients([rows.new_empty(rows.shape[1])], [rows], scale)
 
 
 def _plus(so_far: Tensor | None, gradient: Tensor, factor: float) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_dp.private_run import PrivateRun
+from lightning_dp.query import Query
 from lightning_dp.sampling.loader import PrivateDataLoader
 from lightning_dp.strategies.checks import (
     check_model,
@@ -92,6 +94,7 @@ class DifferentialPrivacyStrategy(Strategy):
         check_model(module)
         self._step = PrivateStep(module, self.optimizers[0], run.config.engine, self.root_device)
         run.engine = self._step.engine_description
+        self._step.check(run.config.resolved_estimator())
 
     def configure_ddp(self) -> None:
         """No DDP wrapper: its reducer would all-reduce raw gradients. Rank 0's weights for all."""
@@ -188,7 +191,7 @@ class DifferentialPrivacyStrategy(Strategy):
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         assert self._step is not None and self.private_run.mechanism is not None
         self._step_arguments = (args, kwargs)
-        self._step.before_forward(self.private_run.mechanism.query)
+        self._step.before_forward(self.private_run.mechanism)
         return super().training_step(*args, **kwargs)
 
     def backward(
@@ -199,20 +202,22 @@ class DifferentialPrivacyStrategy(Strategy):
         if not step.runs_backward:
             loss = super().backward(closure_loss, optimizer, *args, **kwargs)
         elif args or kwargs or is_overridden("backward", self.lightning_module):
-            step.backward(closure_loss, keep_graph=True)
+            step.backward(closure_loss, mechanism.query, keep_graph=True)
             loss = super().backward(closure_loss, optimizer, *args, **kwargs)
         else:
-            loss = self._backward_of_the_engine(closure_loss)
-        step.answer(mechanism, self._undo_loss_division(), self._forward_again)
+            loss = self._backward_of_the_engine(closure_loss, mechanism.query)
+        args, kwargs = self._step_arguments
+        forward_again = partial(self._forward_again, args, kwargs)
+        step.answer(mechanism, self._undo_loss_division(), forward_again)
         return loss
 
-    def _backward_of_the_engine(self, loss: Tensor) -> Tensor:
+    def _backward_of_the_engine(self, loss: Tensor, query: Query | None) -> Tensor:
         """``Strategy.backward`` with the engine in the place of ``loss.backward()``."""
         module, plugin = self.lightning_module, self.precision_plugin
         assert module is not None and self._step is not None
         self.pre_backward(loss)
         loss = plugin.pre_backward(loss, module)
-        self._step.backward(loss, keep_graph=False)
+        self._step.backward(loss, query, keep_graph=False)
         loss = plugin.post_backward(loss, module)
         self.post_backward(loss)
         return loss
@@ -223,8 +228,7 @@ class DifferentialPrivacyStrategy(Strategy):
         automatic = self.lightning_module.automatic_optimization
         return float(self._trainer.accumulate_grad_batches) if automatic else 1.0
 
-    def _forward_again(self) -> Tensor:
-        args, kwargs = self._step_arguments
+    def _forward_again(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
         output: Any = super().training_step(*args, **kwargs)
         loss: Tensor = output["loss"] if isinstance(output, Mapping) else output
         return loss

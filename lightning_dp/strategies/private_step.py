@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_dp.clipping import AbstractPerSampleGradients, bounded_sum
+from lightning_dp.estimators import AbstractEstimator
 from lightning_dp.functional import unflatten
 from lightning_dp.gradients import (
     RawGradientGuard,
@@ -19,11 +21,20 @@ from lightning_dp.gradients import (
     attach_engine,
 )
 from lightning_dp.mechanism import Mechanism
-from lightning_dp.query import Query
+from lightning_dp.query import Pass, Query
 from lightning_dp.sampling.loader import Chunk
 from lightning_dp.strategies.replay import RandomState, at_point, muted
 
 __all__ = ["PrivateStep", "trained_parameters"]
+
+
+@dataclass(frozen=True)
+class _Replay:
+    """What it takes to run a chunk again: its forward pass, the randomness of it, its records."""
+
+    forward: Callable[[], Tensor]
+    random_state: RandomState | None
+    size: int
 
 
 class PrivateStep:
@@ -59,6 +70,7 @@ class PrivateStep:
         self._is_answered = False
         self._is_released = False
         self._random_state: RandomState | None = None
+        self._kept: list[_Replay] = []  # the chunks of a step that asks several queries
 
     def begin(self, chunk: Chunk) -> None:
         """The next physical batch is this chunk."""
@@ -67,11 +79,13 @@ class PrivateStep:
         self._chunk, self._is_answered = chunk, False
         if chunk.first:
             self._is_released = False
+            self._kept = []
             self._check_same_parameters(self._optimizer)  # before the charge
 
-    def before_forward(self, query: Query | None) -> None:
-        """Remember the randomness that a second pass must share."""
-        if query is not None and query.other_points:
+    def before_forward(self, mechanism: Mechanism) -> None:
+        """Remember the randomness that further passes must share."""
+        query = mechanism.query
+        if (query is not None and query.runs_again) or _has_rounds(mechanism):
             self._random_state = RandomState(self._device)
 
     @property
@@ -79,9 +93,10 @@ class PrivateStep:
         """Whether :meth:`backward` takes the place of ``loss.backward()``."""
         return self._engine.runs_backward
 
-    def backward(self, loss: Tensor, *, keep_graph: bool) -> None:
+    def backward(self, loss: Tensor, query: Query | None, *, keep_graph: bool) -> None:
         """Run the backward pass as the engine does it."""
-        self._engine.backward(loss, keep_graph=keep_graph)
+        is_alone = query is None or len(query.passes) == 1
+        self._engine.backward(loss, keep_graph=keep_graph, may_fold=is_alone)
 
     def answer(
         self, mechanism: Mechanism, scale: float, forward_again: Callable[[], Tensor]
@@ -108,44 +123,101 @@ class PrivateStep:
                 "gradient cannot be bounded. The collate_fn must make exactly one row of each "
                 "record, and the model must keep records in the first dimension."
             )
-        gradients = self._at_all_points(mechanism.query, gradients, forward_again)
-        if gradients.count:
-            mechanism.answer(bounded_sum(gradients, mechanism.query.clip_norm))
+        replay = _Replay(forward_again, self._random_state, self._chunk.size)
+        if _has_rounds(mechanism):
+            self._kept.append(replay)
+        self._give(mechanism, mechanism.query, replay, gradients)
 
-    def _at_all_points(
-        self, query: Query, here: AbstractPerSampleGradients, forward_again: Callable[[], Tensor]
+    def _give(
+        self,
+        mechanism: Mechanism,
+        query: Query,
+        replay: _Replay,
+        here: AbstractPerSampleGradients | None = None,
+    ) -> None:
+        """Answer a query from one chunk.
+
+        Args:
+            here: its gradients at the present parameters, where they are known already.
+        """
+        gradients = self._combination(query, replay, here)
+        if query.coordinates is not None and gradients.count:
+            gradients = gradients.restrict(query.coordinates)
+        if gradients.count:
+            mechanism.answer(bounded_sum(gradients, query.clip_norm))
+
+    def _combination(
+        self, query: Query, replay: _Replay, here: AbstractPerSampleGradients | None
     ) -> AbstractPerSampleGradients:
-        """Each record's combination over the query's points; the batch is run again at each."""
-        if query.other_points == 0 and query.weight_here == 1:
-            return here
-        if query.other_points and not self._module.automatic_optimization:
+        """Each record's combination over the query's terms; the batch is run again for each pass."""
+        parts: list[tuple[float, AbstractPerSampleGradients]] = []
+        for each in query.passes:
+            if each.direction is not None:
+                parts.append((1.0, self._again(each, replay)))
+            elif each.point is None and here is not None:
+                parts.append((each.gradient, here))
+            else:
+                parts.append((each.gradient, self._again(each, replay)))
+        (weight, first), *others = parts
+        return first if weight == 1 and not others else first.combine(weight, others)
+
+    def _again(self, each: Pass, replay: _Replay) -> AbstractPerSampleGradients:
+        """The same records with the same randomness once more, leaving no trace."""
+        if not self._module.automatic_optimization:
             raise MisconfigurationException(
                 "An estimator that compares gradients at two points must run training_step again, "
                 "which manual optimization does not allow. Use automatic optimization."
             )
-        others = [
-            (term.weight, self._again_at(term.point, forward_again))
-            for term in query.terms
-            if term.point is not None
-        ]
-        return here.combine(query.weight_here, others)
-
-    def _again_at(
-        self, point: Tensor, forward_again: Callable[[], Tensor]
-    ) -> AbstractPerSampleGradients:
-        """The same batch with the same randomness at another point, leaving no trace."""
-        assert self._random_state is not None
+        assert replay.random_state is not None
         now = RandomState(self._device)
-        with muted(self._module), at_point(self.params, point):
-            self._random_state.restore()
-            loss = forward_again()
-            if self._engine.runs_backward:
-                self._engine.backward(loss)
-            else:
-                self._module.backward(loss)
-            gradients = self._engine.take(1.0, self._raw.touched())
+        elsewhere = nullcontext() if each.point is None else at_point(self.params, each.point)
+        with muted(self._module), elsewhere, torch.enable_grad():
+            replay.random_state.restore()
+            gradients = self._run(each, replay.forward)
         now.restore()
+        if gradients.count not in (0, replay.size):
+            raise UnsupportedModelError("Running training_step again gave another number of rows.")
         return gradients
+
+    def _run(self, each: Pass, forward: Callable[[], Tensor]) -> AbstractPerSampleGradients:
+        if each.direction is not None:
+            weights = (each.gradient, each.product)
+            gradients = self._engine.along(forward, each.direction, weights)
+            self._raw.touched()
+            return gradients
+        loss = forward()
+        if self._engine.runs_backward:
+            self._engine.backward(loss, may_fold=False)
+        else:
+            self._module.backward(loss)
+        return self._engine.take(1.0, self._raw.touched())
+
+    def _answer_again(self, mechanism: Mechanism) -> None:
+        """Answer a further query from all chunks of the batch."""
+        query = mechanism.query
+        assert query is not None
+        for replay in self._kept:
+            self._give(mechanism, query, replay)
+
+    def check(self, estimator: AbstractEstimator) -> None:
+        """Refuse what the estimator cannot train, before anything is charged.
+
+        Raises:
+            MisconfigurationException: naming the cure.
+        """
+        if estimator.uses_hessian and not self._engine.has_products:
+            raise MisconfigurationException(
+                f"{estimator} needs Hessian-vector products, which the gradient engine of this model "
+                f"does not have ({self.engine_description}). Use engine='bookkeeping' or "
+                "engine='functional', and layers that they cover."
+            )
+        runs_again = estimator.uses_hessian or estimator.queries_per_step > 1
+        if runs_again and not self._module.automatic_optimization:
+            raise MisconfigurationException(
+                f"{estimator} must run training_step several times on a batch, which manual "
+                "optimization does not allow. Use automatic optimization."
+            )
+        estimator.check(self._optimizer)
 
     def release(self, mechanism: Mechanism, optimizer: Optimizer) -> None:
         """Give every trained parameter its private gradient."""
@@ -155,7 +227,10 @@ class PrivateStep:
                 "charged. Step once per batch."
             )
         self._check_same_parameters(optimizer)
-        estimate = mechanism.tell(self.params)
+        try:
+            estimate = mechanism.tell(self.params, lambda: self._answer_again(mechanism))
+        finally:
+            self._kept = []
         for param, gradient in zip(self.params, unflatten(estimate, self.params), strict=True):
             param.grad = gradient
         self._is_released = True
@@ -177,6 +252,11 @@ class PrivateStep:
         """Leave the model as it was."""
         self._engine.detach()
         self._raw.remove()
+        self._kept = []
+
+
+def _has_rounds(mechanism: Mechanism) -> bool:
+    return mechanism.plan.estimator.queries_per_step > 1
 
 
 def trained_parameters(optimizer: Optimizer) -> tuple[nn.Parameter, ...]:

@@ -11,7 +11,14 @@ import pytest
 import torch
 
 from lightning_dp import estimators
-from lightning_dp.estimators import AbstractEstimator, Diff2, MeanGradient, State, Storm
+from lightning_dp.estimators import (
+    AbstractEstimator,
+    CubicNewton,
+    Diff2,
+    MeanGradient,
+    State,
+    Storm,
+)
 from lightning_dp.query import Query, Release, Term
 
 # One line for each estimator.
@@ -21,8 +28,10 @@ CASES: dict[str, AbstractEstimator] = {
     "diff2": Diff2(restart_every=3, max_grad_norm=0.3, diff_norm=2.0),
     "diff2_optimal": Diff2(restart_every=4, split="optimal", step_length=0.1, restart_rate=2.0),
     "storm": Storm(momentum=0.2, max_grad_norm=0.3, diff_norm=2.0),
+    "cubic_newton": CubicNewton(2.0, 1.0, inner_steps=3, box=0.5, fresh_batches=True),
+    "cubic_newton_of_one_step": CubicNewton(2.0, 0.0, inner_steps=1, max_grad_norm=0.3),
 }
-NOT_ESTIMATORS = {"AbstractEstimator", "State"}
+NOT_ESTIMATORS = {"AbstractEstimator", "State", "share_of_noise"}
 PARAMS = [torch.linspace(-1, 1, 4).view(2, 2), torch.ones(2)]
 
 
@@ -95,6 +104,13 @@ def test_every_estimator_is_tested():
         getattr(estimators, name) for name in estimators.__all__ if name not in NOT_ESTIMATORS
     }
     assert public == {type(estimator) for estimator in CASES.values()}
+
+
+@pytest.mark.parametrize("optimizer", [torch.optim.Adam, torch.optim.SGD])
+def test_other_estimators_take_any_optimizer(optimizer):
+    for estimator in (MeanGradient(), Diff2(3), Storm(0.5)):
+        estimator.check(optimizer([torch.zeros(2, requires_grad=True)]))
+        assert estimator.queries_per_step == 1 and not estimator.uses_hessian
 
 
 def test_mean_gradient_asks_for_the_gradient_where_the_model_is():

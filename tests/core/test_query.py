@@ -8,7 +8,7 @@ import math
 import pytest
 import torch
 
-from lightning_dp.query import BoundedSum, Query, Release, Term
+from lightning_dp.query import BoundedSum, Pass, Query, Release, Term
 
 
 @pytest.mark.parametrize("weight", [math.nan, math.inf, -math.inf])
@@ -38,6 +38,47 @@ def test_an_infinite_clip_norm_is_allowed_without_noise_only():
     assert Query((Term(),), math.inf, 0.0).clip_norm == math.inf
     with pytest.raises(ValueError, match=r"infinite clip norm bounds nothing.*0\.1"):
         Query((Term(),), math.inf, 0.1)
+
+
+@pytest.mark.parametrize(
+    ("coordinates", "message"),
+    [
+        (torch.tensor([2, 1]), "sorted, distinct"),
+        (torch.tensor([1, 1]), "sorted, distinct"),
+        (torch.tensor([-1, 1]), "not negative"),
+        (torch.tensor([], dtype=torch.int64), "at least one"),
+        (torch.tensor([1.0]), "int64"),
+        (torch.tensor([[1]]), "vector"),
+    ],
+)
+def test_coordinates_that_are_no_sorted_set_are_refused(coordinates, message):
+    with pytest.raises(ValueError, match=message):
+        Query((Term(),), 1.0, 1.0, coordinates)
+
+
+def test_a_gradient_and_a_product_at_one_point_are_one_pass():
+    point, one, other = torch.zeros(2), torch.ones(2), torch.ones(2)
+    terms = (
+        Term(2.0),
+        Term(0.5, direction=one),
+        Term(-1.0, point),
+        Term(3.0),
+        Term(1.5, point, other),
+        Term(1.0, point, one),
+        Term(0.25, direction=one),
+    )
+    assert Query(terms, 1.0, 1.0).passes == (
+        Pass(None, one, 5.0, 0.75),
+        Pass(point, other, -1.0, 1.5),
+        Pass(point, one, 0.0, 1.0),
+    )
+
+
+def test_a_query_for_the_gradient_here_needs_no_further_pass():
+    assert not Query((Term(), Term(2.0)), 1.0, 1.0).runs_again
+    assert Query((Term(), Term(2.0)), 1.0, 1.0).passes == (Pass(None, None, 3.0, 0.0),)
+    assert Query((Term(), Term(1.0, torch.zeros(1))), 1.0, 1.0).runs_again
+    assert Query((Term(direction=torch.zeros(1)),), 1.0, 1.0).runs_again
 
 
 @pytest.mark.parametrize("kind", [Term, Query, BoundedSum, Release])

@@ -13,7 +13,15 @@ from torch import Tensor
 
 from lightning_dp.functional import as_rows, squared_row_norms
 
-__all__ = ["PRODUCTS", "AbstractForm", "Call", "Memory", "ParameterGradients", "Uses"]
+__all__ = [
+    "PRODUCTS",
+    "AbstractForm",
+    "Call",
+    "Memory",
+    "ParameterGradients",
+    "Rows",
+    "Uses",
+]
 
 # Gradients that are not kept for all records from the norms to the sum are made slice by slice.
 _SLICE_BYTES = 4 << 20
@@ -44,7 +52,7 @@ class AbstractForm(ABC):
 
     @abstractmethod
     def weighted_sum(self, v: Tensor, u: Tensor, weights: Tensor) -> Tensor:
-        """Σ_i weights_i f(v_i, u_i), of the parameter's shape, without making the rows."""
+        """Σ_i weights_i f(v_i, u_i), of the parameter's shape or flat, without making the rows."""
 
     def both(self, here: Call, there: Call) -> list[Call]:
         """f(v, u) + f(v', u') as calls that lose no digits where v and v' are close.
@@ -55,6 +63,32 @@ class AbstractForm(ABC):
         if here.v.data_ptr() == there.v.data_ptr():  # the batch itself
             return [total]
         return [replace(here, v=here.v - there.v), total]
+
+    def along(
+        self,
+        v: tuple[Tensor, Tensor | None],
+        u: tuple[Tensor, Tensor | None],
+        weights: tuple[float, float],
+    ) -> list[Call]:
+        """w f + w' (the derivative of f along a direction), by the product rule.
+
+        = f(v, w u + w' u̇) + f(v̇, w' u), the derivatives v̇ and u̇ given beside v and u, or None
+        where they are zero.
+        """
+        (value, moved), back = v, _weighted(u, weights)
+        calls = [Call(self, value, back)]
+        return calls if moved is None else [*calls, Call(self, moved, weights[1] * u[0])]
+
+    def entries(self, v: Tensor, u: Tensor, shape: torch.Size, places: Tensor) -> Tensor:
+        """f(v_i, u_i) of each record at some places of the flat parameter: shape (n, k).
+
+        Args:
+            shape: of the parameter.
+            places: k of them.
+        """
+        size = max(1, _SLICE_BYTES // (4 * shape.numel()))
+        parts = zip(torch.split(v, size), torch.split(u, size), strict=True)
+        return torch.cat([as_rows(self.rows(*part))[:, places] for part in parts])
 
     def squared_norms(self, calls: Sequence[Call], *, may_keep: bool) -> Tensor | None:
         """‖Σ_calls f(v_i, u_i)‖² of each record as float64, where that is cheaper than the rows.
@@ -73,6 +107,11 @@ class Call:
     v: Tensor
     u: Tensor
 
+    @property
+    def nbytes(self) -> int:
+        """The memory of its tensors."""
+        return self.u.nbytes + (0 if self.v is self.u else self.v.nbytes)
+
     def of(self, records: Tensor | slice) -> Call:
         """The same for some of the records."""
         return replace(self, v=self.v[records], u=self.u[records])
@@ -80,6 +119,36 @@ class Call:
 
 # Every parameter of a layer, with its use in one call.
 Uses: TypeAlias = list[tuple[Tensor | None, Call]]
+
+
+@dataclass(frozen=True)
+class Rows(AbstractForm):
+    """The gradients u_i themselves, of shape (n, *parameter shape); v is not used."""
+
+    @classmethod
+    def call(cls, u: Tensor) -> Call:
+        """A use of which the gradients are known: of a bias, say."""
+        return Call(cls(), u, u)
+
+    def rows(self, v: Tensor, u: Tensor, out: Tensor | None = None) -> Tensor:
+        return u
+
+    def weighted_sum(self, v: Tensor, u: Tensor, weights: Tensor) -> Tensor:
+        return weights @ as_rows(u)
+
+    def both(self, here: Call, there: Call) -> list[Call]:
+        return [self.call(here.u + there.u)]
+
+    def along(
+        self,
+        v: tuple[Tensor, Tensor | None],
+        u: tuple[Tensor, Tensor | None],
+        weights: tuple[float, float],
+    ) -> list[Call]:
+        return [self.call(call.u) for call in super().along((v[0], None), u, weights)]
+
+    def squared_norms(self, calls: Sequence[Call], *, may_keep: bool) -> Tensor | None:
+        return squared_row_norms(calls[0].u) if len(calls) == 1 else None
 
 
 class Memory:
@@ -120,7 +189,7 @@ class ParameterGradients:
         self._shape, self._numel = shape, shape.numel()
         self._memory = Memory() if memory is None else memory
         self._kept: Tensor | None = None
-        self._out: Tensor | None = None  # the memory it is in, if it is to be given back
+        self._borrowed: list[Tensor] = []  # to be given back
 
     @property
     def counts(self) -> set[int]:
@@ -131,6 +200,18 @@ class ParameterGradients:
     def kept_bytes(self) -> int:
         """How much memory is kept between the norms and the sum."""
         return 0 if self._kept is None else self._kept.nbytes
+
+    def add(self, call: Call, *, may_fold: bool) -> None:
+        """Count in one more use.
+
+        Args:
+            may_fold: whether the gradients of all records may stand for what they are made from,
+                where they are smaller. Differences between two points would lose digits.
+        """
+        size = len(call.u) * self._numel * call.u.element_size()
+        if may_fold and size <= call.nbytes and not isinstance(call.form, Rows):
+            call = Rows.call(self._rows(call))
+        self.calls.append(call)
 
     def squared_norms(self, keep_bytes: int = 0) -> Tensor:
         """Squared L2 norm of each record's gradient, shape (n,), float64.
@@ -146,7 +227,7 @@ class ParameterGradients:
             if cheap is not None:
                 return cheap
         if may_keep:
-            self._kept = self._all_rows()
+            self._kept = self._rows(*self.calls)
             return squared_row_norms(self._kept)
         size = max(1, _SLICE_BYTES // (4 * self._numel))
         slices = [slice(start, start + size) for start in range(0, count, size)]
@@ -154,32 +235,40 @@ class ParameterGradients:
             [squared_row_norms(_sum_of_rows([call.of(s) for call in self.calls])) for s in slices]
         )
 
-    def _all_rows(self) -> Tensor:
+    def _rows(self, *calls: Call) -> Tensor:
         """The gradients of all records, in memory that is used again if the form can."""
-        first = self.calls[0]
-        if len(self.calls) > 1 or not first.form.writes_out(first.v, first.u):
-            return _sum_of_rows(self.calls)
-        self._out = self._memory.take(len(first.u), self._shape, first.u)
-        return first.form.rows(first.v, first.u, self._out[: len(first.u)])
+        first = calls[0]
+        if len(calls) > 1 or not first.form.writes_out(first.v, first.u):
+            return _sum_of_rows(calls)
+        out = self._memory.take(len(first.u), self._shape, first.u)
+        self._borrowed.append(out)
+        return first.form.rows(first.v, first.u, out[: len(first.u)])
 
     def weighted_sum(self, weights: Tensor, records: Tensor | None = None) -> Tensor:
-        """Σ_i weights_i g_i, flat.
+        """Σ_i weights_i g_i, flat; to be asked for once.
 
         Args:
             weights: of the records.
             records: which ones, if not all; the others are left out, whatever they hold.
         """
+        calls, self.calls = self.calls, []
+        if not calls:
+            raise RuntimeError("The gradients were summed already; their memory is used again.")
         if self._kept is not None:
-            kept, self._kept = self._kept, None
-            rows = as_rows(kept if records is None else kept[records])
-            total = weights.to(kept.dtype) @ rows
-            if self._out is not None:
-                self._memory.give_back(self._out)
-                self._out = None
-            return total
-        calls = self.calls if records is None else [call.of(records) for call in self.calls]
-        sums = (c.form.weighted_sum(c.v, c.u, weights.to(c.u.dtype)) for c in calls)
-        return reduce(torch.add, sums).reshape(-1)
+            calls = [Rows.call(self._kept)]
+            self._kept = None
+        if records is not None:
+            calls = [call.of(records) for call in calls]
+        sums = [c.form.weighted_sum(c.v, c.u, weights.to(c.u.dtype)) for c in calls]
+        total = reduce(torch.add, (each.reshape(-1) for each in sums))
+        while self._borrowed:
+            self._memory.give_back(self._borrowed.pop())
+        return total
+
+    def entries(self, places: Tensor) -> Tensor:
+        """g_i at some places of the flat parameter: shape (n, places)."""
+        parts = (call.form.entries(call.v, call.u, self._shape, places) for call in self.calls)
+        return reduce(torch.add, parts)
 
     def combine(
         self, weight: float, others: Sequence[tuple[float, ParameterGradients]]
@@ -194,6 +283,13 @@ class ParameterGradients:
             else:
                 calls += new
         return ParameterGradients(calls, self._shape, self._memory)
+
+
+def _weighted(u: tuple[Tensor, Tensor | None], weights: tuple[float, float]) -> Tensor:
+    """w u + w' u̇."""
+    value, moved = u
+    total = value if weights[0] == 1 else weights[0] * value
+    return total if moved is None else torch.add(total, moved, alpha=weights[1])
 
 
 def _sum_of_rows(calls: Sequence[Call]) -> Tensor:

@@ -9,8 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_dp.functional import squared_row_norms
-from lightning_dp.gradients.layers.base import PRODUCTS, AbstractForm, Call, Uses
-from lightning_dp.gradients.layers.bias import Bias
+from lightning_dp.gradients.layers.base import PRODUCTS, AbstractForm, Call, Rows, Uses
 
 __all__ = ["OuterProduct", "linear"]
 
@@ -28,6 +27,15 @@ class OuterProduct(AbstractForm):
 
     def writes_out(self, v: Tensor, u: Tensor) -> bool:
         return True
+
+    def entries(self, v: Tensor, u: Tensor, shape: torch.Size, places: Tensor) -> Tensor:
+        times, (row, column) = v.shape[1], (places // shape[1], places % shape[1])
+        if not 0 < times * len(places) <= shape.numel():
+            return super().entries(v, u, shape, places)  # all of them are no more work
+        total = u[:, 0, row] * v[:, 0, column]
+        for t in range(1, times):
+            total.addcmul_(u[:, t, row], v[:, t, column])
+        return total
 
     def weighted_sum(self, v: Tensor, u: Tensor, weights: Tensor) -> Tensor:
         scaled = (u * weights.view(-1, 1, 1)).flatten(0, 1)
@@ -63,4 +71,4 @@ def linear(layer: nn.Linear, inputs: Tensor, gradient: Tensor) -> Uses:
     """Weight and bias of one call; any dimensions between the first and the last are positions."""
     v = inputs.reshape(len(inputs), -1, inputs.shape[-1])
     u = gradient.reshape(len(gradient), -1, gradient.shape[-1])
-    return [(layer.weight, Call(OuterProduct(), v, u)), (layer.bias, Bias.call(u.sum(1)))]
+    return [(layer.weight, Call(OuterProduct(), v, u)), (layer.bias, Rows.call(u.sum(1)))]

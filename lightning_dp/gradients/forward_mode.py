@@ -1,0 +1,108 @@
+"""The derivative of a forward and backward pass along a direction: Hessian-vector products."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import forward_ad
+from torch.func import functional_call
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from lightning_dp.functional import unflatten
+from lightning_dp.gradients.base import UnsupportedModelError
+from lightning_dp.gradients.layers import Call, Rows, Rule, Uses, any_layer
+from lightning_dp.gradients.layers.any_layer import any_layer_along
+
+__all__ = ["Dual", "run_along", "split", "uses_along"]
+
+T = TypeVar("T")
+
+# A tensor and its derivative along the direction; None where it does not depend on parameters.
+Dual = tuple[Tensor, Tensor | None]
+
+
+class _Holder(nn.Module):
+    """Lets ``functional_call`` replace the parameters of a module while any function runs."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, run: Callable[[], T]) -> T:
+        return run()
+
+
+def run_along(
+    module: nn.Module, params: Sequence[nn.Parameter], direction: Tensor, run: Callable[[], T]
+) -> T:
+    """``run()`` with every trained parameter a dual number: its value, and its part of the direction.
+
+    Every tensor that is computed inside carries its derivative along the direction, those of a
+    backward pass too (forward-over-reverse; run it with ``create_graph=True``, since some fused
+    backward kernels have no derivative of their own). Read it there with :func:`split`.
+
+    Raises:
+        UnsupportedModelError: if an operation of the model has no derivative in forward mode.
+    """
+    names = {id(param): f"module.{name}" for name, param in module.named_parameters()}
+    parts = unflatten(direction.to(params[0].device), params)
+    try:
+        # Fused attention has no second derivative.
+        with forward_ad.dual_level(), sdpa_kernel(SDPBackend.MATH), torch.enable_grad():
+            duals = {
+                names[id(param)]: forward_ad.make_dual(param, part)  # type: ignore[no-untyped-call]
+                for param, part in zip(params, parts, strict=True)
+            }
+            result: T = functional_call(_Holder(module), duals, (run,))
+    except NotImplementedError as error:
+        raise UnsupportedModelError(
+            f"A Hessian-vector product needs the second derivative of every operation, and one has "
+            f"none: {error} Replace the operation, or use an estimator without Hessians."
+        ) from error
+    return result
+
+
+def split(tensor: Tensor) -> Dual:
+    """Value and derivative, both cut off from the graph; inside :func:`run_along` only."""
+    value, derivative = forward_ad.unpack_dual(tensor)  # type: ignore[no-untyped-call]
+    return value.detach(), None if derivative is None else derivative.detach()
+
+
+def uses_along(
+    rule: Rule,
+    layer: nn.Module,
+    inputs: Sequence[Dual],
+    gradient: Dual,
+    directions: dict[int, Tensor],
+    weights: tuple[float, float],
+) -> Uses:
+    """What a rule says of one call, for w g + w' H u in the place of the gradient g.
+
+    Args:
+        rule: of the layer.
+        layer: with its ordinary parameters.
+        inputs: what it was called with.
+        gradient: what came back for its output.
+        directions: u by ``id`` of the parameter.
+        weights: w and w'.
+    """
+    if rule is any_layer:
+        uses = any_layer_along(layer, inputs, gradient, directions)
+        return [(p, Rows.call(weights[0] * g + weights[1] * h)) for p, g, h in uses]
+    calls: list[tuple[Tensor | None, Call]] = []
+    with forward_ad.dual_level():
+        for param, call in rule(layer, *(_joined(each) for each in (*inputs, gradient))):
+            v, u = split(call.v), split(call.u)
+            calls += [(param, part) for part in call.form.along(v, u, weights)]
+    return calls
+
+
+def _joined(dual: Dual) -> Tensor:
+    value, derivative = dual
+    if derivative is None:
+        return value
+    joined: Tensor = forward_ad.make_dual(value, derivative)  # type: ignore[no-untyped-call]
+    return joined

@@ -1,0 +1,105 @@
+"""The solver of the cubic model against SciPy on small dense problems."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from scipy.optimize import minimize
+
+from lightning_dp.cubic_model import average_weight, inner_step, minimise_cubic_model
+
+
+def problem(size: int, smallest: float, largest: float, seed: int) -> tuple[Any, Any]:
+    """Gradient and Hessian with eigenvalues between these."""
+    rng = np.random.default_rng(seed)
+    basis, _ = np.linalg.qr(rng.standard_normal((size, size)))
+    hessian = basis @ np.diag(np.linspace(smallest, largest, size)) @ basis.T
+    return rng.standard_normal(size), hessian
+
+
+def scipys(g: Any, h: Any, m: float, box: float | None = None) -> Any:
+    """The minimiser of g·v + v·Hv/2 + (M/6)‖v‖³ by a trust-region, or with bounds, L-BFGS-B."""
+
+    def value(v: Any) -> float:
+        return float(g @ v + v @ h @ v / 2 + m / 6 * np.linalg.norm(v) ** 3)
+
+    def slope(v: Any) -> Any:
+        return g + h @ v + m / 2 * np.linalg.norm(v) * v
+
+    start = -0.01 * g
+    if box is not None:
+        bounds = [(-box, box)] * len(g)
+        options = {"ftol": 1e-15, "gtol": 1e-10}
+        return minimize(value, start, jac=slope, bounds=bounds, options=options).x
+
+    def hessian(v: Any) -> Any:
+        length = np.linalg.norm(v)
+        return h + m / 2 * (length * np.eye(len(v)) + np.outer(v, v) / max(length, 1e-300))
+
+    options = {"gtol": 1e-10}
+    return minimize(value, start, jac=slope, hess=hessian, method="trust-exact", options=options).x
+
+
+@pytest.mark.parametrize("m", [0.0, 0.5, 20.0])
+@pytest.mark.parametrize("box", [None, 0.15])
+@pytest.mark.parametrize("size", [1, 3, 8])
+def test_the_average_reaches_scipys_minimum(size, box, m):
+    g, h = problem(size, 1.0, 3.0, seed=size)
+    bounds = None
+    if box is not None:
+        limit = torch.full((size,), box, dtype=torch.float64)
+        bounds = (-limit, limit)
+    found = minimise_cubic_model(
+        lambda v: torch.from_numpy(g) + torch.from_numpy(h) @ v,
+        torch.zeros(size, dtype=torch.float64),
+        inner_steps=3000,
+        strong_convexity=1.0,
+        hessian_lipschitz=m,
+        max_step_size=0.1,
+        bounds=bounds,
+    )
+    np.testing.assert_allclose(found.numpy(), scipys(g, h, m, box), rtol=0, atol=2e-4)
+
+
+def test_the_minimum_of_a_model_that_is_not_convex_where_it_begins():
+    """Negative curvature at 0: the cubic term alone bounds the model."""
+    g, h = problem(4, -0.5, 2.0, seed=0)
+    found = minimise_cubic_model(
+        lambda v: torch.from_numpy(g) + torch.from_numpy(h) @ v,
+        torch.zeros(4, dtype=torch.float64),
+        inner_steps=4000,
+        strong_convexity=0.5,
+        hessian_lipschitz=10.0,
+        max_step_size=0.05,
+    )
+    np.testing.assert_allclose(found.numpy(), scipys(g, h, 10.0), rtol=0, atol=1e-3)
+
+
+@pytest.mark.parametrize("tau", [1, 2, 5, 100])
+def test_the_weights_are_an_average_of_the_iterates_after_the_first(tau):
+    """θ_0 has no weight: one step is a step, and not no move at all."""
+    weights = [average_weight(step, tau) for step in range(tau + 1)]
+    assert weights[0] == 0
+    assert sum(weights) == pytest.approx(1)
+    assert weights[tau] == pytest.approx(2 / (tau + 1))
+
+
+def test_one_step_by_hand():
+    offset, slope = torch.tensor([3.0, 4.0]), torch.tensor([1.0, -1.0])
+    options = {"strong_convexity": 0.5, "hessian_lipschitz": 2.0}
+    # η_2 = 2 / (0.5 · 4) = 1, (M/2) ‖v‖ = 5.
+    expected = torch.tensor([3 - 1 - 15.0, 4 + 1 - 20.0])
+    assert torch.equal(inner_step(offset, slope, 2, **options), expected)
+    shorter = inner_step(offset, slope, 2, **options, max_step_size=0.1)
+    torch.testing.assert_close(shorter, offset + 0.1 * (expected - offset))
+    limit = torch.tensor([1.0, 20.0])
+    assert inner_step(offset, slope, 2, **options, bounds=(-limit, limit)).tolist() == [-1, -15]
+
+
+def test_its_arguments_stay_as_they_were():
+    offset, slope = torch.ones(2), torch.ones(2)
+    inner_step(offset, slope, 0, strong_convexity=1.0, hessian_lipschitz=1.0)
+    assert torch.equal(offset, torch.ones(2)) and torch.equal(slope, torch.ones(2))

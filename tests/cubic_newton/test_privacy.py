@@ -1,0 +1,372 @@
+"""What a round costs, and what one record can do to each of its queries."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_dp import CubicNewton, FullBatch
+from lightning_dp.accounting import PLDAccountant, PoissonGaussian, PoissonRound
+from lightning_dp.accounting.guards import FixedGuard
+from lightning_dp.accounting.ledger import Ledger
+from lightning_dp.callbacks import DifferentialPrivacy
+from lightning_dp.estimators import AbstractEstimator, State, share_of_noise
+from lightning_dp.mechanism import Mechanism
+from lightning_dp.noise import NoiseSource
+from lightning_dp.plan import NoisePlan
+from lightning_dp.query import BoundedSum, Query, Release, Term
+from lightning_dp.sampling import Poisson
+from lightning_dp.schedules import Constant, Exponential
+from lightning_dp.world import World
+
+DELTA = 1e-5
+
+
+def epsilon(events: Any) -> float:
+    return PLDAccountant().epsilon(events, DELTA, "add_remove")
+
+
+# -- what is charged -----------------------------------------------------------------------------
+
+
+# privacy.md's reference: z of each query, queries, rate, rounds, the truth, and what independent
+# steps would be booked with.
+@pytest.mark.parametrize(
+    ("z", "tau", "q", "rounds", "true", "wrong"),
+    [(1.5, 5, 0.01, 1000, 5.25, 2.17), (3.0, 10, 0.01, 1000, 2.05, 1.33)],
+)
+def test_a_round_costs_what_it_must(z, tau, q, rounds, true, wrong):
+    newton = CubicNewton(0.1, 1.0, tau)
+    of_round = PoissonRound((z,) * tau, q).pair[0]
+    plan = NoisePlan(of_round, Constant(), Poisson(), q, newton)
+    assert epsilon([(plan.event(0), rounds)]) == pytest.approx(true, rel=3e-3)
+    assert epsilon([(PoissonGaussian(z, q), rounds * tau)]) == pytest.approx(wrong, rel=1e-2)
+    state = newton.init([torch.zeros(3)])
+    assert newton.ask(state, [torch.zeros(3)], 0, of_round).noise_multiplier == pytest.approx(z)
+
+
+def test_the_ledger_of_a_fit_holds_one_event_for_each_round(fit):
+    fit(CubicNewton(0.5, 1.0, 5), noise_multiplier=0.8, trainer={"max_epochs": 2})
+    history = fit.privacy._run.ledger.history()
+    assert [(*event.pair, count) for event, count in history] == [(0.8, 0.25, 8)]
+    assert fit.privacy.epsilon == epsilon([(PoissonGaussian(0.8, 0.25), 8)])
+    assert fit.model.passes == 8 * 5
+
+
+def test_the_ledger_of_fresh_batches_holds_one_event_for_each_inner_step(fit):
+    estimator = CubicNewton(0.5, 1.0, 4, fresh_batches=True)
+    fit(estimator, noise_multiplier=0.8, trainer={"max_epochs": 2})
+    history = fit.privacy._run.ledger.history()
+    assert [(*event.pair, count) for event, count in history] == [(0.8, 0.25, 8)]
+
+
+@pytest.mark.parametrize("fresh", [False, True])
+@pytest.mark.parametrize("schedule", [Constant(), Exponential(rate=0.2)])
+def test_calibrated_noise_spends_the_budget_and_no_more(fit, fresh, schedule):
+    estimator = CubicNewton(0.5, 1.0, 4, fresh_batches=fresh)
+    fit(estimator, target_epsilon=2.0, noise_schedule=schedule, trainer={"max_epochs": 3})
+    assert 0.998 * 2 < fit.privacy.epsilon <= 2
+    assert fit.privacy.steps == 12
+
+
+def test_the_charge_is_on_the_disk_before_the_first_record_is_used_and_once_for_a_round(
+    fit, monkeypatch
+):
+    charges: list[int] = []
+    monkeypatch.setattr(
+        Ledger, "charge", lambda self, event: charges.append(fit.model.passes), raising=True
+    )
+    fit(CubicNewton(0.5, 1.0, 3), noise_multiplier=1.0, trainer={"max_steps": 3})
+    assert charges == [0, 3, 6]
+
+
+# -- rounds in the mechanism ---------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Round(AbstractEstimator):
+    """Asks queries with these multipliers on one batch."""
+
+    multipliers: tuple[float, ...]
+    says: int = 0
+
+    @property
+    def queries_per_step(self) -> int:
+        return self.says or len(self.multipliers)
+
+    def init(self, params: Sequence[Tensor]) -> State:
+        return {"asked": 0}
+
+    def ask(self, state: State, params: Sequence[Tensor], step: int, z: float) -> Query:
+        return Query((Term(),), 1.0, self.multipliers[state["asked"]])
+
+    def tell(
+        self, state: State, params: Sequence[Tensor], step: int, released: Release
+    ) -> tuple[Tensor | None, State]:
+        asked = state["asked"] + 1
+        done = asked == len(self.multipliers)
+        return (released.value if done else None), {"asked": 0 if done else asked}
+
+
+def mechanism(estimator: AbstractEstimator, z: float) -> Mechanism:
+    ledger = Ledger()
+    ledger.begin("run")
+    plan = NoisePlan(z, Constant(), Poisson(), 0.1, estimator)
+    return Mechanism(plan, (), ledger, FixedGuard(math.inf), 10, NoiseSource(0), World())
+
+
+PARAMS = [torch.zeros(3)]
+
+
+def one_round(machine: Mechanism) -> list[bool]:
+    """Whether each further query was answered."""
+    answered: list[bool] = []
+
+    def answer() -> None:
+        machine.answer(BoundedSum(torch.zeros(3), 1.0))
+        answered.append(True)
+
+    machine.ask(PARAMS)
+    machine.tell(PARAMS, answer)
+    return answered
+
+
+@pytest.mark.parametrize("queries", [*range(1, 40), 100, 1000, 12345])
+@pytest.mark.parametrize("z", [0.37, 1.0, 1.1, 3.3])
+def test_equal_shares_of_the_noise_are_never_below_the_plan_by_rounding(queries, z):
+    shares = (share_of_noise(z, queries),) * queries
+    together = PoissonRound(shares, 1.0).pair[0]
+    assert z <= together <= z * (1 + 1e-12)
+    one_round(mechanism(Round(shares[:50]), z))
+
+
+def test_unequal_shares_are_composed():
+    one_round(mechanism(Round((2.0, 3.0, 6.0)), 1 / math.sqrt(1 / 4 + 1 / 9 + 1 / 36) - 1e-12))
+
+
+@pytest.mark.parametrize("multipliers", [(1.0, 1.0), (1.5, 1.5, 1.7), (1.5, 0.5), (1.5, 1.5, 0.0)])
+def test_booking_a_round_as_one_of_its_queries_is_refused_before_the_data_are_touched(multipliers):
+    machine = mechanism(Round(multipliers), 1.0)
+    machine.ask(PARAMS)
+    answers: list[None] = []
+    with pytest.raises(RuntimeError, match=r"queries on one batch.*the plan is an envelope"):
+        machine.tell(PARAMS, lambda: answers.append(None))
+    assert len(answers) < len(multipliers) - 1 and machine.step == 0
+    assert not machine.is_under_way and machine.query is None
+    assert machine.ledger.steps == 1  # what was asked is charged
+
+
+def test_an_estimator_may_not_ask_more_often_than_it_says():
+    machine = mechanism(Round((9.0, 9.0, 9.0), says=2), 1.0)
+    machine.ask(PARAMS)
+    with pytest.raises(RuntimeError, match="queries_per_step=2"):
+        machine.tell(PARAMS, lambda: None)
+
+
+def test_further_queries_need_somebody_who_answers():
+    machine = mechanism(Round((2.0, 2.0)), 1.0)
+    machine.ask(PARAMS)
+    with pytest.raises(RuntimeError, match="Nobody answers"):
+        machine.tell(PARAMS)
+
+
+def test_a_round_that_breaks_off_is_charged_and_begun_anew():
+    machine = mechanism(Round((2.0, 2.0)), 1.0)
+    machine.ask(PARAMS)
+
+    def fail() -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        machine.tell(PARAMS, fail)
+    assert machine.state_dict()["estimator"] == {"asked": 0}
+    assert one_round(machine) == [True]
+    assert (machine.step, machine.ledger.steps) == (1, 2)
+
+
+def test_an_answer_of_another_length_than_the_coordinates_is_refused():
+    machine = mechanism(CubicNewton(0.5, 1.0, 1, keep=2), 1.0)
+    query = machine.ask(PARAMS)
+    with pytest.raises(RuntimeError, match="3 entries, the query asked for 2"):
+        machine.answer(BoundedSum(torch.zeros(3), query.clip_norm))
+
+
+def test_an_empty_batch_is_a_round_of_pure_noise():
+    machine = mechanism(CubicNewton(0.5, 0.0, 3, keep=2), 1.0)
+    machine.ask(PARAMS)
+    estimate = machine.tell(PARAMS, lambda: None)
+    assert torch.count_nonzero(estimate) == 2
+
+
+# -- sensitivity ---------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Probe(AbstractEstimator):
+    """Asks what CubicNewton asks at given v, in one round, and writes down the answers."""
+
+    newton: CubicNewton
+    offsets: tuple[Tensor, ...]
+    seen: list[Tensor] = field(default_factory=list)
+
+    @property
+    def queries_per_step(self) -> int:
+        return len(self.offsets)
+
+    @property
+    def uses_hessian(self) -> bool:
+        return True
+
+    def init(self, params: Sequence[Tensor]) -> State:
+        return {"asked": 0}
+
+    def ask(self, state: State, params: Sequence[Tensor], step: int, z: float) -> Query:
+        at = {"round": 0, "inner": 1, "offset": self.offsets[state["asked"]], "average": None}
+        return self.newton.ask(at, params, step, 0.0)
+
+    def tell(
+        self, state: State, params: Sequence[Tensor], step: int, released: Release
+    ) -> tuple[Tensor | None, State]:
+        self.seen.append(released.value)
+        asked = state["asked"] + 1
+        done = asked == len(self.offsets)
+        zeros = torch.zeros(sum(param.numel() for param in params))
+        return (zeros if done else None), {"asked": asked}
+
+
+class Anything(L.LightningModule):
+    """Records choose how steep, and how curved either way, their own loss is."""
+
+    def __init__(self, net: Callable[[], nn.Module]) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.net = net().double()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, slope, curvature = batch
+        out = self.net(x)
+        loss = slope * out.sum(1) + curvature * out.square().sum(1)
+        return loss.mean()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=1.0)
+
+
+def two_layers() -> nn.Module:
+    return nn.Sequential(nn.Linear(6, 4), nn.Tanh(), nn.LayerNorm(4), nn.Linear(4, 2))
+
+
+def linear() -> nn.Module:
+    return nn.Linear(6, 2)
+
+
+ADVERSARIES = {
+    "ordinary": ([1.0, -2.0, 0.5, 3.0, 0.0, -1.0], 1.0, 0.5),
+    "steep": ([1e3, -1e3, 0.0, 1e3, 1.0, 1.0], 1e6, 0.0),
+    "curved up": ([1.0, -2.0, 0.5, 3.0, 0.0, -1.0], 0.0, 1e9),
+    "curved down": ([1.0, -2.0, 0.5, 3.0, 0.0, -1.0], 1.0, -1e9),
+    "overflowing": ([1e200] * 6, 1e200, -1e200),
+    "nan": ([math.nan] * 6, 1.0, 1.0),
+    "small": ([1e-4] * 6, 1e-3, 1e-3),
+}
+N = 21
+
+
+@pytest.mark.parametrize("net", [linear, two_layers])
+@pytest.mark.parametrize("keep", [None, 3])
+@pytest.mark.parametrize("name", ADVERSARIES)
+def test_one_record_moves_each_inner_query_by_at_most_its_bound(make_trainer, name, keep, net):
+    newton = CubicNewton(1.0, 1.0, 2, max_grad_norm=0.7, max_hessian_norm=0.3, keep=keep)
+    size = sum(param.numel() for param in net().parameters())
+    generator = torch.Generator().manual_seed(5)
+    entries = newton.kept(size)
+    offsets = tuple(
+        scale * torch.randn(entries, generator=generator, dtype=torch.float64)
+        for scale in (0.0, 1e-3, 1.0, 50.0)
+    )
+    x = torch.randn(N, 6, generator=generator, dtype=torch.float64)
+    strength = torch.randn(N, 2, generator=generator, dtype=torch.float64)
+
+    def sums(x: Tensor, strength: Tensor) -> list[Tensor]:
+        probe = Probe(newton, offsets)
+        privacy = DifferentialPrivacy(
+            noise_multiplier=0.0, target_delta=1e-5, sampling=FullBatch(), estimator=probe
+        )
+        loader = DataLoader(TensorDataset(x, strength[:, 0], strength[:, 1]), batch_size=8)
+        make_trainer(max_epochs=1, callbacks=[privacy]).fit(Anything(net), loader)
+        return [value * len(x) for value in probe.seen]
+
+    record, *own = ADVERSARIES[name]
+    more = torch.cat([x, torch.tensor([record], dtype=torch.float64)])
+    stronger = torch.cat([strength, torch.tensor([own], dtype=torch.float64)])
+    for offset, one, other in zip(offsets, sums(x, strength), sums(more, stronger), strict=True):
+        bound = 0.7 + 0.3 * float(offset.norm())
+        bound *= math.sqrt(entries / size)
+        moved = float((other - one).norm())
+        assert moved <= bound * (1 + 1e-9)
+        assert one.shape == (entries,)
+        if name == "steep" and net is linear:
+            assert moved == pytest.approx(bound, rel=1e-9)  # the bound is reached
+        if name == "curved down" and float(offset.norm()) > 1e-9:
+            assert moved == pytest.approx(bound, rel=1e-9)
+        if name == "nan":
+            assert moved <= 1e-12
+
+
+def test_the_noise_follows_the_length_of_the_offset():
+    """σ_s = z_s Δ_s with the actual ‖v_s‖: measured on many coordinates."""
+    size = 40_000
+    newton = CubicNewton(1.0, 1.0, 4, 0.5, 2.0, keep_fraction=0.25)
+    params = [torch.zeros(size, dtype=torch.float64)]
+    offset = torch.full((10_000,), 0.03, dtype=torch.float64)  # of length 3
+    state = {"round": 0, "inner": 1, "offset": offset, "average": torch.zeros_like(offset)}
+    machine = mechanism(newton, 1.7)
+    query = newton.ask(state, params, 0, 1.7)
+    assert query.clip_norm == pytest.approx(0.5 * (0.5 + 2.0 * 3))
+    assert query.noise_multiplier == pytest.approx(1.7 * 2)
+    release = machine._release(query, None, params)
+    assert release.value.shape == (10_000,)
+    assert float(release.value.std()) == pytest.approx(0.5 * 6.5 * 3.4, rel=0.03)
+
+
+# -- the paper's claim ---------------------------------------------------------------------------
+
+
+def test_noise_and_steps_of_the_paper():
+    newton = CubicNewton(1.0, 1.0, 3, 0.1, 1.0, keep_fraction=0.08)
+    sigma = newton.paper_noise(0.8, 0.01, rounds=400, num_records=250, diameter=0.1)
+    by_hand = 160 * 3 * 400 * 0.08 * math.log(125) * 0.2**2 / (0.8**2 * 250**2)
+    assert sigma**2 == pytest.approx(by_hand)
+    other = replace(newton, keep_fraction=None)
+    options = {"rounds": 400, "num_records": 250, "diameter": 0.1}
+    assert other.paper_noise(0.8, 0.01, **options, kept_fraction=0.08) == sigma
+    tau = newton.paper_steps(0.8, 0.01, **options, kept=10)
+    by_hand = (0.1 + 0.1 + 0.005) ** 2 * 0.8**2 * 250**2 / (10 * 400 * math.log(100) * 0.2**2)
+    assert tau == pytest.approx(by_hand)
+
+
+@pytest.mark.parametrize("options", [{"inner_steps": 2}, {"inner_steps": 7, "keep_fraction": 0.1}])
+def test_the_noise_of_the_paper_has_a_much_larger_epsilon_than_it_says(options):
+    """Its own experiment: 400,000 records on 40 clients, four epochs of one record per round."""
+    newton = CubicNewton(1.0, 1.0, max_grad_norm=0.1, **options)
+    true = newton.paper_epsilon(0.8, 0.01, rounds=40_000, num_records=10_000, delta=DELTA)
+    assert true == pytest.approx(9.16, rel=6e-3)
+
+
+@pytest.mark.parametrize("bad", [
+    {"target_epsilon": 0.0}, {"delta0": math.nan}, {"rounds": 0}, {"num_records": -1},
+    {"diameter": math.inf},
+])  # fmt: skip
+def test_bad_arguments_of_the_papers_formulas_are_named(bad):
+    good = {"target_epsilon": 1.0, "delta0": 0.01, "rounds": 3, "num_records": 5, "diameter": 1.0}
+    (name,) = bad
+    with pytest.raises(ValueError, match=name):
+        CubicNewton(1.0, 1.0, 2).paper_noise(**{**good, **bad})
