@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias, get_args
 
 import torch
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_dp.clipping import AbstractPerSampleGradients, bounded_sum
-from lightning_dp.functional import flatten, unflatten
+from lightning_dp.functional import flatten
 from lightning_dp.gradients import (
     AbstractGradientEngine,
     RawGradientGuard,
@@ -22,7 +23,7 @@ from lightning_dp.gradients import (
     attach_engine,
 )
 from lightning_dp.gradients.materialised import MaterialisedGradients
-from lightning_dp.query import BoundedSum, Query, Term
+from lightning_dp.query import BoundedSum, Pass, Query
 from lightning_dp.strategies.checks import (
     check_loader,
     check_model,
@@ -38,13 +39,23 @@ Unit: TypeAlias = Literal["record", "client"]
 _CHUNK_SIZE = 64
 
 
+@dataclass(frozen=True)
+class _Watch:
+    """The module under a gradient engine, and a sentence about it."""
+
+    engine: AbstractGradientEngine
+    description: str
+    guard: RawGradientGuard
+
+
 class LocalRecords:
     r"""One client's records, and the model that it is asked about.
 
     Answers a :class:`~lightning_dp.Query` with
-    :math:`\sum_i \mathrm{clip}_C(\sum_k w_k g_i(x_k))` over chosen records, where g_i(x) is the
-    gradient of the loss that ``training_step`` returns for record i. The module and the data set
-    are those of an ordinary Lightning training, and are left as they were.
+    :math:`\sum_i \mathrm{clip}_C(P_c \sum_k w_k h_{ik})` over chosen records, where h_ik is the
+    gradient (or a Hessian-vector product) of the loss that ``training_step`` returns for record i.
+    The module and the data set are those of an ordinary Lightning training, and are left as they
+    were.
 
     - Records go through the module in chunks, so memory is that of one chunk, however many are
       asked about.
@@ -82,6 +93,7 @@ class LocalRecords:
         ...     def training_step(self, batch, batch_idx):
         ...         return self.layer(batch[0]).mean()
         >>> local = LocalRecords(Mean(), TensorDataset(torch.tensor([[1.0], [2.0], [9.0]])))
+        >>> from lightning_dp import Term
         >>> query = Query((Term(),), clip_norm=3.0, noise_multiplier=1.0)
         >>> local.bounded_sum(query, [0, 2]).value
         tensor([4.])
@@ -111,8 +123,10 @@ class LocalRecords:
         self._device = torch.device(device)
         self._engine_name = engine
         self.params = tuple(param for param in module.parameters() if param.requires_grad)
-        with self._watched() as watched:
-            self.engine = watched[1]
+        with self._watched() as watch:
+            self.engine = watch.description
+            self.has_products = watch.engine.has_products
+            """Whether queries with Hessian-vector products can be answered."""
         self._takes_batch_idx = "batch_idx" in inspect.signature(module.training_step).parameters
 
     @property
@@ -143,19 +157,18 @@ class LocalRecords:
             raise ValueError("A record occurs twice in one batch, so it would count twice.")
         clip_norm = query.clip_norm if self.unit == "record" else float("inf")
         flat = self.point
-        zeros = torch.zeros_like(flat, dtype=torch.promote_types(flat.dtype, torch.float32))
+        dtype = torch.promote_types(flat.dtype, torch.float32)
+        zeros = torch.zeros(query.size(len(flat)), dtype=dtype, device=flat.device)
         total = BoundedSum(zeros, clip_norm)
-        with self._watched() as (engine, _, guard), muted(self._module), torch.enable_grad():
+        with self._watched() as watch, muted(self._module), torch.enable_grad():
             for number, (batch, size) in enumerate(self._chunks(records)):
-                gradients = self._gradients(engine, guard, query, batch, size, number)
+                gradients = self._combination(watch, query, batch, size, number)
                 if gradients is not None and gradients.count:
                     total = total.plus(bounded_sum(gradients, clip_norm))
-        return total if self.unit == "record" else self._as_one(total, query.clip_norm)
-
-    def _as_one(self, total: BoundedSum, clip_norm: float) -> BoundedSum:
-        """The whole client as the one record that is clipped."""
-        parts = [part.unsqueeze(0) for part in unflatten(total.value, self.params)]
-        return bounded_sum(MaterialisedGradients(self.params, parts, 1.0), clip_norm)
+        if self.unit == "record":
+            return total
+        whole = MaterialisedGradients([total.value], [total.value.unsqueeze(0)], 1.0)
+        return bounded_sum(whole, query.clip_norm)
 
     def _chunks(self, records: list[int]) -> Iterator[tuple[Any, int]]:
         """Batches on the device as the user's code makes them, and their sizes."""
@@ -175,22 +188,16 @@ class LocalRecords:
             batch = module.transfer_batch_to_device(batch, self._device, 0)
             yield module.on_after_batch_transfer(batch, 0), len(chunk)
 
-    def _gradients(
-        self,
-        engine: AbstractGradientEngine,
-        guard: RawGradientGuard,
-        query: Query,
-        batch: Any,
-        size: int,
-        number: int,
+    def _combination(
+        self, watch: _Watch, query: Query, batch: Any, size: int, number: int
     ) -> AbstractPerSampleGradients | None:
-        """Each record's combination over the query's points; None if there is no loss."""
+        """Each record's combination over the query's terms; None if there is no loss."""
         randomness = RandomState(self._device)
-        found = []
-        for place, term in enumerate(query.terms):
+        parts = []
+        for place, each in enumerate(query.passes):
             if place:
-                randomness.restore()  # the same dropout masks at every point
-            gradients = self._at(engine, guard, term, batch, number)
+                randomness.restore()  # the same dropout masks in every pass
+            gradients = self._run(watch, each, batch, number, is_alone=len(query.passes) == 1)
             if gradients is None:
                 return None
             if gradients.count not in (0, size):
@@ -199,41 +206,47 @@ class LocalRecords:
                     "gradient cannot be bounded. The collate_fn must make exactly one row of each "
                     "record, and the model must keep records in the first dimension."
                 )
-            found.append((term.weight, gradients))
-        (weight, first), *others = found
-        return first if weight == 1 and not others else first.combine(weight, others)
+            parts.append((each.gradient if each.direction is None else 1.0, gradients))
+        (weight, first), *others = parts
+        combined = first if weight == 1 and not others else first.combine(weight, others)
+        if query.coordinates is not None and combined.count:
+            combined = combined.restrict(query.coordinates)
+        return combined
 
-    def _at(
-        self,
-        engine: AbstractGradientEngine,
-        guard: RawGradientGuard,
-        term: Term,
-        batch: Any,
-        number: int,
+    def _run(
+        self, watch: _Watch, each: Pass, batch: Any, number: int, *, is_alone: bool
     ) -> AbstractPerSampleGradients | None:
-        """The per-sample gradients of a batch at one point."""
-        module = self._module
-        with at_point(self.params, self.point if term.point is None else term.point):
-            arguments = {"batch_idx": number} if self._takes_batch_idx else {}
-            output: Any = module.training_step(batch, **arguments)
-            loss = output["loss"] if isinstance(output, Mapping) else output
+        """One pass over a batch."""
+        engine = watch.engine
+        with at_point(self.params, self.point if each.point is None else each.point):
+            if each.direction is not None:
+                weights = (each.gradient, each.product)
+                found = engine.along(lambda: self._loss(batch, number), each.direction, weights)
+                watch.guard.touched()
+                return found
+            loss = self._loss(batch, number)
             if loss is None:
                 engine.drop()
                 return None
             if engine.runs_backward:
-                engine.backward(loss)
+                engine.backward(loss, may_fold=is_alone)
             else:
-                module.backward(loss)
-            return engine.take(1.0, guard.touched())
+                self._module.backward(loss)
+            return engine.take(1.0, watch.guard.touched())
+
+    def _loss(self, batch: Any, number: int) -> Any:
+        arguments = {"batch_idx": number} if self._takes_batch_idx else {}
+        output: Any = self._module.training_step(batch, **arguments)
+        return output["loss"] if isinstance(output, Mapping) else output
 
     @contextmanager
-    def _watched(self) -> Iterator[tuple[AbstractGradientEngine, str, RawGradientGuard]]:
-        """The module under a gradient engine; afterwards nothing of it is left there."""
+    def _watched(self) -> Iterator[_Watch]:
+        """Watch the module; afterwards nothing of it is left there."""
         engine, description = attach_engine(self._engine_name, self._module, self.params)
         try:
             guard = RawGradientGuard(self._module.named_parameters())
             try:
-                yield engine, description, guard
+                yield _Watch(engine, description, guard)
             finally:
                 guard.remove()
         finally:
