@@ -1,0 +1,122 @@
+"""What every federated protocol is: a server's machine, a client's machine, and bytes between them."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from lightning_dp.estimators.base import State
+from lightning_dp.federated.messages import Message, MessageError
+from lightning_dp.query import BoundedSum, Query
+
+__all__ = ["AbstractClient", "AbstractServer", "Message", "MessageError", "Records"]
+
+
+class Records(Protocol):
+    """One client's data set, as far as a protocol knows it.
+
+    :class:`lightning_dp.federated.local.LocalRecords` is one, made of a LightningModule and a
+    data set.
+    """
+
+    @property
+    def num_records(self) -> int:
+        """N of this client."""
+
+    def bounded_sum(self, query: Query, records: Sequence[int]) -> BoundedSum:
+        """The sum of the query over these records, each clipped; sensitive until it is noised."""
+
+
+class AbstractServer(ABC):
+    """The server of a protocol, without an engine, a clock or a network.
+
+    An engine does this, in any order and at any time::
+
+        while not server.is_done:
+            for client in those that no message is under way to:
+                if (request := server.request(client)) is not None:
+                    send it
+            for each reply that came:
+                server.receive(client, reply)
+
+    - At most one message is under way to a client. A reply that does not come is no loss: the same
+      request is made again, and the client answers with the same bytes.
+    - A reply that comes twice, or too late, is not applied again.
+    - :meth:`state_dict` may be taken between any two calls, and holds released values only. If
+      the server may die, it must be saved before a request leaves that was made from a new state
+      (:attr:`round` has changed), so that the server is never behind a client.
+    """
+
+    @property
+    @abstractmethod
+    def point(self) -> Tensor:
+        """The global model: its trained parameters as one flat vector, a copy."""
+
+    @property
+    @abstractmethod
+    def round(self) -> int:
+        """How many rounds are over."""
+
+    @property
+    @abstractmethod
+    def is_done(self) -> bool:
+        """Whether nothing will be asked any more."""
+
+    @property
+    @abstractmethod
+    def reason(self) -> str:
+        """Why it is done; empty while it is not."""
+
+    @abstractmethod
+    def request(self, client: int) -> bytes | None:
+        """What to send to a client now; None if it must wait. Asked again, the same."""
+
+    @abstractmethod
+    def receive(self, client: int, reply: bytes) -> None:
+        """A client's reply.
+
+        Raises:
+            MessageError: if it is none; nothing has changed then.
+        """
+
+    def forget(self, client: int) -> None:  # noqa: B027 (many send everything each time)
+        """The client's process is a new one and knows nothing that it was sent before."""
+
+    @abstractmethod
+    def state_dict(self) -> State:
+        """Tensors, numbers, strings, lists and dicts: it can be read with ``weights_only=True``."""
+
+    @abstractmethod
+    def load_state_dict(self, state: State) -> None:
+        """Go on from there. Raises ValueError if the configuration was another."""
+
+
+class AbstractClient(ABC):
+    """The client of a protocol: requests in, replies out, one at a time.
+
+    What it has spent is in its ledger, on disk before a reply is made. A client may die at any
+    moment: a new one, on the same ledger, answers the same request with the same bytes.
+    """
+
+    @abstractmethod
+    def answer(self, request: bytes) -> bytes:
+        """The reply to a request.
+
+        Raises:
+            MessageError: for bytes that are no request of this protocol, or too old a one.
+            BudgetExhausted: if what is asked does not fit; nothing is charged.
+        """
+
+    @property
+    @abstractmethod
+    def facts(self) -> dict[str, Any]:
+        """Numbers about this client that may be seen: among them ``epsilon``, spent so far."""
+
+
+def differences(saved: State, here: State) -> str:
+    """Which entries of two configurations differ, in words; empty if none does."""
+    names = [name for name in {**saved, **here} if saved.get(name) != here.get(name)]
+    return "; ".join(f"{name}: {saved.get(name)!r} was saved, {here.get(name)!r} is here" for name in names)
