@@ -119,4 +119,6 @@ class AbstractClient(ABC):
 def differences(saved: State, here: State) -> str:
     """Which entries of two configurations differ, in words; empty if none does."""
     names = [name for name in {**saved, **here} if saved.get(name) != here.get(name)]
-    return "; ".join(f"{name}: {saved.get(name)!r} was saved, {here.get(name)!r} is here" for name in names)
+    return "; ".join(
+        f"{name}: {saved.get(name)!r} was saved, {here.get(name)!r} is here" for name in names
+    )

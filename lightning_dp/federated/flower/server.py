@@ -7,13 +7,13 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import torch
 from flwr.app import Context
 from flwr.serverapp import Grid, ServerApp
 from torch import Tensor, nn
 
+from lightning_dp.federated.base import AbstractServer, MessageError
 from lightning_dp.federated.flower.exchange import Exchange, Reply
 from lightning_dp.federated.flower.logbook import Logbook, save
 from lightning_dp.functional import flatten, unflatten
@@ -26,7 +26,7 @@ _SHORTEST_PAUSE = 0.001
 
 def server_app(
     build: Callable[[Context], nn.Module],
-    protocol: Callable[[Context, Tensor], Any],
+    protocol: Callable[[Context, Tensor], AbstractServer],
     *,
     num_clients: int | Callable[[Context], int],
     folder: str | Path | Callable[[Context], str | Path] = "federated",
@@ -40,6 +40,7 @@ def server_app(
     - At most one message is in flight to each client. A message that is lost, that expires or
       whose client died is asked again, and the client answers with the same bytes.
     - Replies are applied in any order, each once.
+    - The run ends when the protocol is done, or when a client's budget is at its end.
     - After each new global model the server's state is saved to ``server.pt``: if the run dies, a
       new one with the same ``folder`` goes on from there.
     - TensorBoard files, ``federation.json`` (rounds, metrics, every client's ε) and at the end
@@ -94,7 +95,7 @@ class _Run:
     """One run of the ServerApp."""
 
     exchange: Exchange
-    machine: Any
+    machine: AbstractServer
     module: nn.Module
     params: list[nn.Parameter]
     metrics: Callable[[], Mapping[str, float]]
@@ -103,13 +104,15 @@ class _Run:
     poll_interval: float
     patience: float
     _problems: dict[int, str] = field(default_factory=dict)
+    _exhausted: list[int] = field(default_factory=list)
 
     def to_the_end(self) -> None:
         """Ask, collect and apply, until the protocol is done."""
         self._resume()
+        self._publish()
         shown = self.machine.round
         heard_at, pause = time.monotonic(), _SHORTEST_PAUSE
-        while not self.machine.is_done:
+        while not self.machine.is_done and not self._exhausted:
             self._ask()
             replies = self.exchange.collect()
             for reply in replies:
@@ -121,7 +124,7 @@ class _Run:
             else:
                 time.sleep(pause)
                 pause = min(2 * pause, self.poll_interval)
-            if self.machine.round != shown:
+            if self.machine.round != shown:  # saved before a request leaves that rests on it
                 shown = self.machine.round
                 self._publish()
         self._end()
@@ -134,17 +137,26 @@ class _Run:
 
     def _apply(self, reply: Reply) -> None:
         client = reply.client
-        if reply.payload is not None:
+        if reply.facts.get("exhausted"):
+            self._exhausted.append(client)
+        elif reply.payload is not None:
+            try:
+                self.machine.receive(client, reply.payload)
+            except MessageError as error:
+                self._note(client, f"its reply cannot be read: {error}")
+                return
             self._problems.pop(client, None)
-            self.machine.receive(client, reply.payload)
             self.logbook.heard(client, reply.facts, self.machine.round)
         elif reply.is_new_process:
             self.machine.forget(client)
             self.logbook.introduced(client, reply.facts)
         else:
-            _log.warning("Client %d: %s. Asking again.", client, reply.problem)
-            self._problems[client] = reply.problem
-            self.logbook.problem()
+            self._note(client, reply.problem)
+
+    def _note(self, client: int, problem: str) -> None:
+        _log.warning("Client %d: %s. Asking again.", client, problem)
+        self._problems[client] = problem
+        self.logbook.problem()
 
     def _complaint(self) -> str:
         return (
@@ -163,10 +175,12 @@ class _Run:
         save(self.machine.state_dict(), self.folder / "server.pt")
 
     def _end(self) -> None:
-        self._publish()
         save(self.module.state_dict(), self.folder / "model.pt")
         (self.folder / "server.pt").unlink()  # the next run is a new one
-        self.logbook.close(self.machine.round, self.machine.reason)
+        reason = self.machine.reason
+        if self._exhausted:
+            reason = f"the privacy budget of clients {self._exhausted} is at its end"
+        self.logbook.close(self.machine.round, reason)
 
     def _load_point(self) -> None:
         with torch.no_grad():
