@@ -43,8 +43,8 @@ class TrustedServer:
     values only. (``reduce`` would leave sums without noise on ranks in between, and ``all_reduce``
     would give them to everyone.)
 
-    Any estimator works; with :class:`~lightning_dp.Diff2` and ``FullBatch()`` this is DIFF2 of
-    Murata and Suzuki (2023), Algorithm 1, whose server is trusted.
+    Any estimator of one query per step works; with :class:`~lightning_dp.Diff2` and ``FullBatch()``
+    this is DIFF2 of Murata and Suzuki (2023), Algorithm 1, whose server is trusted.
 
     The ledger on rank 0 holds for every record of every rank. Only rank 0 stops or fails alone;
     a rank that fails makes the others wait until the process group's timeout.
@@ -57,8 +57,8 @@ class TrustedServer:
         sample_rate: q in (0, 1], of every rank's records.
 
     Raises:
-        ValueError: for a ``sample_rate`` out of range, client-level ``local`` records, or an
-            optimizer over other parameters.
+        ValueError: for a ``sample_rate`` out of range, client-level ``local`` records, an optimizer
+            over other parameters, or an estimator that it does not run.
         RuntimeError: without an initialised process group.
 
     Example (on every rank, started with ``torchrun``)::
@@ -87,6 +87,13 @@ class TrustedServer:
                 f"unit={local.unit!r}: the ledger of a trusted server speaks of records. Use "
                 "LocalRecords(unit='record')."
             )
+        estimator = privacy.resolved_estimator()
+        if estimator.queries_per_step > 1:
+            raise ValueError(
+                f"estimator={estimator} asks several queries on one batch, which a trusted server "
+                "does not. Use MeanGradient, Diff2 or Storm."
+            )
+        estimator.check(optimizer)
         if not dist.is_initialized():
             raise RuntimeError("Call torch.distributed.init_process_group() first.")
         stepped = {id(param) for group in optimizer.param_groups for param in group["params"]}

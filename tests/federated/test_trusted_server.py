@@ -15,7 +15,11 @@ import torch
 from scipy import stats
 from torch import Tensor, nn
 
+from lightning_dp import PrivacyConfig
 from lightning_dp.accounting import Gaussian, PLDAccountant, PoissonGaussian
+from lightning_dp.estimators import CubicNewton
+from lightning_dp.federated.local import LocalRecords
+from lightning_dp.federated.trusted_server import TrustedServer
 from lightning_dp.functional import flatten, unflatten
 
 JOBS = Path(__file__).parent / "ranks.py"
@@ -150,3 +154,29 @@ def test_poisson_batches_are_charged_also_when_they_are_empty(job):
 def test_rank_0_keeps_the_journal(job):
     assert len(list((job / "heard" / "rank-0" / "privacy").glob("*.journal"))) == 1
     assert not (job / "heard" / "rank-1").exists()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"sample_rate": 0.0}, "sample_rate=0.0"),
+        ({"sample_rate": math.nan}, "sample_rate=nan"),
+        ({"unit": "client"}, "unit='client'"),
+        ({"frozen": True}, "not over exactly the trained parameters"),
+        ({"estimator": CubicNewton(0.1, 1.0, inner_steps=2)}, "several queries on one batch"),
+        ({}, "init_process_group"),
+    ],
+)
+def test_what_cannot_be_run_is_refused_before_anything_is_shared(
+    classifier, mlp, blobs, change, message
+):
+    module = classifier(mlp())
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    if change.pop("frozen", False):
+        module.net[0].requires_grad_(False)
+    local = LocalRecords(module, blobs, unit=change.pop("unit", "record"))
+    estimator = change.pop("estimator", None)
+    privacy = PrivacyConfig(target_delta=1e-5, noise_multiplier=1.0, estimator=estimator)
+
+    with pytest.raises((ValueError, RuntimeError), match=message):
+        TrustedServer(local, optimizer, privacy, **change)

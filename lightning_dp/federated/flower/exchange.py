@@ -145,10 +145,7 @@ class Exchange:
                 f"num_clients={self._num_clients}. Give every SuperNode --node-config "
                 f"'partition-id=I num-partitions={self._num_clients}'."
             )
-        before = self._nodes.get(client)
         self._nodes[client] = node
-        for name in [n for n, flight in self._flights.items() if flight.node == before]:
-            del self._flights[name]
         self._failures.pop(client, None)
         self._not_before.pop(client, None)
         return [Reply(client, None, facts, "is at a new node", is_new_process=True)]
