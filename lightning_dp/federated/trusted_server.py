@@ -94,14 +94,14 @@ class TrustedServer:
                 "does not. Use MeanGradient, Diff2 or Storm."
             )
         estimator.check(optimizer)
-        if not dist.is_initialized():
-            raise RuntimeError("Call torch.distributed.init_process_group() first.")
         stepped = {id(param) for group in optimizer.param_groups for param in group["params"]}
         if stepped != {id(param) for param in local.params}:
             raise ValueError(
                 "The optimizer is not over exactly the trained parameters (requires_grad) of the "
                 "module in `local`."
             )
+        if not dist.is_initialized():
+            raise RuntimeError("Call torch.distributed.init_process_group() first.")
         self.epsilon = 0.0
         """ε spent at ``target_delta``; the same on every rank."""
         self.private_run = PrivateRun(privacy)

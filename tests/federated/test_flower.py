@@ -121,7 +121,7 @@ def run(tmp_path: Path, client: ClientApp) -> Callable[..., tuple[LoopbackGrid, 
     ) -> tuple[LoopbackGrid, AddingServer]:
         machines: list[AddingServer] = []
 
-        def protocol(context: Context, point: Tensor) -> AddingServer:
+        def protocol(context: Context, run: str, point: Tensor) -> AddingServer:
             machines.append(AddingServer(point, 4, rounds))
             return machines[-1]
 
@@ -283,7 +283,7 @@ def test_the_model_is_saved_as_the_module_that_build_gave(run, tmp_path):
 def test_a_node_of_another_federation_is_refused_with_the_cure(client, tmp_path):
     app = server_app(
         start_model,
-        lambda context, point: AddingServer(point, 2, 3),
+        lambda context, run, point: AddingServer(point, 2, 3),
         num_clients=2,
         folder=tmp_path / "server",
         poll_interval=0.001,
@@ -297,4 +297,4 @@ def test_a_node_of_another_federation_is_refused_with_the_cure(client, tmp_path)
 @pytest.mark.parametrize("bad", [0, -1.0, math.nan])
 def test_numbers_out_of_range_are_named(name, bad):
     with pytest.raises(ValueError, match=f"{name}="):
-        server_app(start_model, lambda context, point: None, num_clients=2, **{name: bad})
+        server_app(start_model, lambda context, run, point: None, num_clients=2, **{name: bad})

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import logging
+import secrets
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 from flwr.app import Context
@@ -22,11 +24,12 @@ __all__ = ["server_app"]
 
 _log = logging.getLogger("lightning_dp.federated")
 _SHORTEST_PAUSE = 0.001
+_STATE = "server.pt"
 
 
 def server_app(
     build: Callable[[Context], nn.Module],
-    protocol: Callable[[Context, Tensor], AbstractServer],
+    protocol: Callable[[Context, str, Tensor], AbstractServer],
     *,
     num_clients: int | Callable[[Context], int],
     folder: str | Path | Callable[[Context], str | Path] = "federated",
@@ -41,8 +44,8 @@ def server_app(
       whose client died is asked again, and the client answers with the same bytes.
     - Replies are applied in any order, each once.
     - The run ends when the protocol is done, or when a client's budget is at its end.
-    - After each new global model the server's state is saved to ``server.pt``: if the run dies, a
-      new one with the same ``folder`` goes on from there.
+    - The server's state is saved to ``server.pt`` before a request leaves that rests on it: if the
+      run dies, a new one with the same ``folder`` goes on from there.
     - TensorBoard files, ``federation.json`` (rounds, metrics, every client's ε) and at the end
       ``model.pt``, the module's ``state_dict``, are in ``folder``.
 
@@ -51,7 +54,8 @@ def server_app(
     Args:
         build: the LightningModule, from Flower's context (its ``run_config``). The protocol starts
             at its weights. The server needs no training data.
-        protocol: the server's state machine, for the trained parameters as a flat vector.
+        protocol: the server's state machine, from Flower's context, the name of the run (no other
+            run has it) and the trained parameters as a flat vector.
         num_clients: how many clients take part; the run waits for all of them.
         folder: where results go.
         evaluate: metrics of the global model, on data that the server may use. They are not
@@ -75,9 +79,15 @@ def server_app(
         place = Path(folder(context) if callable(folder) else folder)
         module = build(context)
         params = [param for param in module.parameters() if param.requires_grad]
+        saved = _saved(place)
+        name = saved["run"] if saved else secrets.token_hex(8)
+        machine = protocol(context, name, flatten(params))
+        if saved:
+            machine.load_state_dict(saved["state"])
         _Run(
             exchange=Exchange(grid, count, ttl=ttl, poll_interval=poll_interval),
-            machine=protocol(context, flatten(params)),
+            name=name,
+            machine=machine,
             module=module,
             params=params,
             metrics=lambda: evaluate(context, module) if evaluate else {},
@@ -95,6 +105,7 @@ class _Run:
     """One run of the ServerApp."""
 
     exchange: Exchange
+    name: str
     machine: AbstractServer
     module: nn.Module
     params: list[nn.Parameter]
@@ -108,8 +119,8 @@ class _Run:
 
     def to_the_end(self) -> None:
         """Ask, collect and apply, until the protocol is done."""
-        self._resume()
         self._publish()
+        self._save()
         shown = self.machine.round
         heard_at, pause = time.monotonic(), _SHORTEST_PAUSE
         while not self.machine.is_done and not self._exhausted:
@@ -117,6 +128,8 @@ class _Run:
             replies = self.exchange.collect()
             for reply in replies:
                 self._apply(reply)
+            if replies:
+                self._save()
             if any(reply.payload is not None for reply in replies):
                 heard_at, pause = time.monotonic(), _SHORTEST_PAUSE
             elif time.monotonic() - heard_at > self.patience:
@@ -124,7 +137,7 @@ class _Run:
             else:
                 time.sleep(pause)
                 pause = min(2 * pause, self.poll_interval)
-            if self.machine.round != shown:  # saved before a request leaves that rests on it
+            if self.machine.round != shown:
                 shown = self.machine.round
                 self._publish()
         self._end()
@@ -172,11 +185,10 @@ class _Run:
         """There is a new global model."""
         self._load_point()
         self.logbook.progress(self.machine.round, self.metrics())
-        save(self.machine.state_dict(), self.folder / "server.pt")
 
     def _end(self) -> None:
         save(self.module.state_dict(), self.folder / "model.pt")
-        (self.folder / "server.pt").unlink()  # the next run is a new one
+        (self.folder / _STATE).unlink()  # the next run is a new one
         reason = self.machine.reason
         if self._exhausted:
             reason = f"the privacy budget of clients {self._exhausted} is at its end"
@@ -188,7 +200,12 @@ class _Run:
             for param, value in zip(self.params, values, strict=True):
                 param.copy_(value)
 
-    def _resume(self) -> None:
-        path = self.folder / "server.pt"
-        if path.exists():
-            self.machine.load_state_dict(torch.load(path, weights_only=True))
+    def _save(self) -> None:
+        """Before the next request leaves: a client must never be ahead of a server that resumes."""
+        save({"run": self.name, "state": self.machine.state_dict()}, self.folder / _STATE)
+
+
+def _saved(folder: Path) -> dict[str, Any] | None:
+    """The state of a run that died in this folder."""
+    path = folder / _STATE
+    return torch.load(path, weights_only=True) if path.exists() else None
