@@ -26,6 +26,10 @@ class Records(Protocol):
     def num_records(self) -> int:
         """N of this client."""
 
+    @property
+    def unit(self) -> str:
+        """Whose part is clipped: "record", or "client" where the sum over all chosen records is clipped as one."""
+
     def bounded_sum(self, query: Query, records: Sequence[int]) -> BoundedSum:
         """The sum of the query over these records, each clipped; sensitive until it is noised."""
 
@@ -105,9 +109,11 @@ class AbstractClient(ABC):
     def answer(self, request: bytes) -> bytes:
         """The reply to a request.
 
+        If the budget does not allow what is asked, the reply says so, and nothing is charged.
+
         Raises:
             MessageError: for bytes that are no request of this protocol, or too old a one.
-            BudgetExhausted: if what is asked does not fit; nothing is charged.
+            JournalError: if the ledger cannot be trusted, or another process uses it.
         """
 
     @property
@@ -116,9 +122,11 @@ class AbstractClient(ABC):
         """Numbers about this client that may be seen: among them ``epsilon``, spent so far."""
 
 
-def differences(saved: State, here: State) -> str:
-    """Which entries of two configurations differ, in words; empty if none does."""
-    names = [name for name in {**saved, **here} if saved.get(name) != here.get(name)]
-    return "; ".join(
-        f"{name}: {saved.get(name)!r} was saved, {here.get(name)!r} is here" for name in names
-    )
+def check_same(saved: State, here: State) -> None:
+    """Raise ValueError if two configurations differ, naming what does."""
+    for name in {**saved, **here}:
+        if saved.get(name) != here.get(name):
+            raise ValueError(
+                f"{name}={here.get(name)!r}, but the saved state is of {name}={saved.get(name)!r}. Load "
+                "it into a protocol that is configured as it was."
+            )

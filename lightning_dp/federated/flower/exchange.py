@@ -42,14 +42,14 @@ class Reply:
         payload: what the client sent back; None if nothing came, whatever the cause.
         facts: what the client says of itself.
         problem: why nothing came.
-        is_new_process: the client is at another node than before, and knows nothing.
+        is_introduction: nothing was sent; the client has come, or come back, at a new node.
     """
 
     client: int
     payload: bytes | None
     facts: Mapping[str, Any]
     problem: str = ""
-    is_new_process: bool = False
+    is_introduction: bool = False
 
 
 @dataclass(frozen=True)
@@ -71,12 +71,16 @@ class Exchange:
     Args:
         grid: Flower's.
         num_clients: clients are 0, ..., num_clients - 1.
+        run: the name of the run, which goes with every message.
         ttl: seconds until a message and its reply expire.
         poll_interval: seconds between two looks at the list of nodes.
     """
 
-    def __init__(self, grid: Grid, num_clients: int, *, ttl: float, poll_interval: float) -> None:
+    def __init__(
+        self, grid: Grid, num_clients: int, *, run: str, ttl: float, poll_interval: float
+    ) -> None:
         self._grid = grid
+        self._run = run
         self._num_clients = num_clients
         self._ttl = ttl
         self._poll_interval = poll_interval
@@ -105,7 +109,7 @@ class Exchange:
 
     def send(self, client: int, payload: bytes) -> None:
         """Send to a client that is idle."""
-        self._push("train", self._nodes[client], client, pack(payload, {}))
+        self._push("train", self._nodes[client], client, payload)
 
     def collect(self) -> list[Reply]:
         """Look for new nodes and for replies."""
@@ -134,7 +138,7 @@ class Exchange:
         self._next_look = now + self._poll_interval
         for node in set(self._grid.get_node_ids()) - self._known:
             self._known.add(node)
-            self._push("query", node, None, RecordDict())
+            self._push("query", node, None, b"")
 
     def _introduce(self, node: int, facts: Mapping[str, Any]) -> list[Reply]:
         """A node has said whose it is."""
@@ -148,7 +152,7 @@ class Exchange:
         self._nodes[client] = node
         self._failures.pop(client, None)
         self._not_before.pop(client, None)
-        return [Reply(client, None, facts, "is at a new node", is_new_process=True)]
+        return [Reply(client, None, facts, is_introduction=True)]
 
     def _failed(self, flight: _Flight, problem: str, *, gone: bool) -> list[Reply]:
         if flight.client is None:  # ask again who it is, when it is still there
@@ -164,8 +168,8 @@ class Exchange:
 
     # -- messages ----------------------------------------------------------------------------
 
-    def _push(self, kind: str, node: int, client: int | None, content: RecordDict) -> None:
-        message = Message(content, node, kind, ttl=self._ttl)
+    def _push(self, kind: str, node: int, client: int | None, payload: bytes) -> None:
+        message = Message(pack(payload, {"run": self._run}), node, kind, ttl=self._ttl)
         flight = _Flight(node, client, time.monotonic() + self._ttl)
         names = list(self._grid.push_messages([message]))
         if names and names[0]:

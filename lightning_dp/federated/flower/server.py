@@ -43,7 +43,6 @@ def server_app(
     - At most one message is in flight to each client. A message that is lost, that expires or
       whose client died is asked again, and the client answers with the same bytes.
     - Replies are applied in any order, each once.
-    - The run ends when the protocol is done, or when a client's budget is at its end.
     - The server's state is saved to ``server.pt`` before a request leaves that rests on it: if the
       run dies, a new one with the same ``folder`` goes on from there.
     - TensorBoard files, ``federation.json`` (rounds, metrics, every client's ε) and at the end
@@ -85,7 +84,7 @@ def server_app(
         if saved:
             machine.load_state_dict(saved["state"])
         _Run(
-            exchange=Exchange(grid, count, ttl=ttl, poll_interval=poll_interval),
+            exchange=Exchange(grid, count, run=name, ttl=ttl, poll_interval=poll_interval),
             name=name,
             machine=machine,
             module=module,
@@ -115,7 +114,6 @@ class _Run:
     poll_interval: float
     patience: float
     _problems: dict[int, str] = field(default_factory=dict)
-    _exhausted: list[int] = field(default_factory=list)
 
     def to_the_end(self) -> None:
         """Ask, collect and apply, until the protocol is done."""
@@ -123,7 +121,7 @@ class _Run:
         self._save()
         shown = self.machine.round
         heard_at, pause = time.monotonic(), _SHORTEST_PAUSE
-        while not self.machine.is_done and not self._exhausted:
+        while not self.machine.is_done:
             self._ask()
             replies = self.exchange.collect()
             for reply in replies:
@@ -144,15 +142,14 @@ class _Run:
 
     def _ask(self) -> None:
         for client in self.exchange.idle:
+            self.machine.forget(client)  # Flower may answer every message with a new process
             request = self.machine.request(client)
             if request is not None:
                 self.exchange.send(client, request)
 
     def _apply(self, reply: Reply) -> None:
         client = reply.client
-        if reply.facts.get("exhausted"):
-            self._exhausted.append(client)
-        elif reply.payload is not None:
+        if reply.payload is not None:
             try:
                 self.machine.receive(client, reply.payload)
             except MessageError as error:
@@ -160,8 +157,7 @@ class _Run:
                 return
             self._problems.pop(client, None)
             self.logbook.heard(client, reply.facts, self.machine.round)
-        elif reply.is_new_process:
-            self.machine.forget(client)
+        elif reply.is_introduction:
             self.logbook.introduced(client, reply.facts)
         else:
             self._note(client, reply.problem)
@@ -189,10 +185,7 @@ class _Run:
     def _end(self) -> None:
         save(self.module.state_dict(), self.folder / "model.pt")
         (self.folder / _STATE).unlink()  # the next run is a new one
-        reason = self.machine.reason
-        if self._exhausted:
-            reason = f"the privacy budget of clients {self._exhausted} is at its end"
-        self.logbook.close(self.machine.round, reason)
+        self.logbook.close(self.machine.round, self.machine.reason)
 
     def _load_point(self) -> None:
         with torch.no_grad():

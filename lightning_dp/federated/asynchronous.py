@@ -1,0 +1,233 @@
+"""Asynchronous SGD: each client goes on at its own pace, at most d rounds ahead of the slowest."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_dp.estimators.base import State
+from lightning_dp.federated.base import AbstractServer, Message, MessageError, check_same
+from lightning_dp.federated.sample_sizes import AbstractSampleSizes
+from lightning_dp.federated.step_sizes import AbstractStepSizes
+from lightning_dp.sparsify import shared_mask
+
+__all__ = ["LOST", "REFUSED", "ROUND", "UPDATE", "AsyncPlan", "AsyncServer"]
+
+ROUND, UPDATE, LOST, REFUSED = "round", "update", "lost", "refused"
+
+
+@dataclass(frozen=True)
+class AsyncPlan:
+    """What the server and all clients agree on before round 0.
+
+    Args:
+        rounds: T.
+        sizes: s_i, the gradients that a client of share 1 computes in round i, in expectation.
+        steps: η_t; the round's step size is η̄_i = η_t at t = s_0 + ... + s_(i-1).
+        lag: d >= 1: a client begins round i only when every client has done round i - d. 1 is
+            synchronous.
+        keep: how many coordinates an update has, chosen at random in each round, the same for all
+            clients; None for all. The server multiplies them by (all / ``keep``).
+        mask_seed: of these choices; public.
+
+    Raises:
+        ValueError: naming the argument that is out of its range.
+
+    Example:
+        >>> from lightning_dp.federated import InverseSteps, PolynomialSizes
+        >>> plan = AsyncPlan(9, PolynomialSizes(a=100, first=1), InverseSteps(0.1, beta=0.001), lag=2)
+        >>> plan.gradients_before(3), plan.step_size(3)
+        (600, 0.0625)
+    """
+
+    rounds: int
+    sizes: AbstractSampleSizes
+    steps: AbstractStepSizes
+    lag: int = 1
+    keep: int | None = None
+    mask_seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("rounds", "lag"):
+            value = getattr(self, name)
+            if not (value >= 1 and value == int(value)):
+                raise ValueError(f"{name}={value} must be a whole number >= 1.")
+        if self.keep is not None and not self.keep >= 1:
+            raise ValueError(f"keep={self.keep} must be at least 1, or None.")
+
+    @cached_property
+    def _before(self) -> list[int]:
+        return [0, *itertools.accumulate(self.sizes(i) for i in range(self.rounds))]
+
+    def gradients_before(self, i: int) -> int:
+        """s_0 + ... + s_(i-1)."""
+        return self._before[i]
+
+    def step_size(self, i: int) -> float:
+        """η̄_i."""
+        return self.steps(self.gradients_before(i))
+
+    def coordinates(self, i: int, size: int) -> Tensor | None:
+        """The coordinates that an update of round i has, of ``size``; None for all."""
+        if self.keep is None:
+            return None
+        return shared_mask(self.mask_seed, i, size, self.keep)
+
+    def move(self, point: Tensor, i: int, update: Tensor) -> Tensor:
+        """``point`` - η̄_i U: what server and client do with an update of round i."""
+        coordinates = self.coordinates(i, len(point))
+        eta = self.step_size(i)
+        if coordinates is None:
+            return point - eta * update.to(point.dtype)
+        scaled = update.to(point.dtype) * (len(point) / len(coordinates))
+        return point.index_add(0, coordinates, scaled, alpha=-eta)
+
+    def update_size(self, size: int) -> int:
+        """How many numbers an update has."""
+        return size if self.keep is None else self.keep
+
+
+@dataclass
+class AsyncServer(AbstractServer):
+    """v̂ ← v̂ - η̄_i U for each update (i, c, U), in the order in which they come, each once.
+
+    - Round k is over when all clients' updates of round k are in v̂.
+    - Client c may do round i while i < k + d. So no client is more than d rounds ahead.
+    - The model goes down to a client once after each new k. It then has all of this client's
+      updates, so the client simply takes it; in between, the client moves its own copy as the
+      server moves v̂.
+    - A client without budget leaves; the others go on.
+
+    At any time v̂ = v_0 - Σ η̄_i U over the updates received, up to rounding.
+
+    van Dijk et al. (2020), Algorithm 2.1 and the server in Supplemental Material A.
+
+    Args:
+        run: the name of this federation, which clients' ledgers know it by.
+        plan: what was agreed on.
+        start: v_0, flat.
+        num_clients: clients are 0, ..., num_clients - 1.
+
+    Raises:
+        ValueError: for ``num_clients`` below 1 or a start that is not a finite vector.
+
+    Example:
+        >>> from lightning_dp.federated import AsyncPlan, ConstantSteps, PolynomialSizes
+        >>> plan = AsyncPlan(2, PolynomialSizes(a=0, b=8), ConstantSteps(0.5), lag=2)
+        >>> server = AsyncServer("trial", plan, torch.zeros(1), num_clients=2)
+        >>> update = Message("update", {"round": 0}, {"sum": torch.ones(1)}).to_bytes()
+        >>> for _ in range(3):
+        ...     server.receive(1, update)
+        >>> server.point, server.round, server.applied
+        (tensor([-0.5000]), 0, [0, 1])
+    """
+
+    run: str
+    plan: AsyncPlan
+    start: Tensor = field(repr=False)
+    num_clients: int
+
+    def __post_init__(self) -> None:
+        if not self.num_clients >= 1:
+            raise ValueError(f"num_clients={self.num_clients} must be at least 1.")
+        if self.start.dim() != 1 or not bool(torch.isfinite(self.start).all()):
+            raise ValueError("start must be a vector of finite numbers.")
+        if self.plan.keep is not None and not self.plan.keep <= len(self.start):
+            raise ValueError(f"keep={self.plan.keep} of {len(self.start)} coordinates.")
+        self._point = self.start.detach().clone()
+        self._applied = [0] * self.num_clients
+        self._known = [-1] * self.num_clients  # the k of the model that a client has, -1: none
+        self._sent = [-1] * self.num_clients
+        self._left: list[int] = []
+
+    # -- what there is -----------------------------------------------------------------------
+
+    @property
+    def point(self) -> Tensor:
+        return self._point.clone()
+
+    @property
+    def applied(self) -> list[int]:
+        """For each client, how many of its updates are in v̂: those of rounds 0, 1, ...."""
+        return list(self._applied)
+
+    @property
+    def round(self) -> int:
+        """k: the rounds below are in v̂, of every client that has not left."""
+        staying = [n for c, n in enumerate(self._applied) if c not in self._left]
+        return min(staying or [max(self._applied)])
+
+    @property
+    def is_done(self) -> bool:
+        return bool(self.reason)
+
+    @property
+    def reason(self) -> str:
+        if len(self._left) == self.num_clients:
+            return "no client has budget left"
+        return f"all {self.plan.rounds} rounds were made" if self.round == self.plan.rounds else ""
+
+    # -- messages ----------------------------------------------------------------------------
+
+    def request(self, client: int) -> bytes | None:
+        i, k = self._applied[client], self.round
+        if client in self._left or not i < min(self.plan.rounds, k + self.plan.lag):
+            return None
+        facts: dict[str, Any] = {"run": self.run, "round": i, "counter": k}
+        self._sent[client] = k
+        tensors = {"model": self._point} if self._known[client] < k else {}
+        return Message(ROUND, facts, tensors).to_bytes()
+
+    def receive(self, client: int, reply: bytes) -> None:
+        message = Message.from_bytes(reply)
+        i = message.whole("round")
+        if i < self._applied[client] or client in self._left:
+            return  # it came twice, or late
+        if i > self._applied[client]:
+            raise MessageError(
+                f"Client {client} answers for round {i}, which it was not asked for."
+            )
+        if message.kind == REFUSED:
+            self._left.append(client)
+        elif message.kind == LOST:
+            self.forget(client)
+        elif message.kind == UPDATE:
+            update = message.tensor("sum", self.plan.update_size(len(self._point)))
+            self._point = self.plan.move(self._point, i, update)
+            self._applied[client] += 1
+            self._known[client] = max(self._known[client], self._sent[client])
+        else:
+            raise MessageError(f"A reply of kind {message.kind!r} belongs to another protocol.")
+
+    def forget(self, client: int) -> None:
+        self._known[client] = self._sent[client] = -1
+
+    # -- state -------------------------------------------------------------------------------
+
+    def state_dict(self) -> State:
+        return {
+            "configuration": self._configuration,
+            "point": self._point.clone(),
+            "applied": list(self._applied),
+            "left": list(self._left),
+        }
+
+    def load_state_dict(self, state: State) -> None:
+        check_same(state["configuration"], self._configuration)
+        self._point = state["point"].clone()
+        self._applied, self._left = list(state["applied"]), list(state["left"])
+        self._known, self._sent = [-1] * self.num_clients, [-1] * self.num_clients
+
+    @property
+    def _configuration(self) -> State:
+        return {
+            "run": self.run,
+            "plan": repr(self.plan),
+            "num_clients": self.num_clients,
+            "size": len(self._point),
+        }
