@@ -24,7 +24,6 @@ from lightning_dp.federated.flower import client_app, server_app
 from lightning_dp.federated.messages import Message as Content
 from lightning_dp.federated.messages import MessageError
 from lightning_dp.federated.testing import Faults, LoopbackGrid
-from lightning_dp.mechanism import BudgetExhausted
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 
@@ -73,11 +72,11 @@ class AddingServer(AbstractServer):
 class AddingClient(AbstractClient):
     """Answers x + c, and writes down in its folder what it was asked."""
 
-    def __init__(self, context: Context, folder: Path) -> None:
+    def __init__(self, context: Context, run: str, folder: Path) -> None:
         self.number = int(context.node_config["partition-id"])
-        self.folder = folder
+        self.run, self.folder = run, folder
+        self.folder.mkdir(parents=True, exist_ok=True)
         self.fails_at = int(context.run_config.get("fails-at", -1))
-        self.exhausted_at = int(context.run_config.get("exhausted-at", -1))
 
     def answer(self, request: bytes) -> bytes:
         message = Content.from_bytes(request)
@@ -86,14 +85,16 @@ class AddingClient(AbstractClient):
         asked = Counter((self.folder / "asked").read_text().split())
         if message["round"] == self.fails_at and asked[str(self.fails_at)] < 3:
             raise ValueError("record 17 is HIV positive")
-        if message["round"] == self.exhausted_at and self.number == 1:
-            raise BudgetExhausted("no more")
         part = message.tensor("x") + self.number
         return Content("part", {"round": message["round"]}, {"part": part}).to_bytes()
 
     @property
     def facts(self) -> dict[str, Any]:
-        return {"epsilon": 0.25 * (1 + self.number), "num_records": 10}
+        return {"epsilon": 0.25 * (1 + self.number), "run": self.run}
+
+
+class Numbers:
+    num_records = 10
 
 
 def start_model(context: Context) -> nn.Module:
@@ -106,8 +107,10 @@ def start_model(context: Context) -> nn.Module:
 @pytest.fixture
 def client(tmp_path: Path) -> ClientApp:
     return client_app(
-        lambda context: None,
-        lambda context, records, folder: AddingClient(context, folder),
+        lambda context: Numbers(),
+        lambda context, run, records, ledger: AddingClient(
+            context, run, ledger.journal_path.parent / ledger.dataset_id
+        ),
         tmp_path / "ledgers",
     )
 
@@ -174,11 +177,22 @@ def test_no_fault_of_the_network_changes_the_result(run, tmp_path, seed):
     assert (summary(tmp_path)["rounds"], summary(tmp_path)["replies"]) == (8, 32)
 
 
-def test_a_restarted_client_is_announced_to_the_protocol(run):
-    _, machine = run(Faults(restarted=0.3))
+def test_every_request_is_for_a_client_that_knows_nothing(run):
+    """Under a SuperNode every message is answered by a new process."""
+    _, machine = run(Faults())
 
-    assert sorted(set(machine.forgotten)) == [0, 1, 2, 3]  # all are new at the start
-    assert len(machine.forgotten) > 4
+    assert Counter(machine.forgotten) >= Counter({client: 8 for client in range(4)})
+
+
+def test_one_run_name_goes_with_every_message_and_another_run_has_another(run, tmp_path):
+    names = set()
+    for _ in range(2):
+        run(Faults(), rounds=2)
+        found = {facts["run"] for facts in summary(tmp_path)["clients"].values()}
+        assert len(found) == 1
+        names |= found
+
+    assert len(names) == 2
 
 
 def test_never_two_messages_are_in_flight_to_a_node(client, tmp_path):
@@ -204,14 +218,6 @@ def test_an_exception_at_a_client_tells_the_server_nothing(run, tmp_path, caplog
     assert "HIV" in str(at_the_client[0].exc_info[1])
 
 
-def test_the_run_ends_when_a_budget_does(run, tmp_path):
-    _, machine = run(Faults(), **{"exhausted-at": 3})
-
-    assert machine.round == 3
-    assert summary(tmp_path)["ended"] == "the privacy budget of clients [1] is at its end"
-    torch.testing.assert_close(machine.point, expected(3), rtol=0, atol=1e-12)
-
-
 def test_a_client_that_never_answers_ends_the_run_with_its_name(run):
     with pytest.raises(RuntimeError, match=r"No client has replied for 0\.2 s.*\{[0-3]: 'error"):
         run(Faults(lost=1.0), patience=0.2)
@@ -232,8 +238,11 @@ def test_a_new_run_goes_on_where_one_died(run, tmp_path, monkeypatch):
         run(Faults())
     monkeypatch.setattr(AddingServer, "receive", receive)
 
+    name = torch.load(tmp_path / "server" / "server.pt", weights_only=True)["run"]
+
     _, machine = run(Faults())
 
+    assert summary(tmp_path)["clients"]["0"]["run"] == name
     torch.testing.assert_close(machine.point, expected(8), rtol=0, atol=1e-12)
     assert asked(tmp_path, 0)["3"] == 1  # a finished round is not asked again
     assert not (tmp_path / "server" / "server.pt").exists()
