@@ -7,7 +7,6 @@ import json
 import math
 import sys
 import time
-from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from threading import Thread
@@ -24,22 +23,30 @@ from torch import Tensor, nn
 from lightning_dp.accounting import AbstractEvent, Gaussian, PLDAccountant, PoissonGaussian
 from lightning_dp.federated import ReleaseLedger
 from lightning_dp.federated.loopback import LoopbackFederation
+from lightning_dp.federated.noised import noise_source
 from lightning_dp.federated.testing import Faults, LoopbackGrid
 from lightning_dp.functional import flatten, unflatten
-from lightning_dp.noise import NoiseSource, random_generator
+from lightning_dp.noise import random_generator
 from lightning_dp.sampling import Poisson
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 
 APP = Path(__file__).parent / "app"
+GOOD_NETWORK = Faults()
 BAD_NETWORK = Faults(late=0.4, lost=0.15, undelivered=0.1, duplicated=0.15, restarted=0.1)
 DEFAULTS = {"clients": 2, "rounds": 3, "lag": 1, "epsilon": 1e9, "slow": -1}
 
 
 @pytest.fixture(scope="module")
 def app() -> ModuleType:
-    """The Flower app of the folder `app`."""
+    """The Flower app of the folder `app`, in a hurry."""
     name = "small_federation"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TEST_POLL_INTERVAL", "0.001")
+        return load(name)
+
+
+def load(name: str) -> ModuleType:
     spec = importlib.util.spec_from_file_location(name, APP / f"{name}.py")
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
@@ -51,9 +58,11 @@ def app() -> ModuleType:
 def in_process(app: ModuleType, tmp_path: Path) -> Callable[..., Tensor]:
     """Run the app on the loopback grid; its final model."""
 
-    def run(faults: Faults = Faults(), seed: int = 0, folder: str = "run", **config: Any) -> Tensor:
+    def run(faults: Faults = GOOD_NETWORK, seed: int = 0, folder: str = "run", **config: Any) -> Tensor:
         config = {**DEFAULTS, "out": str(tmp_path / folder), **config}
-        LoopbackGrid(app.client, int(config["clients"]), faults, config, seed=seed).start(app.server)
+        LoopbackGrid(app.client, int(config["clients"]), faults, config, seed=seed).start(
+            app.server
+        )
         return final(tmp_path / folder)
 
     return run
@@ -93,7 +102,7 @@ def by_hand(app: ModuleType, clients: int, rounds: int) -> Tensor:
         moved = x.clone()
         for client in range(clients):
             data = app.records(client)
-            drawn = Poisson().draw(app.RECORDS, rate, random_generator(client, i))
+            drawn = Poisson().draw(app.RECORDS, rate, random_generator(client, 1, i))
             total = torch.zeros_like(x)
             for record in drawn.tolist():
                 for param, value in zip(params, unflatten(x, params), strict=True):
@@ -102,8 +111,7 @@ def by_hand(app: ModuleType, clients: int, rounds: int) -> Tensor:
                 loss = nn.functional.cross_entropy(net(features[None]), label[None])
                 gradient = flatten(torch.autograd.grad(loss, params))
                 total += gradient * min(1.0, 0.5 / float(gradient.norm()))
-            source = NoiseSource(int(random_generator(client, i, 1).integers(2**62)))
-            total += z * 0.5 * source.normal(len(x), torch.device("cpu"))
+            total += z * 0.5 * noise_source(client, i).normal(len(x), torch.device("cpu"))
             moved -= 0.02 / (1 + 0.01 * before) * total
         x, before = moved, before + 2 * i + 10
     return x
@@ -161,7 +169,7 @@ def test_a_second_federation_over_the_same_data_adds_to_the_ledger(in_process, a
     in_process(rounds=3)
     in_process(rounds=3)
 
-    assert history(tmp_path / "run", 0) == {event: 2 for event in events(app, 3)}
+    assert history(tmp_path / "run", 0) == dict.fromkeys(events(app, 3), 2)
 
 
 def test_a_budget_is_kept_over_federations_and_the_run_ends(in_process, app, tmp_path):

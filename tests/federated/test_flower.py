@@ -181,7 +181,7 @@ def test_every_request_is_for_a_client_that_knows_nothing(run):
     """Under a SuperNode every message is answered by a new process."""
     _, machine = run(Faults())
 
-    assert Counter(machine.forgotten) >= Counter({client: 8 for client in range(4)})
+    assert Counter(machine.forgotten) >= Counter(dict.fromkeys(range(4), 8))
 
 
 def test_one_run_name_goes_with_every_message_and_another_run_has_another(run, tmp_path):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from pathlib import Path
 from typing import Any
@@ -88,6 +89,6 @@ server = server_app(
     server_protocol,
     num_clients=lambda context: int(context.run_config["clients"]),
     folder=lambda context: out(context) / "server",
-    poll_interval=0.05,
+    poll_interval=float(os.environ.get("TEST_POLL_INTERVAL", "0.2")),
     ttl=120.0,
 )
