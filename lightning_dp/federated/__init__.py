@@ -1,5 +1,7 @@
 """Protocols for several data holders, as pure state machines."""
 
+from lightning_dp.federated.aggregator import Aggregator
+from lightning_dp.federated.async_client import AsyncClient, ClientPrivacy
 from lightning_dp.federated.asynchronous import AsyncPlan, AsyncServer
 from lightning_dp.federated.base import (
     AbstractClient,
@@ -9,6 +11,7 @@ from lightning_dp.federated.base import (
     Records,
 )
 from lightning_dp.federated.bvr_l_sgd import BVRLSGD
+from lightning_dp.federated.query_client import QueryClient
 from lightning_dp.federated.release_ledger import ReleaseLedger, Spending
 from lightning_dp.federated.sample_sizes import (
     AbstractSampleSizes,
@@ -25,6 +28,7 @@ from lightning_dp.federated.step_sizes import (
     InverseRootSteps,
     InverseSteps,
 )
+from lightning_dp.federated.synchronous import SynchronousServer
 
 __all__ = [
     "BVRLSGD",
@@ -32,8 +36,11 @@ __all__ = [
     "AbstractSampleSizes",
     "AbstractServer",
     "AbstractStepSizes",
+    "Aggregator",
+    "AsyncClient",
     "AsyncPlan",
     "AsyncServer",
+    "ClientPrivacy",
     "ConstantSteps",
     "DelaySizes",
     "InverseRootSteps",
@@ -43,9 +50,11 @@ __all__ = [
     "MessageError",
     "PolynomialSizes",
     "PowerSizes",
+    "QueryClient",
     "Records",
     "ReleaseLedger",
     "Spending",
+    "SynchronousServer",
     "delay_is_permissible",
     "rounds_for",
 ]

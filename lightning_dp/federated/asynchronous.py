@@ -98,9 +98,9 @@ class AsyncServer(AbstractServer):
 
     - Round k is over when all clients' updates of round k are in v̂.
     - Client c may do round i while i < k + d. So no client is more than d rounds ahead.
-    - The model goes down to a client once after each new k. It then has all of this client's
-      updates, so the client simply takes it; in between, the client moves its own copy as the
-      server moves v̂.
+    - The model goes down to a client once after each new k, as it was when round k - 1 ended; to a
+      client that is further ahead, as it is now. So it has all of this client's updates, and the
+      client simply takes it. In between, the client moves its own copy as the server moves v̂.
     - A client without budget leaves; the others go on.
 
     At any time v̂ = v_0 - Σ η̄_i U over the updates received, up to rounding.
@@ -120,7 +120,7 @@ class AsyncServer(AbstractServer):
         >>> from lightning_dp.federated import AsyncPlan, ConstantSteps, PolynomialSizes
         >>> plan = AsyncPlan(2, PolynomialSizes(a=0, b=8), ConstantSteps(0.5), lag=2)
         >>> server = AsyncServer("trial", plan, torch.zeros(1), num_clients=2)
-        >>> update = Message("update", {"round": 0}, {"sum": torch.ones(1)}).to_bytes()
+        >>> update = Message("update", {"round": 0, "counter": 0}, {"sum": torch.ones(1)}).to_bytes()
         >>> for _ in range(3):
         ...     server.receive(1, update)
         >>> server.point, server.round, server.applied
@@ -140,9 +140,9 @@ class AsyncServer(AbstractServer):
         if self.plan.keep is not None and not self.plan.keep <= len(self.start):
             raise ValueError(f"keep={self.plan.keep} of {len(self.start)} coordinates.")
         self._point = self.start.detach().clone()
+        self._broadcast = self._point  # v̂ when the round under way became the earliest one
         self._applied = [0] * self.num_clients
         self._known = [-1] * self.num_clients  # the k of the model that a client has, -1: none
-        self._sent = [-1] * self.num_clients
         self._left: list[int] = []
 
     # -- what there is -----------------------------------------------------------------------
@@ -179,9 +179,10 @@ class AsyncServer(AbstractServer):
         if client in self._left or not i < min(self.plan.rounds, k + self.plan.lag):
             return None
         facts: dict[str, Any] = {"run": self.run, "round": i, "counter": k}
-        self._sent[client] = k
-        tensors = {"model": self._point} if self._known[client] < k else {}
-        return Message(ROUND, facts, tensors).to_bytes()
+        if not self._known[client] < k:
+            return Message(ROUND, facts).to_bytes()
+        model = self._broadcast if i == k else self._point
+        return Message(ROUND, facts, {"model": model}).to_bytes()
 
     def receive(self, client: int, reply: bytes) -> None:
         message = Message.from_bytes(reply)
@@ -192,20 +193,24 @@ class AsyncServer(AbstractServer):
             raise MessageError(
                 f"Client {client} answers for round {i}, which it was not asked for."
             )
+        before = self.round
         if message.kind == REFUSED:
             self._left.append(client)
         elif message.kind == LOST:
             self.forget(client)
         elif message.kind == UPDATE:
+            counter = message.whole("counter")
             update = message.tensor("sum", self.plan.update_size(len(self._point)))
             self._point = self.plan.move(self._point, i, update)
             self._applied[client] += 1
-            self._known[client] = max(self._known[client], self._sent[client])
+            self._known[client] = counter
         else:
             raise MessageError(f"A reply of kind {message.kind!r} belongs to another protocol.")
+        if self.round != before:
+            self._broadcast = self._point
 
     def forget(self, client: int) -> None:
-        self._known[client] = self._sent[client] = -1
+        self._known[client] = -1
 
     # -- state -------------------------------------------------------------------------------
 
@@ -213,15 +218,16 @@ class AsyncServer(AbstractServer):
         return {
             "configuration": self._configuration,
             "point": self._point.clone(),
+            "broadcast": self._broadcast.clone(),
             "applied": list(self._applied),
             "left": list(self._left),
         }
 
     def load_state_dict(self, state: State) -> None:
         check_same(state["configuration"], self._configuration)
-        self._point = state["point"].clone()
+        self._point, self._broadcast = state["point"].clone(), state["broadcast"].clone()
         self._applied, self._left = list(state["applied"]), list(state["left"])
-        self._known, self._sent = [-1] * self.num_clients, [-1] * self.num_clients
+        self._known = [-1] * self.num_clients
 
     @property
     def _configuration(self) -> State:

@@ -28,7 +28,7 @@ class Records(Protocol):
 
     @property
     def unit(self) -> str:
-        """Whose part is clipped: "record", or "client" where the sum over all chosen records is clipped as one."""
+        """Whose part is clipped: each "record", or the "client", its whole sum as one."""
 
     def bounded_sum(self, query: Query, records: Sequence[int]) -> BoundedSum:
         """The sum of the query over these records, each clipped; sensitive until it is noised."""

@@ -28,6 +28,7 @@ __all__ = ["ReleaseLedger", "Spending"]
 _FORMAT = "lightning-dp-releases-1"
 
 Make = Callable[[np.random.Generator], bytes]
+Kept = dict[tuple[int, int], bytes]
 
 
 @dataclass(frozen=True)
@@ -42,6 +43,7 @@ class Spending:
         target_epsilon: the budget of the data set, over all its runs; infinite for none.
         target_delta: in (0, 1); the δ of the budget and of the ε that is reported.
         relation: the neighbouring relation of both.
+        retain: for how many rounds, the latest one included, releases are kept to be sent again.
 
     Raises:
         ValueError: naming the argument that is out of its range.
@@ -53,8 +55,11 @@ class Spending:
     target_epsilon: float
     target_delta: float
     relation: Relation = "add_remove"
+    retain: int = 1
 
     def __post_init__(self) -> None:
+        if not self.retain >= 1:
+            raise ValueError(f"retain={self.retain} must be at least 1.")
         if not self.run:
             raise ValueError("run='' must be a name that no other federation has.")
         if not self.rounds >= 1:
@@ -155,7 +160,14 @@ class ReleaseLedger:
     # -- releases ----------------------------------------------------------------------------
 
     def release(
-        self, spending: Spending, round_: int, part: int, make: Make, *, keep: bool = True
+        self,
+        spending: Spending,
+        round_: int,
+        part: int,
+        make: Make,
+        *,
+        keep: bool = True,
+        note: bytes = b"",
     ) -> bytes:
         """The bytes of a release: those that left before, or newly charged and made ones.
 
@@ -167,6 +179,7 @@ class ReleaseLedger:
                 generator of the round's batch, which is the same for all its parts.
             keep: False for what must not be written to disk (a sum that a trusted server will
                 noise); it is then made again, from the same batch.
+            note: what a new process must know to go on; public. Kept with the latest release.
 
         Raises:
             BudgetExhausted: if the round does not fit into the budget or the plan.
@@ -174,14 +187,28 @@ class ReleaseLedger:
             JournalError: if files are missing or damaged, or another process has them.
         """
         with _Files(self, spending) as files:
+            if (sent := files.kept.get((round_, part))) is not None:
+                return sent
             before = files.progress
-            if (round_, part) == (before.begun, before.parts - 1) and keep:
-                return files.released()
-            again = (round_, part) == (before.begun, before.parts - 1)
+            again = not keep and (round_, part) == (before.begun, before.parts - 1)
             now = before if again else files.begin(round_, part, spending)
             content = make(np.random.Generator(np.random.PCG64DXSM(int(now.seed, 16))))
-            files.write(replace(now, parts=part + 1), content if keep else b"")
+            oldest = round_ - spending.retain + 1
+            kept = {place: sent for place, sent in files.kept.items() if place[0] >= oldest}
+            if keep:
+                kept[round_, part] = content
+            files.write(replace(now, parts=part + 1), kept, note)
             return content
+
+    def find(self, spending: Spending, round_: int, part: int) -> bytes | None:
+        """The bytes of a release that was made; None if it was not, or is no longer kept."""
+        with _Files(self, spending) as files:
+            return files.kept.get((round_, part))
+
+    def note(self, spending: Spending) -> bytes:
+        """The note of the latest release; empty if there is none."""
+        with _Files(self, spending) as files:
+            return files.note
 
     def rounds_left(self, spending: Spending) -> int:
         """How many rounds of the plan, from the latest one on, the budget affords."""
@@ -196,7 +223,9 @@ class _Files:
         self._run = spending.run
         self._path = ledger.journal_path.with_suffix(f".{_file_name(spending.run)}.release")
         self._journal = Journal(ledger.journal_path, ledger.dataset_id)
-        self._content = b""
+        self.kept: Kept = {}
+        """The releases that may be asked for again, by round and part."""
+        self.note = b""
         try:
             self.progress = self._read(spending)
         except BaseException:
@@ -219,9 +248,9 @@ class _Files:
                 )
             limit = _affordable(spending, _merged(self._journal.runs.values()))
             progress = _Progress(self._run, spending.fingerprint, limit, self._others())
-            self.write(progress, b"")
+            self.write(progress, {})
             return progress
-        progress, self._content = _parse(self._path)
+        progress, self.kept, self.note = _parse(self._path)
         if progress.run != self._run or max(charged, default=-1) > progress.begun:
             raise JournalError(
                 f"{self._path} is of another run, or an old copy. Put the right one back."
@@ -261,7 +290,7 @@ class _Files:
         now = self.progress
         if round_ > begun:
             now = replace(now, begun=round_, parts=0, seed=secrets.token_hex(16))
-            self.write(now, b"")
+            self.write(now, self.kept, self.note)
         self._charge(round_, spending.events(round_))
         return now
 
@@ -269,9 +298,11 @@ class _Files:
         """Write what of the round's events is not in the journal yet."""
         self._journal.extend({_key(self._run, round_): [(event, 1) for event in events]})
 
-    def write(self, progress: _Progress, content: bytes) -> None:
+    def write(self, progress: _Progress, kept: Kept, note: bytes = b"") -> None:
         """Replace the file, durably: it is the old one or the new one at any moment."""
-        header = json.dumps([_FORMAT, vars(progress), zlib.crc32(content)]).encode()
+        content = b"".join([*kept.values(), note])
+        places = [[round_, part, len(sent)] for (round_, part), sent in kept.items()]
+        header = json.dumps([_FORMAT, vars(progress), places, zlib.crc32(content)]).encode()
         line = header + f" {zlib.crc32(header):08x}\n".encode()
         partial = self._path.with_name(f"{self._path.name}.partial")
         descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
@@ -281,25 +312,25 @@ class _Files:
             os.fsync(file.fileno())
         os.replace(partial, self._path)
         _sync_folder(self._path.parent)
-        self.progress, self._content = progress, content
-
-    def released(self) -> bytes:
-        """The bytes of the latest release."""
-        return self._content
+        self.progress, self.kept, self.note = progress, kept, note
 
 
-def _parse(path: Path) -> tuple[_Progress, bytes]:
+def _parse(path: Path) -> tuple[_Progress, Kept, bytes]:
     line, _, content = path.read_bytes().partition(b"\n")
     header, _, checksum = line.rpartition(b" ")
     try:
         if f"{zlib.crc32(header):08x}".encode() != checksum:
             raise ValueError
-        name, state, check = json.loads(header)
+        name, state, places, check = json.loads(header)
         if name != _FORMAT or check != zlib.crc32(content):
             raise ValueError
     except ValueError:
         raise JournalError(f"{path} is damaged: it does not check.") from None
-    return _Progress(**state), content
+    kept, start = {}, 0
+    for round_, part, length in places:
+        kept[round_, part] = content[start : start + length]
+        start += length
+    return _Progress(**state), kept, content[start:]
 
 
 def _affordable(spending: Spending, spent: list[tuple[AbstractEvent, int]]) -> int:

@@ -1,0 +1,300 @@
+"""Rounds that all clients answer: any estimator over several data holders, such as DIFF2."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from lightning_dp.estimators.base import State
+from lightning_dp.federated.asynchronous import REFUSED
+from lightning_dp.federated.base import AbstractServer, Message, MessageError, check_same
+from lightning_dp.federated.bvr_l_sgd import BVRLSGD
+from lightning_dp.federated.noised import noise_source
+from lightning_dp.noise import add_noise
+from lightning_dp.plan import NoisePlan
+from lightning_dp.query import BoundedSum, Query, Release, Term
+from lightning_dp.schedules.adaptive import AbstractAdaptiveSchedule
+from lightning_dp.world import World
+
+__all__ = [
+    "ANSWER",
+    "LOCAL",
+    "QUERY",
+    "SynchronousServer",
+    "check_plan",
+    "query_from",
+    "query_message",
+]
+
+QUERY, ANSWER, LOCAL, WALKED = "query", "answer", "local", "walked"
+
+
+@dataclass
+class SynchronousServer(AbstractServer):
+    """x_(t+1) = x_t - η v_t, where v_t is an estimator's from the sum of all clients' answers.
+
+    At step t the estimator asks all clients the same query. Either
+
+    - ``noise="server"``: clients trust the server with their un-noised sums, and it noises the
+      total once. With :class:`~lightning_dp.Diff2` and ``FullBatch()`` this is DIFF2 with P
+      workers (Murata and Suzuki, 2023, Algorithm 1); or
+    - ``noise="client"``: each client noises its own sum, and the server sees nothing else. The
+      total has √P times the noise.
+
+    A step without an answer of every client waits. A client without budget ends the run.
+
+    With a ``local_routine``, the step's worker then goes on alone on its own records, and noises
+    each of its steps itself (DIFF2-BVR-L-SGD, Algorithm 4); the routine's η is used for the
+    server's step too.
+
+    Args:
+        run: the name of this federation, which clients' ledgers know it by.
+        plan: z_t, q_t and the estimator, the same at all clients; not adaptive.
+        start: x_0, flat.
+        rounds: how many steps.
+        num_clients: P; clients are 0, ..., P - 1.
+        num_records: N over all clients, public; the mean is over q_t N.
+        learning_rate: η > 0.
+        noise: who adds it.
+        local_routine: what the worker in turn does.
+        seed: for tests only: the same noise of the server each time.
+
+    Raises:
+        ValueError: naming the argument that is out of its range, or a plan that cannot be kept.
+    """
+
+    run: str
+    plan: NoisePlan
+    start: Tensor = field(repr=False)
+    rounds: int
+    num_clients: int
+    num_records: int
+    learning_rate: float
+    noise: Literal["server", "client"] = "server"
+    local_routine: BVRLSGD | None = None
+    seed: int | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("rounds", "num_clients", "num_records"):
+            if not getattr(self, name) >= 1:
+                raise ValueError(f"{name}={getattr(self, name)} must be at least 1.")
+        if not 0 < self.learning_rate < math.inf:
+            raise ValueError(f"learning_rate={self.learning_rate} must be finite and above 0.")
+        if self.noise not in ("server", "client"):
+            raise ValueError(f"noise={self.noise!r} must be 'server' or 'client'.")
+        if self.local_routine and self.local_routine.learning_rate != self.learning_rate:
+            raise ValueError(
+                f"learning_rate={self.learning_rate}, but the local routine's is "
+                f"{self.local_routine.learning_rate}: one point would move at two speeds."
+            )
+        if self.start.dim() != 1 or not bool(torch.isfinite(self.start).all()):
+            raise ValueError("start must be a vector of finite numbers.")
+        check_plan(self.plan, self.noise)
+        self._point = self.start.detach().clone()
+        self._step, self._part, self._reason = 0, 0, ""
+        self._estimator: State = self.plan.estimator.init([self._point])
+        self._local: Tensor | None = None  # v, while a worker goes on alone
+        self._query: Query | None = None
+        self._answers: dict[int, Tensor] = {}
+        self._ask()
+
+    # -- what there is -----------------------------------------------------------------------
+
+    @property
+    def point(self) -> Tensor:
+        return self._point.clone()
+
+    @property
+    def round(self) -> int:
+        return self._step
+
+    @property
+    def is_done(self) -> bool:
+        return bool(self._reason)
+
+    @property
+    def reason(self) -> str:
+        return self._reason
+
+    # -- one step ----------------------------------------------------------------------------
+
+    def _ask(self) -> None:
+        """Form the next query; a step that asks nothing is over at once."""
+        while not self._reason and self._local is None:
+            if self._step == self.rounds:
+                self._reason = f"all {self.rounds} rounds were made"
+                return
+            z = self.plan.noise_multiplier(self._step)
+            estimator = self.plan.estimator
+            self._query = estimator.ask(self._estimator, [self._point], self._step, z)
+            self._answers = {}
+            if self._query is not None:
+                return
+            self._tell(Release(torch.zeros_like(self._point), 0.0))
+
+    def _tell(self, released: Release) -> None:
+        mean = released.mean(self.plan.rate(self._step) * self.num_records)
+        estimate, self._estimator = self.plan.estimator.tell(
+            self._estimator, [self._point], self._step, mean
+        )
+        self._query = None
+        if estimate is None:
+            self._part += 1
+            return
+        estimate = estimate.to(self._point.dtype)
+        if self.local_routine is not None and self.local_routine.local_steps > 1:
+            self._local = estimate
+            return
+        self._move_to(self._point - self.learning_rate * estimate)
+
+    def _move_to(self, point: Tensor) -> None:
+        self._point, self._local = point, None
+        self._step, self._part = self._step + 1, 0
+
+    def _release(self, query: Query) -> Release:
+        """The noised sum over all clients, added up in their order."""
+        total = torch.zeros_like(self._answers[0])
+        for client in range(self.num_clients):
+            total = total + self._answers[client]
+        if self.noise == "server":
+            source = noise_source(self.seed, self._step)
+            bounded = BoundedSum(total, query.clip_norm)
+            return add_noise(bounded, query.noise_multiplier, source, World())
+        each = query.noise_multiplier * query.clip_norm if query.noise_multiplier else 0.0
+        return Release(total, each * math.sqrt(self.num_clients))
+
+    # -- messages ----------------------------------------------------------------------------
+
+    def request(self, client: int) -> bytes | None:
+        facts: dict[str, Any] = {"run": self.run, "round": self._step, "part": self._part}
+        if self._reason:
+            return None
+        if self._local is not None:
+            assert self.local_routine is not None
+            if client != self.local_routine.worker_in_turn(self._step + 1, self.num_clients):
+                return None
+            return Message(LOCAL, facts, {"x": self._point, "v": self._local}).to_bytes()
+        if client in self._answers or self._query is None:
+            return None
+        return query_message(self._query, self._point, {**facts, "noise": self.noise}).to_bytes()
+
+    def receive(self, client: int, reply: bytes) -> None:
+        message = Message.from_bytes(reply)
+        place = (message.whole("round"), message.whole("part"))
+        if self._reason or place != (self._step, self._part):
+            if place > (self._step, self._part):
+                raise MessageError(f"Client {client} answers for {place}, which was not asked.")
+            return  # it came twice, or late
+        if message.kind == REFUSED:
+            self._reason = f"client {client} has no budget left"
+        elif message.kind == WALKED and self._local is not None:
+            self._move_to(message.tensor("x", len(self._point)))
+            self._ask()
+        elif message.kind == ANSWER:
+            self._take(client, message)
+        elif message.kind != WALKED:
+            raise MessageError(f"A reply of kind {message.kind!r} belongs to another protocol.")
+
+    def _take(self, client: int, message: Message) -> None:
+        query = self._query
+        if query is None or client in self._answers:
+            return
+        self._answers[client] = message.tensor("sum", query.size(len(self._point)))
+        if len(self._answers) == self.num_clients:
+            released = self._release(query)
+            self._answers = {}
+            self._tell(released)
+            self._ask()
+
+    # -- state -------------------------------------------------------------------------------
+
+    def state_dict(self) -> State:
+        return {
+            "configuration": self._configuration,
+            "point": self._point.clone(),
+            "step": self._step,
+            "part": self._part,
+            "reason": self._reason,
+            "estimator": self._estimator,
+            "local": self._local,
+        }
+
+    def load_state_dict(self, state: State) -> None:
+        check_same(state["configuration"], self._configuration)
+        self._point, self._local = state["point"].clone(), state["local"]
+        self._step, self._part = int(state["step"]), int(state["part"])
+        self._reason, self._estimator = str(state["reason"]), state["estimator"]
+        self._query, self._answers = None, {}
+        self._ask()
+
+    @property
+    def _configuration(self) -> State:
+        names = ("run", "rounds", "num_clients", "num_records", "learning_rate", "noise")
+        described = {name: getattr(self, name) for name in names}
+        parts = {"plan": repr(self.plan), "local_routine": repr(self.local_routine)}
+        return {**described, **parts, "size": len(self.start)}
+
+
+def check_plan(plan: NoisePlan, noise: str) -> None:
+    """Refuse plans that clients cannot hold a server to."""
+    if isinstance(plan.shape, AbstractAdaptiveSchedule):
+        raise ValueError(
+            f"noise_schedule={plan.shape} chooses noise at run time, but clients book a plan that is "
+            "declared before. Use a schedule that is a function of the step."
+        )
+    if noise == "server" and plan.estimator.queries_per_step > 1:
+        raise ValueError(
+            f"{plan.estimator} asks several queries on one batch: use noise='client', where each is "
+            "noised before it leaves, once."
+        )
+
+
+def query_message(query: Query, here: Tensor, facts: dict[str, Any]) -> Message:
+    """A query as a message; ``here`` stands for the present parameters."""
+    tensors: dict[str, Tensor] = {}
+    weights: dict[str, float] = {}
+    for number, term in enumerate(query.terms):
+        weights[f"weight{number}"] = float(term.weight)
+        tensors[f"point{number}"] = here if term.point is None else term.point
+        if term.direction is not None:
+            tensors[f"direction{number}"] = term.direction
+    if query.coordinates is not None:
+        tensors["coordinates"] = query.coordinates
+    numbers = {"clip_norm": query.clip_norm, "noise_multiplier": query.noise_multiplier}
+    return Message(QUERY, {**facts, **weights, **numbers}, tensors)
+
+
+def query_from(message: Message) -> Query:
+    """The inverse of :func:`query_message`. Raises MessageError for numbers out of range."""
+    count = sum(name.startswith("weight") for name in message.facts)
+    try:
+        terms: Sequence[Term] = [
+            Term(
+                float(message[f"weight{number}"]),
+                message.tensor(f"point{number}"),
+                message.tensors.get(f"direction{number}"),
+            )
+            for number in range(count)
+        ]
+        numbers = float(message["clip_norm"]), float(message["noise_multiplier"])
+        return Query(_same_points(terms), *numbers, message.tensors.get("coordinates"))
+    except (ValueError, TypeError) as error:
+        raise MessageError(f"This query cannot be asked: {error}") from None
+
+
+def _same_points(terms: Sequence[Term]) -> tuple[Term, ...]:
+    """Terms whose points are equal share one, so that they share a pass over the batch."""
+    points: list[Tensor] = []
+    shared = []
+    for term in terms:
+        assert term.point is not None
+        known = [point for point in points if torch.equal(point, term.point)]
+        if not known:
+            points.append(term.point)
+        shared.append(replace(term, point=known[0]) if known else term)
+    return tuple(shared)
