@@ -34,7 +34,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 APP = Path(__file__).parent / "app"
 GOOD_NETWORK = Faults()
 BAD_NETWORK = Faults(late=0.4, lost=0.15, undelivered=0.1, duplicated=0.15, restarted=0.1)
-DEFAULTS = {"clients": 2, "rounds": 3, "lag": 1, "epsilon": 1e9, "slow": -1}
+DEFAULTS = {"clients": 2, "rounds": 3, "lag": 1, "epsilon": 1e9, "stuck": -1}
 
 
 @pytest.fixture(scope="module")
@@ -207,10 +207,8 @@ def test_processes_end_at_the_same_model_though_a_supernode_is_killed(app, tmp_p
 
     def kill(federation: LoopbackFederation) -> None:
         """Kill client 1 while it computes round 1, which it has charged."""
-        while not history(folder, 1):
-            time.sleep(0.05)
-        (folder / "slow").touch()  # the next batch takes ten minutes
-        while len(history(folder, 1)) < 2 or (folder / "slow").exists():
+        batches = folder / "batches"
+        while not batches.exists() or batches.read_text().count("batch") < 2:
             time.sleep(0.05)
         federation.kill_node(1)
         killed.append(history(folder, 1))
@@ -219,7 +217,7 @@ def test_processes_end_at_the_same_model_though_a_supernode_is_killed(app, tmp_p
     with LoopbackFederation(tmp_path / "flower", 2) as federation:
         killer = Thread(target=kill, args=(federation,), daemon=True)
         killer.start()
-        federation.run(APP, {"out": str(folder), "slow": 1})
+        federation.run(APP, {"out": str(folder), "stuck": 1})
         killer.join(1)
 
     assert killed == [events(app, 2)]  # charged, and not released

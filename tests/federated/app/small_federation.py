@@ -23,20 +23,22 @@ RECORDS = 60
 
 
 class Net(L.LightningModule):
-    """Sleeps in its third batch where it is told to, so that a test can kill it there."""
+    """Where it is given a file to count in, it is stuck in its second batch: to be killed there."""
 
-    def __init__(self, slow_after: Path | None = None) -> None:
+    def __init__(self, batches: Path | None = None) -> None:
         super().__init__()
         self.net = nn.Sequential(nn.Linear(6, 4), nn.Tanh(), nn.Linear(4, 3)).double()
         generator = torch.Generator().manual_seed(3)
         for param in self.net.parameters():
             param.data.copy_(torch.randn(param.shape, generator=generator) / 2)
-        self.slow_after = slow_after
+        self.batches = batches
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        if self.slow_after is not None and self.slow_after.exists():
-            self.slow_after.unlink()  # once
-            time.sleep(600)
+        if self.batches is not None:
+            with open(self.batches, "a") as file:
+                file.write("batch\n")
+            if self.batches.read_text().count("batch") == 2:
+                time.sleep(600)
         loss = nn.functional.cross_entropy(self.net(batch[0]), batch[1])
         self.log("train_loss", loss)
         return loss
@@ -63,8 +65,8 @@ def out(context: Context) -> Path:
 
 def build(context: Context) -> LocalRecords:
     client = int(context.node_config["partition-id"])
-    slow = out(context) / "slow" if client == context.run_config["slow"] else None
-    return LocalRecords(Net(slow), records(client))
+    stuck = out(context) / "batches" if client == context.run_config["stuck"] else None
+    return LocalRecords(Net(stuck), records(client))
 
 
 def protocol(context: Context, run: str, data: Any, ledger: Any) -> AsyncClient:
