@@ -59,6 +59,7 @@ class Problem:
     """A model and where its data are.
 
     Args:
+        num_clients: how many share the training set.
         openml: name and version of the data set at OpenML.
         train_records: how many of OpenML's rows are for training.
         shape: of one record.
@@ -66,6 +67,7 @@ class Problem:
     """
 
     name: str
+    num_clients: int
     openml: tuple[str, int]
     train_records: int
     shape: tuple[int, ...]
@@ -92,8 +94,8 @@ class Problem:
 
 
 PROBLEMS = {
-    "a9a": Problem("a9a", ("a9a", 1), 32_561, (123,), 1.0),
-    "mnist": Problem("mnist", ("mnist_784", 1), 60_000, (1, 28, 28), 255.0),
+    "a9a": Problem("a9a", 5, ("a9a", 1), 32_561, (123,), 1.0),
+    "mnist": Problem("mnist", 4, ("mnist_784", 1), 60_000, (1, 28, 28), 255.0),
 }
 
 

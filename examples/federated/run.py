@@ -15,14 +15,16 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import tempfile
+import signal
 import time
+from contextlib import nullcontext
 from pathlib import Path
+
+from problems import PROBLEMS
 
 from lightning_dp.federated.loopback import LoopbackFederation
 
 APP = Path(__file__).parent
-CLIENTS = {"a9a": 5, "mnist": 4}
 PORT = 9099
 
 
@@ -30,7 +32,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("problem", choices=CLIENTS)
+    parser.add_argument("problem", choices=PROBLEMS)
     parser.add_argument("--start", action="store_true", help="start SuperLink and SuperNodes")
     parser.add_argument("--submit", action="store_true", help="run on what --start has started")
     parser.add_argument("--data", default="", help="folder with a9a.npz or mnist.npz")
@@ -39,45 +41,32 @@ def main() -> None:
     parser.add_argument("--port", type=int, default=PORT, help="of the SuperLink, with --start")
     arguments = parser.parse_args()
     output = (arguments.output / arguments.problem).absolute()
-    output.mkdir(parents=True, exist_ok=True)
+    federation = LoopbackFederation(
+        output / "flower",
+        PROBLEMS[arguments.problem].num_clients,
+        simulation=not (arguments.start or arguments.submit),
+        environment={"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")},
+        port=arguments.port if arguments.start or arguments.submit else None,
+    )
     if arguments.start:
-        serve(arguments, output)
+        serve(federation)
         return
-    port = arguments.port if arguments.submit else None
-    with tempfile.TemporaryDirectory() as scratch:
-        federation = LoopbackFederation(
-            output / "flower" if arguments.submit else scratch,
-            CLIENTS[arguments.problem],
-            simulation=not arguments.submit,
-            environment=variables(arguments),
-            port=port,
-        )
-        config = {"problem": arguments.problem, "output": str(output), "data": data(arguments)}
-        if arguments.rounds is not None:
-            config["rounds"] = arguments.rounds
-        if arguments.submit:
-            federation.run(APP, config)
-        else:
-            with federation:
-                federation.run(APP, config)
+    config: dict[str, str | int] = {"problem": arguments.problem, "output": str(output)}
+    if arguments.data:
+        config["data"] = str(Path(arguments.data).absolute())
+    if arguments.rounds is not None:
+        config["rounds"] = arguments.rounds
+    with nullcontext() if arguments.submit else federation:
+        federation.run(APP, config)
     show(output / "federation.json")
 
 
-def data(arguments: argparse.Namespace) -> str:
-    return str(Path(arguments.data).absolute()) if arguments.data else ""
-
-
-def variables(arguments: argparse.Namespace) -> dict[str, str]:
-    return {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
-
-
-def serve(arguments: argparse.Namespace, output: Path) -> None:
+def serve(federation: LoopbackFederation) -> None:
     """SuperLink and SuperNodes until Ctrl-C."""
-    clients = CLIENTS[arguments.problem]
-    with LoopbackFederation(
-        output / "flower", clients, environment=variables(arguments), port=arguments.port
-    ) as federation:
-        print(f"SuperLink at {federation.address} with {clients} SuperNodes; Ctrl-C ends them.")
+    signal.signal(signal.SIGTERM, signal.getsignal(signal.SIGINT))
+    with federation:
+        count = federation.num_clients
+        print(f"SuperLink at {federation.address}, {count} SuperNodes; Ctrl-C ends them", flush=True)
         try:
             while True:
                 time.sleep(1)
