@@ -207,9 +207,9 @@ class PrivateStep:
         """
         if estimator.uses_hessian and not self._engine.has_products:
             raise MisconfigurationException(
-                f"{estimator} needs Hessian-vector products, which the gradient engine of this model "
-                f"does not have ({self.engine_description}). Use engine='bookkeeping' or "
-                "engine='functional', and layers that they cover."
+                f"{estimator} needs Hessian-vector products, which Opacus' hooks do not have (engine: "
+                f"{self.engine_description}). Use engine='bookkeeping', and change a layer that it "
+                "does not cover."
             )
         runs_again = estimator.uses_hessian or estimator.queries_per_step > 1
         if runs_again and not self._module.automatic_optimization:

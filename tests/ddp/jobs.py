@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
-from lightning_dp import AbstractSampling, Diff2, FullBatch, PrivacyConfig
+from lightning_dp import AbstractSampling, CubicNewton, Diff2, FullBatch, PrivacyConfig
 from lightning_dp.accounting.events import AbstractEvent, Gaussian
 from lightning_dp.accounting.journal import read_journal
 from lightning_dp.callbacks import DifferentialPrivacy
@@ -210,6 +210,38 @@ def diff2(folder: Path) -> dict[str, Any]:
     }
 
 
+class PlainSGD(Model):
+    """Without buffers of its own, and with the optimizer that whole steps need."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__(rank)
+        del self.saved, self.not_saved
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=1.0)
+
+
+def cubic(folder: Path) -> dict[str, Any]:
+    """Rounds over all records; then the same on Poisson batches, of which many chunks are empty."""
+    results: dict[str, Any] = {}
+    newton = CubicNewton(1.5, 1.0, 3, 1.2, 0.4, keep=40, box=2.0)
+    for name, estimator in (("round", newton), ("fresh", replace(newton, fresh_batches=True))):
+        model = PlainSGD(rank())
+        privacy = {"estimator": estimator, "noise_multiplier": 0.0, "sampling": FullBatch()}
+        fit(model, records(51), 8, privacy, folder, max_epochs=6)
+        results[name] = {"at_start": model.at_start, "flat": model.flat()}
+    noisy = PlainSGD(rank())
+    privacy = {"estimator": newton, "noise_multiplier": 0.5}
+    options = {"max_epochs": 1, "accumulate_grad_batches": 2}
+    _, callback = fit(noisy, records(40), 1, privacy, folder, **options)
+    return {
+        **results,
+        "noisy": noisy.flat(),
+        "empty": sum(not indices for _, indices in noisy.chunks),
+        "charged": [(*event.pair, count) for event, count in callback._run.ledger.history()],
+    }
+
+
 def noise(folder: Path) -> dict[str, Any]:
     """One step of pure noise, by the registered name of the strategy."""
     torch.manual_seed(0)
@@ -321,7 +353,18 @@ def no_journal(folder: Path) -> dict[str, Any]:
 
 SCENARIOS: dict[str, Callable[[Path], dict[str, Any]]] = {
     function.__name__: function
-    for function in (plain, clipped, diff2, noise, sparse, calibrated, resumed, lengths, no_journal)
+    for function in (
+        plain,
+        clipped,
+        diff2,
+        cubic,
+        noise,
+        sparse,
+        calibrated,
+        resumed,
+        lengths,
+        no_journal,
+    )
 }
 
 

@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +18,12 @@ import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from scipy import stats
 from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
 
+from lightning_dp import CubicNewton, FullBatch
 from lightning_dp.accounting import PLDAccountant
 from lightning_dp.accounting.events import PoissonGaussian
+from lightning_dp.callbacks import DifferentialPrivacy
 from lightning_dp.strategies.checks import check_strategy
 
 JOBS = Path(__file__).parent / "jobs.py"
@@ -46,7 +50,8 @@ def launch(folder: Path, *scenarios: str) -> subprocess.CompletedProcess[str]:
 def job(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Where every scenario that ends well has left its results."""
     folder = tmp_path_factory.mktemp("job")
-    done = launch(folder, "plain", "clipped", "diff2", "noise", "sparse", "calibrated", "resumed")
+    scenarios = "plain clipped diff2 cubic noise sparse calibrated resumed"
+    done = launch(folder, *scenarios.split())
     assert done.returncode == 0, done.stderr[-5000:]
     return folder
 
@@ -192,6 +197,46 @@ def test_both_kinds_of_steps_are_charged_with_the_noise_of_their_own(job: Path) 
     for result in results(job, "diff2"):
         ratio = math.sqrt((3 - 1) / (1.25 - 1))
         assert result["charged"] == [(0.5, 0.2, 4), (pytest.approx(0.5 * ratio), 0.2, 6)]
+
+
+class Alone(L.LightningModule):
+    """What two ranks train in jobs.py, in one process."""
+
+    def __init__(self, start: Tensor) -> None:
+        super().__init__()
+        self.net = network(start[:43])
+        self.unused = nn.Linear(2, 2)
+        nn.utils.vector_to_parameters(start[43:49].clone(), self.unused.parameters())
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return nn.functional.cross_entropy(self.net(batch[0]), batch[1])
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=1.0)
+
+
+@pytest.mark.parametrize("form", ["round", "fresh"])
+def test_rounds_on_two_ranks_equal_rounds_in_one_process(
+    job: Path, make_trainer: Callable[..., L.Trainer], form: str
+) -> None:
+    lead, other = (result[form] for result in results(job, "cubic"))
+    model = Alone(of_net(lead))
+    newton = CubicNewton(1.5, 1.0, 3, 1.2, 0.4, keep=40, box=2.0, fresh_batches=form == "fresh")
+    privacy = DifferentialPrivacy(
+        target_delta=1e-5, noise_multiplier=0.0, estimator=newton, sampling=FullBatch()
+    )
+    trainer = make_trainer(max_epochs=6, callbacks=[privacy])
+    trainer.fit(model, DataLoader(TensorDataset(*records(51)), batch_size=8))
+    torch.testing.assert_close(lead["flat"], flat(model.net), rtol=0, atol=1e-5)
+    assert torch.equal(lead["flat"], other["flat"])
+    assert (lead["flat"] - of_net(lead)[:43]).norm() > 0.2
+
+
+def test_rounds_with_empty_chunks_stay_in_step_and_are_charged_once(job: Path) -> None:
+    lead, other = results(job, "cubic")
+    assert torch.equal(lead["noisy"], other["noisy"])
+    assert lead["empty"] + other["empty"] > 1  # 10 on average
+    assert lead["charged"] == other["charged"] == [(0.5, 0.1, 10)]
 
 
 @pytest.mark.parametrize(("scenario", "n"), [("clipped", 60), ("sparse", 400)])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import os
 import random
 
 import numpy as np
@@ -27,6 +28,12 @@ from lightning_dp.federated import (
 
 SIZE, ROUNDS, CLIENTS = 4, 6, 3
 STEPS = InverseSteps(0.05, beta=0.01)
+
+
+@pytest.fixture(autouse=True)
+def fast_disk(monkeypatch):
+    """No power is cut here."""
+    monkeypatch.setattr(os, "fsync", lambda descriptor: None)
 
 
 def plan(lag=1, rounds=ROUNDS, **changes) -> AsyncPlan:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+from lightning_dp.clipping import bounded_sum
 from lightning_dp.gradients import Bookkeeping
 from lightning_dp.gradients.layers import Call, ParameterGradients
 from lightning_dp.gradients.layers.convolution import Convolution
@@ -129,3 +130,56 @@ def test_memory_does_not_grow_with_the_sizes_of_batches(layer_engine, oracle):
         torch.testing.assert_close(total[:256].view(16, 16), expected * size)
     kept = [tensor for free in layer_engine._memory._free.values() for tensor in free]
     assert [len(tensor) for tensor in kept] in ([], [10])
+
+
+def opposite(x: Tensor) -> Tensor:
+    """x and -x up to rounding, as two positions."""
+    return torch.stack([x, -x * (1 + 1e-7 * torch.randn(x.shape))])[None]
+
+
+def cancelling(kind: str) -> tuple[nn.Module, Tensor, Tensor]:
+    """A layer, a batch of one record, and weights of its outputs, whose gradient nearly vanishes."""
+    ones = torch.ones(1, 2, 4)
+    if kind == "sequence":
+        return nn.Linear(6, 4, bias=False), opposite(torch.randn(6)), ones
+    if kind == "tokens":
+        signs = torch.tensor([1.0, -1.0 - 1e-7]).view(1, 2, 1)
+        return nn.Embedding(300, 4), torch.tensor([[1, 1]]), ones * signs
+    images = opposite(torch.randn(16)).transpose(1, 2)[..., None]
+    return nn.Conv2d(16, 16, 1, bias=False), images, torch.ones(1, 16, 2, 1)
+
+
+@pytest.mark.parametrize("kind", ["sequence", "tokens", "image"])
+def test_a_record_whose_large_terms_cancel_stays_within_its_bound(kind):
+    """In float32 the square of a norm that is small against its terms has no correct digit."""
+    torch.manual_seed(0)
+    longest = 0.0
+    for _ in range(100):
+        layer, batch, weights = cancelling(kind)
+        engine, weights = Bookkeeping(), weights * torch.randn(weights.shape[2:])
+        if kind == "image":
+            weights = torch.randn(1, 16, 1, 1).expand(1, 16, 2, 1)
+        engine.attach(layer, list(layer.parameters()))
+        engine.backward(1e9 * (layer(batch) * weights).sum())
+        longest = max(longest, float(bounded_sum(engine.take(1.0, {}), 1.0).value.norm()))
+        engine.detach()
+    assert longest <= 1 + 1e-5
+
+
+def test_a_gradient_and_a_product_that_cancel_stay_within_their_bound():
+    """Along -x two linear layers have g + H u = 0 up to rounding."""
+    torch.manual_seed(0)
+    longest = 0.0
+    for _ in range(100):
+        net = nn.Sequential(nn.Linear(6, 5, bias=False), nn.Linear(5, 4, bias=False))
+        params, x, target = list(net.parameters()), torch.randn(1, 6), torch.randn(4)
+        engine, u = Bookkeeping(), torch.cat([param.detach().flatten() for param in params])
+        engine.attach(net, params)
+        gradients = engine.along(
+            lambda: 1e9 * (net(x) @ target).mean(),  # noqa: B023 (called at once)
+            -(1 + 1e-7) * u,
+            (1.0, 1.0),
+        )
+        longest = max(longest, float(bounded_sum(gradients, 1.0).value.norm()))
+        engine.detach()
+    assert longest <= 1 + 1e-5

@@ -21,11 +21,40 @@ __all__ = [
     "ParameterGradients",
     "Rows",
     "Uses",
+    "above_rounding",
+    "sum_of_products",
 ]
 
 # Gradients that are not kept for all records from the norms to the sum are made slice by slice.
 _SLICE_BYTES = 4 << 20
 PRODUCTS = 1 << 22  # inner products between positions that are in memory at once
+
+
+# Rounding errors of an inner product, relative to the norms, stay below this many units.
+_ROUNDING = 32
+
+
+def above_rounding(squares: Tensor, lengths: Tensor, dtype: torch.dtype) -> Tensor:
+    """‖Σ_s a_s‖² of each record, and not less than rounding may hide.
+
+    Terms that cancel leave errors of the size of (Σ_s ‖a_s‖)², and a norm that came out too small
+    would let a record through that is longer than its bound.
+
+    Args:
+        squares: as computed from inner products, float64.
+        lengths: Σ_s ‖a_s‖.
+        dtype: of the inner products.
+    """
+    return torch.maximum(squares, _ROUNDING * torch.finfo(dtype).eps * lengths.square())
+
+
+def sum_of_products(products: Tensor) -> Tensor:
+    """‖Σ_s a_s‖² of each record from its (T, T) inner products, by :func:`above_rounding`.
+
+    Float32 products, summed in float64: the products in float64 would double the work.
+    """
+    lengths = products.diagonal(dim1=1, dim2=2).clamp(min=0.0).sqrt().sum(1, dtype=torch.float64)
+    return above_rounding(products.sum((1, 2), dtype=torch.float64), lengths, products.dtype)
 
 
 class AbstractForm(ABC):

@@ -13,7 +13,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from lightning_dp.gradients.layers.base import PRODUCTS, AbstractForm, Call, Rows, Uses
+from lightning_dp.gradients.layers.base import (
+    PRODUCTS,
+    AbstractForm,
+    Call,
+    Rows,
+    Uses,
+    above_rounding,
+)
 
 __all__ = ["Convolution", "convolution"]
 
@@ -118,12 +125,16 @@ class Convolution(AbstractForm):
 
     def _squares(self, calls: Sequence[Call]) -> Tensor:
         total = torch.zeros(len(calls[0].u), dtype=torch.float64, device=calls[0].u.device)
+        lengths = torch.zeros_like(total)
         for i, a in enumerate(calls):
             for b in calls[: i + 1]:
                 us = torch.bmm(a.u.flatten(2).transpose(1, 2), b.u.flatten(2))
                 products = self._patch_products(a.v, b.v, a.u.shape[2:]) * us.view(len(us), -1)
                 total += products.sum(1, dtype=torch.float64) * (1 if a is b else 2)
-        return total.clamp_(min=0.0)
+                if a is b:
+                    own = products.view(us.shape).diagonal(dim1=1, dim2=2).clamp(min=0.0)
+                    lengths += own.sqrt().sum(1, dtype=torch.float64)
+        return above_rounding(total, lengths, us.dtype)
 
     def _patch_products(self, v: Tensor, w: Tensor, size: torch.Size) -> Tensor:
         """Inner products of every patch of v with every patch of w, shape (n, positions²)."""

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
@@ -172,6 +173,28 @@ def test_products_of_shared_and_recomputed_layers_equal_the_loop(layer_engine, a
     layer_engine.attach(module, params_of(module))
     total = along(layer_engine, module, batch, u, 0.0, 1.0).weighted_sum(torch.ones(RECORDS))
     assert (total.double() - expected.sum(0)).norm() <= 2e-5 * expected.sum(0).norm()
+
+
+class Heads(nn.Module):
+    """Attention as it is usually called, for which a fused kernel is taken where there is one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv = nn.Linear(6, 18)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(x).view(len(x), -1, 3, 2, 3).permute(2, 0, 3, 1, 4)
+        return F.scaled_dot_product_attention(q, k, v).flatten(1)
+
+
+def test_products_of_fused_attention_equal_the_loop(layer_engine, along):
+    torch.manual_seed(0)
+    module, batch = Heads(), torch.randn(RECORDS, 8, 6)
+    u = direction_for(module)
+    expected = products_one_by_one(module, batch, u).sum(0)
+    layer_engine.attach(module, params_of(module))
+    total = along(layer_engine, module, batch, u, 0.0, 1.0).weighted_sum(torch.ones(RECORDS))
+    assert (total.double() - expected).norm() <= 2e-5 * expected.norm()
 
 
 def test_products_of_frozen_parts_are_those_of_the_trained_ones(layer_engine, along, layer_models):

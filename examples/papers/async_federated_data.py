@@ -1,0 +1,187 @@
+"""Data of async_federated.py, and the records that its clients hold."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from functools import lru_cache
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from lightning_dp.clipping import AbstractPerSampleGradients, bounded_sum
+from lightning_dp.functional import flatten, unflatten
+from lightning_dp.query import BoundedSum, Query
+
+DATA_VARIABLE = "LIGHTNING_DP_DATA"
+LAYOUT = "X_train, y_train, X_test, y_test, or X, y"
+COVERTYPE_CLASS = 2  # against the rest: LIBSVM's covtype.binary
+
+
+@lru_cache(maxsize=2)
+def binary(name: str, folder: str) -> tuple[Tensor, Tensor]:
+    """Features with a constant column, and labels -1/+1, in a random order that never changes."""
+    x, y = _arrays(name, folder)
+    if name == "covertype_subset":
+        y = np.where(y == COVERTYPE_CLASS, 1, -1)
+        scale = np.abs(x).max(axis=0)  # these data are public: nothing here is private
+        x = x / np.where(scale > 0, scale, 1)
+    order = np.random.default_rng(0).permutation(len(y))
+    x = np.concatenate([x, np.ones((len(x), 1))], axis=1)[order]
+    return torch.tensor(x, dtype=torch.float32), torch.tensor(y[order], dtype=torch.float32)
+
+
+@lru_cache(maxsize=1)
+def mnist(folder: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Training images and digits, test images and digits."""
+    with np.load(_find("mnist", folder), allow_pickle=False) as arrays:
+        parts = [arrays[key] for key in ("X_train", "y_train", "X_test", "y_test")]
+    images = [
+        torch.tensor(part / 255, dtype=torch.float32).reshape(-1, 1, 28, 28) for part in parts[::2]
+    ]
+    digits = [torch.tensor(part.astype(np.int64)) for part in parts[1::2]]
+    return images[0], digits[0], images[1], digits[1]
+
+
+def _arrays(name: str, folder: str) -> tuple[np.ndarray, np.ndarray]:
+    """All rows, training and test together."""
+    path = _find(name, folder)
+    with np.load(path, allow_pickle=False) as content:
+        arrays = dict(content)
+    if "X" not in arrays and "X_train" not in arrays:
+        return _packed(name, path)
+    if "X" in arrays:
+        return arrays["X"], arrays["y"]
+    parts = [key for key in ("train", "test") if f"X_{key}" in arrays]
+    return (
+        np.concatenate([arrays[f"X_{part}"] for part in parts]),
+        np.concatenate([arrays[f"y_{part}"] for part in parts]),
+    )
+
+
+def _packed(name: str, path: Path) -> tuple[np.ndarray, np.ndarray]:
+    """Archives in a layout of their own come with a load.py beside them."""
+    loader = path.with_name("load.py")
+    if not loader.is_file():
+        raise SystemExit(f"{path} has none of the arrays {LAYOUT}.")
+    import importlib.util
+
+    spec = importlib.util.spec_from_file_location("load", loader)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    arrays = module.load(name)
+    parts = [key for key in ("X", "X_train", "X_test") if key in arrays]
+    return (
+        np.concatenate([arrays[key] for key in parts]),
+        np.concatenate([arrays[key.replace("X", "y")] for key in parts]),
+    )
+
+
+def _find(name: str, folder: str) -> Path:
+    path = Path(folder or os.environ.get(DATA_VARIABLE, ""), f"{name}.npz")
+    if not path.is_file():
+        raise SystemExit(
+            f"{path} does not exist. Give the folder with --data DIR or in the environment variable "
+            f"{DATA_VARIABLE}; the archive holds the arrays {LAYOUT}."
+        )
+    return path
+
+
+class LogisticGradients(AbstractPerSampleGradients):
+    """g_i = c_i x_i + λ w, c_i = -y_i / (1 + exp(y_i x_i·w)): norms and sums in closed form."""
+
+    def __init__(self, x: Tensor, y: Tensor, point: Tensor, weight_decay: float) -> None:
+        self._x, self._point, self._decay = x, point, weight_decay
+        self._scores = x @ point
+        self._factors = -y * torch.sigmoid(-y * self._scores)
+
+    @property
+    def count(self) -> int:
+        return len(self._x)
+
+    def norms(self) -> Tensor:
+        c, decay = self._factors.double(), self._decay
+        square = c**2 * self._x.double().square().sum(1)
+        if decay:
+            square += 2 * decay * c * self._scores.double()
+            square += decay**2 * self._point.double().square().sum()
+        return square.clamp(min=0).sqrt()
+
+    def weighted_sum(self, weights: Tensor) -> Tensor:
+        weights = weights.to(self._x.dtype)
+        total = self._x.T @ (weights * self._factors)
+        return total + self._decay * weights.sum() * self._point if self._decay else total
+
+    def combine(self, weight, others):  # type: ignore[no-untyped-def]
+        raise NotImplementedError("Asynchronous SGD asks for one gradient at a time.")
+
+
+class LogisticRecords:
+    """One client's records for logistic regression."""
+
+    unit = "record"
+
+    def __init__(self, x: Tensor, y: Tensor, weight_decay: float = 0.0) -> None:
+        self._x, self._y, self._decay = x, y, weight_decay
+
+    @property
+    def num_records(self) -> int:
+        return len(self._y)
+
+    def bounded_sum(self, query: Query, records: Sequence[int]) -> BoundedSum:
+        (term,) = query.terms
+        assert term.point is not None and term.weight == 1 and query.coordinates is None
+        if query.clip_norm == float("inf") and len(records) == 1:
+            return BoundedSum(self._gradient(term.point, records[0]), query.clip_norm)
+        chosen = torch.as_tensor(records, dtype=torch.int64)
+        x, y = self._x[chosen], self._y[chosen]
+        return bounded_sum(LogisticGradients(x, y, term.point, self._decay), query.clip_norm)
+
+    def _gradient(self, point: Tensor, record: int) -> Tensor:
+        """One record's gradient, without the overhead of a batch: local steps ask for 20,000."""
+        x, w, y = self._x[record].numpy(), point.numpy(), float(self._y[record])
+        factor = -y / (1 + np.exp(min(y * float(x @ w), 80.0)))
+        return torch.from_numpy(np.float32(factor) * x + np.float32(self._decay) * w)
+
+
+def lenet() -> nn.Sequential:
+    """The same weights every time."""
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return nn.Sequential(
+            *(nn.Conv2d(1, 6, 5, padding=2), nn.ReLU(), nn.MaxPool2d(2)),
+            *(nn.Conv2d(6, 16, 5), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten()),
+            *(nn.Linear(400, 120), nn.ReLU(), nn.Linear(120, 84), nn.ReLU(), nn.Linear(84, 10)),
+        )
+
+
+class LeNetRecords:
+    """One client's digits, without privacy: sums that are not clipped."""
+
+    unit = "record"
+
+    def __init__(self, images: Tensor, digits: Tensor) -> None:
+        self._images, self._digits, self._model = images, digits, lenet()
+        self._params = list(self._model.parameters())
+
+    @property
+    def num_records(self) -> int:
+        return len(self._digits)
+
+    def bounded_sum(self, query: Query, records: Sequence[int]) -> BoundedSum:
+        assert query.clip_norm == float("inf") and query.terms[0].point is not None
+        load(self._params, query.terms[0].point)
+        chosen = list(records)
+        outputs = self._model(self._images[chosen])
+        loss = nn.functional.cross_entropy(outputs, self._digits[chosen], reduction="sum")
+        return BoundedSum(flatten(torch.autograd.grad(loss, self._params)), query.clip_norm)
+
+
+def load(params: Sequence[Tensor], point: Tensor) -> None:
+    """Put a flat vector into a model."""
+    with torch.no_grad():
+        for param, value in zip(params, unflatten(point, params), strict=True):
+            param.copy_(value)
