@@ -7,7 +7,7 @@
 
 Problems: a9a (logistic regression, 5 clients) and mnist (LeNet, 4 clients). Data: see problems.py.
 Ends with the test accuracy and every client's ε; TensorBoard files, the model and the clients'
-ledgers are in --output.
+ledgers are in --output; TensorBoard follows a run while it goes on.
 """
 
 from __future__ import annotations
@@ -56,6 +56,7 @@ def main() -> None:
         config["data"] = str(Path(arguments.data).absolute())
     if arguments.rounds is not None:
         config["rounds"] = arguments.rounds
+    print(f"Progress: tensorboard --logdir {output}", flush=True)
     with nullcontext() if arguments.submit else federation:
         federation.run(APP, config)
     show(output / "federation.json")
@@ -63,10 +64,12 @@ def main() -> None:
 
 def serve(federation: LoopbackFederation) -> None:
     """SuperLink and SuperNodes until Ctrl-C."""
-    signal.signal(signal.SIGTERM, signal.getsignal(signal.SIGINT))
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     with federation:
         count = federation.num_clients
-        print(f"SuperLink at {federation.address}, {count} SuperNodes; Ctrl-C ends them", flush=True)
+        print(
+            f"SuperLink at {federation.address}, {count} SuperNodes; Ctrl-C ends them", flush=True
+        )
         try:
             while True:
                 time.sleep(1)
@@ -80,7 +83,6 @@ def show(path: Path) -> None:
     print(f"{summary['rounds']} rounds ({summary['ended']}): test accuracy {accuracy:.3f}")
     for client, facts in summary["clients"].items():
         print(f"client {client}: {facts['num_records']} records, ε = {facts['epsilon']:.3f}")
-    print(f"tensorboard --logdir {path.parent}")
 
 
 if __name__ == "__main__":

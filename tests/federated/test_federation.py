@@ -58,7 +58,9 @@ def load(name: str) -> ModuleType:
 def in_process(app: ModuleType, tmp_path: Path) -> Callable[..., Tensor]:
     """Run the app on the loopback grid; its final model."""
 
-    def run(faults: Faults = GOOD_NETWORK, seed: int = 0, folder: str = "run", **config: Any) -> Tensor:
+    def run(
+        faults: Faults = GOOD_NETWORK, seed: int = 0, folder: str = "run", **config: Any
+    ) -> Tensor:
         config = {**DEFAULTS, "out": str(tmp_path / folder), **config}
         LoopbackGrid(app.client, int(config["clients"]), faults, config, seed=seed).start(
             app.server
