@@ -7,6 +7,7 @@ import json
 import math
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from threading import Thread
@@ -20,13 +21,16 @@ pytest.importorskip("flwr", reason="needs lightning-dp[federated]")
 import torch
 from torch import Tensor, nn
 
+from lightning_dp import Constant, Diff2, FullBatch
 from lightning_dp.accounting import AbstractEvent, Gaussian, PLDAccountant, PoissonGaussian
-from lightning_dp.federated import ReleaseLedger
+from lightning_dp.federated import AsyncServer, QueryClient, ReleaseLedger, SynchronousServer
+from lightning_dp.federated.flower import client_app, server_app
 from lightning_dp.federated.loopback import LoopbackFederation
 from lightning_dp.federated.noised import noise_source
 from lightning_dp.federated.testing import Faults, LoopbackGrid
 from lightning_dp.functional import flatten, unflatten
 from lightning_dp.noise import random_generator
+from lightning_dp.plan import NoisePlan
 from lightning_dp.sampling import Poisson
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
@@ -94,11 +98,19 @@ def events(app: ModuleType, rounds: int) -> dict[AbstractEvent, int]:
     }
 
 
+def gradient(net: nn.Module, point: Tensor, record: tuple[Tensor, Tensor]) -> Tensor:
+    """Of one record, by plain autograd."""
+    params = list(net.parameters())
+    for param, value in zip(params, unflatten(point, params), strict=True):
+        param.data = value
+    loss = nn.functional.cross_entropy(net(record[0][None]), record[1][None])
+    return flatten(torch.autograd.grad(loss, params))
+
+
 def by_hand(app: ModuleType, clients: int, rounds: int) -> Tensor:
     """The protocol as a loop over rounds, clients and records, with the same seeds."""
     net = app.Net().net
-    params = list(net.parameters())
-    x, before = flatten(params), 0
+    x, before = flatten(list(net.parameters())), 0
     for i in range(rounds):
         rate, z = (2 * i + 10) / app.RECORDS, app.noise(i)
         moved = x.clone()
@@ -107,12 +119,8 @@ def by_hand(app: ModuleType, clients: int, rounds: int) -> Tensor:
             drawn = Poisson().draw(app.RECORDS, rate, random_generator(client, 1, i))
             total = torch.zeros_like(x)
             for record in drawn.tolist():
-                for param, value in zip(params, unflatten(x, params), strict=True):
-                    param.data = value
-                features, label = data[record]
-                loss = nn.functional.cross_entropy(net(features[None]), label[None])
-                gradient = flatten(torch.autograd.grad(loss, params))
-                total += gradient * min(1.0, 0.5 / float(gradient.norm()))
+                part = gradient(net, x, data[record])
+                total += part * min(1.0, 0.5 / float(part.norm()))
             total += z * 0.5 * noise_source(client, i).normal(len(x), torch.device("cpu"))
             moved -= 0.02 / (1 + 0.01 * before) * total
         x, before = moved, before + 2 * i + 10
@@ -184,6 +192,71 @@ def test_a_budget_is_kept_over_federations_and_the_run_ends(in_process, app, tmp
     assert summary(tmp_path / "run")["ended"] == "no client has budget left"
     in_process(rounds=8, epsilon=budget)  # nothing is left
     assert history(tmp_path / "run", 0) == events(app, 4)
+
+
+def test_a_server_that_died_goes_on_and_nothing_is_charged_twice(in_process, app, tmp_path):
+    receive, count = AsyncServer.receive, 0
+
+    def dies(self: AsyncServer, client: int, reply: bytes) -> None:
+        nonlocal count
+        count += 1
+        if count == 10:  # some of round 2 is in, some is not
+            raise KeyboardInterrupt
+        receive(self, client, reply)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(AsyncServer, "receive", dies)
+        with pytest.raises(KeyboardInterrupt):
+            in_process(BAD_NETWORK, clients=4, rounds=5)
+    assert sum(len(history(tmp_path / "run", client)) for client in range(4)) >= 10
+
+    model = in_process(BAD_NETWORK, 1, clients=4, rounds=5)
+
+    assert_same(model, by_hand(app, 4, 5))
+    for client in range(4):
+        assert history(tmp_path / "run", client) == events(app, 5)
+
+
+def test_diff2_with_a_trusted_server_is_that_of_the_paper(app, tmp_path):
+    """Full batches, differences clipped per record, noise once at the server; on a bad network."""
+    plan = NoisePlan(1.5, Constant(), FullBatch(), 1.0, Diff2(3, 0.5, 0.4))
+    clients, rounds, eta = 3, 5, 0.5
+    total = clients * app.RECORDS
+    client = client_app(
+        app.build,
+        lambda context, run, records, ledger: QueryClient(
+            *(records, plan, ledger),
+            **{"run": run, "rounds": rounds, "target_delta": app.DELTA, "trusts_server": True},
+        ),
+        ledger_dir=tmp_path / "run" / "ledgers",
+    )
+    server = server_app(
+        lambda context: app.Net(),
+        lambda context, run, start: SynchronousServer(
+            run, plan, start, rounds, clients, total, learning_rate=eta, seed=7
+        ),
+        num_clients=clients,
+        folder=tmp_path / "run" / "server",
+        poll_interval=0.001,
+    )
+    LoopbackGrid(client, clients, BAD_NETWORK, DEFAULTS, seed=2).start(server)
+
+    net = app.Net().net
+    data = [app.records(c)[i] for c in range(clients) for i in range(app.RECORDS)]
+    x, before, v = flatten(list(net.parameters())), None, None
+    for r in range(rounds):
+        restart = r % 3 == 0
+        radius = 0.5 if restart else 0.4 * float((x - before).norm())
+        parts = [gradient(net, x, z) - (0 if restart else gradient(net, before, z)) for z in data]
+        answer = sum(part * min(1.0, radius / float(part.norm())) for part in parts)
+        z = plan.noise_multiplier(r)
+        answer = answer + z * radius * noise_source(7, r).normal(len(x), torch.device("cpu"))
+        v = answer / total + (0 if restart else v)
+        before, x = x, x - eta * v
+    assert_same(final(tmp_path / "run"), x)
+    charged = [plan.event(r) for r in range(rounds)]
+    for number in range(clients):
+        assert history(tmp_path / "run", number) == dict(Counter(charged))
 
 
 # -- real engines ----------------------------------------------------------------------------
