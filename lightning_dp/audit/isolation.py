@@ -42,12 +42,15 @@ class Isolation:
         reason: why, with the cure; "" if isolated. Of an exception of the model its type only.
         modules: names of the modules through which records are coupled.
         condition: what must hold beside; "" for nothing.
+        is_doubtful: whether it often does not: records have several targets each, as where padding
+            is ignored.
     """
 
     outcome: Outcome
     reason: str = ""
     modules: tuple[str, ...] = ()
     condition: str = ""
+    is_doubtful: bool = False
 
     def __str__(self) -> str:
         if self.outcome == "not probed":
@@ -151,7 +154,7 @@ def probe_isolation(
             found = _probe(passes, pool, _RECORDS)
             if found.outcome != "isolated":
                 return found
-            return Isolation("isolated", condition=_condition(passes, pool))
+            return _with_condition(passes, pool)
         except Exception as error:
             return _not_probed(error)
 
@@ -276,20 +279,22 @@ def _any_value_moves(passes: Passes, pool: Any, n: int) -> bool:
     return False
 
 
-def _condition(passes: Passes, pool: Any) -> str:
+def _with_condition(passes: Passes, pool: Any) -> Isolation:
     """What an ignored target (-100) would do, for each tensor of whole numbers that may hold it."""
+    found = Isolation("isolated")
     rows, weights = list(range(_RECORDS)), _weights(_RECORDS)
     weights[0] = 0.0
     for place, leaf in enumerate(leaves_of(pool)):
         if leaf.dtype not in (torch.int64, torch.int32, torch.int16):
             continue
         ignored = leaf.clone()
-        ignored[0].view(-1)[1 if leaf.dim() > 1 and leaf[0].numel() > 1 else 0 :: 2] = _IGNORED
+        several = leaf[0].numel() > 1
+        ignored[0].view(-1)[1 if several else 0 :: 2] = _IGNORED
         try:
             before = passes.run(take_rows(pool, rows), weights)
             after = passes.run(take_rows(replace_leaf(pool, place, ignored), rows), weights)
             if after.count == _RECORDS and moved(before, after):
-                return CONDITION
+                found = Isolation("isolated", "", (), CONDITION, found.is_doubtful or several)
         except Exception:  # this tensor cannot hold it
             continue
-    return ""
+    return found

@@ -202,6 +202,13 @@ class DifferentialPrivacyStrategy(Strategy):
             )
         found = self.broadcast(found)
         run.isolation = str(found)
+        if found.is_doubtful and self.is_global_zero:
+            warn(
+                "The loss divides by the number of targets that are not ignored (-100) in the whole "
+                "batch, so an ignored target of one record changes the gradients of the others. If "
+                "your data has such targets, ε does not hold: take the mean of each record first, "
+                "then the mean over the records."
+            )
         if found.outcome == "refused":
             raise UnsupportedModelError(found.reason)
         if found.outcome == "coupled":
