@@ -66,8 +66,7 @@ def moved(before: Answer, after: Answer, factor: float = 1.0) -> bool:
 
     Each record's norm is compared, and the weighted sum parameter by parameter.
     """
-    norms = [before.norms * factor, after.norms]
-    if _differ(*norms, floor=0.0):
+    if _differ(before.norms * factor, after.norms, floor=0.0):
         return True
     scale = max(float(part.abs().max()) for part in after.parts if part.numel())
     return any(

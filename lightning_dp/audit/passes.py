@@ -120,7 +120,7 @@ class Passes:
             if engine.runs_backward:
                 engine.backward(loss)
             else:
-                loss.backward()
+                loss.backward()  # type: ignore[no-untyped-call]
         touched = {n: p for n, p in module.named_parameters() if p.grad is not None}
         gradients = engine.take(1.0, touched)
         count = gradients.count

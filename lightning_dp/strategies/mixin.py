@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_dp.audit.isolation import probe_isolation
-from lightning_dp.gradients import UnsupportedModelError
+from lightning_dp.gradients import AbstractGradientEngine, UnsupportedModelError
 from lightning_dp.private_run import PrivateRun
 from lightning_dp.query import Query
 from lightning_dp.sampling.loader import PrivateDataLoader
@@ -96,9 +96,14 @@ class DifferentialPrivacyStrategy(Strategy):
         assert module is not None
         check_optimizers(self.optimizers, module)
         check_model(module)
-        self._step = PrivateStep(module, self.optimizers[0], run.config.engine, self.root_device)
+        optimizer, engine = self.optimizers[0], run.config.engine
+        self._step = PrivateStep(module, optimizer, engine, self.root_device, self.wrap_engine)
         run.engine = self._step.engine_description
         self._step.check(run.config.resolved_estimator())
+
+    def wrap_engine(self, engine: AbstractGradientEngine) -> AbstractGradientEngine:
+        """What stands between the gradient engine and the clipping: an audit's canaries."""
+        return engine
 
     def configure_ddp(self) -> None:
         """No DDP wrapper: its reducer would all-reduce raw gradients. Rank 0's weights for all."""

@@ -49,15 +49,21 @@ class PrivateStep:
         optimizer: its one optimizer.
         engine: name of the gradient engine.
         device: where the model runs.
+        wrap: what stands between the engine and the clipping, if anything.
     """
 
     def __init__(
-        self, module: LightningModule, optimizer: Optimizer, engine: str, device: torch.device
+        self,
+        module: LightningModule,
+        optimizer: Optimizer,
+        engine: str,
+        device: torch.device,
+        wrap: Callable[[AbstractGradientEngine], AbstractGradientEngine] = lambda engine: engine,
     ) -> None:
         self.params = trained_parameters(optimizer)
         self._module = module
         self._device = device
-        self._engine_name = engine
+        self._engine_name, self._wrap = engine, wrap
         self._engine, self.engine_description = self._attach()
         try:
             self._raw = RawGradientGuard(module.named_parameters(), optimizer)
@@ -75,7 +81,8 @@ class PrivateStep:
 
     def _attach(self) -> tuple[AbstractGradientEngine, str]:
         with _without_trainer(self._module):
-            return attach_engine(self._engine_name, self._module, self.params)
+            engine, description = attach_engine(self._engine_name, self._module, self.params)
+        return self._wrap(engine), description
 
     @contextmanager
     def put_aside(self) -> Iterator[None]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import random
+from typing import ClassVar
 
 import numpy as np
 import pytest
@@ -239,8 +240,6 @@ def test_nothing_is_logged_or_printed(model_class, make_network, loader, make_tr
     from lightning.pytorch.loggers import CSVLogger
 
     class Logs(model_class):
-        steps = []  # shared by the copies
-
         def training_step(self, batch, batch_idx):
             loss = super().training_step(batch, batch_idx)
             self.log("loss", loss)
@@ -249,7 +248,7 @@ def test_nothing_is_logged_or_printed(model_class, make_network, loader, make_tr
             return loss
 
     class Memory(CSVLogger):
-        logged = []
+        logged: ClassVar[list[str]] = []
 
         def log_metrics(self, metrics, step=None):
             self.logged += [name for name in metrics if name == "direct"]
