@@ -44,9 +44,9 @@ class DifferentialPrivacy(Callback):
         sampling: ``Poisson()`` or ``FullBatch()``.
         relation: "add_remove" or "replace_one".
         accountant: computes ε.
-        engine: who computes gradients per record: "bookkeeping" (fast, without materialising
-            them), "hooks" (Opacus), "functional" (torch.func, knows no layer types, slow); "auto"
-            takes the first where it covers the model, else the second.
+        engine: who computes gradients per record: "bookkeeping" (clipped sums from one
+            backward pass, fast), "hooks" (Opacus), "functional" (torch.func, knows no layer types,
+            slow); "auto" takes the first where it covers the model, else the second.
         ledger_dir: folder of the privacy journal; default ``<default_root_dir>/privacy``.
         seed: repeatable noise and batches, for tests; the report says that nothing is private.
 

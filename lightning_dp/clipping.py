@@ -27,7 +27,7 @@ class AbstractPerSampleGradients(ABC):
 
     @abstractmethod
     def weighted_sum(self, weights: Tensor) -> Tensor:
-        """``sum_i weights[i] * g_i`` as a flat vector.
+        """``sum_i weights[i] * g_i`` as a flat vector; may be asked for once, after the norms.
 
         A record of weight 0 contributes exactly 0, also when its gradient is not finite.
         """

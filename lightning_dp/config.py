@@ -41,9 +41,9 @@ class PrivacyConfig:
         relation: neighbouring data sets differ by adding or removing a record ("add_remove"), or
             by replacing one ("replace_one").
         accountant: computes ε; default the tight numerical one.
-        engine: who computes gradients per record: "bookkeeping" (fast, without materialising
-            them), "hooks" (Opacus), "functional" (torch.func, knows no layer types, slow); "auto"
-            takes the first where it covers the model, else the second.
+        engine: who computes gradients per record: "bookkeeping" (clipped sums from one
+            backward pass, fast), "hooks" (Opacus), "functional" (torch.func, knows no layer types,
+            slow); "auto" takes the first where it covers the model, else the second.
         ledger_dir: folder of the privacy journal; default ``<default_root_dir>/privacy``.
         seed: makes noise and batches repeatable. For tests only: nothing is private with it, and
             every report says so.

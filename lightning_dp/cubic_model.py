@@ -33,7 +33,7 @@ def inner_step(
         max_step_size: an upper bound on η_s; None for none.
         bounds: least and largest v, entry by entry; None projects nothing.
 
-    Source: Algorithm 2 (GMSolver) of the DP-FCRN paper; see ``CubicNewton``.
+    Source: Algorithm 2 (GMSolver) of the paper that ``CubicNewton`` names.
     """
     size = 2 / (strong_convexity * (step + 2))
     size = size if max_step_size is None else min(size, max_step_size)

@@ -131,6 +131,7 @@ class Mechanism:
             self._enforce([query], least)
             self.ledger.charge(event)
             self.guard.book(event)
+            self._prepare_noise(query, params)
         self._is_under_way, self._query, self._total = True, query, None
         self._charged = least
         return query
@@ -154,7 +155,15 @@ class Mechanism:
         queries = [*asked, query]
         self._enforce(queries, self._charged)
         self._query, self._total = query, None
+        self._prepare_noise(query, params)
         return queries
+
+    def _prepare_noise(self, query: Query, params: Sequence[Tensor]) -> None:
+        """Have it drawn while the batch is computed."""
+        if self.world.is_lead and query.noise_multiplier > 0:
+            size = sum(param.numel() for param in params)
+            chosen = query.coordinates
+            self.noise.prepare(size if chosen is None else len(chosen), params[0].device)
 
     def _as_on_lead(self, query: Query | None) -> Query | None:
         """The same bound on every process: a norm may differ in its last bit between machines."""

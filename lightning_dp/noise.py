@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import secrets
+from concurrent.futures import Future, ThreadPoolExecutor
 
 import numpy as np
 import torch
@@ -13,6 +14,10 @@ from lightning_dp.query import BoundedSum, Release
 from lightning_dp.world import World
 
 __all__ = ["NoiseSource", "add_noise", "random_generator"]
+
+
+_WORTH_A_THREAD = 1 << 15  # values; fewer are drawn before a thread has begun
+_BLOCK = 1 << 16  # values that stay in the cache
 
 
 def random_generator(seed: int | None, *stream: int) -> np.random.Generator:
@@ -36,11 +41,27 @@ class NoiseSource:
         self._seed = seed
         self._cpu = random_generator(seed, 0)
         self._device: torch.Generator | None = None
+        self._worker: ThreadPoolExecutor | None = None
+        self._ahead: Future[Tensor] | None = None
+
+    def prepare(self, size: int, device: torch.device) -> None:
+        """Begin to draw what :meth:`normal` will be asked for, beside other work."""
+        if device.type != "cpu" or size < _WORTH_A_THREAD or self._ahead is not None:
+            return
+        if self._worker is None:
+            self._worker = ThreadPoolExecutor(1, "noise")
+        self._ahead = self._worker.submit(self._draw, size)
+
+    def _draw(self, size: int) -> Tensor:
+        return torch.from_numpy(self._cpu.standard_normal(size))
 
     def normal(self, size: int, device: torch.device) -> Tensor:
         """``size`` independent N(0, 1) values on ``device``."""
         if device.type == "cpu":
-            return torch.from_numpy(self._cpu.standard_normal(size))
+            ahead, self._ahead = self._ahead, None
+            if ahead is not None and len(vector := ahead.result()) == size:
+                return vector
+            return self._draw(size)
         if self._device is None:
             key = secrets.randbits(63) if self._seed is None else self._seed
             self._device = torch.Generator(device).manual_seed(key)
@@ -67,6 +88,14 @@ def add_noise(
         )
     value = total.value
     if world.is_lead:
-        noise = source.normal(value.numel(), value.device) * noise_std
-        value = noise.add_(value).to(value.dtype)
+        value = _plus(value, source.normal(value.numel(), value.device), noise_std)
     return Release(world.all_reduce(value), noise_std)
+
+
+def _plus(value: Tensor, noise: Tensor, noise_std: float) -> Tensor:
+    """``value + noise_std * noise``, computed in the noise's precision and rounded once."""
+    result = torch.empty_like(value)
+    parts = (torch.split(each, _BLOCK) for each in (value, noise, result))
+    for a, b, out in zip(*parts, strict=True):
+        torch.add(a, b, alpha=noise_std, out=out)
+    return result

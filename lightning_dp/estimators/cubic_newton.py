@@ -54,8 +54,9 @@ class CubicNewton(AbstractEstimator):
     The steps η_s of the paper are stable where the curvature is at most about μ, or in a small box:
     with a larger curvature L set ``max_step_size`` to 1/L, or a larger ``strong_convexity``.
 
-    Algorithms 1 and 2 of DP-FCRN (differentially private federated cubic-regularised Newton, with
-    the weights of its text, which do not return θ_0); soundly accounted, and not by its Theorem 1.
+    Huo, Liu, Ding, Johansson and Shi, Federated Cubic Regularized Newton Learning with
+    Sparsification-amplified Differential Privacy, Algorithms 1 and 2 in the central form, with an
+    average that leaves θ_0 out; accounted soundly, and not by its Theorem 1.
 
     Args:
         strong_convexity: μ > 0.

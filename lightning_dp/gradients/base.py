@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import ClassVar
 
 from torch import Tensor, nn
 
 from lightning_dp.clipping import AbstractPerSampleGradients
 
-__all__ = ["AbstractGradientEngine", "UncoveredParameterError", "UnsupportedModelError"]
+__all__ = [
+    "AbstractGradientEngine",
+    "UncoveredParameterError",
+    "UnsupportedModelError",
+    "number_of_records",
+]
 
 
 class UnsupportedModelError(TypeError):
@@ -27,6 +32,21 @@ class UncoveredParameterError(UnsupportedModelError):
             "LightningModule: call self(x)), their module is in eval mode or compiled, or its "
             "layer is not called as a module. Move them into a layer of their own."
         )
+
+
+def number_of_records(rows_seen: Collection[int]) -> int:
+    """n, from the numbers of rows that the layers saw; 0 if there are none.
+
+    Raises:
+        UnsupportedModelError: if they differ, since rows are not records then.
+    """
+    if len(set(rows_seen)) > 1:
+        raise UnsupportedModelError(
+            "Some layers see more rows than there are records (the model folds another dimension "
+            "into the batch, or is not batch-first), so a record's gradient cannot be bounded. "
+            "Keep records in the first dimension of every layer's input, one row each."
+        )
+    return max(rows_seen, default=0)
 
 
 class AbstractGradientEngine(ABC):
@@ -56,12 +76,14 @@ class AbstractGradientEngine(ABC):
             UnsupportedModelError: naming the layers that cannot be handled, and the cure.
         """
 
-    def backward(self, loss: Tensor, *, keep_graph: bool = False) -> None:
+    def backward(self, loss: Tensor, *, keep_graph: bool = False, may_fold: bool = True) -> None:
         """Run the backward pass of a loss, as far as the engine needs it.
 
         Args:
             loss: the mean over the records of the batch.
             keep_graph: the graph is going to be used once more.
+            may_fold: the gradients will not be combined with others at a point nearby, which takes
+                what they are made from.
         """
         raise NotImplementedError(f"{type(self).__name__} watches loss.backward().")
 

@@ -1,4 +1,4 @@
-"""Clipped sums without per-sample gradients: from what layers saw and what came back to them."""
+"""Clipped sums from what layers saw and what came back to them, in one backward pass."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import reduce
+from functools import partial, reduce
 from typing import Any
 
 import torch
@@ -21,9 +21,10 @@ from lightning_dp.gradients.base import (
     AbstractGradientEngine,
     UncoveredParameterError,
     UnsupportedModelError,
+    number_of_records,
 )
 from lightning_dp.gradients.forward_mode import Dual, run_along, split, uses_along
-from lightning_dp.gradients.graph import parameter_uses
+from lightning_dp.gradients.graph import Survey, survey
 from lightning_dp.gradients.layers import (
     RULES,
     Memory,
@@ -37,8 +38,9 @@ from lightning_dp.gradients.materialised import restricted
 
 __all__ = ["Bookkeeping", "BookkeptGradients", "Functional"]
 
-# Gradients of all records that are made for the norms are kept for the sum, up to this much.
-_KEEP_BYTES = 256 << 20
+# Gradients of all records that are made for the norms, and that are larger than what they are made
+# from, are kept for the sum up to this much.
+_KEEP_BYTES = 32 << 20
 _CURE = "Use engine='hooks', or change the layer."
 
 
@@ -51,9 +53,17 @@ class _Record:
     versions: list[int]
     sources: set[Any]  # the graph nodes that made the inputs
     edge: GradientEdge
-    gradient: Tensor | None = None
     moved: tuple[Dual, ...] = ()  # along a direction: the inputs with their derivatives
-    moved_gradient: Dual | None = None
+
+    def take_inputs(self) -> tuple[Tensor, ...]:
+        """The inputs, which are not held any longer. Raises if they are not what they were."""
+        inputs, self.inputs = self.inputs, ()
+        if [each._version for each in inputs] != self.versions:
+            raise UnsupportedModelError(
+                f"The input of a layer ({type(self.layer).__name__}) was overwritten after "
+                "the layer had used it. Do not change tensors in place between layers."
+            )
+        return inputs
 
 
 class Bookkeeping(AbstractGradientEngine):
@@ -62,13 +72,17 @@ class Bookkeeping(AbstractGradientEngine):
     Forward hooks keep each layer's input. The backward pass stops at the layers' outputs, so
     autograd computes no weight gradient at all. Norms come from inputs and output gradients
     (an outer product has the product of the norms), and the clipped sum is an ordinary weight
-    gradient with the records scaled. Nothing of size B times the parameters is made for linear
-    layers and embeddings; for others where it is small.
+    gradient with the records scaled. Gradients per record are made where that is cheaper or there is
+    no other way: of convolutions, norm layers and biases, of linear layers on long sequences, of
+    weights that layers of different types share. Where they are smaller than what they are made
+    from, they take its place as soon as the backward pass has come to the layer; of larger ones at
+    most 32 MiB are kept from the norms to the sum, and beyond that they are made in slices. Layers
+    without a rule have theirs made for all records at once.
 
     Covers Linear, Conv1d to 3d, Embedding, LayerNorm, GroupNorm, InstanceNorm, RMSNorm, any other
     layer with tensors in and one out (slower), layers called several times, and shared parameters.
-    A use of a parameter outside its layer, an input that was overwritten, or rows that are not
-    records are detected in every batch.
+    A use of a parameter outside its layer, an input that was overwritten, or layers that see
+    different numbers of rows are detected in every batch.
 
     Bu, Wang, Zha and Karypis, Differentially Private Optimization on Large Model at Small Cost
     (2023, arXiv:2210.00038), with the graph cut at the layers' outputs.
@@ -86,9 +100,12 @@ class Bookkeeping(AbstractGradientEngine):
         self._module: nn.Module | None = None
         self._params: Sequence[nn.Parameter] = ()
         self._names: dict[int, str] = {}
+        self._own: dict[
+            nn.Module, list[int]
+        ] = {}  # of each layer; along a direction others stand there
         self._handles: list[RemovableHandle] = []
         self._records: list[_Record] = []
-        self._gradients: list[ParameterGradients | None] | None = None
+        self._found: dict[int, ParameterGradients] | None = None  # of the last backward pass
         self._problem: str | None = None
         self._memory = Memory()
         self._is_watching = True
@@ -108,6 +125,7 @@ class Bookkeeping(AbstractGradientEngine):
                 _refuse_options(name, layer, self._rule_of(layer))
         self._module, self._params = module, params
         self._names = {id(param): name for name, param in module.named_parameters()}
+        self._own = {layer: [id(p) for p in layer.parameters(recurse=False)] for _, layer in layers}
         self._handles = [
             # Before the user's hooks, which may change the output.
             layer.register_forward_hook(self._watch, prepend=True, with_kwargs=True)
@@ -135,27 +153,36 @@ class Bookkeeping(AbstractGradientEngine):
             moved = tuple(split(each) for each in args) if self._is_along else ()
             self._records.append(_Record(layer, inputs, versions, sources, edge, moved=moved))
 
-    def backward(self, loss: Tensor, *, keep_graph: bool = False) -> None:
-        self._differentiate(loss, keep=keep_graph)
-        self._refuse_uncovered(loss)
-        with self._not_watching(), torch.no_grad():  # some layers run again, record by record
-            self._gradients = self._bookkeep(self._uses)
+    def backward(self, loss: Tensor, *, keep_graph: bool = False, may_fold: bool = True) -> None:
+        records, graph = self._calls_of(loss)
+        with self._not_watching():  # checkpointed layers run again, others record by record
+            self._differentiate(loss, records, graph.innermost, keep_graph, may_fold)
 
-    def _differentiate(self, loss: Tensor, *, keep: bool, create: bool = False) -> None:
-        """The gradients of the outputs of all recorded calls."""
-        problem, self._problem = self._problem, None
+    def _calls_of(self, loss: Tensor) -> tuple[list[_Record], Survey]:
+        """The recorded calls that the loss depends on, if they are all that it depends on."""
+        records, problem = self._records, self._problem
+        self.drop()
         if problem is not None:
             raise UnsupportedModelError(problem)
-        edges = [record.edge for record in self._records]
-        found: Sequence[Tensor | None] = ()
-        if edges:
-            with self._not_watching():  # checkpointed layers run again
-                found = torch.autograd.grad(
-                    loss, edges, retain_graph=keep, create_graph=create, allow_unused=True
-                )
-        for record, gradient in zip(self._records, found, strict=True):
-            record.gradient = gradient
-        self._records = [record for record in self._records if record.gradient is not None]
+        graph = survey(loss.grad_fn, {record.edge.node for record in records})
+        records = [record for record in records if record.edge.node in graph.reached]
+        self._refuse_uncovered(records, graph)
+        self._found = {id(p): ParameterGradients([], p.shape, self._memory) for p in self._params}
+        return records, graph
+
+    def _refuse_uncovered(self, records: Sequence[_Record], graph: Survey) -> None:
+        """Every use of a parameter in the graph must be a recorded call of its layer."""
+        recorded = Counter[int]()
+        for record in records:
+            own = self._own[record.layer]
+            if self._rule_of(record.layer) is not any_layer:
+                recorded.update(own)
+            else:
+                inside = survey(record.edge.node, graph.reached, record.sources).uses
+                recorded.update({key: inside[key] for key in own})
+        missing = [self._names[id(p)] for p in self._params if graph.uses[id(p)] > recorded[id(p)]]
+        if missing:
+            raise UncoveredParameterError(missing)
 
     @contextmanager
     def _not_watching(self) -> Iterator[None]:
@@ -164,6 +191,56 @@ class Bookkeeping(AbstractGradientEngine):
             yield
         finally:
             self._is_watching = True
+
+    def _differentiate(
+        self,
+        loss: Tensor,
+        records: Sequence[_Record],
+        innermost: set[Any],
+        keep_graph: bool,
+        may_fold: bool,
+    ) -> None:
+        """Keep what is needed of a layer as soon as the backward pass comes to its output.
+
+        It has to go on to the innermost layers' outputs only; there it stops, and gives what came.
+        What is not needed of a layer is free before the pass comes to the next one.
+        """
+        ends = [record for record in records if record.edge.node in innermost]
+        if not ends:
+            return
+        handles = []
+        for record in records:
+            if record.edge.node not in innermost:
+                hook = partial(self._on_gradients, record, may_fold)
+                handles.append(record.edge.node.register_prehook(hook))
+        edges = [record.edge for record in ends]
+        try:
+            found = torch.autograd.grad(loss, edges, retain_graph=keep_graph, allow_unused=True)
+        finally:
+            for handle in handles:
+                handle.remove()
+        for record, gradient in zip(ends, found, strict=True):
+            self._keep(record, gradient, may_fold)
+
+    def _on_gradients(
+        self, record: _Record, may_fold: bool, gradients: tuple[Tensor | None, ...]
+    ) -> None:
+        self._keep(record, gradients[record.edge.output_nr], may_fold)
+
+    @torch.no_grad()
+    def _keep(self, record: _Record, gradient: Tensor | None, may_fold: bool) -> None:
+        """Of one call of a layer what the norms and the sum are made from."""
+        inputs = record.take_inputs()
+        if gradient is not None:
+            tensors = [_at_least_float32(each) for each in (*inputs, gradient)]
+            uses = self._rule_of(record.layer)(record.layer, *tensors)
+            self._count_in(uses, may_fold)
+
+    def _count_in(self, uses: Uses, may_fold: bool) -> None:
+        assert self._found is not None
+        for param, call in uses:
+            if (found := self._found.get(id(param))) is not None:
+                found.add(call, may_fold=may_fold)
 
     def along(
         self, run_again: Callable[[], Tensor], direction: Tensor, weights: tuple[float, float]
@@ -176,90 +253,48 @@ class Bookkeeping(AbstractGradientEngine):
         self.drop()
         self._is_along = True
         try:
-            loss = run_along(self._module, self._params, direction, lambda: self._run(run_again))
+            calls = run_along(
+                self._module, self._params, direction, lambda: self._duals_of(run_again())
+            )
         finally:
             self._is_along = False
-        self._refuse_uncovered(loss)
         parts = unflatten(direction, self._params)
         of = {id(param): part for param, part in zip(self._params, parts, strict=True)}
         with self._not_watching(), torch.no_grad():
-            gradients = self._bookkeep(lambda record: self._uses_along(record, of, weights))
-        return BookkeptGradients(self._params, gradients, 1.0)
+            for record, gradient in calls:
+                record.take_inputs()
+                inputs = [_both_at_least_float32(each) for each in record.moved]
+                back = _both_at_least_float32(gradient)
+                rule = self._rule_of(record.layer)
+                uses = uses_along(rule, record.layer, inputs, back, of, weights)
+                self._count_in(uses, may_fold=True)
+        return self.take(1.0, {})
 
-    def _run(self, run_again: Callable[[], Tensor]) -> Tensor:
-        """Forward and backward inside dual numbers."""
-        loss = run_again()
-        self._differentiate(loss, keep=True, create=True)
-        for record in self._records:
-            assert record.gradient is not None
-            record.moved_gradient = split(record.gradient)
-            record.gradient = record.moved_gradient[0]
-        return loss
-
-    def _refuse_uncovered(self, loss: Tensor) -> None:
-        """Every use of a parameter in the graph must be a recorded call of its layer."""
-        nodes = {record.edge.node for record in self._records}
-        uses, recorded = parameter_uses(loss.grad_fn, nodes), Counter[int]()
-        for record in self._records:
-            own = [id(param) for param in record.layer.parameters(recurse=False)]
-            if self._rule_of(record.layer) is not any_layer:
-                recorded.update(own)
-            else:
-                inside = parameter_uses(record.edge.node, nodes, record.sources)
-                recorded.update({key: inside[key] for key in own})
-        missing = [self._names[id(p)] for p in self._params if uses[id(p)] > recorded[id(p)]]
-        if missing:
-            raise UncoveredParameterError(missing)
+    def _duals_of(self, loss: Tensor) -> list[tuple[_Record, Dual]]:
+        """Inside dual numbers: every call, with the gradient of its output and its derivative."""
+        records, _ = self._calls_of(loss)
+        if not records:
+            return []
+        with self._not_watching():
+            edges = [record.edge for record in records]
+            found = torch.autograd.grad(loss, edges, create_graph=True, allow_unused=True)
+        pairs = zip(records, found, strict=True)
+        return [(record, split(gradient)) for record, gradient in pairs if gradient is not None]
 
     def take(self, scale: float, touched: Mapping[str, nn.Parameter]) -> BookkeptGradients:
-        gradients, self._gradients = self._gradients, None
-        if gradients is None:
+        found, self._found = self._found, None
+        if found is None:
             raise RuntimeError("Bookkeeping.backward() must come before take().")
-        return BookkeptGradients(self._params, gradients, scale)
-
-    def _uses(self, record: _Record) -> Uses:
-        assert record.gradient is not None
-        inputs = [_at_least_float32(each) for each in record.inputs]
-        rule = self._rule_of(record.layer)
-        uses: Uses = rule(record.layer, *inputs, _at_least_float32(record.gradient))
-        return uses
-
-    def _uses_along(
-        self, record: _Record, directions: dict[int, Tensor], weights: tuple[float, float]
-    ) -> Uses:
-        assert record.moved_gradient is not None
-        inputs = [_both_at_least_float32(each) for each in record.moved]
-        gradient = _both_at_least_float32(record.moved_gradient)
-        rule = self._rule_of(record.layer)
-        return uses_along(rule, record.layer, inputs, gradient, directions, weights)
-
-    def _bookkeep(self, uses_of: Callable[[_Record], Uses]) -> list[ParameterGradients | None]:
-        """For each parameter its uses, with what came back for them."""
-        records, self._records = self._records, []
-        calls: dict[int, list[Any]] = {id(param): [] for param in self._params}
-        for record in records:
-            if [each._version for each in record.inputs] != record.versions:
-                raise UnsupportedModelError(
-                    f"The input of a layer ({type(record.layer).__name__}) was overwritten after "
-                    "the layer had used it. Do not change tensors in place between layers."
-                )
-            for param, call in uses_of(record):
-                if param is not None and id(param) in calls:
-                    calls[id(param)].append(call)
-        return [
-            ParameterGradients(used, param.shape, self._memory)
-            if (used := calls[id(param)])
-            else None
-            for param in self._params
-        ]
+        gradients = [found[id(param)] for param in self._params]
+        return BookkeptGradients(self._params, [g if g.calls else None for g in gradients], scale)
 
     def drop(self) -> None:
-        self._records, self._gradients, self._problem = [], None, None
+        self._records, self._found, self._problem = [], None, None
 
     def detach(self) -> None:
         for handle in self._handles:
             handle.remove()
-        self._handles, self._params, self._names = [], (), {}
+        self._handles, self._params, self._names, self._own = [], (), {}, {}
         self._module = None
         self._memory = Memory()
         self.drop()
@@ -295,13 +330,7 @@ class BookkeptGradients(AbstractPerSampleGradients):
         self._params, self._gradients = params, gradients
         self._used = [gradient for gradient in gradients if gradient is not None]
         counts: set[int] = set().union(*(gradient.counts for gradient in self._used))
-        if len(counts) > 1:
-            raise UnsupportedModelError(
-                "Some layers see more rows than there are records (the model folds another dimension "
-                "into the batch, or is not batch-first), so a record's gradient cannot be bounded. "
-                "Keep records in the first dimension of every layer's input, one row each."
-            )
-        self._count = counts.pop() if counts else 0
+        self._count = number_of_records(counts)
         self._dtype = params[0].dtype if params else torch.float32
         self._scale, self._factor = scale, scale * self._count
 

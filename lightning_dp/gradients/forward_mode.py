@@ -13,9 +13,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from lightning_dp.functional import unflatten
 from lightning_dp.gradients.base import UnsupportedModelError
-from lightning_dp.gradients.layers import Call, Rule, Uses, any_layer
+from lightning_dp.gradients.layers import Call, Rows, Rule, Uses, any_layer
 from lightning_dp.gradients.layers.any_layer import any_layer_along
-from lightning_dp.gradients.layers.bias import Bias
 
 __all__ = ["Dual", "run_along", "split", "uses_along"]
 
@@ -92,7 +91,7 @@ def uses_along(
     """
     if rule is any_layer:
         uses = any_layer_along(layer, inputs, gradient, directions)
-        return [(p, Bias.call(weights[0] * g + weights[1] * h)) for p, g, h in uses]
+        return [(p, Rows.call(weights[0] * g + weights[1] * h)) for p, g, h in uses]
     calls: list[tuple[Tensor | None, Call]] = []
     with forward_ad.dual_level():
         for param, call in rule(layer, *(_joined(each) for each in (*inputs, gradient))):

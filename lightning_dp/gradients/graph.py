@@ -1,16 +1,32 @@
-"""How often the autograd graph of a loss uses each parameter."""
+"""What the autograd graph of a loss tells about recorded layer calls and parameters."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection
+from dataclasses import dataclass, field
 from typing import Any
 
-__all__ = ["parameter_uses"]
+__all__ = ["Survey", "survey"]
 
 
-def parameter_uses(root: Any, calls: Collection[Any], stop: Collection[Any] = ()) -> Counter[int]:
-    """For each parameter, by ``id``, in how many places of a graph it meets something else.
+@dataclass
+class Survey:
+    """What was found in a graph.
+
+    Args:
+        uses: for each parameter, by ``id``, in how many places it meets something else.
+        reached: the recorded calls that the graph contains.
+        innermost: those of them that no other recorded call feeds.
+    """
+
+    uses: Counter[int] = field(default_factory=Counter)
+    reached: set[Any] = field(default_factory=set)
+    innermost: set[Any] = field(default_factory=set)
+
+
+def survey(root: Any, calls: Collection[Any], stop: Collection[Any] = ()) -> Survey:
+    """Walk a graph once.
 
     A transpose, a cast or a norm of a parameter alone is still the parameter; the node that brings
     it together with something else is one use of it, and so is a recorded call of a layer. A layer
@@ -20,11 +36,11 @@ def parameter_uses(root: Any, calls: Collection[Any], stop: Collection[Any] = ()
     Args:
         root: the graph node where to begin, ``loss.grad_fn``.
         calls: the nodes of the outputs of recorded layer calls.
-        stop: nodes below which nothing is counted.
+        stop: nodes below which nothing is looked at.
     """
-    uses: Counter[int] = Counter()
-    boundaries = set(calls)
+    found, boundaries = Survey(), set(calls)
     owner: dict[Any, int | None] = {}  # of each node: the only parameter it depends on, if any
+    feeds_on_calls: set[Any] = set()
     stack = [(root, False)]
     while stack:
         node, is_finished = stack.pop()
@@ -37,6 +53,10 @@ def parameter_uses(root: Any, calls: Collection[Any], stop: Collection[Any] = ()
             stack.append((node, True))
             stack.extend((child, False) for child in below)
             continue
+        if any(child in feeds_on_calls or child in boundaries for child in below):
+            feeds_on_calls.add(node)
+        if node in boundaries:
+            found.reached.add(node)
         if (variable := getattr(node, "variable", None)) is not None:
             owner[node] = id(variable)
             continue
@@ -44,7 +64,8 @@ def parameter_uses(root: Any, calls: Collection[Any], stop: Collection[Any] = ()
         if len(set(owners)) == 1 and node not in boundaries:
             owner[node] = owners[0]
         else:
-            uses.update(found for found in owners if found is not None)
-    if (found := owner.get(root)) is not None:
-        uses[found] += 1
-    return uses
+            found.uses.update(each for each in owners if each is not None)
+    if (last := owner.get(root)) is not None:
+        found.uses[last] += 1
+    found.innermost = found.reached - feeds_on_calls
+    return found

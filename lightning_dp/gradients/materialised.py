@@ -9,7 +9,7 @@ from torch import Tensor
 
 from lightning_dp.clipping import AbstractPerSampleGradients
 from lightning_dp.functional import as_rows, per_sample_norms
-from lightning_dp.gradients.base import UnsupportedModelError
+from lightning_dp.gradients.base import number_of_records
 
 __all__ = ["MaterialisedGradients", "restricted"]
 
@@ -30,14 +30,7 @@ class MaterialisedGradients(AbstractPerSampleGradients):
         self._gradients = gradients
         self._scale = scale
         self._used = [gradient for gradient in gradients if gradient is not None]
-        counts = {len(gradient) for gradient in self._used}
-        if len(counts) > 1:
-            raise UnsupportedModelError(
-                "Some layers see more rows than there are records (the model folds another dimension "
-                "into the batch, or is not batch-first), so a record's gradient cannot be bounded. "
-                "Keep records in the first dimension of every layer's input, one row each."
-            )
-        self._count = counts.pop() if counts else 0
+        self._count = number_of_records([len(gradient) for gradient in self._used])
 
     @property
     def count(self) -> int:

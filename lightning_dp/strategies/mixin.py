@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_dp.private_run import PrivateRun
+from lightning_dp.query import Query
 from lightning_dp.sampling.loader import PrivateDataLoader
 from lightning_dp.strategies.checks import (
     check_model,
@@ -201,22 +202,22 @@ class DifferentialPrivacyStrategy(Strategy):
         if not step.runs_backward:
             loss = super().backward(closure_loss, optimizer, *args, **kwargs)
         elif args or kwargs or is_overridden("backward", self.lightning_module):
-            step.backward(closure_loss, keep_graph=True)
+            step.backward(closure_loss, mechanism.query, keep_graph=True)
             loss = super().backward(closure_loss, optimizer, *args, **kwargs)
         else:
-            loss = self._backward_of_the_engine(closure_loss)
+            loss = self._backward_of_the_engine(closure_loss, mechanism.query)
         args, kwargs = self._step_arguments
         forward_again = partial(self._forward_again, args, kwargs)
         step.answer(mechanism, self._undo_loss_division(), forward_again)
         return loss
 
-    def _backward_of_the_engine(self, loss: Tensor) -> Tensor:
+    def _backward_of_the_engine(self, loss: Tensor, query: Query | None) -> Tensor:
         """``Strategy.backward`` with the engine in the place of ``loss.backward()``."""
         module, plugin = self.lightning_module, self.precision_plugin
         assert module is not None and self._step is not None
         self.pre_backward(loss)
         loss = plugin.pre_backward(loss, module)
-        self._step.backward(loss, keep_graph=False)
+        self._step.backward(loss, query, keep_graph=False)
         loss = plugin.post_backward(loss, module)
         self.post_backward(loss)
         return loss

@@ -93,9 +93,10 @@ class PrivateStep:
         """Whether :meth:`backward` takes the place of ``loss.backward()``."""
         return self._engine.runs_backward
 
-    def backward(self, loss: Tensor, *, keep_graph: bool) -> None:
+    def backward(self, loss: Tensor, query: Query | None, *, keep_graph: bool) -> None:
         """Run the backward pass as the engine does it."""
-        self._engine.backward(loss, keep_graph=keep_graph)
+        is_alone = query is None or len(query.passes) == 1
+        self._engine.backward(loss, keep_graph=keep_graph, may_fold=is_alone)
 
     def answer(
         self, mechanism: Mechanism, scale: float, forward_again: Callable[[], Tensor]
@@ -186,7 +187,7 @@ class PrivateStep:
             return gradients
         loss = forward()
         if self._engine.runs_backward:
-            self._engine.backward(loss)
+            self._engine.backward(loss, may_fold=False)
         else:
             self._module.backward(loss)
         return self._engine.take(1.0, self._raw.touched())

@@ -192,3 +192,27 @@ def test_the_noise_has_all_the_bits_of_a_double():
     values = NoiseSource().normal(1_000_000, CPU)
     assert values.dtype == torch.float64
     assert len(values.unique()) == 1_000_000
+
+
+def test_noise_drawn_ahead_is_what_would_have_been_drawn():
+    """Also of a size that then was not asked for: nothing is used twice."""
+    size, cpu = 100_000, torch.device("cpu")
+    ahead, now = NoiseSource(seed=3), NoiseSource(seed=3)
+    for _ in range(3):
+        ahead.prepare(size, cpu)
+        ahead.prepare(size, cpu)  # one is enough
+        assert torch.equal(ahead.normal(size, cpu), now.normal(size, cpu))
+    ahead.prepare(size, cpu)
+    first = now.normal(size, cpu)
+    assert torch.equal(ahead.normal(7, cpu), now.normal(7, cpu))
+    assert not torch.equal(ahead.normal(size, cpu), first)
+
+
+def test_a_sum_is_noised_in_blocks_as_in_one_piece_and_stays_as_it_was():
+    size = 200_001
+    total = BoundedSum(torch.randn(size, generator=torch.Generator().manual_seed(0)), 0.5)
+    before = total.value.clone()
+    release = add_noise(total, 3.0, NoiseSource(seed=1), World())
+    noise = NoiseSource(seed=1).normal(size, torch.device("cpu"))
+    assert torch.equal(release.value, (before.double() + 1.5 * noise).float())
+    assert torch.equal(total.value, before)

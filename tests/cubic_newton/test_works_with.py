@@ -130,6 +130,37 @@ def test_the_chunks_of_a_batch_are_forgotten_after_its_round(fit):
     assert not any(Look.kept)
 
 
+@pytest.mark.filterwarnings("ignore:A batch was charged")
+def test_chunks_of_a_batch_that_was_never_released_are_not_in_the_next_round(
+    classifier, mlp, blobs, make_trainer
+):
+    class Skips(classifier):  # type: ignore[misc, valid-type]
+        def __init__(self) -> None:
+            super().__init__(mlp(), plain_sgd)
+            self.passes: list[int] = []
+
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            self.passes.append(batch_idx)
+            return super().training_step(batch, batch_idx)
+
+        def optimizer_step(
+            self, epoch: int, batch_idx: int, optimizer: Any, closure: Any = None
+        ) -> None:
+            if batch_idx > 1:
+                super().optimizer_step(epoch, batch_idx, optimizer, closure)
+            else:  # the first batch of two chunks gets no step
+                closure()
+
+    model = Skips()
+    privacy = DifferentialPrivacy(
+        target_delta=1e-5, noise_multiplier=1.0, estimator=CubicNewton(1.0, 1.0, 3)
+    )
+    options = {"limit_train_batches": 4, "max_epochs": 1, "accumulate_grad_batches": 2}
+    make_trainer(callbacks=[privacy], **options).fit(model, DataLoader(blobs, 60))
+    assert model.passes == [0, 1, 2, 3, 2, 3, 2, 3]
+    assert privacy.steps == 2
+
+
 @pytest.mark.parametrize("keep_fraction", [None, 0.3])
 def test_bfloat16_autocast(classifier, mlp, blobs, make_trainer, keep_fraction):
     results = []

@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import importlib
 import math
-import os
 import re
-import subprocess
-import sys
-from collections.abc import Iterator
+from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
@@ -23,17 +19,12 @@ from lightning_dp.clipping import bounded_sum
 from lightning_dp.functional import flatten, unflatten
 from lightning_dp.query import Query, Term
 
-EXAMPLES = Path(__file__).parents[2] / "examples" / "papers"
-SCRIPT = EXAMPLES / "diff2.py"
 MODULES = ("diff2_data", "diff2_model", "diff2_run", "diff2_report", "diff2")
 
 
 @pytest.fixture
-def example(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    monkeypatch.syspath_prepend(str(EXAMPLES))
-    yield SimpleNamespace(**{name: importlib.import_module(name) for name in MODULES})
-    for name in MODULES:
-        sys.modules.pop(name, None)
+def example(import_paper: Callable[[str], Any]) -> Any:
+    return SimpleNamespace(**{name: import_paper(name) for name in MODULES})
 
 
 @pytest.fixture
@@ -309,16 +300,9 @@ def test_p_values_are_one_sided_and_paired(example):
 
 
 @pytest.mark.slow
-def test_the_quick_run_prints_its_tables_and_draws_its_picture(folder, tmp_path):
-    clean = {k: v for k, v in os.environ.items() if k != "LIGHTNING_DP_DATA"}
+def test_the_quick_run_prints_its_tables_and_draws_its_picture(run_paper, folder, tmp_path):
     arguments = ["--quick", "--rounds", "40", "--jobs", "1", "--output", str(tmp_path / "pictures")]
-    done = subprocess.run(
-        [sys.executable, str(SCRIPT), *arguments],
-        cwd=tmp_path,
-        env={**clean, "LIGHTNING_DP_DATA": str(folder), "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-    )
+    done = run_paper("diff2.py", *arguments, data=folder)
     assert done.returncode == 0, done.stderr
     for words in ("California Housing: n = 320, 81 to test", "| DIFF2-GD(c) < DIFF2-GD(b) |"):
         assert words in done.stdout

@@ -138,47 +138,50 @@ def test_training_stops_before_the_kind_of_step_that_does_not_fit(fit):
     assert fit.privacy.epsilon == pytest.approx(spent[expected], rel=1e-6)
 
 
+class Look(L.Callback):
+    """After each batch, the ε that is shown and the one that was spent."""
+
+    def __init__(self, fit: Any) -> None:
+        self.fit = fit
+        self.seen: list[tuple[float, float]] = []
+
+    def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
+        value = float(trainer.callback_metrics["privacy/epsilon"])
+        self.seen.append((value, self.fit.privacy.epsilon))
+
+
+@pytest.fixture
+def look(fit: Any) -> Look:
+    return Look(fit)
+
+
 @pytest.mark.filterwarnings("ignore:Diff2. the noise")
 @pytest.mark.parametrize("shown", [1, 3])
-def test_epsilon_shown_is_never_below_what_was_spent(fit, shown):
-    seen: list[tuple[float, float]] = []
-
-    class Look(L.Callback):
-        def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
-            value = float(trainer.callback_metrics["privacy/epsilon"])
-            seen.append((value, fit.privacy.epsilon))
-
+def test_epsilon_shown_is_never_below_what_was_spent(fit, look, shown):
     fit(
         estimator=Diff2(5),
         noise_multiplier=1.5,
-        callbacks=(Look(),),
+        callbacks=(look,),
         trainer={"max_epochs": 3, "log_every_n_steps": shown, "enable_checkpointing": False},
     )
-    assert len(seen) == 15
-    assert all(value >= spent * (1 - 1e-6) for value, spent in seen)
-    exact = [pair for step, pair in enumerate(seen, 1) if step % shown == 0]
+    assert len(look.seen) == 15
+    assert all(value >= spent * (1 - 1e-6) for value, spent in look.seen)
+    exact = [pair for step, pair in enumerate(look.seen, 1) if step % shown == 0]
     assert [v for v, _ in exact] == pytest.approx([s for _, s in exact], rel=1e-5)
 
 
-def test_epsilon_shown_is_not_below_when_cheap_steps_are_left_out(fit):
+def test_epsilon_shown_is_not_below_when_cheap_steps_are_left_out(fit, look):
     """lr = 0: only the restarts are charged, and three of them cost more than the first three steps."""
-    seen: list[tuple[float, float]] = []
-
-    class Look(L.Callback):
-        def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
-            value = float(trainer.callback_metrics["privacy/epsilon"])
-            seen.append((value, fit.privacy.epsilon))
-
     fit(
         estimator=Diff2(5),
         noise_multiplier=1.5,
         optimizer=lambda params: torch.optim.SGD(params, lr=0.0),
-        callbacks=(Look(),),
+        callbacks=(look,),
         trainer={"max_epochs": 3, "log_every_n_steps": 1, "enable_checkpointing": False},
     )
     assert fit.privacy.steps == 3
-    assert len(seen) == 15
-    assert all(value >= spent * (1 - 1e-6) for value, spent in seen)
+    assert len(look.seen) == 15
+    assert all(value >= spent * (1 - 1e-6) for value, spent in look.seen)
 
 
 # -- nothing asked -------------------------------------------------------------------------------

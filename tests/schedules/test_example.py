@@ -2,79 +2,40 @@
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-EXAMPLES = Path(__file__).parents[2] / "examples" / "papers"
-SCRIPT = EXAMPLES / "dynamic_noise.py"
 
-
-def run(*arguments: str, cwd: Path, **environment: str) -> subprocess.CompletedProcess[str]:
-    clean = {k: v for k, v in os.environ.items() if k != "LIGHTNING_DP_DATA"}
-    return subprocess.run(
-        [sys.executable, str(SCRIPT), *arguments],
-        cwd=cwd,
-        env={**clean, **environment},
-        capture_output=True,
-        text=True,
-    )
+@pytest.fixture
+def model(import_paper: Callable[[str], Any]) -> Any:
+    return import_paper("dynamic_noise_model")
 
 
 @pytest.fixture
-def example(monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.syspath_prepend(str(EXAMPLES))
-    import dynamic_noise
-
-    yield dynamic_noise
-    for name in ("dynamic_noise", "dynamic_noise_data", "dynamic_noise_minibatches"):
-        sys.modules.pop(name, None)
-
-
-@pytest.fixture
-def digits(tmp_path: Path) -> Path:
-    """A folder with something of the shape of MNIST: ten noisy patterns."""
-    rng = np.random.default_rng(0)
-    patterns = rng.integers(0, 160, (10, 28, 28))
-    labels = rng.integers(0, 10, 7000).astype(np.uint8)
-    images = (patterns[labels] + rng.integers(0, 96, (7000, 28, 28))).astype(np.uint8)
-    np.savez(
-        tmp_path / "mnist.npz",
-        **{"X_train": images[:6000], "y_train": labels[:6000]},
-        **{"X_test": images[6000:], "y_test": labels[6000:]},
-    )
-    return tmp_path
+def run(import_paper: Callable[[str], Any]) -> Any:
+    return import_paper("dynamic_noise_run")
 
 
 @pytest.mark.parametrize("given", [(), ("--data", "nowhere")])
-def test_without_data_it_explains_itself(given, example, monkeypatch, capsys):
-    monkeypatch.delenv("LIGHTNING_DP_DATA", raising=False)
-    monkeypatch.setattr(sys, "argv", ["dynamic_noise.py", *given])
-    with pytest.raises(SystemExit) as stop:
-        example.main()
-    assert stop.value.code == 2
-    said = capsys.readouterr().err
-    for words in ("MNIST is missing", "--data DIR", "LIGHTNING_DP_DATA", "mnist.npz", "MNIST/raw/"):
-        assert words in said
+def test_without_data_it_explains_itself(given, import_paper, explains_missing_mnist):
+    explains_missing_mnist(import_paper("dynamic_noise"), given)
 
 
 @pytest.mark.parametrize("loss", ["squared", "logistic", "network"])
-def test_the_hand_made_gradients_are_autograds(example, loss):
+def test_the_hand_made_gradients_are_autograds(model, loss):
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(9, 5, generator=generator, dtype=torch.float64)
     y = torch.tensor([1.0, -1.0, 1.0] * 3, dtype=torch.float64)
-    problem = example.Problem(loss, example.Records(x, y))
+    problem = model.Problem(loss, model.Records(x, y))
     params = [p + 0.1 for p in problem.start(3)]
     found = problem.gradients(params)
     for i in range(9):
-        alone = example.Problem(loss, example.Records(x[i : i + 1], y[i : i + 1]))
+        alone = model.Problem(loss, model.Records(x[i : i + 1], y[i : i + 1]))
         leaves = [p.clone().requires_grad_() for p in params]
         output, _ = alone._forward(leaves)
         margin = y[i] * output
@@ -87,37 +48,37 @@ def test_the_hand_made_gradients_are_autograds(example, loss):
         torch.testing.assert_close(found.norms()[i], exact.norm())
 
 
-def test_a_record_of_weight_0_adds_nothing_even_if_it_is_not_finite(example):
+def test_a_record_of_weight_0_adds_nothing_even_if_it_is_not_finite(model):
     delta = torch.tensor([[float("nan")], [2.0]])
-    found = example.LayerGradients([(delta, torch.ones(2, 3))])
+    found = model.LayerGradients([(delta, torch.ones(2, 3))])
     torch.testing.assert_close(
         found.weighted_sum(torch.tensor([0.0, 0.5])), torch.tensor([1.0, 1.0, 1.0])
     )
 
 
-def test_every_plan_spends_its_budget(example):
+def test_every_plan_spends_its_budget(run):
     influence = np.geomspace(1, 100, 100)
-    assert example.exact_budget() == pytest.approx(0.5134, abs=5e-5)
-    for budget, value in (("paper", 0.3927), ("exact", example.exact_budget())):
-        for shape in example.shapes(influence, 30).values():
-            plan = example.plan_of(shape, 30, budget)
+    assert run.exact_budget() == pytest.approx(0.5134, abs=5e-5)
+    for budget, value in (("paper", 0.3927), ("exact", run.exact_budget())):
+        for shape in run.shapes(influence, 30).values():
+            plan = run.plan_of(shape, 30, budget)
             spent = sum(plan.noise_multiplier(step) ** -2 for step in range(30))
             assert 0.998 * value < spent <= value * (1 + 1e-9)
 
 
-def test_the_scaled_records_have_the_data_scale_as_their_largest_norm(example, digits):
+def test_the_scaled_records_have_the_data_scale_as_their_largest_norm(run, mnist_folder):
     for each in (True, False):
-        records = example.mnist35(str(digits), 7.0, each_feature=each)
+        records = run.mnist35(str(mnist_folder), 7.0, each_feature=each)
         assert records.x.shape == (1000, 60)
         assert float(records.x.norm(dim=1).max()) == pytest.approx(7.0)
         assert float(records.x.mean(0).abs().max()) < 1e-9
         assert set(records.y.tolist()) == {-1.0, 1.0}
-    assert example.two_clusters(3.0).x.shape == (1000, 100)
+    assert run.two_clusters(3.0).x.shape == (1000, 100)
 
 
 @pytest.mark.slow
-def test_the_quick_run_prints_its_tables_and_draws_its_pictures(digits, tmp_path):
-    done = run("--quick", "--output", "pictures", cwd=tmp_path, LIGHTNING_DP_DATA=str(digits))
+def test_the_quick_run_prints_its_tables_and_draws_its_pictures(run_paper, mnist_folder, tmp_path):
+    done = run_paper("dynamic_noise.py", "--quick", "--output", "pictures", data=mnist_folder)
     assert done.returncode == 0, done.stderr
     for words in (
         "(3.456, 1e-08)-DP exactly",

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,59 +12,35 @@ import pytest
 import torch
 from torch import nn
 
-EXAMPLES = Path(__file__).parents[2] / "examples" / "papers"
-SCRIPT = EXAMPLES / "laplacian_smoothing.py"
-MODULES = ("", "_cnn", "_data", "_logistic")
-
 
 @pytest.fixture
-def example(monkeypatch: pytest.MonkeyPatch) -> Any:
+def example(import_paper: Callable[[str], Any]) -> Any:
     """The script as a module; its parts are ``cnn`` and what it imports."""
-    monkeypatch.syspath_prepend(str(EXAMPLES))
-    import laplacian_smoothing
-
-    yield laplacian_smoothing
-    for name in (*(f"laplacian_smoothing{end}" for end in MODULES), "dynamic_noise_data"):
-        sys.modules.pop(name, None)
+    return import_paper("laplacian_smoothing")
 
 
 @pytest.fixture
-def logistic(example: Any) -> Any:
-    return sys.modules["laplacian_smoothing_logistic"]
+def logistic(import_paper: Callable[[str], Any]) -> Any:
+    return import_paper("laplacian_smoothing_logistic")
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    """Something of the shape of MNIST (ten noisy patterns) and of CIFAR-10 (noise)."""
+def folder(mnist_folder: Path) -> Path:
+    """Something of the shape of MNIST, and of CIFAR-10: noise."""
     rng = np.random.default_rng(0)
-    patterns = rng.integers(0, 160, (10, 28, 28))
-    labels = rng.integers(0, 10, 7000).astype(np.uint8)
-    images = (patterns[labels] + rng.integers(0, 96, (7000, 28, 28))).astype(np.uint8)
-    np.savez(
-        tmp_path / "mnist.npz",
-        **{"X_train": images[:6000], "y_train": labels[:6000]},
-        **{"X_test": images[6000:], "y_test": labels[6000:]},
-    )
     pictures = rng.integers(0, 256, (1100, 32, 32, 3)).astype(np.uint8)
     kinds = rng.integers(0, 10, 1100)
     np.savez(
-        tmp_path / "cifar10.npz",
+        mnist_folder / "cifar10.npz",
         **{"X_train": pictures[:600], "y_train": kinds[:600]},
         **{"X_test": pictures[600:], "y_test": kinds[600:]},
     )
-    return tmp_path
+    return mnist_folder
 
 
 @pytest.mark.parametrize("given", [(), ("--data", "nowhere")])
-def test_without_data_it_explains_itself(given, example, monkeypatch, capsys):
-    monkeypatch.delenv("LIGHTNING_DP_DATA", raising=False)
-    monkeypatch.setattr(sys, "argv", ["laplacian_smoothing.py", *given])
-    with pytest.raises(SystemExit) as stop:
-        example.main()
-    assert stop.value.code == 2
-    said = capsys.readouterr().err
-    for words in ("MNIST is missing", "--data DIR", "LIGHTNING_DP_DATA", "mnist.npz", "MNIST/raw/"):
-        assert words in said
+def test_without_data_it_explains_itself(given, example, explains_missing_mnist):
+    explains_missing_mnist(example, given)
 
 
 def test_the_noise_of_theorem_1_and_the_tight_noise_have_the_known_values(logistic):
@@ -180,14 +154,14 @@ def test_the_networks_are_the_papers(example):
         assert sum(param.numel() for param in net.parameters()) == size
 
 
-def test_jpeg_coefficients_become_pictures(example):
+def test_jpeg_coefficients_become_pictures(import_paper):
     """Only the mean of each block: brightness 8 more than grey, and in the second picture more red."""
     coefficients = np.zeros((24, 64, 2), np.int16)
     coefficients[[0, 1, 2, 3, 6, 7, 8, 9, 12, 13, 14, 15, 18, 19, 20, 21], 0] = 4
     coefficients[5::6, 0, 1] = 2
     quant = np.stack([np.full(64, 16), np.full(64, 40)]).astype(np.int16)
 
-    pictures = sys.modules["laplacian_smoothing_data"].decoded(coefficients, quant)
+    pictures = import_paper("laplacian_smoothing_data").decoded(coefficients, quant)
 
     assert pictures.shape == (2, 32, 32, 3)
     assert np.unique(pictures[0]).tolist() == [136]  # 128 + 4 * 16 / 8
@@ -196,15 +170,8 @@ def test_jpeg_coefficients_become_pictures(example):
 
 
 @pytest.mark.slow
-def test_the_quick_run_prints_its_tables_and_draws_its_pictures(folder, tmp_path):
-    clean = {k: v for k, v in os.environ.items() if k != "LIGHTNING_DP_DATA"}
-    done = subprocess.run(
-        [sys.executable, str(SCRIPT), "--quick", "--output", "pictures"],
-        cwd=tmp_path,
-        env={**clean, "LIGHTNING_DP_DATA": str(folder)},
-        capture_output=True,
-        text=True,
-    )
+def test_the_quick_run_prints_its_tables_and_draws_its_pictures(run_paper, folder, tmp_path):
+    done = run_paper("laplacian_smoothing.py", "--quick", "--output", "pictures", data=folder)
     assert done.returncode == 0, done.stderr
     for words in (
         "## 1. Multiclass logistic regression on MNIST",

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_dp.accounting.journal import read_journal
+from lightning_dp.callbacks import DifferentialPrivacy
 
 
 @pytest.fixture
@@ -99,3 +100,27 @@ def small_loader() -> DataLoader[Any]:
     generator = torch.Generator().manual_seed(2)
     x = torch.randn(60, 6, generator=generator)
     return DataLoader(TensorDataset(x, torch.arange(60) % 3), batch_size=12, shuffle=True)
+
+
+@pytest.fixture
+def privacy() -> DifferentialPrivacy:
+    """Little noise, so that training visibly works."""
+    return DifferentialPrivacy(noise_multiplier=0.5, target_delta=1e-5)
+
+
+@pytest.fixture
+def assert_trained() -> Callable[..., None]:
+    """Checks that so many steps were made and charged, and that the loss fell."""
+
+    def loss_of(model: Any, loader: DataLoader[Any]) -> float:
+        with torch.no_grad():
+            x, y = loader.dataset.tensors
+            return float(nn.functional.cross_entropy(model(x), y))
+
+    def check(
+        trainer: L.Trainer, model: Any, privacy: Any, loader: Any, untrained: Any, steps: int
+    ) -> None:
+        assert trainer.global_step == privacy.steps == steps
+        assert loss_of(model, loader) < 0.9 * loss_of(untrained, loader)
+
+    return check

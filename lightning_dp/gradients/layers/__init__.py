@@ -12,6 +12,7 @@ from lightning_dp.gradients.layers.base import (
     Call,
     Memory,
     ParameterGradients,
+    Rows,
     Uses,
 )
 from lightning_dp.gradients.layers.convolution import convolution
@@ -30,6 +31,7 @@ __all__ = [
     "Call",
     "Memory",
     "ParameterGradients",
+    "Rows",
     "Rule",
     "Uses",
     "any_layer",

@@ -11,8 +11,7 @@ from torch import Tensor, nn
 from torch.func import functional_call, jvp, vjp, vmap
 
 from lightning_dp.gradients.base import UnsupportedModelError
-from lightning_dp.gradients.layers.base import Uses
-from lightning_dp.gradients.layers.bias import Bias
+from lightning_dp.gradients.layers.base import Rows, Uses
 
 __all__ = ["any_layer", "any_layer_along"]
 
@@ -47,7 +46,7 @@ def any_layer(layer: nn.Module, *tensors: Tensor) -> Uses:
 
     with _as_unsupported(layer):
         rows = vmap(of_record)(*tensors)
-    return [(own[name], Bias.call(rows[name])) for name in own]
+    return [(own[name], Rows.call(rows[name])) for name in own]
 
 
 def any_layer_along(

@@ -13,11 +13,48 @@ from torch import Tensor
 
 from lightning_dp.functional import as_rows, squared_row_norms
 
-__all__ = ["PRODUCTS", "AbstractForm", "Call", "Memory", "ParameterGradients", "Uses"]
+__all__ = [
+    "PRODUCTS",
+    "AbstractForm",
+    "Call",
+    "Memory",
+    "ParameterGradients",
+    "Rows",
+    "Uses",
+    "above_rounding",
+    "sum_of_products",
+]
 
 # Gradients that are not kept for all records from the norms to the sum are made slice by slice.
 _SLICE_BYTES = 4 << 20
 PRODUCTS = 1 << 22  # inner products between positions that are in memory at once
+
+
+# Rounding errors of an inner product, relative to the norms, stay below this many units.
+_ROUNDING = 32
+
+
+def above_rounding(squares: Tensor, lengths: Tensor, dtype: torch.dtype) -> Tensor:
+    """‖Σ_s a_s‖² of each record, and not less than rounding may hide.
+
+    Terms that cancel leave errors of the size of (Σ_s ‖a_s‖)², and a norm that came out too small
+    would let a record through that is longer than its bound.
+
+    Args:
+        squares: as computed from inner products, float64.
+        lengths: Σ_s ‖a_s‖.
+        dtype: of the inner products.
+    """
+    return torch.maximum(squares, _ROUNDING * torch.finfo(dtype).eps * lengths.square())
+
+
+def sum_of_products(products: Tensor) -> Tensor:
+    """‖Σ_s a_s‖² of each record from its (T, T) inner products, by :func:`above_rounding`.
+
+    Float32 products, summed in float64: the products in float64 would double the work.
+    """
+    lengths = products.diagonal(dim1=1, dim2=2).clamp(min=0.0).sqrt().sum(1, dtype=torch.float64)
+    return above_rounding(products.sum((1, 2), dtype=torch.float64), lengths, products.dtype)
 
 
 class AbstractForm(ABC):
@@ -44,7 +81,7 @@ class AbstractForm(ABC):
 
     @abstractmethod
     def weighted_sum(self, v: Tensor, u: Tensor, weights: Tensor) -> Tensor:
-        """Σ_i weights_i f(v_i, u_i), of the parameter's shape, without making the rows."""
+        """Σ_i weights_i f(v_i, u_i), of the parameter's shape or flat, without making the rows."""
 
     def both(self, here: Call, there: Call) -> list[Call]:
         """f(v, u) + f(v', u') as calls that lose no digits where v and v' are close.
@@ -99,6 +136,11 @@ class Call:
     v: Tensor
     u: Tensor
 
+    @property
+    def nbytes(self) -> int:
+        """The memory of its tensors."""
+        return self.u.nbytes + (0 if self.v is self.u else self.v.nbytes)
+
     def of(self, records: Tensor | slice) -> Call:
         """The same for some of the records."""
         return replace(self, v=self.v[records], u=self.u[records])
@@ -106,6 +148,36 @@ class Call:
 
 # Every parameter of a layer, with its use in one call.
 Uses: TypeAlias = list[tuple[Tensor | None, Call]]
+
+
+@dataclass(frozen=True)
+class Rows(AbstractForm):
+    """The gradients u_i themselves, of shape (n, *parameter shape); v is not used."""
+
+    @classmethod
+    def call(cls, u: Tensor) -> Call:
+        """A use of which the gradients are known: of a bias, say."""
+        return Call(cls(), u, u)
+
+    def rows(self, v: Tensor, u: Tensor, out: Tensor | None = None) -> Tensor:
+        return u
+
+    def weighted_sum(self, v: Tensor, u: Tensor, weights: Tensor) -> Tensor:
+        return weights @ as_rows(u)
+
+    def both(self, here: Call, there: Call) -> list[Call]:
+        return [self.call(here.u + there.u)]
+
+    def along(
+        self,
+        v: tuple[Tensor, Tensor | None],
+        u: tuple[Tensor, Tensor | None],
+        weights: tuple[float, float],
+    ) -> list[Call]:
+        return [self.call(call.u) for call in super().along((v[0], None), u, weights)]
+
+    def squared_norms(self, calls: Sequence[Call], *, may_keep: bool) -> Tensor | None:
+        return squared_row_norms(calls[0].u) if len(calls) == 1 else None
 
 
 class Memory:
@@ -146,7 +218,7 @@ class ParameterGradients:
         self._shape, self._numel = shape, shape.numel()
         self._memory = Memory() if memory is None else memory
         self._kept: Tensor | None = None
-        self._out: Tensor | None = None  # the memory it is in, if it is to be given back
+        self._borrowed: list[Tensor] = []  # to be given back
 
     @property
     def counts(self) -> set[int]:
@@ -157,6 +229,18 @@ class ParameterGradients:
     def kept_bytes(self) -> int:
         """How much memory is kept between the norms and the sum."""
         return 0 if self._kept is None else self._kept.nbytes
+
+    def add(self, call: Call, *, may_fold: bool) -> None:
+        """Count in one more use.
+
+        Args:
+            may_fold: whether the gradients of all records may stand for what they are made from,
+                where they are smaller. Differences between two points would lose digits.
+        """
+        size = len(call.u) * self._numel * call.u.element_size()
+        if may_fold and size <= call.nbytes and not isinstance(call.form, Rows):
+            call = Rows.call(self._rows(call))
+        self.calls.append(call)
 
     def squared_norms(self, keep_bytes: int = 0) -> Tensor:
         """Squared L2 norm of each record's gradient, shape (n,), float64.
@@ -172,7 +256,7 @@ class ParameterGradients:
             if cheap is not None:
                 return cheap
         if may_keep:
-            self._kept = self._all_rows()
+            self._kept = self._rows(*self.calls)
             return squared_row_norms(self._kept)
         size = max(1, _SLICE_BYTES // (4 * self._numel))
         slices = [slice(start, start + size) for start in range(0, count, size)]
@@ -180,32 +264,35 @@ class ParameterGradients:
             [squared_row_norms(_sum_of_rows([call.of(s) for call in self.calls])) for s in slices]
         )
 
-    def _all_rows(self) -> Tensor:
+    def _rows(self, *calls: Call) -> Tensor:
         """The gradients of all records, in memory that is used again if the form can."""
-        first = self.calls[0]
-        if len(self.calls) > 1 or not first.form.writes_out(first.v, first.u):
-            return _sum_of_rows(self.calls)
-        self._out = self._memory.take(len(first.u), self._shape, first.u)
-        return first.form.rows(first.v, first.u, self._out[: len(first.u)])
+        first = calls[0]
+        if len(calls) > 1 or not first.form.writes_out(first.v, first.u):
+            return _sum_of_rows(calls)
+        out = self._memory.take(len(first.u), self._shape, first.u)
+        self._borrowed.append(out)
+        return first.form.rows(first.v, first.u, out[: len(first.u)])
 
     def weighted_sum(self, weights: Tensor, records: Tensor | None = None) -> Tensor:
-        """Σ_i weights_i g_i, flat.
+        """Σ_i weights_i g_i, flat; to be asked for once.
 
         Args:
             weights: of the records.
             records: which ones, if not all; the others are left out, whatever they hold.
         """
+        calls, self.calls = self.calls, []
+        if not calls:
+            raise RuntimeError("The gradients were summed already; their memory is used again.")
         if self._kept is not None:
-            kept, self._kept = self._kept, None
-            rows = as_rows(kept if records is None else kept[records])
-            total = weights.to(kept.dtype) @ rows
-            if self._out is not None:
-                self._memory.give_back(self._out)
-                self._out = None
-            return total
-        calls = self.calls if records is None else [call.of(records) for call in self.calls]
-        sums = (c.form.weighted_sum(c.v, c.u, weights.to(c.u.dtype)) for c in calls)
-        return reduce(torch.add, sums).reshape(-1)
+            calls = [Rows.call(self._kept)]
+            self._kept = None
+        if records is not None:
+            calls = [call.of(records) for call in calls]
+        sums = [c.form.weighted_sum(c.v, c.u, weights.to(c.u.dtype)) for c in calls]
+        total = reduce(torch.add, (each.reshape(-1) for each in sums))
+        while self._borrowed:
+            self._memory.give_back(self._borrowed.pop())
+        return total
 
     def entries(self, places: Tensor) -> Tensor:
         """g_i at some places of the flat parameter: shape (n, places)."""

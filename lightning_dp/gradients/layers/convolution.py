@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,13 +13,19 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from lightning_dp.gradients.layers.base import AbstractForm, Call, Uses
-from lightning_dp.gradients.layers.bias import Bias
+from lightning_dp.gradients.layers.base import (
+    PRODUCTS,
+    AbstractForm,
+    Call,
+    Rows,
+    Uses,
+    above_rounding,
+)
 
 __all__ = ["Convolution", "convolution"]
 
 
-_TOGETHER = 32
+_TOGETHER = 32  # records in one convolution: batches of every size stay fast
 _PATCH_ENTRIES = 1 << 19
 _FASTEST: dict[Any, bool] = {}  # whether matrix products are faster, for shapes that were seen
 
@@ -28,7 +36,7 @@ class Convolution(AbstractForm):
 
     The records' gradients are those of one convolution with n times as many groups, one record
     after the other in the channels, or products with the patches of the input: whichever was
-    faster on the first batch.
+    faster on the first batch. Norms of wide layers on small maps come from inner products.
     """
 
     weight_shape: tuple[int, ...]
@@ -38,46 +46,52 @@ class Convolution(AbstractForm):
     groups: int
 
     def rows(self, v: Tensor, u: Tensor, out: Tensor | None = None) -> Tensor:
-        if self.writes_out(v, u):
-            return self._matrix_products(v, u, out)
-        return self._one_convolution(v, u)
+        total = u.new_empty(len(u), *self.weight_shape) if out is None else out
+        if self._prefers_products(v, u):
+            self._matrix_products(v, u, total)
+        else:
+            self._convolutions(v, u, total)
+        return total
 
     def writes_out(self, v: Tensor, u: Tensor) -> bool:
-        """Whether matrix products are faster than one convolution; no rule is right everywhere."""
+        return True
+
+    def _prefers_products(self, v: Tensor, u: Tensor) -> bool:
+        """Whether matrix products are faster than convolutions; no rule is right everywhere."""
         fixed = v.device.type != "cpu" or torch.are_deterministic_algorithms_enabled()
         if fixed or self.groups > 1 or len(self.stride) != 2:
             return False
         key = (self, v.shape[1:], u.shape[2:])
         if key not in _FASTEST:
             times: dict[Any, float] = {}
-            for way in (self._one_convolution, self._matrix_products) * 3:
+            total = u.new_empty(len(u), *self.weight_shape)
+            for way in (self._convolutions, self._matrix_products) * 3:
                 start = time.process_time()
-                way(v, u)
+                way(v, u, total)
                 times[way] = min(times.get(way, math.inf), time.process_time() - start)
-            _FASTEST[key] = times[self._matrix_products] < times[self._one_convolution]
+            _FASTEST[key] = times[self._matrix_products] < times[self._convolutions]
         return _FASTEST[key]
 
-    def _matrix_products(self, v: Tensor, u: Tensor, out: Tensor | None = None) -> Tensor:
+    def _matrix_products(self, v: Tensor, u: Tensor, out: Tensor) -> None:
         """From all patches of the input, a few records at a time so that they stay in the cache."""
         entries = math.prod(self.weight_shape[1:])
         size = max(1, _PATCH_ENTRIES // (entries * math.prod(u.shape[2:])))
-        total = u.new_empty(len(u), *self.weight_shape) if out is None else out
-        as_matrices, u = total.view(len(u), -1, entries), u.flatten(2)
+        as_matrices, u = out.view(len(u), -1, entries), u.flatten(2)
         options = (self.weight_shape[2:], self.dilation, self.padding, self.stride)
         for part in (slice(start, start + size) for start in range(0, len(u), size)):
             patches = F.unfold(v[part], *options)
             torch.bmm(u[part], patches.transpose(1, 2), out=as_matrices[part])
-        return total
 
-    def _one_convolution(self, v: Tensor, u: Tensor) -> Tensor:
-        """As groups of one convolution, some records at a time: batches of every size stay fast."""
-        parts = []
+    def _convolutions(self, v: Tensor, u: Tensor, out: Tensor) -> None:
+        """As groups of a convolution, some records at a time."""
+        start = 0
         for x, y in zip(torch.split(v, _TOGETHER), torch.split(u, _TOGETHER), strict=True):
             n = len(x)
             x, y = (part.reshape(1, -1, *part.shape[2:]) for part in (x, y))
             shape = (n * self.weight_shape[0], *self.weight_shape[1:])
-            parts.append(self._backward(x, y, shape, n * self.groups))
-        return torch.cat(parts).view(len(u), *self.weight_shape)
+            rows = self._backward(x, y, shape, n * self.groups)
+            out[start : start + n] = rows.view(n, *self.weight_shape)
+            start += n
 
     def weighted_sum(self, v: Tensor, u: Tensor, weights: Tensor) -> Tensor:
         scaled = u * weights.view(-1, *[1] * (u.dim() - 1))
@@ -91,6 +105,57 @@ class Convolution(AbstractForm):
         )[1]  # fmt: skip
         return gradient
 
+    def squared_norms(self, calls: Sequence[Call], *, may_keep: bool) -> Tensor | None:
+        """From inner products of patches and of output gradients, where these are few.
+
+        ‖Σ_s u_s p_sᵀ‖² = Σ_st (u_s · u_t)(p_s · p_t) over output positions s and t. The products of
+        patches are sums of those of single positions: nothing of the patches' size is made.
+        """
+        v, u = calls[0].v, calls[0].u
+        if len(self.stride) != 2 or self.groups > 1 or any(c.v.shape != v.shape for c in calls):
+            return None
+        outputs, channels, *kernel = self.weight_shape
+        inner, outer = self._padded(v).shape[2:].numel(), u.shape[2:].numel()
+        products = inner**2 * channels + outer**2 * (outputs + math.prod(kernel))
+        if (len(calls) + 1) * products > outer * outputs * channels * math.prod(kernel):
+            return None
+        size = max(1, PRODUCTS // inner**2)
+        parts = (slice(start, start + size) for start in range(0, len(u), size))
+        return torch.cat([self._squares([call.of(part) for call in calls]) for part in parts])
+
+    def _squares(self, calls: Sequence[Call]) -> Tensor:
+        total = torch.zeros(len(calls[0].u), dtype=torch.float64, device=calls[0].u.device)
+        lengths = torch.zeros_like(total)
+        for i, a in enumerate(calls):
+            for b in calls[: i + 1]:
+                us = torch.bmm(a.u.flatten(2).transpose(1, 2), b.u.flatten(2))
+                products = self._patch_products(a.v, b.v, a.u.shape[2:]) * us.view(len(us), -1)
+                total += products.sum(1, dtype=torch.float64) * (1 if a is b else 2)
+                if a is b:
+                    own = products.view(us.shape).diagonal(dim1=1, dim2=2).clamp(min=0.0)
+                    lengths += own.sqrt().sum(1, dtype=torch.float64)
+        return above_rounding(total, lengths, us.dtype)
+
+    def _patch_products(self, v: Tensor, w: Tensor, size: torch.Size) -> Tensor:
+        """Inner products of every patch of v with every patch of w, shape (n, positions²)."""
+        v, w = self._padded(v), self._padded(w)
+        single = torch.bmm(v.flatten(2).transpose(1, 2), w.flatten(2))
+        single = single.view(len(v), *v.shape[2:], *w.shape[2:])
+        total: Tensor | None = None
+        for offset in itertools.product(*map(range, self.weight_shape[2:])):
+            rows, columns = (
+                slice(k * d, k * d + (n - 1) * s + 1, s)
+                for k, d, n, s in zip(offset, self.dilation, size, self.stride, strict=True)
+            )
+            part = single[:, rows, columns, rows, columns]
+            total = part.clone() if total is None else total.add_(part)
+        assert total is not None
+        return total.view(len(v), -1)
+
+    def _padded(self, v: Tensor) -> Tensor:
+        rows, columns = self.padding
+        return F.pad(v, (columns, columns, rows, rows))
+
 
 def convolution(layer: nn.Conv1d | nn.Conv2d | nn.Conv3d, inputs: Tensor, gradient: Tensor) -> Uses:
     """Weight and bias of one call."""
@@ -101,5 +166,5 @@ def convolution(layer: nn.Conv1d | nn.Conv2d | nn.Conv3d, inputs: Tensor, gradie
     form = Convolution(
         tuple(layer.weight.shape), layer.stride, padding, layer.dilation, layer.groups
     )
-    bias = Bias.call(gradient.flatten(2).sum(2))
+    bias = Rows.call(gradient.flatten(2).sum(2))
     return [(layer.weight, Call(form, inputs, gradient)), (layer.bias, bias)]

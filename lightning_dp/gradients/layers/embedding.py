@@ -8,7 +8,13 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
-from lightning_dp.gradients.layers.base import PRODUCTS, AbstractForm, Call, Uses
+from lightning_dp.gradients.layers.base import (
+    PRODUCTS,
+    AbstractForm,
+    Call,
+    Uses,
+    sum_of_products,
+)
 
 __all__ = ["Lookup", "embedding"]
 
@@ -48,7 +54,7 @@ class Lookup(AbstractForm):
 def _squares(u: Tensor, v: Tensor) -> Tensor:
     products = torch.bmm(u, u.transpose(1, 2))
     products.masked_fill_(v.unsqueeze(2) != v.unsqueeze(1), 0.0)
-    return products.sum((1, 2), dtype=torch.float64).clamp_(min=0.0)
+    return sum_of_products(products)
 
 
 def embedding(layer: nn.Embedding, inputs: Tensor, gradient: Tensor) -> Uses:

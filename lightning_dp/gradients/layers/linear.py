@@ -9,8 +9,14 @@ import torch
 from torch import Tensor, nn
 
 from lightning_dp.functional import squared_row_norms
-from lightning_dp.gradients.layers.base import PRODUCTS, AbstractForm, Call, Uses
-from lightning_dp.gradients.layers.bias import Bias
+from lightning_dp.gradients.layers.base import (
+    PRODUCTS,
+    AbstractForm,
+    Call,
+    Rows,
+    Uses,
+    sum_of_products,
+)
 
 __all__ = ["OuterProduct", "linear"]
 
@@ -33,9 +39,9 @@ class OuterProduct(AbstractForm):
         times, (row, column) = v.shape[1], (places // shape[1], places % shape[1])
         if not 0 < times * len(places) <= shape.numel():
             return super().entries(v, u, shape, places)  # all of them are no more work
-        total = u[:, 0, row] * v[:, 0, column]
+        total = u[:, 0].index_select(1, row).mul_(v[:, 0].index_select(1, column))
         for t in range(1, times):
-            total.addcmul_(u[:, t, row], v[:, t, column])
+            total.addcmul_(u[:, t].index_select(1, row), v[:, t].index_select(1, column))
         return total
 
     def weighted_sum(self, v: Tensor, u: Tensor, weights: Tensor) -> Tensor:
@@ -63,13 +69,11 @@ class OuterProduct(AbstractForm):
 
 
 def _squares(u: Tensor, v: Tensor) -> Tensor:
-    """Float32 products, summed in float64: the products in float64 would double the work."""
-    products = torch.bmm(u, u.transpose(1, 2)) * torch.bmm(v, v.transpose(1, 2))
-    return products.sum((1, 2), dtype=torch.float64).clamp_(min=0.0)
+    return sum_of_products(torch.bmm(u, u.transpose(1, 2)) * torch.bmm(v, v.transpose(1, 2)))
 
 
 def linear(layer: nn.Linear, inputs: Tensor, gradient: Tensor) -> Uses:
     """Weight and bias of one call; any dimensions between the first and the last are positions."""
     v = inputs.reshape(len(inputs), -1, inputs.shape[-1])
     u = gradient.reshape(len(gradient), -1, gradient.shape[-1])
-    return [(layer.weight, Call(OuterProduct(), v, u)), (layer.bias, Bias.call(u.sum(1)))]
+    return [(layer.weight, Call(OuterProduct(), v, u)), (layer.bias, Rows.call(u.sum(1)))]

@@ -9,8 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from lightning_dp.gradients.layers.base import AbstractForm, Call, Uses
-from lightning_dp.gradients.layers.bias import Bias
+from lightning_dp.gradients.layers.base import AbstractForm, Call, Rows, Uses
 
 __all__ = ["Scale", "group_norm", "instance_norm", "layer_norm", "rms_norm"]
 
@@ -71,4 +70,4 @@ def _uses(layer: Any, v: Tensor, u: Tensor, sum_over: range) -> Uses:
     dimensions = tuple(sum_over)
     bias = u.sum(dimensions) if dimensions else u
     scale = Call(Scale(dimensions), v, u)
-    return [(layer.weight, scale), (getattr(layer, "bias", None), Bias.call(bias))]
+    return [(layer.weight, scale), (getattr(layer, "bias", None), Rows.call(bias))]

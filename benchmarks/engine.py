@@ -1,0 +1,100 @@
+"""What the book-keeping engine costs by itself: without the Trainer, the ledger and the noise.
+
+    python benchmarks/engine.py [--quick] [--models MLP CNN ...]
+
+Forward and backward pass, norms and clipped sum of one batch, beside the forward and backward pass of
+the same batch with plain autograd; and one draw of noise for each parameter. Runs alternate, on one
+thread. Times are those of the processor, so that other work on the machine disturbs less.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable
+
+import torch
+from models import MODELS, Model
+from step import CLIP_NORM, WARM_UP, measure, quiet, ratios
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from lightning_dp.clipping import bounded_sum
+from lightning_dp.gradients import Bookkeeping
+from lightning_dp.noise import NoiseSource
+
+
+def seconds(step: Callable[[], object], steps: int) -> float:
+    """The median of processor seconds, the first few left out."""
+    taken = []
+    for _ in range(steps + WARM_UP):
+        start = time.process_time()
+        step()
+        taken.append(time.process_time() - start)
+    return statistics.median(taken[WARM_UP:])
+
+
+def example(model: Model) -> tuple[nn.Module, Tensor, Tensor]:
+    """A network and one batch."""
+    n = model.batch_size
+    return model.make(), model.records(n), torch.randint(10, (n,))
+
+
+def without_privacy(model: Model, steps: int) -> float:
+    """The gradient of the mean loss."""
+    net, x, y = example(model)
+
+    def step() -> None:
+        net.zero_grad()
+        F.cross_entropy(net(x), y).backward()
+
+    return seconds(step, steps)
+
+
+def engine(model: Model, steps: int) -> float:
+    """The sum of the records' clipped gradients."""
+    net, x, y = example(model)
+    bookkeeping = Bookkeeping()
+    bookkeeping.attach(net, tuple(net.parameters()))
+
+    def step() -> None:
+        bookkeeping.backward(F.cross_entropy(net(x), y))
+        bounded_sum(bookkeeping.take(1.0, {}), CLIP_NORM)
+
+    return seconds(step, steps)
+
+
+def noise(model: Model, steps: int) -> float:
+    """One standard normal value for each parameter."""
+    source, size = NoiseSource(), parameters(model)
+    return seconds(lambda: source.normal(size, torch.device("cpu")), steps)
+
+
+def parameters(model: Model) -> int:
+    return sum(param.numel() for param in model.make().parameters())
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--quick", action="store_true", help="fewer and shorter runs")
+    parser.add_argument("--models", nargs="+", choices=list(MODELS), default=list(MODELS))
+    arguments = parser.parse_args()
+    quiet()
+    runs = {"without privacy": without_privacy, "engine": engine, "noise": noise}
+    for name in arguments.models:
+        model, slow = MODELS[name], name in ("transformer", "ResNet")
+        steps = 4 if slow or arguments.quick else 15
+        times = measure(runs, model, steps, 3 if arguments.quick else 9)
+        plain, ours, drawn = (1e3 * statistics.median(times[who]) for who in runs)
+        found, size = ratios(times, "without privacy")["engine"], parameters(model)
+        print(
+            f"{name}, batch {model.batch_size}: without privacy {plain:.2f} ms, engine {ours:.2f} ms, "
+            f"{statistics.median(found):.2f} x ({found[0]:.2f} to {found[-1]:.2f}); "
+            f"noise for {size:,} parameters {drawn:.2f} ms, {1e6 * drawn / size:.1f} ns a value",
+            flush=True,
+        )
+
+
+if __name__ == "__main__":
+    main()

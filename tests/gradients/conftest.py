@@ -1,0 +1,290 @@
+"""Models and engines, and the slow oracle: one record at a time."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from opacus.layers import DPLSTM, DPMultiheadAttention
+from torch import Tensor, nn
+
+from lightning_dp.gradients import (
+    AbstractGradientEngine,
+    Bookkeeping,
+    Functional,
+    OpacusHooks,
+)
+
+RECORDS = 5
+
+
+class Recurrent(nn.Module):
+    """Embedding, LSTM, last state."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(7, 4)
+        self.lstm = DPLSTM(4, 5, batch_first=True)
+        self.head = nn.Linear(5, 3)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.head(self.lstm(self.embedding(tokens))[0][:, -1])
+
+
+class TransformerBlock(nn.Module):
+    """Pre-norm attention and MLP with residual connections."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(7, 8)
+        self.norm = nn.LayerNorm(8)
+        self.attention = DPMultiheadAttention(8, 2, batch_first=True)
+        self.mlp = nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 6), nn.GELU(), nn.Linear(6, 8))
+        self.head = nn.Linear(8, 3)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embedding(tokens)
+        y = self.norm(x)
+        x = x + self.attention(y, y, y)[0]
+        return self.head((x + self.mlp(x)).mean(1))
+
+
+class Tied(nn.Module):
+    """One weight matrix in two modules: input embedding and output projection."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(7, 4)
+        self.middle = nn.Linear(4, 4)
+        self.output = nn.Linear(4, 7, bias=False)
+        self.output.weight = self.embedding.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.output(torch.tanh(self.middle(self.embedding(tokens).mean(1))))
+
+
+class Reused(nn.Module):
+    """One layer called twice in a forward pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(torch.tanh(self.layer(x)))[:, :3]
+
+
+class Gain(nn.Module):
+    """A layer without a rule in Opacus: vector and scalar parameters of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gain = nn.Parameter(torch.linspace(0.5, 2.0, 6))
+        self.shift = nn.Parameter(torch.tensor(0.3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.gain + self.shift
+
+
+def features() -> Tensor:
+    return torch.randn(RECORDS, 6)
+
+
+def images() -> Tensor:
+    return torch.randn(RECORDS, 2, 8, 8)
+
+
+def tokens() -> Tensor:
+    return torch.randint(7, (RECORDS, 6))
+
+
+def frozen_layer() -> nn.Module:
+    net = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 3))
+    net[2].requires_grad_(False)
+    return net
+
+
+def frozen_bias() -> nn.Module:
+    net = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
+    net[0].bias.requires_grad_(False)
+    return net
+
+
+def convolutional() -> nn.Module:
+    return nn.Sequential(
+        nn.Conv2d(2, 4, 3, padding=1, stride=2),
+        nn.GroupNorm(2, 4),
+        nn.ReLU(),
+        nn.Conv2d(4, 4, 3, groups=2),
+        nn.Flatten(),
+        nn.Linear(16, 3),
+    )
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model, and what a batch for it looks like."""
+
+    make: Callable[[], nn.Module]
+    batch: Callable[[], Tensor]
+
+
+CASES = {
+    "mlp": Case(lambda: nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3)), features),
+    "cnn_group_norm": Case(convolutional, images),
+    "layer_norm": Case(
+        lambda: nn.Sequential(nn.Linear(6, 8), nn.LayerNorm(8), nn.ReLU(), nn.Linear(8, 3)),
+        features,
+    ),
+    "embedding_lstm": Case(Recurrent, tokens),
+    "transformer_block": Case(TransformerBlock, tokens),
+    "tied_weights": Case(Tied, tokens),
+    "layer_used_twice": Case(Reused, features),
+    "frozen_layer": Case(frozen_layer, features),
+    "frozen_bias": Case(frozen_bias, features),
+    "direct_parameters": Case(
+        lambda: nn.Sequential(Gain(), nn.Linear(6, 4), nn.Tanh(), nn.Linear(4, 3)), features
+    ),
+}
+
+
+@pytest.fixture
+def cases() -> dict[str, Case]:
+    return CASES
+
+
+ENGINES: dict[str, Callable[[], AbstractGradientEngine]] = {
+    "hooks": OpacusHooks,
+    "bookkeeping": Bookkeeping,
+    "functional": Functional,
+}
+
+LAYERS_OF_OPACUS = {"embedding_lstm", "transformer_block"}
+
+
+@pytest.fixture(params=ENGINES)
+def engine(request: pytest.FixtureRequest) -> Iterator[AbstractGradientEngine]:
+    """Every engine."""
+    engine = ENGINES[request.param]()
+    yield engine
+    engine.detach()
+
+
+@pytest.fixture(params=[Bookkeeping, Functional])
+def layer_engine(request: pytest.FixtureRequest) -> Iterator[Bookkeeping]:
+    """The engine that goes layer by layer: with its rules, and without any."""
+    engine = request.param()
+    yield engine
+    engine.detach()
+
+
+@pytest.fixture
+def hooks() -> Iterator[AbstractGradientEngine]:
+    engine = OpacusHooks()
+    yield engine
+    engine.detach()
+
+
+@pytest.fixture(params=CASES)
+def case(request: pytest.FixtureRequest, engine: AbstractGradientEngine) -> Case:
+    if isinstance(engine, Bookkeeping) and request.param in LAYERS_OF_OPACUS:
+        pytest.skip("is left to Opacus' hooks")
+    torch.manual_seed(0)
+    return CASES[request.param]
+
+
+class Oracle:
+    """One record at a time by plain autograd in float64; and what is to be compared with it."""
+
+    records = RECORDS
+    features = staticmethod(features)
+
+    @staticmethod
+    def trained(module: nn.Module) -> tuple[nn.Parameter, ...]:
+        return tuple(param for param in module.parameters() if param.requires_grad)
+
+    @staticmethod
+    def mean_loss(output: Tensor) -> Tensor:
+        """A mean over records of something smooth that differs between them."""
+        target = torch.linspace(-1, 1, output.numel(), dtype=output.dtype).view_as(output)
+        return (torch.tanh(output) - target).square().flatten(1).sum(1).mean()
+
+    def one_by_one(self, module: nn.Module, batch: Tensor) -> Tensor:
+        """(n, d): the gradient of each record's own term of the mean loss."""
+        module = copy.deepcopy(module).double()
+        batch = batch.double() if batch.is_floating_point() else batch
+        rows = []
+        for position in range(len(batch)):
+            output = module(batch[position : position + 1])
+            targets = torch.linspace(-1, 1, output.numel() * len(batch), dtype=torch.float64)
+            target = targets.view(len(batch), *output.shape[1:])[position]
+            loss = (torch.tanh(output[0]) - target).square().sum()
+            parts = torch.autograd.grad(loss, self.trained(module))
+            rows.append(torch.cat([part.reshape(-1) for part in parts]))
+        return torch.stack(rows)
+
+    @staticmethod
+    def clipped(rows: Tensor, clip_norm: float) -> Tensor:
+        """The sum of the rows, each scaled down to that norm."""
+        return (rows * (clip_norm / rows.norm(dim=1, keepdim=True)).clamp(max=1)).sum(0)
+
+    @staticmethod
+    def back(
+        engine: AbstractGradientEngine, module: nn.Module, loss: Tensor, *, may_fold: bool = True
+    ) -> dict[str, nn.Parameter]:
+        """The backward pass as the engine wants it; the parameters that got a gradient."""
+        if engine.runs_backward:
+            engine.backward(loss, may_fold=may_fold)
+            return {}
+        loss.backward()
+        touched = {n: p for n, p in module.named_parameters() if p.grad is not None}
+        module.zero_grad()
+        return touched
+
+    def run(
+        self,
+        engine: AbstractGradientEngine,
+        module: nn.Module,
+        batch: Tensor,
+        *,
+        divide_by: float = 1.0,
+        may_fold: bool = True,
+    ) -> Any:
+        """One watched forward and backward pass: the engine's answer."""
+        loss = self.mean_loss(module(batch)) / divide_by
+        touched = self.back(engine, module, loss, may_fold=may_fold)
+        return engine.take(divide_by, touched)
+
+
+@pytest.fixture
+def oracle() -> Oracle:
+    return Oracle()
+
+
+@pytest.fixture
+def anatomy() -> Callable[[nn.Module], dict[str, Any]]:
+    """Everything an engine could leave on a model."""
+
+    def found_on(module: nn.Module) -> dict[str, Any]:
+        found: dict[str, Any] = {"state_dict": list(module.state_dict())}
+        for name, part in module.named_modules():
+            found[f"{name}: type"] = type(part)
+            found[f"{name}: vars"] = sorted(vars(part))
+            for hooks in (
+                "_forward_hooks",
+                "_forward_pre_hooks",
+                "_backward_hooks",
+                "_backward_pre_hooks",
+            ):
+                found[f"{name}: {hooks}"] = len(getattr(part, hooks))
+        for name, param in module.named_parameters():
+            found[f"{name}: attributes"] = sorted(set(dir(param)) - {"grad"})
+            found[f"{name}: hooks"] = len(param._backward_hooks or {})
+            found[f"{name}: requires_grad"] = param.requires_grad
+        return found
+
+    return found_on

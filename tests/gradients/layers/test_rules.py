@@ -1,0 +1,115 @@
+"""Layer by layer: norms and clipped sums of the book-keeping engine against one record at a time."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_dp.clipping import bounded_sum
+from lightning_dp.gradients.layers import RULES
+
+RECORDS = 5
+
+
+def moved(module: nn.Module, by: float) -> nn.Module:
+    """The same model at a nearby point."""
+    other = copy.deepcopy(module)
+    generator = torch.Generator().manual_seed(7)
+    with torch.no_grad():
+        for param in other.parameters():
+            param.add_(torch.randn(param.shape, generator=generator), alpha=by)
+    return other
+
+
+def at(module: nn.Module, other: nn.Module) -> dict[str, Tensor]:
+    kept = {name: param.detach().clone() for name, param in module.named_parameters()}
+    module.load_state_dict(other.state_dict())
+    return kept
+
+
+@pytest.mark.usefixtures("memory")
+def test_norms_and_clipped_sums_equal_the_loop(layer_engine, model_and_batch, oracle):
+    module, batch = model_and_batch
+    expected = oracle.one_by_one(module, batch)
+    layer_engine.attach(module, oracle.trained(module))
+
+    gradients = oracle.run(layer_engine, module, batch)
+
+    assert gradients.count == oracle.records
+    norms = expected.norm(dim=1)
+    torch.testing.assert_close(gradients.norms(), norms, rtol=2e-6, atol=1e-9)
+    clip_norm = float(norms.median())
+    total = bounded_sum(gradients, clip_norm).value.double()
+    wanted = oracle.clipped(expected, clip_norm)
+    assert (total - wanted).norm() <= 2e-6 * wanted.norm()
+
+
+@pytest.mark.usefixtures("memory")
+@pytest.mark.parametrize("weights", [(1.0, -1.0), (1.0, -0.3), (0.0, 2.0)])
+def test_combinations_at_two_points_equal_the_loop(layer_engine, model_and_batch, weights, oracle):
+    module, batch = model_and_batch
+    other = moved(module, 0.1)
+    rows, other_rows = (oracle.one_by_one(each, batch) for each in (module, other))
+    expected = weights[0] * rows + weights[1] * other_rows
+    layer_engine.attach(module, oracle.trained(module))
+    here = oracle.run(layer_engine, module, batch, may_fold=False)
+    at(module, other)
+    there = oracle.run(layer_engine, module, batch, may_fold=False)
+
+    gradients = here.combine(weights[0], [(weights[1], there)])
+
+    norms = expected.norm(dim=1)
+    torch.testing.assert_close(gradients.norms(), norms, rtol=2e-5, atol=1e-9)
+    clip_norm = float(norms.median())
+    total = bounded_sum(gradients, clip_norm).value.double()
+    wanted = oracle.clipped(expected, clip_norm)
+    assert (total - wanted).norm() <= 2e-5 * wanted.norm()
+
+
+@pytest.mark.parametrize("poison", ["nan", "inf"])
+def test_a_record_that_is_not_finite_contributes_nothing(
+    layer_engine, model_and_batch, poison, oracle
+):
+    module, batch = model_and_batch
+    if not batch.is_floating_point():
+        pytest.skip("tokens are finite")
+    batch[2] = float(poison)
+    expected = oracle.one_by_one(module, batch)
+    if torch.isfinite(expected[2]).all():
+        pytest.skip("the layer swallows it")
+    finite = expected[torch.arange(oracle.records) != 2]
+    layer_engine.attach(module, oracle.trained(module))
+
+    clip_norm = float(finite.norm(dim=1).median())
+    total = bounded_sum(oracle.run(layer_engine, module, batch), clip_norm).value.double()
+
+    wanted = oracle.clipped(finite, clip_norm)
+    assert (total - wanted).norm() <= 2e-6 * wanted.norm()
+
+
+def test_an_empty_sum_is_zero(layer_engine, oracle):
+    module = nn.Linear(6, 3)
+    layer_engine.attach(module, oracle.trained(module))
+    gradients = oracle.run(layer_engine, module, torch.full((oracle.records, 6), float("nan")))
+    assert torch.equal(bounded_sum(gradients, 1.0).value, torch.zeros(21))
+
+
+def test_every_rule_is_tested(layer_models):
+    tested = {type(part) for make, _ in layer_models.values() for part in make().modules()}
+    assert set(RULES) <= tested
+
+
+def test_bfloat16_is_summed_in_float32(layer_engine, layer_models, oracle):
+    torch.manual_seed(0)
+    module, batch = (make() for make in layer_models["conv1d"])
+    expected = oracle.one_by_one(module, batch)
+    layer_engine.attach(module, oracle.trained(module))
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = oracle.mean_loss(module(batch))
+    layer_engine.backward(loss)
+    gradients = layer_engine.take(1.0, {})
+    torch.testing.assert_close(gradients.norms(), expected.norm(dim=1), rtol=0.05, atol=0)
+    assert bounded_sum(gradients, 1.0).value.dtype == torch.float32

@@ -1,0 +1,39 @@
+"""Which engine a name stands for, and what ``auto`` falls back to."""
+
+from __future__ import annotations
+
+import pytest
+
+from lightning_dp.gradients import (
+    Bookkeeping,
+    OpacusHooks,
+    UnsupportedModelError,
+    attach_engine,
+)
+
+pytestmark = pytest.mark.filterwarnings("ignore:Full backward hook is firing")
+
+
+def test_an_engine_is_made_by_its_name(oracle, mlp):
+    module = mlp()
+    for name, kind in {
+        "hooks": OpacusHooks,
+        "bookkeeping": Bookkeeping,
+        "auto": Bookkeeping,
+    }.items():
+        engine, description = attach_engine(name, module, oracle.trained(module))
+        assert isinstance(engine, kind) and description == kind.name
+        engine.detach()
+    with pytest.raises(ValueError, match="engine='ghost' is not one of"):
+        attach_engine("ghost", module, oracle.trained(module))
+
+
+@pytest.mark.parametrize("name", ["embedding_lstm", "transformer_block"])
+def test_auto_falls_back_with_a_reason(name, cases, oracle):
+    module = cases[name].make()
+    engine, description = attach_engine("auto", module, oracle.trained(module))
+    assert isinstance(engine, OpacusHooks)
+    assert description.startswith("hooks, since book-keeping does not cover this model: ")
+    engine.detach()
+    with pytest.raises(UnsupportedModelError, match="Use engine='hooks'"):
+        attach_engine("bookkeeping", module, oracle.trained(module))

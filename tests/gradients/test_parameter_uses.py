@@ -1,0 +1,132 @@
+"""What is seen of the graph: every use of a parameter outside its layer is refused."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from lightning_dp.gradients import (
+    Bookkeeping,
+    UncoveredParameterError,
+    UnsupportedModelError,
+)
+from lightning_dp.gradients.graph import survey
+
+
+@dataclass
+class Watched:
+    engine: Bookkeeping
+    net: nn.ModuleDict
+
+    def refuses(self, loss: Tensor, *names: str) -> None:
+        with pytest.raises(UncoveredParameterError) as caught:
+            self.engine.backward(loss)
+        assert str(list(names)) in str(caught.value)
+        self.engine.drop()
+
+
+@pytest.fixture
+def parts(layer_engine, oracle) -> Watched:
+    torch.manual_seed(0)
+    net = nn.ModuleDict(
+        {
+            "lookup": nn.Embedding(7, 6),
+            "one": nn.Linear(6, 6, bias=False),
+            "two": nn.Linear(6, 7, bias=False),
+        }
+    )
+    layer_engine.attach(net, oracle.trained(net))
+    return Watched(layer_engine, net)
+
+
+def test_a_weight_used_again_outside_its_layer_is_refused(parts, oracle):
+    """The embedding is also the output projection: hooks alone would miss half of its gradient."""
+    lookup = parts.net["lookup"]
+    hidden = parts.net["one"](lookup(torch.randint(7, (oracle.records,))))
+    parts.refuses(oracle.mean_loss(F.linear(hidden, lookup.weight)), "lookup.weight")
+
+
+@pytest.mark.filterwarnings("ignore:.*autocast")
+def test_the_same_is_refused_where_autocast_keeps_one_copy_of_the_weight(parts, oracle):
+    lookup, one = parts.net["lookup"], parts.net["one"]
+    with torch.autocast("cpu", torch.bfloat16):
+        hidden = one(lookup(torch.randint(7, (oracle.records,))))
+        loss = oracle.mean_loss(F.linear(hidden, one.weight))
+    parts.refuses(loss, "one.weight")
+
+
+def test_a_penalty_on_the_weights_is_refused(parts, oracle):
+    loss = oracle.mean_loss(parts.net["one"](torch.randn(oracle.records, 6)))
+    parts.refuses(loss + parts.net["one"].weight.square().sum(), "one.weight")
+
+
+def test_a_layer_that_is_not_called_is_refused(parts, oracle):
+    x = parts.net["one"](torch.randn(oracle.records, 6))
+    parts.refuses(oracle.mean_loss(F.linear(x, parts.net["two"].weight)), "two.weight")
+
+
+def test_branches_and_residuals_are_no_second_use(parts, oracle):
+    one, x = parts.net["one"], torch.randn(oracle.records, 6)
+    y = one(x)
+    parts.engine.backward(oracle.mean_loss(y + torch.tanh(y) * y + one(y)))
+    assert parts.engine.take(1.0, {}).count == oracle.records
+
+
+def test_an_overwritten_input_is_refused(parts, oracle):
+    one, two = parts.net["one"], parts.net["two"]
+    x = torch.randn(oracle.records, 6)
+    y = one(x)
+    loss = oracle.mean_loss(two(y))
+    x.mul_(2.0)
+    with pytest.raises(UnsupportedModelError, match=r"overwritten.*in place"):
+        parts.engine.backward(loss)
+
+
+def test_gradients_of_stride_zero_are_read_right(parts, oracle):
+    """The gradient of a sum is one number, expanded."""
+    one, x = parts.net["one"], torch.randn(oracle.records, 6)
+    parts.engine.backward(one(x).sum(1).mean())
+    norms = parts.engine.take(1.0, {}).norms()
+    torch.testing.assert_close(norms, x.double().norm(dim=1) * 6**0.5, rtol=1e-6, atol=0)
+
+
+class Scaled(nn.Module):
+    """A layer of the user's own, without a rule."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.linspace(0.5, 1.5, 6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.scale + torch.tanh(self.scale)
+
+
+@pytest.mark.parametrize("before", [True, False])
+def test_a_parameter_of_an_own_layer_used_outside_is_refused(layer_engine, before, oracle):
+    net = nn.Sequential(nn.Linear(6, 6), Scaled())
+    layer_engine.attach(net, oracle.trained(net))
+    x = torch.randn(oracle.records, 6)
+    layer_engine.backward(oracle.mean_loss(net(x)))
+    layer_engine.take(1.0, {})
+    x = x * net[1].scale if before else x
+    y = net(x) if before else net(x) * net[1].scale
+    with pytest.raises(UncoveredParameterError, match=r"'1.scale'"):
+        layer_engine.backward(oracle.mean_loss(y))
+
+
+def test_uses_are_counted_where_a_parameter_meets_something_else():
+    w, x = nn.Parameter(torch.ones(3, 3)), torch.ones(2, 3, requires_grad=True)
+    for loss, count in [
+        ((x @ w.t()).sum(), 1),
+        ((x @ w.t().contiguous().double().float()).sum(), 1),
+        ((x @ w + x @ w).sum(), 2),
+        ((x @ (w + w)).sum(), 1),
+        (w.square().sum(), 1),
+        ((x @ w).sum() + w.norm(), 2),
+        (x.sum(), 0),
+    ]:
+        assert survey(loss.grad_fn, ()).uses[id(w)] == count

@@ -1,0 +1,185 @@
+"""Digits and memory of sums that are never formed record by record."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_dp.clipping import bounded_sum
+from lightning_dp.gradients import Bookkeeping
+from lightning_dp.gradients.layers import Call, ParameterGradients
+from lightning_dp.gradients.layers.convolution import Convolution
+from lightning_dp.gradients.layers.embedding import Lookup
+from lightning_dp.gradients.layers.linear import OuterProduct
+
+
+@pytest.mark.parametrize("positions", [1, 3, 40])
+def test_differences_of_close_points_keep_their_digits(positions):
+    """At ‖x - x'‖/‖x‖ = 1e-4, against float64 from the same inputs. The square of each gradient
+    minus twice their product, in float32, has no correct digit there."""
+    generator = torch.Generator().manual_seed(0)
+    v, u = (torch.randn(4, positions, size, generator=generator) for size in (50, 30))
+    v2, u2 = (part * (1 + 1e-4 * torch.randn(part.shape, generator=generator)) for part in (v, u))
+    form = OuterProduct()
+    here, there = (
+        ParameterGradients([Call(form, *pair)], torch.Size((30, 50))) for pair in ((v, u), (v2, u2))
+    )
+
+    both = here.combine(1.0, [(-1.0, there)])
+
+    rows = form.rows(v.double(), u.double()) - form.rows(v2.double(), u2.double())
+    exact = rows.flatten(1).norm(dim=1).square()
+    error = ((both.squared_norms() - exact) / exact).abs().max()
+    assert error <= 1e-5
+    sums = both.weighted_sum(torch.ones(4, dtype=torch.float64)).double()
+    assert (sums - rows.sum(0).flatten()).norm() <= 1e-5 * rows.sum(0).norm()
+
+    naive = [form.rows(v, u).flatten(1), form.rows(v2, u2).flatten(1)]
+    three_terms = (
+        naive[0].square().sum(1) + naive[1].square().sum(1) - 2 * (naive[0] * naive[1]).sum(1)
+    )
+    assert ((three_terms - exact) / exact).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("size", [4, 12])
+def test_differences_of_convolutions_keep_their_digits(size):
+    """On small maps from inner products, on larger ones from the rows."""
+    generator = torch.Generator().manual_seed(0)
+    shape = (64, 48, 3, 3)
+    v = torch.randn(4, 48, size, size, generator=generator)
+    u = torch.randn(4, 64, size, size, generator=generator)
+    v2, u2 = (part * (1 + 1e-4 * torch.randn(part.shape, generator=generator)) for part in (v, u))
+    form = Convolution(shape, (1, 1), (1, 1), (1, 1), 1)
+    here, there = (
+        ParameterGradients([Call(form, *pair)], torch.Size(shape)) for pair in ((v, u), (v2, u2))
+    )
+    both = here.combine(1.0, [(-1.0, there)])
+    rows = form.rows(v.double(), u.double()) - form.rows(v2.double(), u2.double())
+    exact = rows.flatten(1).norm(dim=1).square()
+    torch.testing.assert_close(both.squared_norms(), exact, rtol=1e-5, atol=0)
+
+
+def test_convolutions_on_small_maps_make_no_row_for_their_norms():
+    form = Convolution((64, 48, 3, 3), (1, 1), (1, 1), (1, 1), 1)
+    for size, has_short_way in [(4, True), (12, False)]:
+        v, u = torch.randn(2, 48, size, size), torch.randn(2, 64, size, size)
+        found = form.squared_norms([Call(form, v, u)], may_keep=True)
+        assert (found is not None) == has_short_way
+
+
+@pytest.mark.parametrize("moved", [0, 2, 12])
+def test_differences_of_lookups_hold_whichever_rows_they_look_up(moved):
+    """Equal rows must not be subtracted as squares; other rows must not be mixed up."""
+    generator = torch.Generator().manual_seed(0)
+    v = torch.randint(5, (4, 12), generator=generator)
+    u = torch.randn(4, 12, 3, generator=generator)
+    v2, u2 = v.clone(), u * (1 + 1e-4 * torch.randn(u.shape, generator=generator))
+    v2[:, :moved] = (v2[:, :moved] + 1) % 5
+    form = Lookup(5)
+    here, there = (
+        ParameterGradients([Call(form, *pair)], torch.Size((5, 3))) for pair in ((v, u), (v2, u2))
+    )
+    both = here.combine(1.0, [(-1.0, there)])
+    rows = form.rows(v, u.double()) - form.rows(v2, u2.double())
+    exact = rows.flatten(1).norm(dim=1).square()
+    torch.testing.assert_close(both.squared_norms(), exact, rtol=1e-5, atol=0)
+    torch.testing.assert_close(
+        both.weighted_sum(torch.ones(4)).double(), rows.sum(0).flatten(), rtol=1e-3, atol=1e-6
+    )
+
+
+def test_norms_of_wide_layers_are_not_too_small():
+    """float32 row norms are 4e-4 too small at 10 million entries."""
+    v, u = torch.full((2, 1, 3_000_000), 0.1), torch.full((2, 1, 3), 0.1)
+    gradients = ParameterGradients([Call(OuterProduct(), v, u)], torch.Size((3, 3_000_000)))
+    exact = float(v[0].double().norm() * u[0].double().norm()) ** 2
+    assert gradients.squared_norms().tolist() == pytest.approx([exact] * 2, rel=1e-6)
+
+
+def kept_bytes(engine: Bookkeeping) -> int:
+    tensors = [part for each in engine._found.values() for c in each.calls for part in (c.v, c.u)]
+    return sum({t.data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values())
+
+
+def test_of_layers_with_large_maps_only_gradients_are_kept(oracle):
+    """Unless they are going to be subtracted from those at a point nearby."""
+    net = nn.Sequential(nn.Conv2d(4, 4, 3), nn.GroupNorm(2, 4), nn.ReLU(), nn.Conv2d(4, 4, 3))
+    engine, x = Bookkeeping(), torch.randn(16, 4, 20, 20)
+    engine.attach(net, oracle.trained(net))
+    rows = 4 * 16 * sum(param.numel() for param in net.parameters())
+    engine.backward(oracle.mean_loss(net(x)))
+    assert kept_bytes(engine) <= 1.2 * rows < x.nbytes  # in memory for somewhat larger batches
+    engine.backward(oracle.mean_loss(net(x)), may_fold=False)
+    assert kept_bytes(engine) > 4 * x.nbytes
+    engine.detach()
+
+
+def test_memory_does_not_grow_with_the_sizes_of_batches(layer_engine, oracle):
+    """Poisson batches differ in size; what is kept is for the largest one."""
+    torch.manual_seed(0)
+    module = nn.Linear(16, 16)
+    layer_engine.attach(module, oracle.trained(module))
+    for size in [5, 9, 3, 7, 8, 9, 2]:
+        gradients = oracle.run(layer_engine, module, torch.randn(size, 40, 16))
+        expected = sum(
+            call.form.rows(call.v, call.u).sum(0) for call in gradients._gradients[0].calls
+        )
+        gradients.norms()
+        total = gradients.weighted_sum(torch.ones(size, dtype=torch.float64))
+        torch.testing.assert_close(total[:256].view(16, 16), expected * size)
+    kept = [tensor for free in layer_engine._memory._free.values() for tensor in free]
+    assert [len(tensor) for tensor in kept] in ([], [10])
+
+
+def opposite(x: Tensor) -> Tensor:
+    """x and -x up to rounding, as two positions."""
+    return torch.stack([x, -x * (1 + 1e-7 * torch.randn(x.shape))])[None]
+
+
+def cancelling(kind: str) -> tuple[nn.Module, Tensor, Tensor]:
+    """A layer, a batch of one record, and weights of its outputs, whose gradient nearly vanishes."""
+    ones = torch.ones(1, 2, 4)
+    if kind == "sequence":
+        return nn.Linear(6, 4, bias=False), opposite(torch.randn(6)), ones
+    if kind == "tokens":
+        signs = torch.tensor([1.0, -1.0 - 1e-7]).view(1, 2, 1)
+        return nn.Embedding(300, 4), torch.tensor([[1, 1]]), ones * signs
+    images = opposite(torch.randn(16)).transpose(1, 2)[..., None]
+    return nn.Conv2d(16, 16, 1, bias=False), images, torch.ones(1, 16, 2, 1)
+
+
+@pytest.mark.parametrize("kind", ["sequence", "tokens", "image"])
+def test_a_record_whose_large_terms_cancel_stays_within_its_bound(kind):
+    """In float32 the square of a norm that is small against its terms has no correct digit."""
+    torch.manual_seed(0)
+    longest = 0.0
+    for _ in range(100):
+        layer, batch, weights = cancelling(kind)
+        engine, weights = Bookkeeping(), weights * torch.randn(weights.shape[2:])
+        if kind == "image":
+            weights = torch.randn(1, 16, 1, 1).expand(1, 16, 2, 1)
+        engine.attach(layer, list(layer.parameters()))
+        engine.backward(1e9 * (layer(batch) * weights).sum())
+        longest = max(longest, float(bounded_sum(engine.take(1.0, {}), 1.0).value.norm()))
+        engine.detach()
+    assert longest <= 1 + 1e-5
+
+
+def test_a_gradient_and_a_product_that_cancel_stay_within_their_bound():
+    """Along -x two linear layers have g + H u = 0 up to rounding."""
+    torch.manual_seed(0)
+    longest = 0.0
+    for _ in range(100):
+        net = nn.Sequential(nn.Linear(6, 5, bias=False), nn.Linear(5, 4, bias=False))
+        params, x, target = list(net.parameters()), torch.randn(1, 6), torch.randn(4)
+        engine, u = Bookkeeping(), torch.cat([param.detach().flatten() for param in params])
+        engine.attach(net, params)
+        gradients = engine.along(
+            lambda: 1e9 * (net(x) @ target).mean(),  # noqa: B023 (called at once)
+            -(1 + 1e-7) * u,
+            (1.0, 1.0),
+        )
+        longest = max(longest, float(bounded_sum(gradients, 1.0).value.norm()))
+        engine.detach()
+    assert longest <= 1 + 1e-5

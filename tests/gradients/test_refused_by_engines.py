@@ -1,0 +1,161 @@
+"""Models and passes that an engine refuses, by name and with the cure."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_dp.clipping import bounded_sum
+from lightning_dp.gradients import (
+    Bookkeeping,
+    OpacusHooks,
+    UnsupportedModelError,
+)
+
+pytestmark = pytest.mark.filterwarnings("ignore:Full backward hook is firing")
+
+
+class WithBuffer(nn.Module):
+    """A trainable layer with a buffer of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(4))
+        self.register_buffer("mean", torch.zeros(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x - self.mean) * self.weight
+
+
+@pytest.mark.parametrize(
+    ("layer", "message"),
+    [
+        (nn.LSTM(4, 3), r"1 \(LSTM\).*opacus\.layers\.DPLSTM"),
+        (nn.GRU(4, 3), r"1 \(GRU\).*DPGRU"),
+        (nn.MultiheadAttention(4, 2), r"1 \(MultiheadAttention\).*DPMultiheadAttention"),
+        (nn.BatchNorm1d(4), r"1 \(BatchNorm1d\).*GroupNorm"),
+        (nn.BatchNorm2d(4), r"1 \(BatchNorm2d\).*GroupNorm"),
+        (WithBuffer(), r"buffers.*Freeze the layer, replace it"),
+    ],
+    ids=lambda value: type(value).__name__ if isinstance(value, nn.Module) else "",
+)
+def test_layers_that_mix_records_are_refused_with_their_name_and_the_cure(layer, message, oracle):
+    module = nn.Sequential(nn.Linear(6, 4), layer)
+    with pytest.raises(UnsupportedModelError, match=message):
+        OpacusHooks().attach(module, oracle.trained(module))
+
+
+def test_a_frozen_layer_of_an_unsupported_kind_is_allowed(engine, oracle):
+    module = nn.Sequential(nn.Linear(6, 4), nn.LSTM(4, 3).requires_grad_(False))
+    engine.attach(module, oracle.trained(module))
+
+
+def test_a_forward_pass_that_was_not_back_propagated_is_refused(hooks, oracle, mlp):
+    module = mlp()
+    hooks.attach(module, oracle.trained(module))
+    module(oracle.features())  # its gradient would be paired with the wrong records
+
+    with pytest.raises(RuntimeError, match=r"was not back-propagated \(layers \['0', '2'\]\)"):
+        oracle.run(hooks, module, oracle.features())
+
+
+def test_bookkeeping_pairs_forward_and_backward_passes_by_the_graph(oracle, mlp):
+    module, batch = mlp(), oracle.features()
+    engine = Bookkeeping()
+    engine.attach(module, oracle.trained(module))
+    expected = oracle.clipped(oracle.one_by_one(module, batch), 0.1)
+    loss = oracle.mean_loss(module(batch))
+    module(oracle.features())  # not part of the loss
+
+    engine.backward(loss)
+
+    total = bounded_sum(engine.take(1.0, {}), 0.1).value.double()
+    assert (total - expected).norm() / expected.norm() <= 1e-5
+
+
+def test_two_backward_passes_for_one_batch_are_refused(hooks, oracle, mlp):
+    module = mlp()
+    hooks.attach(module, oracle.trained(module))
+    oracle.mean_loss(module(oracle.features())).backward()
+
+    with pytest.raises(RuntimeError, match="Two backward passes ran for one batch"):
+        oracle.run(hooks, module, oracle.features())
+
+
+class OutsideItsModule(nn.Module):
+    """A parameter that is used while its owner's forward is not running."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Linear(6, 3)
+        self.temperature = nn.Parameter(torch.tensor(1.0))
+
+    def scores(self, x: Tensor) -> Tensor:
+        return self.net(x) * self.temperature
+
+
+def test_a_parameter_used_outside_its_module_is_refused_by_name(engine, oracle):
+    module = OutsideItsModule()
+    engine.attach(module, oracle.trained(module))
+    loss = oracle.mean_loss(module.scores(oracle.features()))
+
+    with pytest.raises(UnsupportedModelError, match=r"'temperature'.* no gradient per record"):
+        engine.take(1.0, oracle.back(engine, module, loss))
+
+
+def test_a_trainable_weight_used_through_a_function_is_refused_by_name(engine, oracle, mlp):
+    """F.linear(x, layer.weight) goes past the hooks of the layer."""
+    module = mlp()
+    engine.attach(module, oracle.trained(module))
+    hidden = torch.tanh(nn.functional.linear(oracle.features(), module[0].weight))
+    loss = oracle.mean_loss(module[2](hidden))
+
+    with pytest.raises(UnsupportedModelError, match=r"\['0.weight'\]"):
+        engine.take(1.0, oracle.back(engine, module, loss))
+
+
+def test_a_layer_that_sees_more_rows_than_records_is_refused(engine, oracle):
+    """Folding time into the batch makes one record many rows."""
+    module = nn.ModuleList([nn.Linear(6, 4), nn.Linear(2, 3)])
+    engine.attach(module, oracle.trained(module))
+    hidden = module[0](oracle.features())
+    loss = oracle.mean_loss(module[1](hidden.reshape(-1, 2)))
+
+    with pytest.raises(UnsupportedModelError, match="first dimension"):
+        engine.take(1.0, oracle.back(engine, module, loss))
+
+
+class NotCopyable(nn.Module):
+    """Opacus copies a layer it has no rule for; this one cannot be copied."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gain = nn.Parameter(torch.ones(6))
+        self.cached = self.gain * 2  # not a leaf, so deepcopy refuses
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.gain
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: nn.Sequential(nn.Linear(6, 4), nn.LSTM(4, 3)),
+        lambda: nn.Sequential(nn.Linear(6, 4), WithBuffer()),
+        lambda: nn.Sequential(nn.Linear(6, 6), NotCopyable()),
+    ],
+    ids=["lstm", "buffer", "not_copyable"],
+)
+def test_an_attach_that_raises_leaves_the_model_as_it_was(engine, make, oracle, anatomy):
+    module = make()
+    if isinstance(engine, Bookkeeping) and isinstance(module[1], NotCopyable):
+        pytest.skip("nothing is copied")
+    before = anatomy(module)
+
+    with pytest.raises(UnsupportedModelError):
+        engine.attach(module, oracle.trained(module))
+
+    assert anatomy(module) == before
+    engine.detach()
+    assert anatomy(module) == before

@@ -1,0 +1,160 @@
+"""Modules with metrics, unused, frozen or own parameters, and compiled ones."""
+
+from __future__ import annotations
+
+import lightning as L
+import pytest
+import torch
+import torchmetrics
+from torch import nn
+from torch.utils.data import DataLoader
+
+from lightning_dp.callbacks import DifferentialPrivacy
+
+DELTA = 1e-5
+
+
+def test_torchmetrics_in_the_module(privacy, classifier, mlp, loader, make_trainer):
+    class Metrics(classifier):
+        rows = 0
+
+        def __init__(self, *args, **kwargs):
+            super().__init__(*args, **kwargs)
+            self.accuracy = torchmetrics.classification.MulticlassAccuracy(3)
+            self.seen = torchmetrics.SumMetric()
+
+        def training_step(self, batch, batch_idx):
+            x, y = batch
+            scores = self(x)
+            self.accuracy(scores, y)
+            self.seen(len(y))
+            self.rows += len(y)
+            self.log("accuracy", self.accuracy, on_step=False, on_epoch=True)
+            self.log("seen", self.seen, on_step=False, on_epoch=True)
+            return nn.functional.cross_entropy(scores, y)
+
+    model = Metrics(mlp(), lambda params: torch.optim.SGD(params, lr=0.5))
+    trainer = make_trainer(max_epochs=1, callbacks=[privacy])
+
+    trainer.fit(model, loader)
+
+    assert float(trainer.callback_metrics["seen"]) == model.rows
+    assert 0.4 < float(trainer.callback_metrics["accuracy"]) <= 1
+
+
+def test_unused_parameters_get_noise_only(privacy, classifier, mlp, loader, make_trainer):
+    class Unused(classifier):
+        def __init__(self, *args, **kwargs):
+            super().__init__(*args, **kwargs)
+            self.never_called = nn.Linear(40, 40)
+
+    model = Unused(mlp(), lambda params: torch.optim.SGD(params, lr=1.0))
+    before = model.never_called.weight.detach().clone()
+
+    make_trainer(max_steps=1, callbacks=[privacy]).fit(model, loader)
+
+    moved = (model.never_called.weight - before).detach()
+    assert float(moved.std()) == pytest.approx(0.5 * 1.0 / 24, rel=0.15)
+
+
+def test_frozen_layers_do_not_move_and_take_no_part_of_the_norm(
+    classifier, mlp, loader, make_trainer, weights
+):
+    silent = DifferentialPrivacy(noise_multiplier=0.0, max_grad_norm=1e-3, target_delta=DELTA)
+    net = mlp()
+    net[0].requires_grad_(False)
+    model = classifier(net, lambda params: torch.optim.SGD(params, lr=1.0))
+    trainer = make_trainer(max_steps=1, callbacks=[silent])
+
+    trainer.fit(model, DataLoader(loader.dataset, batch_size=240))
+
+    assert weights(net[0]).equal(weights(mlp()[0]))
+    # Every record is clipped; were frozen gradients in the norm, the rest would be shorter.
+    x, y = loader.dataset.tensors
+    head, total = mlp(), 0.0
+    for i in range(240):
+        loss = nn.functional.cross_entropy(head(x[i : i + 1]), y[i : i + 1])
+        gradient = torch.cat(
+            [g.flatten() for g in torch.autograd.grad(loss, list(head[2].parameters()))]
+        )
+        total = total + gradient * min(1.0, 1e-3 / float(gradient.norm()))
+    torch.testing.assert_close(
+        weights(mlp()[2]) - weights(net[2]), total / 240, rtol=1e-3, atol=1e-8
+    )
+
+
+class Direct(L.LightningModule):
+    """Parameters directly on the LightningModule."""
+
+    def __init__(self, through_self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.weight = nn.Parameter(torch.randn(3, 6) * 0.1)
+        self.bias = nn.Parameter(torch.zeros(3))
+        self.through_self = through_self
+
+    def forward(self, x):
+        return nn.functional.linear(x, self.weight, self.bias)
+
+    def training_step(self, batch, batch_idx):
+        x, y = batch
+        scores = self(x) if self.through_self else self.forward(x)
+        return nn.functional.cross_entropy(scores, y)
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.5)
+
+
+def test_parameters_on_the_module_itself_used_through_self(
+    privacy, loader, make_trainer, assert_trained
+):
+    model = Direct(through_self=True)
+    trainer = make_trainer(max_epochs=2, callbacks=[privacy])
+
+    trainer.fit(model, loader)
+
+    assert_trained(trainer, model, privacy, loader, Direct(True), steps=20)
+
+
+def test_parameters_on_the_module_itself_used_otherwise_are_refused_with_the_reason(
+    privacy, loader, make_trainer
+):
+    with pytest.raises(TypeError, match=r"'weight'.*no gradient per record.*call self\(x\)"):
+        make_trainer(max_epochs=1, callbacks=[privacy]).fit(Direct(through_self=False), loader)
+
+
+@pytest.mark.parametrize("when", ["before", "in configure_model"])
+def test_a_compiled_network(when, privacy, classifier, mlp, loader, make_trainer, assert_trained):
+    class Compiles(classifier):
+        def configure_model(self):
+            if when == "in configure_model":
+                self.net.compile(backend="eager")
+
+    net = mlp()
+    if when == "before":
+        net.compile(backend="eager")
+        net(torch.zeros(2, 6))  # a graph from before the fit
+    model = Compiles(net, lambda params: torch.optim.SGD(params, lr=0.5))
+    trainer = make_trainer(max_epochs=2, callbacks=[privacy])
+
+    trainer.fit(model, loader)
+
+    assert_trained(trainer, model, privacy, loader, classifier(mlp()), steps=20)
+
+
+def test_a_compiled_network_gets_the_gradients_of_a_plain_one(
+    classifier, mlp, loader, make_trainer, weights
+):
+    trained = []
+    for compiled in (False, True):
+        silent = DifferentialPrivacy(
+            noise_multiplier=0.0, max_grad_norm=0.1, target_delta=DELTA, seed=0
+        )
+        net = mlp()
+        if compiled:
+            net.compile(backend="eager")
+        model = classifier(net)
+        make_trainer(max_epochs=1, callbacks=[silent]).fit(model, loader)
+        trained.append(weights(model))
+
+    torch.testing.assert_close(*trained)
