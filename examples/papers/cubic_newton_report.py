@@ -118,6 +118,10 @@ def _label(key: tuple[str, float, float]) -> str:
     return method if kept == 1 else f"{method}, k/d = {kept:g}"
 
 
+def _colour(method: str, kept: float) -> str:
+    return COLOURS[method] if kept == 1 else {0.08: "C1", 0.1: "C5"}.get(kept, "C8")
+
+
 def _spread(values: Any) -> str:
     if not bool(torch.isfinite(values).all()):
         return "diverged"
@@ -161,16 +165,13 @@ def _draw_frontiers(axis: Any, found: Any, size: Any) -> None:
 
 
 def _draw_curves(axis: Any, found: Any, size: Any) -> None:
-    number = 0
     for key, (_, traces) in found.traces.items():
         method, kept, epsilon = key
         if epsilon != size.main or method not in ("Fed-SGD", "Newton"):
             continue
-        colour = COLOURS[method] if kept == 1 else f"C{(1, 5, 8)[number % 3]}"
-        number += kept < 1
         curves = torch.stack([trace.suboptimality for trace in traces])
         rounds = range(curves.shape[1])
-        _band(axis, rounds, list(curves.T), colour, _label(key), "-")
+        _band(axis, rounds, list(curves.T), _colour(method, kept), _label(key), "-")
     axis.set(yscale="log", xlabel="round", ylabel="suboptimality", title=f"Runs, ε = {size.main}")
     axis.legend(fontsize=8)
     axis.grid(alpha=0.3, which="both")
@@ -195,6 +196,7 @@ def _draw_epsilons(axis: Any, found: Any, size: Any) -> None:
             [float(point.values.std()) for point in points],
             fmt="o-" if kept == 1 else "s--",
             label=_label((method, kept, 0.0)),
+            color=_colour(method, kept),
             capsize=2,
             lw=1.2,
             ms=3,
@@ -206,12 +208,20 @@ def _draw_epsilons(axis: Any, found: Any, size: Any) -> None:
 
 def _draw_accuracy(axis: Any, found: Any, size: Any) -> None:
     for key, (_, traces) in found.traces.items():
-        method, _, epsilon = key
+        method, kept, epsilon = key
         if epsilon != size.main or method not in ("Fed-SGD", "Newton"):
             continue
         total = [trace.uplink * t / 1e3 for trace in traces[:1] for t in range(len(trace.accuracy))]
         curves = 100 * torch.stack([trace.accuracy for trace in traces]).mean(0)
-        axis.plot(total[1:], curves[1:], "o-", ms=3, lw=1.2, label=_label(key))
+        axis.plot(
+            total[1:],
+            curves[1:],
+            "o-",
+            ms=3,
+            lw=1.2,
+            color=_colour(method, kept),
+            label=_label(key),
+        )
     axis.axhline(100 * found.problem.best_accuracy, color="k", ls=":", lw=0.8)
     axis.set(xscale="log", xlabel="uplink of one client so far, kB", ylabel="test accuracy, %")
     axis.set(title=f"What is sent, ε = {size.main}")
