@@ -40,14 +40,16 @@ class RawGradientGuard:
 
     Args:
         parameters: name and parameter, every one that can get a gradient.
-        optimizer: whose steps are watched.
+        optimizer: whose steps are watched; None where nobody steps.
 
     Raises:
         RawGradientHookError: if somebody else's hook on a parameter would see raw gradients.
     """
 
     def __init__(
-        self, parameters: Iterable[tuple[str, nn.Parameter]], optimizer: Optimizer
+        self,
+        parameters: Iterable[tuple[str, nn.Parameter]],
+        optimizer: Optimizer | None = None,
     ) -> None:
         self._touched: dict[str, nn.Parameter] = {}
         self._step_allowed = False
@@ -61,8 +63,9 @@ class RawGradientGuard:
             for name, parameter in parameters
             if parameter.requires_grad
         ]
-        self._handles.append(optimizer.register_step_pre_hook(self._enter_step))
-        self._handles.append(optimizer.register_step_post_hook(self._check_step))
+        if optimizer is not None:
+            self._handles.append(optimizer.register_step_pre_hook(self._enter_step))
+            self._handles.append(optimizer.register_step_post_hook(self._check_step))
 
     def _dropper(self, name: str, parameter: nn.Parameter) -> Any:
         def drop(_: Tensor) -> None:

@@ -46,6 +46,7 @@ __all__ = [
     "check_trainer",
     "check_trainer_and_strategy",
     "check_training_mode",
+    "check_training_step",
 ]
 
 _REFUSED_CALLBACKS: dict[type[Callback], str] = {
@@ -88,7 +89,7 @@ def check_trainer(trainer: Trainer) -> None:
                     f"The callback {type(callback).__name__} cannot be used in private training: "
                     f"{reason}."
                 )
-    _check_training_step(trainer.lightning_module)
+    check_training_step(trainer.lightning_module)
     if trainer.gradient_clip_val:
         warn(
             f"Trainer(gradient_clip_val={trainer.gradient_clip_val}) acts on the gradient that is "
@@ -106,7 +107,8 @@ def _check_origin(trainer: object) -> None:
         )
 
 
-def _check_training_step(module: LightningModule) -> None:
+def check_training_step(module: LightningModule) -> None:
+    """Refuse a ``training_step`` that fetches its batches itself."""
     if "dataloader_iter" in inspect.signature(module.training_step).parameters:
         raise MisconfigurationException(
             "training_step(dataloader_iter) fetches batches itself, so they cannot be charged "

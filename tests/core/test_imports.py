@@ -73,7 +73,7 @@ def test_the_modules_were_found():
     [
         ("opacus", ("gradients", "accounting")),
         ("lightning", ("strategies", "callbacks", "audit", "federated.local")),
-        ("flwr", ("federated.flower",)),
+        ("flwr", ("federated.flower", "federated.testing")),
         ("pytorch_lightning", ()),
         ("lightning_dp.callbacks", ("callbacks",)),
         ("callbacks", ()),

@@ -15,7 +15,7 @@ def test_the_python_snippets_run_in_order(blocks, names, monkeypatch, capsys):
     Path("config.yaml").write_text(yaml, encoding="utf-8")
     monkeypatch.setattr("sys.argv", ["train.py", "fit", "--config", "config.yaml"])
     snippets = blocks("README.md", "python")
-    assert len(snippets) == 8
+    assert len(snippets) == 10
 
     for snippet in snippets:
         if "recover_journal(" in snippet:
@@ -47,7 +47,7 @@ def test_the_table_of_arguments_is_the_constructor(root, names):
 
 
 def test_the_commands_are_those_that_ci_runs(root, blocks):
-    first, second = (command.strip() for command in blocks("README.md", "sh"))
+    first, second, *_ = (command.strip() for command in blocks("README.md", "sh"))
     ci = (root / ".ci/run").read_text("utf-8")
 
     example, tests = (command.split(" && ")[1] for command in (first, second))

@@ -1,0 +1,120 @@
+"""A client's side of a federation on Flower."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import filelock
+from flwr.app import Context, Error, Message, RecordDict
+from flwr.clientapp import ClientApp
+
+from lightning_dp.federated.base import AbstractClient, Records
+from lightning_dp.federated.flower.exchange import facts_of, pack, payload_of
+from lightning_dp.federated.release_ledger import ReleaseLedger
+
+__all__ = ["client_app"]
+
+_log = logging.getLogger("lightning_dp.federated")
+
+_RAISED = 2  # Flower's code for a ClientApp that failed
+_NO_CAUSE = (
+    "The client could not answer. The cause is in its own log, since it may tell of records."
+)
+
+
+def client_app(
+    build: Callable[[Context], Records],
+    protocol: Callable[[Context, str, Records, ReleaseLedger], AbstractClient],
+    ledger_dir: str | Path | Callable[[Context], str | Path],
+) -> ClientApp:
+    """Flower's ClientApp that answers the requests of a protocol.
+
+    The same app runs in a simulation, where processes serve several clients in turn, and under a
+    SuperNode, which starts a process for every message. What must outlast a process is in the
+    client's ledger, on disk before a reply leaves; Flower's ``context.state`` is not used.
+
+    - Requests to one client are answered one after another, by a lock beside its ledger, also
+      when an expired message is still being worked on.
+    - An exception never leaves the client, since its message may tell of records: the server reads
+      that the client could not answer, and the client's log has the cause.
+
+    Assign the result at module level: Flower looks for it there.
+
+    Args:
+        build: this client's records and model
+            (:class:`~lightning_dp.federated.local.LocalRecords`), from Flower's context: which
+            client it is says ``context.node_config["partition-id"]``. Called once in a process for
+            each client.
+        protocol: the client's state machine, from Flower's context, the name of the run, these
+            records and their ledger. Called for every request: a process may be a new one each time.
+        ledger_dir: folder on this client's disk that holds its ledger, whose data set is called
+            ``client-`` and the ``partition-id``. All runs over the data must use it, no other data
+            may, and its loss is the loss of what was spent.
+
+    Example::
+
+        def build(context):
+            client = int(context.node_config["partition-id"])
+            return LocalRecords(MyModule(), my_records(client))
+
+        def protocol(context, run, records, ledger):
+            return AsyncClient(records, PLAN, PRIVACY, ledger, run=run)
+
+        app = client_app(build, protocol, ledger_dir="/var/lib/lightning-dp")
+    """
+    app, desk = ClientApp(), _Desk(build, protocol, ledger_dir)
+    app.train()(desk.answer)
+    app.query()(desk.introduce)
+    return app
+
+
+@dataclass
+class _Desk:
+    """Where the messages for the clients of this process arrive."""
+
+    build: Callable[[Context], Records]
+    protocol: Callable[[Context, str, Records, ReleaseLedger], AbstractClient]
+    ledger_dir: str | Path | Callable[[Context], str | Path]
+    _records: dict[int, Records] = field(default_factory=dict)
+
+    def answer(self, message: Message, context: Context) -> Message:
+        """The reply to a request of the protocol."""
+        return self._guarded(message, context, lambda client: client.answer(payload_of(message)))
+
+    def introduce(self, message: Message, context: Context) -> Message:
+        """Who this is."""
+        return self._guarded(message, context, lambda client: b"")
+
+    def _guarded(
+        self, message: Message, context: Context, work: Callable[[AbstractClient], bytes]
+    ) -> Message:
+        number = int(context.node_config["partition-id"])
+        try:
+            content = self._work(number, str(facts_of(message)["run"]), context, work)
+        except Exception:
+            _log.exception("Client %d could not answer.", number)
+            return Message(Error(_RAISED, _NO_CAUSE), reply_to=message)
+        return Message(content, reply_to=message)
+
+    def _work(
+        self, number: int, run: str, context: Context, work: Callable[[AbstractClient], bytes]
+    ) -> RecordDict:
+        folder = Path(self.ledger_dir(context) if callable(self.ledger_dir) else self.ledger_dir)
+        folder.mkdir(parents=True, exist_ok=True)
+        with filelock.FileLock(folder / f"client-{number}.lock"):
+            if number not in self._records:
+                self._records[number] = self.build(context)
+            records = self._records[number]
+            ledger = ReleaseLedger(folder, f"client-{number}")
+            client = self.protocol(context, run, records, ledger)
+            payload = work(client)
+            facts = {
+                "client": number,
+                "num_clients": int(context.node_config["num-partitions"]),
+                "num_records": records.num_records,
+                **client.facts,
+            }
+        return pack(payload, facts)

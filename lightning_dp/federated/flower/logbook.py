@@ -1,0 +1,82 @@
+"""What a server shows of a run: TensorBoard, a report, the model. Noised values and counts only."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections import Counter
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.utils.tensorboard import SummaryWriter
+
+__all__ = ["Logbook", "save"]
+
+
+class Logbook:
+    """Writes progress to TensorBoard, and a summary to ``federation.json``.
+
+    Args:
+        folder: where both go.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self._path = folder / "federation.json"
+        self._writer = SummaryWriter(str(folder))
+        self._clients: dict[int, dict[str, Any]] = {}
+        self._metrics: dict[str, float] = {}
+        self._counts: Counter[str] = Counter(replies=0, problems=0)
+
+    def heard(self, client: int, facts: Mapping[str, Any], step: int) -> None:
+        """A client's reply came; its facts hold ε and where it comes from."""
+        self._counts["replies"] += 1
+        self.introduced(client, facts)
+        if "epsilon" in facts:
+            self._scalar(f"privacy/epsilon_client_{client}", facts["epsilon"], step)
+
+    def introduced(self, client: int, facts: Mapping[str, Any]) -> None:
+        """A client has said who it is."""
+        self._clients[client] = {**self._clients.get(client, {}), **facts}
+
+    def problem(self) -> None:
+        """A message was lost, or its client failed."""
+        self._counts["problems"] += 1
+
+    def progress(self, step: int, metrics: Mapping[str, float]) -> None:
+        """There is a new global model."""
+        self._metrics = {name: float(value) for name, value in metrics.items()}
+        for name, value in self._metrics.items():
+            self._scalar(f"global/{name}", value, step)
+        for name, count in self._counts.items():
+            self._scalar(f"progress/{name}", count, step)
+        spent = [facts["epsilon"] for facts in self._clients.values() if "epsilon" in facts]
+        if spent:
+            self._scalar("privacy/epsilon_max", max(spent), step)
+        self._writer.flush()
+
+    def close(self, step: int, reason: str) -> None:
+        """The run is over."""
+        summary = {
+            "rounds": step,
+            "ended": reason,
+            "metrics": self._metrics,
+            **self._counts,
+            "clients": {str(client): facts for client, facts in sorted(self._clients.items())},
+        }
+        self._path.write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
+        self._writer.close()
+
+    def _scalar(self, name: str, value: float, step: int) -> None:
+        if math.isfinite(value):  # TensorBoard draws no infinite ε; the summary has it
+            self._writer.add_scalar(name, value, step)
+
+
+def save(value: Any, path: Path) -> None:
+    """Write with torch, so that the file is whole at any moment."""
+    partial = path.with_name(f"{path.name}.partial")
+    torch.save(value, partial)
+    os.replace(partial, path)

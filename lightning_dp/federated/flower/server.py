@@ -1,0 +1,204 @@
+"""The server's side of a federation on Flower."""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from flwr.app import Context
+from flwr.serverapp import Grid, ServerApp
+from torch import Tensor, nn
+
+from lightning_dp.federated.base import AbstractServer, MessageError
+from lightning_dp.federated.flower.exchange import Exchange, Reply
+from lightning_dp.federated.flower.logbook import Logbook, save
+from lightning_dp.functional import flatten, unflatten
+
+__all__ = ["server_app"]
+
+_log = logging.getLogger("lightning_dp.federated")
+_SHORTEST_PAUSE = 0.001
+_STATE = "server.pt"
+
+
+def server_app(
+    build: Callable[[Context], nn.Module],
+    protocol: Callable[[Context, str, Tensor], AbstractServer],
+    *,
+    num_clients: int | Callable[[Context], int],
+    folder: str | Path | Callable[[Context], str | Path] = "federated",
+    evaluate: Callable[[Context, nn.Module], Mapping[str, float]] | None = None,
+    ttl: float = 600.0,
+    poll_interval: float = 1.0,
+    patience: float = 1800.0,
+) -> ServerApp:
+    """Flower's ServerApp that runs a protocol to its end.
+
+    - At most one message is in flight to each client. A message that is lost, that expires or
+      whose client died is asked again, and the client answers with the same bytes.
+    - Replies are applied in any order, each once.
+    - The server's state is saved to ``server.pt`` before a request leaves that rests on it: if the
+      run dies, a new one with the same ``folder`` goes on from there.
+    - TensorBoard files, ``federation.json`` (rounds, metrics, every client's ε) and at the end
+      ``model.pt``, the module's ``state_dict``, are in ``folder``.
+
+    Assign the result at module level: Flower looks for it there.
+
+    Args:
+        build: the LightningModule, from Flower's context (its ``run_config``). The protocol starts
+            at its weights. The server needs no training data.
+        protocol: the server's state machine, from Flower's context, the name of the run (no other
+            run has it) and the trained parameters as a flat vector.
+        num_clients: how many clients take part; the run waits for all of them.
+        folder: where results go.
+        evaluate: metrics of the global model, on data that the server may use. They are not
+            covered by any client's ε if those data are private.
+        ttl: seconds after which a message counts as lost; longer than a round takes.
+        poll_interval: seconds between two looks for replies when nothing happens.
+        patience: seconds without any reply after which the run fails.
+
+    Raises:
+        ValueError: for numbers that are not greater than 0.
+        RuntimeError: in a run, if no client has replied for ``patience`` seconds.
+    """
+    for name, value in (("ttl", ttl), ("poll_interval", poll_interval), ("patience", patience)):
+        if not value > 0:
+            raise ValueError(f"{name}={value} must be greater than 0.")
+    app = ServerApp()
+
+    @app.main()
+    def main(grid: Grid, context: Context) -> None:
+        count = num_clients(context) if callable(num_clients) else num_clients
+        place = Path(folder(context) if callable(folder) else folder)
+        module = build(context)
+        params = [param for param in module.parameters() if param.requires_grad]
+        saved = _saved(place)
+        name = saved["run"] if saved else secrets.token_hex(8)
+        machine = protocol(context, name, flatten(params))
+        if saved:
+            machine.load_state_dict(saved["state"])
+        _Run(
+            exchange=Exchange(grid, count, run=name, ttl=ttl, poll_interval=poll_interval),
+            name=name,
+            machine=machine,
+            module=module,
+            params=params,
+            metrics=lambda: evaluate(context, module) if evaluate else {},
+            logbook=Logbook(place),
+            folder=place,
+            poll_interval=poll_interval,
+            patience=patience,
+        ).to_the_end()
+
+    return app
+
+
+@dataclass
+class _Run:
+    """One run of the ServerApp."""
+
+    exchange: Exchange
+    name: str
+    machine: AbstractServer
+    module: nn.Module
+    params: list[nn.Parameter]
+    metrics: Callable[[], Mapping[str, float]]
+    logbook: Logbook
+    folder: Path
+    poll_interval: float
+    patience: float
+    _problems: dict[int, str] = field(default_factory=dict)
+
+    def to_the_end(self) -> None:
+        """Ask, collect and apply, until the protocol is done."""
+        self._publish()
+        self._save()
+        shown = self.machine.round
+        heard_at, pause = time.monotonic(), _SHORTEST_PAUSE
+        while not self.machine.is_done:
+            self._ask()
+            replies = self.exchange.collect()
+            for reply in replies:
+                self._apply(reply)
+            if replies:
+                self._save()
+            if any(reply.payload is not None for reply in replies):
+                heard_at, pause = time.monotonic(), _SHORTEST_PAUSE
+            elif time.monotonic() - heard_at > self.patience:
+                raise RuntimeError(self._complaint())
+            else:
+                time.sleep(pause)
+                pause = min(2 * pause, self.poll_interval)
+            if self.machine.round != shown:
+                shown = self.machine.round
+                self._publish()
+        self._end()
+
+    def _ask(self) -> None:
+        for client in self.exchange.idle:
+            self.machine.forget(client)  # Flower may answer every message with a new process
+            request = self.machine.request(client)
+            if request is not None:
+                self.exchange.send(client, request)
+
+    def _apply(self, reply: Reply) -> None:
+        client = reply.client
+        if reply.payload is not None:
+            try:
+                self.machine.receive(client, reply.payload)
+            except MessageError as error:
+                self._note(client, f"its reply cannot be read: {error}")
+                return
+            self._problems.pop(client, None)
+            self.logbook.heard(client, reply.facts, self.machine.round)
+        elif reply.is_introduction:
+            self.logbook.introduced(client, reply.facts)
+        else:
+            self._note(client, reply.problem)
+
+    def _note(self, client: int, problem: str) -> None:
+        _log.warning("Client %d: %s. Asking again.", client, problem)
+        self._problems[client] = problem
+        self.logbook.problem()
+
+    def _complaint(self) -> str:
+        return (
+            f"No client has replied for {self.patience} s. Clients without a SuperNode: "
+            f"{self.exchange.missing}. Latest problems: {self._problems}. Start the missing "
+            "SuperNodes, and look into the logs of the clients that fail; a new run with the same "
+            "folder goes on where this one stopped."
+        )
+
+    # -- the model ---------------------------------------------------------------------------
+
+    def _publish(self) -> None:
+        """There is a new global model."""
+        self._load_point()
+        self.logbook.progress(self.machine.round, self.metrics())
+
+    def _end(self) -> None:
+        save(self.module.state_dict(), self.folder / "model.pt")
+        (self.folder / _STATE).unlink()  # the next run is a new one
+        self.logbook.close(self.machine.round, self.machine.reason)
+
+    def _load_point(self) -> None:
+        with torch.no_grad():
+            values = unflatten(self.machine.point, self.params)
+            for param, value in zip(self.params, values, strict=True):
+                param.copy_(value)
+
+    def _save(self) -> None:
+        """Before the next request leaves: a client must never be ahead of a server that resumes."""
+        save({"run": self.name, "state": self.machine.state_dict()}, self.folder / _STATE)
+
+
+def _saved(folder: Path) -> dict[str, Any] | None:
+    """The state of a run that died in this folder."""
+    path = folder / _STATE
+    return torch.load(path, weights_only=True) if path.exists() else None

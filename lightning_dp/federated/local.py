@@ -1,0 +1,273 @@
+"""A client's work: the bounded sum of a query over its own records, without a Trainer."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Literal, TypeAlias, get_args
+
+import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch import LightningModule
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset
+
+from lightning_dp.clipping import AbstractPerSampleGradients, bounded_sum
+from lightning_dp.functional import flatten
+from lightning_dp.gradients import (
+    AbstractGradientEngine,
+    RawGradientGuard,
+    UnsupportedModelError,
+    attach_engine,
+)
+from lightning_dp.gradients.materialised import MaterialisedGradients
+from lightning_dp.query import BoundedSum, Pass, Query
+from lightning_dp.strategies.checks import (
+    check_loader,
+    check_model,
+    check_training_mode,
+    check_training_step,
+)
+from lightning_dp.strategies.replay import RandomState, at_point, muted
+
+__all__ = ["LocalRecords", "Unit"]
+
+Unit: TypeAlias = Literal["record", "client"]
+
+_CHUNK_SIZE = 64
+
+
+@dataclass(frozen=True)
+class _Watch:
+    """The module under a gradient engine, and a sentence about it."""
+
+    engine: AbstractGradientEngine
+    description: str
+    guard: RawGradientGuard
+
+
+class LocalRecords:
+    r"""One client's records, and the model that it is asked about.
+
+    Answers a :class:`~lightning_dp.Query` with
+    :math:`\sum_i \mathrm{clip}_C(P_c \sum_k w_k h_{ik})` over chosen records, where h_ik is the
+    gradient (or a Hessian-vector product) of the loss that ``training_step`` returns for record i.
+    The module and the data set are those of an ordinary Lightning training, and are left as they
+    were.
+
+    - Records go through the module in chunks, so memory is that of one chunk, however many are
+      asked about.
+    - Nothing that ``training_step`` logs, counts in torchmetrics or keeps in buffers is kept.
+    - A record whose gradient is not finite contributes zero.
+
+    There is no Trainer: ``training_step`` may use ``self.log``, ``self.device``, and the hooks of
+    batch transfer, but neither ``self.trainer`` nor ``self.optimizers()``; no other hook runs.
+    Its loss must be the mean over the records of the batch.
+
+    Args:
+        module: trained in its parameters with ``requires_grad``; their order in ``parameters()``
+            is that of flat vectors.
+        records: a map-style data set, or the training loader, whose ``collate_fn`` is used and
+            whose batch size is the chunk size. Both must make one row of each record.
+        unit: whose presence is hidden. "record": each record's part is clipped to C. "client": the
+            un-clipped sum over the records is clipped to C as a whole, so that nothing but the
+            noise tells whether the client took part. Sampling records amplifies nothing then.
+        engine: who computes gradients per record; as in ``PrivacyConfig``.
+        chunk_size: records at a time; default the loader's batch size, else 64.
+        device: where the module runs.
+
+    Raises:
+        MisconfigurationException: for a model or data whose records cannot be told apart.
+        UnsupportedModelError: if no engine can handle the model.
+        ValueError: for an unknown ``unit`` or ``engine``, or a ``chunk_size`` below 1.
+
+    Example:
+        >>> import lightning as L
+        >>> from torch.utils.data import TensorDataset
+        >>> class Mean(L.LightningModule):
+        ...     def __init__(self):
+        ...         super().__init__()
+        ...         self.layer = nn.Linear(1, 1, bias=False)
+        ...     def training_step(self, batch, batch_idx):
+        ...         return self.layer(batch[0]).mean()
+        >>> local = LocalRecords(Mean(), TensorDataset(torch.tensor([[1.0], [2.0], [9.0]])))
+        >>> from lightning_dp import Term
+        >>> query = Query((Term(),), clip_norm=3.0, noise_multiplier=1.0)
+        >>> local.bounded_sum(query, [0, 2]).value
+        tensor([4.])
+    """
+
+    def __init__(
+        self,
+        module: LightningModule,
+        records: Dataset[Any] | DataLoader[Any],
+        *,
+        unit: Unit = "record",
+        engine: str = "auto",
+        chunk_size: int | None = None,
+        device: str | torch.device = "cpu",
+    ) -> None:
+        if unit not in get_args(Unit):
+            raise ValueError(f"unit={unit!r} must be one of {get_args(Unit)}.")
+        if chunk_size is not None and not chunk_size >= 1:
+            raise ValueError(f"chunk_size={chunk_size} must be at least 1.")
+        if not isinstance(records, DataLoader):
+            records = DataLoader(records, batch_size=chunk_size or _CHUNK_SIZE)
+        self._loader = check_loader(records)
+        self._chunk_size = chunk_size or self._loader.batch_size or _CHUNK_SIZE
+        _check_module(module)
+        self.unit: Unit = unit
+        self._module = module.to(device)
+        self._device = torch.device(device)
+        self._engine_name = engine
+        self.params = tuple(param for param in module.parameters() if param.requires_grad)
+        with self._watched() as watch:
+            self.engine = watch.description
+            self.has_products = watch.engine.has_products
+            """Whether queries with Hessian-vector products can be answered."""
+        self._takes_batch_idx = "batch_idx" in inspect.signature(module.training_step).parameters
+
+    @property
+    def num_records(self) -> int:
+        """N of this client."""
+        return len(self._loader.dataset)  # type: ignore[arg-type]
+
+    @property
+    def point(self) -> Tensor:
+        """The module's trained parameters as a flat vector: a copy."""
+        return flatten(self.params)
+
+    def bounded_sum(self, query: Query, records: Sequence[int]) -> BoundedSum:
+        """The sum of the query over these records, none of which may occur twice.
+
+        Sensitive until it is noised. An empty choice gives zeros.
+
+        Args:
+            query: its points are flat vectors in the order of :attr:`params`.
+            records: positions in the data set.
+
+        Raises:
+            UnsupportedModelError: if the rows that the model sees are not records.
+            ValueError: if a record occurs twice.
+        """
+        records = [int(record) for record in records]
+        if len(set(records)) != len(records):
+            raise ValueError("A record occurs twice in one batch, so it would count twice.")
+        clip_norm = query.clip_norm if self.unit == "record" else float("inf")
+        flat = self.point
+        dtype = torch.promote_types(flat.dtype, torch.float32)
+        zeros = torch.zeros(query.size(len(flat)), dtype=dtype, device=flat.device)
+        total = BoundedSum(zeros, clip_norm)
+        with self._watched() as watch, muted(self._module), torch.enable_grad():
+            for number, (batch, size) in enumerate(self._chunks(records)):
+                gradients = self._combination(watch, query, batch, size, number)
+                if gradients is not None and gradients.count:
+                    total = total.plus(bounded_sum(gradients, clip_norm))
+        if self.unit == "record":
+            return total
+        whole = MaterialisedGradients([total.value], [total.value.unsqueeze(0)], 1.0)
+        return bounded_sum(whole, query.clip_norm)
+
+    def _chunks(self, records: list[int]) -> Iterator[tuple[Any, int]]:
+        """Batches on the device as the user's code makes them, and their sizes."""
+        starts = range(0, len(records), self._chunk_size)
+        chunks = [records[start : start + self._chunk_size] for start in starts]
+        loader: DataLoader[Any] = DataLoader(
+            self._loader.dataset, batch_sampler=chunks, collate_fn=self._loader.collate_fn
+        )
+        module = self._module
+        for chunk, batch in zip(chunks, loader, strict=True):
+            if batch is None:
+                raise TypeError(
+                    "The collate_fn returned None. Records cannot be left out on the way: return a "
+                    "batch for every list of records."
+                )
+            batch = module.on_before_batch_transfer(batch, 0)
+            batch = module.transfer_batch_to_device(batch, self._device, 0)
+            yield module.on_after_batch_transfer(batch, 0), len(chunk)
+
+    def _combination(
+        self, watch: _Watch, query: Query, batch: Any, size: int, number: int
+    ) -> AbstractPerSampleGradients | None:
+        """Each record's combination over the query's terms; None if there is no loss."""
+        randomness = RandomState(self._device)
+        parts = []
+        for place, each in enumerate(query.passes):
+            if place:
+                randomness.restore()  # the same dropout masks in every pass
+            gradients = self._run(watch, each, batch, number, is_alone=len(query.passes) == 1)
+            if gradients is None:
+                return None
+            if gradients.count not in (0, size):
+                raise UnsupportedModelError(
+                    "The model saw more or fewer rows than the batch has records, so a record's "
+                    "gradient cannot be bounded. The collate_fn must make exactly one row of each "
+                    "record, and the model must keep records in the first dimension."
+                )
+            parts.append((each.gradient if each.direction is None else 1.0, gradients))
+        (weight, first), *others = parts
+        combined = first if weight == 1 and not others else first.combine(weight, others)
+        if query.coordinates is not None and combined.count:
+            combined = combined.restrict(query.coordinates)
+        return combined
+
+    def _run(
+        self, watch: _Watch, each: Pass, batch: Any, number: int, *, is_alone: bool
+    ) -> AbstractPerSampleGradients | None:
+        """One pass over a batch."""
+        engine = watch.engine
+        with at_point(self.params, self.point if each.point is None else each.point):
+            if each.direction is not None:
+                weights = (each.gradient, each.product)
+                found = engine.along(lambda: self._loss(batch, number), each.direction, weights)
+                watch.guard.touched()
+                return found
+            loss = self._loss(batch, number)
+            if loss is None:
+                engine.drop()
+                return None
+            if engine.runs_backward:
+                engine.backward(loss, may_fold=is_alone)
+            else:
+                self._module.backward(loss)
+            return engine.take(1.0, watch.guard.touched())
+
+    def _loss(self, batch: Any, number: int) -> Any:
+        arguments = {"batch_idx": number} if self._takes_batch_idx else {}
+        output: Any = self._module.training_step(batch, **arguments)
+        return output["loss"] if isinstance(output, Mapping) else output
+
+    @contextmanager
+    def _watched(self) -> Iterator[_Watch]:
+        """Watch the module; afterwards nothing of it is left there."""
+        engine, description = attach_engine(self._engine_name, self._module, self.params)
+        try:
+            guard = RawGradientGuard(self._module.named_parameters())
+            try:
+                yield _Watch(engine, description, guard)
+            finally:
+                guard.remove()
+        finally:
+            engine.detach()
+
+
+def _check_module(module: nn.Module) -> None:
+    """Refuse what cannot be answered for record by record, as the Trainer's path does."""
+    if not isinstance(module, LightningModule):
+        raise MisconfigurationException(
+            f"The model is a {type(module).__name__} and not a lightning.pytorch.LightningModule."
+        )
+    if not module.automatic_optimization:
+        raise MisconfigurationException(
+            "The module uses manual optimization, but a client makes no optimizer steps: the server "
+            "does. Use automatic optimization: training_step returns the loss."
+        )
+    if not any(param.requires_grad for param in module.parameters()):
+        raise MisconfigurationException(
+            "The module has no trainable parameter (requires_grad is False everywhere)."
+        )
+    check_training_step(module)
+    check_model(module)
+    check_training_mode(module)

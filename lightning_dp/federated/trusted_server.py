@@ -1,0 +1,236 @@
+"""Several data holders and a server that they trust, over ``torch.distributed``."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.optim import Optimizer
+
+from lightning_dp.config import PrivacyConfig
+from lightning_dp.federated.local import LocalRecords
+from lightning_dp.functional import flatten, unflatten
+from lightning_dp.noise import random_generator
+from lightning_dp.private_run import PrivateRun
+from lightning_dp.query import BoundedSum, Query, Term
+from lightning_dp.sampling import BatchPlan
+from lightning_dp.world import World
+
+__all__ = ["TrustedServer"]
+
+_SERVER = 0
+_STOP, _NOTHING, _ASK = 0.0, 1.0, 2.0
+
+
+@dataclass(frozen=True)
+class _Question:
+    """What the server asks all ranks at one step: public, and the same on every rank."""
+
+    query: Query
+    sample_rate: float
+
+
+class TrustedServer:
+    """Private training over ranks that trust rank 0, and not each other.
+
+    Each rank holds records of its own. At every step rank 0 asks all ranks for the bounded sum of
+    a query over their records, *gathers* the sums, noises the total once, takes the optimizer's
+    step and broadcasts the new weights. So a rank other than 0 sees its own records and noised
+    values only. (``reduce`` would leave sums without noise on ranks in between, and ``all_reduce``
+    would give them to everyone.)
+
+    Any estimator of one query per step works; with :class:`~lightning_dp.Diff2` and ``FullBatch()``
+    this is DIFF2 of Murata and Suzuki (2023), Algorithm 1, whose server is trusted.
+
+    The ledger on rank 0 holds for every record of every rank. Only rank 0 stops or fails alone;
+    a rank that fails makes the others wait until the process group's timeout.
+
+    Args:
+        local: this rank's records and model, the same model on every rank.
+        optimizer: over the model's trained parameters; used on rank 0 only.
+        privacy: the configuration, the same on every rank. Its ``sampling`` draws each rank's part
+            of a batch; ``ledger_dir`` is where rank 0 keeps the journal.
+        sample_rate: q in (0, 1], of every rank's records.
+
+    Raises:
+        ValueError: for a ``sample_rate`` out of range, client-level ``local`` records, an optimizer
+            over other parameters, or an estimator that it does not run.
+        RuntimeError: without an initialised process group.
+
+    Example (on every rank, started with ``torchrun``)::
+
+        dist.init_process_group("gloo")
+        local = LocalRecords(module, records_of_this_rank)
+        privacy = PrivacyConfig(target_epsilon=3.0, target_delta=1e-6,
+                                estimator=Diff2(20, 1.0, 1.0), sampling=FullBatch())
+        training = TrustedServer(local, module.configure_optimizers(), privacy)
+        training.fit(rounds=100)
+        print(training.epsilon)
+    """
+
+    def __init__(
+        self,
+        local: LocalRecords,
+        optimizer: Optimizer,
+        privacy: PrivacyConfig,
+        *,
+        sample_rate: float = 1.0,
+    ) -> None:
+        if not 0 < sample_rate <= 1:
+            raise ValueError(f"sample_rate={sample_rate} must be in (0, 1].")
+        if local.unit != "record":
+            raise ValueError(
+                f"unit={local.unit!r}: the ledger of a trusted server speaks of records. Use "
+                "LocalRecords(unit='record')."
+            )
+        estimator = privacy.resolved_estimator()
+        if estimator.queries_per_step > 1:
+            raise ValueError(
+                f"estimator={estimator} asks several queries on one batch, which a trusted server "
+                "does not. Use MeanGradient, Diff2 or Storm."
+            )
+        estimator.check(optimizer)
+        stepped = {id(param) for group in optimizer.param_groups for param in group["params"]}
+        if stepped != {id(param) for param in local.params}:
+            raise ValueError(
+                "The optimizer is not over exactly the trained parameters (requires_grad) of the "
+                "module in `local`."
+            )
+        if not dist.is_initialized():
+            raise RuntimeError("Call torch.distributed.init_process_group() first.")
+        self.epsilon = 0.0
+        """ε spent at ``target_delta``; the same on every rank."""
+        self.private_run = PrivateRun(privacy)
+        """Ledger and report; filled on rank 0."""
+        self._local, self._optimizer, self._sample_rate = local, optimizer, sample_rate
+        self._is_server = dist.get_rank() == _SERVER
+        self._rng = random_generator(privacy.seed, 1, dist.get_rank(), 0)
+        self._dtype = torch.promote_types(local.point.dtype, torch.float32)
+
+    def fit(self, rounds: int, directory: str | Path = ".") -> None:
+        """Make this many steps, or as many as the budget allows; all ranks end with one model.
+
+        Args:
+            rounds: R.
+            directory: where rank 0 makes the folder ``privacy`` of the journal, without a
+                ``ledger_dir``.
+        """
+        if not rounds >= 1:
+            raise ValueError(f"rounds={rounds} must be at least 1.")
+        run = self.private_run
+        num_records = int(self._sum_over_ranks(self._local.num_records))
+        if self._is_server:
+            folder = run.config.ledger_dir or Path(directory) / "privacy"
+            run.use_batches(BatchPlan(num_records, self._sample_rate, 1, 1))
+            run.start(rounds, World(), Path(folder))
+        try:
+            for _ in range(rounds):
+                if not self._step():
+                    break
+        finally:
+            run.stop()
+        self._share_model()
+        self.epsilon = float(self._broadcast(torch.tensor([run.epsilon], dtype=torch.float64)))
+
+    def _step(self) -> bool:
+        """One step; False if the budget is at its end."""
+        status, question = (
+            self._share(*self._ask()) if self._is_server else self._share(_STOP, None)
+        )
+        if status == _STOP:
+            return False
+        if question is not None:
+            self._gather(question, self._answer(question))
+        if self._is_server:
+            self._take_step()
+        return True
+
+    # -- rank 0 ------------------------------------------------------------------------------
+
+    def _ask(self) -> tuple[float, _Question | None]:
+        """Charge the next step and form its question."""
+        mechanism = self.private_run.mechanism
+        assert mechanism is not None
+        if mechanism.exhausted:
+            self.private_run.stop_reason = "privacy budget reached"
+            return _STOP, None
+        rate = mechanism.plan.rate(mechanism.step)
+        query = mechanism.ask(self._local.params)
+        return (_NOTHING, None) if query is None else (_ASK, _Question(query, rate))
+
+    def _take_step(self) -> None:
+        mechanism, params = self.private_run.mechanism, self._local.params
+        assert mechanism is not None
+        estimate = mechanism.tell(params)
+        for param, gradient in zip(params, unflatten(estimate, params), strict=True):
+            param.grad = gradient
+        self._optimizer.step()
+        for param in params:
+            param.grad = None
+
+    # -- every rank --------------------------------------------------------------------------
+
+    def _answer(self, question: _Question) -> BoundedSum:
+        """The bounded sum over this rank's part of the batch."""
+        sampling = self.private_run.config.sampling
+        drawn = sampling.draw(self._local.num_records, question.sample_rate, self._rng)
+        return self._local.bounded_sum(question.query, drawn.tolist())
+
+    def _gather(self, question: _Question, part: BoundedSum) -> None:
+        """Bring the ranks' sums to rank 0, and to no other, and give them to the mechanism."""
+        if not self._is_server:
+            dist.gather(part.value, dst=_SERVER)
+            return
+        values = [torch.empty_like(part.value) for _ in range(dist.get_world_size())]
+        dist.gather(part.value, values, dst=_SERVER)
+        mechanism = self.private_run.mechanism
+        assert mechanism is not None
+        for value in values:
+            mechanism.answer(BoundedSum(value, question.query.clip_norm))
+
+    def _share(self, status: float, question: _Question | None) -> tuple[float, _Question | None]:
+        """Rank 0's question on every rank."""
+        terms = () if question is None else question.query.terms
+        numbers = (1.0, math.inf, 0.0)
+        if question is not None:
+            query = question.query
+            numbers = (question.sample_rate, query.clip_norm, query.noise_multiplier)
+        header = self._broadcast(torch.tensor([status, *numbers, len(terms)], dtype=torch.float64))
+        status, rate, clip_norm, noise, count = header.tolist()
+        if status != _ASK:
+            return status, None
+        here = self._local.point
+        weights = torch.tensor([term.weight for term in terms], dtype=torch.float64)
+        points = [here if term.point is None else term.point for term in terms]
+        if not self._is_server:
+            weights = torch.zeros(int(count), dtype=torch.float64)
+            points = [torch.zeros_like(here) for _ in range(int(count))]
+        weights = self._broadcast(weights)
+        shared = tuple(
+            Term(weight, self._broadcast(point.to(here.dtype)))
+            for weight, point in zip(weights.tolist(), points, strict=True)
+        )
+        return status, _Question(Query(shared, clip_norm, noise), rate)
+
+    def _share_model(self) -> None:
+        params = self._local.params
+        point = self._broadcast(flatten(params))
+        with torch.no_grad():
+            for param, value in zip(params, unflatten(point, params), strict=True):
+                param.copy_(value)
+
+    @staticmethod
+    def _broadcast(value: Tensor) -> Tensor:
+        value = value.contiguous()
+        dist.broadcast(value, _SERVER)
+        return value
+
+    @staticmethod
+    def _sum_over_ranks(value: int) -> float:
+        total = torch.tensor([float(value)], dtype=torch.float64)
+        dist.all_reduce(total)
+        return float(total)
