@@ -68,10 +68,13 @@ class Watched(AsyncServer):
     def __post_init__(self):
         super().__post_init__()
         self.updates: dict[tuple[int, int], torch.Tensor] = {}
+        self.over = {0: self.start}  # v̂ when round k became the earliest one
 
     def receive(self, client, reply):
-        before = self.applied
+        before, k = self.applied, self.round
         super().receive(client, reply)
+        if self.round > k:
+            self.over[self.round] = self.point
         if self.applied != before:
             message = Message.from_bytes(reply)
             key = (message.whole("round"), client)
@@ -94,7 +97,14 @@ class Watched(AsyncServer):
         assert all(n <= k + self.plan.lag for n in self.applied)
         for c in range(self.num_clients):
             request = self.request(c)
-            assert request is None or Message.from_bytes(request).whole("round") < k + self.plan.lag
+            if request is None:
+                continue
+            message = Message.from_bytes(request)
+            i = message.whole("round")
+            assert i == self.applied[c] < k + self.plan.lag
+            if "model" in message.tensors:  # it has the rounds below k, and all of this client's
+                model = self.over[k] if i == k else self.point
+                assert torch.equal(message.tensors["model"], model)
 
 
 @pytest.mark.parametrize("lag", [1, 2, 4])
@@ -289,7 +299,7 @@ def test_a_saved_server_goes_on_from_any_state(log_cosh, bad_network, tmp_path, 
             path = tmp_path / "server.pt"
             torch.save(old.state_dict(), path)
             new = Watched("trial", plan(lag), start(), CLIENTS)
-            new.updates = old.updates
+            new.updates, new.over = old.updates, old.over
             new.load_state_dict(torch.load(path, weights_only=True))
             holder["server"] = new
 

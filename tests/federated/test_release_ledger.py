@@ -216,6 +216,21 @@ def test_what_other_runs_spent_counts(tmp_path):
     assert ledger.epsilon(1e-5) == pytest.approx(both, rel=1e-3)
 
 
+def test_a_plan_that_fits_alone_but_not_beside_what_was_spent_is_cut_short(tmp_path):
+    ledger = ReleaseLedger(tmp_path, "data")
+    for i in range(5):
+        ledger.release(spending("first"), i, 0, noise)
+    target = PLDAccountant().epsilon([(e, 1) for e in EVENTS[:9]], 1e-5) * 1.001
+    short = spending("second", rounds=5, target=target, events=lambda i: [EVENTS[5 + i]])
+    assert PLDAccountant().epsilon([(e, 1) for e in EVENTS[5:]], 1e-5) < target
+    assert ledger.rounds_left(short) == 4
+    for i in range(4):
+        ledger.release(short, i, 0, noise)
+    with pytest.raises(BudgetExhausted):
+        ledger.release(short, 4, 0, noise)
+    assert ledger.epsilon(1e-5) <= target
+
+
 def test_two_runs_with_a_budget_cannot_take_turns(tmp_path):
     """Each would believe that it has all that was left when it began."""
     ledger = ReleaseLedger(tmp_path, "data")
