@@ -25,12 +25,12 @@ def pack(payload: bytes, facts: Mapping[str, int | float | str | bool]) -> Recor
 
 def payload_of(message: Message) -> bytes:
     """The bytes that :func:`pack` was given."""
-    return bytes(message.content["payload"]["bytes"].numpy())  # type: ignore[union-attr, index]
+    return bytes(message.content["payload"]["bytes"].numpy())  # type: ignore[union-attr]
 
 
 def facts_of(message: Message) -> dict[str, Any]:
     """The numbers that :func:`pack` was given."""
-    return dict(message.content["facts"])  # type: ignore[arg-type]
+    return dict(message.content["facts"])
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,7 @@ class Logbook:
     def __init__(self, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self._path = folder / "federation.json"
-        self._writer = SummaryWriter(str(folder))  # type: ignore[no-untyped-call]
+        self._writer = SummaryWriter(str(folder))
         self._clients: dict[int, dict[str, Any]] = {}
         self._metrics: dict[str, float] = {}
         self._counts: Counter[str] = Counter(replies=0, problems=0)
@@ -56,7 +56,7 @@ class Logbook:
         spent = [facts["epsilon"] for facts in self._clients.values() if "epsilon" in facts]
         if spent:
             self._scalar("privacy/epsilon_max", max(spent), step)
-        self._writer.flush()  # type: ignore[no-untyped-call]
+        self._writer.flush()
 
     def close(self, step: int, reason: str) -> None:
         """The run is over."""
@@ -68,11 +68,11 @@ class Logbook:
             "clients": {str(client): facts for client, facts in sorted(self._clients.items())},
         }
         self._path.write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
-        self._writer.close()  # type: ignore[no-untyped-call]
+        self._writer.close()
 
     def _scalar(self, name: str, value: float, step: int) -> None:
         if math.isfinite(value):  # TensorBoard draws no infinite ε; the summary has it
-            self._writer.add_scalar(name, value, step)  # type: ignore[no-untyped-call]
+            self._writer.add_scalar(name, value, step)
 
 
 def save(value: Any, path: Path) -> None:
