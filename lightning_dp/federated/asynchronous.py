@@ -143,7 +143,8 @@ class AsyncServer(AbstractServer):
         self._broadcast = self._point  # v̂ when the round under way became the earliest one
         self._applied = [0] * self.num_clients
         self._known = [-1] * self.num_clients  # the k of the model that a client has, -1: none
-        self._left: list[int] = []
+        self._left: set[int] = set()
+        self._round, self._behind = 0, self.num_clients  # k, and how many clients are at it
 
     # -- what there is -----------------------------------------------------------------------
 
@@ -159,8 +160,16 @@ class AsyncServer(AbstractServer):
     @property
     def round(self) -> int:
         """k: the rounds below are in v̂, of every client that has not left."""
+        return self._round
+
+    def _look_for_end_of_round(self) -> None:
+        """Find k anew, once none of those that were at it is left there."""
+        if self._behind:
+            return
         staying = [n for c, n in enumerate(self._applied) if c not in self._left]
-        return min(staying or [max(self._applied)])
+        self._round = min(staying or [max(self._applied)])
+        self._behind = staying.count(self._round)
+        self._broadcast = self._point
 
     @property
     def is_done(self) -> bool:
@@ -193,9 +202,9 @@ class AsyncServer(AbstractServer):
             raise MessageError(
                 f"Client {client} answers for round {i}, which it was not asked for."
             )
-        before = self.round
+        was_behind = i == self._round
         if message.kind == REFUSED:
-            self._left.append(client)
+            self._left.add(client)
         elif message.kind == LOST:
             self.forget(client)
         elif message.kind == UPDATE:
@@ -206,8 +215,9 @@ class AsyncServer(AbstractServer):
             self._known[client] = counter
         else:
             raise MessageError(f"A reply of kind {message.kind!r} belongs to another protocol.")
-        if self.round != before:
-            self._broadcast = self._point
+        if was_behind and message.kind != LOST:
+            self._behind -= 1
+            self._look_for_end_of_round()
 
     def forget(self, client: int) -> None:
         self._known[client] = -1
@@ -220,13 +230,15 @@ class AsyncServer(AbstractServer):
             "point": self._point.clone(),
             "broadcast": self._broadcast.clone(),
             "applied": list(self._applied),
-            "left": list(self._left),
+            "left": sorted(self._left),
         }
 
     def load_state_dict(self, state: State) -> None:
         check_same(state["configuration"], self._configuration)
-        self._point, self._broadcast = state["point"].clone(), state["broadcast"].clone()
-        self._applied, self._left = list(state["applied"]), list(state["left"])
+        self._applied, self._left = list(state["applied"]), set(state["left"])
+        self._point, self._behind = state["point"].clone(), 0
+        self._look_for_end_of_round()
+        self._broadcast = state["broadcast"].clone()
         self._known = [-1] * self.num_clients
 
     @property
