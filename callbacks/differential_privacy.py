@@ -48,6 +48,9 @@ class DifferentialPrivacy(Callback):
             backward pass, fast), "hooks" (Opacus), "functional" (torch.func, knows no layer types,
             slow); "auto" takes the first where it covers the model, else the second.
         ledger_dir: folder of the privacy journal; default ``<default_root_dir>/privacy``.
+        isolation_probe: before the first step, check on a synthetic batch that no record changes
+            another's gradient, and refuse a model in which one does. It has the shapes of the first
+            batch and none of its values; see :mod:`lightning_dp.audit.isolation`.
         seed: repeatable noise and batches, for tests; the report says that nothing is private.
 
     Raises:
@@ -76,6 +79,7 @@ class DifferentialPrivacy(Callback):
         accountant: AbstractAccountant | None = None,
         engine: EngineName = "auto",
         ledger_dir: str | None = None,
+        isolation_probe: bool = True,
         seed: int | None = None,
     ) -> None:
         self._run = PrivateRun(
@@ -92,6 +96,7 @@ class DifferentialPrivacy(Callback):
                 accountant=PLDAccountant() if accountant is None else accountant,
                 engine=engine,
                 ledger_dir=ledger_dir,
+                isolation_probe=isolation_probe,
                 seed=seed,
             )
         )
@@ -101,6 +106,11 @@ class DifferentialPrivacy(Callback):
         if stage == "fit":
             check_trainer_and_strategy(trainer)
             make_private(trainer.strategy).use_privacy(self._run)
+
+    @property
+    def config(self) -> PrivacyConfig:
+        """What was said, checked; :func:`lightning_dp.audit.canaries.audit` takes it."""
+        return self._run.config
 
     @property
     def epsilon(self) -> float:

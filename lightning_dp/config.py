@@ -45,6 +45,8 @@ class PrivacyConfig:
             backward pass, fast), "hooks" (Opacus), "functional" (torch.func, knows no layer types,
             slow); "auto" takes the first where it covers the model, else the second.
         ledger_dir: folder of the privacy journal; default ``<default_root_dir>/privacy``.
+        isolation_probe: whether a synthetic batch is used, before the first step, to check that no
+            record changes another's gradient (:mod:`lightning_dp.audit.isolation`).
         seed: makes noise and batches repeatable. For tests only: nothing is private with it, and
             every report says so.
 
@@ -68,6 +70,7 @@ class PrivacyConfig:
     accountant: AbstractAccountant = field(default_factory=PLDAccountant)
     engine: EngineName = "auto"
     ledger_dir: str | None = None
+    isolation_probe: bool = True
     seed: int | None = None
 
     def __post_init__(self) -> None:

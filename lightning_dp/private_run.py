@@ -56,6 +56,7 @@ class PrivateRun:
         self._affordable_end: float = math.inf  # ... and at which the budget does
         self.stop_reason: str | None = None
         self.engine: str = config.engine  # what "auto" turned out to be, once it is known
+        self.isolation = "not probed (no batch yet)" if config.isolation_probe else "opted out"
         self.is_seeded = config.seed is not None  # for good: also a run resumed without the seed
         self._resumed: dict[str, Any] | None = None
         self._is_under_way = False

@@ -16,7 +16,7 @@ _NOT_COVERED = (
     "metrics logged from the training data (train_loss) and their effect on decisions",
     "validation on private data, and choices made by looking at it",
     "tuning runs, other fits of other callbacks on the same data",
-    "losses that couple the records of a batch",
+    "losses that couple the records of a batch in ways that the isolation probe does not see",
     "floating-point rounding and timing",
 )
 
@@ -43,6 +43,8 @@ class PrivacyReport:
         target_epsilon: the budget; None without one.
         private: False without noise, or if ``seeded``.
         seeded: whether any part of the run had a test ``seed``: repeatable, and so not private.
+        isolation: whether it was checked that no record changes another's gradient: probed, not
+            probed (why), or opted out.
         guard: how the budget is guarded.
         accountant: which accountant computed the numbers.
         mechanism: estimator, schedule, post-processing and sampling.
@@ -61,6 +63,7 @@ class PrivacyReport:
     target_epsilon: float | None
     private: bool
     seeded: bool
+    isolation: str
     guard: str
     accountant: str
     mechanism: dict[str, str]
@@ -97,6 +100,7 @@ class PrivacyReport:
                 f"{self.num_records} records, noise multiplier {self.noise_multiplier}"
             )
         lines += [f"{name}: {value}" for name, value in self.mechanism.items()]
+        lines.append(f"isolation: {self.isolation}")
         lines.append(f"accountant: {self.accountant}; budget guard: {self.guard}")
         lines.append("not covered: " + "; ".join(self.not_covered))
         return "\n".join(lines)
@@ -116,6 +120,7 @@ def report(run: PrivateRun) -> PrivacyReport:
         target_epsilon=config.target_epsilon,
         private=math.isfinite(epsilon) and not run.is_seeded,
         seeded=run.is_seeded,
+        isolation=run.isolation,
         guard=FixedGuard.description if run.mechanism is None else run.mechanism.guard.description,
         accountant=config.accountant.name,
         mechanism={

@@ -1,14 +1,22 @@
-"""Which coordinates are kept when only some of them are sent: public random choices."""
+"""Sending some coordinates only: which ones (a public random choice), and the message."""
 
 from __future__ import annotations
 
 import operator
+import struct
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
 from torch import Tensor
 
-__all__ = ["shared_mask"]
+__all__ = ["SparseVector", "random_k", "shared_mask"]
+
+# "sparse vector", a format number, a type of number; then size, keep, seed and round.
+_HEADER = struct.Struct("<4sHHQQQQ")
+_MAGIC, _FORMAT = b"LDPS", 1
+_TYPES = {1: (torch.float32, "<f4"), 2: (torch.float64, "<f8")}
+_CODES = {dtype: code for code, (dtype, _) in _TYPES.items()}
 
 
 def shared_mask(seed: int, round_: int, size: int, keep: int) -> Tensor:
@@ -32,6 +40,16 @@ def shared_mask(seed: int, round_: int, size: int, keep: int) -> Tensor:
         >>> shared_mask(seed=7, round_=0, size=10, keep=3)
         tensor([1, 4, 8])
     """
+    _check_mask(seed, round_, size, keep)
+    stream = np.random.Philox(key=np.array([seed, round_], dtype=np.uint64))
+    words = stream.random_raw(size)
+    last = np.partition(words, keep - 1)[keep - 1]
+    below = np.flatnonzero(words < last)
+    ties = np.flatnonzero(words == last)[: keep - below.size]  # of equal words the first ones
+    return torch.from_numpy(np.sort(np.concatenate([below, ties])).astype(np.int64))
+
+
+def _check_mask(seed: int, round_: int, size: int, keep: int) -> None:
     for name, value, low, high in (
         ("seed", seed, 0, 2**64 - 1),
         ("round_", round_, 0, 2**64 - 1),
@@ -40,12 +58,6 @@ def shared_mask(seed: int, round_: int, size: int, keep: int) -> Tensor:
     ):
         if not (_is_whole(value) and low <= value <= high):
             raise ValueError(f"{name}={value!r} must be a whole number from {low} to {high}.")
-    stream = np.random.Philox(key=np.array([seed, round_], dtype=np.uint64))
-    words = stream.random_raw(size)
-    last = np.partition(words, keep - 1)[keep - 1]
-    below = np.flatnonzero(words < last)
-    ties = np.flatnonzero(words == last)[: keep - below.size]  # of equal words the first ones
-    return torch.from_numpy(np.sort(np.concatenate([below, ties])).astype(np.int64))
 
 
 def _is_whole(value: object) -> bool:
@@ -57,3 +69,115 @@ def _is_whole(value: object) -> bool:
     except TypeError:
         return False
     return True
+
+
+@dataclass(frozen=True)
+class SparseVector:
+    """A vector of which some coordinates are known, the others 0: their values, and a public seed.
+
+    The coordinates are ``shared_mask(seed, round_, size, len(values))``; so 40 bytes and the values
+    are the whole message.
+
+    Args:
+        values: float32 or float64, at the coordinates in increasing order.
+        size: d, the length of the vector.
+        seed, round_: as in :func:`shared_mask`.
+
+    Raises:
+        ValueError: naming the argument that is out of its range.
+
+    Example:
+        >>> message = random_k(torch.ones(1000), keep=100, seed=7, round_=0)
+        >>> len(message.to_bytes()), SparseVector.from_bytes(message.to_bytes()).dense().sum()
+        (440, tensor(1000.))
+    """
+
+    values: Tensor = field(repr=False)
+    size: int
+    seed: int
+    round_: int
+
+    def __post_init__(self) -> None:
+        if self.values.dim() != 1 or self.values.dtype not in _CODES:
+            raise ValueError(
+                f"values of shape {tuple(self.values.shape)} and {self.values.dtype} must be a "
+                "vector of float32 or float64."
+            )
+        _check_mask(self.seed, self.round_, self.size, self.keep)
+
+    @property
+    def keep(self) -> int:
+        """k."""
+        return len(self.values)
+
+    def coordinates(self) -> Tensor:
+        """Where the values belong, sorted."""
+        return shared_mask(self.seed, self.round_, self.size, self.keep)
+
+    def dense(self) -> Tensor:
+        """All d entries."""
+        if self.keep == self.size:
+            return self.values.clone()
+        full = torch.zeros(self.size, dtype=self.values.dtype)
+        full[self.coordinates()] = self.values.cpu()
+        return full
+
+    def to_bytes(self) -> bytes:
+        """The message: a header of 40 bytes, and the values bit by bit, little-endian."""
+        code = _CODES[self.values.dtype]
+        header = _HEADER.pack(
+            *(_MAGIC, _FORMAT, code, self.size, self.keep, self.seed, self.round_)
+        )
+        return header + self.values.detach().cpu().numpy().astype(_TYPES[code][1]).tobytes()
+
+    @classmethod
+    def from_bytes(cls, message: bytes) -> SparseVector:
+        """The inverse of :meth:`to_bytes`. Raises ValueError for anything else, or a part of it."""
+        if len(message) < _HEADER.size or not message.startswith(_MAGIC):
+            raise ValueError(f"A message of {len(message)} bytes holds no sparse vector.")
+        _, version, code, size, keep, seed, round_ = _HEADER.unpack_from(message)
+        if version != _FORMAT or code not in _TYPES:
+            raise ValueError(
+                f"The message has format {version} and type {code}; this version of the package reads "
+                f"format {_FORMAT} and types {sorted(_TYPES)}."
+            )
+        kind = np.dtype(_TYPES[code][1])
+        if len(message) != _HEADER.size + keep * kind.itemsize:
+            raise ValueError(
+                f"The message says that it has {keep} values of {kind.itemsize} bytes, and has "
+                f"{len(message) - _HEADER.size} bytes after its header."
+            )
+        values = np.frombuffer(message, kind, offset=_HEADER.size).astype(kind.newbyteorder("="))
+        return cls(torch.from_numpy(values), size, seed, round_)
+
+
+def random_k(u: Tensor, keep: int, seed: int, round_: int) -> SparseVector:
+    """S(u): d/k times ``keep`` = k of the d entries of ``u``, the rest 0.
+
+    Unbiased over a random seed, E S(u) = u, with E‖S(u) - u‖² = (d/k - 1) ‖u‖². The set does not
+    depend on u: what a message says about the data is in its values only.
+
+    Args:
+        u: flat, float32 or float64, of length d.
+        keep: k, 1 <= k <= d; k = d sends u itself.
+        seed, round_: as in :func:`shared_mask`.
+
+    Raises:
+        ValueError: naming the argument that is out of its range.
+
+    Definition 3 of the DP-FCRN paper.
+
+    Example:
+        >>> random_k(torch.arange(10.0), keep=5, seed=7, round_=0).dense()
+        tensor([ 0.,  2.,  0.,  6.,  8.,  0., 12.,  0., 16.,  0.])
+    """
+    if u.dim() != 1 or u.dtype not in _CODES:
+        raise ValueError(
+            f"u has shape {tuple(u.shape)} and {u.dtype}; it must be flat, float32 or float64."
+        )
+    _check_mask(seed, round_, len(u), keep)
+    if keep == len(u):
+        return SparseVector(u.detach().clone(), keep, seed, round_)
+    coordinates = shared_mask(seed, round_, len(u), keep)
+    values = u.detach()[coordinates.to(u.device)] * (len(u) / keep)
+    return SparseVector(values, len(u), seed, round_)

@@ -11,6 +11,11 @@ from lightning_dp.federated.base import (
     Records,
 )
 from lightning_dp.federated.bvr_l_sgd import BVRLSGD
+from lightning_dp.federated.cubic_newton import (
+    CubicNewtonClient,
+    CubicNewtonServer,
+    FederatedCubicNewton,
+)
 from lightning_dp.federated.query_client import QueryClient
 from lightning_dp.federated.release_ledger import ReleaseLedger, Spending
 from lightning_dp.federated.sample_sizes import (
@@ -42,7 +47,10 @@ __all__ = [
     "AsyncServer",
     "ClientPrivacy",
     "ConstantSteps",
+    "CubicNewtonClient",
+    "CubicNewtonServer",
     "DelaySizes",
+    "FederatedCubicNewton",
     "InverseRootSteps",
     "InverseSteps",
     "LogarithmicSizes",

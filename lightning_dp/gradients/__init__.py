@@ -54,6 +54,10 @@ def attach_engine(
         if name != "auto":
             raise
         engine = OpacusHooks()
-        engine.attach(module, params)
+        try:
+            engine.attach(module, params)
+        except UnsupportedModelError as error:
+            message = f"{error} Book-keeping does not cover this model either: {reason}"
+            raise UnsupportedModelError(message) from reason
         return engine, f"{engine.name}, since book-keeping does not cover this model: {reason}"
     return engine, engine.name

@@ -92,11 +92,18 @@ def uses_along(
     if rule is any_layer:
         uses = any_layer_along(layer, inputs, gradient, directions)
         return [(p, Rows.call(weights[0] * g + weights[1] * h)) for p, g, h in uses]
+    moving = {name: param for name, param in layer.named_parameters() if id(param) in directions}
     calls: list[tuple[Tensor | None, Call]] = []
-    with forward_ad.dual_level():
-        for param, call in rule(layer, *(_joined(each) for each in (*inputs, gradient))):
+    with forward_ad.dual_level(), sdpa_kernel(SDPBackend.MATH):
+        duals = {name: _joined((param, directions[id(param)])) for name, param in moving.items()}
+        params = {id(dual): moving[name] for name, dual in duals.items()}
+        replaced = {f"module.{name}": dual for name, dual in duals.items()}
+        tensors = [_joined(each) for each in (*inputs, gradient)]
+        found: Uses = functional_call(_Holder(layer), replaced, (lambda: rule(layer, *tensors),))
+        for param, call in found:
             v, u = split(call.v), split(call.u)
-            calls += [(param, part) for part in call.form.along(v, u, weights)]
+            own = params.get(id(param), param)
+            calls += [(own, part) for part in call.form.along(v, u, weights)]
     return calls
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Trainer
 from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.trainer.states import TrainerFn
@@ -16,6 +17,8 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
 from torch.optim import Optimizer
 
+from lightning_dp.audit.isolation import probe_isolation
+from lightning_dp.gradients import AbstractGradientEngine, UnsupportedModelError
 from lightning_dp.private_run import PrivateRun
 from lightning_dp.query import Query
 from lightning_dp.sampling.loader import PrivateDataLoader
@@ -53,6 +56,7 @@ class DifferentialPrivacyStrategy(Strategy):
     _loader: PrivateDataLoader | None = None
     _publisher: Publisher | None = None
     _accumulate_before: int | None = None
+    _is_probed: bool = False
     _step_arguments: tuple[tuple[Any, ...], dict[str, Any]] = ((), {})
 
     # -- set-up ----------------------------------------------------------------------------
@@ -92,9 +96,14 @@ class DifferentialPrivacyStrategy(Strategy):
         assert module is not None
         check_optimizers(self.optimizers, module)
         check_model(module)
-        self._step = PrivateStep(module, self.optimizers[0], run.config.engine, self.root_device)
+        optimizer, engine = self.optimizers[0], run.config.engine
+        self._step = PrivateStep(module, optimizer, engine, self.root_device, self.wrap_engine)
         run.engine = self._step.engine_description
         self._step.check(run.config.resolved_estimator())
+
+    def wrap_engine(self, engine: AbstractGradientEngine) -> AbstractGradientEngine:
+        """What stands between the gradient engine and the clipping: an audit's canaries."""
+        return engine
 
     def configure_ddp(self) -> None:
         """No DDP wrapper: its reducer would all-reduce raw gradients. Rank 0's weights for all."""
@@ -167,6 +176,7 @@ class DifferentialPrivacyStrategy(Strategy):
         if chunk.first and run.exhausted:
             self._stop(_budget_reached(run))
             raise StopIteration  # what Lightning raises itself to leave the epoch
+        self._probe_isolation(batch)
         planned = mechanism.plan.rate(mechanism.step)
         if chunk.sample_rate != planned:
             raise RuntimeError(
@@ -178,6 +188,40 @@ class DifferentialPrivacyStrategy(Strategy):
         if chunk.first:
             mechanism.ask(self._step.params)
             self.barrier("privacy charge")  # on the disk before any rank touches the batch
+
+    def _probe_isolation(self, batch: Any) -> None:
+        """Once in a fit, before anything is charged: refuse a model that couples records."""
+        if self._is_probed or not self.private_run.config.isolation_probe:
+            return
+        self._is_probed = True
+        module, step, run = self.lightning_module, self._step, self.private_run
+        assert module is not None and step is not None
+        trained = {id(param) for param in step.params}
+        with step.put_aside():
+            found = probe_isolation(
+                module,
+                batch,
+                engine=run.config.engine,
+                trained=[name for name, p in module.named_parameters() if id(p) in trained],
+                trainer=self._trainer,
+            )
+        found = self.broadcast(found)
+        run.isolation = str(found)
+        if found.is_doubtful and self.is_global_zero:
+            warn(
+                "The loss divides by the number of targets that are not ignored (-100) in the whole "
+                "batch, so an ignored target of one record changes the gradients of the others. If "
+                "your data has such targets, ε does not hold: take the mean of each record first, "
+                "then the mean over the records."
+            )
+        if found.outcome == "refused":
+            raise UnsupportedModelError(found.reason)
+        if found.outcome == "coupled":
+            raise MisconfigurationException(
+                f"Records of one batch change each other's gradients: {found.reason}. Clipping "
+                "does not bound what a record does then, and ε would not hold. (Found on a "
+                "synthetic batch. If it is wrong, leave the check out with isolation_probe=False.)"
+            )
 
     def _replan_after_waste(self) -> None:
         """A charge was spent on nothing: find anew what the budget affords of the same plan."""
@@ -313,6 +357,7 @@ class DifferentialPrivacyStrategy(Strategy):
             self._trainer.accumulate_grad_batches = self._accumulate_before
         self._step, self._loader, self._publisher = None, None, None
         self._accumulate_before, self._step_arguments = None, ((), {})
+        self._is_probed = False
         super().teardown()
 
 

@@ -16,6 +16,7 @@ from lightning_dp.clipping import AbstractPerSampleGradients, bounded_sum
 from lightning_dp.estimators import AbstractEstimator
 from lightning_dp.functional import unflatten
 from lightning_dp.gradients import (
+    AbstractGradientEngine,
     RawGradientGuard,
     UnsupportedModelError,
     attach_engine,
@@ -48,16 +49,22 @@ class PrivateStep:
         optimizer: its one optimizer.
         engine: name of the gradient engine.
         device: where the model runs.
+        wrap: what stands between the engine and the clipping, if anything.
     """
 
     def __init__(
-        self, module: LightningModule, optimizer: Optimizer, engine: str, device: torch.device
+        self,
+        module: LightningModule,
+        optimizer: Optimizer,
+        engine: str,
+        device: torch.device,
+        wrap: Callable[[AbstractGradientEngine], AbstractGradientEngine] = lambda engine: engine,
     ) -> None:
         self.params = trained_parameters(optimizer)
         self._module = module
         self._device = device
-        with _without_trainer(module):
-            self._engine, self.engine_description = attach_engine(engine, module, self.params)
+        self._engine_name, self._wrap = engine, wrap
+        self._engine, self.engine_description = self._attach()
         try:
             self._raw = RawGradientGuard(module.named_parameters(), optimizer)
         except Exception:
@@ -71,6 +78,20 @@ class PrivateStep:
         self._is_released = False
         self._random_state: RandomState | None = None
         self._kept: list[_Replay] = []  # the chunks of a step that asks several queries
+
+    def _attach(self) -> tuple[AbstractGradientEngine, str]:
+        with _without_trainer(self._module):
+            engine, description = attach_engine(self._engine_name, self._module, self.params)
+        return self._wrap(engine), description
+
+    @contextmanager
+    def put_aside(self) -> Iterator[None]:
+        """The model without the engine's hooks, between two batches: copies must not have them."""
+        self._engine.detach()
+        try:
+            yield
+        finally:
+            self._engine, self.engine_description = self._attach()
 
     def begin(self, chunk: Chunk) -> None:
         """The next physical batch is this chunk."""

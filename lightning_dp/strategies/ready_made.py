@@ -70,7 +70,9 @@ class PrivateDDPStrategy(DifferentialPrivacyStrategy, DDPStrategy):
             self.use_privacy(PrivateRun(privacy))
 
 
-def make_private(strategy: Strategy) -> DifferentialPrivacyStrategy:
+def make_private(
+    strategy: Strategy, kind: type[DifferentialPrivacyStrategy] = DifferentialPrivacyStrategy
+) -> DifferentialPrivacyStrategy:
     """Make the strategy a private one, in place: the Trainer keeps the object it chose.
 
     Its class becomes a subclass of the mixin and the class it had. Replacing the object would
@@ -78,9 +80,7 @@ def make_private(strategy: Strategy) -> DifferentialPrivacyStrategy:
     """
     if not isinstance(strategy, DifferentialPrivacyStrategy):
         base: Any = type(strategy)
-        strategy.__class__ = type(
-            f"Private{base.__name__}", (DifferentialPrivacyStrategy, base), {}
-        )
+        strategy.__class__ = type(f"Private{base.__name__}", (kind, base), {})
     assert isinstance(strategy, DifferentialPrivacyStrategy)
     return strategy
 

@@ -64,7 +64,6 @@ def test_a_layer_called_without_a_tensor_is_refused(layer_engine, oracle):
         (nn.Embedding(7, 4, sparse=True), "1 .Embedding. has sparse set"),
         (nn.Embedding(7, 4, scale_grad_by_freq=True), "1 .Embedding. has scale_grad_by_freq set"),
         (nn.LSTM(4, 3), "1 .LSTM. hides its records"),
-        (nn.MultiheadAttention(4, 2), "1 .MultiheadAttention. hides its records"),
         (nn.BatchNorm1d(4), "1 .BatchNorm1d. has buffers"),
     ],
 )

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_dp.clipping import bounded_sum
-from lightning_dp.gradients import Bookkeeping
+from lightning_dp.gradients import Bookkeeping, bookkept
 from lightning_dp.gradients.layers import Call, ParameterGradients
 from lightning_dp.gradients.layers.convolution import Convolution
 from lightning_dp.gradients.layers.embedding import Lookup
@@ -161,6 +161,35 @@ def test_a_record_whose_large_terms_cancel_stays_within_its_bound(kind):
             weights = torch.randn(1, 16, 1, 1).expand(1, 16, 2, 1)
         engine.attach(layer, list(layer.parameters()))
         engine.backward(1e9 * (layer(batch) * weights).sum())
+        longest = max(longest, float(bounded_sum(engine.take(1.0, {}), 1.0).value.norm()))
+        engine.detach()
+    assert longest <= 1 + 1e-5
+
+
+def far_apart(kind: str) -> tuple[nn.Module, Tensor, Tensor]:
+    """As above with so many positions that rows are made, for a first record of two."""
+    if kind == "sequence":
+        batch = torch.cat([opposite(torch.randn(6)).repeat(1, 20, 1), torch.randn(1, 40, 6)])
+        return nn.Linear(6, 4, bias=False), batch, torch.randn(1, 1, 4).expand(2, 40, 4)
+    images, weights = torch.zeros(2, 2, 12, 12), torch.zeros(2, 4, 10, 10)
+    patch, back = torch.randn(2, 3, 3), torch.randn(4)
+    for place in (0, 4, 8):
+        images[0, :, place : place + 3, place : place + 3] = patch
+    weights[0, :, 0, 0], weights[0, :, 4, 4] = back, back
+    weights[0, :, 8, 8] = -(2 + 2e-7 * torch.randn(())) * back
+    return nn.Conv2d(2, 4, 3, bias=False), images, weights
+
+
+@pytest.mark.parametrize("kind", ["sequence", "image"])
+def test_terms_that_cancel_stay_within_the_bound_where_rows_are_not_kept(kind, monkeypatch):
+    monkeypatch.setattr(bookkept, "_KEEP_BYTES", 0)
+    torch.manual_seed(0)
+    longest = 0.0
+    for _ in range(100):
+        layer, batch, weights = far_apart(kind)
+        engine = Bookkeeping()
+        engine.attach(layer, list(layer.parameters()))
+        engine.backward(1e9 * (layer(batch) * weights)[:1].sum(), may_fold=False)
         longest = max(longest, float(bounded_sum(engine.take(1.0, {}), 1.0).value.norm()))
         engine.detach()
     assert longest <= 1 + 1e-5

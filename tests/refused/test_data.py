@@ -213,7 +213,6 @@ def test_time_folded_into_the_batch_is_refused(
         lambda: trainer.fit(model, loader),
         "Some layers see more rows than there are records.*Keep records in the first dimension",
         model,
-        charged=1,
     )
 
 

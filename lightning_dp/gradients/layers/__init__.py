@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from torch import nn
 
 from lightning_dp.gradients.layers.any_layer import any_layer
+from lightning_dp.gradients.layers.attention import multihead_attention
 from lightning_dp.gradients.layers.base import (
     AbstractForm,
     Call,
@@ -39,7 +40,7 @@ __all__ = [
 ]
 
 # (layer, its input, the gradient of its output) -> every parameter with its use in this call;
-# the tensors have records first.
+# the tensors have records first. That of nn.MultiheadAttention is also told of the call.
 Rule = Callable[..., Uses]
 
 RULES: Mapping[type[nn.Module], Rule] = {
@@ -54,6 +55,7 @@ RULES: Mapping[type[nn.Module], Rule] = {
     nn.InstanceNorm2d: instance_norm,
     nn.InstanceNorm3d: instance_norm,
     nn.RMSNorm: rms_norm,
+    nn.MultiheadAttention: multihead_attention,
 }
 
 

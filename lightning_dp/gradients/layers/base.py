@@ -119,6 +119,10 @@ class AbstractForm(ABC):
         parts = zip(torch.split(v, size), torch.split(u, size), strict=True)
         return torch.cat([as_rows(self.rows(*part))[:, places] for part in parts])
 
+    def lengths(self, v: Tensor, u: Tensor) -> Tensor:
+        """A bound on Σ_s ‖a_s‖ where f(v_i, u_i) = Σ_s a_s is computed, float64, shape (n,)."""
+        return (squared_row_norms(v) * squared_row_norms(u)).sqrt()
+
     def squared_norms(self, calls: Sequence[Call], *, may_keep: bool) -> Tensor | None:
         """‖Σ_calls f(v_i, u_i)‖² of each record as float64, where that is cheaper than the rows.
 
@@ -175,6 +179,9 @@ class Rows(AbstractForm):
         weights: tuple[float, float],
     ) -> list[Call]:
         return [self.call(call.u) for call in super().along((v[0], None), u, weights)]
+
+    def lengths(self, v: Tensor, u: Tensor) -> Tensor:
+        return squared_row_norms(u).sqrt()
 
     def squared_norms(self, calls: Sequence[Call], *, may_keep: bool) -> Tensor | None:
         return squared_row_norms(calls[0].u) if len(calls) == 1 else None
@@ -260,9 +267,12 @@ class ParameterGradients:
             return squared_row_norms(self._kept)
         size = max(1, _SLICE_BYTES // (4 * self._numel))
         slices = [slice(start, start + size) for start in range(0, count, size)]
-        return torch.cat(
+        squares = torch.cat(
             [squared_row_norms(_sum_of_rows([call.of(s) for call in self.calls])) for s in slices]
         )
+        # The sum is made from other sums of the same terms, rounded in another way.
+        lengths = reduce(torch.add, (call.form.lengths(call.v, call.u) for call in self.calls))
+        return above_rounding(squares, lengths, self.calls[0].u.dtype)
 
     def _rows(self, *calls: Call) -> Tensor:
         """The gradients of all records, in memory that is used again if the form can."""

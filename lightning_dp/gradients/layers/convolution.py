@@ -105,6 +105,11 @@ class Convolution(AbstractForm):
         )[1]  # fmt: skip
         return gradient
 
+    def lengths(self, v: Tensor, u: Tensor) -> Tensor:
+        return super().lengths(v, u) * math.sqrt(
+            math.prod(self.weight_shape[2:])
+        )  # overlapping patches
+
     def squared_norms(self, calls: Sequence[Call], *, may_keep: bool) -> Tensor | None:
         """From inner products of patches and of output gradients, where these are few.
 

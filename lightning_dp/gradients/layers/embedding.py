@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
 
+from lightning_dp.functional import squared_row_norms
 from lightning_dp.gradients.layers.base import (
     PRODUCTS,
     AbstractForm,
@@ -39,6 +41,9 @@ class Lookup(AbstractForm):
         moved = (here.v != there.v).unsqueeze(2)
         own = here.u.masked_fill(~moved, 0.0)
         return [replace(here, u=own), replace(there, u=there.u + here.u.masked_fill(moved, 0.0))]
+
+    def lengths(self, v: Tensor, u: Tensor) -> Tensor:
+        return squared_row_norms(u).sqrt() * math.sqrt(u.shape[1])
 
     def squared_norms(self, calls: Sequence[Call], *, may_keep: bool) -> Tensor | None:
         """Σ over positions s, t of equal rows of u_s · u_t: nothing of the table's size."""

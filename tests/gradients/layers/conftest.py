@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from lightning_dp.gradients import bookkeeping
+from lightning_dp.gradients import Bookkeeping, Functional, bookkept
 from lightning_dp.gradients.layers import base
 
 RECORDS = 5
@@ -62,6 +62,18 @@ class Gated(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.gate(self.linear(x), torch.tanh(x))
+
+
+class Standardised(nn.Module):
+    """A buffer, and no parameters but those of a layer inside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("scale", torch.linspace(0.5, 2.0, 6))
+        self.layer = nn.Linear(6, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x * self.scale)
 
 
 class OwnLinear(nn.Linear):
@@ -131,15 +143,82 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor]]] = {
     "instance_norm3d": (net(nn.InstanceNorm3d(3, affine=True), nn.Tanh()), images(3, 2, 4, 3)),
     "rms_norm": (net(nn.Linear(6, 8), nn.RMSNorm(8), nn.Tanh()), images(3, 6)),
     "attention": (net(nn.Linear(6, 6), Attention(), Attention()), images(4, 6)),
+    "multihead_on_one_tensor": (lambda: Heads(need_weights=True), images(4, 6)),
+    "multihead_on_two_tensors": (lambda: Heads(memory=torch.sin), images(4, 6)),
+    "multihead_on_three_tensors": (
+        lambda: Heads(memory=torch.sin, value=torch.cos, need_weights=True), images(4, 6),
+    ),
+    "multihead_with_other_widths": (
+        lambda: Heads(memory=lambda x: x[..., :4], kdim=4, vdim=4), images(4, 6),
+    ),
+    "multihead_with_added_keys": (
+        lambda: Heads(add_bias_kv=True, add_zero_attn=True, padded=True), images(4, 6),
+    ),
+    "multihead_without_bias": (lambda: Heads(bias=False, padded=True), images(4, 6)),
+    "transformer_encoder": (
+        lambda: nn.Sequential(*(encoder_layer(norm_first=first) for first in (True, False))),
+        images(4, 6),
+    ),
+    "transformer_decoder": (lambda: Decoder(), images(4, 6)),
     "positions_as_a_parameter": (net(Positions()), lambda: torch.randint(9, (RECORDS, 7))),
     "prelu": (net(nn.Linear(6, 6), nn.PReLU(), nn.Linear(6, 2)), images(6)),
     "in_place_relu": (net(nn.Linear(6, 6), nn.ReLU(inplace=True), nn.Linear(6, 2)), images(6)),
+    "buffer_beside_layers": (net(Standardised(), nn.Tanh(), nn.Linear(4, 3)), images(6)),
     "two_tensors": (lambda: Gated(), images(6)),
     "subclass": (net(OwnLinear(6, 4), nn.Tanh(), OtherLinear(4, 3)), images(6)),
     "called_twice": (lambda: Twice(), images(6)),
     "called_twice_on_sequences": (lambda: Twice(), images(3, 6)),
     "one_gradient_for_two": (lambda: Both(), images(6)),
 }  # fmt: skip
+
+
+class Heads(nn.Module):
+    """nn.MultiheadAttention, called twice."""
+
+    def __init__(
+        self,
+        memory: Callable[[Tensor], Tensor] | None = None,
+        value: Callable[[Tensor], Tensor] | None = None,
+        padded: bool = False,
+        need_weights: bool = False,
+        **options: Any,
+    ) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(6, 2, batch_first=True, **options)
+        self.memory, self.value, self.padded = memory, value, padded
+        self.options = {"need_weights": need_weights}
+        with torch.no_grad():
+            for param in self.parameters():
+                param.normal_(std=0.5)
+
+    def attend(self, x: Tensor) -> Tensor:
+        key = x if self.memory is None else self.memory(x)
+        value = key if self.value is None else self.value(x)
+        padding = (x[..., 0] > 0.3) & (torch.arange(4) > 0) if self.padded else None
+        return self.attention(x, key, value, key_padding_mask=padding, **self.options)[0]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.attend(torch.tanh(self.attend(x)) + x).flatten(1)
+
+
+def encoder_layer(**options: Any) -> nn.Module:
+    return nn.TransformerEncoderLayer(
+        6, 2, dim_feedforward=7, **{"dropout": 0.0, "batch_first": True, **options}
+    )
+
+
+class Decoder(nn.Module):
+    """Attention to itself, up to each position, and to something else, longer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.TransformerDecoderLayer(
+            6, 2, dim_feedforward=7, dropout=0.0, batch_first=True
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        causal = nn.Transformer.generate_square_subsequent_mask(3, dtype=x.dtype)
+        return self.layer(x[:, :3], torch.sin(x), tgt_mask=causal, tgt_is_causal=True)
 
 
 class Twice(nn.Module):
@@ -198,7 +277,11 @@ class Both(nn.Module):
 
 
 @pytest.fixture(params=CASES)
-def model_and_batch(request: pytest.FixtureRequest) -> tuple[nn.Module, Tensor]:
+def model_and_batch(
+    request: pytest.FixtureRequest, layer_engine: Bookkeeping
+) -> tuple[nn.Module, Tensor]:
+    if isinstance(layer_engine, Functional) and request.param.startswith(("multi", "transformer")):
+        pytest.skip("torch.func does not see the records of nn.MultiheadAttention")
     torch.manual_seed(0)
     make, batch = CASES[request.param]
     return make(), batch()
@@ -208,7 +291,7 @@ def model_and_batch(request: pytest.FixtureRequest) -> tuple[nn.Module, Tensor]:
 def memory(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Gradients of all records at once, or in slices as if they were too large."""
     if request.param == "sliced":
-        monkeypatch.setattr(bookkeeping, "_KEEP_BYTES", 0)
+        monkeypatch.setattr(bookkept, "_KEEP_BYTES", 0)
         monkeypatch.setattr(base, "_SLICE_BYTES", 200)
         for name in ("linear", "embedding", "convolution"):
             module = importlib.import_module(f"lightning_dp.gradients.layers.{name}")

@@ -1,0 +1,152 @@
+"""The data sets of cubic_newton.py: rows of length 1, dealt out to clients, and the optimum."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+
+import numpy as np
+import torch
+from sklearn.linear_model import LogisticRegression
+from torch import Tensor
+
+DATA_VARIABLE = "LIGHTNING_DP_DATA"
+TEST_SHARE = 0.2  # where a set has no test part of its own
+Arrays = tuple[np.ndarray, np.ndarray]
+
+
+@dataclass(frozen=True)
+class DataSet:
+    """Where a data set is found: ``file`` in the folder given with --data.
+
+    Args:
+        choose: keeps some records and makes the labels -1 and 1.
+    """
+
+    title: str
+    file: str
+    choose: Callable[[np.ndarray, np.ndarray], Arrays] = lambda x, y: (x, y)
+
+
+def _three_or_five(x: np.ndarray, y: np.ndarray) -> Arrays:
+    kept = (y == 3) | (y == 5)
+    return x[kept].reshape(kept.sum(), -1) / 255, np.where(y[kept] == 3, 1, -1)
+
+
+SETS = {
+    "a9a": DataSet("a9a", "a9a.npz"),
+    "w8a": DataSet("w8a", "w8a.npz"),
+    "phishing": DataSet("phishing", "phishing.npz"),
+    "mnist": DataSet("MNIST, 3 or 5", "mnist.npz", _three_or_five),
+}
+
+
+def is_there(name: str, folder: str) -> bool:
+    """Whether a set can be read; says so if not."""
+    if folder and Path(folder, SETS[name].file).is_file():
+        return True
+    where = f"no {SETS[name].file} in {folder}" if folder else "no folder was given"
+    print(
+        f"{SETS[name].title} is left out: {where} (--data DIR or {DATA_VARIABLE}).",
+        file=sys.stderr,
+    )
+    return False
+
+
+@dataclass(frozen=True)
+class Problem:
+    """L2-regularised logistic regression, f(w) = Σ_j log(1 + exp(-b_j a_j·w)) / N + λ ‖w‖² / 2.
+
+    Args:
+        x: b_j a_j, of length at most 1, by client: (n, m, d).
+        test: the same of the test records, (N', d).
+        weight_decay: λ = 1/m, as in the paper.
+        optimum: the least f.
+        best_accuracy: the test accuracy there.
+    """
+
+    x: Tensor
+    test: Tensor
+    weight_decay: float
+    optimum: float
+    best_accuracy: float
+
+    @property
+    def clients(self) -> int:
+        return self.x.shape[0]
+
+    @property
+    def records(self) -> int:
+        """m, of each client."""
+        return self.x.shape[1]
+
+    @property
+    def size(self) -> int:
+        return self.x.shape[2]
+
+    def suboptimality(self, points: Tensor) -> Tensor:
+        """f - min f at each column of (d, columns); infinite where f is not finite."""
+        margins = torch.tensordot(self.x, points.to(self.x.dtype), dims=1)
+        loss = torch.nn.functional.softplus(-margins).double().mean((0, 1))
+        loss = loss + self.weight_decay / 2 * points.double().square().sum(0)
+        return torch.nan_to_num(loss - self.optimum, nan=float("inf"), posinf=float("inf"))
+
+    def accuracy(self, points: Tensor) -> Tensor:
+        """The share of test records on the right side."""
+        return (self.test @ points.to(self.test.dtype) > 0).double().mean(0)
+
+    def as_one(self) -> Problem:
+        """All records with one trusted holder, who minimises the same f."""
+        whole = self.x.reshape(1, -1, self.size)
+        return Problem(whole, self.test, self.weight_decay, self.optimum, self.best_accuracy)
+
+
+@lru_cache(maxsize=2)
+def problem(name: str, folder: str, clients: int) -> Problem:
+    """Rows and a 1 for the intercept, divided by their length (record by record, so no data leak).
+
+    The records are dealt out at random, equally many to each client; what remains is dropped.
+    """
+    (x, y), (x_test, y_test) = _parts(SETS[name], folder)
+    order = np.random.default_rng(0).permutation(len(x))[: len(x) // clients * clients]
+    x, y = x[order], y[order]
+    signed = torch.from_numpy(x * y[:, None]).reshape(clients, -1, x.shape[1])
+    test = torch.from_numpy(x_test * y_test[:, None])
+    weight_decay = 1 / signed.shape[1]
+    best = _minimum(x, y, weight_decay)[:, None]
+    exact = Problem(signed.double(), test.double(), weight_decay, 0.0, 0.0)
+    least, accuracy = float(exact.suboptimality(best)[0]), float(exact.accuracy(best)[0])
+    return Problem(signed, test, weight_decay, least, accuracy)
+
+
+def _parts(of: DataSet, folder: str) -> tuple[Arrays, Arrays]:
+    """The records to train on and to test with; a random fifth where the set has none."""
+    with np.load(Path(folder, of.file), allow_pickle=False) as arrays:
+        if "X_test" in arrays.files:
+            train, test = (
+                _rows(*of.choose(arrays[f"X_{part}"], arrays[f"y_{part}"]))
+                for part in ("train", "test")
+            )
+            return train, test
+        end = "" if "X" in arrays.files else "_train"
+        x, y = _rows(*of.choose(arrays[f"X{end}"], arrays[f"y{end}"]))
+    order = np.random.default_rng(1).permutation(len(x))
+    cut = round(TEST_SHARE * len(x))
+    train, test = ((x[rows], y[rows]) for rows in (order[cut:], order[:cut]))
+    return train, test
+
+
+def _rows(x: np.ndarray, y: np.ndarray) -> Arrays:
+    x = np.concatenate([x.astype(np.float32), np.ones((len(x), 1), np.float32)], axis=1)
+    return x / np.linalg.norm(x, axis=1, keepdims=True), y.astype(np.float32)
+
+
+def _minimum(x: np.ndarray, y: np.ndarray, weight_decay: float) -> Tensor:
+    """scikit-learn's."""
+    model = LogisticRegression(
+        C=1 / (weight_decay * len(x)), fit_intercept=False, tol=1e-9, max_iter=10_000
+    )
+    return torch.from_numpy(model.fit(x.astype(np.float64), y).coef_[0].copy())

@@ -1,0 +1,280 @@
+"""Runs of cubic_newton.py: one through the package, and many settings at once for tuning."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Any
+
+import torch
+from cubic_newton_data import Problem
+from torch import Tensor
+
+from lightning_dp import CubicNewton
+from lightning_dp.accounting import calibrate
+from lightning_dp.accounting.ledger import Ledger
+from lightning_dp.clipping import AbstractPerSampleGradients, bounded_sum
+from lightning_dp.cubic_model import average_weight
+from lightning_dp.estimators.base import State
+from lightning_dp.federated import FederatedCubicNewton
+from lightning_dp.query import BoundedSum, Query, Term
+from lightning_dp.sparsify import shared_mask
+
+DELTA = 1e-5
+MASK_SEED = 1000
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What is tuned.
+
+    Args:
+        inner: τ; 1 is Fed-SGD.
+        rate: η, the step of the inner solver (of Fed-SGD: the learning rate).
+        clip: C_g.
+        curvature: C_H / C_g; the Hessian of one record's loss has norm at most 1/4.
+        scale: α.
+        cubic: M.
+        is_local: plain local gradient steps instead of the quadratic model.
+        whole: with k < d, the inner solver works in all coordinates.
+    """
+
+    inner: int
+    rate: float
+    clip: float
+    curvature: float = 0.25
+    scale: float = 1.0
+    cubic: float = 0.0
+    is_local: bool = False
+    whole: bool = False
+
+    def estimator(self, weight_decay: float, kept: float) -> CubicNewton:
+        of = LocalSteps if self.is_local else CubicNewton
+        return of(
+            strong_convexity=min(1e-6, weight_decay),  # steps of constant size: max_step_size
+            hessian_lipschitz=self.cubic,
+            inner_steps=self.inner,
+            max_grad_norm=self.clip,
+            max_hessian_norm=self.clip * self.curvature,
+            keep_fraction=kept,
+            mask_seed=MASK_SEED,
+            weight_decay=weight_decay,
+            max_step_size=self.rate,
+        )
+
+
+class LocalSteps(CubicNewton):
+    """Local gradient descent (DP local SGD): the gradient at x + v in place of g + H v."""
+
+    def ask(
+        self, state: State, params: Sequence[Tensor], step: int, noise_multiplier: float
+    ) -> Query:
+        query = super().ask(state, params, step, noise_multiplier)
+        bound = math.sqrt(self.kept(params[0].numel()) / params[0].numel()) * self.max_grad_norm
+        directions = [term.direction for term in query.terms if term.direction is not None]
+        here = params[0] + directions[0] if directions else params[0]
+        return replace(query, terms=(Term(1.0, here),), clip_norm=bound)
+
+
+@lru_cache(maxsize=256)
+def noise_multiplier(epsilon: float, rounds: int) -> float:
+    """z of a round for a run of so many on full batches (add/remove)."""
+    if math.isinf(epsilon):
+        return 0.0
+    return calibrate(lambda _: 1.0, 1.0, rounds, epsilon, DELTA)
+
+
+# -- one run, through the package ------------------------------------------------------------------
+
+
+class LogisticAnswer:
+    """The clipped sums of one client in closed form: no gradient of a record is ever formed.
+
+    With x_j = b_j a_j and s = σ(x_j·w): g_j = -(1 - s) x_j and H_j v = s (1 - s) (x_j·v) x_j, so each
+    record's answer is a number times x_j, and its norm that number times ‖x_j‖.
+    """
+
+    def __init__(self, x: Tensor) -> None:
+        self._x = x
+        self._squares = x.square()
+        self._point: Tensor | None = None
+
+    def __call__(self, query: Query, records: Sequence[int]) -> BoundedSum:
+        assert len(records) == len(self._x), "written for full batches"
+        numbers: Any = 0.0
+        for run in query.passes:
+            assert run.point is not None
+            if run.point is not self._point:
+                self._point = run.point
+                self._values = torch.sigmoid(self._x @ run.point.to(self._x.dtype))
+            numbers = numbers + run.gradient * (self._values - 1)
+            if run.direction is not None:
+                along = self._x @ run.direction.to(self._x.dtype)
+                numbers = numbers + run.product * self._values * (1 - self._values) * along
+        return bounded_sum(_Multiples(numbers, self._x, self._squares, query), query.clip_norm)
+
+
+@dataclass
+class _Multiples(AbstractPerSampleGradients):
+    """Rows that are multiples of the rows of x, at the query's coordinates."""
+
+    numbers: Tensor
+    x: Tensor
+    squares: Tensor
+    query: Query
+
+    @property
+    def count(self) -> int:
+        return len(self.x)
+
+    def norms(self) -> Tensor:
+        c = self.query.coordinates
+        if c is None:
+            squares = self.squares.sum(1)
+        else:
+            kept = self.x.new_zeros(self.x.shape[1])
+            kept[c] = 1
+            squares = self.squares @ kept
+        return self.numbers.abs().double() * squares.double().sqrt()
+
+    def weighted_sum(self, weights: Tensor) -> Tensor:
+        x, numbers, is_left_out = self.x, self.numbers * weights, weights == 0
+        if is_left_out.any():  # 0 * NaN is NaN
+            x = x.masked_fill(is_left_out.unsqueeze(1), 0.0)
+            numbers = numbers.masked_fill(is_left_out, 0.0)
+        total = numbers.to(x.dtype) @ x
+        return total if self.query.coordinates is None else total[self.query.coordinates]
+
+    def combine(self, weight: float, others: Any) -> AbstractPerSampleGradients:
+        raise NotImplementedError
+
+    def restrict(self, coordinates: Tensor) -> AbstractPerSampleGradients:
+        raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class Trace:
+    """What a run did.
+
+    Args:
+        suboptimality, accuracy: after 0, 1, ..., T rounds.
+        epsilon: of the client that spent most, by the accountant from its ledger.
+        evaluations: gradients and gradients with Hessian-vector products of one record, per record.
+        uplink: bytes from one client in one round.
+    """
+
+    suboptimality: Tensor
+    accuracy: Tensor
+    epsilon: float
+    evaluations: int
+    uplink: int
+
+
+def execute(
+    of: Problem, setting: Setting, epsilon: float, rounds: int, kept: float, seed: int
+) -> Trace:
+    """A federation of the package: every message as bytes, every client with its own ledger."""
+    run = FederatedCubicNewton(
+        setting.estimator(of.weight_decay, kept),
+        clients=of.clients,
+        rounds=rounds,
+        noise_multiplier=noise_multiplier(epsilon, rounds),
+        step_scale=setting.scale,
+        whole_steps=setting.whole,
+    )
+    clients = []
+    for number in range(of.clients):
+        ledger = Ledger()
+        ledger.begin("run")
+        answer = LogisticAnswer(of.x[number])
+        clients.append(run.client(number, answer, of.records, ledger, seed))
+    server = run.server(torch.zeros(of.size))
+    points, uplink = [server.point], 0
+    while not server.is_done:
+        for number, client in enumerate(clients):
+            request = server.request(number)
+            assert request is not None
+            reply = client.answer(request)
+            uplink = len(reply)
+            server.receive(number, reply)
+        points.append(server.point)
+    columns = torch.stack(points, 1)
+    return Trace(
+        of.suboptimality(columns),
+        of.accuracy(columns),
+        clients[0].epsilon(DELTA),
+        rounds * setting.inner,
+        uplink,
+    )
+
+
+# -- many settings at once, for tuning -------------------------------------------------------------
+
+
+@torch.no_grad()
+def sweep(
+    of: Problem,
+    settings: Sequence[Setting],
+    noise: Sequence[float],
+    rounds: int,
+    kept: float = 1.0,
+    seed: int = 0,
+) -> Tensor:
+    """Suboptimality after the last round of each setting, run side by side.
+
+    The same arithmetic as :func:`execute` (a test compares them), on matrices with a column for
+    each setting; ``settings`` agree in τ and in whether they are local or whole. Its noise is from
+    torch's generator: what comes of it is not released to anybody.
+
+    Args:
+        noise: z of a round, for each setting.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    inner, is_local, whole = (getattr(settings[0], f) for f in ("inner", "is_local", "whole"))
+    columns = {
+        name: torch.tensor([getattr(s, name) for s in settings])
+        for name in ("rate", "clip", "curvature", "scale", "cubic")
+    }
+    z = torch.tensor(noise, dtype=torch.float32) * math.sqrt(inner)
+    x, n, m, d, count = of.x, of.clients, of.records, of.size, len(settings)
+    estimator = settings[0].estimator(of.weight_decay, kept)
+    keep = estimator.kept(d)
+    squares = x.square()
+    is_cut, lengths = keep < d and not whole, torch.ones(1)
+    masks = torch.ones(n, d, 1)
+    point = torch.zeros(d, count)
+    for t in range(rounds):
+        if keep < d:
+            masks = torch.zeros(n, d, 1)
+            for client in range(n):
+                masks[client, shared_mask(MASK_SEED + client, t, d, keep)] = 1
+        within = torch.ones(n, d, 1) if whole or keep == d else masks
+        share = 1.0 if whole else math.sqrt(keep / d)
+        if is_cut:
+            lengths = torch.bmm(squares, masks).sqrt()
+        margins = torch.matmul(x.reshape(n * m, d), point).reshape(n, m, count)
+        s = torch.sigmoid(margins)
+        first, second = s - 1, s * (1 - s)
+        v, average = torch.zeros(n, d, count), torch.zeros(n, d, count)
+        for step in range(inner):
+            numbers = first
+            norm = v.norm(dim=1, keepdim=True)
+            bound = share * columns["clip"] * (1 + (0 if is_local else columns["curvature"] * norm))
+            if step:
+                along = torch.bmm(x, v)
+                if is_local:
+                    numbers = torch.sigmoid(margins + along) - 1
+                else:
+                    numbers = torch.addcmul(first, second, along)
+            most = bound / lengths if is_cut else bound  # rows are of length 1, or shorter if cut
+            numbers = torch.minimum(torch.maximum(numbers, -most), most)
+            slope = torch.bmm(x.transpose(1, 2), numbers) * within
+            drawn = torch.randn(n, d, count, generator=generator) * within
+            slope = (slope + z * bound * drawn) / m
+            slope = slope + of.weight_decay * (point * within + v)
+            v = v - columns["rate"] * (slope + columns["cubic"] / 2 * norm * v)
+            average = average + average_weight(step + 1, inner) * v
+        point = point + columns["scale"] * (d / keep) * (average * masks).mean(0)
+    return of.suboptimality(point)

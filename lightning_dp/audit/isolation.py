@@ -1,0 +1,300 @@
+"""The isolation probe: does each record's gradient depend on that record alone?"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from torch import Tensor
+
+from lightning_dp.audit.coupling import CURES, Pair, common_factor, guilty_module, moved
+from lightning_dp.audit.passes import Answer, NotProbed, Passes
+from lightning_dp.audit.synthetic import (
+    NoSyntheticBatch,
+    leaves_of,
+    replace_leaf,
+    synthetic_pool,
+    take_rows,
+)
+from lightning_dp.gradients import UnsupportedModelError
+
+__all__ = ["Isolation", "check_isolation", "probe_isolation"]
+
+Outcome = Literal["isolated", "coupled", "refused", "not probed"]
+
+_RECORDS = 4
+_CLASSES = (8, 4, 3, 2)  # how many classes a model may have at least
+_IGNORED = -100  # torch's default ignore_index
+
+CONDITION = "provided that no target is ignored (ignore_index=-100)"
+
+
+@dataclass(frozen=True)
+class Isolation:
+    """What a probe found; nothing in it comes from a value of the data, except by your own call.
+
+    Args:
+        outcome: "isolated"; "coupled" (a record moved another's gradient); "refused" (the gradient
+            engine cannot tell the records apart); "not probed".
+        reason: why, with the cure; "" if isolated. Of an exception of the model its type only.
+        modules: names of the modules through which records are coupled.
+        condition: what must hold beside; "" for nothing.
+        is_doubtful: whether it often does not: records have several targets each, as where padding
+            is ignored.
+    """
+
+    outcome: Outcome
+    reason: str = ""
+    modules: tuple[str, ...] = ()
+    condition: str = ""
+    is_doubtful: bool = False
+
+    def __str__(self) -> str:
+        if self.outcome == "not probed":
+            return f"not probed ({self.reason})"
+        verdict = "isolated" if self.outcome == "isolated" else f"FAILED: {self.reason}"
+        return f"probed, {verdict}" + (f", {self.condition}" if self.condition else "")
+
+
+def check_isolation(
+    module: LightningModule,
+    batch: Any,
+    *,
+    engine: str = "auto",
+    trained: Sequence[str] | None = None,
+    trainer: Trainer | None = None,
+) -> Isolation:
+    r"""Probe with the records of a batch that you give: they are used, with their values.
+
+    For every position j the gradients :math:`\hat g_i`, i ≠ j, that the engine attributes to the
+    other records must be the same if record j is replaced by another one, and if it is left out:
+    then :math:`\hat g_i` is a function of record i alone, and clipping it bounds what a record can
+    do. Each record's norm and a weighted sum of the gradients are compared.
+
+    If the batch is private, so is the outcome (it is computed without noise): look at it yourself,
+    and do not publish it. :func:`probe_isolation` uses no values and has no such limit.
+
+    Not covered: ``collate_fn``, the hooks that move a batch to the device, branches of
+    ``training_step`` that these records do not take. The mean over other losses than what
+    ``training_step`` returns is not seen. Where the forward pass draws random numbers by other
+    means than ``nn.Dropout``, records are only replaced, not left out.
+
+    Args:
+        module: in training mode; a copy of it is run, about 12 times.
+        batch: at least 4 records in tensors with one row each; half of the first 8 are the batch,
+            the others the replacements.
+        engine: the gradient engine whose answers are compared.
+        trained: names of the parameters to look at; default all that require a gradient.
+        trainer: what ``self.trainer`` is in ``training_step``; its loggers are mute.
+
+    Example:
+        >>> class Model(LightningModule):
+        ...     def __init__(self):
+        ...         super().__init__()
+        ...         self.layer = torch.nn.Linear(3, 2)
+        ...     def training_step(self, batch, batch_idx):
+        ...         x, y = batch
+        ...         return torch.nn.functional.cross_entropy(self.layer(x), y, weight=self.weight)
+        ...     weight = None
+        >>> batch = torch.eye(8)[:, :3], torch.arange(8) % 2
+        >>> check_isolation(Model(), batch).outcome
+        'isolated'
+        >>> Model.weight = torch.tensor([1.0, 9.0])
+        >>> check_isolation(Model(), batch).reason[:48]
+        'the loss divides by something that other records'
+    """
+    passes = _passes(module, engine, trained, trainer)
+    with passes.quietly():
+        try:
+            _refuse_manual(module)
+            rows = min((len(leaf) for leaf in leaves_of(batch) if leaf.dim()), default=0)
+            if rows < 4:
+                raise NotProbed(f"the batch has {rows} records; at least 4 are needed")
+            return _probe(passes, _on_cpu(batch), min(_RECORDS, rows // 2))
+        except Exception as error:
+            return _not_probed(error)
+
+
+def probe_isolation(
+    module: LightningModule,
+    like: Any,
+    *,
+    engine: str = "auto",
+    trained: Sequence[str] | None = None,
+    trainer: Trainer | None = None,
+) -> Isolation:
+    """Probe with synthetic records: of ``like``, only shapes, dtypes and nesting are used.
+
+    What a private run does at its start; see :func:`check_isolation` for what is compared. The
+    outcome is a function of the model and of the shapes, and what leaves is the outcome, names of
+    modules, and the *type* of an exception. Values of records have no part in it: real numbers are
+    uniform in (0, 1), class numbers are 0 … 7 (fewer where the model has fewer classes), other
+    whole numbers are 0 and 1. (Shapes may tell lengths, where records are padded to the longest.)
+    A model that raises on such a batch is "not probed"; that is no verdict.
+
+    Whether your targets hold the value -100, torch's ``ignore_index``, cannot be known without
+    looking. If ignoring a target changes the others' gradients, the outcome carries a
+    ``condition``.
+
+    A token mean is caught through a mask of 0 and 1, or an ``ignore_index`` of 0 or 1; class weights
+    if they differ among the classes tried.
+
+    Args:
+        like: a batch of the training loader. The other arguments are those of
+            :func:`check_isolation`.
+    """
+    passes = _passes(module, engine, trained, trainer)
+    with passes.quietly():
+        try:
+            _refuse_manual(module)
+            pool = _pool_that_runs(passes, like)
+            found = _probe(passes, pool, _RECORDS)
+            if found.outcome != "isolated":
+                return found
+            return _with_condition(passes, pool)
+        except Exception as error:
+            return _not_probed(error)
+
+
+def _passes(
+    module: LightningModule, engine: str, trained: Sequence[str] | None, trainer: Trainer | None
+) -> Passes:
+    if trained is None:
+        trained = [name for name, param in module.named_parameters() if param.requires_grad]
+    return Passes(module, engine, trained, trainer)
+
+
+def _not_probed(error: Exception) -> Isolation:
+    """Messages of the model's own exceptions may hold anything, so they stay inside."""
+    if isinstance(error, UnsupportedModelError):  # ours: names of layers only
+        return Isolation("refused", str(error))
+    if isinstance(error, NotProbed | NoSyntheticBatch):
+        return Isolation("not probed", str(error))
+    return Isolation("not probed", f"the model raised {type(error).__name__}")
+
+
+def _refuse_manual(module: LightningModule) -> None:
+    if not module.automatic_optimization:
+        raise NotProbed("manual optimization: training_step steps the optimizer itself")
+
+
+def _on_cpu(batch: Any) -> Any:
+    for place, leaf in enumerate(leaves_of(batch)):
+        half = leaf.dtype in (torch.float16, torch.bfloat16)
+        value = leaf.detach().cpu()
+        batch = replace_leaf(batch, place, value.float() if half else value)
+    return batch
+
+
+def _pool_that_runs(passes: Passes, like: Any) -> Any:
+    """Synthetic records with as many class numbers as the model takes."""
+    failure: Exception = NotProbed("")
+    for classes in _CLASSES:
+        pool = synthetic_pool(like, 2 * _RECORDS, classes)
+        try:
+            passes.loss(take_rows(pool, range(2 * _RECORDS)))
+        except Exception as error:
+            failure = error
+        else:
+            return pool
+    raise failure
+
+
+def _weights(records: int) -> Tensor:
+    """Uneven, so that movements of several records do not cancel."""
+    return 1.0 + torch.arange(records, dtype=torch.float64).mul(0.618).remainder(1.0)
+
+
+def _probe(passes: Passes, pool: Any, n: int) -> Isolation:
+    """Leave out the record at every position in turn; replace it where that cannot be compared."""
+    for j in range(n):
+        others = [i for i in range(n) if i != j]
+        weights = _weights(n)
+        weights[j] = 0.0
+        before = _run(passes, pool, range(n), weights)
+        removed = _Change(others, weights[others], range(n - 1))
+        replaced = _Change([n + j if i == j else i for i in range(n)], weights, others)
+        change = replaced if before.is_random else removed
+        try:
+            after = _run(passes, pool, change.rows, change.weights)
+        except UnsupportedModelError:
+            raise
+        except Exception:  # some models run on an even number of records only
+            change = replaced
+            after = _run(passes, pool, change.rows, change.weights)
+        if n != before.count or after.count != len(change.rows):
+            return Isolation("coupled", CURES["rows"])
+        if moved(before, after):
+            a, b = (
+                passes.run(take_rows(pool, rows), w, watch_modules=True)
+                for rows, w in ((range(n), weights), (change.rows, change.weights))
+            )
+            pair = Pair(a, b, others, change.places, (n, len(change.rows)))
+            return _diagnose(pair, passes, pool)
+    return Isolation("isolated")
+
+
+@dataclass(frozen=True)
+class _Change:
+    """A batch with one record fewer or another one: its records, weights, and where the others are."""
+
+    rows: Sequence[int]
+    weights: Tensor
+    places: Sequence[int]
+
+
+def _run(passes: Passes, pool: Any, rows: Sequence[int], weights: Tensor) -> Answer:
+    answer = passes.run(take_rows(pool, rows), weights)
+    if answer.count == len(rows) and not bool(torch.isfinite(answer.norms).all()):
+        raise NotProbed("gradients are not finite on the synthetic batch")
+    if answer.count == 0 or (answer.count == len(rows) and not bool((answer.norms > 0).any())):
+        raise NotProbed("the batch gives no gradient")
+    return answer
+
+
+def _diagnose(pair: Pair, passes: Passes, pool: Any) -> Isolation:
+    module = guilty_module(pair)
+    if module is not None:
+        name = f"{module.name} ({module.kind})" if module.name else module.kind
+        return Isolation("coupled", f"{name} {CURES['module']}", (module.name or module.kind,))
+    factor = common_factor(pair.before, pair.after)
+    if factor is None:
+        return Isolation("coupled", CURES["pairs"])
+    n, m = pair.sizes
+    is_sum = m < n and abs(factor * n / m - 1) < 1e-3 and not _any_value_moves(passes, pool, n)
+    return Isolation("coupled", CURES["sum" if is_sum else "denominator"])
+
+
+def _any_value_moves(passes: Passes, pool: Any, n: int) -> bool:
+    """Whether replacing a record moves others: of a sum, only their number does."""
+    for j in range(n):
+        weights = _weights(n)
+        weights[j] = 0.0
+        rows = [n + j if i == j else i for i in range(n)]
+        if moved(_run(passes, pool, range(n), weights), _run(passes, pool, rows, weights)):
+            return True
+    return False
+
+
+def _with_condition(passes: Passes, pool: Any) -> Isolation:
+    """What an ignored target (-100) would do, for each tensor of whole numbers that may hold it."""
+    found = Isolation("isolated")
+    rows, weights = list(range(_RECORDS)), _weights(_RECORDS)
+    weights[0] = 0.0
+    for place, leaf in enumerate(leaves_of(pool)):
+        if leaf.dtype not in (torch.int64, torch.int32, torch.int16):
+            continue
+        ignored = leaf.clone()
+        several = leaf[0].numel() > 1
+        ignored[0].view(-1)[1 if several else 0 :: 2] = _IGNORED
+        try:
+            before = passes.run(take_rows(pool, rows), weights)
+            after = passes.run(take_rows(replace_leaf(pool, place, ignored), rows), weights)
+            if after.count == _RECORDS and moved(before, after):
+                found = Isolation("isolated", "", (), CONDITION, found.is_doubtful or several)
+        except Exception:  # this tensor cannot hold it
+            continue
+    return found

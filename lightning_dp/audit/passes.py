@@ -1,0 +1,210 @@
+"""One pass of a batch through a copy of the model: each record's part of it, as the engine sees it."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import inspect
+import io
+import random
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.loggers.logger import DummyLogger
+from lightning.pytorch.utilities.seed import isolate_rng
+from torch import Tensor, nn
+from torch.nn.modules.dropout import _DropoutNd
+
+from lightning_dp.gradients import attach_engine
+
+__all__ = ["Answer", "Call", "NotProbed", "Passes"]
+
+
+class NotProbed(RuntimeError):
+    """Nothing can be said; the message holds no value of any data."""
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call of a module, with what went in and came out of it.
+
+    Args:
+        name, kind: of the module; "" is the LightningModule itself.
+        inputs, outputs: tensors only.
+    """
+
+    name: str
+    kind: str
+    inputs: list[Tensor]
+    outputs: list[Tensor]
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What the gradient engine says of one batch.
+
+    Args:
+        count: rows that the layers saw.
+        norms: of the records that were asked for, shape (m,).
+        parts: their weighted sum, one flat tensor per parameter.
+        is_random: whether the pass drew random numbers.
+        calls: of all modules in the order in which they ended, if they were asked for.
+    """
+
+    count: int
+    norms: Tensor = field(repr=False)
+    parts: tuple[Tensor, ...] = field(repr=False)
+    is_random: bool = False
+    calls: tuple[Call, ...] = field(default=(), repr=False)
+
+
+class Passes:
+    """Runs batches through fresh copies of a model on the CPU, and leaves nothing anywhere.
+
+    Every pass begins with a new deep copy of the model and the same random numbers, so it depends
+    on its batch alone; buffers, metrics, attributes and hooks of the model itself are never
+    touched. ``log`` and the loggers are mute, the output of ``print`` is dropped, and the global
+    random states are put back. On the CPU, since there a number out of range raises an error (on a
+    GPU it ends the process), and since products are not rounded to fewer digits.
+
+    Args:
+        module: the model, without an engine's hooks on it.
+        engine: name of the gradient engine.
+        trained: names of the trained parameters.
+        trainer: whose public state ``training_step`` may read, or None.
+    """
+
+    def __init__(
+        self, module: LightningModule, engine: str, trained: Sequence[str], trainer: Trainer | None
+    ) -> None:
+        self._module, self._engine, self._trained = module, engine, tuple(trained)
+        self._trainer = trainer
+
+    @contextlib.contextmanager
+    def quietly(self) -> Iterator[None]:
+        """Around all passes: nothing is printed, and random states are put back.
+
+        What is inside must catch its exceptions, or they keep the random states as they are.
+        """
+        with isolate_rng(), warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
+            warnings.simplefilter("ignore")
+            yield
+
+    def loss(self, batch: Any) -> None:
+        """Run the forward pass only. Raises whatever the model raises."""
+        self._loss(self._copy(), batch)
+
+    def run(self, batch: Any, weights: Tensor, *, watch_modules: bool = False) -> Answer:
+        """One forward and backward pass.
+
+        Args:
+            batch: with n records.
+            weights: shape (n,); of the records with weight 0 nothing is said.
+            watch_modules: keep what goes in and out of every module.
+        """
+        module = self._copy()
+        params = [dict(module.named_parameters())[name] for name in self._trained]
+        calls: list[Call] = []
+        if watch_modules:
+            _watch(module, calls)
+        engine, _ = attach_engine(self._engine, module, params)
+        before = _seed()
+        with torch.enable_grad():
+            loss = self._loss(module, batch)
+            is_random = before != _state()
+            if engine.runs_backward:
+                engine.backward(loss)
+            else:
+                loss.backward()  # type: ignore[no-untyped-call]
+        touched = {n: p for n, p in module.named_parameters() if p.grad is not None}
+        gradients = engine.take(1.0, touched)
+        count = gradients.count
+        if count != len(weights):
+            return Answer(count, torch.zeros(0), (), is_random, tuple(calls))
+        norms = gradients.norms().detach()
+        total = gradients.weighted_sum(weights.to(norms.dtype)).detach()
+        parts = torch.split(total, [param.numel() for param in params])
+        return Answer(count, norms[weights != 0], parts, is_random, tuple(calls))
+
+    def _copy(self) -> LightningModule:
+        module = copy.deepcopy(self._module).cpu()  # Lightning leaves the trainer out
+        if any(p.dtype in (torch.float16, torch.bfloat16) for p in module.parameters()):
+            module.float()
+        for part in module.modules():
+            if isinstance(part, _DropoutNd):
+                part.p = 0.0  # the masks of a smaller batch would be others
+        for param in module.parameters():
+            param.grad = None
+        module.log = _ignore  # type: ignore[method-assign]
+        if self._trainer is not None:
+            module.trainer = _Mute(self._trainer)  # type: ignore[assignment]
+        return module
+
+    def _loss(self, module: LightningModule, batch: Any) -> Tensor:
+        step: Callable[..., Any] = module.training_step
+        parameters = inspect.signature(step).parameters
+        takes_index = "batch_idx" in parameters or len(parameters) > 1
+        output = step(batch, 0) if takes_index else step(batch)
+        loss = output.get("loss") if isinstance(output, Mapping) else output
+        if not isinstance(loss, Tensor) or not loss.requires_grad:
+            raise NotProbed("training_step returns no loss")
+        return loss
+
+
+class _Mute:
+    """A Trainer to read from, whose loggers do nothing."""
+
+    def __init__(self, trainer: Trainer) -> None:
+        self._real = trainer
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._real, name)
+
+    @property
+    def loggers(self) -> list[Any]:
+        return [DummyLogger() for _ in self._real.loggers]
+
+    @property
+    def logger(self) -> Any:
+        return DummyLogger() if self._real.loggers else None
+
+
+def _ignore(*args: Any, **kwargs: Any) -> None:
+    return None
+
+
+def _seed() -> tuple[Any, ...]:
+    """The same random numbers for every pass; CUDA's generators are not touched."""
+    random.seed(0)
+    np.random.seed(0)
+    torch.default_generator.manual_seed(0)
+    return _state()
+
+
+def _state() -> tuple[Any, ...]:
+    numpy: Any = np.random.get_state()
+    return random.getstate(), numpy[1].tobytes(), numpy[2], torch.get_rng_state().numpy().tobytes()
+
+
+def _watch(module: nn.Module, calls: list[Call]) -> None:
+    def tensors(values: Any) -> list[Tensor]:
+        if isinstance(values, Mapping):
+            values = list(values.values())
+        values = values if isinstance(values, list | tuple) else [values]
+        return [each.detach().clone() for each in values if isinstance(each, Tensor)]
+
+    def hook(name: str) -> Callable[..., None]:
+        def keep(part: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+            calls.append(
+                Call(name, type(part).__name__, tensors(args) + tensors(kwargs), tensors(output))
+            )
+
+        return keep
+
+    for name, part in module.named_modules():
+        part.register_forward_hook(hook(name), with_kwargs=True)

@@ -1,0 +1,218 @@
+"""Which layers were called with what, as the forward pass of a model goes by."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+from lightning_dp.gradients.base import UncoveredParameterError, UnsupportedModelError
+from lightning_dp.gradients.forward_mode import Dual, split
+from lightning_dp.gradients.graph import Survey, survey
+from lightning_dp.gradients.layers import Rule, any_layer, attention, rule_of
+from lightning_dp.gradients.layers.attention import AttentionCall, multihead_attention
+from lightning_dp.gradients.uncovered import refuse_compiled, refuse_options
+
+__all__ = ["Record", "Recorder"]
+
+
+@dataclass
+class Record:
+    """One call of a layer."""
+
+    layer: nn.Module
+    rule: Rule
+    inputs: tuple[Tensor, ...]
+    versions: list[int]
+    sources: set[Any]  # the graph nodes that made the inputs
+    edge: GradientEdge
+    moved: tuple[Dual, ...] = ()  # along a direction: the inputs with their derivatives
+
+    def take_inputs(self) -> tuple[Tensor, ...]:
+        """The inputs, which are not held any longer. Raises if they are not what they were."""
+        inputs, self.inputs = self.inputs, ()
+        if [each._version for each in inputs] != self.versions:
+            raise UnsupportedModelError(
+                f"The input of a layer ({type(self.layer).__name__}) was overwritten after "
+                "the layer had used it. Do not change tensors in place between layers."
+            )
+        return inputs
+
+
+class Recorder:
+    """Forward hooks that record every call of a layer with trained parameters.
+
+    Args:
+        module: the whole model.
+        params: the trained parameters.
+        rules: what is known of layer types.
+
+    Raises:
+        UnsupportedModelError: naming a layer that is not covered, and the cure.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        params: Sequence[nn.Parameter],
+        rules: Mapping[type[nn.Module], Rule],
+    ) -> None:
+        self._rules = rules
+        self._params = params
+        self._records: list[Record] = []
+        self._unseen: set[Any] = set()  # graph nodes of outputs that no rule knows of
+        self._random_states: dict[nn.Module, Tensor | None] = {}  # before calls under way
+        self._problem: str | None = None
+        self._is_watching = True
+        self._is_along = False  # a direction
+        trained = {id(param) for param in params}
+        for name, layer in module.named_modules():
+            refuse_compiled(name, layer)
+            if any(id(param) in trained for param in layer.parameters()):
+                refuse_options(name, layer, self._rule_of(layer))
+        layers = [
+            layer
+            for layer in module.modules()
+            if any(id(param) in trained for param in self._parameters_of(layer))
+        ]
+        self._names = {id(param): name for name, param in module.named_parameters()}
+        # Along a direction other tensors stand in the places of the parameters.
+        self._own = {layer: [id(param) for param in self._parameters_of(layer)] for layer in layers}
+        self._handles = [
+            # Before the user's hooks, which may change the output.
+            layer.register_forward_hook(self._watch, prepend=True, with_kwargs=True)
+            for layer in layers
+        ]
+        self._handles += [
+            layer.register_forward_pre_hook(self._before_attention)
+            for layer in layers
+            if self._rule_of(layer) is multihead_attention
+        ]
+
+    def remove(self) -> None:
+        """Leave the model as it was."""
+        for handle in self._handles:
+            handle.remove()
+
+    def drop(self) -> None:
+        """Forget what was recorded."""
+        self._records, self._problem = [], None
+        self._unseen, self._random_states = set(), {}
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Inside, nothing is recorded: checkpointed layers run again, others record by record."""
+        self._is_watching = False
+        try:
+            yield
+        finally:
+            self._is_watching = True
+
+    @contextmanager
+    def along_a_direction(self) -> Iterator[None]:
+        """Inside, parameters are dual numbers, and the derivatives of inputs are recorded too."""
+        self._is_along = True
+        try:
+            yield
+        finally:
+            self._is_along = False
+
+    def _rule_of(self, layer: nn.Module) -> Rule:
+        return rule_of(layer, self._rules)
+
+    def _parameters_of(self, layer: nn.Module) -> list[nn.Parameter]:
+        """Those that its calls use."""
+        if self._rule_of(layer) is multihead_attention:
+            return attention.parameters_of(cast(nn.MultiheadAttention, layer))
+        return list(layer.parameters(recurse=False))
+
+    def _before_attention(self, layer: nn.MultiheadAttention, args: tuple[Any, ...]) -> None:
+        if self._is_watching and torch.is_grad_enabled():
+            self._random_states[layer] = attention.random_state(layer)
+
+    def _watch(
+        self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
+    ) -> None:
+        if not self._is_watching or not torch.is_grad_enabled():
+            return
+        rule = self._rule_of(layer)
+        if rule is multihead_attention:
+            self._watch_attention(cast(nn.MultiheadAttention, layer), args, kwargs, output)
+        elif kwargs or not args or not all(isinstance(each, Tensor) for each in (*args, output)):
+            self._problem = (
+                f"The layer {type(layer).__name__} has parameters of its own, and something else "
+                "than tensors goes in (or by name) or comes out. Give the parameters to a layer of "
+                "their own, called with tensors by position and returning one tensor."
+            )
+        else:
+            self._record(layer, rule, args, output)
+
+    def _watch_attention(
+        self,
+        layer: nn.MultiheadAttention,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        outputs: tuple[Tensor, Tensor | None],
+    ) -> None:
+        output, shares = outputs
+        state = self._random_states.pop(layer, None)
+        try:
+            call, tensors = AttentionCall.of(layer, args, kwargs, output, state, self._is_along)
+        except UnsupportedModelError as problem:
+            self._problem = str(problem)
+            return
+        if shares is not None and shares.grad_fn is not None:
+            self._unseen.add(shares.grad_fn)
+        self._record(layer, partial(multihead_attention, call=call), tensors, output)
+
+    def _record(
+        self, layer: nn.Module, rule: Rule, given: tuple[Tensor, ...], output: Tensor
+    ) -> None:
+        if output.requires_grad:
+            inputs = tuple(each.detach() for each in given)
+            versions, sources = [each._version for each in inputs], {each.grad_fn for each in given}
+            edge = get_gradient_edge(output)
+            moved = tuple(split(each) for each in given) if self._is_along else ()
+            self._records.append(Record(layer, rule, inputs, versions, sources, edge, moved=moved))
+
+    def take(self, loss: Tensor) -> tuple[list[Record], Survey]:
+        """The recorded calls that the loss depends on, if they are all that it depends on.
+
+        Raises:
+            UnsupportedModelError: if a call was not understood.
+            UncoveredParameterError: if a parameter is used outside of them.
+        """
+        records, unseen, problem = self._records, self._unseen, self._problem
+        self.drop()
+        if problem is not None:
+            raise UnsupportedModelError(problem)
+        graph = survey(loss.grad_fn, {record.edge.node for record in records} | unseen)
+        if graph.reached & unseen:
+            raise UnsupportedModelError(
+                "The loss depends on the attention weights that nn.MultiheadAttention returns. Use "
+                "its output only, or DPMultiheadAttention of Opacus with engine='hooks'."
+            )
+        records = [record for record in records if record.edge.node in graph.reached]
+        self._refuse_uncovered(records, graph)
+        return records, graph
+
+    def _refuse_uncovered(self, records: Sequence[Record], graph: Survey) -> None:
+        """Every use of a parameter in the graph must be a recorded call of its layer."""
+        recorded = Counter[int]()
+        for record in records:
+            own = self._own[record.layer]
+            if self._rule_of(record.layer) not in (any_layer, multihead_attention):
+                recorded.update(own)
+            else:
+                inside = survey(record.edge.node, graph.reached, record.sources).uses
+                recorded.update({key: inside[key] for key in own})
+        missing = [self._names[id(p)] for p in self._params if graph.uses[id(p)] > recorded[id(p)]]
+        if missing:
+            raise UncoveredParameterError(missing)

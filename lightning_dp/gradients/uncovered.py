@@ -1,0 +1,51 @@
+"""Layers that the book-keeping engine does not cover, and why."""
+
+from __future__ import annotations
+
+from typing import cast
+
+from torch import nn
+from torch.nn.utils.parametrize import is_parametrized
+
+from lightning_dp.gradients.base import UnsupportedModelError
+from lightning_dp.gradients.layers import Rule, any_layer, attention
+from lightning_dp.gradients.layers.attention import multihead_attention
+
+__all__ = ["refuse_compiled", "refuse_options"]
+
+_CURE = "Use engine='hooks', or change the layer."
+
+
+def refuse_compiled(name: str, layer: nn.Module) -> None:
+    """Inside a compiled module hooks do not see the graph that is differentiated."""
+    is_compiled = getattr(layer, "_compiled_call_impl", None) is not None
+    if is_compiled or type(layer).__name__ == "OptimizedModule":
+        raise UnsupportedModelError(f"{name or 'The module'} is compiled. {_CURE}")
+
+
+def refuse_options(name: str, layer: nn.Module, rule: Rule) -> None:
+    """Options under which a layer's gradient is not what its rule says."""
+    if isinstance(layer, nn.Embedding):
+        for option in ("max_norm", "scale_grad_by_freq", "sparse"):
+            if getattr(layer, option):
+                raise UnsupportedModelError(f"{name} (Embedding) has {option} set. {_CURE}")
+    if type(layer).__module__.startswith("opacus.layers"):  # Opacus knows their order of dimensions
+        raise UnsupportedModelError(
+            f"{name} ({type(layer).__name__}) is a layer of Opacus. {_CURE}"
+        )
+    hides_records = isinstance(layer, nn.RNNBase | nn.MultiheadAttention | nn.RNNCellBase)
+    if hides_records and rule is not multihead_attention:
+        raise UnsupportedModelError(f"{name} ({type(layer).__name__}) hides its records. {_CURE}")
+    if is_parametrized(layer):
+        raise UnsupportedModelError(f"{name} ({type(layer).__name__}) is parametrized. {_CURE}")
+    if rule is multihead_attention:
+        attention.refuse(name, cast(nn.MultiheadAttention, layer))
+        return
+    names = {name for name, _ in layer.named_parameters(recurse=False)}
+    if rule is not any_layer and not names <= {"weight", "bias"}:
+        raise UnsupportedModelError(
+            f"{name} ({type(layer).__name__}) has parameters that its type does not: "
+            f"{sorted(names - {'weight', 'bias'})}. {_CURE}"
+        )
+    if rule is any_layer and names and any(True for _ in layer.buffers(recurse=False)):
+        raise UnsupportedModelError(f"{name} ({type(layer).__name__}) has buffers. {_CURE}")

@@ -1,0 +1,275 @@
+"""On correct code the lower bound is below ε and near it; every planted fault is above."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader
+
+from lightning_dp import clipping, noise
+from lightning_dp.audit.canaries import AuditReport, audit
+from lightning_dp.callbacks import DifferentialPrivacy
+from lightning_dp.estimators import CubicNewton, Diff2, Storm
+from lightning_dp.query import BoundedSum, Release
+from lightning_dp.sampling import FullBatch, Poisson
+from lightning_dp.schedules import Exponential
+
+MECHANISM = "lightning_dp.mechanism"
+STEP = "lightning_dp.strategies.private_step"
+
+
+@pytest.fixture
+def run_audit(model_class, blobs) -> Callable[..., AuditReport]:
+    """An audit of a small network on 240 records."""
+
+    def run(
+        *,
+        steps: int = 20,
+        canaries: int = 300,
+        batch_size: int = 24,
+        accumulate: int = 1,
+        noise_multiplier: float | None = 1.0,
+        **privacy: Any,
+    ) -> AuditReport:
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Linear(6, 128), nn.Tanh(), nn.Linear(128, 3))
+        dp = DifferentialPrivacy(noise_multiplier=noise_multiplier, target_delta=1e-5, **privacy)
+        report = audit(
+            model_class(net, F.cross_entropy),
+            DataLoader(blobs, batch_size=batch_size, shuffle=True),
+            dp.config,
+            trainer={
+                "max_steps": steps,
+                "max_epochs": 1000,
+                "accelerator": "cpu",
+                "accumulate_grad_batches": accumulate,
+            },
+            num_canaries=canaries,
+        )
+        assert report.steps == steps
+        assert dp.steps == 0  # charged elsewhere
+        return report
+
+    return run
+
+
+FULL = {"sampling": FullBatch(), "batch_size": 240}
+
+
+def assert_near(report: AuditReport, part: float) -> None:
+    """A fresh draw of canaries each time: 5 % of the runs may be above ε, by little."""
+    assert part * report.epsilon <= report.white_box <= 1.1 * report.epsilon
+    assert report.one_run <= report.epsilon
+    assert "the claim" in str(report)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [FULL, {"batch_size": 120}, {"batch_size": 30, "accumulate": 4}],
+    ids=["full", "poisson", "chunks"],
+)
+def test_correct_code_is_found_nearly_as_private_as_claimed(settings, run_audit):
+    assert_near(run_audit(**settings), 0.4)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"estimator": Diff2(restart_every=3, max_grad_norm=1.0, diff_norm=1.0)},
+        {"estimator": Storm(max_grad_norm=1.0, diff_norm=1.0)},
+        {"noise_schedule": Exponential(rate=0.02)},
+        {"engine": "hooks"},
+    ],
+    ids=["diff2", "storm", "schedule", "hooks"],
+)
+def test_it_audits_every_kind_of_step(settings, run_audit):
+    assert_near(run_audit(**FULL, **settings), 0.4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("settings", [FULL, {}], ids=["full", "q=0.1"])
+def test_at_full_size_the_bound_is_more_than_half_of_epsilon(settings, run_audit):
+    reports = [run_audit(steps=100, canaries=1000, **settings) for _ in range(5)]
+
+    assert sum(report.is_violated for report in reports) <= 1
+    for report in reports:
+        assert_near(report, 0.5)
+
+
+def test_no_noise_is_caught(run_audit, monkeypatch):
+    def silent(total: BoundedSum, z: float, *_: Any) -> Release:
+        return Release(total.value, z * total.clip_norm)
+
+    monkeypatch.setattr(f"{MECHANISM}.add_noise", silent)
+
+    assert run_audit().is_violated
+
+
+@pytest.mark.parametrize("settings", [FULL, {"batch_size": 120}], ids=["full", "poisson"])
+def test_half_of_the_noise_is_caught(settings, run_audit, monkeypatch):
+    def half(total: BoundedSum, z: float, *others: Any) -> Release:
+        return noise.add_noise(total, z / 2, *others)
+
+    monkeypatch.setattr(f"{MECHANISM}.add_noise", half)
+    report = run_audit(**settings)
+
+    assert report.is_violated
+    assert 0.4 < report.noise_scale < 0.7
+
+
+def test_no_clipping_is_caught(run_audit, monkeypatch):
+    def unbounded(gradients: Any, clip_norm: float) -> BoundedSum:
+        return BoundedSum(gradients.weighted_sum(torch.ones(gradients.count)), clip_norm)
+
+    monkeypatch.setattr(f"{STEP}.bounded_sum", unbounded)
+
+    assert run_audit().is_violated
+
+
+def test_clipping_the_average_is_caught(run_audit, monkeypatch):
+    def clip_after(gradients: Any, clip_norm: float) -> BoundedSum:
+        n = gradients.count
+        mean = gradients.weighted_sum(torch.ones(n)) / n
+        return BoundedSum(mean * (clip_norm / mean.norm()).clamp(max=1) * n, clip_norm)
+
+    monkeypatch.setattr(f"{STEP}.bounded_sum", clip_after)
+
+    assert run_audit(batch_size=120).is_violated
+
+
+def shuffled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every record once in an epoch of ten batches, booked as Poisson batches."""
+    waiting: list[Any] = []
+
+    def draw(self: Poisson, size: int, rate: float, rng: np.random.Generator) -> Any:
+        if not waiting:
+            waiting.extend(np.array_split(rng.permutation(size), round(1 / rate)))
+        return waiting.pop()
+
+    monkeypatch.setattr(Poisson, "draw", draw)
+
+
+def test_shuffled_batches_booked_as_poisson_are_caught(run_audit, monkeypatch):
+    settings: dict[str, Any] = {"noise_multiplier": 0.15, "steps": 10}
+    assert not run_audit(**settings).is_violated
+    shuffled(monkeypatch)
+
+    report = run_audit(**settings)
+
+    assert report.is_violated
+    assert report.noise_scale < 0.5
+
+
+@pytest.mark.parametrize("settings", [FULL, {"batch_size": 120}], ids=["full", "poisson"])
+def test_a_record_twice_in_a_batch_is_caught(settings, run_audit, monkeypatch):
+    sampling = FullBatch if "sampling" in settings else Poisson
+    once = sampling.draw
+
+    def twice(self: Any, size: int, rate: float, rng: np.random.Generator) -> Any:
+        drawn = once(self, size, rate, rng)
+        return np.concatenate([drawn, drawn])
+
+    monkeypatch.setattr(sampling, "draw", twice)
+
+    assert run_audit(**settings).is_violated
+
+
+@pytest.mark.parametrize("settings", [FULL, {"batch_size": 120}], ids=["full", "poisson"])
+def test_the_same_noise_at_every_step_is_caught(settings, run_audit, monkeypatch):
+    def same(self: Any, size: int, device: torch.device) -> torch.Tensor:
+        return torch.from_numpy(np.random.default_rng(0).standard_normal(size))
+
+    monkeypatch.setattr(noise.NoiseSource, "normal", same)
+
+    assert run_audit(**settings).is_violated
+
+
+def test_clipping_before_the_difference_is_caught(run_audit, monkeypatch):
+    def give(self: Any, mechanism: Any, query: Any, replay: Any, here: Any = None) -> None:
+        total: torch.Tensor | int = 0
+        for each in query.passes:
+            at_present = each.point is None and here is not None
+            gradients = here if at_present else self._again(each, replay)
+            total = total + each.gradient * clipping.bounded_sum(gradients, query.clip_norm).value
+        mechanism.answer(BoundedSum(total, query.clip_norm))
+
+    settings = {**FULL, "estimator": Diff2(restart_every=10, max_grad_norm=1.0, diff_norm=1.0)}
+    monkeypatch.setattr(f"{STEP}.PrivateStep._give", give)
+
+    assert run_audit(**settings).is_violated
+
+
+def test_the_user_keeps_model_loader_and_ledger_folder(model_class, blobs, tmp_path):
+    model = model_class(nn.Linear(6, 3), F.cross_entropy)
+    before = [param.detach().clone() for param in model.parameters()]
+    loader = DataLoader(blobs, batch_size=24)
+    dp = DifferentialPrivacy(
+        noise_multiplier=1.0, target_delta=1e-5, ledger_dir=str(tmp_path / "mine")
+    )
+
+    report = audit(model, loader, dp.config, trainer={"max_steps": 3}, num_canaries=20)
+
+    assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+    assert not (tmp_path / "mine").exists()
+    assert "temporary ledger" in str(report)
+    assert report.epsilon > 0
+
+
+def test_the_sampling_rate_is_that_of_the_user(model_class, blobs, monkeypatch):
+    rates = []
+    draw = Poisson.draw
+    monkeypatch.setattr(
+        Poisson, "draw", lambda self, n, q, rng: (rates.append(q), draw(self, n, q, rng))[1]
+    )
+    dp = DifferentialPrivacy(noise_multiplier=1.0, target_delta=1e-5)
+    model = model_class(nn.Linear(6, 4), F.cross_entropy)
+
+    audit(
+        model,
+        DataLoader(blobs, batch_size=24),
+        dp.config,
+        trainer={"max_steps": 2},
+        num_canaries=20,
+    )
+
+    assert set(rates) == {0.1}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "match"),
+    [
+        ({"confidence": 1.0}, r"confidence=1\.0"),
+        ({"confidence": float("nan")}, "confidence=nan"),
+        ({"num_canaries": 5}, "num_canaries=5"),
+        ({"num_canaries": 100}, "num_canaries=100 must be at most.*21"),
+        ({"trainer": {"max_steps": 0}}, "made no step"),
+    ],
+)
+def test_arguments_out_of_range_are_refused(arguments, match, model_class, blobs):
+    dp = DifferentialPrivacy(noise_multiplier=1.0, target_delta=1e-5)
+    model = model_class(nn.Linear(6, 3), F.cross_entropy)
+    given = {"trainer": {"max_steps": 1}, "num_canaries": 20, **arguments}
+
+    with pytest.raises(ValueError, match=match):
+        audit(model, DataLoader(blobs, batch_size=24), dp.config, **given)
+
+
+@pytest.mark.parametrize(
+    ("privacy", "match"),
+    [
+        ({"noise_multiplier": 0.0}, "nothing to audit"),
+        ({"noise_multiplier": 1.0, "estimator": CubicNewton()}, "several queries"),
+    ],
+)
+def test_what_is_not_audited_is_said(privacy, match, model_class, blobs):
+    dp = DifferentialPrivacy(target_delta=1e-5, **privacy)
+    model = model_class(nn.Linear(6, 3), F.cross_entropy)
+
+    with pytest.raises(ValueError, match=match):
+        audit(model, DataLoader(blobs, batch_size=24), dp.config, trainer={"max_steps": 1})

@@ -1,0 +1,296 @@
+"""The cubic Newton example as a user runs it: its closed form, its search, its data and tables."""
+
+from __future__ import annotations
+
+import importlib
+import math
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_dp.accounting import Gaussian, epsilon
+from lightning_dp.clipping import bounded_sum
+from lightning_dp.gradients.bookkeeping import Bookkeeping
+from lightning_dp.query import Query, Term
+
+EXAMPLES = Path(__file__).parents[2] / "examples" / "papers"
+SCRIPT = EXAMPLES / "cubic_newton.py"
+MODULES = (
+    *("cubic_newton_data", "cubic_newton_run", "cubic_newton_paper"),
+    *("cubic_newton_report", "cubic_newton"),
+)
+
+
+@pytest.fixture
+def example(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    yield SimpleNamespace(**{name: importlib.import_module(name) for name in MODULES})
+    for name in MODULES:
+        sys.modules.pop(name, None)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Small sets in the shapes of the archives."""
+    rng = np.random.default_rng(0)
+    x = (rng.random((500, 6)) < 0.4).astype(np.uint8)
+    y = np.where(x[:, 0] + x[:, 1] - 0.8 + 0.5 * rng.normal(size=500) > 0, 1, -1).astype(np.int8)
+    np.savez(tmp_path / "phishing.npz", X=x, y=y)
+    np.savez(tmp_path / "w8a.npz", X_train=x, y_train=y)
+    np.savez(tmp_path / "a9a.npz", X_train=x[:403], y_train=y[:403], X_test=x[403:], y_test=y[403:])
+    images = rng.integers(0, 256, (300, 4, 4)).astype(np.uint8)
+    digits = np.arange(300) % 10
+    np.savez(
+        tmp_path / "mnist.npz",
+        X_train=images,
+        y_train=digits,
+        X_test=images[:100],
+        y_test=digits[:100],
+    )
+    return tmp_path
+
+
+# -- the closed form -------------------------------------------------------------------------------
+
+
+class Margin(nn.Module):
+    def __init__(self, point: Tensor) -> None:
+        super().__init__()
+        self.line = nn.Linear(len(point), 1, bias=False)
+        self.line.weight.data = point[None].clone()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.line(x)[:, 0]
+
+
+def by_the_engine(x: Tensor, point: Tensor, direction: Tensor | None, query: Query) -> Tensor:
+    """The clipped sum by the package's engine, from an ordinary model."""
+    model, engine = Margin(point), Bookkeeping()
+    params = list(model.parameters())
+    engine.attach(model, params)
+
+    def run() -> Tensor:
+        return nn.functional.softplus(-model(x)).mean()
+
+    if direction is None:
+        engine.backward(run())
+        gradients = engine.take(1.0, {"line.weight": params[0]})
+    else:
+        gradients = engine.along(run, direction, (1.0, 1.0))
+    if query.coordinates is not None:
+        gradients = gradients.restrict(query.coordinates)
+    total = bounded_sum(gradients, query.clip_norm).value
+    engine.detach()
+    return total
+
+
+@pytest.mark.parametrize("coordinates", [None, torch.tensor([0, 2, 5])])
+@pytest.mark.parametrize("with_product", [False, True])
+@pytest.mark.parametrize("clip_norm", [0.02, 0.2, 10.0])
+def test_the_closed_form_is_what_the_engine_gives(example, coordinates, with_product, clip_norm):
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(40, 7, generator=generator)
+    point, along = torch.randn(2, 7, generator=generator)
+    if coordinates is not None:
+        along = along * torch.zeros(7).index_fill(0, coordinates, 1.0)
+    terms = [Term(1.0, point), *([Term(1.0, point, along)] if with_product else [])]
+    query = Query(tuple(terms), clip_norm, 1.0, coordinates)
+    answer = example.cubic_newton_run.LogisticAnswer(x)
+    for _ in range(2):  # the second time from what it remembers
+        found = answer(query, range(40))
+        expected = by_the_engine(x, point, along if with_product else None, query)
+        torch.testing.assert_close(found.value, expected, rtol=1e-4, atol=1e-5)
+        assert found.clip_norm == clip_norm
+
+
+def test_a_record_that_is_not_finite_adds_nothing(example):
+    x = torch.randn(10, 3, generator=torch.Generator().manual_seed(0))
+    query = Query((Term(1.0, torch.ones(3)),), 0.3, 1.0)
+    without = example.cubic_newton_run.LogisticAnswer(x[1:])(query, range(9)).value
+    x[0, 1] = math.nan
+    found = example.cubic_newton_run.LogisticAnswer(x)(query, range(10)).value
+    torch.testing.assert_close(found, without)
+
+
+# -- the runs and the search -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {},
+        {"inner": 1},
+        {"is_local": True},
+        {"whole": True},
+        {"cubic": 2.0},
+        {"curvature": 0.01},
+    ],
+)
+@pytest.mark.parametrize("kept", [1.0, 0.5])
+def test_the_search_computes_what_the_package_runs(example, folder, kept, change):
+    run = example.cubic_newton_run
+    of = example.cubic_newton_data.problem("phishing", str(folder), 4)
+    setting = run.Setting(**{"inner": 3, "rate": 2.0, "clip": 0.2, "scale": 1.3, **change})
+    trace = run.execute(of, setting, math.inf, 3, kept, seed=0)
+    found = run.sweep(of, [setting, setting], [0.0, 0.0], 3, kept)
+    assert found.tolist() == pytest.approx([float(trace.suboptimality[-1])] * 2, rel=1e-4)
+    assert trace.suboptimality[-1] < 0.9 * trace.suboptimality[0]
+    assert (trace.evaluations, trace.uplink) == (3 * setting.inner, 40 + 4 * round(7 * kept + 0.1))
+
+
+@pytest.mark.parametrize("kept", [1.0, 0.3])
+def test_the_search_has_the_noise_of_the_package(example, folder, kept):
+    run = example.cubic_newton_run
+    of = example.cubic_newton_data.problem("phishing", str(folder), 4)
+    setting = run.Setting(2, 2.0, 0.2)
+    z = run.noise_multiplier(0.2, 3)
+    found = run.sweep(of, [setting] * 500, [z] * 500, 3, kept)
+    ran = torch.stack(
+        [run.execute(of, setting, 0.2, 3, kept, seed).suboptimality[-1] for seed in range(50)]
+    )
+    spread = float(found.std()) / math.sqrt(50)
+    assert float(ran.mean()) == pytest.approx(float(found.mean()), abs=4 * spread)
+    assert float(ran.std()) == pytest.approx(float(found.std()), rel=0.4)
+
+
+def test_runs_spend_what_they_claim(example, folder):
+    run = example.cubic_newton_run
+    of = example.cubic_newton_data.problem("phishing", str(folder), 4)
+    for inner in (1, 3):
+        trace = run.execute(of, run.Setting(inner, 1.0, 0.2), 0.8, 4, 1.0, 0)
+        assert 0.799 <= trace.epsilon <= 0.8
+    z = run.noise_multiplier(0.8, 4)
+    assert epsilon([(Gaussian(z), 4)], 1e-5) == pytest.approx(0.8, rel=2e-3)
+
+
+def test_local_steps_ask_for_gradients_at_the_moving_point(example):
+    run = example.cubic_newton_run
+    estimator = run.Setting(3, 1.0, 0.2, is_local=True).estimator(0.01, 0.5)
+    point, direction = torch.zeros(4), torch.tensor([0.0, 1.0])
+    state = {**estimator.init([point]), "inner": 1, "offset": direction, "average": direction}
+    query = estimator.ask(state, [point], 0, 1.0)
+    (term,) = query.terms
+    assert term.direction is None and float(term.point.sum()) == 1.0
+    assert query.clip_norm == pytest.approx(0.2 * math.sqrt(0.5))
+
+
+def test_both_methods_have_equally_many_settings(example):
+    script = example.cubic_newton
+    for size in (script.Size(), script.QUICK):
+        first, second = script.first_order(size), script.second_order(size)
+        assert len(set(first)) == len(set(second)) == (4 if size.is_thin else 48)
+        assert all(setting.inner == 1 for setting in first)
+        assert all(setting.inner > 1 for setting in second)
+
+
+def test_the_best_setting_is_found_and_judged_on_other_noise(example, folder):
+    script, run = example.cubic_newton, example.cubic_newton_run
+    of = example.cubic_newton_data.problem("phishing", str(folder), 4)
+    good, bad = run.Setting(1, 4.0, 0.3), run.Setting(1, 1e-3, 0.3)
+    (point,) = script.frontier(of, [bad, good, bad], 1.0, [4], 1.0)
+    assert (point.setting, point.rounds, len(point.values)) == (good, 4, 20)
+    diverging = run.Setting(2, 1e9, 1e9, curvature=1e9)
+    assert script.frontier(of, [diverging, good], 1.0, [4], 1.0)[0].setting == good
+
+
+def test_the_fewest_rounds_to_a_target(example):
+    script, setting = example.cubic_newton, example.cubic_newton_run.Setting(1, 1.0, 1.0)
+    points = [
+        script.Point(rounds, setting, torch.tensor([value - 0.01, value + 0.01]))
+        for rounds, value in ((1, 0.5), (4, 0.104), (9, 0.1), (20, 0.2))
+    ]
+    found = script.Found("a set", None, {("Fed-SGD", 1.0, 0.8): points})
+    assert found.best(("Fed-SGD", 1.0, 0.8)).rounds == 9
+    assert found.target(0.8) == pytest.approx(0.105)
+    assert found.first(("Fed-SGD", 1.0, 0.8), 0.105).rounds == 4
+    assert found.first(("Fed-SGD", 1.0, 0.8), 0.01) is None
+
+
+# -- the data --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "records", "test", "size"),
+    [("phishing", 100, 100, 7), ("w8a", 100, 100, 7), ("a9a", 100, 97, 7), ("mnist", 15, 20, 17)],
+)
+def test_archives_of_all_shapes_are_read_and_dealt_out(example, folder, name, records, test, size):
+    of = example.cubic_newton_data.problem(name, str(folder), 4)
+    assert of.x.shape == (4, records, size) and of.test.shape == (test, size)
+    torch.testing.assert_close(of.x.norm(dim=2), torch.ones(4, records))
+    assert of.weight_decay == 1 / records
+    assert of.as_one().x.shape == (1, 4 * records, size)
+
+
+def test_the_optimum_is_one(example, folder):
+    of = example.cubic_newton_data.problem("phishing", str(folder), 4)
+    at_zero = float(of.suboptimality(torch.zeros(7, 1))[0])
+    assert at_zero == pytest.approx(math.log(2) - of.optimum)
+    x = of.x.reshape(-1, 7).double().numpy()
+    w = np.zeros(7)
+    for _ in range(30):
+        p = 1 / (1 + np.exp(x @ w))
+        hessian = (x.T * (p * (1 - p))) @ x / len(x) + of.weight_decay * np.eye(7)
+        w = w - np.linalg.solve(hessian, -(p @ x) / len(x) + of.weight_decay * w)
+    least = np.log1p(np.exp(-x @ w)).mean() + of.weight_decay / 2 * w @ w
+    assert of.optimum == pytest.approx(least, abs=1e-9)
+    assert of.best_accuracy == pytest.approx(float((of.test.numpy() @ w > 0).mean()))
+
+
+def test_a_run_that_is_not_finite_is_infinitely_bad(example, folder):
+    of = example.cubic_newton_data.problem("phishing", str(folder), 4)
+    points = torch.tensor([math.nan, math.inf, 1e30]).repeat(7, 1)
+    assert of.suboptimality(points).tolist()[:2] == [math.inf, math.inf]
+
+
+def test_a_missing_set_is_left_out_with_a_word(example, tmp_path, capsys):
+    with pytest.raises(SystemExit) as stop:
+        example.cubic_newton.main(["--data", str(tmp_path)])
+    assert stop.value.code == 2
+    said = capsys.readouterr().err
+    assert "a9a is left out: no a9a.npz in" in said and "LIGHTNING_DP_DATA" in said
+
+
+# -- the paper's noise, and the tables -------------------------------------------------------------
+
+
+def test_the_papers_noise_is_that_of_theorem_1(example, folder):
+    of = example.cubic_newton_data.problem("phishing", str(folder), 4)
+    rows = list(example.cubic_newton_paper.paper_rows(of))
+    assert [(row.stated, row.kept) for row in rows] == [(0.4, 0.1), (0.4, 1), (0.8, 0.1), (0.8, 1)]
+    sigma = math.sqrt(160 * 400 * math.log(125)) * 0.2 / (0.8 * 100)
+    assert rows[3].sigma == pytest.approx(sigma)
+    assert rows[2].sigma == pytest.approx(sigma * math.sqrt(0.1))
+    tau = (0.205 / 0.2 * 0.8 * 100) ** 2 / (7 * 400 * math.log(100))
+    assert rows[3].steps == pytest.approx(tau)
+    assert rows[3].true == pytest.approx(rows[2].true)
+    assert all(bool(torch.isfinite(row.values).all()) for row in rows)
+
+
+@pytest.mark.slow
+def test_the_quick_run_prints_its_tables_and_draws_its_picture(folder, tmp_path):
+    clean = {k: v for k, v in os.environ.items() if k != "LIGHTNING_DP_DATA"}
+    arguments = ["--quick", "--jobs", "1", "--output", str(tmp_path / "pictures")]
+    done = subprocess.run(
+        [sys.executable, str(SCRIPT), *arguments],
+        cwd=tmp_path,
+        env={**clean, "LIGHTNING_DP_DATA": str(folder), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "phishing: 40 clients with m = 10, d = 7, 100 to test" in done.stdout
+    rows = re.findall(r"\| ([\d.]+) \| (Fed-SGD|Newton)(?:, k/d = 0.1)? \| \d+ \|", done.stdout)
+    assert len(rows) == 5
+    for found, _ in rows:
+        assert min(abs(float(found) - 0.4), abs(float(found) - 0.8)) < 1e-3
+    assert (tmp_path / "pictures" / "phishing.png").stat().st_size > 20_000
