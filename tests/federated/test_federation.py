@@ -47,6 +47,7 @@ def app() -> ModuleType:
     name = "small_federation"
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TEST_POLL_INTERVAL", "0.001")
+        patch.setenv("TEST_PATIENCE", "20")
         return load(name)
 
 

@@ -93,4 +93,5 @@ server = server_app(
     folder=lambda context: out(context) / "server",
     poll_interval=float(os.environ.get("TEST_POLL_INTERVAL", "0.2")),
     ttl=120.0,
+    patience=float(os.environ.get("TEST_PATIENCE", "600")),
 )
