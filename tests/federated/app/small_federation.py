@@ -75,7 +75,7 @@ def protocol(context: Context, run: str, data: Any, ledger: Any) -> AsyncClient:
         noise_multiplier=noise,
         target_epsilon=float(context.run_config["epsilon"]),
         target_delta=DELTA,
-        seed=int(context.node_config["partition-id"]),
+        seed=int(context.node_config["partition-id"]) if context.run_config["seeded"] else None,
     )
     return AsyncClient(data, plan(context), privacy, ledger, run=run)
 
