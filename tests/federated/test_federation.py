@@ -25,6 +25,7 @@ from lightning_dp import Constant, Diff2, FullBatch
 from lightning_dp.accounting import AbstractEvent, Gaussian, PLDAccountant, PoissonGaussian
 from lightning_dp.federated import AsyncServer, QueryClient, ReleaseLedger, SynchronousServer
 from lightning_dp.federated.flower import client_app, server_app
+from lightning_dp.federated.flower.exchange import payload_of
 from lightning_dp.federated.loopback import LoopbackFederation
 from lightning_dp.federated.noised import noise_source
 from lightning_dp.federated.testing import Faults, LoopbackGrid
@@ -38,7 +39,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 APP = Path(__file__).parent / "app"
 GOOD_NETWORK = Faults()
 BAD_NETWORK = Faults(late=0.4, lost=0.15, undelivered=0.1, duplicated=0.15, restarted=0.1)
-DEFAULTS = {"clients": 2, "rounds": 3, "lag": 1, "epsilon": 1e9, "stuck": -1}
+DEFAULTS = {"clients": 2, "rounds": 3, "lag": 1, "epsilon": 1e9, "stuck": -1, "seeded": True}
 
 
 @pytest.fixture(scope="module")
@@ -47,6 +48,7 @@ def app() -> ModuleType:
     name = "small_federation"
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TEST_POLL_INTERVAL", "0.001")
+        patch.setenv("TEST_PATIENCE", "20")
         return load(name)
 
 
@@ -173,6 +175,25 @@ def test_the_server_is_told_the_epsilon_of_every_client(in_process, app, tmp_pat
         assert clients[client]["unit"] == "record"
         assert clients[client]["seeded"] is True
         assert clients[client]["num_records"] == 60
+
+
+def test_a_message_that_comes_twice_is_answered_with_the_same_bytes(app, tmp_path):
+    """With noise from the operating system: a second draw would average the noise out."""
+    sent: dict[str, list[bytes]] = {}
+
+    def recorded(message: Any, context: Any) -> Any:
+        reply = app.client(message, context)
+        if message.metadata.message_type == "train":
+            sent.setdefault(message.metadata.message_id, []).append(payload_of(reply))
+        return reply
+
+    config = {**DEFAULTS, "out": str(tmp_path / "run"), "seeded": False}
+    LoopbackGrid(recorded, 2, Faults(duplicated=1.0), config).start(app.server)
+
+    assert len(sent) == 6
+    assert all(len(replies) == 2 and replies[0] == replies[1] for replies in sent.values())
+    assert len({replies[0] for replies in sent.values()}) == 6
+    assert summary(tmp_path / "run")["clients"]["0"]["seeded"] is False
 
 
 def test_a_second_federation_over_the_same_data_adds_to_the_ledger(in_process, app, tmp_path):

@@ -75,7 +75,7 @@ def protocol(context: Context, run: str, data: Any, ledger: Any) -> AsyncClient:
         noise_multiplier=noise,
         target_epsilon=float(context.run_config["epsilon"]),
         target_delta=DELTA,
-        seed=int(context.node_config["partition-id"]),
+        seed=int(context.node_config["partition-id"]) if context.run_config["seeded"] else None,
     )
     return AsyncClient(data, plan(context), privacy, ledger, run=run)
 
@@ -93,4 +93,5 @@ server = server_app(
     folder=lambda context: out(context) / "server",
     poll_interval=float(os.environ.get("TEST_POLL_INTERVAL", "0.2")),
     ttl=120.0,
+    patience=float(os.environ.get("TEST_PATIENCE", "600")),
 )
