@@ -110,7 +110,7 @@ def test_the_curve_of_mixed_steps_is_below_every_test_and_reached_by_one():
     """Any thresholds per kind are a test; none may be better, the best must be as good."""
     kinds = [StepKind(0.7, 0.2, 1), StepKind(1.5, 0.2, 1)]
     best: dict[float, float] = {}
-    grid = np.linspace(-3, 6, 400)
+    grid = np.linspace(-1, 4, 2500)
     for y in grid:
         first = norm.sf(y / 0.7), 0.8 * norm.sf(y / 0.7) + 0.2 * norm.sf((y - 1) / 0.7)
         second = norm.sf(grid / 1.5), 0.8 * norm.sf(grid / 1.5) + 0.2 * norm.sf((grid - 1) / 1.5)

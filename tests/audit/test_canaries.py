@@ -82,7 +82,7 @@ def test_correct_code_is_found_nearly_as_private_as_claimed(settings, run_audit)
     "settings",
     [
         {"estimator": Diff2(restart_every=3, max_grad_norm=1.0, diff_norm=1.0)},
-        {"estimator": Storm(max_grad_norm=1.0, diff_norm=1.0)},
+        {"estimator": Storm(momentum=0.9, max_grad_norm=1.0, diff_norm=1.0)},
         {"noise_schedule": Exponential(rate=0.02)},
         {"engine": "hooks"},
     ],
@@ -157,7 +157,8 @@ def shuffled(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_shuffled_batches_booked_as_poisson_are_caught(run_audit, monkeypatch):
     settings: dict[str, Any] = {"noise_multiplier": 0.15, "steps": 10}
-    assert not run_audit(**settings).is_violated
+    correct = run_audit(**settings)
+    assert correct.lower_bound <= 1.1 * correct.epsilon
     shuffled(monkeypatch)
 
     report = run_audit(**settings)
@@ -180,7 +181,11 @@ def test_a_record_twice_in_a_batch_is_caught(settings, run_audit, monkeypatch):
     assert run_audit(**settings).is_violated
 
 
-@pytest.mark.parametrize("settings", [FULL, {"batch_size": 120}], ids=["full", "poisson"])
+@pytest.mark.parametrize(
+    "settings",
+    [{**FULL, "steps": 4, "noise_multiplier": 2.0}, {"batch_size": 120}],
+    ids=["full", "poisson"],
+)
 def test_the_same_noise_at_every_step_is_caught(settings, run_audit, monkeypatch):
     def same(self: Any, size: int, device: torch.device) -> torch.Tensor:
         return torch.from_numpy(np.random.default_rng(0).standard_normal(size))
@@ -199,7 +204,8 @@ def test_clipping_before_the_difference_is_caught(run_audit, monkeypatch):
             total = total + each.gradient * clipping.bounded_sum(gradients, query.clip_norm).value
         mechanism.answer(BoundedSum(total, query.clip_norm))
 
-    settings = {**FULL, "estimator": Diff2(restart_every=10, max_grad_norm=1.0, diff_norm=1.0)}
+    settings: dict[str, Any] = {**FULL, "canaries": 600}
+    settings["estimator"] = Diff2(restart_every=20, max_grad_norm=1.0, diff_norm=1.0, split=5.0)
     monkeypatch.setattr(f"{STEP}.PrivateStep._give", give)
 
     assert run_audit(**settings).is_violated
@@ -264,7 +270,10 @@ def test_arguments_out_of_range_are_refused(arguments, match, model_class, blobs
     ("privacy", "match"),
     [
         ({"noise_multiplier": 0.0}, "nothing to audit"),
-        ({"noise_multiplier": 1.0, "estimator": CubicNewton()}, "several queries"),
+        (
+            {"noise_multiplier": 1.0, "estimator": CubicNewton(1.0, 1.0, inner_steps=2)},
+            "several queries",
+        ),
     ],
 )
 def test_what_is_not_audited_is_said(privacy, match, model_class, blobs):

@@ -23,10 +23,10 @@ class Net(L.LightningModule):
 
     def __init__(self) -> None:
         super().__init__()
-        self.layer = nn.Linear(4, 2)
+        self.hidden, self.layer = nn.Linear(4, 200), nn.Linear(200, 2)
 
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-        return nn.functional.cross_entropy(self.layer(batch[0]), batch[1])
+        return nn.functional.cross_entropy(self.layer(self.hidden(batch[0])), batch[1])
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.SGD(self.parameters(), lr=0.1)
