@@ -87,7 +87,8 @@ def test_failing_fsync_reaches_the_user_before_training_step(
             model["module"] = module
 
     with pytest.raises(OSError, match="Input/output error"):
-        fit(callbacks=(broken, Keep()), privacy={"isolation_probe": False})  # it runs the model, too
+        # The probe runs the model, too.
+        fit(callbacks=(broken, Keep()), privacy={"isolation_probe": False})
     assert used == [0, 1, 2]
     after = torch.nn.utils.parameters_to_vector(model["module"].parameters())
     torch.testing.assert_close(after, broken.weights, rtol=0, atol=0)
