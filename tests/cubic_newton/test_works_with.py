@@ -94,7 +94,6 @@ def test_dropout_is_the_same_in_all_passes_and_records_count_once(classifier, bl
 
     model = Counting()
     privacy = DifferentialPrivacy(
-        isolation_probe=False,  # it runs the model, too
         target_delta=1e-5,
         noise_multiplier=1.0,
         estimator=CubicNewton(1.0, 1.0, 3),
