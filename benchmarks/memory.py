@@ -4,11 +4,14 @@
 
 Each alternative of benchmarks/step.py runs a few steps in a process of its own (Linux only). What is
 compared is the peak of resident memory above that of the process with libraries and model loaded.
+Freed memory goes back to the system at once there: what an earlier run left to the allocator would
+hide what the next one takes.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -17,6 +20,11 @@ from models import MODELS
 from step import RUNS, quiet
 
 STEPS = 3
+_GIVE_BACK = {  # glibc's settings
+    "MALLOC_MMAP_THRESHOLD_": "65536",
+    "MALLOC_TRIM_THRESHOLD_": "65536",
+    "MALLOC_TOP_PAD_": "0",
+}
 
 
 def resident(field: str) -> float:
@@ -49,7 +57,8 @@ def main() -> None:
         peaks: dict[str, float] = {}
         for who in RUNS:
             command = [sys.executable, __file__, "--one", who, name]
-            done = subprocess.run(command, capture_output=True, text=True)
+            environment = {**os.environ, **_GIVE_BACK}
+            done = subprocess.run(command, capture_output=True, text=True, env=environment)
             if done.returncode:
                 print(f"  {who:16} cannot run this model")
                 continue
