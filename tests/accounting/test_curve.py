@@ -20,11 +20,11 @@ from lightning_dp.accounting.curve import _Together
 
 LENGTHS = [0, 1, 2, 3, 10, 40, 41, 150, 400, 1500]
 _RNG = np.random.default_rng(0)
-_Z, _Q = _RNG.uniform(0.8, 2.5, 2000), np.exp(_RNG.uniform(-6.0, -3.0, 2000))
+_Z, _Q = _RNG.uniform(0.8, 2.5, 200), np.exp(_RNG.uniform(-6.0, -3.0, 200))
 PLANS: dict[str, Callable[[int], AbstractEvent]] = {
     "constant": lambda t: PoissonGaussian(1.2, 0.02),
     "decay": lambda t: PoissonGaussian(3.0 * 0.999**t, 0.02),
-    "all distinct": lambda t: PoissonGaussian(float(_Z[t]), float(_Q[t])),
+    "many distinct": lambda t: PoissonGaussian(float(_Z[t % 200]), float(_Q[t % 200])),
     "large samples": lambda t: PoissonGaussian(20.0 + 0.01 * t, 0.5),
     "sometimes full": lambda t: Gaussian(60.0) if t % 7 == 0 else PoissonGaussian(1.5, 0.01),
     "spike": lambda t: PoissonGaussian(0.5 if t == 100 else 4.0, 0.01),

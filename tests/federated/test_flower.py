@@ -207,6 +207,7 @@ def test_never_two_messages_are_in_flight_to_a_node(client, tmp_path):
 
 
 def test_an_exception_at_a_client_tells_the_server_nothing(run, tmp_path, caplog):
+    caplog.set_level("INFO", logger="lightning_dp.federated")  # whatever other tests have set
     _, machine = run(Faults(), **{"fails-at": 3})
 
     torch.testing.assert_close(machine.point, expected(8), rtol=0, atol=1e-12)

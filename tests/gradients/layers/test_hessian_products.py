@@ -72,7 +72,7 @@ def direction_for(module: nn.Module) -> Tensor:
 
 
 @pytest.mark.usefixtures("memory")
-@pytest.mark.parametrize("weights", [(1.0, 1.0), (0.0, 1.0), (-0.5, 2.0)])
+@pytest.mark.parametrize("weights", [(0.0, 1.0), (-0.5, 2.0)])
 def test_hessian_vector_products_equal_the_loop(
     layer_engine, model_and_batch, weights, along, oracle
 ):
@@ -93,8 +93,7 @@ def test_hessian_vector_products_equal_the_loop(
     assert (total - wanted).norm() <= 2e-5 * wanted.norm()
 
 
-@pytest.mark.usefixtures("memory")
-@pytest.mark.parametrize("keep", [1, 7, None])
+@pytest.mark.parametrize("keep", [1, 7])
 def test_restricted_gradients_and_products_are_columns_of_the_loop(
     layer_engine, model_and_batch, keep, along, oracle
 ):
@@ -102,7 +101,7 @@ def test_restricted_gradients_and_products_are_columns_of_the_loop(
     u = direction_for(module)
     expected = oracle.one_by_one(module, batch) + products_one_by_one(module, batch, u)
     places = torch.arange(expected.shape[1])
-    places = places[-keep:] if keep == 1 else places[3 :: keep or 1][:-1]
+    places = places[-keep:] if keep == 1 else places[3::keep][:-1]
     layer_engine.attach(module, params_of(module))
 
     gradients = along(layer_engine, module, batch, u, 1.0, 1.0).restrict(places)
