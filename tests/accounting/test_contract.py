@@ -149,6 +149,7 @@ class TestOpacusRDP(AccountantContract):
     poisson_replace_one = False
 
 
+@pytest.mark.slow  # the other accountants meet the contract in every run
 @pytest.mark.filterwarnings("ignore:divide by zero")
 class TestOpacusPRV(AccountantContract):
     accountant = OpacusPRVAccountant(eps_error=0.05)

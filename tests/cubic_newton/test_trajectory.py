@@ -165,6 +165,7 @@ def test_rounds_without_noise_reach_the_optimum(fit, optimum):
     np.testing.assert_allclose(fit.model.flat.numpy(), optimum(0.02), rtol=0, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_random_coordinates_reach_the_optimum_as_well(fit, optimum):
     """No factor d/k: each round minimises over its own coordinates."""
     estimator = CubicNewton(0.5, 0.1, 10, 1e3, 1e3, weight_decay=0.02, keep=3)
