@@ -12,7 +12,15 @@ import filelock
 
 from lightning_dp.accounting.events import AbstractEvent, event_from_dict
 
-__all__ = ["Journal", "JournalError", "Runs", "add_charge", "longer_run", "read_journal"]
+__all__ = [
+    "Journal",
+    "JournalError",
+    "Runs",
+    "add_charge",
+    "longer_run",
+    "read_journal",
+    "sync_folder",
+]
 
 # Per run (one fit in one process): its charges in order, equal neighbours counted together.
 Runs: TypeAlias = dict[str, list[tuple[AbstractEvent, int]]]
@@ -77,7 +85,7 @@ class Journal:
         if is_new:
             file.write(_line([_FORMAT, ledger_id]))
             _sync(file)
-            _sync_folder(self.path.parent)
+            sync_folder(self.path.parent)
         else:
             file.truncate(_whole_lines(self.path.read_bytes()))
         return file
@@ -189,7 +197,7 @@ def _sync(file: IO[bytes]) -> None:
     os.fsync(file.fileno())
 
 
-def _sync_folder(folder: Path) -> None:
+def sync_folder(folder: Path) -> None:
     """Make the new file's name durable too (POSIX; other systems have no such call)."""
     if os.name != "posix":
         return

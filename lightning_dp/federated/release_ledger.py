@@ -19,7 +19,12 @@ import numpy as np
 
 from lightning_dp.accounting import AbstractEvent, PLDAccountant, Relation, affordable_steps
 from lightning_dp.accounting.base import check_delta, check_relation
-from lightning_dp.accounting.journal import Journal, JournalError, read_journal
+from lightning_dp.accounting.journal import (
+    Journal,
+    JournalError,
+    read_journal,
+    sync_folder,
+)
 from lightning_dp.federated.messages import MessageError
 from lightning_dp.mechanism import BudgetExhausted
 
@@ -311,7 +316,7 @@ class _Files:
             file.flush()
             os.fsync(file.fileno())
         os.replace(partial, self._path)
-        _sync_folder(self._path.parent)
+        sync_folder(self._path.parent)
         self.progress, self.kept, self.note = progress, kept, note
 
 
@@ -376,13 +381,3 @@ def _file_name(name: str) -> str:
     """A name as part of a file name, different for different names, also without case."""
     readable = quote(name, safe=" ")[:80]
     return f"{readable}-{hashlib.sha256(name.encode()).hexdigest()[:12]}"
-
-
-def _sync_folder(folder: Path) -> None:
-    if os.name != "posix":
-        return
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
