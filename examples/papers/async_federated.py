@@ -11,41 +11,37 @@ that was recorded is in results/async_federated.md.
 from __future__ import annotations
 
 import argparse
-import math
-import random
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 
 import numpy as np
 import torch
-from async_federated_data import LeNetRecords, LogisticRecords, binary, lenet, load, mnist
-from sklearn.metrics import roc_auc_score
+from async_federated_data import LeNetRecords, lenet, load, mnist
+from async_federated_private import private_part
+from async_federated_run import (
+    CLIENTS,
+    GRADIENTS,
+    LAG,
+    MNIST_CLIENTS,
+    NO_PRIVACY,
+    Split,
+    federate,
+    plain_run,
+    spread,
+)
 from torch import Tensor
 
-from lightning_dp.accounting import AbstractEvent, PLDAccountant, PoissonGaussian, calibrate
 from lightning_dp.federated import (
     AbstractSampleSizes,
     AbstractStepSizes,
-    AsyncClient,
     AsyncPlan,
-    AsyncServer,
-    ClientPrivacy,
     ConstantSteps,
     InverseRootSteps,
     InverseSteps,
     PolynomialSizes,
-    Records,
-    ReleaseLedger,
-    Spending,
     rounds_for,
 )
 from lightning_dp.functional import flatten
-from lightning_dp.noise import random_generator
 
-CLIENTS, MNIST_CLIENTS = 5, 4
-GRADIENTS = 20_000  # K of the experiments without privacy, over all clients
-LAG = 1  # 2 is in the part `lag`
-TEST_SHARE = 0.2
 SIZES = (50, 100, 200, 500, 700, 1000)
 PAPER = {  # Table 3
     ("a9a", True): (0.8418, 0.8443, 0.8386, 0.8333, 0.8298, 0.7271),
@@ -54,140 +50,9 @@ PAPER = {  # Table 3
     ("covertype_subset", False): (0.8421, 0.8438, 0.8404, 0.8381, 0.8379, 0.7287),
     ("mnist", False): (0.9450, 0.9470, 0.9180, 0.8740, 0.8700, 0.7080),
 }
-TARGET, DELTA, CLIP = 1.0, 5.5e-8, 0.1
-PRIVATE_GRADIENTS = 25_000  # K of one client
-PRIVATE_RECORDS = 8_000  # N_c; the paper has 10,000, w8a has not enough for that
-RATES = (0.15, 0.05, 0.5, 1.5)  # the paper's first
 # η0 of growing sizes: the paper's, and a smaller one, for strongly convex losses and for others
 GROWING_RATES = {True: (0.1, 0.01), False: (0.1, 0.003)}
 LOCAL_STEPS = ("diminishing1", "diminishing2")
-
-
-def federate(
-    records: Sequence[Records],
-    start: Tensor,
-    plan: AsyncPlan,
-    privacy: ClientPrivacy,
-    seed: int,
-    local_steps: str | None = None,
-    share: float = 1.0,
-) -> tuple[Tensor, float]:
-    """The model at the end and the largest ε of a client; clients answer in a random order."""
-    server = AsyncServer("paper", plan, start, len(records))
-    clients = [
-        AsyncClient(
-            each,
-            plan,
-            privacy,
-            ScratchLedger() if privacy.is_private else None,
-            run="paper",
-            share=share,
-            local_steps=local_steps,  # type: ignore[arg-type]
-        )
-        for each in records
-    ]
-    rng = random.Random(seed)
-    while not server.is_done:
-        c = rng.randrange(len(records))
-        if (request := server.request(c)) is not None:
-            server.receive(c, clients[c].answer(request))
-    spent = max(client.epsilon for client in clients) if privacy.is_private else math.inf
-    return server.point, spent
-
-
-class ScratchLedger(ReleaseLedger):
-    """Books an experiment on public data, in memory: nothing of it may outlive the process."""
-
-    def __init__(self) -> None:
-        super().__init__("/nowhere", "an experiment")
-        self._events: list[AbstractEvent] = []
-
-    def history(self) -> list[tuple[AbstractEvent, int]]:
-        return [(event, 1) for event in self._events]
-
-    def find(self, spending: Spending, round_: int, part: int) -> bytes | None:
-        return None
-
-    def note(self, spending: Spending) -> bytes:
-        return b""
-
-    def release(
-        self,
-        spending: Spending,
-        round_: int,
-        part: int,
-        make: Callable[[np.random.Generator], bytes],
-        *,
-        keep: bool = True,
-        note: bytes = b"",
-    ) -> bytes:
-        self._events += spending.events(round_)
-        return make(random_generator(None))
-
-
-def spread(values: Sequence[float]) -> str:
-    """Mean ± standard deviation."""
-    deviation = float(np.std(values, ddof=1)) if len(values) > 1 else 0.0
-    return f"{np.mean(values):.4f} ± {deviation:.4f}"
-
-
-# -- logistic regression ---------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Split:
-    """A data set dealt out to clients, and the rest for testing."""
-
-    clients: list[tuple[Tensor, Tensor]]
-    x: Tensor
-    y: Tensor
-
-    @classmethod
-    def of(cls, name: str, folder: str, seed: int, *, biased: bool = False) -> Split:
-        x, y = binary(name, folder)
-        order = torch.from_numpy(np.random.default_rng(seed).permutation(len(y)))
-        held, train = order[: int(TEST_SHARE * len(y))], order[int(TEST_SHARE * len(y)) :]
-        if biased:
-            train = train[torch.argsort(y[train], stable=True)]
-        return cls([(x[part], y[part]) for part in train.chunk(CLIENTS)], x[held], y[held])
-
-    def records(self, *, strongly_convex: bool) -> list[LogisticRecords]:
-        decay = 1 / sum(len(y) for _, y in self.clients) if strongly_convex else 0.0
-        return [LogisticRecords(x, y, decay) for x, y in self.clients]
-
-    def start(self) -> Tensor:
-        return torch.zeros(self.x.shape[1])
-
-    def accuracy(self, point: Tensor) -> float:
-        return float(((self.x @ point > 0) == (self.y > 0)).float().mean())
-
-    def auc(self, point: Tensor) -> float:
-        return float(roc_auc_score(self.y.numpy() > 0, (self.x @ point).numpy()))
-
-
-NO_PRIVACY = ClientPrivacy(math.inf, noise_multiplier=0.0)
-
-
-def plain_run(
-    split: Split,
-    sizes: AbstractSampleSizes,
-    steps: AbstractStepSizes,
-    seed: int,
-    *,
-    strongly_convex: bool,
-    local_steps: str,
-    gradients: int = GRADIENTS,
-    lag: int = LAG,
-) -> float:
-    """Accuracy without privacy: the model moves inside a round, as in the paper.
-
-    ``sizes`` are those of all clients together, as is t in the step sizes.
-    """
-    plan = AsyncPlan(rounds_for(sizes, gradients), sizes, steps, lag=lag)
-    records = split.records(strongly_convex=strongly_convex)
-    start = split.start()
-    point, _ = federate(records, start, plan, NO_PRIVACY, seed, local_steps, 1 / CLIENTS)
-    return split.accuracy(point)
 
 
 def sizes_part(options: argparse.Namespace) -> None:
@@ -375,105 +240,6 @@ def biased_part(options: argparse.Namespace) -> None:
         for biased in (False, True)
     ]
     print(f"| mnist, LeNet | 10, 20 rounds of 10, 20, ... | {' | '.join(cells)} |", flush=True)
-
-
-# -- private ---------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Setting:
-    name: str
-    sizes: AbstractSampleSizes
-    sigma: float | None  # None: the smallest that is valid; 0: no noise
-
-
-GROWING = PolynomialSizes(1.322, 16)
-SETTINGS = (
-    Setting("growing 16 + ⌈1.322 i⌉, the paper's σ", GROWING, 8.0),
-    Setting("growing 16 + ⌈1.322 i⌉, smallest σ", GROWING, None),
-    Setting("constant 16, smallest σ", PolynomialSizes(0, 16), None),
-    Setting("constant 137, smallest σ", PolynomialSizes(0, 137), None),
-    Setting("growing, clipped, no noise", GROWING, 0.0),
-)
-
-
-def smallest_sigma(sizes: Callable[[int], int], rounds: int, num_records: int) -> float:
-    """σ for (TARGET, DELTA) with Poisson batches of these sizes."""
-    return calibrate(
-        lambda i: 1.0, lambda i: sizes(i) / num_records, rounds, epsilon=TARGET, delta=DELTA
-    )
-
-
-def true_epsilon(sizes: Callable[[int], int], sigma: float, rounds: int, n: int) -> float:
-    events = [(PoissonGaussian(sigma, sizes(i) / n), 1) for i in range(rounds)]
-    return PLDAccountant().epsilon(events, DELTA)
-
-
-def private_split(folder: str, seed: int) -> tuple[Split, Split]:
-    """Clients with 8000 records each; of the rest, one half to choose η0 and one to report."""
-    x, y = binary("w8a", folder)
-    order = torch.from_numpy(np.random.default_rng(seed).permutation(len(y)))
-    train, held = order[: CLIENTS * PRIVATE_RECORDS], order[CLIENTS * PRIVATE_RECORDS :]
-    clients = [(x[part], y[part]) for part in train.chunk(CLIENTS)]
-    choose, report = held.chunk(2)
-    return Split(clients, x[choose], y[choose]), Split(clients, x[report], y[report])
-
-
-def private_part(options: argparse.Namespace) -> None:
-    print(f"\n## w8a, (ε, δ) = ({TARGET}, {DELTA}), C = {CLIP}, {CLIENTS} clients of N_c records\n")
-    print("N_c = 10,000 (accounting only)\n")
-    print("| batches | rounds | σ | √T σ | true ε |\n| --- | --- | --- | --- | --- |")
-    for setting in SETTINGS[:4]:
-        print(accounting_row(setting, 10_000), flush=True)
-    print(f"\nN_c = {PRIVATE_RECORDS}\n")
-    print("| batches | rounds | σ | √T σ | true ε |\n| --- | --- | --- | --- | --- |")
-    for setting in SETTINGS[:4]:
-        print(accounting_row(setting, PRIVATE_RECORDS), flush=True)
-    for convex in [True] if options.quick else [True, False]:
-        kind = "strongly convex, β = .001" if convex else "convex, β = .01"
-        print(f"\n{kind}\n")
-        print("| batches | ε by the ledgers | η0 | accuracy | AUC | chosen η0 | accuracy | AUC |")
-        print("|" + " --- |" * 8)
-        for setting in SETTINGS:
-            print(private_row(setting, options, convex), flush=True)
-
-
-def sigma_of(setting: Setting, num_records: int) -> tuple[int, float]:
-    rounds = rounds_for(setting.sizes, PRIVATE_GRADIENTS)
-    if setting.sigma is not None:
-        return rounds, setting.sigma
-    return rounds, smallest_sigma(setting.sizes, rounds, num_records)
-
-
-def accounting_row(setting: Setting, n: int) -> str:
-    rounds, sigma = sigma_of(setting, n)
-    spent = true_epsilon(setting.sizes, sigma, rounds, n)
-    total = math.sqrt(rounds) * sigma
-    return f"| {setting.name} | {rounds} | {sigma:.3f} | {total:.1f} | {spent:.4f} |"
-
-
-def private_row(setting: Setting, options: argparse.Namespace, convex: bool) -> str:
-    """At the paper's η0, and at the one that is best on other held-out records, mean over seeds."""
-    rounds, sigma = sigma_of(setting, PRIVATE_RECORDS)
-    rounds = 20 if options.quick else rounds
-    found: dict[float, list[tuple[float, float, float, float]]] = {}
-    for eta0 in RATES[:1] if options.quick else RATES:
-        steps = InverseSteps(eta0, 0.001) if convex else InverseRootSteps(eta0, 0.01)
-        plan = AsyncPlan(rounds, setting.sizes, steps, lag=LAG)
-        found[eta0] = []
-        for seed in range(options.seeds):
-            choose, report = private_split(options.data, seed)
-            point, spent = federate(
-                *(choose.records(strongly_convex=convex), choose.start(), plan),
-                *(ClientPrivacy(CLIP, sigma, target_delta=DELTA), seed),
-            )
-            row = (choose.auc(point), report.accuracy(point), report.auc(point), spent)
-            found[eta0].append(row)
-    best = max(found, key=lambda eta0: np.mean([row[0] for row in found[eta0]]))
-    cells = [setting.name, f"{found[RATES[0]][0][3]:.4f}"]
-    for eta0 in (RATES[0], best):
-        cells += [f"{eta0:g}", *(spread([row[k] for row in found[eta0]]) for k in (1, 2))]
-    return "| " + " | ".join(cells) + " |"
 
 
 PARTS = {

@@ -71,7 +71,7 @@ def test_lenet_sums_are_gradients_of_the_summed_loss(example):
 @pytest.mark.slow
 def test_it_runs_on_small_archives(tmp_path):
     rng = np.random.default_rng(0)
-    for name, n in (("a9a", 3000), ("w8a", 49_749)):
+    for name, n in (("a9a", 10_000), ("w8a", 49_749)):
         x = rng.random((n, 12)).astype(np.float32)
         y = np.where(x[:, 0] + 0.1 * rng.standard_normal(n) > 0.5, 1, -1)
         np.savez(tmp_path / f"{name}.npz", X=x, y=y)

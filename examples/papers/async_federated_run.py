@@ -1,0 +1,161 @@
+"""A federation in one process for the experiments of async_federated.py, and data dealt out to it."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from async_federated_data import LogisticRecords, binary
+from sklearn.metrics import roc_auc_score
+from torch import Tensor
+
+from lightning_dp.accounting import AbstractEvent
+from lightning_dp.federated import (
+    AbstractSampleSizes,
+    AbstractStepSizes,
+    AsyncClient,
+    AsyncPlan,
+    AsyncServer,
+    ClientPrivacy,
+    Records,
+    ReleaseLedger,
+    Spending,
+    rounds_for,
+)
+from lightning_dp.noise import random_generator
+
+CLIENTS, MNIST_CLIENTS = 5, 4
+GRADIENTS = 20_000  # K of the experiments without privacy, over all clients
+LAG = 1  # 2 is in the part `lag`
+TEST_SHARE = 0.2
+
+
+def federate(
+    records: Sequence[Records],
+    start: Tensor,
+    plan: AsyncPlan,
+    privacy: ClientPrivacy,
+    seed: int,
+    local_steps: str | None = None,
+    share: float = 1.0,
+) -> tuple[Tensor, float]:
+    """The model at the end and the largest ε of a client; clients answer in a random order."""
+    server = AsyncServer("paper", plan, start, len(records))
+    clients = [
+        AsyncClient(
+            each,
+            plan,
+            privacy,
+            ScratchLedger() if privacy.is_private else None,
+            run="paper",
+            share=share,
+            local_steps=local_steps,  # type: ignore[arg-type]
+        )
+        for each in records
+    ]
+    rng = random.Random(seed)
+    while not server.is_done:
+        c = rng.randrange(len(records))
+        if (request := server.request(c)) is not None:
+            server.receive(c, clients[c].answer(request))
+    spent = max(client.epsilon for client in clients) if privacy.is_private else math.inf
+    return server.point, spent
+
+
+class ScratchLedger(ReleaseLedger):
+    """Books an experiment on public data, in memory: nothing of it may outlive the process."""
+
+    def __init__(self) -> None:
+        super().__init__("/nowhere", "an experiment")
+        self._events: list[AbstractEvent] = []
+
+    def history(self) -> list[tuple[AbstractEvent, int]]:
+        return [(event, 1) for event in self._events]
+
+    def find(self, spending: Spending, round_: int, part: int) -> bytes | None:
+        return None
+
+    def note(self, spending: Spending) -> bytes:
+        return b""
+
+    def release(
+        self,
+        spending: Spending,
+        round_: int,
+        part: int,
+        make: Callable[[np.random.Generator], bytes],
+        *,
+        keep: bool = True,
+        note: bytes = b"",
+    ) -> bytes:
+        self._events += spending.events(round_)
+        return make(random_generator(None))
+
+
+def spread(values: Sequence[float]) -> str:
+    """Mean ± standard deviation."""
+    deviation = float(np.std(values, ddof=1)) if len(values) > 1 else 0.0
+    return f"{np.mean(values):.4f} ± {deviation:.4f}"
+
+
+# -- logistic regression ---------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Split:
+    """A data set dealt out to clients, and the rest for testing."""
+
+    clients: list[tuple[Tensor, Tensor]]
+    x: Tensor
+    y: Tensor
+
+    @classmethod
+    def of(cls, name: str, folder: str, seed: int, *, biased: bool = False) -> Split:
+        x, y = binary(name, folder)
+        order = torch.from_numpy(np.random.default_rng(seed).permutation(len(y)))
+        held, train = order[: int(TEST_SHARE * len(y))], order[int(TEST_SHARE * len(y)) :]
+        if biased:
+            train = train[torch.argsort(y[train], stable=True)]
+        return cls([(x[part], y[part]) for part in train.chunk(CLIENTS)], x[held], y[held])
+
+    def records(self, *, strongly_convex: bool) -> list[LogisticRecords]:
+        decay = 1 / sum(len(y) for _, y in self.clients) if strongly_convex else 0.0
+        return [LogisticRecords(x, y, decay) for x, y in self.clients]
+
+    def start(self) -> Tensor:
+        return torch.zeros(self.x.shape[1])
+
+    def accuracy(self, point: Tensor) -> float:
+        return float(((self.x @ point > 0) == (self.y > 0)).float().mean())
+
+    def auc(self, point: Tensor) -> float:
+        return float(roc_auc_score(self.y.numpy() > 0, (self.x @ point).numpy()))
+
+
+NO_PRIVACY = ClientPrivacy(math.inf, noise_multiplier=0.0)
+
+
+def plain_run(
+    split: Split,
+    sizes: AbstractSampleSizes,
+    steps: AbstractStepSizes,
+    seed: int,
+    *,
+    strongly_convex: bool,
+    local_steps: str,
+    gradients: int = GRADIENTS,
+    lag: int = LAG,
+) -> float:
+    """Accuracy without privacy: the model moves inside a round, as in the paper.
+
+    ``sizes`` are those of all clients together, as is t in the step sizes.
+    """
+    plan = AsyncPlan(rounds_for(sizes, gradients), sizes, steps, lag=lag)
+    records = split.records(strongly_convex=strongly_convex)
+    start = split.start()
+    point, _ = federate(records, start, plan, NO_PRIVACY, seed, local_steps, 1 / CLIENTS)
+    return split.accuracy(point)
