@@ -21,7 +21,7 @@ def per_sample_norms(gradients: Sequence[Tensor]) -> Tensor:
     r"""L2 norm of each record's gradient over all parameters, :math:`\sqrt{\sum_p \|g_{i,p}\|^2}`.
 
     Args:
-        gradients: one tensor per parameter, each of shape (n, *parameter shape), n records.
+        gradients: one tensor per parameter, each of shape ``(n, *parameter shape)``, n records.
 
     Returns:
         float64 tensor of shape (n,); non-finite where a record's gradient is.

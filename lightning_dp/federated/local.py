@@ -51,7 +51,7 @@ class _Watch:
 class LocalRecords:
     r"""One client's records, and the model that it is asked about.
 
-    Answers a :class:`~lightning_dp.Query` with
+    Answers a :class:`~lightning_dp.query.Query` with
     :math:`\sum_i \mathrm{clip}_C(P_c \sum_k w_k h_{ik})` over chosen records, where h_ik is the
     gradient (or a Hessian-vector product) of the loss that ``training_step`` returns for record i.
     The module and the data set are those of an ordinary Lightning training, and are left as they

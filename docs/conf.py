@@ -1,0 +1,31 @@
+"""Sphinx: the pages of this folder, and the API from the docstrings of the installed package."""
+
+import importlib.metadata
+
+project = "lightning-dp"
+author = "the lightning-dp maintainers"
+release = importlib.metadata.version("lightning-dp")
+
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
+exclude_patterns = ["_build"]
+html_theme = "furo"
+html_title = project
+html_show_copyright = False
+
+myst_heading_anchors = 3
+add_module_names = False
+autodoc_default_options = {"members": True, "imported-members": True, "show-inheritance": True}
+autodoc_member_order = "bysource"
+autodoc_typehints = "description"
+autodoc_typehints_description_target = "documented"  # types where the docstring speaks of them
+autodoc_class_signature = "mixed"
+napoleon_google_docstring = True
+napoleon_numpy_docstring = False
+
+# Other projects' pages cannot be reached when the documentation is built, so that their names
+# lead nowhere; names of this package must.
+nitpicky = True
+nitpick_ignore_regex = [
+    ("py:.*", r"(?!lightning_dp\.).*"),
+    ("py:class", r"lightning_dp\.(world\.World|private_run\.PrivateRun)"),  # of no use outside
+]

@@ -1,0 +1,77 @@
+"""The pages of the documentation say what is so, and leave no public name out."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import re
+from pathlib import Path
+
+import pytest
+
+PAGES = ["quickstart", "choosing", "epsilon", "pitfalls"]  # the others repeat what is tested
+
+
+def comparable(text: str) -> list[float]:
+    return [float(number) for number in re.findall(r"\d+\.\d+", text)]
+
+
+@pytest.mark.filterwarnings("ignore:.*does not have many workers")
+@pytest.mark.parametrize("page", PAGES)
+def test_the_snippets_of_a_page_run_and_print_what_they_say(page, blocks, names, capsys):
+    for snippet in blocks(f"docs/{page}.md", "python"):
+        said = [line.partition("#")[2] for line in snippet.splitlines() if "print(" in line]
+        capsys.readouterr()
+
+        exec(compile(snippet, f"{page}.md", "exec"), names)
+
+        printed = capsys.readouterr().out.splitlines()
+        if any(comparable(comment) for comment in said):
+            for comment, line in zip(said, printed, strict=True):
+                expected = comparable(comment)
+                assert comparable(line)[: len(expected)] == pytest.approx(expected, abs=0.051)
+
+
+def test_every_public_name_has_its_place(root):
+    described = "\n".join(page.read_text("utf-8") for page in (root / "docs/api").glob("*.md"))
+    modules = re.findall(r"^\.\. automodule:: ([\w.]+)$", described, re.MULTILINE)
+    found = {
+        id(getattr(module, name))
+        for module in map(importlib.import_module, modules)
+        for name in getattr(module, "__all__", ())
+    }
+    package = root / "lightning_dp"
+    public = ["lightning_dp", "lightning_dp.callbacks"] + [
+        ".".join(folder.parent.relative_to(root).parts) for folder in package.glob("*/__init__.py")
+    ]
+    missing = [
+        f"{module}.{name}"
+        for module in public
+        for name in importlib.import_module(module).__all__
+        if id(getattr(importlib.import_module(module), name)) not in found
+    ]
+    assert missing == []
+
+
+def test_the_table_of_contents_holds_every_page(root):
+    pages = {path.stem for path in (root / "docs").glob("*.md")} - {"index"}
+
+    listed = re.search(r"```{toctree}\n(.*?)```", (root / "docs/index.md").read_text("utf-8"), re.S)
+    assert listed is not None
+    assert pages == set(re.findall(r"^(\w+)$", listed[1], re.MULTILINE))
+
+
+def test_a_link_that_leads_nowhere_is_found(root, tmp_path):
+    spec = importlib.util.spec_from_file_location("check_links", root / "docs/check_links.py")
+    assert spec is not None and spec.loader is not None
+    check_links = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(check_links)
+    (tmp_path / "a.html").write_text('<p id="here"><a href="b.html#there">b</a></p>')
+    (tmp_path / "b.html").write_text(
+        '<a href="a.html#here"></a><a href="#gone"></a><a href="c.html"></a>'
+        '<a href="https://example.org/x"></a><img src="a.html">'
+    )
+
+    found = check_links.broken_links(Path(tmp_path))
+
+    assert sorted(found) == ["a.html: b.html#there", "b.html: #gone", "b.html: c.html"]
