@@ -68,9 +68,9 @@ def moved(before: Answer, after: Answer, factor: float = 1.0) -> bool:
     """
     if _differ(before.norms * factor, after.norms, floor=0.0):
         return True
-    scale = max(float(part.abs().max()) for part in after.parts if part.numel())
+    scale = max(float(_largest(part)) for part in after.parts if part.numel())
     return any(
-        _differ(a * factor, b, floor=_FLOOR * scale)
+        _differ(a if factor == 1 else a * factor, b, floor=_FLOOR * scale)
         for a, b in zip(before.parts, after.parts, strict=True)
         if a.numel()
     )
@@ -109,6 +109,11 @@ def _differ(a: Tensor, b: Tensor, floor: float) -> bool:
         return False
     if a.is_complex():
         a, b = torch.view_as_real(a), torch.view_as_real(b)
-    a, b = a.double(), b.double()
-    scale = torch.maximum(a.abs().max(), b.abs().max())
-    return not bool((a - b).abs().max() <= _TOLERANCE * (scale + floor))
+    if not a.dtype == b.dtype == torch.float32:  # the usual one stays as it is: it may be large
+        a, b = a.double(), b.double()
+    scale = torch.maximum(_largest(a), _largest(b))
+    return not bool(_largest(a - b) <= _TOLERANCE * (scale + floor))
+
+
+def _largest(a: Tensor) -> Tensor:
+    return torch.linalg.vector_norm(a, ord=torch.inf)

@@ -211,30 +211,37 @@ def _weights(records: int) -> Tensor:
 def _probe(passes: Passes, pool: Any, n: int) -> Isolation:
     """Leave out the record at every position in turn; replace it where that cannot be compared."""
     for j in range(n):
-        others = [i for i in range(n) if i != j]
-        weights = _weights(n)
-        weights[j] = 0.0
-        before = _run(passes, pool, range(n), weights)
-        removed = _Change(others, weights[others], range(n - 1))
-        replaced = _Change([n + j if i == j else i for i in range(n)], weights, others)
-        change = replaced if before.is_random else removed
-        try:
-            after = _run(passes, pool, change.rows, change.weights)
-        except UnsupportedModelError:
-            raise
-        except Exception:  # some models run on an even number of records only
-            change = replaced
-            after = _run(passes, pool, change.rows, change.weights)
-        if n != before.count or after.count != len(change.rows):
-            return Isolation("coupled", CURES["rows"])
-        if moved(before, after):
-            a, b = (
-                passes.run(take_rows(pool, rows), w, watch_modules=True)
-                for rows, w in ((range(n), weights), (change.rows, change.weights))
-            )
-            pair = Pair(a, b, others, change.places, (n, len(change.rows)))
-            return _diagnose(pair, passes, pool)
+        found = _probe_position(passes, pool, n, j)
+        if found.outcome != "isolated":
+            return found
     return Isolation("isolated")
+
+
+def _probe_position(passes: Passes, pool: Any, n: int, j: int) -> Isolation:
+    others = [i for i in range(n) if i != j]
+    weights = _weights(n)
+    weights[j] = 0.0
+    before = _run(passes, pool, range(n), weights)
+    removed = _Change(others, weights[others], range(n - 1))
+    replaced = _Change([n + j if i == j else i for i in range(n)], weights, others)
+    change = replaced if before.is_random else removed
+    try:
+        after = _run(passes, pool, change.rows, change.weights)
+    except UnsupportedModelError:
+        raise
+    except Exception:  # some models run on an even number of records only
+        change = replaced
+        after = _run(passes, pool, change.rows, change.weights)
+    if n != before.count or after.count != len(change.rows):
+        return Isolation("coupled", CURES["rows"])
+    if not moved(before, after):
+        return Isolation("isolated")
+    a, b = (
+        passes.run(take_rows(pool, rows), w, watch_modules=True)
+        for rows, w in ((range(n), weights), (change.rows, change.weights))
+    )
+    pair = Pair(a, b, others, change.places, (n, len(change.rows)))
+    return _diagnose(pair, passes, pool)
 
 
 @dataclass(frozen=True)

@@ -97,7 +97,8 @@ class Passes:
 
     def loss(self, batch: Any) -> None:
         """Run the forward pass only. Raises whatever the model raises."""
-        self._loss(self._copy(), batch)
+        with self._copy() as module:
+            self._loss(module, batch)
 
     def run(self, batch: Any, weights: Tensor, *, watch_modules: bool = False) -> Answer:
         """One forward and backward pass.
@@ -107,7 +108,12 @@ class Passes:
             weights: shape (n,); of the records with weight 0 nothing is said.
             watch_modules: keep what goes in and out of every module.
         """
-        module = self._copy()
+        with self._copy() as module:
+            return self._run(module, batch, weights, watch_modules)
+
+    def _run(
+        self, module: LightningModule, batch: Any, weights: Tensor, watch_modules: bool
+    ) -> Answer:
         params = [dict(module.named_parameters())[name] for name in self._trained]
         calls: list[Call] = []
         if watch_modules:
@@ -131,7 +137,8 @@ class Passes:
         parts = torch.split(total, [param.numel() for param in params])
         return Answer(count, norms[weights != 0], parts, is_random, tuple(calls))
 
-    def _copy(self) -> LightningModule:
+    @contextlib.contextmanager
+    def _copy(self) -> Iterator[LightningModule]:
         module = copy.deepcopy(self._module).cpu()  # Lightning leaves the trainer out
         if any(p.dtype in (torch.float16, torch.bfloat16) for p in module.parameters()):
             module.float()
@@ -143,7 +150,11 @@ class Passes:
         module.log = _ignore  # type: ignore[method-assign]
         if self._trainer is not None:
             module.trainer = _Mute(self._trainer)  # type: ignore[assignment]
-        return module
+        try:
+            yield module
+        finally:  # modules are full of cycles: the memory of a dozen copies must not wait for gc
+            for tensor in (*module.parameters(), *module.buffers()):
+                tensor.data = tensor.new_empty(0)
 
     def _loss(self, module: LightningModule, batch: Any) -> Tensor:
         step: Callable[..., Any] = module.training_step
