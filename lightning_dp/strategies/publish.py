@@ -76,13 +76,20 @@ class Publisher:
             NOISE_MULTIPLIER: self._run.noise_multiplier or 0.0,
         }
         self._trainer.callback_metrics.update({k: torch.tensor(v) for k, v in metrics.items()})
-        self._trainer.progress_bar_metrics[EPSILON] = metrics[EPSILON]
+        self._trainer.progress_bar_metrics[EPSILON] = self._shown(metrics[EPSILON])
         is_log_step = self._every > 0 and mechanism.step % self._every == 0
         if mechanism.step and (is_log_step or final) and self._logged_at != self._run.steps:
             self._logged_at = self._run.steps
             for logger in self._trainer.loggers:
                 logger.log_metrics(metrics, step=mechanism.step - 1)  # Lightning counts from 0
                 logger.save()
+
+    def _shown(self, epsilon: float) -> float | str:
+        """For the progress bar: ``2.345/3``, rounded up, where there is a budget."""
+        target = self._run.config.target_epsilon
+        if target is None or not math.isfinite(epsilon):
+            return epsilon
+        return f"{math.ceil(1000 * epsilon) / 1000:.3f}/{target:g}"
 
     def _read(self) -> float:
         """ε at the node that is next, or now."""

@@ -5,13 +5,19 @@ from __future__ import annotations
 import csv
 import json
 import math
+import re
 import struct
 import time
 from pathlib import Path
 
 import lightning as L
 import pytest
-from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
+from lightning.pytorch.callbacks import (
+    EarlyStopping,
+    ModelCheckpoint,
+    RichProgressBar,
+    TQDMProgressBar,
+)
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger, WandbLogger
 
 from lightning_dp.accounting import PLDAccountant, PoissonGaussian
@@ -186,12 +192,13 @@ def test_the_progress_bar_is_never_below_the_true_epsilon(
     trainer.fit(classifier(mlp()), loader)
 
     assert len(shown) > 15
-    for step, epsilon in shown:
+    for step, text in shown:
+        epsilon, target = map(float, text.split("/"))
         truth = true_epsilon(step, sample_rate=0.1 * accumulate)
-        assert truth * (1 - 1e-3) <= epsilon <= 2.0
+        assert truth * (1 - 1e-3) <= epsilon <= target == 2.0
         if step % 5 == 0 and step:
-            assert epsilon == pytest.approx(truth, rel=1e-3)
-    assert shown[-1][1] == pytest.approx(privacy.epsilon, rel=1e-3)
+            assert epsilon == pytest.approx(truth, rel=1e-3, abs=1e-3)
+    assert float(shown[-1][1].split("/")[0]) == pytest.approx(privacy.epsilon, rel=1e-3, abs=1e-3)
 
 
 def test_epsilon_is_zero_in_the_progress_bar_before_the_first_step(
@@ -207,6 +214,21 @@ def test_epsilon_is_zero_in_the_progress_bar_before_the_first_step(
     make_trainer(max_epochs=2, callbacks=[privacy, Watch()]).fit(classifier(mlp()), loader)
 
     assert shown == pytest.approx([0.0, true_epsilon(10)])
+
+
+def test_both_progress_bars_show_epsilon_beside_its_target(
+    classifier, mlp, loader, make_trainer, capsys
+):
+    for bar in (TQDMProgressBar(), RichProgressBar(refresh_rate=1)):
+        privacy = DifferentialPrivacy(target_epsilon=2.0, noise_multiplier=2.0, target_delta=DELTA)
+        trainer = make_trainer(max_epochs=1, callbacks=[privacy, bar], enable_progress_bar=True)
+        capsys.readouterr()
+
+        trainer.fit(classifier(mlp()), loader)
+
+        shown = math.ceil(1000 * privacy.epsilon) / 1000
+        printed = "".join(capsys.readouterr()).replace("\n", "").replace(" ", "")
+        assert re.search(rf"privacy/epsilon[=:]{shown:.3f}/2", printed)
 
 
 def test_without_noise_the_progress_bar_says_infinity(classifier, mlp, loader, make_trainer):
