@@ -7,6 +7,8 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -15,8 +17,11 @@ import lightning as L
 import numpy as np
 import pytest
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset
+
+from lightning_dp.callbacks import DifferentialPrivacy
 
 torch.set_num_threads(1)
 
@@ -48,6 +53,108 @@ class Classifier(L.LightningModule):
 
     def configure_optimizers(self) -> Any:
         return self.make_optimizer(self.parameters())
+
+
+class Noting(L.LightningModule):
+    """Writes down the records of each step, for a twin; another pass over a chunk counts once."""
+
+    def __init__(
+        self,
+        net: nn.Module,
+        loss: Callable[[Tensor, Tensor], Tensor],
+        optimizer: Callable[..., Any],
+    ) -> None:
+        super().__init__()
+        self.net, self.loss, self.make_optimizer = net, loss, optimizer
+        self.chunks: dict[tuple[int, int], tuple[bool, list[int]]] = {}
+        self.passes = 0
+        self.seen: list[Tensor] = []  # the parameters that validation saw
+
+    @property
+    def batches(self) -> list[list[int]]:
+        """The records of each step."""
+        steps: list[list[int]] = []
+        for first, indices in self.chunks.values():
+            steps = [*steps, []] if first else steps
+            steps[-1] += indices
+        return steps
+
+    @property
+    def flat(self) -> Tensor:
+        return nn.utils.parameters_to_vector(self.parameters()).detach().clone()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        index, x, y = batch
+        chunk = self.trainer.train_dataloader.current
+        records = index.tolist() if chunk.size else []
+        self.chunks.setdefault((self.current_epoch, batch_idx), (chunk.first, records))
+        self.passes += 1
+        loss = self.loss(self.net(x), y)
+        self.log("train_loss", loss)
+        return loss
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.seen.append(self.flat)
+
+    def configure_optimizers(self) -> Any:
+        return self.make_optimizer(self.parameters())
+
+
+@dataclass
+class Fit:
+    """``fit(estimator, ...)``: one private fit; what it left is in ``model``, ``privacy``, ``trainer``.
+
+    Args:
+        net: makes the network.
+        loss: of outputs and targets, a mean over the records.
+        data: all records.
+        lr: of SGD, where a test gives no optimizer.
+    """
+
+    make_trainer: Callable[..., L.Trainer]
+    net: Callable[[], nn.Module]
+    loss: Callable[[Tensor, Tensor], Tensor]
+    data: tuple[Tensor, Tensor]
+    lr: float
+    model: Noting = field(init=False)
+    privacy: DifferentialPrivacy = field(init=False)
+    trainer: L.Trainer = field(init=False)
+
+    def __call__(
+        self,
+        estimator: Any = None,
+        *,
+        optimizer: Callable[[Any], Any] | None = None,
+        batch_size: int = 12,
+        workers: int = 0,
+        ckpt_path: Any = None,
+        callbacks: tuple[L.Callback, ...] = (),
+        validate: bool = False,
+        trainer: dict[str, Any] | None = None,
+        **privacy: Any,
+    ) -> Fit:
+        self.model = self._fresh_model(optimizer or self._sgd)
+        settings = {"target_delta": 1e-5, "estimator": estimator, "isolation_probe": False}
+        self.privacy = DifferentialPrivacy(**{**settings, **privacy})
+        options = {"enable_checkpointing": bool(callbacks), **(trainer or {})}
+        self.trainer = self.make_trainer(callbacks=[self.privacy, *callbacks], **options)
+        records = TensorDataset(torch.arange(len(self.data[0])), *self.data)
+        held_out = DataLoader(records, len(records)) if validate else None
+        loader = DataLoader(records, batch_size, num_workers=workers)
+        self.trainer.fit(self.model, loader, held_out, ckpt_path=ckpt_path)
+        return self
+
+    @property
+    def start(self) -> NDArray[np.float64]:
+        """The parameters that every fit begins with."""
+        return np.asarray(self._fresh_model(self._sgd).flat.double())
+
+    def _sgd(self, params: Any) -> torch.optim.Optimizer:
+        return torch.optim.SGD(params, lr=self.lr)
+
+    def _fresh_model(self, optimizer: Callable[[Any], Any]) -> Noting:
+        torch.manual_seed(0)
+        return Noting(self.net(), self.loss, optimizer)
 
 
 class Recorded(Dataset[tuple[Tensor, Tensor]]):
@@ -117,6 +224,11 @@ def make_trainer(tmp_path: Path) -> Callable[..., L.Trainer]:
         return L.Trainer(**{**quiet, **arguments})
 
     return make
+
+
+@pytest.fixture
+def make_fit(make_trainer: Callable[..., L.Trainer]) -> Callable[..., Fit]:
+    return partial(Fit, make_trainer)
 
 
 @pytest.fixture

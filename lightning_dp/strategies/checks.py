@@ -216,10 +216,18 @@ def check_optimizers(optimizers: Sequence[Optimizer], module: LightningModule) -
         raise MisconfigurationException(
             "The optimizer holds no trainable parameter (requires_grad is False everywhere)."
         )
+    held = {id(parameter) for parameter in trained}
+    left = [n for n, p in module.named_parameters() if p.requires_grad and id(p) not in held]
+    if left:
+        warn(
+            f"{len(left)} trainable parameters are in no parameter group of the optimizer and will "
+            f"never move: {left[:5]}. Give them to the optimizer, or freeze them with "
+            "requires_grad_(False), which also makes the steps cheaper."
+        )
 
 
 def check_model(module: nn.Module) -> None:
-    """Refuse layers that mix the records of a batch."""
+    """Refuse layers that mix the records of a batch, or write what they see into their weights."""
     mixing = [
         name
         for name, part in module.named_modules()
@@ -232,6 +240,17 @@ def check_model(module: nn.Module) -> None:
             "statistics): they mix records and keep statistics of the data, also when frozen or "
             "without parameters. Use GroupNorm; in a frozen pretrained backbone use "
             "torchvision.ops.FrozenBatchNorm2d."
+        )
+    rescaled = [
+        name
+        for name, part in module.named_modules()
+        if isinstance(part, nn.Embedding | nn.EmbeddingBag) and part.max_norm is not None
+    ]
+    if rescaled:
+        raise MisconfigurationException(
+            f"Layers {rescaled} have max_norm set: their forward pass rescales the rows that a batch "
+            "looks up, without noise, so the weights tell which rows the records use. Leave max_norm "
+            "out; max_grad_norm bounds what a record does."
         )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -30,6 +30,7 @@ from lightning_dp.strategies.checks import (
     check_training_mode,
 )
 from lightning_dp.strategies.data import make_private_loader
+from lightning_dp.strategies.first_step import FirstStep
 from lightning_dp.strategies.private_step import PrivateStep
 from lightning_dp.strategies.publish import Publisher
 from lightning_dp.warnings import warn
@@ -53,6 +54,7 @@ class DifferentialPrivacyStrategy(Strategy):
 
     _run: PrivateRun | None = None
     _step: PrivateStep | None = None
+    _first: FirstStep | None = None
     _loader: PrivateDataLoader | None = None
     _publisher: Publisher | None = None
     _accumulate_before: int | None = None
@@ -100,6 +102,7 @@ class DifferentialPrivacyStrategy(Strategy):
         self._step = PrivateStep(module, optimizer, engine, self.root_device, self.wrap_engine)
         run.engine = self._step.engine_description
         self._step.check(run.config.resolved_estimator())
+        self._first = FirstStep(module, optimizer)
 
     def wrap_engine(self, engine: AbstractGradientEngine) -> AbstractGradientEngine:
         """What stands between the gradient engine and the clipping: an audit's canaries."""
@@ -163,6 +166,7 @@ class DifferentialPrivacyStrategy(Strategy):
         super().on_train_batch_start(batch, batch_idx)
         run, mechanism = self.private_run, self.private_run.mechanism
         assert self._loader is not None and self._step is not None and mechanism is not None
+        assert self._first is not None
         if batch_idx >= self._trainer.num_training_batches:
             raise StopIteration  # Lightning, resumed after the last batch of an epoch, fetches one more
         chunk = self._loader.current
@@ -176,6 +180,9 @@ class DifferentialPrivacyStrategy(Strategy):
         if chunk.first and run.exhausted:
             self._stop(_budget_reached(run))
             raise StopIteration  # what Lightning raises itself to leave the epoch
+        if chunk.first:
+            self._step.check_same_parameters(self.optimizers[0])
+            self._warn(self._first.between_steps())
         self._probe_isolation(batch)
         planned = mechanism.plan.rate(mechanism.step)
         if chunk.sample_rate != planned:
@@ -234,15 +241,20 @@ class DifferentialPrivacyStrategy(Strategy):
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         assert self._step is not None and self.private_run.mechanism is not None
+        assert self._first is not None
         self._step_arguments = (args, kwargs)
         self._step.before_forward(self.private_run.mechanism)
-        return super().training_step(*args, **kwargs)
+        self._first.enter_forward()
+        output = super().training_step(*args, **kwargs)
+        self._first.leave_forward()
+        return output
 
     def backward(
         self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any
     ) -> Tensor:
         mechanism, step = self.private_run.mechanism, self._step
-        assert step is not None and mechanism is not None
+        assert step is not None and mechanism is not None and self._first is not None
+        self._first.leave_forward()  # in manual optimization training_step has not returned yet
         if not step.runs_backward:
             loss = super().backward(closure_loss, optimizer, *args, **kwargs)
         elif args or kwargs or is_overridden("backward", self.lightning_module):
@@ -284,8 +296,8 @@ class DifferentialPrivacyStrategy(Strategy):
         model: Any = None,
         **kwargs: Any,
     ) -> Any:
-        step, mechanism = self._step, self.private_run.mechanism
-        assert step is not None and mechanism is not None
+        step, mechanism, first = self._step, self.private_run.mechanism, self._first
+        assert step is not None and mechanism is not None and first is not None
         evaluated = False
 
         def private_closure() -> Any:
@@ -298,11 +310,18 @@ class DifferentialPrivacyStrategy(Strategy):
             evaluated = True
             result = closure()
             step.release(mechanism, optimizer)
+            first.enter_update()
             return result
 
         output = super().optimizer_step(optimizer, private_closure, model, **kwargs)
+        self._warn(first.leave_update(optimizer))
         self._after_step()
         return output
+
+    def _warn(self, messages: Sequence[str]) -> None:
+        for message in messages:
+            if self.is_global_zero:
+                warn(message)
 
     def _after_step(self) -> None:
         run, publisher = self.private_run, self._publisher
@@ -355,7 +374,7 @@ class DifferentialPrivacyStrategy(Strategy):
             self._run.stop()
         if self._accumulate_before is not None:
             self._trainer.accumulate_grad_batches = self._accumulate_before
-        self._step, self._loader, self._publisher = None, None, None
+        self._step, self._first, self._loader, self._publisher = None, None, None, None
         self._accumulate_before, self._step_arguments = None, ((), {})
         self._is_probed = False
         super().teardown()

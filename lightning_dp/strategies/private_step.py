@@ -101,7 +101,6 @@ class PrivateStep:
         if chunk.first:
             self._is_released = False
             self._kept = []
-            self._check_same_parameters(self._optimizer)  # before the charge
 
     def before_forward(self, mechanism: Mechanism) -> None:
         """Remember the randomness that further passes must share."""
@@ -247,7 +246,7 @@ class PrivateStep:
                 "Two optimizer steps on one batch: the second would use the data without being "
                 "charged. Step once per batch."
             )
-        self._check_same_parameters(optimizer)
+        self.check_same_parameters(optimizer)
         try:
             estimate = mechanism.tell(self.params, lambda: self._answer_again(mechanism))
         finally:
@@ -257,7 +256,12 @@ class PrivateStep:
         self._is_released = True
         self._raw.allow_step()
 
-    def _check_same_parameters(self, optimizer: Optimizer) -> None:
+    def check_same_parameters(self, optimizer: Optimizer) -> None:
+        """Refuse to go on with other parameters than those that the fit began with.
+
+        Raises:
+            RuntimeError: naming the cure.
+        """
         now = trained_parameters(optimizer)
         changed = len(now) != len(self.params) or any(
             a is not b for a, b in zip(now, self.params, strict=True)
@@ -268,6 +272,22 @@ class PrivateStep:
                 "add_param_group or requires_grad_?): new ones would be trained without privacy. "
                 "Decide before fit which parameters are trained."
             )
+        self._check_still_in_the_model()
+
+    def _check_still_in_the_model(self) -> None:
+        """A frozen part may be exchanged (a new copy of a teacher), a trained one may not."""
+        here = {id(p) for p in self._module.parameters() if p.requires_grad}
+        known = {id(p) for p in self._all if p.requires_grad}
+        if here == known:
+            return
+        named = self._module.named_parameters()
+        new = [name for name, p in named if p.requires_grad and id(p) not in known]
+        raise RuntimeError(
+            f"Trainable parameters of the LightningModule were replaced during fit ({len(known - here)} "
+            f"are gone, {len(new)} are new: {new[:5]}). The optimizer has those of before, and would "
+            "train stale copies on noise alone. Wrap the model or add adapters in __init__ or "
+            "configure_model."
+        )
 
     def detach(self) -> None:
         """Leave the model as it was."""

@@ -4,19 +4,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
-import lightning as L
 import numpy as np
 import pytest
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_dp import CubicNewton
-from lightning_dp.callbacks import DifferentialPrivacy
 from lightning_dp.sparsify import shared_mask
 
 Array = NDArray[np.float64]
@@ -30,92 +27,14 @@ def data() -> tuple[Tensor, Tensor]:
     return x, (x[:, 0] + 0.5 * x[:, 1] > 0).double()
 
 
-class Logistic(L.LightningModule):
-    """Writes down the records of each step; a further pass over a chunk is not counted again."""
-
-    def __init__(self, optimizer: Callable[[Any], Any]) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.net = nn.Linear(FEATURES, 1).double()
-        self.make_optimizer = optimizer
-        self.chunks: dict[tuple[int, int], tuple[bool, list[int]]] = {}
-        self.passes = 0
-        self.seen: list[Tensor] = []  # the parameters that validation saw
-
-    @property
-    def batches(self) -> list[list[int]]:
-        steps: list[list[int]] = []
-        for first, indices in self.chunks.values():
-            steps = [*steps, []] if first else steps
-            steps[-1] += indices
-        return steps
-
-    @property
-    def flat(self) -> Tensor:
-        return nn.utils.parameters_to_vector(self.parameters()).detach().clone()
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        index, x, y = batch
-        chunk = self.trainer.train_dataloader.current
-        records = index.tolist() if chunk.size else []
-        self.chunks.setdefault((self.current_epoch, batch_idx), (chunk.first, records))
-        self.passes += 1
-        loss = nn.functional.binary_cross_entropy_with_logits(self.net(x)[:, 0], y)
-        self.log("train_loss", loss)
-        return loss
-
-    def validation_step(self, batch: Any, batch_idx: int) -> None:
-        self.seen.append(self.flat)
-
-    def configure_optimizers(self) -> Any:
-        return self.make_optimizer(self.parameters())
-
-
-def sgd(params: Any) -> torch.optim.Optimizer:
-    return torch.optim.SGD(params, lr=1.0)
-
-
-@dataclass
-class Fit:
-    """``fit(estimator, ...)``: one private fit; what it left is in ``model`` and ``privacy``."""
-
-    make_trainer: Callable[..., L.Trainer]
-    model: Logistic = field(init=False)
-    privacy: DifferentialPrivacy = field(init=False)
-    trainer: L.Trainer = field(init=False)
-
-    def __call__(
-        self,
-        estimator: Any,
-        *,
-        optimizer: Callable[[Any], Any] = sgd,
-        batch_size: int = 12,
-        ckpt_path: Any = None,
-        callbacks: tuple[L.Callback, ...] = (),
-        validate: bool = False,
-        trainer: dict[str, Any] | None = None,
-        **privacy: Any,
-    ) -> Fit:
-        self.model = Logistic(optimizer)
-        self.privacy = DifferentialPrivacy(
-            **{"target_delta": 1e-5, "estimator": estimator, **privacy}
-        )
-        options = {"enable_checkpointing": bool(callbacks), **(trainer or {})}
-        self.trainer = self.make_trainer(callbacks=[self.privacy, *callbacks], **options)
-        records = TensorDataset(torch.arange(RECORDS), *data())
-        held_out = DataLoader(records, RECORDS) if validate else None
-        loader = DataLoader(records, batch_size)
-        self.trainer.fit(self.model, loader, held_out, ckpt_path=ckpt_path)
-        return self
-
-    @property
-    def start(self) -> Array:
-        return np.asarray(Logistic(sgd).flat)
+def loss(output: Tensor, y: Tensor) -> Tensor:
+    return nn.functional.binary_cross_entropy_with_logits(output[:, 0], y)
 
 
 @pytest.fixture
-def fit(make_trainer: Callable[..., L.Trainer]) -> Fit:
-    return Fit(make_trainer)
+def fit(make_fit: Callable[..., Any]) -> Any:
+    """``fit(estimator, ...)`` trains logistic regression."""
+    return make_fit(lambda: nn.Linear(FEATURES, 1).double(), loss, data(), lr=1.0)
 
 
 def design() -> tuple[Array, Array]:

@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
-import lightning as L
 import numpy as np
 import pytest
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, TensorDataset
-
-from lightning_dp.callbacks import DifferentialPrivacy
 
 Array = NDArray[np.float64]
 RECORDS, FEATURES, CLASSES = 60, 4, 3
@@ -28,82 +24,11 @@ def data() -> tuple[Tensor, Tensor]:
     return x + nn.functional.one_hot(y, FEATURES), y
 
 
-class Linear(L.LightningModule):
-    """Multinomial logistic regression that writes down the records of each step."""
-
-    def __init__(self, optimizer: Callable[[Any], Any]) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.net = nn.Linear(FEATURES, CLASSES)
-        self.make_optimizer = optimizer
-        self.chunks: dict[tuple[int, int], tuple[bool, list[int]]] = {}
-
-    @property
-    def batches(self) -> list[list[int]]:
-        """The records of each step; a second pass over a chunk is not counted again."""
-        steps: list[list[int]] = []
-        for first, indices in self.chunks.values():
-            steps = [*steps, []] if first else steps
-            steps[-1] += indices
-        return steps
-
-    @property
-    def flat(self) -> Tensor:
-        return nn.utils.parameters_to_vector(self.parameters()).detach().clone()
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        index, x, y = batch
-        chunk = self.trainer.train_dataloader.current
-        records = index.tolist() if chunk.size else []
-        self.chunks[self.current_epoch, batch_idx] = (chunk.first, records)
-        return nn.functional.cross_entropy(self.net(x), y)
-
-    def configure_optimizers(self) -> Any:
-        return self.make_optimizer(self.parameters())
-
-
-def sgd(params: Any) -> torch.optim.Optimizer:
-    return torch.optim.SGD(params, lr=0.3)
-
-
-@dataclass
-class Fit:
-    """``fit(...)``: one private fit; what it left is in ``model``, ``privacy`` and ``trainer``."""
-
-    make_trainer: Callable[..., L.Trainer]
-    model: Linear = field(init=False)
-    privacy: DifferentialPrivacy = field(init=False)
-    trainer: L.Trainer = field(init=False)
-
-    def __call__(
-        self,
-        *,
-        optimizer: Callable[[Any], Any] = sgd,
-        batch_size: int = 12,
-        workers: int = 0,
-        ckpt_path: Any = None,
-        callbacks: tuple[L.Callback, ...] = (),
-        trainer: dict[str, Any] | None = None,
-        **privacy: Any,
-    ) -> Fit:
-        self.model = Linear(optimizer)
-        self.privacy = DifferentialPrivacy(**{"target_delta": 1e-5, **privacy})
-        options = {"enable_checkpointing": bool(callbacks), **(trainer or {})}
-        self.trainer = self.make_trainer(callbacks=[self.privacy, *callbacks], **options)
-        loader = DataLoader(
-            TensorDataset(torch.arange(RECORDS), *data()), batch_size, num_workers=workers
-        )
-        self.trainer.fit(self.model, loader, ckpt_path=ckpt_path)
-        return self
-
-    @property
-    def start(self) -> Array:
-        return np.asarray(Linear(sgd).flat.double())
-
-
 @pytest.fixture
-def fit(make_trainer: Callable[..., L.Trainer]) -> Fit:
-    return Fit(make_trainer)
+def fit(make_fit: Callable[..., Any]) -> Any:
+    """``fit(...)`` trains multinomial logistic regression."""
+    loss = nn.functional.cross_entropy
+    return make_fit(lambda: nn.Linear(FEATURES, CLASSES), loss, data(), lr=0.3)
 
 
 def record_gradients(params: Array) -> Array:

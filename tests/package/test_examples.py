@@ -44,6 +44,19 @@ def test_quickstart_stops_at_its_budget_and_stays_accurate(root, tmp_path):
     assert list(output.glob("private/version_0/events.*"))
 
 
+def test_adapters_are_fine_tuned_beside_a_frozen_backbone(root, tmp_path):
+    options = ("--seeds", "1", "--epochs", "1", "--epsilon", "2")
+    done = run(root / "examples" / "finetune_lora.py", *options, cwd=tmp_path)
+
+    assert done.returncode == 0, done.stderr
+    rows = re.findall(r"([\d,]+) weights +[\d.]+% .* at ε = ([\d.]+)", done.stdout)
+    weights = [int(count.replace(",", "")) for count, _ in rows]
+    backbone, head, adapters = 17_632, 165, 4 * 4 * (32 + 64)
+    assert weights == [backbone + head, backbone + head, adapters + head, head]
+    assert all(1.9 < float(epsilon) <= 2.0 for _, epsilon in rows)
+    assert (tmp_path / "outputs" / "finetune_lora" / "finetune_lora.png").stat().st_size > 10_000
+
+
 ARRAYS = {
     "train-images-idx3-ubyte": (600, 28, 28),
     "train-labels-idx1-ubyte": (600,),

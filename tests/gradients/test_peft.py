@@ -1,0 +1,98 @@
+"""Adapters that the library peft puts into an unchanged network."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import SGD
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_dp import FullBatch
+from lightning_dp.callbacks import DifferentialPrivacy
+
+peft = pytest.importorskip("peft", reason="adapters of the library peft")
+
+CLIP_NORM = 0.1
+FEED_FORWARD = ["linear1", "linear2"]
+
+
+class Tokens(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        layer = nn.TransformerEncoderLayer(6, 2, 8, dropout=0.0, batch_first=True)
+        self.encoder = nn.TransformerEncoder(layer, 2)
+        self.head = nn.Linear(6, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.encoder(x).mean(1))
+
+
+def adapted(targets: list[str], *, wrapped: bool = True) -> Any:
+    """The network with LoRA, in peft's wrapper or injected; B is not zero, so A has a gradient."""
+    torch.manual_seed(0)
+    config = peft.LoraConfig(
+        r=2, target_modules=targets, modules_to_save=["head"] if wrapped else None
+    )
+    make = peft.get_peft_model if wrapped else lambda net, c: peft.inject_adapter_in_model(c, net)
+    net = make(Tokens().double(), config).double()
+    for name, param in net.named_parameters():
+        if "lora_B" in name:
+            nn.init.normal_(param)
+    return net
+
+
+@pytest.fixture
+def tokens() -> TensorDataset:
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(12, 4, 6, generator=generator, dtype=torch.float64)
+    return TensorDataset(x, torch.arange(12) % 3)
+
+
+def clipped_mean(net: Any, data: TensorDataset) -> dict[str, Tensor]:
+    """One record at a time, over what is trainable."""
+    trained = {name: p for name, p in net.named_parameters() if p.requires_grad}
+    mean = {name: torch.zeros_like(p) for name, p in trained.items()}
+    for x, y in data:
+        loss = nn.functional.cross_entropy(net(x[None]), y[None])
+        parts = torch.autograd.grad(loss, list(trained.values()))
+        norm = torch.stack([part.square().sum() for part in parts]).sum().sqrt()
+        for name, part in zip(trained, parts, strict=True):
+            mean[name] += part * min(1.0, CLIP_NORM / float(norm)) / len(data)
+    return mean
+
+
+@pytest.mark.parametrize("wrapped", [True, False])
+def test_a_step_moves_the_adapters_by_the_clipped_mean_and_nothing_else(
+    wrapped, tokens, classifier, make_trainer
+):
+    net = adapted(FEED_FORWARD, wrapped=wrapped)
+    before = {name: param.detach().clone() for name, param in net.named_parameters()}
+    expected = clipped_mean(net, tokens)
+    assert sum("lora" in name for name in expected) == 8
+    privacy = DifferentialPrivacy(
+        noise_multiplier=0.0,
+        target_delta=1e-5,
+        max_grad_norm=CLIP_NORM,
+        sampling=FullBatch(),
+        engine="bookkeeping",
+    )
+
+    model = classifier(net, lambda params: SGD(params, lr=1.0))
+    make_trainer(max_steps=1, callbacks=[privacy]).fit(model, DataLoader(tokens, 12))
+
+    for name, param in net.named_parameters():
+        moved = before[name] - param.detach()
+        torch.testing.assert_close(moved, expected.get(name, torch.zeros_like(moved)))
+
+
+def test_adapters_of_multihead_attention_are_refused(tokens, classifier, make_trainer):
+    """peft adds their product to the attention's own weights, outside of any layer of theirs."""
+    model = classifier(adapted(["self_attn"], wrapped=False), lambda params: SGD(params, lr=1.0))
+    privacy = DifferentialPrivacy(noise_multiplier=1.0, target_delta=1e-5)
+
+    with pytest.raises(Exception, match=r"self_attn\..*lora_A"):
+        make_trainer(max_steps=1, callbacks=[privacy]).fit(model, DataLoader(tokens, 12))
+    assert privacy.steps == 0
