@@ -121,7 +121,7 @@ class Bookkeeping(AbstractGradientEngine):
         """Of one call of a layer what the norms and the sum are made from."""
         inputs = record.take_inputs()
         if gradient is not None:
-            tensors = [_at_least_float32(each) for each in (*inputs, gradient)]
+            tensors = [record.arrange(_at_least_float32(each)) for each in (*inputs, gradient)]
             uses = record.rule(record.layer, *tensors)
             self._count_in(uses, may_fold)
 
@@ -149,8 +149,7 @@ class Bookkeeping(AbstractGradientEngine):
         with self._attached.paused(), torch.no_grad():
             for record, gradient in calls:
                 record.take_inputs()
-                inputs = [_both_at_least_float32(each) for each in record.moved]
-                back = _both_at_least_float32(gradient)
+                *inputs, back = (_arranged(record, each) for each in (*record.moved, gradient))
                 uses = uses_along(record.rule, record.layer, inputs, back, of, weights)
                 self._count_in(uses, may_fold=True)
         return self.take(1.0, {})
@@ -204,6 +203,7 @@ def _at_least_float32(tensor: Tensor) -> Tensor:
     return tensor
 
 
-def _both_at_least_float32(dual: Dual) -> Dual:
-    value, moved = dual
-    return _at_least_float32(value), None if moved is None else _at_least_float32(moved)
+def _arranged(record: Record, dual: Dual) -> Dual:
+    value, moved = (None if e is None else record.arrange(_at_least_float32(e)) for e in dual)
+    assert value is not None
+    return value, moved
