@@ -190,8 +190,8 @@ def refuse(name: str, layer: nn.Module, has_rule: bool) -> None:
         is_known = not is_of_opacus or type(layer).forward in {*_CELLS, nn.Linear.forward}
     if not is_known:
         raise UnsupportedModelError(
-            f"{name} ({type(layer).__name__}) is a layer of Opacus that was changed or is not known "
-            "here. Use engine='hooks', or the layer as it is."
+            f"{name} ({type(layer).__name__}) is a layer of Opacus that was changed, or is not known "
+            "to this engine. Use engine='hooks', or engine='bookkeeping' and the layer as it is."
         )
 
 
