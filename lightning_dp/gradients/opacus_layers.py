@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from opacus.layers import DPMultiheadAttention
 from opacus.layers.dp_multihead_attention import SequenceBias
 from opacus.layers.dp_rnn import DPGRUCell, DPLSTMCell, DPRNNBase, DPRNNCell, RNNLinear
@@ -223,5 +222,3 @@ def _has_nothing_else(layer: nn.Module, parts: list[nn.Module]) -> bool:
     """Whether all its parameters are those of the parts."""
     known = {param for part in parts for param in part.parameters(recurse=False)}
     return all(param in known for param in layer.parameters())
-
-

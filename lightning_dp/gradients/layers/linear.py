@@ -53,6 +53,10 @@ class OuterProduct(AbstractForm):
         scaled = (u * weights.view(-1, 1, 1)).flatten(0, 1)
         return scaled.T @ v.flatten(0, 1)
 
+    def lengths(self, v: Tensor, u: Tensor) -> Tensor:
+        norms = torch.linalg.vector_norm(v, dim=2) * torch.linalg.vector_norm(u, dim=2)
+        return norms.sum(1, dtype=torch.float64)
+
     def squared_norms(self, calls: Sequence[Call], *, may_keep: bool) -> Tensor | None:
         """From the T x T inner products of the vectors, if they are fewer than the entries.
 

@@ -123,7 +123,9 @@ def x() -> Tensor:
 def refuses(engine: Bookkeeping, loop: Loop) -> Callable[..., None]:
     """That a run of a model is refused, at the latest by the backward pass."""
 
-    def check(module: nn.Module, run: Callable[[nn.Module], Tensor], kind: type, match: str) -> None:
+    def check(
+        module: nn.Module, run: Callable[[nn.Module], Tensor], kind: type, match: str
+    ) -> None:
         engine.attach(module, loop.trained(module))
         loss = loop.losses_of(module, run)().mean()
         with pytest.raises(kind, match=match):

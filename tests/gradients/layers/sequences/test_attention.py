@@ -173,5 +173,3 @@ def test_half_precision_is_run_again_in_half_precision(engine, loop, x, whole, n
     total = gradients.weighted_sum(torch.ones(RECORDS))
     assert total.dtype == torch.float32
     assert (total - expected.sum(0)).norm() <= 0.05 * expected.sum(0).norm()
-
-

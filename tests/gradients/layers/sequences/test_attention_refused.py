@@ -1,4 +1,4 @@
-"""nn.MultiheadAttention: calls and layers that its rule does not hold for, and a replay that goes wrong."""
+"""nn.MultiheadAttention: calls and layers that its rule does not hold for, and a wrong replay."""
 
 from __future__ import annotations
 
@@ -148,5 +148,3 @@ def test_a_hook_that_draws_random_numbers_is_an_error_not_a_wrong_gradient(engin
     loss = loop.losses_of(layer, lambda m: m(x, x, x)[0])().mean()
     with pytest.raises(UnsupportedModelError, match="run once more"):
         engine.backward(loss)
-
-

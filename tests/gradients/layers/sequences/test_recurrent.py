@@ -175,16 +175,20 @@ def test_sequences_packed_in_an_order_that_nobody_knows_are_refused(refuses, x):
     refuses(module, sorted_by_hand, UnsupportedModelError, r"DPLSTM .*Use enforce_sorted=False")
 
 
-@pytest.mark.parametrize("packed", [False, True])
-def test_a_state_that_records_share_is_refused(refuses, x, packed):
+def test_a_state_that_records_share_is_refused(refuses, x):
     state = (torch.ones(1, 1, HIDDEN).double(), torch.ones(1, 5, HIDDEN).double())
-    if packed:  # Opacus itself sorts states, and wants one for each record
-        state = (torch.ones(1, 5, HIDDEN).double(), state[1])
-        run = lambda m: m.layer.l0.hh(torch.ones(1, HIDDEN).double()).sum() + m(x, state)  # noqa: E731
-        refuses(Recurrent(packed=True), run, UnsupportedModelError, "more rows than there are")
-    else:
-        match = "does not keep the records apart"
-        refuses(Recurrent(), lambda m: m(x, state), UnsupportedModelError, match)
+    match = "does not keep the records apart"
+    refuses(Recurrent(), lambda m: m(x, state), UnsupportedModelError, match)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_a_part_called_by_itself_for_all_records_is_refused(refuses, x, packed):
+    """What comes back for its bias is a sum over the records, and must not be added to theirs."""
+
+    def run(module: Any) -> Tensor:
+        return module(x) + module.layer.l0.hh(torch.ones(1, HIDDEN).double()).sum()
+
+    refuses(Recurrent(packed=packed), run, UnsupportedModelError, "more rows than there are")
 
 
 def test_a_sequence_without_records_is_refused(refuses):
