@@ -34,8 +34,9 @@ class Bookkeeping(AbstractGradientEngine):
     without a rule have theirs made for all records at once.
 
     Covers Linear, Conv1d to 3d, Embedding, LayerNorm, GroupNorm, InstanceNorm, RMSNorm,
-    MultiheadAttention (run once more by itself), any other layer with tensors in and one out
-    (slower), layers called several times, and shared parameters.
+    MultiheadAttention (run once more by itself), Opacus' DPRNN, DPGRU, DPLSTM (packed sequences too)
+    and DPMultiheadAttention, any other layer with tensors in and one out (slower), layers called
+    several times, and shared parameters.
     A use of a parameter outside its layer, an input that was overwritten, or layers that see
     different numbers of rows are detected in every batch.
 

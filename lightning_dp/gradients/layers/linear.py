@@ -55,7 +55,8 @@ class OuterProduct(AbstractForm):
 
     def lengths(self, v: Tensor, u: Tensor) -> Tensor:
         norms = torch.linalg.vector_norm(v, dim=2) * torch.linalg.vector_norm(u, dim=2)
-        return norms.sum(1, dtype=torch.float64)
+        total: Tensor = norms.sum(1, dtype=torch.float64)
+        return total
 
     def squared_norms(self, calls: Sequence[Call], *, may_keep: bool) -> Tensor | None:
         """From the T x T inner products of the vectors, if they are fewer than the entries.
