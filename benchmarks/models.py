@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+from opacus.layers import DPLSTM
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -73,6 +74,17 @@ class Residual(nn.Module):
         return F.relu(self.body(x) + self.shortcut(x))
 
 
+class Recurrent(nn.Module):
+    """An LSTM of width 128 over 50 steps, made of linear layers with or without privacy."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm, self.head = DPLSTM(32, 128, batch_first=True), nn.Linear(128, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.lstm(x)[0][:, -1])
+
+
 def logistic() -> nn.Module:
     return nn.Sequential(nn.Flatten(), nn.Linear(784, 10))
 
@@ -121,4 +133,5 @@ MODELS = {
     "CNN": Model(cnn, 256, _images(1, 28, 28)),
     "transformer": Model(Transformer, 64, lambda n: torch.randint(1000, (n, 64))),
     "ResNet": Model(resnet, 64, _images(3, 32, 32)),
+    "LSTM": Model(Recurrent, 64, lambda n: torch.randn(n, 50, 32)),
 }

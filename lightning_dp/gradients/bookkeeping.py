@@ -34,8 +34,9 @@ class Bookkeeping(AbstractGradientEngine):
     without a rule have theirs made for all records at once.
 
     Covers Linear, Conv1d to 3d, Embedding, LayerNorm, GroupNorm, InstanceNorm, RMSNorm,
-    MultiheadAttention (run once more by itself), any other layer with tensors in and one out
-    (slower), layers called several times, and shared parameters.
+    MultiheadAttention (run once more by itself), Opacus' DPRNN, DPGRU, DPLSTM (packed sequences too)
+    and DPMultiheadAttention, any other layer with tensors in and one out (slower), layers called
+    several times, and shared parameters.
     A use of a parameter outside its layer, an input that was overwritten, or layers that see
     different numbers of rows are detected in every batch.
 
@@ -121,7 +122,7 @@ class Bookkeeping(AbstractGradientEngine):
         """Of one call of a layer what the norms and the sum are made from."""
         inputs = record.take_inputs()
         if gradient is not None:
-            tensors = [_at_least_float32(each) for each in (*inputs, gradient)]
+            tensors = [record.arrange(_at_least_float32(each)) for each in (*inputs, gradient)]
             uses = record.rule(record.layer, *tensors)
             self._count_in(uses, may_fold)
 
@@ -149,8 +150,7 @@ class Bookkeeping(AbstractGradientEngine):
         with self._attached.paused(), torch.no_grad():
             for record, gradient in calls:
                 record.take_inputs()
-                inputs = [_both_at_least_float32(each) for each in record.moved]
-                back = _both_at_least_float32(gradient)
+                *inputs, back = (_arranged(record, each) for each in (*record.moved, gradient))
                 uses = uses_along(record.rule, record.layer, inputs, back, of, weights)
                 self._count_in(uses, may_fold=True)
         return self.take(1.0, {})
@@ -204,6 +204,7 @@ def _at_least_float32(tensor: Tensor) -> Tensor:
     return tensor
 
 
-def _both_at_least_float32(dual: Dual) -> Dual:
-    value, moved = dual
-    return _at_least_float32(value), None if moved is None else _at_least_float32(moved)
+def _arranged(record: Record, dual: Dual) -> Dual:
+    value, moved = (None if e is None else record.arrange(_at_least_float32(e)) for e in dual)
+    assert value is not None
+    return value, moved

@@ -5,11 +5,17 @@ from __future__ import annotations
 import sys
 import warnings
 from collections.abc import Mapping, Sequence
+from typing import Any
 
+import torch
 from opacus.grad_sample.grad_sample_module import GradSampleHooks
+from opacus.layers import DPMultiheadAttention
+from opacus.layers.dp_rnn import DPRNNBase
 from opacus.validators.module_validator import ModuleValidator
 from torch import Tensor, nn
 from torch.nn.utils.parametrize import is_parametrized
+from torch.nn.utils.rnn import PackedSequence
+from torch.utils.hooks import RemovableHandle
 
 from lightning_dp.gradients.base import (
     AbstractGradientEngine,
@@ -29,6 +35,11 @@ class OpacusHooks(AbstractGradientEngine):
 
     Every layer Opacus has a rule for, and through ``torch.func`` any other layer without buffers.
     Materialises one gradient per record and parameter: memory is B times the parameters.
+
+    Of Opacus' own layers two would be given the gradients of other records, which are refused:
+    ``DPMultiheadAttention`` with ``batch_first=False`` or ``add_bias_kv=True``, and recurrent layers
+    called with packed sequences, whose rows are in the order of the lengths. The book-keeping engine
+    covers both.
     """
 
     name = "hooks"
@@ -39,12 +50,18 @@ class OpacusHooks(AbstractGradientEngine):
         self._params: Sequence[nn.Parameter] = ()
         self._all_params: list[nn.Parameter] = []
         self._all_modules: list[tuple[str, nn.Module]] = []
+        self._handles: list[RemovableHandle] = []
 
     def attach(self, module: nn.Module, params: Sequence[nn.Parameter]) -> None:
         self.detach()
         if (dynamo := sys.modules.get("torch._dynamo")) is not None:
             dynamo.reset()  # graphs compiled before the hooks existed would ignore them
         _refuse_unsupported(module)
+        self._handles = [
+            part.register_forward_pre_hook(_refuse_packed, with_kwargs=True)
+            for part in module.modules()
+            if isinstance(part, DPRNNBase) and _is_trained(part)
+        ]
         # The first layer's input never requires a gradient; torch warns of it in every run.
         warnings.filterwarnings("ignore", message="Full backward hook is firing when gradients")
         self._module, self._params = module, params
@@ -102,12 +119,14 @@ class OpacusHooks(AbstractGradientEngine):
             vars(param).update(grad_sample=None, _forward_counter=0)
 
     def detach(self) -> None:
+        for handle in self._handles:
+            handle.remove()
         if self._hooks is not None:
             self._hooks.cleanup()
         if self._module is not None:
             self._clean(self._module)
         self._hooks, self._module, self._params = None, None, ()
-        self._all_params, self._all_modules = [], []
+        self._all_params, self._all_modules, self._handles = [], [], []
 
     @staticmethod
     def _clean(module: nn.Module) -> None:
@@ -123,6 +142,19 @@ class OpacusHooks(AbstractGradientEngine):
                     delattr(param, name)
 
 
+def _is_trained(layer: nn.Module) -> bool:
+    return any(param.requires_grad for param in layer.parameters())
+
+
+def _refuse_packed(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Opacus takes the rows of packed sequences for the records in the order of the batch."""
+    if torch.is_grad_enabled() and isinstance((*args, *kwargs.values())[0], PackedSequence):
+        raise UnsupportedModelError(
+            f"{type(layer).__name__} was called with packed sequences, which have the records in "
+            "another order than the rest of the model. Use engine='bookkeeping', or tensors."
+        )
+
+
 def _refuse_unsupported(module: nn.Module) -> None:
     """Layers whose records cannot be told apart by hooks, by Opacus' own list."""
     reasons = []
@@ -136,6 +168,12 @@ def _refuse_unsupported(module: nn.Module) -> None:
             if not errors and isinstance(part, nn.RNNBase | nn.MultiheadAttention):  # nn.RNN, too
                 errors = ["its records are not told apart."]
             reasons += [f"{name} ({type(part).__name__}): {error}" for error in errors]
+        hides_records = isinstance(part, DPMultiheadAttention) and _is_trained(part)
+        if hides_records and (part.add_bias_kv or not part.batch_first):
+            reasons.append(
+                f"{name} ({type(part).__name__}): its records are in the second dimension. Use "
+                "engine='bookkeeping', or batch_first=True and add_bias_kv=False."
+            )
     if reasons:
         raise UnsupportedModelError(
             "Opacus cannot compute per-sample gradients for these layers. "

@@ -18,6 +18,7 @@ from lightning_dp.gradients.forward_mode import Dual, split
 from lightning_dp.gradients.graph import Survey, survey
 from lightning_dp.gradients.layers import Rule, any_layer, attention, rule_of
 from lightning_dp.gradients.layers.attention import AttentionCall, multihead_attention
+from lightning_dp.gradients.opacus_layers import Arrange, OpacusLayers, own_parameters
 from lightning_dp.gradients.uncovered import refuse_compiled, refuse_options
 
 __all__ = ["Record", "Recorder"]
@@ -33,6 +34,7 @@ class Record:
     versions: list[int]
     sources: set[Any]  # the graph nodes that made the inputs
     edge: GradientEdge
+    arrange: Arrange  # makes of its tensors such with records first, a row for each
     moved: tuple[Dual, ...] = ()  # along a direction: the inputs with their derivatives
 
     def take_inputs(self) -> tuple[Tensor, ...]:
@@ -85,6 +87,7 @@ class Recorder:
         self._names = {id(param): name for name, param in module.named_parameters()}
         # Along a direction other tensors stand in the places of the parameters.
         self._own = {layer: [id(param) for param in self._parameters_of(layer)] for layer in layers}
+        self._opacus_layers = OpacusLayers(module)
         self._handles = [
             # Before the user's hooks, which may change the output.
             layer.register_forward_hook(self._watch, prepend=True, with_kwargs=True)
@@ -100,6 +103,7 @@ class Recorder:
         """Leave the model as it was."""
         for handle in self._handles:
             handle.remove()
+        self._opacus_layers.remove()
 
     def drop(self) -> None:
         """Forget what was recorded."""
@@ -131,7 +135,7 @@ class Recorder:
         """Those that its calls use."""
         if self._rule_of(layer) is multihead_attention:
             return attention.parameters_of(cast(nn.MultiheadAttention, layer))
-        return list(layer.parameters(recurse=False))
+        return own_parameters(layer)
 
     def _before_attention(self, layer: nn.MultiheadAttention, args: tuple[Any, ...]) -> None:
         if self._is_watching and torch.is_grad_enabled():
@@ -175,12 +179,19 @@ class Recorder:
     def _record(
         self, layer: nn.Module, rule: Rule, given: tuple[Tensor, ...], output: Tensor
     ) -> None:
-        if output.requires_grad:
-            inputs = tuple(each.detach() for each in given)
-            versions, sources = [each._version for each in inputs], {each.grad_fn for each in given}
-            edge = get_gradient_edge(output)
-            moved = tuple(split(each) for each in given) if self._is_along else ()
-            self._records.append(Record(layer, rule, inputs, versions, sources, edge, moved=moved))
+        if not output.requires_grad:
+            return
+        try:
+            arrange = self._opacus_layers.arrange(layer, given[0])
+        except UnsupportedModelError as problem:
+            self._problem = str(problem)
+            return
+        inputs = tuple(each.detach() for each in given)
+        versions, sources = [each._version for each in inputs], {each.grad_fn for each in given}
+        edge = get_gradient_edge(output)
+        moved = tuple(split(each) for each in given) if self._is_along else ()
+        record = Record(layer, rule, inputs, versions, sources, edge, arrange, moved)
+        self._records.append(record)
 
     def take(self, loss: Tensor) -> tuple[list[Record], Survey]:
         """The recorded calls that the loss depends on, if they are all that it depends on.
@@ -197,7 +208,7 @@ class Recorder:
         if graph.reached & unseen:
             raise UnsupportedModelError(
                 "The loss depends on the attention weights that nn.MultiheadAttention returns. Use "
-                "its output only, or DPMultiheadAttention of Opacus with engine='hooks'."
+                "its output only, or DPMultiheadAttention of Opacus."
             )
         records = [record for record in records if record.edge.node in graph.reached]
         self._refuse_uncovered(records, graph)

@@ -7,6 +7,7 @@ from typing import cast
 from torch import nn
 from torch.nn.utils.parametrize import is_parametrized
 
+from lightning_dp.gradients import opacus_layers
 from lightning_dp.gradients.base import UnsupportedModelError
 from lightning_dp.gradients.layers import Rule, any_layer, attention
 from lightning_dp.gradients.layers.attention import multihead_attention
@@ -29,10 +30,7 @@ def refuse_options(name: str, layer: nn.Module, rule: Rule) -> None:
         for option in ("max_norm", "scale_grad_by_freq", "sparse"):
             if getattr(layer, option):
                 raise UnsupportedModelError(f"{name} (Embedding) has {option} set. {_CURE}")
-    if type(layer).__module__.startswith("opacus.layers"):  # Opacus knows their order of dimensions
-        raise UnsupportedModelError(
-            f"{name} ({type(layer).__name__}) is a layer of Opacus. {_CURE}"
-        )
+    opacus_layers.refuse(name, layer, rule is not any_layer)
     hides_records = isinstance(layer, nn.RNNBase | nn.MultiheadAttention | nn.RNNCellBase)
     if hides_records and rule is not multihead_attention:
         raise UnsupportedModelError(f"{name} ({type(layer).__name__}) hides its records. {_CURE}")

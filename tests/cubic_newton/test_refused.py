@@ -149,10 +149,17 @@ def test_one_inner_step_needs_no_hessian_and_runs_on_the_hooks(fit):
     torch.testing.assert_close(by_hooks, by_books, rtol=0, atol=1e-12)
 
 
+class OwnLSTM(DPLSTM):
+    """Another forward pass than the one that book-keeping knows."""
+
+    def forward(self, *args: Any) -> Any:
+        return super().forward(*args)
+
+
 class Recurrent(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.lstm, self.out = DPLSTM(6, 4, batch_first=True), nn.Linear(4, 3)
+        self.lstm, self.out = OwnLSTM(6, 4, batch_first=True), nn.Linear(4, 3)
 
     def forward(self, x: Tensor) -> Tensor:
         hidden: Tensor = self.lstm(x[:, None])[0]

@@ -163,8 +163,6 @@ ENGINES: dict[str, Callable[[], AbstractGradientEngine]] = {
     "functional": Functional,
 }
 
-LAYERS_OF_OPACUS = {"embedding_lstm", "transformer_block"}
-
 
 @pytest.fixture(params=ENGINES)
 def engine(request: pytest.FixtureRequest) -> Iterator[AbstractGradientEngine]:
@@ -190,9 +188,7 @@ def hooks() -> Iterator[AbstractGradientEngine]:
 
 
 @pytest.fixture(params=CASES)
-def case(request: pytest.FixtureRequest, engine: AbstractGradientEngine) -> Case:
-    if isinstance(engine, Bookkeeping) and request.param in LAYERS_OF_OPACUS:
-        pytest.skip("is left to Opacus' hooks")
+def case(request: pytest.FixtureRequest) -> Case:
     torch.manual_seed(0)
     return CASES[request.param]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from torch import nn
 
 from lightning_dp.gradients import (
     Bookkeeping,
@@ -29,8 +30,15 @@ def test_an_engine_is_made_by_its_name(oracle, mlp):
 
 
 @pytest.mark.parametrize("name", ["embedding_lstm", "transformer_block"])
-def test_auto_falls_back_with_a_reason(name, cases, oracle):
+def test_auto_covers_layers_of_opacus(name, cases, oracle):
     module = cases[name].make()
+    engine, description = attach_engine("auto", module, oracle.trained(module))
+    assert isinstance(engine, Bookkeeping) and description == "bookkeeping"
+    engine.detach()
+
+
+def test_auto_falls_back_with_a_reason(oracle):
+    module = nn.Sequential(nn.Embedding(7, 4, max_norm=1.0), nn.Linear(4, 3))
     engine, description = attach_engine("auto", module, oracle.trained(module))
     assert isinstance(engine, OpacusHooks)
     assert description.startswith("hooks, since book-keeping does not cover this model: ")

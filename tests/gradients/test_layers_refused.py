@@ -75,6 +75,26 @@ def test_layers_that_are_not_covered_are_refused_with_name_and_cure(
         layer_engine.attach(module, oracle.trained(module))
 
 
+class ForAllRecords(nn.Module):
+    """A layer without a rule, called with the records and once for all of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.PReLU()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x) + self.layer(-torch.ones(1, 6))
+
+
+def test_gradients_of_a_call_without_records_are_not_added_to_those_of_records(
+    layer_engine, oracle
+):
+    module = ForAllRecords()
+    layer_engine.attach(module, oracle.trained(module))
+    with pytest.raises(UnsupportedModelError, match="more rows than there are records"):
+        oracle.run(layer_engine, module, torch.randn(oracle.records, 6))
+
+
 def test_a_compiled_part_is_refused(layer_engine, oracle):
     module = nn.Sequential(nn.Linear(6, 4), nn.Linear(4, 3))
     module[1].compile(backend="eager")

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
+from opacus.layers import DPLSTM, DPMultiheadAttention
 from torch import Tensor, nn
+from torch.nn.utils.rnn import pack_padded_sequence
 
 from lightning_dp.clipping import bounded_sum
 from lightning_dp.gradients import (
@@ -34,6 +36,8 @@ class WithBuffer(nn.Module):
         (nn.LSTM(4, 3), r"1 \(LSTM\).*opacus\.layers\.DPLSTM"),
         (nn.GRU(4, 3), r"1 \(GRU\).*DPGRU"),
         (nn.MultiheadAttention(4, 2), r"1 \(MultiheadAttention\).*DPMultiheadAttention"),
+        (DPMultiheadAttention(4, 2), r"1 .*second dimension\. Use engine='bookkeeping'"),
+        (DPMultiheadAttention(4, 2, add_bias_kv=True, batch_first=True), r"add_bias_kv=False"),
         (nn.BatchNorm1d(4), r"1 \(BatchNorm1d\).*GroupNorm"),
         (nn.BatchNorm2d(4), r"1 \(BatchNorm2d\).*GroupNorm"),
         (WithBuffer(), r"buffers.*Freeze the layer, replace it"),
@@ -44,6 +48,18 @@ def test_layers_that_mix_records_are_refused_with_their_name_and_the_cure(layer,
     module = nn.Sequential(nn.Linear(6, 4), layer)
     with pytest.raises(UnsupportedModelError, match=message):
         OpacusHooks().attach(module, oracle.trained(module))
+
+
+def test_hooks_refuse_packed_sequences_where_there_is_a_gradient(hooks, oracle):
+    module = DPLSTM(6, 3, batch_first=True)
+    packed = pack_padded_sequence(torch.randn(2, 3, 6), [1, 3], True, enforce_sorted=False)
+    hooks.attach(module, oracle.trained(module))
+    with torch.no_grad():
+        module(packed)
+    with pytest.raises(UnsupportedModelError, match=r"packed.*Use engine='bookkeeping'"):
+        module(input=packed)
+    hooks.detach()
+    module(packed)
 
 
 def test_a_frozen_layer_of_an_unsupported_kind_is_allowed(engine, oracle):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
+from opacus.layers.dp_multihead_attention import SequenceBias
 from torch import nn
 
 from lightning_dp.gradients.layers.any_layer import any_layer
@@ -25,6 +26,7 @@ from lightning_dp.gradients.layers.normalisation import (
     layer_norm,
     rms_norm,
 )
+from lightning_dp.gradients.layers.sequence_bias import sequence_bias
 
 __all__ = [
     "RULES",
@@ -56,6 +58,7 @@ RULES: Mapping[type[nn.Module], Rule] = {
     nn.InstanceNorm3d: instance_norm,
     nn.RMSNorm: rms_norm,
     nn.MultiheadAttention: multihead_attention,
+    SequenceBias: sequence_bias,
 }
 
 

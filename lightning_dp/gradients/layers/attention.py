@@ -24,7 +24,7 @@ _PARAMETERS = {
     *("in_proj_weight", "q_proj_weight", "k_proj_weight", "v_proj_weight", "in_proj_bias"),
     *("bias_k", "bias_v"),
 }
-_CURE = "Use DPMultiheadAttention of Opacus with engine='hooks', or change the layer."
+_CURE = "Use DPMultiheadAttention of Opacus, or change the layer."
 _SIGNATURE = inspect.signature(nn.MultiheadAttention.forward)
 
 

@@ -22,6 +22,7 @@ __all__ = [
     "Rows",
     "Uses",
     "above_rounding",
+    "joined_positions",
     "sum_of_products",
 ]
 
@@ -93,6 +94,10 @@ class AbstractForm(ABC):
             return [total]
         return [replace(here, v=here.v - there.v), total]
 
+    def joined(self, calls: Sequence[Call]) -> list[Call]:
+        """The same sum over fewer calls, where that is no more work than each of them by itself."""
+        return list(calls)
+
     def along(
         self,
         v: tuple[Tensor, Tensor | None],
@@ -127,6 +132,7 @@ class AbstractForm(ABC):
         """‖Σ_calls f(v_i, u_i)‖² of each record as float64, where that is cheaper than the rows.
 
         Args:
+            calls: as :meth:`joined` leaves them.
             may_keep: the rows, if they are made, are kept for the sum.
         """
         return None
@@ -148,6 +154,14 @@ class Call:
     def of(self, records: Tensor | slice) -> Call:
         """The same for some of the records."""
         return replace(self, v=self.v[records], u=self.u[records])
+
+
+def joined_positions(calls: Sequence[Call]) -> Call:
+    """Calls of one form, of (n, T, ...) tensors, as one call with the positions of all."""
+    if len(calls) == 1:
+        return calls[0]
+    v, u = (torch.cat(parts, dim=1) for parts in zip(*((c.v, c.u) for c in calls), strict=True))
+    return replace(calls[0], v=v, u=u)
 
 
 # Every parameter of a layer, with its use in one call.
@@ -172,6 +186,9 @@ class Rows(AbstractForm):
     def both(self, here: Call, there: Call) -> list[Call]:
         return [self.call(here.u + there.u)]
 
+    def joined(self, calls: Sequence[Call]) -> list[Call]:
+        return [self.call(reduce(torch.add, (call.u for call in calls)))]
+
     def along(
         self,
         v: tuple[Tensor, Tensor | None],
@@ -184,7 +201,8 @@ class Rows(AbstractForm):
         return squared_row_norms(u).sqrt()
 
     def squared_norms(self, calls: Sequence[Call], *, may_keep: bool) -> Tensor | None:
-        return squared_row_norms(calls[0].u) if len(calls) == 1 else None
+        (call,) = calls
+        return squared_row_norms(call.u)
 
 
 class Memory:
@@ -247,7 +265,11 @@ class ParameterGradients:
         size = len(call.u) * self._numel * call.u.element_size()
         if may_fold and size <= call.nbytes and not isinstance(call.form, Rows):
             call = Rows.call(self._rows(call))
-        self.calls.append(call)
+        last_two = [*self.calls[-1:], call]
+        if len(last_two) == 2 and all(_is_rows_of(each, len(call.u)) for each in last_two):
+            self.calls[-1:] = Rows().joined(last_two)  # not one of them for each time step
+        else:
+            self.calls.append(call)
 
     def squared_norms(self, keep_bytes: int = 0) -> Tensor:
         """Squared L2 norm of each record's gradient, shape (n,), float64.
@@ -255,6 +277,7 @@ class ParameterGradients:
         Args:
             keep_bytes: memory that may be kept for the sum.
         """
+        self.calls = _joined(self.calls)
         count = len(self.calls[0].u)
         may_keep = count * self._numel * self.calls[0].u.element_size() <= keep_bytes
         forms = {call.form for call in self.calls}
@@ -290,7 +313,7 @@ class ParameterGradients:
             weights: of the records.
             records: which ones, if not all; the others are left out, whatever they hold.
         """
-        calls, self.calls = self.calls, []
+        calls, self.calls = _joined(self.calls), []
         if not calls:
             raise RuntimeError("The gradients were summed already; their memory is used again.")
         if self._kept is not None:
@@ -313,9 +336,9 @@ class ParameterGradients:
         self, weight: float, others: Sequence[tuple[float, ParameterGradients]]
     ) -> ParameterGradients:
         """Per record ``weight * g + Σ weight_k * g_k``; the others at other points."""
-        calls = [_times(call, weight) for call in self.calls if weight]
+        calls = [_times(call, weight) for call in _joined(self.calls) if weight]
         for other_weight, other in others:
-            new = [_times(call, other_weight) for call in other.calls]
+            new = [_times(call, other_weight) for call in _joined(other.calls)]
             if len(new) == len(calls):
                 pairs = zip(calls, new, strict=True)
                 calls = [part for pair in pairs for part in _both(*pair)]
@@ -333,6 +356,18 @@ def _weighted(u: tuple[Tensor, Tensor | None], weights: tuple[float, float]) -> 
 
 def _sum_of_rows(calls: Sequence[Call]) -> Tensor:
     return reduce(torch.add, (call.form.rows(call.v, call.u) for call in calls))
+
+
+def _is_rows_of(call: Call, count: int) -> bool:
+    return isinstance(call.form, Rows) and len(call.u) == count
+
+
+def _joined(calls: Sequence[Call]) -> list[Call]:
+    """Calls of the same form together, where the form does that; all saw the same records."""
+    if len(calls) == 1:
+        return list(calls)
+    forms = dict.fromkeys(call.form for call in calls)
+    return [each for form in forms for each in form.joined([c for c in calls if c.form == form])]
 
 
 def _times(call: Call, weight: float) -> Call:

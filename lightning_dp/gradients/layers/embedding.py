@@ -15,6 +15,7 @@ from lightning_dp.gradients.layers.base import (
     AbstractForm,
     Call,
     Uses,
+    joined_positions,
     sum_of_products,
 )
 
@@ -42,13 +43,16 @@ class Lookup(AbstractForm):
         own = here.u.masked_fill(~moved, 0.0)
         return [replace(here, u=own), replace(there, u=there.u + here.u.masked_fill(moved, 0.0))]
 
+    def joined(self, calls: Sequence[Call]) -> list[Call]:
+        return [joined_positions(calls)]
+
     def lengths(self, v: Tensor, u: Tensor) -> Tensor:
         return squared_row_norms(u).sqrt() * math.sqrt(u.shape[1])
 
     def squared_norms(self, calls: Sequence[Call], *, may_keep: bool) -> Tensor | None:
         """Σ over positions s, t of equal rows of u_s · u_t: nothing of the table's size."""
-        v = torch.cat([call.v for call in calls], dim=1)
-        u = torch.cat([call.u for call in calls], dim=1)
+        (call,) = calls
+        v, u = call.v, call.u
         size = max(1, PRODUCTS // v.shape[1] ** 2)
         norms = [
             _squares(*part) for part in zip(torch.split(u, size), torch.split(v, size), strict=True)

@@ -15,6 +15,7 @@ from lightning_dp.gradients.layers.base import (
     Call,
     Rows,
     Uses,
+    joined_positions,
     sum_of_products,
 )
 
@@ -35,6 +36,10 @@ class OuterProduct(AbstractForm):
     def writes_out(self, v: Tensor, u: Tensor) -> bool:
         return True
 
+    def joined(self, calls: Sequence[Call]) -> list[Call]:
+        """One call on the positions of all of them, the time steps of a recurrent layer."""
+        return [joined_positions(calls)]
+
     def entries(self, v: Tensor, u: Tensor, shape: torch.Size, places: Tensor) -> Tensor:
         times, (row, column) = v.shape[1], (places // shape[1], places % shape[1])
         if not 0 < times * len(places) <= shape.numel():
@@ -48,19 +53,23 @@ class OuterProduct(AbstractForm):
         scaled = (u * weights.view(-1, 1, 1)).flatten(0, 1)
         return scaled.T @ v.flatten(0, 1)
 
+    def lengths(self, v: Tensor, u: Tensor) -> Tensor:
+        norms = torch.linalg.vector_norm(v, dim=2) * torch.linalg.vector_norm(u, dim=2)
+        total: Tensor = norms.sum(1, dtype=torch.float64)
+        return total
+
     def squared_norms(self, calls: Sequence[Call], *, may_keep: bool) -> Tensor | None:
-        """From the T x T inner products of all calls' vectors, if they are fewer than the entries.
+        """From the T x T inner products of the vectors, if they are fewer than the entries.
 
         ‖Σ_s u_s v_sᵀ‖² = Σ_st (u_s · u_t)(v_s · v_t).
         """
-        if len(calls) == 1 and calls[0].u.shape[1] == 1:
-            return squared_row_norms(calls[0].u) * squared_row_norms(calls[0].v)
-        times = sum(call.u.shape[1] for call in calls)
-        rows, columns = calls[0].u.shape[2], calls[0].v.shape[2]
+        (call,) = calls
+        u, v = call.u, call.v
+        times, rows, columns = u.shape[1], u.shape[2], v.shape[2]
+        if times == 1:
+            return squared_row_norms(u) * squared_row_norms(v)
         if times * (rows + columns) > 2 * rows * columns or (times >= _LONG and may_keep):
             return None  # the rows cost no more, and if they are kept the sum is almost free
-        u = torch.cat([call.u for call in calls], dim=1)
-        v = torch.cat([call.v for call in calls], dim=1)
         size = max(1, PRODUCTS // times**2)
         norms = [
             _squares(*part) for part in zip(torch.split(u, size), torch.split(v, size), strict=True)

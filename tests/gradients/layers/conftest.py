@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from opacus.layers import DPGRU, DPLSTM, DPMultiheadAttention
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -160,6 +161,11 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor]]] = {
         images(4, 6),
     ),
     "transformer_decoder": (lambda: Decoder(), images(4, 6)),
+    "lstm": (lambda: Recurrent(DPLSTM(6, 3, batch_first=True)), images(4, 6)),
+    "gru_on_many_steps": (lambda: Recurrent(DPGRU(6, 2, bidirectional=True)), images(20, 6)),
+    "multihead_of_opacus": (
+        lambda: Recurrent(DPMultiheadAttention(6, 2, add_bias_kv=True)), images(4, 6),
+    ),
     "positions_as_a_parameter": (net(Positions()), lambda: torch.randint(9, (RECORDS, 7))),
     "prelu": (net(nn.Linear(6, 6), nn.PReLU(), nn.Linear(6, 2)), images(6)),
     "in_place_relu": (net(nn.Linear(6, 6), nn.ReLU(inplace=True), nn.Linear(6, 2)), images(6)),
@@ -219,6 +225,21 @@ class Decoder(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         causal = nn.Transformer.generate_square_subsequent_mask(3, dtype=x.dtype)
         return self.layer(x[:, :3], torch.sin(x), tgt_mask=causal, tgt_is_causal=True)
+
+
+class Recurrent(nn.Module):
+    """A layer of Opacus on top of a linear one."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.before, self.layer = nn.Linear(6, 6), layer
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.tanh(self.before(x))
+        x = x if self.layer.batch_first else x.transpose(0, 1)
+        three = [x] * (3 if isinstance(self.layer, DPMultiheadAttention) else 1)
+        output = self.layer(*three)[0]
+        return (output if self.layer.batch_first else output.transpose(0, 1)).flatten(1)
 
 
 class Twice(nn.Module):
@@ -281,7 +302,7 @@ def model_and_batch(
     request: pytest.FixtureRequest, layer_engine: Bookkeeping
 ) -> tuple[nn.Module, Tensor]:
     if isinstance(layer_engine, Functional) and request.param.startswith(("multi", "transformer")):
-        pytest.skip("torch.func does not see the records of nn.MultiheadAttention")
+        pytest.skip("torch.func does not see the records of attention layers")
     torch.manual_seed(0)
     make, batch = CASES[request.param]
     return make(), batch()
