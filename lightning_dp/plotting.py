@@ -106,19 +106,18 @@ def plot_report(
     counts, epsilons = _epsilons(charges, report.delta, report.relation, _accountant_of(report))
     if report.claims_budget:
         counts, epsilons = [0, 1, report.steps], [0.0, report.epsilon, report.epsilon]
-    if ax is None:
-        ax = _panels(pyplot, metrics)
-    sigma = ax.twinx()
+    lowest = ax
+    ax, sigma = _panels(pyplot, metrics) if ax is None else (ax, ax.twinx())
+    (lowest or sigma).set_xlabel("noised steps")
     _draw_sigma(sigma, charges, "C0")
-    _draw_epsilon(ax, counts, epsilons, report.delta, "C1")
     if report.target_epsilon is not None:
         label = f"budget: $\\epsilon$ = {report.target_epsilon:g}"
         ax.axhline(report.target_epsilon, color="C3", linestyle="--", label=label)
-        ax.legend(loc="lower right")
+    _draw_epsilon(ax, counts, epsilons, report.delta, "C1")
+    ax.legend(loc="best")
     ends = itertools.accumulate(sum(count for _, count in run) for run in report.events.values())
     for end in list(ends)[:-1]:
         ax.axvline(end + 0.5, color="0.6", linestyle=":", linewidth=1)  # another run begins
-    ax.set_xlabel("noised steps")
     if not report.private:
         ax.set_title(f"NOT PRIVATE ({'a seed was set' if report.seeded else 'no noise'})")
     return ax
@@ -130,19 +129,26 @@ def _accountant_of(report: PrivacyReport) -> AbstractAccountant:
     return PLDAccountant() if known is None else known
 
 
-def _panels(pyplot: Any, metrics: Mapping[str, Sequence[tuple[int, float]]] | None) -> Any:
-    """The axes of ε in a new figure, below the metrics if there are any."""
-    if not metrics:
-        return pyplot.subplots(layout="constrained")[1]
-    _, (top, bottom) = pyplot.subplots(2, sharex=True, figsize=(7, 6), layout="constrained")
-    for name, pairs in metrics.items():
-        top.plot([step for step, _ in pairs], [value for _, value in pairs], label=name)
-    if len(metrics) == 1:
-        top.set_ylabel(next(iter(metrics)))
-    else:
-        top.legend()
-    top.grid(alpha=0.3)
-    return bottom
+def _panels(
+    pyplot: Any, metrics: Mapping[str, Sequence[tuple[int, float]]] | None
+) -> tuple[Axes, Axes]:
+    """The axes of ε and of σ_t in a new figure, below the metrics if there are any."""
+    heights = [*([3] if metrics else []), 3, 1.5]
+    figure, panels = pyplot.subplots(
+        len(heights),
+        sharex=True,
+        figsize=(7, 1.1 * sum(heights)),
+        height_ratios=heights,
+        layout="constrained",
+    )
+    figure.align_ylabels()
+    for panel in panels:
+        panel.grid(alpha=0.3)
+    if metrics:
+        for name, pairs in metrics.items():
+            panels[0].plot(*zip(*pairs, strict=True), label=name)
+        panels[0].legend(loc="lower right")
+    return panels[-2], panels[-1]
 
 
 def _epsilons(
@@ -174,7 +180,7 @@ def _draw_sigma(ax: Axes, charges: History, color: str) -> None:
         done += count
     ax.plot(steps, sigmas, color=color, label=r"$\sigma_t$")
     ax.set_ylabel(r"noise multiplier $\sigma_t$", color=color)
-    ax.set_ylim(bottom=0)
+    ax.set_ylim(0, 1.1 * max(sigmas) or 1)
 
 
 def _draw_epsilon(

@@ -142,7 +142,7 @@ class PrivacyReport:
         Args:
             ax: where to draw; a new figure by default.
             metrics: by name, pairs (step, value), e.g. of the held-out accuracy. They get a panel
-                of their own above, in a new figure.
+                of their own above, in a new figure (in which σ_t has a panel, too).
 
         Returns:
             the axes of ε. That of σ_t is the last of its figure's axes.
