@@ -3,7 +3,8 @@
     python examples/quickstart.py
 
 The only difference between the two fits is one callback. Takes less than a minute on two cores
-and downloads nothing. TensorBoard logs and a picture go to ./outputs/quickstart.
+and downloads nothing. TensorBoard logs, a picture and the privacy report go to
+./outputs/quickstart.
 """
 
 from __future__ import annotations
@@ -13,7 +14,6 @@ import warnings
 from pathlib import Path
 
 import lightning as L
-import matplotlib.pyplot as plt
 import torch
 from lightning.pytorch.loggers import TensorBoardLogger
 from sklearn.datasets import load_digits
@@ -62,16 +62,15 @@ class DigitsCNN(L.LightningModule):
 
 
 class History(L.Callback):
-    """Writes down step, held-out accuracy and ε at every validation, for the picture."""
+    """Writes down step and held-out accuracy at every validation, for the picture."""
 
     def __init__(self) -> None:
-        self.rows: list[tuple[int, float, float]] = []
+        self.rows: list[tuple[int, float]] = []
 
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         if not trainer.sanity_checking:
-            metrics = trainer.callback_metrics
-            epsilon = float(metrics.get("privacy/epsilon", torch.inf))
-            self.rows.append((trainer.global_step, float(metrics["accuracy"]), epsilon))
+            accuracy = float(trainer.callback_metrics["accuracy"])
+            self.rows.append((trainer.global_step, accuracy))
 
 
 def digits() -> tuple[TensorDataset, TensorDataset]:
@@ -108,24 +107,6 @@ def fit(name: str, output: Path, callbacks: list[L.Callback]) -> tuple[float, Hi
     return trainer.test(model, test_loader, verbose=False)[0]["accuracy"], history
 
 
-def draw(baseline: History, private: History, target_epsilon: float, path: Path) -> None:
-    """Held-out accuracy of both fits above, ε of the private one below."""
-    figure, (top, bottom) = plt.subplots(2, sharex=True, figsize=(7, 6), layout="constrained")
-    for label, history in (("without privacy", baseline), ("private", private)):
-        steps, accuracy, _ = zip(*history.rows, strict=True)
-        top.plot(steps, accuracy, label=label)
-    top.set(ylabel="held-out accuracy", ylim=(0, 1), title="Digits, with and without privacy")
-    top.legend(loc="lower right")
-    steps, _, epsilon = zip(*private.rows, strict=True)
-    bottom.plot((0, *steps), (0.0, *epsilon), color="C1", label="ε spent")
-    bottom.axhline(target_epsilon, color="C3", linestyle="--", label=f"budget: {target_epsilon:g}")
-    bottom.set(xlabel="step", ylabel=f"ε at δ = {TARGET_DELTA:g}", ylim=(0, 1.15 * target_epsilon))
-    bottom.legend(loc="lower right")
-    for axis in (top, bottom):
-        axis.grid(alpha=0.3)
-    figure.savefig(path, dpi=120)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--epsilon", type=float, default=TARGET_EPSILON, help="the budget")
@@ -148,7 +129,10 @@ def main() -> None:
     print(f"  without privacy   {baseline_accuracy:.1%}")
     print(f"  private           {private_accuracy:.1%}   at ε = {privacy.epsilon:.3f}")
     picture = options.output / "quickstart.png"
-    draw(baseline, private, options.epsilon, picture)
+    accuracy = {"without privacy": baseline.rows, "private": private.rows}
+    axes = privacy.report().plot(metrics=accuracy)
+    axes.figure.suptitle("Digits: held-out accuracy, and what privacy was spent")
+    axes.figure.savefig(picture, dpi=120)
     print(f"\npicture: {picture}\nlogs:    tensorboard --logdir {options.output}")
 
 

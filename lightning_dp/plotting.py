@@ -2,15 +2,33 @@
 
 from __future__ import annotations
 
+import itertools
+import math
+from bisect import bisect_right
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from lightning_dp.accounting import Gaussian, PoissonGaussian, Relation, epsilon
+import numpy as np
+
+from lightning_dp.accounting import (
+    AbstractAccountant,
+    AbstractEvent,
+    Gaussian,
+    History,
+    PLDAccountant,
+    PoissonGaussian,
+    Relation,
+    epsilon_curve,
+)
+from lightning_dp.report.accountants import accountant_named
 from lightning_dp.schedules.base import AbstractSchedule
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-__all__ = ["plot_schedule"]
+    from lightning_dp.report.content import PrivacyReport
+
+__all__ = ["plot_report", "plot_schedule"]
 
 _EPSILON_POINTS = 24
 
@@ -57,35 +75,130 @@ def plot_schedule(
         raise ValueError(f"steps={steps!r} must be an integer of at least 1.")
     if not scale > 0:
         raise ValueError(f"scale={scale} must be greater than 0.")
-    pyplot = _pyplot()
+    pyplot = _pyplot("plot_schedule")
     sigmas = [scale * schedule(step) for step in range(steps)]
-    counts = sorted(
-        {max(1, round(i * steps / _EPSILON_POINTS)) for i in range(_EPSILON_POINTS + 1)}
-    )
-    events = [
-        Gaussian(sigma) if sample_rate == 1 else PoissonGaussian(sigma, sample_rate)
+    charges = [
+        (Gaussian(sigma) if sample_rate == 1 else PoissonGaussian(sigma, sample_rate), 1)
         for sigma in sigmas
     ]
-    epsilons = [epsilon(events[:count], delta, relation) for count in counts]
+    counts, epsilons = _epsilons(charges, delta, relation, PLDAccountant())
 
     ax = pyplot.subplots()[1] if ax is None else ax
-    ax.plot(range(1, steps + 1), sigmas, color="C0", label=r"$\sigma_t$")
+    _draw_sigma(ax, charges, "C0")
     ax.set_xlabel("step")
-    ax.set_ylabel(r"noise multiplier $\sigma_t$", color="C0")
-    ax.set_ylim(bottom=0)
-    spent = ax.twinx()
-    spent.plot([0, *counts], [0.0, *epsilons], color="C1", label=r"$\epsilon_t$")
-    spent.set_ylabel(rf"$\epsilon$ after $t$ steps, $\delta$ = {delta:g}", color="C1")
-    spent.set_ylim(bottom=0)
+    _draw_epsilon(ax.twinx(), counts, epsilons, delta, "C1")
     return ax
 
 
-def _pyplot() -> Any:
+def plot_report(
+    report: PrivacyReport,
+    ax: Axes | None = None,
+    *,
+    metrics: Mapping[str, Sequence[tuple[int, float]]] | None = None,
+) -> Axes:
+    """What :meth:`PrivacyReport.plot` does."""
+    if metrics and ax is not None:
+        raise ValueError("metrics get a panel of their own: leave out ax, or draw them yourself.")
+    if not report.steps:
+        raise ValueError("steps=0: nothing was charged, so there is nothing to draw.")
+    pyplot = _pyplot("PrivacyReport.plot")
+    charges = [charge for run in report.events.values() for charge in run]
+    counts, epsilons = _epsilons(charges, report.delta, report.relation, _accountant_of(report))
+    if report.claims_budget:
+        counts, epsilons = [0, 1, report.steps], [0.0, report.epsilon, report.epsilon]
+    lowest = ax
+    ax, sigma = _panels(pyplot, metrics) if ax is None else (ax, ax.twinx())
+    (lowest or sigma).set_xlabel("noised steps")
+    _draw_sigma(sigma, charges, "C0")
+    if report.target_epsilon is not None:
+        label = f"budget: $\\epsilon$ = {report.target_epsilon:g}"
+        ax.axhline(report.target_epsilon, color="C3", linestyle="--", label=label)
+    _draw_epsilon(ax, counts, epsilons, report.delta, "C1")
+    ax.legend(loc="best")
+    ends = itertools.accumulate(sum(count for _, count in run) for run in report.events.values())
+    for end in list(ends)[:-1]:
+        ax.axvline(end + 0.5, color="0.6", linestyle=":", linewidth=1)  # another run begins
+    if not report.private:
+        ax.set_title(f"NOT PRIVATE ({'a seed was set' if report.seeded else 'no noise'})")
+    return ax
+
+
+def _accountant_of(report: PrivacyReport) -> AbstractAccountant:
+    """That of the run; the package's own for one that is not known here."""
+    known = accountant_named(report.accountant, report.accountant_settings)
+    return PLDAccountant() if known is None else known
+
+
+def _panels(
+    pyplot: Any, metrics: Mapping[str, Sequence[tuple[int, float]]] | None
+) -> tuple[Axes, Axes]:
+    """The axes of ε and of σ_t in a new figure, below the metrics if there are any."""
+    heights = [*([3] if metrics else []), 3, 1.5]
+    figure, panels = pyplot.subplots(
+        len(heights),
+        sharex=True,
+        figsize=(7, 1.1 * sum(heights)),
+        height_ratios=heights,
+        layout="constrained",
+    )
+    figure.align_ylabels()
+    for panel in panels:
+        panel.grid(alpha=0.3)
+    if metrics:
+        for name, pairs in metrics.items():
+            panels[0].plot(*zip(*pairs, strict=True), label=name)
+        panels[0].legend(loc="lower right")
+    return panels[-2], panels[-1]
+
+
+def _epsilons(
+    charges: History, delta: float, relation: Relation, accountant: AbstractAccountant
+) -> tuple[list[int], list[float]]:
+    """Some numbers of steps, the first 0 and the last all of them, and ε after each."""
+    ends = list(itertools.accumulate(count for _, count in charges))
+    steps = ends[-1]
+    counts = sorted({round(i * steps / _EPSILON_POINTS) for i in range(_EPSILON_POINTS + 1)} | {1})
+
+    def event(step: int) -> AbstractEvent:
+        return charges[bisect_right(ends, step)][0]
+
+    alike = len({event for event, _ in charges}) == 1
+    plan = charges[0][0] if alike else event
+    curve = epsilon_curve(plan, np.array(counts), delta, relation, accountant)
+    return counts, [float(value) for value in curve]
+
+
+def _draw_sigma(ax: Axes, charges: History, color: str) -> None:
+    """A point for the first and the last of equal steps; steps count from 1."""
+    steps: list[int] = []
+    sigmas: list[float] = []
+    done = 0
+    for event, count in charges:
+        places = [done + 1] if count == 1 else [done + 1, done + count]
+        steps += places
+        sigmas += [event.pair[0]] * len(places)
+        done += count
+    ax.plot(steps, sigmas, color=color, label=r"$\sigma_t$")
+    ax.set_ylabel(r"noise multiplier $\sigma_t$", color=color)
+    ax.set_ylim(0, 1.1 * max(sigmas) or 1)
+
+
+def _draw_epsilon(
+    ax: Axes, counts: list[int], epsilons: list[float], delta: float, color: str
+) -> None:
+    ax.plot(counts, epsilons, color=color, label=r"$\epsilon_t$")
+    ax.set_ylabel(rf"$\epsilon$ after $t$ steps, $\delta$ = {delta:g}", color=color)
+    ax.set_ylim(bottom=0)
+    if math.isinf(epsilons[-1]):
+        ax.text(0.5, 0.5, r"$\epsilon = \infty$", transform=ax.transAxes, ha="center")
+
+
+def _pyplot(who: str) -> Any:
     """matplotlib.pyplot, or an error that says how to get it."""
     try:
         from matplotlib import pyplot
     except ImportError as error:
         raise ImportError(
-            "plot_schedule needs matplotlib: pip install 'lightning-dp[examples]', or matplotlib."
+            f"{who} needs matplotlib: pip install 'lightning-dp[examples]', or matplotlib."
         ) from error
     return pyplot

@@ -24,6 +24,7 @@ from lightning_dp.accounting import (
 from lightning_dp.accounting.curve import epsilon_curve
 from lightning_dp.accounting.guards import AbstractGuard, FixedGuard, GDPGuard, RDPGuard
 from lightning_dp.accounting.ledger import Ledger
+from lightning_dp.accounting.remembered import Remembered
 from lightning_dp.config import PrivacyConfig
 from lightning_dp.mechanism import Mechanism
 from lightning_dp.noise import NoiseSource
@@ -60,6 +61,7 @@ class PrivateRun:
         self.is_seeded = config.seed is not None  # for good: also a run resumed without the seed
         self._resumed: dict[str, Any] | None = None
         self._is_under_way = False
+        self._accountant = Remembered(config.accountant)  # asked for the present ε by many
 
     # -- what users read -------------------------------------------------------------------
 
@@ -90,7 +92,7 @@ class PrivateRun:
         """ε spent at another δ; for noise chosen at run time, the whole budget's from its first step."""
         if self.is_adaptive and self.steps:
             return self._claim(delta)
-        return self.config.accountant.epsilon(self.ledger.history(), delta, self.config.relation)
+        return self._accountant.epsilon(self.ledger.history(), delta, self.config.relation)
 
     def _claim(self, delta: float) -> float:
         """ε of the whole budget, which holds whatever noise is chosen at run time."""
@@ -137,7 +139,7 @@ class PrivateRun:
         else:
             left = [(plan.event(step), 1) for step in range(now, now + more)]
         history = [*self.ledger.history(), *mechanism.unasked, *left]
-        return self.config.accountant.epsilon(history, delta, self.config.relation)
+        return self._accountant.epsilon(history, delta, self.config.relation)
 
     @property
     def remaining_steps(self) -> float:

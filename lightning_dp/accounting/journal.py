@@ -17,6 +17,7 @@ __all__ = [
     "JournalError",
     "Runs",
     "add_charge",
+    "history_of",
     "longer_run",
     "read_journal",
     "sync_folder",
@@ -153,6 +154,15 @@ def add_charge(charges: list[tuple[AbstractEvent, int]], event: AbstractEvent) -
         charges[-1] = (event, charges[-1][1] + 1)
     else:
         charges.append((event, 1))
+
+
+def history_of(runs: Runs) -> list[tuple[AbstractEvent, int]]:
+    """All events of all runs with their counts; the order has no meaning for ε."""
+    counts: dict[AbstractEvent, int] = {}
+    for charges in runs.values():
+        for event, count in charges:
+            counts[event] = counts.get(event, 0) + count
+    return list(counts.items())
 
 
 def longer_run(

@@ -14,11 +14,12 @@ from lightning_dp.accounting.journal import (
     JournalError,
     Runs,
     add_charge,
+    history_of,
     longer_run,
     read_journal,
 )
 
-__all__ = ["Ledger", "recover_journal"]
+__all__ = ["Ledger", "recover_journal", "runs_from_dict", "runs_to_dict"]
 
 
 class Ledger:
@@ -58,11 +59,12 @@ class Ledger:
 
     def history(self) -> list[tuple[AbstractEvent, int]]:
         """All events with their counts; the order has no meaning for ε."""
-        counts: dict[AbstractEvent, int] = {}
-        for charges in self._runs.values():
-            for event, count in charges:
-                counts[event] = counts.get(event, 0) + count
-        return list(counts.items())
+        return history_of(self._runs)
+
+    @property
+    def runs(self) -> Runs:
+        """The charges of each run, in their order."""
+        return {run: list(charges) for run, charges in self._runs.items()}
 
     def begin(self, run: str, directory: Path | None = None) -> None:
         """Start a run. With a ``directory`` (lead process), open the journal there or where it was.
@@ -104,10 +106,7 @@ class Ledger:
         return {
             "id": self.id,
             "journal": None if self.journal_path is None else str(self.journal_path),
-            "runs": {
-                run: [[event.to_dict(), count] for event, count in charges]
-                for run, charges in self._runs.items()
-            },
+            "runs": runs_to_dict(self._runs),
         }
 
     def restore(self, state: dict[str, Any], directory: Path) -> None:
@@ -118,7 +117,7 @@ class Ledger:
         Raises:
             JournalError: if it is missing, damaged, or knows less than the checkpoint.
         """
-        runs = _runs_from(state)
+        runs = runs_from_dict(state["runs"])
         if state["journal"] is not None:
             path = _find(Path(state["journal"]), directory)
             _check_complete(path, state["id"], runs)
@@ -131,7 +130,7 @@ class Ledger:
         """Become a copy of the lead process's record (the other processes)."""
         self.id = state["id"]
         self._runs = {}
-        self._merge(_runs_from(state))
+        self._merge(runs_from_dict(state["runs"]))
 
     def _merge(self, runs: Runs) -> None:
         for run, charges in runs.items():
@@ -171,7 +170,7 @@ def recover_journal(
     for existing in (path, Path(state["journal"])):
         if existing.exists():
             raise JournalError(f"{existing} exists. If it is damaged, move it away first.")
-    runs = _runs_from(state)
+    runs = runs_from_dict(state["runs"])
     if unrecorded_steps:
         last_event = list(runs.values())[-1][-1][0]
         runs[secrets.token_hex(8)] = [(last_event, unrecorded_steps)]
@@ -181,10 +180,18 @@ def recover_journal(
     return path
 
 
-def _runs_from(state: dict[str, Any]) -> Runs:
+def runs_to_dict(runs: Runs) -> dict[str, Any]:
+    """The charges of each run in their order, as plain types."""
+    return {
+        run: [[event.to_dict(), count] for event, count in charges] for run, charges in runs.items()
+    }
+
+
+def runs_from_dict(runs: dict[str, Any]) -> Runs:
+    """The inverse of :func:`runs_to_dict`."""
     return {
         run: [(event_from_dict(event), int(count)) for event, count in charges]
-        for run, charges in state["runs"].items()
+        for run, charges in runs.items()
     }
 
 

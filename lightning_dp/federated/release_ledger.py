@@ -12,7 +12,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 from urllib.parse import quote
 
 import numpy as np
@@ -22,13 +21,15 @@ from lightning_dp.accounting.base import check_delta, check_relation
 from lightning_dp.accounting.journal import (
     Journal,
     JournalError,
+    Runs,
+    history_of,
     read_journal,
     sync_folder,
 )
 from lightning_dp.federated.messages import MessageError
 from lightning_dp.mechanism import BudgetExhausted
 
-__all__ = ["ReleaseLedger", "Spending"]
+__all__ = ["ReleaseLedger", "Spending", "federations_in"]
 
 _FORMAT = "lightning-dp-releases-1"
 
@@ -156,7 +157,7 @@ class ReleaseLedger:
         found, runs = read_journal(self.journal_path)
         if found != self.dataset_id:
             raise JournalError(f"{self.journal_path} is of data set {found!r}.")
-        return _merged(runs.values())
+        return history_of(runs)
 
     def epsilon(self, delta: float, relation: Relation = "add_remove") -> float:
         """ε at ``delta`` of everything charged so far."""
@@ -251,7 +252,7 @@ class _Files:
                     f"{self._path} is missing, but rounds of run {self._run!r} were charged: what has "
                     "left is unknown. Put it back, or take another name for the run."
                 )
-            limit = _affordable(spending, _merged(self._journal.runs.values()))
+            limit = _affordable(spending, history_of(self._journal.runs))
             progress = _Progress(self._run, spending.fingerprint, limit, self._others())
             self.write(progress, {})
             return progress
@@ -345,7 +346,7 @@ def _affordable(spending: Spending, spent: list[tuple[AbstractEvent, int]]) -> i
     rounds = [spending.events(i) for i in range(spending.rounds)]
     events = [event for each in rounds for event in each]
     budget = (spending.target_epsilon, spending.target_delta, spending.relation)
-    whole = _merged([[*spent, *((event, 1) for event in events)]])
+    whole = history_of({"": [*spent, *((event, 1) for event in events)]})
     if PLDAccountant().epsilon(whole, *budget[1:]) <= spending.target_epsilon:
         return spending.rounds
     fitting = affordable_steps(lambda n: events[n], len(events), *budget, spent=spent)
@@ -357,12 +358,13 @@ def _affordable(spending: Spending, spent: list[tuple[AbstractEvent, int]]) -> i
     return spending.rounds
 
 
-def _merged(runs: Any) -> list[tuple[AbstractEvent, int]]:
-    counts: dict[AbstractEvent, int] = {}
-    for charges in runs:
-        for event, count in charges:
-            counts[event] = counts.get(event, 0) + count
-    return list(counts.items())
+def federations_in(runs: Runs) -> dict[str, Runs]:
+    """The charges of a client's journal by federation; empty if it is not a client's."""
+    found: dict[str, Runs] = {}
+    for key, charges in runs.items():
+        if "#" in key:
+            found.setdefault(_run_of(key), {})[key] = charges
+    return found
 
 
 def _key(run: str, round_: int) -> str:

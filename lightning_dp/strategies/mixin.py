@@ -12,7 +12,6 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Trainer
 from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities import rank_zero_info
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
 from torch.optim import Optimizer
@@ -21,6 +20,8 @@ from lightning_dp.audit.isolation import probe_isolation
 from lightning_dp.gradients import AbstractGradientEngine, UnsupportedModelError
 from lightning_dp.private_run import PrivateRun
 from lightning_dp.query import Query
+from lightning_dp.report.documents import in_checkpoint
+from lightning_dp.report.of_run import report
 from lightning_dp.sampling.loader import PrivateDataLoader
 from lightning_dp.strategies.checks import (
     check_model,
@@ -31,6 +32,7 @@ from lightning_dp.strategies.checks import (
 )
 from lightning_dp.strategies.data import make_private_loader
 from lightning_dp.strategies.first_step import FirstStep
+from lightning_dp.strategies.fit_reports import FitReports
 from lightning_dp.strategies.private_step import PrivateStep
 from lightning_dp.strategies.publish import Publisher
 from lightning_dp.warnings import warn
@@ -39,6 +41,8 @@ from lightning_dp.world import World
 __all__ = ["CHECKPOINT_KEY", "DifferentialPrivacyStrategy"]
 
 CHECKPOINT_KEY = "lightning_dp"
+
+_BUDGET_REACHED = "privacy budget reached"
 
 
 class DifferentialPrivacyStrategy(Strategy):
@@ -57,6 +61,7 @@ class DifferentialPrivacyStrategy(Strategy):
     _first: FirstStep | None = None
     _loader: PrivateDataLoader | None = None
     _publisher: Publisher | None = None
+    _reports: FitReports | None = None
     _accumulate_before: int | None = None
     _is_probed: bool = False
     _step_arguments: tuple[tuple[Any, ...], dict[str, Any]] = ((), {})
@@ -108,6 +113,10 @@ class DifferentialPrivacyStrategy(Strategy):
         """What stands between the gradient engine and the clipping: an audit's canaries."""
         return engine
 
+    def make_reports(self) -> FitReports | None:
+        """The report files of the fit; an audit has none."""
+        return FitReports(self._trainer, self.private_run, self._journal_folder())
+
     def configure_ddp(self) -> None:
         """No DDP wrapper: its reducer would all-reduce raw gradients. Rank 0's weights for all."""
         module = self.lightning_module
@@ -139,6 +148,7 @@ class DifferentialPrivacyStrategy(Strategy):
         run.start(planned_steps, self._world(), self._journal_folder(), trainer.global_step)
         self._publisher = Publisher(trainer, run)
         self._publisher.publish()
+        self._reports = self.make_reports()
         if planned_steps and run.mechanism is not None and run.exhausted:
             self._stop(
                 f"the budget (ε = {run.config.target_epsilon} at δ = {run.config.target_delta}, "
@@ -178,7 +188,7 @@ class DifferentialPrivacyStrategy(Strategy):
         if chunk.first and mechanism.is_under_way:
             self._replan_after_waste()
         if chunk.first and run.exhausted:
-            self._stop(_budget_reached(run))
+            self._stop(_BUDGET_REACHED)
             raise StopIteration  # what Lightning raises itself to leave the epoch
         if chunk.first:
             self._step.check_same_parameters(self.optimizers[0])
@@ -327,7 +337,7 @@ class DifferentialPrivacyStrategy(Strategy):
         run, publisher = self.private_run, self._publisher
         assert publisher is not None
         if run.is_over_early:
-            self._stop(_budget_reached(run))
+            self._stop(_BUDGET_REACHED)
         publisher.publish(final=run.stop_reason is not None)
 
     def _stop(self, reason: str) -> None:
@@ -338,12 +348,13 @@ class DifferentialPrivacyStrategy(Strategy):
         trainer.fit_loop.epoch_loop.min_steps = None
         if self.private_run.stop_reason is None:
             self.private_run.stop_reason = reason
-            rank_zero_info(f"Training stops: {reason}.")
 
     def on_train_end(self) -> None:
         super().on_train_end()
         if self._publisher is not None:
             self._publisher.publish(final=True)
+        if self._reports is not None:
+            self._reports.finish(may_warn=True)
 
     # -- checkpoints and the end -----------------------------------------------------------
 
@@ -351,6 +362,11 @@ class DifferentialPrivacyStrategy(Strategy):
         self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None
     ) -> None:
         checkpoint[CHECKPOINT_KEY] = self.private_run.state_dict()
+        if self.is_global_zero:  # who writes the file
+            content = report(self.private_run)
+            checkpoint[CHECKPOINT_KEY]["report"] = in_checkpoint(content)
+            if self._reports is not None:
+                self._reports.write_beside(filepath, content)
         super().save_checkpoint(checkpoint, filepath, storage_options)
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> Any:
@@ -378,10 +394,5 @@ class DifferentialPrivacyStrategy(Strategy):
         self._accumulate_before, self._step_arguments = None, ((), {})
         self._is_probed = False
         super().teardown()
-
-
-def _budget_reached(run: PrivateRun) -> str:
-    return (
-        f"privacy budget reached: ε = {run.epsilon:.4g} of {run.config.target_epsilon} at "
-        f"δ = {run.config.target_delta} after {run.steps} steps"
-    )
+        if self._reports is not None:
+            self._reports.finish(may_warn=False)  # an exception may be on its way

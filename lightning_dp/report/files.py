@@ -1,0 +1,68 @@
+"""The report as two files, replaced whole: a reader never finds half of one."""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+from pathlib import Path
+
+from lightning_dp.report.content import PrivacyReport
+from lightning_dp.report.markdown import markdown
+
+__all__ = ["PATTERN", "read_report", "write_report"]
+
+PATTERN = "privacy_report-*.json"
+
+
+def write_report(report: PrivacyReport, folder: str | Path) -> Path:
+    """Write ``privacy_report-<ledger id>.json`` and ``.md`` into a folder, atomically.
+
+    Runs of one ledger replace each other's file, since a later report holds what an earlier one
+    says; runs of other ledgers have files of their own.
+
+    Args:
+        report: what to write.
+        folder: made if it does not exist.
+
+    Returns:
+        the path of the JSON file.
+
+    Raises:
+        OSError: if the disk does not take it. The files are then what they were before.
+    """
+    path = Path(folder) / PATTERN.replace("*", report.ledger_id)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    content = json.dumps(report.to_dict(), ensure_ascii=False, allow_nan=False, indent=1)
+    _replace(path.with_suffix(".md"), markdown(report))
+    _replace(path, content + "\n")
+    return path
+
+
+def read_report(path: str | Path) -> PrivacyReport:
+    """The report of a JSON file.
+
+    Raises:
+        ValueError: if it is not one, saying why.
+        OSError: if it cannot be read.
+    """
+    try:
+        content = json.loads(Path(path).read_text(encoding="utf-8"))
+        if not isinstance(content, dict):
+            raise ValueError("not a dictionary")
+        return PrivacyReport.from_dict(content)
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise ValueError(f"{path} is not a privacy report: {error}") from None
+
+
+def _replace(path: Path, content: str) -> None:
+    partial = path.with_name(f".{path.name}-{secrets.token_hex(4)}")
+    try:
+        with open(partial, "x", encoding="utf-8") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(partial, path)
+    except BaseException:
+        partial.unlink(missing_ok=True)
+        raise

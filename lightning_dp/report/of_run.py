@@ -1,0 +1,103 @@
+"""From a run to its report."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import fields, is_dataclass
+from functools import cache
+from importlib.metadata import version
+from typing import Any
+
+from lightning_dp.accounting.guards import FixedGuard
+from lightning_dp.estimators import AbstractEstimator
+from lightning_dp.private_run import PrivateRun
+from lightning_dp.report.content import PrivacyReport
+
+__all__ = ["report"]
+
+_NOT_COVERED = (
+    "metrics logged from the training data (train_loss) and their effect on decisions",
+    "validation on private data, and choices made by looking at it",
+    "tuning runs, other fits of other callbacks on the same data",
+    "losses that couple the records of a batch in ways that the isolation probe does not see",
+    "floating-point rounding and timing",
+)
+
+_ROUND = (
+    "{} on the batch of each step, charged together before the first as one Gaussian on one sample"
+)
+
+
+def report(run: PrivateRun) -> PrivacyReport:
+    """The report of a run, during or after a fit."""
+    config, batches, epsilon = run.config, run.batches, float(run.epsilon)
+    of_plan, latest = run.epsilon_of_plan, run.noise_multiplier
+    journal = run.ledger.journal_path
+    return PrivacyReport(
+        epsilon=epsilon,
+        delta=float(config.target_delta),
+        epsilon_of_plan=None if of_plan is None else float(of_plan),
+        relation=config.relation,
+        steps=run.steps,
+        target_epsilon=None if config.target_epsilon is None else float(config.target_epsilon),
+        claims_budget=run.is_adaptive,
+        private=math.isfinite(epsilon) and not run.is_seeded,
+        seeded=run.is_seeded,
+        isolation=run.isolation,
+        guard=FixedGuard.description if run.mechanism is None else run.mechanism.guard.description,
+        accountant=config.accountant.name,
+        accountant_settings=_settings(config.accountant),
+        mechanism=_mechanism(run),
+        clip_norms=_clip_norms(config.resolved_estimator()),
+        noise_multiplier=None if latest is None else float(latest),
+        sample_rate=None if batches is None else float(batches.sample_rate),
+        expected_batch_size=None if batches is None else float(batches.expected_batch_size),
+        num_records=None if batches is None else int(batches.num_records),
+        stop_reason=run.stop_reason,
+        not_covered=_NOT_COVERED,
+        versions=dict(_versions()),
+        ledger_id=run.ledger.id,
+        journal=None if journal is None else str(journal),
+        events=run.ledger.runs,
+    )
+
+
+def _mechanism(run: PrivateRun) -> dict[str, str]:
+    config = run.config
+    estimator = config.resolved_estimator()
+    queries = estimator.queries_per_step
+    return {
+        "estimator": repr(estimator),
+        **({"queries": _ROUND.format(queries)} if queries > 1 else {}),
+        "noise schedule": repr(config.noise_schedule),
+        "post-processing": repr(list(config.postprocessing)),
+        "sampling": repr(config.sampling),
+        "gradient engine": run.engine,
+    }
+
+
+def _clip_norms(estimator: AbstractEstimator) -> dict[str, float]:
+    """The fields of the estimator whose names end with "norm": all of this package's do."""
+    return {
+        name: float(value)
+        for name, value in _settings(estimator).items()
+        if name.endswith("_norm") and value is not None
+    }
+
+
+def _settings(part: object) -> dict[str, float | None]:
+    """The numbers among the fields of a dataclass."""
+    if not is_dataclass(part):
+        return {}
+    values: dict[str, Any] = {field.name: getattr(part, field.name) for field in fields(part)}
+    return {
+        name: value
+        for name, value in values.items()
+        if value is None or (isinstance(value, int | float) and not isinstance(value, bool))
+    }
+
+
+@cache
+def _versions() -> tuple[tuple[str, str], ...]:
+    """Looked up once: at every checkpoint it would cost more than ε."""
+    return tuple((name, version(name)) for name in ("lightning-dp", "lightning", "torch", "opacus"))

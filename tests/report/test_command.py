@@ -1,0 +1,308 @@
+"""The command prints a report, and names what does not agree."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from dataclasses import dataclass
+
+import pytest
+
+from lightning_dp.accounting import PoissonGaussian, epsilon
+from lightning_dp.accounting.journal import Journal
+from lightning_dp.callbacks import DifferentialPrivacy
+from lightning_dp.federated.release_ledger import ReleaseLedger, Spending
+from lightning_dp.report import read_report
+from lightning_dp.schedules import AbstractAdaptiveSchedule
+
+
+@dataclass(frozen=True)
+class AtRunTime(AbstractAdaptiveSchedule):
+    """Chooses the noise at run time."""
+
+    def init(self):
+        return {}
+
+    def __call__(self, step):
+        return 1.0
+
+    def value(self, state, step):
+        return 1.0 + step / 100
+
+    def observe(self, state, released):
+        return state
+
+
+EVENT = PoissonGaussian(1.5, 0.1)
+
+
+def beside(path):
+    (report,) = path.parent.glob("*.json")
+    return report
+
+
+def cut_journal(path, lines):
+    path.write_bytes(b"".join(path.read_bytes().splitlines(keepends=True)[:-lines]))
+
+
+def test_it_runs_as_a_module_and_exits_with_0(saved):
+    fitted, path = saved
+
+    done = subprocess.run(
+        [sys.executable, "-m", "lightning_dp.report", path], capture_output=True, text=True
+    )
+
+    assert (done.returncode, done.stderr) == (0, "")
+    assert f"ε = {fitted.privacy.epsilon:.4g} at δ = 1e-05 (add_remove), 12 steps" in done.stdout
+    assert f"charged: 12 × {EVENT}" in done.stdout
+    assert done.stdout.rstrip().endswith("all agrees")
+
+
+def test_help_names_what_it_takes_and_how_it_ends(command):
+    status, output = command("--help")
+
+    assert status == 0
+    for words in ("checkpoint", "journal", "folder", "--delta", "--json", "exit status"):
+        assert words in output
+
+
+def test_a_folder_is_checked_as_a_whole(saved, command, tmp_path):
+    _, path = saved
+    before = {p: p.read_bytes() for p in tmp_path.rglob("*") if p.is_file()}
+
+    status, output = command(tmp_path, "--json")
+
+    found = json.loads(output)
+    assert status == 0 and found["agrees"]
+    assert sorted(each["kind"] for each in found["documents"]) == ["checkpoint", "report", "report"]
+    for each in found["documents"]:
+        assert each["epsilon"] == pytest.approx(epsilon([(EVENT, 12)], 1e-5))
+        assert each["journal_steps"] == 12
+    assert {p: p.read_bytes() for p in tmp_path.rglob("*") if p.is_file()} == before
+    assert command(path.parent)[0] == 0
+
+
+def test_steps_beyond_a_checkpoint_are_said_and_counted(fit, saved, command):
+    first, path = saved
+    fit(path, max_steps=20)
+    fit(path, max_steps=15)
+
+    status, output = command(path)
+
+    assert status == 0
+    assert "note: the journal has 11 steps beyond this checkpoint" in output
+    assert f"ε = {epsilon([(EVENT, 23)], 1e-5):.6g} at δ = 1e-05, 23 steps" in output
+    assert f"its own events: ε = {first.privacy.epsilon:.6g}" in output
+
+
+@pytest.mark.parametrize("factor", [0.99, 1.01, 0.5])
+def test_an_edited_epsilon_is_found(saved, command, edit_json, edit_checkpoint, factor):
+    fitted, path = saved
+
+    def edit(content):
+        content["epsilon"] *= factor
+
+    edit_json(beside(path), edit)
+    edit_checkpoint(path, lambda record: edit(record["report"]))
+    for edited in (path, beside(path)):
+        status, output = command(edited)
+        assert status == 1
+        wrong, right = factor * fitted.privacy.epsilon, fitted.privacy.epsilon
+        assert f"PROBLEM: it says ε = {wrong:.6g}, its events give ε = {right:.6g}" in output
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "problem"),
+    [
+        ("steps", 11, "it says 11 steps, its events are 12"),
+        ("delta", 1e-3, "its events give ε"),
+        ("relation", "replace_one", "its events give ε"),
+        ("private", False, "it says private: False"),
+        ("seeded", True, "it says private: True"),
+        ("epsilon_of_plan", 0.1, "it says ε = 0.1 for the whole plan"),
+        ("ledger_id", "0123", "belongs to ledger"),
+    ],
+)
+def test_an_edited_field_of_a_report_is_found(saved, command, edit_json, field, value, problem):
+    path = beside(saved[1])
+    edit_json(path, lambda content: content.update({field: value}))
+
+    status, output = command(path)
+
+    assert status == 1 and problem in output
+
+
+def test_a_report_of_another_run_inside_a_checkpoint_is_found(saved, command, edit_checkpoint):
+    path = saved[1]
+    edit_checkpoint(path, lambda record: record["report"].update(ledger_id="0123", delta=2e-5))
+
+    status, output = command(path)
+
+    assert status == 1
+    assert f"its report says ledger id 0123, its ledger and configuration {saved[0].id}" in output
+    assert "its report says δ 2e-05" in output
+
+
+def test_a_charge_removed_from_the_journal_is_found(saved, command):
+    fitted, path = saved
+    cut_journal(fitted.journal, 2)
+
+    for document in (path, beside(path)):
+        status, output = command(document)
+        assert status == 1
+        assert "has 12 charges here and 10 in the journal" in output
+
+
+def test_a_charge_removed_from_a_checkpoint_is_found(saved, command, edit_checkpoint):
+    path = saved[1]
+
+    def remove(record):
+        (charges,) = record["ledger"]["runs"].values()
+        charges[0][1] -= 1
+
+    edit_checkpoint(path, remove)
+    status, output = command(path)
+    assert status == 1
+    assert "it says 12 steps, its events are 11" in output
+
+    edit_checkpoint(path, lambda record: record.pop("report"))  # as older versions saved it
+    status, output = command(path)
+    assert status == 1
+    assert "its weights went through 12 private steps, 11 are charged" in output
+    assert "note: it holds no report" in output
+
+
+def test_a_charge_with_more_noise_than_the_journal_has_is_found(saved, command, edit_checkpoint):
+    path = saved[1]
+
+    def relabel(record):
+        (charges,) = record["ledger"]["runs"].values()
+        charges[0][0]["noise_multiplier"] = 3.0
+
+    edit_checkpoint(path, relabel)
+    status, output = command(path)
+
+    assert status == 1
+    assert "contradict each other" in output and "its events give ε" in output
+
+
+def test_the_journal_of_another_run_is_found(fit, saved, command):
+    first, path = saved
+    other = fit()
+    shutil.copy(other.journal, first.journal)
+
+    status, output = command(path)
+
+    assert status == 1
+    assert f"belongs to ledger {other.id}, not to {first.id}" in output
+
+
+@pytest.mark.parametrize("how", ["missing", "damaged"])
+def test_a_journal_that_cannot_be_used_is_found(saved, command, how):
+    fitted, path = saved
+    if how == "missing":
+        fitted.journal.unlink()
+    else:
+        fitted.journal.write_bytes(fitted.journal.read_bytes().replace(b"1.5", b"9.5"))
+
+    status, output = command(path)
+
+    assert status == 1
+    assert ("does not exist" if how == "missing" else "does not check") in output
+    assert "is unknown" in output and "--journal" in output
+
+
+def test_a_moved_journal_is_found_below_the_folder_or_where_it_is_said_to_be(saved, command):
+    fitted, path = saved
+    moved = path.parent / "elsewhere" / fitted.journal.name
+    moved.parent.mkdir()
+    fitted.journal.rename(moved)
+    assert command(path.parent)[0] == 0
+
+    renamed = moved.rename(moved.with_name("x.journal"))
+    assert command(path)[0] == 1
+    assert command(path, "--journal", renamed)[0] == 0
+
+
+def test_a_running_training_is_neither_disturbed_nor_misread(saved, command):
+    fitted, path = saved
+    running = Journal(fitted.journal, fitted.id)
+    running.append("next run", 0, EVENT)
+    with fitted.journal.open("ab") as torn:
+        torn.write(b'["next run",1,nu')
+    before = fitted.journal.read_bytes()
+
+    status, output = command(path)
+
+    assert status == 0 and "the journal has 1 steps beyond" in output
+    assert fitted.journal.read_bytes() == before
+    running.append("next run", 1, EVENT)
+    running.close()
+
+
+def test_a_journal_by_itself_needs_delta(saved, command):
+    fitted, _ = saved
+
+    status, output = command(fitted.journal)
+    assert status == 2 and "a journal does not know δ: give --delta" in output
+
+    status, output = command(fitted.journal, "--delta", "1e-5")
+    assert status == 0
+    assert f"ε = {fitted.privacy.epsilon:.6g} at δ = 1e-05 (add_remove), 12 steps" in output
+    assert command(fitted.journal, "--delta", "2")[0] == 2
+
+
+def test_a_federated_clients_journal_shows_epsilon_of_the_data_set_and_of_each_federation(
+    tmp_path, command
+):
+    ledger = ReleaseLedger(tmp_path, "hospital A")
+    for name, rounds in (("trial", 3), ("study", 5)):
+        spending = Spending(name, rounds, lambda i: [EVENT], float("inf"), 1e-5)
+        for i in range(rounds):
+            ledger.release(spending, i, 0, lambda rng: b"noised")
+
+    status, output = command(tmp_path, "--delta", "1e-5")
+
+    assert status == 0
+    assert "of hospital A" in output
+    assert f"ε = {ledger.epsilon(1e-5):.6g} at δ = 1e-05 (add_remove), 8 steps" in output
+    for name, rounds in (("trial", 3), ("study", 5)):
+        assert f"run {name}: ε = {epsilon([(EVENT, rounds)], 1e-5):.6g}" in output
+
+
+@pytest.mark.parametrize("name", ["nothing", "empty", "text.ckpt", "text.json"])
+def test_what_is_no_record_of_privacy_is_refused(tmp_path, command, name):
+    (tmp_path / "empty").mkdir()
+    for text in ("text.ckpt", "text.json"):
+        (tmp_path / text).write_text("[]")
+
+    status, output = command(tmp_path / name)
+
+    assert status == 2 and name in output
+
+
+def test_a_file_in_a_folder_that_cannot_be_read_is_named(saved, command):
+    path = saved[1]
+    (path.parent / "bad.ckpt").write_text("")
+
+    status, output = command(path.parent)
+
+    assert status == 1 and "PROBLEM" in output and "bad.ckpt" in output
+
+
+def test_a_run_with_noise_chosen_at_run_time_claims_its_whole_budget(fit, command, edit_json):
+    privacy = DifferentialPrivacy(
+        target_epsilon=3.0,
+        noise_multiplier=1.5,
+        noise_schedule=AtRunTime(),
+        target_delta=1e-5,
+        isolation_probe=False,
+    )
+    (path,) = fit(privacy=privacy).reports
+    assert read_report(path).claims_budget
+    assert command(path)[0] == 0
+
+    edit_json(path, lambda content: content.update(epsilon=2.0))
+    assert command(path)[0] == 1
