@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from lightning_dp.accounting.base import History
-from lightning_dp.accounting.events import AbstractEvent, PoissonRound, event_from_dict
+from lightning_dp.accounting.event_reader import event_from_dict
+from lightning_dp.accounting.events import AbstractEvent, PoissonRound
 from lightning_dp.accounting.guards import AbstractGuard, FixedGuard
 from lightning_dp.accounting.ledger import Ledger
 from lightning_dp.estimators.base import State

@@ -3,20 +3,23 @@
 from collections.abc import Sequence
 
 from lightning_dp.accounting.base import AbstractAccountant, History, Relation
-from lightning_dp.accounting.calibration import affordable_steps, calibrate
+from lightning_dp.accounting.calibration import affordable_steps, calibrate, calibrate_history
 from lightning_dp.accounting.curve import epsilon_curve
+from lightning_dp.accounting.event_reader import event_from_dict
 from lightning_dp.accounting.events import (
     AbstractEvent,
     Gaussian,
     PoissonGaussian,
     PoissonRound,
-    event_from_dict,
 )
 from lightning_dp.accounting.gdp import gdp_delta, gdp_epsilon
 from lightning_dp.accounting.ledger import recover_journal
+from lightning_dp.accounting.number_of_runs import draw_number_of_runs
 from lightning_dp.accounting.opacus_accountants import OpacusPRVAccountant, OpacusRDPAccountant
 from lightning_dp.accounting.pld import PLDAccountant
 from lightning_dp.accounting.rdp import StreamingRDPAccountant
+from lightning_dp.accounting.repeat_and_select import RepeatAndSelect
+from lightning_dp.accounting.sweep import sweep_history
 
 __all__ = [
     "AbstractAccountant",
@@ -29,16 +32,20 @@ __all__ = [
     "PoissonGaussian",
     "PoissonRound",
     "Relation",
+    "RepeatAndSelect",
     "StreamingRDPAccountant",
     "affordable_steps",
     "calibrate",
+    "calibrate_history",
     "delta",
+    "draw_number_of_runs",
     "epsilon",
     "epsilon_curve",
     "event_from_dict",
     "gdp_delta",
     "gdp_epsilon",
     "recover_journal",
+    "sweep_history",
 ]
 
 Events = AbstractEvent | Sequence[AbstractEvent | tuple[AbstractEvent, int]]

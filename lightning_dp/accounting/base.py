@@ -69,7 +69,7 @@ def merge(history: History) -> Steps:
     """Check a history and merge equal ``(z, q)``."""
     counts: dict[tuple[float, float], int] = {}
     for entry in history:
-        event, count = _checked(entry)
+        event, count = check_entry(entry)
         if count:
             pair = event.pair
             counts[pair] = counts.get(pair, 0) + count
@@ -101,7 +101,7 @@ def check_relation(relation: str) -> float:
     raise ValueError(f"relation must be 'add_remove' or 'replace_one', got {relation!r}.")
 
 
-def _checked(entry: object) -> tuple[AbstractEvent, int]:
+def check_entry(entry: object) -> tuple[AbstractEvent, int]:
     """Return a legal entry of a history, or raise."""
     if not (isinstance(entry, tuple) and len(entry) == 2 and isinstance(entry[0], AbstractEvent)):
         raise ValueError(f"a history holds pairs (event, count), got {entry!r}.")

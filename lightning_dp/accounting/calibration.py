@@ -15,6 +15,7 @@ from lightning_dp.accounting.events import AbstractEvent, Gaussian, PoissonGauss
 from lightning_dp.accounting.pld import PLDAccountant
 
 _TOLERANCE = 1e-3
+_LARGEST_SCALE = 1e6
 _ROUGH = PLDAccountant(rtol=4e-3, spacing=0.2)
 
 
@@ -79,6 +80,54 @@ def calibrate(
         rough = replace(_ROUGH, rtol=max(_ROUGH.rtol, judge.rtol))
         start = _solve(lambda scale: cost(rough, scale), start, epsilon, 0.02)
     return _solve(lambda scale: cost(judge, scale), start, epsilon, _TOLERANCE)
+
+
+def calibrate_history(
+    history: Callable[[float], History],
+    epsilon: float,
+    delta: float,
+    relation: Relation = "add_remove",
+    accountant: AbstractAccountant | None = None,
+) -> float:
+    """The smallest scale ``c`` of the noise of a whole procedure that keeps to a budget.
+
+    For what :func:`calibrate` has no words for: a search by :class:`RepeatAndSelect`, a sweep and a
+    last run. Satisfies ``(1 - 1e-3) epsilon <= E(c) <= epsilon``, where ``E(c)`` is the accountant's
+    epsilon at ``delta`` of ``history(c)``. Never above ``epsilon``.
+
+    Args:
+        history: from a scale to a history whose cost falls as the scale grows, without bound.
+        epsilon: the budget, > 0.
+        delta: in (0, 1).
+        relation: ``"add_remove"`` or ``"replace_one"``.
+        accountant: :class:`PLDAccountant` by default.
+
+    Returns:
+        The scale ``c``.
+
+    Raises:
+        ValueError: if an argument is illegal, or no scale keeps to the budget.
+
+    Example:
+        The noise multiplier of every run of a search that costs epsilon = 3 as a whole:
+
+        >>> from lightning_dp.accounting import RepeatAndSelect, StreamingRDPAccountant
+        >>> def search(z):
+        ...     run = [(PoissonGaussian(z, sample_rate=0.01), 1000)]
+        ...     return [(RepeatAndSelect(run, mean=10, shape=0), 1)]
+        >>> round(calibrate_history(search, 3.0, 1e-5, accountant=StreamingRDPAccountant()), 2)
+        1.09
+    """
+    epsilon, delta = _check_budget(epsilon, delta, relation)
+    judge = PLDAccountant() if accountant is None else accountant
+    if not judge.epsilon(history(_LARGEST_SCALE), delta, relation) <= epsilon:
+        raise ValueError(
+            f"no noise keeps history within epsilon={epsilon:g} at delta={delta:g}: a part of it "
+            "does not depend on the scale, or the number of runs alone costs more. Raise epsilon."
+        )
+    return _solve(
+        lambda scale: judge.epsilon(history(scale), delta, relation), 1.0, epsilon, _TOLERANCE
+    )
 
 
 def affordable_steps(

@@ -2,27 +2,30 @@
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 
 class AbstractEvent(ABC):
     """One noisy release, described by public numbers only.
 
-    Every event is, for accounting, one Gaussian release on one Poisson sample: each record takes
-    part independently with probability ``sample_rate``, the sum over the participating records has
-    sensitivity ``C`` to adding or removing one record, and noise ``N(0, (noise_multiplier * C)^2 I)``
-    is added to it. How a sequence of events is analysed is the business of an accountant.
+    Every event but :class:`RepeatAndSelect` is, for accounting, one Gaussian release on one Poisson
+    sample: each record takes part independently with probability ``sample_rate``, the sum over the
+    participating records has sensitivity ``C`` to adding or removing one record, and noise
+    ``N(0, (noise_multiplier * C)^2 I)`` is added to it. How a sequence of events is
+    analysed is the business of an accountant.
     """
 
     @property
     @abstractmethod
     def pair(self) -> tuple[float, float]:
-        """``(noise_multiplier, sample_rate)`` of the equivalent single subsampled Gaussian."""
+        """``(noise_multiplier, sample_rate)`` of the equivalent single subsampled Gaussian.
+
+        Raises ValueError if there is none.
+        """
 
     @abstractmethod
     def to_dict(self) -> dict[str, object]:
-        """Return the event as strings, floats and lists; :func:`event_from_dict` is the inverse."""
+        """Return the event as strings, floats and lists; ``event_from_dict`` is the inverse."""
 
 
 @dataclass(frozen=True)
@@ -148,34 +151,7 @@ class PoissonRound(AbstractEvent):
         }
 
 
-def event_from_dict(d: Mapping[str, object]) -> AbstractEvent:
-    """Rebuild an event from :meth:`AbstractEvent.to_dict`, exactly.
-
-    Args:
-        d: the dictionary, e.g. as read back from JSON.
-
-    Returns:
-        An event equal to the one that wrote ``d``.
-
-    Raises:
-        ValueError: if the event is unknown, a key is missing or too many, or a value is illegal.
-
-    Example:
-        >>> event_from_dict({"event": "Gaussian", "noise_multiplier": 3.0})
-        Gaussian(noise_multiplier=3.0)
-    """
-    if not isinstance(d, Mapping):
-        raise ValueError(f"an event must be a dictionary, got {d!r}.")
-    name = d.get("event")
-    if not isinstance(name, str) or name not in _READERS:
-        raise ValueError(f"unknown event {name!r} in {dict(d)!r}; known: {sorted(_READERS)}.")
-    fields, read = _READERS[name]
-    if set(d) != fields | {"event"}:
-        raise ValueError(f"{name} needs exactly the keys {sorted(fields)}, got {dict(d)!r}.")
-    return read(d)
-
-
-def _real(value: object, name: str) -> float:
+def real(value: object, name: str) -> float:
     """Return ``value`` as a Python float, or raise."""
     if isinstance(value, (bool, str)) or not hasattr(value, "__float__"):
         raise ValueError(f"{name} must be a real number, got {value!r}.")
@@ -184,7 +160,7 @@ def _real(value: object, name: str) -> float:
 
 def _noise_multiplier(value: object, name: str = "noise_multiplier") -> float:
     """Return a legal noise multiplier as a float, or raise."""
-    z = _real(value, name)
+    z = real(value, name)
     if not 0.0 <= z < math.inf:
         raise ValueError(
             f"{name} must be finite and at least 0, got {z}; "
@@ -195,36 +171,10 @@ def _noise_multiplier(value: object, name: str = "noise_multiplier") -> float:
 
 def _sample_rate(value: object) -> float:
     """Return a legal sample rate as a float, or raise."""
-    q = _real(value, "sample_rate")
+    q = real(value, "sample_rate")
     if not 0.0 < q <= 1.0:
         raise ValueError(
             f"sample_rate must be in (0, 1], got {q}; it is the probability that a record takes "
             "part in a step: the expected batch size divided by the number of records."
         )
     return q
-
-
-def _read_gaussian(d: Mapping[str, object]) -> AbstractEvent:
-    return Gaussian(_real(d["noise_multiplier"], "noise_multiplier"))
-
-
-def _read_poisson_gaussian(d: Mapping[str, object]) -> AbstractEvent:
-    return PoissonGaussian(
-        _real(d["noise_multiplier"], "noise_multiplier"), _real(d["sample_rate"], "sample_rate")
-    )
-
-
-def _read_poisson_round(d: Mapping[str, object]) -> AbstractEvent:
-    values = d["noise_multipliers"]
-    if not isinstance(values, (list, tuple)):
-        raise ValueError(f"noise_multipliers must be a list, got {values!r}.")
-    multipliers = tuple(_real(z, "noise_multipliers") for z in values)
-    return PoissonRound(multipliers, _real(d["sample_rate"], "sample_rate"))
-
-
-_Reader = Callable[[Mapping[str, object]], AbstractEvent]
-_READERS: dict[str, tuple[set[str], _Reader]] = {
-    "Gaussian": ({"noise_multiplier"}, _read_gaussian),
-    "PoissonGaussian": ({"noise_multiplier", "sample_rate"}, _read_poisson_gaussian),
-    "PoissonRound": ({"noise_multipliers", "sample_rate"}, _read_poisson_round),
-}

@@ -12,7 +12,7 @@ from scipy.optimize import brentq
 from lightning_dp.accounting.base import History, Relation, check_relation
 from lightning_dp.accounting.events import AbstractEvent
 from lightning_dp.accounting.gdp import gdp_delta, gdp_epsilon
-from lightning_dp.accounting.rdp import renyi_divergence
+from lightning_dp.accounting.renyi import renyi_divergence
 
 __all__ = ["AbstractGuard", "FixedGuard", "GDPGuard", "RDPGuard"]
 

@@ -10,7 +10,8 @@ from typing import IO, Any, TypeAlias
 
 import filelock
 
-from lightning_dp.accounting.events import AbstractEvent, event_from_dict
+from lightning_dp.accounting.event_reader import event_from_dict
+from lightning_dp.accounting.events import AbstractEvent
 
 __all__ = [
     "Journal",

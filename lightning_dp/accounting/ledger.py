@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 
-from lightning_dp.accounting.events import AbstractEvent, event_from_dict
+from lightning_dp.accounting.event_reader import event_from_dict
+from lightning_dp.accounting.events import AbstractEvent
 from lightning_dp.accounting.journal import (
     Journal,
     JournalError,
@@ -19,7 +20,7 @@ from lightning_dp.accounting.journal import (
     read_journal,
 )
 
-__all__ = ["Ledger", "recover_journal", "runs_from_dict", "runs_to_dict"]
+__all__ = ["Ledger", "ledger_in", "recover_journal", "runs_from_dict", "runs_to_dict"]
 
 
 class Ledger:
@@ -80,7 +81,7 @@ class Ledger:
         if directory is not None:
             path = self.journal_path or directory / f"{self.id}.journal"
             journal = Journal(path.absolute(), self.id)
-            self._merge(journal.runs)
+            self.merge(journal.runs)
             journal.extend(self._runs)
             self._journal, self.journal_path = journal, journal.path
         self._run, self._steps_of_run = run, 0
@@ -121,18 +122,23 @@ class Ledger:
         if state["journal"] is not None:
             path = _find(Path(state["journal"]), directory)
             _check_complete(path, state["id"], runs)
-            self._merge(read_journal(path)[1])
+            self.merge(read_journal(path)[1])
             self.journal_path = path
-        self._merge(runs)
+        self.merge(runs)
         self.id = state["id"]
 
     def mirror(self, state: dict[str, Any]) -> None:
         """Become a copy of the lead process's record (the other processes)."""
         self.id = state["id"]
         self._runs = {}
-        self._merge(runs_from_dict(state["runs"]))
+        self.merge(runs_from_dict(state["runs"]))
 
-    def _merge(self, runs: Runs) -> None:
+    def merge(self, runs: Runs) -> None:
+        """Add what another record knows: the longer one of each run.
+
+        Raises:
+            JournalError: if two records of a run contradict each other.
+        """
         for run, charges in runs.items():
             self._runs[run] = longer_run(run, self._runs.get(run, []), charges)
         self._steps = sum(count for charges in self._runs.values() for _, count in charges)
@@ -162,8 +168,7 @@ def recover_journal(
     """
     if not unrecorded_steps >= 0:
         raise ValueError(f"unrecorded_steps={unrecorded_steps} must be a number of steps >= 0.")
-    checkpoint = torch.load(checkpoint_path, map_location="cpu", weights_only=True)
-    state = checkpoint.get("lightning_dp", {}).get("ledger")
+    state = ledger_in(checkpoint_path)
     if state is None or state["journal"] is None:
         raise ValueError(f"{checkpoint_path} is not a checkpoint of a private run with a journal.")
     path = Path(directory).absolute() / Path(state["journal"]).name
@@ -178,6 +183,13 @@ def recover_journal(
     journal.extend(runs)
     journal.close()
     return path
+
+
+def ledger_in(checkpoint_path: str | Path) -> dict[str, Any] | None:
+    """The :meth:`Ledger.state_dict` in a checkpoint; None if it has no ledger."""
+    checkpoint = torch.load(checkpoint_path, map_location="cpu", weights_only=True)
+    state: dict[str, Any] | None = checkpoint.get("lightning_dp", {}).get("ledger")
+    return state
 
 
 def runs_to_dict(runs: Runs) -> dict[str, Any]:

@@ -1,11 +1,12 @@
 """Renyi differential privacy in one pass over the steps: quick, additive, looser than the PLD."""
 
+from __future__ import annotations
+
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
-from scipy.special import gammaln
 
 from lightning_dp.accounting.base import (
     AbstractAccountant,
@@ -14,18 +15,19 @@ from lightning_dp.accounting.base import (
     Relation,
     Steps,
     check_delta,
+    check_entry,
     check_epsilon,
     check_relation,
     merge,
 )
-from lightning_dp.accounting.pmf import discretise, support
-from lightning_dp.accounting.tilting import MomentTable
+from lightning_dp.accounting.number_of_runs import success_rate
+from lightning_dp.accounting.renyi import total_divergence
+from lightning_dp.accounting.repeat_and_select import RepeatAndSelect
 
 _FRACTIONAL = np.array([1.02, 1.05, 1.1, 1.15, 1.2, 1.3, 1.4, 1.5, 1.65, 1.8])
 _INTEGERS = np.unique(np.concatenate((np.arange(2.0, 33.0), np.round(np.geomspace(34, 512, 22)))))
 _LARGEST_ORDER = 2.0**16
-_CHUNK = 2_000_000
-_LOG_TAIL = -200.0
+_Divergence = Callable[[FloatArray], FloatArray]
 _Converter = Callable[[FloatArray, FloatArray], FloatArray]
 
 
@@ -34,7 +36,8 @@ class StreamingRDPAccountant(AbstractAccountant):
     """Sums of Renyi divergences over a table of orders, converted to (epsilon, delta) at the end.
 
     ``epsilon = min_a sum_t rho_t(a) + log(1 - 1/a) - (log delta + log a) / (a - 1)`` (Canonne, Kamath
-    and Steinke, arXiv 2004.00010v4, Proposition 12), ``rho_t(a)`` from :func:`renyi_divergence`. The
+    and Steinke, arXiv 2004.00010v4, Proposition 12), ``rho_t(a)`` from ``renyi_divergence``, or for
+    :class:`RepeatAndSelect` from Theorems 2 and 6 of Papernot and Steinke. The
     orders are 1.02 to 512, doubled up to 65,536 as long as the last one is the best. Six to twelve
     per cent above :class:`PLDAccountant` for usual runs; its use is that it is additive: the guard
     for adaptive noise fixes one order and sums.
@@ -57,10 +60,10 @@ class StreamingRDPAccountant(AbstractAccountant):
         """Return the best epsilon over the orders; see the class."""
         log_delta = math.log(check_delta(delta))
         check_relation(relation)
-        steps = merge(history)
-        if steps.counts.size == 0:
+        curve = RenyiCurve.of(history, relation)
+        if curve.is_empty:
             return 0.0
-        if steps.has_noiseless:
+        if curve.has_noiseless:
             return math.inf
 
         def convert(orders: FloatArray, rho: FloatArray) -> FloatArray:
@@ -68,135 +71,118 @@ class StreamingRDPAccountant(AbstractAccountant):
                 rho + np.log1p(-1 / orders) - (log_delta + np.log(orders)) / (orders - 1)
             )
 
-        return max(_least(steps, relation, convert), 0.0)
+        return max(_least(curve.at, convert), 0.0)
 
     def delta(self, history: History, epsilon: float, relation: Relation = "add_remove") -> float:
         """Return the best delta over the orders; see the class."""
         epsilon = check_epsilon(epsilon)
         check_relation(relation)
-        steps = merge(history)
-        if steps.counts.size == 0:
+        curve = RenyiCurve.of(history, relation)
+        if curve.is_empty:
             return 0.0
-        if steps.has_noiseless:
+        if curve.has_noiseless:
             return 1.0
-
-        def convert(orders: FloatArray, rho: FloatArray) -> FloatArray:
-            return np.asarray(
-                (orders - 1) * (rho - epsilon + np.log1p(-1 / orders)) - np.log(orders)
-            )
-
-        return math.exp(min(_least(steps, relation, convert), 0.0))
+        return math.exp(min(_least(curve.at, _log_delta_at(epsilon)), 0.0))
 
 
-def renyi_divergence(
-    noise_multiplier: float, sample_rate: float, order: float, relation: Relation = "add_remove"
-) -> float:
-    """``rho(a)``: the Renyi divergence of order ``a`` of one subsampled Gaussian release.
+@dataclass(frozen=True)
+class RenyiCurve:
+    """rho(a) of a checked history: Gaussians, and searches with the curve of one run of each."""
 
-    add/remove: ``rho(a) = log E_(x ~ N(0, z^2)) [((1-q) + q e^((2x - 1) / (2 z^2)))^a] / (a - 1)``
-    (Mironov, Talwar and Zhang, arXiv 1908.10530v1, section 3: this direction is the larger one). For
-    integer orders the binomial sum of equation (6) there, else the trapezoidal rule.
-    replace-one: ``rho(a) = 2 a / z^2`` for q = 1, else an upper bound from the discretised profile.
+    steps: Steps
+    relation: Relation
+    searches: tuple[tuple[RepeatAndSelect, RenyiCurve, int], ...]
 
-    Args:
-        noise_multiplier: ``z > 0``.
-        sample_rate: ``q`` in (0, 1].
-        order: ``a > 1``.
-        relation: the neighbouring relation.
+    @classmethod
+    def of(cls, history: History, relation: Relation) -> RenyiCurve:
+        entries = [check_entry(entry) for entry in history]
+        gaussians = [(e, n) for e, n in entries if not isinstance(e, RepeatAndSelect)]
+        searches = [
+            (event, cls.of(event.runs, relation), count)
+            for event, count in entries
+            if isinstance(event, RepeatAndSelect) and count
+        ]
+        # The best of runs that ask nothing of the data asks nothing either.
+        asking = tuple(search for search in searches if not search[1].is_empty)
+        return cls(merge(gaussians), relation, asking)
 
-    Raises:
-        ValueError: if an argument is out of range or NaN.
+    @property
+    def is_empty(self) -> bool:
+        return self.steps.counts.size == 0 and not self.searches
 
-    Example:
-        >>> renyi_divergence(noise_multiplier=2.0, sample_rate=1.0, order=8.0)
-        1.0
+    @property
+    def has_noiseless(self) -> bool:
+        return self.steps.has_noiseless or any(run.has_noiseless for _, run, _ in self.searches)
+
+    def at(self, orders: FloatArray) -> FloatArray:
+        """rho at increasing orders above 1."""
+        total = total_divergence(self.steps, self.relation, orders)
+        for event, run, count in self.searches:
+            bound = _poisson_search if event.shape == math.inf else _negative_binomial_search
+            # Renyi divergences grow with the order, so a bound holds for smaller orders, too.
+            values = bound(event, run, orders)
+            total = total + count * np.minimum.accumulate(values[::-1])[::-1]
+        return total
+
+
+def _negative_binomial_search(
+    event: RepeatAndSelect, run: RenyiCurve, orders: FloatArray
+) -> FloatArray:
+    """Theorem 2 of arXiv 2110.03620v2: with rho(a) of one run, gamma and eta of K, any b >= 1,
+
+    ``rho(a) + log(E K) / (a - 1) + (1 + eta) ((1 - 1/b) rho(b) + log(1/gamma) / b)``.
     """
-    if not order > 1:
-        raise ValueError(f"order must be above 1, got {order}.")
-    if not 0 < noise_multiplier < math.inf:
-        raise ValueError(f"noise_multiplier must be finite and above 0, got {noise_multiplier}.")
-    if not 0 < sample_rate <= 1:
-        raise ValueError(f"sample_rate must be in (0, 1], got {sample_rate}.")
-    check_relation(relation)
-    one = np.ones(1)
-    steps = Steps(noise_multiplier * one, sample_rate * one, one)
-    return float(_total(steps, relation, np.array([order]))[0])
+    log_rate = -math.log(success_rate(event.mean, event.shape))
+
+    def convert(b: FloatArray, rho: FloatArray) -> FloatArray:
+        return np.asarray((1 - 1 / b) * rho + log_rate / b)
+
+    # log_rate is the value at b = 1.
+    extra = (1 + event.shape) * min(log_rate, _least(run.at, convert) if log_rate else 0.0)
+    return np.asarray(run.at(orders) + math.log(event.mean) / (orders - 1) + extra)
 
 
-def _least(steps: Steps, relation: Relation, convert: _Converter) -> float:
+def _poisson_search(event: RepeatAndSelect, run: RenyiCurve, orders: FloatArray) -> FloatArray:
+    """Theorem 6 of arXiv 2110.03620v2, with the case K = 0 written out.
+
+    With rho(a) of one run, delta(a) its delta at ``epsilon = log(1 + 1 / (a - 1))`` and mean m:
+    ``log(e^-m + m e^((a - 1) (rho(a) + m delta(a)))) / (a - 1)``. The theorem leaves out e^-m, the
+    part of the outputs with K = 0, which are the same for both data sets.
+    """
+    known: dict[float, float] = {}
+
+    def at(asked: FloatArray) -> FloatArray:
+        missing = np.array([a for a in asked if a not in known])
+        if missing.size:
+            known.update(zip(missing.tolist(), run.at(missing).tolist(), strict=True))
+        return np.array([known[a] for a in asked])
+
+    rho = at(orders)
+    deltas = [
+        math.exp(min(_least(at, _log_delta_at(math.log1p(1 / (a - 1)))), 0.0)) for a in orders
+    ]
+    exponent = math.log(event.mean) + (orders - 1) * (rho + event.mean * np.array(deltas))
+    return np.asarray(np.logaddexp(-event.mean, exponent) / (orders - 1))
+
+
+def _log_delta_at(epsilon: float) -> _Converter:
+    """Renyi divergences to log delta (arXiv 2004.00010v4, Proposition 12)."""
+
+    def convert(orders: FloatArray, rho: FloatArray) -> FloatArray:
+        return np.asarray((orders - 1) * (rho - epsilon + np.log1p(-1 / orders)) - np.log(orders))
+
+    return convert
+
+
+def _least(divergence: _Divergence, convert: _Converter) -> float:
     """The least converted value over the orders, extended while the last is the best."""
     orders = np.concatenate((_FRACTIONAL, _INTEGERS))
     best = math.inf
     while True:
-        values = convert(orders, _total(steps, relation, orders))
+        values = convert(orders, divergence(orders))
         at = int(np.argmin(values))
         best = min(best, float(values[at]))
         if at < orders.size - 1 or orders[-1] >= _LARGEST_ORDER:
             return best
         orders = orders[-1] * np.array([1.41, 2.0]).round(2)
         orders = np.round(orders)
-
-
-def _total(steps: Steps, relation: Relation, orders: FloatArray) -> FloatArray:
-    """``sum_t rho_t`` at each order."""
-    z, q, counts = steps.noise_multipliers, steps.sample_rates, steps.counts
-    full = q == 1.0
-    factor = check_relation(relation)
-    slope = 0.5 * factor**2 * float(np.sum(counts[full] / z[full] ** 2))
-    total = slope * orders
-    if full.all():
-        return total
-    z, q, counts = z[~full], q[~full], counts[~full]
-    for i, order in enumerate(orders):
-        if relation == "replace_one":
-            logs = np.array(
-                [_log_moment_replace_one(*pair, order) for pair in zip(z, q, strict=True)]
-            )
-        elif order == round(order):
-            logs = _log_moment_integer(z, q, int(order))
-        else:
-            logs = _log_moment_fractional(z, q, float(order))
-        total[i] += float(counts @ logs) / (order - 1)
-    return total
-
-
-def _log_moment_integer(z: FloatArray, q: FloatArray, order: int) -> FloatArray:
-    """``log E[...]``, the binomial sum, for every (z, q)."""
-    k = np.arange(order + 1.0)
-    log_binomial = gammaln(order + 1) - gammaln(k + 1) - gammaln(order - k + 1)
-    result = np.empty(z.size)
-    chunk = max(1, _CHUNK // k.size)
-    for first in range(0, z.size, chunk):
-        part = slice(first, first + chunk)
-        rate, noise = q[part, None], z[part, None]
-        terms = log_binomial + (order - k) * np.log1p(-rate) + k * np.log(rate)
-        # E[...] - 1: as the binomial weights sum to 1, sum_k weight (e^(k(k-1)/2z^2) - 1).
-        exponent = k * (k - 1) / (2 * noise**2)
-        terms = terms[:, 2:] + exponent[:, 2:] + np.log(-np.expm1(-exponent[:, 2:]))
-        top = terms.max(axis=1, keepdims=True)
-        result[part] = np.logaddexp(0, top[:, 0] + np.log(np.exp(terms - top).sum(axis=1)))
-    return result
-
-
-def _log_moment_fractional(z: FloatArray, q: FloatArray, order: float) -> FloatArray:
-    """``log E[...]`` by the trapezoidal rule, whose error falls exponentially with the spacing."""
-    low, high = -12.0, 12.0 + order / float(z.min())
-    spacing = min(0.1, 0.15 * float(z.min()))
-    x = np.arange(low, high + spacing, spacing)
-    result = np.empty(z.size)
-    chunk = max(1, _CHUNK // x.size)
-    for first in range(0, z.size, chunk):
-        rate, noise = q[first : first + chunk, None], z[first : first + chunk, None]
-        ratio = np.logaddexp(np.log1p(-rate), np.log(rate) + x / noise - 0.5 / noise**2)
-        exponent = order * ratio - 0.5 * x**2
-        top = exponent.max(axis=1, keepdims=True)
-        sums = np.exp(exponent - top).sum(axis=1) * spacing / math.sqrt(2 * math.pi)
-        result[first : first + chunk] = np.maximum(top[:, 0] + np.log(sums), 0.0) + 1e-15
-    return result
-
-
-def _log_moment_replace_one(z: float, q: float, order: float) -> float:
-    """An upper bound from the connected dots; at most e^-200 of the mass is left out."""
-    h = sum(support(z, q, _LOG_TAIL, "replace_one")) / 16384
-    pmf = discretise(z, q, h, _LOG_TAIL, "replace_one")
-    return max(float(MomentTable(h, np.array([order - 1.0])).of(pmf)[0]), 0.0)

@@ -15,10 +15,9 @@ class FromInfluence(AbstractSchedule):
     r"""s(t) = (q_t / q_0)^(-1/4): minimises Σ q_t σ_t² at equal Σ 1/σ_t².
 
     "On Dynamic Noise Influence in Differential Private Learning" (anonymous submission),
-    Lemma 4.1: the minimum :math:`(\sum_t \sqrt{q_t})^2 / R` of :math:`\sum_t q_t \sigma_t^2` under
-    :math:`\sum_t 1/\sigma_t^2 = R` is at
-    :math:`\sigma_t^2 = \frac{1}{R} \sum_i \sqrt{q_i / q_t}`. The gain over constant noise is
-    :math:`T^2 \mathrm{Var}(\sqrt{q_t}) / R`.
+    Lemma 4.1: the minimum of :math:`\sum_t q_t \sigma_t^2` under :math:`\sum_t 1/\sigma_t^2 = R` is
+    (Σ √q_t)² / R, at :math:`\sigma_t^2 = \frac{1}{R} \sum_i \sqrt{q_i / q_t}`. The gain over constant
+    noise is :math:`T^2 \mathrm{Var}(\sqrt{q_t}) / R`.
 
     Args:
         influence: q_0, ..., q_(T-1), each finite and greater than 0: how much the variance of step

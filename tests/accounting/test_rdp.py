@@ -9,7 +9,7 @@ from scipy import integrate
 from scipy.stats import norm
 
 from lightning_dp.accounting import Gaussian, PoissonGaussian, StreamingRDPAccountant
-from lightning_dp.accounting.rdp import renyi_divergence
+from lightning_dp.accounting.renyi import renyi_divergence
 
 
 @pytest.mark.parametrize("order", [1.05, 1.5, 2.0, 3.0, 16.0, 40.0])
