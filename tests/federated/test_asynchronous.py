@@ -79,7 +79,7 @@ class Watched(AsyncServer):
             message = Message.from_bytes(reply)
             key = (message.whole("round"), client)
             assert key not in self.updates
-            self.updates[key] = message.tensor("sum")
+            self.updates[key] = message.tensor("update")
         self.check()
 
     def check(self):
@@ -175,7 +175,7 @@ def test_between_models_a_client_moves_as_the_server_does(log_cosh, tmp_path):
     client = AsyncClient(records, plan(lag=3), privacy, ledger, run="trial")
     point = torch.ones(SIZE, dtype=torch.float64)
     for i in range(3):
-        update = drive(client, i, 0, point if i == 0 else None).tensor("sum")
+        update = drive(client, i, 0, point if i == 0 else None).tensor("update")
         asked = records.asked[-1][0].terms[0].point
         torch.testing.assert_close(asked, point)
         point = point - plan().step_size(i) * update
@@ -194,7 +194,7 @@ def test_one_noisy_sum_of_one_model_is_what_leaves(log_cosh, tmp_path):
     # Straight to what is made in a round: 2500 rounds through the disk take a minute.
     rng = np.random.default_rng(0)
     sums = torch.stack(
-        [Message.from_bytes(client._make(0, start(), rng)).tensor("sum") for _ in range(rounds)]
+        [Message.from_bytes(client._make(0, start(), rng)).tensor("update") for _ in range(rounds)]
     )
     gradient = records.gradients(start(), [0])[0]
     clipped = gradient * min(1.0, 0.5 / float(gradient.norm()))
@@ -215,7 +215,7 @@ def test_a_process_for_every_message_is_one_client(log_cosh, tmp_path):
         expected = drive(same, i, 0, model)
         found = drive(make(0), i, 0, model)
         assert found.kind == "update"
-        torch.testing.assert_close(found.tensor("sum"), expected.tensor("sum"))
+        torch.testing.assert_close(found.tensor("update"), expected.tensor("update"))
 
 
 def test_asked_again_the_same_bytes_come_also_from_a_new_process(log_cosh, tmp_path):
@@ -339,10 +339,10 @@ def test_another_configuration_is_refused_by_name():
 
 def test_what_was_not_asked_is_refused():
     server = AsyncServer("trial", plan(lag=9), start(), 2)
-    wrong = Message("update", {"round": 1, "counter": 0}, {"sum": start()}).to_bytes()
+    wrong = Message("update", {"round": 1, "counter": 0}, {"update": start()}).to_bytes()
     with pytest.raises(MessageError, match="round 1, which it was not asked for"):
         server.receive(0, wrong)
-    short = Message("update", {"round": 0, "counter": 0}, {"sum": start()[:2]}).to_bytes()
+    short = Message("update", {"round": 0, "counter": 0}, {"update": start()[:2]}).to_bytes()
     with pytest.raises(MessageError, match="not a vector of 4"):
         server.receive(0, short)
     with pytest.raises(MessageError, match="another protocol"):
@@ -390,7 +390,7 @@ def test_local_steps_are_the_papers_loop(log_cosh, local_steps):
         local_steps=local_steps,
     )
     x = torch.ones(SIZE, dtype=torch.float64)
-    update = drive(client, 2, 2, x).tensor("sum")
+    update = drive(client, 2, 2, x).tensor("update")
     end = plan().move(x, 2, update)
     t = plan().gradients_before(2)
     for h, (_, (record,)) in enumerate(records.asked):
