@@ -1,9 +1,8 @@
-"""Sending some coordinates only: which ones (a public random choice), and the message."""
+"""Sending some coordinates only: which ones, a public random choice, and what a vector is then."""
 
 from __future__ import annotations
 
 import operator
-import struct
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -12,11 +11,7 @@ from torch import Tensor
 
 __all__ = ["SparseVector", "random_k", "shared_mask"]
 
-# "sparse vector", a format number, a type of number; then size, keep, seed and round.
-_HEADER = struct.Struct("<4sHHQQQQ")
-_MAGIC, _FORMAT = b"LDPS", 1
-_TYPES = {1: (torch.float32, "<f4"), 2: (torch.float64, "<f8")}
-_CODES = {dtype: code for code, (dtype, _) in _TYPES.items()}
+_DTYPES = (torch.float32, torch.float64)
 
 
 def shared_mask(seed: int, round_: int, size: int, keep: int) -> Tensor:
@@ -75,8 +70,8 @@ def _is_whole(value: object) -> bool:
 class SparseVector:
     """A vector of which some coordinates are known, the others 0: their values, and a public seed.
 
-    The coordinates are ``shared_mask(seed, round_, size, len(values))``; so 40 bytes and the values
-    are the whole message.
+    The coordinates are ``shared_mask(seed, round_, size, len(values))``: who knows seed and round
+    needs to be sent the values only.
 
     Args:
         values: float32 or float64, at the coordinates in increasing order.
@@ -87,9 +82,9 @@ class SparseVector:
         ValueError: naming the argument that is out of its range.
 
     Example:
-        >>> message = random_k(torch.ones(1000), keep=100, seed=7, round_=0)
-        >>> len(message.to_bytes()), SparseVector.from_bytes(message.to_bytes()).dense().sum()
-        (440, tensor(1000.))
+        >>> sent = random_k(torch.ones(1000), keep=100, seed=7, round_=0)
+        >>> sent.keep, SparseVector(sent.values, size=1000, seed=7, round_=0).dense().sum()
+        (100, tensor(1000.))
     """
 
     values: Tensor = field(repr=False)
@@ -98,7 +93,7 @@ class SparseVector:
     round_: int
 
     def __post_init__(self) -> None:
-        if self.values.dim() != 1 or self.values.dtype not in _CODES:
+        if self.values.dim() != 1 or self.values.dtype not in _DTYPES:
             raise ValueError(
                 f"values of shape {tuple(self.values.shape)} and {self.values.dtype} must be a "
                 "vector of float32 or float64."
@@ -122,40 +117,12 @@ class SparseVector:
         full[self.coordinates()] = self.values.cpu()
         return full
 
-    def to_bytes(self) -> bytes:
-        """The message: a header of 40 bytes, and the values bit by bit, little-endian."""
-        code = _CODES[self.values.dtype]
-        header = _HEADER.pack(
-            *(_MAGIC, _FORMAT, code, self.size, self.keep, self.seed, self.round_)
-        )
-        return header + self.values.detach().cpu().numpy().astype(_TYPES[code][1]).tobytes()
-
-    @classmethod
-    def from_bytes(cls, message: bytes) -> SparseVector:
-        """The inverse of :meth:`to_bytes`. Raises ValueError for anything else, or a part of it."""
-        if len(message) < _HEADER.size or not message.startswith(_MAGIC):
-            raise ValueError(f"A message of {len(message)} bytes holds no sparse vector.")
-        _, version, code, size, keep, seed, round_ = _HEADER.unpack_from(message)
-        if version != _FORMAT or code not in _TYPES:
-            raise ValueError(
-                f"The message has format {version} and type {code}; this version of the package reads "
-                f"format {_FORMAT} and types {sorted(_TYPES)}."
-            )
-        kind = np.dtype(_TYPES[code][1])
-        if len(message) != _HEADER.size + keep * kind.itemsize:
-            raise ValueError(
-                f"The message says that it has {keep} values of {kind.itemsize} bytes, and has "
-                f"{len(message) - _HEADER.size} bytes after its header."
-            )
-        values = np.frombuffer(message, kind, offset=_HEADER.size).astype(kind.newbyteorder("="))
-        return cls(torch.from_numpy(values), size, seed, round_)
-
 
 def random_k(u: Tensor, keep: int, seed: int, round_: int) -> SparseVector:
     """S(u): d/k times ``keep`` = k of the d entries of ``u``, the rest 0.
 
     Unbiased over a random seed, E S(u) = u, with E‖S(u) - u‖² = (d/k - 1) ‖u‖². The set does not
-    depend on u: what a message says about the data is in its values only.
+    depend on u: what is said about the data is in the values only.
 
     Args:
         u: flat, float32 or float64, of length d.
@@ -171,7 +138,7 @@ def random_k(u: Tensor, keep: int, seed: int, round_: int) -> SparseVector:
         >>> random_k(torch.arange(10.0), keep=5, seed=7, round_=0).dense()
         tensor([ 0.,  2.,  0.,  6.,  8.,  0., 12.,  0., 16.,  0.])
     """
-    if u.dim() != 1 or u.dtype not in _CODES:
+    if u.dim() != 1 or u.dtype not in _DTYPES:
         raise ValueError(
             f"u has shape {tuple(u.shape)} and {u.dtype}; it must be flat, float32 or float64."
         )

@@ -59,23 +59,18 @@ def sizes_part(options: argparse.Namespace) -> None:
     """Table 3."""
     print("## Constant sample sizes, η = 0.0025, K = 20,000 (accuracy on a held-out fifth)\n")
     names = ["a9a"] if options.quick else ["a9a", "covertype_subset"]
+    gradients = 2000 if options.quick else GRADIENTS
     print("| data | loss | " + " | ".join(f"s = {s}" for s in SIZES) + " |")
     print("|" + " --- |" * (len(SIZES) + 2))
     for name in names:
         for convex in (True, False):
-            cells = []
-            for s in SIZES:
-                found = [
-                    plain_run(
-                        Split.of(name, options.data, seed),
-                        *(PolynomialSizes(0, CLIENTS * s), ConstantSteps(0.0025), seed),
-                        strongly_convex=convex,
-                        local_steps="diminishing2",
-                        gradients=2000 if options.quick else GRADIENTS,
-                    )
-                    for seed in range(options.seeds)
-                ]
-                cells.append(spread(found))
+            cells = [
+                plain_cell(
+                    *(name, options, PolynomialSizes(0, CLIENTS * s), ConstantSteps(0.0025)),
+                    *("diminishing2", convex, gradients),
+                )
+                for s in SIZES
+            ]
             kind = "strongly convex" if convex else "convex"
             print(f"| {name} | {kind} | " + " | ".join(cells) + " |", flush=True)
             paper = " | ".join(f"{value:.4f}" for value in PAPER[name, convex])
@@ -117,13 +112,14 @@ def plain_cell(
     steps: AbstractStepSizes,
     local_steps: str,
     convex: bool,
-    gradients: int,
+    gradients: int = GRADIENTS,
     lag: int = LAG,
+    biased: bool = False,
 ) -> str:
     return spread(
         [
             plain_run(
-                Split.of(name, options.data, seed),
+                Split.of(name, options.data, seed, biased=biased),
                 *(sizes, steps, seed),
                 strongly_convex=convex,
                 local_steps=local_steps,
@@ -191,7 +187,7 @@ def mnist_sizes(options: argparse.Namespace) -> None:
                 (test[0], test[1]),
                 *(PolynomialSizes(0, MNIST_CLIENTS * s), ConstantSteps(0.0025), seed),
             )
-            for seed in range(min(2, options.seeds))
+            for seed in range(options.seeds)
         ]
         cells.append(spread(found))
     print(f"| mnist | LeNet, {MNIST_CLIENTS} clients | " + " | ".join(cells) + " |")
@@ -203,23 +199,11 @@ def biased_part(options: argparse.Namespace) -> None:
     """Clients whose records are all of one class, or of few."""
     print("\n## Biased clients: 9 rounds of growing size, diminishing2\n")
     print("| data | clients | mixed | one class each |\n| --- | --- | --- | --- |")
+    growing = PolynomialSizes(a=CLIENTS * 89, first=1)
+    steps = InverseSteps(GROWING_RATES[True][1], 0.001)
     for name in ["a9a"] if options.quick else ["a9a", "covertype_subset"]:
         cells = [
-            spread(
-                [
-                    plain_run(
-                        Split.of(name, options.data, seed, biased=biased),
-                        *(
-                            PolynomialSizes(a=CLIENTS * 89, first=1),
-                            InverseSteps(GROWING_RATES[1], 0.001),
-                            seed,
-                        ),
-                        strongly_convex=True,
-                        local_steps="diminishing2",
-                    )
-                    for seed in range(options.seeds)
-                ]
-            )
+            plain_cell(*(name, options, growing, steps, "diminishing2"), True, biased=biased)
             for biased in (False, True)
         ]
         print(f"| {name}, strongly convex | {CLIENTS} | {' | '.join(cells)} |", flush=True)
@@ -234,7 +218,7 @@ def biased_part(options: argparse.Namespace) -> None:
                     (test[0], test[1]),
                     *(PolynomialSizes(a=100, first=1), InverseRootSteps(0.01, 0.01), seed),
                 )
-                for seed in range(min(2, options.seeds))
+                for seed in range(options.seeds)
             ]
         )
         for biased in (False, True)

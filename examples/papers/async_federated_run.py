@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 from async_federated_data import LogisticRecords, binary
+from scratch_ledger import ScratchLedger
 from sklearn.metrics import roc_auc_score
 from torch import Tensor
 
-from lightning_dp.accounting import AbstractEvent
 from lightning_dp.federated import (
     AbstractSampleSizes,
     AbstractStepSizes,
@@ -22,11 +22,8 @@ from lightning_dp.federated import (
     AsyncServer,
     ClientPrivacy,
     Records,
-    ReleaseLedger,
-    Spending,
     rounds_for,
 )
-from lightning_dp.noise import random_generator
 
 CLIENTS, MNIST_CLIENTS = 5, 4
 GRADIENTS = 20_000  # K of the experiments without privacy, over all clients
@@ -64,36 +61,6 @@ def federate(
             server.receive(c, clients[c].answer(request))
     spent = max(client.epsilon for client in clients) if privacy.is_private else math.inf
     return server.point, spent
-
-
-class ScratchLedger(ReleaseLedger):
-    """Books an experiment on public data, in memory: nothing of it may outlive the process."""
-
-    def __init__(self) -> None:
-        super().__init__("/nowhere", "an experiment")
-        self._events: list[AbstractEvent] = []
-
-    def history(self) -> list[tuple[AbstractEvent, int]]:
-        return [(event, 1) for event in self._events]
-
-    def find(self, spending: Spending, round_: int, part: int) -> bytes | None:
-        return None
-
-    def note(self, spending: Spending) -> bytes:
-        return b""
-
-    def release(
-        self,
-        spending: Spending,
-        round_: int,
-        part: int,
-        make: Callable[[np.random.Generator], bytes],
-        *,
-        keep: bool = True,
-        note: bytes = b"",
-    ) -> bytes:
-        self._events += spending.events(round_)
-        return make(random_generator(None))
 
 
 def spread(values: Sequence[float]) -> str:

@@ -10,15 +10,15 @@ from typing import Any
 
 import torch
 from cubic_newton_data import Problem
+from scratch_ledger import ScratchLedger
 from torch import Tensor
 
 from lightning_dp import CubicNewton
 from lightning_dp.accounting import calibrate
-from lightning_dp.accounting.ledger import Ledger
 from lightning_dp.clipping import AbstractPerSampleGradients, bounded_sum
 from lightning_dp.cubic_model import average_weight
 from lightning_dp.estimators.base import State
-from lightning_dp.federated import FederatedCubicNewton
+from lightning_dp.federated import AsyncServer, CubicNewtonClient, CubicNewtonPlan
 from lightning_dp.query import BoundedSum, Query, Term
 from lightning_dp.sparsify import shared_mask
 
@@ -89,19 +89,25 @@ def noise_multiplier(epsilon: float, rounds: int) -> float:
 # -- one run, through the package ------------------------------------------------------------------
 
 
-class LogisticAnswer:
-    """The clipped sums of one client in closed form: no gradient of a record is ever formed.
+class LogisticRecords:
+    """One client's records, with clipped sums in closed form: no gradient is ever formed.
 
     With x_j = b_j a_j and s = σ(x_j·w): g_j = -(1 - s) x_j and H_j v = s (1 - s) (x_j·v) x_j, so each
     record's answer is a number times x_j, and its norm that number times ‖x_j‖.
     """
+
+    unit = "record"
 
     def __init__(self, x: Tensor) -> None:
         self._x = x
         self._squares = x.square()
         self._point: Tensor | None = None
 
-    def __call__(self, query: Query, records: Sequence[int]) -> BoundedSum:
+    @property
+    def num_records(self) -> int:
+        return len(self._x)
+
+    def bounded_sum(self, query: Query, records: Sequence[int]) -> BoundedSum:
         assert len(records) == len(self._x), "written for full batches"
         numbers: Any = 0.0
         for run in query.passes:
@@ -162,7 +168,7 @@ class Trace:
         suboptimality, accuracy: after 0, 1, ..., T rounds.
         epsilon: of the client that spent most, by the accountant from its ledger.
         evaluations: gradients and gradients with Hessian-vector products of one record, per record.
-        uplink: bytes from one client in one round.
+        uplink: bytes from one client in one round, at most.
     """
 
     suboptimality: Tensor
@@ -176,35 +182,39 @@ def execute(
     of: Problem, setting: Setting, epsilon: float, rounds: int, kept: float, seed: int
 ) -> Trace:
     """A federation of the package: every message as bytes, every client with its own ledger."""
-    run = FederatedCubicNewton(
+    plan = CubicNewtonPlan(
         setting.estimator(of.weight_decay, kept),
         clients=of.clients,
         rounds=rounds,
-        noise_multiplier=noise_multiplier(epsilon, rounds),
         step_scale=setting.scale,
         whole_steps=setting.whole,
     )
-    clients = []
-    for number in range(of.clients):
-        ledger = Ledger()
-        ledger.begin("run")
-        answer = LogisticAnswer(of.x[number])
-        clients.append(run.client(number, answer, of.records, ledger, seed))
-    server = run.server(torch.zeros(of.size))
+    clients = [
+        CubicNewtonClient(
+            *(LogisticRecords(of.x[number]), plan, ScratchLedger()),
+            run="paper",
+            client=number,
+            noise_multiplier=noise_multiplier(epsilon, rounds),
+            target_delta=DELTA,
+            seed=seed * of.clients + number,
+        )
+        for number in range(of.clients)
+    ]
+    server = AsyncServer("paper", plan, torch.zeros(of.size), of.clients)
     points, uplink = [server.point], 0
     while not server.is_done:
         for number, client in enumerate(clients):
             request = server.request(number)
             assert request is not None
             reply = client.answer(request)
-            uplink = len(reply)
+            uplink = max(uplink, len(reply))
             server.receive(number, reply)
         points.append(server.point)
     columns = torch.stack(points, 1)
     return Trace(
         of.suboptimality(columns),
         of.accuracy(columns),
-        clients[0].epsilon(DELTA),
+        clients[0].epsilon,
         rounds * setting.inner,
         uplink,
     )

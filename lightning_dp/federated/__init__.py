@@ -2,7 +2,7 @@
 
 from lightning_dp.federated.aggregator import Aggregator
 from lightning_dp.federated.async_client import AsyncClient, ClientPrivacy
-from lightning_dp.federated.asynchronous import AsyncPlan, AsyncServer
+from lightning_dp.federated.asynchronous import AsyncPlan, AsyncServer, RoundPlan
 from lightning_dp.federated.base import (
     AbstractClient,
     AbstractServer,
@@ -11,11 +11,8 @@ from lightning_dp.federated.base import (
     Records,
 )
 from lightning_dp.federated.bvr_l_sgd import BVRLSGD
-from lightning_dp.federated.cubic_newton import (
-    CubicNewtonClient,
-    CubicNewtonServer,
-    FederatedCubicNewton,
-)
+from lightning_dp.federated.cubic_newton import CubicNewtonPlan
+from lightning_dp.federated.cubic_newton_client import CubicNewtonClient
 from lightning_dp.federated.query_client import QueryClient
 from lightning_dp.federated.release_ledger import ReleaseLedger, Spending
 from lightning_dp.federated.sample_sizes import (
@@ -48,9 +45,8 @@ __all__ = [
     "ClientPrivacy",
     "ConstantSteps",
     "CubicNewtonClient",
-    "CubicNewtonServer",
+    "CubicNewtonPlan",
     "DelaySizes",
-    "FederatedCubicNewton",
     "InverseRootSteps",
     "InverseSteps",
     "LogarithmicSizes",
@@ -61,6 +57,7 @@ __all__ = [
     "QueryClient",
     "Records",
     "ReleaseLedger",
+    "RoundPlan",
     "Spending",
     "SynchronousServer",
     "delay_is_permissible",

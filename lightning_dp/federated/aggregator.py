@@ -33,9 +33,9 @@ class Aggregator:
         >>> facts = {"run": "trial", "round": 0, "counter": 0}
         >>> node.offer(Message("round", facts, {"model": torch.zeros(1)}).to_bytes())
         >>> for child in (0, 1, 1):
-        ...     update = Message("update", {"round": 0, "counter": 0}, {"sum": torch.ones(1)})
+        ...     update = Message("update", {"round": 0, "counter": 0}, {"update": torch.ones(1)})
         ...     node.receive(child, update.to_bytes())
-        >>> Message.from_bytes(node.reply).tensors["sum"]
+        >>> Message.from_bytes(node.reply).tensors["update"]
         tensor([2.])
     """
 
@@ -88,7 +88,7 @@ class Aggregator:
         if message.whole("round") != self._round or child in self._sums or child in self._left:
             return  # it came twice, or late
         if message.kind == UPDATE:
-            value, counter = message.tensor("sum"), message.whole("counter")
+            value, counter = message.tensor("update"), message.whole("counter")
             if any(len(other) != len(value) for other in self._sums.values()):
                 raise MessageError(f"Child {child} sent {len(value)} numbers, unlike the others.")
             self._sums[child] = value
@@ -114,7 +114,7 @@ class Aggregator:
         for child in order[1:]:
             total += self._sums[child]
         facts = {"round": self._round, "counter": self._counters}
-        self._reply = Message(UPDATE, facts, {"sum": total}).to_bytes()
+        self._reply = Message(UPDATE, facts, {"update": total}).to_bytes()
 
     def state_dict(self) -> State:
         """Released values only."""

@@ -215,7 +215,7 @@ class AsyncClient(AbstractClient):
             )
         except BudgetExhausted:
             return Message(REFUSED, {"round": i}).to_bytes()
-        update = Message.from_bytes(reply).tensor("sum")
+        update = Message.from_bytes(reply).tensor("update")
         self._point, self._round = self._plan.move(point, i, update), i + 1
         return reply
 
@@ -228,7 +228,7 @@ class AsyncClient(AbstractClient):
         i, self._counter = message.whole("round"), message.whole("counter")
         sent = self._ledger.find(self._spending, i, 0)
         assert sent is not None
-        update = Message.from_bytes(sent).tensor("sum")
+        update = Message.from_bytes(sent).tensor("update")
         self._point, self._round = self._plan.move(message.tensor("point"), i, update), i + 1
 
     def _generator(self, i: int, rng: np.random.Generator) -> np.random.Generator:
@@ -242,7 +242,7 @@ class AsyncClient(AbstractClient):
             value = self._walk(i, point, rng.permutation(drawn).tolist())
         else:
             value = self._noised(i, point, drawn)
-        return Message(UPDATE, {"round": i, "counter": self._counter}, {"sum": value}).to_bytes()
+        return Message(UPDATE, {"round": i, "counter": self._counter}, {"update": value}).to_bytes()
 
     def _query(self, i: int, point: Tensor) -> Query:
         coordinates = self._plan.coordinates(i, len(point))

@@ -1,11 +1,11 @@
-"""Asynchronous SGD: each client goes on at its own pace, at most d rounds ahead of the slowest."""
+"""Rounds that each client makes on its own, at most d ahead of the slowest: one update from each."""
 
 from __future__ import annotations
 
 import itertools
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -16,14 +16,35 @@ from lightning_dp.federated.sample_sizes import AbstractSampleSizes
 from lightning_dp.federated.step_sizes import AbstractStepSizes
 from lightning_dp.sparsify import shared_mask
 
-__all__ = ["LOST", "REFUSED", "ROUND", "UPDATE", "AsyncPlan", "AsyncServer"]
+__all__ = ["LOST", "REFUSED", "ROUND", "UPDATE", "AsyncPlan", "AsyncServer", "RoundPlan"]
 
 ROUND, UPDATE, LOST, REFUSED = "round", "update", "lost", "refused"
 
 
+class RoundPlan(Protocol):
+    """What an :class:`AsyncServer` has to know of a protocol; all of it public."""
+
+    @property
+    def rounds(self) -> int:
+        """T."""
+
+    @property
+    def lag(self) -> int:
+        """d: a client begins round i only when every client has done round i - d."""
+
+    def check(self, size: int, num_clients: int) -> None:
+        """Raise ValueError unless it is for so many parameters and clients."""
+
+    def update_size(self, size: int) -> int:
+        """How many numbers an update has, of a model with ``size``."""
+
+    def move(self, point: Tensor, i: int, update: Tensor, client: int) -> Tensor:
+        """The model, changed by a client's update of round i."""
+
+
 @dataclass(frozen=True)
 class AsyncPlan:
-    """What the server and all clients agree on before round 0.
+    """What server and clients of asynchronous SGD agree on before round 0.
 
     Args:
         rounds: T.
@@ -78,8 +99,13 @@ class AsyncPlan:
             return None
         return shared_mask(self.mask_seed, i, size, self.keep)
 
-    def move(self, point: Tensor, i: int, update: Tensor) -> Tensor:
-        """``point`` - η̄_i U: what server and client do with an update of round i."""
+    def check(self, size: int, num_clients: int) -> None:
+        """Raise ValueError if there are fewer coordinates than are kept."""
+        if self.keep is not None and not self.keep <= size:
+            raise ValueError(f"keep={self.keep} of {size} coordinates.")
+
+    def move(self, point: Tensor, i: int, update: Tensor, client: int = 0) -> Tensor:
+        """``point`` - η̄_i U: what server and client do with an update of round i, whosesoever."""
         coordinates = self.coordinates(i, len(point))
         eta = self.step_size(i)
         if coordinates is None:
@@ -94,7 +120,10 @@ class AsyncPlan:
 
 @dataclass
 class AsyncServer(AbstractServer):
-    """v̂ ← v̂ - η̄_i U for each update (i, c, U), in the order in which they come, each once.
+    """v̂ ← ``plan.move``(v̂, i, U, c) for each update (i, c, U), as they come, each once.
+
+    With an :class:`AsyncPlan` that is v̂ - η̄_i U; with a
+    :class:`~lightning_dp.federated.CubicNewtonPlan`, whose d is 1, synchronous DP-FCRN.
 
     - Round k is over when all clients' updates of round k are in v̂.
     - Client c may do round i while i < k + d. So no client is more than d rounds ahead.
@@ -103,7 +132,7 @@ class AsyncServer(AbstractServer):
       client simply takes it. In between, the client moves its own copy as the server moves v̂.
     - A client without budget leaves; the others go on.
 
-    At any time v̂ = v_0 - Σ η̄_i U over the updates received, up to rounding.
+    The order of the updates changes v̂ by rounding only.
 
     van Dijk et al. (2020), Algorithm 2.1 and the server in Supplemental Material A.
 
@@ -114,13 +143,14 @@ class AsyncServer(AbstractServer):
         num_clients: clients are 0, ..., num_clients - 1.
 
     Raises:
-        ValueError: for ``num_clients`` below 1 or a start that is not a finite vector.
+        ValueError: for ``num_clients`` below 1, a start that is not a finite vector, or a plan for
+            another number of parameters or clients.
 
     Example:
         >>> from lightning_dp.federated import AsyncPlan, ConstantSteps, PolynomialSizes
         >>> plan = AsyncPlan(2, PolynomialSizes(a=0, b=8), ConstantSteps(0.5), lag=2)
         >>> server = AsyncServer("trial", plan, torch.zeros(1), num_clients=2)
-        >>> update = Message("update", {"round": 0, "counter": 0}, {"sum": torch.ones(1)}).to_bytes()
+        >>> update = Message("update", {"round": 0, "counter": 0}, {"update": torch.ones(1)}).to_bytes()
         >>> for _ in range(3):
         ...     server.receive(1, update)
         >>> server.point, server.round, server.applied
@@ -128,7 +158,7 @@ class AsyncServer(AbstractServer):
     """
 
     run: str
-    plan: AsyncPlan
+    plan: RoundPlan
     start: Tensor = field(repr=False)
     num_clients: int
 
@@ -137,8 +167,7 @@ class AsyncServer(AbstractServer):
             raise ValueError(f"num_clients={self.num_clients} must be at least 1.")
         if self.start.dim() != 1 or not bool(torch.isfinite(self.start).all()):
             raise ValueError("start must be a vector of finite numbers.")
-        if self.plan.keep is not None and not self.plan.keep <= len(self.start):
-            raise ValueError(f"keep={self.plan.keep} of {len(self.start)} coordinates.")
+        self.plan.check(len(self.start), self.num_clients)
         self._point = self.start.detach().clone()
         self._broadcast = self._point  # v̂ when the round under way became the earliest one
         self._applied = [0] * self.num_clients
@@ -209,8 +238,10 @@ class AsyncServer(AbstractServer):
             self.forget(client)
         elif message.kind == UPDATE:
             counter = message.whole("counter")
-            update = message.tensor("sum", self.plan.update_size(len(self._point)))
-            self._point = self.plan.move(self._point, i, update)
+            update = message.tensor("update", self.plan.update_size(len(self._point)))
+            if not bool(torch.isfinite(update).all()):
+                raise MessageError(f"Client {client} sent values that are not finite.")
+            self._point = self.plan.move(self._point, i, update, client)
             self._applied[client] += 1
             self._known[client] = counter
         else:

@@ -105,9 +105,9 @@ def test_the_closed_form_is_what_the_engine_gives(example, coordinates, with_pro
         along = along * torch.zeros(7).index_fill(0, coordinates, 1.0)
     terms = [Term(1.0, point), *([Term(1.0, point, along)] if with_product else [])]
     query = Query(tuple(terms), clip_norm, 1.0, coordinates)
-    answer = example.cubic_newton_run.LogisticAnswer(x)
+    records = example.cubic_newton_run.LogisticRecords(x)
     for _ in range(2):  # the second time from what it remembers
-        found = answer(query, range(40))
+        found = records.bounded_sum(query, range(40))
         expected = by_the_engine(x, point, along if with_product else None, query)
         torch.testing.assert_close(found.value, expected, rtol=1e-4, atol=1e-5)
         assert found.clip_norm == clip_norm
@@ -116,9 +116,9 @@ def test_the_closed_form_is_what_the_engine_gives(example, coordinates, with_pro
 def test_a_record_that_is_not_finite_adds_nothing(example):
     x = torch.randn(10, 3, generator=torch.Generator().manual_seed(0))
     query = Query((Term(1.0, torch.ones(3)),), 0.3, 1.0)
-    without = example.cubic_newton_run.LogisticAnswer(x[1:])(query, range(9)).value
+    without = example.cubic_newton_run.LogisticRecords(x[1:]).bounded_sum(query, range(9)).value
     x[0, 1] = math.nan
-    found = example.cubic_newton_run.LogisticAnswer(x)(query, range(10)).value
+    found = example.cubic_newton_run.LogisticRecords(x).bounded_sum(query, range(10)).value
     torch.testing.assert_close(found, without)
 
 
@@ -145,7 +145,8 @@ def test_the_search_computes_what_the_package_runs(example, folder, kept, change
     found = run.sweep(of, [setting, setting], [0.0, 0.0], 3, kept)
     assert found.tolist() == pytest.approx([float(trace.suboptimality[-1])] * 2, rel=1e-4)
     assert trace.suboptimality[-1] < 0.9 * trace.suboptimality[0]
-    assert (trace.evaluations, trace.uplink) == (3 * setting.inner, 40 + 4 * round(7 * kept + 0.1))
+    assert trace.evaluations == 3 * setting.inner
+    assert 0 < trace.uplink - 4 * round(7 * kept + 0.1) < 80
 
 
 @pytest.mark.parametrize("kept", [1.0, 0.3])

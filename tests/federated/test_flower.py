@@ -220,7 +220,7 @@ def test_an_exception_at_a_client_tells_the_server_nothing(run, tmp_path, caplog
 
 
 def test_a_client_that_never_answers_ends_the_run_with_its_name(run):
-    with pytest.raises(RuntimeError, match=r"No client has replied for 0\.2 s.*\{[0-3]: 'error"):
+    with pytest.raises(RuntimeError, match=r"No reply could be used for 0\.2 s.*\{[0-3]: 'error"):
         run(Faults(lost=1.0), patience=0.2)
 
 

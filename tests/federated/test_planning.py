@@ -60,7 +60,7 @@ def by_events(world, sizes, lag: int, rounds: int) -> float:
         held.add((c, i))  # the simulation lets updates of one client overtake each other
         while (c, server.applied[c]) in held:
             facts = {"round": server.applied[c], "counter": 0}
-            server.receive(c, Message("update", facts, {"sum": torch.ones(1)}).to_bytes())
+            server.receive(c, Message("update", facts, {"update": torch.ones(1)}).to_bytes())
         for over in range(k + 1, server.round + 1):
             heard[over] = now + world.latencies(over, 0)
         for _ in range(rounds):

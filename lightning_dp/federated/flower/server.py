@@ -61,11 +61,11 @@ def server_app(
             covered by any client's ε if those data are private.
         ttl: seconds after which a message counts as lost; longer than a round takes.
         poll_interval: seconds between two looks for replies when nothing happens.
-        patience: seconds without any reply after which the run fails.
+        patience: seconds without a reply that can be used after which the run fails.
 
     Raises:
         ValueError: for numbers that are not greater than 0.
-        RuntimeError: in a run, if no client has replied for ``patience`` seconds.
+        RuntimeError: in a run, if no reply could be used for ``patience`` seconds.
     """
     for name, value in (("ttl", ttl), ("poll_interval", poll_interval), ("patience", patience)):
         if not value > 0:
@@ -124,11 +124,10 @@ class _Run:
         while not self.machine.is_done:
             self._ask()
             replies = self.exchange.collect()
-            for reply in replies:
-                self._apply(reply)
+            used = [self._apply(reply) for reply in replies]
             if replies:
                 self._save()
-            if any(reply.payload is not None for reply in replies):
+            if any(used):
                 heard_at, pause = time.monotonic(), _SHORTEST_PAUSE
             elif time.monotonic() - heard_at > self.patience:
                 raise RuntimeError(self._complaint())
@@ -147,20 +146,23 @@ class _Run:
             if request is not None:
                 self.exchange.send(client, request)
 
-    def _apply(self, reply: Reply) -> None:
+    def _apply(self, reply: Reply) -> bool:
+        """Whether it was a reply of the protocol."""
         client = reply.client
         if reply.payload is not None:
             try:
                 self.machine.receive(client, reply.payload)
             except MessageError as error:
-                self._note(client, f"its reply cannot be read: {error}")
-                return
+                self._note(client, f"its reply cannot be used: {error}")
+                return False
             self._problems.pop(client, None)
             self.logbook.heard(client, reply.facts, self.machine.round)
-        elif reply.is_introduction:
+            return True
+        if reply.is_introduction:
             self.logbook.introduced(client, reply.facts)
         else:
             self._note(client, reply.problem)
+        return False
 
     def _note(self, client: int, problem: str) -> None:
         _log.warning("Client %d: %s. Asking again.", client, problem)
@@ -169,7 +171,7 @@ class _Run:
 
     def _complaint(self) -> str:
         return (
-            f"No client has replied for {self.patience} s. Clients without a SuperNode: "
+            f"No reply could be used for {self.patience} s. Clients without a SuperNode: "
             f"{self.exchange.missing}. Latest problems: {self._problems}. Start the missing "
             "SuperNodes, and look into the logs of the clients that fail; a new run with the same "
             "folder goes on where this one stopped."

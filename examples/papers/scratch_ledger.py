@@ -1,0 +1,41 @@
+"""A ledger without a disk, for clients that one process plays on public data."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+
+from lightning_dp.accounting import AbstractEvent
+from lightning_dp.federated import ReleaseLedger, Spending
+from lightning_dp.noise import random_generator
+
+
+class ScratchLedger(ReleaseLedger):
+    """Books an experiment on public data, in memory: nothing of it may outlive the process."""
+
+    def __init__(self) -> None:
+        super().__init__("/nowhere", "an experiment")
+        self._events: list[AbstractEvent] = []
+
+    def history(self) -> list[tuple[AbstractEvent, int]]:
+        return [(event, 1) for event in self._events]
+
+    def find(self, spending: Spending, round_: int, part: int) -> bytes | None:
+        return None
+
+    def note(self, spending: Spending) -> bytes:
+        return b""
+
+    def release(
+        self,
+        spending: Spending,
+        round_: int,
+        part: int,
+        make: Callable[[np.random.Generator], bytes],
+        *,
+        keep: bool = True,
+        note: bytes = b"",
+    ) -> bytes:
+        self._events += spending.events(round_)
+        return make(random_generator(None))
