@@ -116,4 +116,5 @@ def _differ(a: Tensor, b: Tensor, floor: float) -> bool:
 
 
 def _largest(a: Tensor) -> Tensor:
-    return torch.linalg.vector_norm(a, ord=torch.inf)
+    largest: Tensor = torch.linalg.vector_norm(a, ord=torch.inf)
+    return largest

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import numpy as np
 import torch
@@ -76,7 +77,8 @@ class Publisher:
             NOISE_MULTIPLIER: self._run.noise_multiplier or 0.0,
         }
         self._trainer.callback_metrics.update({k: torch.tensor(v) for k, v in metrics.items()})
-        self._trainer.progress_bar_metrics[EPSILON] = self._shown(metrics[EPSILON])
+        shown: dict[str, Any] = self._trainer.progress_bar_metrics  # which print text as it is
+        shown[EPSILON] = self._shown(metrics[EPSILON])
         is_log_step = self._every > 0 and mechanism.step % self._every == 0
         if mechanism.step and (is_log_step or final) and self._logged_at != self._run.steps:
             self._logged_at = self._run.steps
