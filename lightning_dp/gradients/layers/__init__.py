@@ -12,8 +12,6 @@ from lightning_dp.gradients.layers.attention import multihead_attention
 from lightning_dp.gradients.layers.base import (
     AbstractForm,
     Call,
-    Memory,
-    ParameterGradients,
     Rows,
     Uses,
 )
@@ -26,6 +24,7 @@ from lightning_dp.gradients.layers.normalisation import (
     layer_norm,
     rms_norm,
 )
+from lightning_dp.gradients.layers.parameter_gradients import Memory, ParameterGradients
 from lightning_dp.gradients.layers.sequence_bias import sequence_bias
 
 __all__ = [

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lightning_dp.gradients import Bookkeeping, Functional, bookkept
-from lightning_dp.gradients.layers import base
+from lightning_dp.gradients.layers import base, parameter_gradients
 
 RECORDS = 5
 
@@ -317,7 +317,8 @@ def memory(
         if isinstance(layer_engine, Functional):
             pytest.skip("makes all rows at once")
         monkeypatch.setattr(bookkept, "_KEEP_BYTES", 0)
-        monkeypatch.setattr(base, "_SLICE_BYTES", 200)
+        for module in (base, parameter_gradients):
+            monkeypatch.setattr(module, "SLICE_BYTES", 200)
         for name in ("linear", "embedding", "convolution"):
             module = importlib.import_module(f"lightning_dp.gradients.layers.{name}")
             monkeypatch.setattr(module, "PRODUCTS", 10)
