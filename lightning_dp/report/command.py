@@ -12,7 +12,7 @@ from typing import Any
 from lightning_dp.accounting.base import check_delta
 from lightning_dp.accounting.journal import JournalError
 from lightning_dp.report.checks import Checked, check
-from lightning_dp.report.documents import documents_in, read_document
+from lightning_dp.report.documents import NotPrivateError, documents_in, read_document
 from lightning_dp.report.journals import JournalAlone, find_journal, read_alone
 from lightning_dp.report.plain import plain
 from lightning_dp.report.text import charged, text
@@ -109,10 +109,12 @@ def _find(options: argparse.Namespace) -> _Found:
 
 
 def _find_in_folder(folder: Path, options: argparse.Namespace) -> _Found:
-    problems, documents = [], []
+    problems, notes, documents = [], [], []
     for path in documents_in(folder):
         try:
             documents.append(read_document(path))
+        except NotPrivateError as error:
+            notes.append(str(error))
         except (OSError, ValueError) as error:
             problems.append(str(error))
     journals = sorted(folder.rglob("*.journal"))
@@ -122,9 +124,9 @@ def _find_in_folder(folder: Path, options: argparse.Namespace) -> _Found:
     ]
     spoken_of = {each.journal.resolve() for each in checked if each.journal is not None}
     rest = [path for path in journals if path.resolve() not in spoken_of]
-    if not (checked or rest or problems):
+    if not (checked or rest or problems or notes):
         raise _UsageError(f"{folder} holds no checkpoint, report or journal.")
-    alone, notes = [], []
+    alone = []
     for path in rest:
         if checked and options.delta is None:
             notes.append(f"{path}: no checkpoint or report here is of it, and ε needs --delta")

@@ -17,9 +17,20 @@ from lightning_dp.accounting.ledger import runs_from_dict
 from lightning_dp.report.content import PrivacyReport
 from lightning_dp.report.files import PATTERN, read_report
 
-__all__ = ["Document", "documents_in", "from_checkpoint", "in_checkpoint", "read_document"]
+__all__ = [
+    "Document",
+    "NotPrivateError",
+    "documents_in",
+    "from_checkpoint",
+    "in_checkpoint",
+    "read_document",
+]
 
 _KEY = "lightning_dp"
+
+
+class NotPrivateError(ValueError):
+    """A checkpoint without a ledger: of a run without privacy."""
 
 
 @dataclass(frozen=True)
@@ -74,6 +85,7 @@ def read_document(path: Path) -> Document:
     """A checkpoint or, if its name ends with ``.json``, a report.
 
     Raises:
+        NotPrivateError: for a checkpoint of a run without privacy.
         ValueError: if it is neither, or cannot be read without running code that is in it.
     """
     if path.suffix == ".json":
@@ -106,7 +118,7 @@ def _load(path: Path) -> dict[str, Any]:
             f"torch says: {reason[0] if reason else error!r}"
         ) from None
     if not isinstance(content, dict) or _KEY not in content:
-        raise ValueError(f"{path} is not a checkpoint of a private run: it holds no ledger.")
+        raise NotPrivateError(f"{path} is no checkpoint of a private run: it holds no ledger.")
     record: dict[str, Any] = content[_KEY]
     return record
 

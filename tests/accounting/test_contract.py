@@ -13,6 +13,7 @@ from lightning_dp.accounting import (
     PoissonRound,
     StreamingRDPAccountant,
 )
+from lightning_dp.accounting.remembered import Remembered
 
 HISTORY = [(PoissonGaussian(1.1, 0.02), 150), (PoissonGaussian(0.9, 0.01), 200)]
 
@@ -61,7 +62,7 @@ class AccountantContract:
 
     def test_more_steps_cost_more(self):
         costs = [self.epsilon([(PoissonGaussian(1.0, 0.02), n)]) for n in (1, 10, 20, 200, 2000)]
-        assert costs == sorted(costs)
+        assert costs == sorted(costs) and costs[-1] > 2 * costs[0]
 
     def test_smaller_delta_costs_more(self):
         costs = [self.epsilon(HISTORY, delta) for delta in (1e-3, 1e-5, 1e-7)]
@@ -133,6 +134,10 @@ class AccountantContract:
     def test_unknown_relation_is_refused(self):
         with pytest.raises(ValueError, match="relation must be"):
             self.epsilon(HISTORY, relation="zero_out")
+
+
+class TestRemembered(AccountantContract):
+    accountant = Remembered(PLDAccountant())  # one for all tests: no answer is taken for another
 
 
 class TestPLD(AccountantContract):

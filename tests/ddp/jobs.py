@@ -273,6 +273,7 @@ def sparse(folder: Path) -> dict[str, Any]:
         "sample_rates": [event.sample_rate for event, _ in callback._run.ledger.history()],
         "stop_reason": callback.report().stop_reason,
         "has_journal": (folder / f"rank{rank()}" / "privacy").exists(),
+        "reports": len(list((folder / f"rank{rank()}").rglob("privacy_report-*.json"))),
         "loss": float(trainer.callback_metrics["train_loss"]),
     }
 

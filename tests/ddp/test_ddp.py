@@ -318,8 +318,9 @@ def test_calibrated_noise_is_the_same_on_both_ranks_and_uses_up_the_budget(job: 
     assert lead["epsilon"] == other["epsilon"] == pytest.approx(by_hand, rel=1e-9)
 
 
-def test_only_rank_0_writes_a_journal(job: Path) -> None:
+def test_only_rank_0_writes_a_journal_and_a_report(job: Path) -> None:
     assert [result["has_journal"] for result in results(job, "sparse")] == [True, False]
+    assert [result["reports"] for result in results(job, "sparse")] == [1, 0]
 
 
 def test_charge_is_on_the_disk_before_any_rank_uses_the_batch(job: Path) -> None:

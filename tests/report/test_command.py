@@ -9,6 +9,7 @@ import sys
 from dataclasses import dataclass
 
 import pytest
+import torch
 
 from lightning_dp.accounting import PoissonGaussian, epsilon
 from lightning_dp.accounting.journal import Journal
@@ -281,6 +282,28 @@ def test_what_is_no_record_of_privacy_is_refused(tmp_path, command, name):
     status, output = command(tmp_path / name)
 
     assert status == 2 and name in output
+
+
+def test_a_checkpoint_that_could_run_code_is_not_loaded(saved, command):
+    path = saved[1]
+    content = torch.load(path, weights_only=True)
+    torch.save({**content, "hyper_parameters": AtRunTime()}, path)
+
+    status, output = command(path)
+
+    assert status == 2
+    assert "could run code" in output and "report file beside it" in output
+
+
+def test_a_checkpoint_of_a_run_without_privacy_is_a_note_in_a_folder(saved, command):
+    path = saved[1]
+    torch.save({"state_dict": {}}, path.with_name("baseline.ckpt"))
+
+    status, output = command(path.parent)
+
+    assert status == 0
+    assert "baseline.ckpt is no checkpoint of a private run: it holds no ledger" in output
+    assert command(path.with_name("baseline.ckpt"))[0] == 2
 
 
 def test_a_file_in_a_folder_that_cannot_be_read_is_named(saved, command):
