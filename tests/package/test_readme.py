@@ -16,7 +16,7 @@ def test_the_python_snippets_run_in_order(blocks, names, monkeypatch, capsys):
     Path("config.yaml").write_text(yaml, encoding="utf-8")
     monkeypatch.setattr("sys.argv", ["train.py", "fit", "--config", "config.yaml"])
     snippets = blocks("README.md", "python")
-    assert len(snippets) == 14
+    assert len(snippets) == 15
 
     for snippet in snippets:
         if "recover_journal(" in snippet:
