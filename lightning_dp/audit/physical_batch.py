@@ -101,35 +101,37 @@ def suggest_physical_batch(
             f"sampling={privacy.sampling} cuts its batches itself, so batch_size does not change q: "
             "ask measure_memory() for the line and take the largest batch_size that fits."
         )
-    logical = int(loader.batch_size or 0) * accumulate_grad_batches
-    num_records = len(loader.dataset)  # type: ignore[arg-type]
-    candidates = factorisations(logical)
-    estimator = privacy.resolved_estimator()
-    largest_rate = max(estimator.relative_rate(step) for step in range(estimator.period))
     if memory is not None and not 0 < memory < math.inf:
         raise ValueError(f"memory={memory} must be a finite number of bytes above 0.")
+    logical = int(loader.batch_size or 0) * accumulate_grad_batches
+    pairs = factorisations(logical)
+    num_records = len(loader.dataset)  # type: ignore[arg-type]
+    estimator = privacy.resolved_estimator()
+    rates = [estimator.relative_rate(step) for step in range(estimator.period)]
     line = measure_memory(module, loader, privacy, trainer=trainer, sizes=sizes)
-    memory = _free(line.device) if memory is None else memory
-    for batch_size, accumulate in candidates:
+    there_is = _free(line.device) if memory is None else memory
+    for batch_size, accumulate in pairs:
         chunk = largest_chunk(
-            logical,
-            accumulate,
-            world_size,
-            num_records,
-            relative_rate=largest_rate,
-            chance=_CHANCE,
+            logical, accumulate, world_size, num_records, relative_rate=max(rates), chance=_CHANCE
         )
-        if line.at(chunk) <= memory:
-            rate = min(1.0, batch_size * accumulate * world_size / num_records)
-            predicted = line.at(chunk)
-            return PhysicalBatch(
-                *(batch_size, accumulate, rate, num_records, chunk, _CHANCE, predicted, memory),
-                line=line,
-            )
+        found = PhysicalBatch(
+            batch_size=batch_size,
+            accumulate_grad_batches=accumulate,
+            sample_rate=min(1.0, batch_size * accumulate * world_size / num_records),
+            num_records=num_records,
+            chunk=chunk,
+            chance=_CHANCE,
+            predicted=line.at(chunk),
+            memory=there_is,
+            line=line,
+        )
+        if found.predicted <= there_is:
+            return found
     raise ValueError(
-        f"memory={text_of_bytes(memory)} is too little: batch_size=1 and "
-        f"accumulate_grad_batches={logical} need {text_of_bytes(line.at(chunk))} with {chunk} records in a physical batch; {line}. Use a "
-        "smaller model, an optimizer with less state, or another device."
+        f"memory={text_of_bytes(there_is)} is too little: batch_size=1 and "
+        f"accumulate_grad_batches={logical} need {text_of_bytes(found.predicted)} with "
+        f"{found.chunk} records in a physical batch; {line}. Use a smaller model, an optimizer with "
+        "less state, or another device."
     )
 
 
