@@ -21,7 +21,7 @@ from lightning_dp.audit.synthetic import (
 )
 from lightning_dp.gradients import UnsupportedModelError
 
-__all__ = ["Isolation", "check_isolation", "probe_isolation"]
+__all__ = ["Isolation", "check_isolation", "pool_that_runs", "probe_isolation"]
 
 Outcome = Literal["isolated", "coupled", "refused", "not probed"]
 
@@ -150,7 +150,7 @@ def probe_isolation(
     with passes.quietly():
         try:
             _refuse_manual(module)
-            pool = _pool_that_runs(passes, like)
+            pool = pool_that_runs(passes, like)
             found = _probe(passes, pool, _RECORDS)
             if found.outcome != "isolated":
                 return found
@@ -189,8 +189,8 @@ def _on_cpu(batch: Any) -> Any:
     return batch
 
 
-def _pool_that_runs(passes: Passes, like: Any) -> Any:
-    """Synthetic records with as many class numbers as the model takes."""
+def pool_that_runs(passes: Passes, like: Any) -> Any:
+    """8 synthetic records with as many class numbers as the model takes; raises what it raises."""
     failure: Exception = NotProbed("")
     for classes in _CLASSES:
         pool = synthetic_pool(like, 2 * _RECORDS, classes)

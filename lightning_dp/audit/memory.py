@@ -1,0 +1,203 @@
+"""How much memory a private step takes, by the records in its physical batches."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import logging
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from torch.utils.data import DataLoader
+
+from lightning_dp.audit.isolation import pool_that_runs
+from lightning_dp.audit.passes import Passes
+from lightning_dp.audit.synthetic import take_rows
+from lightning_dp.config import PrivacyConfig
+from lightning_dp.private_run import PrivateRun
+from lightning_dp.sampling import FullBatch
+from lightning_dp.schedules import Constant
+from lightning_dp.strategies import make_private
+from lightning_dp.strategies.checks import check_trainer_and_strategy
+
+__all__ = ["MemoryLine", "measure_memory", "text_of_bytes"]
+
+_STEPS = 3  # the first makes the optimizer's state, the second is a difference where there are some
+_CHUNKS = 2  # so that there is a sum to add to
+_POOL = 8  # records that pool_that_runs makes
+_SETTLED = {"accumulate_grad_batches", "callbacks", "devices", "max_epochs", "max_steps"}
+
+
+@dataclass(frozen=True)
+class MemoryLine:
+    """Peak memory of private steps: ``fixed + per_record * records`` bytes, a line above what was seen.
+
+    Args:
+        device: where it was measured.
+        fixed: bytes without records: parameters, optimizer, noise, sums.
+        per_record: bytes for each record of a physical batch.
+        measured: ``(records, bytes)`` of each measurement.
+    """
+
+    device: str
+    fixed: float
+    per_record: float
+    measured: tuple[tuple[int, int], ...]
+
+    def at(self, records: int) -> float:
+        """Bytes at the peak with so many records in a physical batch."""
+        return self.fixed + self.per_record * records
+
+    def __str__(self) -> str:
+        sizes = ", ".join(str(size) for size, _ in self.measured)
+        return (
+            f"memory = {text_of_bytes(self.fixed)} + {text_of_bytes(self.per_record)} · records "
+            f"(measured on {self.device} with {sizes})"
+        )
+
+
+def measure_memory(
+    module: LightningModule,
+    loader: DataLoader[Any],
+    privacy: PrivacyConfig,
+    *,
+    trainer: Mapping[str, Any] | None = None,
+    sizes: Sequence[int] = (8, 16, 32),
+) -> MemoryLine:
+    """Make a few private steps on synthetic records for each size, and fit a line.
+
+    The steps are those of a Trainer with this privacy (engine, estimator, optimizer, noise), each on
+    two chunks of exactly that size, on a journal that is thrown away. Of the loader's first batch
+    only shapes, dtypes and nesting are used.
+
+    GPU: ``torch.cuda.max_memory_allocated``, everything that torch holds. CPU: the peak of what
+    torch's allocator hands out during the fit, by its profiler, and parameters, buffers and NumPy's
+    noise (8 bytes for each trained parameter); not Python, libraries, nor your data set.
+
+    Args:
+        module: your model; copies are run.
+        loader: your training loader.
+        privacy: ``DifferentialPrivacy(...).config``.
+        trainer: other arguments of your Trainer that matter to memory, such as ``precision`` and
+            ``accelerator``. One device is used.
+        sizes: records in the physical batches that are measured, at least two.
+
+    Raises:
+        ValueError: if fewer than two sizes are given, or the model cannot be run on synthetic records.
+    """
+    chosen = sorted(set(sizes))
+    if len(chosen) < 2 or not chosen[0] >= 1:
+        raise ValueError(f"sizes={tuple(sizes)} must be at least two different numbers above 0.")
+    arguments = dict(trainer or {})
+    if settled := _SETTLED & set(arguments):
+        raise ValueError(f"trainer holds {sorted(settled)}, which the measurement sets itself.")
+    names = [name for name, param in module.named_parameters() if param.requires_grad]
+    passes = Passes(module, privacy.engine, names, None)
+    with passes.quietly():
+        try:
+            pool, failure = pool_that_runs(passes, next(iter(loader))), ""
+        except Exception as error:  # its message may hold anything
+            pool, failure = None, type(error).__name__
+    if failure:
+        raise ValueError(
+            f"module raised {failure} on synthetic records with the shapes of the loader's first "
+            "batch, so nothing can be measured."
+        )
+    measured, device = [], ""
+    with passes.quietly(), _silent_trainer():
+        for size in (chosen[0], *chosen):  # the first makes what is made once in a process
+            peak, device = _peak(copy.deepcopy(module), pool, size, privacy, arguments)
+            measured.append((size, peak))
+    measured = measured[1:]
+    x, y = np.array(measured, dtype=float).T
+    slope = max(float(np.polyfit(x, y, 1)[0]), 0.0)
+    return MemoryLine(device, float(np.max(y - slope * x)), slope, tuple(measured))
+
+
+@contextlib.contextmanager
+def _silent_trainer() -> Iterator[None]:
+    """Without Lightning's lines about devices and the end of a fit."""
+    logger = logging.getLogger("lightning.pytorch")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
+
+
+class _Private(Callback):
+    """Makes a Trainer private, without the door's defaults."""
+
+    def __init__(self, run: PrivateRun) -> None:
+        self._run = run
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        check_trainer_and_strategy(trainer)
+        make_private(trainer.strategy).use_privacy(self._run)
+
+
+def _peak(
+    module: LightningModule, pool: Any, size: int, privacy: PrivacyConfig, arguments: dict[str, Any]
+) -> tuple[int, str]:
+    """Bytes at the peak of a few steps on chunks of this size, and the device."""
+    loader: DataLoader[Any] = DataLoader(
+        range(_CHUNKS * size),  # type: ignore[arg-type]
+        batch_size=size,
+        collate_fn=lambda rows: take_rows(pool, [row % _POOL for row in rows]),
+    )
+    quiet = {
+        "logger": False,
+        "enable_checkpointing": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+        "devices": 1,
+    }
+    with tempfile.TemporaryDirectory() as folder:
+        config = replace(
+            privacy,
+            target_epsilon=None,
+            noise_multiplier=1.0,
+            noise_schedule=Constant(),
+            sampling=FullBatch(),
+            isolation_probe=False,
+            ledger_dir=folder,
+        )
+        fit = Trainer(
+            **{**quiet, **arguments, "max_epochs": _STEPS, "default_root_dir": folder},
+            callbacks=[_Private(PrivateRun(config))],
+        )
+        device = fit.strategy.root_device
+        return _peak_of(lambda: fit.fit(module, loader), module, device), str(device)
+
+
+def _peak_of(fit: Callable[[], None], module: LightningModule, device: torch.device) -> int:
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+        fit()
+        return int(torch.cuda.max_memory_allocated(device))
+    if device.type != "cpu":
+        raise ValueError(f"memory can be measured on CUDA and on the CPU, not on {device}.")
+    cpu = [torch.profiler.ProfilerActivity.CPU]
+    with torch.profiler.profile(activities=cpu, profile_memory=True) as profile:
+        fit()
+    noise = 8 * sum(p.numel() for p in module.parameters() if p.requires_grad)
+    loaded = sum(t.nbytes for t in (*module.parameters(), *module.buffers()))
+    events = profile.profiler.kineto_results.events()
+    changes = [(e.start_ns(), e.nbytes()) for e in events if e.name() == "[memory]"]
+    held = np.cumsum([change for _, change in sorted(changes)])
+    return int(held.max(initial=0)) + noise + loaded
+
+
+def text_of_bytes(number: float) -> str:
+    """Bytes for people."""
+    for unit in ("B", "KiB", "MiB"):
+        if abs(number) < 1024:
+            return f"{number:.4g} {unit}"
+        number /= 1024
+    return f"{number:.4g} GiB"
