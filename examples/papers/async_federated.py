@@ -1,6 +1,6 @@
 """van Dijk et al. (2020): asynchronous federated SGD with growing batches, private and not.
 
-    python examples/papers/async_federated.py --data DIR [--part NAME ...] [--seeds N] [--quick]
+    python examples/papers/async_federated.py --data DIR [--part NAME ...] [--loss NAME ...] [--quick]
 
 Parts: sizes (Table 3: accuracy for constant sample sizes), rounds (20 rounds against 9), lag, biased
 (clients with one digit each), private (σ = 8 against the smallest valid σ at (1, 5.5e-8) on w8a).
@@ -21,12 +21,14 @@ from async_federated_run import (
     CLIENTS,
     GRADIENTS,
     LAG,
+    LOSSES,
     MNIST_CLIENTS,
     NO_PRIVACY,
     Split,
     federate,
     plain_run,
     spread,
+    strongly_convex,
 )
 from torch import Tensor
 
@@ -63,7 +65,7 @@ def sizes_part(options: argparse.Namespace) -> None:
     print("| data | loss | " + " | ".join(f"s = {s}" for s in SIZES) + " |")
     print("|" + " --- |" * (len(SIZES) + 2))
     for name in names:
-        for convex in (True, False):
+        for convex in strongly_convex(options):
             cells = [
                 plain_cell(
                     *(name, options, PolynomialSizes(0, CLIENTS * s), ConstantSteps(0.0025)),
@@ -90,7 +92,7 @@ def rounds_part(options: argparse.Namespace) -> None:
     names = ["a9a"] if options.quick else ["a9a", "covertype_subset", "phishing", "ijcnn1", "w8a"]
     gradients = 2000 if options.quick else GRADIENTS
     for name in names:
-        for convex in (True, False):
+        for convex in strongly_convex(options):
             settings: list[tuple[AbstractSampleSizes, AbstractStepSizes, str]] = [
                 (PolynomialSizes(0, CLIENTS * 200), ConstantSteps(0.0025), "diminishing2")
             ]
@@ -241,6 +243,7 @@ def main() -> None:
     )
     parser.add_argument("--data", default="", help="folder with the .npz files")
     parser.add_argument("--part", nargs="+", choices=PARTS, default=list(PARTS))
+    parser.add_argument("--loss", nargs="+", choices=LOSSES, default=list(LOSSES))
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--quick", action="store_true", help="one small run of each part")
     options = parser.parse_args()

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 from async_federated_data import binary
-from async_federated_run import CLIENTS, LAG, Split, federate, spread
+from async_federated_run import CLIENTS, LAG, Split, federate, spread, strongly_convex
 
 from lightning_dp.accounting import PLDAccountant, PoissonGaussian, calibrate
 from lightning_dp.federated import (
@@ -78,7 +78,7 @@ def private_part(options: argparse.Namespace) -> None:
     print("| batches | rounds | σ | √T σ | true ε |\n| --- | --- | --- | --- | --- |")
     for setting in SETTINGS[:4]:
         print(accounting_row(setting, PRIVATE_RECORDS), flush=True)
-    for convex in [True] if options.quick else [True, False]:
+    for convex in strongly_convex(options)[:1] if options.quick else strongly_convex(options):
         kind = "strongly convex, β = .001" if convex else "convex, β = .01"
         print(f"\n{kind}\n")
         print("| batches | ε by the ledgers | η0 | accuracy | AUC | chosen η0 | accuracy | AUC |")

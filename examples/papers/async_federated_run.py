@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import math
 import random
 from collections.abc import Sequence
@@ -29,6 +30,7 @@ CLIENTS, MNIST_CLIENTS = 5, 4
 GRADIENTS = 20_000  # K of the experiments without privacy, over all clients
 LAG = 1  # 2 is in the part `lag`
 TEST_SHARE = 0.2
+LOSSES = {"strongly-convex": True, "convex": False}
 
 
 def federate(
@@ -61,6 +63,11 @@ def federate(
             server.receive(c, clients[c].answer(request))
     spent = max(client.epsilon for client in clients) if privacy.is_private else math.inf
     return server.point, spent
+
+
+def strongly_convex(options: argparse.Namespace) -> list[bool]:
+    """Whether, for each of the losses that were asked for."""
+    return [LOSSES[name] for name in options.loss]
 
 
 def spread(values: Sequence[float]) -> str:

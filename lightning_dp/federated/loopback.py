@@ -17,6 +17,9 @@ __all__ = ["LoopbackFederation"]
 
 _HOST = "127.0.0.1"
 _CONNECTION = "loopback"
+# A shell that becomes the command. A child that it leaves in the command's process group reads from
+# a pipe that the starting process holds open: when that is gone, however it ended, so is the group.
+_GUARDED = 'exec 3<&0; (read -r line <&3; kill -KILL 0) & exec "$@" 3<&- </dev/null'
 _QUIET = {
     "FLWR_TELEMETRY_ENABLED": "0",
     "FLWR_DISABLE_UPDATE_CHECK": "1",
@@ -29,7 +32,8 @@ class LoopbackFederation:
     """Flower's processes for a trial on one machine: the same apps as in a deployment.
 
     As a context manager it starts a SuperLink and one SuperNode per client (or, with
-    ``simulation``, a SuperLink that runs all clients in Flower's simulation engine) and ends them.
+    ``simulation``, a SuperLink that runs all clients in Flower's simulation engine) and ends them;
+    they also end if this process is killed.
     Connections are not encrypted, and nothing listens outside of 127.0.0.1. Without starting it,
     :meth:`run` uses the SuperLink that another process has started at ``port``.
 
@@ -159,11 +163,18 @@ class LoopbackFederation:
     def _start(self, name: str, command: str, *arguments: str) -> None:
         with open(self.folder / f"{name}.log", "ab") as log:
             self._processes[name] = subprocess.Popen(
-                [Path(sys.executable).parent / command, *arguments],
+                [
+                    "/bin/sh",
+                    "-c",
+                    _GUARDED,
+                    command,
+                    Path(sys.executable).parent / command,
+                    *arguments,
+                ],
                 env=self._environment,
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                stdin=subprocess.DEVNULL,
+                stdin=subprocess.PIPE,
                 start_new_session=True,  # to be ended with what it starts itself
             )
 
@@ -206,6 +217,8 @@ def _end(process: subprocess.Popen[bytes], how: signal.Signals, patience: float 
         except subprocess.TimeoutExpired:
             continue
     process.wait()
+    if process.stdin is not None:
+        process.stdin.close()
 
 
 def _free_port() -> int:

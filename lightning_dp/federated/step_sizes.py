@@ -19,6 +19,21 @@ class AbstractStepSizes(ABC):
 
 
 @dataclass(frozen=True)
+class _AbstractFallingSteps(AbstractStepSizes):
+    """η0 over something that grows with β >= 0.
+
+    Raises:
+        ValueError: for ``eta0`` that is not finite and above 0, or ``beta`` that is not at least 0.
+    """
+
+    eta0: float
+    beta: float
+
+    def __post_init__(self) -> None:
+        _check(self.eta0, self.beta)
+
+
+@dataclass(frozen=True)
 class ConstantSteps(AbstractStepSizes):
     """η_t = η0.
 
@@ -37,7 +52,7 @@ class ConstantSteps(AbstractStepSizes):
 
 
 @dataclass(frozen=True)
-class InverseSteps(AbstractStepSizes):
+class InverseSteps(_AbstractFallingSteps):
     """η_t = η0 / (1 + β t), for strongly convex problems.
 
     Example:
@@ -45,30 +60,18 @@ class InverseSteps(AbstractStepSizes):
         0.05
     """
 
-    eta0: float
-    beta: float
-
-    def __post_init__(self) -> None:
-        _check(self.eta0, self.beta)
-
     def __call__(self, t: float) -> float:
         return self.eta0 / (1 + self.beta * t)
 
 
 @dataclass(frozen=True)
-class InverseRootSteps(AbstractStepSizes):
+class InverseRootSteps(_AbstractFallingSteps):
     """η_t = η0 / (1 + β √t), for other problems.
 
     Example:
         >>> InverseRootSteps(0.1, beta=0.01)(10_000)
         0.05
     """
-
-    eta0: float
-    beta: float
-
-    def __post_init__(self) -> None:
-        _check(self.eta0, self.beta)
 
     def __call__(self, t: float) -> float:
         return self.eta0 / (1 + self.beta * math.sqrt(t))
