@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torchmetrics
-from lightning.pytorch import callbacks
+from lightning.pytorch.callbacks import WeightAveraging
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
@@ -76,7 +76,6 @@ def test_noise_schedule_and_momentum_compose_with_it(classifier, mlp, blobs, mak
     assert charged == pytest.approx(expected, rel=1e-6)
 
 
-@pytest.mark.skipif(not hasattr(callbacks, "WeightAveraging"), reason="new in Lightning 2.6")
 def test_averaged_iterates_are_lightnings_own_callback(classifier, mlp, blobs, make_trainer):
     """The mean of the iterates, a function of released values: private as they are."""
     model = classifier(mlp())
@@ -89,7 +88,7 @@ def test_averaged_iterates_are_lightnings_own_callback(classifier, mlp, blobs, m
             return result
 
     model.make_optimizer = lambda params: Keep(params, lr=0.1)
-    trainer = make_trainer(max_epochs=5, callbacks=[private(), callbacks.WeightAveraging()])
+    trainer = make_trainer(max_epochs=5, callbacks=[private(), WeightAveraging()])
     trainer.fit(model, DataLoader(blobs, 240))
     final = nn.utils.parameters_to_vector(model.parameters()).detach()
     torch.testing.assert_close(final, torch.stack(iterates).mean(0), rtol=0, atol=1e-6)

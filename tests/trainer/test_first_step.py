@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import callbacks
-from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.callbacks import Callback, EMAWeightAveraging
 from torch import nn
 from torch.optim import SGD, Adam
 from torch.optim.lr_scheduler import LambdaLR
@@ -26,7 +25,7 @@ def fit(classifier, mlp, loader, make_trainer):
 
     def run(
         optimizer: Any = lambda params: Adam(params, lr=0.1),
-        *others: Callback,
+        *callbacks: Callback,
         kind: Any = classifier,
         **privacy: Any,
     ) -> DifferentialPrivacy:
@@ -34,7 +33,7 @@ def fit(classifier, mlp, loader, make_trainer):
         net[0].requires_grad_(False)
         settings = {"noise_multiplier": 1.0, "target_delta": 1e-5, "isolation_probe": False}
         private = DifferentialPrivacy(**{**settings, **privacy})
-        trainer = make_trainer(max_steps=3, callbacks=[*others, private])
+        trainer = make_trainer(max_steps=3, callbacks=[*callbacks, private])
         try:
             trainer.fit(kind(net, optimizer), loader)
         finally:
@@ -266,6 +265,5 @@ def test_other_estimates_are_no_alarm(privacy, fit):
     assert fit(lambda params: SGD(params, lr=1.0), **privacy).steps == 3
 
 
-@pytest.mark.skipif(not hasattr(callbacks, "EMAWeightAveraging"), reason="new in Lightning 2.6")
 def test_averaged_weights_are_no_alarm(fit):
-    assert fit(lambda params: SGD(params, lr=0.1), callbacks.EMAWeightAveraging()).steps == 3
+    assert fit(lambda params: SGD(params, lr=0.1), EMAWeightAveraging()).steps == 3

@@ -5,7 +5,7 @@ from __future__ import annotations
 import lightning as L
 import pytest
 import torch
-from lightning.pytorch import callbacks
+from lightning.pytorch.callbacks import EMAWeightAveraging
 
 from lightning_dp.callbacks import DifferentialPrivacy
 from lightning_dp.warnings import PrivacyWarning
@@ -148,7 +148,6 @@ def test_gradient_clip_val_warns_that_the_gradient_is_private_already(
     assert float((weights(model) - weights(mlp())).norm()) == pytest.approx(1e-3, rel=1e-3)
 
 
-@pytest.mark.skipif(not hasattr(callbacks, "EMAWeightAveraging"), reason="new in Lightning 2.6")
 def test_moving_average_of_the_weights(privacy, classifier, mlp, loader, make_trainer, weights):
     seen = []
 
@@ -157,7 +156,7 @@ def test_moving_average_of_the_weights(privacy, classifier, mlp, loader, make_tr
             seen.append(weights(pl_module))
 
     model = classifier(mlp())
-    average = callbacks.EMAWeightAveraging(decay=0.8)
+    average = EMAWeightAveraging(decay=0.8)
     trainer = make_trainer(max_epochs=1, callbacks=[privacy, Watch(), average])
 
     trainer.fit(model, loader)
