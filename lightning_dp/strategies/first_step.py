@@ -44,7 +44,7 @@ def _fingerprint(tensor: Tensor, weights: Tensor) -> Tensor:
     bits = tensor.flatten().view({1: torch.uint8, 2: torch.int16, 4: torch.int32}[size])
     weights = weights[: len(bits)].to(tensor.device)
     total = torch.zeros((), dtype=torch.int64, device=tensor.device)
-    for part in bits.split(_CHUNK):
+    for part in torch.split(bits, _CHUNK):
         total = total * 6364136223846793005 + (part * weights[: len(part)]).sum()
     return total
 
