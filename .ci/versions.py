@@ -1,13 +1,13 @@
-"""Runs the tests with the two newest minor versions of Lightning and of torch.
+"""Runs the tests with the two newest minor versions of Lightning and of torch that are allowed.
 
     python .ci/versions.py                                     # the newest three pairs
-    python .ci/versions.py --pair 2.6.6 2.15.0 --pair 2.5.6 2.13.0
+    python .ci/versions.py --pair 2.6.6 2.15.0 --pair 2.6.0 2.13.0
     python .ci/versions.py --dry-run                           # only say which
     python .ci/versions.py -- tests/trainer -x                 # what follows -- goes to pytest
 
 Each pair gets a virtual environment of its own, made from the project's files alone and removed
 after use. The newest Lightning meets both torches, the newest torch both Lightnings. PyPI's torch
-takes 5 to 8 GB of disk with its CUDA libraries; PIP_INDEX_URL and PIP_FIND_LINKS say where a CPU
+takes some 5 GB of disk with its CUDA libraries; PIP_INDEX_URL and PIP_FIND_LINKS say where a CPU
 build is. Ends with a table; the exit status is the number of pairs that failed.
 """
 
@@ -40,15 +40,25 @@ class Row:
 
 
 def newest_of_minors(package: str) -> list[str]:
-    """The newest release of each of the newest minor versions, the newest first."""
+    """Of the newest minor versions that the project allows the newest release each.
+
+    If it allows one minor only: the newest and the oldest release of that.
+    """
+    (floor,) = re.findall(rf'"{package}>=([\d.]+),', (ROOT / "pyproject.toml").read_text())
     command = [sys.executable, "-m", "pip", "index", "versions", package]
     said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     releases = re.search(r"Available versions: (.*)", said)
     assert releases is not None, said
-    found: dict[tuple[str, ...], str] = {}
+    minors: dict[tuple[int, ...], list[str]] = {}
     for version in releases[1].split(", "):  # pip names the newest first
-        found.setdefault(tuple(version.split(".")[:2]), version)
-    return list(found.values())[:MINORS]
+        minors.setdefault(minor(version), []).append(version)
+    allowed = [found for number, found in minors.items() if number >= minor(floor)]
+    newest = [found[0] for found in allowed[:MINORS]]
+    return newest if len(newest) == MINORS else [allowed[0][0], allowed[0][-1]]
+
+
+def minor(version: str) -> tuple[int, ...]:
+    return tuple(map(int, version.split(".")[:2]))
 
 
 def pairs() -> list[tuple[str, str]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -33,6 +34,17 @@ TWO_STEPS = [
     [(3.0, 0.5), (0.9, 1.0)],
     [(1.0, 0.7), (0.5, 0.4)],
 ]
+
+MANY_STEPS = [((1.0, 0.05), 3), ((0.8, 0.1), 20), ((2.0, 0.3), 50)]
+
+
+def each_with_one_relation(values: list[Any]) -> list[Any]:
+    """Every value with one relation in turn; the other half of the pairs is slow."""
+    return [
+        pytest.param(value, relation, marks=[] if (i + j) % 2 else pytest.mark.slow)
+        for i, value in enumerate(values)
+        for j, relation in enumerate(RELATIONS)
+    ]
 
 
 def events(steps: list[tuple[float, float]]) -> list[tuple[PoissonGaussian, int]]:
@@ -78,8 +90,7 @@ def test_the_worse_direction_counts(monkeypatch: pytest.MonkeyPatch, worse: bool
     assert PLDAccountant().epsilon([(PoissonGaussian(0.1, 0.5), 1)], 1e-5) == 0.2
 
 
-@pytest.mark.parametrize("relation", RELATIONS)
-@pytest.mark.parametrize("steps", TWO_STEPS)
+@pytest.mark.parametrize(("steps", "relation"), each_with_one_relation(TWO_STEPS))
 def test_two_steps_are_the_quadrature(
     oracle: SimpleNamespace, steps: list[tuple[float, float]], relation: str
 ) -> None:
@@ -93,11 +104,11 @@ def test_two_steps_are_the_quadrature(
     assert exact * (1 - 1e-9) <= value <= exact * 1.0005
 
 
-@pytest.mark.parametrize("relation", RELATIONS)
-@pytest.mark.parametrize(("step", "count"), [((1.0, 0.05), 3), ((0.8, 0.1), 20), ((2.0, 0.3), 50)])
+@pytest.mark.parametrize(("steps", "relation"), each_with_one_relation(MANY_STEPS))
 def test_many_steps_lie_between_rounding_all_losses_down_and_up(
-    oracle: SimpleNamespace, step: tuple[float, float], count: int, relation: str
+    oracle: SimpleNamespace, steps: tuple[tuple[float, float], int], relation: str
 ) -> None:
+    step, count = steps
     lower = oracle.bucket_epsilon(1e-5, [step] * count, relation, h=1e-4, up=False)
     upper = oracle.bucket_epsilon(1e-5, [step] * count, relation, h=1e-4, up=True)
     value = accounting.epsilon([(PoissonGaussian(*step), count)], 1e-5, relation)
@@ -163,16 +174,15 @@ def assert_in_bracket(
         assert high < width * low  # the bracket says something
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(1, 5))
 def test_random_histories_lie_in_the_bracket_of_dp_accounting(
     oracle: SimpleNamespace, seed: int
 ) -> None:
-    distinct = (1, 2, 3, 4, 5, 1)[seed]
-    assert_in_bracket(oracle, random_history(np.random.default_rng(seed), distinct), 1e-3, 1.08)
+    assert_in_bracket(oracle, random_history(np.random.default_rng(seed), seed + 1), 1e-3, 1.08)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", range(6, 30))
+@pytest.mark.parametrize("seed", range(5, 30))
 def test_many_random_histories_lie_in_the_bracket_of_dp_accounting(
     oracle: SimpleNamespace, seed: int
 ) -> None:
@@ -223,9 +233,10 @@ def test_extreme_epsilons_lie_in_the_bracket_of_dp_accounting(
     assert least < value < most
 
 
-@pytest.mark.parametrize("relation", RELATIONS)
-@pytest.mark.parametrize("delta", [1e-5, 1e-12])
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize(
+    ("seed", "delta", "relation"),
+    [(0, 1e-5, "add_remove"), (1, 1e-12, "replace_one"), (2, 1e-12, "add_remove")],
+)
 def test_grouping_costs_at_most_half_a_per_cent_and_never_helps(
     monkeypatch: pytest.MonkeyPatch, seed: int, delta: float, relation: str
 ) -> None:
@@ -238,7 +249,7 @@ def test_grouping_costs_at_most_half_a_per_cent_and_never_helps(
             ),
             int(rng.integers(1, 4)),
         )
-        for _ in range(400)
+        for _ in range(200)
     ]
     grouped = accounting.epsilon(history, delta, relation)
     monkeypatch.setattr(pld, "_EXACT", 10**9)

@@ -54,7 +54,7 @@ def test_a_curve_is_one_evaluation_for_each_length(
     lengths = sorted({*LENGTHS, *range(380, 400, 5), *range(1000, 1500, 100)})
     curve = epsilon_curve(PLANS[name], lengths, delta, relation, spent=spent)
     for steps, value in zip(lengths, curve, strict=True):
-        if steps in (0, 1, 10, 41, 400, 1000, 1500):
+        if steps in (0, 1, 41, 400, 1000):
             exact = direct(PLANS[name], steps, delta, relation, spent)
             # Both are at most about 1e-3 above the truth.
             assert exact * (1 - 1e-3) <= value <= exact * 1.005 + 1e-9

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -28,10 +29,16 @@ def no_noise() -> Any:
     return np.zeros(15)
 
 
+BATCHES = ("full", "full in chunks", "Poisson", "Poisson accumulated")
+# without noise numbers agree more closely: once for each kind of batch
+RUNS = [
+    *itertools.product(BATCHES, (1, 2, 5, 100), (1.0,)),
+    *itertools.product(BATCHES, (5,), (0.0,)),
+]
+
+
 @pytest.mark.filterwarnings("ignore:Diff2. the noise")
-@pytest.mark.parametrize("noise", [0.0, 1.0])
-@pytest.mark.parametrize("restart_every", [1, 2, 5, 100])
-@pytest.mark.parametrize("batches", ["full", "full in chunks", "Poisson", "Poisson accumulated"])
+@pytest.mark.parametrize(("batches", "restart_every", "noise"), RUNS)
 def test_diff2_equals_its_twin(fit, twin, batches, restart_every, noise):
     options: dict[str, Any] = {"batch_size": 60, "sampling": FullBatch()}
     trainer = {"max_epochs": 7}
