@@ -27,5 +27,6 @@ napoleon_numpy_docstring = False
 nitpicky = True
 nitpick_ignore_regex = [
     ("py:.*", r"(?!lightning_dp\.).*"),
+    ("py:class", r"lightning_dp\..*\._\w+"),  # bases that a few classes of one file share
     ("py:class", r"lightning_dp\.(world\.World|private_run\.PrivateRun)"),  # of no use outside
 ]

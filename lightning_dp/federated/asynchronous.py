@@ -120,7 +120,7 @@ class AsyncPlan:
 
 @dataclass
 class AsyncServer(AbstractServer):
-    """v̂ ← ``plan.move``(v̂, i, U, c) for each update (i, c, U), as they come, each once.
+    """v̂ ← ``plan.move(v̂, i, U, c)`` for each update (i, c, U), as they come, each once.
 
     With an :class:`AsyncPlan` that is v̂ - η̄_i U; with a
     :class:`~lightning_dp.federated.CubicNewtonPlan`, whose d is 1, synchronous DP-FCRN.

@@ -5,11 +5,18 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import re
+import runpy
 from pathlib import Path
 
 import pytest
 
-PAGES = ["quickstart", "choosing", "epsilon", "pitfalls"]  # the others repeat what is tested
+PAGES = [
+    "quickstart",
+    "choosing",
+    "epsilon",
+    "search",
+    "pitfalls",
+]  # the others repeat what is tested
 
 
 def comparable(text: str) -> list[float]:
@@ -75,3 +82,14 @@ def test_a_link_that_leads_nowhere_is_found(root, tmp_path):
     found = check_links.broken_links(Path(tmp_path))
 
     assert sorted(found) == ["a.html: b.html#there", "b.html: #gone", "b.html: c.html"]
+
+
+def test_the_table_of_searches_is_what_the_benchmark_prints(root, monkeypatch, capsys):
+    monkeypatch.setattr("sys.argv", ["search.py"])
+    runpy.run_path(str(root / "benchmarks/search.py"), run_name="__main__")
+
+    one_run, _, *rows = capsys.readouterr().out.splitlines()
+    assert len(rows) == 6
+    text = (root / "docs/search.md").read_text("utf-8")
+    assert "\n".join(rows) in text
+    assert one_run.removeprefix("one run: ") in text
