@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import math
 import secrets
-from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -13,30 +12,21 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_dp.accounting import (
-    AbstractAccountant,
-    AbstractEvent,
-    History,
-    StreamingRDPAccountant,
-    affordable_steps,
-    calibrate,
-)
+from lightning_dp.accounting import History
 from lightning_dp.accounting.curve import epsilon_curve
-from lightning_dp.accounting.guards import AbstractGuard, FixedGuard, GDPGuard, RDPGuard
+from lightning_dp.accounting.guards import FixedGuard
 from lightning_dp.accounting.ledger import Ledger
 from lightning_dp.accounting.remembered import Remembered
+from lightning_dp.budget import Budget, events_from, is_adaptive
 from lightning_dp.config import PrivacyConfig
 from lightning_dp.mechanism import Mechanism
 from lightning_dp.noise import NoiseSource
-from lightning_dp.plan import NoisePlan
 from lightning_dp.sampling import BatchPlan
-from lightning_dp.schedules import AbstractAdaptiveSchedule
 from lightning_dp.world import World
 
 __all__ = ["PrivateRun"]
 
 _VERSION = 2  # of the privacy record in checkpoints
-_ENDLESS = 10**9  # steps searched for a budget's end when the Trainer has none
 
 
 class PrivateRun:
@@ -73,8 +63,7 @@ class PrivateRun:
     @property
     def is_adaptive(self) -> bool:
         """Whether the noise is chosen at run time, without a plan that bounds it."""
-        schedule = self.config.noise_schedule
-        return isinstance(schedule, AbstractAdaptiveSchedule) and not schedule.is_envelope
+        return is_adaptive(self.config)
 
     @property
     def noise_multiplier(self) -> float | None:
@@ -113,7 +102,7 @@ class PrivateRun:
         if self.mechanism is None:
             return np.full(more_steps.shape, self.epsilon)  # nothing is planned yet
         return epsilon_curve(
-            _events(self.mechanism.plan, self.mechanism.step),
+            events_from(self.mechanism.plan, self.mechanism.step),
             more_steps,
             self.config.target_delta,
             self.config.relation,
@@ -163,7 +152,7 @@ class PrivateRun:
 
     def rate(self, step: int) -> float:
         """q at a step of the plan."""
-        return self._plan(1.0).rate(step)
+        return self._budget().plan(1.0).rate(step)
 
     def use_batches(self, batches: BatchPlan) -> None:
         """Fix how batches are made; it is a public constant of the run.
@@ -211,19 +200,23 @@ class PrivateRun:
 
     def _make_mechanism(self, planned_steps: float, world: World, steps_before: int) -> Mechanism:
         assert self.batches is not None
-        config, state = self.config, self._state_to_continue(steps_before)
+        budget, state = self._budget(), self._state_to_continue(steps_before)
         step = 0 if state is None else int(state["step"])
-        scale = world.broadcast(self._scale(planned_steps, step))
-        plan = self._plan(scale)
-        affordable = world.broadcast(self._affordable(plan, step, planned_steps))
+        scale = (
+            budget.scale(planned_steps, step, self.epsilon)
+            if self._resumed is None
+            else float(self._resumed["noise_scale"])
+        )
+        plan = budget.plan(world.broadcast(scale))
+        affordable = world.broadcast(budget.affordable(plan, step, planned_steps))
         self._affordable_end = step + affordable
         mechanism = Mechanism(
             plan=plan,
-            postprocessing=config.postprocessing,
+            postprocessing=self.config.postprocessing,
             ledger=self.ledger,
-            guard=self._guard(plan, step, planned_steps, affordable),
+            guard=budget.guard(plan, step, planned_steps, affordable),
             num_records=self.batches.num_records,
-            noise=NoiseSource(config.seed),
+            noise=NoiseSource(self.config.seed),
             world=world,
         )
         if state is not None:
@@ -239,22 +232,17 @@ class PrivateRun:
         if mechanism is None or mechanism.plan.is_constant:
             return False
         left = self._end - mechanism.step
-        affordable = world.broadcast(self._affordable(mechanism.plan, mechanism.step, left))
+        affordable = world.broadcast(
+            self._budget().affordable(mechanism.plan, mechanism.step, left)
+        )
         self._affordable_end = mechanism.step + affordable
         if isinstance(mechanism.guard, FixedGuard):  # the others count what was charged
             mechanism.guard = FixedGuard(affordable)
         return True
 
-    def _plan(self, scale: float) -> NoisePlan:
+    def _budget(self) -> Budget:
         assert self.batches is not None
-        config = self.config
-        return NoisePlan(
-            scale,
-            config.noise_schedule,
-            config.sampling,
-            self.batches.sample_rate,
-            config.resolved_estimator(),
-        )
+        return Budget(self.config, self.batches, self.ledger.history())
 
     def _state_to_continue(self, steps_before: int) -> dict[str, Any] | None:
         """The mechanism's state from the checkpoint, or from this Trainer's fit before."""
@@ -264,77 +252,6 @@ class PrivateRun:
         if self.mechanism is not None and 0 < steps_before == self.mechanism.step:
             return self.mechanism.state_dict()
         return None
-
-    def _scale(self, planned_steps: float, step: int) -> float:
-        """The noise multiplier where the schedule's shape is 1."""
-        assert self.batches is not None
-        config = self.config
-        if self._resumed is not None:
-            return float(self._resumed["noise_scale"])
-        if config.noise_multiplier is not None:
-            return float(config.noise_multiplier)
-        assert config.target_epsilon is not None
-        if not math.isfinite(planned_steps):
-            raise ValueError(
-                f"target_epsilon={config.target_epsilon} alone calibrates the noise for the steps "
-                "of the run, and this Trainer has no last step: give Trainer(max_epochs=...) or "
-                "Trainer(max_steps=...), or give noise_multiplier too."
-            )
-        # Calibration meets a target to one part in 1000; what is left below that is nothing.
-        if not self.epsilon < 0.999 * config.target_epsilon or planned_steps < 1:
-            return math.inf  # nothing is left, and no finite noise fits into it
-        plan = self._plan(1.0)
-        return calibrate(
-            lambda later: plan.relative_noise(step + later),
-            plan.rate(0) if plan.estimator.period == 1 else lambda later: plan.rate(step + later),
-            int(planned_steps),
-            config.target_epsilon,
-            config.target_delta,
-            relation=config.relation,
-            accountant=self._planner(),
-            spent=self.ledger.history(),
-        )
-
-    def _planner(self) -> AbstractAccountant:
-        """The accountant that the noise is calibrated with: what the guard will enforce."""
-        assert self.batches is not None
-        if self.is_adaptive and self.batches.sample_rate < 1:
-            return StreamingRDPAccountant()
-        return self.config.accountant
-
-    def _guard(
-        self, plan: NoisePlan, step: int, planned_steps: float, affordable: float
-    ) -> AbstractGuard:
-        """``gdp`` for full batches, ``rdp`` for noise chosen at run time, else ``fixed``."""
-        config, spent = self.config, self.ledger.history()
-        if config.target_epsilon is None or not math.isfinite(plan.scale):
-            return FixedGuard(affordable)
-        budget = (config.target_epsilon, config.target_delta, config.relation, spent)
-        full = plan.sample_rate == 1 and all(event.pair[1] == 1 for event, _ in spent)
-        is_envelope = isinstance(plan.shape, AbstractAdaptiveSchedule) and not self.is_adaptive
-        if full and plan.scale > 0 and not is_envelope:  # an envelope is charged as planned
-            return GDPGuard(*budget)
-        if not self.is_adaptive:
-            return FixedGuard(affordable)
-        expected = [(plan.event(step + i), 1) for i in range(int(min(planned_steps, 1000)))]
-        return RDPGuard(*budget, expected)
-
-    def _affordable(self, plan: NoisePlan, step: int, planned_steps: float) -> float:
-        """How many steps of the plan, from this one on, the budget affords."""
-        config = self.config
-        if not math.isfinite(plan.scale):
-            return 0
-        if config.target_epsilon is None or self.is_adaptive:
-            return math.inf
-        return affordable_steps(
-            _events(plan, step),
-            int(min(planned_steps, _ENDLESS)),
-            config.target_epsilon,
-            config.target_delta,
-            relation=config.relation,
-            accountant=config.accountant,
-            spent=self.ledger.history(),
-        )
 
     def stop(self) -> None:
         """End the fit: close the journal and drop a step under way; what was spent stays."""
@@ -381,13 +298,6 @@ class PrivateRun:
             self.ledger.restore(state["ledger"], directory)
         self.is_seeded = self.is_seeded or bool(state["seeded"])
         self._resumed = None if state["mechanism"] is None else state
-
-
-def _events(plan: NoisePlan, step: int) -> AbstractEvent | Callable[[int], AbstractEvent]:
-    """The events of a plan from this step on; one event if all are alike."""
-    if plan.is_constant and math.isfinite(plan.scale):
-        return plan.event(step)
-    return lambda later: plan.event(step + later)
 
 
 def _check_same(before: dict[str, Any], now: dict[str, Any]) -> None:

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Trainer
 from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.trainer.states import TrainerFn
@@ -16,8 +15,7 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_dp.audit.isolation import probe_isolation
-from lightning_dp.gradients import AbstractGradientEngine, UnsupportedModelError
+from lightning_dp.gradients import AbstractGradientEngine
 from lightning_dp.private_run import PrivateRun
 from lightning_dp.query import Query
 from lightning_dp.report.documents import in_checkpoint
@@ -34,6 +32,7 @@ from lightning_dp.strategies.data import make_private_loader
 from lightning_dp.strategies.first_step import FirstStep
 from lightning_dp.strategies.fit_reports import FitReports
 from lightning_dp.strategies.private_step import PrivateStep
+from lightning_dp.strategies.probe import heed, probe
 from lightning_dp.strategies.publish import Publisher
 from lightning_dp.warnings import warn
 from lightning_dp.world import World
@@ -213,32 +212,9 @@ class DifferentialPrivacyStrategy(Strategy):
         self._is_probed = True
         module, step, run = self.lightning_module, self._step, self.private_run
         assert module is not None and step is not None
-        trained = {id(param) for param in step.params}
-        with step.put_aside():
-            found = probe_isolation(
-                module,
-                batch,
-                engine=run.config.engine,
-                trained=[name for name, p in module.named_parameters() if id(p) in trained],
-                trainer=self._trainer,
-            )
-        found = self.broadcast(found)
+        found = self.broadcast(probe(module, batch, step, run.config.engine))
         run.isolation = str(found)
-        if found.is_doubtful and self.is_global_zero:
-            warn(
-                "The loss divides by the number of targets that are not ignored (-100) in the whole "
-                "batch, so an ignored target of one record changes the gradients of the others. If "
-                "your data has such targets, ε does not hold: take the mean of each record first, "
-                "then the mean over the records."
-            )
-        if found.outcome == "refused":
-            raise UnsupportedModelError(found.reason)
-        if found.outcome == "coupled":
-            raise MisconfigurationException(
-                f"Records of one batch change each other's gradients: {found.reason}. Clipping "
-                "does not bound what a record does then, and ε would not hold. (Found on a "
-                "synthetic batch. If it is wrong, leave the check out with isolation_probe=False.)"
-            )
+        heed(found, may_warn=self.is_global_zero)
 
     def _replan_after_waste(self) -> None:
         """A charge was spent on nothing: find anew what the budget affords of the same plan."""
