@@ -211,21 +211,28 @@ def biased_part(options: argparse.Namespace) -> None:
         print(f"| {name}, strongly convex | {CLIENTS} | {' | '.join(cells)} |", flush=True)
     if options.quick:
         return
+    for sizes, rates, rounds in (
+        (PolynomialSizes(a=100, first=1), InverseRootSteps(0.01, 0.01), "20 rounds of 10, 20, ..."),
+        (PolynomialSizes(0, 200), ConstantSteps(0.0025), "100 rounds of 20, η = .0025"),
+    ):
+        cells = [biased_lenet(options, sizes, rates, biased=biased) for biased in (False, True)]
+        print(f"| mnist, LeNet | 10, {rounds} | {' | '.join(cells)} |", flush=True)
+
+
+def biased_lenet(
+    options: argparse.Namespace,
+    sizes: AbstractSampleSizes,
+    rates: AbstractStepSizes,
+    *,
+    biased: bool,
+) -> str:
+    """Ten clients, with one digit each if they are biased."""
     x, y, *test = mnist(options.data)
-    cells = [
-        spread(
-            [
-                lenet_run(
-                    dealt(x, y, 10, seed, biased=biased),
-                    (test[0], test[1]),
-                    *(PolynomialSizes(a=100, first=1), InverseRootSteps(0.01, 0.01), seed),
-                )
-                for seed in range(options.seeds)
-            ]
-        )
-        for biased in (False, True)
+    found = [
+        lenet_run(dealt(x, y, 10, seed, biased=biased), (test[0], test[1]), sizes, rates, seed)
+        for seed in range(options.seeds)
     ]
-    print(f"| mnist, LeNet | 10, 20 rounds of 10, 20, ... | {' | '.join(cells)} |", flush=True)
+    return spread(found)
 
 
 PARTS = {

@@ -150,16 +150,18 @@ def test_a_round_that_diverged_draws_no_second_noise(federation):
     """The same error each time: what it depends on is noised, and is charged once."""
     asks = []
 
-    def counts(query):
+    def huge(query):
         asks.append(query)
         return BoundedSum(torch.full((3,), 1e308, dtype=torch.float64), query.clip_norm)
 
     run = federation.but(max_step_size=None, box=None, strong_convexity=1e-9, seed=None)
+    counts = []
     for _ in range(2):
         with pytest.raises(RuntimeError, match=r"inner step \d of 4 is no longer finite"):
-            run.client(0, Answers(counts)).answer(asked(run.start))
-        assert 1 <= len(asks) <= 4
-    assert len(asks) <= 4 and run.ledger(0).history() == [(PoissonGaussian(0.8, 0.5), 1)]
+            run.client(0, Answers(huge)).answer(asked(run.start))
+        counts.append(len(asks))
+    assert counts[0] == counts[1] >= 1
+    assert run.ledger(0).history() == [(PoissonGaussian(0.8, 0.5), 1)]
 
 
 # -- bad input -------------------------------------------------------------------------------------
