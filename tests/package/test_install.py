@@ -88,23 +88,20 @@ def test_an_installed_wheel_imports_from_itself(wheel, tmp_path):
     target = tmp_path / "installed"
     command = (sys.executable, "-m", "pip", "install", "--no-deps", "--quiet")
     run(*command, "--no-index", "--target", str(target), str(wheel), cwd=tmp_path)
-    where = "import lightning_dp.callbacks as c; print(c.__file__)"
+    where = f"{IMPORT}; import lightning_dp.callbacks as c; print(c.__file__)"
 
-    module = run(sys.executable, "-c", IMPORT, cwd=tmp_path, PYTHONPATH=str(target))
-    file = run(sys.executable, "-c", where, cwd=tmp_path, PYTHONPATH=str(target))
+    done = run(sys.executable, "-c", where, cwd=tmp_path, PYTHONPATH=str(target))
 
+    module, file = done.splitlines()
     assert module == "lightning_dp.callbacks.differential_privacy"
     assert Path(file) == target / "lightning_dp" / "callbacks" / "__init__.py"
 
 
-def test_the_running_installation_imports_outside_the_checkout(tmp_path):
-    module = run(sys.executable, "-c", IMPORT, cwd=tmp_path)
-
-    assert module == "lightning_dp.callbacks.differential_privacy"
-
-
-def test_there_is_one_class_of_the_callback(root, tmp_path):
+def test_the_running_installation_has_one_class_of_the_callback_outside_the_checkout(
+    root, tmp_path
+):
     code = (
+        f"{IMPORT}\n"
         "import sys, lightning_dp, lightning_dp.callbacks as c\n"
         "from lightning_dp.callbacks.differential_privacy import DifferentialPrivacy\n"
         "assert c.DifferentialPrivacy is DifferentialPrivacy\n"
@@ -113,7 +110,8 @@ def test_there_is_one_class_of_the_callback(root, tmp_path):
         "assert len(classes) == 1, classes\n"
         "assert 'callbacks' not in sys.modules\n"
     )
-    run(sys.executable, "-c", code, cwd=tmp_path)
+    module = run(sys.executable, "-c", code, cwd=tmp_path)
+    assert module == "lightning_dp.callbacks.differential_privacy"
     for path in (*root.glob("callbacks/*.py"), *root.glob("lightning_dp/**/*.py")):
         text = path.read_text("utf-8")
         assert "import callbacks" not in text and "from callbacks" not in text, path
