@@ -149,15 +149,18 @@ def test_mnist_is_read_in_every_layout(write, load, tmp_path):
     assert example.MnistCNN()(train.tensors[0][:5]).shape == (5, 10)
 
 
-def test_mnist_example_runs(root, tmp_path):
+def test_mnist_example_runs(load, global_settings, tmp_path, monkeypatch, capsys):
     write_npz(tmp_path)
-    script = root / "examples" / "mnist_cnn.py"
-
+    example = load("mnist_cnn")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("LIGHTNING_DP_DATA", str(tmp_path))
     options = ("--epochs", "1", "--limit", "300", "--epsilon", "2")
-    done = run(script, *options, cwd=tmp_path, LIGHTNING_DP_DATA=str(tmp_path))
+    monkeypatch.setattr(sys, "argv", ["mnist_cnn.py", *options])
 
-    assert done.returncode == 0, done.stderr
-    assert re.search(r"test accuracy [\d.]+% at ε = (1\.9\d+|2\.0+),", done.stdout)
+    example.main()
+
+    printed = capsys.readouterr().out
+    assert re.search(r"test accuracy [\d.]+% at ε = (1\.9\d+|2\.0+),", printed)
 
 
 @pytest.mark.parametrize("given", [(), ("--data", "nowhere")])
