@@ -133,9 +133,11 @@ def test_fixed_counts_the_ledger():
 # -- through the Trainer ---------------------------------------------------------------------------
 
 
-def fit(classifier: Any, mlp: Any, loader: Any, make_trainer: Any, **arguments: Any) -> Any:
-    privacy = DifferentialPrivacy(target_delta=DELTA, **arguments)
-    trainer = make_trainer(max_epochs=30, callbacks=[privacy])
+def fit(
+    classifier: Any, mlp: Any, loader: Any, make_trainer: Any, epochs: int = 30, **arguments: Any
+) -> Any:
+    privacy = DifferentialPrivacy(target_delta=DELTA, isolation_probe=False, **arguments)
+    trainer = make_trainer(max_epochs=epochs, callbacks=[privacy])
     trainer.fit(classifier(mlp()), loader)
     return privacy, trainer
 
@@ -154,7 +156,7 @@ def fit(classifier: Any, mlp: Any, loader: Any, make_trainer: Any, **arguments: 
 def test_the_guard_is_chosen_automatically_and_named(
     classifier, mlp, loader, make_trainer, arguments, guard
 ):
-    privacy, _ = fit(classifier, mlp, loader, make_trainer, **arguments)
+    privacy, _ = fit(classifier, mlp, loader, make_trainer, epochs=3, **arguments)
     assert privacy.report().guard.startswith(f"{guard}:")
 
 

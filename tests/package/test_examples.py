@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import gzip
+import importlib.util
+import logging
 import os
 import re
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 
 def run(script: Path, *arguments: str, cwd: Path, **environment: str) -> Any:
@@ -23,6 +28,21 @@ def run(script: Path, *arguments: str, cwd: Path, **environment: str) -> Any:
         capture_output=True,
         text=True,
     )
+
+
+@pytest.fixture
+def load(root: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], ModuleType]:
+    """Imports an example by name, for this test only."""
+    monkeypatch.setenv("MPLBACKEND", "Agg")
+
+    def load_example(name: str) -> ModuleType:
+        spec = importlib.util.spec_from_file_location(name, root / "examples" / f"{name}.py")
+        example = importlib.util.module_from_spec(spec)
+        monkeypatch.setitem(sys.modules, name, example)  # dataclasses look there
+        spec.loader.exec_module(example)
+        return example
+
+    return load_example
 
 
 @pytest.mark.slow
@@ -44,12 +64,31 @@ def test_quickstart_stops_at_its_budget_and_stays_accurate(root, tmp_path):
     assert list(output.glob("private/version_0/events.*"))
 
 
-def test_adapters_are_fine_tuned_beside_a_frozen_backbone(root, tmp_path):
-    options = ("--seeds", "1", "--epochs", "1", "--epsilon", "2")
-    done = run(root / "examples" / "finetune_lora.py", *options, cwd=tmp_path)
+@pytest.fixture
+def global_settings() -> Iterator[None]:
+    """What an example sets for its whole process is put back."""
+    logger, fused = (
+        logging.getLogger("lightning.pytorch"),
+        torch.backends.mha.get_fastpath_enabled(),
+    )
+    level = logger.level
+    yield
+    logger.setLevel(level)
+    torch.backends.mha.set_fastpath_enabled(fused)
 
-    assert done.returncode == 0, done.stderr
-    rows = re.findall(r"([\d,]+) weights +[\d.]+% .* at ε = ([\d.]+)", done.stdout)
+
+def test_adapters_are_fine_tuned_beside_a_frozen_backbone(
+    load, global_settings, tmp_path, monkeypatch, capsys
+):
+    example = load("finetune_lora")
+    monkeypatch.chdir(tmp_path)
+    options = ("--seeds", "1", "--epochs", "1", "--epsilon", "2")
+    monkeypatch.setattr(sys, "argv", ["finetune_lora.py", *options])
+
+    example.main()
+
+    printed = capsys.readouterr().out
+    rows = re.findall(r"([\d,]+) weights +[\d.]+% .* at ε = ([\d.]+)", printed)
     weights = [int(count.replace(",", "")) for count, _ in rows]
     backbone, head, adapters = 17_632, 165, 4 * 4 * (32 + 64)
     assert weights == [backbone + head, backbone + head, adapters + head, head]
@@ -96,12 +135,8 @@ def write_gzipped(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("write", [write_npz, write_torchvision, write_gzipped])
-def test_mnist_is_read_in_every_layout(write, root, tmp_path):
-    import importlib.util
-
-    spec = importlib.util.spec_from_file_location("mnist_cnn", root / "examples" / "mnist_cnn.py")
-    example = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(example)
+def test_mnist_is_read_in_every_layout(write, load, tmp_path):
+    example = load("mnist_cnn")
     write(tmp_path)
 
     train, test = example.mnist(tmp_path)
@@ -114,22 +149,32 @@ def test_mnist_is_read_in_every_layout(write, root, tmp_path):
     assert example.MnistCNN()(train.tensors[0][:5]).shape == (5, 10)
 
 
-def test_mnist_example_runs(root, tmp_path):
+def test_mnist_example_runs(load, global_settings, tmp_path, monkeypatch, capsys):
     write_npz(tmp_path)
-    script = root / "examples" / "mnist_cnn.py"
-
+    example = load("mnist_cnn")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("LIGHTNING_DP_DATA", str(tmp_path))
     options = ("--epochs", "1", "--limit", "300", "--epsilon", "2")
-    done = run(script, *options, cwd=tmp_path, LIGHTNING_DP_DATA=str(tmp_path))
+    monkeypatch.setattr(sys, "argv", ["mnist_cnn.py", *options])
 
-    assert done.returncode == 0, done.stderr
-    assert re.search(r"test accuracy [\d.]+% at ε = (1\.9\d+|2\.0+),", done.stdout)
+    example.main()
+
+    printed = capsys.readouterr().out
+    assert re.search(r"test accuracy [\d.]+% at ε = (1\.9\d+|2\.0+),", printed)
 
 
 @pytest.mark.parametrize("given", [(), ("--data", "nowhere")])
-def test_mnist_example_explains_missing_data(given, root, tmp_path):
-    done = run(root / "examples" / "mnist_cnn.py", *given, cwd=tmp_path)
+def test_mnist_example_explains_missing_data(given, load, tmp_path, monkeypatch, capsys):
+    example = load("mnist_cnn")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("LIGHTNING_DP_DATA", raising=False)
+    monkeypatch.setattr(sys, "argv", ["mnist_cnn.py", *given])
 
-    assert done.returncode == 2
-    assert "MNIST is missing" in done.stderr
+    with pytest.raises(SystemExit) as stop:
+        example.main()
+
+    said = capsys.readouterr().err
+    assert stop.value.code == 2
+    assert "MNIST is missing" in said
     for word in ("--data DIR", "LIGHTNING_DP_DATA", "mnist.npz", "MNIST/raw/", *ARRAYS):
-        assert word in done.stderr
+        assert word in said

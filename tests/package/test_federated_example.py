@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import re
 import shlex
@@ -12,6 +13,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import sklearn.datasets
 
 pytest.importorskip("flwr", reason="needs lightning-dp[federated]")
 
@@ -78,20 +80,18 @@ def test_two_commands_run_it_as_processes(root, commands, environment, tmp_path)
     check(done.stdout, 2)
 
 
-def test_missing_data_are_explained(root, tmp_path):
-    code = (
-        "import sys, sklearn.datasets as d\n"
-        "def fail(*a, **k): raise OSError('offline')\n"
-        "d.fetch_openml = fail\n"
-        f"sys.path.insert(0, {str(root / 'examples' / 'federated')!r})\n"
-        "from problems import PROBLEMS\n"
-        "PROBLEMS['mnist'].records(0, 4, 'nowhere')\n"
-    )
+def test_missing_data_are_explained(root, tmp_path, monkeypatch):
+    def fail(*_, **__):
+        raise OSError("offline")
 
-    done = subprocess.run(
-        [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True
-    )
+    monkeypatch.setattr(sklearn.datasets, "fetch_openml", fail)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(root / "examples" / "federated"))
+    problems = importlib.import_module("problems")
+    monkeypatch.delitem(sys.modules, "problems")
 
-    assert done.returncode == 1
+    with pytest.raises(SystemExit) as stop:
+        problems.PROBLEMS["mnist"].records(0, 4, "nowhere")
+
     for word in ("mnist is missing", "mnist.npz", "--data DIR", "LIGHTNING_DP_DATA", "offline"):
-        assert word in done.stderr
+        assert word in str(stop.value)

@@ -96,6 +96,7 @@ class Fit:
             "target_delta": 1e-5,
             "max_grad_norm": 1.0,
             "noise_multiplier": 1.0,
+            "isolation_probe": False,
         }
     )
 

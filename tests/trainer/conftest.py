@@ -105,7 +105,7 @@ def small_loader() -> DataLoader[Any]:
 @pytest.fixture
 def privacy() -> DifferentialPrivacy:
     """Little noise, so that training visibly works."""
-    return DifferentialPrivacy(noise_multiplier=0.5, target_delta=1e-5)
+    return DifferentialPrivacy(noise_multiplier=0.5, target_delta=1e-5, isolation_probe=False)
 
 
 @pytest.fixture

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 
 import pytest
 from dp_accounting import NeighboringRelation, dp_event
@@ -19,9 +20,9 @@ DELTA = 1e-5
 def reference_epsilon(events, delta=DELTA, relation=NeighboringRelation.ADD_OR_REMOVE_ONE):
     """dp-accounting's PLD for the events that ran."""
     accountant = PLDReference(relation, value_discretization_interval=1e-3)
-    for event in events:
-        gaussian = dp_event.GaussianDpEvent(event.pair[0])
-        accountant.compose(dp_event.PoissonSampledDpEvent(event.pair[1], gaussian))
+    for (noise_multiplier, sample_rate), count in Counter(event.pair for event in events).items():
+        gaussian = dp_event.GaussianDpEvent(noise_multiplier)
+        accountant.compose(dp_event.PoissonSampledDpEvent(sample_rate, gaussian), count)
     return accountant.get_epsilon(delta)
 
 

@@ -26,6 +26,10 @@ class Iterates(L.Callback):
             self.seen[trainer.global_step] = flat(module)
 
 
+def private() -> DifferentialPrivacy:
+    return DifferentialPrivacy(target_delta=1e-5, noise_multiplier=1.0, isolation_probe=False)
+
+
 def flat(module: nn.Module) -> Tensor:
     return nn.utils.parameters_to_vector(module.parameters()).detach().clone()
 
@@ -42,7 +46,7 @@ def train(classifier, mlp, blobs, make_trainer):
     def run(accumulate: int = 1, ckpt_path: Any = None, callbacks: Any = (), **options: Any) -> Any:
         L.seed_everything(5, verbose=False)  # must not decide
         model, iterates = classifier(mlp()), Iterates()
-        privacy = DifferentialPrivacy(target_delta=1e-5, noise_multiplier=1.0)
+        privacy = private()
         trainer = make_trainer(
             callbacks=[privacy, iterates, RandomIterate(), *callbacks],
             accumulate_grad_batches=accumulate,
@@ -70,7 +74,7 @@ def test_a_second_fit_chooses_among_its_own_iterates(classifier, mlp, blobs, mak
     ends = []
     for _ in range(24):
         model, iterates = classifier(mlp()), Iterates()
-        privacy = DifferentialPrivacy(target_delta=1e-5, noise_multiplier=1.0)
+        privacy = private()
         trainer = make_trainer(
             callbacks=[privacy, iterates, RandomIterate()], max_steps=3, accumulate_grad_batches=2
         )

@@ -72,7 +72,7 @@ def direction_for(module: nn.Module) -> Tensor:
 
 
 @pytest.mark.usefixtures("memory")
-@pytest.mark.parametrize("weights", [(0.0, 1.0), (-0.5, 2.0)])
+@pytest.mark.parametrize("weights", [(-0.5, 2.0), pytest.param((0.0, 1.0), marks=pytest.mark.slow)])
 def test_hessian_vector_products_equal_the_loop(
     layer_engine, model_and_batch, weights, along, oracle
 ):
