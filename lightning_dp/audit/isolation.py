@@ -11,6 +11,7 @@ from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor
 
 from lightning_dp.audit.coupling import CURES, Pair, common_factor, guilty_module, moved
+from lightning_dp.audit.memories import KEPT, buffers_that_keep_records
 from lightning_dp.audit.passes import Answer, NotProbed, Passes
 from lightning_dp.audit.synthetic import (
     NoSyntheticBatch,
@@ -23,7 +24,7 @@ from lightning_dp.gradients import UnsupportedModelError
 
 __all__ = ["Isolation", "check_isolation", "pool_that_runs", "probe_isolation"]
 
-Outcome = Literal["isolated", "coupled", "refused", "not probed"]
+Outcome = Literal["isolated", "coupled", "kept", "refused", "not probed"]
 
 _RECORDS = 4
 _CLASSES = (8, 4, 3, 2)  # how many classes a model may have at least
@@ -37,10 +38,11 @@ class Isolation:
     """What a probe found; nothing in it comes from a value of the data, except by your own call.
 
     Args:
-        outcome: "isolated"; "coupled" (a record moved another's gradient); "refused" (the gradient
-            engine cannot tell the records apart); "not probed".
+        outcome: "isolated"; "coupled" (a record moved another's gradient); "kept" (records are
+            written into buffers); "refused" (the gradient engine cannot tell the records apart);
+            "not probed".
         reason: why, with the cure; "" if isolated. Of an exception of the model its type only.
-        modules: names of the modules through which records are coupled.
+        modules: names of the modules through which records are coupled, or of the buffers.
         condition: what must hold beside; "" for nothing.
         is_doubtful: whether it often does not: records have several targets each, as where padding
             is ignored.
@@ -72,7 +74,8 @@ def check_isolation(
     For every position j the gradients :math:`\hat g_i`, i ≠ j, that the engine attributes to the
     other records must be the same if record j is replaced by another one, and if it is left out:
     then :math:`\hat g_i` is a function of record i alone, and clipping it bounds what a record can
-    do. Each record's norm and a weighted sum of the gradients are compared.
+    do. Each record's norm and a weighted sum of the gradients are compared. And the model's buffers
+    must be the same after other records: what is written there leaves without noise.
 
     If the batch is private, so is the outcome (it is computed without noise): look at it yourself,
     and do not publish it. :func:`probe_isolation` uses no values and has no such limit.
@@ -214,6 +217,8 @@ def _probe(passes: Passes, pool: Any, n: int) -> Isolation:
         found = _probe_position(passes, pool, n, j)
         if found.outcome != "isolated":
             return found
+    if names := buffers_that_keep_records(passes, pool, n):
+        return Isolation("kept", f"{KEPT}: {', '.join(names[:5])}", names)
     return Isolation("isolated")
 
 

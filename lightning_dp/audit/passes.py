@@ -100,6 +100,17 @@ class Passes:
         with self._copy() as module:
             self._loss(module, batch)
 
+    @property
+    def has_buffers(self) -> bool:
+        return next(self._module.buffers(), None) is not None
+
+    def buffers_after(self, batch: Any) -> dict[str, Tensor]:
+        """The model's buffers after a forward pass."""
+        with self._copy() as module:
+            _seed()
+            self._loss(module, batch)
+            return {name: each.detach().clone() for name, each in module.named_buffers()}
+
     def run(self, batch: Any, weights: Tensor, *, watch_modules: bool = False) -> Answer:
         """One forward and backward pass.
 

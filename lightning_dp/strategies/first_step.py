@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 __all__ = ["FirstStep", "changed", "fingerprints"]
 
-_CHUNK = 2**20  # entries at a time: what a fingerprint costs in memory
+_CHUNK = 2**16  # entries at a time: what a fingerprint costs in memory
 
 
 def fingerprints(tensors: Mapping[str, Tensor]) -> dict[str, int]:
@@ -34,19 +34,23 @@ def fingerprints(tensors: Mapping[str, Tensor]) -> dict[str, int]:
         for name, tensor in tensors.items()
         if not is_lazy(tensor) and type(tensor.data) is Tensor
     }
-    longest = max((tensor.nbytes for tensor in plain.values()), default=0)
+    longest = max((tensor.nbytes // _width(tensor) for tensor in plain.values()), default=0)
     weights = _weights(min(longest, _CHUNK))
     return {name: int(_fingerprint(tensor, weights)) for name, tensor in plain.items()}
 
 
 def _fingerprint(tensor: Tensor, weights: Tensor) -> Tensor:
-    size = min(4, tensor.element_size())  # of 8 bytes the sign could cancel
-    bits = tensor.flatten().view({1: torch.uint8, 2: torch.int16, 4: torch.int32}[size])
+    bits = tensor.flatten().view({1: torch.uint8, 2: torch.int16, 4: torch.int32}[_width(tensor)])
     weights = weights[: len(bits)].to(tensor.device)
     total = torch.zeros((), dtype=torch.int64, device=tensor.device)
     for part in torch.split(bits, _CHUNK):
         total = total * 6364136223846793005 + (part * weights[: len(part)]).sum()
     return total
+
+
+def _width(tensor: Tensor) -> int:
+    """Bytes that are taken as one number; of 8 the sign could cancel."""
+    return min(4, tensor.element_size())
 
 
 def _weights(count: int) -> Tensor:

@@ -14,6 +14,10 @@ from lightning_dp.warnings import warn
 
 __all__ = ["heed", "probe"]
 
+_SYNTHETIC = (
+    "(Found on a synthetic batch. If it is wrong, leave the check out with isolation_probe=False.)"
+)
+
 
 def probe(module: LightningModule, batch: Any, step: PrivateStep, engine: str) -> Isolation:
     """Probe the model with synthetic records of the batch's shapes; nothing of it is changed."""
@@ -33,7 +37,7 @@ def heed(found: Isolation, *, may_warn: bool) -> None:
 
     Raises:
         UnsupportedModelError: if no gradient engine handles the model.
-        MisconfigurationException: if it couples records.
+        MisconfigurationException: if it couples records, or keeps what it saw of them.
     """
     if found.is_doubtful and may_warn:
         warn(
@@ -47,6 +51,7 @@ def heed(found: Isolation, *, may_warn: bool) -> None:
     if found.outcome == "coupled":
         raise MisconfigurationException(
             f"Records of one batch change each other's gradients: {found.reason}. Clipping "
-            "does not bound what a record does then, and ε would not hold. (Found on a "
-            "synthetic batch. If it is wrong, leave the check out with isolation_probe=False.)"
+            f"does not bound what a record does then, and ε would not hold. {_SYNTHETIC}"
         )
+    if found.outcome == "kept":
+        raise MisconfigurationException(f"ε would not hold: {found.reason}. {_SYNTHETIC}")
