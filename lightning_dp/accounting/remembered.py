@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from lightning_dp.accounting.base import AbstractAccountant, History, Relation, merge
+from lightning_dp.accounting.base import AbstractAccountant, History, Relation, check_entry
+from lightning_dp.accounting.events import AbstractEvent
 
 __all__ = ["Remembered"]
 
@@ -14,9 +15,8 @@ _MOST = 16
 class Remembered(AbstractAccountant):
     """The answers of another accountant, of which the latest few are kept.
 
-    Histories are the same if their merged ``(z, q)`` and counts are: this is all that an accountant
-    goes by. So the ε of a whole plan, of which every step makes another part the past, is computed
-    once.
+    Histories are the same if they have the same events equally often: their order has no meaning. So
+    the ε of a whole plan, of which every step makes another part the past, is computed once.
 
     Args:
         accountant: who answers.
@@ -56,8 +56,8 @@ class Remembered(AbstractAccountant):
         return self._answers[key]
 
 
-def _key(history: History) -> tuple[bytes, bytes, bytes]:
-    steps = merge(history)
-    arrays = (steps.noise_multipliers, steps.sample_rates, steps.counts)
-    first, second, third = (array.tobytes() for array in arrays)
-    return first, second, third
+def _key(history: History) -> frozenset[tuple[AbstractEvent, int]]:
+    counts: dict[AbstractEvent, int] = {}
+    for event, count in map(check_entry, history):
+        counts[event] = counts.get(event, 0) + count
+    return frozenset(counts.items())
