@@ -191,6 +191,7 @@ class DifferentialPrivacyStrategy(Strategy):
             raise StopIteration  # what Lightning raises itself to leave the epoch
         if chunk.first:
             self._step.check_same_parameters(self.optimizers[0])
+            self._step.check_still_in_the_model()
             self._warn(self._first.between_steps())
         self._probe_isolation(batch)
         planned = mechanism.plan.rate(mechanism.step)

@@ -272,10 +272,13 @@ class PrivateStep:
                 "add_param_group or requires_grad_?): new ones would be trained without privacy. "
                 "Decide before fit which parameters are trained."
             )
-        self._check_still_in_the_model()
 
-    def _check_still_in_the_model(self) -> None:
-        """A frozen part may be exchanged (a new copy of a teacher), a trained one may not."""
+    def check_still_in_the_model(self) -> None:
+        """A frozen part may be exchanged (a new copy of a teacher), a trained one may not.
+
+        Raises:
+            RuntimeError: naming the cure.
+        """
         here = {id(p) for p in self._module.parameters() if p.requires_grad}
         known = {id(p) for p in self._all if p.requires_grad}
         if here == known:
