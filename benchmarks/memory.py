@@ -11,6 +11,8 @@ hide what the next one takes.
 from __future__ import annotations
 
 import argparse
+import ctypes
+import gc
 import os
 import subprocess
 import sys
@@ -38,6 +40,8 @@ def peak_of(who: str, name: str) -> float:
     quiet()
     model = MODELS[name]
     RUNS["without privacy"](model, 1)  # loads everything that is loaded lazily
+    gc.collect()
+    ctypes.CDLL("libc.so.6").malloc_trim(0)  # what it leaves to the allocator is not the model's
     before = resident("VmRSS")
     Path("/proc/self/clear_refs").write_text("5")  # resets the peak
     RUNS[who](model, STEPS)
