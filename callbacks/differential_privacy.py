@@ -49,7 +49,7 @@ class DifferentialPrivacy(Callback):
             slow); "auto" takes the first where it covers the model, else the second.
         ledger_dir: folder of the privacy journal; default ``<default_root_dir>/privacy``.
         isolation_probe: before the first step, check on a synthetic batch that no record changes
-            another's gradient and that the model keeps none in its buffers, and refuse it otherwise.
+            another's gradient and that the model keeps none in weights or buffers, else refuse it.
             The batch has the shapes of the first one and none of its values; see
             :mod:`lightning_dp.audit.isolation`.
         seed: repeatable noise and batches, for tests; the report says that nothing is private.

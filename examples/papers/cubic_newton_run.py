@@ -154,10 +154,10 @@ class _Multiples(AbstractPerSampleGradients):
         return total if self.query.coordinates is None else total[self.query.coordinates]
 
     def combine(self, weight: float, others: Any) -> AbstractPerSampleGradients:
-        raise NotImplementedError
+        raise NotImplementedError("The queries of these runs ask at one point only.")
 
     def restrict(self, coordinates: Tensor) -> AbstractPerSampleGradients:
-        raise NotImplementedError
+        raise NotImplementedError("The query's coordinates are taken in norms and sums already.")
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor
 
 from lightning_dp.audit.coupling import CURES, Pair, common_factor, guilty_module, moved
-from lightning_dp.audit.memories import KEPT, buffers_that_keep_records
+from lightning_dp.audit.memories import KEPT, tensors_that_keep_records
 from lightning_dp.audit.passes import Answer, NotProbed, Passes
 from lightning_dp.audit.synthetic import (
     NoSyntheticBatch,
@@ -39,10 +39,10 @@ class Isolation:
 
     Args:
         outcome: "isolated"; "coupled" (a record moved another's gradient); "kept" (records are
-            written into buffers); "refused" (the gradient engine cannot tell the records apart);
+            written into weights or buffers); "refused" (the gradient engine cannot tell the records apart);
             "not probed".
         reason: why, with the cure; "" if isolated. Of an exception of the model its type only.
-        modules: names of the modules through which records are coupled, or of the buffers.
+        modules: names of the modules through which records are coupled, or of the tensors.
         condition: what must hold beside; "" for nothing.
         is_doubtful: whether it often does not: records have several targets each, as where padding
             is ignored.
@@ -74,8 +74,9 @@ def check_isolation(
     For every position j the gradients :math:`\hat g_i`, i ≠ j, that the engine attributes to the
     other records must be the same if record j is replaced by another one, and if it is left out:
     then :math:`\hat g_i` is a function of record i alone, and clipping it bounds what a record can
-    do. Each record's norm and a weighted sum of the gradients are compared. And the model's buffers
-    must be the same after other records: what is written there leaves without noise.
+    do. Each record's norm and a weighted sum of the gradients are compared. And what
+    ``training_step`` writes into weights and buffers must be the same after other records: it
+    leaves without noise.
 
     If the batch is private, so is the outcome (it is computed without noise): look at it yourself,
     and do not publish it. :func:`probe_isolation` uses no values and has no such limit.
@@ -217,7 +218,7 @@ def _probe(passes: Passes, pool: Any, n: int) -> Isolation:
         found = _probe_position(passes, pool, n, j)
         if found.outcome != "isolated":
             return found
-    if names := buffers_that_keep_records(passes, pool, n):
+    if names := tensors_that_keep_records(passes, pool, n):
         return Isolation("kept", f"{KEPT}: {', '.join(names[:5])}", names)
     return Isolation("isolated")
 

@@ -1,25 +1,23 @@
-"""Whether a model keeps what it saw of its records, in buffers."""
+"""Whether a model keeps what it saw of its records, in weights or buffers."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from torch import Tensor
-
-from lightning_dp.audit.passes import Passes
+from lightning_dp.audit.passes import Passes, same
 from lightning_dp.audit.synthetic import take_rows
 
-__all__ = ["KEPT", "buffers_that_keep_records"]
+__all__ = ["KEPT", "tensors_that_keep_records"]
 
 KEPT = (
-    "training_step writes what it sees of the records into buffers (running statistics, a codebook, "
-    "a centre, counts of tokens), without noise: they are in every checkpoint, and steer later steps. "
-    "Leave them fixed, compute them from weights, or make them parameters that are trained"
+    "training_step writes what it sees of the records into weights or buffers (running statistics, a "
+    "codebook, a centre, counts of tokens), without noise: they are in every checkpoint, and steer "
+    "later steps. Leave them fixed, compute them from weights, or make them parameters that are trained"
 )
 
 
-def buffers_that_keep_records(passes: Passes, pool: Any, n: int) -> tuple[str, ...]:
-    """Names of the buffers that are not the same after passes of n records, whichever they are.
+def tensors_that_keep_records(passes: Passes, pool: Any, n: int) -> tuple[str, ...]:
+    """Names of the weights and buffers that are not the same after n records, whichever they are.
 
     All passes begin with the same state and the same random numbers. A record n times over shows
     what is the same on average, as counts may be.
@@ -27,18 +25,13 @@ def buffers_that_keep_records(passes: Passes, pool: Any, n: int) -> tuple[str, .
     Args:
         pool: with at least 2n records.
     """
-    if not passes.has_buffers:
+    first, second = (passes.written_by(take_rows(pool, range(i, i + n))) for i in (0, n))
+    if not first and not second:
         return ()
-    first = passes.buffers_after(take_rows(pool, range(n)))
+    others = (passes.written_by(take_rows(pool, [row] * n)) for row in range(n))
     found: set[str] = set()
-    for rows in (range(n, 2 * n), *([row] * n for row in range(n))):
-        other = passes.buffers_after(take_rows(pool, rows))
-        names = first.keys() | other.keys()
-        found.update(name for name in names if not _same(first.get(name), other.get(name)))
+    for other in (second, *others):
+        in_one_only = first.keys() ^ other.keys()
+        in_both = first.keys() & other.keys()
+        found |= in_one_only | {name for name in in_both if not same(first[name], other[name])}
     return tuple(sorted(found))
-
-
-def _same(a: Tensor | None, b: Tensor | None) -> bool:
-    if a is None or b is None or a.shape != b.shape or a.dtype != b.dtype:
-        return a is b
-    return bool(((a == b) | ((a != a) & (b != b))).all())

@@ -22,7 +22,7 @@ from torch.nn.modules.dropout import _DropoutNd
 
 from lightning_dp.gradients import attach_engine
 
-__all__ = ["Answer", "Call", "NotProbed", "Passes"]
+__all__ = ["Answer", "Call", "NotProbed", "Passes", "same"]
 
 
 class NotProbed(RuntimeError):
@@ -100,16 +100,17 @@ class Passes:
         with self._copy() as module:
             self._loss(module, batch)
 
-    @property
-    def has_buffers(self) -> bool:
-        return next(self._module.buffers(), None) is not None
-
-    def buffers_after(self, batch: Any) -> dict[str, Tensor]:
-        """The model's buffers after a forward pass."""
+    def written_by(self, batch: Any) -> dict[str, Tensor]:
+        """The weights and buffers that a forward pass changes, as they are after it."""
+        own = dict(_state_of(self._module))
         with self._copy() as module:
             _seed()
             self._loss(module, batch)
-            return {name: each.detach().clone() for name, each in module.named_buffers()}
+            return {
+                name: after.detach().clone()
+                for name, after in _state_of(module)
+                if name not in own or not same(own[name].detach().cpu().to(after.dtype), after)
+            }
 
     def run(self, batch: Any, weights: Tensor, *, watch_modules: bool = False) -> Answer:
         """One forward and backward pass.
@@ -176,6 +177,18 @@ class Passes:
         if not isinstance(loss, Tensor) or not loss.requires_grad:
             raise NotProbed("training_step returns no loss")
         return loss
+
+
+def same(a: Tensor, b: Tensor) -> bool:
+    """Whether all entries are equal; NaN is equal to itself."""
+    if a.shape != b.shape or a.dtype != b.dtype:
+        return False
+    return bool(((a == b) | ((a != a) & (b != b))).all())
+
+
+def _state_of(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    yield from module.named_parameters()
+    yield from module.named_buffers()
 
 
 class _Mute:

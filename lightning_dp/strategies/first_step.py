@@ -112,7 +112,8 @@ class FirstStep:
             raise MisconfigurationException(
                 f"training_step changed the parameters {_some(written)} itself (a codebook or "
                 "statistic kept as a parameter, a layer that rescales its weights in forward). "
-                "What it writes can come from the records, without noise, and ε would not hold. "
+                "What it writes can come from the records, without noise, and ε would not hold: "
+                "discard these weights. "
                 "If it is a function of other weights only (a teacher that follows the student), "
                 "write it in on_train_batch_end."
             )

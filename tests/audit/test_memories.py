@@ -1,4 +1,4 @@
-"""What a model writes into buffers must not come from the records."""
+"""What a model writes into weights and buffers must not come from the records."""
 
 from __future__ import annotations
 
@@ -49,6 +49,10 @@ def behind_the_version_counter(layer, y):
     layer.memory.data[0] = y[0, 0]
 
 
+def a_weight(layer, y):
+    layer.linear.bias.data += y.mean(0)
+
+
 def counts_of_steps(layer, y):
     layer.memory += 1
 
@@ -73,16 +77,22 @@ def model(model_class):
     return make
 
 
-KEEPS = [running_mean, counts_of_codes, another_buffer, behind_the_version_counter]
+KEEPS = {
+    running_mean: "net.memory",
+    counts_of_codes: "net.memory",
+    another_buffer: "net.last",
+    behind_the_version_counter: "net.memory",
+    a_weight: "net.linear.bias",
+}
 
 
 @pytest.mark.parametrize("probe", [probe_isolation, check_isolation])
 @pytest.mark.parametrize("write", KEEPS)
-def test_a_buffer_that_depends_on_the_records_is_named(write, probe, model):
+def test_a_tensor_that_depends_on_the_records_is_named(write, probe, model):
     found = probe(model(write), BATCH)
 
     assert found.outcome == "kept"
-    assert found.modules == ("net.last" if write is another_buffer else "net.memory",)
+    assert found.modules == (KEEPS[write],)
     assert found.modules[0] in found.reason and "Leave them fixed" in found.reason
 
 
