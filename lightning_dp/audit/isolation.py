@@ -39,8 +39,8 @@ class Isolation:
 
     Args:
         outcome: "isolated"; "coupled" (a record moved another's gradient); "kept" (records are
-            written into weights or buffers); "refused" (the gradient engine cannot tell the records apart);
-            "not probed".
+            written into weights or buffers); "refused" (the gradient engine cannot tell the
+            records apart); "not probed".
         reason: why, with the cure; "" if isolated. Of an exception of the model its type only.
         modules: names of the modules through which records are coupled, or of the tensors.
         condition: what must hold beside; "" for nothing.

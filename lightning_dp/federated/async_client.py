@@ -177,12 +177,7 @@ class AsyncClient(AbstractClient):
         }
         if isinstance(self._ledger, _Memory):
             return facts
-        return {
-            **facts,
-            "epsilon": self.epsilon,
-            "delta": self._privacy.target_delta,
-            "relation": self._privacy.relation,
-        }
+        return {**facts, **self._ledger.facts(self._spending)}
 
     # -- one round ---------------------------------------------------------------------------
 

@@ -93,9 +93,7 @@ class CubicNewtonClient(AbstractClient):
         return {
             "unit": self._records.unit,
             "seeded": self._seed is not None,
-            "epsilon": self.epsilon,
-            "delta": self._spending.target_delta,
-            "relation": self._spending.relation,
+            **self._ledger.facts(self._spending),
         }
 
     # -- one round ---------------------------------------------------------------------------

@@ -114,9 +114,7 @@ class QueryClient(AbstractClient):
             "unit": self._records.unit,
             "seeded": self._seed is not None,
             "trusts_server": self._trusts_server,
-            "epsilon": self.epsilon,
-            "delta": self._spending.target_delta,
-            "relation": self._spending.relation,
+            **self._ledger.facts(self._spending),
         }
 
     # -- answers -----------------------------------------------------------------------------

@@ -165,6 +165,11 @@ class ReleaseLedger:
 
     # -- releases ----------------------------------------------------------------------------
 
+    def facts(self, spending: Spending) -> dict[str, float | str]:
+        """What was spent on this data set, as a client may tell it."""
+        delta, relation = spending.target_delta, spending.relation
+        return {"epsilon": self.epsilon(delta, relation), "delta": delta, "relation": relation}
+
     def release(
         self,
         spending: Spending,
