@@ -172,7 +172,7 @@ class PrivateRun:
         self.batches = batches
 
     def start(
-        self, planned_steps: float, world: World, directory: Path, steps_before: int = 0
+        self, planned_steps: float, world: World, directory: Path | None, steps_before: int = 0
     ) -> None:
         """Declare the plan, find how much of it the budget affords, and open the ledger's run.
 
@@ -181,13 +181,16 @@ class PrivateRun:
                 Trainer goes on in the schedule where the first one ended.
             planned_steps: noised steps that the Trainer is still going to make; may be infinite.
             world: the processes of the job.
-            directory: where the journal goes, unless it has its place already.
+            directory: where the journal goes, unless it has its place already; None for a trial run
+                that makes no file (what it spends is in the journal of the next run).
 
         Raises:
             ValueError: if the noise must be calibrated and the number of steps is infinite.
             JournalError: if the journal cannot be used.
         """
         run = world.broadcast(secrets.token_hex(8))
+        if directory is None and self.ledger.journal_path is not None:
+            directory = self.ledger.journal_path.parent  # it exists, so it must know
         if world.is_lead:
             self.ledger.begin(run, directory)
         record = world.broadcast(self.ledger.state_dict())

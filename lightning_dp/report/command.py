@@ -29,7 +29,7 @@ exit status: 0 if all agrees, 1 if something does not (each fault is named), 2 i
 options cannot be used.
 
 examples:
-  python -m lightning_dp.report lightning_logs/version_0/checkpoints
+  python -m lightning_dp.report lightning_logs/version_0
   python -m lightning_dp.report last.ckpt --json
   python -m lightning_dp.report privacy/3f0c.journal --delta 1e-5
   python -m lightning_dp.report ledgers --delta 1e-5      (federated clients)"""

@@ -114,7 +114,7 @@ def _load(path: Path) -> dict[str, Any]:
         reason = str(error).strip().splitlines()
         raise ValueError(
             f"{path} cannot be read as a checkpoint of plain types and tensors (nothing else is "
-            "loaded, since that could run code): check the report file beside it, or the journal. "
+            "loaded, since that could run code): check the run's report file, or the journal. "
             f"torch says: {reason[0] if reason else error!r}"
         ) from None
     if not isinstance(content, dict) or _KEY not in content:

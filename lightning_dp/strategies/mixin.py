@@ -144,7 +144,8 @@ class DifferentialPrivacyStrategy(Strategy):
         check_single_loader(trainer.train_dataloader, self._loader)
         check_training_mode(trainer.lightning_module)
         planned_steps = max(0, trainer.estimated_stepping_batches - trainer.global_step)
-        run.start(planned_steps, self._world(), self._journal_folder(), trainer.global_step)
+        folder = None if trainer.fast_dev_run else self._journal_folder()  # type: ignore[attr-defined]
+        run.start(planned_steps, self._world(), folder, trainer.global_step)
         self._publisher = Publisher(trainer, run)
         self._publisher.publish()
         self._reports = self.make_reports()
@@ -343,7 +344,7 @@ class DifferentialPrivacyStrategy(Strategy):
             content = report(self.private_run)
             checkpoint[CHECKPOINT_KEY]["report"] = in_checkpoint(content)
             if self._reports is not None:
-                self._reports.write_beside(filepath, content)
+                self._reports.write(content)
         super().save_checkpoint(checkpoint, filepath, storage_options)
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> Any:

@@ -72,7 +72,7 @@ def fit(
 
 @pytest.fixture
 def saved(fit: Callable[..., Fitted], tmp_path: Path) -> tuple[Fitted, Path]:
-    """A fit of 12 steps and a checkpoint of it, in ``tmp_path/saved`` beside a report."""
+    """A fit of 12 steps and a checkpoint of it in ``tmp_path/saved``; its report is elsewhere."""
     fitted = fit()
     path = tmp_path / "saved" / "last.ckpt"
     fitted.trainer.save_checkpoint(path)

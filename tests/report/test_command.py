@@ -39,8 +39,8 @@ class AtRunTime(AbstractAdaptiveSchedule):
 EVENT = PoissonGaussian(1.5, 0.1)
 
 
-def beside(path):
-    (report,) = path.parent.glob("*.json")
+def only_report(fitted):
+    (report,) = fitted.reports
     return report
 
 
@@ -77,7 +77,7 @@ def test_a_folder_is_checked_as_a_whole(saved, command, tmp_path):
 
     found = json.loads(output)
     assert status == 0 and found["agrees"]
-    assert sorted(each["kind"] for each in found["documents"]) == ["checkpoint", "report", "report"]
+    assert sorted(each["kind"] for each in found["documents"]) == ["checkpoint", "report"]
     for each in found["documents"]:
         assert each["epsilon"] == pytest.approx(epsilon([(EVENT, 12)], 1e-5))
         assert each["journal_steps"] == 12
@@ -105,9 +105,10 @@ def test_an_edited_epsilon_is_found(saved, command, edit_json, edit_checkpoint, 
     def edit(content):
         content["epsilon"] *= factor
 
-    edit_json(beside(path), edit)
+    report = only_report(fitted)
+    edit_json(report, edit)
     edit_checkpoint(path, lambda record: edit(record["report"]))
-    for edited in (path, beside(path)):
+    for edited in (path, report):
         status, output = command(edited)
         assert status == 1
         wrong, right = factor * fitted.privacy.epsilon, fitted.privacy.epsilon
@@ -127,7 +128,7 @@ def test_an_edited_epsilon_is_found(saved, command, edit_json, edit_checkpoint, 
     ],
 )
 def test_an_edited_field_of_a_report_is_found(saved, command, edit_json, field, value, problem):
-    path = beside(saved[1])
+    path = only_report(saved[0])
     edit_json(path, lambda content: content.update({field: value}))
 
     status, output = command(path)
@@ -150,7 +151,7 @@ def test_a_charge_removed_from_the_journal_is_found(saved, command):
     fitted, path = saved
     cut_journal(fitted.journal, 2)
 
-    for document in (path, beside(path)):
+    for document in (path, only_report(fitted)):
         status, output = command(document)
         assert status == 1
         assert "has 12 charges here and 10 in the journal" in output
@@ -292,7 +293,7 @@ def test_a_checkpoint_that_could_run_code_is_not_loaded(saved, command):
     status, output = command(path)
 
     assert status == 2
-    assert "could run code" in output and "report file beside it" in output
+    assert "could run code" in output and "run's report file" in output
 
 
 def test_a_checkpoint_of_a_run_without_privacy_is_a_note_in_a_folder(saved, command):

@@ -1,15 +1,19 @@
-"""The report is on the disk, beside the checkpoints, however the fit ended."""
+"""The report is on the disk, never among the checkpoints, however the fit ended."""
 
 from __future__ import annotations
 
 import json
+import math
+import os
+from pathlib import Path
 
 import lightning as L
 import pytest
 import torch
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 
+from lightning_dp.accounting.journal import read_journal
 from lightning_dp.callbacks import DifferentialPrivacy
 from lightning_dp.report import read_report
 from lightning_dp.warnings import PrivacyWarning
@@ -38,59 +42,105 @@ def said(monkeypatch):
     return lines
 
 
-def test_it_is_beside_the_checkpoints_and_reads_back_as_the_run_tells_it(fit, tmp_path):
+def test_it_reads_back_as_the_run_tells_it(fit):
+    fitted = fit(callbacks=(ModelCheckpoint(every_n_train_steps=5),))
+
+    (path,) = fitted.reports
+    assert path.name == f"privacy_report-{fitted.id}.json"
+    assert read_report(path) == fitted.privacy.report()
+    page = path.with_suffix(".md").read_text("utf-8")
+    assert f"(ε, δ) = ({fitted.privacy.epsilon:.4g}, 1e-05)" in page
+    assert "12 × PoissonGaussian(noise_multiplier=1.5, sample_rate=0.1)" in page
+    assert fitted.id in page and "clip norm `max_grad_norm`: 1" in page
+    assert "validation on private data" in page
+
+
+@pytest.mark.parametrize("where", [None, "a", "logs/version_0"])
+@pytest.mark.parametrize("logs", [True, False])
+def test_every_file_of_a_checkpoint_folder_is_a_checkpoint(fit, tmp_path, where, logs):
+    folder = None if where is None else tmp_path / where
     saving = (
-        ModelCheckpoint(tmp_path / "a"),
-        ModelCheckpoint(tmp_path / "b", every_n_train_steps=5),
+        ModelCheckpoint(folder, every_n_train_steps=5, save_top_k=-1, save_last=True),
+        OnExceptionCheckpoint(tmp_path / "broken"),
     )
-    fitted = fit(callbacks=saving)
+    logger = CSVLogger(tmp_path, name="logs", version="version_0") if logs else False
+    fitted = fit(
+        callbacks=(*saving, At(11, lambda: fail(OSError()))), logger=logger, raises=OSError
+    )
 
-    assert [path.parent.name for path in fitted.reports] == ["a", "b"]
-    for path in fitted.reports:
-        assert path.name == f"privacy_report-{fitted.id}.json"
-        assert read_report(path) == fitted.privacy.report()
-        page = path.with_suffix(".md").read_text("utf-8")
-        assert f"(ε, δ) = ({fitted.privacy.epsilon:.4g}, 1e-05)" in page
-        assert "12 × PoissonGaussian(noise_multiplier=1.5, sample_rate=0.1)" in page
-        assert fitted.id in page and "clip norm `max_grad_norm`: 1" in page
-        assert "validation on private data" in page
-
-
-def test_it_is_in_the_loggers_folder_without_checkpoints(fit, tmp_path):
-    fitted = fit(logger=CSVLogger(tmp_path, name="logs"))
-
-    assert [path.parent for path in fitted.reports] == [tmp_path / "logs" / "version_0"]
+    folders = (saving[0].dirpath, tmp_path / "broken")
+    own = {"metrics.csv", "hparams.yaml"}  # of the logger
+    files = [Path(f, name) for f in folders for name in os.listdir(f) if name not in own]
+    assert len(files) == 4
+    for path in files:
+        assert torch.load(path, weights_only=True)["lightning_dp"]["report"]["steps"] > 0
+    assert len(fitted.reports) == 1
 
 
-def test_it_is_beside_the_journal_without_checkpoints_and_loggers(fit, tmp_path):
-    fitted = fit(logger=False, enable_checkpointing=False)
+def test_it_is_in_the_loggers_folder_unless_checkpoints_go_there(fit, tmp_path):
+    saving = ModelCheckpoint(tmp_path / "logs" / "version_1")
+
+    first = fit(logger=CSVLogger(tmp_path, name="logs"))
+    assert [path.parent for path in first.reports] == [tmp_path / "logs" / "version_0"]
+    fit(logger=CSVLogger(tmp_path, name="logs"), callbacks=(saving,))
+    assert {path.parent for path in first.reports} == {
+        tmp_path / "logs" / "version_0",
+        tmp_path / "privacy",
+    }
+
+
+def test_it_is_beside_the_journal_without_loggers(fit, tmp_path):
+    fitted = fit(logger=False, callbacks=(ModelCheckpoint(tmp_path / "a"),))
 
     assert [path.parent for path in fitted.reports] == [tmp_path / "privacy"]
 
 
-def test_a_fast_dev_run_charges_and_leaves_no_report(fit, said):
-    fitted = fit(fast_dev_run=True)
+def test_a_fast_dev_run_charges_and_leaves_nothing(fit, said, tmp_path):
+    fitted = fit(fast_dev_run=2, logger=True, callbacks=(ModelCheckpoint(tmp_path / "a"),))
 
-    assert fitted.privacy.steps == 1 and fitted.journal.exists()
-    assert fitted.reports == []
+    assert list(tmp_path.iterdir()) == []
+    assert fitted.privacy.steps == 2 and 0 < fitted.privacy.epsilon < math.inf
+    assert fitted.privacy.report().journal is None
     (line,) = said
-    assert line.endswith("after 1 noised step; report: none in a fast_dev_run")
+    assert line.endswith("after 2 noised steps; report: none in a fast_dev_run")
 
 
-def test_a_checkpoint_by_hand_gets_a_report_beside_it(saved):
-    fitted, path = saved
+def test_what_a_fast_dev_run_spent_is_in_the_journal_of_the_next_fit(fit, tmp_path):
+    tried = fit(fast_dev_run=3)
+    assert list(tmp_path.iterdir()) == []
+    fitted = fit(privacy=tried.privacy)
 
-    assert path.with_name(f"privacy_report-{fitted.id}.json") in fitted.reports
+    counts = [charges[0][1] for charges in read_journal(fitted.journal)[1].values()]
+    assert counts == [3, 12] and fitted.privacy.steps == 15
+    assert [read_report(path).steps for path in fitted.reports] == [15]
 
 
-def test_the_report_is_never_older_than_the_checkpoint_beside_it(fit, tmp_path):
+def test_a_fast_dev_run_of_a_ledger_that_has_its_journal_is_in_it(fit, saved, tmp_path):
+    first, _ = saved
+    files = sorted(tmp_path.rglob("*"))
+    fit(privacy=first.privacy, fast_dev_run=True)
+
+    assert sorted(tmp_path.rglob("*")) == files
+    assert sum(count for run in read_journal(first.journal)[1].values() for _, count in run) == 13
+
+
+def test_a_checkpoint_by_hand_renews_the_report(saved):
+    fitted, _ = saved
+    (report,) = fitted.reports
+    report.unlink()
+    fitted.trainer.save_checkpoint(report.with_name("again.ckpt"))
+
+    assert fitted.reports == [report]
+
+
+def test_the_report_is_never_older_than_a_checkpoint(fit, tmp_path):
     steps = []
 
     class Compare(ModelCheckpoint):
         def _save_checkpoint(self, trainer, filepath):
             super()._save_checkpoint(trainer, filepath)
             saved = torch.load(filepath, weights_only=True)["lightning_dp"]["report"]["steps"]
-            (beside,) = (tmp_path / "a").glob("*.json")
+            (beside,) = (tmp_path / "privacy").glob("*.json")
             steps.append((saved, read_report(beside).steps))
 
     fit(callbacks=(Compare(tmp_path / "a", every_n_train_steps=5, save_top_k=-1),))
@@ -157,7 +207,7 @@ def test_a_file_that_cannot_be_written_is_said_and_training_goes_on(fit, tmp_pat
 
 def test_a_full_disk_leaves_the_old_report_whole(fit, saved, monkeypatch, said):
     fitted, path = saved
-    report = path.with_name(f"privacy_report-{fitted.id}.json")
+    (report,) = fitted.reports
     before = report.read_bytes()
 
     def full(*_):
@@ -169,7 +219,7 @@ def test_a_full_disk_leaves_the_old_report_whole(fit, saved, monkeypatch, said):
 
     assert report.read_bytes() == before
     assert torch.load(path, weights_only=True)["lightning_dp"]["report"]["steps"] == 12
-    assert [p.name for p in path.parent.iterdir() if p.name.startswith(".")] == []
+    assert [p.name for p in report.parent.iterdir() if p.name.startswith(".")] == []
 
 
 def test_infinite_epsilon_is_legal_json(fit):
