@@ -45,7 +45,7 @@ def plan(context: Context) -> AsyncPlan:
 
 
 def output(context: Context) -> Path:
-    return Path(str(context.run_config["output"]))
+    return Path(str(context.run_config["output"])).expanduser()
 
 
 # -- a client --------------------------------------------------------------------------------

@@ -110,7 +110,7 @@ class Split:
         return float(roc_auc_score(self.y.numpy() > 0, (self.x @ point).numpy()))
 
 
-NO_PRIVACY = ClientPrivacy(math.inf, noise_multiplier=0.0)
+NO_PRIVACY = ClientPrivacy(math.inf, 0.0, target_epsilon=math.inf)
 
 
 def plain_run(

@@ -195,6 +195,7 @@ def execute(
             run="paper",
             client=number,
             noise_multiplier=noise_multiplier(epsilon, rounds),
+            target_epsilon=math.inf,
             target_delta=DELTA,
             seed=seed * of.clients + number,
         )

@@ -15,7 +15,7 @@ from lightning_dp.accounting import AbstractEvent, Gaussian, Relation
 from lightning_dp.federated.asynchronous import LOST, REFUSED, ROUND, UPDATE, AsyncPlan
 from lightning_dp.federated.base import AbstractClient, Message, MessageError, Records
 from lightning_dp.federated.noised import draw, noise_source, noised_sum
-from lightning_dp.federated.release_ledger import Make, ReleaseLedger, Spending
+from lightning_dp.federated.release_ledger import Make, ReleaseLedger, Spending, check_budget
 from lightning_dp.mechanism import BudgetExhausted
 from lightning_dp.noise import random_generator
 from lightning_dp.query import Query, Term
@@ -34,7 +34,8 @@ class ClientPrivacy:
         max_grad_norm: C of the gradient of one record (or of the whole client's sum).
         noise_multiplier: z, or a function of the round: noise of standard deviation z C on the
             sum of each round; 0 for none.
-        target_epsilon: of everything that is ever released about the data set; infinite for none.
+        target_epsilon: of everything that is ever released about the data set, by all runs;
+            ``math.inf``, said in so many words, for none.
         target_delta: in (0, 1).
         relation: the neighbouring relation.
         seed: for tests only: the same batches and noise each time, which protects nobody.
@@ -49,7 +50,7 @@ class ClientPrivacy:
 
     max_grad_norm: float
     noise_multiplier: float | Callable[[int], float]
-    target_epsilon: float = math.inf
+    target_epsilon: float
     target_delta: float = 1e-5
     relation: Relation = "add_remove"
     seed: int | None = None
@@ -61,6 +62,7 @@ class ClientPrivacy:
             raise ValueError(
                 f"noise_multiplier={self.noise_multiplier} must be finite and at least 0."
             )
+        check_budget(self.target_epsilon, self.target_delta, self.relation)
 
     def noise(self, i: int) -> float:
         """z of round i."""

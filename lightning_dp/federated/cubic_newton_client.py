@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 from typing import Any
 
@@ -41,9 +40,10 @@ class CubicNewtonClient(AbstractClient):
         run: the name of the federation, as at the server.
         client: which one this is.
         noise_multiplier: z >= 0 of a whole round (of an inner step with ``fresh_batches``).
+        target_epsilon: of everything that is ever released about the data set, by all runs;
+            ``math.inf``, said in so many words, for none.
         target_delta: in (0, 1).
         sample_rate: q in (0, 1], the Poisson rate of its batches; 1 is all of its records.
-        target_epsilon: of everything that is ever released about the data set; infinite for none.
         relation: the neighbouring relation.
         seed: for tests only: the same batches and noise each time, which protects nobody.
 
@@ -61,9 +61,9 @@ class CubicNewtonClient(AbstractClient):
         run: str,
         client: int,
         noise_multiplier: float,
+        target_epsilon: float,
         target_delta: float,
         sample_rate: float = 1.0,
-        target_epsilon: float = math.inf,
         relation: Relation = "add_remove",
         seed: int | None = None,
     ) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import numpy as np
@@ -49,7 +48,8 @@ class QueryClient(AbstractClient):
         ledger: of this data set.
         run: the name of the federation, as at the server.
         rounds: how many steps.
-        target_epsilon: of everything that is ever released about the data set.
+        target_epsilon: of everything that is ever released about the data set, by all runs;
+            ``math.inf``, said in so many words, for none.
         target_delta: in (0, 1).
         relation: the neighbouring relation.
         trusts_server: the server may have this client's un-noised sums, and noises them.
@@ -69,8 +69,8 @@ class QueryClient(AbstractClient):
         *,
         run: str,
         rounds: int,
+        target_epsilon: float,
         target_delta: float,
-        target_epsilon: float = math.inf,
         relation: Relation = "add_remove",
         trusts_server: bool = False,
         local_routine: BVRLSGD | None = None,

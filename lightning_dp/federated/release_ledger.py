@@ -27,9 +27,10 @@ from lightning_dp.accounting.journal import (
     sync_folder,
 )
 from lightning_dp.federated.messages import MessageError
+from lightning_dp.folders import local_folder
 from lightning_dp.mechanism import BudgetExhausted
 
-__all__ = ["ReleaseLedger", "Spending", "federations_in"]
+__all__ = ["ReleaseLedger", "Spending", "check_budget", "federations_in"]
 
 _FORMAT = "lightning-dp-releases-1"
 
@@ -46,7 +47,7 @@ class Spending:
         rounds: how many rounds the run has at most.
         events: what round i asks of this client's records: one event, or several that are charged
             together. A round that is not asked is not charged.
-        target_epsilon: the budget of the data set, over all its runs; infinite for none.
+        target_epsilon: the budget of the data set, over all its runs; ``math.inf`` for none.
         target_delta: in (0, 1); the δ of the budget and of the ε that is reported.
         relation: the neighbouring relation of both.
         retain: for how many rounds, the latest one included, releases are kept to be sent again.
@@ -70,10 +71,7 @@ class Spending:
             raise ValueError("run='' must be a name that no other federation has.")
         if not self.rounds >= 1:
             raise ValueError(f"rounds={self.rounds} must be at least 1.")
-        if not self.target_epsilon > 0:
-            raise ValueError(f"target_epsilon={self.target_epsilon} must be greater than 0.")
-        check_delta(self.target_delta)
-        check_relation(self.relation)
+        check_budget(self.target_epsilon, self.target_delta, self.relation)
 
     @cached_property
     def fingerprint(self) -> str:
@@ -119,12 +117,13 @@ class ReleaseLedger:
     batch seeds in it are as private as its data.
 
     Args:
-        directory: where the files are, the same for all runs over the data set.
+        directory: where the files are, the same for all runs over the data set. A relative path is
+            one from the working directory of this moment.
         dataset_id: names the data set: two data sets must never share a name, nor one data set have
             two (its ε would start again at 0).
 
     Raises:
-        ValueError: for an empty ``dataset_id``.
+        ValueError: for an empty ``dataset_id``, or a ``directory`` that is not on a local disk.
 
     Example:
         >>> import tempfile
@@ -145,7 +144,7 @@ class ReleaseLedger:
         if not dataset_id:
             raise ValueError("dataset_id='' must name the data set, unlike any other one.")
         self.dataset_id = dataset_id
-        self._directory = Path(directory).absolute()
+        self._directory = local_folder("directory", directory)
         self.journal_path = self._directory / f"{_file_name(dataset_id)}.journal"
 
     # -- what was spent ----------------------------------------------------------------------
@@ -361,6 +360,17 @@ def _affordable(spending: Spending, spent: list[tuple[AbstractEvent, int]]) -> i
         if count > fitting:
             return number
     return spending.rounds
+
+
+def check_budget(target_epsilon: float, target_delta: float, relation: Relation) -> None:
+    """Raise ValueError for a budget out of range; an infinite ε is one that somebody chose."""
+    if target_epsilon is None or not target_epsilon > 0:
+        raise ValueError(
+            f"target_epsilon={target_epsilon} must be greater than 0: the most that may ever be "
+            "spent on the data set, by all runs; math.inf for no limit."
+        )
+    check_delta(target_delta)
+    check_relation(relation)
 
 
 def federations_in(runs: Runs) -> dict[str, Runs]:

@@ -247,7 +247,8 @@ def test_diff2_with_a_trusted_server_is_that_of_the_paper(app, tmp_path):
         app.build,
         lambda context, run, records, ledger: QueryClient(
             *(records, plan, ledger),
-            **{"run": run, "rounds": rounds, "target_delta": app.DELTA, "trusts_server": True},
+            **{"run": run, "rounds": rounds, "trusts_server": True},
+            **{"target_epsilon": math.inf, "target_delta": app.DELTA},
         ),
         ledger_dir=tmp_path / "run" / "ledgers",
     )

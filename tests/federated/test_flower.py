@@ -308,3 +308,31 @@ def test_a_node_of_another_federation_is_refused_with_the_cure(client, tmp_path)
 def test_numbers_out_of_range_are_named(name, bad):
     with pytest.raises(ValueError, match=f"{name}="):
         server_app(start_model, lambda context, run, point: None, num_clients=2, **{name: bad})
+
+
+@pytest.mark.parametrize("folder", ["ledgers", "s3://bucket/ledgers", ""])
+def test_a_ledger_that_would_differ_between_processes_is_refused(folder):
+    with pytest.raises(ValueError, match="ledger_dir="):
+        client_app(lambda context: None, lambda *given: None, ledger_dir=folder)
+
+
+@pytest.mark.parametrize("is_function", [False, True])
+def test_the_servers_folder_stays_where_the_app_was_made(
+    client, tmp_path, monkeypatch, is_function
+):
+    monkeypatch.chdir(tmp_path)
+    folder = (lambda context: "results") if is_function else "results"
+    server = server_app(
+        start_model,
+        lambda context, run, point: AddingServer(point, 1, 1),
+        num_clients=1,
+        folder=folder,
+        poll_interval=0.001,
+    )
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    LoopbackGrid(client, 1).start(server)
+    assert (tmp_path / "results" / "federation.json").exists()
+    assert not list((tmp_path / "elsewhere").iterdir())
+    with pytest.raises(ValueError, match="folder="):
+        server_app(start_model, lambda *given: None, num_clients=1, folder="s3://bucket")

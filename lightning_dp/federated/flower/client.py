@@ -14,6 +14,7 @@ from flwr.clientapp import ClientApp
 from lightning_dp.federated.base import AbstractClient, Records
 from lightning_dp.federated.flower.exchange import facts_of, pack, payload_of
 from lightning_dp.federated.release_ledger import ReleaseLedger
+from lightning_dp.folders import fixed_folder
 
 __all__ = ["client_app"]
 
@@ -52,7 +53,11 @@ def client_app(
             records and their ledger. Called for every request: a process may be a new one each time.
         ledger_dir: folder on this client's disk that holds its ledger, whose data set is called
             ``client-`` and the ``partition-id``. All runs over the data must use it, no other data
-            may, and its loss is the loss of what was spent.
+            may, and its loss is the loss of what was spent. An absolute path, since every process
+            of the client must find the same folder.
+
+    Raises:
+        ValueError: for a ``ledger_dir`` that is relative or a URL.
 
     Example::
 
@@ -65,6 +70,8 @@ def client_app(
 
         app = client_app(build, protocol, ledger_dir="/var/lib/lightning-dp")
     """
+    if not callable(ledger_dir):
+        ledger_dir = fixed_folder("ledger_dir", ledger_dir)
     app, desk = ClientApp(), _Desk(build, protocol, ledger_dir)
     app.train()(desk.answer)
     app.query()(desk.introduce)
@@ -102,7 +109,8 @@ class _Desk:
     def _work(
         self, number: int, run: str, context: Context, work: Callable[[AbstractClient], bytes]
     ) -> RecordDict:
-        folder = Path(self.ledger_dir(context) if callable(self.ledger_dir) else self.ledger_dir)
+        given = self.ledger_dir(context) if callable(self.ledger_dir) else self.ledger_dir
+        folder = fixed_folder("ledger_dir", given)
         folder.mkdir(parents=True, exist_ok=True)
         with filelock.FileLock(folder / f"client-{number}.lock"):
             if number not in self._records:

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from lightning_dp.federated.base import AbstractServer, MessageError
 from lightning_dp.federated.flower.exchange import Exchange, Reply
 from lightning_dp.federated.flower.logbook import Logbook, save
+from lightning_dp.folders import local_folder
 from lightning_dp.functional import flatten, unflatten
 
 __all__ = ["server_app"]
@@ -56,7 +57,8 @@ def server_app(
         protocol: the server's state machine, from Flower's context, the name of the run (no other
             run has it) and the trained parameters as a flat vector.
         num_clients: how many clients take part; the run waits for all of them.
-        folder: where results go.
+        folder: where results go, and where a run that died is found again. A relative path is one
+            from the working directory in which this function is called.
         evaluate: metrics of the global model, on data that the server may use. They are not
             covered by any client's ε if those data are private.
         ttl: seconds after which a message counts as lost; longer than a round takes.
@@ -64,18 +66,21 @@ def server_app(
         patience: seconds without a reply that can be used after which the run fails.
 
     Raises:
-        ValueError: for numbers that are not greater than 0.
+        ValueError: for numbers that are not greater than 0, or a ``folder`` that is not on a local disk.
         RuntimeError: in a run, if no reply could be used for ``patience`` seconds.
     """
     for name, value in (("ttl", ttl), ("poll_interval", poll_interval), ("patience", patience)):
         if not value > 0:
             raise ValueError(f"{name}={value} must be greater than 0.")
+    here = Path.cwd()
+    if not callable(folder):
+        folder = local_folder("folder", folder)
     app = ServerApp()
 
     @app.main()
     def main(grid: Grid, context: Context) -> None:
         count = num_clients(context) if callable(num_clients) else num_clients
-        place = Path(folder(context) if callable(folder) else folder)
+        place = local_folder("folder", folder(context) if callable(folder) else folder, here)
         module = build(context)
         params = [param for param in module.parameters() if param.requires_grad]
         saved = _saved(place)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from types import SimpleNamespace
 
@@ -39,7 +40,8 @@ def start() -> torch.Tensor:
 
 def factory(log_cosh, folder, the_plan, noise=2.0, **changes):
     """Makes client c anew, on the ledger that it had."""
-    privacy = {"max_grad_norm": 1.0, "noise_multiplier": noise, **changes.pop("privacy", {})}
+    privacy = {"max_grad_norm": 1.0, "noise_multiplier": noise, "target_epsilon": math.inf}
+    privacy |= changes.pop("privacy", {})
 
     def make(c: int) -> AsyncClient:
         seed = changes.get("seed")

@@ -28,7 +28,7 @@ STEPS = InverseSteps(0.05, beta=0.01)
 def test_between_models_a_client_moves_as_the_server_does(small, log_cosh, tmp_path):
     """The noise is in the local step too, with the server's sign: ŵ ← ŵ - η̄ U."""
     records = log_cosh(30)
-    privacy = ClientPrivacy(1.0, noise_multiplier=2.0)
+    privacy = ClientPrivacy(1.0, 2.0, math.inf)
     ledger = ReleaseLedger(tmp_path, "client")
     client = AsyncClient(records, small.plan(lag=3), privacy, ledger, run="trial")
     point = torch.ones(SIZE, dtype=torch.float64)
@@ -46,7 +46,7 @@ def test_one_noisy_sum_of_one_model_is_what_leaves(small, log_cosh, tmp_path):
     """2500 rounds of one record: mean q clip(g), variance q(1-q) clip² + z² C²; not a factor off."""
     records, rounds = log_cosh(1), 2500
     many = AsyncPlan(rounds, PolynomialSizes(0, 1), ConstantSteps(1e-9))
-    privacy = ClientPrivacy(0.5, noise_multiplier=3.0)
+    privacy = ClientPrivacy(0.5, 3.0, math.inf)
     ledger = ReleaseLedger(tmp_path, "client")
     client = AsyncClient(records, many, privacy, ledger, run="trial", share=0.5)
     # Straight to what is made in a round: 2500 rounds through the disk take a minute.
@@ -128,7 +128,9 @@ def test_sampling_amplifies_nothing_where_the_client_is_the_unit(small, log_cosh
     records = log_cosh(30)
     records.unit = unit
     ledger = ReleaseLedger(tmp_path, "client")
-    client = AsyncClient(records, small.plan(), ClientPrivacy(1.0, 2.0), ledger, run="trial")
+    client = AsyncClient(
+        records, small.plan(), ClientPrivacy(1.0, 2.0, math.inf), ledger, run="trial"
+    )
     small.drive(client, 0, 0, small.start())
     expected = Gaussian(2.0) if unit == "client" else PoissonGaussian(2.0, 0.1)
     assert ledger.history() == [(expected, 1)]
@@ -136,7 +138,7 @@ def test_sampling_amplifies_nothing_where_the_client_is_the_unit(small, log_cosh
 
 def test_shares_scale_the_batches(small, log_cosh, tmp_path):
     ledger = ReleaseLedger(tmp_path, "client")
-    privacy = ClientPrivacy(1.0, noise_multiplier=lambda i: 2.0 + i)
+    privacy = ClientPrivacy(1.0, lambda i: 2.0 + i, math.inf)
     client = AsyncClient(log_cosh(30), small.plan(), privacy, ledger, run="trial", share=0.5)
     for i in range(2):
         small.drive(client, i, i, small.start())
@@ -151,7 +153,7 @@ def test_local_steps_are_the_papers_loop(small, log_cosh, local_steps):
     """The server ends a round where the client's own model does; there is no ε."""
     records = log_cosh(30)
     client = AsyncClient(
-        *(records, small.plan(), ClientPrivacy(math.inf, 0.0), None),
+        *(records, small.plan(), ClientPrivacy(math.inf, 0.0, math.inf), None),
         run="trial",
         local_steps=local_steps,
     )

@@ -63,5 +63,6 @@ def test_a_client_refuses_other_runs_and_old_rounds(small, log_cosh, tmp_path):
 def test_bad_clients_are_refused(small, log_cosh, tmp_path, changes, match):
     ledger = changes.pop("ledger", ReleaseLedger(tmp_path, "client"))
     with pytest.raises(ValueError, match=match):
-        AsyncClient(log_cosh(30), small.plan(), ClientPrivacy(1.0, 2.0), ledger, run="r", **changes)
+        privacy = ClientPrivacy(1.0, 2.0, math.inf)
+        AsyncClient(log_cosh(30), small.plan(), privacy, ledger, run="r", **changes)
     assert not list(tmp_path.iterdir())

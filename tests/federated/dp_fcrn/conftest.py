@@ -129,7 +129,7 @@ class Federation:
             noise_multiplier=self.noise_multiplier,
             sample_rate=self.sample_rate,
             seed=seed,
-            **{"target_delta": 1e-5, **self.privacy},
+            **{"target_epsilon": math.inf, "target_delta": 1e-5, **self.privacy},
         )
 
     def server(self) -> AsyncServer:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections import Counter
 from dataclasses import replace
 
@@ -156,6 +157,7 @@ def over_flower(run, folder, seed, faults):
             *(records, run.plan, ledger),
             **{"run": name, "client": number, "seed": run.seed + number, "target_delta": 1e-5},
             **{"noise_multiplier": run.noise_multiplier, "sample_rate": run.sample_rate},
+            target_epsilon=math.inf,
         )
 
     client = client_app(
