@@ -35,6 +35,7 @@ from torch.utils.data import (
     SequentialSampler,
 )
 
+from lightning_dp.sampling.repeats import find_repeat
 from lightning_dp.warnings import warn
 
 __all__ = [
@@ -159,6 +160,12 @@ def check_loader(loader: object) -> DataLoader[Any]:
     _check_sampler(loader)
     if len(loader.dataset) < 1:  # type: ignore[arg-type]
         raise MisconfigurationException("The training set is empty.")
+    if (repeat := find_repeat(loader.dataset)) is not None:
+        raise MisconfigurationException(
+            f"Index {repeat.index} of {repeat.source} is reached {repeat.count} times in the training "
+            "set: what one record can do would not be bounded by max_grad_norm. Name each record "
+            "once; make variants of it (augmentation) at random inside __getitem__."
+        )
     return loader
 
 

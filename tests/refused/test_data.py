@@ -12,14 +12,17 @@ from lightning.pytorch.utilities import CombinedLoader
 from torch import Tensor
 from torch.utils.data import (
     BatchSampler,
+    ConcatDataset,
     DataLoader,
     IterableDataset,
     RandomSampler,
     Sampler,
     SequentialSampler,
+    Subset,
     SubsetRandomSampler,
     TensorDataset,
     WeightedRandomSampler,
+    random_split,
 )
 
 
@@ -213,6 +216,31 @@ def test_time_folded_into_the_batch_is_refused(
         lambda: trainer.fit(model, loader),
         "Some layers see more rows than there are records.*Keep records in the first dimension",
         model,
+    )
+
+
+REPEATS = {
+    "Subset": (lambda data: Subset(data, [*range(1, 160), *[0] * 80]), "Index 0 .* 80 times"),
+    "ConcatDataset": (
+        lambda data: ConcatDataset([data, *[Subset(data, [3])] * 79]),
+        "Index 3 of TensorDataset is reached 80 times",
+    ),
+    "nested": (
+        lambda data: random_split(ConcatDataset([data, data]), [480, 0])[0],
+        "of TensorDataset is reached 2 times",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REPEATS)
+def test_a_record_that_counts_several_times_is_refused(
+    name, blobs, classifier, mlp, make_trainer, privacy, assert_refused
+):
+    make, match = REPEATS[name]
+    model, trainer = classifier(mlp()), make_trainer(max_epochs=1, callbacks=[privacy])
+
+    assert_refused(
+        lambda: trainer.fit(model, plain(make(blobs))), f"{match}.*Name each record once", model
     )
 
 
