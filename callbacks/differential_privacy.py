@@ -91,7 +91,7 @@ class DifferentialPrivacy(Callback):
                 max_grad_norm=max_grad_norm,
                 noise_schedule=Constant() if noise_schedule is None else noise_schedule,
                 estimator=estimator,
-                postprocessing=tuple(postprocessing),
+                postprocessing=postprocessing,
                 sampling=Poisson() if sampling is None else sampling,
                 relation=relation,
                 accountant=PLDAccountant() if accountant is None else accountant,

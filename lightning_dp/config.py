@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import math
+import os
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias, get_args
 
+from lightning_dp._validate import flag, normalise, number, optional, seed
 from lightning_dp.accounting.base import AbstractAccountant, Relation
 from lightning_dp.accounting.pld import PLDAccountant
 from lightning_dp.estimators import AbstractEstimator, MeanGradient
@@ -64,7 +67,7 @@ class PrivacyConfig:
     max_grad_norm: float | None = None
     noise_schedule: AbstractSchedule = field(default_factory=Constant)
     estimator: AbstractEstimator | None = None
-    postprocessing: tuple[AbstractPostProcessor, ...] = ()
+    postprocessing: Sequence[AbstractPostProcessor] = ()
     sampling: AbstractSampling = field(default_factory=Poisson)
     relation: Relation = "add_remove"
     accountant: AbstractAccountant = field(default_factory=PLDAccountant)
@@ -74,10 +77,20 @@ class PrivacyConfig:
     seed: int | None = None
 
     def __post_init__(self) -> None:
+        self._check_types()
         self._check_budget()
         self._check_choices()
         self._check_gradient()
         self._check_clip_norm()
+
+    def _check_types(self) -> None:
+        """Refuse what is not of an argument's type, and keep plain values."""
+        normalise(self, number, "target_delta")
+        normalise(self, optional(number), "target_epsilon", "noise_multiplier", "max_grad_norm")
+        normalise(self, optional(seed), "seed")
+        normalise(self, flag, "isolation_probe")
+        normalise(self, optional(_folder), "ledger_dir")
+        normalise(self, _sequence, "postprocessing")
 
     def _check_budget(self) -> None:
         if not 0 < self.target_delta < 1:
@@ -117,10 +130,13 @@ class PrivacyConfig:
         ]
         for name, value, kind in parts:
             if not isinstance(value, kind):
-                raise TypeError(f"{name}={value!r} must be an object derived from {kind.__name__}.")
-        if self.relation not in ("add_remove", "replace_one"):
+                cure = f" Write {value.__name__}(...)." if isinstance(value, type) else ""
+                raise TypeError(
+                    f"{name}={value!r} must be an object derived from {kind.__name__}.{cure}"
+                )
+        if not (isinstance(self.relation, str) and self.relation in get_args(Relation)):
             raise ValueError(f"relation={self.relation!r} must be 'add_remove' or 'replace_one'.")
-        if self.engine not in get_args(EngineName):
+        if not (isinstance(self.engine, str) and self.engine in get_args(EngineName)):
             raise ValueError(f"engine={self.engine!r} must be one of {get_args(EngineName)}.")
 
     def _check_gradient(self) -> None:
@@ -166,10 +182,26 @@ class PrivacyConfig:
         spent. Neither are the accountant, the engine and ``ledger_dir``, which change no release.
         """
         return {
-            "target_delta": float(self.target_delta),  # a np.float64 spoils a checkpoint
+            "target_delta": self.target_delta,
             "relation": self.relation,
             "estimator": repr(self.resolved_estimator()),
             "noise_schedule": repr(self.noise_schedule),
             "postprocessing": repr(self.postprocessing),
             "sampling": repr(self.sampling),
         }
+
+
+def _folder(name: str, value: object, *, of: str | None = None) -> str:
+    """Return a folder as text, from a string or a path."""
+    if not isinstance(value, str | os.PathLike) or not isinstance(folder := os.fspath(value), str):
+        raise TypeError(f"{name}={value!r} must be a folder: a string or a pathlib.Path.")
+    if not folder:
+        raise ValueError(f"{name}='' names no folder. Leave it out for the default one.")
+    return folder
+
+
+def _sequence(name: str, value: object, *, of: str | None = None) -> tuple[object, ...]:
+    """Return what is to be applied in order as a tuple."""
+    if isinstance(value, str | bytes | Mapping | Set) or not isinstance(value, Iterable):
+        raise TypeError(f"{name}={value!r} must be a list of post-processors, in their order.")
+    return tuple(value)

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from lightning_dp._validate import number
 from lightning_dp.smoothing import laplacian_smoothing
 
 __all__ = ["clip_factors", "flatten", "laplacian_smoothing", "per_sample_norms", "unflatten"]
@@ -68,7 +69,7 @@ def clip_factors(norms: Tensor, clip_norm: float) -> Tensor:
         >>> clip_factors(torch.tensor([0.5, 2.0, float("nan")]), clip_norm=1.0)
         tensor([1.0000, 0.5000, 0.0000])
     """
-    if not clip_norm > 0:
+    if not number("clip_norm", clip_norm) > 0:
         raise ValueError(f"clip_norm={clip_norm} must be greater than 0.")
     factors = (clip_norm / norms).clamp(max=1.0)
     return torch.where(torch.isfinite(norms), factors, torch.zeros_like(norms))

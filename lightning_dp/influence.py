@@ -19,6 +19,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from lightning_dp._validate import positive, whole
+
 __all__ = ["InfluenceFit", "quadratic_influence", "retraining_influence"]
 
 
@@ -60,11 +62,9 @@ def quadratic_influence(
     values = np.asarray(list(eigenvalues), dtype=float)
     if not (values.size and bool(np.all(values >= 0)) and bool(np.all(np.isfinite(values)))):
         raise ValueError("eigenvalues must be finite and at least 0, and there must be some.")
-    for name, value in (("learning_rate", learning_rate), ("noise_std", noise_std)):
-        if not 0 < value < math.inf:
-            raise ValueError(f"{name}={value} must be finite and greater than 0.")
-    if not steps >= 1:
-        raise ValueError(f"steps={steps} must be at least 1.")
+    learning_rate = positive("learning_rate", learning_rate)
+    noise_std = positive("noise_std", noise_std)
+    steps = whole("steps", steps)
     remaining = np.arange(steps - 1, -1, -1)[:, None]
     with np.errstate(over="ignore"):
         shares = values * (1 - learning_rate * values) ** (2 * remaining)

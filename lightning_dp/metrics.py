@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 from torchmetrics import Metric
 
+from lightning_dp._validate import number, probability, whole
 from lightning_dp.accounting import AbstractAccountant, Gaussian, PLDAccountant, PoissonGaussian
-from lightning_dp.accounting.base import Relation
+from lightning_dp.accounting.base import Relation, check_relation
 from lightning_dp.accounting.events import AbstractEvent
 
 __all__ = ["PrivacyBudget"]
@@ -57,9 +58,8 @@ class PrivacyBudget(Metric):
         accountant: AbstractAccountant | None = None,
     ) -> None:
         super().__init__(sync_on_compute=False)
-        if not 0 < target_delta < 1:
-            raise ValueError(f"target_delta={target_delta} must be between 0 and 1.")
-        self.target_delta = target_delta
+        check_relation(relation)
+        self.target_delta = probability("target_delta", target_delta)
         self.relation: Relation = relation
         self.accountant = PLDAccountant() if accountant is None else accountant
         for name in ("noise_multipliers", "sample_rates", "counts"):
@@ -68,9 +68,8 @@ class PrivacyBudget(Metric):
 
     def update(self, noise_multiplier: float, sample_rate: float = 1.0, steps: int = 1) -> None:
         """Add ``steps`` steps: noise z·C on the sum over a Poisson batch of rate q (1: all)."""
-        _event(noise_multiplier, sample_rate)
-        if not steps >= 0:
-            raise ValueError(f"steps={steps} must be at least 0.")
+        noise_multiplier, sample_rate = _event(noise_multiplier, sample_rate).pair
+        steps = whole("steps", steps, 0)
         last = (self.noise_multipliers[-1:], self.sample_rates[-1:])
         if [float(v) for part in last for v in part] == [noise_multiplier, sample_rate]:
             self.counts = torch.cat([self.counts[:-1], self.counts[-1:] + steps])
@@ -104,6 +103,6 @@ class PrivacyBudget(Metric):
 
 
 def _event(noise_multiplier: float, sample_rate: float) -> AbstractEvent:
-    if sample_rate == 1:
+    if number("sample_rate", sample_rate) == 1:
         return Gaussian(noise_multiplier)
     return PoissonGaussian(noise_multiplier, sample_rate)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from lightning_dp._validate import number, positive, whole
 from lightning_dp.accounting import (
     AbstractAccountant,
     AbstractEvent,
@@ -71,10 +72,9 @@ def plot_schedule(
         >>> ax.get_ylabel()
         'noise multiplier $\\\\sigma_t$'
     """
-    if isinstance(steps, bool) or not isinstance(steps, int) or not steps >= 1:
-        raise ValueError(f"steps={steps!r} must be an integer of at least 1.")
-    if not scale > 0:
-        raise ValueError(f"scale={scale} must be greater than 0.")
+    steps = whole("steps", steps)
+    scale = positive("scale", scale)
+    sample_rate = number("sample_rate", sample_rate)
     pyplot = _pyplot("plot_schedule")
     sigmas = [scale * schedule(step) for step in range(steps)]
     charges = [

@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from lightning_dp._validate import normalise, number
+
 __all__ = ["BoundedSum", "Pass", "Query", "Release", "Term"]
 
 
@@ -29,6 +31,7 @@ class Term:
     direction: Tensor | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
+        normalise(self, number, "weight", of="Term")
         if not math.isfinite(self.weight):
             raise ValueError(f"Term(weight={self.weight}) must be a finite number.")
 
@@ -81,6 +84,7 @@ class Query:
 
     def __post_init__(self) -> None:
         self._check_coordinates()
+        normalise(self, number, "clip_norm", "noise_multiplier", of="Query")
         if not self.terms:
             raise ValueError("Query(terms=()) asks nothing; give at least one Term.")
         if not self.clip_norm > 0:

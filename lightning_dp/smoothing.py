@@ -7,6 +7,8 @@ import math
 import torch
 from torch import Tensor
 
+from lightning_dp._validate import number, shown
+
 __all__ = ["check_sigma", "laplacian_smoothing"]
 
 # Entries worked on at once. Two buffers of this size fit into a core's cache; smaller blocks lose to
@@ -45,7 +47,7 @@ def laplacian_smoothing(v: Tensor, sigma: float) -> Tensor:
         >>> laplacian_smoothing(torch.tensor([0.0, 5.0, 0.0, 0.0]), sigma=1.0)
         tensor([1.0000, 2.3333, 1.0000, 0.6667])
     """
-    check_sigma("laplacian_smoothing", sigma)
+    sigma = check_sigma("sigma", sigma, of="laplacian_smoothing")
     if not v.is_floating_point():
         raise TypeError(f"laplacian_smoothing(v) needs real floating-point numbers, not {v.dtype}.")
     if v.dim() == 0:
@@ -60,10 +62,12 @@ def laplacian_smoothing(v: Tensor, sigma: float) -> Tensor:
     return _in_blocks(v, weights, dtype)
 
 
-def check_sigma(name: str, sigma: float) -> None:
-    """ValueError if σ is not a finite number >= 0."""
+def check_sigma(name: str, value: object, *, of: str | None = None) -> float:
+    """Return σ as a float; ValueError if it is not a finite number >= 0."""
+    sigma = number(name, value, of=of)
     if not (sigma >= 0 and math.isfinite(sigma)):
-        raise ValueError(f"{name}(sigma={sigma}) must be a finite number >= 0.")
+        raise ValueError(f"{shown(name, value, of)} must be a finite number >= 0.")
+    return sigma
 
 
 def _working_dtype(v: Tensor, sigma: float) -> torch.dtype:

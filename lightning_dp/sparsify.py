@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-import operator
 from dataclasses import dataclass, field
 
 import numpy as np
 import torch
 from torch import Tensor
+
+from lightning_dp import _validate
+from lightning_dp._validate import whole
 
 __all__ = ["SparseVector", "random_k", "shared_mask"]
 
@@ -35,7 +37,7 @@ def shared_mask(seed: int, round_: int, size: int, keep: int) -> Tensor:
         >>> shared_mask(seed=7, round_=0, size=10, keep=3)
         tensor([1, 4, 8])
     """
-    _check_mask(seed, round_, size, keep)
+    seed, round_, size, keep = _check_mask(seed, round_, size, keep)
     stream = np.random.Philox(key=np.array([seed, round_], dtype=np.uint64))
     words = stream.random_raw(size)
     last = np.partition(words, keep - 1)[keep - 1]
@@ -44,26 +46,17 @@ def shared_mask(seed: int, round_: int, size: int, keep: int) -> Tensor:
     return torch.from_numpy(np.sort(np.concatenate([below, ties])).astype(np.int64))
 
 
-def _check_mask(seed: int, round_: int, size: int, keep: int) -> None:
-    for name, value, low, high in (
-        ("seed", seed, 0, 2**64 - 1),
-        ("round_", round_, 0, 2**64 - 1),
-        ("size", size, 1, 2**62),
-        ("keep", keep, 1, size),
-    ):
-        if not (_is_whole(value) and low <= value <= high):
-            raise ValueError(f"{name}={value!r} must be a whole number from {low} to {high}.")
-
-
-def _is_whole(value: object) -> bool:
-    """Whether a value is an integer, of any library, and no truth value."""
-    if isinstance(value, bool):
-        return False
-    try:
-        operator.index(value)  # type: ignore[arg-type]
-    except TypeError:
-        return False
-    return True
+def _check_mask(
+    seed: object, round_: object, size: object, keep: object
+) -> tuple[int, int, int, int]:
+    """Return the four as plain numbers, or raise."""
+    length = whole("size", size, 1, 2**62)
+    return (
+        _validate.seed("seed", seed),
+        _validate.seed("round_", round_),
+        length,
+        whole("keep", keep, 1, length),
+    )
 
 
 @dataclass(frozen=True)

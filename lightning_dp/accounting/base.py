@@ -9,6 +9,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from lightning_dp._validate import number, whole
 from lightning_dp.accounting.events import AbstractEvent
 
 Relation = Literal["add_remove", "replace_one"]
@@ -80,14 +81,14 @@ def merge(history: History) -> Steps:
 
 def check_delta(delta: float) -> float:
     """Return ``delta`` if it is in (0, 1), else raise."""
-    if not 0.0 < delta < 1.0:
+    if not 0.0 < number("delta", delta) < 1.0:
         raise ValueError(f"delta must be in (0, 1), got {delta}; 1e-5 or 1/N^1.1 are usual.")
     return float(delta)
 
 
 def check_epsilon(epsilon: float) -> float:
     """Return ``epsilon`` if it is finite and not negative, else raise."""
-    if not 0.0 <= epsilon < math.inf:
+    if not 0.0 <= number("epsilon", epsilon) < math.inf:
         raise ValueError(f"epsilon must be finite and at least 0, got {epsilon}.")
     return float(epsilon)
 
@@ -106,6 +107,11 @@ def check_entry(entry: object) -> tuple[AbstractEvent, int]:
     if not (isinstance(entry, tuple) and len(entry) == 2 and isinstance(entry[0], AbstractEvent)):
         raise ValueError(f"a history holds pairs (event, count), got {entry!r}.")
     event, count = entry
-    if isinstance(count, bool) or not hasattr(count, "__index__") or not count >= 0:
-        raise ValueError(f"count must be an integer of at least 0, got {count!r} for {event!r}.")
-    return event, int(count)
+    if type(count) is int and count >= 0:  # nearly always, and histories are long
+        return event, count
+    try:
+        return event, whole("count", count, 0)
+    except ValueError:
+        raise ValueError(
+            f"count must be an integer of at least 0, got {count!r} for {event!r}."
+        ) from None

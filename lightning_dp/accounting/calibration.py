@@ -4,6 +4,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
+from lightning_dp._validate import number, whole
 from lightning_dp.accounting.base import (
     AbstractAccountant,
     History,
@@ -161,8 +162,7 @@ def affordable_steps(
         >>> affordable_steps(Gaussian(10.0), limit=10**9, epsilon=1.0, delta=1e-5)
         7
     """
-    if not limit >= 0:
-        raise ValueError(f"limit must be at least 0, got {limit}.")
+    limit = whole("limit", limit, 0)
     epsilon, delta = _check_budget(epsilon, delta, relation)
     judge = PLDAccountant() if accountant is None else accountant
     first_events: list[AbstractEvent] = []
@@ -175,7 +175,7 @@ def affordable_steps(
 
     if not cost(0) <= epsilon:
         return 0
-    return _last_affordable(cost, int(limit), epsilon)
+    return _last_affordable(cost, limit, epsilon)
 
 
 def _last_affordable(cost: Callable[[int], float], limit: int, epsilon: float) -> int:
@@ -261,8 +261,9 @@ def _step_counts(
     steps: int,
 ) -> dict[tuple[float, float], int]:
     """Distinct pairs of the shape's value and the rate, with their counts."""
-    if isinstance(steps, bool) or not hasattr(steps, "__index__") or not steps >= 1:
-        raise ValueError(f"steps must be an integer of at least 1, got {steps!r}.")
+    steps = whole("steps", steps)
+    if not callable(sample_rate):
+        sample_rate = number("sample_rate", sample_rate)
     if not callable(shape) and len(shape) != steps:
         raise ValueError(
             f"shape has {len(shape)} values for {steps} steps; give one positive value for each "
@@ -280,7 +281,7 @@ def _step_counts(
 
 def _check_budget(epsilon: float, delta: float, relation: Relation) -> tuple[float, float]:
     """Return a legal budget, or raise."""
-    if not 0 < epsilon < math.inf:
+    if not 0 < number("epsilon", epsilon) < math.inf:
         raise ValueError(f"epsilon must be finite and above 0, got {epsilon}.")
     check_relation(relation)
     return float(epsilon), check_delta(delta)

@@ -4,6 +4,8 @@ import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 
+from lightning_dp._validate import number
+
 
 class AbstractEvent(ABC):
     """One noisy release, described by public numbers only.
@@ -153,9 +155,7 @@ class PoissonRound(AbstractEvent):
 
 def real(value: object, name: str) -> float:
     """Return ``value`` as a Python float, or raise."""
-    if isinstance(value, (bool, str)) or not hasattr(value, "__float__"):
-        raise ValueError(f"{name} must be a real number, got {value!r}.")
-    return float(value)
+    return number(name, value)
 
 
 def _noise_multiplier(value: object, name: str = "noise_multiplier") -> float:

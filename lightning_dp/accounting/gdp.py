@@ -6,6 +6,7 @@ import numpy as np
 from scipy.optimize import brentq
 from scipy.special import erfcx, ndtr
 
+from lightning_dp._validate import number
 from lightning_dp.accounting.base import (
     FloatArray,
     Steps,
@@ -54,7 +55,7 @@ def gdp_delta(mu: float, epsilon: float) -> float:
         >>> round(gdp_delta(mu=1.0, epsilon=1.0), 6)
         0.126937
     """
-    epsilon = check_epsilon(epsilon)
+    epsilon, mu = check_epsilon(epsilon), number("mu", mu)
     if not mu >= 0:
         raise ValueError(f"mu must be at least 0, got {mu}.")
     if mu == 0:
@@ -81,7 +82,7 @@ def gdp_epsilon(mu: float, delta: float) -> float:
         >>> round(gdp_epsilon(mu=10 ** 0.5, delta=1e-5), 3)
         17.857
     """
-    delta = check_delta(delta)
+    delta, mu = check_delta(delta), number("mu", mu)
     if gdp_delta(mu, 0.0) <= delta:
         return 0.0
     if math.isinf(mu):

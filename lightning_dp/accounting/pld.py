@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from lightning_dp._validate import normalise, number
 from lightning_dp.accounting.base import (
     AbstractAccountant,
     History,
@@ -66,6 +67,7 @@ class PLDAccountant(AbstractAccountant):
     spacing: float = 0.04
 
     def __post_init__(self) -> None:
+        normalise(self, number, "rtol", "spacing")
         if not 0 < self.rtol <= 0.1:
             raise ValueError(f"rtol must be in (0, 0.1], got {self.rtol}.")
         if not 0 < self.spacing <= 1:

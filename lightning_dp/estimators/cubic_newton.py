@@ -3,16 +3,24 @@
 from __future__ import annotations
 
 import math
-import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import SGD, Optimizer
 
+from lightning_dp._validate import (
+    flag,
+    normalise,
+    not_negative,
+    number,
+    optional,
+    positive,
+    seed,
+    whole,
+)
 from lightning_dp.accounting.events import PoissonRound
 from lightning_dp.accounting.pld import PLDAccountant
 from lightning_dp.cubic_model import average_weight, inner_step
@@ -97,20 +105,14 @@ class CubicNewton(AbstractEstimator):
     fresh_batches: bool = False
 
     def __post_init__(self) -> None:
-        for name in ("strong_convexity", "max_grad_norm", "max_hessian_norm"):
-            if not 0 < getattr(self, name) < math.inf:
-                raise ValueError(f"{name}={getattr(self, name)} must be finite and greater than 0.")
-        for name in ("hessian_lipschitz", "weight_decay"):
-            if not 0 <= getattr(self, name) < math.inf:
-                raise ValueError(f"{name}={getattr(self, name)} must be finite and at least 0.")
-        for name in ("box", "max_step_size"):
-            value = getattr(self, name)
-            if value is not None and not 0 < value < math.inf:
-                raise ValueError(f"{name}={value} must be finite and greater than 0, or None.")
-        _check_whole("inner_steps", self.inner_steps, 1)
-        _check_whole("mask_seed", self.mask_seed, 0)
-        if self.keep is not None:
-            _check_whole("keep", self.keep, 1)
+        normalise(self, positive, "strong_convexity", "max_grad_norm", "max_hessian_norm")
+        normalise(self, not_negative, "hessian_lipschitz", "weight_decay")
+        normalise(self, optional(positive), "box", "max_step_size")
+        normalise(self, whole, "inner_steps")
+        normalise(self, optional(whole), "keep")
+        normalise(self, seed, "mask_seed")
+        normalise(self, optional(number), "keep_fraction")
+        normalise(self, flag, "fresh_batches")
         if self.keep_fraction is not None and not 0 < self.keep_fraction <= 1:
             raise ValueError(f"keep_fraction={self.keep_fraction} must be above 0 and at most 1.")
         if self.keep is not None and self.keep_fraction is not None:
@@ -324,16 +326,6 @@ def _scattered(values: Tensor, coordinates: Tensor | None, size: int) -> Tensor:
     return full
 
 
-def _check_whole(name: str, value: Any, least: int) -> None:
-    try:
-        is_whole = not isinstance(value, bool) and operator.index(value) >= least
-    except TypeError:
-        is_whole = False
-    if not is_whole:
-        raise ValueError(f"{name}={value!r} must be a whole number of at least {least}.")
-
-
 def _check_positive(**values: float) -> None:
     for name, value in values.items():
-        if not 0 < value < math.inf:
-            raise ValueError(f"{name}={value} must be finite and greater than 0.")
+        positive(name, value)

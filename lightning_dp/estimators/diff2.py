@@ -10,6 +10,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from lightning_dp._validate import normalise, number, optional, positive, whole
 from lightning_dp.accounting.base import Relation
 from lightning_dp.accounting.calibration import calibrate
 from lightning_dp.estimators.base import AbstractEstimator, State
@@ -80,11 +81,10 @@ class Diff2(AbstractEstimator):
     restart_rate: float = 1.0
 
     def __post_init__(self) -> None:
-        if not (self.restart_every >= 1 and self.restart_every == int(self.restart_every)):
-            raise ValueError(f"restart_every={self.restart_every} must be a whole number >= 1.")
-        for name in ("max_grad_norm", "diff_norm"):
-            if not 0 < getattr(self, name) < math.inf:
-                raise ValueError(f"{name}={getattr(self, name)} must be finite and greater than 0.")
+        normalise(self, whole, "restart_every")
+        normalise(self, positive, "max_grad_norm", "diff_norm")
+        normalise(self, number, "restart_rate")
+        normalise(self, optional(number), "step_length")
         if not 1 <= self.restart_rate < math.inf:
             raise ValueError(f"restart_rate={self.restart_rate} must be finite and at least 1.")
         self._check_split()
@@ -103,7 +103,11 @@ class Diff2(AbstractEstimator):
                 f"step_length={self.step_length} is used by split='optimal' only, not by "
                 f"split={self.split!r}."
             )
-        if self.split != "paper" and (isinstance(self.split, str) or not 1 < self.split < math.inf):
+        if self.split == "paper":
+            return
+        if not isinstance(self.split, str):
+            normalise(self, number, "split")
+        if isinstance(self.split, str) or not 1 < self.split < math.inf:
             raise ValueError(
                 f"split={self.split!r} must be 'paper', 'optimal', or a finite number above 1."
             )

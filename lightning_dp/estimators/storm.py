@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
 
+from lightning_dp._validate import normalise, number, positive
 from lightning_dp.estimators.base import AbstractEstimator, State
 from lightning_dp.estimators.points import distance
 from lightning_dp.functional import flatten
@@ -47,11 +47,10 @@ class Storm(AbstractEstimator):
     diff_norm: float = 1.0
 
     def __post_init__(self) -> None:
+        normalise(self, number, "momentum", of="Storm")
         if not 0 < self.momentum <= 1:
             raise ValueError(f"Storm(momentum={self.momentum}) must be in (0, 1].")
-        for name in ("max_grad_norm", "diff_norm"):
-            if not 0 < getattr(self, name) < math.inf:
-                raise ValueError(f"{name}={getattr(self, name)} must be finite and greater than 0.")
+        normalise(self, positive, "max_grad_norm", "diff_norm")
 
     def init(self, params: Sequence[Tensor]) -> State:
         return {"estimate": None, "point": None}

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from lightning_dp._validate import normalise
 from lightning_dp.estimators.base import State
 from lightning_dp.postprocessing.base import AbstractPostProcessor
 from lightning_dp.smoothing import check_sigma, laplacian_smoothing
@@ -51,7 +52,7 @@ class LaplacianSmoothing(AbstractPostProcessor):
     per_parameter: bool = False
 
     def __post_init__(self) -> None:
-        check_sigma("LaplacianSmoothing", self.sigma)
+        normalise(self, check_sigma, "sigma", of="LaplacianSmoothing")
 
     def init(self, params: Sequence[Tensor]) -> State:
         return {"sizes": [param.numel() for param in params]} if self.per_parameter else {}

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from lightning_dp._validate import normalise, number
 from lightning_dp.estimators.base import State
 from lightning_dp.postprocessing.base import AbstractPostProcessor
 
@@ -38,6 +39,7 @@ class Momentum(AbstractPostProcessor):
     beta: float
 
     def __post_init__(self) -> None:
+        normalise(self, number, "beta", of="Momentum")
         if not 0 <= self.beta < 1:
             raise ValueError(f"Momentum(beta={self.beta}) must be in [0, 1).")
 

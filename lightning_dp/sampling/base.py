@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from lightning_dp._validate import number
 from lightning_dp.accounting.events import AbstractEvent
 
 __all__ = ["AbstractSampling", "BatchPlan"]
@@ -77,9 +78,9 @@ class AbstractSampling(ABC):
         """The privacy event of one Gaussian query with multiplier z on one such batch."""
 
 
-def check_sizes(num_records: int, batch_size: int) -> None:
+def check_sizes(num_records: int, batch_size: float) -> None:
     """Refuse an empty training set and a batch size that is not a positive number."""
-    if not num_records >= 1:
+    if not number("num_records", num_records) >= 1:
         raise ValueError(f"The training set has {num_records} records; need at least 1.")
-    if not batch_size >= 1:
+    if not number("batch_size", batch_size) >= 1:
         raise ValueError(f"The loader's batch_size={batch_size} must be at least 1.")

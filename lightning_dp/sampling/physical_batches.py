@@ -6,6 +6,7 @@ import math
 
 from scipy.stats import binom
 
+from lightning_dp._validate import number, positive, probability, whole
 from lightning_dp.sampling.base import check_sizes
 
 __all__ = ["factorisations", "largest_chunk"]
@@ -29,9 +30,7 @@ def factorisations(logical_batch_size: int) -> list[tuple[int, int]]:
         >>> factorisations(12)
         [(12, 1), (6, 2), (4, 3), (3, 4), (2, 6), (1, 12)]
     """
-    size = logical_batch_size
-    if isinstance(size, bool) or not hasattr(size, "__index__") or not size >= 1:
-        raise ValueError(f"logical_batch_size={size!r} must be a whole number of at least 1.")
+    size = whole("logical_batch_size", logical_batch_size)
     return [(size // each, each) for each in range(1, size + 1) if size % each == 0]
 
 
@@ -64,13 +63,11 @@ def largest_chunk(
         >>> largest_chunk(256, 1, 1, 60_000), largest_chunk(256, 8, 1, 60_000)
         (357, 45)
     """
-    check_sizes(num_records, logical_batch_size)
-    if not (accumulate >= 1 and world_size >= 1):
-        raise ValueError(f"accumulate={accumulate} and world_size={world_size} must be at least 1.")
-    if not 0 < chance < 1:
-        raise ValueError(f"chance={chance} must be between 0 and 1.")
-    if not relative_rate > 0:
-        raise ValueError(f"relative_rate={relative_rate} must be greater than 0.")
+    num_records = whole("num_records", num_records, 0)
+    check_sizes(num_records, number("logical_batch_size", logical_batch_size))
+    accumulate, world_size = whole("accumulate", accumulate), whole("world_size", world_size)
+    chance = probability("chance", chance)
+    relative_rate = positive("relative_rate", relative_rate)
     rate = min(1.0, logical_batch_size * world_size * relative_rate / num_records)
     count = binom.isf(chance, math.ceil(num_records / world_size), rate)
     return max(1, math.ceil(int(count) / accumulate))

@@ -4,31 +4,25 @@ from __future__ import annotations
 
 import math
 
-__all__ = ["check_beta", "check_condition_number", "check_positive", "check_steps"]
+from lightning_dp._validate import number, shown
+
+__all__ = ["condition_number", "momentum_weight"]
 
 
-def check_steps(name: str, steps: int) -> None:
-    """A whole number of steps, at least 1."""
-    if isinstance(steps, bool) or not isinstance(steps, int) or not steps >= 1:
-        raise ValueError(f"{name}(steps={steps!r}) must be an integer of at least 1.")
-
-
-def check_positive(name: str, argument: str, value: float) -> None:
-    """A finite number greater than 0."""
-    if not 0 < value < math.inf:
-        raise ValueError(f"{name}({argument}={value}) must be finite and greater than 0.")
-
-
-def check_condition_number(name: str, kappa: float) -> None:
-    """A finite condition number greater than 1: at 1, all noise but the last step's is free."""
-    if not 1 < kappa < math.inf:
+def condition_number(name: str, value: object, *, of: str | None = None) -> float:
+    """Return a finite number greater than 1: at κ = 1, all noise but the last step's is free."""
+    result = number(name, value, of=of)
+    if not 1 < result < math.inf:
         raise ValueError(
-            f"{name}(kappa={kappa}) must be finite and greater than 1: it is M / mu, smoothness over "
-            "the PL constant."
+            f"{shown(name, value, of)} must be finite and greater than 1: it is M / mu, smoothness "
+            "over the PL constant."
         )
+    return result
 
 
-def check_beta(name: str, beta: float) -> None:
-    """A momentum weight in [0, 1)."""
-    if not 0 <= beta < 1:
-        raise ValueError(f"{name}(beta={beta}) must be in [0, 1).")
+def momentum_weight(name: str, value: object, *, of: str | None = None) -> float:
+    """Return a number in [0, 1)."""
+    result = number(name, value, of=of)
+    if not 0 <= result < 1:
+        raise ValueError(f"{shown(name, value, of)} must be in [0, 1).")
+    return result

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from lightning_dp._validate import normalise, positive, whole
 from lightning_dp.schedules.base import AbstractSchedule
-from lightning_dp.schedules.checks import check_positive, check_steps
 
 __all__ = ["Cosine"]
 
@@ -32,8 +32,8 @@ class Cosine(AbstractSchedule):
     end: float
 
     def __post_init__(self) -> None:
-        check_steps("Cosine", self.steps)
-        check_positive("Cosine", "end", self.end)
+        normalise(self, whole, "steps", of="Cosine")
+        normalise(self, positive, "end", of="Cosine")
 
     def __call__(self, step: int) -> float:
         angle = math.pi * min(1.0, step / self.steps)

@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from lightning_dp._validate import normalise, positive
 from lightning_dp.schedules.base import AbstractSchedule
-from lightning_dp.schedules.checks import check_condition_number, check_positive
+from lightning_dp.schedules.checks import condition_number
 
 __all__ = ["DynamicGD"]
 
@@ -39,7 +40,7 @@ class DynamicGD(AbstractSchedule):
     kappa: float
 
     def __post_init__(self) -> None:
-        check_condition_number("DynamicGD", self.kappa)
+        normalise(self, condition_number, "kappa", of="DynamicGD")
 
     def __call__(self, step: int) -> float:
         return math.exp(step / 4 * math.log1p(-1 / self.kappa))
@@ -55,6 +56,6 @@ class DynamicGD(AbstractSchedule):
             kappa: κ > 1.
             alpha: α > 0, see :func:`lightning_dp.schedules.paper.paper_alpha`.
         """
-        check_condition_number("DynamicGD.recommended_steps", kappa)
-        check_positive("DynamicGD.recommended_steps", "alpha", alpha)
+        kappa = condition_number("kappa", kappa, of="DynamicGD.recommended_steps")
+        alpha = positive("alpha", alpha, of="DynamicGD.recommended_steps")
         return math.ceil(2 * kappa * math.log1p(1 / (kappa * alpha)))

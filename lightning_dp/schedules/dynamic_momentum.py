@@ -5,13 +5,9 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from lightning_dp._validate import normalise, number, positive, whole
 from lightning_dp.schedules.base import AbstractSchedule
-from lightning_dp.schedules.checks import (
-    check_beta,
-    check_condition_number,
-    check_positive,
-    check_steps,
-)
+from lightning_dp.schedules.checks import condition_number, momentum_weight
 
 __all__ = ["DynamicMomentum"]
 
@@ -59,18 +55,19 @@ class DynamicMomentum(AbstractSchedule):
     steps: int
 
     def __post_init__(self) -> None:
-        check_condition_number("DynamicMomentum", self.kappa)
+        normalise(self, condition_number, "kappa", of="DynamicMomentum")
+        normalise(self, number, "eta0", of="DynamicMomentum")
         if not 0 < self.eta0 < self.kappa:
             raise ValueError(
                 f"DynamicMomentum(eta0={self.eta0}) must be above 0 and below kappa={self.kappa}."
             )
-        check_beta("DynamicMomentum", self.beta)
+        normalise(self, momentum_weight, "beta", of="DynamicMomentum")
         if not self.beta < 1 - self.eta0 / self.kappa:
             raise ValueError(
                 f"DynamicMomentum(beta={self.beta}) must be below gamma = 1 - eta0/kappa = "
                 f"{1 - self.eta0 / self.kappa:.6g} (Theorem 4.6)."
             )
-        check_steps("DynamicMomentum", self.steps)
+        normalise(self, whole, "steps", of="DynamicMomentum")
 
     @property
     def turning_step(self) -> int:
@@ -103,7 +100,7 @@ class DynamicMomentum(AbstractSchedule):
             eta0: η0 in (0, κ).
             alpha: α > 0, see :func:`lightning_dp.schedules.paper.paper_alpha`.
         """
-        check_condition_number("DynamicMomentum.recommended_steps", kappa)
-        check_positive("DynamicMomentum.recommended_steps", "eta0", eta0)
-        check_positive("DynamicMomentum.recommended_steps", "alpha", alpha)
+        kappa = condition_number("kappa", kappa, of="DynamicMomentum.recommended_steps")
+        eta0 = positive("eta0", eta0, of="DynamicMomentum.recommended_steps")
+        alpha = positive("alpha", alpha, of="DynamicMomentum.recommended_steps")
         return math.ceil(2 * kappa / eta0 * math.log1p(eta0 / (kappa * alpha)))

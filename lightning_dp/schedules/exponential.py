@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from lightning_dp._validate import normalise, number
 from lightning_dp.schedules.base import AbstractSchedule
 
 __all__ = ["Exponential"]
@@ -29,6 +30,7 @@ class Exponential(AbstractSchedule):
     rate: float
 
     def __post_init__(self) -> None:
+        normalise(self, number, "rate", of="Exponential")
         if not math.isfinite(self.rate):
             raise ValueError(f"Exponential(rate={self.rate}) must be a finite number.")
 

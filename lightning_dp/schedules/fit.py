@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
+from lightning_dp._validate import whole
 from lightning_dp.schedules.base import AbstractSchedule
-from lightning_dp.schedules.checks import check_steps
 from lightning_dp.schedules.exponential import Exponential
 
 __all__ = ["fit_exponential"]
@@ -30,7 +30,7 @@ def fit_exponential(schedule: AbstractSchedule, steps: int) -> Exponential:
         >>> round(fit_exponential(DynamicGD(kappa=10.0), steps=50).rate, 6)    # -log(0.9) / 4
         0.02634
     """
-    check_steps("fit_exponential", steps)
+    steps = whole("steps", steps, of="fit_exponential")
     times = np.arange(steps) - (steps - 1) / 2
     logs = np.log([schedule(step) for step in range(steps)])
     slope = 0.0 if steps == 1 else float(times @ logs / (times @ times))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from lightning_dp._validate import positive
 from lightning_dp.schedules.base import AbstractSchedule
 
 __all__ = ["FromInfluence"]
@@ -43,13 +44,11 @@ class FromInfluence(AbstractSchedule):
             )
         if not self.influence:
             raise ValueError("FromInfluence(influence=()) must hold one value for each step.")
-        for step, value in enumerate(self.influence):
-            if not 0 < value < math.inf:
-                raise ValueError(
-                    f"FromInfluence(influence[{step}]={value}) must be finite and greater than 0."
-                )
-        # Plain floats: a schedule is compared with a checkpoint's by its repr.
-        object.__setattr__(self, "influence", tuple(float(value) for value in self.influence))
+        checked = tuple(
+            positive(f"influence[{step}]", value, of="FromInfluence")
+            for step, value in enumerate(self.influence)
+        )
+        object.__setattr__(self, "influence", checked)
 
     def __call__(self, step: int) -> float:
         if not 0 <= step < len(self.influence):

@@ -13,7 +13,8 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from lightning_dp.schedules.checks import check_condition_number, check_positive, check_steps
+from lightning_dp._validate import positive, whole
+from lightning_dp.schedules.checks import condition_number
 
 __all__ = [
     "paper_alpha",
@@ -53,7 +54,7 @@ def paper_alpha(
         0.0001
     """
     for name, value in locals().items():
-        check_positive("paper_alpha", name, value)
+        positive(name, value, of="paper_alpha")
     return dimension * clip_norm**2 / (2 * budget * smoothness * num_records**2 * initial_excess)
 
 
@@ -68,9 +69,9 @@ def paper_noise(influence: Sequence[float], budget: float) -> list[float]:
         >>> paper_noise([1.0, 1.0, 1.0, 1.0], budget=1.0)
         [2.0, 2.0, 2.0, 2.0]
     """
-    check_positive("paper_noise", "budget", budget)
+    positive("budget", budget, of="paper_noise")
     for value in influence:
-        check_positive("paper_noise", "influence", value)
+        positive("influence", value, of="paper_noise")
     total = math.fsum(math.sqrt(value) for value in influence)
     return [math.sqrt(total / math.sqrt(value) / budget) for value in influence]
 
@@ -82,8 +83,8 @@ def paper_uniform_noise(steps: int, budget: float) -> list[float]:
         >>> paper_uniform_noise(steps=2, budget=0.5)
         [2.0, 2.0]
     """
-    check_steps("paper_uniform_noise", steps)
-    check_positive("paper_uniform_noise", "budget", budget)
+    steps = whole("steps", steps, of="paper_uniform_noise")
+    positive("budget", budget, of="paper_uniform_noise")
     return [math.sqrt(steps / budget)] * steps
 
 
@@ -100,9 +101,9 @@ def paper_dynamic_gd_noise(kappa: float, steps: int, budget: float) -> list[floa
         >>> round(sum(1 / sigma**2 for sigma in noise), 6)
         0.3927
     """
-    check_condition_number("paper_dynamic_gd_noise", kappa)
-    check_steps("paper_dynamic_gd_noise", steps)
-    check_positive("paper_dynamic_gd_noise", "budget", budget)
+    condition_number("kappa", kappa, of="paper_dynamic_gd_noise")
+    steps = whole("steps", steps, of="paper_dynamic_gd_noise")
+    positive("budget", budget, of="paper_dynamic_gd_noise")
     root = math.sqrt(1 - 1 / kappa)
     first = (root**-steps - 1) / (1 - root) / budget
     return [math.sqrt(first * root**t) for t in range(1, steps + 1)]
@@ -117,8 +118,8 @@ def paper_uniform_steps(kappa: float, alpha: float) -> int:
         >>> paper_uniform_steps(kappa=10.0, alpha=0.01)
         24
     """
-    check_condition_number("paper_uniform_steps", kappa)
-    check_positive("paper_uniform_steps", "alpha", alpha)
+    condition_number("kappa", kappa, of="paper_uniform_steps")
+    positive("alpha", alpha, of="paper_uniform_steps")
     return math.ceil(kappa * math.log1p(1 / (kappa * alpha)))
 
 
@@ -132,7 +133,7 @@ def paper_subsampled_budget(budget: float, sample_rate: float) -> float:
         >>> round(paper_subsampled_budget(budget=0.5134, sample_rate=0.01))
         5134
     """
-    check_positive("paper_subsampled_budget", "budget", budget)
+    positive("budget", budget, of="paper_subsampled_budget")
     if not 0 < sample_rate <= 1:
         raise ValueError(f"paper_subsampled_budget(sample_rate={sample_rate}) must be in (0, 1].")
     return budget / sample_rate**2

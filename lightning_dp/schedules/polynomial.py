@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from lightning_dp._validate import normalise, positive, whole
 from lightning_dp.schedules.base import AbstractSchedule
-from lightning_dp.schedules.checks import check_positive, check_steps
 
 __all__ = ["Polynomial"]
 
@@ -33,9 +33,8 @@ class Polynomial(AbstractSchedule):
     power: float = 1.0
 
     def __post_init__(self) -> None:
-        check_steps("Polynomial", self.steps)
-        check_positive("Polynomial", "end", self.end)
-        check_positive("Polynomial", "power", self.power)
+        normalise(self, whole, "steps", of="Polynomial")
+        normalise(self, positive, "end", "power", of="Polynomial")
 
     def __call__(self, step: int) -> float:
         remaining = max(0.0, 1 - step / self.steps)

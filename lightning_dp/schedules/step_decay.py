@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from lightning_dp._validate import normalise, positive, whole
 from lightning_dp.schedules.base import AbstractSchedule
 
 __all__ = ["StepDecay"]
@@ -29,10 +30,8 @@ class StepDecay(AbstractSchedule):
     factor: float
 
     def __post_init__(self) -> None:
-        if not self.every >= 1:
-            raise ValueError(f"StepDecay(every={self.every}) must be at least 1 step.")
-        if not 0 < self.factor < float("inf"):
-            raise ValueError(f"StepDecay(factor={self.factor}) must be finite and greater than 0.")
+        normalise(self, whole, "every", of="StepDecay")
+        normalise(self, positive, "factor", of="StepDecay")
 
     def __call__(self, step: int) -> float:
         return float(self.factor ** (step // self.every))

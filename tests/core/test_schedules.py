@@ -117,7 +117,9 @@ def test_an_exponential_rate_that_is_not_finite_is_refused(rate):
 
 @pytest.mark.parametrize("every", [0, -1, math.nan])
 def test_an_interval_below_one_step_is_refused(every):
-    with pytest.raises(ValueError, match=rf"StepDecay\(every={every}\) must be at least 1 step"):
+    with pytest.raises(
+        ValueError, match=rf"StepDecay\(every={every}\) must be a whole number of at least 1"
+    ):
         StepDecay(every=every, factor=0.5)
 
 

@@ -1,0 +1,158 @@
+"""Checks of arguments: each refuses by name, and returns the plain Python value.
+
+Equal values become the same value, however they were given: ``1``, ``1.0`` and ``np.float64(1)``
+are one clip norm, ``3``, ``3.0`` and ``np.int64(3)`` one number of steps. What only looks like a
+number is refused: truth values, strings, ``Decimal``, arrays and tensors (also of one element).
+"""
+
+from __future__ import annotations
+
+import math
+import numbers
+import reprlib
+from typing import Any, Protocol, SupportsFloat, cast
+
+__all__ = [
+    "Check",
+    "flag",
+    "normalise",
+    "not_negative",
+    "number",
+    "optional",
+    "positive",
+    "probability",
+    "seed",
+    "shown",
+    "whole",
+]
+
+
+class Check(Protocol):
+    """Returns the plain value of an argument, or raises ValueError naming it."""
+
+    def __call__(self, name: str, value: object, *, of: str | None = None) -> Any: ...
+
+
+def number(name: str, value: object, *, of: str | None = None) -> float:
+    """Return a real number as a float. NaN and infinity pass: the bounds of the caller refuse them.
+
+    Args:
+        name: of the argument.
+        value: what was given.
+        of: the class or function that it was given to, where the name alone is not enough.
+
+    Raises:
+        ValueError: naming the argument.
+
+    Example:
+        >>> number("max_grad_norm", 1)
+        1.0
+        >>> number("max_grad_norm", "1")
+        Traceback (most recent call last):
+        ValueError: max_grad_norm='1' must be a real number: an int or a float, not a str.
+    """
+    if type(value) is float:  # nearly always
+        return value
+    if isinstance(value, numbers.Real) and not isinstance(value, bool):
+        try:
+            return float(cast(SupportsFloat, value))
+        except OverflowError:
+            raise ValueError(f"{shown(name, value, of)} is too large for a float.") from None
+    raise ValueError(
+        f"{shown(name, value, of)} must be a real number: an int or a float, not a "
+        f"{type(value).__name__}."
+    )
+
+
+def positive(name: str, value: object, *, of: str | None = None) -> float:
+    """Return a finite number greater than 0."""
+    result = number(name, value, of=of)
+    if not 0 < result < math.inf:
+        raise ValueError(f"{shown(name, value, of)} must be finite and greater than 0.")
+    return result
+
+
+def not_negative(name: str, value: object, *, of: str | None = None) -> float:
+    """Return a finite number of at least 0."""
+    result = number(name, value, of=of)
+    if not 0 <= result < math.inf:
+        raise ValueError(f"{shown(name, value, of)} must be finite and at least 0.")
+    return result
+
+
+def probability(name: str, value: object, *, of: str | None = None) -> float:
+    """Return a number above 0 and below 1."""
+    result = number(name, value, of=of)
+    if not 0 < result < 1:
+        raise ValueError(f"{shown(name, value, of)} must be between 0 and 1.")
+    return result
+
+
+def whole(
+    name: str, value: object, least: int = 1, most: float = math.inf, *, of: str | None = None
+) -> int:
+    """Return a whole number from ``least`` to ``most`` as an int; 3.0 is one, 2.5 is not.
+
+    Raises:
+        ValueError: naming the argument.
+
+    Example:
+        >>> whole("steps", 3.0, 1)
+        3
+        >>> whole("steps", True, 1, of="Cosine")
+        Traceback (most recent call last):
+        ValueError: Cosine(steps=True) must be a whole number of at least 1.
+    """
+    result = _integer(value)
+    if result is None or not least <= result <= most:
+        bounds = f"of at least {least}" if most == math.inf else f"from {least} to {most}"
+        raise ValueError(f"{shown(name, value, of)} must be a whole number {bounds}.")
+    return result
+
+
+def _integer(value: object) -> int | None:
+    if isinstance(value, bool):
+        return None
+    if isinstance(value, numbers.Integral):
+        return int(value)
+    if isinstance(value, numbers.Real) and float(value).is_integer():
+        return int(float(value))
+    return None
+
+
+def seed(name: str, value: object, *, of: str | None = None) -> int:
+    """Return a whole number that fits into 64 bits."""
+    return whole(name, value, 0, 2**64 - 1, of=of)
+
+
+def flag(name: str, value: object, *, of: str | None = None) -> bool:
+    """Return True or False; 1, "no" and None are neither.
+
+    Raises:
+        ValueError: naming the argument.
+    """
+    if not isinstance(value, bool):
+        raise ValueError(f"{shown(name, value, of)} must be True or False.")
+    return value
+
+
+def optional(check: Check) -> Check:
+    """Return a check that lets None pass."""
+
+    def checked(name: str, value: object, *, of: str | None = None) -> Any:
+        return None if value is None else check(name, value, of=of)
+
+    return checked
+
+
+def normalise(config: object, check: Check, *names: str, of: str | None = None) -> None:
+    """Replace fields of a frozen dataclass by their checked values; for ``__post_init__`` alone."""
+    for name in names:
+        object.__setattr__(config, name, check(name, getattr(config, name), of=of))
+
+
+def shown(name: str, value: object, of: str | None) -> str:
+    """Return the argument as it was written: ``steps=-1``, or ``Cosine(steps=-1)``."""
+    is_plain = isinstance(value, numbers.Real) and not isinstance(value, bool)
+    text = f"{name}={value if is_plain else reprlib.repr(value)}"
+    return text if of is None else f"{of}({text})"

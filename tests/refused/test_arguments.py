@@ -1,0 +1,298 @@
+"""Every public door refuses what only looks like a number, by the argument's name, before anything."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from decimal import Decimal
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from lightning_dp import CubicNewton, Diff2, LaplacianSmoothing, MeanGradient, Momentum, Term
+from lightning_dp.accounting import (
+    Gaussian,
+    PLDAccountant,
+    PoissonGaussian,
+    PoissonRound,
+    RepeatAndSelect,
+    affordable_steps,
+    calibrate,
+    calibrate_history,
+    delta,
+    draw_number_of_runs,
+    epsilon,
+    epsilon_curve,
+    gdp_delta,
+    gdp_epsilon,
+)
+from lightning_dp.callbacks import DifferentialPrivacy
+from lightning_dp.estimators import Storm
+from lightning_dp.functional import clip_factors, laplacian_smoothing
+from lightning_dp.influence import quadratic_influence
+from lightning_dp.metrics import PrivacyBudget
+from lightning_dp.plotting import plot_schedule
+from lightning_dp.query import Query
+from lightning_dp.sampling.physical_batches import factorisations, largest_chunk
+from lightning_dp.schedules import (
+    Cosine,
+    DynamicGD,
+    DynamicMomentum,
+    Exponential,
+    FromInfluence,
+    Polynomial,
+    StepDecay,
+)
+from lightning_dp.sparsify import random_k, shared_mask
+
+STEPS = [(Gaussian(3.0), 10)]
+
+
+@dataclass(frozen=True)
+class Door:
+    """A public callable with good arguments, and which of them are numbers, whole ones and flags."""
+
+    call: Callable[..., Any]
+    good: dict[str, Any]
+    whole: tuple[str, ...] = ()
+    flags: tuple[str, ...] = ()
+    others: dict[str, Any] = field(default_factory=dict)  # good arguments that are no numbers
+
+    @property
+    def name(self) -> str:
+        return getattr(self.call, "__qualname__", "a door")
+
+
+DOORS = [
+    Door(
+        DifferentialPrivacy,
+        {
+            "target_epsilon": 3.0,
+            "target_delta": 1e-5,
+            "max_grad_norm": 1.0,
+            "noise_multiplier": 1.0,
+            "seed": 3,
+            "isolation_probe": True,
+        },
+        whole=("seed",),
+        flags=("isolation_probe",),
+    ),
+    Door(MeanGradient, {"max_grad_norm": 1.0}),
+    Door(
+        Diff2,
+        {
+            "restart_every": 3,
+            "max_grad_norm": 1.0,
+            "diff_norm": 1.0,
+            "split": 1.5,
+            "restart_rate": 2.0,
+        },
+        whole=("restart_every",),
+    ),
+    Door(Diff2, {"step_length": 0.1}, others={"restart_every": 3, "split": "optimal"}),
+    Door(Storm, {"momentum": 0.5, "max_grad_norm": 1.0, "diff_norm": 1.0}),
+    Door(
+        CubicNewton,
+        {
+            "strong_convexity": 1.0,
+            "hessian_lipschitz": 1.0,
+            "inner_steps": 2,
+            "max_grad_norm": 1.0,
+            "max_hessian_norm": 1.0,
+            "keep": 3,
+            "mask_seed": 0,
+            "box": 1.0,
+            "weight_decay": 0.0,
+            "max_step_size": 0.1,
+            "fresh_batches": False,
+        },
+        whole=("inner_steps", "keep", "mask_seed"),
+        flags=("fresh_batches",),
+    ),
+    Door(
+        CubicNewton,
+        {"keep_fraction": 0.5},
+        others={"strong_convexity": 1.0, "hessian_lipschitz": 1.0, "inner_steps": 2},
+    ),
+    Door(Momentum, {"beta": 0.9}),
+    Door(LaplacianSmoothing, {"sigma": 1.0}),
+    Door(laplacian_smoothing, {"sigma": 1.0}, others={"v": torch.ones(3)}),
+    Door(clip_factors, {"clip_norm": 1.0}, others={"norms": torch.ones(3)}),
+    Door(Exponential, {"rate": 0.1}),
+    Door(Cosine, {"steps": 10, "end": 0.5}, whole=("steps",)),
+    Door(Polynomial, {"steps": 10, "end": 0.5, "power": 2.0}, whole=("steps",)),
+    Door(StepDecay, {"every": 10, "factor": 0.5}, whole=("every",)),
+    Door(DynamicGD, {"kappa": 10.0}),
+    Door(DynamicGD.recommended_steps, {"kappa": 10.0, "alpha": 0.1}),
+    Door(
+        DynamicMomentum,
+        {"kappa": 100.0, "eta0": 1.0, "beta": 0.5, "steps": 10},
+        whole=("steps",),
+    ),
+    Door(DynamicMomentum.recommended_steps, {"kappa": 10.0, "eta0": 1.0, "alpha": 0.1}),
+    Door(Term, {"weight": 1.0}),
+    Door(Query, {"clip_norm": 1.0, "noise_multiplier": 1.0}, others={"terms": (Term(),)}),
+    Door(Gaussian, {"noise_multiplier": 1.0}),
+    Door(PoissonGaussian, {"noise_multiplier": 1.0, "sample_rate": 0.1}),
+    Door(PoissonRound, {"sample_rate": 0.1}, others={"noise_multipliers": (1.0, 2.0)}),
+    Door(RepeatAndSelect, {"mean": 10.0, "shape": 1.0}, others={"runs": STEPS}),
+    Door(draw_number_of_runs, {"mean": 10.0, "shape": 1.0}),
+    Door(epsilon, {"delta": 1e-5}, others={"events": STEPS}),
+    Door(delta, {"epsilon": 1.0}, others={"events": STEPS}),
+    Door(gdp_delta, {"mu": 1.0, "epsilon": 1.0}),
+    Door(gdp_epsilon, {"mu": 1.0, "delta": 1e-5}),
+    Door(PLDAccountant, {"rtol": 1e-3, "spacing": 0.1}),
+    Door(
+        calibrate,
+        {"sample_rate": 1.0, "steps": 3, "epsilon": 1.0, "delta": 1e-5},
+        whole=("steps",),
+        others={"shape": (1.0, 1.0, 1.0)},
+    ),
+    Door(
+        calibrate_history,
+        {"epsilon": 1.0, "delta": 1e-5},
+        others={"history": lambda scale: [(Gaussian(scale), 1)]},
+    ),
+    Door(
+        affordable_steps,
+        {"limit": 10, "epsilon": 1.0, "delta": 1e-5},
+        whole=("limit",),
+        others={"plan": Gaussian(3.0)},
+    ),
+    Door(
+        epsilon_curve,
+        {"delta": 1e-5},
+        others={"plan": Gaussian(3.0), "at_steps": [1, 2]},
+    ),
+    Door(PrivacyBudget, {"target_delta": 1e-5}),
+    Door(
+        PrivacyBudget(1e-5).update,
+        {"noise_multiplier": 1.0, "sample_rate": 0.1, "steps": 1},
+        whole=("steps",),
+    ),
+    Door(
+        quadratic_influence,
+        {"learning_rate": 0.1, "steps": 3, "noise_std": 1.0},
+        whole=("steps",),
+        others={"eigenvalues": [1.0]},
+    ),
+    Door(
+        plot_schedule,
+        {"steps": 3, "scale": 1.0, "sample_rate": 0.1, "delta": 1e-5},
+        whole=("steps",),
+        others={"schedule": Exponential(0.1)},
+    ),
+    Door(factorisations, {"logical_batch_size": 12}, whole=("logical_batch_size",)),
+    Door(
+        largest_chunk,
+        {
+            "logical_batch_size": 10,
+            "accumulate": 1,
+            "world_size": 1,
+            "num_records": 100,
+            "relative_rate": 1.0,
+            "chance": 0.1,
+        },
+        whole=("accumulate", "world_size"),
+    ),
+    Door(
+        shared_mask,
+        {"seed": 1, "round_": 0, "size": 10, "keep": 3},
+        whole=("seed", "round_", "size", "keep"),
+    ),
+    Door(
+        random_k,
+        {"keep": 3, "seed": 1, "round_": 0},
+        whole=("keep", "seed", "round_"),
+        others={"u": torch.ones(10)},
+    ),
+]
+
+
+def lookalikes(good: Any) -> Iterator[Any]:
+    """Values that Python computes with as if they were this number, and that are none."""
+    yield from (str(good), Decimal(str(good)), np.array(good), torch.tensor(good), [good], 1j)
+    yield from (np.bool_(True), math.nan, b"1", {}, object())
+
+
+def cases() -> Iterator[Any]:
+    for door in DOORS:
+        for name, good in door.good.items():
+            bad = [1, 0, "yes", None, np.bool_(True)] if name in door.flags else lookalikes(good)
+            for value in bad:
+                yield pytest.param(
+                    door, name, value, id=f"{door.name}-{name}-{type(value).__name__}"
+                )
+            if name in door.whole:
+                yield pytest.param(door, name, 2.5, id=f"{door.name}-{name}-2.5")
+            if name not in door.flags:
+                yield pytest.param(door, name, True, id=f"{door.name}-{name}-True")
+
+
+@pytest.mark.parametrize(("door", "name", "value"), cases())
+def test_what_is_no_number_is_refused_by_its_arguments_name(door, name, value):
+    arguments = {**door.others, **door.good, name: value}
+    with pytest.raises((ValueError, TypeError), match=rf"\b{name}\b"):
+        door.call(**arguments)
+
+
+@pytest.mark.parametrize("door", DOORS, ids=lambda door: door.name)
+def test_equal_numbers_of_other_libraries_are_taken(door):
+    def other(name: str, value: Any) -> Any:
+        if name in door.flags:
+            return value
+        return np.int64(value) if isinstance(value, int) else np.float64(value)
+
+    door.call(**door.others, **{name: other(name, value) for name, value in door.good.items()})
+
+
+@pytest.mark.parametrize(
+    ("left", "right"),
+    [
+        (MeanGradient(1), MeanGradient(np.float64(1.0))),
+        (Diff2(3, split=2), Diff2(np.int64(3), split=2.0)),
+        (Diff2(3.0), Diff2(3)),
+        (Storm(np.float32(0.5), 2), Storm(0.5, 2.0)),
+        (Exponential(1), Exponential(np.float64(1))),
+        (Cosine(10.0, 1), Cosine(np.int64(10), 1.0)),
+        (StepDecay(np.int32(2), 1), StepDecay(2.0, 1.0)),
+        (FromInfluence((1, np.float64(2))), FromInfluence((1.0, 2.0))),
+        (Momentum(0), Momentum(0.0)),
+        (LaplacianSmoothing(1), LaplacianSmoothing(np.float64(1.0))),
+        (CubicNewton(1, 1, 5.0), CubicNewton(1.0, np.float64(1), np.int64(5))),
+    ],
+)
+def test_equal_configurations_are_written_alike(left, right):
+    assert left == right
+    assert repr(left) == repr(right)
+
+
+def test_a_folder_is_a_string_or_a_path():
+    make = {"target_epsilon": 3.0, "target_delta": 1e-5}
+    for bad in (3, b"folder", True, ["folder"], object()):
+        with pytest.raises(TypeError, match="ledger_dir=.* must be a folder"):
+            DifferentialPrivacy(**make, ledger_dir=bad)
+    with pytest.raises(ValueError, match="ledger_dir='' names no folder"):
+        DifferentialPrivacy(**make, ledger_dir="")
+    here = DifferentialPrivacy(**make, ledger_dir=Path("somewhere"))
+    assert here.config.ledger_dir == "somewhere"
+
+
+def test_post_processors_come_in_a_list():
+    make = {"target_epsilon": 3.0, "target_delta": 1e-5}
+    for bad in (Momentum(0.5), "momentum", {"beta": 0.5}, {Momentum(0.5)}, None, 3):
+        with pytest.raises(TypeError, match="postprocessing=.* must be a list"):
+            DifferentialPrivacy(**make, postprocessing=bad)
+    taken = DifferentialPrivacy(**make, postprocessing=iter([Momentum(0.5)]))
+    assert taken.config.postprocessing == (Momentum(0.5),)
+
+
+@pytest.mark.parametrize("name", ["relation", "engine"])
+@pytest.mark.parametrize("value", [None, 1, True, [], {}, np.array(["auto", "hooks"]), "AUTO"])
+def test_a_choice_is_one_of_its_words(name, value):
+    with pytest.raises(ValueError, match=f"^{name}="):
+        DifferentialPrivacy(3.0, target_delta=1e-5, **{name: value})
