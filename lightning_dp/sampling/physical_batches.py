@@ -6,7 +6,7 @@ import math
 
 from scipy.stats import binom
 
-from lightning_dp._validate import number, positive, probability, whole
+from lightning_dp._validate import positive, probability, whole
 from lightning_dp.sampling.base import check_sizes
 
 __all__ = ["factorisations", "largest_chunk"]
@@ -64,7 +64,7 @@ def largest_chunk(
         (357, 45)
     """
     num_records = whole("num_records", num_records, 0)
-    check_sizes(num_records, number("logical_batch_size", logical_batch_size))
+    check_sizes(num_records, positive("logical_batch_size", logical_batch_size))
     accumulate, world_size = whole("accumulate", accumulate), whole("world_size", world_size)
     chance = probability("chance", chance)
     relative_rate = positive("relative_rate", relative_rate)

@@ -274,7 +274,7 @@ def test_equal_configurations_are_written_alike(left, right):
 def test_a_folder_is_a_string_or_a_path():
     make = {"target_epsilon": 3.0, "target_delta": 1e-5}
     for bad in (3, b"folder", True, ["folder"], object()):
-        with pytest.raises(TypeError, match="ledger_dir=.* must be a folder"):
+        with pytest.raises(TypeError, match=r"ledger_dir=.* must be a folder"):
             DifferentialPrivacy(**make, ledger_dir=bad)
     with pytest.raises(ValueError, match="ledger_dir='' names no folder"):
         DifferentialPrivacy(**make, ledger_dir="")
@@ -285,7 +285,7 @@ def test_a_folder_is_a_string_or_a_path():
 def test_post_processors_come_in_a_list():
     make = {"target_epsilon": 3.0, "target_delta": 1e-5}
     for bad in (Momentum(0.5), "momentum", {"beta": 0.5}, {Momentum(0.5)}, None, 3):
-        with pytest.raises(TypeError, match="postprocessing=.* must be a list"):
+        with pytest.raises(TypeError, match=r"postprocessing=.* must be a list"):
             DifferentialPrivacy(**make, postprocessing=bad)
     taken = DifferentialPrivacy(**make, postprocessing=iter([Momentum(0.5)]))
     assert taken.config.postprocessing == (Momentum(0.5),)
