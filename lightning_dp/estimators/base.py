@@ -86,6 +86,19 @@ class AbstractEstimator(ABC):
         planned noise.
         """
 
+    def recall(self, query: Query, step: int, part: int) -> State | None:
+        """A state in which :meth:`ask` asks this query, if any does; None if no state can be told.
+
+        For a client of a federation: it has seen no answers but its own, and asks for itself what
+        a server may ask at step t, in its query number ``part``, about the points (and along the
+        directions) that it was sent. An estimator that gives None is held to the noise and to
+        numbers of ordinary size only.
+
+        Args:
+            query: of step t, with its points written out; the first one is x_t.
+        """
+        return None
+
     @abstractmethod
     def tell(
         self, state: State, params: Sequence[Tensor], step: int, released: Release

@@ -188,6 +188,14 @@ class CubicNewton(AbstractEstimator):
             coordinates,
         )
 
+    def recall(self, query: Query, step: int, part: int) -> State:
+        round_, inner = divmod(step, self.inner_steps) if self.fresh_batches else (step, part)
+        offset = query.terms[-1].direction if inner else None
+        if offset is not None:
+            coordinates = self.coordinates(round_, len(offset))
+            offset = offset if coordinates is None else offset[coordinates]
+        return {"round": round_, "inner": inner, "offset": offset, "average": None}
+
     def tell(
         self, state: State, params: Sequence[Tensor], step: int, released: Release
     ) -> tuple[Tensor | None, State]:

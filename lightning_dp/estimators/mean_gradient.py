@@ -49,6 +49,9 @@ class MeanGradient(AbstractEstimator):
     ) -> Query:
         return Query((Term(),), self.max_grad_norm, noise_multiplier)
 
+    def recall(self, query: Query, step: int, part: int) -> State:
+        return {}
+
     def tell(
         self, state: State, params: Sequence[Tensor], step: int, released: Release
     ) -> tuple[Tensor, State]:

@@ -65,6 +65,10 @@ class Storm(AbstractEstimator):
         clip_norm = self.momentum * self.max_grad_norm + keep * radius
         return Query((Term(), Term(-keep, state["point"])), clip_norm, noise_multiplier)
 
+    def recall(self, query: Query, step: int, part: int) -> State:
+        before = query.terms[-1].point if step else None
+        return {"estimate": before, "point": before}
+
     def tell(
         self, state: State, params: Sequence[Tensor], step: int, released: Release
     ) -> tuple[Tensor, State]:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from lightning_dp.accounting import AbstractEvent, Gaussian, Relation
+from lightning_dp.federated.agreed import check_point
 from lightning_dp.federated.asynchronous import LOST, REFUSED, ROUND, UPDATE, AsyncPlan
 from lightning_dp.federated.base import AbstractClient, Message, MessageError, Records
 from lightning_dp.federated.noised import draw, noise_source, noised_sum
@@ -201,6 +202,7 @@ class AsyncClient(AbstractClient):
             sent = self._ledger.find(self._spending, i, 0)
             return sent or Message(LOST, {"round": i}).to_bytes()
         point, facts = self._point, {"round": i, "counter": self._counter}
+        self._check(point)
         note = Message(NOTE, facts, {"point": point}).to_bytes()
         try:
             reply = self._ledger.release(
@@ -215,6 +217,14 @@ class AsyncClient(AbstractClient):
         update = Message.from_bytes(reply).tensor("update")
         self._point, self._round = self._plan.move(point, i, update), i + 1
         return reply
+
+    def _check(self, point: Tensor) -> None:
+        """A model that cannot be asked about is refused before anything is charged."""
+        check_point(self._records, point)
+        try:
+            self._plan.check(len(point), 1)
+        except ValueError as error:
+            raise MessageError(str(error)) from None
 
     def _remember(self) -> None:
         """In a new process: ŵ after the latest release, from the model that it was made at."""

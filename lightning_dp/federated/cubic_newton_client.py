@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from lightning_dp.accounting import AbstractEvent, Gaussian, Relation
+from lightning_dp.federated.agreed import check_point, is_of_ordinary_size
 from lightning_dp.federated.asynchronous import REFUSED, ROUND, UPDATE
 from lightning_dp.federated.base import AbstractClient, Message, MessageError, Records
 from lightning_dp.federated.cubic_newton import CubicNewtonPlan
@@ -136,8 +137,7 @@ class CubicNewtonClient(AbstractClient):
         """A model that cannot be asked about is refused before anything is charged."""
         if point.dtype not in (torch.float32, torch.float64):
             raise MessageError(f"The model is of {point.dtype}; DP-FCRN needs float32 or float64.")
-        if not bool(torch.isfinite(point).all()):
-            raise MessageError("The model is not finite.")
+        check_point(self._records, point)
         try:
             self._newton.kept(len(point))
             self._plan.update_size(len(point))
@@ -156,6 +156,8 @@ class CubicNewtonClient(AbstractClient):
             if inner == 0 or newton.fresh_batches:
                 drawn = draw(self._records, q, rng, self._sampling)
             query = _at(newton.ask(state, params, t, self._noise_multiplier), point)
+            if query.noise_multiplier > 0 and not is_of_ordinary_size(query):
+                raise _DivergedError(f"inner step {inner} asks for clip norm {query.clip_norm}")
             released = noised_sum(self._records, query, drawn, source)
             mean = released.mean(q * self._records.num_records)
             try:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_dp.clipping import AbstractPerSampleGradients, bounded_sum
-from lightning_dp.functional import flatten
+from lightning_dp.functional import flatten, unflatten
 from lightning_dp.gradients import (
     AbstractGradientEngine,
     RawGradientGuard,
@@ -138,6 +138,22 @@ class LocalRecords:
     def point(self) -> Tensor:
         """The module's trained parameters as a flat vector: a copy."""
         return flatten(self.params)
+
+    def check_point(self, point: Tensor) -> None:
+        """Raise ValueError for a vector that cannot be the trained parameters.
+
+        Raises:
+            ValueError: for another dtype or size, or numbers that overflow in a parameter's dtype.
+        """
+        here = self.point
+        if point.dtype != here.dtype or point.shape != here.shape:
+            raise ValueError(
+                f"{tuple(point.shape)} of {point.dtype} was sent, and this client's model has "
+                f"{len(here)} trained numbers of {here.dtype}. Build the same module everywhere."
+            )
+        parts = unflatten(point, self.params)
+        if not all(bool(torch.isfinite(part).all()) for part in parts):
+            raise ValueError("some numbers are not finite in this client's module.")
 
     def bounded_sum(self, query: Query, records: Sequence[int]) -> BoundedSum:
         """The sum of the query over these records, none of which may occur twice.

@@ -5,10 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from lightning_dp.accounting import AbstractEvent, Gaussian, Relation
-from lightning_dp.estimators.base import share_of_noise
+from lightning_dp.estimators.base import State
+from lightning_dp.federated.agreed import check_point, check_query, is_of_ordinary_size
 from lightning_dp.federated.asynchronous import REFUSED
 from lightning_dp.federated.base import AbstractClient, Message, MessageError, Records
 from lightning_dp.federated.bvr_l_sgd import BVRLSGD
@@ -28,8 +30,6 @@ from lightning_dp.plan import NoisePlan
 from lightning_dp.query import Query
 
 __all__ = ["QueryClient"]
-
-_ROUNDING = 1 - 1e-12
 
 
 class QueryClient(AbstractClient):
@@ -127,8 +127,7 @@ class QueryClient(AbstractClient):
             )
         step, part = message.whole("round"), message.whole("part")
         if message.kind == LOCAL:
-            if not self._events(2 * step + 1):
-                raise MessageError(f"Step {step} is not this client's turn for a local routine.")
+            self._check_walk(message, step)
             return self._release(2 * step + 1, 0, step, lambda rng: self._walk(message, step, rng))
         query, noise = query_from(message), message["noise"]
         self._check(query, step, part, noise)
@@ -157,14 +156,33 @@ class QueryClient(AbstractClient):
         queries = self._plan.estimator.queries_per_step
         if not part < queries:
             raise MessageError(f"Part {part} of step {step}: the plan has {queries} queries.")
-        if 2 * step >= self._spending.rounds:
-            return  # the ledger refuses it
-        least = share_of_noise(self._plan.noise_multiplier(step), queries)
-        if not query.noise_multiplier >= least * _ROUNDING:
-            raise MessageError(
-                f"The server asks for noise_multiplier={query.noise_multiplier} at step {step}, below "
-                f"the planned {least}. Give the server this client's plan."
-            )
+        if 2 * step < self._spending.rounds:  # else the ledger refuses it
+            check_query(self._records, self._plan, query, step, part)
+
+    def _check_walk(self, message: Message, step: int) -> None:
+        """A local routine begins in this client's turn, at a model, and with a step of some length."""
+        if not self._events(2 * step + 1):
+            raise MessageError(f"Step {step} is not this client's turn for a local routine.")
+        x, v = message.tensor("x"), message.tensor("v")
+        check_point(self._records, x, "x")
+        check_point(self._records, v, "v")
+        if len(v) != len(x) or v.dtype != x.dtype:
+            raise MessageError(f"x has {len(x)} numbers of {x.dtype}, and v {len(v)} of {v.dtype}.")
+        assert self._local_routine is not None
+        start = self._local_routine.start(x, v)
+        check_point(self._records, start["x"], "x after the server's step")
+        if self._local_routine.ask(start) is not None and self._next(start) is None:
+            raise MessageError("v is too short or too long for differences to be clipped.")
+
+    def _next(self, state: State) -> Query | None:
+        """The query that the local routine asks; None where it ends."""
+        assert self._local_routine is not None
+        try:
+            query = self._local_routine.ask(state)
+        except RuntimeError:  # the points are no longer finite, by noised values only
+            return None
+        is_asked = query is not None and (query.noise_multiplier == 0 or is_of_ordinary_size(query))
+        return query if is_asked else None
 
     def _generator(self, rng: np.random.Generator, number: int) -> np.random.Generator:
         return rng if self._seed is None else random_generator(self._seed, 1, number)
@@ -189,10 +207,11 @@ class QueryClient(AbstractClient):
         state = routine.start(message.tensor("x"), message.tensor("v"))
         rng, source = self._generator(rng, 2 * step + 1), noise_source(self._seed, 2 * step + 1)
         batch = routine.sample_rate * self._records.num_records
-        while (query := routine.ask(state)) is not None:
+        while (query := self._next(state)) is not None:
             drawn = draw(self._records, routine.sample_rate, rng)
             released = noised_sum(self._records, query, drawn, source)
             state = routine.tell(state, released.mean(batch))
         x: Tensor = state["x"]
+        x = x if bool(torch.isfinite(x).all()) else state["before"]
         facts = {"round": step, "part": message.whole("part")}
         return Message(WALKED, facts, {"x": x.to(message.tensor("x").dtype)}).to_bytes()
