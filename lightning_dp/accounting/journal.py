@@ -2,43 +2,58 @@
 
 from __future__ import annotations
 
-import json
+import contextlib
 import os
-import zlib
+import secrets
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import IO, Any, TypeAlias
+from typing import IO
 
 import filelock
 
-from lightning_dp.accounting.event_reader import event_from_dict
+from lightning_dp.accounting.charges import (
+    JournalError,
+    Runs,
+    add_charge,
+    history_of,
+    longer_run,
+)
 from lightning_dp.accounting.events import AbstractEvent
+from lightning_dp.accounting.journal_text import (
+    Written,
+    charge_line,
+    header_line,
+    read_text,
+    weights_line,
+)
+from lightning_dp.accounting.owner_only import FILE_MODE, create_file, make_folder
 
 __all__ = [
     "Journal",
+    "JournalDiskError",
     "JournalError",
     "Runs",
     "add_charge",
     "history_of",
     "longer_run",
     "read_journal",
+    "read_written",
     "sync_folder",
 ]
 
-# Per run (one fit in one process): its charges in order, equal neighbours counted together.
-Runs: TypeAlias = dict[str, list[tuple[AbstractEvent, int]]]
-
-_FORMAT = "lightning-dp-journal-1"
+_LINES_AT_ONCE = 4096
 
 
-class JournalError(RuntimeError):
-    """The record of what was spent is missing, damaged or in use: training must not go on."""
+class JournalDiskError(OSError, JournalError):
+    """The disk does not take the record of what was spent: training must not go on."""
 
 
 class Journal:
     """One file, one line per charge: ``[run, number, event] crc32``, fsynced before it returns.
 
-    ``event`` is null where it equals the run's previous one. The first line names the ledger. A
-    lock beside the file keeps a second process from charging the same ledger at the same time.
+    ``event`` is null where it equals the run's previous one. The first line names the ledger; lines
+    without a run hold fingerprints of released weights. A lock beside the file keeps a second
+    process from charging the same ledger at the same time. Only its owner can read a new file.
 
     Args:
         path: the file; it is made when it does not exist, with its folder.
@@ -46,17 +61,19 @@ class Journal:
 
     Raises:
         JournalError: if another process holds it, it belongs to another ledger, or is damaged.
+        JournalDiskError: if the disk does not take it.
     """
 
     def __init__(self, path: Path, ledger_id: str) -> None:
         self.path = path
-        path.parent.mkdir(parents=True, exist_ok=True)
-        self._lock = filelock.FileLock(f"{path}.lock")
-        self._lock_now()
+        self._is_torn = False
+        self._lock = filelock.FileLock(f"{path}.lock", mode=FILE_MODE)
+        with self._disk("opened"):
+            make_folder(path.parent)
+            self._lock_now()
         try:
-            self._last: dict[str, AbstractEvent] = {}
-            self.runs = self._read(ledger_id)
-            self._file = self._open(ledger_id)
+            with self._disk("opened"):
+                self._open(ledger_id)
         except BaseException:
             self._lock.release()
             raise
@@ -70,46 +87,139 @@ class Journal:
                 "from one ledger at the same time: wait for the other one to end."
             ) from None
 
-    def _read(self, ledger_id: str) -> Runs:
+    def _open(self, ledger_id: str) -> None:
         if not self.path.exists():
-            return {}
-        found, runs = read_journal(self.path)
-        if found != ledger_id:
+            self._create(ledger_id)
+        written = read_written(self.path)
+        if written.ledger_id != ledger_id:
             raise JournalError(
-                f"The privacy journal {self.path} belongs to ledger {found}, not to {ledger_id}."
+                f"The privacy journal {self.path} belongs to ledger {written.ledger_id}, not to "
+                f"{ledger_id}."
             )
-        self._last = {run: charges[-1][0] for run, charges in runs.items() if charges}
-        return runs
+        self.runs = written.runs
+        self._last = {run: charges[-1][0] for run, charges in written.runs.items()}
+        self._weights = written.weights
+        self._size = written.size
+        self._file: IO[bytes] = open(self.path, "ab", buffering=0)  # noqa: SIM115 (until close())
+        try:
+            self._file.truncate(written.size)
+            if not written.is_ended:
+                self._put(b"\n")
+        except BaseException:
+            self._file.close()
+            raise
 
-    def _open(self, ledger_id: str) -> IO[bytes]:
-        is_new = not self.path.exists()
-        file = open(self.path, "ab")  # noqa: SIM115 (stays open until close())
-        if is_new:
-            file.write(_line([_FORMAT, ledger_id]))
-            _sync(file)
-            sync_folder(self.path.parent)
-        else:
-            file.truncate(_whole_lines(self.path.read_bytes()))
-        return file
+    def _create(self, ledger_id: str) -> None:
+        """Make the file with its first line, at once: a crash leaves all of it, or none."""
+        partial = self.path.with_name(f".{self.path.name}-{secrets.token_hex(4)}")
+        with open(create_file(partial), "wb") as file:
+            try:
+                file.write(header_line(ledger_id))
+                file.flush()
+                os.fsync(file.fileno())
+                os.replace(partial, self.path)
+            except BaseException:
+                partial.unlink(missing_ok=True)
+                raise
+        sync_folder(self.path.parent)
+
+    # -- writing ---------------------------------------------------------------------------
 
     def append(self, run: str, number: int, event: AbstractEvent) -> None:
-        """Write one charge and wait until it is on the disk."""
-        self._write(run, number, event)
-        _sync(self._file)
+        """Write one charge and wait until it is on the disk.
+
+        Raises:
+            JournalError: if the file is not what this process wrote; nothing is written.
+            JournalDiskError: if the disk does not take it.
+        """
+        self._check_untouched()
+        self._append([self._line(run, number, event)])
+        self._last[run] = event
 
     def extend(self, runs: Runs) -> None:
         """Write whatever of ``runs`` is not in the file yet, with one wait at the end."""
+        self._check_untouched()
         for run, charges in runs.items():
             written = sum(count for _, count in self.runs.get(run, []))
             events = [event for event, count in charges for _ in range(count)]
-            for number in range(written, len(events)):
-                self._write(run, number, events[number])
-        _sync(self._file)
+            for start in range(written, len(events), _LINES_AT_ONCE):
+                lines = []
+                for number, event in list(enumerate(events))[start : start + _LINES_AT_ONCE]:
+                    lines.append(self._line(run, number, event))
+                    self._last[run] = event
+                self._append(lines, wait=False)
+        self._append([])
 
-    def _write(self, run: str, number: int, event: AbstractEvent) -> None:
-        same = self._last.get(run) == event
-        self._file.write(_line([run, number, None if same else event.to_dict()]))
-        self._last[run] = event
+    def note_weights(self, fingerprints: Sequence[str]) -> None:
+        """Write that weights with these fingerprints were released, if it is not known."""
+        if new := [each for each in fingerprints if each not in self._weights]:
+            self._check_untouched()
+            self._append([weights_line(new)])
+            self._weights.update(new)
+
+    def _line(self, run: str, number: int, event: AbstractEvent) -> bytes:
+        return charge_line(run, number, None if self._last.get(run) == event else event)
+
+    def _append(self, lines: Sequence[bytes], *, wait: bool = True) -> None:
+        if self._is_torn:
+            raise JournalError(
+                f"The privacy journal {self.path} could not be written before; begin a new fit."
+            )
+        with self._disk("written"):
+            try:
+                self._put(b"".join(lines))
+                if wait:
+                    os.fsync(self._file.fileno())
+            except BaseException:
+                self._is_torn = True  # what is on the disk is unknown until it is read again
+                raise
+
+    def _put(self, content: bytes) -> None:
+        """Write all of it, or take back what was written."""
+        rest = memoryview(content)
+        try:
+            while rest:
+                rest = rest[self._file.write(rest) :]
+        except OSError:
+            with contextlib.suppress(OSError):
+                self._file.truncate(self._size)
+            raise
+        self._size += len(content)
+
+    def _check_untouched(self) -> None:
+        """Refuse to go on in a file that nobody will find, or that others write to."""
+        here = os.fstat(self._file.fileno())
+        try:
+            there = os.stat(self.path)
+        except OSError as error:
+            raise JournalError(self._touched(f"is gone ({error.strerror})")) from error
+        if not os.path.samestat(here, there):
+            raise JournalError(self._touched("was replaced"))
+        if here.st_size != self._size:
+            raise JournalError(self._touched("was cut or written to by somebody else"))
+
+    def _touched(self, how: str) -> str:
+        return (
+            f"The privacy journal {self.path} {how} while this run charges it. Nothing was "
+            "charged for this step and its data were not touched. Put the file back as it was and "
+            "resume; if it is lost, write a new one from a checkpoint with "
+            "lightning_dp.accounting.recover_journal(). Nothing may change the files in ledger_dir "
+            "during a run."
+        )
+
+    @contextlib.contextmanager
+    def _disk(self, done: str) -> Iterator[None]:
+        try:
+            yield
+        except JournalError:
+            raise
+        except OSError as error:
+            raise JournalDiskError(
+                f"The privacy journal {self.path} cannot be {done}: {error}. Nothing was asked of "
+                "the data without a record. Make place or give rights in its folder (ledger_dir, by "
+                "default <default_root_dir>/privacy) or move the file to another one, give that as "
+                "ledger_dir, and resume."
+            ) from error
 
     def close(self) -> None:
         """Close the file and let others have it."""
@@ -120,92 +230,25 @@ class Journal:
 
 
 def read_journal(path: Path) -> tuple[str, Runs]:
-    """The ledger id and all charges in a journal.
+    """The ledger id and all charges in a journal; see :func:`read_written`."""
+    written = read_written(path)
+    return written.ledger_id, written.runs
 
-    A last line without its newline is a charge that was being written when the process died: its
-    data was never touched, and it is left out. Anything else that does not check is damage.
+
+def read_written(path: Path) -> Written:
+    """Everything in a journal.
 
     Raises:
         JournalError: if the file is missing or damaged.
+        JournalDiskError: if it cannot be read.
     """
-    if not path.exists():
-        raise JournalError(f"The privacy journal {path} does not exist.")
-    content = path.read_bytes()
-    lines = content[: _whole_lines(content)].splitlines()
-    if not lines:
-        raise JournalError(f"The privacy journal {path} is empty or not a journal.")
-    header = _parse(path, 1, lines[0])
-    if len(header) != 2 or header[0] != _FORMAT:
-        raise JournalError(f"{path} is not a privacy journal of this version ({_FORMAT}).")
-    runs: Runs = {}
-    lengths: dict[str, int] = {}
-    for position, line in enumerate(lines[1:], start=2):
-        run, number, description = _parse(path, position, line)
-        charges = runs.setdefault(run, [])
-        if number != lengths.get(run, 0) or (description is None and not charges):
-            raise JournalError(f"The privacy journal {path} is damaged before line {position}.")
-        add_charge(charges, charges[-1][0] if description is None else event_from_dict(description))
-        lengths[run] = number + 1
-    return str(header[1]), runs
-
-
-def add_charge(charges: list[tuple[AbstractEvent, int]], event: AbstractEvent) -> None:
-    """Append one event, counting equal neighbours together."""
-    if charges and charges[-1][0] == event:
-        charges[-1] = (event, charges[-1][1] + 1)
-    else:
-        charges.append((event, 1))
-
-
-def history_of(runs: Runs) -> list[tuple[AbstractEvent, int]]:
-    """All events of all runs with their counts; the order has no meaning for ε."""
-    counts: dict[AbstractEvent, int] = {}
-    for charges in runs.values():
-        for event, count in charges:
-            counts[event] = counts.get(event, 0) + count
-    return list(counts.items())
-
-
-def longer_run(
-    run: str, a: list[tuple[AbstractEvent, int]], b: list[tuple[AbstractEvent, int]]
-) -> list[tuple[AbstractEvent, int]]:
-    """The union of two records of one run: the longer one, of which the other is a beginning."""
-    short, long = sorted((a, b), key=lambda charges: sum(count for _, count in charges))
-    begins = all(
-        ours[0] == theirs[0]
-        and (ours[1] == theirs[1] or (i == len(short) - 1 and ours[1] < theirs[1]))
-        for i, (ours, theirs) in enumerate(zip(short, long, strict=False))
-    )
-    if not begins or len(short) > len(long):
-        raise JournalError(
-            f"Two records of run {run} contradict each other; neither can be trusted."
-        )
-    return list(long)
-
-
-def _line(record: list[Any]) -> bytes:
-    text = json.dumps(record, separators=(",", ":"))
-    return f"{text} {zlib.crc32(text.encode()):08x}\n".encode()
-
-
-def _parse(path: Path, position: int, line: bytes) -> list[Any]:
-    text, _, checksum = line.rpartition(b" ")
-    if f"{zlib.crc32(text):08x}".encode() != checksum:
-        raise JournalError(
-            f"The privacy journal {path} is damaged: line {position} does not check."
-        )
-    record: list[Any] = json.loads(text)
-    return record
-
-
-def _whole_lines(content: bytes) -> int:
-    """How many bytes of the file are complete lines."""
-    return content.rfind(b"\n") + 1
-
-
-def _sync(file: IO[bytes]) -> None:
-    file.flush()
-    os.fsync(file.fileno())
+    try:
+        content = path.read_bytes()
+    except FileNotFoundError:
+        raise JournalError(f"The privacy journal {path} does not exist.") from None
+    except OSError as error:
+        raise JournalDiskError(f"The privacy journal {path} cannot be read: {error}.") from error
+    return read_text(path, content)
 
 
 def sync_folder(folder: Path) -> None:

@@ -128,7 +128,8 @@ def train(round_: Round, resume: Path | None) -> None:
     except OSError as error:
         resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY,) * 2)
         result["error"] = f"{type(error).__name__}: {error}"
-        result["error while cleaning up"] = repr(error.__context__)
+        assert error.__cause__ is not None  # what the disk said
+        result["error while cleaning up"] = repr(error.__cause__.__context__)
         result["error of a new fit"] = fit_again(privacy, round_)
     result |= {
         "steps": privacy.steps,

@@ -37,20 +37,25 @@ def test_folder_that_cannot_be_made_ends_the_fit_before_the_first_batch(
 ) -> None:
     (tmp_path / "file").write_text("not a folder")
     watch = Watch()
-    with pytest.raises(OSError, match="file"):
+    with pytest.raises(JournalError, match=r"file.*ledger_dir"):
         fit(privacy={"ledger_dir": str(tmp_path / "file" / "ledger")}, callbacks=(watch,))
     assert watch.started == 0 and watch.nothing_moved()
 
 
-def test_journal_that_is_deleted_during_the_run_is_noticed_at_resume(
+def test_journal_that_is_deleted_during_the_run_ends_it_and_is_missed_at_resume(
     fit: Any, save_at: Any, tmp_path: Path
 ) -> None:
     class Delete(L.Callback):
-        def on_train_batch_end(self, trainer: Any, module: Any, *_: Any) -> None:
-            for journal in (tmp_path / "privacy").glob("*.journal"):
-                journal.unlink()
+        def on_train_batch_end(
+            self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int
+        ) -> None:
+            if batch_idx == 3:
+                next((tmp_path / "privacy").glob("*.journal")).unlink()
 
-    fit(callbacks=(save_at(tmp_path / "a.ckpt", 0, 3), Delete()), max_steps=6)
+    watch = Watch()
+    with pytest.raises(JournalError, match=r"is gone .* while this run charges it"):
+        fit(callbacks=(save_at(tmp_path / "a.ckpt", 0, 3), Delete(), watch), max_steps=6)
+    assert watch.started == 4 + 1  # the fifth batch began, and was refused
     with pytest.raises(JournalError, match="is missing"):
         fit(tmp_path / "a.ckpt")
 

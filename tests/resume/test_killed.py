@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -110,7 +111,7 @@ def test_checkpoints_of_a_killed_run_can_be_loaded(rounds: Path) -> None:
 def test_disk_that_is_full_ends_training_before_data_is_used(rounds: Path) -> None:
     folder = rounds / "disk full"
     first = json.loads((folder / "first.json").read_text())
-    assert first["error"] == "OSError: [Errno 27] File too large"
+    assert re.match(r"JournalDiskError: .*\[Errno 27\] File too large.*ledger_dir", first["error"])
     assert first["error while cleaning up"] == "None"
     # Steps 0 to 6 were made; the charge of step 7 could not be written, and it was not made.
     assert optimizer_steps(folder / "optimizer_after_kill.log") == first["global_step"] == 7
