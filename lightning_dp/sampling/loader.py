@@ -66,7 +66,7 @@ class ChunkSampler(Sampler[list[int]]):
         rate: Callable[[int], float] | None = None,
         first_step: Callable[[], int] = int,
     ) -> None:
-        self.resume_at = 0
+        self.resume_at = 0  # the chunk of the epoch with which the next pass begins
         self.pending: deque[Chunk] = deque()
         self._plan = plan
         self._sampling = sampling
@@ -81,18 +81,13 @@ class ChunkSampler(Sampler[list[int]]):
     def __len__(self) -> int:
         return self._plan.chunks_per_epoch
 
-    @property
-    def used_per_epoch(self) -> int:
-        """Chunks after which an epoch is over."""
-        return max(1, min(len(self), self._limit))
-
     def __iter__(self) -> Iterator[list[int]]:
         self.pending.clear()
         rng = random_generator(self._seed, 1, self._rank, self._passes)
         self._passes += 1
         position, self.resume_at = self.resume_at, 0
-        step = self._first_step()
-        while position < len(self):
+        step, stop = self._first_step(), max(len(self), position + 1)
+        while position < stop:
             end = self._end_of_step(position)
             rate = self._plan.sample_rate if self._rate is None else self._rate(step)
             drawn, chunks = self._draw(rate, rng), end - position
@@ -103,10 +98,14 @@ class ChunkSampler(Sampler[list[int]]):
             position, step = end, step + 1
 
     def _end_of_step(self, position: int) -> int:
-        """Where the logical batch that is under way at this chunk ends."""
+        """Where the logical batch that is under way at this chunk ends.
+
+        A pass may begin behind the epoch's last chunk: Lightning, resumed from some checkpoints of
+        an epoch's end, fetches one batch more, and steps on it.
+        """
         chunks = self._plan.chunks_per_step
         end = position // chunks * chunks + chunks
-        return min(end, self._limit) if position < self._limit else end
+        return min(end, self._limit) if position < self._limit else position + 1
 
     def _draw(self, rate: float, rng: np.random.Generator) -> np.ndarray[Any, np.dtype[np.int64]]:
         shard = range(self._rank, self._plan.num_records, self._world_size)
@@ -117,18 +116,19 @@ class ChunkSampler(Sampler[list[int]]):
 class PrivateDataLoader(DataLoader[Any]):
     """The user's loader with its batches chosen by a :class:`ChunkSampler`.
 
-    Dataset, collate function, workers and memory options stay. The position in the epoch is in
-    its ``state_dict`` (a count of chunks, nothing about records), so a run resumes mid-epoch.
+    Dataset, collate function, workers and memory options stay. A run resumes mid-epoch without any
+    state of the loader: batches are drawn independently, so where a pass begins carries no privacy,
+    and it begins where the trainer says that it is. (A sampler whose batches depend on each other
+    must keep its own position instead, and refuse a trainer that is elsewhere.)
 
     Args:
         loader: the user's loader, left untouched.
         sampler: chooses the chunks.
-        done: how many chunks of the epoch training is done with. Only the trainer knows: of the
-            chunk under way, it has to be made again when a checkpoint is saved inside it.
+        position: the place in the epoch of the next chunk; asked when a pass draws its first one.
     """
 
     def __init__(
-        self, loader: DataLoader[Any], sampler: ChunkSampler, done: Callable[[], int]
+        self, loader: DataLoader[Any], sampler: ChunkSampler, position: Callable[[], int] = int
     ) -> None:
         super().__init__(
             loader.dataset,
@@ -144,10 +144,12 @@ class PrivateDataLoader(DataLoader[Any]):
             persistent_workers=loader.persistent_workers,
         )
         self._chunks = sampler
-        self._done = done
+        self._position = position
         self.current: Chunk | None = None
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
+        # Only now: Lightning makes iterators before it knows where it goes on.
+        self._chunks.resume_at = self._position()
         for batch in super().__iter__():
             if batch is None:
                 raise TypeError(
@@ -157,8 +159,9 @@ class PrivateDataLoader(DataLoader[Any]):
             self.current = self._chunks.pending.popleft()
             yield batch
 
-    def state_dict(self) -> dict[str, int]:
-        return {"chunks_done": self._done() % self._chunks.used_per_epoch}
+    def state_dict(self) -> dict[str, Any]:
+        """Nothing; that there is one tells Lightning that runs resume in the middle of an epoch."""
+        return {}
 
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        self._chunks.resume_at = int(state["chunks_done"])
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Ignore the position that older checkpoints hold: the trainer's is taken."""

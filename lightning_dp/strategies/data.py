@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from lightning.pytorch import Trainer
 
 from lightning_dp.private_run import PrivateRun
@@ -55,8 +53,8 @@ def make_private_loader(
         rate=run.rate,
         first_step=lambda: run.mechanism.step if run.mechanism is not None else 0,
     )
-    progress: Any = trainer.fit_loop.epoch_loop.batch_progress  # typed as if it had no `processed`
-    return PrivateDataLoader(checked, sampler, done=lambda: progress.current.processed)
+    progress = trainer.fit_loop.epoch_loop.batch_progress
+    return PrivateDataLoader(checked, sampler, position=lambda: progress.current.ready)
 
 
 def _limit(chunks: int, limit_train_batches: float | int | None) -> int:

@@ -177,8 +177,6 @@ class DifferentialPrivacyStrategy(Strategy):
         run, mechanism = self.private_run, self.private_run.mechanism
         assert self._loader is not None and self._step is not None and mechanism is not None
         assert self._first is not None
-        if batch_idx >= self._trainer.num_training_batches:
-            raise StopIteration  # Lightning, resumed after the last batch of an epoch, fetches one more
         chunk = self._loader.current
         if chunk is None or chunk.index != batch_idx:
             raise RuntimeError(

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import importlib.util
 import math
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import lightning as L
@@ -183,3 +186,15 @@ class SaveAt(L.Callback):
 @pytest.fixture
 def save_at() -> type[SaveAt]:
     return SaveAt
+
+
+@pytest.fixture
+def chains() -> ModuleType:
+    """The module beside this one, which tests cannot import by name."""
+    path = Path(__file__).with_name("chains.py")
+    spec = importlib.util.spec_from_file_location("resume_chains", path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses look their module up
+    spec.loader.exec_module(module)
+    return module

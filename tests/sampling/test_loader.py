@@ -29,12 +29,12 @@ def private_loader(chunk_sampler: Callable[..., ChunkSampler]) -> Callable[..., 
     def make(
         plan: BatchPlan,
         *,
-        done: Callable[[], int] = lambda: 0,
+        position: Callable[[], int] = lambda: 0,
         limit: int | None = None,
         **arguments: Any,
     ) -> PrivateDataLoader:
         loader: DataLoader[Any] = DataLoader(Positions(), batch_size=10, shuffle=True, **arguments)
-        return PrivateDataLoader(loader, chunk_sampler(plan, limit=limit), done)
+        return PrivateDataLoader(loader, chunk_sampler(plan, limit=limit), position)
 
     return make
 
@@ -103,23 +103,30 @@ def test_the_users_loader_is_left_untouched(chunk_sampler):
     assert vars(user) == before
 
 
-@pytest.mark.parametrize("done", [0, 1, 2, 7, 29])
-def test_a_saved_position_resumes_at_the_next_chunk(done, private_loader):
-    state = private_loader(PLAN, done=lambda: done).state_dict()
-    assert list(state) == ["chunks_done"]  # nothing about records
-
-    resumed = private_loader(PLAN)
-    resumed.load_state_dict(state)
-    rest = [resumed.current for _ in resumed]
-
-    assert [chunk.index for chunk in rest] == list(range(done, 30))
-    assert rest[0].first
-    assert [resumed.current.index for _ in resumed] == list(range(30))
-
-
-@pytest.mark.parametrize(("limit", "done"), [(None, 30), (12, 12), (7, 7)])
-def test_a_position_saved_at_the_end_of_an_epoch_is_the_start_of_the_next(
-    limit, done, private_loader
+@pytest.mark.parametrize("position", [0, 1, 2, 7, 29])
+def test_a_pass_begins_where_the_trainer_is_when_its_first_chunk_is_asked_for(
+    position, private_loader
 ):
-    loader = private_loader(PLAN, limit=limit, done=lambda: done)
-    assert loader.state_dict() == {"chunks_done": 0}
+    places = iter([position, 0])
+    loader = private_loader(PLAN, position=lambda: next(places))
+    assert loader.state_dict() == {}  # nothing about records
+    loader.load_state_dict({"chunks_done": 13})  # as older versions saved it
+    iter(loader)  # asks for no chunk, so it begins no pass
+
+    rest = [loader.current for _ in loader]
+
+    assert [chunk.index for chunk in rest] == list(range(position, 30))
+    assert rest[0].first
+    assert [loader.current.index for _ in loader] == list(range(30))
+
+
+@pytest.mark.parametrize(("limit", "position"), [(None, 30), (12, 12), (7, 7), (7, 8)])
+def test_a_pass_behind_the_epochs_last_chunk_has_whole_batches_of_one_chunk(
+    limit, position, private_loader
+):
+    """Lightning steps on the one batch that it fetches there."""
+    loader = private_loader(PLAN, limit=limit, position=lambda: position)
+    next(iter(loader))
+    assert (loader.current.index, loader.current.first) == (position, True)
+    chunks = [loader.current for _ in loader]
+    assert all(chunk.first for chunk in chunks)
