@@ -28,6 +28,7 @@ from sklearn.model_selection import train_test_split
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
+from lightning_dp.accounting import epsilon_text
 from lightning_dp.callbacks import DifferentialPrivacy
 
 TARGET_EPSILON = 1.0
@@ -234,7 +235,7 @@ def main() -> None:
         of_seeds = result.accuracies
         print(
             f"  {way:14} {result.weights:6,} weights   {statistics.mean(of_seeds):.1%} "
-            f"({min(of_seeds):.1%} to {max(of_seeds):.1%})   at ε = {result.epsilon:.3f}"
+            f"({min(of_seeds):.1%} to {max(of_seeds):.1%})   at ε = {epsilon_text(result.epsilon)}"
         )
     options.output.mkdir(parents=True, exist_ok=True)
     picture = options.output / "finetune_lora.png"

@@ -29,6 +29,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
+from lightning_dp.accounting import epsilon_text
 from lightning_dp.callbacks import DifferentialPrivacy
 
 TARGET_EPSILON = 3.0
@@ -168,7 +169,7 @@ def main() -> None:
     accuracy = trainer.test(model, test_loader, verbose=False)[0]["accuracy"]
 
     print(f"\n{privacy.report()}")
-    print(f"\ntest accuracy {accuracy:.2%} at ε = {privacy.epsilon:.3f}, {seconds:.0f} s")
+    print(f"\ntest accuracy {accuracy:.2%} at ε = {epsilon_text(privacy.epsilon)}, {seconds:.0f} s")
 
 
 if __name__ == "__main__":

@@ -21,6 +21,7 @@ from sklearn.model_selection import train_test_split
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
+from lightning_dp.accounting import epsilon_text
 from lightning_dp.callbacks import DifferentialPrivacy
 
 TARGET_EPSILON = 3.0
@@ -127,7 +128,7 @@ def main() -> None:
     print(f"\n{privacy.report()}")
     print("\ntest accuracy (360 images)")
     print(f"  without privacy   {baseline_accuracy:.1%}")
-    print(f"  private           {private_accuracy:.1%}   at ε = {privacy.epsilon:.3f}")
+    print(f"  private           {private_accuracy:.1%}   at ε = {epsilon_text(privacy.epsilon)}")
     picture = options.output / "quickstart.png"
     accuracy = {"without privacy": baseline.rows, "private": private.rows}
     axes = privacy.report().plot(metrics=accuracy)

@@ -215,7 +215,7 @@ class PrivateRun:
         self._affordable_end = step + affordable
         mechanism = Mechanism(
             plan=plan,
-            postprocessing=self.config.postprocessing,
+            postprocessing=tuple(self.config.postprocessing),
             ledger=self.ledger,
             guard=budget.guard(plan, step, planned_steps, affordable),
             num_records=self.batches.num_records,

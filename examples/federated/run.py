@@ -22,6 +22,7 @@ from pathlib import Path
 
 from problems import PROBLEMS
 
+from lightning_dp.accounting import epsilon_text
 from lightning_dp.federated.loopback import LoopbackFederation
 
 APP = Path(__file__).parent
@@ -82,7 +83,9 @@ def show(path: Path) -> None:
     accuracy = summary["metrics"]["accuracy"]
     print(f"{summary['rounds']} rounds ({summary['ended']}): test accuracy {accuracy:.3f}")
     for client, facts in summary["clients"].items():
-        print(f"client {client}: {facts['num_records']} records, ε = {facts['epsilon']:.3f}")
+        print(
+            f"client {client}: {facts['num_records']} records, ε = {epsilon_text(facts['epsilon'])}"
+        )
 
 
 if __name__ == "__main__":

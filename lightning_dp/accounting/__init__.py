@@ -19,6 +19,7 @@ from lightning_dp.accounting.opacus_accountants import OpacusPRVAccountant, Opac
 from lightning_dp.accounting.pld import PLDAccountant
 from lightning_dp.accounting.rdp import StreamingRDPAccountant
 from lightning_dp.accounting.repeat_and_select import RepeatAndSelect
+from lightning_dp.accounting.rounding import epsilon_text
 from lightning_dp.accounting.sweep import sweep_history
 
 __all__ = [
@@ -41,6 +42,7 @@ __all__ = [
     "draw_number_of_runs",
     "epsilon",
     "epsilon_curve",
+    "epsilon_text",
     "event_from_dict",
     "gdp_delta",
     "gdp_epsilon",

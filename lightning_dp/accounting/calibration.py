@@ -14,6 +14,7 @@ from lightning_dp.accounting.base import (
 )
 from lightning_dp.accounting.events import AbstractEvent, Gaussian, PoissonGaussian
 from lightning_dp.accounting.pld import PLDAccountant
+from lightning_dp.accounting.rounding import epsilon_text
 
 _TOLERANCE = 1e-3
 _LARGEST_SCALE = 1e6
@@ -67,8 +68,8 @@ def calibrate(
     already = judge.epsilon(spent, delta, relation)
     if not already < epsilon * (1 - _TOLERANCE):
         raise ValueError(
-            f"spent already costs epsilon {already:.6g} of the budget {epsilon:.6g} at delta "
-            f"{delta:.3g}: nothing is left for further steps. Raise epsilon."
+            f"spent already costs epsilon {epsilon_text(already, 6)} of the budget {epsilon:.6g} at "
+            f"delta {delta:.3g}: nothing is left for further steps. Raise epsilon."
         )
 
     def cost(accountant: AbstractAccountant, scale: float) -> float:

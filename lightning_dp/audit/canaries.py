@@ -16,6 +16,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from torch.utils.data import DataLoader
 
 from lightning_dp.accounting import AbstractEvent, PLDAccountant
+from lightning_dp.accounting.rounding import epsilon_text
 from lightning_dp.audit.bounds import (
     Errors,
     FloatArray,
@@ -75,7 +76,7 @@ class AuditReport:
         verdict = "the claim is REFUTED" if self.is_violated else "the claim stands"
         return (
             f"{verdict}: ε >= {self.lower_bound:.4g} with confidence {self.confidence:g}, "
-            f"claimed ε = {self.epsilon:.4g} at δ = {self.delta:g}\n"
+            f"claimed ε = {epsilon_text(self.epsilon)} at δ = {self.delta:g}\n"
             f"white box {self.white_box:.4g} (noise at most {self.noise_scale:.3g} of the declared "
             f"one), one run {self.one_run:.4g}; {self.steps} steps, {self.canaries} canaries\n"
             "on a temporary ledger of its own: these steps are in no other ledger"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ from lightning_dp.accounting.journal import (
     longer_run,
     read_journal,
 )
+from lightning_dp.accounting.rounding import epsilon_text
 from lightning_dp.report.accountants import accountant_named
 from lightning_dp.report.content import PrivacyReport
 from lightning_dp.report.documents import Document
@@ -33,6 +35,7 @@ class Checked:
         journal: the file that was compared with it; None if it has none.
         epsilon: ε of its events, computed anew.
         journal_steps, journal_epsilon: of all runs in the journal; None without one.
+        known: the charges that the document or its journal knows, by run.
         problems: what does not agree, in words.
         notes: what should be known, and is no fault.
     """
@@ -42,6 +45,7 @@ class Checked:
     epsilon: float
     journal_steps: int | None
     journal_epsilon: float | None
+    known: Runs
     problems: tuple[str, ...]
     notes: tuple[str, ...]
 
@@ -58,6 +62,7 @@ def check(document: Document, journal: Path | None) -> Checked:
     problems = list(check_document(document, epsilon, is_the_same))
     notes = list(_notes(document.report, is_the_same))
     steps = beyond = journal_epsilon = None
+    known = dict(document.events)
     try:
         if journal is not None:
             found, written = read_journal(journal)
@@ -65,6 +70,7 @@ def check(document: Document, journal: Path | None) -> Checked:
             if found == document.ledger_id:
                 steps, journal_epsilon = _steps(written), claim(document, written, accountant)
                 beyond = steps - _steps(document.events)
+                known = {**known, **_longer(known, written)}
         elif document.events:
             problems.append("it has charges, and names no journal")
     except JournalError as error:
@@ -75,8 +81,17 @@ def check(document: Document, journal: Path | None) -> Checked:
     if beyond and beyond > 0:
         notes.append(f"the journal has {beyond} steps beyond this {document.kind}")
     return Checked(
-        document, journal, epsilon, steps, journal_epsilon, tuple(problems), tuple(notes)
+        document, journal, epsilon, steps, journal_epsilon, known, tuple(problems), tuple(notes)
     )
+
+
+def _longer(known: Runs, written: Runs) -> Runs:
+    """Return the longer record of each run, of those in which the two do not contradict."""
+    found = {}
+    for run, charges in written.items():
+        with contextlib.suppress(JournalError):  # a contradiction is among the problems
+            found[run] = longer_run(run, known.get(run, []), charges)
+    return found
 
 
 def _notes(report: PrivacyReport | None, is_the_same: bool) -> Iterator[str]:
@@ -104,12 +119,18 @@ def check_document(document: Document, epsilon: float, is_the_same: bool) -> Ite
     written = report.epsilon
     too_low = written < epsilon * (1 - _TOLERANCE)
     if too_low or (is_the_same and written > epsilon * (1 + _TOLERANCE)):
-        yield f"it says ε = {written:.6g}, its events give ε = {epsilon:.6g}"
+        yield f"it says ε = {epsilon_text(written, 6)}, its events give ε = {epsilon_text(epsilon, 6)}"
     of_plan = report.epsilon_of_plan
     if of_plan is not None and of_plan < epsilon * (1 - _TOLERANCE):
-        yield f"it says ε = {of_plan:.6g} for the whole plan, its events give {epsilon:.6g} already"
+        yield (
+            f"it says ε = {epsilon_text(of_plan, 6)} for the whole plan, its events give "
+            f"{epsilon_text(epsilon, 6)} already"
+        )
     if report.private != (math.isfinite(epsilon) and not document.seeded):
-        yield f"it says private: {report.private}, with ε = {epsilon:.6g}, seed: {document.seeded}"
+        yield (
+            f"it says private: {report.private}, with ε = {epsilon_text(epsilon, 6)}, seed: "
+            f"{document.seeded}"
+        )
     pairs = (
         ("ledger id", report.ledger_id, document.ledger_id),
         ("δ", report.delta, document.delta),

@@ -5,17 +5,19 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from lightning_dp.accounting.base import check_delta
-from lightning_dp.accounting.journal import JournalError
+from lightning_dp.accounting.journal import JournalError, read_journal
+from lightning_dp.accounting.rounding import epsilon_text
 from lightning_dp.report.checks import Checked, check
 from lightning_dp.report.documents import NotPrivateError, documents_in, read_document
 from lightning_dp.report.journals import JournalAlone, find_journal, read_alone
 from lightning_dp.report.plain import plain
 from lightning_dp.report.text import charged, text
+from lightning_dp.report.total import Total, total
 
 __all__ = ["main"]
 
@@ -43,6 +45,7 @@ class _Found:
     journals: list[JournalAlone]
     problems: list[str]
     notes: list[str]
+    total: Total | None = None  # of a folder
 
     @property
     def is_sound(self) -> bool:
@@ -126,16 +129,19 @@ def _find_in_folder(folder: Path, options: argparse.Namespace) -> _Found:
     rest = [path for path in journals if path.resolve() not in spoken_of]
     if not (checked or rest or problems or notes):
         raise _UsageError(f"{folder} holds no checkpoint, report or journal.")
-    alone = []
+    alone, sound = [], []
     for path in rest:
-        if checked and options.delta is None:
-            notes.append(f"{path}: no checkpoint or report here is of it, and ε needs --delta")
-            continue
         try:
-            alone.append(_alone(path, options))
+            if checked and options.delta is None:
+                read_journal(path)
+                notes.append(f"{path}: no checkpoint or report here is of it, and ε needs --delta")
+            else:
+                alone.append(_alone(path, options))
+            sound.append(path)
         except JournalError as error:
             problems.append(str(error))
-    return _Found(checked, alone, problems, notes)
+    together = total(checked, sound, options.delta, options.relation)
+    return _Found(checked, alone, problems, notes, together)
 
 
 def _alone(path: Path, options: argparse.Namespace) -> JournalAlone:
@@ -153,6 +159,9 @@ def _lines(found: _Found, options: argparse.Namespace) -> Iterator[str]:
         yield ""
     for journal in found.journals:
         yield from _journal(journal, options)
+        yield ""
+    if found.total is not None:
+        yield str(found.total)
         yield ""
     yield from (f"note: {note}" for note in found.notes)
     yield from (f"PROBLEM: {problem}" for problem in found.problems)
@@ -175,11 +184,12 @@ def _document(checked: Checked, in_full: bool) -> Iterator[str]:
     else:
         yield from (f"charged: {line}" for line in charged(document.history()))
     yield (
-        f"its own events: ε = {checked.epsilon:.6g} at δ = {document.delta:g} ({document.relation})"
+        f"its own events: ε = {epsilon_text(checked.epsilon)} at δ = {document.delta:g} "
+        f"({document.relation})"
     )
     if checked.journal_epsilon is not None:
         yield (
-            f"all runs in the journal {checked.journal}: ε = {checked.journal_epsilon:.6g} at "
+            f"all runs in the journal {checked.journal}: ε = {epsilon_text(checked.journal_epsilon)} at "
             f"δ = {document.delta:g}, {checked.journal_steps} steps; this is what counts"
         )
     yield from (f"note: {note}" for note in checked.notes)
@@ -189,12 +199,14 @@ def _document(checked: Checked, in_full: bool) -> Iterator[str]:
 def _journal(journal: JournalAlone, options: argparse.Namespace) -> Iterator[str]:
     yield f"== journal {journal.path} of {journal.ledger_id}"
     yield (
-        f"ε = {journal.epsilon:.6g} at δ = {options.delta:g} ({options.relation}), "
+        f"ε = {epsilon_text(journal.epsilon)} at δ = {options.delta:g} ({options.relation}), "
         f"{journal.steps} steps"
     )
     yield from (f"charged: {line}" for line in charged(journal.history()))
     if len(journal.parts) > 1:
-        yield from (f"run {name}: ε = {value:.6g}" for name, value in journal.parts.items())
+        yield from (
+            f"run {name}: ε = {epsilon_text(value)}" for name, value in journal.parts.items()
+        )
 
 
 def _as_dict(found: _Found) -> dict[str, Any]:
@@ -202,6 +214,7 @@ def _as_dict(found: _Found) -> dict[str, Any]:
         "agrees": found.is_sound,
         "problems": found.problems,
         "notes": found.notes,
+        "total": None if found.total is None else asdict(found.total),
         "documents": [
             {
                 "path": str(each.document.path),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from lightning_dp.accounting.rounding import epsilon_text
 from lightning_dp.report.text import charged, not_private
 
 if TYPE_CHECKING:
@@ -25,8 +26,8 @@ def markdown(report: PrivacyReport) -> str:
     if wrong := not_private(report):
         lines += [f"**{wrong}the numbers below do not hold.**", ""]
     lines += [
-        f"**(ε, δ) = ({report.epsilon:.4g}, {report.delta:g})** under `{report.relation}`, after "
-        f"{report.steps} noised steps.",
+        f"**(ε, δ) = ({epsilon_text(report.epsilon)}, {report.delta:g})** under "
+        f"`{report.relation}`, after {report.steps} noised steps.",
         "",
     ]
     for title, items in sections:
@@ -42,7 +43,7 @@ def _guarantee(report: PrivacyReport) -> list[str]:
         items.append("noise is chosen at run time: ε is that of the whole budget")
     if report.epsilon_of_plan is not None:
         items.append(
-            f"if a result chose when to stop: ε = {report.epsilon_of_plan:.4g} (the whole plan)"
+            f"if a result chose when to stop: ε = {epsilon_text(report.epsilon_of_plan)} (the whole plan)"
         )
     if report.stop_reason is not None:
         items.append(f"stopped: {report.stop_reason}")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from lightning_dp.accounting.base import History
+from lightning_dp.accounting.rounding import epsilon_text
 
 if TYPE_CHECKING:
     from lightning_dp.report.content import PrivacyReport
@@ -23,7 +24,7 @@ def summary(report: PrivacyReport, where: str | None = None) -> str:
     """
     of = "" if report.target_epsilon is None else f" of {report.target_epsilon:g}"
     parts = [
-        f"ε = {report.epsilon:.4g}{of} at δ = {report.delta:g} ({report.relation}) "
+        f"ε = {epsilon_text(report.epsilon)}{of} at δ = {report.delta:g} ({report.relation}) "
         f"after {report.steps} noised step{'' if report.steps == 1 else 's'}",
         *([] if report.stop_reason is None else [report.stop_reason]),
         *([] if where is None else [f"report: {where}"]),
@@ -54,7 +55,7 @@ def charged(history: History) -> list[str]:
 def text(report: PrivacyReport) -> str:
     """What ``print(report)`` shows."""
     lines = [
-        f"ε = {report.epsilon:.4g} at δ = {report.delta:g} ({report.relation}), "
+        f"ε = {epsilon_text(report.epsilon)} at δ = {report.delta:g} ({report.relation}), "
         f"{report.steps} steps"
     ]
     if report.target_epsilon is not None:
@@ -63,7 +64,7 @@ def text(report: PrivacyReport) -> str:
         lines.insert(0, f"{wrong}the numbers below do not hold")
     if report.epsilon_of_plan is not None and report.epsilon_of_plan != report.epsilon:
         lines.append(
-            f"if a result chose when to stop: ε = {report.epsilon_of_plan:.4g} (whole plan)"
+            f"if a result chose when to stop: ε = {epsilon_text(report.epsilon_of_plan)} (whole plan)"
         )
     if report.claims_budget:
         lines.append("ε is that of the whole budget: noise is chosen at run time")

@@ -15,6 +15,7 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
 from torch.optim import Optimizer
 
+from lightning_dp.accounting.rounding import epsilon_text
 from lightning_dp.gradients import AbstractGradientEngine
 from lightning_dp.private_run import PrivateRun
 from lightning_dp.query import Query
@@ -152,7 +153,7 @@ class DifferentialPrivacyStrategy(Strategy):
         if planned_steps and run.mechanism is not None and run.exhausted:
             self._stop(
                 f"the budget (ε = {run.config.target_epsilon} at δ = {run.config.target_delta}, "
-                f"{run.epsilon:.4g} of it spent) does not allow one step with noise multiplier "
+                f"{epsilon_text(run.epsilon)} of it spent) does not allow one step with noise multiplier "
                 f"{run.mechanism.next_noise_multiplier:.4g}; raise target_epsilon or the noise"
             )
             if self.is_global_zero:

@@ -11,6 +11,7 @@ from lightning.pytorch import Trainer
 from numpy.typing import NDArray
 
 from lightning_dp.accounting import PLDAccountant
+from lightning_dp.accounting.rounding import epsilon_text, float32_above
 from lightning_dp.private_run import PrivateRun
 
 __all__ = ["EPSILON", "NOISE_MULTIPLIER", "Publisher"]
@@ -73,7 +74,7 @@ class Publisher:
         mechanism = self._run.mechanism
         assert mechanism is not None
         metrics = {
-            EPSILON: self._run.epsilon if final else self._read(),
+            EPSILON: float32_above(self._run.epsilon if final else self._read()),
             NOISE_MULTIPLIER: self._run.noise_multiplier or 0.0,
         }
         self._trainer.callback_metrics.update({k: torch.tensor(v) for k, v in metrics.items()})
@@ -86,12 +87,12 @@ class Publisher:
                 logger.log_metrics(metrics, step=mechanism.step - 1)  # Lightning counts from 0
                 logger.save()
 
-    def _shown(self, epsilon: float) -> float | str:
-        """For the progress bar: ``2.345/3``, rounded up, where there is a budget."""
+    def _shown(self, epsilon: float) -> str:
+        """Return the text of the progress bar: ``2.345/3`` where there is a budget."""
         target = self._run.config.target_epsilon
         if target is None or not math.isfinite(epsilon):
-            return epsilon
-        return f"{math.ceil(1000 * epsilon) / 1000:.3f}/{target:g}"
+            return epsilon_text(epsilon)
+        return f"{epsilon_text(epsilon)}/{target:g}"
 
     def _read(self) -> float:
         """ε at the node that is next, or now."""

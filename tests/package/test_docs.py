@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import importlib
 import importlib.util
 import re
@@ -14,7 +15,7 @@ PAGES = [
     "quickstart",
     "choosing",
     "epsilon",
-    "search",
+    "searching",
     "pitfalls",
 ]  # the others repeat what is tested
 
@@ -68,6 +69,19 @@ def test_the_table_of_contents_holds_every_page(root):
     assert pages == set(re.findall(r"^(\w+)$", listed[1], re.MULTILINE))
 
 
+def test_every_page_is_in_the_built_site(root, tmp_path):
+    """Also where a theme or an extension writes pages: ``search`` and ``genindex`` are Sphinx'."""
+    build = pytest.importorskip("sphinx.cmd.build", reason="needs lightning-dp[docs]")
+    pages_alone = ("-D", "extensions=myst_parser", "-D", "exclude_patterns=api")
+
+    build.main(["-q", *pages_alone, "-D", "html_theme=basic", str(root / "docs"), str(tmp_path)])
+
+    for page in (root / "docs").glob("*.md"):
+        title = page.read_text("utf-8").splitlines()[0].removeprefix("# ")
+        built = tmp_path / f"{page.stem}.html"
+        assert f"<h1>{html.escape(title)}" in built.read_text("utf-8"), f"{page.name} is not built"
+
+
 def test_a_link_that_leads_nowhere_is_found(root, tmp_path):
     spec = importlib.util.spec_from_file_location("check_links", root / "docs/check_links.py")
     assert spec is not None and spec.loader is not None
@@ -90,6 +104,6 @@ def test_the_table_of_searches_is_what_the_benchmark_prints(root, monkeypatch, c
 
     one_run, _, *rows = capsys.readouterr().out.splitlines()
     assert len(rows) == 6
-    text = (root / "docs/search.md").read_text("utf-8")
+    text = (root / "docs/searching.md").read_text("utf-8")
     assert "\n".join(rows) in text
     assert one_run.removeprefix("one run: ") in text

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from lightning_dp.accounting import PoissonGaussian, epsilon
+from lightning_dp.accounting import PoissonGaussian, epsilon, epsilon_text
 from lightning_dp.accounting.journal import Journal
 from lightning_dp.callbacks import DifferentialPrivacy
 from lightning_dp.federated.release_ledger import ReleaseLedger, Spending
@@ -56,7 +56,10 @@ def test_it_runs_as_a_module_and_exits_with_0(saved):
     )
 
     assert (done.returncode, done.stderr) == (0, "")
-    assert f"ε = {fitted.privacy.epsilon:.4g} at δ = 1e-05 (add_remove), 12 steps" in done.stdout
+    assert (
+        f"ε = {epsilon_text(fitted.privacy.epsilon)} at δ = 1e-05 (add_remove), 12 steps"
+        in done.stdout
+    )
     assert f"charged: 12 × {EVENT}" in done.stdout
     assert done.stdout.rstrip().endswith("all agrees")
 
@@ -94,8 +97,8 @@ def test_steps_beyond_a_checkpoint_are_said_and_counted(fit, saved, command):
 
     assert status == 0
     assert "note: the journal has 11 steps beyond this checkpoint" in output
-    assert f"ε = {epsilon([(EVENT, 23)], 1e-5):.6g} at δ = 1e-05, 23 steps" in output
-    assert f"its own events: ε = {first.privacy.epsilon:.6g}" in output
+    assert f"ε = {epsilon_text(epsilon([(EVENT, 23)], 1e-5))} at δ = 1e-05, 23 steps" in output
+    assert f"its own events: ε = {epsilon_text(first.privacy.epsilon)}" in output
 
 
 @pytest.mark.parametrize("factor", [0.99, 1.01, 0.5])
@@ -112,7 +115,8 @@ def test_an_edited_epsilon_is_found(saved, command, edit_json, edit_checkpoint, 
         status, output = command(edited)
         assert status == 1
         wrong, right = factor * fitted.privacy.epsilon, fitted.privacy.epsilon
-        assert f"PROBLEM: it says ε = {wrong:.6g}, its events give ε = {right:.6g}" in output
+        says, gives = epsilon_text(wrong, 6), epsilon_text(right, 6)
+        assert f"PROBLEM: it says ε = {says}, its events give ε = {gives}" in output
 
 
 @pytest.mark.parametrize(
@@ -252,7 +256,9 @@ def test_a_journal_by_itself_needs_delta(saved, command):
 
     status, output = command(fitted.journal, "--delta", "1e-5")
     assert status == 0
-    assert f"ε = {fitted.privacy.epsilon:.6g} at δ = 1e-05 (add_remove), 12 steps" in output
+    assert (
+        f"ε = {epsilon_text(fitted.privacy.epsilon)} at δ = 1e-05 (add_remove), 12 steps" in output
+    )
     assert command(fitted.journal, "--delta", "2")[0] == 2
 
 
@@ -269,9 +275,9 @@ def test_a_federated_clients_journal_shows_epsilon_of_the_data_set_and_of_each_f
 
     assert status == 0
     assert "of hospital A" in output
-    assert f"ε = {ledger.epsilon(1e-5):.6g} at δ = 1e-05 (add_remove), 8 steps" in output
+    assert f"ε = {epsilon_text(ledger.epsilon(1e-5))} at δ = 1e-05 (add_remove), 8 steps" in output
     for name, rounds in (("trial", 3), ("study", 5)):
-        assert f"run {name}: ε = {epsilon([(EVENT, rounds)], 1e-5):.6g}" in output
+        assert f"run {name}: ε = {epsilon_text(epsilon([(EVENT, rounds)], 1e-5))}" in output
 
 
 @pytest.mark.parametrize("name", ["nothing", "empty", "text.ckpt", "text.json"])
@@ -330,3 +336,53 @@ def test_a_run_with_noise_chosen_at_run_time_claims_its_whole_budget(fit, comman
 
     edit_json(path, lambda content: content.update(epsilon=2.0))
     assert command(path)[0] == 1
+
+
+def test_the_total_of_a_folder_counts_every_ledger_once(fit, command, tmp_path):
+    trials = [fit() for _ in range(3)]
+    trials[0].trainer.save_checkpoint(tmp_path / "saved" / "first.ckpt")
+
+    status, output = command(tmp_path)
+
+    together = epsilon([(EVENT, 36)], 1e-5)
+    assert status == 0
+    assert (
+        f"total of 3 ledgers, if they are about the same records: ε = {epsilon_text(together)} at "
+        "δ = 1e-05 (add_remove), 36 steps"
+    ) in output
+    found = json.loads(command(tmp_path, "--json")[1])["total"]
+    assert found["epsilon"] == pytest.approx(together) and found["ledgers"] == 3
+
+
+def test_the_total_counts_a_journal_that_nothing_speaks_of(fit, command, tmp_path):
+    first, second = fit(), fit()
+    for path in second.reports:
+        if second.id in path.name:
+            path.unlink()
+
+    status, output = command(tmp_path)
+
+    assert status == 0 and first.id != second.id
+    together = epsilon_text(epsilon([(EVENT, 24)], 1e-5))
+    assert f"ε = {together} at δ = 1e-05 (add_remove), 24 steps" in output
+
+
+def test_the_total_of_noise_chosen_at_run_time_is_that_of_whole_budgets(fit, command, tmp_path):
+    for _ in range(2):
+        privacy = DifferentialPrivacy(
+            target_epsilon=1.0,
+            target_delta=1e-5,
+            noise_schedule=AtRunTime(),
+            isolation_probe=False,
+        )
+        fit(privacy=privacy, max_steps=3)
+    fit()
+
+    assert command(tmp_path)[0] == 0
+    found = json.loads(command(tmp_path, "--json")[1])["total"]
+    assert found["delta"] == pytest.approx(3e-5)
+    assert found["epsilon"] == pytest.approx(2.0 + epsilon([(EVENT, 12)], 1e-5))
+
+
+def test_one_ledger_has_no_total(saved, command, tmp_path):
+    assert "total of" not in command(tmp_path)[1]

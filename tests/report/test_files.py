@@ -13,6 +13,7 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 
+from lightning_dp.accounting import epsilon_text
 from lightning_dp.accounting.journal import read_journal
 from lightning_dp.callbacks import DifferentialPrivacy
 from lightning_dp.report import read_report
@@ -49,7 +50,7 @@ def test_it_reads_back_as_the_run_tells_it(fit):
     assert path.name == f"privacy_report-{fitted.id}.json"
     assert read_report(path) == fitted.privacy.report()
     page = path.with_suffix(".md").read_text("utf-8")
-    assert f"(ε, δ) = ({fitted.privacy.epsilon:.4g}, 1e-05)" in page
+    assert f"(ε, δ) = ({epsilon_text(fitted.privacy.epsilon)}, 1e-05)" in page
     assert "12 × PoissonGaussian(noise_multiplier=1.5, sample_rate=0.1)" in page
     assert fitted.id in page and "clip norm `max_grad_norm`: 1" in page
     assert "validation on private data" in page
@@ -179,8 +180,8 @@ def test_one_line_at_the_end_tells_epsilon_and_the_file(fit, said):
 
     (path,) = fitted.reports
     assert said == [
-        f"privacy: ε = {privacy.epsilon:.4g} of 1 at δ = 1e-05 (add_remove) after {privacy.steps} "
-        f"noised steps; privacy budget reached; report: {path}"
+        f"privacy: ε = {epsilon_text(privacy.epsilon)} of 1 at δ = 1e-05 (add_remove) after "
+        f"{privacy.steps} noised steps; privacy budget reached; report: {path}"
     ]
 
 

@@ -7,7 +7,7 @@ import math
 import lightning as L
 from lightning.pytorch.callbacks import EarlyStopping
 
-from lightning_dp.accounting import PLDAccountant
+from lightning_dp.accounting import PLDAccountant, epsilon_text
 from lightning_dp.callbacks import DifferentialPrivacy
 
 DELTA = 1e-5
@@ -44,7 +44,7 @@ def test_report_tells_what_ran(classifier, mlp, loader, make_trainer):
     assert report.accountant == PLDAccountant().name
     assert any("validation" in item for item in report.not_covered)
     assert report.to_dict()["versions"]["lightning"] == L.__version__
-    assert f"ε = {report.epsilon:.4g} at δ = 1e-05 (add_remove), 10 steps" in str(report)
+    assert f"ε = {epsilon_text(report.epsilon)} at δ = 1e-05 (add_remove), 10 steps" in str(report)
 
 
 def test_report_of_a_seeded_run_is_tainted(classifier, mlp, loader, make_trainer):
@@ -71,4 +71,4 @@ def test_report_names_the_epsilon_of_the_whole_plan_when_a_result_stopped_the_ru
     assert trainer.global_step == privacy.steps == report.steps == 30
     assert report.epsilon == privacy.epsilon < 1.5
     assert 0.99 * 2.0 < report.epsilon_of_plan <= 2.0
-    assert f"ε = {report.epsilon_of_plan:.4g} (whole plan)" in str(report)
+    assert f"ε = {epsilon_text(report.epsilon_of_plan)} (whole plan)" in str(report)
