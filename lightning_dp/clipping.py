@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
@@ -11,6 +12,9 @@ from lightning_dp.functional import clip_factors
 from lightning_dp.query import BoundedSum
 
 __all__ = ["AbstractPerSampleGradients", "bounded_sum"]
+
+_SMALLEST, _LARGEST = 1e-30, 1e30  # clip norms that float32 sums have room for
+_LARGEST_NORM = 1e33  # of a record; its weight would be rounded to few digits
 
 
 class AbstractPerSampleGradients(ABC):
@@ -54,7 +58,19 @@ def bounded_sum(gradients: AbstractPerSampleGradients, clip_norm: float) -> Boun
     r""":math:`\sum_i g_i \min(1, C/\|g_i\|)`: adding or removing a record moves it by at most C.
 
     Promises: each record contributes a vector of L2 norm at most ``clip_norm`` (up to rounding);
-    a record whose gradient is not finite contributes zero; no record affects another's part.
+    a record whose gradient is not finite contributes zero; no record affects another's part. It
+    also contributes zero where float32 cannot hold its gradient scaled down.
+
+    Raises:
+        ValueError: if ``clip_norm`` is not in [1e-30, 1e30], nor infinite.
     """
-    factors = clip_factors(gradients.norms(), clip_norm)
-    return BoundedSum(gradients.weighted_sum(factors), clip_norm)
+    if not (_SMALLEST <= clip_norm <= _LARGEST or clip_norm == math.inf):
+        raise ValueError(
+            f"clip_norm={clip_norm} must lie between {_SMALLEST:g} and {_LARGEST:g} (or be infinite, "
+            "without privacy): float32 cannot hold sums of records that small or large."
+        )
+    unit = clip_norm if math.isfinite(clip_norm) and not 1e-3 <= clip_norm <= 1e3 else 1.0
+    norms = gradients.norms()
+    held = norms.masked_fill(norms > _LARGEST_NORM, math.inf)
+    total = gradients.weighted_sum(clip_factors(held, clip_norm) / unit)
+    return BoundedSum(total if unit == 1 else total.mul_(unit), clip_norm)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -16,6 +17,16 @@ __all__ = ["clip_factors", "flatten", "laplacian_smoothing", "per_sample_norms",
 # norm is an under-clipped record: sum squares in rows of this length (then the error is at most
 # 3e-7, also for equal entries, where rounding errors do not cancel), and the rows in float64.
 _ROW = 256
+
+# Squares of float32 numbers below 1e-19 vanish: a norm is trusted if what they may hide is nothing
+# beside it, else its row is summed again in float64.
+_TRUSTED = 1e-10
+_ENTRIES = 1 << 16  # of float64 copies: they stay in the cache
+
+# Factors of a product must not come out too small, for what they are multiplied with may be large.
+# So a norm has a floor, above all that is rounded to zero somewhere, and it is infinite where
+# scaling the other factor down to it would leave too few digits.
+_LEAST_FACTOR, _LARGEST_FACTOR = 1e-35, 1e33
 
 
 def per_sample_norms(gradients: Sequence[Tensor]) -> Tensor:
@@ -41,9 +52,24 @@ def as_rows(gradient: Tensor) -> Tensor:
 
 
 def squared_row_norms(gradient: Tensor) -> Tensor:
-    """Squared L2 norm of each record's part, accumulated in two levels, as float64."""
+    """Squared L2 norm of each record's part, accumulated in two levels, as float64.
+
+    Right for all finite float32 numbers, if the rows themselves are what is summed afterwards. Of
+    norms that are multiplied take :func:`factor_norms`.
+    """
     rows = as_rows(gradient)
-    rows = rows if rows.dtype == torch.float64 else rows.float()
+    if rows.dtype == torch.float64 or rows.device.type != "cpu":
+        return _squares_in_float64(rows)  # elsewhere a look at the norms would wait for the device
+    squares = _squares_in_float32(rows.float())
+    least, most = (float(each) for each in squares.aminmax()) if len(squares) else (1.0, 1.0)
+    small = rows.shape[1] * _TRUSTED**2
+    if not (small < least and most < math.inf):
+        again = (~((squares > small) & squares.isfinite())).nonzero().flatten()
+        squares[again] = _squares_in_float64(rows[again])
+    return squares
+
+
+def _squares_in_float32(rows: Tensor) -> Tensor:
     if rows.shape[1] <= _ROW:
         norms: Tensor = torch.linalg.vector_norm(rows, dim=1)
         return norms.double().square_()
@@ -53,6 +79,32 @@ def squared_row_norms(gradient: Tensor) -> Tensor:
         blocks = rows[:, :whole].reshape(len(rows), -1, _ROW)
         parts.append(torch.linalg.vector_norm(blocks, dim=2))
     return torch.cat(parts, dim=1).double().square_().sum(1)
+
+
+def _squares_in_float64(rows: Tensor) -> Tensor:
+    """Some entries at a time; elsewhere than on the CPU more of them, for there is no cache to fit."""
+    entries = _ENTRIES if rows.device.type == "cpu" else 64 * _ENTRIES
+    columns = min(rows.shape[1], entries) or 1
+    squares = []
+    for some in torch.split(rows, max(1, entries // columns)):
+        parts = [p.double().square().sum(1) for p in torch.split(some, columns, dim=1)]
+        squares.append(torch.stack(parts).sum(0))
+    return torch.cat(squares)
+
+
+def factor_norms(factors: Tensor) -> Tensor:
+    """L2 norm of each row as float64, for rows whose product with others is what is added.
+
+    Never too small, for the others may be large: at least 1e-35, beside which nothing counts that
+    some operation may round to zero. Infinite above 1e33, where the product cannot be held.
+
+    Example:
+        >>> factor_norms(torch.tensor([[3e-30, 4e-30], [0.0, 0.0], [3e36, 0.0]]))
+        tensor([5.0000e-30, 1.4142e-35,        inf], dtype=torch.float64)
+    """
+    rows = as_rows(factors)
+    norms = squared_row_norms(rows).sqrt_().add_(_LEAST_FACTOR * math.sqrt(rows.shape[1]))
+    return norms.masked_fill_(norms > _LARGEST_FACTOR, math.inf)
 
 
 def clip_factors(norms: Tensor, clip_norm: float) -> Tensor:
@@ -71,7 +123,7 @@ def clip_factors(norms: Tensor, clip_norm: float) -> Tensor:
     """
     if not number("clip_norm", clip_norm) > 0:
         raise ValueError(f"clip_norm={clip_norm} must be greater than 0.")
-    factors = (clip_norm / norms).clamp(max=1.0)
+    factors = (clip_norm / norms.double()).clamp_(max=1.0).to(norms.dtype)
     return torch.where(torch.isfinite(norms), factors, torch.zeros_like(norms))
 
 

@@ -156,7 +156,7 @@ def test_adding_a_record_moves_the_sum_by_at_most_the_clip_norm():
         assert (full - fewer).norm() <= clip_norm * (1 + 1e-5)
 
 
-@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf, 1e30, -3e38])
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf, 1e34, -3e38])
 @pytest.mark.parametrize("clip_norm", [1.0, math.inf])
 def test_a_record_that_is_not_finite_or_overflows_counts_for_nothing(bad, clip_norm):
     gradients = random_gradients(6)
@@ -172,8 +172,9 @@ def test_a_record_that_is_not_finite_or_overflows_counts_for_nothing(bad, clip_n
     assert torch.equal(only.value, torch.zeros_like(only.value))
 
 
-def test_large_records_that_do_not_overflow_are_clipped_not_dropped():
-    gradients = [torch.tensor([[3e15, 4e15], [0.3, 0.4]])]
+@pytest.mark.parametrize("size", [1e15, 1e30])
+def test_large_records_that_do_not_overflow_are_clipped_not_dropped(size):
+    gradients = [torch.tensor([[3 * size, 4 * size], [0.3, 0.4]])]
 
     total = bounded_sum(MaterialisedGradients(params_like(gradients), gradients, 1.0), 1.0).value
 

@@ -11,7 +11,7 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from lightning_dp.functional import as_rows, squared_row_norms
+from lightning_dp.functional import as_rows, factor_norms, squared_row_norms
 
 __all__ = [
     "PRODUCTS",
@@ -19,8 +19,10 @@ __all__ = [
     "AbstractForm",
     "Call",
     "Rows",
+    "Scaled",
     "Uses",
     "above_rounding",
+    "above_what_vanishes",
     "joined_positions",
     "sum_of_products",
 ]
@@ -29,6 +31,11 @@ __all__ = [
 SLICE_BYTES = 4 << 20
 PRODUCTS = 1 << 22  # inner products between positions that are in memory at once
 
+
+# What vanishes of inner products of factors of ordinary norms, or over their largest entries, is
+# less than this beside the product of the norms.
+_HIDDEN = 1e-9
+_ORDINARY = (1e-5, 1e9)
 
 # Rounding errors of an inner product, relative to the norms, stay below this many units.
 _ROUNDING = 32
@@ -48,6 +55,33 @@ def above_rounding(squares: Tensor, lengths: Tensor, dtype: torch.dtype) -> Tens
     return torch.maximum(squares, _ROUNDING * torch.finfo(dtype).eps * lengths.square())
 
 
+@dataclass(frozen=True)
+class Scaled:
+    """A factor of inner products, with each record's part over a unit so that they stay in range.
+
+    Args:
+        tensor: records first, over the units.
+        units: float64, shape (n,).
+        norms: of the records' parts as they were, float64.
+    """
+
+    tensor: Tensor
+    units: Tensor
+    norms: Tensor
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> Scaled:
+        """The unit is the largest entry; 1 for all where no product can leave the range."""
+        if tensor.device.type == "cpu" and len(tensor):  # elsewhere, a look waits for the device
+            norms = torch.linalg.vector_norm(as_rows(tensor), dim=1)
+            least, most = (float(each) for each in norms.aminmax())
+            if _ORDINARY[0] < least and most < _ORDINARY[1]:
+                return cls(tensor, torch.ones_like(norms, dtype=torch.float64), norms.double())
+        norms = factor_norms(tensor)
+        largest = as_rows(tensor).abs().amax(1).clamp_(min=torch.finfo(tensor.dtype).tiny)
+        return cls(tensor / largest.view(-1, *[1] * (tensor.dim() - 1)), largest.double(), norms)
+
+
 def sum_of_products(products: Tensor) -> Tensor:
     """‖Σ_s a_s‖² of each record from its (T, T) inner products, by :func:`above_rounding`.
 
@@ -55,6 +89,12 @@ def sum_of_products(products: Tensor) -> Tensor:
     """
     lengths = products.diagonal(dim1=1, dim2=2).clamp(min=0.0).sqrt().sum(1, dtype=torch.float64)
     return above_rounding(products.sum((1, 2), dtype=torch.float64), lengths, products.dtype)
+
+
+def above_what_vanishes(squares: Tensor, *factors: Scaled) -> Tensor:
+    """Squared norms, and not less than what may have vanished in inner products of the factors."""
+    least = reduce(torch.mul, (each.norms for each in factors))
+    return torch.maximum(squares, (_HIDDEN * least).square_())
 
 
 class AbstractForm(ABC):
@@ -125,7 +165,7 @@ class AbstractForm(ABC):
 
     def lengths(self, v: Tensor, u: Tensor) -> Tensor:
         """A bound on Σ_s ‖a_s‖ where f(v_i, u_i) = Σ_s a_s is computed, float64, shape (n,)."""
-        return (squared_row_norms(v) * squared_row_norms(u)).sqrt()
+        return factor_norms(v) * factor_norms(u)
 
     def squared_norms(self, calls: Sequence[Call], *, may_keep: bool) -> Tensor | None:
         """‖Σ_calls f(v_i, u_i)‖² of each record as float64, where that is cheaper than the rows.

@@ -7,6 +7,7 @@ import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import reduce
 from typing import Any
 
 import torch
@@ -18,8 +19,10 @@ from lightning_dp.gradients.layers.base import (
     AbstractForm,
     Call,
     Rows,
+    Scaled,
     Uses,
     above_rounding,
+    above_what_vanishes,
 )
 
 __all__ = ["Convolution", "convolution"]
@@ -129,17 +132,28 @@ class Convolution(AbstractForm):
         return torch.cat([self._squares([call.of(part) for call in calls]) for part in parts])
 
     def _squares(self, calls: Sequence[Call]) -> Tensor:
-        total = torch.zeros(len(calls[0].u), dtype=torch.float64, device=calls[0].u.device)
+        scaled = [(Scaled.of(call.v), Scaled.of(call.u)) for call in calls]
+        units = torch.stack([v.units * u.units for v, u in scaled])
+        largest = units.amax(0)
+        pairs = zip(scaled, units, strict=True)
+        parts = [(v.tensor, u.tensor, unit / largest) for (v, u), unit in pairs]
+        squares = self._squares_of(parts) * largest.square()
+        return reduce(lambda so_far, each: above_what_vanishes(so_far, *each), scaled, squares)
+
+    def _squares_of(self, parts: Sequence[tuple[Tensor, Tensor, Tensor]]) -> Tensor:
+        """‖Σ weight f(v, u)‖² of each record, over (v, u, weight)."""
+        total = torch.zeros_like(parts[0][2])
         lengths = torch.zeros_like(total)
-        for i, a in enumerate(calls):
-            for b in calls[: i + 1]:
-                us = torch.bmm(a.u.flatten(2).transpose(1, 2), b.u.flatten(2))
-                products = self._patch_products(a.v, b.v, a.u.shape[2:]) * us.view(len(us), -1)
-                total += products.sum(1, dtype=torch.float64) * (1 if a is b else 2)
-                if a is b:
+        for i, (v, u, weight) in enumerate(parts):
+            for j, (v2, u2, weight2) in enumerate(parts[: i + 1]):
+                us = torch.bmm(u.flatten(2).transpose(1, 2), u2.flatten(2))
+                products = self._patch_products(v, v2, u.shape[2:]) * us.view(len(us), -1)
+                sums = products.sum(1, dtype=torch.float64) * weight * weight2
+                total += sums if i == j else 2 * sums
+                if i == j:
                     own = products.view(us.shape).diagonal(dim1=1, dim2=2).clamp(min=0.0)
-                    lengths += own.sqrt().sum(1, dtype=torch.float64)
-        return above_rounding(total, lengths, us.dtype)
+                    lengths += own.sqrt().sum(1, dtype=torch.float64) * weight
+        return above_rounding(total, lengths, parts[0][1].dtype)
 
     def _patch_products(self, v: Tensor, w: Tensor, size: torch.Size) -> Tensor:
         """Inner products of every patch of v with every patch of w, shape (n, positions²)."""

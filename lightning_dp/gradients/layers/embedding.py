@@ -9,12 +9,14 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
-from lightning_dp.functional import squared_row_norms
+from lightning_dp.functional import factor_norms
 from lightning_dp.gradients.layers.base import (
     PRODUCTS,
     AbstractForm,
     Call,
+    Scaled,
     Uses,
+    above_what_vanishes,
     joined_positions,
     sum_of_products,
 )
@@ -47,7 +49,7 @@ class Lookup(AbstractForm):
         return [joined_positions(calls)]
 
     def lengths(self, v: Tensor, u: Tensor) -> Tensor:
-        return squared_row_norms(u).sqrt() * math.sqrt(u.shape[1])
+        return factor_norms(u) * math.sqrt(u.shape[1])
 
     def squared_norms(self, calls: Sequence[Call], *, may_keep: bool) -> Tensor | None:
         """Σ over positions s, t of equal rows of u_s · u_t: nothing of the table's size."""
@@ -61,9 +63,10 @@ class Lookup(AbstractForm):
 
 
 def _squares(u: Tensor, v: Tensor) -> Tensor:
-    products = torch.bmm(u, u.transpose(1, 2))
+    scaled = Scaled.of(u)
+    products = torch.bmm(scaled.tensor, scaled.tensor.transpose(1, 2))
     products.masked_fill_(v.unsqueeze(2) != v.unsqueeze(1), 0.0)
-    return sum_of_products(products)
+    return above_what_vanishes(sum_of_products(products) * scaled.units.square(), scaled)
 
 
 def embedding(layer: nn.Embedding, inputs: Tensor, gradient: Tensor) -> Uses:

@@ -8,13 +8,15 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from lightning_dp.functional import squared_row_norms
+from lightning_dp.functional import factor_norms
 from lightning_dp.gradients.layers.base import (
     PRODUCTS,
     AbstractForm,
     Call,
     Rows,
+    Scaled,
     Uses,
+    above_what_vanishes,
     joined_positions,
     sum_of_products,
 )
@@ -54,9 +56,8 @@ class OuterProduct(AbstractForm):
         return scaled.T @ v.flatten(0, 1)
 
     def lengths(self, v: Tensor, u: Tensor) -> Tensor:
-        norms = torch.linalg.vector_norm(v, dim=2) * torch.linalg.vector_norm(u, dim=2)
-        total: Tensor = norms.sum(1, dtype=torch.float64)
-        return total
+        norms = factor_norms(v.flatten(0, 1)) * factor_norms(u.flatten(0, 1))
+        return norms.view(u.shape[:2]).sum(1)
 
     def squared_norms(self, calls: Sequence[Call], *, may_keep: bool) -> Tensor | None:
         """From the T x T inner products of the vectors, if they are fewer than the entries.
@@ -67,7 +68,7 @@ class OuterProduct(AbstractForm):
         u, v = call.u, call.v
         times, rows, columns = u.shape[1], u.shape[2], v.shape[2]
         if times == 1:
-            return squared_row_norms(u) * squared_row_norms(v)
+            return (factor_norms(u) * factor_norms(v)).square_()
         if times * (rows + columns) > 2 * rows * columns or (times >= _LONG and may_keep):
             return None  # the rows cost no more, and if they are kept the sum is almost free
         size = max(1, PRODUCTS // times**2)
@@ -78,7 +79,10 @@ class OuterProduct(AbstractForm):
 
 
 def _squares(u: Tensor, v: Tensor) -> Tensor:
-    return sum_of_products(torch.bmm(u, u.transpose(1, 2)) * torch.bmm(v, v.transpose(1, 2)))
+    both = a, b = Scaled.of(u), Scaled.of(v)
+    products = [torch.bmm(each.tensor, each.tensor.transpose(1, 2)) for each in both]
+    squares = sum_of_products(products[0] * products[1])
+    return above_what_vanishes(squares * (a.units * b.units).square_(), a, b)
 
 
 def linear(layer: nn.Linear, inputs: Tensor, gradient: Tensor) -> Uses:
