@@ -13,8 +13,8 @@ from lightning_dp.query import BoundedSum
 
 __all__ = ["AbstractPerSampleGradients", "bounded_sum"]
 
-_SMALLEST, _LARGEST = 1e-30, 1e30  # clip norms that float32 sums have room for
-_LARGEST_NORM = 1e33  # of a record; its weight would be rounded to few digits
+# Between these float32 has room for a sum of millions of records, and for their weights.
+_SMALLEST, _LARGEST = 1e-30, 1e32
 
 
 class AbstractPerSampleGradients(ABC):
@@ -62,15 +62,15 @@ def bounded_sum(gradients: AbstractPerSampleGradients, clip_norm: float) -> Boun
     also contributes zero where float32 cannot hold its gradient scaled down.
 
     Raises:
-        ValueError: if ``clip_norm`` is not in [1e-30, 1e30], nor infinite.
+        ValueError: if ``clip_norm`` is less than 1e-30.
     """
-    if not (_SMALLEST <= clip_norm <= _LARGEST or clip_norm == math.inf):
+    if not clip_norm >= _SMALLEST:
         raise ValueError(
-            f"clip_norm={clip_norm} must lie between {_SMALLEST:g} and {_LARGEST:g} (or be infinite, "
-            "without privacy): float32 cannot hold sums of records that small or large."
+            f"clip_norm={clip_norm} must be at least {_SMALLEST:g}: float32 has no room for the sum of "
+            "records that small."
         )
-    unit = clip_norm if math.isfinite(clip_norm) and not 1e-3 <= clip_norm <= 1e3 else 1.0
+    unit = 1.0 if 1e-3 <= clip_norm <= 1e3 or clip_norm == math.inf else min(clip_norm, _LARGEST)
     norms = gradients.norms()
-    held = norms.masked_fill(norms > _LARGEST_NORM, math.inf)
+    held = norms.masked_fill(norms > _LARGEST, math.inf)
     total = gradients.weighted_sum(clip_factors(held, clip_norm) / unit)
     return BoundedSum(total if unit == 1 else total.mul_(unit), clip_norm)

@@ -99,7 +99,7 @@ def flushed() -> Iterator[None]:
     torch.set_flush_denormal(False)
 
 
-@pytest.mark.parametrize("clip_norm", [1.0, 1e-30])
+@pytest.mark.parametrize("clip_norm", [1.0, 1e-30, 1e38])
 @pytest.mark.parametrize("kept", [32 << 20, 0])
 @pytest.mark.parametrize("name", KINDS)
 def test_records_add_their_clipped_gradient_over_60_orders_of_magnitude(
@@ -234,7 +234,7 @@ def test_of_a_tiny_norm_no_more_is_left_than_the_bound():
         assert (clip_factors(norms, clip_norm).double() * norms.double()).max() <= clip_norm * 1.001
 
 
-@pytest.mark.parametrize("clip_norm", [1e-45, 9e-31, 1.1e30, float("nan"), 0.0, -1.0])
+@pytest.mark.parametrize("clip_norm", [1e-45, 9e-31, float("nan"), 0.0, -1.0])
 def test_bounds_that_float32_sums_cannot_keep_are_refused(clip_norm):
     gradients = MaterialisedGradients([torch.zeros(2)], [torch.ones(3, 2)], 1.0)
     with pytest.raises(ValueError, match="clip_norm="):
