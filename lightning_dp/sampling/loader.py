@@ -125,10 +125,15 @@ class PrivateDataLoader(DataLoader[Any]):
         loader: the user's loader, left untouched.
         sampler: chooses the chunks.
         position: the place in the epoch of the next chunk; asked when a pass draws its first one.
+        admit: called before each chunk is read; raises if it may not be.
     """
 
     def __init__(
-        self, loader: DataLoader[Any], sampler: ChunkSampler, position: Callable[[], int] = int
+        self,
+        loader: DataLoader[Any],
+        sampler: ChunkSampler,
+        position: Callable[[], int] = int,
+        admit: Callable[[], None] = lambda: None,
     ) -> None:
         super().__init__(
             loader.dataset,
@@ -145,9 +150,11 @@ class PrivateDataLoader(DataLoader[Any]):
         )
         self._chunks = sampler
         self._position = position
+        self._admit = admit
         self.current: Chunk | None = None
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
+        self._admit()  # before workers read ahead
         # Only now: Lightning makes iterators before it knows where it goes on.
         self._chunks.resume_at = self._position()
         for batch in super().__iter__():
@@ -158,6 +165,7 @@ class PrivateDataLoader(DataLoader[Any]):
                 )
             self.current = self._chunks.pending.popleft()
             yield batch
+            self._admit()
 
     def state_dict(self) -> dict[str, Any]:
         """Nothing; that there is one tells Lightning that runs resume in the middle of an epoch."""

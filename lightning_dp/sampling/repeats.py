@@ -16,8 +16,6 @@ __all__ = ["Repeat", "find_repeat"]
 
 Integers: TypeAlias = NDArray[np.int64]
 
-_VALUES = int, float, complex, str, bytes, type(None)  # equal ones may be one object
-
 
 @dataclass(frozen=True)
 class Repeat:
@@ -40,8 +38,7 @@ def find_repeat(dataset: object) -> Repeat | None:
     - ``Subset``, ``ConcatDataset`` and ``StackDataset`` are followed to any depth, and so are data
       sets of the user's: one with ``dataset`` and as many ``indices`` as it has rows, and one that
       wraps data sets as long as itself (row i is taken to be made of their row i).
-    - Records are the same if they have one index in one object, lie at one place in memory
-      (tensors), or are one object (in a list).
+    - Records are the same if they have one index in one object or, in tensors, one place in memory.
     - Equal content at two places is not looked for, and what a ``__getitem__`` does with its index
       cannot be seen.
 
@@ -166,8 +163,6 @@ def _identify(leaf: Any, places: NDArray[Any]) -> tuple[object, str, Integers]:
         rows = _rows_in_memory((leaf,) if isinstance(leaf, Tensor) else leaf.tensors)
         if rows is not None:
             return rows[0], name, rows[1] + rows[2] * places
-    if type(leaf) in (list, tuple) and not any(isinstance(each, _VALUES) for each in leaf):
-        return "objects", name, np.array([id(leaf[place]) for place in places], dtype=np.int64)
     return id(leaf), name, places
 
 

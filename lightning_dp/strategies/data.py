@@ -7,6 +7,7 @@ from lightning.pytorch import Trainer
 from lightning_dp.private_run import PrivateRun
 from lightning_dp.sampling.loader import ChunkSampler, PrivateDataLoader
 from lightning_dp.strategies.checks import check_loader
+from lightning_dp.strategies.fit_loop_only import check_asker
 from lightning_dp.world import World
 
 __all__ = ["make_private_loader"]
@@ -54,7 +55,9 @@ def make_private_loader(
         first_step=lambda: run.mechanism.step if run.mechanism is not None else 0,
     )
     progress = trainer.fit_loop.epoch_loop.batch_progress
-    return PrivateDataLoader(checked, sampler, position=lambda: progress.current.ready)
+    return PrivateDataLoader(
+        checked, sampler, position=lambda: progress.current.ready, admit=check_asker
+    )
 
 
 def _limit(chunks: int, limit_train_batches: float | int | None) -> int:
