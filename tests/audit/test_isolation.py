@@ -236,7 +236,9 @@ class Speaks(nn.Module):
         return x
 
 
-def test_nothing_is_logged_or_printed(model_class, make_network, loader, make_trainer, capsys):
+def test_nothing_is_logged_or_printed(
+    model_class, make_network, loader, make_trainer, capsys, tmp_path
+):
     from lightning.pytorch.loggers import CSVLogger
 
     class Logs(model_class):
@@ -256,7 +258,7 @@ def test_nothing_is_logged_or_printed(model_class, make_network, loader, make_tr
     trainer = make_trainer(
         max_steps=3,
         callbacks=[DifferentialPrivacy(noise_multiplier=1.0, target_delta=1e-5)],
-        logger=Memory("unused"),
+        logger=Memory(str(tmp_path)),
     )
     trainer.fit(Logs(make_network(Speaks()), F.cross_entropy), loader)
 

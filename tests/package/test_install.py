@@ -9,6 +9,7 @@ import pkgutil
 import shutil
 import subprocess
 import sys
+import tarfile
 import zipfile
 from pathlib import Path
 
@@ -16,7 +17,8 @@ import pytest
 
 import lightning_dp
 
-PARTS = ("lightning_dp", "callbacks", "pyproject.toml", "README.md", "LICENSE")
+PARTS = (".ci", "benchmarks", "callbacks", "docs", "examples", "lightning_dp", "tests")
+MADE = ("__pycache__", "venv", "*.egg-info", "*.pyc", "lightning_logs", "privacy", "_build")
 IMPORT = "from lightning_dp.callbacks import DifferentialPrivacy as D; print(D.__module__)"
 
 
@@ -36,20 +38,24 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     copy = tmp_path_factory.mktemp("source")
     root = Path(__file__).parents[2]
     for name in PARTS:
-        if (root / name).is_dir():
-            ignored = shutil.ignore_patterns("__pycache__")
-            shutil.copytree(root / name, copy / name, ignore=ignored)
-        else:
-            shutil.copy(root / name, copy / name)
+        shutil.copytree(root / name, copy / name, ignore=shutil.ignore_patterns(*MADE))
+    for path in root.iterdir():
+        if path.is_file() and path.name != ".git":  # which is a file in a linked worktree
+            shutil.copy(path, copy / path.name)
     return copy
 
 
 @pytest.fixture(scope="module")
-def wheel(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("wheel")
-    command = (sys.executable, "-m", "pip", "wheel", "--no-deps", "--quiet")
-    run(*command, "--disable-pip-version-check", "-w", str(folder), str(source), cwd=folder)
-    (path,) = folder.glob("*.whl")
+def distributions(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of the source distribution and of the wheel that is built from it."""
+    folder = tmp_path_factory.mktemp("dist")
+    run(sys.executable, "-m", "build", "--outdir", str(folder), str(source), cwd=folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def wheel(distributions: Path) -> Path:
+    (path,) = distributions.glob("*.whl")
     return path
 
 
@@ -87,6 +93,22 @@ def test_the_wheel_holds_every_module_and_the_type_marker(root, wheel):
 
     assert content == modules | callbacks | {"lightning_dp/py.typed"}
     assert len(licences) == 1
+
+
+def test_the_source_distribution_holds_the_whole_project(source, distributions):
+    (path,) = distributions.glob("*.tar.gz")
+    with tarfile.open(path) as archive:
+        files = [member.name for member in archive.getmembers() if member.isfile()]
+
+    content = {name.partition("/")[2] for name in files}
+    made = {name for name in content if ".egg-info/" in name} | {"PKG-INFO", "setup.cfg"}
+    project = {
+        path.relative_to(source).as_posix()
+        for path in source.rglob("*")
+        if path.is_file() and ".egg-info" not in str(path)
+    }
+    assert content - made == project
+    assert {"tests/conftest.py", "docs/index.md", "CHANGELOG.md", ".ci/run"} <= content
 
 
 def test_an_installed_wheel_imports_from_itself(wheel, tmp_path):

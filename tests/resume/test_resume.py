@@ -8,11 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import lightning as L
+import numpy as np
 import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
 
-from lightning_dp import FullBatch, Momentum
+from lightning_dp import Diff2, FullBatch, Momentum
 from lightning_dp.accounting import PLDAccountant
 from lightning_dp.accounting.events import Gaussian, PoissonGaussian
 from lightning_dp.callbacks import DifferentialPrivacy
@@ -267,6 +268,28 @@ def test_manual_optimization_resumes(fit: Any, save_at: Any, tmp_path: Path) -> 
     resumed = fit(tmp_path / "mid.ckpt")
     assert resumed.trainer.global_step == 24
     assert resumed.privacy.steps == 24 + 8
+
+
+@pytest.mark.parametrize(
+    ("was", "now"),
+    [
+        ({"max_grad_norm": 1}, {"max_grad_norm": 1.0}),
+        ({"max_grad_norm": np.float64(1.0), "noise_multiplier": 1}, {"max_grad_norm": 1}),
+        ({"estimator": Diff2(2)}, {"estimator": Diff2(np.int64(2), 1, 1)}),
+        ({"noise_schedule": Exponential(0)}, {"noise_schedule": Exponential(np.float32(0.0))}),
+        ({"postprocessing": [Momentum(0)]}, {"postprocessing": (Momentum(0.0),)}),
+    ],
+)
+def test_a_number_written_otherwise_resumes(
+    fit: Any, save_at: Any, tmp_path: Path, was: dict[str, Any], now: dict[str, Any]
+) -> None:
+    """YAML says 1 where Python says 1.0."""
+    estimator = {"max_grad_norm": None} if "estimator" in was else {}
+    fit(privacy={**estimator, **was}, callbacks=(save_at(tmp_path / "a.ckpt", 0, 3),), max_steps=5)
+
+    resumed = fit(tmp_path / "a.ckpt", privacy={**estimator, **now}, max_steps=6)
+
+    assert resumed.trainer.global_step == 6
 
 
 def test_last_checkpoint_is_found_by_name(fit: Any, tmp_path: Path) -> None:
