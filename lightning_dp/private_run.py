@@ -19,6 +19,7 @@ from lightning_dp.accounting.ledger import Ledger
 from lightning_dp.accounting.remembered import Remembered
 from lightning_dp.budget import Budget, events_from, is_adaptive
 from lightning_dp.config import PrivacyConfig
+from lightning_dp.costliest import costliest_events
 from lightning_dp.mechanism import Mechanism
 from lightning_dp.noise import NoiseSource
 from lightning_dp.sampling import BatchPlan
@@ -51,6 +52,8 @@ class PrivateRun:
         self.is_seeded = config.seed is not None  # for good: also a run resumed without the seed
         self._resumed: dict[str, Any] | None = None
         self._is_under_way = False
+        self._costliest_of: Mechanism | None = None
+        self._costliest_events: dict[str, Any] | None = None
         self._accountant = Remembered(config.accountant)  # asked for the present ε by many
 
     # -- what users read -------------------------------------------------------------------
@@ -278,7 +281,18 @@ class PrivateRun:
             "noise_scale": None if mechanism is None else mechanism.plan.scale,
             "mechanism": None if mechanism is None else mechanism.state_dict(),
             "ledger": self.ledger.state_dict(),
+            "costliest": self._costliest(),
         }
+
+    def _costliest(self) -> dict[str, Any] | None:
+        """What a step costs at most, for a journal that is lost; None for noise chosen at run time."""
+        mechanism = self.mechanism
+        if mechanism is None or self.is_adaptive:
+            return None
+        if self._costliest_of is not mechanism:  # once in a fit
+            self._costliest_of = mechanism
+            self._costliest_events = costliest_events(mechanism.plan, mechanism.step, self._end)
+        return self._costliest_events
 
     def load_state_dict(self, state: dict[str, Any], directory: Path, world: World) -> None:
         """Continue the run of a checkpoint: its plan and state, and every charge known of it.

@@ -13,11 +13,11 @@ from lightning_dp.accounting.events import (
     PoissonRound,
 )
 from lightning_dp.accounting.gdp import gdp_delta, gdp_epsilon
-from lightning_dp.accounting.ledger import recover_journal
 from lightning_dp.accounting.number_of_runs import draw_number_of_runs
 from lightning_dp.accounting.opacus_accountants import OpacusPRVAccountant, OpacusRDPAccountant
 from lightning_dp.accounting.pld import PLDAccountant
 from lightning_dp.accounting.rdp import StreamingRDPAccountant
+from lightning_dp.accounting.recovery import recover_journal
 from lightning_dp.accounting.repeat_and_select import RepeatAndSelect
 from lightning_dp.accounting.rounding import epsilon_text
 from lightning_dp.accounting.sweep import sweep_history

@@ -20,7 +20,7 @@ from lightning_dp.accounting.journal import (
     read_journal,
 )
 
-__all__ = ["Ledger", "ledger_in", "recover_journal", "runs_from_dict", "runs_to_dict"]
+__all__ = ["Ledger", "ledger_in", "privacy_in", "runs_from_dict", "runs_to_dict"]
 
 
 class Ledger:
@@ -144,52 +144,17 @@ class Ledger:
         self._steps = sum(count for charges in self._runs.values() for _, count in charges)
 
 
-def recover_journal(
-    checkpoint_path: str | Path, directory: str | Path, unrecorded_steps: int
-) -> Path:
-    """The way out when a journal is lost: write a new one from a checkpoint.
-
-    A journal may know of steps that the checkpoint does not (those made after it was saved), and
-    what is lost can only be bounded, not found out. So this asks for an upper bound and charges
-    it. Then resume from the checkpoint with ``ledger_dir=directory``.
-
-    Args:
-        checkpoint_path: a checkpoint of a private run.
-        directory: where to write the new journal. A damaged one must be moved away first.
-        unrecorded_steps: an upper bound on the noised steps that any run of this ledger made and
-            that the checkpoint does not contain. Charged as the checkpoint's latest event.
-
-    Returns:
-        the path of the new journal.
-
-    Raises:
-        ValueError: if ``unrecorded_steps`` is negative, or the checkpoint has no journal.
-        JournalError: if the journal exists.
-    """
-    if not unrecorded_steps >= 0:
-        raise ValueError(f"unrecorded_steps={unrecorded_steps} must be a number of steps >= 0.")
-    state = ledger_in(checkpoint_path)
-    if state is None or state["journal"] is None:
-        raise ValueError(f"{checkpoint_path} is not a checkpoint of a private run with a journal.")
-    path = Path(directory).absolute() / Path(state["journal"]).name
-    for existing in (path, Path(state["journal"])):
-        if existing.exists():
-            raise JournalError(f"{existing} exists. If it is damaged, move it away first.")
-    runs = runs_from_dict(state["runs"])
-    if unrecorded_steps:
-        last_event = list(runs.values())[-1][-1][0]
-        runs[secrets.token_hex(8)] = [(last_event, unrecorded_steps)]
-    journal = Journal(path, state["id"])
-    journal.extend(runs)
-    journal.close()
-    return path
-
-
 def ledger_in(checkpoint_path: str | Path) -> dict[str, Any] | None:
     """The :meth:`Ledger.state_dict` in a checkpoint; None if it has no ledger."""
-    checkpoint = torch.load(checkpoint_path, map_location="cpu", weights_only=True)
-    state: dict[str, Any] | None = checkpoint.get("lightning_dp", {}).get("ledger")
+    state: dict[str, Any] | None = privacy_in(checkpoint_path).get("ledger")
     return state
+
+
+def privacy_in(checkpoint_path: str | Path) -> dict[str, Any]:
+    """The privacy record of a checkpoint; empty if it has none."""
+    checkpoint = torch.load(checkpoint_path, map_location="cpu", weights_only=True)
+    record: dict[str, Any] = checkpoint.get("lightning_dp", {})
+    return record
 
 
 def runs_to_dict(runs: Runs) -> dict[str, Any]:

@@ -48,6 +48,14 @@ class AbstractEstimator(ABC):
         return 1
 
     @property
+    def longest_silence(self) -> float:
+        """How many steps in a row may ask nothing at most; infinite if that is not known.
+
+        It bounds how far steps that nobody recorded can be in the plan.
+        """
+        return math.inf
+
+    @property
     def uses_hessian(self) -> bool:
         """Whether queries have terms with a direction, which not every engine can answer."""
         return False

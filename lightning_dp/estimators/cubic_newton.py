@@ -128,6 +128,10 @@ class CubicNewton(AbstractEstimator):
         return 1 if self.fresh_batches else self.inner_steps
 
     @property
+    def longest_silence(self) -> float:
+        return 0
+
+    @property
     def uses_hessian(self) -> bool:
         return self.inner_steps > 1
 

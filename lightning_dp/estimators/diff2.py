@@ -129,6 +129,10 @@ class Diff2(AbstractEstimator):
     def period(self) -> int:
         return self.restart_every
 
+    @property
+    def longest_silence(self) -> float:
+        return self.restart_every - 1
+
     def is_restart(self, step: int) -> bool:
         """Whether step t starts anew with a plain gradient."""
         return step % self.restart_every == 0

@@ -41,6 +41,10 @@ class MeanGradient(AbstractEstimator):
         if not self.max_grad_norm > 0:
             raise ValueError(f"max_grad_norm={self.max_grad_norm} must be greater than 0.")
 
+    @property
+    def longest_silence(self) -> float:
+        return 0
+
     def init(self, params: Sequence[Tensor]) -> State:
         return {}
 

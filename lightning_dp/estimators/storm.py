@@ -52,6 +52,10 @@ class Storm(AbstractEstimator):
             raise ValueError(f"Storm(momentum={self.momentum}) must be in (0, 1].")
         normalise(self, positive, "max_grad_norm", "diff_norm")
 
+    @property
+    def longest_silence(self) -> float:
+        return 0
+
     def init(self, params: Sequence[Tensor]) -> State:
         return {"estimate": None, "point": None}
 

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from lightning_dp.accounting import Gaussian, PoissonGaussian, PoissonRound
+from lightning_dp.accounting import Gaussian, PoissonGaussian, PoissonRound, recover_journal
 from lightning_dp.accounting.journal import JournalError
-from lightning_dp.accounting.ledger import Ledger, recover_journal
+from lightning_dp.accounting.ledger import Ledger
 
 A, B = PoissonGaussian(1.0, 0.01), PoissonGaussian(2.0, 0.01)
 ROUND = PoissonRound((2.0, 3.0), 0.5)
@@ -77,7 +77,7 @@ def test_a_recovered_journal_charges_the_bound_on_what_was_lost(tmp_path, unreco
     checkpoint = checkpoint_of(ledger, tmp_path)
     books.journal_of(ledger).unlink()
 
-    path = recover_journal(checkpoint, tmp_path / "new", unrecorded)
+    path = recover_journal(checkpoint, tmp_path / "new", unrecorded, costliest=B)
 
     again = books.restored(ledger.state_dict(), tmp_path / "new")
     assert books.journal_of(again) == path
@@ -101,7 +101,7 @@ def test_recovering_from_nothing_is_refused(tmp_path):
     torch.save({"state_dict": {}}, tmp_path / "plain.ckpt")
     with pytest.raises(ValueError, match="not a checkpoint of a private run"):
         recover_journal(tmp_path / "plain.ckpt", tmp_path, 1)
-    with pytest.raises(ValueError, match="unrecorded_steps=-1 must be a number of steps"):
+    with pytest.raises(ValueError, match="unrecorded_steps=-1 must be a whole number"):
         recover_journal(tmp_path / "plain.ckpt", tmp_path, -1)
 
 
