@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-import secrets
+import reprlib
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from lightning_dp._validate import whole
 from lightning_dp.accounting.event_reader import event_from_dict
 from lightning_dp.accounting.events import AbstractEvent
+from lightning_dp.accounting.ids import is_ledger_id, new_id
 from lightning_dp.accounting.journal import (
     Journal,
     JournalError,
@@ -20,7 +22,7 @@ from lightning_dp.accounting.journal import (
     read_journal,
 )
 
-__all__ = ["Ledger", "ledger_in", "privacy_in", "runs_from_dict", "runs_to_dict"]
+__all__ = ["Ledger", "ledger_in", "privacy_in", "read_state", "runs_from_dict", "runs_to_dict"]
 
 
 class Ledger:
@@ -45,7 +47,7 @@ class Ledger:
     """
 
     def __init__(self) -> None:
-        self.id = secrets.token_hex(8)
+        self.id = new_id()
         self.journal_path: Path | None = None
         self._runs: Runs = {}
         self._journal: Journal | None = None
@@ -118,20 +120,20 @@ class Ledger:
         Raises:
             JournalError: if it is missing, damaged, or knows less than the checkpoint.
         """
-        runs = runs_from_dict(state["runs"])
-        if state["journal"] is not None:
-            path = _find(Path(state["journal"]), directory)
-            _check_complete(path, state["id"], runs)
+        ledger_id, recorded, runs = read_state(state)
+        if recorded is not None:
+            path = _find(recorded, directory)
+            _check_complete(path, ledger_id, runs)
             self.merge(read_journal(path)[1])
             self.journal_path = path
         self.merge(runs)
-        self.id = state["id"]
+        self.id = ledger_id
 
     def mirror(self, state: dict[str, Any]) -> None:
         """Become a copy of the lead process's record (the other processes)."""
-        self.id = state["id"]
+        self.id, _, runs = read_state(state)
         self._runs = {}
-        self.merge(runs_from_dict(state["runs"]))
+        self.merge(runs)
 
     def merge(self, runs: Runs) -> None:
         """Add what another record knows: the longer one of each run.
@@ -167,9 +169,38 @@ def runs_to_dict(runs: Runs) -> dict[str, Any]:
 def runs_from_dict(runs: dict[str, Any]) -> Runs:
     """The inverse of :func:`runs_to_dict`."""
     return {
-        run: [(event_from_dict(event), int(count)) for event, count in charges]
+        run: [(event_from_dict(event), whole("count", count)) for event, count in charges]
         for run, charges in runs.items()
     }
+
+
+def read_state(state: dict[str, Any]) -> tuple[str, Path | None, Runs]:
+    """Id, place of the journal and charges of a :meth:`Ledger.state_dict`, which others may have edited.
+
+    Raises:
+        JournalError: if it is damaged, or would name a file that is no journal of this ledger.
+    """
+    try:
+        ledger_id, journal, runs = state["id"], state["journal"], runs_from_dict(state["runs"])
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise JournalError(f"The checkpoint's privacy ledger is damaged: {error!r}.") from None
+    if not is_ledger_id(ledger_id):
+        raise JournalError(
+            f"The checkpoint's privacy ledger is damaged: its id {reprlib.repr(ledger_id)} is not "
+            "one of 16 hexadecimal digits."
+        )
+    if journal is None:
+        return ledger_id, None, runs
+    if (
+        not isinstance(journal, str)
+        or "\0" in journal
+        or Path(journal).name != f"{ledger_id}.journal"
+    ):
+        raise JournalError(
+            f"The checkpoint's privacy ledger is damaged: {reprlib.repr(journal)} is not the place of "
+            f"its journal {ledger_id}.journal."
+        )
+    return ledger_id, Path(journal), runs
 
 
 def _find(recorded: Path, directory: Path) -> Path:

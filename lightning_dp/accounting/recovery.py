@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import secrets
 from pathlib import Path
 from typing import Any
 
 from lightning_dp._validate import whole
 from lightning_dp.accounting.event_reader import event_from_dict
 from lightning_dp.accounting.events import AbstractEvent, Gaussian, PoissonGaussian
+from lightning_dp.accounting.ids import new_id
 from lightning_dp.accounting.journal import Journal, JournalError, history_of
-from lightning_dp.accounting.ledger import privacy_in, runs_from_dict
+from lightning_dp.accounting.ledger import privacy_in, read_state
 from lightning_dp.folders import local_folder
 
 __all__ = ["recover_journal"]
@@ -61,18 +61,18 @@ def recover_journal(
         )
     record = privacy_in(checkpoint_path)
     state = record.get("ledger")
-    if state is None or state["journal"] is None:
+    if not isinstance(state, dict) or state.get("journal") is None:
         raise ValueError(f"{checkpoint_path} is not a checkpoint of a private run with a journal.")
-    recorded = Path(state["journal"])
+    ledger_id, recorded, runs = read_state(state)
+    assert recorded is not None
     path = local_folder("directory", directory) / recorded.name
     for existing in (path, recorded):
         if existing.exists():
             raise JournalError(f"{existing} exists. If it is damaged, move it away first.")
-    runs = runs_from_dict(state["runs"])
     if lost:
         event = costliest or _costliest(record, history_of(runs), lost)
-        runs[secrets.token_hex(8)] = [(event, lost)]
-    journal = Journal(path, state["id"])
+        runs[new_id()] = [(event, lost)]
+    journal = Journal(path, ledger_id)
     journal.extend(runs)
     journal.close()
     return path

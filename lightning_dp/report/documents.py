@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import reprlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +13,7 @@ import torch
 
 from lightning_dp.accounting import AbstractEvent
 from lightning_dp.accounting.base import Relation, check_delta, check_relation
+from lightning_dp.accounting.ids import is_journal_name
 from lightning_dp.accounting.journal import Runs, history_of
 from lightning_dp.accounting.ledger import runs_from_dict
 from lightning_dp.report.content import PrivacyReport
@@ -94,7 +96,7 @@ def read_document(path: Path) -> Document:
             path=path,
             kind="report",
             ledger_id=report.ledger_id,
-            journal=None if report.journal is None else Path(report.journal),
+            journal=_journal(path, report.journal),
             events=report.events,
             delta=check_delta(report.delta),
             relation=report.relation,
@@ -132,7 +134,7 @@ def _checkpoint(path: Path, record: dict[str, Any]) -> Document:
         path=path,
         kind="checkpoint",
         ledger_id=str(ledger["id"]),
-        journal=None if ledger["journal"] is None else Path(ledger["journal"]),
+        journal=_journal(path, ledger["journal"]),
         events=runs_from_dict(ledger["runs"]),
         delta=check_delta(record["config"]["target_delta"]),
         relation=relation,
@@ -140,6 +142,17 @@ def _checkpoint(path: Path, record: dict[str, Any]) -> Document:
         report=from_checkpoint(record),
         steps_made=0 if mechanism is None else int(mechanism["step"]) - unasked,
     )
+
+
+def _journal(document: Path, recorded: object) -> Path | None:
+    """Where a document says that its journal is, if that can be the name of one."""
+    if recorded is None:
+        return None
+    if isinstance(recorded, str) and "\0" not in recorded:
+        path = Path(recorded)
+        if is_journal_name(path.name):
+            return path
+    raise ValueError(f"{document} names a journal that is none: {reprlib.repr(recorded)}.")
 
 
 def documents_in(folder: Path) -> Iterator[Path]:

@@ -7,6 +7,7 @@ import os
 import secrets
 from pathlib import Path
 
+from lightning_dp.accounting.ids import is_ledger_id
 from lightning_dp.report.content import PrivacyReport
 from lightning_dp.report.markdown import markdown
 
@@ -29,8 +30,11 @@ def write_report(report: PrivacyReport, folder: str | Path) -> Path:
         the path of the JSON file.
 
     Raises:
+        ValueError: if its ``ledger_id``, which names the file, is none.
         OSError: if the disk does not take it. The files are then what they were before.
     """
+    if not is_ledger_id(report.ledger_id):
+        raise ValueError(f"ledger_id={report.ledger_id!r} is not one of 16 hexadecimal digits.")
     path = Path(folder) / PATTERN.replace("*", report.ledger_id)
     path.parent.mkdir(parents=True, exist_ok=True)
     content = json.dumps(report.to_dict(), ensure_ascii=False, allow_nan=False, indent=1)

@@ -236,6 +236,7 @@ def test_a_running_training_is_neither_disturbed_nor_misread(saved, command):
     fitted, path = saved
     running = Journal(fitted.journal, fitted.id)
     running.append("next run", 0, EVENT)
+    written = fitted.journal.read_bytes()
     with fitted.journal.open("ab") as torn:
         torn.write(b'["next run",1,nu')
     before = fitted.journal.read_bytes()
@@ -244,6 +245,7 @@ def test_a_running_training_is_neither_disturbed_nor_misread(saved, command):
 
     assert status == 0 and "the journal has 1 steps beyond" in output
     assert fitted.journal.read_bytes() == before
+    fitted.journal.write_bytes(written)
     running.append("next run", 1, EVENT)
     running.close()
 
