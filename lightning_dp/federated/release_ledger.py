@@ -4,38 +4,45 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
-import os
 import secrets
-import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from urllib.parse import quote
 
 import numpy as np
 
-from lightning_dp.accounting import AbstractEvent, PLDAccountant, Relation, affordable_steps
-from lightning_dp.accounting.base import check_delta, check_relation
-from lightning_dp.accounting.journal import (
-    Journal,
-    JournalError,
-    Runs,
-    history_of,
-    read_journal,
-    sync_folder,
-)
+from lightning_dp.accounting import AbstractEvent, PLDAccountant, Relation
+from lightning_dp.accounting.journal import Journal, JournalError, Runs, history_of, read_journal
 from lightning_dp.federated.messages import MessageError
+from lightning_dp.federated.release_budget import (
+    Events,
+    affordable_rounds,
+    check_budget,
+    fits_beside,
+)
+from lightning_dp.federated.release_file import (
+    Kept,
+    Progress,
+    charges_of,
+    check_nothing_is_missing,
+    file_name,
+    key_of,
+    progress_of_all,
+    read_release_file,
+    release_path,
+    round_of,
+    run_of,
+    write_release_file,
+)
 from lightning_dp.folders import local_folder
 from lightning_dp.mechanism import BudgetExhausted
 
-__all__ = ["ReleaseLedger", "Spending", "check_budget", "federations_in"]
+__all__ = ["ReleaseLedger", "Spending", "federations_in"]
 
-_FORMAT = "lightning-dp-releases-1"
+_LONGEST_NAME = 1000
 
 Make = Callable[[np.random.Generator], bytes]
-Kept = dict[tuple[int, int], bytes]
 
 
 @dataclass(frozen=True)
@@ -58,7 +65,7 @@ class Spending:
 
     run: str
     rounds: int
-    events: Callable[[int], Sequence[AbstractEvent]] = field(repr=False)
+    events: Events = field(repr=False)
     target_epsilon: float
     target_delta: float
     relation: Relation = "add_remove"
@@ -67,8 +74,7 @@ class Spending:
     def __post_init__(self) -> None:
         if not self.retain >= 1:
             raise ValueError(f"retain={self.retain} must be at least 1.")
-        if not self.run:
-            raise ValueError("run='' must be a name that no other federation has.")
+        _check_name("run", self.run, "a name that no other federation has")
         if not self.rounds >= 1:
             raise ValueError(f"rounds={self.rounds} must be at least 1.")
         check_budget(self.target_epsilon, self.target_delta, self.relation)
@@ -79,22 +85,6 @@ class Spending:
         plan = [[event.to_dict() for event in self.events(i)] for i in range(self.rounds)]
         budget = [self.run, str(self.target_epsilon), self.target_delta, self.relation, plan]
         return hashlib.sha256(json.dumps(budget, sort_keys=True).encode()).hexdigest()
-
-
-@dataclass(frozen=True)
-class _Progress:
-    """How far a run is: round ``begun`` is under way, or over after ``parts`` releases.
-
-    ``limit`` was found when other runs had made ``others`` charges.
-    """
-
-    run: str
-    fingerprint: str
-    limit: int
-    others: int
-    begun: int = -1
-    parts: int = 0
-    seed: str = ""
 
 
 class ReleaseLedger:
@@ -111,7 +101,12 @@ class ReleaseLedger:
 
     The whole plan of a run is declared in advance (:class:`Spending`); how many of its rounds fit
     into the budget, beside what other runs have spent, is found before its first one, so stopping
-    there is a stop fixed in advance. A further round is refused, and charges nothing.
+    there is a stop fixed in advance. A further round is refused, and charges nothing. Runs that take
+    turns share what is left, round by round, by rules that hold for any order of theirs.
+
+    The journal and the runs' files must be of one moment. If one of them was lost, or replaced by
+    an old copy, the others tell, and nothing goes on; if all are old copies of one moment, nothing
+    can tell.
 
     A lock keeps other processes out while a release is made. The folder belongs to the client:
     batch seeds in it are as private as its data.
@@ -141,21 +136,27 @@ class ReleaseLedger:
     """
 
     def __init__(self, directory: str | Path, dataset_id: str) -> None:
-        if not dataset_id:
-            raise ValueError("dataset_id='' must name the data set, unlike any other one.")
+        _check_name("dataset_id", dataset_id, "the name of the data set, unlike any other one")
         self.dataset_id = dataset_id
         self._directory = local_folder("directory", directory)
-        self.journal_path = self._directory / f"{_file_name(dataset_id)}.journal"
+        self.journal_path = self._directory / f"{file_name(dataset_id)}.journal"
 
     # -- what was spent ----------------------------------------------------------------------
 
     def history(self) -> list[tuple[AbstractEvent, int]]:
-        """Everything charged for this data set, over all runs."""
-        if not self.journal_path.exists():
-            return []
-        found, runs = read_journal(self.journal_path)
-        if found != self.dataset_id:
-            raise JournalError(f"{self.journal_path} is of data set {found!r}.")
+        """Everything charged for this data set, over all runs.
+
+        Raises:
+            JournalError: if the journal is damaged or another data set's, or knows of fewer charges
+                than the runs' release files do.
+        """
+        known: list[tuple[Path, Progress]] = [*progress_of_all(self.journal_path)]
+        runs: Runs = {}
+        if self.journal_path.exists():
+            found, runs = read_journal(self.journal_path)
+            if found != self.dataset_id:
+                raise JournalError(f"{self.journal_path} is of data set {found!r}.")
+        check_nothing_is_missing(self.journal_path, self.dataset_id, runs, known)
         return history_of(runs)
 
     def epsilon(self, delta: float, relation: Relation = "add_remove") -> float:
@@ -230,8 +231,11 @@ class _Files:
     """The journal of a data set and the progress of one run, under their lock."""
 
     def __init__(self, ledger: ReleaseLedger, spending: Spending) -> None:
-        self._run = spending.run
-        self._path = ledger.journal_path.with_suffix(f".{_file_name(spending.run)}.release")
+        self._run, self._dataset = spending.run, ledger.dataset_id
+        self._budget = (spending.target_epsilon, spending.target_delta, spending.relation)
+        self._path = release_path(ledger.journal_path, spending.run)
+        if not ledger.journal_path.exists():  # a lost one is not to be replaced by an empty one
+            ledger.history()
         self._journal = Journal(ledger.journal_path, ledger.dataset_id)
         self.kept: Kept = {}
         """The releases that may be asked for again, by round and part."""
@@ -248,41 +252,70 @@ class _Files:
     def __exit__(self, *unused: object) -> None:
         self._journal.close()
 
-    def _read(self, spending: Spending) -> _Progress:
-        charged = [_round_of(key) for key in self._journal.runs if _run_of(key) == self._run]
+    def _read(self, spending: Spending) -> Progress:
+        runs, journal = self._journal.runs, self._journal.path
+        check_nothing_is_missing(journal, self._dataset, runs, [*progress_of_all(journal)])
+        charged = [round_of(key) for key in runs if run_of(key) == self._run]
         if not self._path.exists():
             if charged:
                 raise JournalError(
-                    f"{self._path} is missing, but rounds of run {self._run!r} were charged: what has "
-                    "left is unknown. Put it back, or take another name for the run."
+                    f"{self._path} is missing, but rounds of run {self._run!r} were charged in "
+                    f"{journal}: what has left is unknown. Put it back, or take another name for the run."
                 )
-            limit = _affordable(spending, history_of(self._journal.runs))
-            progress = _Progress(self._run, spending.fingerprint, limit, self._others())
+            limit = affordable_rounds(
+                spending.events, spending.rounds, self._budget, history_of(runs)
+            )
+            progress = Progress(
+                self._run,
+                spending.fingerprint,
+                limit,
+                self._others(),
+                dataset=self._dataset,
+                charged=0,
+            )
             self.write(progress, {})
             return progress
-        progress, self.kept, self.note = _parse(self._path)
-        if progress.run != self._run or max(charged, default=-1) > progress.begun:
+        progress, self.kept, self.note = read_release_file(self._path)
+        self._check_own(progress, max(charged, default=-1), spending)
+        return progress
+
+    def _check_own(self, progress: Progress, latest: int, spending: Spending) -> None:
+        """The journal may be ahead by the charge of the round that is under way, and no more."""
+        under_way = progress.begun if progress.parts == 0 else None
+        here = charges_of(self._journal.runs, self._run, but=under_way)
+        known = here if progress.charged is None else progress.charged
+        if progress.run != self._run or latest > progress.begun or here != known:
             raise JournalError(
-                f"{self._path} is of another run, or an old copy. Put the right one back."
+                f"{self._path} is of another run, or an old copy: it knows of {known} charges of run "
+                f"{progress.run!r}, and the journal {self._journal.path} has {here} of run "
+                f"{self._run!r}. Put the right one back: what has left is in it."
             )
         if progress.fingerprint != spending.fingerprint:
             raise ValueError(
                 f"run={self._run!r} was begun with another plan or budget. Use those, or take "
                 "another name for the run."
             )
-        if not math.isinf(spending.target_epsilon) and progress.others != self._others():
-            raise JournalError(
-                f"Another run over the data set has charged since run {self._run!r} began, so what fits "
-                "into the budget has changed. Go on with the other one, or begin a new run."
-            )
-        return progress
 
     def _others(self) -> int:
         """How many charges the other runs over this data set have made."""
-        runs = self._journal.runs.items()
-        return sum(n for key, of in runs if _run_of(key) != self._run for _, n in of)
+        everything = sum(n for of in self._journal.runs.values() for _, n in of)
+        return everything - charges_of(self._journal.runs, self._run)
 
-    def begin(self, round_: int, part: int, spending: Spending) -> _Progress:
+    def fits(self, round_: int, spending: Spending) -> bool:
+        """Whether the budget affords what of a round is not charged yet.
+
+        A run that has the data set to itself makes as many rounds as were found to fit before its
+        first one; where another run has charged since, the two share what is left.
+        """
+        if not round_ < spending.rounds:
+            return False
+        if self.progress.others == self._others():
+            return round_ < self.progress.limit
+        written = sum(n for _, n in self._journal.runs.get(key_of(self._run, round_), []))
+        rest = spending.events(round_)[written:]
+        return fits_beside(rest, self._budget, history_of(self._journal.runs))
+
+    def begin(self, round_: int, part: int, spending: Spending) -> Progress:
         """The next part of the round under way, or a new round: charged when this returns."""
         begun, parts = self.progress.begun, self.progress.parts
         if round_ < begun or (round_ == begun and part < parts):
@@ -292,85 +325,40 @@ class _Files:
             )
         if part != (parts if round_ == begun else 0):
             raise MessageError(f"Part {part} of round {round_} comes too early: {parts} are done.")
-        if not round_ < self.progress.limit:
-            raise BudgetExhausted(
-                f"Round {round_} of run {self._run!r} does not fit: {self.progress.limit} rounds do "
-                f"(target_epsilon={spending.target_epsilon}, rounds={spending.rounds})."
-            )
+        if not self.fits(round_, spending):
+            raise BudgetExhausted(self._why_not(round_, spending))
         now = self.progress
         if round_ > begun:
-            now = replace(now, begun=round_, parts=0, seed=secrets.token_hex(16))
+            charged = charges_of(self._journal.runs, self._run)
+            seed = secrets.token_hex(16)
+            now = replace(
+                now, begun=round_, parts=0, seed=seed, dataset=self._dataset, charged=charged
+            )
             self.write(now, self.kept, self.note)
-        self._charge(round_, spending.events(round_))
+        # Whatever of the round's events is not in the journal yet.
+        events = spending.events(round_)
+        self._journal.extend({key_of(self._run, round_): [(event, 1) for event in events]})
+        if now.parts == 0:
+            before = charges_of(self._journal.runs, self._run, but=round_)
+            now = replace(now, charged=before + len(events))
         return now
 
-    def _charge(self, round_: int, events: Sequence[AbstractEvent]) -> None:
-        """Write what of the round's events is not in the journal yet."""
-        self._journal.extend({_key(self._run, round_): [(event, 1) for event in events]})
-
-    def write(self, progress: _Progress, kept: Kept, note: bytes = b"") -> None:
-        """Replace the file, durably: it is the old one or the new one at any moment."""
-        content = b"".join([*kept.values(), note])
-        places = [[round_, part, len(sent)] for (round_, part), sent in kept.items()]
-        header = json.dumps([_FORMAT, vars(progress), places, zlib.crc32(content)]).encode()
-        line = header + f" {zlib.crc32(header):08x}\n".encode()
-        partial = self._path.with_name(f"{self._path.name}.partial")
-        descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-        with os.fdopen(descriptor, "wb") as file:
-            file.write(line + content)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(partial, self._path)
-        sync_folder(self._path.parent)
-        self.progress, self.kept, self.note = progress, kept, note
-
-
-def _parse(path: Path) -> tuple[_Progress, Kept, bytes]:
-    line, _, content = path.read_bytes().partition(b"\n")
-    header, _, checksum = line.rpartition(b" ")
-    try:
-        if f"{zlib.crc32(header):08x}".encode() != checksum:
-            raise ValueError
-        name, state, places, check = json.loads(header)
-        if name != _FORMAT or check != zlib.crc32(content):
-            raise ValueError
-    except ValueError:
-        raise JournalError(f"{path} is damaged: it does not check.") from None
-    kept, start = {}, 0
-    for round_, part, length in places:
-        kept[round_, part] = content[start : start + length]
-        start += length
-    return _Progress(**state), kept, content[start:]
-
-
-def _affordable(spending: Spending, spent: list[tuple[AbstractEvent, int]]) -> int:
-    """How many rounds of the plan fit into the budget."""
-    if math.isinf(spending.target_epsilon):
-        return spending.rounds
-    rounds = [spending.events(i) for i in range(spending.rounds)]
-    events = [event for each in rounds for event in each]
-    budget = (spending.target_epsilon, spending.target_delta, spending.relation)
-    whole = history_of({"": [*spent, *((event, 1) for event in events)]})
-    if PLDAccountant().epsilon(whole, *budget[1:]) <= spending.target_epsilon:
-        return spending.rounds
-    fitting = affordable_steps(lambda n: events[n], len(events), *budget, spent=spent)
-    count = 0
-    for number, each in enumerate(rounds):
-        count += len(each)
-        if count > fitting:
-            return number
-    return spending.rounds
-
-
-def check_budget(target_epsilon: float, target_delta: float, relation: Relation) -> None:
-    """Raise ValueError for a budget out of range; an infinite ε is one that somebody chose."""
-    if target_epsilon is None or not target_epsilon > 0:
-        raise ValueError(
-            f"target_epsilon={target_epsilon} must be greater than 0: the most that may ever be "
-            "spent on the data set, by all runs; math.inf for no limit."
+    def _why_not(self, round_: int, spending: Spending) -> str:
+        budget = f"(target_epsilon={spending.target_epsilon}, rounds={spending.rounds})."
+        if self.progress.others == self._others() or not round_ < spending.rounds:
+            return (
+                f"Round {round_} of run {self._run!r} does not fit: {self.progress.limit} rounds do "
+                f"{budget}"
+            )
+        return (
+            f"Round {round_} of run {self._run!r} does not fit beside what this and other runs have "
+            f"spent on the data set {budget}"
         )
-    check_delta(target_delta)
-    check_relation(relation)
+
+    def write(self, progress: Progress, kept: Kept, note: bytes = b"") -> None:
+        """Replace the release file, durably."""
+        write_release_file(self._path, progress, kept, note)
+        self.progress, self.kept, self.note = progress, kept, note
 
 
 def federations_in(runs: Runs) -> dict[str, Runs]:
@@ -378,23 +366,15 @@ def federations_in(runs: Runs) -> dict[str, Runs]:
     found: dict[str, Runs] = {}
     for key, charges in runs.items():
         if "#" in key:
-            found.setdefault(_run_of(key), {})[key] = charges
+            found.setdefault(run_of(key), {})[key] = charges
     return found
 
 
-def _key(run: str, round_: int) -> str:
-    return f"{run}#{round_}"
-
-
-def _run_of(key: str) -> str:
-    return key.rpartition("#")[0]
-
-
-def _round_of(key: str) -> int:
-    return int(key.rpartition("#")[2])
-
-
-def _file_name(name: str) -> str:
-    """A name as part of a file name, different for different names, also without case."""
-    readable = quote(name, safe=" ")[:80]
-    return f"{readable}-{hashlib.sha256(name.encode()).hexdigest()[:12]}"
+def _check_name(argument_name: str, name: str, meaning: str) -> None:
+    """Raise ValueError for what cannot be written into a journal and be a part of a file's name."""
+    is_name = isinstance(name, str) and 0 < len(name) <= _LONGEST_NAME
+    if not is_name or name.encode("utf-8", "replace").decode() != name:
+        raise ValueError(
+            f"{argument_name}={str(name)[:50]!r} must be {meaning}: text of 1 to {_LONGEST_NAME} "
+            "letters."
+        )

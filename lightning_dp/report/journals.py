@@ -7,6 +7,7 @@ from pathlib import Path
 
 from lightning_dp.accounting import AbstractEvent, PLDAccountant, Relation
 from lightning_dp.accounting.journal import Runs, history_of, read_journal
+from lightning_dp.federated.release_file import check_nothing_is_missing, progress_of_all
 from lightning_dp.federated.release_ledger import federations_in
 
 __all__ = ["JournalAlone", "find_journal", "read_alone"]
@@ -41,9 +42,11 @@ def read_alone(path: Path, delta: float, relation: Relation) -> JournalAlone:
     """Read a journal and compute ε.
 
     Raises:
-        JournalError: if it is missing or damaged.
+        JournalError: if it is missing or damaged, or a client's release files know of more.
     """
+    known = [*progress_of_all(path)]
     ledger_id, runs = read_journal(path)
+    check_nothing_is_missing(path, ledger_id, runs, known)
     accountant = PLDAccountant()
     history = history_of(runs)
     return JournalAlone(

@@ -231,17 +231,6 @@ def test_a_plan_that_fits_alone_but_not_beside_what_was_spent_is_cut_short(tmp_p
     assert ledger.epsilon(1e-5) <= target
 
 
-def test_two_runs_with_a_budget_cannot_take_turns(tmp_path):
-    """Each would believe that it has all that was left when it began."""
-    ledger = ReleaseLedger(tmp_path, "data")
-    first, second = (spending(name, target=5.0) for name in ("first", "second"))
-    ledger.release(first, 0, 0, noise)
-    ledger.release(second, 0, 0, noise)
-    with pytest.raises(JournalError, match="Another run"):
-        ledger.release(first, 1, 0, noise)
-    ledger.release(second, 1, 0, noise)
-
-
 def test_several_events_of_a_round_fit_together_or_not_at_all(tmp_path):
     pairs = spending(
         events=lambda i: [Gaussian(10.0)] * 2,
@@ -326,7 +315,12 @@ def test_files_are_for_this_user_only(tmp_path):
     ("make", "match"),
     [
         (lambda path: ReleaseLedger(path, ""), "dataset_id=''"),
+        (lambda path: ReleaseLedger(path, "a" * 1001), "dataset_id='aaa.*1 to 1000 letters"),
+        (lambda path: ReleaseLedger(path, 7), "dataset_id='7'"),
+        (lambda path: ReleaseLedger("s3://bucket", "a"), "directory='s3"),
         (lambda path: spending(""), "run=''"),
+        (lambda path: spending("\udcff"), "run="),
+        (lambda path: spending("a" * 1001), "run='aaa"),
         (lambda path: spending(rounds=0), "rounds=0"),
         (lambda path: spending(target=float("nan")), "target_epsilon=nan"),
         (lambda path: spending(relation="near"), "relation must be"),

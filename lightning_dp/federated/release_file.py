@@ -1,0 +1,186 @@
+"""How far a run is at one client, and what it has sent: one file for each run, whole at any moment."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import zlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from urllib.parse import quote
+
+from lightning_dp.accounting.journal import JournalError, Runs, sync_folder
+
+__all__ = [
+    "Kept",
+    "Progress",
+    "charges_of",
+    "check_nothing_is_missing",
+    "file_name",
+    "key_of",
+    "progress_of_all",
+    "read_release_file",
+    "release_path",
+    "round_of",
+    "run_of",
+    "write_release_file",
+]
+
+_FORMAT = "lightning-dp-releases-1"
+_LONGEST_HEADER = 1 << 20
+
+Kept = dict[tuple[int, int], bytes]
+
+
+@dataclass(frozen=True)
+class Progress:
+    """How far a run is: round ``begun`` is under way, or over after ``parts`` releases.
+
+    ``limit`` was found when other runs had made ``others`` charges. When this was written, the
+    journal of data set ``dataset`` held ``charged`` charges of the run (None: an older version of
+    this package did not write it down).
+    """
+
+    run: str
+    fingerprint: str
+    limit: int
+    others: int
+    begun: int = -1
+    parts: int = 0
+    seed: str = ""
+    dataset: str | None = None
+    charged: int | None = None
+
+
+# -- names -------------------------------------------------------------------------------------
+
+
+def file_name(name: str) -> str:
+    """A name as part of a file name, different for different names, also without case."""
+    readable = quote(name, safe=" ")[:80]
+    return f"{readable}-{hashlib.sha256(name.encode()).hexdigest()[:12]}"
+
+
+def release_path(journal_path: Path, run: str) -> Path:
+    """Where the progress of a run over a journal's data set is."""
+    return journal_path.with_suffix(f".{file_name(run)}.release")
+
+
+def key_of(run: str, round_: int) -> str:
+    """What the journal calls a round of a run."""
+    return f"{run}#{round_}"
+
+
+def run_of(key: str) -> str:
+    """The run of a round in a journal."""
+    return key.rpartition("#")[0]
+
+
+def round_of(key: str) -> int:
+    """The number of a round in a journal."""
+    return int(key.rpartition("#")[2])
+
+
+def charges_of(runs: Runs, run: str, but: int | None = None) -> int:
+    """The number of charges that a run has made, over all its rounds ``but`` one."""
+    left_out = None if but is None else key_of(run, but)
+    own = (of for key, of in runs.items() if run_of(key) == run and key != left_out)
+    return sum(n for of in own for _, n in of)
+
+
+# -- reading and writing -----------------------------------------------------------------------
+
+
+def write_release_file(path: Path, progress: Progress, kept: Kept, note: bytes) -> None:
+    """Replace the file, durably: it is the old one or the new one at any moment."""
+    content = b"".join([*kept.values(), note])
+    places = [[round_, part, len(sent)] for (round_, part), sent in kept.items()]
+    header = json.dumps([_FORMAT, vars(progress), places, zlib.crc32(content)]).encode()
+    line = header + f" {zlib.crc32(header):08x}\n".encode()
+    partial = path.with_name(f"{path.name}.partial")
+    descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+    with os.fdopen(descriptor, "wb") as file:
+        file.write(line + content)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(partial, path)
+    sync_folder(path.parent)
+
+
+def read_release_file(path: Path) -> tuple[Progress, Kept, bytes]:
+    """The progress, the releases that may be asked for again, and the note of the latest one.
+
+    Raises:
+        JournalError: if it is damaged.
+    """
+    line, _, content = path.read_bytes().partition(b"\n")
+    progress, places, check = _header(path, line)
+    if check != zlib.crc32(content):
+        raise JournalError(f"{path} is damaged: it does not check. {_CURE}")
+    kept, start = {}, 0
+    for round_, part, length in places:
+        kept[round_, part] = content[start : start + length]
+        start += length
+    return progress, kept, content[start:]
+
+
+_CURE = "Put the right one back, of the same moment as the journal beside it."
+
+
+def _header(path: Path, line: bytes) -> tuple[Progress, list[list[int]], int]:
+    header, _, checksum = line.rstrip(b"\n").rpartition(b" ")
+    try:
+        if f"{zlib.crc32(header):08x}".encode() != checksum:
+            raise ValueError
+        name, state, places, check = json.loads(header)
+        if name != _FORMAT:
+            raise ValueError
+        return Progress(**state), places, check
+    except (ValueError, TypeError):
+        raise JournalError(f"{path} is damaged: it does not check. {_CURE}") from None
+
+
+# -- against the journal -----------------------------------------------------------------------
+
+
+def progress_of_all(journal_path: Path) -> Iterator[tuple[Path, Progress]]:
+    """How far each run over the journal's data set is, by the files beside the journal."""
+    if not journal_path.parent.is_dir():
+        return
+    start = f"{journal_path.stem}."
+    for path in sorted(journal_path.parent.iterdir()):
+        if path.name.startswith(start) and path.suffix == ".release":
+            with open(path, "rb") as file:
+                yield path, _header(path, file.readline(_LONGEST_HEADER))[0]
+
+
+def check_nothing_is_missing(
+    journal_path: Path, dataset_id: str, runs: Runs, known: Sequence[tuple[Path, Progress]]
+) -> None:
+    """Refuse a journal that knows of fewer charges than were made, by the release files beside it.
+
+    Args:
+        journal_path, dataset_id: of the journal.
+        runs: what is in it.
+        known: of :func:`progress_of_all`, read before it.
+
+    Raises:
+        JournalError: naming both files and the cure.
+    """
+    for path, progress in known:
+        if progress.dataset not in (None, dataset_id):
+            raise JournalError(
+                f"{path} is of data set {progress.dataset!r}, and the journal {journal_path} of "
+                f"{dataset_id!r}. Put each file back where it was."
+            )
+        here = charges_of(runs, progress.run)
+        if here < (progress.charged or 0):
+            raise JournalError(
+                f"The journal {journal_path} has {here} charges of run {progress.run!r}, and {path} "
+                f"knows of {progress.charged}: the journal was lost, cut, or replaced by an old copy. "
+                "Put the right journal back: without it, what was spent would be forgotten. If it is "
+                "lost for good, move both files away, and count what they had spent to whatever is "
+                "spent on this data from now on."
+            )
