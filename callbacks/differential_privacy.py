@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.trainer.states import TrainerFn
 
 from lightning_dp.accounting import AbstractAccountant, PLDAccountant, Relation
 from lightning_dp.config import EngineName, PrivacyConfig
@@ -15,7 +17,7 @@ from lightning_dp.report import PrivacyReport, report
 from lightning_dp.sampling import AbstractSampling, Poisson
 from lightning_dp.schedules import AbstractSchedule, Constant
 from lightning_dp.strategies import make_private
-from lightning_dp.strategies.checks import check_trainer_and_strategy
+from lightning_dp.strategies.checks import check_launcher, check_trainer_and_strategy
 
 __all__ = ["DifferentialPrivacy"]
 
@@ -107,6 +109,16 @@ class DifferentialPrivacy(Callback):
         if stage == "fit":
             check_trainer_and_strategy(trainer)
             make_private(trainer.strategy).use_privacy(self._run)
+
+    def on_exception(
+        self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
+    ) -> None:
+        """Refuse launchers that copy the process here, too: :meth:`setup` ran in the copies only."""
+        if trainer.state.fn == TrainerFn.FITTING and isinstance(exception, Exception):
+            try:
+                check_launcher(trainer.strategy)
+            except MisconfigurationException as refusal:
+                raise refusal from None  # not with what the copies said
 
     @property
     def config(self) -> PrivacyConfig:

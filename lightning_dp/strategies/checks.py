@@ -39,6 +39,7 @@ from lightning_dp.sampling.repeats import find_repeat
 from lightning_dp.warnings import warn
 
 __all__ = [
+    "check_launcher",
     "check_loader",
     "check_model",
     "check_optimizers",
@@ -118,7 +119,7 @@ def check_training_step(module: LightningModule) -> None:
 
 
 def check_strategy(strategy: Strategy) -> None:
-    """Refuse strategies that shard parameters, or copy a running process."""
+    """Refuse strategies that shard parameters, or copy the running process."""
     kind = type(strategy).__name__
     # the second group derives from the first
     if not isinstance(strategy, SingleDeviceStrategy | DDPStrategy) or isinstance(
@@ -128,10 +129,16 @@ def check_strategy(strategy: Strategy) -> None:
             f"The strategy {kind} is not supported: per-record gradients need whole parameters on "
             "each device. Use strategy='auto' on one device, or strategy='ddp'."
         )
+    check_launcher(strategy)
+
+
+def check_launcher(strategy: Strategy) -> None:
+    """Refuse launchers that copy the running process."""
     if "MultiProcessing" in type(strategy.launcher).__name__:
         raise MisconfigurationException(
-            "Launchers that spawn or fork (ddp_spawn, ddp_fork, ddp_notebook) leave the ledger of "
-            "the child processes behind. Use strategy='ddp' in a script."
+            "Launchers that spawn or fork (ddp_spawn, ddp_fork, ddp_notebook; a notebook takes one "
+            "where there are several devices) leave the ledger of the child processes behind. Use "
+            "strategy='ddp' in a script, or one process: Trainer(devices=1) with strategy='auto'."
         )
 
 

@@ -7,6 +7,7 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.callbacks import (
     BackboneFinetuning,
     BatchSizeFinder,
@@ -241,6 +242,55 @@ def test_a_forked_fit_is_refused(loader, classifier, mlp, make_trainer, privacy,
     assert_refused(
         lambda: trainer.fit(model, loader), "spawn or fork.*strategy='ddp' in a script", model
     )
+
+
+class Hookless(L.LightningModule):
+    """Can be pickled for a process that is spawned."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Linear(6, 3)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return nn.functional.cross_entropy(self.net(batch[0]), batch[1])
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+@pytest.mark.parametrize(
+    "strategy",
+    ["ddp_fork", "ddp_notebook", pytest.param("ddp_spawn", marks=pytest.mark.slow)],
+)
+@pytest.mark.parametrize("devices", [1, 2])
+def test_the_refusal_of_a_copied_process_comes_from_the_parent(
+    strategy, devices, loader, make_trainer, privacy
+):
+    trainer = make_trainer(strategy=strategy, devices=devices, max_epochs=1, callbacks=[privacy])
+
+    with pytest.raises(MisconfigurationException, match=r"spawn or fork.*devices=1") as refused:
+        trainer.fit(Hookless(), loader)
+
+    assert refused.value.__cause__ is None and refused.value.__suppress_context__
+
+
+def test_several_devices_of_a_notebook_are_refused_in_the_parent(
+    loader, make_trainer, privacy, monkeypatch
+):
+    connector = "lightning.pytorch.trainer.connectors.accelerator_connector._IS_INTERACTIVE"
+    monkeypatch.setattr(connector, True)
+    trainer = make_trainer(devices=2, max_epochs=1, callbacks=[privacy])
+
+    with pytest.raises(MisconfigurationException, match=r"spawn or fork.*strategy='ddp'"):
+        trainer.fit(Hookless(), loader)
+
+
+def test_another_error_of_a_fit_arrives_as_it_is(loader, make_trainer, privacy):
+    model = Hookless()
+    model.configure_optimizers = lambda: 1 / 0  # type: ignore[method-assign]
+
+    with pytest.raises(ZeroDivisionError):
+        make_trainer(max_epochs=1, callbacks=[privacy]).fit(model, loader)
 
 
 def test_one_device_and_ddp_are_not_refused():
