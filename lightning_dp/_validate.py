@@ -24,6 +24,7 @@ __all__ = [
     "seed",
     "shown",
     "whole",
+    "whole_from_0",
 ]
 
 
@@ -118,6 +119,11 @@ def _integer(value: object) -> int | None:
     if isinstance(value, numbers.Real) and float(value).is_integer():
         return int(float(value))
     return None
+
+
+def whole_from_0(name: str, value: object, *, of: str | None = None) -> int:
+    """Return a whole number of at least 0."""
+    return whole(name, value, 0, of=of)
 
 
 def seed(name: str, value: object, *, of: str | None = None) -> int:

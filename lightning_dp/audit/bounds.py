@@ -13,6 +13,7 @@ from scipy.special import ndtr, ndtri
 from scipy.stats import beta as beta_distribution
 from scipy.stats import binom
 
+from lightning_dp._validate import number, whole
 from lightning_dp.accounting import AbstractEvent, History, PLDAccountant
 
 __all__ = [
@@ -59,6 +60,9 @@ def one_run_p_value(
         >>> one_run_p_value(10, 10, 10, epsilon=0.0, delta=0.0) == 2**-10
         True
     """
+    canaries, guesses = whole("canaries", canaries, 0), whole("guesses", guesses, 0)
+    correct = whole("correct", correct, -(2**62))
+    epsilon, delta = number("epsilon", epsilon), number("delta", delta)
     if not 0 <= correct <= guesses <= canaries:
         raise ValueError(
             f"Need 0 <= correct <= guesses <= canaries; got {correct}, {guesses}, {canaries}."

@@ -15,6 +15,7 @@ import numpy as np
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch.utils.data import DataLoader
 
+from lightning_dp._validate import probability, whole
 from lightning_dp.accounting import AbstractEvent, PLDAccountant
 from lightning_dp.accounting.rounding import epsilon_text
 from lightning_dp.audit.bounds import (
@@ -139,9 +140,8 @@ def audit(
 
 
 def _check(privacy: PrivacyConfig, num_canaries: int, confidence: float) -> None:
-    if not 0 < confidence < 1:
-        raise ValueError(f"confidence={confidence} must be between 0 and 1.")
-    if not num_canaries >= 10:
+    probability("confidence", confidence)
+    if not whole("num_canaries", num_canaries, 0) >= 10:
         raise ValueError(f"num_canaries={num_canaries} must be at least 10.")
     if privacy.noise_multiplier == 0:
         raise ValueError("noise_multiplier=0 claims nothing, so there is nothing to audit.")

@@ -15,6 +15,7 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch.utils.data import DataLoader
 
+from lightning_dp._validate import whole
 from lightning_dp.audit.isolation import pool_that_runs
 from lightning_dp.audit.passes import Passes
 from lightning_dp.audit.synthetic import take_rows
@@ -90,7 +91,7 @@ def measure_memory(
     Raises:
         ValueError: if fewer than two sizes are given, or the model cannot be run on synthetic records.
     """
-    chosen = sorted(set(sizes))
+    chosen = sorted({whole("sizes", size, 0) for size in sizes})
     if len(chosen) < 2 or not chosen[0] >= 1:
         raise ValueError(f"sizes={tuple(sizes)} must be at least two different numbers above 0.")
     arguments = dict(trainer or {})

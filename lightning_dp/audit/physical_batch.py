@@ -11,6 +11,7 @@ import torch
 from lightning.pytorch import LightningModule
 from torch.utils.data import DataLoader
 
+from lightning_dp._validate import number, whole
 from lightning_dp.audit.memory import MemoryLine, measure_memory, text_of_bytes
 from lightning_dp.config import PrivacyConfig
 from lightning_dp.sampling import Poisson
@@ -101,7 +102,9 @@ def suggest_physical_batch(
             f"sampling={privacy.sampling} cuts its batches itself, so batch_size does not change q: "
             "ask measure_memory() for the line and take the largest batch_size that fits."
         )
-    if memory is not None and not 0 < memory < math.inf:
+    accumulate_grad_batches = whole("accumulate_grad_batches", accumulate_grad_batches)
+    world_size = whole("world_size", world_size)
+    if memory is not None and not 0 < number("memory", memory) < math.inf:
         raise ValueError(f"memory={memory} must be a finite number of bytes above 0.")
     logical = int(loader.batch_size or 0) * accumulate_grad_batches
     pairs = factorisations(logical)

@@ -10,6 +10,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from lightning_dp._validate import normalise, optional, seed, whole
 from lightning_dp.estimators.base import State
 from lightning_dp.federated.base import AbstractServer, Message, MessageError, check_same
 from lightning_dp.federated.sample_sizes import AbstractSampleSizes
@@ -74,12 +75,9 @@ class AsyncPlan:
     mask_seed: int = 0
 
     def __post_init__(self) -> None:
-        for name in ("rounds", "lag"):
-            value = getattr(self, name)
-            if not (value >= 1 and value == int(value)):
-                raise ValueError(f"{name}={value} must be a whole number >= 1.")
-        if self.keep is not None and not self.keep >= 1:
-            raise ValueError(f"keep={self.keep} must be at least 1, or None.")
+        normalise(self, whole, "rounds", "lag")
+        normalise(self, optional(whole), "keep")
+        normalise(self, seed, "mask_seed")
 
     @cached_property
     def _before(self) -> list[int]:

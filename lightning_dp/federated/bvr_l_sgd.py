@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 from torch import Tensor
 
+from lightning_dp._validate import normalise, not_negative, number, positive, whole
 from lightning_dp.accounting import AbstractEvent, History
 from lightning_dp.estimators.base import State
 from lightning_dp.estimators.diff2 import Diff2
@@ -64,15 +64,10 @@ class BVRLSGD:
     sample_rate: float
 
     def __post_init__(self) -> None:
-        for name in ("learning_rate", "diff_norm"):
-            if not 0 < getattr(self, name) < math.inf:
-                raise ValueError(f"{name}={getattr(self, name)} must be finite and greater than 0.")
-        if not (self.local_steps >= 1 and self.local_steps == int(self.local_steps)):
-            raise ValueError(f"local_steps={self.local_steps} must be a whole number >= 1.")
-        if not 0 <= self.noise_multiplier < math.inf:
-            raise ValueError(
-                f"noise_multiplier={self.noise_multiplier} must be finite and at least 0."
-            )
+        normalise(self, positive, "learning_rate", "diff_norm")
+        normalise(self, whole, "local_steps")
+        normalise(self, not_negative, "noise_multiplier")
+        normalise(self, number, "sample_rate")
         if not 0 < self.sample_rate <= 1:
             raise ValueError(f"sample_rate={self.sample_rate} must be in (0, 1].")
 

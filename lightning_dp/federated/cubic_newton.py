@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, replace
 
 from torch import Tensor
 
+from lightning_dp._validate import flag, normalise, not_negative, number, positive, whole
 from lightning_dp.accounting import AbstractEvent
 from lightning_dp.estimators import CubicNewton
 from lightning_dp.sampling import AbstractSampling, FullBatch, Poisson
@@ -65,18 +65,15 @@ class CubicNewtonPlan:
     whole_steps: bool = False
 
     def __post_init__(self) -> None:
-        for name in ("clients", "rounds"):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not (isinstance(value, int) and value >= 1):
-                raise ValueError(f"{name}={value!r} must be a whole number of at least 1.")
-        if not 0 < self.step_scale < math.inf:
-            raise ValueError(f"step_scale={self.step_scale} must be finite and greater than 0.")
+        normalise(self, whole, "clients", "rounds")
+        normalise(self, positive, "step_scale")
+        normalise(self, flag, "whole_steps")
 
     # -- what it costs -----------------------------------------------------------------------
 
     def sampling(self, sample_rate: float) -> AbstractSampling:
         """How batches are drawn: a rate of 1 is all records. Raises ValueError outside (0, 1]."""
-        if not 0 < sample_rate <= 1:
+        if not 0 < number("sample_rate", sample_rate) <= 1:
             raise ValueError(f"sample_rate={sample_rate} must be in (0, 1].")
         return FullBatch() if sample_rate == 1 else Poisson()
 
@@ -90,8 +87,7 @@ class CubicNewtonPlan:
         Raises:
             ValueError: for numbers outside these ranges.
         """
-        if not 0 <= noise_multiplier < math.inf:
-            raise ValueError(f"noise_multiplier={noise_multiplier} must be finite and at least 0.")
+        noise_multiplier = not_negative("noise_multiplier", noise_multiplier)
         event = self.sampling(sample_rate).event(noise_multiplier, sample_rate)
         return [event] * (self.newton.inner_steps if self.newton.fresh_batches else 1)
 
@@ -99,7 +95,7 @@ class CubicNewtonPlan:
 
     def mask_seed(self, client: int) -> int:
         """The public seed of a client's coordinate sets."""
-        if not (isinstance(client, int) and 0 <= client < self.clients):
+        if isinstance(client, bool) or not (isinstance(client, int) and 0 <= client < self.clients):
             raise ValueError(f"client={client!r} must be one of 0, ..., {self.clients - 1}.")
         return (self.newton.mask_seed + client) % 2**64
 

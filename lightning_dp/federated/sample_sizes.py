@@ -8,6 +8,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from lightning_dp._validate import normalise, not_negative, number, positive, whole, whole_from_0
+
 __all__ = [
     "AbstractSampleSizes",
     "DelaySizes",
@@ -50,7 +52,9 @@ class PolynomialSizes(AbstractSampleSizes):
     first: int = 0
 
     def __post_init__(self) -> None:
-        _check(self, {"a": self.a, "b": self.b, "first": self.first}, low=0.0)
+        normalise(self, not_negative, "a", "b", of="PolynomialSizes")
+        normalise(self, whole_from_0, "first", of="PolynomialSizes")
+        normalise(self, number, "c")
         if not 0 <= self.c <= 1:
             raise ValueError(f"c={self.c} must be in [0, 1].")
         _check_first(self)
@@ -80,7 +84,8 @@ class LogarithmicSizes(AbstractSampleSizes):
     first: int = 3
 
     def __post_init__(self) -> None:
-        _check(self, {"a": self.a, "b": self.b}, low=0.0)
+        normalise(self, not_negative, "a", "b", of="LogarithmicSizes")
+        normalise(self, whole_from_0, "first", of="LogarithmicSizes")
         if not self.first >= 3:
             raise ValueError(f"first={self.first} must be at least 3: i / ln i falls before that.")
         _check_first(self)
@@ -114,11 +119,10 @@ class PowerSizes(AbstractSampleSizes):
     power: float = 1.0
 
     def __post_init__(self) -> None:
-        if not self.num_records >= 1:
-            raise ValueError(f"num_records={self.num_records} must be at least 1.")
-        if not 0 < self.rate < math.inf:
-            raise ValueError(f"rate={self.rate} must be finite and greater than 0.")
-        _check(self, {"offset": self.offset}, low=0.0)
+        normalise(self, whole, "num_records")
+        normalise(self, positive, "rate")
+        normalise(self, not_negative, "offset", of="PowerSizes")
+        normalise(self, number, "power")
         if not 0 <= self.power <= 1:
             raise ValueError(f"power={self.power} must be in [0, 1].")
         _check_first(self)
@@ -167,11 +171,11 @@ class DelaySizes(AbstractSampleSizes):
     least_delay: float = 0.0
 
     def __post_init__(self) -> None:
-        if not (self.lag >= 1 and self.lag == int(self.lag)):
-            raise ValueError(f"lag={self.lag} must be a whole number >= 1.")
+        normalise(self, whole, "lag")
+        normalise(self, number, "exponent")
         if not 1 < self.exponent < math.inf:
             raise ValueError(f"exponent={self.exponent} must be finite and greater than 1.")
-        _check(self, {"offset": self.offset, "least_delay": self.least_delay}, low=0.0)
+        normalise(self, not_negative, "offset", "least_delay", of="DelaySizes")
         x = (self.offset + 1) / (self.lag + 1)
         if not self.slow(self._power(x)) > 0:
             raise ValueError(
@@ -218,10 +222,7 @@ def delay_is_permissible(
         >>> delay_is_permissible(lambda i: 10, lambda x: math.sqrt(x), lag=1, rounds=100)
         False
     """
-    if not lag >= 0:
-        raise ValueError(f"lag={lag} must be at least 0.")
-    if not rounds >= 1:
-        raise ValueError(f"rounds={rounds} must be at least 1.")
+    lag, rounds = whole("lag", lag, 0), whole("rounds", rounds)
     values = [sizes(i) for i in range(rounds)]
     sums = list(itertools.accumulate(values))
     return all(delay(sums[i]) >= sum(values[max(0, i - lag) : i + 1]) for i in range(rounds))
@@ -234,20 +235,11 @@ def rounds_for(sizes: Callable[[int], int], gradients: float) -> int:
         >>> rounds_for(PolynomialSizes(a=0, b=16), 25_000)
         1563
     """
-    if not 0 < gradients < math.inf:
-        raise ValueError(f"gradients={gradients} must be finite and greater than 0.")
+    gradients = positive("gradients", gradients)
     total, i = 0, 0
     while total < gradients:
         total, i = total + sizes(i), i + 1
     return i
-
-
-def _check(sizes: AbstractSampleSizes, values: dict[str, float], low: float) -> None:
-    for name, value in values.items():
-        if not low <= value < math.inf:
-            raise ValueError(
-                f"{type(sizes).__name__}({name}={value}) must be finite and at least {low:g}."
-            )
 
 
 def _check_first(sizes: AbstractSampleSizes) -> None:

@@ -6,6 +6,8 @@ import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 
+from lightning_dp._validate import normalise, not_negative, positive
+
 __all__ = ["AbstractStepSizes", "ConstantSteps", "InverseRootSteps", "InverseSteps"]
 
 
@@ -30,7 +32,8 @@ class _AbstractFallingSteps(AbstractStepSizes):
     beta: float
 
     def __post_init__(self) -> None:
-        _check(self.eta0, self.beta)
+        normalise(self, positive, "eta0")
+        normalise(self, not_negative, "beta")
 
 
 @dataclass(frozen=True)
@@ -45,7 +48,7 @@ class ConstantSteps(AbstractStepSizes):
     eta0: float
 
     def __post_init__(self) -> None:
-        _check(self.eta0, 0.0)
+        normalise(self, positive, "eta0")
 
     def __call__(self, t: float) -> float:
         return self.eta0
@@ -75,10 +78,3 @@ class InverseRootSteps(_AbstractFallingSteps):
 
     def __call__(self, t: float) -> float:
         return self.eta0 / (1 + self.beta * math.sqrt(t))
-
-
-def _check(eta0: float, beta: float) -> None:
-    if not 0 < eta0 < math.inf:
-        raise ValueError(f"eta0={eta0} must be finite and greater than 0.")
-    if not 0 <= beta < math.inf:
-        raise ValueError(f"beta={beta} must be finite and at least 0.")

@@ -30,8 +30,22 @@ from lightning_dp.accounting import (
     gdp_delta,
     gdp_epsilon,
 )
+from lightning_dp.audit.bounds import one_run_p_value
 from lightning_dp.callbacks import DifferentialPrivacy
 from lightning_dp.estimators import Storm
+from lightning_dp.federated import (
+    BVRLSGD,
+    AsyncPlan,
+    ConstantSteps,
+    CubicNewtonPlan,
+    DelaySizes,
+    InverseSteps,
+    LogarithmicSizes,
+    PolynomialSizes,
+    PowerSizes,
+    delay_is_permissible,
+    rounds_for,
+)
 from lightning_dp.functional import clip_factors, laplacian_smoothing
 from lightning_dp.influence import quadratic_influence
 from lightning_dp.metrics import PrivacyBudget
@@ -209,6 +223,61 @@ DOORS = [
         {"keep": 3, "seed": 1, "round_": 0},
         whole=("keep", "seed", "round_"),
         others={"u": torch.ones(10)},
+    ),
+]
+
+SIZES = PolynomialSizes(a=0, b=16)
+
+DOORS += [
+    Door(PolynomialSizes, {"a": 1.0, "b": 16.0, "c": 0.5, "first": 1}, whole=("first",)),
+    Door(LogarithmicSizes, {"a": 50.0, "b": 1.0, "first": 3}, whole=("first",)),
+    Door(
+        PowerSizes,
+        {"num_records": 1000, "rate": 0.1, "offset": 1.0, "power": 0.5},
+        whole=("num_records",),
+    ),
+    Door(
+        DelaySizes,
+        {"lag": 1, "offset": 5800.0, "exponent": 2.0, "least_delay": 0.0},
+        whole=("lag",),
+    ),
+    Door(ConstantSteps, {"eta0": 0.1}),
+    Door(InverseSteps, {"eta0": 0.1, "beta": 0.01}),
+    Door(rounds_for, {"gradients": 100.0}, others={"sizes": SIZES}),
+    Door(
+        delay_is_permissible,
+        {"lag": 1, "rounds": 3},
+        whole=("lag", "rounds"),
+        others={"sizes": SIZES, "delay": lambda x: x},
+    ),
+    Door(
+        AsyncPlan,
+        {"rounds": 3, "lag": 1, "keep": 2, "mask_seed": 1},
+        whole=("rounds", "lag", "keep", "mask_seed"),
+        others={"sizes": SIZES, "steps": ConstantSteps(0.1)},
+    ),
+    Door(
+        CubicNewtonPlan,
+        {"clients": 3, "rounds": 10, "step_scale": 1.0, "whole_steps": False},
+        whole=("clients", "rounds"),
+        flags=("whole_steps",),
+        others={"newton": CubicNewton(1.0, 0.0, inner_steps=2)},
+    ),
+    Door(
+        BVRLSGD,
+        {
+            "learning_rate": 0.1,
+            "local_steps": 2,
+            "diff_norm": 1.0,
+            "noise_multiplier": 1.0,
+            "sample_rate": 0.1,
+        },
+        whole=("local_steps",),
+    ),
+    Door(
+        one_run_p_value,
+        {"canaries": 10, "guesses": 8, "correct": 7, "epsilon": 1.0, "delta": 1e-5},
+        whole=("canaries", "guesses", "correct"),
     ),
 ]
 
