@@ -40,6 +40,11 @@ class PrivateRun:
     """
 
     def __init__(self, config: PrivacyConfig) -> None:
+        if not isinstance(config, PrivacyConfig):
+            raise TypeError(
+                f"privacy={config!r} must be a PrivacyConfig, such as that of a callback: "
+                "DifferentialPrivacy(...).config."
+            )
         self.config = config
         self.ledger = Ledger()
         self.mechanism: Mechanism | None = None

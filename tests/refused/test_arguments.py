@@ -62,6 +62,7 @@ from lightning_dp.schedules import (
     StepDecay,
 )
 from lightning_dp.sparsify import random_k, shared_mask
+from lightning_dp.strategies import PrivateSingleDeviceStrategy
 
 STEPS = [(Gaussian(3.0), 10)]
 
@@ -365,3 +366,13 @@ def test_post_processors_come_in_a_list():
 def test_a_choice_is_one_of_its_words(name, value):
     with pytest.raises(ValueError, match=f"^{name}="):
         DifferentialPrivacy(3.0, target_delta=1e-5, **{name: value})
+
+
+@pytest.mark.parametrize(
+    "value",
+    [{"target_epsilon": 3.0}, 3.0, DifferentialPrivacy(3.0, target_delta=1e-5)],
+    ids=["a dict", "a number", "the callback"],
+)
+def test_a_strategy_takes_a_privacy_configuration_only(value):
+    with pytest.raises(TypeError, match=r"^privacy=.* must be a PrivacyConfig"):
+        PrivateSingleDeviceStrategy(privacy=value)
