@@ -20,6 +20,7 @@ from lightning_dp.accounting.remembered import Remembered
 from lightning_dp.budget import Budget, events_from, is_adaptive
 from lightning_dp.config import PrivacyConfig
 from lightning_dp.costliest import costliest_events
+from lightning_dp.folders import local_folder
 from lightning_dp.mechanism import Mechanism
 from lightning_dp.noise import NoiseSource
 from lightning_dp.sampling import BatchPlan
@@ -36,7 +37,7 @@ class PrivateRun:
     It lives as long as the callback, over several fits; the ledger goes on in each.
 
     Args:
-        config: what the user said.
+        config: what the user said. A relative ``ledger_dir`` begins in the present directory.
     """
 
     def __init__(self, config: PrivacyConfig) -> None:
@@ -46,6 +47,8 @@ class PrivateRun:
                 "DifferentialPrivacy(...).config."
             )
         self.config = config
+        given = config.ledger_dir
+        self.ledger_dir = None if given is None else local_folder("ledger_dir", given)
         self.ledger = Ledger()
         self.mechanism: Mechanism | None = None
         self.batches: BatchPlan | None = None

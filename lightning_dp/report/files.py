@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import os
 import secrets
+import stat
 from pathlib import Path
 
 from lightning_dp.accounting.ids import is_ledger_id
+from lightning_dp.accounting.owner_only import create_file
 from lightning_dp.report.content import PrivacyReport
 from lightning_dp.report.markdown import markdown
 
@@ -20,7 +22,7 @@ def write_report(report: PrivacyReport, folder: str | Path) -> Path:
     """Write ``privacy_report-<ledger id>.json`` and ``.md`` into a folder, atomically.
 
     Runs of one ledger replace each other's file, since a later report holds what an earlier one
-    says; runs of other ledgers have files of their own.
+    says; runs of other ledgers have files of their own. New files are readable by their owner alone.
 
     Args:
         report: what to write.
@@ -62,10 +64,12 @@ def read_report(path: str | Path) -> PrivacyReport:
 def _replace(path: Path, content: str) -> None:
     partial = path.with_name(f".{path.name}-{secrets.token_hex(4)}")
     try:
-        with open(partial, "x", encoding="utf-8") as file:
+        with open(create_file(partial), "w", encoding="utf-8") as file:
             file.write(content)
             file.flush()
             os.fsync(file.fileno())
+        if path.exists():  # who may read it is for its owner to say
+            partial.chmod(stat.S_IMODE(path.stat().st_mode))
         os.replace(partial, path)
     except BaseException:
         partial.unlink(missing_ok=True)

@@ -32,6 +32,7 @@ from lightning_dp.strategies.checks import (
 from lightning_dp.strategies.data import make_private_loader
 from lightning_dp.strategies.first_step import FirstStep
 from lightning_dp.strategies.fit_reports import FitReports
+from lightning_dp.strategies.journal_folder import default_folder
 from lightning_dp.strategies.private_step import PrivateStep
 from lightning_dp.strategies.probe import heed, probe
 from lightning_dp.strategies.publish import Publisher
@@ -62,6 +63,7 @@ class DifferentialPrivacyStrategy(Strategy):
     _loader: PrivateDataLoader | None = None
     _publisher: Publisher | None = None
     _reports: FitReports | None = None
+    _ledger_dir: Path | None = None
     _accumulate_before: int | None = None
     _is_probed: bool = False
     _step_arguments: tuple[tuple[Any, ...], dict[str, Any]] = ((), {})
@@ -98,6 +100,7 @@ class DifferentialPrivacyStrategy(Strategy):
             return
         run = self.private_run
         check_trainer(trainer)
+        self._journal_folder()
         super().setup(trainer)
         module = self.lightning_module
         assert module is not None
@@ -168,8 +171,11 @@ class DifferentialPrivacyStrategy(Strategy):
         )
 
     def _journal_folder(self) -> Path:
-        given = self.private_run.config.ledger_dir
-        return Path(self._trainer.default_root_dir) / "privacy" if given is None else Path(given)
+        """Where a new journal goes: found once in a fit, since the process may change its directory."""
+        if self._ledger_dir is None:
+            given = self.private_run.ledger_dir
+            self._ledger_dir = default_folder(self._trainer) if given is None else given
+        return self._ledger_dir
 
     # -- one step --------------------------------------------------------------------------
 
@@ -369,7 +375,7 @@ class DifferentialPrivacyStrategy(Strategy):
             self._trainer.accumulate_grad_batches = self._accumulate_before
         self._step, self._first, self._loader, self._publisher = None, None, None, None
         self._accumulate_before, self._step_arguments = None, ((), {})
-        self._is_probed = False
+        self._is_probed, self._ledger_dir = False, None
         super().teardown()
         if self._reports is not None:
             self._reports.finish(may_warn=False)  # an exception may be on its way
