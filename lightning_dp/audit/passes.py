@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import inspect
 import io
 import random
 import warnings
@@ -21,6 +20,7 @@ from torch import Tensor, nn
 from torch.nn.modules.dropout import _DropoutNd
 
 from lightning_dp.gradients import attach_engine
+from lightning_dp.training_step import call_training_step
 
 __all__ = ["Answer", "Call", "NotProbed", "Passes", "same"]
 
@@ -169,10 +169,7 @@ class Passes:
                 tensor.data = tensor.new_empty(0)
 
     def _loss(self, module: LightningModule, batch: Any) -> Tensor:
-        step: Callable[..., Any] = module.training_step
-        parameters = inspect.signature(step).parameters
-        takes_index = "batch_idx" in parameters or len(parameters) > 1
-        output = step(batch, 0) if takes_index else step(batch)
+        output = call_training_step(module, batch, 0)
         loss = output.get("loss") if isinstance(output, Mapping) else output
         if not isinstance(loss, Tensor) or not loss.requires_grad:
             raise NotProbed("training_step returns no loss")

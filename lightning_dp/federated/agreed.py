@@ -10,12 +10,20 @@ import math
 import torch
 from torch import Tensor
 
-from lightning_dp.estimators.base import share_of_noise
+from lightning_dp.estimators.base import AbstractEstimator, share_of_noise
 from lightning_dp.federated.base import MessageError, Records
+from lightning_dp.federated.release_ledger import ReleaseLedger, Spending
+from lightning_dp.gradients import UnsupportedModelError
 from lightning_dp.plan import NoisePlan
 from lightning_dp.query import Query
 
-__all__ = ["check_point", "check_query", "is_of_ordinary_size"]
+__all__ = [
+    "check_engine",
+    "check_point",
+    "check_query",
+    "is_of_ordinary_size",
+    "try_before_first_charge",
+]
 
 # Clip norms, and clip norm times noise multiplier. Squares of smaller or larger float32 numbers
 # vanish or overflow, and a norm that is found to be 0 or infinite bounds nothing.
@@ -85,6 +93,23 @@ def is_of_ordinary_size(query: Query) -> bool:
     """Whether clipping and noising are arithmetic far from the ends of float32."""
     noise = query.clip_norm * query.noise_multiplier
     return _SMALLEST <= query.clip_norm <= _LARGEST and _SMALLEST <= noise <= _LARGEST
+
+
+def check_engine(records: Records, estimator: AbstractEstimator) -> None:
+    """Raise UnsupportedModelError if the records' model cannot answer the estimator's queries."""
+    if estimator.uses_hessian and not getattr(records, "has_products", True):
+        raise UnsupportedModelError(
+            f"{type(estimator).__name__} needs Hessian-vector products, which only the "
+            "'bookkeeping' engine computes. Use LocalRecords(engine='bookkeeping') to see what it "
+            "does not support in this model."
+        )
+
+
+def try_before_first_charge(records: Records, ledger: ReleaseLedger, spending: Spending) -> None:
+    """Run the client's module once before its first round: a mistake there costs nothing yet."""
+    try_once = getattr(records, "try_once", None)  # records without a module have nothing to try
+    if try_once is not None and not ledger.has_begun(spending):
+        try_once()
 
 
 def _check_direction(records: Records, direction: Tensor, point: Tensor, name: str) -> None:

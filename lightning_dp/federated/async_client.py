@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from lightning_dp.accounting import AbstractEvent, Gaussian, Relation
-from lightning_dp.federated.agreed import check_point
+from lightning_dp.federated.agreed import check_point, try_before_first_charge
 from lightning_dp.federated.asynchronous import LOST, REFUSED, ROUND, UPDATE, AsyncPlan
 from lightning_dp.federated.base import AbstractClient, Message, MessageError, Records
 from lightning_dp.federated.noised import draw, noise_source, noised_sum
@@ -205,6 +205,8 @@ class AsyncClient(AbstractClient):
         point, facts = self._point, {"round": i, "counter": self._counter}
         self._check(point)
         note = Message(NOTE, facts, {"point": point}).to_bytes()
+        if isinstance(self._ledger, ReleaseLedger):
+            try_before_first_charge(self._records, self._ledger, self._spending)
         try:
             reply = self._ledger.release(
                 self._spending,

@@ -10,7 +10,12 @@ import torch
 from torch import Tensor
 
 from lightning_dp.accounting import AbstractEvent, Gaussian, Relation
-from lightning_dp.federated.agreed import check_point, is_of_ordinary_size
+from lightning_dp.federated.agreed import (
+    check_engine,
+    check_point,
+    is_of_ordinary_size,
+    try_before_first_charge,
+)
 from lightning_dp.federated.asynchronous import REFUSED, ROUND, UPDATE
 from lightning_dp.federated.base import AbstractClient, Message, MessageError, Records
 from lightning_dp.federated.cubic_newton import CubicNewtonPlan
@@ -70,6 +75,7 @@ class CubicNewtonClient(AbstractClient):
     ) -> None:
         if not records.num_records >= 1:
             raise ValueError(f"num_records={records.num_records} must be at least 1.")
+        check_engine(records, plan.newton)
         self._newton = plan.newton_of(client)
         events: list[AbstractEvent] = plan.events(noise_multiplier, sample_rate)
         if records.unit == "client":  # its presence is not a matter of chance
@@ -124,6 +130,7 @@ class CubicNewtonClient(AbstractClient):
             facts = {"round": t, "counter": counter}
             return Message(UPDATE, facts, {"update": values}).to_bytes()
 
+        try_before_first_charge(self._records, self._ledger, self._spending)
         try:
             reply = self._ledger.release(self._spending, t, 0, make)
         except BudgetExhausted:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import inspect
+import copy
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -11,9 +11,11 @@ from typing import Any, Literal, TypeAlias, get_args
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningModule
+from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
+from lightning_dp.audit.synthetic import NoSyntheticBatch, synthetic_pool
 from lightning_dp.clipping import AbstractPerSampleGradients, bounded_sum
 from lightning_dp.functional import flatten, unflatten
 from lightning_dp.gradients import (
@@ -23,7 +25,7 @@ from lightning_dp.gradients import (
     attach_engine,
 )
 from lightning_dp.gradients.materialised import MaterialisedGradients
-from lightning_dp.query import BoundedSum, Pass, Query
+from lightning_dp.query import BoundedSum, Pass, Query, Term
 from lightning_dp.strategies.checks import (
     check_loader,
     check_model,
@@ -31,12 +33,18 @@ from lightning_dp.strategies.checks import (
     check_training_step,
 )
 from lightning_dp.strategies.replay import RandomState, at_point, muted
+from lightning_dp.training_step import call_training_step
 
 __all__ = ["LocalRecords", "Unit"]
 
 Unit: TypeAlias = Literal["record", "client"]
 
 _CHUNK_SIZE = 64
+_MADE_UP = 2  # records
+_NOT_CHARGED = (
+    "(Found on made-up records of the shapes of this client's, before anything was charged. If only "
+    "they are at fault, leave this out with LocalRecords(try_first=False).)"
+)
 
 
 @dataclass(frozen=True)
@@ -77,6 +85,9 @@ class LocalRecords:
         engine: who computes gradients per record; as in ``PrivacyConfig``.
         chunk_size: records at a time; default the loader's batch size, else 64.
         device: where the module runs.
+        try_first: before the first charge, run a copy of the module once on made-up records of the
+            shapes of yours, so that a mistake in ``training_step`` costs nothing. False for a
+            module that such records break.
 
     Raises:
         MisconfigurationException: for a model or data whose records cannot be told apart.
@@ -108,6 +119,7 @@ class LocalRecords:
         engine: str = "auto",
         chunk_size: int | None = None,
         device: str | torch.device = "cpu",
+        try_first: bool = True,
     ) -> None:
         if unit not in get_args(Unit):
             raise ValueError(f"unit={unit!r} must be one of {get_args(Unit)}.")
@@ -121,13 +133,12 @@ class LocalRecords:
         self.unit: Unit = unit
         self._module = module.to(device)
         self._device = torch.device(device)
-        self._engine_name = engine
+        self._engine_name, self._try_first = engine, try_first
         self.params = tuple(param for param in module.parameters() if param.requires_grad)
         with self._watched() as watch:
             self.engine = watch.description
             self.has_products = watch.engine.has_products
             """Whether queries with Hessian-vector products can be answered."""
-        self._takes_batch_idx = "batch_idx" in inspect.signature(module.training_step).parameters
 
     @property
     def num_records(self) -> int:
@@ -154,6 +165,46 @@ class LocalRecords:
         parts = unflatten(point, self.params)
         if not all(bool(torch.isfinite(part).all()) for part in parts):
             raise ValueError("some numbers are not finite in this client's module.")
+
+    def try_once(self) -> None:
+        """Run a copy of the module on made-up records: an error of the user's costs nothing yet.
+
+        Of the records themselves, only the shapes and dtypes of the first ones are used.
+
+        Raises:
+            MisconfigurationException: if there is no loss.
+            UnsupportedModelError: if the rows that the model sees are not records.
+            Exception: whatever ``training_step`` and the data set raise.
+        """
+        if not self._try_first:
+            return
+        copied = LocalRecords(
+            copy.deepcopy(self._module),
+            self._loader,
+            engine=self._engine_name,
+            chunk_size=self._chunk_size,
+            device=self._device,
+        )
+        with isolate_rng(), copied._watched() as watch, muted(copied._module), torch.enable_grad():
+            batch, _ = next(copied._chunks(list(range(min(2, self.num_records)))))
+            try:
+                made_up = synthetic_pool(batch, _MADE_UP, classes=2)
+            except NoSyntheticBatch:
+                return  # of such a batch, nothing can be made up
+            copied._try(watch, self._module.transfer_batch_to_device(made_up, self._device, 0))
+
+    def _try(self, watch: _Watch, made_up: Any) -> None:
+        query = Query((Term(),), clip_norm=1.0, noise_multiplier=1.0)
+        try:
+            gradients = self._combination(watch, query, made_up, _MADE_UP, 0)
+        except Exception as error:
+            if hasattr(error, "add_note"):  # Python 3.11
+                error.add_note(_NOT_CHARGED)
+            raise
+        if gradients is None or not gradients.count:
+            raise MisconfigurationException(
+                f"training_step gives no loss that depends on the trained parameters. {_NOT_CHARGED}"
+            )
 
     def bounded_sum(self, query: Query, records: Sequence[int]) -> BoundedSum:
         """The sum of the query over these records, none of which may occur twice.
@@ -251,8 +302,7 @@ class LocalRecords:
             return engine.take(1.0, watch.guard.touched())
 
     def _loss(self, batch: Any, number: int) -> Any:
-        arguments = {"batch_idx": number} if self._takes_batch_idx else {}
-        output: Any = self._module.training_step(batch, **arguments)
+        output = call_training_step(self._module, batch, number)
         return output["loss"] if isinstance(output, Mapping) else output
 
     @contextmanager

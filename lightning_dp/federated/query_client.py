@@ -10,7 +10,13 @@ from torch import Tensor
 
 from lightning_dp.accounting import AbstractEvent, Gaussian, Relation
 from lightning_dp.estimators.base import State
-from lightning_dp.federated.agreed import check_point, check_query, is_of_ordinary_size
+from lightning_dp.federated.agreed import (
+    check_engine,
+    check_point,
+    check_query,
+    is_of_ordinary_size,
+    try_before_first_charge,
+)
 from lightning_dp.federated.asynchronous import REFUSED
 from lightning_dp.federated.base import AbstractClient, Message, MessageError, Records
 from lightning_dp.federated.bvr_l_sgd import BVRLSGD
@@ -83,6 +89,7 @@ class QueryClient(AbstractClient):
             raise ValueError(f"client={client} must be one of 0, ..., {num_clients - 1}.")
         if local_routine is not None and records.unit != "record":
             raise ValueError(f"unit={records.unit!r}: the local routine is private for records.")
+        check_engine(records, plan.estimator)
         self._records, self._plan, self._ledger, self._run = records, plan, ledger, run
         self._trusts_server, self._local_routine, self._seed = trusts_server, local_routine, seed
         self._client, self._num_clients = client, num_clients
@@ -140,6 +147,7 @@ class QueryClient(AbstractClient):
         )
 
     def _release(self, number: int, part: int, step: int, make: Make, keep: bool = True) -> bytes:
+        try_before_first_charge(self._records, self._ledger, self._spending)
         try:
             return self._ledger.release(self._spending, number, part, make, keep=keep)
         except BudgetExhausted:

@@ -221,6 +221,11 @@ class ReleaseLedger:
         with _Files(self, spending) as files:
             return files.note
 
+    def has_begun(self, spending: Spending) -> bool:
+        """Whether a round of the run was charged, or began to be."""
+        with _Files(self, spending) as files:
+            return files.progress.begun >= 0
+
     def rounds_left(self, spending: Spending) -> int:
         """How many rounds of the plan, from the latest one on, the budget affords."""
         with _Files(self, spending) as files:

@@ -305,7 +305,7 @@ def test_processes_end_at_the_same_model_though_a_supernode_is_killed(app, tmp_p
     def kill(federation: LoopbackFederation) -> None:
         """Kill client 1 while it computes round 1, which it has charged."""
         batches = folder / "batches"
-        while not batches.exists() or batches.read_text().count("batch") < 2:
+        while not batches.exists() or batches.read_text().count("batch") < 3:
             time.sleep(0.05)
         federation.kill_node(1)
         killed.append(history(folder, 1))
