@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from lightning_dp.estimators.base import State
-from lightning_dp.federated.asynchronous import LOST, REFUSED, ROUND, UPDATE
+from lightning_dp.federated.asynchronous import FORMS, LOST, REFUSED, ROUND, UPDATE
 from lightning_dp.federated.base import Message, MessageError
+from lightning_dp.federated.replies import Reply, check_client, read_reply
 
 __all__ = ["Aggregator"]
 
@@ -82,25 +83,34 @@ class Aggregator:
             return None
         return self._request
 
-    def receive(self, child: int, reply: bytes) -> None:
-        """A child's reply. Raises MessageError if it is none."""
-        message = Message.from_bytes(reply)
-        if message.whole("round") != self._round or child in self._sums or child in self._left:
-            return  # it came twice, or late
-        if message.kind == UPDATE:
-            value, counter = message.tensor("update"), message.whole("counter")
-            if any(len(other) != len(value) for other in self._sums.values()):
-                raise MessageError(f"Child {child} sent {len(value)} numbers, unlike the others.")
-            self._sums[child] = value
-            self._counters = min(counter, self._counters) if len(self._sums) > 1 else counter
-        elif message.kind == REFUSED:
-            self._left.append(child)
-        elif message.kind == LOST:
+    def receive(self, child: int, reply: bytes) -> bool:
+        """A child's reply; whether it was new. Raises MessageError if it is none."""
+        check_client(child, self.num_children)
+        read = read_reply(f"Child {child}", reply, FORMS)
+        i = read.numbers["round"]
+        if i > self._round:
+            raise MessageError(f"Child {child} answers for round {i}, which it was not asked for.")
+        if i < self._round or child in self._sums or child in self._left:
+            return False  # it came twice, or late
+        if read.kind == LOST:
             self._reply = reply  # only from above can the model come
-            return
+            return False
+        if read.kind == REFUSED:
+            self._left.append(child)
         else:
-            raise MessageError(f"A reply of kind {message.kind!r} belongs to another protocol.")
+            self._add(child, read)
         self._finish()
+        return True
+
+    def _add(self, child: int, read: Reply) -> None:
+        """Take an update that can be added to the others: of their size and dtype, and finite."""
+        raw, counter = read.raw, read.numbers["counter"]
+        assert raw is not None
+        if not counter <= self._round:
+            raise MessageError(f"Child {child} answers for a model that it was not sent.")
+        like = next(iter(self._sums.values()), raw)
+        self._sums[child] = read.vector(like.numel(), like.dtype)
+        self._counters = min(counter, self._counters) if len(self._sums) > 1 else counter
 
     def _finish(self) -> None:
         """All children have answered: make the reply."""

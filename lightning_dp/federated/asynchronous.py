@@ -13,13 +13,19 @@ from torch import Tensor
 from lightning_dp._validate import normalise, optional, seed, whole
 from lightning_dp.estimators.base import State
 from lightning_dp.federated.base import AbstractServer, Message, MessageError, check_same
+from lightning_dp.federated.replies import Form, Reply, check_client, read_reply
 from lightning_dp.federated.sample_sizes import AbstractSampleSizes
 from lightning_dp.federated.step_sizes import AbstractStepSizes
 from lightning_dp.sparsify import shared_mask
 
-__all__ = ["LOST", "REFUSED", "ROUND", "UPDATE", "AsyncPlan", "AsyncServer", "RoundPlan"]
+__all__ = ["FORMS", "LOST", "REFUSED", "ROUND", "UPDATE", "AsyncPlan", "AsyncServer", "RoundPlan"]
 
 ROUND, UPDATE, LOST, REFUSED = "round", "update", "lost", "refused"
+FORMS = {
+    UPDATE: Form(("round", "counter"), "update"),
+    LOST: Form(("round",)),
+    REFUSED: Form(("round",)),
+}
 
 
 class RoundPlan(Protocol):
@@ -210,9 +216,14 @@ class AsyncServer(AbstractServer):
 
     # -- messages ----------------------------------------------------------------------------
 
+    def _may_answer(self, client: int) -> bool:
+        """Whether there is a round that this client may do now."""
+        i = self._applied[client]
+        return client not in self._left and i < min(self.plan.rounds, self._round + self.plan.lag)
+
     def request(self, client: int) -> bytes | None:
         i, k = self._applied[client], self.round
-        if client in self._left or not i < min(self.plan.rounds, k + self.plan.lag):
+        if not self._may_answer(client):
             return None
         facts: dict[str, Any] = {"run": self.run, "round": i, "counter": k}
         if not self._known[client] < k:
@@ -220,33 +231,39 @@ class AsyncServer(AbstractServer):
         model = self._broadcast if i == k else self._point
         return Message(ROUND, facts, {"model": model}).to_bytes()
 
-    def receive(self, client: int, reply: bytes) -> None:
-        message = Message.from_bytes(reply)
-        i = message.whole("round")
+    def receive(self, client: int, reply: bytes) -> bool:
+        check_client(client, self.num_clients)
+        read = read_reply(f"Client {client}", reply, FORMS)
+        i = read.numbers["round"]
         if i < self._applied[client] or client in self._left:
-            return  # it came twice, or late
-        if i > self._applied[client]:
+            return False  # it came twice, or late
+        if i > self._applied[client] or not self._may_answer(client):
             raise MessageError(
                 f"Client {client} answers for round {i}, which it was not asked for."
             )
-        was_behind = i == self._round
-        if message.kind == REFUSED:
-            self._left.add(client)
-        elif message.kind == LOST:
+        if read.kind == LOST:
             self.forget(client)
-        elif message.kind == UPDATE:
-            counter = message.whole("counter")
-            update = message.tensor("update", self.plan.update_size(len(self._point)))
-            if not bool(torch.isfinite(update).all()):
-                raise MessageError(f"Client {client} sent values that are not finite.")
-            self._point = self.plan.move(self._point, i, update, client)
-            self._applied[client] += 1
-            self._known[client] = counter
+            return False
+        if read.kind == REFUSED:
+            self._left.add(client)
         else:
-            raise MessageError(f"A reply of kind {message.kind!r} belongs to another protocol.")
-        if was_behind and message.kind != LOST:
+            self._apply(client, i, read)
+        if i == self._round:
             self._behind -= 1
             self._look_for_end_of_round()
+        return True
+
+    def _apply(self, client: int, i: int, read: Reply) -> None:
+        counter = read.numbers["counter"]
+        if not counter <= i:  # its own rounds below i are in the model that it was sent
+            raise MessageError(f"Client {client} answers for a model that it was not sent.")
+        update = read.vector(self.plan.update_size(len(self._point)), self._point.dtype)
+        point = self.plan.move(self._point, i, update, client)
+        if not bool(torch.isfinite(point).all()):
+            raise MessageError(f"With the update of client {client} the model is not finite.")
+        self._point = point
+        self._applied[client] += 1
+        self._known[client] = counter
 
     def forget(self, client: int) -> None:
         self._known[client] = -1

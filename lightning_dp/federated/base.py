@@ -79,8 +79,16 @@ class AbstractServer(ABC):
         """What to send to a client now; None if it must wait. Asked again, the same."""
 
     @abstractmethod
-    def receive(self, client: int, reply: bytes) -> None:
+    def receive(self, client: int, reply: bytes) -> bool:
         """A client's reply.
+
+        Args:
+            client: from whom.
+            reply: from anybody: everything in it is checked before anything changes.
+
+        Returns:
+            Whether it was applied: not one that came twice or too late, nor one that says that the
+            client lost the model. An engine that hears nothing else for long gives up.
 
         Raises:
             MessageError: if it is none; nothing has changed then.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import reprlib
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -17,6 +18,9 @@ __all__ = ["Fact", "Message", "MessageError"]
 Fact: TypeAlias = str | int | float | bool
 
 _MAGIC = b"ldp1"
+_LONGEST_HEADER = 2**20
+_MOST_DIMENSIONS = 8
+_LARGEST_NUMBER = 2**63
 _DTYPES = {
     str(dtype).removeprefix("torch."): dtype
     for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int64)
@@ -36,7 +40,7 @@ class Message:
 
     Args:
         kind: what it means to the two machines that exchange it.
-        facts: strings, whole numbers, truth values and finite or infinite numbers.
+        facts: strings, whole numbers below 2**63, truth values and floating-point numbers.
         tensors: float64, float32, bfloat16, float16 or int64; detached, on the CPU when read.
 
     Example:
@@ -53,25 +57,30 @@ class Message:
     def __getitem__(self, name: str) -> Any:
         """A fact. Raises MessageError if it is not there."""
         if name not in self.facts:
-            raise MessageError(f"A message {self.kind!r} has no {name!r}, only {[*self.facts]}.")
+            there = reprlib.repr([*self.facts])
+            raise MessageError(f"A message {self._kind} has no {name!r}, only {there}.")
         return self.facts[name]
 
     def whole(self, name: str) -> int:
         """A fact that must be a whole number >= 0. Raises MessageError if it is not."""
         value = self[name]
         if type(value) is not int or not value >= 0:
-            raise MessageError(f"{name}={value!r} must be a whole number >= 0.")
+            raise MessageError(f"{name}={reprlib.repr(value)} must be a whole number >= 0.")
         return value
 
     def tensor(self, name: str, size: int | None = None) -> Tensor:
         """A vector, of ``size`` numbers if that is given. Raises MessageError if it is not there."""
         value = self.tensors.get(name)
         if value is None:
-            raise MessageError(f"A message {self.kind!r} has no tensor {name!r}.")
+            raise MessageError(f"A message {self._kind} has no tensor {name!r}.")
         if value.dim() != 1 or (size is not None and len(value) != size):
             wanted = "" if size is None else f" of {size} numbers"
             raise MessageError(f"{name} is of shape {tuple(value.shape)}, not a vector{wanted}.")
         return value
+
+    @property
+    def _kind(self) -> str:
+        return reprlib.repr(self.kind)  # a peer's words are shown, but not without end
 
     def to_bytes(self) -> bytes:
         """The same message always gives the same bytes."""
@@ -92,19 +101,10 @@ class Message:
     def from_bytes(cls, content: bytes) -> Message:
         """The inverse of :meth:`to_bytes`. Raises MessageError for anything else."""
         try:
-            if content[:4] != _MAGIC:
-                raise ValueError("it begins differently")
-            end = 8 + int.from_bytes(content[4:8], "little")
-            kind, facts, described = json.loads(content[8:end])
-            tensors = {}
-            for name, dtype, shape in described:
-                tensors[name], end = _read(content, end, _DTYPES[dtype], shape)
-            if end != len(content):
-                raise ValueError("it has another length than it says")
-            _check(kind, facts)
-        except (ValueError, TypeError, KeyError, RecursionError) as error:
-            raise MessageError(f"These bytes are no message of lightning-dp: {error}.") from None
-        return cls(kind, facts, tensors)
+            return cls(*_read_all(content))
+        except (ValueError, TypeError, RecursionError) as error:
+            reason = str(error) if type(error) is ValueError else "it is not what it says"
+            raise MessageError(f"These bytes are no message of lightning-dp: {reason}.") from None
 
 
 def _raw(flat: Tensor) -> bytes:
@@ -113,21 +113,56 @@ def _raw(flat: Tensor) -> bytes:
     return bytes(flat.reshape(-1).view(torch.uint8).numpy().tobytes()) if flat.numel() else b""
 
 
-def _read(content: bytes, start: int, dtype: torch.dtype, shape: list[int]) -> tuple[Tensor, int]:
+def _read_all(content: bytes) -> tuple[str, dict[str, Fact], dict[str, Tensor]]:
+    if content[:4] != _MAGIC:
+        raise ValueError("it begins differently")
+    end = 8 + int.from_bytes(content[4:8], "little")
+    if not end - 8 <= _LONGEST_HEADER:
+        raise ValueError("its header is too long")
+    kind, facts, described = json.loads(content[8:end], object_pairs_hook=_without_doubles)
+    _check(kind, facts)
+    tensors: dict[str, Tensor] = {}
+    for name, dtype, shape in described:
+        if not isinstance(name, str) or name in tensors:
+            raise ValueError("its tensors have no names of their own")
+        tensors[name], end = _read(content, end, dtype, shape)
+    if end != len(content):
+        raise ValueError("it has another length than it says")
+    return kind, facts, tensors
+
+
+def _read(content: bytes, start: int, dtype: object, shape: object) -> tuple[Tensor, int]:
+    """The tensor that begins there, and where it ends; nothing is allocated for one that cannot be."""
+    found = _DTYPES.get(dtype) if isinstance(dtype, str) else None
+    if found is None:
+        raise ValueError("a dtype is none that messages have")
+    if not isinstance(shape, list) or len(shape) > _MOST_DIMENSIONS:
+        raise ValueError("a shape is no short list")
     if not all(type(n) is int and n >= 0 for n in shape):
-        raise ValueError(f"a shape is {shape}")
+        raise ValueError("a shape has other entries than whole numbers")
+    # An empty tensor, too: its strides are those of a full one.
+    if math.prod(max(n, 1) for n in shape) * found.itemsize > len(content):
+        raise ValueError("it is cut off")
     count = math.prod(shape)
-    end = start + count * dtype.itemsize
+    end = start + count * found.itemsize
     if end > len(content):
         raise ValueError("it is cut off")
     if not count:
-        return torch.zeros(shape, dtype=dtype), end
-    return torch.frombuffer(bytearray(content[start:end]), dtype=dtype).reshape(shape), end
+        return torch.zeros(shape, dtype=found), end
+    return torch.frombuffer(bytearray(content[start:end]), dtype=found).reshape(shape), end
+
+
+def _without_doubles(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    if len({name for name, _ in pairs}) != len(pairs):
+        raise ValueError("a name occurs twice")
+    return dict(pairs)
 
 
 def _check(kind: object, facts: object) -> None:
     if not isinstance(kind, str) or not isinstance(facts, dict):
         raise ValueError("its kind or its facts are missing")
-    for name, value in facts.items():
+    for value in facts.values():
         if not isinstance(value, (str, int, float)):
-            raise ValueError(f"{name} is neither a number nor a string")
+            raise ValueError("a fact is neither a number nor a string")
+        if isinstance(value, int) and not abs(value) < _LARGEST_NUMBER:
+            raise ValueError("a whole number is too large")

@@ -15,6 +15,7 @@ from lightning_dp.federated.asynchronous import REFUSED
 from lightning_dp.federated.base import AbstractServer, Message, MessageError, check_same
 from lightning_dp.federated.bvr_l_sgd import BVRLSGD
 from lightning_dp.federated.noised import noise_source
+from lightning_dp.federated.replies import Form, Reply, check_client, read_reply
 from lightning_dp.noise import add_noise
 from lightning_dp.plan import NoisePlan
 from lightning_dp.query import BoundedSum, Query, Release, Term
@@ -32,6 +33,8 @@ __all__ = [
 ]
 
 QUERY, ANSWER, LOCAL, WALKED = "query", "answer", "local", "walked"
+_PLACE = ("round", "part")
+FORMS = {ANSWER: Form(_PLACE, "sum"), WALKED: Form(_PLACE, "x"), REFUSED: Form(_PLACE)}
 
 
 @dataclass
@@ -147,12 +150,24 @@ class SynchronousServer(AbstractServer):
             self._part += 1
             return
         estimate = estimate.to(self._point.dtype)
+        moved = self._point - self.learning_rate * estimate
         if self.local_routine is not None and self.local_routine.local_steps > 1:
-            self._local = estimate
+            if self._is_finite(moved):
+                self._local = estimate
             return
-        self._move_to(self._point - self.learning_rate * estimate)
+        self._move_to(moved)
+
+    def _is_finite(self, point: Tensor) -> bool:
+        """Whether it is; a run that has diverged ends at the last model that was."""
+        finite = bool(torch.isfinite(point).all())
+        if not finite:
+            self._reason = "the model is no longer finite: lower the learning rate"
+        return finite
 
     def _move_to(self, point: Tensor) -> None:
+        point = point.to(self._point.dtype)
+        if not self._is_finite(point):
+            return
         self._point, self._local = point, None
         self._step, self._part = self._step + 1, 0
 
@@ -171,40 +186,52 @@ class SynchronousServer(AbstractServer):
     # -- messages ----------------------------------------------------------------------------
 
     def request(self, client: int) -> bytes | None:
+        if not self._is_asked(client):
+            return None
         facts: dict[str, Any] = {"run": self.run, "round": self._step, "part": self._part}
-        if self._reason:
-            return None
         if self._local is not None:
-            assert self.local_routine is not None
-            if client != self.local_routine.worker_in_turn(self._step + 1, self.num_clients):
-                return None
             return Message(LOCAL, facts, {"x": self._point, "v": self._local}).to_bytes()
-        if client in self._answers or self._query is None:
-            return None
+        assert self._query is not None
         return query_message(self._query, self._point, {**facts, "noise": self.noise}).to_bytes()
 
-    def receive(self, client: int, reply: bytes) -> None:
-        message = Message.from_bytes(reply)
-        place = (message.whole("round"), message.whole("part"))
-        if self._reason or place != (self._step, self._part):
-            if place > (self._step, self._part):
-                raise MessageError(f"Client {client} answers for {place}, which was not asked.")
-            return  # it came twice, or late
-        if message.kind == REFUSED:
-            self._reason = f"client {client} has no budget left"
-        elif message.kind == WALKED and self._local is not None:
-            self._move_to(message.tensor("x", len(self._point)))
-            self._ask()
-        elif message.kind == ANSWER:
-            self._take(client, message)
-        elif message.kind != WALKED:
-            raise MessageError(f"A reply of kind {message.kind!r} belongs to another protocol.")
+    def _is_asked(self, client: int) -> bool:
+        """Whether an answer of this client is missing now."""
+        if self._reason:
+            return False
+        if self._local is None:
+            return self._query is not None and client not in self._answers
+        assert self.local_routine is not None
+        return client == self.local_routine.worker_in_turn(self._step + 1, self.num_clients)
 
-    def _take(self, client: int, message: Message) -> None:
-        query = self._query
-        if query is None or client in self._answers:
-            return
-        self._answers[client] = message.tensor("sum", query.size(len(self._point)))
+    def receive(self, client: int, reply: bytes) -> bool:
+        check_client(client, self.num_clients)
+        read = read_reply(f"Client {client}", reply, FORMS)
+        place = (read.numbers["round"], read.numbers["part"])
+        if self._reason or place < (self._step, self._part):
+            return False  # it came late
+        if place == (self._step, self._part) and self._is_over_for(client, read):
+            return False  # it came twice
+        if place != (self._step, self._part) or not self._is_asked(client):
+            raise MessageError(f"Client {client} answers for {place}, which was not asked of it.")
+        if read.kind == REFUSED:
+            self._reason = f"client {client} has no budget left"
+        elif (read.kind == WALKED) != (self._local is not None):
+            raise MessageError(f"Client {client} sent {read.kind!r}, which was not asked of it.")
+        elif read.kind == WALKED:
+            self._move_to(read.vector(len(self._point), self._point.dtype))
+            self._ask()
+        else:
+            self._take(client, self._query, read)
+        return True
+
+    def _is_over_for(self, client: int, read: Reply) -> bool:
+        """Whether it repeats what this client was asked at this place, and has answered."""
+        return read.kind == ANSWER and (client in self._answers or self._local is not None)
+
+    def _take(self, client: int, query: Query | None, read: Reply) -> None:
+        assert query is not None
+        value = read.vector(query.size(len(self._point)), self._point.dtype)
+        self._answers[client] = value
         if len(self._answers) == self.num_clients:
             released = self._release(query)
             self._answers = {}
@@ -283,7 +310,7 @@ def query_from(message: Message) -> Query:
         ]
         numbers = float(message["clip_norm"]), float(message["noise_multiplier"])
         return Query(_same_points(terms), *numbers, message.tensors.get("coordinates"))
-    except (ValueError, TypeError) as error:
+    except (ValueError, TypeError, OverflowError) as error:
         raise MessageError(f"This query cannot be asked: {error}") from None
 
 

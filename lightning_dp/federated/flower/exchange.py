@@ -3,53 +3,61 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-from flwr.app import Array, ArrayRecord, ConfigRecord, Message, RecordDict
+from flwr.app import Message
 from flwr.serverapp import Grid
+
+from lightning_dp.federated.flower.content import facts_of, pack, payload_of, told_by
+from lightning_dp.federated.messages import MessageError
 
 __all__ = ["Exchange", "Reply", "facts_of", "pack", "payload_of"]
 
-_NO_NODE = 5  # Flower's code for a node that is gone
 _LONGEST_PAUSE = 30.0
-
-
-def pack(payload: bytes, facts: Mapping[str, int | float | str | bool]) -> RecordDict:
-    """The content of a message: bytes that the protocol reads, and numbers that the engine does."""
-    array = Array(np.frombuffer(payload, np.uint8))
-    return RecordDict({"payload": ArrayRecord({"bytes": array}), "facts": ConfigRecord({**facts})})
-
-
-def payload_of(message: Message) -> bytes:
-    """The bytes that :func:`pack` was given."""
-    return bytes(message.content["payload"]["bytes"].numpy())  # type: ignore[union-attr]
-
-
-def facts_of(message: Message) -> dict[str, Any]:
-    """The numbers that :func:`pack` was given."""
-    return dict(message.content["facts"])
+_LARGEST_SHOWN = 10**9
+# Flower's codes, in our words: the reason that comes with one may be anybody's text.
+_NO_NODE = 5
+_CAUSES = {
+    1: "its app could not be loaded",
+    2: "it failed, and its own log says why",
+    3: "the message did not reach it",
+    4: "its reply did not come",
+    _NO_NODE: "its node is gone",
+    8: "its app crashed",
+}
 
 
 @dataclass(frozen=True)
 class Reply:
-    """What became of a message to a client.
+    """What became of a message to a node.
 
     Args:
-        client: to whom it went.
+        node: to which it went.
+        client: whose node that is; None if it is nobody's yet.
         payload: what the client sent back; None if nothing came, whatever the cause.
         facts: what the client says of itself.
-        problem: why nothing came.
+        problem: why nothing came, or what of it could not be kept.
         is_introduction: nothing was sent; the client has come, or come back, at a new node.
     """
 
-    client: int
+    node: int
+    client: int | None
     payload: bytes | None
     facts: Mapping[str, Any]
     problem: str = ""
     is_introduction: bool = False
+
+    @property
+    def sender(self) -> int | str:
+        """The client's number, or the name of a node that is nobody's."""
+        return f"node {self.node}" if self.client is None else self.client
+
+    @property
+    def name(self) -> str:
+        """The sender, at the beginning of a sentence."""
+        return f"Node {self.node}" if self.client is None else f"Client {self.client}"
 
 
 @dataclass(frozen=True)
@@ -63,10 +71,13 @@ class Exchange:
     """Finds the clients' nodes, sends, and collects what comes back, in any order.
 
     - Never two messages are in flight to one node.
-    - A lost, expired or failed message becomes a :class:`Reply` without a payload; what to do
-      about it is the protocol's business. The next message to that client waits, longer and longer.
+    - A lost, expired, failed or unreadable message becomes a :class:`Reply` without a payload; what
+      to do about it is the protocol's business. The next message to that node waits, longer and
+      longer, until a reply is applied.
     - A reply that nobody waits for (a duplicate, or one that comes after its time) is dropped.
-    - A node that died and came back has a new id. It is asked who it is, and takes its place.
+    - A client's number belongs to the first node that names it, until Flower no longer lists that
+      node. Another one that names it is asked again later: a node that was killed and started
+      anew has a new id, and takes its place when the old one is gone.
 
     Args:
         grid: Flower's.
@@ -86,26 +97,30 @@ class Exchange:
         self._poll_interval = poll_interval
         self._flights: dict[str, _Flight] = {}
         self._refused: list[Reply] = []
-        self._nodes: dict[int, int] = {}
-        self._known: set[int] = set()
+        self._nodes: dict[int, int] = {}  # of each client
+        self._is_freed = False  # whether a number is, since the last look
         self._next_look = 0.0
-        self._failures: dict[int, int] = {}
+        self._failures: dict[int, int] = {}  # of each node, since it was last of use
         self._not_before: dict[int, float] = {}
 
     @property
     def idle(self) -> list[int]:
         """The clients that may be sent a message now."""
-        busy, now = {flight.node for flight in self._flights.values()}, time.monotonic()
+        busy, now = self._busy, time.monotonic()
         return [
             client
             for client, node in sorted(self._nodes.items())
-            if node not in busy and self._not_before.get(client, 0.0) <= now
+            if node not in busy and self._not_before.get(node, 0.0) <= now
         ]
 
     @property
     def missing(self) -> list[int]:
         """The clients without a node."""
         return [client for client in range(self._num_clients) if client not in self._nodes]
+
+    @property
+    def _busy(self) -> set[int]:
+        return {flight.node for flight in self._flights.values()}
 
     def send(self, client: int, payload: bytes) -> None:
         """Send to a client that is idle."""
@@ -115,19 +130,59 @@ class Exchange:
         """Look for new nodes and for replies."""
         self._look_for_nodes()
         found, self._refused = self._refused, []
-        for message in self._grid.pull_messages(list(self._flights)) if self._flights else ():
-            flight = self._flights.pop(message.metadata.reply_to_message_id, None)
+        for flight, message in self._arrived():
+            try:
+                found.append(self._read(flight, message))
+            except MessageError as error:
+                found.append(self._failed(flight, str(error)))
+        return found + self._expire()
+
+    def settle(self, reply: Reply, *, applied: bool) -> None:
+        """Hear what the protocol made of a reply: a node whose replies are of no use must wait."""
+        if applied:
+            self._failures.pop(reply.node, None)
+        else:
+            self._postpone(reply.node)
+
+    # -- replies -----------------------------------------------------------------------------
+
+    def _arrived(self) -> Iterator[tuple[_Flight, Message | None]]:
+        """What has come, with what it answers; None for what Flower cannot read."""
+        for name, message in self._pulled(list(self._flights)):
+            flight = self._flights.get(name)
             if flight is None:
                 continue
-            if message.has_error():
-                problem = f"error {message.error.code}: {message.error.reason}"
-                found += self._failed(flight, problem, gone=message.error.code == _NO_NODE)
-            elif flight.client is None:
-                found += self._introduce(flight.node, facts_of(message))
+            if message and message.has_content() and message.metadata.src_node_id != flight.node:
+                continue  # another node's answer in this one's name
+            yield self._flights.pop(name), message
+
+    def _pulled(self, names: list[str]) -> Iterator[tuple[str, Message | None]]:
+        try:
+            messages = list(self._grid.pull_messages(names)) if names else []
+        except Exception:  # Flower fails as a whole where it cannot read one message
+            if len(names) == 1:
+                yield names[0], None
             else:
-                self._failures.pop(flight.client, None)
-                found.append(Reply(flight.client, payload_of(message), facts_of(message)))
-        return found + self._expire()
+                for name in names:
+                    yield from self._pulled([name])
+            return
+        yield from ((message.metadata.reply_to_message_id, message) for message in messages)
+
+    def _read(self, flight: _Flight, message: Message | None) -> Reply:
+        if message is None:
+            raise MessageError("Flower cannot read its reply")
+        if message.has_error():
+            code = message.error.code
+            problem = f"error {code}: {_CAUSES.get(code, 'of an unknown cause')}"
+            return self._failed(flight, problem, gone=code == _NO_NODE)
+        if flight.client is None:
+            return self._introduce(flight.node, message)
+        payload, (facts, is_all) = payload_of(message), told_by(message)
+        if facts.get("client", flight.client) != flight.client:
+            self._free(flight)
+            raise MessageError("its reply is another client's")
+        problem = "" if is_all else "some of what it says of itself cannot be kept"
+        return Reply(flight.node, flight.client, payload, facts, problem)
 
     # -- nodes -------------------------------------------------------------------------------
 
@@ -136,35 +191,55 @@ class Exchange:
         if now < self._next_look:
             return
         self._next_look = now + self._poll_interval
-        for node in set(self._grid.get_node_ids()) - self._known:
-            self._known.add(node)
-            self._push("query", node, None, b"")
+        listed = set(self._grid.get_node_ids())
+        held = {client: node for client, node in self._nodes.items() if node in listed}
+        strangers = listed - set(held.values())
+        if self._is_freed or len(held) < len(self._nodes):
+            for node in strangers:  # one of them may have waited for the number
+                self._not_before.pop(node, None)
+        self._nodes, self._is_freed = held, False
+        for node in strangers - self._busy:
+            if self._not_before.get(node, 0.0) <= now:
+                self._push("query", node, None, b"")
 
-    def _introduce(self, node: int, facts: Mapping[str, Any]) -> list[Reply]:
+    def _introduce(self, node: int, message: Message) -> Reply:
         """A node has said whose it is."""
-        client = int(facts["client"])
-        if not 0 <= client < self._num_clients:
-            raise ValueError(
-                f"A node says that it is client {client} of {facts['num_clients']}, but this run has "
-                f"num_clients={self._num_clients}. Give every SuperNode --node-config "
-                f"'partition-id=I num-partitions={self._num_clients}'."
+        client = facts_of(message).get("client")
+        if type(client) is not int or not 0 <= client < self._num_clients:
+            is_number = type(client) is int and abs(client) < _LARGEST_SHOWN
+            named = f"client {client}" if is_number else "no client"
+            raise MessageError(
+                f"it says that it is {named}, but this run has num_clients={self._num_clients}. Give "
+                f"every SuperNode --node-config 'partition-id=I num-partitions={self._num_clients}'"
+            )
+        if self._nodes.get(client, node) != node:
+            raise MessageError(
+                f"it says that it is client {client}, which another node is until it leaves. Give "
+                "every SuperNode a partition-id of its own"
             )
         self._nodes[client] = node
-        self._failures.pop(client, None)
-        self._not_before.pop(client, None)
-        return [Reply(client, None, facts, is_introduction=True)]
+        self._failures.pop(node, None)
+        self._not_before.pop(node, None)
+        facts, is_all = told_by(message)
+        problem = "" if is_all else "some of what it says of itself cannot be kept"
+        return Reply(node, client, None, facts, problem, is_introduction=True)
 
-    def _failed(self, flight: _Flight, problem: str, *, gone: bool) -> list[Reply]:
-        if flight.client is None:  # ask again who it is, when it is still there
-            self._known.discard(flight.node)
-            return []
-        failures = self._failures[flight.client] = self._failures.get(flight.client, 0) + 1
-        pause = min(_LONGEST_PAUSE, self._poll_interval * 2.0**failures)
-        self._not_before[flight.client] = time.monotonic() + pause
-        if gone and self._nodes.get(flight.client) == flight.node:
+    def _failed(self, flight: _Flight, problem: str, *, gone: bool = False) -> Reply:
+        self._postpone(flight.node)
+        if gone:
+            self._free(flight)  # it is asked again if it was only away
+        return Reply(flight.node, flight.client, None, {}, problem)
+
+    def _free(self, flight: _Flight) -> None:
+        """The node has a client's number no more."""
+        if flight.client is not None and self._nodes.get(flight.client) == flight.node:
             del self._nodes[flight.client]
-            self._known.discard(flight.node)  # it is asked again if it was only away
-        return [Reply(flight.client, None, {}, problem)]
+            self._is_freed = True
+
+    def _postpone(self, node: int) -> None:
+        failures = self._failures[node] = self._failures.get(node, 0) + 1
+        pause = min(_LONGEST_PAUSE, self._poll_interval * 2.0 ** min(failures, 32))
+        self._not_before[node] = time.monotonic() + pause
 
     # -- messages ----------------------------------------------------------------------------
 
@@ -175,11 +250,10 @@ class Exchange:
         if names and names[0]:
             self._flights[names[0]] = flight
         else:
-            self._refused += self._failed(flight, "Flower did not take the message", gone=True)
+            self._refused.append(self._failed(flight, "Flower did not take the message", gone=True))
 
     def _expire(self) -> list[Reply]:
         now, found = time.monotonic(), []
         for name in [n for n, flight in self._flights.items() if flight.deadline < now]:
-            problem = f"no reply within {self._ttl} s"
-            found += self._failed(self._flights.pop(name), problem, gone=False)
+            found.append(self._failed(self._flights.pop(name), f"no reply within {self._ttl} s"))
         return found

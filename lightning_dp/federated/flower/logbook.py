@@ -6,12 +6,16 @@ import json
 import math
 import os
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 from torch.utils.tensorboard import SummaryWriter
+
+from lightning_dp.accounting.journal import sync_folder
+from lightning_dp.report.plain import plain
 
 __all__ = ["Logbook", "save"]
 
@@ -40,7 +44,7 @@ class Logbook:
 
     def introduced(self, client: int, facts: Mapping[str, Any]) -> None:
         """A client has said who it is."""
-        self._clients[client] = {**self._clients.get(client, {}), **facts}
+        self._clients[client] = {**self._clients.get(client, {}), **facts, "client": client}
 
     def problem(self) -> None:
         """A message was lost, or its client failed."""
@@ -53,13 +57,24 @@ class Logbook:
             self._scalar(f"global/{name}", value, step)
         for name, count in self._counts.items():
             self._scalar(f"progress/{name}", count, step)
-        spent = [facts["epsilon"] for facts in self._clients.values() if "epsilon" in facts]
-        if spent:
-            self._scalar("privacy/epsilon_max", max(spent), step)
+        if self._spent:
+            self._scalar("privacy/epsilon_max", max(self._spent), step)
         self._writer.flush()
 
+    @property
+    def _spent(self) -> list[float]:
+        return [facts["epsilon"] for facts in self._clients.values() if "epsilon" in facts]
+
+    def line(self, step: int) -> str:
+        """One line for the console: how far the run is."""
+        parts = [f"{name} {value:.4g}" for name, value in self._metrics.items()]
+        if self._spent:
+            parts.append(f"largest epsilon of a client {max(self._spent):.4g}")
+        parts += [f"{count} {name}" for name, count in self._counts.items()]
+        return f"Federation: {step} rounds are over; " + ", ".join(parts)
+
     def close(self, step: int, reason: str) -> None:
-        """The run is over."""
+        """The run is over, or has failed: write the summary, whatever the facts were."""
         summary = {
             "rounds": step,
             "ended": reason,
@@ -67,7 +82,9 @@ class Logbook:
             **self._counts,
             "clients": {str(client): facts for client, facts in sorted(self._clients.items())},
         }
-        self._path.write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
+        content = json.dumps(plain(summary), allow_nan=False, indent=2) + "\n"
+        with replaced(self._path) as file:
+            file.write(content.encode())
         self._writer.close()
 
     def _scalar(self, name: str, value: float, step: int) -> None:
@@ -76,7 +93,18 @@ class Logbook:
 
 
 def save(value: Any, path: Path) -> None:
-    """Write with torch, so that the file is whole at any moment."""
+    """Write with torch, so that the file is whole at any moment, and durable on return."""
+    with replaced(path) as file:
+        torch.save(value, file)
+
+
+@contextmanager
+def replaced(path: Path) -> Iterator[BinaryIO]:
+    """A file to write to, which takes the path's place once all of it is on disk."""
     partial = path.with_name(f"{path.name}.partial")
-    torch.save(value, partial)
+    with open(partial, "wb") as file:
+        yield file
+        file.flush()
+        os.fsync(file.fileno())
     os.replace(partial, path)
+    sync_folder(path.parent)

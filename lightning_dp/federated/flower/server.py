@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from flwr.app import Context
 from flwr.serverapp import Grid, ServerApp
+from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor, nn
 
 from lightning_dp.federated.base import AbstractServer, MessageError
@@ -25,6 +26,7 @@ __all__ = ["server_app"]
 
 _log = logging.getLogger("lightning_dp.federated")
 _SHORTEST_PAUSE = 0.001
+_BETWEEN_WORDS = 10.0
 _STATE = "server.pt"
 
 
@@ -43,11 +45,13 @@ def server_app(
 
     - At most one message is in flight to each client. A message that is lost, that expires or
       whose client died is asked again, and the client answers with the same bytes.
-    - Replies are applied in any order, each once.
+    - Replies are applied in any order, each once. One that cannot be used, whatever is wrong with it,
+      is logged, and its client is asked again; the others go on.
     - The server's state is saved to ``server.pt`` before a request leaves that rests on it: if the
-      run dies, a new one with the same ``folder`` goes on from there.
-    - TensorBoard files, ``federation.json`` (rounds, metrics, every client's ε) and at the end
-      ``model.pt``, the module's ``state_dict``, are in ``folder``.
+      run dies, a new one with the same ``folder`` goes on from there. While that file is there, no
+      run has ended, and ``model.pt`` is none or an earlier one's.
+    - TensorBoard files, ``federation.json`` (rounds, metrics, every client's ε; also of a run that
+      fails) and at the end ``model.pt``, the module's ``state_dict``, are in ``folder``.
 
     Assign the result at module level: Flower looks for it there.
 
@@ -63,7 +67,8 @@ def server_app(
             covered by any client's ε if those data are private.
         ttl: seconds after which a message counts as lost; longer than a round takes.
         poll_interval: seconds between two looks for replies when nothing happens.
-        patience: seconds without a reply that can be used after which the run fails.
+        patience: seconds without a reply that is applied after which the run fails. A client that
+            only says that it lost the model, or repeats what was applied, is none.
 
     Raises:
         ValueError: for numbers that are not greater than 0, or a ``folder`` that is not on a local disk.
@@ -118,31 +123,40 @@ class _Run:
     folder: Path
     poll_interval: float
     patience: float
-    _problems: dict[int, str] = field(default_factory=dict)
+    _problems: dict[int | str, str] = field(default_factory=dict)
+    _next_word: float = 0.0
 
     def to_the_end(self) -> None:
         """Ask, collect and apply, until the protocol is done."""
+        try:
+            self._go_on()
+        except BaseException as error:
+            self.logbook.close(
+                self.machine.round,
+                f"it failed ({type(error).__name__}); a new run in this folder goes on",
+            )
+            raise
+        self._end()
+
+    def _go_on(self) -> None:
         self._publish()
         self._save()
         shown = self.machine.round
         heard_at, pause = time.monotonic(), _SHORTEST_PAUSE
         while not self.machine.is_done:
             self._ask()
-            replies = self.exchange.collect()
-            used = [self._apply(reply) for reply in replies]
-            if replies:
+            applied = [self._apply(reply) for reply in self.exchange.collect()]
+            if any(applied):
                 self._save()
-            if any(used):
+                if self.machine.round != shown:
+                    shown = self.machine.round
+                    self._publish()
                 heard_at, pause = time.monotonic(), _SHORTEST_PAUSE
             elif time.monotonic() - heard_at > self.patience:
                 raise RuntimeError(self._complaint())
             else:
                 time.sleep(pause)
                 pause = min(2 * pause, self.poll_interval)
-            if self.machine.round != shown:
-                shown = self.machine.round
-                self._publish()
-        self._end()
 
     def _ask(self) -> None:
         for client in self.exchange.idle:
@@ -152,26 +166,40 @@ class _Run:
                 self.exchange.send(client, request)
 
     def _apply(self, reply: Reply) -> bool:
-        """Whether it was a reply of the protocol."""
-        client = reply.client
-        if reply.payload is not None:
-            try:
-                self.machine.receive(client, reply.payload)
-            except MessageError as error:
-                self._note(client, f"its reply cannot be used: {error}")
-                return False
-            self._problems.pop(client, None)
-            self.logbook.heard(client, reply.facts, self.machine.round)
-            return True
-        if reply.is_introduction:
-            self.logbook.introduced(client, reply.facts)
-        else:
-            self._note(client, reply.problem)
-        return False
+        """Whether the protocol has gone on by it."""
+        if reply.client is None or (reply.payload is None and not reply.is_introduction):
+            self._ask_again(reply, reply.problem)
+            return False
+        if reply.problem:
+            self._note(reply, reply.problem)
+        if reply.payload is None:
+            self.logbook.introduced(reply.client, reply.facts)
+            return False
+        try:
+            # A machine that returns nothing has taken it.
+            applied = self.machine.receive(reply.client, reply.payload) is not False
+        except MessageError as error:
+            self.exchange.settle(reply, applied=False)
+            self._ask_again(reply, f"its reply cannot be used: {error}")
+            return False
+        self.exchange.settle(reply, applied=applied)
+        if applied:
+            if not reply.problem:
+                self._problems.pop(reply.sender, None)
+            self.logbook.heard(reply.client, reply.facts, self.machine.round)
+        return applied
 
-    def _note(self, client: int, problem: str) -> None:
-        _log.warning("Client %d: %s. Asking again.", client, problem)
-        self._problems[client] = problem
+    def _ask_again(self, reply: Reply, problem: str) -> None:
+        _log.warning("%s: %s. Asking again.", reply.name, problem.rstrip("."))
+        self._count(reply, problem)
+
+    def _note(self, reply: Reply, problem: str) -> None:
+        if self._problems.get(reply.sender) != problem:
+            _log.warning("%s: %s.", reply.name, problem)
+        self._count(reply, problem)
+
+    def _count(self, reply: Reply, problem: str) -> None:
+        self._problems[reply.sender] = problem
         self.logbook.problem()
 
     def _complaint(self) -> str:
@@ -188,11 +216,15 @@ class _Run:
         """There is a new global model."""
         self._load_point()
         self.logbook.progress(self.machine.round, self.metrics())
+        if time.monotonic() >= self._next_word:
+            self._next_word = time.monotonic() + _BETWEEN_WORDS
+            rank_zero_info(self.logbook.line(self.machine.round))
 
     def _end(self) -> None:
         save(self.module.state_dict(), self.folder / "model.pt")
-        (self.folder / _STATE).unlink()  # the next run is a new one
         self.logbook.close(self.machine.round, self.machine.reason)
+        (self.folder / _STATE).unlink()  # the next run is a new one
+        rank_zero_info(self.logbook.line(self.machine.round))
 
     def _load_point(self) -> None:
         with torch.no_grad():
