@@ -290,7 +290,10 @@ def test_the_model_is_saved_as_the_module_that_build_gave(run, tmp_path):
     torch.testing.assert_close(x, expected(8), rtol=0, atol=1e-6)
 
 
-def test_a_node_of_another_federation_is_refused_with_the_cure(client, tmp_path):
+def test_a_node_of_another_federation_is_refused_with_the_cure_and_the_others_go_on(
+    client, tmp_path, caplog
+):
+    caplog.set_level("INFO", logger="lightning_dp.federated")  # whatever other tests have set
     app = server_app(
         start_model,
         lambda context, run, point: AddingServer(point, 2, 3),
@@ -299,8 +302,12 @@ def test_a_node_of_another_federation_is_refused_with_the_cure(client, tmp_path)
         poll_interval=0.001,
     )
 
-    with pytest.raises(ValueError, match=r"is client [23] of 4.*--node-config"):
-        LoopbackGrid(client, 4).start(app)
+    LoopbackGrid(client, 4).start(app)
+
+    assert summary(tmp_path)["rounds"] == 3
+    refused = [each.getMessage() for each in caplog.records if "num_clients=2" in each.getMessage()]
+    assert len(refused) == 2  # each once
+    assert all("is client" in each and "--node-config 'partition-id" in each for each in refused)
 
 
 @pytest.mark.parametrize("name", ["ttl", "poll_interval", "patience"])

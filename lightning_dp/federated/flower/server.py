@@ -190,7 +190,8 @@ class _Run:
         return applied
 
     def _ask_again(self, reply: Reply, problem: str) -> None:
-        _log.warning("%s: %s. Asking again.", reply.name, problem.rstrip("."))
+        if reply.client is not None or self._problems.get(reply.sender) != problem:
+            _log.warning("%s: %s. Asking again.", reply.name, problem.rstrip("."))
         self._count(reply, problem)
 
     def _note(self, reply: Reply, problem: str) -> None:
