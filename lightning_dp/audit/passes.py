@@ -9,6 +9,7 @@ import random
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -20,6 +21,7 @@ from torch import Tensor, nn
 from torch.nn.modules.dropout import _DropoutNd
 
 from lightning_dp.gradients import attach_engine
+from lightning_dp.gradients.module_hooks import ModuleHooks
 from lightning_dp.training_step import call_training_step
 
 __all__ = ["Answer", "Call", "NotProbed", "Passes", "same"]
@@ -238,5 +240,6 @@ def _watch(module: nn.Module, calls: list[Call]) -> None:
 
         return keep
 
+    hooks = ModuleHooks()  # copies that training_step makes are other modules
     for name, part in module.named_modules():
-        part.register_forward_hook(hook(name), with_kwargs=True)
+        hooks.add(part, partial(part.register_forward_hook, with_kwargs=True), hook(name))

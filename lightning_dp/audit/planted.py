@@ -157,6 +157,12 @@ class CanaryEngine(AbstractGradientEngine):
     def drop(self) -> None:
         self._engine.drop()
 
+    def rest(self) -> None:
+        self._engine.rest()
+
+    def wake(self) -> None:
+        self._engine.wake()
+
     def detach(self) -> None:
         self._engine.detach()
 

@@ -52,8 +52,8 @@ def number_of_records(rows_seen: Collection[int]) -> int:
 class AbstractGradientEngine(ABC):
     """Watches a model's ordinary forward and backward passes, and keeps what each record did.
 
-    Between :meth:`attach` and :meth:`detach` it may hang hooks on the model; afterwards nothing of
-    it is left there.
+    Between :meth:`attach` and :meth:`detach` it may hang hooks on the model, while it does not
+    :meth:`rest`; afterwards nothing of it is left there, nor on copies that were made of the model.
     """
 
     name: ClassVar[str]
@@ -122,6 +122,12 @@ class AbstractGradientEngine(ABC):
     @abstractmethod
     def drop(self) -> None:
         """Forget forward passes without a backward one (``training_step`` returned None)."""
+
+    def rest(self) -> None:  # noqa: B027 (an engine without hooks has none to take off)
+        """Take all hooks off the model until :meth:`wake`; what was seen is kept."""
+
+    def wake(self) -> None:  # noqa: B027
+        """Watch the model again."""
 
     @abstractmethod
     def detach(self) -> None:

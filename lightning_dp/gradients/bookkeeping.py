@@ -178,9 +178,17 @@ class Bookkeeping(AbstractGradientEngine):
         if self._recorder is not None:
             self._recorder.drop()
 
+    def rest(self) -> None:
+        if self._recorder is not None:
+            self._recorder.take_off()
+
+    def wake(self) -> None:
+        if self._recorder is not None:
+            self._recorder.put_on()
+
     def detach(self) -> None:
         if self._recorder is not None:
-            self._recorder.remove()
+            self._recorder.take_off()
         self._recorder, self._module, self._params, self._found = None, None, (), None
         self._memory = Memory()
 

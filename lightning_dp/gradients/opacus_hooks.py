@@ -5,17 +5,16 @@ from __future__ import annotations
 import sys
 import warnings
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
-from opacus.grad_sample.grad_sample_module import GradSampleHooks
 from opacus.layers import DPMultiheadAttention
 from opacus.layers.dp_rnn import DPRNNBase
 from opacus.validators.module_validator import ModuleValidator
 from torch import Tensor, nn
 from torch.nn.utils.parametrize import is_parametrized
 from torch.nn.utils.rnn import PackedSequence
-from torch.utils.hooks import RemovableHandle
 
 from lightning_dp.gradients.base import (
     AbstractGradientEngine,
@@ -23,11 +22,10 @@ from lightning_dp.gradients.base import (
     UnsupportedModelError,
 )
 from lightning_dp.gradients.materialised import MaterialisedGradients
+from lightning_dp.gradients.module_hooks import ModuleHooks
+from lightning_dp.gradients.opacus_capture import OpacusCapture
 
 __all__ = ["OpacusHooks"]
-
-# What GradSampleHooks.cleanup() leaves on modules (Opacus 1.6.0).
-_LEFT_ON_MODULES = ("activations", "max_batch_len")
 
 
 class OpacusHooks(AbstractGradientEngine):
@@ -45,32 +43,25 @@ class OpacusHooks(AbstractGradientEngine):
     name = "hooks"
 
     def __init__(self) -> None:
-        self._hooks: GradSampleHooks | None = None
-        self._module: nn.Module | None = None
+        self._capture: OpacusCapture | None = None
+        self._hooks = ModuleHooks()
         self._params: Sequence[nn.Parameter] = ()
-        self._all_params: list[nn.Parameter] = []
         self._all_modules: list[tuple[str, nn.Module]] = []
-        self._handles: list[RemovableHandle] = []
 
     def attach(self, module: nn.Module, params: Sequence[nn.Parameter]) -> None:
         self.detach()
         if (dynamo := sys.modules.get("torch._dynamo")) is not None:
             dynamo.reset()  # graphs compiled before the hooks existed would ignore them
         _refuse_unsupported(module)
-        self._handles = [
-            part.register_forward_pre_hook(_refuse_packed, with_kwargs=True)
-            for part in module.modules()
-            if isinstance(part, DPRNNBase) and _is_trained(part)
-        ]
+        for part in module.modules():
+            if isinstance(part, DPRNNBase) and _is_trained(part):
+                register = partial(part.register_forward_pre_hook, with_kwargs=True)
+                self._hooks.add(part, register, _refuse_packed)
         # The first layer's input never requires a gradient; torch warns of it in every run.
         warnings.filterwarnings("ignore", message="Full backward hook is firing when gradients")
-        self._module, self._params = module, params
-        self._all_params, self._all_modules = (
-            list(module.parameters()),
-            list(module.named_modules()),
-        )
+        self._params, self._all_modules = params, list(module.named_modules())
         try:
-            self._hooks = GradSampleHooks(module, strict=True, loss_reduction="mean")
+            self._capture = OpacusCapture(module)
         except Exception as error:  # NotImplementedError for buffers, others from copying a layer
             self.detach()
             raise UnsupportedModelError(
@@ -79,10 +70,10 @@ class OpacusHooks(AbstractGradientEngine):
             ) from error
 
     def take(self, scale: float, touched: Mapping[str, nn.Parameter]) -> MaterialisedGradients:
-        self._refuse_unfinished()
-        taken = [getattr(param, "grad_sample", None) for param in self._params]
-        for param in self._all_params:
-            setattr(param, "grad_sample", None)  # noqa: B010 (Opacus' attribute, not torch's)
+        if self._capture is None:
+            raise RuntimeError("The engine watches no model: attach() must come first.")
+        self._refuse_unfinished(self._capture)
+        taken = self._capture.take(self._params)
         if any(isinstance(gradient, list) for gradient in taken):
             raise RuntimeError(
                 "Two backward passes ran for one batch: a record would count twice. "
@@ -100,9 +91,9 @@ class OpacusHooks(AbstractGradientEngine):
         if missing:
             raise UncoveredParameterError(missing)
 
-    def _refuse_unfinished(self) -> None:
+    def _refuse_unfinished(self, capture: OpacusCapture) -> None:
         """Opacus pairs forward and backward passes last-in-first-out; a lone one shifts them."""
-        lone = [name for name, module in self._all_modules if vars(module).get("activations")]
+        lone = [name for name, module in self._all_modules if capture.is_waiting(module)]
         if lone:
             raise RuntimeError(
                 f"A forward pass in training mode was not back-propagated (layers {lone[:5]}): its "
@@ -111,35 +102,26 @@ class OpacusHooks(AbstractGradientEngine):
             )
 
     def drop(self) -> None:
-        for _, module in self._all_modules:
-            for name in _LEFT_ON_MODULES:
-                vars(module).pop(name, None)
-        for param in self._all_params:
-            vars(param).pop("_current_grad_sample", None)
-            vars(param).update(grad_sample=None, _forward_counter=0)
+        if self._capture is not None:
+            self._capture.drop()
+
+    def rest(self) -> None:
+        for hooks in self._all_hooks():
+            hooks.take_off()
+
+    def wake(self) -> None:
+        for hooks in self._all_hooks():
+            hooks.put_on()
+
+    def _all_hooks(self) -> list[ModuleHooks]:
+        return [self._hooks, *([] if self._capture is None else [self._capture.hooks])]
 
     def detach(self) -> None:
-        for handle in self._handles:
-            handle.remove()
-        if self._hooks is not None:
-            self._hooks.cleanup()
-        if self._module is not None:
-            self._clean(self._module)
-        self._hooks, self._module, self._params = None, None, ()
-        self._all_params, self._all_modules, self._handles = [], [], []
-
-    @staticmethod
-    def _clean(module: nn.Module) -> None:
-        for handle in vars(module).get("autograd_grad_sample_hooks", ()):
-            handle.remove()  # left when GradSampleHooks() raised half-way
-        for part in module.modules():
-            for name in (*_LEFT_ON_MODULES, "autograd_grad_sample_hooks", "ft_compute_sample_grad"):
-                if name in vars(part):
-                    delattr(part, name)
-        for param in module.parameters():
-            for name in ("grad_sample", "_forward_counter", "_current_grad_sample"):
-                if hasattr(param, name):
-                    delattr(param, name)
+        self._hooks.take_off()
+        if self._capture is not None:
+            self._capture.remove()
+        self._capture, self._hooks = None, ModuleHooks()
+        self._params, self._all_modules = (), []
 
 
 def _is_trained(layer: nn.Module) -> bool:

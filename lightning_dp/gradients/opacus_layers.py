@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from opacus.layers import DPMultiheadAttention
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
 from lightning_dp.gradients.base import UnsupportedModelError
+from lightning_dp.gradients.module_hooks import ModuleHooks
 
 __all__ = ["Arrange", "OpacusLayers", "as_it_is", "own_parameters", "refuse"]
 
@@ -125,18 +127,13 @@ class OpacusLayers:
 
     def __init__(self, module: nn.Module) -> None:
         self._inside: _AbstractInside | None = None
-        layers = [e for e in module.modules() if isinstance(e, DPRNNBase | DPMultiheadAttention)]
-        self._handles = [
-            each.register_forward_pre_hook(self._enter, with_kwargs=True) for each in layers
-        ]
-        self._handles += [
-            each.register_forward_hook(self._leave, always_call=True) for each in layers
-        ]
-
-    def remove(self) -> None:
-        """Leave the model as it was."""
-        for handle in self._handles:
-            handle.remove()
+        self.hooks = ModuleHooks()
+        for each in module.modules():
+            if isinstance(each, DPRNNBase | DPMultiheadAttention):
+                enter = partial(each.register_forward_pre_hook, with_kwargs=True)
+                self.hooks.add(each, enter, self._enter)
+                leave = partial(each.register_forward_hook, always_call=True)
+                self.hooks.add(each, leave, self._leave)
 
     def _enter(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if isinstance(layer, DPMultiheadAttention):

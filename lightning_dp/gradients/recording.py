@@ -18,6 +18,7 @@ from lightning_dp.gradients.forward_mode import Dual, split
 from lightning_dp.gradients.graph import Survey, survey
 from lightning_dp.gradients.layers import Rule, any_layer, attention, rule_of
 from lightning_dp.gradients.layers.attention import AttentionCall, multihead_attention
+from lightning_dp.gradients.module_hooks import ModuleHooks
 from lightning_dp.gradients.opacus_layers import Arrange, OpacusLayers, own_parameters
 from lightning_dp.gradients.uncovered import refuse_compiled, refuse_options
 
@@ -88,22 +89,23 @@ class Recorder:
         # Along a direction other tensors stand in the places of the parameters.
         self._own = {layer: [id(param) for param in self._parameters_of(layer)] for layer in layers}
         self._opacus_layers = OpacusLayers(module)
-        self._handles = [
+        self._hooks = ModuleHooks()
+        for layer in layers:
             # Before the user's hooks, which may change the output.
-            layer.register_forward_hook(self._watch, prepend=True, with_kwargs=True)
-            for layer in layers
-        ]
-        self._handles += [
-            layer.register_forward_pre_hook(self._before_attention)
-            for layer in layers
-            if self._rule_of(layer) is multihead_attention
-        ]
+            register = partial(layer.register_forward_hook, prepend=True, with_kwargs=True)
+            self._hooks.add(layer, register, self._watch)
+            if self._rule_of(layer) is multihead_attention:
+                self._hooks.add(layer, layer.register_forward_pre_hook, self._before_attention)
 
-    def remove(self) -> None:
+    def take_off(self) -> None:
         """Leave the model as it was."""
-        for handle in self._handles:
-            handle.remove()
-        self._opacus_layers.remove()
+        self._hooks.take_off()
+        self._opacus_layers.hooks.take_off()
+
+    def put_on(self) -> None:
+        """Watch the model again."""
+        self._opacus_layers.hooks.put_on()
+        self._hooks.put_on()
 
     def drop(self) -> None:
         """Forget what was recorded."""

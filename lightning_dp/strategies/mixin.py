@@ -238,7 +238,8 @@ class DifferentialPrivacyStrategy(Strategy):
         self._step_arguments = (args, kwargs)
         self._step.before_forward(self.private_run.mechanism)
         self._first.enter_forward()
-        output = super().training_step(*args, **kwargs)
+        with self._step.watching():
+            output = super().training_step(*args, **kwargs)
         self._first.leave_forward()
         return output
 

@@ -82,11 +82,21 @@ class PrivateStep:
     def _attach(self) -> tuple[AbstractGradientEngine, str]:
         with _without_trainer(self._module):
             engine, description = attach_engine(self._engine_name, self._module, self.params)
+        engine.rest()
         return self._wrap(engine), description
 
     @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Inside, the engine's hooks are on the model; at no other time, so that copies have none."""
+        self._engine.wake()
+        try:
+            yield
+        finally:
+            self._engine.rest()
+
+    @contextmanager
     def put_aside(self) -> Iterator[None]:
-        """The model without the engine's hooks, between two batches: copies must not have them."""
+        """The model without the engine, between two batches."""
         self._engine.detach()
         try:
             yield
@@ -202,10 +212,12 @@ class PrivateStep:
     def _run(self, each: Pass, forward: Callable[[], Tensor]) -> AbstractPerSampleGradients:
         if each.direction is not None:
             weights = (each.gradient, each.product)
-            gradients = self._engine.along(forward, each.direction, weights)
+            with self.watching():
+                gradients = self._engine.along(forward, each.direction, weights)
             self._raw.touched()
             return gradients
-        loss = forward()
+        with self.watching():
+            loss = forward()
         if self._engine.runs_backward:
             self._engine.backward(loss, may_fold=False)
         else:
@@ -289,7 +301,7 @@ class PrivateStep:
             f"Trainable parameters of the LightningModule were replaced during fit ({len(known - here)} "
             f"are gone, {len(new)} are new: {new[:5]}). The optimizer has those of before, and would "
             "train stale copies on noise alone. Wrap the model or add adapters in __init__ or "
-            "configure_model."
+            "configure_model; freeze a copy (a target network) with requires_grad_(False)."
         )
 
     def detach(self) -> None:
