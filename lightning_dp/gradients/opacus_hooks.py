@@ -24,6 +24,7 @@ from lightning_dp.gradients.base import (
 from lightning_dp.gradients.materialised import MaterialisedGradients
 from lightning_dp.gradients.module_hooks import ModuleHooks
 from lightning_dp.gradients.opacus_capture import OpacusCapture
+from lightning_dp.gradients.uncovered import is_compiled
 
 __all__ = ["OpacusHooks"]
 
@@ -150,6 +151,11 @@ def _refuse_unsupported(module: nn.Module) -> None:
             if not errors and isinstance(part, nn.RNNBase | nn.MultiheadAttention):  # nn.RNN, too
                 errors = ["its records are not told apart."]
             reasons += [f"{name} ({type(part).__name__}): {error}" for error in errors]
+        if is_compiled(part) and _is_trained(part):
+            reasons.append(
+                f"{name or 'The module'} ({type(part).__name__}) is compiled, and hooks do not see "
+                "into the graph that runs: fit the module without torch.compile."
+            )
         hides_records = isinstance(part, DPMultiheadAttention) and _is_trained(part)
         if hides_records and (part.add_bias_kv or not part.batch_first):
             reasons.append(

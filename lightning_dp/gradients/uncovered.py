@@ -12,15 +12,20 @@ from lightning_dp.gradients.base import UnsupportedModelError
 from lightning_dp.gradients.layers import Rule, any_layer, attention
 from lightning_dp.gradients.layers.attention import multihead_attention
 
-__all__ = ["refuse_compiled", "refuse_options"]
+__all__ = ["is_compiled", "refuse_compiled", "refuse_options"]
 
 _CURE = "Use engine='hooks', or change the layer."
 
 
+def is_compiled(layer: nn.Module) -> bool:
+    """Whether calls of this very module run a compiled graph."""
+    in_place = getattr(layer, "_compiled_call_impl", None) is not None
+    return in_place or type(layer).__name__ == "OptimizedModule"
+
+
 def refuse_compiled(name: str, layer: nn.Module) -> None:
     """Inside a compiled module hooks do not see the graph that is differentiated."""
-    is_compiled = getattr(layer, "_compiled_call_impl", None) is not None
-    if is_compiled or type(layer).__name__ == "OptimizedModule":
+    if is_compiled(layer):
         raise UnsupportedModelError(f"{name or 'The module'} is compiled. {_CURE}")
 
 

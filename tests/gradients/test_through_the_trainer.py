@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader
 
 from lightning_dp import Diff2, FullBatch
 from lightning_dp.callbacks import DifferentialPrivacy
+from lightning_dp.gradients import UnsupportedModelError
 
 pytestmark = pytest.mark.filterwarnings("ignore:Full backward hook is firing")
 
@@ -164,6 +165,19 @@ def test_manual_backward(engine, arguments, classifier, blobs, make_trainer):
         make_trainer(max_epochs=3, callbacks=[privacy]).fit(model, DataLoader(blobs, 240))
         results.append(nn.utils.parameters_to_vector(model.parameters()).detach())
     torch.testing.assert_close(*results, rtol=0, atol=1e-7)
+
+
+@pytest.mark.parametrize("part", ["whole", "inside", "wrapped"])
+def test_a_compiled_trained_module_is_refused_by_the_hooks(part, train):
+    def compiled() -> nn.Module:
+        net = plain()
+        if part == "wrapped":
+            return torch.compile(net, backend="eager")
+        (net if part == "whole" else net[0]).compile(backend="eager")
+        return net
+
+    with pytest.raises(UnsupportedModelError, match=r"is compiled.*without torch\.compile"):
+        train("hooks", compiled)
 
 
 def test_a_compiled_network_is_left_to_the_hooks_or_refused(train):
