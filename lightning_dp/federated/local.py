@@ -6,6 +6,7 @@ import copy
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Literal, TypeAlias, get_args
 
 import torch
@@ -17,6 +18,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from lightning_dp.audit.synthetic import NoSyntheticBatch, synthetic_pool
 from lightning_dp.clipping import AbstractPerSampleGradients, bounded_sum
+from lightning_dp.federated.fingerprint import fingerprint
 from lightning_dp.functional import flatten, unflatten
 from lightning_dp.gradients import (
     AbstractGradientEngine,
@@ -149,6 +151,11 @@ class LocalRecords:
     def point(self) -> Tensor:
         """The module's trained parameters as a flat vector: a copy."""
         return flatten(self.params)
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """What the server's module must be, beside the trained numbers that it sends."""
+        return fingerprint(self._module)
 
     def check_point(self, point: Tensor) -> None:
         """Raise ValueError for a vector that cannot be the trained parameters.

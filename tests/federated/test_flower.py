@@ -13,14 +13,26 @@ import pytest
 
 pytest.importorskip("flwr", reason="needs lightning-dp[federated]")
 
+import lightning as L
 import torch
 from flwr.app import ConfigRecord, Context, Message, RecordDict
 from flwr.clientapp import ClientApp
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch import Tensor, nn
+from torch.utils.data import TensorDataset
 
+from lightning_dp.federated import (
+    AsyncClient,
+    AsyncPlan,
+    AsyncServer,
+    ClientPrivacy,
+    InverseSteps,
+    PolynomialSizes,
+    ReleaseLedger,
+)
 from lightning_dp.federated.base import AbstractClient, AbstractServer
 from lightning_dp.federated.flower import client_app, server_app
+from lightning_dp.federated.local import LocalRecords
 from lightning_dp.federated.messages import Message as Content
 from lightning_dp.federated.messages import MessageError
 from lightning_dp.federated.testing import Faults, LoopbackGrid
@@ -343,3 +355,37 @@ def test_the_servers_folder_stays_where_the_app_was_made(
     assert not list((tmp_path / "elsewhere").iterdir())
     with pytest.raises(ValueError, match="folder="):
         server_app(start_model, lambda *given: None, num_clients=1, folder="s3://bucket")
+
+
+class Body(L.LightningModule):
+    """A frozen layer that each process draws for itself, as long as nobody seeds it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Linear(3, 3).requires_grad_(False)
+        self.head = nn.Linear(3, 1)
+
+    def training_step(self, batch, batch_idx):
+        return self.head(self.body(batch[0])).mean()
+
+
+def test_a_client_whose_frozen_layers_are_others_refuses_by_name_before_a_charge(tmp_path, caplog):
+    plan = AsyncPlan(1, PolynomialSizes(0, 2), InverseSteps(0.1, 0.01))
+    privacy = ClientPrivacy(1.0, 2.0, target_epsilon=math.inf)
+    client = client_app(
+        lambda context: LocalRecords(Body(), TensorDataset(torch.ones(4, 3))),
+        lambda context, run, data, ledger: AsyncClient(data, plan, privacy, ledger, run=run),
+        ledger_dir=tmp_path / "ledgers",
+    )
+    server = server_app(
+        lambda context: Body(),
+        lambda context, run, start: AsyncServer(run, plan, start, 1),
+        num_clients=1,
+        folder=tmp_path / "server",
+        poll_interval=0.001,
+        patience=0.2,
+    )
+    with pytest.raises(RuntimeError, match="No reply could be used"):
+        LoopbackGrid(client, 1).start(server)
+    assert "body.weight, body.bias are not those of the server's module" in caplog.text
+    assert ReleaseLedger(tmp_path / "ledgers", "client-0").history() == []

@@ -31,6 +31,7 @@ from lightning_dp.federated import (
     ReleaseLedger,
     SynchronousServer,
 )
+from lightning_dp.federated.fingerprint import check_fingerprint, fingerprint
 from lightning_dp.federated.local import LocalRecords
 from lightning_dp.plan import NoisePlan
 from lightning_dp.query import Query, Term
@@ -329,3 +330,55 @@ def test_a_local_routine_begins_with_a_step_that_can_be_clipped(tmp_path, factor
     with pytest.raises(MessageError, match="too short or too long"):
         client.answer(with_tensor(message, "v", lambda v: v * factor).to_bytes())
     assert not files(tmp_path)
+
+
+# -- the rest of the module --------------------------------------------------------------------
+
+
+class Partly(nn.Module):
+    """A frozen random layer, a random buffer and a trained layer."""
+
+    def __init__(self, frozen: int = 0, buffer: int = 0, **changes: Any) -> None:
+        super().__init__()
+        with torch.random.fork_rng():
+            torch.manual_seed(frozen)
+            self.body = nn.Linear(3, 3).requires_grad_(False)
+            torch.manual_seed(buffer)
+            self.register_buffer("features", torch.randn(3))
+        self.first = nn.Linear(3, 1, **changes)
+        self.second = nn.Linear(3, 1)
+
+
+class Reordered(Partly):
+    def named_parameters(self, *arguments: Any, **named: Any):
+        return reversed([*super().named_parameters(*arguments, **named)])
+
+
+@pytest.mark.parametrize(
+    ("server", "match"),
+    [
+        (Partly(frozen=1), r"frozen parameters body\.weight, body\.bias are not"),
+        (
+            Partly().requires_grad_(True),
+            "trained parameters are not the server's: 4 tensors, and 6",
+        ),
+        (Partly(bias=False), "4 tensors, and 3"),
+        (Partly().double(), r"first\.weight \(torch\.float32 \[1, 3\]\).*torch\.float64"),
+        (Reordered(), r"first\.weight .*where the server has second\.bias"),
+        (nn.Sequential(nn.Linear(3, 1)), "4 tensors, and 2"),
+    ],
+)
+def test_another_module_at_the_server_is_refused_by_the_names_of_its_parts(server, match):
+    with pytest.raises(MessageError, match=match):
+        check_fingerprint(fingerprint(server), fingerprint(Partly()))
+
+
+def test_equal_modules_agree_whatever_their_trained_numbers_are_and_buffers_are_said(caplog):
+    here = fingerprint(Partly())
+    check_fingerprint(fingerprint(Partly()), here)
+    assert not caplog.text
+    check_fingerprint(fingerprint(Partly(buffer=1)), here)
+    assert "buffers features" in caplog.text
+    for nonsense in ("", "{}", "[]", "null", '{"trained": 1, "frozen": 2, "buffers": 3}', "\0"):
+        with pytest.raises(MessageError, match="cannot be read"):
+            check_fingerprint(nonsense, here)

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import filelock
 from flwr.app import Context, Error, Message, RecordDict
 from flwr.clientapp import ClientApp
 
-from lightning_dp.federated.base import AbstractClient, Records
+from lightning_dp.federated.base import AbstractClient, MessageError, Records
+from lightning_dp.federated.fingerprint import check_fingerprint
 from lightning_dp.federated.flower.exchange import facts_of, pack, payload_of
 from lightning_dp.federated.release_ledger import ReleaseLedger
 from lightning_dp.folders import fixed_folder
@@ -40,7 +42,8 @@ def client_app(
     - Requests to one client are answered one after another, by a lock beside its ledger, also
       when an expired message is still being worked on.
     - An exception never leaves the client, since its message may tell of records: the server reads
-      that the client could not answer, and the client's log has the cause.
+      that the client could not answer, and the client's log has the cause. A request that does not
+      keep to the plan, or a server whose module is another one, is refused before a charge.
 
     Assign the result at module level: Flower looks for it there.
 
@@ -100,14 +103,21 @@ class _Desk:
     ) -> Message:
         number = int(context.node_config["partition-id"])
         try:
-            content = self._work(number, str(facts_of(message)["run"]), context, work)
+            content = self._work(number, facts_of(message), context, work)
+        except MessageError as error:  # made of what the server sent, and of the plan
+            _log.warning("Client %d refuses what the server asks: %s", number, error)
+            return Message(Error(_RAISED, f"The client refuses: {error}"), reply_to=message)
         except Exception:
             _log.exception("Client %d could not answer.", number)
             return Message(Error(_RAISED, _NO_CAUSE), reply_to=message)
         return Message(content, reply_to=message)
 
     def _work(
-        self, number: int, run: str, context: Context, work: Callable[[AbstractClient], bytes]
+        self,
+        number: int,
+        asked: Mapping[str, Any],
+        context: Context,
+        work: Callable[[AbstractClient], bytes],
     ) -> RecordDict:
         given = self.ledger_dir(context) if callable(self.ledger_dir) else self.ledger_dir
         folder = fixed_folder("ledger_dir", given)
@@ -117,7 +127,9 @@ class _Desk:
                 self._records[number] = self.build(context)
             records = self._records[number]
             ledger = ReleaseLedger(folder, f"client-{number}")
-            client = self.protocol(context, run, records, ledger)
+            if asked.get("module") and hasattr(records, "fingerprint"):
+                check_fingerprint(str(asked["module"]), records.fingerprint)
+            client = self.protocol(context, str(asked["run"]), records, ledger)
             payload = work(client)
             facts = {
                 "client": number,

@@ -85,13 +85,21 @@ class Exchange:
         run: the name of the run, which goes with every message.
         ttl: seconds until a message and its reply expire.
         poll_interval: seconds between two looks at the list of nodes.
+        module: the fingerprint of the server's module, which goes with every message; "" for none.
     """
 
     def __init__(
-        self, grid: Grid, num_clients: int, *, run: str, ttl: float, poll_interval: float
+        self,
+        grid: Grid,
+        num_clients: int,
+        *,
+        run: str,
+        ttl: float,
+        poll_interval: float,
+        module: str = "",
     ) -> None:
         self._grid = grid
-        self._run = run
+        self._facts = {"run": run, "module": module}
         self._num_clients = num_clients
         self._ttl = ttl
         self._poll_interval = poll_interval
@@ -244,7 +252,7 @@ class Exchange:
     # -- messages ----------------------------------------------------------------------------
 
     def _push(self, kind: str, node: int, client: int | None, payload: bytes) -> None:
-        message = Message(pack(payload, {"run": self._run}), node, kind, ttl=self._ttl)
+        message = Message(pack(payload, self._facts), node, kind, ttl=self._ttl)
         flight = _Flight(node, client, time.monotonic() + self._ttl)
         names = list(self._grid.push_messages([message]))
         if names and names[0]:

@@ -17,6 +17,7 @@ from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor, nn
 
 from lightning_dp.federated.base import AbstractServer, MessageError
+from lightning_dp.federated.fingerprint import fingerprint
 from lightning_dp.federated.flower.exchange import Exchange, Reply
 from lightning_dp.federated.flower.logbook import Logbook, save
 from lightning_dp.folders import local_folder
@@ -57,7 +58,8 @@ def server_app(
 
     Args:
         build: the LightningModule, from Flower's context (its ``run_config``). The protocol starts
-            at its weights. The server needs no training data.
+            at its trained weights. What is frozen does not go over the wire: clients must build the
+            same, and refuse a server whose frozen weights differ. The server needs no training data.
         protocol: the server's state machine, from Flower's context, the name of the run (no other
             run has it) and the trained parameters as a flat vector.
         num_clients: how many clients take part; the run waits for all of them.
@@ -94,7 +96,14 @@ def server_app(
         if saved:
             machine.load_state_dict(saved["state"])
         _Run(
-            exchange=Exchange(grid, count, run=name, ttl=ttl, poll_interval=poll_interval),
+            exchange=Exchange(
+                grid,
+                count,
+                run=name,
+                ttl=ttl,
+                poll_interval=poll_interval,
+                module=fingerprint(module),
+            ),
             name=name,
             machine=machine,
             module=module,
