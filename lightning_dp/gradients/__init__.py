@@ -14,6 +14,7 @@ from lightning_dp.gradients.base import (
 from lightning_dp.gradients.bookkeeping import Bookkeeping, Functional
 from lightning_dp.gradients.opacus_hooks import OpacusHooks
 from lightning_dp.gradients.raw import RawGradientGuard, RawGradientHookError
+from lightning_dp.gradients.whole_parameters import refuse_special
 
 __all__ = [
     "AbstractGradientEngine",
@@ -47,6 +48,7 @@ def attach_engine(
     }
     if name not in engines:
         raise ValueError(f"engine={name!r} is not one of {sorted(engines)}.")
+    refuse_special(module, params)
     engine = engines[name]()
     try:
         engine.attach(module, params)

@@ -160,10 +160,11 @@ class OpacusLayers:
 
 
 def own_parameters(layer: nn.Module) -> list[nn.Parameter]:
-    """Those that its own calls use: a recurrent layer lists those of its cells as its own, too."""
-    inside: set[nn.Parameter] = set()
-    if isinstance(layer, DPRNNBase):
-        inside.update(param for each in layer.children() for param in each.parameters())
+    """Those that its own calls use, and not those of layers inside of it that it lists as its own.
+
+    A recurrent layer of Opacus lists its cells' parameters, a head its decoder's bias.
+    """
+    inside = {param for each in layer.children() for param in each.parameters()}
     return [param for param in layer.parameters(recurse=False) if param not in inside]
 
 

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from operator import is_
 from typing import Any, cast
 
 import torch
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from lightning_dp.gradients.base import UncoveredParameterError, UnsupportedModelError
+from lightning_dp.gradients.batch_dimension import refuse_without_records
 from lightning_dp.gradients.forward_mode import Dual, split
 from lightning_dp.gradients.graph import Survey, survey
 from lightning_dp.gradients.layers import Rule, any_layer, attention, rule_of
@@ -21,6 +23,7 @@ from lightning_dp.gradients.layers.attention import AttentionCall, multihead_att
 from lightning_dp.gradients.module_hooks import ModuleHooks
 from lightning_dp.gradients.opacus_layers import Arrange, OpacusLayers, own_parameters
 from lightning_dp.gradients.uncovered import refuse_compiled, refuse_options
+from lightning_dp.gradients.whole_parameters import refuse_special
 
 __all__ = ["Record", "Recorder"]
 
@@ -75,6 +78,7 @@ class Recorder:
         self._problem: str | None = None
         self._is_watching = True
         self._is_along = False  # a direction
+        refuse_special(module, params)
         trained = {id(param) for param in params}
         for name, layer in module.named_modules():
             refuse_compiled(name, layer)
@@ -87,7 +91,9 @@ class Recorder:
         ]
         self._names = {id(param): name for name, param in module.named_parameters()}
         # Along a direction other tensors stand in the places of the parameters.
-        self._own = {layer: [id(param) for param in self._parameters_of(layer)] for layer in layers}
+        self._own = {layer: self._used_by_a_call(layer) for layer in layers}
+        self._held = {layer: tuple(layer._parameters.values()) for layer in layers}
+        self._layer_names = {layer: name for name, layer in module.named_modules()}
         self._opacus_layers = OpacusLayers(module)
         self._hooks = ModuleHooks()
         for layer in layers:
@@ -139,6 +145,25 @@ class Recorder:
             return attention.parameters_of(cast(nn.MultiheadAttention, layer))
         return own_parameters(layer)
 
+    def _used_by_a_call(self, layer: nn.Module) -> list[int]:
+        """The parameters' ids; by rule, one that is both weight and bias is used twice."""
+        if self._rule_of(layer) in (any_layer, multihead_attention):
+            return [id(param) for param in self._parameters_of(layer)]
+        found = (getattr(layer, name, None) for name in ("weight", "bias"))
+        return [id(param) for param in found if param is not None]
+
+    def _refuse_call(self, layer: nn.Module, given: Any) -> None:
+        """Refuse calls without records, or with other tensors in the parameters' places."""
+        name = self._layer_names[layer]
+        refuse_without_records(name, layer, given)
+        now, held = layer._parameters.values(), self._held[layer]
+        if not self._is_along and not (len(now) == len(held) and all(map(is_, now, held))):
+            raise UnsupportedModelError(
+                f"{name or 'The module'} ({type(layer).__name__}) was called with other parameters "
+                "than its own (torch.func.functional_call, or a hook that replaces them). Call it "
+                "as it is, or freeze it with requires_grad_(False)."
+            )
+
     def _before_attention(self, layer: nn.MultiheadAttention, args: tuple[Any, ...]) -> None:
         if self._is_watching and torch.is_grad_enabled():
             self._random_states[layer] = attention.random_state(layer)
@@ -149,6 +174,11 @@ class Recorder:
         if not self._is_watching or not torch.is_grad_enabled():
             return
         rule = self._rule_of(layer)
+        try:
+            self._refuse_call(layer, next(iter((*args, *kwargs.values())), None))
+        except UnsupportedModelError as problem:
+            self._problem = self._problem or str(problem)
+            return
         if rule is multihead_attention:
             self._watch_attention(cast(nn.MultiheadAttention, layer), args, kwargs, output)
         elif kwargs or not args or not all(isinstance(each, Tensor) for each in (*args, output)):
@@ -226,6 +256,7 @@ class Recorder:
             else:
                 inside = survey(record.edge.node, graph.reached, record.sources).uses
                 recorded.update({key: inside[key] for key in own})
-        missing = [self._names[id(p)] for p in self._params if graph.uses[id(p)] > recorded[id(p)]]
+        # Fewer uses than calls: a call used another tensor in the parameter's place.
+        missing = [self._names[id(p)] for p in self._params if graph.uses[id(p)] != recorded[id(p)]]
         if missing:
             raise UncoveredParameterError(missing)

@@ -36,7 +36,7 @@ def refuse_options(name: str, layer: nn.Module, rule: Rule) -> None:
             if getattr(layer, option):
                 raise UnsupportedModelError(f"{name} (Embedding) has {option} set. {_CURE}")
     opacus_layers.refuse(name, layer, rule is not any_layer)
-    hides_records = isinstance(layer, nn.RNNBase | nn.MultiheadAttention | nn.RNNCellBase)
+    hides_records = isinstance(layer, nn.RNNBase | nn.MultiheadAttention)
     if hides_records and rule is not multihead_attention:
         raise UnsupportedModelError(f"{name} ({type(layer).__name__}) hides its records. {_CURE}")
     if is_parametrized(layer):

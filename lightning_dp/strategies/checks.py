@@ -35,6 +35,7 @@ from torch.utils.data import (
     SequentialSampler,
 )
 
+from lightning_dp.gradients.whole_parameters import refuse_sharded
 from lightning_dp.sampling.repeats import find_repeat
 from lightning_dp.warnings import warn
 
@@ -241,7 +242,11 @@ def check_optimizers(optimizers: Sequence[Optimizer], module: LightningModule) -
 
 
 def check_model(module: nn.Module) -> None:
-    """Refuse layers that mix the records of a batch, or write what they see into their weights."""
+    """Refuse layers that mix the records of a batch, or write what they see into their weights.
+
+    And models of which each process holds a part.
+    """
+    refuse_sharded(module)
     mixing = [
         name
         for name, part in module.named_modules()

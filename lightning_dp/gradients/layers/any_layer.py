@@ -12,6 +12,7 @@ from torch.func import functional_call, jvp, vjp, vmap
 
 from lightning_dp.gradients.base import UnsupportedModelError
 from lightning_dp.gradients.layers.base import Rows, Uses
+from lightning_dp.gradients.opacus_layers import own_parameters
 
 __all__ = ["any_layer", "any_layer_along"]
 
@@ -91,8 +92,10 @@ def any_layer_along(
 
 
 def _own(layer: nn.Module) -> dict[str, nn.Parameter]:
-    """The trained parameters that sit on the layer itself, by their name in ``_ForwardOnly``."""
-    return {f"layer.{n}": p for n, p in layer.named_parameters(recurse=False) if p.requires_grad}
+    """The trained parameters that only its own calls use, by their name in ``_ForwardOnly``."""
+    own = set(own_parameters(layer))
+    named = layer.named_parameters(recurse=False)
+    return {f"layer.{name}": param for name, param in named if param.requires_grad and param in own}
 
 
 def _gradients(

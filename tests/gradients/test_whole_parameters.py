@@ -1,0 +1,119 @@
+"""Parameters that are sharded, or tensors of a class of their own, are refused by name."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.tensor import Replicate, distribute_tensor
+
+from lightning_dp.callbacks import DifferentialPrivacy
+from lightning_dp.gradients import UnsupportedModelError, attach_engine
+from lightning_dp.strategies.checks import check_model
+
+
+@pytest.fixture
+def mesh(tmp_path: Path) -> Iterator[Any]:
+    """One process of gloo."""
+    torch.distributed.init_process_group(
+        "gloo", init_method=f"file://{tmp_path}/rendezvous", rank=0, world_size=1
+    )
+    yield init_device_mesh("cpu", (1,))
+    torch.distributed.destroy_process_group()
+
+
+def net() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(6, 4), nn.Tanh(), nn.Linear(4, 3))
+
+
+def fully_sharded(mesh: Any) -> nn.Module:
+    module = net()
+    fully_shard(module[0], mesh=mesh)
+    return fully_shard(module, mesh=mesh)
+
+
+def one_layer(mesh: Any) -> nn.Module:
+    module = net()
+    fully_shard(module[2], mesh=mesh)
+    return module
+
+
+def one_tensor(mesh: Any) -> nn.Module:
+    module = net()
+    module[2].weight = nn.Parameter(distribute_tensor(module[2].weight.data, mesh, [Replicate()]))
+    return module
+
+
+def flat(_: Any) -> nn.Module:
+    return nn.Sequential(FullyShardedDataParallel(nn.Linear(6, 4), device_id=torch.device("cpu")))
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning", "ignore:FSDP")
+@pytest.mark.parametrize("make", [fully_sharded, one_layer, one_tensor, flat])
+def test_sharded_parameters_are_refused_by_name(make, mesh):
+    module = make(mesh)
+    name = r"\['0" if make in (fully_sharded, flat) else r"\['2\.weight'"
+    for engine in ("auto", "bookkeeping", "functional", "hooks"):
+        with pytest.raises(UnsupportedModelError, match=rf"{name}.* sharded .*one device"):
+            attach_engine(engine, module, list(module.parameters()))
+    with pytest.raises(UnsupportedModelError, match="sharded"):
+        check_model(module)
+
+
+def test_a_sharded_model_is_refused_before_anything_is_charged(
+    mesh, classifier, loader, make_trainer, tmp_path
+):
+    model = classifier(net())
+    fully_shard(model.net, mesh=mesh)
+    privacy = DifferentialPrivacy(target_delta=1e-5, noise_multiplier=1.0, isolation_probe=False)
+    with pytest.raises(UnsupportedModelError, match=r"'net\.0\.weight'.* sharded"):
+        make_trainer(max_epochs=1, callbacks=[privacy]).fit(model, loader)
+    assert not [*tmp_path.rglob("*.jsonl"), *tmp_path.rglob("*journal*")]
+
+
+class Quantised(Tensor):
+    """A tensor of a class of its own."""
+
+
+@pytest.mark.parametrize("engine", ["auto", "bookkeeping", "hooks"])
+def test_a_trained_parameter_of_a_class_of_its_own_is_refused(engine):
+    module = net()
+    special = torch.randn(3, 4).as_subclass(Quantised).requires_grad_()
+    special._is_param = True
+    module[2].weight = special
+    with pytest.raises(UnsupportedModelError, match=r"'2.weight'.*Quantised.*LoRA"):
+        attach_engine(engine, module, list(module.parameters()))
+    module[2].weight.requires_grad_(False)
+    trained = [param for param in module.parameters() if param.requires_grad]
+    attach_engine(engine, module, trained)[0].detach()
+
+
+class Swaps(nn.Module):
+    """Puts another parameter into its layer's place while it runs, as sharding does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.head = nn.Linear(6, 4), nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        own = self.layer.weight
+        self.layer.weight = nn.Parameter(own.detach().clone())
+        try:
+            return self.head(self.layer(x))
+        finally:
+            self.layer.weight = own
+
+
+def test_a_layer_whose_parameters_are_exchanged_while_it_runs_is_refused(layer_engine, oracle):
+    module = Swaps()
+    layer_engine.attach(module, oracle.trained(module))
+    with pytest.raises(
+        UnsupportedModelError, match=r"layer \(Linear\) was called with other param"
+    ):
+        oracle.run(layer_engine, module, oracle.features())
