@@ -72,6 +72,11 @@ class PrivateRun:
         return self.ledger.steps
 
     @property
+    def voided(self) -> str | None:
+        """Why ε of all that was released is withdrawn; None if it is not."""
+        return self.ledger.voided
+
+    @property
     def is_adaptive(self) -> bool:
         """Whether the noise is chosen at run time, without a plan that bounds it."""
         return is_adaptive(self.config)
@@ -96,6 +101,8 @@ class PrivateRun:
 
     def _claim(self, delta: float) -> float:
         """ε of the whole budget, which holds whatever noise is chosen at run time."""
+        if self.voided is not None:
+            return math.inf
         claim = None if self.mechanism is None else self.mechanism.guard.claim(delta)
         if claim is None and delta == self.config.target_delta:
             claim = self.config.target_epsilon  # nothing is left: no earlier guard exceeded it
@@ -266,6 +273,11 @@ class PrivateRun:
         if self.mechanism is not None and 0 < steps_before == self.mechanism.step:
             return self.mechanism.state_dict()
         return None
+
+    def void(self, reason: str) -> None:
+        """End the run for good: ε of all that it released is withdrawn, durably."""
+        self.stop_reason = "voided"
+        self.ledger.void(reason)
 
     def stop(self) -> None:
         """End the fit: close the journal and drop a step under way; what was spent stays."""

@@ -11,6 +11,7 @@ from lightning_dp.accounting.events import (
     real,
 )
 from lightning_dp.accounting.repeat_and_select import RepeatAndSelect
+from lightning_dp.accounting.voided import Voided
 
 __all__ = ["event_from_dict"]
 
@@ -71,10 +72,15 @@ def _read_repeat_and_select(d: Mapping[str, object]) -> AbstractEvent:
     return RepeatAndSelect(history, real(d["mean"], "mean"), shape)
 
 
+def _read_voided(d: Mapping[str, object]) -> AbstractEvent:
+    return Voided(str(d["reason"]))
+
+
 _Reader = Callable[[Mapping[str, object]], AbstractEvent]
 _READERS: dict[str, tuple[set[str], _Reader]] = {
     "Gaussian": ({"noise_multiplier"}, _read_gaussian),
     "PoissonGaussian": ({"noise_multiplier", "sample_rate"}, _read_poisson_gaussian),
     "PoissonRound": ({"noise_multipliers", "sample_rate"}, _read_poisson_round),
     "RepeatAndSelect": ({"runs", "mean", "shape"}, _read_repeat_and_select),
+    "Voided": ({"reason"}, _read_voided),
 }

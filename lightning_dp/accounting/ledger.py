@@ -21,6 +21,7 @@ from lightning_dp.accounting.journal import (
     longer_run,
     read_journal,
 )
+from lightning_dp.accounting.voided import Voided, VoidedRunError, reason_in, steps_in
 
 __all__ = ["Ledger", "ledger_in", "privacy_in", "read_state", "runs_from_dict", "runs_to_dict"]
 
@@ -54,11 +55,17 @@ class Ledger:
         self._run = ""
         self._steps = 0
         self._steps_of_run = 0
+        self._voided: str | None = None
 
     @property
     def steps(self) -> int:
         """Number of charges, over all runs."""
         return self._steps
+
+    @property
+    def voided(self) -> str | None:
+        """Why ε of all that was released is withdrawn; None if it is not."""
+        return self._voided
 
     def history(self) -> list[tuple[AbstractEvent, int]]:
         """All events with their counts; the order has no meaning for ε."""
@@ -78,8 +85,10 @@ class Ledger:
 
         Raises:
             JournalError: if the journal is in use, damaged, or of another ledger.
+            VoidedRunError: if a run of this ledger was voided.
         """
         self.end()
+        self._refuse_voided()
         if directory is not None:
             path = self.journal_path or directory / f"{self.id}.journal"
             journal = Journal(path.absolute(), self.id)
@@ -90,6 +99,7 @@ class Ledger:
 
     def charge(self, event: AbstractEvent) -> None:
         """Book one event of the run under way, durably, before the data it is about is touched."""
+        self._refuse_voided()
         if not self._run:
             raise RuntimeError("Ledger.begin() must come before Ledger.charge().")
         if self._journal is not None:
@@ -97,6 +107,25 @@ class Ledger:
         add_charge(self._runs.setdefault(self._run, []), event)
         self._steps_of_run += 1
         self._steps += 1
+
+    def void(self, reason: str) -> None:
+        """Withdraw ε of all that was charged, for good and durably: nothing can be charged after it.
+
+        Args:
+            reason: module and kind of what was found in the records, and nothing else of them.
+        """
+        if not self._run:
+            raise RuntimeError("Ledger.begin() must come before Ledger.void().")
+        event, number = Voided(reason), self._steps_of_run
+        add_charge(self._runs.setdefault(self._run, []), event)  # first: the disk may be full
+        self._voided = reason
+        self._steps_of_run += 1
+        if self._journal is not None:
+            self._journal.append(self._run, number, event)
+
+    def _refuse_voided(self) -> None:
+        if self._voided is not None:
+            raise VoidedRunError(self._voided)
 
     def end(self) -> None:
         """End the run: close the journal and give up its lock."""
@@ -119,6 +148,7 @@ class Ledger:
 
         Raises:
             JournalError: if it is missing, damaged, or knows less than the checkpoint.
+            VoidedRunError: if a run of this ledger was voided.
         """
         ledger_id, recorded, runs = read_state(state)
         if recorded is not None:
@@ -128,6 +158,7 @@ class Ledger:
             self.journal_path = path
         self.merge(runs)
         self.id = ledger_id
+        self._refuse_voided()
 
     def mirror(self, state: dict[str, Any]) -> None:
         """Become a copy of the lead process's record (the other processes)."""
@@ -143,7 +174,7 @@ class Ledger:
         """
         for run, charges in runs.items():
             self._runs[run] = longer_run(run, self._runs.get(run, []), charges)
-        self._steps = sum(count for charges in self._runs.values() for _, count in charges)
+        self._steps, self._voided = steps_in(self._runs), reason_in(self._runs)
 
 
 def ledger_in(checkpoint_path: str | Path) -> dict[str, Any] | None:

@@ -16,6 +16,7 @@ from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
+from lightning_dp.accounting.voided import VoidedRunError
 from lightning_dp.audit.synthetic import NoSyntheticBatch, synthetic_pool
 from lightning_dp.clipping import AbstractPerSampleGradients, bounded_sum
 from lightning_dp.federated.fingerprint import fingerprint
@@ -34,6 +35,7 @@ from lightning_dp.strategies.checks import (
     check_training_mode,
     check_training_step,
 )
+from lightning_dp.strategies.private_step import OTHER_ROWS, UNANSWERED, is_differentiable
 from lightning_dp.strategies.replay import RandomState, at_point, muted
 from lightning_dp.training_step import call_training_step
 
@@ -224,6 +226,7 @@ class LocalRecords:
 
         Raises:
             UnsupportedModelError: if the rows that the model sees are not records.
+            VoidedRunError: if a chunk of records gives no gradient.
             ValueError: if a record occurs twice.
         """
         records = [int(record) for record in records]
@@ -237,8 +240,7 @@ class LocalRecords:
         with self._watched() as watch, muted(self._module), torch.enable_grad():
             for number, (batch, size) in enumerate(self._chunks(records)):
                 gradients = self._combination(watch, query, batch, size, number)
-                if gradients is not None and gradients.count:
-                    total = total.plus(bounded_sum(gradients, clip_norm))
+                total = total.plus(bounded_sum(gradients, clip_norm))
         if self.unit == "record":
             return total
         whole = MaterialisedGradients([total.value], [total.value.unsqueeze(0)], 1.0)
@@ -264,26 +266,22 @@ class LocalRecords:
 
     def _combination(
         self, watch: _Watch, query: Query, batch: Any, size: int, number: int
-    ) -> AbstractPerSampleGradients | None:
-        """Each record's combination over the query's terms; None if there is no loss."""
+    ) -> AbstractPerSampleGradients:
+        """Each record's combination over the query's terms."""
         randomness = RandomState(self._device)
         parts = []
         for place, each in enumerate(query.passes):
             if place:
                 randomness.restore()  # the same dropout masks in every pass
             gradients = self._run(watch, each, batch, number, is_alone=len(query.passes) == 1)
-            if gradients is None:
-                return None
-            if gradients.count not in (0, size):
-                raise UnsupportedModelError(
-                    "The model saw more or fewer rows than the batch has records, so a record's "
-                    "gradient cannot be bounded. The collate_fn must make exactly one row of each "
-                    "record, and the model must keep records in the first dimension."
-                )
+            if gradients is None or not gradients.count:
+                raise VoidedRunError(UNANSWERED.format(type(self._module).__name__))
+            if gradients.count != size:
+                raise UnsupportedModelError(f"{OTHER_ROWS[0].upper()}{OTHER_ROWS[1:]}")
             parts.append((each.gradient if each.direction is None else 1.0, gradients))
         (weight, first), *others = parts
         combined = first if weight == 1 and not others else first.combine(weight, others)
-        if query.coordinates is not None and combined.count:
+        if query.coordinates is not None:
             combined = combined.restrict(query.coordinates)
         return combined
 
@@ -295,11 +293,11 @@ class LocalRecords:
         with at_point(self.params, self.point if each.point is None else each.point):
             if each.direction is not None:
                 weights = (each.gradient, each.product)
-                found = engine.along(lambda: self._loss(batch, number), each.direction, weights)
+                found = engine.along(lambda: self._sure(batch, number), each.direction, weights)
                 watch.guard.touched()
                 return found
             loss = self._loss(batch, number)
-            if loss is None:
+            if not is_differentiable(loss):
                 engine.drop()
                 return None
             if engine.runs_backward:
@@ -308,9 +306,14 @@ class LocalRecords:
                 self._module.backward(loss)
             return engine.take(1.0, watch.guard.touched())
 
+    def _sure(self, batch: Any, number: int) -> Tensor:
+        if not is_differentiable(loss := self._loss(batch, number)):
+            raise VoidedRunError(UNANSWERED.format(type(self._module).__name__))
+        return loss
+
     def _loss(self, batch: Any, number: int) -> Any:
         output = call_training_step(self._module, batch, number)
-        return output["loss"] if isinstance(output, Mapping) else output
+        return output.get("loss") if isinstance(output, Mapping) else output
 
     @contextmanager
     def _watched(self) -> Iterator[_Watch]:

@@ -14,6 +14,7 @@ import numpy as np
 
 from lightning_dp.accounting import AbstractEvent, PLDAccountant, Relation
 from lightning_dp.accounting.journal import Journal, JournalError, Runs, history_of, read_journal
+from lightning_dp.accounting.voided import Voided, VoidedRunError, reason_in
 from lightning_dp.federated.messages import MessageError
 from lightning_dp.federated.release_budget import (
     Events,
@@ -36,6 +37,7 @@ from lightning_dp.federated.release_file import (
     write_release_file,
 )
 from lightning_dp.folders import local_folder
+from lightning_dp.gradients import UnsupportedModelError
 from lightning_dp.mechanism import BudgetExhausted
 
 __all__ = ["ReleaseLedger", "Spending", "federations_in"]
@@ -196,6 +198,7 @@ class ReleaseLedger:
             BudgetExhausted: if the round does not fit into the budget or the plan.
             MessageError: for a round or part that is over, or comes too early.
             JournalError: if files are missing or damaged, or another process has them.
+            VoidedRunError: if real records failed a check, now or in any run over the data set.
         """
         with _Files(self, spending) as files:
             if (sent := files.kept.get((round_, part))) is not None:
@@ -203,7 +206,11 @@ class ReleaseLedger:
             before = files.progress
             again = not keep and (round_, part) == (before.begun, before.parts - 1)
             now = before if again else files.begin(round_, part, spending)
-            content = make(np.random.Generator(np.random.PCG64DXSM(int(now.seed, 16))))
+            try:
+                content = make(np.random.Generator(np.random.PCG64DXSM(int(now.seed, 16))))
+            except (VoidedRunError, UnsupportedModelError) as error:
+                files.void(round_, spending, getattr(error, "reason", str(error)))
+                raise
             oldest = round_ - spending.retain + 1
             kept = {place: sent for place, sent in files.kept.items() if place[0] >= oldest}
             if keep:
@@ -246,6 +253,8 @@ class _Files:
         """The releases that may be asked for again, by round and part."""
         self.note = b""
         try:
+            if (reason := reason_in(self._journal.runs)) is not None:
+                raise VoidedRunError(reason)
             self.progress = self._read(spending)
         except BaseException:
             self._journal.close()
@@ -359,6 +368,13 @@ class _Files:
             f"Round {round_} of run {self._run!r} does not fit beside what this and other runs have "
             f"spent on the data set {budget}"
         )
+
+    def void(self, round_: int, spending: Spending, reason: str) -> None:
+        """Withdraw ε of all that has left, if anything has, durably; no run goes on after it."""
+        key = key_of(self._run, round_)
+        runs = self._journal.runs
+        if self.progress.parts or any(run_of(k) == self._run and k != key for k in runs):
+            self._journal.append(key, len(spending.events(round_)), Voided(reason))
 
     def write(self, progress: Progress, kept: Kept, note: bytes = b"") -> None:
         """Replace the release file, durably."""

@@ -11,9 +11,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
+from lightning_dp.accounting.voided import VoidedRunError
 from lightning_dp.config import PrivacyConfig
 from lightning_dp.federated.local import LocalRecords
 from lightning_dp.functional import flatten, unflatten
+from lightning_dp.gradients import UnsupportedModelError
 from lightning_dp.noise import random_generator
 from lightning_dp.private_run import PrivateRun
 from lightning_dp.query import BoundedSum, Query, Term
@@ -144,7 +146,7 @@ class TrustedServer:
         if status == _STOP:
             return False
         if question is not None:
-            self._gather(question, self._answer(question))
+            self._gather(question, self._answer_together(question))
         if self._is_server:
             self._take_step()
         return True
@@ -179,6 +181,20 @@ class TrustedServer:
         sampling = self.private_run.config.sampling
         drawn = sampling.draw(self._local.num_records, question.sample_rate, self._rng)
         return self._local.bounded_sum(question.query, drawn.tolist())
+
+    def _answer_together(self, question: _Question) -> BoundedSum:
+        """The same, or an error on every rank if the records of one of them failed a check."""
+        part, reason = None, ""
+        try:
+            part = self._answer(question)
+        except (VoidedRunError, UnsupportedModelError) as error:
+            reason = getattr(error, "reason", str(error))
+        if not self._sum_over_ranks(part is None) and part is not None:
+            return part
+        reason = reason or "the records of another rank failed a check, which its error names."
+        if self._is_server:
+            self.private_run.void(reason)
+        raise VoidedRunError(reason)
 
     def _gather(self, question: _Question, part: BoundedSum) -> None:
         """Bring the ranks' sums to rank 0, and to no other, and give them to the mechanism."""

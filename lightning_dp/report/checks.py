@@ -17,6 +17,7 @@ from lightning_dp.accounting.journal import (
     read_journal,
 )
 from lightning_dp.accounting.rounding import epsilon_text
+from lightning_dp.accounting.voided import reason_in, steps_in
 from lightning_dp.report.accountants import accountant_named
 from lightning_dp.report.content import PrivacyReport
 from lightning_dp.report.documents import Document
@@ -63,14 +64,16 @@ def check(document: Document, journal: Path | None) -> Checked:
     notes = list(_notes(document.report, is_the_same))
     steps = beyond = journal_epsilon = None
     known = dict(document.events)
+    voided = reason_in(document.events)
     try:
         if journal is not None:
             found, written = read_journal(journal)
             problems += check_journal(document, journal, found, written)
             if found == document.ledger_id:
-                steps, journal_epsilon = _steps(written), claim(document, written, accountant)
-                beyond = steps - _steps(document.events)
+                steps, journal_epsilon = steps_in(written), claim(document, written, accountant)
+                beyond = steps - steps_in(document.events)
                 known = {**known, **_longer(known, written)}
+                voided = voided or reason_in(written)
         elif document.events:
             problems.append("it has charges, and names no journal")
     except JournalError as error:
@@ -78,6 +81,8 @@ def check(document: Document, journal: Path | None) -> Checked:
             f"{error} What ran after this {document.kind} was written is unknown. "
             "If the journal was moved, say where it is: --journal."
         )
+    if voided is not None:
+        problems.append(f"its run was VOIDED, and ε of all its releases is withdrawn: {voided}")
     if beyond and beyond > 0:
         notes.append(f"the journal has {beyond} steps beyond this {document.kind}")
     return Checked(
@@ -109,7 +114,7 @@ def check_document(document: Document, epsilon: float, is_the_same: bool) -> Ite
         epsilon: ε of its events.
         is_the_same: whether ``epsilon`` is by the accountant that the document names.
     """
-    charged, report = _steps(document.events), document.report
+    charged, report = steps_in(document.events), document.report
     if charged < document.steps_made:
         yield f"its weights went through {document.steps_made} private steps, {charged} are charged"
     if report is None:
@@ -167,7 +172,7 @@ def claim(document: Document, events: Runs, accountant: AbstractAccountant) -> f
     history: History = history_of(events)
     epsilon = accountant.epsilon(history, document.delta, document.relation)
     report = document.report
-    if report is not None and report.claims_budget and _steps(events):
+    if report is not None and report.claims_budget and steps_in(events):
         budget = math.inf if report.target_epsilon is None else report.target_epsilon
         return max(epsilon, budget)
     return epsilon
@@ -179,7 +184,3 @@ def _accountant(report: PrivacyReport | None) -> tuple[AbstractAccountant, bool]
     if report is not None:
         known = accountant_named(report.accountant, report.accountant_settings)
     return (PLDAccountant(), False) if known is None else (known, True)
-
-
-def _steps(runs: Runs) -> int:
-    return sum(count for charges in runs.values() for _, count in charges)

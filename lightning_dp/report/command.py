@@ -49,7 +49,12 @@ class _Found:
 
     @property
     def is_sound(self) -> bool:
-        return not self.problems and not any(each.problems for each in self.checked)
+        return not self.number_of_problems()
+
+    def number_of_problems(self) -> int:
+        """How many things do not agree, or do not hold."""
+        voided = sum(each.voided is not None for each in self.journals)
+        return len(self.problems) + voided + sum(len(each.problems) for each in self.checked)
 
 
 class _UsageError(ValueError):
@@ -165,7 +170,7 @@ def _lines(found: _Found, options: argparse.Namespace) -> Iterator[str]:
         yield ""
     yield from (f"note: {note}" for note in found.notes)
     yield from (f"PROBLEM: {problem}" for problem in found.problems)
-    count = len(found.problems) + sum(len(each.problems) for each in found.checked)
+    count = found.number_of_problems()
     yield "all agrees" if found.is_sound else f"{count} PROBLEM{'S' if count > 1 else ''} FOUND"
 
 
@@ -203,6 +208,8 @@ def _journal(journal: JournalAlone, options: argparse.Namespace) -> Iterator[str
         f"{journal.steps} steps"
     )
     yield from (f"charged: {line}" for line in charged(journal.history()))
+    if journal.voided is not None:
+        yield f"PROBLEM: a run was VOIDED, and ε of all releases is withdrawn: {journal.voided}"
     if len(journal.parts) > 1:
         yield from (
             f"run {name}: ε = {epsilon_text(value)}" for name, value in journal.parts.items()

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from lightning_dp.accounting import AbstractEvent, PLDAccountant, Relation
 from lightning_dp.accounting.journal import Runs, history_of, read_journal
+from lightning_dp.accounting.voided import reason_in, steps_in
 from lightning_dp.federated.release_file import check_nothing_is_missing, progress_of_all
 from lightning_dp.federated.release_ledger import federations_in
 
@@ -37,6 +38,11 @@ class JournalAlone:
         """All events with their counts, over all runs."""
         return history_of(self.events)
 
+    @property
+    def voided(self) -> str | None:
+        """Why ε of its releases is withdrawn; None if it is not."""
+        return reason_in(self.events)
+
 
 def read_alone(path: Path, delta: float, relation: Relation) -> JournalAlone:
     """Read a journal and compute ε.
@@ -52,7 +58,7 @@ def read_alone(path: Path, delta: float, relation: Relation) -> JournalAlone:
     return JournalAlone(
         path=path,
         ledger_id=ledger_id,
-        steps=sum(count for _, count in history),
+        steps=steps_in(runs),
         epsilon=accountant.epsilon(history, delta, relation),
         parts={
             name: accountant.epsilon(history_of(part), delta, relation)

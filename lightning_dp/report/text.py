@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from lightning_dp.accounting.base import History
 from lightning_dp.accounting.rounding import epsilon_text
+from lightning_dp.accounting.voided import reason_in
 
 if TYPE_CHECKING:
     from lightning_dp.report.content import PrivacyReport
@@ -36,6 +37,8 @@ def not_private(report: PrivacyReport) -> str:
     """A beginning for statements that do not hold; empty for those that do."""
     if report.private:
         return ""
+    if (reason := reason_in(report.events)) is not None:
+        return f"VOIDED, NOT PRIVATE ({reason}): "
     return f"NOT PRIVATE ({'a seed was set' if report.seeded else 'no noise'}): "
 
 

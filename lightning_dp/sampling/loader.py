@@ -26,12 +26,14 @@ class Chunk:
             thrown away. Sensitive, like anything about who is in a batch.
         first: whether a logical batch begins with it.
         sample_rate: q with which its logical batch was drawn.
+        last: whether the logical batch ends with it.
     """
 
     index: int
     size: int
     first: bool
     sample_rate: float
+    last: bool = True
 
 
 class ChunkSampler(Sampler[list[int]]):
@@ -93,7 +95,8 @@ class ChunkSampler(Sampler[list[int]]):
             drawn, chunks = self._draw(rate, rng), end - position
             parts = [drawn] if chunks == 1 else np.array_split(drawn, chunks)
             for offset, part in enumerate(parts):
-                self.pending.append(Chunk(position + offset, len(part), offset == 0, rate))
+                first, last = offset == 0, offset == chunks - 1
+                self.pending.append(Chunk(position + offset, len(part), first, rate, last))
                 yield part.tolist() or [0]
             position, step = end, step + 1
 

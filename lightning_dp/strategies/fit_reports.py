@@ -59,6 +59,8 @@ class FitReports:
         if self._is_finished or not self._is_lead or not self._run.steps:
             return
         self._is_finished = True
+        if self._run.voided is not None:
+            return  # the error says it; nothing is written after it
         content = report(self._run)
         written, failure = self._write(content)
         where = failure or ("none in a fast_dev_run" if written is None else str(written))

@@ -16,7 +16,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_dp.accounting.rounding import epsilon_text
-from lightning_dp.gradients import AbstractGradientEngine
+from lightning_dp.accounting.voided import VoidedRunError
+from lightning_dp.gradients import AbstractGradientEngine, UnsupportedModelError
 from lightning_dp.private_run import PrivateRun
 from lightning_dp.query import Query
 from lightning_dp.report.documents import in_checkpoint
@@ -33,9 +34,10 @@ from lightning_dp.strategies.data import make_private_loader
 from lightning_dp.strategies.first_step import FirstStep
 from lightning_dp.strategies.fit_reports import FitReports
 from lightning_dp.strategies.journal_folder import default_folder
-from lightning_dp.strategies.private_step import PrivateStep
+from lightning_dp.strategies.private_step import PrivateStep, is_differentiable
 from lightning_dp.strategies.probe import heed, probe
 from lightning_dp.strategies.publish import Publisher
+from lightning_dp.strategies.together import Place, common_fault
 from lightning_dp.warnings import warn
 from lightning_dp.world import World
 
@@ -191,6 +193,7 @@ class DifferentialPrivacyStrategy(Strategy):
                 "Something fetches batches ahead or skips them; private batches go one by one."
             )
         if chunk.first and mechanism.is_under_way:
+            self._agree(self._step.fault(mechanism), Place.NO_RELEASE)
             self._replan_after_waste()
         if chunk.first and run.exhausted:
             self._stop(_BUDGET_REACHED)
@@ -241,6 +244,23 @@ class DifferentialPrivacyStrategy(Strategy):
         with self._step.watching():
             output = super().training_step(*args, **kwargs)
         self._first.leave_forward()
+        if self._is_automatic:
+            return self._with_loss(output)
+        if self._step.is_unreleased(self.private_run.mechanism):
+            # Lightning is going to wait for all ranks, and another one may be at its release.
+            self._agree(self._step.fault(self.private_run.mechanism), Place.NO_RELEASE)
+        return output
+
+    def _with_loss(self, output: Any) -> Any:
+        """Where there is no loss, one that gives no gradient: found at the end of the step.
+
+        Lightning's own errors, in some settings, would end the run without withdrawing ε.
+        """
+        none = torch.zeros((), device=self.root_device)
+        if output is None:
+            return none
+        if isinstance(output, Mapping) and output.get("loss") is None:
+            return {**output, "loss": none}
         return output
 
     def backward(
@@ -249,6 +269,22 @@ class DifferentialPrivacyStrategy(Strategy):
         mechanism, step = self.private_run.mechanism, self._step
         assert step is not None and mechanism is not None and self._first is not None
         self._first.leave_forward()  # in manual optimization training_step has not returned yet
+        if not is_differentiable(closure_loss):
+            return closure_loss  # a chunk with records stays without an answer
+        try:
+            return self._answer(closure_loss, optimizer, *args, **kwargs)
+        except UnsupportedModelError as error:  # shown by the records of this chunk
+            if self.private_run.steps <= 1:
+                raise  # nothing was released, so there is nothing to withdraw
+            step.note(str(error))
+            return closure_loss
+
+    def _answer(
+        self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any
+    ) -> Tensor:
+        """Run the backward pass and bound what it leaves."""
+        mechanism, step = self.private_run.mechanism, self._step
+        assert step is not None and mechanism is not None
         if not step.runs_backward:
             loss = super().backward(closure_loss, optimizer, *args, **kwargs)
         elif args or kwargs or is_overridden("backward", self.lightning_module):
@@ -274,14 +310,42 @@ class DifferentialPrivacyStrategy(Strategy):
 
     def _undo_loss_division(self) -> float:
         """Lightning divides the loss by accumulate_grad_batches in automatic optimization."""
-        assert self.lightning_module is not None
-        automatic = self.lightning_module.automatic_optimization
-        return float(self._trainer.accumulate_grad_batches) if automatic else 1.0
+        return float(self._trainer.accumulate_grad_batches) if self._is_automatic else 1.0
 
-    def _forward_again(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    @property
+    def _is_automatic(self) -> bool:
+        assert self.lightning_module is not None
+        return self.lightning_module.automatic_optimization
+
+    def _forward_again(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
         output: Any = super().training_step(*args, **kwargs)
-        loss: Tensor = output["loss"] if isinstance(output, Mapping) else output
+        loss: Tensor | None = output.get("loss") if isinstance(output, Mapping) else output
         return loss
+
+    def _agree(self, fault: str | None, place: Place = Place.RELEASE) -> None:
+        """All ranks go on, or real records failed a check on one of them, and the run is void.
+
+        Raises:
+            VoidedRunError: on all ranks.
+        """
+        if (voided := self.private_run.voided) is not None:  # and somebody caught the error
+            raise VoidedRunError(voided)
+        reason = common_fault(
+            fault,
+            place,
+            rank=self.global_rank,
+            size=self.world_size,
+            device=self.root_device,
+            sum_over_ranks=lambda vector: self.reduce(vector, reduce_op="sum"),
+            broadcast=self.broadcast,
+        )
+        if reason is None:
+            return
+        try:
+            self.private_run.void(reason)
+        finally:  # also if the disk is full
+            self._leave_the_model()  # an error while callbacks hear of this one ends the teardown
+        raise VoidedRunError(reason)
 
     def optimizer_step(
         self,
@@ -303,7 +367,7 @@ class DifferentialPrivacyStrategy(Strategy):
                 )
             evaluated = True
             result = closure()
-            step.release(mechanism, optimizer)
+            step.release(mechanism, optimizer, self._agree)
             first.enter_update()
             return result
 
@@ -335,6 +399,9 @@ class DifferentialPrivacyStrategy(Strategy):
 
     def on_train_end(self) -> None:
         super().on_train_end()
+        mechanism = self.private_run.mechanism
+        if self._step is not None and mechanism is not None and mechanism.is_under_way:
+            self._agree(self._step.fault(mechanism), Place.NO_RELEASE)
         if self._publisher is not None:
             self._publisher.publish(final=True)
         if self._reports is not None:
@@ -345,6 +412,8 @@ class DifferentialPrivacyStrategy(Strategy):
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None
     ) -> None:
+        if (reason := self.private_run.voided) is not None:
+            raise VoidedRunError(reason)
         checkpoint[CHECKPOINT_KEY] = self.private_run.state_dict()
         if self.is_global_zero:  # who writes the file
             content = report(self.private_run)
@@ -367,11 +436,14 @@ class DifferentialPrivacyStrategy(Strategy):
         self.private_run.load_state_dict(state, self._journal_folder(), self._world())
         return checkpoint
 
-    def teardown(self) -> None:
+    def _leave_the_model(self) -> None:
         if self._step is not None:
             self._step.detach()
         if self._run is not None:
             self._run.stop()
+
+    def teardown(self) -> None:
+        self._leave_the_model()
         if self._accumulate_before is not None:
             self._trainer.accumulate_grad_batches = self._accumulate_before
         self._step, self._first, self._loader, self._publisher = None, None, None, None

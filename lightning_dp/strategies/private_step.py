@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from typing import TypeGuard
 
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
@@ -18,7 +19,6 @@ from lightning_dp.functional import unflatten
 from lightning_dp.gradients import (
     AbstractGradientEngine,
     RawGradientGuard,
-    UnsupportedModelError,
     attach_engine,
 )
 from lightning_dp.mechanism import Mechanism
@@ -26,14 +26,35 @@ from lightning_dp.query import Pass, Query
 from lightning_dp.sampling.loader import Chunk
 from lightning_dp.strategies.replay import RandomState, at_point, muted
 
-__all__ = ["PrivateStep", "trained_parameters"]
+__all__ = ["OTHER_ROWS", "UNANSWERED", "PrivateStep", "is_differentiable", "trained_parameters"]
+
+UNANSWERED = (
+    "{} gave no gradient for a chunk that has records (training_step returned no loss, nothing was "
+    "back-propagated, or the loss does not depend on trained layers), and noise alone in its place "
+    "would tell which records do that. Let the package zero records whose gradients are not finite: "
+    "return the loss as it is, and don't skip batches."
+)
+OTHER_ROWS = (
+    "the model saw more or fewer rows than the batch has records, so a record's gradient cannot be "
+    "bounded. The collate_fn must make exactly one row of each record, and the model must keep "
+    "records in the first dimension."
+)
+_TOO_EARLY = (
+    "optimizer.step() was called before all chunks of the batch were there. A batch is handed out in "
+    "accumulate_grad_batches chunks (with FullBatch(): in batches of the loader's batch_size); step "
+    "once, after the last of them."
+)
+
+
+class _NoLoss(Exception):
+    """A further pass gave nothing to go back from."""
 
 
 @dataclass(frozen=True)
 class _Replay:
     """What it takes to run a chunk again: its forward pass, the randomness of it, its records."""
 
-    forward: Callable[[], Tensor]
+    forward: Callable[[], Tensor | None]
     random_state: RandomState | None
     size: int
 
@@ -75,6 +96,9 @@ class PrivateStep:
         self._trainable = [param.requires_grad for param in self._all]
         self._chunk: Chunk | None = None
         self._is_answered = False
+        self._is_whole = False  # whether all chunks of the batch were handed out
+        self._owed = 0  # records that were handed out and not answered for
+        self._faults: list[str] = []
         self._is_released = False
         self._random_state: RandomState | None = None
         self._kept: list[_Replay] = []  # the chunks of a step that asks several queries
@@ -110,7 +134,9 @@ class PrivateStep:
         self._chunk, self._is_answered = chunk, False
         if chunk.first:
             self._is_released = False
-            self._kept = []
+            self._kept, self._owed, self._faults = [], 0, []
+        self._owed += chunk.size
+        self._is_whole = chunk.last
 
     def before_forward(self, mechanism: Mechanism) -> None:
         """Remember the randomness that further passes must share."""
@@ -129,7 +155,7 @@ class PrivateStep:
         self._engine.backward(loss, keep_graph=keep_graph, may_fold=is_alone)
 
     def answer(
-        self, mechanism: Mechanism, scale: float, forward_again: Callable[[], Tensor]
+        self, mechanism: Mechanism, scale: float, forward_again: Callable[[], Tensor | None]
     ) -> None:
         """Bound what the backward pass left, and give it to the mechanism.
 
@@ -143,20 +169,46 @@ class PrivateStep:
                 "Backward ran more than once for one batch, or after its optimizer step: a record "
                 "would count twice. Add the losses up and call backward once per batch."
             )
-        gradients = self._engine.take(scale, self._raw.touched())
-        self._is_answered = True
+        self._is_answered, touched = True, self._raw.touched()
+        if not self._engine.runs_backward and not touched:
+            self._engine.drop()  # nothing was back-propagated, so the records stay without an answer
+            return
+        gradients = self._engine.take(scale, touched)
         if self._chunk.size == 0 or mechanism.query is None:
             return  # the gradient of a stand-in record, or one that nobody asked for, ends here
-        if gradients.count not in (0, self._chunk.size):
-            raise UnsupportedModelError(
-                "The model saw more or fewer rows than the batch has records, so a record's "
-                "gradient cannot be bounded. The collate_fn must make exactly one row of each "
-                "record, and the model must keep records in the first dimension."
-            )
+        if not self._is_of_all(gradients, self._chunk.size):
+            return
         replay = _Replay(forward_again, self._random_state, self._chunk.size)
         if _has_rounds(mechanism):
             self._kept.append(replay)
-        self._give(mechanism, mechanism.query, replay, gradients)
+        if self._give(mechanism, mechanism.query, replay, gradients):
+            self._owed -= self._chunk.size
+
+    def note(self, fault: str) -> None:
+        """Real records failed a check: nothing of this batch may be released.
+
+        It is not raised here, since other ranks would wait for this one.
+        """
+        self._faults.append(fault)
+        self._engine.drop()
+
+    def fault(self, mechanism: Mechanism) -> str | None:
+        """Why what was answered so far may not be released; None if it may."""
+        if self._faults:
+            return self._faults[0]
+        if not mechanism.is_under_way or mechanism.query is None or not self._owed:
+            return None
+        return UNANSWERED.format(type(self._module).__name__)
+
+    def is_unreleased(self, mechanism: Mechanism) -> bool:
+        """Whether all chunks of the batch were handed out, and its optimizer step was left out."""
+        return mechanism.is_under_way and self._is_whole
+
+    def _is_of_all(self, gradients: AbstractPerSampleGradients, size: int) -> bool:
+        """Whether each record has its gradient. None at all is found at the end of the step."""
+        if gradients.count not in (0, size):
+            self.note(OTHER_ROWS)
+        return gradients.count == size
 
     def _give(
         self,
@@ -164,34 +216,35 @@ class PrivateStep:
         query: Query,
         replay: _Replay,
         here: AbstractPerSampleGradients | None = None,
-    ) -> None:
-        """Answer a query from one chunk.
+    ) -> bool:
+        """Answer a query from one chunk; False if it gives no gradient of each of its records.
 
         Args:
             here: its gradients at the present parameters, where they are known already.
         """
         gradients = self._combination(query, replay, here)
-        if query.coordinates is not None and gradients.count:
+        if gradients is None:
+            return False
+        if query.coordinates is not None:
             gradients = gradients.restrict(query.coordinates)
-        if gradients.count:
-            mechanism.answer(bounded_sum(gradients, query.clip_norm))
+        mechanism.answer(bounded_sum(gradients, query.clip_norm))
+        return True
 
     def _combination(
         self, query: Query, replay: _Replay, here: AbstractPerSampleGradients | None
-    ) -> AbstractPerSampleGradients:
+    ) -> AbstractPerSampleGradients | None:
         """Each record's combination over the query's terms; the batch is run again for each pass."""
         parts: list[tuple[float, AbstractPerSampleGradients]] = []
         for each in query.passes:
-            if each.direction is not None:
-                parts.append((1.0, self._again(each, replay)))
-            elif each.point is None and here is not None:
-                parts.append((each.gradient, here))
-            else:
-                parts.append((each.gradient, self._again(each, replay)))
+            is_here = each.direction is None and each.point is None and here is not None
+            gradients = here if is_here else self._again(each, replay)
+            if gradients is None or not self._is_of_all(gradients, replay.size):
+                return None
+            parts.append((1.0 if each.direction is not None else each.gradient, gradients))
         (weight, first), *others = parts
         return first if weight == 1 and not others else first.combine(weight, others)
 
-    def _again(self, each: Pass, replay: _Replay) -> AbstractPerSampleGradients:
+    def _again(self, each: Pass, replay: _Replay) -> AbstractPerSampleGradients | None:
         """The same records with the same randomness once more, leaving no trace."""
         if not self._module.automatic_optimization:
             raise MisconfigurationException(
@@ -205,31 +258,53 @@ class PrivateStep:
             replay.random_state.restore()
             gradients = self._run(each, replay.forward)
         now.restore()
-        if gradients.count not in (0, replay.size):
-            raise UnsupportedModelError("Running training_step again gave another number of rows.")
         return gradients
 
-    def _run(self, each: Pass, forward: Callable[[], Tensor]) -> AbstractPerSampleGradients:
+    def _run(
+        self, each: Pass, forward: Callable[[], Tensor | None]
+    ) -> AbstractPerSampleGradients | None:
+        """One more pass; None if it gives no loss to go back from."""
         if each.direction is not None:
-            weights = (each.gradient, each.product)
-            with self.watching():
-                gradients = self._engine.along(forward, each.direction, weights)
-            self._raw.touched()
-            return gradients
+            return self._along(each.direction, (each.gradient, each.product), forward)
         with self.watching():
             loss = forward()
+        if not is_differentiable(loss):
+            self._engine.drop()
+            return None
         if self._engine.runs_backward:
             self._engine.backward(loss, may_fold=False)
         else:
             self._module.backward(loss)
         return self._engine.take(1.0, self._raw.touched())
 
-    def _answer_again(self, mechanism: Mechanism) -> None:
+    def _along(
+        self,
+        direction: Tensor,
+        weights: tuple[float, float],
+        forward: Callable[[], Tensor | None],
+    ) -> AbstractPerSampleGradients | None:
+        def loss_of_records() -> Tensor:
+            if not is_differentiable(loss := forward()):
+                raise _NoLoss
+            return loss
+
+        try:
+            with self.watching():
+                return self._engine.along(loss_of_records, direction, weights)
+        except _NoLoss:
+            self._engine.drop()
+            return None
+        finally:
+            self._raw.touched()
+
+    def _answer_again(self, mechanism: Mechanism, agree: Callable[[str | None], None]) -> None:
         """Answer a further query from all chunks of the batch."""
         query = mechanism.query
         assert query is not None
         for replay in self._kept:
-            self._give(mechanism, query, replay)
+            if not self._give(mechanism, query, replay):
+                self._owed += replay.size
+        agree(self.fault(mechanism))
 
     def check(self, estimator: AbstractEstimator) -> None:
         """Refuse what the estimator cannot train, before anything is charged.
@@ -251,16 +326,26 @@ class PrivateStep:
             )
         estimator.check(self._optimizer)
 
-    def release(self, mechanism: Mechanism, optimizer: Optimizer) -> None:
-        """Give every trained parameter its private gradient."""
+    def release(
+        self, mechanism: Mechanism, optimizer: Optimizer, agree: Callable[[str | None], None]
+    ) -> None:
+        """Give every trained parameter its private gradient.
+
+        Args:
+            agree: called with the fault of this process, if any, before anything is noised; it
+                raises on all ranks if one of them has a fault.
+        """
         if self._is_released or not mechanism.is_under_way:
             raise RuntimeError(
                 "Two optimizer steps on one batch: the second would use the data without being "
                 "charged. Step once per batch."
             )
         self.check_same_parameters(optimizer)
+        if mechanism.query is not None and not self._is_whole:
+            self.note(_TOO_EARLY)
+        agree(self.fault(mechanism))
         try:
-            estimate = mechanism.tell(self.params, lambda: self._answer_again(mechanism))
+            estimate = mechanism.tell(self.params, lambda: self._answer_again(mechanism, agree))
         finally:
             self._kept = []
         for param, gradient in zip(self.params, unflatten(estimate, self.params), strict=True):
@@ -309,6 +394,11 @@ class PrivateStep:
         self._engine.detach()
         self._raw.remove()
         self._kept = []
+
+
+def is_differentiable(loss: object) -> TypeGuard[Tensor]:
+    """Whether there is anything to go back from."""
+    return isinstance(loss, Tensor) and loss.requires_grad
 
 
 def _has_rounds(mechanism: Mechanism) -> bool:

@@ -23,6 +23,7 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 from lightning_dp import AbstractSampling, CubicNewton, Diff2, FullBatch, PrivacyConfig
 from lightning_dp.accounting.events import AbstractEvent, Gaussian
 from lightning_dp.accounting.journal import read_journal
+from lightning_dp.accounting.voided import VoidedRunError
 from lightning_dp.callbacks import DifferentialPrivacy
 from lightning_dp.sampling import BatchPlan
 from lightning_dp.strategies import PrivateDDPStrategy
@@ -352,6 +353,47 @@ def no_journal(folder: Path) -> dict[str, Any]:
     return {}
 
 
+class Skips(Model):
+    """Rank 1 gives no loss at its third batch."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor | None:  # type: ignore[override]
+        loss = super().training_step(batch, batch_idx)
+        return None if self.global_step == 2 and rank() == 1 else loss
+
+
+class SkipsByHand(Model):
+    """Rank 1 does not step at its third batch, nor goes back."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__(rank)
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:  # type: ignore[override]
+        loss = super().training_step(batch, batch_idx)
+        if self.global_step == 2 and rank() == 1:
+            return
+        self.manual_backward(loss)
+        self.optimizers().step()  # type: ignore[union-attr]
+
+
+def voided(folder: Path, kind: type[Model] = Skips) -> dict[str, Any]:
+    """What one rank's records show ends both; each says what it knows."""
+    privacy = DifferentialPrivacy(
+        target_delta=1e-5, noise_multiplier=1.0, isolation_probe=False, sampling=WholeSet()
+    )
+    saving = ModelCheckpoint(folder, "{step}", save_top_k=-1, save_on_exception=True)
+    model, error = kind(rank()), ""
+    try:
+        fit(model, records(60), 3, None, folder, saving, privacy, max_epochs=1)
+    except VoidedRunError as raised:
+        error = str(raised)
+    return {"error": error, "epsilon": privacy.epsilon, "steps": privacy.steps}
+
+
+def voided_apart(folder: Path) -> dict[str, Any]:
+    return voided(folder, SkipsByHand)
+
+
 SCENARIOS: dict[str, Callable[[Path], dict[str, Any]]] = {
     function.__name__: function
     for function in (
@@ -365,6 +407,8 @@ SCENARIOS: dict[str, Callable[[Path], dict[str, Any]]] = {
         resumed,
         lengths,
         no_journal,
+        voided,
+        voided_apart,
     )
 }
 

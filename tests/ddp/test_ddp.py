@@ -372,6 +372,25 @@ def test_error_of_one_rank_ends_the_job_before_any_step(
         assert not path.exists() or torch.load(path) == 0  # a rank that was killed wrote nothing
 
 
+@pytest.mark.parametrize(
+    ("scenario", "message"),
+    [("voided", "Skips gave no gradient"), ("voided_apart", "the ranks went apart")],
+)
+def test_what_one_rank_finds_in_its_records_ends_both_ranks(
+    tmp_path: Path, scenario: str, message: str
+) -> None:
+    done = launch(tmp_path, scenario)
+    assert done.returncode == 0, done.stderr[-5000:]
+
+    for result in results(tmp_path, scenario):
+        assert message in result["error"]
+        assert result["epsilon"] == math.inf
+        assert result["steps"] <= 4
+    (journal,) = tmp_path.rglob("*.journal")
+    assert message in journal.read_text()
+    assert not list(tmp_path.rglob("*.ckpt"))
+
+
 @pytest.mark.parametrize("name", ["ddp_spawn", "ddp_fork", "ddp_notebook"])
 def test_launchers_that_spawn_or_fork_are_refused(tmp_path: Path, name: str) -> None:
     trainer = L.Trainer(

@@ -14,6 +14,9 @@ from torch import Tensor, nn
 from torch.utils.data import ConcatDataset, DataLoader, IterableDataset, TensorDataset
 from torchmetrics.classification import MulticlassAccuracy
 
+from lightning_dp.accounting import Gaussian
+from lightning_dp.accounting.voided import VoidedRunError
+from lightning_dp.federated import ReleaseLedger, Spending
 from lightning_dp.federated.local import LocalRecords
 from lightning_dp.functional import flatten, unflatten
 from lightning_dp.gradients import RawGradientHookError, UnsupportedModelError
@@ -291,18 +294,32 @@ def test_frozen_parameters_are_not_part_of_the_flat_vector(module, blobs):
     assert answer.shape == local.point.shape == (8 * 3 + 3,)
 
 
-def test_a_step_without_a_loss_contributes_nothing(classifier, mlp, blobs):
+@pytest.mark.parametrize("way", [lambda loss: None, Tensor.detach, lambda loss: {"loss": None}])
+def test_a_chunk_without_a_loss_is_never_answered(way, classifier, mlp, blobs, tmp_path):
     class Skips(classifier):
-        def training_step(self, batch: Any, batch_idx: int) -> Tensor | None:
+        at = -1
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
             loss = super().training_step(batch, batch_idx)
-            return None if batch_idx == 0 else loss
+            return way(loss) if batch_idx == self.at else loss
 
-    module, query = Skips(mlp()), Query((Term(),), 0.3, 0.0)
+    module, query = Skips(mlp()), Query((Term(),), 0.3, 1.0)
+    local, ledger = LocalRecords(module, blobs, chunk_size=5), ReleaseLedger(tmp_path, "records")
+    spending = Spending("trial", 9, lambda i: [Gaussian(1.0)], math.inf, 1e-5)
 
-    answer = LocalRecords(module, blobs, chunk_size=5).bounded_sum(query, range(10)).value
+    def make(rng: Any) -> bytes:
+        return local.bounded_sum(query, range(10)).value.numpy().tobytes()
 
-    expected = slow_sum(module, blobs, query, range(5, 10))
-    torch.testing.assert_close(answer.double(), expected, rtol=1e-5, atol=1e-6)
+    ledger.release(spending, 0, 0, make)
+    module.at = 1
+
+    with pytest.raises(VoidedRunError, match=r"Skips gave no gradient.*don't skip batches"):
+        ledger.release(spending, 1, 0, make)
+    module.at = -1
+    for run in (spending, Spending("other", 9, lambda i: [Gaussian(1.0)], math.inf, 1e-5)):
+        with pytest.raises(VoidedRunError, match="Skips gave no gradient"):
+            ledger.release(run, 1, 0, make)
+    assert ledger.epsilon(1e-5) == math.inf
 
 
 # -- refused ----------------------------------------------------------------------------------

@@ -12,51 +12,6 @@ from lightning_dp.callbacks import DifferentialPrivacy
 DELTA = 1e-5
 
 
-def test_training_step_may_skip_batches_by_returning_none(
-    privacy, classifier, mlp, loader, make_trainer, assert_trained
-):
-    class Skips(classifier):
-        def training_step(self, batch, batch_idx):
-            return None if batch_idx % 2 else super().training_step(batch, batch_idx)
-
-    model = Skips(mlp(), lambda params: torch.optim.SGD(params, lr=0.5))
-    trainer = make_trainer(max_epochs=4, callbacks=[privacy])
-
-    trainer.fit(model, loader)
-
-    # A skipped batch is a step of noise alone: whether data moved the weights stays private.
-    assert_trained(trainer, model, privacy, loader, classifier(mlp()), steps=40)
-
-
-@pytest.mark.parametrize("accumulate", [1, 2])
-def test_a_batch_without_loss_leaves_nothing_for_the_next_one(
-    accumulate, classifier, mlp, loader, make_trainer, weights
-):
-    """Returning None after the forward pass is the same as before it."""
-
-    class Skips(classifier):
-        forward_first = False
-
-        def training_step(self, batch, batch_idx):
-            if batch_idx % 3 != 1:
-                return super().training_step(batch, batch_idx)
-            if self.forward_first:
-                super().training_step(batch, batch_idx)
-            return None
-
-    trained = []
-    for forward_first in (False, True):
-        silent = DifferentialPrivacy(noise_multiplier=0.0, target_delta=DELTA, seed=0)
-        model = Skips(mlp())
-        model.forward_first = forward_first
-        trainer = make_trainer(max_epochs=2, accumulate_grad_batches=accumulate, callbacks=[silent])
-        trainer.fit(model, loader)
-        assert trainer.global_step == silent.steps == 20 // accumulate
-        trained.append(weights(model))
-
-    torch.testing.assert_close(*trained, rtol=0, atol=0)
-
-
 def test_a_forward_pass_before_training_does_not_matter(
     privacy, classifier, mlp, loader, make_trainer
 ):
@@ -101,7 +56,7 @@ def test_a_loss_kept_for_the_next_batch_is_refused(privacy, classifier, mlp, loa
             loss = super().training_step(batch, batch_idx)
             if batch_idx == 0:
                 self.kept = loss
-                return None
+                return loss
             return loss + self.kept
 
     with pytest.raises((RuntimeError, IndexError, TypeError, ValueError)):

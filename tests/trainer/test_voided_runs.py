@@ -1,0 +1,320 @@
+"""A chunk that has records and gets no answer ends the run, and withdraws what it claimed."""
+
+from __future__ import annotations
+
+import math
+import re
+
+import pytest
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
+from torch import nn
+from torch.utils.data import DataLoader
+
+from lightning_dp import Diff2, FullBatch
+from lightning_dp.accounting.voided import VoidedRunError
+from lightning_dp.callbacks import DifferentialPrivacy
+from lightning_dp.report.command import main as report_command
+
+CURE = r"zero records whose gradients are not finite.*don't skip batches"
+
+
+def returns_none(model, loss):
+    return None
+
+
+def returns_a_dictionary_without_loss(model, loss):
+    return {"loss": None, "rows": 3}
+
+
+def detaches_the_loss(model, loss):
+    return loss.detach()
+
+
+def returns_another_loss(model, loss):
+    return torch.zeros((), requires_grad=True)
+
+
+WAYS = [
+    returns_none,
+    returns_a_dictionary_without_loss,
+    detaches_the_loss,
+    returns_another_loss,
+]
+
+
+@pytest.fixture
+def skipping(classifier):
+    """Gives no answer for one batch."""
+
+    class Skipping(classifier):
+        way, at = staticmethod(returns_none), 3
+
+        def training_step(self, batch, batch_idx):
+            loss = super().training_step(batch, batch_idx)
+            return self.way(self, loss) if batch_idx == self.at else loss
+
+    return Skipping
+
+
+@pytest.fixture
+def skipping_by_hand(classifier):
+    """The same with manual optimization."""
+
+    class ByHand(classifier):
+        at, steps = 3, True
+
+        def __init__(self, *args):
+            super().__init__(*args)
+            self.automatic_optimization = False
+
+        def training_step(self, batch, batch_idx):
+            optimizer, loss = self.optimizers(), super().training_step(batch, batch_idx)
+            if batch_idx != self.at:
+                self.manual_backward(loss)
+            if batch_idx != self.at or self.steps:
+                optimizer.step()
+
+    return ByHand
+
+
+def silent(**settings):
+    return DifferentialPrivacy(
+        noise_multiplier=1.0, target_delta=1e-5, isolation_probe=False, **settings
+    )
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("engine", ["bookkeeping", "hooks"])
+def test_a_chunk_without_an_answer_is_never_released(
+    way, engine, skipping, mlp, loader, make_trainer, weights, at_each_step
+):
+    model, seen = skipping(mlp()), []
+    model.way = lambda *args: way(*args)
+    watch = at_each_step(lambda trainer, module: seen.append(weights(module)))
+    privacy = silent(engine=engine)
+
+    with pytest.raises(VoidedRunError, match=f"Skipping gave no gradient.*{CURE}"):
+        make_trainer(max_epochs=1, callbacks=[privacy, watch]).fit(model, loader)
+
+    assert len(seen) == 3
+    assert torch.equal(weights(model), seen[-1])
+    assert privacy.steps == 4
+    assert privacy.epsilon == math.inf
+
+
+def test_one_chunk_of_several_is_enough(skipping, mlp, loader, make_trainer, weights):
+    model, privacy = skipping(mlp()), silent()
+    model.at = 1
+    before = weights(model)
+
+    with pytest.raises(VoidedRunError, match=CURE):
+        make_trainer(max_epochs=1, accumulate_grad_batches=5, callbacks=[privacy]).fit(
+            model, loader
+        )
+
+    assert torch.equal(weights(model), before)
+    assert privacy.steps == 1
+
+
+@pytest.mark.parametrize("steps", [True, False])
+@pytest.mark.parametrize("at", [3, 9])
+def test_manual_optimization_without_a_backward_pass(
+    steps, at, skipping_by_hand, mlp, loader, make_trainer
+):
+    """Also where the optimizer does not step: that it did not would tell of the records."""
+    model, privacy = skipping_by_hand(mlp()), silent()
+    model.steps, model.at = steps, at
+
+    with pytest.raises(VoidedRunError, match=CURE):
+        make_trainer(max_epochs=1, callbacks=[privacy]).fit(model, loader)
+
+    assert privacy.epsilon == math.inf
+
+
+def test_a_backward_override_that_does_nothing(classifier, mlp, loader, make_trainer):
+    class Deaf(classifier):
+        def backward(self, loss, *args, **kwargs):
+            pass
+
+    with pytest.raises(VoidedRunError, match=CURE):
+        make_trainer(max_epochs=1, callbacks=[silent(engine="hooks")]).fit(Deaf(mlp()), loader)
+
+
+def test_a_step_before_the_last_chunk(classifier, mlp, loader, make_trainer):
+    class Early(classifier):
+        def __init__(self, *args):
+            super().__init__(*args)
+            self.automatic_optimization = False
+
+        def training_step(self, batch, batch_idx):
+            self.manual_backward(super().training_step(batch, batch_idx))
+            self.optimizers().step()
+
+    privacy = silent(sampling=FullBatch())
+
+    with pytest.raises(VoidedRunError, match=r"before all chunks of the batch"):
+        make_trainer(max_epochs=1, callbacks=[privacy]).fit(Early(mlp()), loader)
+
+
+@pytest.mark.parametrize("way", WAYS[:3])
+def test_a_second_pass_without_an_answer(way, classifier, mlp, loader, make_trainer):
+    """Every second pass is at the point before."""
+
+    class Second(classifier):
+        passes = 0
+
+        def training_step(self, batch, batch_idx):
+            loss = super().training_step(batch, batch_idx)
+            self.passes += 1
+            return way(self, loss) if self.passes == 3 else loss
+
+    privacy = silent(estimator=Diff2(restart_every=5))
+
+    with pytest.raises(VoidedRunError, match=CURE):
+        make_trainer(max_epochs=1, callbacks=[privacy]).fit(Second(mlp()), loader)
+
+    assert privacy.steps == 2
+
+
+def test_rows_that_are_no_records_are_found_at_any_batch(classifier, mlp, loader, make_trainer):
+    class DropsOne(classifier):
+        def training_step(self, batch, batch_idx):
+            x, y = batch
+            return super().training_step((x[1:], y[1:]) if batch_idx == 2 else batch, batch_idx)
+
+    privacy = silent()
+
+    with pytest.raises(VoidedRunError, match="more or fewer rows than the batch has records"):
+        make_trainer(max_epochs=1, callbacks=[privacy]).fit(DropsOne(mlp()), loader)
+
+    assert privacy.epsilon == math.inf
+
+
+def test_what_an_engine_refuses_at_a_later_batch_withdraws_what_was_released(
+    classifier, mlp, loader, make_trainer
+):
+    """A loss for the eye of DistributedDataParallel: of all weights, and of no record."""
+
+    class Zero(classifier):
+        def training_step(self, batch, batch_idx):
+            if batch_idx == 3:
+                return sum(param.sum() for param in self.parameters()) * 0.0
+            return super().training_step(batch, batch_idx)
+
+    privacy = silent()
+
+    with pytest.raises(VoidedRunError, match=r"net\.0"):
+        make_trainer(max_epochs=1, callbacks=[privacy]).fit(Zero(mlp()), loader)
+
+    assert privacy.epsilon == math.inf
+
+
+def test_an_empty_batch_is_a_step_of_noise_alone(classifier, mlp, blobs, make_trainer, weights):
+    class SkipsStandIns(classifier):
+        def training_step(self, batch, batch_idx):
+            if not self.trainer.train_dataloader.current.size:
+                return None
+            return super().training_step(batch, batch_idx)
+
+    model, privacy = SkipsStandIns(mlp()), silent()
+    before = weights(model)
+
+    make_trainer(max_steps=30, callbacks=[privacy]).fit(model, DataLoader(blobs, batch_size=1))
+
+    assert privacy.steps == 30
+    assert math.isfinite(privacy.epsilon)
+    assert not torch.equal(weights(model), before)
+
+
+# -- what is left of a voided run --------------------------------------------------------------
+
+
+@pytest.fixture
+def voided(skipping, mlp, loader, make_trainer, tmp_path):
+    """A run voided at its ninth step, checkpoints every fourth, and one asked for on the way out."""
+    model, privacy = skipping(mlp()), silent()
+    model.at = 8
+    folder = tmp_path / "checkpoints"
+    keeping = [
+        ModelCheckpoint(folder, every_n_train_steps=4, save_top_k=-1, save_on_exception=True),
+        OnExceptionCheckpoint(folder),
+    ]
+    trainer = make_trainer(max_epochs=1, enable_checkpointing=True, callbacks=[privacy, *keeping])
+    with pytest.raises(VoidedRunError, match=CURE):
+        trainer.fit(model, loader)
+    return trainer, model, privacy, sorted(folder.glob("*.ckpt"))
+
+
+def test_nothing_is_saved_after_it(voided, tmp_path):
+    trainer, _, privacy, checkpoints = voided
+
+    assert [path.name for path in checkpoints] == ["epoch=0-step=4.ckpt", "epoch=0-step=8.ckpt"]
+    for report in tmp_path.rglob("privacy_report-*.json"):
+        assert "Voided" not in report.read_text()
+    with pytest.raises(VoidedRunError, match=CURE):
+        trainer.save_checkpoint(tmp_path / "later.ckpt")
+    assert not (tmp_path / "later.ckpt").exists()
+    assert privacy.epsilon == privacy.epsilon_at(1e-3) == math.inf
+    assert re.match(r"VOIDED, NOT PRIVATE \(Skipping gave no gradient", str(privacy.report()))
+    assert not privacy.report().private
+
+
+def test_earlier_checkpoints_cannot_be_resumed(
+    voided, classifier, mlp, loader, make_trainer, tmp_path
+):
+    *_, checkpoints = voided
+    again = silent()
+
+    for path in checkpoints:
+        with pytest.raises(VoidedRunError, match="Skipping gave no gradient"):
+            make_trainer(max_epochs=2, callbacks=[again]).fit(
+                classifier(mlp()), loader, ckpt_path=path
+            )
+    assert again.steps == 0 or again.epsilon == math.inf
+
+
+def test_the_same_callback_fits_no_more_and_a_new_one_does(voided, loader, make_trainer):
+    _, model, privacy, _ = voided
+    with pytest.raises(VoidedRunError):
+        make_trainer(max_epochs=1, callbacks=[privacy]).fit(model, loader)
+    model.at, new = -1, silent()
+
+    make_trainer(max_epochs=1, callbacks=[new]).fit(model, loader)
+
+    assert new.steps == 10
+    assert math.isfinite(new.epsilon)
+    assert not any(part._forward_hooks for part in model.modules())
+
+
+def test_the_report_command_says_it_of_checkpoints_and_of_the_journal(voided, tmp_path, capsys):
+    *_, checkpoints = voided
+    (journal,) = tmp_path.rglob("*.journal")
+
+    assert report_command([str(checkpoints[0])]) == 1
+    of_checkpoint = capsys.readouterr().out
+    assert report_command([str(journal), "--delta", "1e-5"]) == 1
+    of_journal = capsys.readouterr().out
+
+    for said in (of_checkpoint, of_journal):
+        assert "ε = inf" in said
+        assert re.search("PROBLEM: .*VOIDED.*Skipping gave no gradient", said)
+
+
+def test_an_error_that_is_caught_ends_the_run_at_the_next_batch(
+    skipping_by_hand, mlp, loader, make_trainer, weights
+):
+    class Catches(skipping_by_hand):
+        def training_step(self, batch, batch_idx):
+            try:
+                super().training_step(batch, batch_idx)
+            except VoidedRunError:
+                self.then = nn.utils.parameters_to_vector(self.parameters()).detach().clone()
+
+    model, privacy = Catches(mlp()), silent()
+
+    with pytest.raises(VoidedRunError):
+        make_trainer(max_epochs=1, callbacks=[privacy]).fit(model, loader)
+
+    assert torch.equal(weights(model), model.then)
+    assert privacy.steps == 4
