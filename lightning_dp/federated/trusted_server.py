@@ -25,7 +25,8 @@ from lightning_dp.world import World
 __all__ = ["TrustedServer"]
 
 _SERVER = 0
-_STOP, _NOTHING, _ASK = 0.0, 1.0, 2.0
+_STOP, _NOTHING, _ASK, _FAILED = 0.0, 1.0, 2.0, 3.0
+_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
 @dataclass(frozen=True)
@@ -48,8 +49,9 @@ class TrustedServer:
     Any estimator of one query per step works; with :class:`~lightning_dp.estimators.Diff2` and
     ``FullBatch()`` this is DIFF2 of Murata and Suzuki (2023), Algorithm 1, whose server is trusted.
 
-    The ledger on rank 0 holds for every record of every rank. Only rank 0 stops or fails alone;
-    a rank that fails makes the others wait until the process group's timeout.
+    The ledger on rank 0 holds for every record of every rank. Rank 0 checks that models are alike
+    before anything is charged, and that each sum is finite before it is added; if not, all ranks
+    raise. A rank that fails by itself makes the others wait until the process group's timeout.
 
     Args:
         local: this rank's records and model, the same model on every rank.
@@ -120,19 +122,25 @@ class TrustedServer:
             rounds: R.
             directory: where rank 0 makes the folder ``privacy`` of the journal, without a
                 ``ledger_dir``.
+
+        Raises:
+            ValueError: on every rank, if a rank has another model.
+            RuntimeError: on every rank, if a rank's sum is not finite.
         """
         if not rounds >= 1:
             raise ValueError(f"rounds={rounds} must be at least 1.")
         run = self.private_run
-        num_records = int(self._sum_over_ranks(self._local.num_records))
+        num_records = self._agree()
         if self._is_server:
             folder = run.config.ledger_dir or Path(directory) / "privacy"
             run.use_batches(BatchPlan(num_records, self._sample_rate, 1, 1))
             run.start(rounds, World(), Path(folder))
         try:
-            for _ in range(rounds):
-                if not self._step():
-                    break
+            made = 0
+            while (made < rounds or not self._is_server) and self._step():
+                made += 1
+            if self._is_server and made == rounds:
+                self._share(_STOP, None)  # the others wait for the next question
         finally:
             run.stop()
         self._share_model()
@@ -143,6 +151,8 @@ class TrustedServer:
         status, question = (
             self._share(*self._ask()) if self._is_server else self._share(_STOP, None)
         )
+        if status == _FAILED:
+            raise RuntimeError("Rank 0 has refused a sum of some rank and ended the run.")
         if status == _STOP:
             return False
         if question is not None:
@@ -205,6 +215,13 @@ class TrustedServer:
         dist.gather(part.value, values, dst=_SERVER)
         mechanism = self.private_run.mechanism
         assert mechanism is not None
+        for rank, value in enumerate(values):
+            if not bool(torch.isfinite(value).all()):
+                self._share(_FAILED, None)
+                raise RuntimeError(
+                    f"The sum of rank {rank} is not finite, so nothing was released of this step. "
+                    "Sums of clipped gradients are: look at what that rank runs."
+                )
         for value in values:
             mechanism.answer(BoundedSum(value, question.query.clip_norm))
 
@@ -245,8 +262,18 @@ class TrustedServer:
         dist.broadcast(value, _SERVER)
         return value
 
-    @staticmethod
-    def _sum_over_ranks(value: int) -> float:
-        total = torch.tensor([float(value)], dtype=torch.float64)
-        dist.all_reduce(total)
-        return float(total)
+    def _agree(self) -> int:
+        """N over all ranks; raises ValueError on each if their models are not of one kind."""
+        here = self._local.point
+        mine = [self._local.num_records, len(here), _DTYPES.index(here.dtype)]
+        told = [torch.zeros(len(mine), dtype=torch.int64) for _ in range(dist.get_world_size())]
+        dist.all_gather(told, torch.tensor(mine))
+        counts = [each.tolist() for each in told]
+        for rank, (_, size, dtype) in enumerate(counts):
+            if [size, dtype] != counts[_SERVER][1:]:
+                raise ValueError(
+                    f"Rank {rank} trains {size} numbers of {_DTYPES[dtype]}, and rank {_SERVER} trains "
+                    f"{counts[_SERVER][1]} of {_DTYPES[counts[_SERVER][2]]}. Give every rank the same "
+                    "model."
+                )
+        return sum(num_records for num_records, _, _ in counts)

@@ -88,11 +88,29 @@ def listen() -> list[Tensor]:
     return heard
 
 
+class Spoilt(Watched):
+    """Its sums are not finite from the second on, on rank 1."""
+
+    def bounded_sum(self, query: Query, records: Any) -> BoundedSum:
+        answer = super().bounded_sum(query, records)
+        if len(self.sums) > 1 and int(os.environ["RANK"]) == 1:
+            return BoundedSum(answer.value + float("inf"), answer.clip_norm)
+        return answer
+
+
+def refused(rank: int, folder: Path, rounds: int, **privacy: Any) -> dict[str, Any]:
+    try:
+        train(rank, folder, rounds, **privacy)
+    except (RuntimeError, ValueError) as error:
+        return {"error": f"{type(error).__name__}: {error}"}
+    return {"error": ""}
+
+
 def train(rank: int, folder: Path, rounds: int, **privacy: Any) -> dict[str, Any]:
     module = privacy.pop("module", None) or Net(rank)
     sample_rate = privacy.pop("sample_rate", 1.0)
     momentum = privacy.pop("momentum", 0.0)
-    local = Watched(module, records(rank), chunk_size=16)
+    local = privacy.pop("local", Watched)(module, records(rank), chunk_size=16)
     before = local.point
     optimizer = torch.optim.SGD(module.parameters(), lr=0.5, momentum=momentum)
     config = PrivacyConfig(**{"target_delta": 1e-5, "sampling": FullBatch(), **privacy})
@@ -120,6 +138,10 @@ SCENARIOS: dict[str, Callable[[int, Path], dict[str, Any]]] = {
     ),
     "budget": lambda rank, folder: train(
         rank, folder, 100, target_epsilon=2.0, noise_multiplier=3.0
+    ),
+    "spoilt": lambda rank, folder: refused(rank, folder, 2, noise_multiplier=3.0, local=Spoilt),
+    "unlike": lambda rank, folder: refused(
+        rank, folder, 2, noise_multiplier=3.0, module=Flat() if rank else None
     ),
     "poisson": lambda rank, folder: train(
         rank, folder, 20, sample_rate=0.02, noise_multiplier=1.0, sampling=_poisson()

@@ -33,7 +33,7 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> Path:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = str(probe.getsockname()[1])
-    scenarios = ("diff2", "heard", "noise", "budget", "poisson")
+    scenarios = ("spoilt", "unlike", "diff2", "heard", "noise", "budget", "poisson")
     ranks = [
         subprocess.Popen(
             [sys.executable, JOBS, folder, *scenarios],
@@ -149,6 +149,21 @@ def test_poisson_batches_are_charged_also_when_they_are_empty(job):
     assert lead["steps"] == 20
     assert lead["epsilon"] == PLDAccountant().epsilon([(event, 20)], 1e-5)
     assert any(not part.any() for part in [*lead["sums"], *other["sums"]])
+
+
+def test_a_sum_that_is_not_finite_is_refused_on_every_rank(job):
+    """In the last round, too; and the ranks can go on with something else."""
+    lead, other = results(job, "spoilt")
+    assert lead["error"].startswith("RuntimeError: The sum of rank 1 is not finite")
+    assert other["error"].startswith("RuntimeError: Rank 0 has refused a sum")
+
+
+def test_ranks_with_unlike_models_are_refused_before_a_charge(job):
+    for result in results(job, "unlike"):
+        assert result["error"].startswith(
+            "ValueError: Rank 1 trains 20000 numbers of torch.float32"
+        )
+    assert not list((job / "unlike").rglob("*.journal"))
 
 
 def test_rank_0_keeps_the_journal(job):

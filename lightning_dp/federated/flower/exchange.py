@@ -186,7 +186,8 @@ class Exchange:
         if flight.client is None:
             return self._introduce(flight.node, message)
         payload, (facts, is_all) = payload_of(message), told_by(message)
-        if facts.get("client", flight.client) != flight.client:
+        named = facts.get("client")
+        if type(named) is int and named != flight.client:
             self._free(flight)
             raise MessageError("its reply is another client's")
         problem = "" if is_all else "some of what it says of itself cannot be kept"
