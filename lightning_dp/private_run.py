@@ -55,6 +55,7 @@ class PrivateRun:
         self._end: float = math.inf  # the mechanism's step at which the plan ends
         self._affordable_end: float = math.inf  # ... and at which the budget does
         self.stop_reason: str | None = None
+        self.not_covered: tuple[str, ...] = ()  # of this run, besides what holds for all
         self.engine: str = config.engine  # what "auto" turned out to be, once it is known
         self.isolation = "not probed (no batch yet)" if config.isolation_probe else "opted out"
         self.is_seeded = config.seed is not None  # for good: also a run resumed without the seed

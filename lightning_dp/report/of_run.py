@@ -54,7 +54,7 @@ def report(run: PrivateRun) -> PrivacyReport:
         expected_batch_size=None if batches is None else float(batches.expected_batch_size),
         num_records=None if batches is None else int(batches.num_records),
         stop_reason=run.stop_reason,
-        not_covered=_NOT_COVERED,
+        not_covered=(*_NOT_COVERED, *run.not_covered),
         versions=dict(_versions()),
         ledger_id=run.ledger.id,
         journal=None if journal is None else str(journal),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -34,10 +34,12 @@ from lightning_dp.strategies.data import make_private_loader
 from lightning_dp.strategies.first_step import FirstStep
 from lightning_dp.strategies.fit_reports import FitReports
 from lightning_dp.strategies.journal_folder import default_folder
+from lightning_dp.strategies.monitors import Monitors
 from lightning_dp.strategies.private_step import PrivateStep, is_differentiable
 from lightning_dp.strategies.probe import heed, probe
 from lightning_dp.strategies.publish import Publisher
 from lightning_dp.strategies.together import Place, common_fault
+from lightning_dp.strategies.weak_settings import weak_settings
 from lightning_dp.warnings import warn
 from lightning_dp.world import World
 
@@ -65,6 +67,7 @@ class DifferentialPrivacyStrategy(Strategy):
     _loader: PrivateDataLoader | None = None
     _publisher: Publisher | None = None
     _reports: FitReports | None = None
+    _monitors: Monitors | None = None
     _ledger_dir: Path | None = None
     _accumulate_before: int | None = None
     _is_probed: bool = False
@@ -149,6 +152,10 @@ class DifferentialPrivacyStrategy(Strategy):
         trainer, run = self._trainer, self.private_run
         check_single_loader(trainer.train_dataloader, self._loader)
         check_training_mode(trainer.lightning_module)
+        assert run.batches is not None
+        self._warn(weak_settings(run.config, run.batches))
+        self._monitors = Monitors(trainer, run, self._warn)
+        self._monitors.begin()
         planned_steps = max(0, trainer.estimated_stepping_batches - trainer.global_step)
         folder = None if trainer.fast_dev_run else self._journal_folder()  # type: ignore[attr-defined]
         run.start(planned_steps, self._world(), folder, trainer.global_step)
@@ -183,6 +190,7 @@ class DifferentialPrivacyStrategy(Strategy):
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         super().on_train_batch_start(batch, batch_idx)
+        self._check_monitors()
         run, mechanism = self.private_run, self.private_run.mechanism
         assert self._loader is not None and self._step is not None and mechanism is not None
         assert self._first is not None
@@ -244,6 +252,7 @@ class DifferentialPrivacyStrategy(Strategy):
         with self._step.watching():
             output = super().training_step(*args, **kwargs)
         self._first.leave_forward()
+        self._check_monitors()
         if self._is_automatic:
             return self._with_loss(output)
         if self._step.is_unreleased(self.private_run.mechanism):
@@ -376,7 +385,11 @@ class DifferentialPrivacyStrategy(Strategy):
         self._after_step()
         return output
 
-    def _warn(self, messages: Sequence[str]) -> None:
+    def _check_monitors(self) -> None:
+        if self._monitors is not None:
+            self._monitors.check()
+
+    def _warn(self, messages: Iterable[str]) -> None:
         for message in messages:
             if self.is_global_zero:
                 warn(message)
@@ -399,6 +412,7 @@ class DifferentialPrivacyStrategy(Strategy):
 
     def on_train_end(self) -> None:
         super().on_train_end()
+        self._check_monitors()
         mechanism = self.private_run.mechanism
         if self._step is not None and mechanism is not None and mechanism.is_under_way:
             self._agree(self._step.fault(mechanism), Place.NO_RELEASE)
@@ -414,6 +428,7 @@ class DifferentialPrivacyStrategy(Strategy):
     ) -> None:
         if (reason := self.private_run.voided) is not None:
             raise VoidedRunError(reason)
+        self._check_monitors()
         checkpoint[CHECKPOINT_KEY] = self.private_run.state_dict()
         if self.is_global_zero:  # who writes the file
             content = report(self.private_run)
@@ -448,7 +463,7 @@ class DifferentialPrivacyStrategy(Strategy):
             self._trainer.accumulate_grad_batches = self._accumulate_before
         self._step, self._first, self._loader, self._publisher = None, None, None, None
         self._accumulate_before, self._step_arguments = None, ((), {})
-        self._is_probed, self._ledger_dir = False, None
+        self._is_probed, self._ledger_dir, self._monitors = False, None, None
         super().teardown()
         if self._reports is not None:
             self._reports.finish(may_warn=False)  # an exception may be on its way

@@ -12,6 +12,7 @@ from scipy import stats
 from torch.utils.data import DataLoader
 
 from lightning_dp.callbacks import DifferentialPrivacy
+from lightning_dp.warnings import PrivacyWarning
 
 N = 240
 
@@ -198,9 +199,10 @@ def test_a_batch_size_beyond_the_data_set_is_a_full_batch(
 ):
     model, privacy = recording(mlp()), private()
 
-    make_trainer(max_epochs=3, callbacks=[privacy]).fit(
-        model, DataLoader(numbered(), batch_size=1000)
-    )
+    with pytest.warns(PrivacyWarning, match="each step uses all of them"):
+        make_trainer(max_epochs=3, callbacks=[privacy]).fit(
+            model, DataLoader(numbered(), batch_size=1000)
+        )
 
     assert [sorted(batch) for batch in model.batches] == [list(range(N))] * 3
     assert [event.pair for event in charges()] == [(1.0, 1.0)] * 3
