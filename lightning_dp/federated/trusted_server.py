@@ -125,7 +125,7 @@ class TrustedServer:
 
         Raises:
             ValueError: on every rank, if a rank has another model.
-            RuntimeError: on every rank, if a rank's sum is not finite.
+            VoidedRunError: on every rank, if a rank's sum is not finite.
         """
         if not rounds >= 1:
             raise ValueError(f"rounds={rounds} must be at least 1.")
@@ -152,7 +152,7 @@ class TrustedServer:
             self._share(*self._ask()) if self._is_server else self._share(_STOP, None)
         )
         if status == _FAILED:
-            raise RuntimeError("Rank 0 has refused a sum of some rank and ended the run.")
+            raise VoidedRunError("rank 0 has refused the sum of a rank, which its error names.")
         if status == _STOP:
             return False
         if question is not None:
@@ -218,10 +218,9 @@ class TrustedServer:
         for rank, value in enumerate(values):
             if not bool(torch.isfinite(value).all()):
                 self._share(_FAILED, None)
-                raise RuntimeError(
-                    f"The sum of rank {rank} is not finite, so nothing was released of this step. "
-                    "Sums of clipped gradients are: look at what that rank runs."
-                )
+                reason = f"the sum of rank {rank} is not finite, as clipped sums are."
+                self.private_run.void(reason)
+                raise VoidedRunError(reason)
         for value in values:
             mechanism.answer(BoundedSum(value, question.query.clip_norm))
 
@@ -277,3 +276,9 @@ class TrustedServer:
                     "model."
                 )
         return sum(num_records for num_records, _, _ in counts)
+
+    @staticmethod
+    def _sum_over_ranks(value: int) -> float:
+        total = torch.tensor([float(value)], dtype=torch.float64)
+        dist.all_reduce(total)
+        return float(total)

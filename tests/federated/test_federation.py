@@ -324,6 +324,27 @@ def test_processes_end_at_the_same_model_though_a_supernode_is_killed(app, tmp_p
 
 
 @pytest.mark.slow
+def test_processes_end_at_the_same_model_though_a_client_sends_nonsense(app, tmp_path):
+    folder = tmp_path / "run"
+    with LoopbackFederation(tmp_path / "flower", 2) as federation:
+        federation.run(APP, {"out": str(folder), "hostile": 1})
+
+    assert_same(final(folder), by_hand(app, 2, 3))
+    assert summary(folder)["problems"] == 4
+    for client in (0, 1):
+        assert history(folder, client) == events(app, 3)
+
+
+def test_a_client_that_sends_nonsense_changes_neither_the_model_nor_the_ledgers(
+    in_process, app, tmp_path
+):
+    assert_same(in_process(hostile=1), by_hand(app, 2, 3))
+    assert summary(tmp_path / "run")["problems"] == 4
+    for client in (0, 1):
+        assert history(tmp_path / "run", client) == events(app, 3)
+
+
+@pytest.mark.slow
 def test_a_run_that_fails_says_why(tmp_path):
     with (
         LoopbackFederation(tmp_path / "flower", 1) as federation,

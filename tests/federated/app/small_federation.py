@@ -9,7 +9,8 @@ from typing import Any
 
 import lightning as L
 import torch
-from flwr.app import Context
+from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, RecordDict
+from flwr.clientapp import ClientApp
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
@@ -87,7 +88,31 @@ def server_protocol(context: Context, run: str, start: Tensor) -> AsyncServer:
     return AsyncServer(run, plan(context), start, int(context.run_config["clients"]))
 
 
-client = client_app(build, protocol, ledger_dir=lambda context: out(context) / "ledgers")
+honest = client_app(build, protocol, ledger_dir=lambda context: out(context) / "ledgers")
+client = ClientApp()
+client.query()(lambda message, context: honest(message, context))
+
+
+@client.train()
+def answer(message: Message, context: Context) -> Message:
+    """Honestly; the client that is hostile sends four replies of its own first."""
+    reply = honest(message, context)
+    if context.node_config["partition-id"] != context.run_config.get("hostile", -1):
+        return reply
+    counter = out(context) / "spoilt"
+    number = len(counter.read_text()) if counter.exists() else 0
+    counter.write_text("x" * (number + 1))
+    header = b"{'descr': '|u1', 'fortran_order': False, 'shape': (4611686018427387904, 4), }\n"
+    data = b"\x93NUMPY\x01\x00" + len(header).to_bytes(2, "little") + header
+    overflowing = ArrayRecord({"bytes": Array("uint8", (4,), "numpy.ndarray", data)})
+    bad: list[dict[str, Any]] = [
+        {},
+        {"payload": overflowing, "facts": reply.content["facts"]},
+        {"payload": reply.content["payload"], "facts": ConfigRecord({"client": 0})},
+        {"payload": reply.content["payload"], "facts": ConfigRecord({"epsilon": b"much"})},
+    ]
+    return Message(RecordDict(bad[number]), reply_to=message) if number < len(bad) else reply
+
 
 server = server_app(
     lambda context: Net(),
