@@ -49,7 +49,8 @@ class DifferentialPrivacy(Callback):
         engine: who computes gradients per record: "bookkeeping" (clipped sums from one
             backward pass, fast), "hooks" (Opacus), "functional" (torch.func, knows no layer types,
             slow); "auto" takes the first where it covers the model, else the second.
-        ledger_dir: folder of the privacy journal; default ``<default_root_dir>/privacy``.
+        ledger_dir: folder of the privacy journal, on this machine; default
+            ``<default_root_dir>/privacy``. A relative one begins where the process is now.
         isolation_probe: before the first step, check on a synthetic batch that no record changes
             another's gradient and that the model keeps none in weights or buffers, else refuse it.
             The batch has the shapes of the first one and none of its values; see

@@ -47,7 +47,8 @@ class PrivacyConfig:
         engine: who computes gradients per record: "bookkeeping" (clipped sums from one
             backward pass, fast), "hooks" (Opacus), "functional" (torch.func, knows no layer types,
             slow); "auto" takes the first where it covers the model, else the second.
-        ledger_dir: folder of the privacy journal; default ``<default_root_dir>/privacy``.
+        ledger_dir: folder of the privacy journal, on this machine; default
+            ``<default_root_dir>/privacy``. A relative one begins where the process is now.
         isolation_probe: whether a synthetic batch is used, before the first step, to check that no
             record changes another's gradient (:mod:`lightning_dp.audit.isolation`).
         seed: makes noise and batches repeatable. For tests only: nothing is private with it, and

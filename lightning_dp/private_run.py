@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lightning_dp.accounting import History
+from lightning_dp.accounting.coarse import coarse, coarse_pairs
 from lightning_dp.accounting.curve import epsilon_curve
 from lightning_dp.accounting.guards import FixedGuard
 from lightning_dp.accounting.ledger import Ledger
@@ -148,6 +149,23 @@ class PrivateRun:
             left = [(plan.event(step), 1) for step in range(now, now + more)]
         history = [*self.ledger.history(), *mechanism.unasked, *left]
         return self._accountant.epsilon(history, delta, self.config.relation)
+
+    def epsilon_beside(self, others: History) -> float | None:
+        """ε of what others spent and this run's whole plan, or a bound on it; None if it has no end.
+
+        Of many distinct steps, those with nearly the same noise count as the one with the least: it
+        is for information, and must not take long.
+        """
+        mechanism, more = self.mechanism, self.remaining_steps
+        if mechanism is None or self.is_adaptive or not math.isfinite(more):
+            return None
+        plan, steps = mechanism.plan, range(mechanism.step, mechanism.step + int(more))
+        if plan.is_constant:
+            left: History = [(plan.event(steps.start), len(steps))] if steps else []
+        else:
+            left = coarse_pairs((plan.noise_multiplier(step), plan.rate(step)) for step in steps)
+        history = [*coarse(others), *coarse(self.ledger.history()), *mechanism.unasked, *left]
+        return self._accountant.epsilon(history, self.config.target_delta, self.config.relation)
 
     @property
     def remaining_steps(self) -> float:

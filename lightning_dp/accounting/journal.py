@@ -98,7 +98,7 @@ class Journal:
             )
         self.runs = written.runs
         self._last = {run: charges[-1][0] for run, charges in written.runs.items()}
-        self._weights = written.weights
+        self.weights = written.weights
         self._size = written.size
         self._file: IO[bytes] = open(self.path, "ab", buffering=0)  # noqa: SIM115 (until close())
         try:
@@ -144,7 +144,7 @@ class Journal:
             events = [event for event, count in charges for _ in range(count)]
             for start in range(written, len(events), _LINES_AT_ONCE):
                 lines = []
-                for number, event in list(enumerate(events))[start : start + _LINES_AT_ONCE]:
+                for number, event in enumerate(events[start : start + _LINES_AT_ONCE], start):
                     lines.append(self._line(run, number, event))
                     self._last[run] = event
                 self._append(lines, wait=False)
@@ -152,10 +152,10 @@ class Journal:
 
     def note_weights(self, fingerprints: Sequence[str]) -> None:
         """Write that weights with these fingerprints were released, if it is not known."""
-        if new := [each for each in fingerprints if each not in self._weights]:
+        if new := [each for each in fingerprints if each not in self.weights]:
             self._check_untouched()
             self._append([weights_line(new)])
-            self._weights.update(new)
+            self.weights.update(new)
 
     def _line(self, run: str, number: int, event: AbstractEvent) -> bytes:
         return charge_line(run, number, None if self._last.get(run) == event else event)

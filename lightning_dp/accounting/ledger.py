@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import reprlib
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +52,7 @@ class Ledger:
     def __init__(self) -> None:
         self.id = new_id()
         self.journal_path: Path | None = None
+        self.weights: set[str] = set()  # fingerprints of weights that were released
         self._runs: Runs = {}
         self._journal: Journal | None = None
         self._run = ""
@@ -93,6 +96,7 @@ class Ledger:
             path = self.journal_path or directory / f"{self.id}.journal"
             journal = Journal(path.absolute(), self.id)
             self.merge(journal.runs)
+            self.weights |= journal.weights
             journal.extend(self._runs)
             self._journal, self.journal_path = journal, journal.path
         self._run, self._steps_of_run = run, 0
@@ -126,6 +130,13 @@ class Ledger:
     def _refuse_voided(self) -> None:
         if self._voided is not None:
             raise VoidedRunError(self._voided)
+
+    def note_weights(self, fingerprints: Sequence[str]) -> None:
+        """Remember that weights were released; where the journal has a fault, its next charge says so."""
+        self.weights.update(fingerprints)
+        if self._journal is not None:
+            with contextlib.suppress(JournalError):
+                self._journal.note_weights(fingerprints)
 
     def end(self) -> None:
         """End the run: close the journal and give up its lock."""

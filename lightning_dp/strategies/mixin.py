@@ -31,6 +31,7 @@ from lightning_dp.strategies.checks import (
     check_training_mode,
 )
 from lightning_dp.strategies.data import make_private_loader
+from lightning_dp.strategies.earlier_training import EarlierTraining
 from lightning_dp.strategies.first_step import FirstStep
 from lightning_dp.strategies.fit_reports import FitReports
 from lightning_dp.strategies.journal_folder import default_folder
@@ -68,6 +69,7 @@ class DifferentialPrivacyStrategy(Strategy):
     _publisher: Publisher | None = None
     _reports: FitReports | None = None
     _monitors: Monitors | None = None
+    _earlier: EarlierTraining | None = None
     _ledger_dir: Path | None = None
     _accumulate_before: int | None = None
     _is_probed: bool = False
@@ -158,7 +160,11 @@ class DifferentialPrivacyStrategy(Strategy):
         self._monitors.begin()
         planned_steps = max(0, trainer.estimated_stepping_batches - trainer.global_step)
         folder = None if trainer.fast_dev_run else self._journal_folder()  # type: ignore[attr-defined]
+        earlier = EarlierTraining(trainer.lightning_module, run)
         run.start(planned_steps, self._world(), folder, trainer.global_step)
+        if self.is_global_zero:
+            earlier.begin(folder)
+            self._earlier = earlier
         self._publisher = Publisher(trainer, run)
         self._publisher.publish()
         self._reports = self.make_reports()
@@ -435,6 +441,8 @@ class DifferentialPrivacyStrategy(Strategy):
             checkpoint[CHECKPOINT_KEY]["report"] = in_checkpoint(content)
             if self._reports is not None:
                 self._reports.write(content)
+            if self._earlier is not None:
+                self._earlier.released(checkpoint.get("state_dict", {}))
         super().save_checkpoint(checkpoint, filepath, storage_options)
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> Any:
@@ -454,6 +462,8 @@ class DifferentialPrivacyStrategy(Strategy):
     def _leave_the_model(self) -> None:
         if self._step is not None:
             self._step.detach()
+        if self._earlier is not None:
+            self._earlier.released()
         if self._run is not None:
             self._run.stop()
 
@@ -463,7 +473,8 @@ class DifferentialPrivacyStrategy(Strategy):
             self._trainer.accumulate_grad_batches = self._accumulate_before
         self._step, self._first, self._loader, self._publisher = None, None, None, None
         self._accumulate_before, self._step_arguments = None, ((), {})
-        self._is_probed, self._ledger_dir, self._monitors = False, None, None
+        self._is_probed, self._ledger_dir = False, None
+        self._monitors, self._earlier = None, None
         super().teardown()
         if self._reports is not None:
             self._reports.finish(may_warn=False)  # an exception may be on its way

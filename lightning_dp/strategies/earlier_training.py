@@ -1,0 +1,173 @@
+"""Who else spent: other ledgers that trained this model, and other journals in the folder."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from weakref import WeakKeyDictionary
+
+from lightning.pytorch.utilities import rank_zero_info
+from torch import nn
+
+from lightning_dp.accounting import History
+from lightning_dp.accounting.charges import JournalError, Runs, history_of, longer_run
+from lightning_dp.accounting.ledger import Ledger
+from lightning_dp.accounting.neighbours import Neighbours, neighbours, union
+from lightning_dp.accounting.rounding import epsilon_text
+from lightning_dp.private_run import PrivateRun
+from lightning_dp.released_weights import fingerprints, some_of
+from lightning_dp.warnings import warn
+
+__all__ = ["EarlierTraining"]
+
+
+@dataclass(frozen=True)
+class _Trained:
+    """A ledger that trained a module, and the weights that it began with."""
+
+    ledger: Ledger
+    before: frozenset[str]
+
+
+@dataclass
+class _Process:
+    """What was trained in this process."""
+
+    modules: WeakKeyDictionary[nn.Module, list[_Trained]] = field(default_factory=WeakKeyDictionary)
+    ledgers: dict[str, Ledger] = field(default_factory=dict)  # that released weights
+    said: set[tuple[str, str]] = field(default_factory=set)
+
+
+_process = _Process()
+
+
+class EarlierTraining:
+    """Says at the start of a fit if another ledger trained the model; knows it again later.
+
+    A model is known by its modules (the same object, or another one around the same parts), and by
+    the weights that a ledger released: those of copies, of loaded checkpoints, and, by the journals
+    in the folder, of other processes. Weights that are what they were before the other
+    training are nobody's.
+
+    Args:
+        module: the model.
+        run: whose fit begins.
+    """
+
+    def __init__(self, module: nn.Module, run: PrivateRun) -> None:
+        self._module, self._run = module, run
+        self._before = frozenset(fingerprints(module.parameters()))
+        self._is_new = not run.steps
+
+    def begin(self, folder: Path | None) -> None:
+        """Say what others spent, and remember who trains now. The plan must have been declared.
+
+        Args:
+            folder: of the journal (lead process); None if there is none.
+        """
+        run = self._run
+        others = {each.ledger.id: each.ledger for each in self._of_modules()}
+        others |= {
+            ledger.id: ledger
+            for ledger in _process.ledgers.values()
+            if not ledger.weights.isdisjoint(self._before)
+        }
+        others.pop(run.ledger.id, None)
+        found = Neighbours()
+        if folder is not None and self._is_new:
+            found = neighbours(folder, run.ledger.id, self._before)
+        self._remember()
+        self._say_trained_before(others, found)
+        if found.count:
+            rank_zero_info(_about(found, folder, run))
+
+    def released(self, tensors: Mapping[str, object] | None = None) -> None:
+        """Note the trained weights that others will see: those of a checkpoint, or as they are now."""
+        if not self._run.steps:
+            return
+        trained: dict[str, object] = {
+            name: param for name, param in self._module.named_parameters() if param.requires_grad
+        }
+        values = trained if tensors is None else {k: v for k, v in tensors.items() if k in trained}
+        new = [each for each in fingerprints(values.values()) if each not in self._before]
+        ledger = self._run.ledger
+        ledger.note_weights(some_of(new))
+        _process.ledgers[ledger.id] = ledger
+
+    def _of_modules(self) -> list[_Trained]:
+        """Who trained parts of the model in this process, unless they are as they were before."""
+        return [
+            trained
+            for part in self._module.modules()
+            for trained in _process.modules.get(part, [])
+            if trained.ledger.steps
+            and not trained.before.issuperset(fingerprints(part.parameters(recurse=False)))
+        ]
+
+    def _remember(self) -> None:
+        ledger = self._run.ledger
+        for part in self._module.modules():
+            if any(param.requires_grad for param in part.parameters(recurse=False)):
+                known = _process.modules.get(part, [])
+                same = [each for each in known if each.ledger.id == ledger.id]
+                before = same[0].before if same else self._before
+                others = [each for each in known if each.ledger.id != ledger.id]
+                _process.modules[part] = [*others, _Trained(ledger, before)]
+
+    def _say_trained_before(self, others: Mapping[str, Ledger], found: Neighbours) -> None:
+        run, names = self._run, {*others, *(each.ledger_id for each in found.trained)}
+        names = {name for name in names if (run.ledger.id, name) not in _process.said}
+        if not names:
+            return
+        try:
+            spent = _together([each.runs for each in others.values()], union(found.trained))
+            together = _sum(spent, run)
+        except JournalError as error:
+            together = f"What that costs together is unknown: {error}"
+        warn(
+            f"This model, or a part of it, was trained before under another privacy ledger "
+            f"({', '.join(sorted(names))}), and neither counts the other. {together} To "
+            "count all in one place, give the same DifferentialPrivacy object to each fit, or go on "
+            "with fit(ckpt_path=...); for a search see lightning_dp.accounting.sweep_history and "
+            "RepeatAndSelect. (Of other records, or made anew since, it is as private as it says.)"
+        )
+        _process.said.update((run.ledger.id, name) for name in names)
+
+
+def _together(runs: Sequence[Runs], written: Runs) -> History:
+    """What several ledgers spent; a run that several know of counts once."""
+    together: Runs = dict(written)
+    for each in runs:
+        for name, charges in each.items():
+            together[name] = longer_run(name, together.get(name, []), charges)
+    return history_of(together)
+
+
+def _sum(spent: History, run: PrivateRun) -> str:
+    config = run.config
+    at = f"at δ = {config.target_delta:g} ({config.relation})"
+    epsilon = run.epsilon_beside(spent)
+    if epsilon is not None:
+        return f"Together with the whole plan of this run that is ε = {epsilon_text(epsilon)} {at}."
+    alone = config.accountant.epsilon(spent, config.target_delta, config.relation)
+    return f"That spent ε = {epsilon_text(alone)} {at} already, to which this run adds."
+
+
+def _about(found: Neighbours, folder: Path | None, run: PrivateRun) -> str:
+    """The line about other journals in the folder."""
+    many = "another journal" if found.count == 1 else f"{found.count} other journals"
+    lines = [f"privacy: {many} in {folder}."]
+    try:
+        if found.written:
+            lines.append(f"If of the same records: {_sum(history_of(union(found.written)), run)}")
+    except JournalError as error:
+        lines.append(f"They cannot be added up: {error}")
+    if found.unread:
+        lines.append(
+            f"{found.unread} of them are too long to be added up now; python -m "
+            f"lightning_dp.report {folder} --delta {run.config.target_delta:g} does it."
+        )
+    if found.damaged:
+        lines.append(f"Damaged: {', '.join(path.name for path in found.damaged[:5])}.")
+    return " ".join(lines)

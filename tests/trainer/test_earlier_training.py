@@ -1,0 +1,261 @@
+"""A second ledger on a model that another one trained says what both cost together."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import re
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from torch import nn
+
+from lightning_dp.accounting import PLDAccountant, PoissonGaussian
+from lightning_dp.accounting.journal import Journal, read_written
+from lightning_dp.accounting.rounding import epsilon_text
+from lightning_dp.callbacks import DifferentialPrivacy
+from lightning_dp.schedules import Exponential
+from lightning_dp.strategies import earlier_training
+from lightning_dp.warnings import PrivacyWarning
+
+DELTA, RATE = 1e-5, 24 / 240
+TOGETHER = "trained before under another privacy ledger"
+
+
+def epsilon(steps: int) -> float:
+    return PLDAccountant().epsilon([(PoissonGaussian(1.5, RATE), steps)], DELTA)
+
+
+@pytest.fixture
+def make() -> Callable[..., DifferentialPrivacy]:
+    def callback(**options: Any) -> DifferentialPrivacy:
+        defaults = {"noise_multiplier": 1.5, "target_delta": DELTA, "isolation_probe": False}
+        return DifferentialPrivacy(**{**defaults, **options})
+
+    return callback
+
+
+@pytest.fixture
+def fit(loader, make_trainer, make):
+    """``fit(model)``: five steps under a new callback, or a given one."""
+
+    def run(model: Any, privacy: Any = None, ckpt_path: Any = None, **trainer: Any) -> Any:
+        privacy = make() if privacy is None else privacy
+        made = make_trainer(**{"max_steps": 5, "callbacks": [privacy], **trainer})
+        made.fit(model, loader, ckpt_path=ckpt_path)
+        return made
+
+    return run
+
+
+@pytest.fixture
+def another_process(monkeypatch) -> Callable[[], None]:
+    """Forgets what this process knows; the journals are what is left."""
+    return lambda: monkeypatch.setattr(earlier_training, "_process", earlier_training._Process())
+
+
+def warned(call: Callable[[], Any]) -> float:
+    """The sum that the one warning says."""
+    with pytest.warns(PrivacyWarning, match=TOGETHER) as caught:
+        call()
+    (message,) = [str(each.message) for each in caught if TOGETHER in str(each.message)]
+    found = re.search(r"Together with the whole plan of this run that is ε = ([\d.]+) at", message)
+    assert found is not None, message
+    return float(found[1])
+
+
+def test_three_callbacks_on_one_module_say_what_they_cost_together(classifier, mlp, fit):
+    model = classifier(mlp())
+    fit(model)
+    assert warned(lambda: fit(model)) == pytest.approx(epsilon(10), rel=1e-3)
+    assert warned(lambda: fit(model)) == pytest.approx(epsilon(15), rel=1e-3)
+
+
+def test_one_callback_or_one_chain_of_checkpoints_says_nothing(
+    classifier, mlp, fit, make, tmp_path
+):
+    model, privacy = classifier(mlp()), make()
+    fit(model, privacy)
+    fit(model, privacy).save_checkpoint(tmp_path / "a.ckpt")
+    fit(model, make(), ckpt_path=tmp_path / "a.ckpt", max_steps=8)
+    fit(classifier(mlp()), make(), ckpt_path=tmp_path / "a.ckpt", max_steps=8)
+
+
+def copied(model: Any, new: Any, classifier: Any) -> Any:
+    return copy.deepcopy(model)
+
+
+def loaded(model: Any, new: Any, classifier: Any) -> Any:
+    new.load_state_dict(model.state_dict())
+    return new
+
+
+def wrapped(model: Any, new: Any, classifier: Any) -> Any:
+    return classifier(model.net)
+
+
+def with_a_new_head(model: Any, new: Any, classifier: Any) -> Any:
+    return classifier(nn.Sequential(copy.deepcopy(model.net[0]), nn.Tanh(), nn.Linear(8, 3)))
+
+
+def with_a_frozen_backbone(model: Any, new: Any, classifier: Any) -> Any:
+    model.net[0].requires_grad_(False)
+    model.net[2] = nn.Linear(8, 3)
+    return model
+
+
+def trained_on_in_public(model: Any, new: Any, classifier: Any) -> Any:
+    with torch.no_grad():
+        for param in model.parameters():
+            param += 0.01
+    return model
+
+
+WAYS = [copied, loaded, wrapped, with_a_new_head, with_a_frozen_backbone, trained_on_in_public]
+
+
+@pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
+def test_a_model_made_of_a_trained_one_is_known_again(classifier, mlp, fit, way):
+    model = classifier(mlp())
+    fit(model)
+    again = way(model, classifier(mlp()), classifier)
+    assert warned(lambda: fit(again)) == pytest.approx(epsilon(10), rel=1e-3)
+
+
+@pytest.mark.parametrize("source", ["end of the fit", "checkpoint in the middle"])
+@pytest.mark.parametrize("way", [loaded, with_a_new_head], ids=lambda way: way.__name__)
+def test_its_weights_are_known_in_another_process_by_the_journal(
+    classifier, mlp, fit, make, tmp_path, another_process, way, source
+):
+    class Save(L.Callback):
+        def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
+            if batch_idx == 2:
+                trainer.save_checkpoint(tmp_path / "middle.ckpt", weights_only=True)
+
+    model = classifier(mlp())
+    fit(model, callbacks=[make(), Save()])
+    if source != "end of the fit":
+        state = torch.load(tmp_path / "middle.ckpt", weights_only=True)["state_dict"]
+        assert not torch.equal(state["net.0.weight"], model.net[0].weight)
+        model.load_state_dict(state)
+    again = way(model, classifier(mlp()), classifier)
+    another_process()
+    assert warned(lambda: fit(again)) == pytest.approx(epsilon(10), rel=1e-3)
+
+
+def test_fingerprints_of_released_weights_stand_in_the_journal(classifier, mlp, fit, make):
+    privacy = make()
+    fit(classifier(mlp()), privacy)
+    written = read_written(Path(privacy.report().journal))
+    assert len(written.weights) == 4  # two layers' weights and biases
+    assert written.runs == privacy.report().events
+
+
+def test_models_that_nobody_trained_are_nobodys(classifier, mlp, fit, another_process):
+    """Made alike; reset to what they were; never trained under privacy; a fit that made no step."""
+    model = classifier(mlp())
+    start = copy.deepcopy(model.state_dict())
+    fit(model)
+    fit(classifier(mlp()))
+    model.load_state_dict(start)
+    fit(model)
+    another_process()
+    fit(classifier(mlp()))
+    plain = classifier(mlp())
+    fit(plain, max_steps=0)
+    fit(plain)
+
+
+def test_zeros_and_ones_are_nobodys_weights(classifier, fit, another_process):
+    class Frozen(nn.Sequential):
+        pass
+
+    def net() -> nn.Module:
+        return Frozen(nn.Linear(6, 3), nn.LayerNorm(3))
+
+    fit(classifier(net()))
+    another_process()
+    fit(classifier(net()))
+
+
+def test_it_is_said_once_for_each_two_ledgers(classifier, mlp, fit, make):
+    model, second = classifier(mlp()), make()
+    fit(model)
+    warned(lambda: fit(model, second))
+    fit(model, second)
+
+
+# -- the folder ----------------------------------------------------------------------------
+
+
+@pytest.fixture
+def lines(caplog) -> Callable[[], list[str]]:
+    """What was said of other journals since the last call."""
+    caplog.set_level(logging.INFO)
+
+    def said() -> list[str]:
+        found = [
+            each.getMessage() for each in caplog.records if "other journal" in each.getMessage()
+        ]
+        caplog.clear()
+        return found
+
+    return said
+
+
+def test_other_journals_in_the_folder_are_said_at_the_start_with_the_sum(
+    classifier, mlp, fit, make, lines, tmp_path
+):
+    fit(classifier(mlp()))
+    assert lines() == []
+    privacy = make()
+    trainer = fit(classifier(mlp()), privacy)
+    (line,) = lines()
+    assert "another journal in" in line and str(tmp_path / "privacy") in line
+    said = re.search(r"whole plan of this run that is ε = ([\d.]+) at δ = 1e-05", line)
+    assert said and float(said[1]) == pytest.approx(epsilon(10), rel=1e-3)
+
+    trainer.save_checkpoint(tmp_path / "a.ckpt")
+    fit(classifier(mlp()), make(), ckpt_path=tmp_path / "a.ckpt", max_steps=7)
+    fit(classifier(mlp()), privacy)
+    assert lines() == []
+
+
+def test_a_plan_without_an_end_says_what_was_spent(make):
+    said = earlier_training._sum([(PoissonGaussian(1.5, RATE), 5)], make()._run)
+    spent = f"That spent ε = {epsilon_text(epsilon(5))} at δ = 1e-05 (add_remove) already"
+    assert said == f"{spent}, to which this run adds."
+
+
+def test_damaged_and_long_journals_are_named_and_cost_little(
+    classifier, mlp, fit, lines, tmp_path, monkeypatch
+):
+    folder = tmp_path / "privacy"
+    for number in range(60):
+        journal = Journal(folder / f"{number:016x}.journal", f"{number:016x}")
+        journal.append(f"{number:016x}", 0, PoissonGaussian(20.0 + number / 7, 0.01))
+        journal.close()
+    (folder / "damaged.journal").write_bytes(b"nothing")
+    monkeypatch.setattr("lightning_dp.accounting.neighbours._READ", 4_000)
+    start = time.process_time()
+    fit(classifier(mlp()))
+    assert time.process_time() - start < 2  # with the fit
+    (line,) = lines()
+    assert "61 other journals" in line and "Damaged: damaged.journal" in line
+    assert re.search(
+        r"\d+ of them are too long to be added up now; python -m lightning_dp.report", line
+    )
+
+
+def test_a_long_schedule_is_added_up_from_above(classifier, mlp, fit, make):
+    privacy = make(noise_schedule=Exponential(0.0005), noise_multiplier=8.0)
+    fit(classifier(mlp()), privacy, max_steps=3)
+    spent = [(PoissonGaussian(1.5 + i * 1e-4, RATE), 1) for i in range(300)]
+    exact = PLDAccountant().epsilon([*spent, *privacy._run.ledger.history()], DELTA)
+    bound = privacy._run.epsilon_beside(spent)
+    assert exact <= bound <= 1.03 * exact
