@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import ClassVar
 
+import torch
 from torch import Tensor, nn
 
 from lightning_dp.clipping import AbstractPerSampleGradients
@@ -14,6 +16,7 @@ __all__ = [
     "AbstractGradientEngine",
     "UncoveredParameterError",
     "UnsupportedModelError",
+    "as_unsupported",
     "number_of_records",
 ]
 
@@ -32,6 +35,30 @@ class UncoveredParameterError(UnsupportedModelError):
             "LightningModule: call self(x)), their module is in eval mode or compiled, or its "
             "layer is not called as a module. Move them into a layer of their own."
         )
+
+
+@contextmanager
+def as_unsupported(name: str, layer: nn.Module) -> Iterator[None]:
+    """What code that works out gradients per record raises is a refusal that names the layer.
+
+    Args:
+        name: of the layer in the model.
+        layer: whose gradients they are.
+    """
+    try:
+        yield
+    except (MemoryError, torch.OutOfMemoryError):
+        raise
+    except UnsupportedModelError as error:
+        if name in str(error):
+            raise
+        raise UnsupportedModelError(f"{name}: {error}") from error
+    except Exception as error:
+        raise UnsupportedModelError(
+            f"{name or 'The module'} ({type(layer).__name__}): no gradient per record can be had from "
+            f"its calls ({type(error).__name__}). Give its parameters to layers of torch.nn that are "
+            "called with one tensor, records first, or freeze it with requires_grad_(False)."
+        ) from error
 
 
 def number_of_records(rows_seen: Collection[int]) -> int:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_dp.functional import unflatten
-from lightning_dp.gradients.base import AbstractGradientEngine
+from lightning_dp.gradients.base import AbstractGradientEngine, as_unsupported
 from lightning_dp.gradients.bookkept import BookkeptGradients
 from lightning_dp.gradients.forward_mode import Dual, run_along, split, uses_along
 from lightning_dp.gradients.graph import Survey
@@ -122,9 +122,10 @@ class Bookkeeping(AbstractGradientEngine):
         """Of one call of a layer what the norms and the sum are made from."""
         inputs = record.take_inputs()
         if gradient is not None:
-            tensors = [record.arrange(_at_least_float32(each)) for each in (*inputs, gradient)]
-            uses = record.rule(record.layer, *tensors)
-            self._count_in(uses, may_fold)
+            with as_unsupported(record.name, record.layer):
+                tensors = [record.arrange(_at_least_float32(each)) for each in (*inputs, gradient)]
+                uses = record.rule(record.layer, *tensors)
+                self._count_in(uses, may_fold)
 
     def _count_in(self, uses: Uses, may_fold: bool) -> None:
         assert self._found is not None
@@ -150,9 +151,10 @@ class Bookkeeping(AbstractGradientEngine):
         with self._attached.paused(), torch.no_grad():
             for record, gradient in calls:
                 record.take_inputs()
-                *inputs, back = (_arranged(record, each) for each in (*record.moved, gradient))
-                uses = uses_along(record.rule, record.layer, inputs, back, of, weights)
-                self._count_in(uses, may_fold=True)
+                with as_unsupported(record.name, record.layer):
+                    *inputs, back = (_arranged(record, each) for each in (*record.moved, gradient))
+                    uses = uses_along(record.rule, record.layer, inputs, back, of, weights)
+                    self._count_in(uses, may_fold=True)
         return self.take(1.0, {})
 
     def _duals_of(self, loss: Tensor) -> list[tuple[Record, Dual]]:

@@ -10,9 +10,12 @@ from typing import Any
 from opacus.grad_sample.functorch import prepare_layer
 from opacus.grad_sample.grad_sample_module import GradSampleHooks
 from opacus.layers.dp_rnn import DPGRU, DPLSTM, DPRNN
+from opacus.utils.module_utils import has_trainable_params
 from torch import Tensor, nn
 
+from lightning_dp.gradients.base import as_unsupported
 from lightning_dp.gradients.module_hooks import ModuleHooks
+from lightning_dp.gradients.opacus_limits import refuse_call
 
 __all__ = ["OpacusCapture"]
 
@@ -36,6 +39,7 @@ class OpacusCapture(GradSampleHooks):
 
     def __init__(self, module: nn.Module) -> None:
         self.hooks = ModuleHooks()
+        self._names = {part: name for name, part in module.named_modules()}
         self._kept: dict[nn.Module | nn.Parameter, dict[str, Any]] = {}
         try:
             super().__init__(module, strict=True, loss_reduction="mean")
@@ -59,19 +63,30 @@ class OpacusCapture(GradSampleHooks):
                 continue
             if force_functorch or type(part) not in self.GRAD_SAMPLERS:
                 prepare_layer(part, batch_first=batch_first)
+            before = partial(part.register_forward_pre_hook, with_kwargs=True)
+            self.hooks.add(part, before, self._before)
             self.hooks.add(part, part.register_forward_hook, self._forward)
             self.hooks.add(part, part.register_full_backward_hook, back)
         self.enable_hooks()
 
+    def _before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if has_trainable_params(module):
+            refuse_call(self._names[module], module, args, kwargs)
+
     def _forward(self, module: nn.Module, inputs: Any, output: Any) -> None:
-        with self._lent_to(module):
+        with self._lent_to(module), as_unsupported(self._names[module], module):
             self.capture_activations_hook(module, inputs, output)
 
     def _back(
         self, module: nn.Module, before: Any, after: Any, *, loss_reduction: str, batch_first: bool
     ) -> None:
-        with self._lent_to(module):
+        with self._lent_to(module), as_unsupported(self._names[module], module):
             self.capture_backprops_hook(module, before, after, loss_reduction, batch_first)
+
+    def rearrange_grad_samples(self, **arguments: Any) -> tuple[Any, Tensor]:
+        """As Opacus does, in plain memory: its rules read inputs as if they lay there in order."""
+        activations, back = super().rearrange_grad_samples(**arguments)
+        return [each.contiguous() for each in activations], back.contiguous()
 
     @contextmanager
     def _lent_to(self, module: nn.Module) -> Iterator[None]:

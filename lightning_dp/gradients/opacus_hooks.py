@@ -24,6 +24,7 @@ from lightning_dp.gradients.base import (
 from lightning_dp.gradients.materialised import MaterialisedGradients
 from lightning_dp.gradients.module_hooks import ModuleHooks
 from lightning_dp.gradients.opacus_capture import OpacusCapture
+from lightning_dp.gradients.opacus_limits import refused_layers
 from lightning_dp.gradients.uncovered import is_compiled
 
 __all__ = ["OpacusHooks"]
@@ -162,6 +163,7 @@ def _refuse_unsupported(module: nn.Module) -> None:
                 f"{name} ({type(part).__name__}): its records are in the second dimension. Use "
                 "engine='bookkeeping', or batch_first=True and add_bias_kv=False."
             )
+    reasons += refused_layers(module)
     if reasons:
         raise UnsupportedModelError(
             "Opacus cannot compute per-sample gradients for these layers. "

@@ -32,6 +32,7 @@ __all__ = ["Record", "Recorder"]
 class Record:
     """One call of a layer."""
 
+    name: str
     layer: nn.Module
     rule: Rule
     inputs: tuple[Tensor, ...]
@@ -46,8 +47,8 @@ class Record:
         inputs, self.inputs = self.inputs, ()
         if [each._version for each in inputs] != self.versions:
             raise UnsupportedModelError(
-                f"The input of a layer ({type(self.layer).__name__}) was overwritten after "
-                "the layer had used it. Do not change tensors in place between layers."
+                f"The input of {self.name or 'the module'} ({type(self.layer).__name__}) was "
+                "overwritten after the layer had used it. Do not change tensors in place between layers."
             )
         return inputs
 
@@ -73,7 +74,7 @@ class Recorder:
         self._rules = rules
         self._params = params
         self._records: list[Record] = []
-        self._unseen: set[Any] = set()  # graph nodes of outputs that no rule knows of
+        self._unseen: dict[Any, str] = {}  # graph nodes of outputs that no rule knows of, and why
         self._random_states: dict[nn.Module, Tensor | None] = {}  # before calls under way
         self._problem: str | None = None
         self._is_watching = True
@@ -81,8 +82,8 @@ class Recorder:
         refuse_special(module, params)
         trained = {id(param) for param in params}
         for name, layer in module.named_modules():
-            refuse_compiled(name, layer)
             if any(id(param) in trained for param in layer.parameters()):
+                refuse_compiled(name, layer)
                 refuse_options(name, layer, self._rule_of(layer))
         layers = [
             layer
@@ -116,7 +117,7 @@ class Recorder:
     def drop(self) -> None:
         """Forget what was recorded."""
         self._records, self._problem = [], None
-        self._unseen, self._random_states = set(), {}
+        self._unseen, self._random_states = {}, {}
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -152,16 +153,18 @@ class Recorder:
         found = (getattr(layer, name, None) for name in ("weight", "bias"))
         return [id(param) for param in found if param is not None]
 
-    def _refuse_call(self, layer: nn.Module, given: Any) -> None:
-        """Refuse calls without records, or with other tensors in the parameters' places."""
-        name = self._layer_names[layer]
-        refuse_without_records(name, layer, given)
+    def _is_exchanged(self, layer: nn.Module) -> bool:
+        """Whether other tensors are in the places of its parameters now."""
         now, held = layer._parameters.values(), self._held[layer]
-        if not self._is_along and not (len(now) == len(held) and all(map(is_, now, held))):
-            raise UnsupportedModelError(
-                f"{name or 'The module'} ({type(layer).__name__}) was called with other parameters "
-                "than its own (torch.func.functional_call, or a hook that replaces them). Call it "
-                "as it is, or freeze it with requires_grad_(False)."
+        return not self._is_along and not (len(now) == len(held) and all(map(is_, now, held)))
+
+    def _ignore(self, layer: nn.Module, output: Any) -> None:
+        """A call with other parameters than the layer's own, which the loss must not depend on."""
+        if isinstance(output, Tensor) and output.grad_fn is not None:
+            self._unseen[output.grad_fn] = (
+                f"{self._layer_names[layer] or 'The module'} ({type(layer).__name__}) was called with "
+                "other parameters than its own (torch.func.functional_call, or a hook that replaces "
+                "them). Call it as it is, or freeze it with requires_grad_(False)."
             )
 
     def _before_attention(self, layer: nn.MultiheadAttention, args: tuple[Any, ...]) -> None:
@@ -174,16 +177,17 @@ class Recorder:
         if not self._is_watching or not torch.is_grad_enabled():
             return
         rule = self._rule_of(layer)
-        try:
-            self._refuse_call(layer, next(iter((*args, *kwargs.values())), None))
-        except UnsupportedModelError as problem:
-            self._problem = self._problem or str(problem)
+        if self._is_exchanged(layer):
+            self._ignore(layer, output)
             return
+        given = next(iter((*args, *kwargs.values())), None)
+        refuse_without_records(self._layer_names[layer], layer, given)
         if rule is multihead_attention:
             self._watch_attention(cast(nn.MultiheadAttention, layer), args, kwargs, output)
         elif kwargs or not args or not all(isinstance(each, Tensor) for each in (*args, output)):
             self._problem = (
-                f"The layer {type(layer).__name__} has parameters of its own, and something else "
+                f"The layer {self._layer_names[layer] or 'of the whole module'} "
+                f"({type(layer).__name__}) has parameters of its own, and something else "
                 "than tensors goes in (or by name) or comes out. Give the parameters to a layer of "
                 "their own, called with tensors by position and returning one tensor."
             )
@@ -205,7 +209,10 @@ class Recorder:
             self._problem = str(problem)
             return
         if shares is not None and shares.grad_fn is not None:
-            self._unseen.add(shares.grad_fn)
+            self._unseen[shares.grad_fn] = (
+                "The loss depends on the attention weights that nn.MultiheadAttention returns. Use "
+                "its output only, or DPMultiheadAttention of Opacus."
+            )
         self._record(layer, partial(multihead_attention, call=call), tensors, output)
 
     def _record(
@@ -222,7 +229,8 @@ class Recorder:
         versions, sources = [each._version for each in inputs], {each.grad_fn for each in given}
         edge = get_gradient_edge(output)
         moved = tuple(split(each) for each in given) if self._is_along else ()
-        record = Record(layer, rule, inputs, versions, sources, edge, arrange, moved)
+        name = self._layer_names[layer]
+        record = Record(name, layer, rule, inputs, versions, sources, edge, arrange, moved)
         self._records.append(record)
 
     def take(self, loss: Tensor) -> tuple[list[Record], Survey]:
@@ -236,12 +244,9 @@ class Recorder:
         self.drop()
         if problem is not None:
             raise UnsupportedModelError(problem)
-        graph = survey(loss.grad_fn, {record.edge.node for record in records} | unseen)
-        if graph.reached & unseen:
-            raise UnsupportedModelError(
-                "The loss depends on the attention weights that nn.MultiheadAttention returns. Use "
-                "its output only, or DPMultiheadAttention of Opacus."
-            )
+        graph = survey(loss.grad_fn, {record.edge.node for record in records} | unseen.keys())
+        for node in graph.reached & unseen.keys():
+            raise UnsupportedModelError(unseen[node])
         records = [record for record in records if record.edge.node in graph.reached]
         self._refuse_uncovered(records, graph)
         return records, graph

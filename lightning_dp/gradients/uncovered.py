@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import cast
 
+import torch
 from torch import nn
 from torch.nn.utils.parametrize import is_parametrized
 
@@ -20,13 +21,17 @@ _CURE = "Use engine='hooks', or change the layer."
 def is_compiled(layer: nn.Module) -> bool:
     """Whether calls of this very module run a compiled graph."""
     in_place = getattr(layer, "_compiled_call_impl", None) is not None
-    return in_place or type(layer).__name__ == "OptimizedModule"
+    is_script = isinstance(layer, torch.jit.ScriptModule)
+    return in_place or is_script or type(layer).__name__ == "OptimizedModule"
 
 
 def refuse_compiled(name: str, layer: nn.Module) -> None:
     """Inside a compiled module hooks do not see the graph that is differentiated."""
     if is_compiled(layer):
-        raise UnsupportedModelError(f"{name or 'The module'} is compiled. {_CURE}")
+        raise UnsupportedModelError(
+            f"{name or 'The module'} is compiled, and hooks do not see into the graph that runs. Fit it "
+            "without torch.compile and torch.jit, or freeze it with requires_grad_(False)."
+        )
 
 
 def refuse_options(name: str, layer: nn.Module, rule: Rule) -> None:

@@ -1,0 +1,89 @@
+"""What Opacus' rules take for granted of a layer and of its calls, refused where it does not hold."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from opacus.grad_sample.grad_sample_module import GradSampleHooks
+from opacus.layers.dp_rnn import DPRNNBase
+from torch import Tensor, nn
+from torch.nn.modules.conv import _ConvNd
+
+from lightning_dp.gradients.base import UnsupportedModelError
+from lightning_dp.gradients.batch_dimension import refuse_without_records
+
+__all__ = ["refuse_call", "refused_layers"]
+
+
+def _has_rule(layer: nn.Module) -> bool:
+    return type(layer) in GradSampleHooks.GRAD_SAMPLERS
+
+
+def refused_layers(module: nn.Module) -> Iterator[str]:
+    """For each layer that Opacus would give a wrong gradient, or none: its name, why, and the cure."""
+    for name, layer in module.named_modules():
+        if any(param.requires_grad for param in layer.parameters(recurse=False)):
+            for reason in _reasons(layer):
+                yield f"{name or 'The module'} ({type(layer).__name__}) {reason}"
+    yield from _listed_twice(module)
+
+
+def _reasons(layer: nn.Module) -> Iterator[str]:
+    if not _has_rule(layer):
+        return
+    unknown = sorted(
+        {name for name, _ in layer.named_parameters(recurse=False)} - {"weight", "bias"}
+    )
+    if unknown:
+        yield (
+            f"has parameters that its type does not: {unknown} (weight_norm, or set on it). Keep them "
+            "in a module of their own, and the layer as it is."
+        )
+    if isinstance(layer, _ConvNd) and layer.padding_mode != "zeros":
+        yield (
+            f"has padding_mode={layer.padding_mode!r}, which Opacus takes for zeros. Use "
+            "engine='bookkeeping'."
+        )
+
+
+def _listed_twice(module: nn.Module) -> Iterator[str]:
+    """Opacus would count such a parameter twice or once too little; of different layers it adds up."""
+    places: dict[nn.Parameter, list[tuple[str, nn.Module]]] = {}
+    for path, layer in module.named_modules(remove_duplicate=False):
+        if isinstance(layer, DPRNNBase):
+            continue  # lists the parameters of its cells as its own
+        for _, param in layer.named_parameters(recurse=False, remove_duplicate=False):
+            if param.requires_grad:
+                places.setdefault(param, []).append((path, layer))
+    for found in places.values():
+        for i, (path, layer) in enumerate(found):
+            for inner, other in found[i + 1 :]:
+                if layer is other or not path or inner.startswith(f"{path}."):
+                    yield (
+                        f"{path or 'The module'} ({type(layer).__name__}) has a parameter under two "
+                        f"names (in {inner or 'the module'}, too). Use engine='bookkeeping'."
+                    )
+
+
+def refuse_call(name: str, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Refuse a call of which Opacus would see a part only.
+
+    Args:
+        name: of the layer, which has trained parameters of its own, in the model.
+        layer: is called.
+        args, kwargs: with them.
+
+    Raises:
+        UnsupportedModelError: naming the layer and the cure.
+    """
+    if not layer.training or not torch.is_grad_enabled():
+        return
+    if kwargs or len(args) != 1 or not isinstance(args[0], Tensor):
+        raise UnsupportedModelError(
+            f"{name or 'The module'} ({type(layer).__name__}) has parameters of its own and was called "
+            "with something else than one tensor by position, of which Opacus sees nothing. Use "
+            "engine='bookkeeping', or give the parameters to a layer that is called with one tensor."
+        )
+    refuse_without_records(name, layer, args[0])

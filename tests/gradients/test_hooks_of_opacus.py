@@ -1,0 +1,205 @@
+"""Opacus' hooks: right for tensors in any order in memory, or a refusal that names the layer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_dp.clipping import bounded_sum
+from lightning_dp.gradients import Bookkeeping, UnsupportedModelError
+
+pytestmark = pytest.mark.filterwarnings("ignore:Full backward hook is firing")
+
+RECORDS = 5
+
+
+class Permuted(nn.Module):
+    """A network on what comes in with its dimensions in another order."""
+
+    def __init__(self, net: nn.Module, order: tuple[int, ...]) -> None:
+        super().__init__()
+        self.net, self.order = net, order
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.net(x.permute(self.order))
+
+
+def images(*shape: int) -> Tensor:
+    return torch.randn(RECORDS, *shape)
+
+
+def convolutions() -> nn.Module:
+    return nn.Sequential(
+        nn.Conv2d(2, 4, 3, padding=1, stride=2),
+        nn.ReLU(),
+        nn.Conv2d(4, 4, 2, groups=2),
+        nn.Flatten(),
+    )
+
+
+CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor]]] = {
+    "channels last": (
+        lambda: convolutions().to(memory_format=torch.channels_last),
+        lambda: images(2, 8, 8).to(memory_format=torch.channels_last),
+    ),
+    "input in channels last": (
+        convolutions,
+        lambda: images(2, 8, 8).to(memory_format=torch.channels_last),
+    ),
+    "channels at the end": (
+        lambda: Permuted(convolutions(), (0, 3, 1, 2)),
+        lambda: images(8, 8, 2),
+    ),
+    "height and width": (lambda: Permuted(convolutions(), (0, 1, 3, 2)), lambda: images(2, 6, 8)),
+    "every other pixel": (convolutions, lambda: images(2, 16, 16)[:, :, ::2, ::2]),
+    "one channel for all": (convolutions, lambda: images(1, 8, 8).expand(-1, 2, -1, -1)),
+    "dilated": (
+        lambda: nn.Conv2d(2, 3, 3, dilation=2, padding="same"),
+        lambda: images(2, 8, 8).to(memory_format=torch.channels_last),
+    ),
+    "1d": (lambda: Permuted(nn.Conv1d(3, 4, 3, padding=1), (0, 2, 1)), lambda: images(7, 3)),
+    "3d": (
+        lambda: nn.Conv3d(2, 3, 2, padding=1, stride=2),
+        lambda: images(2, 4, 5, 6).to(memory_format=torch.channels_last_3d),
+    ),
+    "transposed convolution": (
+        lambda: nn.ConvTranspose2d(2, 3, 3, stride=2),
+        lambda: images(2, 4, 4).to(memory_format=torch.channels_last),
+    ),
+    "linear": (lambda: Permuted(nn.Linear(4, 3), (0, 2, 1)), lambda: images(4, 6)),
+    "layer norm": (lambda: Permuted(nn.LayerNorm(4), (0, 2, 1)), lambda: images(4, 6)),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_gradients_do_not_depend_on_the_order_in_memory(engine, name, oracle):
+    torch.manual_seed(0)
+    make, batch = CASES[name]
+    module, batch = make(), batch()
+    expected = oracle.one_by_one(module, batch)
+    engine.attach(module, oracle.trained(module))
+    gradients = oracle.run(engine, module, batch)
+    torch.testing.assert_close(gradients.norms(), expected.norm(dim=1), rtol=1e-5, atol=0)
+    wanted = oracle.clipped(expected, 0.1)
+    assert (bounded_sum(gradients, 0.1).value.double() - wanted).norm() <= 1e-5 * wanted.norm()
+
+
+def with_a_parameter() -> nn.Module:
+    layer = nn.Linear(6, 4)
+    layer.gain = nn.Parameter(torch.ones(4))
+    return layer
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm")
+@pytest.mark.parametrize(
+    ("layer", "reason"),
+    [
+        (lambda: nn.utils.weight_norm(nn.Linear(6, 4)), "parameters that its type does not"),
+        (lambda: nn.utils.weight_norm(nn.Conv1d(6, 4, 1)), "parameters that its type does not"),
+        (with_a_parameter, r"parameters that its type does not: \['gain'\]"),
+        (lambda: nn.Conv2d(2, 4, 3, padding_mode="circular", padding=1), "padding_mode='circular'"),
+        (lambda: torch.jit.script(nn.Linear(6, 4)), "is compiled"),
+    ],
+)
+def test_layers_that_opacus_takes_for_others_are_refused_at_once(hooks, layer, reason, oracle):
+    module = nn.Sequential(nn.Linear(6, 6), layer())
+    with pytest.raises(UnsupportedModelError, match=rf"1 \(\w+\) .*{reason}"):
+        hooks.attach(module, oracle.trained(module))
+
+
+class Called(nn.Module):
+    """A layer and the way in which it is called."""
+
+    def __init__(self, layer: nn.Module, call: Callable[[nn.Module, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.first, self.layer, self.call = nn.Linear(6, 6), layer, call
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.call(self.layer, self.first(x))
+
+
+class Named(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gain = nn.Parameter(torch.ones(6))
+
+    def forward(self, x: Tensor, *, power: int = 1) -> Tensor:
+        return x * self.gain**power
+
+
+@pytest.mark.parametrize(
+    ("layer", "call"),
+    [
+        (nn.GRUCell(6, 4), lambda cell, x: cell(x, x.new_zeros(len(x), 4))),
+        (nn.Bilinear(6, 6, 3), lambda layer, x: layer(x, x)),
+        (Named(), lambda layer, x: layer(x, power=2)),
+        (nn.Linear(6, 3), lambda layer, x: layer(input=x)),
+    ],
+)
+def test_calls_of_which_opacus_sees_a_part_are_refused(hooks, layer, call, oracle):
+    module = Called(layer, call)
+    hooks.attach(module, oracle.trained(module))
+    with pytest.raises(
+        UnsupportedModelError, match=r"layer \(\w+\) .*something else than one tensor"
+    ):
+        oracle.run(hooks, module, oracle.features())
+
+
+class Odd(nn.Module):
+    """Cannot be run for one record."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gain = nn.Parameter(torch.ones(6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.gain * float(x.detach().abs().sum() > 0)
+
+
+def test_whatever_is_raised_while_a_gradient_is_worked_out_names_the_layer(engine, oracle):
+    module = nn.Sequential(nn.Linear(6, 6), nn.Sequential(nn.Tanh(), Odd()))
+    engine.attach(module, oracle.trained(module))
+    with pytest.raises(UnsupportedModelError, match=r"^1\.1\b.*\bOdd\b"):
+        oracle.run(engine, module, oracle.features())
+
+
+@pytest.mark.parametrize(
+    ("layer", "call"),
+    [
+        (nn.Linear(6, 3), lambda layer, x: layer(x[0])),
+        (nn.Linear(6, 3), lambda layer, x: torch.stack([layer(each) for each in x])),
+        (nn.Conv2d(2, 3, 1), lambda layer, x: layer(x[:2, :, None])),
+        (nn.Conv1d(5, 3, 1), lambda layer, x: layer(x)),
+        (nn.LayerNorm(6), lambda layer, x: layer(x[0])),
+        (nn.RMSNorm(6), lambda layer, x: layer(x[0])),
+        (nn.InstanceNorm1d(5, affine=True), lambda layer, x: layer(x)),
+        (nn.RNNCell(6, 3), lambda layer, x: layer(x[0])),
+    ],
+    ids=lambda value: type(value).__name__ if isinstance(value, nn.Module) else "",
+)
+def test_a_layer_called_without_records_is_refused_in_words(engine, layer, call, oracle):
+    module = Called(layer, call)
+    engine.attach(module, oracle.trained(module))
+    with pytest.raises(UnsupportedModelError, match=r"layer \(\w+\) was called with .* records"):
+        oracle.run(engine, module, oracle.features())
+
+
+def test_attention_without_records_is_refused_in_words(oracle):
+    module, engine = nn.TransformerEncoderLayer(6, 2, 8, batch_first=True), Bookkeeping()
+    engine.attach(module, oracle.trained(module))
+    with pytest.raises(UnsupportedModelError, match=r"2 dimensions.*records, positions"):
+        oracle.run(engine, module, oracle.features())
+    engine.detach()
+
+
+def test_a_frozen_compiled_layer_changes_nothing(layer_engine, oracle):
+    module, batch = nn.Sequential(nn.Linear(6, 4), nn.Linear(4, 3)), oracle.features()
+    module[1].requires_grad_(False)
+    expected = oracle.one_by_one(module, batch)
+    module[1].compile(backend="eager")
+    layer_engine.attach(module, oracle.trained(module))
+    found = oracle.run(layer_engine, module, batch).norms()
+    torch.testing.assert_close(found, expected.norm(dim=1), rtol=1e-5, atol=0)
