@@ -180,8 +180,6 @@ class Recorder:
         if self._is_exchanged(layer):
             self._ignore(layer, output)
             return
-        given = next(iter((*args, *kwargs.values())), None)
-        refuse_without_records(self._layer_names[layer], layer, given)
         if rule is multihead_attention:
             self._watch_attention(cast(nn.MultiheadAttention, layer), args, kwargs, output)
         elif kwargs or not args or not all(isinstance(each, Tensor) for each in (*args, output)):
@@ -225,6 +223,7 @@ class Recorder:
         except UnsupportedModelError as problem:
             self._problem = str(problem)
             return
+        refuse_without_records(self._layer_names[layer], layer, given[0])
         inputs = tuple(each.detach() for each in given)
         versions, sources = [each._version for each in inputs], {each.grad_fn for each in given}
         edge = get_gradient_edge(output)
