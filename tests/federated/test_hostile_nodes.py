@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -279,6 +279,46 @@ def test_the_summary_takes_any_facts(tmp_path):
     assert found["ended"] == "it was enough"
     assert found["metrics"] == {"accuracy": 0.5, "loss": "nan", "bound": "inf"}
     assert found["clients"]["3"]["e"] == ["inf"]
+
+
+class Poisoned(LoopbackGrid):
+    """Fails as Flower does where it cannot read one of the messages that it is asked for."""
+
+    breaks = 4
+
+    def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
+        wanted = list(message_ids)
+        for each in wanted:
+            if self.breaks and each in self._held and self._held[each].node == 101:
+                if len(wanted) == 1:
+                    del self._held[each]
+                    self.breaks -= 1
+                raise KeyError("an object")
+        return super().pull_messages(wanted)
+
+
+def test_a_message_that_flower_cannot_read_is_asked_again(tmp_path):
+    grid = Poisoned(Node(iter(())), CLIENTS)
+    grid.start(server(tmp_path, 5))
+
+    assert grid.breaks == 0
+    torch.testing.assert_close(model(tmp_path), end_of(5))
+    assert summary(tmp_path)["problems"] == 4
+
+
+def test_an_answer_in_another_nodes_name_is_dropped(tmp_path):
+    def forged(message: Message, good: RecordDict) -> Message:
+        update = Content("update", {"round": 0, "counter": 0}, {"update": value(9, 9)})
+        content = pack(update.to_bytes(), {**good["facts"]})
+        reply = Message(content, reply_to=message)
+        vars(reply.metadata)["_src_node_id"] = 100
+        return reply
+
+    node = Node(iter([forged]))
+    LoopbackGrid(node, CLIENTS).start(server(tmp_path, 3, ttl=0.2))
+
+    assert node.spoilt == 1
+    torch.testing.assert_close(model(tmp_path), end_of(3))
 
 
 # -- whose number it is ------------------------------------------------------------------------
