@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 
 from lightning_dp.accounting import (
@@ -15,8 +14,9 @@ from lightning_dp.accounting import (
     calibrate,
 )
 from lightning_dp.accounting.guards import AbstractGuard, FixedGuard, GDPGuard, RDPGuard
+from lightning_dp.accounting.pair_plan import PlannedSteps
 from lightning_dp.config import PrivacyConfig
-from lightning_dp.plan import NoisePlan
+from lightning_dp.plan import LaterSteps, NoisePlan
 from lightning_dp.sampling import BatchPlan
 from lightning_dp.schedules import AbstractAdaptiveSchedule
 
@@ -31,11 +31,11 @@ def is_adaptive(config: PrivacyConfig) -> bool:
     return isinstance(schedule, AbstractAdaptiveSchedule) and not schedule.is_envelope
 
 
-def events_from(plan: NoisePlan, step: int) -> AbstractEvent | Callable[[int], AbstractEvent]:
+def events_from(plan: NoisePlan, step: int) -> AbstractEvent | LaterSteps:
     """The events of a plan from this step on; one event if all are alike."""
     if plan.is_constant and math.isfinite(plan.scale):
         return plan.event(step)
-    return lambda later: plan.event(step + later)
+    return plan.later(step)
 
 
 @dataclass(frozen=True)
@@ -87,9 +87,9 @@ class Budget:
         # Calibration meets a target to one part in 1000; what is left below that is nothing.
         if not epsilon < 0.999 * config.target_epsilon or planned_steps < 1:
             return math.inf  # nothing is left, and no finite noise fits into it
-        plan = self.plan(1.0)
+        plan, end = self.plan(1.0), step + int(planned_steps)
         return calibrate(
-            lambda later: plan.relative_noise(step + later),
+            plan.relative_noises(step, end).tolist(),
             plan.rate(0) if plan.estimator.period == 1 else lambda later: plan.rate(step + later),
             int(planned_steps),
             config.target_epsilon,
@@ -112,13 +112,20 @@ class Budget:
             return 0
         if config.target_epsilon is None or is_adaptive(config):
             return math.inf
+        return self._affordable(plan, step, planned_steps, config.accountant)
+
+    def _affordable(
+        self, plan: NoisePlan, step: int, planned_steps: float, accountant: AbstractAccountant
+    ) -> int:
+        config = self.config
+        assert config.target_epsilon is not None
         return affordable_steps(
             events_from(plan, step),
             int(min(planned_steps, _ENDLESS)),
             config.target_epsilon,
             config.target_delta,
             relation=config.relation,
-            accountant=config.accountant,
+            accountant=accountant,
             spent=self.spent,
         )
 
@@ -136,5 +143,6 @@ class Budget:
             return GDPGuard(*budget)
         if not is_adaptive(config):
             return FixedGuard(affordable)
-        expected = [(plan.event(step + i), 1) for i in range(int(min(planned_steps, 1000)))]
-        return RDPGuard(*budget, expected)
+        fits = self._affordable(plan, step, planned_steps, StreamingRDPAccountant())
+        # The order is the optimum of all that fits; where nothing does, the first step's will do.
+        return RDPGuard(*budget, PlannedSteps(plan.later(step)).first(max(1, fits)))

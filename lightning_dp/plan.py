@@ -5,15 +5,20 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 
+import numpy as np
+
+from lightning_dp.accounting.base import FloatArray
 from lightning_dp.accounting.events import AbstractEvent
+from lightning_dp.accounting.pair_plan import AbstractPairPlan
 from lightning_dp.estimators.base import AbstractEstimator, State
 from lightning_dp.estimators.mean_gradient import MeanGradient
 from lightning_dp.sampling.base import AbstractSampling
+from lightning_dp.sampling.poisson import Poisson
 from lightning_dp.schedules.adaptive import AbstractAdaptiveSchedule
 from lightning_dp.schedules.base import AbstractSchedule
 from lightning_dp.schedules.constant import Constant
 
-__all__ = ["NoisePlan"]
+__all__ = ["LaterSteps", "NoisePlan"]
 
 
 @dataclass(frozen=True)
@@ -84,3 +89,36 @@ class NoisePlan:
     def event_of(self, noise_multiplier: float, step: int) -> AbstractEvent:
         """The privacy event of step t with this noise multiplier."""
         return self.sampling.event(noise_multiplier, self.rate(step))
+
+    def relative_noises(self, first: int, last: int) -> FloatArray:
+        """z_t / scale of the steps ``first <= t < last``."""
+        return np.array([self.relative_noise(step) for step in range(first, last)], dtype=float)
+
+    def rates(self, first: int, last: int) -> FloatArray:
+        """q_t of the steps ``first <= t < last``."""
+        period = self.estimator.period
+        kinds = np.array([self.rate(step) for step in range(first, min(last, first + period))])
+        return np.resize(kinds, last - first)
+
+    def later(self, step: int) -> LaterSteps:
+        """The plan from a step on."""
+        return LaterSteps(self, step)
+
+
+@dataclass(frozen=True)
+class LaterSteps(AbstractPairPlan):
+    """The events of a plan from a step on, for accounting."""
+
+    plan: NoisePlan
+    step: int
+
+    def __call__(self, step: int) -> AbstractEvent:
+        return self.plan.event(self.step + step)
+
+    def pairs(self, first: int, last: int) -> tuple[FloatArray, FloatArray]:
+        """(z, q) of the steps ``first <= t < last``."""
+        plan, first, last = self.plan, self.step + first, self.step + last
+        if type(plan.sampling) is Poisson:  # whose event says what it is given; others may not
+            return plan.scale * plan.relative_noises(first, last), plan.rates(first, last)
+        pairs = np.array([plan.event(step).pair for step in range(first, last)], dtype=float)
+        return pairs.reshape(-1, 2)[:, 0], pairs.reshape(-1, 2)[:, 1]

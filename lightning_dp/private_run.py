@@ -110,10 +110,6 @@ class PrivateRun:
             claim = self.config.target_epsilon  # nothing is left: no earlier guard exceeded it
         return math.inf if claim is None else claim
 
-    def epsilon_after(self, more_steps: int) -> float:
-        """ε at ``target_delta`` after that many more steps of the plan."""
-        return float(self.epsilon_curve(np.array([more_steps]))[0])
-
     def epsilon_curve(self, more_steps: NDArray[np.int64]) -> NDArray[np.float64]:
         """ε at ``target_delta`` after each of these numbers of more steps of the plan, in one go."""
         if self.is_adaptive:
@@ -189,7 +185,8 @@ class PrivateRun:
 
     def rate(self, step: int) -> float:
         """q at a step of the plan."""
-        return self._budget().plan(1.0).rate(step)
+        assert self.batches is not None
+        return Budget(self.config, self.batches, spent=()).plan(1.0).rate(step)
 
     def use_batches(self, batches: BatchPlan) -> None:
         """Fix how batches are made; it is a public constant of the run.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,15 +16,19 @@ from lightning_dp.accounting import (
     Gaussian,
     PoissonGaussian,
     StreamingRDPAccountant,
+    affordable_steps,
     epsilon,
     gdp_epsilon,
 )
 from lightning_dp.accounting.guards import AbstractGuard, FixedGuard, GDPGuard, RDPGuard
 from lightning_dp.accounting.ledger import Ledger
 from lightning_dp.callbacks import DifferentialPrivacy
+from lightning_dp.config import PrivacyConfig
 from lightning_dp.estimators import State
-from lightning_dp.sampling import FullBatch
+from lightning_dp.private_run import PrivateRun
+from lightning_dp.sampling import BatchPlan, FullBatch
 from lightning_dp.schedules import AbstractAdaptiveSchedule
+from lightning_dp.world import World
 
 BUDGET = 2.0
 DELTA = 1e-5
@@ -112,6 +117,37 @@ def test_what_was_spent_before_counts(make):
     later = affordable(make([(Gaussian(9.0), 2)]), new_ledger(), events)
     # The order of rdp is chosen anew, for what was spent too.
     assert 0 < fresh - 3 <= later < fresh
+
+
+def steps_that_fit(folder: Path, planned: int, **options: Any) -> tuple[int, PrivateRun]:
+    """How many of the planned steps a guard lets pass if the noise is the one expected."""
+    run = PrivateRun(PrivacyConfig(noise_schedule=ByNorm(), target_delta=DELTA, **options))
+    run.use_batches(BatchPlan(10_000, 0.01, 1, 100))
+    run.start(planned, World(), folder)
+    assert run.mechanism is not None
+    guard, event = run.mechanism.guard, run.mechanism.plan.event(0)
+    for step in range(planned):
+        if not guard.fits(lambda: event):
+            return step, run
+        guard.book(event)
+    return planned, run
+
+
+def test_the_rdp_guard_affords_all_steps_that_the_noise_was_calibrated_for(tmp_path):
+    assert steps_that_fit(tmp_path, 6000, target_epsilon=3.0)[0] == 6000
+
+
+@pytest.mark.parametrize("planned", [3000, 20_000, math.inf])
+def test_the_rdp_guard_makes_the_steps_that_a_given_noise_affords(tmp_path, planned):
+    made, run = steps_that_fit(
+        tmp_path, int(min(planned, 10**9)), target_epsilon=2.0, noise_multiplier=1.0
+    )
+    history = [(PoissonGaussian(1.0, 0.01), 1)]
+    best = affordable_steps(history[0][0], 10**6, 2.0, DELTA, accountant=StreamingRDPAccountant())
+    assert best > 500
+    assert made == best
+    assert run.mechanism is not None
+    assert run.mechanism.guard.claim(DELTA) == pytest.approx(2.0)
 
 
 def test_no_noise_never_fits():

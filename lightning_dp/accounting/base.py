@@ -47,6 +47,14 @@ class AbstractAccountant(ABC):
         """Return the least delta that this accountant can show at ``epsilon >= 0``."""
 
 
+class AbstractStepsAccountant(AbstractAccountant):
+    """An accountant that also takes merged steps, of which there may be very many."""
+
+    @abstractmethod
+    def epsilon_of(self, steps: "Steps", delta: float, relation: Relation) -> float:
+        """Like :meth:`epsilon`."""
+
+
 @dataclass(frozen=True)
 class Steps:
     """A checked history: distinct ``(z, q)`` in increasing order, with their counts."""
@@ -74,9 +82,24 @@ def merge(history: History) -> Steps:
         if count:
             pair = event.pair
             counts[pair] = counts.get(pair, 0) + count
-    pairs = np.array(sorted(counts), dtype=float).reshape(-1, 2)
-    totals = np.array([counts[p] for p in sorted(counts)], dtype=float)
-    return Steps(pairs[:, 0].copy(), pairs[:, 1].copy(), totals)
+    pairs = np.array(list(counts), dtype=float).reshape(-1, 2)
+    return merge_arrays(pairs[:, 0], pairs[:, 1], np.array(list(counts.values()), dtype=float))
+
+
+def merge_arrays(
+    noise_multipliers: FloatArray, sample_rates: FloatArray, counts: FloatArray | None = None
+) -> Steps:
+    """Merge equal ``(z, q)`` of legal steps; each counts once unless it is said how often."""
+    pairs = noise_multipliers + 1j * sample_rates  # complex numbers are sorted by both parts
+    distinct, places = np.unique(pairs, return_inverse=True)
+    totals = np.bincount(places.reshape(-1), weights=counts, minlength=distinct.size)
+    return Steps(distinct.real.copy(), distinct.imag.copy(), totals.astype(float))
+
+
+def joined(first: Steps, second: Steps) -> Steps:
+    """The steps of both."""
+    parts = [(s.noise_multipliers, s.sample_rates, s.counts) for s in (first, second)]
+    return merge_arrays(*(np.concatenate(pair) for pair in zip(*parts, strict=True)))
 
 
 def check_delta(delta: float) -> float:

@@ -1,23 +1,35 @@
 """From a budget to the noise: the smallest scale of a shape, the largest number of steps."""
 
 import math
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+
+import numpy as np
 
 from lightning_dp._validate import number, whole
 from lightning_dp.accounting.base import (
     AbstractAccountant,
+    AbstractStepsAccountant,
+    FloatArray,
     History,
     Relation,
+    Steps,
     check_delta,
     check_relation,
+    joined,
+    merge,
+    merge_arrays,
 )
 from lightning_dp.accounting.events import AbstractEvent, Gaussian, PoissonGaussian
+from lightning_dp.accounting.pair_plan import EventPlan, PlannedSteps
 from lightning_dp.accounting.pld import PLDAccountant
+from lightning_dp.accounting.repeat_and_select import RepeatAndSelect
 from lightning_dp.accounting.rounding import epsilon_text
 
 _TOLERANCE = 1e-3
 _LARGEST_SCALE = 1e6
+_AT_ONCE = 10**6  # steps that are cheap enough to be looked at at first
 _ROUGH = PLDAccountant(rtol=4e-3, spacing=0.2)
 
 
@@ -62,7 +74,7 @@ def calibrate(
         >>> round(scale, 3)
         0.814
     """
-    values = _step_counts(shape, sample_rate, steps)
+    shapes = _shape_counts(shape, sample_rate, steps)
     epsilon, delta = _check_budget(epsilon, delta, relation)
     judge = PLDAccountant() if accountant is None else accountant
     already = judge.epsilon(spent, delta, relation)
@@ -72,16 +84,18 @@ def calibrate(
             f"delta {delta:.3g}: nothing is left for further steps. Raise epsilon."
         )
 
-    def cost(accountant: AbstractAccountant, scale: float) -> float:
-        plan = [(_event(scale * value, rate), count) for (value, rate), count in values.items()]
-        return accountant.epsilon([*spent, *plan], delta, relation)
+    values, rates, counts = shapes.noise_multipliers, shapes.sample_rates, shapes.counts
+    cost = _Cost(spent, delta, relation)
 
-    start = math.sqrt(math.fsum(count / value**2 for (value, _), count in values.items()))
-    is_sampled = any(rate < 1 for _, rate in values)
-    if isinstance(judge, PLDAccountant) and is_sampled and len(values) > 100:
+    def cost_of(accountant: AbstractAccountant, scale: float) -> float:
+        return cost.of(accountant, Steps(_scaled(values, scale), rates, counts))
+
+    start = math.sqrt(math.fsum(counts / values**2))
+    is_sampled = bool(np.any(rates < 1))
+    if isinstance(judge, PLDAccountant) and is_sampled and values.size > 100:
         rough = replace(_ROUGH, rtol=max(_ROUGH.rtol, judge.rtol))
-        start = _solve(lambda scale: cost(rough, scale), start, epsilon, 0.02)
-    return _solve(lambda scale: cost(judge, scale), start, epsilon, _TOLERANCE)
+        start = _solve(lambda scale: cost_of(rough, scale), start, epsilon, 0.02)
+    return _solve(lambda scale: cost_of(judge, scale), start, epsilon, _TOLERANCE)
 
 
 def calibrate_history(
@@ -133,7 +147,7 @@ def calibrate_history(
 
 
 def affordable_steps(
-    plan: Callable[[int], AbstractEvent] | AbstractEvent,
+    plan: EventPlan,
     limit: int,
     epsilon: float,
     delta: float,
@@ -166,13 +180,12 @@ def affordable_steps(
     limit = whole("limit", limit, 0)
     epsilon, delta = _check_budget(epsilon, delta, relation)
     judge = PLDAccountant() if accountant is None else accountant
-    first_events: list[AbstractEvent] = []
+    first, before = PlannedSteps(plan), _Cost(spent, delta, relation)
 
     def cost(n: int) -> float:
         if isinstance(plan, AbstractEvent):
             return judge.epsilon([*spent, (plan, n)], delta, relation)
-        first_events.extend(plan(step) for step in range(len(first_events), n))
-        return judge.epsilon([*spent, *((e, 1) for e in first_events[:n])], delta, relation)
+        return before.of(judge, first.first(n))
 
     if not cost(0) <= epsilon:
         return 0
@@ -182,6 +195,8 @@ def affordable_steps(
 def _last_affordable(cost: Callable[[int], float], limit: int, epsilon: float) -> int:
     """Largest n with cost(n) <= epsilon by growing steps, then interpolation with bisection."""
     low, low_cost, high, high_cost = 0, 0.0, min(1, limit), math.inf
+    if limit <= _AT_ONCE:  # a plan with an end: all of it fits, mostly
+        high = limit
     while high > low:
         high_cost = cost(high)
         if high_cost > epsilon:
@@ -256,12 +271,12 @@ def _event(noise_multiplier: float, sample_rate: float) -> AbstractEvent:
     return PoissonGaussian(noise_multiplier, sample_rate)
 
 
-def _step_counts(
+def _shape_counts(
     shape: Sequence[float] | Callable[[int], float],
     sample_rate: float | Callable[[int], float],
     steps: int,
-) -> dict[tuple[float, float], int]:
-    """Distinct pairs of the shape's value and the rate, with their counts."""
+) -> Steps:
+    """Distinct pairs of the shape's value, in the place of z, and the rate, with their counts."""
     steps = whole("steps", steps)
     if not callable(sample_rate):
         sample_rate = number("sample_rate", sample_rate)
@@ -270,14 +285,44 @@ def _step_counts(
             f"shape has {len(shape)} values for {steps} steps; give one positive value for each "
             "step, or a function of the step."
         )
-    counts: dict[tuple[float, float], int] = {}
-    for step in range(steps):
-        value = float(shape(step) if callable(shape) else shape[step])
-        if not 0 < value < math.inf:
-            raise ValueError(f"shape must be finite and positive, got {value} at step {step}.")
-        pair = value, float(sample_rate(step) if callable(sample_rate) else sample_rate)
-        counts[pair] = counts.get(pair, 0) + 1
-    return counts
+    values = np.array([shape(t) for t in range(steps)] if callable(shape) else shape, dtype=float)
+    wrong = np.flatnonzero(~((values > 0) & (values < math.inf)))
+    if wrong.size:
+        raise ValueError(
+            f"shape must be finite and positive, got {values[wrong[0]]} at step {wrong[0]}."
+        )
+    if callable(sample_rate):
+        rates = np.array([sample_rate(t) for t in range(steps)], dtype=float)
+    else:
+        rates = np.full(steps, float(sample_rate))
+    for rate in np.unique(rates).tolist():
+        _event(1.0, rate)  # raises where it is no rate
+    return merge_arrays(values, rates)
+
+
+def _scaled(values: FloatArray, scale: float) -> FloatArray:
+    """Noise multipliers; one that overflows is the largest number, which is less noise."""
+    with np.errstate(over="ignore"):
+        return np.minimum(values * scale, sys.float_info.max)
+
+
+class _Cost:
+    """epsilon of what was spent and further steps."""
+
+    def __init__(self, spent: History, delta: float, relation: Relation) -> None:
+        self._spent, self._delta, self._relation = spent, delta, relation
+        # A search is no Gaussian that could be merged.
+        only_steps = not any(isinstance(event, RepeatAndSelect) for event, _ in spent)
+        self._merged = merge(spent) if only_steps else None
+
+    def of(self, accountant: AbstractAccountant, steps: Steps) -> float:
+        """Ask once; in arrays, where the accountant takes them."""
+        if isinstance(accountant, AbstractStepsAccountant) and self._merged is not None:
+            return accountant.epsilon_of(joined(self._merged, steps), self._delta, self._relation)
+        columns = (steps.noise_multipliers, steps.sample_rates, steps.counts)
+        rows = zip(*(column.tolist() for column in columns), strict=True)
+        events = [(_event(z, q), int(count)) for z, q, count in rows]
+        return accountant.epsilon([*self._spent, *events], self._delta, self._relation)
 
 
 def _check_budget(epsilon: float, delta: float, relation: Relation) -> tuple[float, float]:

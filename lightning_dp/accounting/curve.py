@@ -23,8 +23,9 @@ from lightning_dp.accounting.composed import Composed
 from lightning_dp.accounting.composition import ComposedLengths
 from lightning_dp.accounting.gdp import gdp_epsilon
 from lightning_dp.accounting.grid import Target, plan_grid, pmf_maker
+from lightning_dp.accounting.pair_plan import EventPlan
 from lightning_dp.accounting.pld import PLDAccountant
-from lightning_dp.accounting.run import EventPlan, IntArray, Run
+from lightning_dp.accounting.run import IntArray, Run
 
 _MAX_POINTS = 2e7  # of the transforms of a group
 _MAX_TOGETHER = 64  # lengths that share a grid

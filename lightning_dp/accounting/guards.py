@@ -6,17 +6,22 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 
-import numpy as np
 from scipy.optimize import brentq
 
-from lightning_dp.accounting.base import History, Relation, check_relation
+from lightning_dp.accounting.base import (
+    History,
+    Relation,
+    Steps,
+    check_relation,
+    joined,
+    merge,
+)
 from lightning_dp.accounting.events import AbstractEvent
 from lightning_dp.accounting.gdp import gdp_delta, gdp_epsilon
+from lightning_dp.accounting.rdp import best_order
 from lightning_dp.accounting.renyi import renyi_divergence
 
 __all__ = ["AbstractGuard", "FixedGuard", "GDPGuard", "RDPGuard"]
-
-_ORDERS = np.unique(np.round(np.geomspace(2, 512, 60)))
 
 
 class AbstractGuard(ABC):
@@ -145,21 +150,23 @@ class RDPGuard(AbstractGuard):
         epsilon, delta: the budget.
         relation: the neighbouring relation.
         spent: what ran before.
-        plan: what is expected to run, for choosing the order.
+        plan: what is expected to run and fits into the budget, all of it: for choosing the order.
     """
 
     name = "rdp"
 
     def __init__(
-        self, epsilon: float, delta: float, relation: Relation, spent: History, plan: History
+        self,
+        epsilon: float,
+        delta: float,
+        relation: Relation,
+        spent: History,
+        plan: History | Steps,
     ) -> None:
         self._relation = relation
-        expected = [*spent, *plan]
-        totals = [sum(self._rho(e, a) * n for e, n in expected) for a in _ORDERS]
-        best = int(
-            np.argmin([t + _penalty(a, delta) for t, a in zip(totals, _ORDERS, strict=True)])
-        )
-        self.order = float(_ORDERS[best])
+        before = merge(spent)
+        expected = joined(before, plan if isinstance(plan, Steps) else merge(plan))
+        self.order = best_order(expected, delta, relation)[1]
         self.description = f"rdp: noise chosen at run time, Rényi order {self.order:g} fixed before"
         self._budget = epsilon - _penalty(self.order, delta)
         self._spent = math.fsum(self._rho(event, self.order) * count for event, count in spent)

@@ -7,7 +7,7 @@ import numpy as np
 
 from lightning_dp._validate import normalise, number
 from lightning_dp.accounting.base import (
-    AbstractAccountant,
+    AbstractStepsAccountant,
     History,
     Relation,
     Steps,
@@ -29,7 +29,7 @@ _MAX_POINTS = 5e7  # of all nodes together: about a second, for each direction
 
 
 @dataclass(frozen=True)
-class PLDAccountant(AbstractAccountant):
+class PLDAccountant(AbstractStepsAccountant):
     """Numerical accounting of any sequence of (subsampled) Gaussian releases: tight, never below.
 
     The privacy loss of every distinct ``(z, q)`` is put on a grid pessimistically, the steps are
@@ -80,9 +80,12 @@ class PLDAccountant(AbstractAccountant):
 
     def epsilon(self, history: History, delta: float, relation: Relation = "add_remove") -> float:
         """Return the least epsilon at ``delta``; see the class."""
+        return self.epsilon_of(merge(history), delta, relation)
+
+    def epsilon_of(self, steps: Steps, delta: float, relation: Relation) -> float:
+        """Return the least epsilon at ``delta`` of merged steps."""
         target = Target(log_delta=math.log(check_delta(delta)))
         check_relation(relation)
-        steps = merge(history)
         if steps.counts.size == 0:
             return 0.0
         # No amplification: an upper bound for any sample rate, exact for full batches.

@@ -6,13 +6,14 @@ import numpy as np
 from scipy.special import gammaln
 
 from lightning_dp.accounting.base import FloatArray, Relation, Steps, check_relation
-from lightning_dp.accounting.pmf import discretise, support
-from lightning_dp.accounting.tilting import MomentTable
+from lightning_dp.accounting.grouping import as_mixture
+from lightning_dp.accounting.tilting import mixture_bound
 
 __all__ = ["renyi_divergence", "total_divergence"]
 
 _CHUNK = 2_000_000
-_LOG_TAIL = -200.0
+_EXACT = 256  # so few distinct steps are summed one by one
+_SPACING = 0.02  # relative distance of the noise multipliers between which is interpolated
 
 
 def renyi_divergence(
@@ -23,7 +24,7 @@ def renyi_divergence(
     add/remove: ``rho(a) = log E_(x ~ N(0, z^2)) [((1-q) + q e^((2x - 1) / (2 z^2)))^a] / (a - 1)``
     (Mironov, Talwar and Zhang, arXiv 1908.10530v1, section 3: this direction is the larger one). For
     integer orders the binomial sum of equation (6) there, else the trapezoidal rule.
-    replace-one: ``rho(a) = 2 a / z^2`` for q = 1, else an upper bound from the discretised profile.
+    replace-one: ``rho(a) = 2 a / z^2`` for q = 1, else by the trapezoidal rule.
 
     Args:
         noise_multiplier: ``z > 0``.
@@ -51,26 +52,35 @@ def renyi_divergence(
 
 
 def total_divergence(steps: Steps, relation: Relation, orders: FloatArray) -> FloatArray:
-    """``sum_t rho_t`` at each order."""
-    z, q, counts = steps.noise_multipliers, steps.sample_rates, steps.counts
-    full = q == 1.0
+    """``sum_t rho_t`` at each order; an upper bound within about 1e-4 of it for many distinct steps.
+
+    e^((a - 1) rho) is an f-divergence, so a step inside a cell of the module ``grouping`` has at most
+    the mean of its corners'.
+    """
+    full = steps.sample_rates == 1.0
     factor = check_relation(relation)
-    slope = 0.5 * factor**2 * float(np.sum(counts[full] / z[full] ** 2))
-    total = slope * orders
+    squares = steps.counts[full] / steps.noise_multipliers[full] ** 2
+    total = 0.5 * factor**2 * float(np.sum(squares)) * orders
     if full.all():
         return total
-    z, q, counts = z[~full], q[~full], counts[~full]
+    sampled = Steps(steps.noise_multipliers[~full], steps.sample_rates[~full], steps.counts[~full])
+    mixture = as_mixture(sampled, relation, _SPACING, _EXACT)
+    z, q = np.array(mixture.nodes).T
     for i, order in enumerate(orders):
-        if relation == "replace_one":
-            logs = np.array(
-                [_log_moment_replace_one(*pair, order) for pair in zip(z, q, strict=True)]
-            )
-        elif order == round(order):
-            logs = _log_moment_integer(z, q, int(order))
-        else:
-            logs = _log_moment_fractional(z, q, float(order))
-        total[i] += float(counts @ logs) / (order - 1)
+        logs = _log_moments(z, q, float(order), relation)
+        total[i] += float(mixture_bound(mixture, logs[:, None])[0]) / (order - 1)
     return total
+
+
+def _log_moments(z: FloatArray, q: FloatArray, order: float, relation: Relation) -> FloatArray:
+    """``(a - 1) rho(a)`` of every (z, q), q < 1; a node of rate 1 is read as the Gaussian it is."""
+    result = 0.5 * check_relation(relation) ** 2 * order * (order - 1) / z**2
+    sampled = q < 1
+    if relation == "add_remove" and order == round(order):
+        result[sampled] = _log_moment_integer(z[sampled], q[sampled], int(order))
+    elif sampled.any():
+        result[sampled] = _log_moment_by_quadrature(z[sampled], q[sampled], order, relation)
+    return result
 
 
 def _log_moment_integer(z: FloatArray, q: FloatArray, order: int) -> FloatArray:
@@ -91,25 +101,28 @@ def _log_moment_integer(z: FloatArray, q: FloatArray, order: int) -> FloatArray:
     return result
 
 
-def _log_moment_fractional(z: FloatArray, q: FloatArray, order: float) -> FloatArray:
-    """``log E[...]`` by the trapezoidal rule, whose error falls exponentially with the spacing."""
-    low, high = -12.0, 12.0 + order / float(z.min())
+def _log_moment_by_quadrature(
+    z: FloatArray, q: FloatArray, order: float, relation: Relation
+) -> FloatArray:
+    """``log E[...]`` by the trapezoidal rule, whose error falls exponentially with the spacing.
+
+    In units of z, and for replace-one with the density of the old record's batch in the place of
+    N(0): ``E[(P / Q)^a]``, P and Q as in :func:`~lightning_dp.accounting.pmf.replacement_profile`.
+    """
+    reach = order * check_relation(relation)  # the peak of the integrand is not beyond it
+    low, high = -12.0, 12.0 + reach / float(z.min())
     spacing = min(0.1, 0.15 * float(z.min()))
     x = np.arange(low, high + spacing, spacing)
     result = np.empty(z.size)
     chunk = max(1, _CHUNK // x.size)
     for first in range(0, z.size, chunk):
         rate, noise = q[first : first + chunk, None], z[first : first + chunk, None]
-        ratio = np.logaddexp(np.log1p(-rate), np.log(rate) + x / noise - 0.5 / noise**2)
-        exponent = order * ratio - 0.5 * x**2
+        with_record = np.logaddexp(np.log1p(-rate), np.log(rate) + x / noise - 0.5 / noise**2)
+        exponent = order * with_record - 0.5 * x**2
+        if relation == "replace_one":
+            other = np.logaddexp(np.log1p(-rate), np.log(rate) - x / noise - 0.5 / noise**2)
+            exponent -= (order - 1) * other
         top = exponent.max(axis=1, keepdims=True)
         sums = np.exp(exponent - top).sum(axis=1) * spacing / math.sqrt(2 * math.pi)
         result[first : first + chunk] = np.maximum(top[:, 0] + np.log(sums), 0.0) + 1e-15
     return result
-
-
-def _log_moment_replace_one(z: float, q: float, order: float) -> float:
-    """An upper bound from the connected dots; at most e^-200 of the mass is left out."""
-    h = sum(support(z, q, _LOG_TAIL, "replace_one")) / 16384
-    pmf = discretise(z, q, h, _LOG_TAIL, "replace_one")
-    return max(float(MomentTable(h, np.array([order - 1.0])).of(pmf)[0]), 0.0)

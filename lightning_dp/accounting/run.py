@@ -1,6 +1,5 @@
 """What a run did, in the order of time, and the numbers of its distinct steps after some lengths."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -11,8 +10,8 @@ from lightning_dp.accounting.base import FloatArray, History, Steps, merge
 from lightning_dp.accounting.composition import CountsOf
 from lightning_dp.accounting.events import AbstractEvent
 from lightning_dp.accounting.grouping import Cell
+from lightning_dp.accounting.pair_plan import EventPlan, pairs_of
 
-EventPlan = Callable[[int], AbstractEvent] | AbstractEvent
 IntArray = NDArray[np.int64]
 
 
@@ -21,7 +20,8 @@ class Run:
     """Distinct ``(z, q)``, and items ``(pair, count)`` in the order of time.
 
     ``pairs[i]`` is the number of the pair of item i; ``ends[k]`` items belong to the k-th length of
-    interest. Lengths increase.
+    interest. Lengths increase. ``events`` are the first items; those after them are the plan's,
+    where it is a function of the step.
     """
 
     noise_multipliers: FloatArray
@@ -30,6 +30,7 @@ class Run:
     counts: FloatArray
     ends: IntArray
     events: list[tuple[AbstractEvent, int]]
+    plan: EventPlan
 
     @classmethod
     def of(cls, plan: EventPlan, lengths: IntArray, spent: History) -> "Run":
@@ -37,19 +38,27 @@ class Run:
         merge(spent)  # checks it
         items = [(event, count) for event, count in spent if count]
         ends = np.full(lengths.size, len(items))
+        more: tuple[FloatArray, FloatArray] = (np.zeros(0), np.zeros(0))
         if isinstance(plan, AbstractEvent):
             repeats = np.diff(lengths, prepend=0)
             items.extend((plan, int(count)) for count in repeats if count)
             ends = ends + np.cumsum(repeats > 0)
         elif lengths.size:
-            items.extend((plan(step), 1) for step in range(int(lengths[-1])))
+            more = pairs_of(plan, 0, int(lengths[-1]))
             ends = ends + lengths
-        known: dict[tuple[float, float], int] = {}
-        pairs = [known.setdefault(event.pair, len(known)) for event, _ in items]
-        table = np.array(list(known), dtype=float).reshape(-1, 2)
+        table = np.array([event.pair for event, _ in items], dtype=float).reshape(-1, 2)
         counts = np.array([float(count) for _, count in items])
-        numbers = np.array(pairs, dtype=np.int64)
-        return cls(table[:, 0].copy(), table[:, 1].copy(), numbers, counts, ends, items)
+        pairs = np.append(table[:, 0], more[0]) + 1j * np.append(table[:, 1], more[1])
+        known, numbers = np.unique(pairs, return_inverse=True)
+        return cls(
+            known.real.copy(),
+            known.imag.copy(),
+            np.asarray(numbers.reshape(-1), dtype=np.int64),
+            np.append(counts, np.ones(more[0].size)),
+            ends,
+            items,
+            plan,
+        )
 
     @property
     def size(self) -> int:
@@ -58,7 +67,10 @@ class Run:
 
     def history(self, k: int) -> History:
         """The history of the k-th length."""
-        return self.events[: int(self.ends[k])]
+        end = int(self.ends[k])
+        if isinstance(self.plan, AbstractEvent):
+            return self.events[:end]
+        return [*self.events, *((self.plan(t), 1) for t in range(end - len(self.events)))]
 
     def sums(self, values: FloatArray) -> FloatArray:
         """Sum of ``values`` of the items for each length."""
@@ -75,6 +87,7 @@ class Run:
             self.counts[:end],
             self.ends[first:last],
             self.events,
+            self.plan,
         )
 
     def steps(self) -> Steps:

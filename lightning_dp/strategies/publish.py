@@ -20,16 +20,18 @@ EPSILON = "privacy/epsilon"
 NOISE_MULTIPLIER = "privacy/noise_multiplier"
 
 _MAX_NODES = 300
+_SHORT, _TOGETHER = 64, 4  # a stretch of the curve ends at that step, or at a multiple of its first
 _HORIZON = 100_000  # steps of a plan without an end for which nodes are chosen
 
 
 class Publisher:
     """Keeps ``privacy/epsilon`` and ``privacy/noise_multiplier`` current.
 
-    The plan is known, so ε is read from a curve that is computed once, at the steps to log and at
-    the ends of epochs (of very long runs, at some of them). Between two of these it is the ε of
-    the next one: an upper bound. At the stop and at the end it is computed anew. Written directly,
-    since ``self.log`` costs more than a private step of a small model.
+    The plan is known, so ε is read from a curve at the steps to log and at the ends of epochs (of
+    very long runs, at some of them). Between two of these it is the ε of the next one: an upper
+    bound. The curve is computed a stretch at a time, when its first step comes, so that a long run
+    starts at once. At the stop and at the end ε is computed anew. Written directly, since
+    ``self.log`` costs more than a private step of a small model.
 
     Args:
         trainer: whose metrics and loggers are written.
@@ -41,14 +43,16 @@ class Publisher:
         self._run = run
         self._every = int(trainer.log_every_n_steps)  # type: ignore[attr-defined]
         assert run.mechanism is not None
+        self._logged_at = -1
+        self._begin()
+
+    def _begin(self) -> None:
+        """Choose the nodes of a curve that begins now."""
+        run = self._run
+        assert run.mechanism is not None
         self._start, self._first_step = run.steps, run.mechanism.step
         self._nodes = self._choose_nodes()
         self._values = np.full(len(self._nodes), np.nan)
-        if isinstance(
-            run.config.accountant, PLDAccountant
-        ):  # together they cost little more than one
-            self._values = run.epsilon_curve(self._nodes)
-        self._logged_at = -1
 
     def _choose_nodes(self) -> NDArray[np.int64]:
         """Steps ahead at which ε is computed: 0, those to log, epochs' ends, and the last one."""
@@ -97,12 +101,25 @@ class Publisher:
     def _read(self) -> float:
         """ε at the node that is next, or now."""
         run = self._run
+        place = int(np.searchsorted(self._nodes, self._ahead()))
+        if place == len(self._nodes):  # a plan without an end has no last node
+            self._begin()
+            place = 0
+        if math.isnan(self._values[place]):
+            ahead, stretch = self._ahead(), self._stretch(place)
+            self._values[stretch] = run.epsilon_curve(self._nodes[stretch] - ahead)
+        return float(self._values[place])
+
+    def _ahead(self) -> int:
+        """How far the run is on the curve."""
+        run = self._run
         assert run.mechanism is not None
         # A step that asked nothing was not charged, but has its place on the curve.
-        ahead = max(run.steps - self._start, run.mechanism.step - self._first_step)
-        place = int(np.searchsorted(self._nodes, ahead))
-        if place == len(self._nodes):
-            return self._run.epsilon  # a plan without an end has no last node
-        if math.isnan(self._values[place]):
-            self._values[place] = self._run.epsilon_after(int(self._nodes[place]) - ahead)
-        return float(self._values[place])
+        return max(run.steps - self._start, run.mechanism.step - self._first_step)
+
+    def _stretch(self, place: int) -> slice:
+        """The nodes from a place on that are computed together: they cost little more than one."""
+        if not isinstance(self._run.config.accountant, PLDAccountant):
+            return slice(place, place + 1)
+        longest = max(_SHORT, int(_TOGETHER * self._nodes[place]))
+        return slice(place, max(place + 1, int(np.searchsorted(self._nodes, longest))))

@@ -4,12 +4,15 @@ import math
 
 import numpy as np
 import pytest
+from dp_accounting import dp_event
+from dp_accounting.rdp import rdp_privacy_accountant
 from opacus.accountants.analysis.rdp import compute_rdp
 from scipy import integrate
 from scipy.stats import norm
 
 from lightning_dp.accounting import Gaussian, PoissonGaussian, StreamingRDPAccountant
-from lightning_dp.accounting.renyi import renyi_divergence
+from lightning_dp.accounting.base import Steps
+from lightning_dp.accounting.renyi import renyi_divergence, total_divergence
 
 
 @pytest.mark.parametrize("order", [1.05, 1.5, 2.0, 3.0, 16.0, 40.0])
@@ -82,3 +85,27 @@ def test_many_distinct_steps():
 
 def test_full_batch_is_above_exact_gdp():
     assert StreamingRDPAccountant().epsilon([(Gaussian(1.0), 10)], 1e-5) > 17.857
+
+
+@pytest.mark.parametrize("delta", [1e-8, 1e-5])
+@pytest.mark.parametrize(
+    ("z", "q", "steps"),
+    [(0.4, 0.01, 100), (0.5, 0.1, 30), (0.6, 1e-3, 1000), (0.8, 0.05, 500), (1.0, 0.3, 100)],
+)
+def test_where_small_orders_are_best_epsilon_is_not_above_dp_accountings(z, q, steps, delta):
+    orders = np.concatenate((np.arange(1.4, 11.0, 0.1), np.arange(11.0, 64.0)))
+    theirs = rdp_privacy_accountant.RdpAccountant(orders=orders)
+    theirs.compose(dp_event.PoissonSampledDpEvent(q, dp_event.GaussianDpEvent(z)), steps)
+    ours = StreamingRDPAccountant().epsilon([(PoissonGaussian(z, q), steps)], delta)
+    assert ours <= 1.001 * theirs.get_epsilon(delta)
+
+
+@pytest.mark.parametrize("relation", ["add_remove", "replace_one"])
+@pytest.mark.parametrize("order", [1.3, 4.0, 40.0])
+def test_the_sum_over_many_distinct_steps_is_a_close_upper_bound(order, relation):
+    noise = np.geomspace(0.7, 5, 400)
+    rates = np.geomspace(0.001, 0.3, 400)[::-1]
+    together = total_divergence(Steps(noise, rates, np.ones(400)), relation, np.array([order]))
+    pairs = zip(noise, rates, strict=True)
+    one_by_one = math.fsum(renyi_divergence(z, q, order, relation) for z, q in pairs)
+    assert one_by_one <= together[0] <= 1.01 * one_by_one

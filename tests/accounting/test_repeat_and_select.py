@@ -149,7 +149,7 @@ def test_the_theorems_bound_the_best_of_randomised_responses(p, mean, shape):
 @pytest.mark.parametrize("shape", [0.0, 0.5, 1.0, 5.0, math.inf])
 @pytest.mark.parametrize("mean", [2.0, 10.0, 100.0])
 def test_epsilon_is_that_of_dp_accounting(mean, shape):
-    orders = np.concatenate(([1.02, 1.05, 1.1, 1.2, 1.3, 1.5, 1.8], np.arange(2.0, 120.0)))
+    orders = np.concatenate(([1.02, 1.05], np.arange(1.1, 11.0, 0.05), np.arange(11.0, 120.0)))
     run = dp_event.SelfComposedDpEvent(
         dp_event.PoissonSampledDpEvent(0.01, dp_event.GaussianDpEvent(1.0)), 1000
     )
