@@ -23,6 +23,7 @@ from lightning_dp.accounting.tilting import (
     MomentTable,
     log_largest_weight,
     mixture_bound,
+    useful_tilts,
     window,
 )
 
@@ -31,6 +32,7 @@ _COARSE = np.concatenate((-_POSITIVE[::-3], [0.0], _POSITIVE[::3]))
 _NEAR = np.geomspace(0.3, 8.0, 18)
 _MAX_POINTS = 2**20
 _LONG = 2**18
+_LONGEST = 2**20  # of one step
 _LOG_OUTSIDE = math.log(1e-12)
 _LOG_LOSS = 3.0  # of accuracy, relative to the best tilt
 _LOG_TRUNCATED = -14.0  # of the mass of delta that may be moved to infinity
@@ -76,13 +78,13 @@ class Plan:
     log_tail: float
     limit: float
     bound: float
+    reach: float  # of the losses of one step
 
-    @property
-    def is_long(self) -> bool:
-        """Whether a finer grid would take too long."""
+    def is_long(self, nodes: int) -> bool:
+        """Whether a finer grid would take too long for so many nodes."""
         low, high = self.grid.ends
-        losses = self.limit if math.isfinite(self.limit) else 0.0
-        return max(high - low, losses) / self.grid.h > _LONG
+        points = max(high - low, min(self.limit, self.reach)) / self.grid.h
+        return points > max(_LONG, _LONGEST / nodes)
 
 
 def pmf_maker(
@@ -134,7 +136,7 @@ def plan_grid(
     while True:
         reach = max(sum(support(z, q, log_tail, relation)) for z, q in mixture.nodes)
         h = h if h > 0 else min(_snap(reach / 512), coarsest, 1.0)
-        plan = Plan(Grid(h, 0.0, (0.0, 0.0), _POSITIVE), log_tail, limit, math.inf)
+        plan = Plan(Grid(h, 0.0, (0.0, 0.0), _POSITIVE), log_tail, limit, math.inf, reach)
         pmfs, infinity = _pmfs(mixture, plan, relation, backward)
         moments = _moments(pmfs, h, _POSITIVE)
         bounds = mixture_bound(mixture, moments)
@@ -143,9 +145,7 @@ def plan_grid(
         epsilon = bound if target.epsilon is None else target.epsilon
         least = least if target.epsilon is None else 0.0
         scale = max(epsilon, least, 0.1 * _deviation(bounds, best), 1e-9)
-        spread = _spread(mixture, pmfs, moments[:, best])
-        wanted = math.sqrt(8 * rtol * scale / ((tilt + 1) * spread))
-        wanted = max(wanted, min(reach, scale + _BEYOND) / _MAX_POINTS)
+        wanted = _fine_enough(rtol, scale, tilt, _spread(mixture, pmfs, moments[:, best]), reach)
         if h <= wanted:
             break
         h = max(_snap(wanted), h / 32)
@@ -157,7 +157,14 @@ def plan_grid(
     _, bound = _chernoff(tilts, bounds, target, infinity, 4 / h)
     epsilon = bound if target.epsilon is None else target.epsilon
     tilt, ends = _narrowest(tilts, bounds, min(epsilon, 1e6), 4 / h)
-    return Plan(Grid(h, tilt, ends, tilts), log_tail, limit, bound)
+    useful = useful_tilts(tilts, bounds, tilt, ends)
+    return Plan(Grid(h, tilt, ends, tilts[useful]), log_tail, limit, bound, reach)
+
+
+def _fine_enough(rtol: float, scale: float, tilt: float, steps: float, reach: float) -> float:
+    """The spacing at which connecting the dots of some steps costs ``rtol`` of epsilon."""
+    wanted = math.sqrt(8 * rtol * scale / ((tilt + 1) * steps))
+    return max(wanted, min(reach, scale + _BEYOND) / _MAX_POINTS)
 
 
 def _pmfs(

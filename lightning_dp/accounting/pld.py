@@ -164,7 +164,7 @@ class PLDAccountant(AbstractStepsAccountant):
             if last - value <= target.tolerance(value, self.rtol):
                 return plan, value
             plan = finer
-            if value <= least or finer.is_long or target.trusts(bound, value):
+            if value <= least or finer.is_long(len(mixture.nodes)) or target.trusts(bound, value):
                 break
             coarsest = plan.grid.h / 4
             finer = plan_grid(mixture, target, self.rtol, relation, backward, least, coarsest)

@@ -154,6 +154,8 @@ def _series(
 ) -> ComplexArray:
     """``sum_t n_kt (log x + log(1 + y_t))``, ``y_t = sum_ij du_t^i dv_t^j linear[i, j]``, to an order."""
     du, dv = distances
+    if set(linear) == {(1, 0)} and counts.shape[0] == 1:
+        return _series_in_one(log_base, linear[1, 0], du, counts[0], order)[:, None]
     terms, moments = [log_base], [counts.sum(axis=1)]
     power = dict(linear)
     for k in range(1, order + 1):
@@ -163,6 +165,21 @@ def _series(
         if k < order:
             power = _times(power, linear)
     return np.asarray(np.stack(terms, axis=1) @ np.stack(moments).astype(complex))
+
+
+def _series_in_one(
+    log_base: ComplexArray, linear: ComplexArray, du: FloatArray, counts: FloatArray, order: int
+) -> ComplexArray:
+    """:func:`_series` of one length whose sample rates are equal, by Horner's rule."""
+    power, moments = counts, [float(counts.sum())]
+    for _ in range(order):
+        power = power * du
+        moments.append(float(power.sum()))
+    result = np.zeros_like(linear)
+    for k in range(order, 0, -1):
+        result += (-1) ** (k + 1) / k * moments[k]
+        result *= linear
+    return result + moments[0] * log_base
 
 
 def _times(left: _Polynomial, right: _Polynomial) -> _Polynomial:

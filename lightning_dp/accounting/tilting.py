@@ -7,6 +7,7 @@ of the logarithms of their moments.
 import math
 
 import numpy as np
+from numpy.typing import NDArray
 
 from lightning_dp.accounting.base import FloatArray
 from lightning_dp.accounting.grouping import Cell, Mixture
@@ -113,3 +114,19 @@ def window(
     right = gap > 1e-3 * tilt
     left = gap < -1e-3 * tilt
     return float(np.max(reach[left] / gap[left])), float(np.min(reach[right] / gap[right]))
+
+
+def useful_tilts(
+    tilts: FloatArray, bounds: FloatArray, tilt: float, ends: tuple[float, float]
+) -> NDArray[np.intp]:
+    """Places of the tilts that bound what is outside a window, also of a wider one or fewer steps."""
+    gap = tilts - tilt
+    places = np.arange(tilts.size)
+    kept: set[int] = set()
+    for side, end in ((places[gap > 0], ends[1]), (places[gap < 0], ends[0])):
+        for wider in (0.0, 0.5, 1.5):
+            for share in (1.0, 0.5, 0.25):
+                edge = end + (end - sum(ends) / 2) * wider
+                best = side[int(np.argmin(share * bounds[side] - gap[side] * edge))]
+                kept.update(p for p in (best - 1, best, best + 1) if 0 <= p < tilts.size)
+    return np.array(sorted(kept))
