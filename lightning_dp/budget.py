@@ -17,7 +17,7 @@ from lightning_dp.accounting.guards import AbstractGuard, FixedGuard, GDPGuard, 
 from lightning_dp.accounting.pair_plan import PlannedSteps
 from lightning_dp.config import PrivacyConfig
 from lightning_dp.plan import LaterSteps, NoisePlan
-from lightning_dp.sampling import BatchPlan
+from lightning_dp.sampling import BatchPlan, Poisson
 from lightning_dp.schedules import AbstractAdaptiveSchedule
 
 __all__ = ["Budget", "events_from", "is_adaptive"]
@@ -105,13 +105,22 @@ class Budget:
             return StreamingRDPAccountant()
         return self.config.accountant
 
-    def affordable(self, plan: NoisePlan, step: int, planned_steps: float) -> float:
-        """How many steps of the plan, from this one on, the budget affords."""
+    def affordable(
+        self, plan: NoisePlan, step: int, planned_steps: float, *, is_calibrated: bool = False
+    ) -> float:
+        """How many steps of the plan, from this one on, the budget affords.
+
+        Args:
+            plan, step, planned_steps: which steps.
+            is_calibrated: the plan's scale was calibrated just now, for exactly these steps.
+        """
         config = self.config
         if not math.isfinite(plan.scale):
             return 0
         if config.target_epsilon is None or is_adaptive(config):
             return math.inf
+        if is_calibrated and type(plan.sampling) is Poisson:  # whose events were calibrated with
+            return planned_steps
         return self._affordable(plan, step, planned_steps, config.accountant)
 
     def _affordable(

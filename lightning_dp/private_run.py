@@ -245,7 +245,10 @@ class PrivateRun:
             else float(self._resumed["noise_scale"])
         )
         plan = budget.plan(world.broadcast(scale))
-        affordable = world.broadcast(budget.affordable(plan, step, planned_steps))
+        is_calibrated = self._resumed is None and self.config.noise_multiplier is None
+        affordable = world.broadcast(
+            budget.affordable(plan, step, planned_steps, is_calibrated=is_calibrated)
+        )
         self._affordable_end = step + affordable
         mechanism = Mechanism(
             plan=plan,

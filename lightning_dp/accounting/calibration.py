@@ -4,8 +4,10 @@ import math
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import lru_cache
 
 import numpy as np
+from scipy.optimize import brentq
 
 from lightning_dp._validate import number, whole
 from lightning_dp.accounting.base import (
@@ -22,6 +24,7 @@ from lightning_dp.accounting.base import (
     merge_arrays,
 )
 from lightning_dp.accounting.events import AbstractEvent, Gaussian, PoissonGaussian
+from lightning_dp.accounting.gdp import mu_of_budget
 from lightning_dp.accounting.pair_plan import EventPlan, PlannedSteps
 from lightning_dp.accounting.pld import PLDAccountant
 from lightning_dp.accounting.repeat_and_select import RepeatAndSelect
@@ -87,15 +90,64 @@ def calibrate(
     values, rates, counts = shapes.noise_multipliers, shapes.sample_rates, shapes.counts
     cost = _Cost(spent, delta, relation)
 
-    def cost_of(accountant: AbstractAccountant, scale: float) -> float:
-        return cost.of(accountant, Steps(_scaled(values, scale), rates, counts))
+    def steps_of(scale: float) -> Steps:
+        return Steps(_scaled(values, scale), rates, counts)
 
-    start = math.sqrt(math.fsum(counts / values**2))
-    is_sampled = bool(np.any(rates < 1))
-    if isinstance(judge, PLDAccountant) and is_sampled and values.size > 100:
-        rough = replace(_ROUGH, rtol=max(_ROUGH.rtol, judge.rtol))
-        start = _solve(lambda scale: cost_of(rough, scale), start, epsilon, 0.02)
-    return _solve(lambda scale: cost_of(judge, scale), start, epsilon, _TOLERANCE)
+    is_long = isinstance(judge, PLDAccountant) and bool(np.any(rates < 1)) and values.size > 100
+    start, slope = math.sqrt(math.fsum(counts / values**2)), -1.0
+    if is_long and cost.merged is not None:
+        assert isinstance(judge, PLDAccountant)
+        start = _normal_scale(shapes, epsilon, delta, relation)
+        start, slope = _approach(judge, cost.merged, steps_of, start, (epsilon, delta), relation)
+    return _solve(lambda scale: cost.of(judge, steps_of(scale)), start, epsilon, _TOLERANCE, slope)
+
+
+def _normal_scale(shapes: Steps, epsilon: float, delta: float, relation: Relation) -> float:
+    """The scale by the central limit theorem: sum_t q_t^2 (e^(1/z_t^2) - 1) = mu^2. A start, no more."""
+    mu = math.log(mu_of_budget(epsilon, delta) / check_relation(relation))
+    log_rates = 2 * np.log(shapes.sample_rates)
+
+    def excess(log_scale: float) -> float:
+        x = np.exp(-2 * log_scale) / shapes.noise_multipliers**2
+        log_terms = log_rates + x + np.log(-np.expm1(-x)) + np.log(shapes.counts)
+        return 0.5 * float(np.logaddexp.reduce(log_terms)) - mu
+
+    low = float(np.log(1e-2 / shapes.noise_multipliers.min()))
+    high = low + math.log(1e10)
+    if not excess(low) > 0 > excess(high):
+        return math.sqrt(math.fsum(shapes.counts / shapes.noise_multipliers**2))
+    return math.exp(float(brentq(excess, low, high, xtol=1e-3)))
+
+
+def _approach(
+    judge: PLDAccountant,
+    spent: Steps,
+    steps_of: Callable[[float], Steps],
+    start: float,
+    budget: tuple[float, float],
+    relation: Relation,
+) -> tuple[float, float]:
+    """Near the scale, and the slope there, by quick looks at removing a record.
+
+    How far a quick look is off, varies little, and is found by one that is not.
+    """
+    epsilon, delta = budget
+    rough = replace(_ROUGH, rtol=max(_ROUGH.rtol, judge.rtol))
+
+    def cost(accountant: PLDAccountant, scale: float) -> float:
+        return accountant.removal_epsilon(joined(spent, steps_of(scale)), delta, relation)
+
+    quick = lru_cache(maxsize=None)(lambda scale: cost(rough, scale))
+    scale = _solve(quick, start, epsilon, 0.04)
+    value = cost(judge, scale)
+    if not 0 < value < math.inf:
+        return scale, -1.0
+    aim = epsilon * (1 - _TOLERANCE / 2) * quick(scale) / value
+    near = _solve(quick, scale, aim * (1 + _TOLERANCE / 8), _TOLERANCE / 4)
+    if near == scale:
+        return near, -1.0
+    slope = math.log(quick(near) / quick(scale)) / math.log(near / scale)
+    return near, min(slope, -0.05)
 
 
 def calibrate_history(
@@ -222,8 +274,17 @@ def _last_affordable(cost: Callable[[int], float], limit: int, epsilon: float) -
     return low
 
 
-def _solve(cost: Callable[[float], float], start: float, target: float, tolerance: float) -> float:
-    """A scale with ``(1 - tolerance) target <= cost(scale) <= target``; cost falls with the scale."""
+def _solve(
+    cost: Callable[[float], float],
+    start: float,
+    target: float,
+    tolerance: float,
+    slope: float = -1.0,
+) -> float:
+    """A scale with ``(1 - tolerance) target <= cost(scale) <= target``; cost falls with the scale.
+
+    ``slope`` is a guess of that of the logarithm of the cost in that of the scale.
+    """
     aim = math.log(target * (1 - tolerance / 2))
     low, high = 0.0, math.inf  # cost(low) > target >= cost(high)
     x = math.log(start)
@@ -238,28 +299,28 @@ def _solve(cost: Callable[[float], float], start: float, target: float, toleranc
             return math.exp(high)
         if 0 < value < math.inf:
             points = [*points[-1:], (x, math.log(value))]
-        x = _next(points, low, high, aim, bisect=turn % 6 == 5)
+        guess = math.nan if turn % 6 == 5 else _secant(points, slope, aim)
+        x = _inside(guess, low, high)
     return math.exp(high)
 
 
-def _next(
-    points: list[tuple[float, float]], low: float, high: float, aim: float, bisect: bool
-) -> float:
-    """Next logarithm of the scale: secant in log-log, kept inside the bracket."""
-    open_low, open_high = math.isinf(low), math.isinf(high)
-    guess = math.nan
-    if points and not bisect:
-        x, y = points[-1]
-        slope = -1.0
-        if len(points) == 2 and points[0][0] != x:
-            slope = min((y - points[0][1]) / (x - points[0][0]), -0.05)
-        guess = x + (aim - y) / slope
-        guess = min(max(guess, x - 3.0), x + 3.0)
+def _secant(points: list[tuple[float, float]], slope: float, aim: float) -> float:
+    """Where log cost is ``aim`` by the latest two points, or one and a slope; NaN without any."""
+    if not points:
+        return math.nan
+    x, y = points[-1]
+    if len(points) == 2 and points[0][0] != x:
+        slope = min((y - points[0][1]) / (x - points[0][0]), -0.05)
+    return min(max(x + (aim - y) / slope, x - 3.0), x + 3.0)
+
+
+def _inside(guess: float, low: float, high: float) -> float:
+    """The guess if it is inside the bracket, else some number that is."""
     if low < guess < high:
         return guess
-    if open_low:
+    if math.isinf(low):
         return high - 1.0
-    if open_high:
+    if math.isinf(high):
         return low + 1.0
     return (low + high) / 2
 
@@ -313,12 +374,12 @@ class _Cost:
         self._spent, self._delta, self._relation = spent, delta, relation
         # A search is no Gaussian that could be merged.
         only_steps = not any(isinstance(event, RepeatAndSelect) for event, _ in spent)
-        self._merged = merge(spent) if only_steps else None
+        self.merged = merge(spent) if only_steps else None
 
     def of(self, accountant: AbstractAccountant, steps: Steps) -> float:
         """Ask once; in arrays, where the accountant takes them."""
-        if isinstance(accountant, AbstractStepsAccountant) and self._merged is not None:
-            return accountant.epsilon_of(joined(self._merged, steps), self._delta, self._relation)
+        if isinstance(accountant, AbstractStepsAccountant) and self.merged is not None:
+            return accountant.epsilon_of(joined(self.merged, steps), self._delta, self._relation)
         columns = (steps.noise_multipliers, steps.sample_rates, steps.counts)
         rows = zip(*(column.tolist() for column in columns), strict=True)
         events = [(_event(z, q), int(count)) for z, q, count in rows]

@@ -109,3 +109,16 @@ def mu_of(steps: Steps, relation: str) -> float:
     if steps.has_noiseless:
         return math.inf
     return factor * math.sqrt(math.fsum(steps.counts / steps.noise_multipliers**2))
+
+
+def mu_of_budget(epsilon: float, delta: float) -> float:
+    """The largest μ with δ(ε; μ) <= δ."""
+    if not 0 < epsilon < math.inf:
+        raise ValueError(f"epsilon={epsilon} must be finite and greater than 0.")
+    high = 1.0
+    while gdp_delta(high, epsilon) <= delta:
+        high *= 2
+    mu = float(brentq(lambda m: gdp_delta(m, epsilon) - delta, 1e-12, high, xtol=1e-15, rtol=1e-14))
+    while gdp_delta(mu, epsilon) > delta:
+        mu *= 1 - 1e-14
+    return mu

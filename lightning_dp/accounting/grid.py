@@ -32,7 +32,7 @@ _COARSE = np.concatenate((-_POSITIVE[::-3], [0.0], _POSITIVE[::3]))
 _NEAR = np.geomspace(0.3, 8.0, 18)
 _MAX_POINTS = 2**20
 _LONG = 2**18
-_LONGEST = 2**20  # of one step
+_LONGEST = 2**20
 _LOG_OUTSIDE = math.log(1e-12)
 _LOG_LOSS = 3.0  # of accuracy, relative to the best tilt
 _LOG_TRUNCATED = -14.0  # of the mass of delta that may be moved to infinity
@@ -80,11 +80,11 @@ class Plan:
     bound: float
     reach: float  # of the losses of one step
 
-    def is_long(self, nodes: int) -> bool:
-        """Whether a finer grid would take too long for so many nodes."""
+    def is_long(self, is_rare: bool) -> bool:
+        """Whether a finer grid would take too long; for one step of which losses are rare, less soon."""
         low, high = self.grid.ends
         points = max(high - low, min(self.limit, self.reach)) / self.grid.h
-        return points > max(_LONG, _LONGEST / nodes)
+        return points > (_LONGEST if is_rare else _LONG)
 
 
 def pmf_maker(

@@ -6,8 +6,6 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 
-from scipy.optimize import brentq
-
 from lightning_dp.accounting.base import (
     History,
     Relation,
@@ -17,7 +15,7 @@ from lightning_dp.accounting.base import (
     merge,
 )
 from lightning_dp.accounting.events import AbstractEvent
-from lightning_dp.accounting.gdp import gdp_delta, gdp_epsilon
+from lightning_dp.accounting.gdp import gdp_epsilon, mu_of_budget
 from lightning_dp.accounting.rdp import best_order
 from lightning_dp.accounting.renyi import renyi_divergence
 
@@ -120,7 +118,7 @@ class GDPGuard(AbstractGuard):
 
     def __init__(self, epsilon: float, delta: float, relation: Relation, spent: History) -> None:
         self._factor = check_relation(relation)
-        self.mu = _mu_of_budget(epsilon, delta)
+        self.mu = mu_of_budget(epsilon, delta)
         self._spent = math.fsum(self._cost(event) * count for event, count in spent)
 
     def _cost(self, event: AbstractEvent) -> float:
@@ -190,16 +188,3 @@ class RDPGuard(AbstractGuard):
 def _penalty(order: float, delta: float) -> float:
     """ε - ρ of the conversion from Rényi order α at δ."""
     return math.log1p(-1 / order) - (math.log(delta) + math.log(order)) / (order - 1)
-
-
-def _mu_of_budget(epsilon: float, delta: float) -> float:
-    """The largest μ with δ(ε; μ) <= δ."""
-    if not 0 < epsilon < math.inf:
-        raise ValueError(f"epsilon={epsilon} must be finite and greater than 0.")
-    high = 1.0
-    while gdp_delta(high, epsilon) <= delta:
-        high *= 2
-    mu = float(brentq(lambda m: gdp_delta(m, epsilon) - delta, 1e-12, high, xtol=1e-15, rtol=1e-14))
-    while gdp_delta(mu, epsilon) > delta:
-        mu *= 1 - 1e-14
-    return mu

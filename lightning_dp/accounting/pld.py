@@ -24,6 +24,7 @@ from lightning_dp.accounting.grouping import Mixture, as_mixture
 _EXACT = 32  # so few distinct steps are never grouped
 _ROUGH_SPACING = 0.8
 _MAX_ROUNDS = 8
+_RARE = 0.3  # of Chernoff's bound: a few rare losses make all of the cost
 _LEAST_NOISE = 1e-3  # below it amplification is not worth the grid
 _MAX_POINTS = 5e7  # of all nodes together: about a second, for each direction
 
@@ -93,6 +94,15 @@ class PLDAccountant(AbstractStepsAccountant):
         if without == 0.0 or math.isinf(without) or np.all(steps.sample_rates == 1.0):
             return without
         return min(without, self._worst_direction(steps, target, relation, without))
+
+    def removal_epsilon(self, steps: Steps, delta: float, relation: Relation) -> float:
+        """:meth:`epsilon_of` for removing a record, which is the larger one for usual runs."""
+        target = Target(log_delta=math.log(delta))
+        without = gdp_epsilon(mu_of(steps, relation), delta)
+        merged = merge_full_batch(steps)
+        if steps.has_noiseless or merged.noise_multipliers.min() < _LEAST_NOISE:
+            return without
+        return min(without, self.one_direction(merged, target, relation, False, least=0.0))
 
     def delta(self, history: History, epsilon: float, relation: Relation = "add_remove") -> float:
         """Return the least delta at ``epsilon``; see the class."""
@@ -164,7 +174,8 @@ class PLDAccountant(AbstractStepsAccountant):
             if last - value <= target.tolerance(value, self.rtol):
                 return plan, value
             plan = finer
-            if value <= least or finer.is_long(len(mixture.nodes)) or target.trusts(bound, value):
+            is_rare = len(mixture.nodes) == 1 and value < _RARE * bound
+            if value <= least or finer.is_long(is_rare) or target.trusts(bound, value):
                 break
             coarsest = plan.grid.h / 4
             finer = plan_grid(mixture, target, self.rtol, relation, backward, least, coarsest)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import cached_property
 
 from lightning_dp._validate import normalise, number, positive, whole
 from lightning_dp.schedules.base import AbstractSchedule
@@ -69,7 +70,7 @@ class DynamicMomentum(AbstractSchedule):
             )
         normalise(self, whole, "steps", of="DynamicMomentum")
 
-    @property
+    @cached_property
     def turning_step(self) -> int:
         """T̂: runs of at most this many steps have noise that grows."""
         # Lemma B.7: γ^(t-1) (1-β^t) rises, then falls, and holds with equality at t = 1.
