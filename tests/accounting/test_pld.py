@@ -179,3 +179,18 @@ def test_random_histories_are_below_rdp_and_invert():
             e > 1e-4
         ):  # where delta is steep, an accuracy of epsilon is one of many per cent of delta
             assert epsilon(history, delta(history, e)) == pytest.approx(e, rel=5e-3)
+
+
+@pytest.mark.parametrize(
+    ("z", "q", "steps", "delta", "relation", "truth"),
+    [  # by convolution on a grid of 2^20 losses that keeps the mean
+        (1.0, 1e-5, 1000, 1e-5, "add_remove", 0.00070183305),
+        (1.0, 1e-5, 1000, 1e-5, "replace_one", 0.0012326115),
+        (0.8, 1e-6, 10**6, 1e-8, "add_remove", 0.0079986199),
+        (0.8, 1e-6, 10**6, 1e-8, "replace_one", 0.012609428),
+        (5.0, 0.001, 10, 1e-5, "add_remove", 0.0012080047),
+    ],
+)
+def test_rare_records_do_not_loosen_epsilon(z, q, steps, delta, relation, truth):
+    value = PLDAccountant().epsilon([(PoissonGaussian(z, q), steps)], delta, relation)
+    assert truth * (1 - 1e-5) <= value <= 1.005 * truth
