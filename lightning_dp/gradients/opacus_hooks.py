@@ -24,7 +24,7 @@ from lightning_dp.gradients.base import (
 from lightning_dp.gradients.materialised import MaterialisedGradients
 from lightning_dp.gradients.module_hooks import ModuleHooks
 from lightning_dp.gradients.opacus_capture import OpacusCapture
-from lightning_dp.gradients.opacus_limits import refused_layers
+from lightning_dp.gradients.opacus_limits import refuse_in_place, refused_layers
 from lightning_dp.gradients.uncovered import is_compiled
 
 __all__ = ["OpacusHooks"]
@@ -55,10 +55,13 @@ class OpacusHooks(AbstractGradientEngine):
         if (dynamo := sys.modules.get("torch._dynamo")) is not None:
             dynamo.reset()  # graphs compiled before the hooks existed would ignore them
         _refuse_unsupported(module)
-        for part in module.modules():
+        for name, part in module.named_modules():
             if isinstance(part, DPRNNBase) and _is_trained(part):
                 register = partial(part.register_forward_pre_hook, with_kwargs=True)
                 self._hooks.add(part, register, _refuse_packed)
+            if getattr(part, "inplace", False):
+                refuse = partial(refuse_in_place, name)
+                self._hooks.add(part, part.register_forward_pre_hook, refuse)
         # The first layer's input never requires a gradient; torch warns of it in every run.
         warnings.filterwarnings("ignore", message="Full backward hook is firing when gradients")
         self._params, self._all_modules = params, list(module.named_modules())

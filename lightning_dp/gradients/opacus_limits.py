@@ -14,7 +14,7 @@ from torch.nn.modules.conv import _ConvNd
 from lightning_dp.gradients.base import UnsupportedModelError
 from lightning_dp.gradients.batch_dimension import refuse_without_records
 
-__all__ = ["refuse_call", "refused_layers"]
+__all__ = ["refuse_call", "refuse_in_place", "refused_layers"]
 
 
 def _has_rule(layer: nn.Module) -> bool:
@@ -87,3 +87,23 @@ def refuse_call(name: str, layer: nn.Module, args: tuple[Any, ...], kwargs: dict
             "engine='bookkeeping', or give the parameters to a layer that is called with one tensor."
         )
     refuse_without_records(name, layer, args[0])
+
+
+def refuse_in_place(name: str, layer: nn.Module, args: tuple[Any, ...]) -> None:
+    """Refuse a layer that is about to overwrite the output of one with Opacus' hooks.
+
+    Args:
+        name: of the layer in the model.
+        layer: works in place.
+        args: what it is called with.
+
+    Raises:
+        UnsupportedModelError: naming the layer and the cure.
+    """
+    node = args[0].grad_fn if args and isinstance(args[0], Tensor) else None
+    if type(node).__name__ == "BackwardHookFunctionBackward":
+        raise UnsupportedModelError(
+            f"{name} ({type(layer).__name__}) has inplace=True and would overwrite the output of the "
+            "layer before it, which Opacus' hooks do not allow. Make it with inplace=False, or use "
+            "engine='bookkeeping'."
+        )
