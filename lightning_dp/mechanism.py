@@ -283,6 +283,16 @@ class Mechanism:
         """Forget the step under way; its charge stays."""
         self._is_under_way, self._query, self._total = False, None, None
 
+    def end(self) -> None:
+        """Forget the step under way, its noise and the other processes: no further step follows."""
+        self.drop()
+        self.noise.close()
+        self.world = World(self.world.rank, self.world.size)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For copies and pickles: no step under way, whose sum is not noised."""
+        return {**vars(self), "_is_under_way": False, "_query": None, "_total": None}
+
     def state_dict(self) -> dict[str, Any]:
         """Released values only: the step and the states of the parts. Never a running sum."""
         return {

@@ -52,6 +52,16 @@ class NoiseSource:
             self._worker = ThreadPoolExecutor(1, "noise")
         self._ahead = self._worker.submit(self._draw, size)
 
+    def close(self) -> None:
+        """Forget what was drawn ahead, and let the thread go that drew it."""
+        worker, self._worker, self._ahead = self._worker, None, None
+        if worker is not None:
+            worker.shutdown(wait=False)
+
+    def __reduce__(self) -> tuple[type[NoiseSource], tuple[int | None]]:
+        """Pickle and copy as a new source: two with one state would draw the same noise."""
+        return NoiseSource, (self._seed,)
+
     def _draw(self, size: int) -> Tensor:
         return torch.from_numpy(self._cpu.standard_normal(size))
 

@@ -183,6 +183,11 @@ class PrivateRun:
 
     # -- what a strategy does --------------------------------------------------------------
 
+    @property
+    def step(self) -> int:
+        """The step of the plan that is next, or under way."""
+        return 0 if self.mechanism is None else self.mechanism.step
+
     def rate(self, step: int) -> float:
         """q at a step of the plan."""
         assert self.batches is not None
@@ -304,7 +309,7 @@ class PrivateRun:
         with contextlib.suppress(OSError):
             self.ledger.end()
         if self.mechanism is not None:
-            self.mechanism.drop()
+            self.mechanism.end()
         self._is_under_way, self._resumed = False, None
 
     # -- checkpoints -----------------------------------------------------------------------

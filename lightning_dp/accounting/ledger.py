@@ -144,6 +144,10 @@ class Ledger:
         if journal is not None:
             journal.close()
 
+    def __getstate__(self) -> dict[str, Any]:
+        """For copies and pickles: what was spent; the run under way and its journal stay here."""
+        return {**vars(self), "_journal": None, "_run": "", "_steps_of_run": 0}
+
     def state_dict(self) -> dict[str, Any]:
         """Plain numbers, strings, lists and dicts, for a checkpoint."""
         return {

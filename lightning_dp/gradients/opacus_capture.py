@@ -24,7 +24,7 @@ _ON_MODULES = ("activations", "max_batch_len", "ft_compute_sample_grad")
 _ON_PARAMETERS = ("grad_sample", "_current_grad_sample", "_forward_counter")
 
 
-class OpacusCapture(GradSampleHooks):
+class OpacusCapture(GradSampleHooks):  # type: ignore[misc]
     """``GradSampleHooks`` of which a model, its copies and its pickles hold nothing.
 
     Opacus writes to attributes of modules and parameters. Here they are there while a hook of
@@ -91,7 +91,8 @@ class OpacusCapture(GradSampleHooks):
     @contextmanager
     def _lent_to(self, module: nn.Module) -> Iterator[None]:
         """What is remembered of a module and its parameters, inside, where Opacus looks for it."""
-        for each in (module, *module.parameters()):
+        owners: list[nn.Module | nn.Parameter] = [module, *module.parameters()]
+        for each in owners:
             vars(each).update(self._kept.get(each, {}))
         try:
             yield

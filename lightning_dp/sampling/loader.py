@@ -80,6 +80,10 @@ class ChunkSampler(Sampler[list[int]]):
         self._first_step = first_step
         self._passes = 0
 
+    def __getstate__(self) -> dict[str, Any]:
+        """For copies and pickles: no sizes of batches."""
+        return {**vars(self), "pending": deque()}
+
     def __len__(self) -> int:
         return self._plan.chunks_per_epoch
 
@@ -116,6 +120,10 @@ class ChunkSampler(Sampler[list[int]]):
         return self._rank + self._world_size * drawn
 
 
+def _anyone() -> None:
+    return None
+
+
 class PrivateDataLoader(DataLoader[Any]):
     """The user's loader with its batches chosen by a :class:`ChunkSampler`.
 
@@ -136,7 +144,7 @@ class PrivateDataLoader(DataLoader[Any]):
         loader: DataLoader[Any],
         sampler: ChunkSampler,
         position: Callable[[], int] = int,
-        admit: Callable[[], None] = lambda: None,
+        admit: Callable[[], None] = _anyone,
     ) -> None:
         super().__init__(
             loader.dataset,
@@ -169,6 +177,10 @@ class PrivateDataLoader(DataLoader[Any]):
             self.current = self._chunks.pending.popleft()
             yield batch
             self._admit()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For copies and pickles: the size of a batch tells who is in it."""
+        return {**vars(self), "current": None}
 
     def state_dict(self) -> dict[str, Any]:
         """Nothing; that there is one tells Lightning that runs resume in the middle of an epoch."""

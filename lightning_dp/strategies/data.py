@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import Any
+
 from lightning.pytorch import Trainer
 
 from lightning_dp.private_run import PrivateRun
@@ -52,12 +55,30 @@ def make_private_loader(
         limit=_limit(plan.chunks_per_epoch, trainer.limit_train_batches),
         seed=run.config.seed,
         rate=run.rate,
-        first_step=lambda: run.mechanism.step if run.mechanism is not None else 0,
+        first_step=_FirstStep(run),
     )
-    progress = trainer.fit_loop.epoch_loop.batch_progress
-    return PrivateDataLoader(
-        checked, sampler, position=lambda: progress.current.ready, admit=check_asker
-    )
+    position = _PlaceInEpoch(trainer.fit_loop.epoch_loop.batch_progress)
+    return PrivateDataLoader(checked, sampler, position=position, admit=check_asker)
+
+
+@dataclass(frozen=True)
+class _FirstStep:
+    """The step of the run at which a pass of the loader begins."""
+
+    run: PrivateRun
+
+    def __call__(self) -> int:
+        return self.run.step
+
+
+@dataclass(frozen=True)
+class _PlaceInEpoch:
+    """How many chunks of the epoch Lightning has fetched, by its own count."""
+
+    progress: Any
+
+    def __call__(self) -> int:
+        return int(self.progress.current.ready)
 
 
 def _limit(chunks: int, limit_train_batches: float | int | None) -> int:

@@ -50,6 +50,16 @@ CHECKPOINT_KEY = "lightning_dp"
 
 _BUDGET_REACHED = "privacy budget reached"
 
+_BETWEEN_FITS: dict[str, Any] = {
+    "_step": None,
+    "_first": None,
+    "_loader": None,
+    "_publisher": None,
+    "_monitors": None,
+    "_earlier": None,
+    "_step_arguments": ((), {}),
+}
+
 
 class DifferentialPrivacyStrategy(Strategy):
     """Makes the strategy it is mixed into train privately.
@@ -181,9 +191,13 @@ class DifferentialPrivacyStrategy(Strategy):
         return World(
             rank=self.global_rank,
             size=self.world_size,
-            all_reduce=lambda vector: self.reduce(vector, reduce_op="sum"),
+            all_reduce=self._sum_over_ranks,
             broadcast=self.broadcast,
         )
+
+    def _sum_over_ranks(self, vector: Tensor) -> Tensor:
+        total: Tensor = self.reduce(vector, reduce_op="sum")
+        return total
 
     def _journal_folder(self) -> Path:
         """Where a new journal goes: found once in a fit, since the process may change its directory."""
@@ -471,10 +485,12 @@ class DifferentialPrivacyStrategy(Strategy):
         self._leave_the_model()
         if self._accumulate_before is not None:
             self._trainer.accumulate_grad_batches = self._accumulate_before
-        self._step, self._first, self._loader, self._publisher = None, None, None, None
-        self._accumulate_before, self._step_arguments = None, ((), {})
-        self._is_probed, self._ledger_dir = False, None
-        self._monitors, self._earlier = None, None
+        self.__dict__.update(_BETWEEN_FITS)
+        self._accumulate_before, self._is_probed, self._ledger_dir = None, False, None
         super().teardown()
         if self._reports is not None:
             self._reports.finish(may_warn=False)  # an exception may be on its way
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For copies and pickles: nothing of a fit under way, which holds what is not noised yet."""
+        return {**super().__getstate__(), **_BETWEEN_FITS}

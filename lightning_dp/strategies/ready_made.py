@@ -79,10 +79,24 @@ def make_private(
     lose what the Trainer has connected to it already.
     """
     if not isinstance(strategy, DifferentialPrivacyStrategy):
-        base: Any = type(strategy)
-        strategy.__class__ = type(f"Private{base.__name__}", (kind, base), {})
+        strategy.__class__ = _private_class(kind, type(strategy))
     assert isinstance(strategy, DifferentialPrivacyStrategy)
     return strategy
+
+
+def _private_class(kind: type, base: type) -> Any:
+    return type(f"Private{base.__name__}", (kind, base), {"__reduce_ex__": _reduce})
+
+
+def _reduce(strategy: Any, protocol: Any) -> tuple[Any, ...]:
+    """Pickle an object whose class has no name to import as what the class is made from."""
+    reduced: Any = object.__reduce_ex__(strategy, max(2, protocol))  # (constructor, class, state)
+    return _new, type(strategy).__bases__, *reduced[2:]
+
+
+def _new(kind: type, base: type) -> Any:
+    made = _private_class(kind, base)
+    return made.__new__(made)
 
 
 for _strategy in (PrivateSingleDeviceStrategy, PrivateDDPStrategy):
