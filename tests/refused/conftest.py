@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import nn
 
+from lightning_dp.accounting.journal import read_journal
 from lightning_dp.callbacks import DifferentialPrivacy
 
 
@@ -19,7 +20,8 @@ def _copies(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def _charges_on_disk(folder: Path) -> int:
-    return sum(len(path.read_bytes().splitlines()) - 1 for path in folder.glob("*.journal"))
+    journals = [read_journal(path)[1] for path in folder.glob("*.journal")]
+    return sum(count for runs in journals for run in runs.values() for _, count in run)
 
 
 def _left_behind(model: nn.Module) -> list[str]:
