@@ -31,7 +31,7 @@ from lightning_dp.federated import AsyncPlan, AsyncServer, ConstantSteps, Polyno
 from lightning_dp.federated import Message as Content
 from lightning_dp.federated.flower import server_app
 from lightning_dp.federated.flower.exchange import Exchange, pack, payload_of
-from lightning_dp.federated.flower.logbook import Logbook
+from lightning_dp.federated.flower.logbook import Logbook, save
 from lightning_dp.federated.testing import LoopbackGrid
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
@@ -279,6 +279,31 @@ def test_the_summary_takes_any_facts(tmp_path):
     assert found["ended"] == "it was enough"
     assert found["metrics"] == {"accuracy": 0.5, "loss": "nan", "bound": "inf"}
     assert found["clients"]["3"]["e"] == ["inf"]
+
+
+def test_what_a_server_saves_is_on_disk_before_it_takes_the_old_ones_place(tmp_path, monkeypatch):
+    calls = []
+    replace = os.replace
+    monkeypatch.setattr(os, "fsync", lambda descriptor: calls.append("fsync"))
+    monkeypatch.setattr(os, "replace", lambda *paths: (calls.append("replace"), replace(*paths)))
+    save({"x": torch.ones(1)}, tmp_path / "server.pt")
+    Logbook(tmp_path).close(1, "it was enough")
+    assert calls == ["fsync", "replace", "fsync"] * 2
+    assert not list(tmp_path.glob("*.partial"))
+
+
+def test_a_run_whose_summary_cannot_be_written_is_not_over(tmp_path, monkeypatch):
+    def full(self: Logbook, step: int, reason: str) -> None:
+        raise OSError("no space left")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Logbook, "close", full)
+        with pytest.raises(OSError, match="no space left"):
+            LoopbackGrid(Node(iter(())), CLIENTS).start(server(tmp_path, 2))
+    assert (tmp_path / "server.pt").exists()
+
+    LoopbackGrid(Node(iter(())), CLIENTS).start(server(tmp_path, 2))
+    assert summary(tmp_path)["rounds"] == 2 and not (tmp_path / "server.pt").exists()
 
 
 class Poisoned(LoopbackGrid):
