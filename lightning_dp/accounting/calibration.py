@@ -29,6 +29,7 @@ from lightning_dp.accounting.pair_plan import EventPlan, PlannedSteps
 from lightning_dp.accounting.pld import PLDAccountant
 from lightning_dp.accounting.repeat_and_select import RepeatAndSelect
 from lightning_dp.accounting.rounding import epsilon_text
+from lightning_dp.warnings import warn
 
 _TOLERANCE = 1e-3
 _LARGEST_SCALE = 1e6
@@ -70,7 +71,11 @@ def calibrate(
         The scale ``c``.
 
     Raises:
-        ValueError: if an argument is illegal, or ``spent`` alone exceeds the budget.
+        ValueError: if an argument is illegal, ``spent`` alone exceeds the budget, or ``delta`` is so
+            large that no noise is needed: a record takes part in any step with less probability.
+
+    Warns:
+        PrivacyWarning: if ``delta`` is at least the probability of a record to be in one step.
 
     Example:
         >>> scale = calibrate([1.0] * 1000, sample_rate=0.01, steps=1000, epsilon=3.0, delta=1e-5)
@@ -79,6 +84,7 @@ def calibrate(
     """
     shapes = _shape_counts(shape, sample_rate, steps)
     epsilon, delta = _check_budget(epsilon, delta, relation)
+    _check_that_delta_is_small(delta, shapes)
     judge = PLDAccountant() if accountant is None else accountant
     already = judge.epsilon(spent, delta, relation)
     if not already < epsilon * (1 - _TOLERANCE):
@@ -359,6 +365,26 @@ def _shape_counts(
     for rate in np.unique(rates).tolist():
         _event(1.0, rate)  # raises where it is no rate
     return merge_arrays(values, rates)
+
+
+def _check_that_delta_is_small(delta: float, steps: Steps) -> None:
+    """Say it where delta permits to publish a record that is drawn, and refuse where that is all."""
+    rates = steps.sample_rates
+    with np.errstate(divide="ignore"):
+        part = -math.expm1(float(np.sum(steps.counts * np.log1p(-rates))))  # in a step or more
+    if not delta < part:
+        raise ValueError(
+            f"delta={delta:g} is not below {part:.3g}, the probability that a record takes part in "
+            "any of the steps. At such a delta, publishing the records of every batch would count "
+            "as private, and there is no smallest noise. Choose a delta well below 1 / (number of "
+            "records)."
+        )
+    if not delta < rates.min():
+        warn(
+            f"delta={delta:g} is not below the sample rate {rates.min():.3g}: this budget would "
+            "permit to publish every record of a batch as it is. Choose a delta well below 1 / "
+            "(number of records)."
+        )
 
 
 def _scaled(values: FloatArray, scale: float) -> FloatArray:
