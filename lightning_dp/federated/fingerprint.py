@@ -90,4 +90,4 @@ def _kind(tensor: Tensor) -> str:
 
 def _check_sum(tensor: Tensor) -> str:
     values = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-    return f"{_kind(tensor)} {zlib.crc32(values.numpy()):08x}"
+    return f"{_kind(tensor)} {zlib.crc32(values.numpy().tobytes()):08x}"
