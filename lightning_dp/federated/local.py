@@ -205,15 +205,15 @@ class LocalRecords:
     def _try(self, watch: _Watch, made_up: Any) -> None:
         query = Query((Term(),), clip_norm=1.0, noise_multiplier=1.0)
         try:
-            gradients = self._combination(watch, query, made_up, _MADE_UP, 0)
+            self._combination(watch, query, made_up, _MADE_UP, 0)
+        except VoidedRunError:
+            raise MisconfigurationException(
+                f"training_step gives no loss that depends on the trained parameters. {_NOT_CHARGED}"
+            ) from None
         except Exception as error:
             if hasattr(error, "add_note"):  # Python 3.11
                 error.add_note(_NOT_CHARGED)
             raise
-        if gradients is None or not gradients.count:
-            raise MisconfigurationException(
-                f"training_step gives no loss that depends on the trained parameters. {_NOT_CHARGED}"
-            )
 
     def bounded_sum(self, query: Query, records: Sequence[int]) -> BoundedSum:
         """The sum of the query over these records, none of which may occur twice.
