@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -11,10 +11,13 @@ from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor
 
 from lightning_dp.audit.coupling import CURES, Pair, common_factor, guilty_module, moved
+from lightning_dp.audit.made_up_labels import ValidLabels
 from lightning_dp.audit.memories import KEPT, tensors_that_keep_records
+from lightning_dp.audit.nesting import number_of_rows
 from lightning_dp.audit.passes import Answer, NotProbed, Passes
 from lightning_dp.audit.synthetic import (
     NoSyntheticBatch,
+    has_other_rows,
     leaves_of,
     replace_leaf,
     synthetic_pool,
@@ -27,10 +30,13 @@ __all__ = ["Isolation", "check_isolation", "pool_that_runs", "probe_isolation"]
 Outcome = Literal["isolated", "coupled", "kept", "refused", "not probed"]
 
 _RECORDS = 4
-_CLASSES = (8, 4, 3, 2)  # how many classes a model may have at least
-_IGNORED = -100  # torch's default ignore_index
+# How many class numbers, from which on: models may have few, and lengths may not be 0.
+_CLASSES = ((8, 0), (4, 0), (3, 0), (2, 0), (2, 1), (1, 1))
+_IGNORED = (-100, -1)  # torch's default ignore_index, and what others write by hand
 
 CONDITION = "provided that no target is ignored (ignore_index=-100)"
+_NOTHING = 1e-30  # engines add a little to norms, so that a bound holds
+_WATCHED = " (every batch is watched for ignored targets)"
 
 
 @dataclass(frozen=True)
@@ -46,6 +52,10 @@ class Isolation:
         condition: what must hold beside; "" for nothing.
         is_doubtful: whether it often does not: records have several targets each, as where padding
             is ignored.
+        is_mean_of_targets: whether the loss is a mean over the targets of all records, by torch's
+            own functions: each real batch must be watched for ignored ones.
+        sentinels: for losses written by hand, the places of tensors in a batch and the values in
+            them that may not occur.
     """
 
     outcome: Outcome
@@ -53,12 +63,16 @@ class Isolation:
     modules: tuple[str, ...] = ()
     condition: str = ""
     is_doubtful: bool = False
+    is_mean_of_targets: bool = False
+    sentinels: tuple[tuple[int, int], ...] = ()
 
     def __str__(self) -> str:
         if self.outcome == "not probed":
             return f"not probed ({self.reason})"
         verdict = "isolated" if self.outcome == "isolated" else f"FAILED: {self.reason}"
-        return f"probed, {verdict}" + (f", {self.condition}" if self.condition else "")
+        watched = _WATCHED if self.is_mean_of_targets or self.sentinels else ""
+        condition = f", {self.condition}" if self.condition else ""
+        return f"probed, {verdict}{watched}{condition}"
 
 
 def check_isolation(
@@ -113,8 +127,7 @@ def check_isolation(
     passes = _passes(module, engine, trained, trainer)
     with passes.quietly():
         try:
-            _refuse_manual(module)
-            rows = min((len(leaf) for leaf in leaves_of(batch) if leaf.dim()), default=0)
+            rows = number_of_rows(batch)
             if rows < 4:
                 raise NotProbed(f"the batch has {rows} records; at least 4 are needed")
             return _probe(passes, _on_cpu(batch), min(_RECORDS, rows // 2))
@@ -151,16 +164,25 @@ def probe_isolation(
             :func:`check_isolation`.
     """
     passes = _passes(module, engine, trained, trainer)
-    with passes.quietly():
+    with passes.quietly(), ValidLabels():
         try:
-            _refuse_manual(module)
-            pool = pool_that_runs(passes, like)
-            found = _probe(passes, pool, _RECORDS)
-            if found.outcome != "isolated":
-                return found
-            return _with_condition(passes, pool)
+            return _probe_synthetic(passes, like)
         except Exception as error:
             return _not_probed(error)
+
+
+def _probe_synthetic(passes: Passes, like: Any) -> Isolation:
+    """With the first synthetic records on which there is something to compare."""
+    failure: NotProbed | None = None
+    for pool in _pools_that_run(passes, like):
+        try:
+            found = _probe(passes, pool, _RECORDS)
+        except NotProbed as error:  # other class numbers may give a gradient
+            failure = failure or error
+            continue
+        return found if found.outcome != "isolated" else _with_condition(passes, pool)
+    assert failure is not None
+    raise failure
 
 
 def _passes(
@@ -180,11 +202,6 @@ def _not_probed(error: Exception) -> Isolation:
     return Isolation("not probed", f"the model raised {type(error).__name__}")
 
 
-def _refuse_manual(module: LightningModule) -> None:
-    if not module.automatic_optimization:
-        raise NotProbed("manual optimization: training_step steps the optimizer itself")
-
-
 def _on_cpu(batch: Any) -> Any:
     for place, leaf in enumerate(leaves_of(batch)):
         half = leaf.dtype in (torch.float16, torch.bfloat16)
@@ -195,15 +212,29 @@ def _on_cpu(batch: Any) -> Any:
 
 def pool_that_runs(passes: Passes, like: Any) -> Any:
     """8 synthetic records with as many class numbers as the model takes; raises what it raises."""
-    failure: Exception = NotProbed("")
-    for classes in _CLASSES:
-        pool = synthetic_pool(like, 2 * _RECORDS, classes)
+    return next(_pools_that_run(passes, like))
+
+
+def _pools_that_run(passes: Passes, like: Any) -> Iterator[Any]:
+    """At least one."""
+    failure: Exception | None = None
+    is_any = False
+    for classes, first in _CLASSES:
+        pool = synthetic_pool(like, 2 * _RECORDS, classes, first)
         try:
             passes.loss(take_rows(pool, range(2 * _RECORDS)))
         except Exception as error:
             failure = error
         else:
-            return pool
+            is_any = True
+            yield pool
+    if is_any or failure is None:
+        return
+    if has_other_rows(like):
+        raise NoSyntheticBatch(
+            "the batch has tensors without one row for each record, and the model raised "
+            f"{type(failure).__name__}"
+        )
     raise failure
 
 
@@ -263,7 +294,9 @@ def _run(passes: Passes, pool: Any, rows: Sequence[int], weights: Tensor) -> Ans
     answer = passes.run(take_rows(pool, rows), weights)
     if answer.count == len(rows) and not bool(torch.isfinite(answer.norms).all()):
         raise NotProbed("gradients are not finite on the synthetic batch")
-    if answer.count == 0 or (answer.count == len(rows) and not bool((answer.norms > 0).any())):
+    if answer.count == 0 or (
+        answer.count == len(rows) and not bool((answer.norms > _NOTHING).any())
+    ):
         raise NotProbed("the batch gives no gradient")
     return answer
 
@@ -293,21 +326,49 @@ def _any_value_moves(passes: Passes, pool: Any, n: int) -> bool:
 
 
 def _with_condition(passes: Passes, pool: Any) -> Isolation:
-    """What an ignored target (-100) would do, for each tensor of whole numbers that may hold it."""
-    found = Isolation("isolated")
+    """What an ignored target would do: where torch's own losses divide, and by trying.
+
+    Trying writes it into each tensor of whole numbers that may hold it.
+    """
+    found = _mean_of_targets(passes, pool)
+    if found.outcome != "isolated":
+        return found
     rows, weights = list(range(_RECORDS)), _weights(_RECORDS)
     weights[0] = 0.0
     for place, leaf in enumerate(leaves_of(pool)):
-        if leaf.dtype not in (torch.int64, torch.int32, torch.int16):
+        if leaf.dtype not in (torch.int64, torch.int32, torch.int16) or not leaf.dim():
             continue
-        ignored = leaf.clone()
         several = leaf[0].numel() > 1
-        ignored[0].view(-1)[1 if several else 0 :: 2] = _IGNORED
-        try:
-            before = passes.run(take_rows(pool, rows), weights)
-            after = passes.run(take_rows(replace_leaf(pool, place, ignored), rows), weights)
+        for sentinel in _IGNORED:
+            ignored = leaf.clone()
+            ignored[0].view(-1)[1 if several else 0 :: 2] = sentinel
+            try:
+                before = passes.run(take_rows(pool, rows), weights)
+                after = passes.run(take_rows(replace_leaf(pool, place, ignored), rows), weights)
+            except Exception:  # this tensor cannot hold it
+                continue
             if after.count == _RECORDS and moved(before, after):
-                found = Isolation("isolated", "", (), CONDITION, found.is_doubtful or several)
-        except Exception:  # this tensor cannot hold it
-            continue
+                by_hand = () if found.is_mean_of_targets else ((place, sentinel),)
+                found = replace(
+                    found,
+                    condition=CONDITION,
+                    is_doubtful=found.is_doubtful or several,
+                    sentinels=(*found.sentinels, *by_hand),
+                )
     return found
+
+
+def _mean_of_targets(passes: Passes, pool: Any) -> Isolation:
+    """Whether the loss is one mean over all targets, rather than one for each record."""
+    whole = passes.run(take_rows(pool, range(_RECORDS)), _weights(_RECORDS))
+    if not whole.means:
+        return Isolation("isolated")
+    try:
+        fewer = passes.run(take_rows(pool, range(_RECORDS - 1)), _weights(_RECORDS - 1))
+    except Exception:  # some models run on an even number of records only
+        fewer = whole
+    if fewer.means != whole.means:  # their number grows with that of the records
+        return Isolation("isolated")
+    if whole.has_class_weights:
+        return Isolation("coupled", CURES["denominator"])
+    return Isolation("isolated", condition=CONDITION, is_mean_of_targets=True)

@@ -20,6 +20,8 @@ from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor, nn
 from torch.nn.modules.dropout import _DropoutNd
 
+from lightning_dp.audit.by_hand import ByHand
+from lightning_dp.audit.ignored import target_means
 from lightning_dp.gradients import attach_engine
 from lightning_dp.gradients.module_hooks import ModuleHooks
 from lightning_dp.training_step import call_training_step
@@ -56,6 +58,8 @@ class Answer:
         parts: their weighted sum, one flat tensor per parameter.
         is_random: whether the pass drew random numbers.
         calls: of all modules in the order in which they ended, if they were asked for.
+        means: how many means over targets the loss is made from (:mod:`lightning_dp.audit.ignored`).
+        has_class_weights: whether one of them weighs its classes.
     """
 
     count: int
@@ -63,6 +67,8 @@ class Answer:
     parts: tuple[Tensor, ...] = field(repr=False)
     is_random: bool = False
     calls: tuple[Call, ...] = field(default=(), repr=False)
+    means: int = 0
+    has_class_weights: bool = False
 
 
 class Passes:
@@ -137,6 +143,8 @@ class Passes:
         with torch.enable_grad():
             loss = self._loss(module, batch)
             is_random = before != _state()
+            means = target_means(loss)
+            has_class_weights = any(mean.has_class_weights for mean in means)
             if engine.runs_backward:
                 engine.backward(loss)
             else:
@@ -149,7 +157,15 @@ class Passes:
         norms = gradients.norms().detach()
         total = gradients.weighted_sum(weights.to(norms.dtype)).detach()
         parts = torch.split(total, [param.numel() for param in params])
-        return Answer(count, norms[weights != 0], parts, is_random, tuple(calls))
+        return Answer(
+            count,
+            norms[weights != 0],
+            parts,
+            is_random,
+            tuple(calls),
+            len(means),
+            has_class_weights,
+        )
 
     @contextlib.contextmanager
     def _copy(self) -> Iterator[LightningModule]:
@@ -171,8 +187,13 @@ class Passes:
                 tensor.data = tensor.new_empty(0)
 
     def _loss(self, module: LightningModule, batch: Any) -> Tensor:
+        by_hand = None if module.automatic_optimization else ByHand(module)
         output = call_training_step(module, batch, 0)
         loss = output.get("loss") if isinstance(output, Mapping) else output
+        if by_hand is not None and (loss := by_hand.loss) is None:
+            raise NotProbed(
+                "manual optimization: training_step calls no self.manual_backward(loss)"
+            )
         if not isinstance(loss, Tensor) or not loss.requires_grad:
             raise NotProbed("training_step returns no loss")
         return loss

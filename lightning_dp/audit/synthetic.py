@@ -1,15 +1,25 @@
-"""Batches with the shapes and dtypes of the user's, and none of the values."""
+"""Batches with the shapes and dtypes of the user's, and none of the values of its tensors."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
-from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 
-__all__ = ["NoSyntheticBatch", "leaves_of", "replace_leaf", "synthetic_pool", "take_rows"]
+from lightning_dp.audit.nesting import map_leaves, map_rows, number_of_rows
+
+__all__ = [
+    "NoSyntheticBatch",
+    "has_other_rows",
+    "leaves_of",
+    "replace_leaf",
+    "synthetic_pool",
+    "take_rows",
+]
 
 _SEED = 20_230_515  # any; the values mean nothing
 
@@ -21,81 +31,144 @@ class NoSyntheticBatch(ValueError):
 def leaves_of(batch: Any) -> list[Tensor]:
     """The tensors of a batch, in the order in which they are found."""
     found: list[Tensor] = []
-    apply_to_collection(batch, Tensor, found.append)
+
+    def note(leaf: Any) -> Any:
+        if isinstance(leaf, Tensor):
+            found.append(leaf)
+        return leaf
+
+    map_leaves(batch, note)
     return found
 
 
-def _map_leaves(batch: Any, function: Callable[[int, Tensor], Tensor]) -> Any:
+def _map_tensors(batch: Any, function: Callable[[int, Tensor], Tensor]) -> Any:
     """The same structure with each tensor replaced; the function is given its place, too."""
     place = iter(range(len(leaves_of(batch))))
-    return apply_to_collection(batch, Tensor, lambda leaf: function(next(place), leaf))
+
+    def replaced(leaf: Any) -> Any:
+        return function(next(place), leaf) if isinstance(leaf, Tensor) else leaf
+
+    return map_leaves(batch, replaced)
 
 
 def replace_leaf(batch: Any, place: int, value: Tensor) -> Any:
     """The same batch with another tensor at one place."""
-    return _map_leaves(batch, lambda at, leaf: value if at == place else leaf)
+    return _map_tensors(batch, lambda at, leaf: value if at == place else leaf)
 
 
 def take_rows(pool: Any, rows: Sequence[int]) -> Any:
-    """The batch of some of the records of a pool, in this order."""
+    """The batch of some of the records of a pool, in this order; what has no rows stays whole."""
     index = torch.tensor(list(rows), dtype=torch.int64)
-    return _map_leaves(pool, lambda _, leaf: leaf[index])
+
+    def take(part: Any) -> Any:
+        if isinstance(part, Tensor):
+            return part[index]
+        if isinstance(part, np.ndarray):
+            return part[index.numpy()]
+        return type(part)(part[row] for row in rows)
+
+    return map_rows(pool, number_of_rows(pool), take, lambda leaf: leaf)
 
 
-def synthetic_pool(batch: Any, records: int, classes: int) -> Any:
-    """So many records like those of a batch: made from its shapes, dtypes and nesting alone.
-
-    No value of the batch is read, so this also works for a model whose data is private. Real numbers
-    are uniform in (0, 1): legal as pixels, probabilities, and arguments of a logarithm. Whole
-    numbers with one entry per record are class numbers below ``classes``; with several they are
-    0 or 1, which every vocabulary and every mask knows, and never all 0. Record i and record
-    i + records/2 differ in every tensor.
-
-    Args:
-        batch: tensors with one row per record, in dicts, lists, tuples or dataclasses.
-        records: rows to make, an even number.
-        classes: at least 2.
-
-    Raises:
-        NoSyntheticBatch: if the batch holds anything else; the message names types only.
-    """
-    _refuse_other_leaves(batch)
-    rows = {len(leaf) if leaf.dim() else 0 for leaf in leaves_of(batch)}
-    if len(rows) != 1 or 0 in rows:
-        raise NoSyntheticBatch("the batch has tensors without one row for each record")
-    generator = torch.Generator().manual_seed(_SEED)
-    return _map_leaves(batch, lambda _, leaf: _imitate(leaf, records, classes, generator))
-
-
-def _imitate(leaf: Tensor, records: int, classes: int, generator: torch.Generator) -> Tensor:
-    shape = (records, *leaf.shape[1:])
-    if leaf.is_floating_point():
-        dtype = torch.promote_types(leaf.dtype, torch.float32)
-        return torch.rand(shape, generator=generator, dtype=dtype).clamp_(min=1e-3)
-    if leaf.is_complex():
-        return torch.randn(shape, generator=generator, dtype=leaf.dtype)
-    if leaf.dim() == 1:
-        half = records // 2
-        first = torch.arange(half) % classes
-        return torch.cat([first, (first + half) % classes]).to(leaf.dtype)
-    values = torch.randint(2, shape, generator=generator)
-    values[records // 2 :] = 1 - values[: records // 2]
-    if leaf[0].numel() > 1:
-        values.flatten(1)[:, 0] = 1
-    return values.to(leaf.dtype)
-
-
-def _refuse_other_leaves(batch: Any) -> None:
-    others: set[str] = set()
+def has_other_rows(batch: Any) -> bool:
+    """Whether there is a tensor without one row for each record."""
+    n = number_of_rows(batch)
+    found: list[bool] = []
 
     def note(leaf: Any) -> Any:
-        if not isinstance(leaf, Tensor):
-            others.add(type(leaf).__name__)
+        found.append(isinstance(leaf, Tensor | np.ndarray))
         return leaf
 
-    apply_to_collection(batch, (Tensor, *_PLAIN), note)
-    if others or not leaves_of(batch):
-        raise NoSyntheticBatch(f"the batch holds {', '.join(sorted(others)) or 'no tensor'}")
+    map_rows(batch, n, lambda part: part, note)
+    return any(found)
 
 
-_PLAIN = (str, bytes, bool, int, float, complex)
+def synthetic_pool(batch: Any, records: int, classes: int, first_class: int = 0) -> Any:
+    """So many records like those of a batch: made from its shapes, dtypes and nesting.
+
+    No value of a tensor, an array or a number per record is read, so this also works for a model
+    whose data is private. Real numbers are uniform in (0, 1): legal as pixels, probabilities, and
+    arguments of a logarithm. Whole numbers with one entry per record are class numbers (or
+    lengths) from ``first_class``, ``classes`` of them; with several they are 0 or 1, which every
+    vocabulary and every mask knows, and never all 0. Record i and record i + records/2 differ in
+    every tensor, if there are two classes.
+
+    Texts and other leaves that are no numbers (None, paths, objects) cannot be made up: they are
+    passed through, those of the records in turn.
+
+    Args:
+        batch: tensors with one row per record and lists of one thing per record, in dicts, lists,
+            tuples, dataclasses or other objects. Other tensors are imitated as they are, once.
+        records: rows to make, an even number.
+        classes: how many class numbers.
+        first_class: the least.
+
+    Raises:
+        NoSyntheticBatch: if nothing tells how many records there are; the message names types only.
+    """
+    n = number_of_rows(batch)
+    if not n:
+        raise NoSyntheticBatch("the batch holds no tensor")
+    make = _Made(records, classes, first_class, torch.Generator().manual_seed(_SEED))
+    return map_rows(batch, n, make.rows, make.once)
+
+
+@dataclass(frozen=True)
+class _Made:
+    """Makes parts of a batch up."""
+
+    records: int
+    classes: int
+    first_class: int
+    generator: torch.Generator
+
+    def rows(self, part: Any) -> Any:
+        """One thing per record, for as many records as are wanted."""
+        if isinstance(part, Tensor):
+            return self._tensor(part, (self.records, *part.shape[1:]))
+        if isinstance(part, np.ndarray):
+            if part.dtype.kind in "OSUMm":  # no numbers
+                return part[np.arange(self.records) % len(part)]
+            like = torch.from_numpy(np.empty((1, *part.shape[1:]), part.dtype))
+            return self._tensor(like, (self.records, *part.shape[1:])).numpy().astype(part.dtype)
+        return type(part)(self._row(part[i % len(part)], i) for i in range(self.records))
+
+    def _row(self, thing: Any, i: int) -> Any:
+        """The i-th of a list of one thing per record."""
+        if isinstance(thing, bool):
+            return i % 2 == 0
+        if isinstance(thing, int):
+            return self.first_class + i % self.classes
+        if isinstance(thing, float):
+            return 0.5 + 0.4 * (i / self.records)
+        return map_leaves(thing, self.once)
+
+    def once(self, leaf: Any) -> Any:
+        """What the records share, or a part of one record."""
+        if isinstance(leaf, Tensor):
+            return self._tensor(leaf, tuple(leaf.shape))
+        if isinstance(leaf, np.ndarray) and leaf.dtype.kind not in "OSUMm":
+            like = torch.from_numpy(np.empty(leaf.shape, leaf.dtype))
+            return self._tensor(like, leaf.shape).numpy().astype(leaf.dtype)
+        return leaf
+
+    def _tensor(self, like: Tensor, shape: tuple[int, ...]) -> Tensor:
+        if like.is_floating_point():
+            dtype = torch.promote_types(like.dtype, torch.float32)
+            return torch.rand(shape, generator=self.generator, dtype=dtype).clamp_(min=1e-3)
+        if like.is_complex():
+            return torch.randn(shape, generator=self.generator, dtype=like.dtype)
+        if not shape:
+            return torch.ones(shape, dtype=like.dtype)
+        half = shape[0] // 2
+        if len(shape) == 1:
+            if shape[0] != self.records:
+                return torch.randint(2, shape, generator=self.generator).to(like.dtype)
+            first = torch.arange(half) % self.classes
+            numbers = torch.cat([first, (first + half) % self.classes])
+            return (self.first_class + numbers).to(like.dtype)
+        values = torch.randint(2, shape, generator=self.generator)
+        values[half : 2 * half] = 1 - values[:half]
+        if values[:1].numel() > 1:
+            values.flatten(1)[:, 0] = 1
+        return values.to(like.dtype)

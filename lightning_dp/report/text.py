@@ -28,6 +28,11 @@ def summary(report: PrivacyReport, where: str | None = None) -> str:
         f"ε = {epsilon_text(report.epsilon)}{of} at δ = {report.delta:g} ({report.relation}) "
         f"after {report.steps} noised step{'' if report.steps == 1 else 's'}",
         *([] if report.stop_reason is None else [report.stop_reason]),
+        *(
+            []
+            if report.isolation.startswith("probed")
+            else ["isolation of records was not checked"]
+        ),
         *([] if where is None else [f"report: {where}"]),
     ]
     return f"privacy: {not_private(report)}" + "; ".join(parts)

@@ -34,6 +34,7 @@ from lightning_dp.strategies.data import make_private_loader
 from lightning_dp.strategies.earlier_training import EarlierTraining
 from lightning_dp.strategies.first_step import FirstStep
 from lightning_dp.strategies.fit_reports import FitReports
+from lightning_dp.strategies.ignored_targets import IGNORED, IgnoredTargets
 from lightning_dp.strategies.journal_folder import default_folder
 from lightning_dp.strategies.monitors import Monitors
 from lightning_dp.strategies.private_step import PrivateStep, is_differentiable
@@ -83,6 +84,7 @@ class DifferentialPrivacyStrategy(Strategy):
     _ledger_dir: Path | None = None
     _accumulate_before: int | None = None
     _is_probed: bool = False
+    _ignored: IgnoredTargets | None = None
     _step_arguments: tuple[tuple[Any, ...], dict[str, Any]] = ((), {})
 
     # -- set-up ----------------------------------------------------------------------------
@@ -253,6 +255,7 @@ class DifferentialPrivacyStrategy(Strategy):
         found = self.broadcast(probe(module, batch, step, run.config.engine))
         run.isolation = str(found)
         heed(found, may_warn=self.is_global_zero)
+        self._ignored = IgnoredTargets(found)
 
     def _replan_after_waste(self) -> None:
         """A charge was spent on nothing: find anew what the budget affords of the same plan."""
@@ -267,6 +270,8 @@ class DifferentialPrivacyStrategy(Strategy):
         assert self._step is not None and self.private_run.mechanism is not None
         assert self._first is not None
         self._step_arguments = (args, kwargs)
+        if self._ignored is not None and args:
+            self._suspect(self._ignored.in_batch(args[0]))
         self._step.before_forward(self.private_run.mechanism)
         self._first.enter_forward()
         with self._step.watching():
@@ -279,6 +284,11 @@ class DifferentialPrivacyStrategy(Strategy):
             # Lightning is going to wait for all ranks, and another one may be at its release.
             self._agree(self._step.fault(self.private_run.mechanism), Place.NO_RELEASE)
         return output
+
+    def _suspect(self, found: Sequence[Tensor]) -> None:
+        mechanism, step = self.private_run.mechanism, self._step
+        assert step is not None and mechanism is not None
+        step.suspect(mechanism, found, IGNORED.format(type(self.lightning_module).__name__))
 
     def _with_loss(self, output: Any) -> Any:
         """Where there is no loss, one that gives no gradient: found at the end of the step.
@@ -300,6 +310,8 @@ class DifferentialPrivacyStrategy(Strategy):
         self._first.leave_forward()  # in manual optimization training_step has not returned yet
         if not is_differentiable(closure_loss):
             return closure_loss  # a chunk with records stays without an answer
+        if self._ignored is not None:
+            self._suspect(self._ignored.in_loss(closure_loss))
         try:
             return self._answer(closure_loss, optimizer, *args, **kwargs)
         except UnsupportedModelError as error:  # shown by the records of this chunk

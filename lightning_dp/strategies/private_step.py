@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import TypeGuard
@@ -99,6 +99,7 @@ class PrivateStep:
         self._is_whole = False  # whether all chunks of the batch were handed out
         self._owed = 0  # records that were handed out and not answered for
         self._faults: list[str] = []
+        self._suspicions: list[tuple[Tensor, str]] = []  # what is not known before a device is
         self._is_released = False
         self._random_state: RandomState | None = None
         self._kept: list[_Replay] = []  # the chunks of a step that asks several queries
@@ -134,7 +135,7 @@ class PrivateStep:
         self._chunk, self._is_answered = chunk, False
         if chunk.first:
             self._is_released = False
-            self._kept, self._owed, self._faults = [], 0, []
+            self._kept, self._owed, self._faults, self._suspicions = [], 0, [], []
         self._owed += chunk.size
         self._is_whole = chunk.last
 
@@ -192,8 +193,15 @@ class PrivateStep:
         self._faults.append(fault)
         self._engine.drop()
 
+    def suspect(self, mechanism: Mechanism, found: Sequence[Tensor], fault: str) -> None:
+        """The same, if one of these is true: looked at when the step is to be released."""
+        if self._chunk is not None and self._chunk.size and mechanism.query is not None:
+            self._suspicions += [(each, fault) for each in found]
+
     def fault(self, mechanism: Mechanism) -> str | None:
         """Why what was answered so far may not be released; None if it may."""
+        suspicions, self._suspicions = self._suspicions, []
+        self._faults += [fault for found, fault in suspicions if found]
         if self._faults:
             return self._faults[0]
         if not mechanism.is_under_way or mechanism.query is None or not self._owed:

@@ -37,14 +37,15 @@ def heed(found: Isolation, *, may_warn: bool) -> None:
 
     Raises:
         UnsupportedModelError: if no gradient engine handles the model.
-        MisconfigurationException: if it couples records, or keeps what it saw of them.
+        MisconfigurationException: if it couples records, keeps what it saw of them, or could not
+            be probed.
     """
     if found.is_doubtful and may_warn:
         warn(
             "The loss divides by the number of targets that are not ignored (-100) in the whole "
             "batch, so an ignored target of one record changes the gradients of the others. If "
-            "your data has such targets, ε does not hold: take the mean of each record first, "
-            "then the mean over the records."
+            "your data has such targets, the run ends at the first batch that has one, and its ε "
+            "is withdrawn: take the mean of each record first, then the mean over the records."
         )
     if found.outcome == "refused":
         raise UnsupportedModelError(found.reason)
@@ -52,6 +53,14 @@ def heed(found: Isolation, *, may_warn: bool) -> None:
         raise MisconfigurationException(
             f"Records of one batch change each other's gradients: {found.reason}. Clipping "
             f"does not bound what a record does then, and ε would not hold. {_SYNTHETIC}"
+        )
+    if found.outcome == "not probed":
+        raise MisconfigurationException(
+            f"Isolation could not be probed: {found.reason}. Whether records of one batch change each "
+            "other's gradients (a contrastive loss, statistics of the batch) is unknown, and if they "
+            "do, ε does not hold. Look at it with lightning_dp.audit.isolation.check_isolation() on "
+            "records that are not private; then leave the probe out with isolation_probe=False, "
+            "which the report says."
         )
     if found.outcome == "kept":
         raise MisconfigurationException(f"ε would not hold: {found.reason}. {_SYNTHETIC}")

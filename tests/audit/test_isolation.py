@@ -140,7 +140,7 @@ def test_every_record_has_a_partner_that_differs_everywhere():
 @pytest.mark.parametrize(
     ("batch", "why"),
     [
-        ((torch.zeros(4, 6), ["secret"] * 4), "the batch holds str"),
+        ((torch.zeros(4, 6), ["secret"] * 4), "the model raised TypeError"),
         ((torch.zeros(4, 6), torch.zeros(3).long()), "without one row for each record"),
         ({}, "the batch holds no tensor"),
     ],

@@ -1,0 +1,58 @@
+"""Losses that divide by the number of targets that are not ignored, as the autograd graph shows them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+__all__ = ["TargetMean", "target_means"]
+
+_MEAN = 1  # torch's number of reduction="mean"
+
+
+@dataclass(frozen=True)
+class TargetMean:
+    """One mean over targets: of cross_entropy or nll_loss, as a function or a module.
+
+    Args:
+        node: of the graph; it holds the targets until the backward pass.
+    """
+
+    node: Any
+
+    @property
+    def ignores_some(self) -> Tensor:
+        """Whether a target is the ignored one: then others decide what the sum is divided by."""
+        index = int(self.node._saved_ignore_index)
+        index -= 2**64 if index >= 2**63 else 0  # torch shows it without its sign
+        return (self.node._saved_target == index).any()
+
+    @property
+    def has_class_weights(self) -> bool:
+        """Whether classes weigh differently: then the labels of others decide."""
+        weight = self.node._saved_weight
+        return weight is not None and not bool((weight == weight.flatten()[0]).all())
+
+
+def target_means(loss: Tensor) -> list[TargetMean]:
+    """All of them that a loss is made from; nothing below them is looked at.
+
+    Example:
+        >>> output, y = torch.zeros(3, 2, requires_grad=True), torch.tensor([0, 1, -100])
+        >>> [bool(m.ignores_some) for m in target_means(torch.nn.functional.cross_entropy(output, y))]
+        [True]
+    """
+    found, seen, stack = [], set(), [loss.grad_fn]
+    while stack:
+        node = stack.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if node.name().startswith("NllLoss") and hasattr(node, "_saved_reduction"):
+            if node._saved_reduction == _MEAN:
+                found.append(TargetMean(node))
+        else:
+            stack.extend(child for child, _ in node.next_functions)
+    return found

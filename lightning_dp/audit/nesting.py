@@ -1,0 +1,114 @@
+"""Batches as nested containers: tensors and other leaves in dicts, lists, and objects of a user's own."""
+
+from __future__ import annotations
+
+import copy
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from torch import Tensor, nn
+
+__all__ = ["is_rows", "map_leaves", "map_rows", "number_of_rows"]
+
+_DEPTH = 6  # of objects inside objects that are looked into for a tensor
+
+
+def map_leaves(batch: Any, function: Callable[[Any], Any]) -> Any:
+    """The same nesting in new containers, with each leaf replaced; the batch stays what it was."""
+    return _rebuilt(batch, lambda part: map_leaves(part, function), function)
+
+
+def map_rows(
+    batch: Any, n: int, of_rows: Callable[[Any], Any], of_others: Callable[[Any], Any]
+) -> Any:
+    """The same with one function for what has one row per record, and one for other leaves.
+
+    Args:
+        batch: with n records.
+        n: at least 1.
+        of_rows: is given tensors and arrays of length n, and lists of n things that are no batches.
+        of_others: is given all other leaves.
+    """
+    if is_rows(batch, n):
+        return of_rows(batch)
+    return _rebuilt(batch, lambda part: map_rows(part, n, of_rows, of_others), of_others)
+
+
+def is_rows(part: Any, n: int) -> bool:
+    """Whether a part of a batch is one thing per record."""
+    if isinstance(part, Tensor | np.ndarray):
+        return part.ndim > 0 and len(part) == n
+    if type(part) not in (list, tuple) or len(part) != n:
+        return False
+    return not any(_holds_rows(each, n) for each in part)
+
+
+def number_of_rows(batch: Any) -> int:
+    """The length that most tensors have, else lists of plain leaves; 0 if there is none."""
+    tensors: Counter[int] = Counter()
+    lists: Counter[int] = Counter()
+
+    def count(part: Any) -> None:
+        if isinstance(part, Tensor | np.ndarray):
+            if part.ndim:
+                tensors[len(part)] += 1
+            return
+        parts = _parts(part)
+        if type(part) in (list, tuple) and part and not any(_parts(each) for each in part):
+            lists[len(part)] += not any(isinstance(each, Tensor | np.ndarray) for each in part)
+        for each in parts:
+            count(each)
+
+    count(batch)
+    common = (tensors or lists).most_common(1)
+    return common[0][0] if common and common[0][1] else 0
+
+
+def _holds_rows(part: Any, n: int) -> bool:
+    return is_rows(part, n) or any(_holds_rows(each, n) for each in _parts(part))
+
+
+def _parts(batch: Any) -> Sequence[Any]:
+    """What a container holds; nothing for a leaf."""
+    if isinstance(batch, Mapping):
+        return list(batch.values())
+    if isinstance(batch, list | tuple):
+        return batch
+    return list(vars(batch).values()) if _is_object_with_tensors(batch) else ()
+
+
+def _rebuilt(batch: Any, of_part: Callable[[Any], Any], of_leaf: Callable[[Any], Any]) -> Any:
+    if isinstance(batch, Mapping):
+        new = copy.copy(batch)
+        for key in batch:
+            new[key] = of_part(batch[key])  # type: ignore[index]
+        return new
+    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
+        return type(batch)(*(of_part(each) for each in batch))
+    if isinstance(batch, list | tuple):
+        return type(batch)(of_part(each) for each in batch)
+    if _is_object_with_tensors(batch):
+        new = copy.copy(batch)
+        for name, value in vars(batch).items():
+            object.__setattr__(new, name, of_part(value))  # also of a frozen dataclass: it is ours
+        return new
+    return of_leaf(batch)
+
+
+def _is_object_with_tensors(part: Any, depth: int = _DEPTH) -> bool:
+    """Whether it is an object of a class of the user's own that holds tensors."""
+    if isinstance(part, Tensor | np.ndarray | nn.Module | type) or not hasattr(part, "__dict__"):
+        return False
+    return any(_holds_tensor(value, depth) for value in vars(part).values())
+
+
+def _holds_tensor(part: Any, depth: int) -> bool:
+    if isinstance(part, Tensor | np.ndarray):
+        return True
+    if isinstance(part, Mapping):
+        return any(_holds_tensor(each, depth) for each in part.values())
+    if isinstance(part, list | tuple):
+        return any(_holds_tensor(each, depth) for each in part)
+    return depth > 0 and _is_object_with_tensors(part, depth - 1)

@@ -1,0 +1,254 @@
+"""Ordinary batches can be probed, and what cannot is refused; crashes are none of its outcomes."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections import UserDict
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_dp.audit.isolation import probe_isolation
+from lightning_dp.callbacks import DifferentialPrivacy
+
+
+class Named(NamedTuple):
+    x: Tensor
+    names: list[str]
+    y: Tensor
+
+
+@dataclass(frozen=True)
+class Frozen:
+    x: Tensor
+    names: list[str]
+    y: Tensor
+    note: None = None
+
+
+class Own:
+    """A batch class of a user's own, as PyTorch's manual has it."""
+
+    def __init__(self, x: Tensor, names: list[str], y: Tensor) -> None:
+        self.x, self.names, self.y = x, names, y
+        self.size, self.weights = len(x), np.ones(len(x), np.float32)
+
+    def to(self, device: Any) -> Own:
+        return self
+
+
+class Encoding(UserDict):
+    """As BatchEncoding of transformers."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "data":
+            raise AttributeError
+        return self.data[name]
+
+
+def dictionary(x: Tensor, names: list[str], y: Tensor) -> Any:
+    return Encoding(x=x, names=names, y=y, flag=True, empty=[], rate=0.5, scale=torch.tensor(2.0))
+
+
+BATCHES = [Named, Frozen, Own, dictionary]
+
+
+@pytest.fixture
+def with_names(model_class, make_network):
+    """Takes any such batch; its loss compares records if told so."""
+
+    class WithNames(model_class):
+        pairs = False
+
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            output = self.net(batch.x)
+            assert len(batch.names) == len(output)
+            assert all(isinstance(name, str) for name in batch.names)
+            if self.pairs:
+                return F.cross_entropy(output @ output.T, torch.arange(len(output)))
+            return F.cross_entropy(output, batch.y)
+
+    return WithNames(make_network(), F.cross_entropy)
+
+
+@pytest.mark.parametrize("make", BATCHES)
+@pytest.mark.parametrize("pairs", [False, True])
+def test_texts_and_classes_of_a_users_own_are_no_obstacle(make, pairs, with_names):
+    with_names.pairs = pairs
+    batch = make(torch.zeros(5, 6), [f"img{i}.png" for i in range(5)], torch.zeros(5).long())
+
+    found = probe_isolation(with_names, batch)
+
+    assert found.outcome == ("coupled" if pairs else "isolated")
+
+
+def test_a_batch_of_texts_alone(model_class, make_network):
+    class Reads(model_class):
+        def training_step(self, batch, batch_idx):
+            return self.net(torch.tensor([[float(len(t))] * 6 for t in batch])).square().mean()
+
+    assert probe_isolation(Reads(make_network(), None), ["a", "bcd", "ef"]).outcome == "isolated"
+
+
+def test_a_list_of_one_tensor_for_each_record(model_class, make_network):
+    class Detects(model_class):
+        def training_step(self, batch, batch_idx):
+            images, targets = batch
+            x = torch.stack([image.flatten()[:6] for image in images])
+            y = torch.stack([target["boxes"].sum() for target in targets])
+            return (self.net(x).sum(1) - y).square().mean()
+
+    images = [torch.zeros(3, 4, 2 + i) for i in range(5)]
+    targets = [{"boxes": torch.zeros(i, 4), "name": "n", "index": i} for i in range(5)]
+
+    found = probe_isolation(Detects(make_network(), None), (images, targets, torch.zeros(5)))
+
+    assert "not probed" not in str(found) or "TypeError" not in str(found)
+
+
+def by_hand(model_class, loss):
+    class ByHand(model_class):
+        def __init__(self, *args):
+            super().__init__(*args)
+            self.automatic_optimization = False
+
+        def training_step(self, batch, batch_idx):
+            optimizer, scheduler = self.optimizers(), self.lr_schedulers()
+            optimizer.zero_grad()
+            self.manual_backward(loss(self.net(batch[0]), batch[1]))
+            optimizer.step()
+            scheduler.step()
+
+    return ByHand
+
+
+@pytest.mark.parametrize("couples", [False, True])
+def test_manual_optimization_is_probed(couples, model_class, make_network):
+    def compare(output, y):
+        return F.cross_entropy(output @ output.T, torch.arange(len(output)))
+
+    model = by_hand(model_class, compare if couples else F.cross_entropy)(make_network(), None)
+    before = [param.clone() for param in model.parameters()]
+
+    found = probe_isolation(model, (torch.zeros(4, 6), torch.zeros(4).long()))
+
+    assert found.outcome == ("coupled" if couples else "isolated")
+    assert all(map(torch.equal, before, model.parameters()))
+    assert "optimizers" not in vars(model)
+
+
+def supervised_contrast(output: Tensor, y: Tensor) -> Tensor:
+    """Only records with the same label say anything."""
+    output = F.normalize(output)
+    same = (y[:, None] == y[None]).float() - torch.eye(len(y))
+    return -(same * F.log_softmax(output @ output.T, 1)).sum() / same.sum().clamp(min=1.0)
+
+
+def test_a_loss_of_equal_labels_gets_equal_labels(model_class, make_network):
+    model = model_class(make_network(), supervised_contrast)
+
+    found = probe_isolation(model, (torch.zeros(4, 6), torch.zeros(4).long()))
+
+    assert found.outcome == "coupled"
+
+
+def test_lengths_are_not_zero_where_they_may_not_be(model_class):
+    class Packs(model_class):
+        def training_step(self, batch, batch_idx):
+            x, lengths = batch
+            nn.utils.rnn.pack_padded_sequence(x, lengths, batch_first=True, enforce_sorted=False)
+            return self.net(x).square().mean()
+
+    model = Packs(nn.Linear(6, 2), None)
+
+    assert (
+        probe_isolation(model, (torch.zeros(4, 9, 6), torch.ones(4).long())).outcome == "isolated"
+    )
+
+
+class NoTensors:
+    """A batch of which nothing is known."""
+
+
+@pytest.mark.parametrize("kind", ["raises", "no gradient", "unknown"])
+def test_what_cannot_be_probed_is_an_error_before_a_charge(
+    kind, model_class, make_network, make_trainer, tmp_path
+):
+    def loss(output: Tensor, y: Tensor) -> Tensor:
+        if kind == "raises" and (y < 50).any():
+            raise ValueError(f"secret label {y[0]}")
+        return F.cross_entropy(output, y - 50) if kind == "raises" else 0.0 * output.sum()
+
+    def collate(records: list[Any]) -> Any:
+        x, y = zip(*records, strict=True)
+        return NoTensors() if kind == "unknown" else (torch.stack(x), torch.stack(y))
+
+    data = TensorDataset(torch.zeros(32, 6), torch.full((32,), 51))
+    model, privacy = (
+        model_class(make_network(), loss),
+        DifferentialPrivacy(noise_multiplier=1.0, target_delta=1e-5),
+    )
+
+    with pytest.raises(
+        MisconfigurationException, match=r"not be probed.*isolation_probe=False"
+    ) as e:
+        make_trainer(max_steps=1, callbacks=[privacy]).fit(
+            model, DataLoader(data, batch_size=8, collate_fn=collate)
+        )
+
+    assert "secret" not in str(e.value)
+    assert privacy.steps == 0
+
+
+def test_the_last_line_says_that_isolation_was_not_checked(
+    class_weighted, loader, make_trainer, caplog
+):
+    privacy = DifferentialPrivacy(noise_multiplier=1.0, target_delta=1e-5, isolation_probe=False)
+
+    with caplog.at_level("INFO"):
+        make_trainer(max_steps=1, callbacks=[privacy]).fit(class_weighted, loader)
+
+    (line,) = (r.getMessage() for r in caplog.records if r.getMessage().startswith("privacy: "))
+    assert "isolation of records was not checked" in line
+
+
+CTC = """
+import sys, torch, lightning as L
+from torch import nn
+from lightning_dp.audit.isolation import probe_isolation
+kind, dtype = sys.argv[1], getattr(torch, sys.argv[2])
+class Speech(L.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.net = nn.Linear(5, 6)
+        self.ctc = nn.CTCLoss(blank=5)
+    def training_step(self, batch, batch_idx):
+        x, y, lengths, target_lengths = batch
+        if kind == "concatenated":
+            y = torch.cat([row[:n] for row, n in zip(y, target_lengths)])
+        return self.ctc(self.net(x).log_softmax(2).transpose(0, 1), y, lengths, target_lengths)
+n = 4
+y = torch.zeros(n, 3, dtype=dtype)
+ones = torch.ones(n, dtype=dtype)
+print(probe_isolation(Speech(), (torch.zeros(n, 9, 5), y, 9 * ones, 3 * ones)))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["int32", "int64"])
+@pytest.mark.parametrize("kind", ["padded", "concatenated"])
+def test_ctc_does_not_end_the_process(kind, dtype):
+    done = subprocess.run(
+        [sys.executable, "-c", CTC, kind, dtype], capture_output=True, text=True, timeout=120
+    )
+
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert "probed, isolated" in done.stdout
