@@ -285,7 +285,7 @@ class DifferentialPrivacyStrategy(Strategy):
             self._agree(self._step.fault(self.private_run.mechanism), Place.NO_RELEASE)
         return output
 
-    def _suspect(self, found: Sequence[Tensor]) -> None:
+    def _suspect(self, found: list[Tensor]) -> None:
         mechanism, step = self.private_run.mechanism, self._step
         assert step is not None and mechanism is not None
         step.suspect(mechanism, found, IGNORED.format(type(self.lightning_module).__name__))
