@@ -68,15 +68,16 @@ class EarlierTraining:
         """
         run = self._run
         others = {each.ledger.id: each.ledger for each in self._of_modules()}
-        others |= {
-            ledger.id: ledger
-            for ledger in _process.ledgers.values()
-            if not ledger.weights.isdisjoint(self._before)
-        }
-        others.pop(run.ledger.id, None)
         found = Neighbours()
-        if folder is not None and self._is_new:
-            found = neighbours(folder, run.ledger.id, self._before)
+        if self._is_new:  # one that goes on has its own weights
+            others |= {
+                ledger.id: ledger
+                for ledger in _process.ledgers.values()
+                if not ledger.weights.isdisjoint(self._before)
+            }
+            if folder is not None:
+                found = neighbours(folder, run.ledger.id, self._before)
+        others.pop(run.ledger.id, None)
         self._remember()
         self._say_trained_before(others, found)
         if found.count:
