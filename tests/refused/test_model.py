@@ -11,6 +11,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, linear
 from torch.optim import SGD, Adam, Optimizer
+from torch.utils.data import DataLoader
+
+from lightning_dp.callbacks import DifferentialPrivacy
 
 
 def frozen(layer: nn.Module) -> nn.Module:
@@ -319,3 +322,18 @@ def test_a_frozen_layer_in_eval_mode_is_fine(loader, classifier, make_trainer, p
     model = classifier(nn.Sequential(frozen(nn.Linear(6, 4)).eval(), nn.Linear(4, 3)))
     make_trainer(max_epochs=1, callbacks=[privacy]).fit(model, loader)
     assert privacy.steps == 10
+
+
+@pytest.mark.parametrize("engine", ["auto", "hooks"])
+def test_a_layer_called_without_records_is_refused_before_a_charge(
+    engine, classifier, blobs, make_trainer
+):
+    class OneByOne(classifier):
+        def forward(self, x):
+            return torch.stack([self.net(record) for record in x])
+
+    privacy = DifferentialPrivacy(target_delta=1e-5, noise_multiplier=1.0, engine=engine)
+    trainer = make_trainer(max_epochs=1, callbacks=[privacy])
+    with pytest.raises(TypeError, match=r"net \(Linear\) was called with a tensor of 1 dimensions"):
+        trainer.fit(OneByOne(nn.Linear(6, 3)), DataLoader(blobs, 24))
+    assert privacy.epsilon == 0
