@@ -182,8 +182,8 @@ class PrivateStep:
         replay = _Replay(forward_again, self._random_state, self._chunk.size)
         if _has_rounds(mechanism):
             self._kept.append(replay)
-        if self._give(mechanism, mechanism.query, replay, gradients):
-            self._owed -= self._chunk.size
+        self._owed -= self._chunk.size
+        self._give(mechanism, mechanism.query, replay, gradients)
 
     def note(self, fault: str) -> None:
         """Real records failed a check: nothing of this batch may be released.
@@ -224,19 +224,19 @@ class PrivateStep:
         query: Query,
         replay: _Replay,
         here: AbstractPerSampleGradients | None = None,
-    ) -> bool:
-        """Answer a query from one chunk; False if it gives no gradient of each of its records.
+    ) -> None:
+        """Answer a query from one chunk; it stays owed if not each of its records has a gradient.
 
         Args:
             here: its gradients at the present parameters, where they are known already.
         """
         gradients = self._combination(query, replay, here)
         if gradients is None:
-            return False
+            self._owed += replay.size
+            return
         if query.coordinates is not None:
             gradients = gradients.restrict(query.coordinates)
         mechanism.answer(bounded_sum(gradients, query.clip_norm))
-        return True
 
     def _combination(
         self, query: Query, replay: _Replay, here: AbstractPerSampleGradients | None
@@ -310,8 +310,7 @@ class PrivateStep:
         query = mechanism.query
         assert query is not None
         for replay in self._kept:
-            if not self._give(mechanism, query, replay):
-                self._owed += replay.size
+            self._give(mechanism, query, replay)
         agree(self.fault(mechanism))
 
     def check(self, estimator: AbstractEstimator) -> None:

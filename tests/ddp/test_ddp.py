@@ -372,6 +372,7 @@ def test_error_of_one_rank_ends_the_job_before_any_step(
         assert not path.exists() or torch.load(path) == 0  # a rank that was killed wrote nothing
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("scenario", "message"),
     [("voided", "Skips gave no gradient"), ("voided_apart", "the ranks went apart")],
