@@ -29,6 +29,7 @@ from lightning_dp.accounting.pair_plan import EventPlan, PlannedSteps
 from lightning_dp.accounting.pld import PLDAccountant
 from lightning_dp.accounting.repeat_and_select import RepeatAndSelect
 from lightning_dp.accounting.rounding import epsilon_text
+from lightning_dp.accounting.solving import solve
 from lightning_dp.warnings import warn
 
 _TOLERANCE = 1e-3
@@ -105,7 +106,7 @@ def calibrate(
         assert isinstance(judge, PLDAccountant)
         start = _normal_scale(shapes, epsilon, delta, relation)
         start, slope = _approach(judge, cost.merged, steps_of, start, (epsilon, delta), relation)
-    return _solve(lambda scale: cost.of(judge, steps_of(scale)), start, epsilon, _TOLERANCE, slope)
+    return solve(lambda scale: cost.of(judge, steps_of(scale)), start, epsilon, _TOLERANCE, slope)
 
 
 def _normal_scale(shapes: Steps, epsilon: float, delta: float, relation: Relation) -> float:
@@ -144,12 +145,12 @@ def _approach(
         return accountant.removal_epsilon(joined(spent, steps_of(scale)), delta, relation)
 
     quick = lru_cache(maxsize=None)(lambda scale: cost(rough, scale))
-    scale = _solve(quick, start, epsilon, 0.04)
+    scale = solve(quick, start, epsilon, 0.04)
     value = cost(judge, scale)
     if not 0 < value < math.inf:
         return scale, -1.0
     aim = epsilon * (1 - _TOLERANCE / 2) * quick(scale) / value
-    near = _solve(quick, scale, aim * (1 + _TOLERANCE / 8), _TOLERANCE / 4)
+    near = solve(quick, scale, aim * (1 + _TOLERANCE / 8), _TOLERANCE / 4)
     if near == scale:
         return near, -1.0
     slope = math.log(quick(near) / quick(scale)) / math.log(near / scale)
@@ -199,7 +200,7 @@ def calibrate_history(
             f"no noise keeps history within epsilon={epsilon:g} at delta={delta:g}: a part of it "
             "does not depend on the scale, or the number of runs alone costs more. Raise epsilon."
         )
-    return _solve(
+    return solve(
         lambda scale: judge.epsilon(history(scale), delta, relation), 1.0, epsilon, _TOLERANCE
     )
 
@@ -278,57 +279,6 @@ def _last_affordable(cost: Callable[[int], float], limit: int, epsilon: float) -
         else:
             high, high_cost = middle, middle_cost
     return low
-
-
-def _solve(
-    cost: Callable[[float], float],
-    start: float,
-    target: float,
-    tolerance: float,
-    slope: float = -1.0,
-) -> float:
-    """A scale with ``(1 - tolerance) target <= cost(scale) <= target``; cost falls with the scale.
-
-    ``slope`` is a guess of that of the logarithm of the cost in that of the scale.
-    """
-    aim = math.log(target * (1 - tolerance / 2))
-    low, high = 0.0, math.inf  # cost(low) > target >= cost(high)
-    x = math.log(start)
-    points: list[tuple[float, float]] = []
-    low, high = -math.inf, math.inf
-    for turn in range(200):
-        value = cost(math.exp(x))
-        if target * (1 - tolerance) <= value <= target:
-            return math.exp(x)
-        low, high = (max(low, x), high) if value > target else (low, min(high, x))
-        if high - low < 1e-13:
-            return math.exp(high)
-        if 0 < value < math.inf:
-            points = [*points[-1:], (x, math.log(value))]
-        guess = math.nan if turn % 6 == 5 else _secant(points, slope, aim)
-        x = _inside(guess, low, high)
-    return math.exp(high)
-
-
-def _secant(points: list[tuple[float, float]], slope: float, aim: float) -> float:
-    """Where log cost is ``aim`` by the latest two points, or one and a slope; NaN without any."""
-    if not points:
-        return math.nan
-    x, y = points[-1]
-    if len(points) == 2 and points[0][0] != x:
-        slope = min((y - points[0][1]) / (x - points[0][0]), -0.05)
-    return min(max(x + (aim - y) / slope, x - 3.0), x + 3.0)
-
-
-def _inside(guess: float, low: float, high: float) -> float:
-    """The guess if it is inside the bracket, else some number that is."""
-    if low < guess < high:
-        return guess
-    if math.isinf(low):
-        return high - 1.0
-    if math.isinf(high):
-        return low + 1.0
-    return (low + high) / 2
 
 
 def _event(noise_multiplier: float, sample_rate: float) -> AbstractEvent:
