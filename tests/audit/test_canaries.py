@@ -196,13 +196,14 @@ def test_the_same_noise_at_every_step_is_caught(settings, run_audit, monkeypatch
 
 
 def test_clipping_before_the_difference_is_caught(run_audit, monkeypatch):
-    def give(self: Any, mechanism: Any, query: Any, replay: Any, here: Any = None) -> None:
+    def give(self: Any, mechanism: Any, query: Any, replay: Any, here: Any = None) -> bool:
         total: torch.Tensor | int = 0
         for each in query.passes:
             at_present = each.point is None and here is not None
             gradients = here if at_present else self._again(each, replay)
             total = total + each.gradient * clipping.bounded_sum(gradients, query.clip_norm).value
         mechanism.answer(BoundedSum(total, query.clip_norm))
+        return True
 
     settings: dict[str, Any] = {**FULL, "canaries": 600}
     settings["estimator"] = Diff2(restart_every=20, max_grad_norm=1.0, diff_norm=1.0, split=5.0)
