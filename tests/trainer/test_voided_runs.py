@@ -15,6 +15,7 @@ from lightning_dp import Diff2, FullBatch
 from lightning_dp.accounting.voided import VoidedRunError
 from lightning_dp.callbacks import DifferentialPrivacy
 from lightning_dp.report.command import main as report_command
+from lightning_dp.warnings import PrivacyWarning
 
 CURE = r"zero records whose gradients are not finite.*don't skip batches"
 
@@ -280,7 +281,8 @@ def test_the_same_callback_fits_no_more_and_a_new_one_does(voided, loader, make_
         make_trainer(max_epochs=1, callbacks=[privacy]).fit(model, loader)
     model.at, new = -1, silent()
 
-    make_trainer(max_epochs=1, callbacks=[new]).fit(model, loader)
+    with pytest.warns(PrivacyWarning, match="trained before under another privacy ledger"):
+        make_trainer(max_epochs=1, callbacks=[new]).fit(model, loader)
 
     assert new.steps == 10
     assert math.isfinite(new.epsilon)
