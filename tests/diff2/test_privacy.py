@@ -338,7 +338,7 @@ def test_diverged_parameters_are_refused_before_the_charge(estimator, value):
 @pytest.mark.parametrize(
     ("arguments", "match"),
     [
-        ({"restart_every": 0}, "restart_every=0 must be a whole number >= 1"),
+        ({"restart_every": 0}, "restart_every=0 must be a whole number of at least 1"),
         ({"restart_every": 1.5}, r"restart_every=1\.5 must be"),
         ({"restart_every": math.nan}, "restart_every=nan must be"),
         ({"max_grad_norm": 0.0}, r"max_grad_norm=0\.0 must be finite and greater than 0"),

@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from flwr.app import Context
 from flwr.serverapp import Grid, ServerApp
-from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor, nn
 
 from lightning_dp.federated.base import AbstractServer, MessageError
@@ -26,6 +25,7 @@ from lightning_dp.functional import flatten, unflatten
 __all__ = ["server_app"]
 
 _log = logging.getLogger("lightning_dp.federated")
+_console = logging.getLogger("flwr")  # whose lines Flower shows
 _SHORTEST_PAUSE = 0.001
 _BETWEEN_WORDS = 10.0
 _STATE = "server.pt"
@@ -228,13 +228,13 @@ class _Run:
         self.logbook.progress(self.machine.round, self.metrics())
         if time.monotonic() >= self._next_word:
             self._next_word = time.monotonic() + _BETWEEN_WORDS
-            rank_zero_info(self.logbook.line(self.machine.round))
+            _console.info(self.logbook.line(self.machine.round))
 
     def _end(self) -> None:
         save(self.module.state_dict(), self.folder / "model.pt")
         self.logbook.close(self.machine.round, self.machine.reason)
         (self.folder / _STATE).unlink()  # the next run is a new one
-        rank_zero_info(self.logbook.line(self.machine.round))
+        _console.info(self.logbook.line(self.machine.round))
 
     def _load_point(self) -> None:
         with torch.no_grad():
