@@ -44,7 +44,7 @@ class _Still(Optimizer):
         """As of LightningOptimizer: the optimizer inside."""
         return self
 
-    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Any = None) -> Any:
         return None if closure is None else closure()
 
     def toggle_model(self, *args: Any, **kwargs: Any) -> _Nothing:

@@ -27,7 +27,8 @@ class TargetMean:
         """Whether a target is the ignored one: then others decide what the sum is divided by."""
         index = int(self.node._saved_ignore_index)
         index -= 2**64 if index >= 2**63 else 0  # torch shows it without its sign
-        return (self.node._saved_target == index).any()
+        targets: Tensor = self.node._saved_target
+        return (targets == index).any()
 
     @property
     def has_class_weights(self) -> bool:
