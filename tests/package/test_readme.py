@@ -10,6 +10,7 @@ import pytest
 
 
 @pytest.mark.filterwarnings("ignore:.*does not have many workers")
+@pytest.mark.filterwarnings("ignore:This model, or a part of it, was trained before")  # in turn
 def test_the_python_snippets_run_in_order(blocks, names, monkeypatch, capsys):
     (yaml,) = blocks("README.md", "yaml")
     Path("config.yaml").write_text(yaml, encoding="utf-8")

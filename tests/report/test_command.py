@@ -45,7 +45,9 @@ def only_report(fitted):
 
 
 def cut_journal(path, lines):
-    path.write_bytes(b"".join(path.read_bytes().splitlines(keepends=True)[:-lines]))
+    """Lose the last charges, and what says which weights were released."""
+    charges = [line for line in path.read_bytes().splitlines(True) if b"[null," not in line]
+    path.write_bytes(b"".join(charges[:-lines]))
 
 
 def test_it_runs_as_a_module_and_exits_with_0(saved):

@@ -111,7 +111,7 @@ def test_changed_learning_rate_is_allowed(fit: Any, saved: Any, tmp_path: Path) 
 
 def cut_line(path: Path) -> None:
     """Lose the last six of ten charges: an older copy of the file."""
-    path.write_bytes(b"".join(path.read_bytes().splitlines(keepends=True)[:-6]))
+    path.write_bytes(b"".join(path.read_bytes().splitlines(keepends=True)[:5]))
 
 
 def cut_byte_in_the_middle(path: Path) -> None:
@@ -163,7 +163,7 @@ def test_torn_last_line_is_a_charge_whose_data_was_never_touched(
     fit: Any, saved: Any, tmp_path: Path
 ) -> None:
     journal = saved.ledger.journal_path
-    journal.write_bytes(journal.read_bytes()[:-3])
+    journal.write_bytes(journal.read_bytes().rpartition(b"[null")[0][:-3])  # the last charge
     resumed = fit(tmp_path / "a.ckpt", max_steps=8)
     assert resumed.privacy.steps == 9 + 2
     assert sum(c for run in read_journal(journal)[1].values() for _, c in run) == 11

@@ -71,10 +71,10 @@ def test_resume_appends_to_the_same_journal_wherever_its_own_files_go(
     fit: Any, old: Any, tmp_path: Path
 ) -> None:
     (journal,) = journals(tmp_path)
-    lines = journal.read_bytes().count(b"\n")
+    charges = journal.read_bytes().count(b'\n["')
     resumed = fit(tmp_path / "old.ckpt", default_root_dir=tmp_path / "elsewhere")
     assert journals(tmp_path) == [journal] == [resumed.ledger.journal_path]
-    assert journal.read_bytes().count(b"\n") == lines + resumed.probe.optimizer_steps
+    assert journal.read_bytes().count(b'\n["') == charges + resumed.probe.optimizer_steps
 
 
 def test_journal_holds_exactly_the_ledger(fit: Any, old: Any, tmp_path: Path) -> None:
