@@ -191,7 +191,7 @@ def calibrate_history(
         ...     run = [(PoissonGaussian(z, sample_rate=0.01), 1000)]
         ...     return [(RepeatAndSelect(run, mean=10, shape=0), 1)]
         >>> round(calibrate_history(search, 3.0, 1e-5, accountant=StreamingRDPAccountant()), 2)
-        1.09
+        1.08
     """
     epsilon, delta = _check_budget(epsilon, delta, relation)
     judge = PLDAccountant() if accountant is None else accountant
