@@ -48,7 +48,7 @@ class StreamingRDPAccountant(AbstractStepsAccountant):
     Example:
         >>> from lightning_dp.accounting import PoissonGaussian
         >>> round(StreamingRDPAccountant().epsilon([(PoissonGaussian(1.0, 0.01), 1000)], 1e-5), 2)
-        2.11
+        2.1
     """
 
     @property

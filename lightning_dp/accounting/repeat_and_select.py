@@ -55,7 +55,7 @@ class RepeatAndSelect(AbstractEvent):
         >>> search = RepeatAndSelect([(step, 1000)], mean=10, shape=0)
         >>> histories = [(step, 1000)], [(search, 1)], [(step, 10_000)]
         >>> [round(StreamingRDPAccountant().epsilon(h, delta=1e-5), 2) for h in histories]
-        [2.11, 3.53, 6.72]
+        [2.1, 3.52, 6.71]
     """
 
     runs: Sequence[tuple[AbstractEvent, int]]
