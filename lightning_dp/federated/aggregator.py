@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from lightning_dp._validate import normalise, whole
 from lightning_dp.estimators.base import State
 from lightning_dp.federated.asynchronous import FORMS, LOST, REFUSED, ROUND, UPDATE
 from lightning_dp.federated.base import Message, MessageError
@@ -43,8 +44,7 @@ class Aggregator:
     num_children: int
 
     def __post_init__(self) -> None:
-        if not self.num_children >= 1:
-            raise ValueError(f"num_children={self.num_children} must be at least 1.")
+        normalise(self, whole, "num_children")
         self._request: bytes | None = None
         self._round = -1
         self._sums: dict[int, Tensor] = {}

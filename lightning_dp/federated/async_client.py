@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from lightning_dp._validate import normalise, not_negative, number, optional, seed
 from lightning_dp.accounting import AbstractEvent, Gaussian, Relation
 from lightning_dp.federated.agreed import check_point, try_before_first_charge
 from lightning_dp.federated.asynchronous import LOST, REFUSED, ROUND, UPDATE, AsyncPlan
@@ -58,12 +59,12 @@ class ClientPrivacy:
     seed: int | None = None
 
     def __post_init__(self) -> None:
+        normalise(self, number, "max_grad_norm")
+        normalise(self, optional(seed), "seed")
         if not self.max_grad_norm > 0:
             raise ValueError(f"max_grad_norm={self.max_grad_norm} must be greater than 0.")
-        if not callable(self.noise_multiplier) and not 0 <= self.noise_multiplier < math.inf:
-            raise ValueError(
-                f"noise_multiplier={self.noise_multiplier} must be finite and at least 0."
-            )
+        if not callable(self.noise_multiplier):
+            normalise(self, not_negative, "noise_multiplier")
         check_budget(self.target_epsilon, self.target_delta, self.relation)
 
     def noise(self, i: int) -> float:

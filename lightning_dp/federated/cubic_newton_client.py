@@ -9,6 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from lightning_dp import _validate
+from lightning_dp._validate import not_negative, number, optional
 from lightning_dp.accounting import AbstractEvent, Gaussian, Relation
 from lightning_dp.federated.agreed import (
     check_engine,
@@ -73,6 +75,9 @@ class CubicNewtonClient(AbstractClient):
         relation: Relation = "add_remove",
         seed: int | None = None,
     ) -> None:
+        noise_multiplier = not_negative("noise_multiplier", noise_multiplier)
+        sample_rate = number("sample_rate", sample_rate)
+        seed = optional(_validate.seed)("seed", seed)
         if not records.num_records >= 1:
             raise ValueError(f"num_records={records.num_records} must be at least 1.")
         check_engine(records, plan.newton)

@@ -8,6 +8,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from lightning_dp import _validate
+from lightning_dp._validate import optional, whole
 from lightning_dp.accounting import AbstractEvent, Gaussian, Relation
 from lightning_dp.estimators.base import State
 from lightning_dp.federated.agreed import (
@@ -85,6 +87,8 @@ class QueryClient(AbstractClient):
         seed: int | None = None,
     ) -> None:
         check_plan(plan, "server" if trusts_server else "client")
+        rounds, num_clients = whole("rounds", rounds), whole("num_clients", num_clients)
+        client, seed = whole("client", client, 0), optional(_validate.seed)("seed", seed)
         if not 0 <= client < num_clients:
             raise ValueError(f"client={client} must be one of 0, ..., {num_clients - 1}.")
         if local_routine is not None and records.unit != "record":

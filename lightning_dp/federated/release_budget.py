@@ -8,8 +8,9 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
+from lightning_dp._validate import number, probability
 from lightning_dp.accounting import AbstractEvent, PLDAccountant, Relation, affordable_steps
-from lightning_dp.accounting.base import History, Steps, check_delta, check_relation
+from lightning_dp.accounting.base import History, Steps, check_relation
 from lightning_dp.accounting.guards import GDPGuard
 from lightning_dp.accounting.journal import history_of
 from lightning_dp.accounting.renyi import total_divergence
@@ -26,12 +27,12 @@ _ORDERS = np.concatenate(
 
 def check_budget(target_epsilon: float, target_delta: float, relation: Relation) -> None:
     """Raise ValueError for a budget out of range; an infinite ε is one that somebody chose."""
-    if target_epsilon is None or not target_epsilon > 0:
+    if target_epsilon is None or not number("target_epsilon", target_epsilon) > 0:
         raise ValueError(
             f"target_epsilon={target_epsilon} must be greater than 0: the most that may ever be "
             "spent on the data set, by all runs; math.inf for no limit."
         )
-    check_delta(target_delta)
+    probability("target_delta", target_delta)
     check_relation(relation)
 
 
@@ -46,10 +47,10 @@ def affordable_rounds(events: Events, rounds: int, budget: Budget, spent: Histor
         return rounds
     fitting = affordable_steps(lambda n: charges[n], len(charges), *budget, spent=spent)
     count = 0
-    for number, each in enumerate(plan):
+    for i, each in enumerate(plan):
         count += len(each)
         if count > fitting:
-            return number
+            return i
     return rounds
 
 

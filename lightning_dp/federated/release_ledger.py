@@ -12,6 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
+from lightning_dp._validate import normalise, whole
 from lightning_dp.accounting import AbstractEvent, PLDAccountant, Relation
 from lightning_dp.accounting.journal import Journal, JournalError, Runs, history_of, read_journal
 from lightning_dp.accounting.voided import Voided, VoidedRunError, reason_in
@@ -74,11 +75,8 @@ class Spending:
     retain: int = 1
 
     def __post_init__(self) -> None:
-        if not self.retain >= 1:
-            raise ValueError(f"retain={self.retain} must be at least 1.")
+        normalise(self, whole, "retain", "rounds")
         _check_name("run", self.run, "a name that no other federation has")
-        if not self.rounds >= 1:
-            raise ValueError(f"rounds={self.rounds} must be at least 1.")
         check_budget(self.target_epsilon, self.target_delta, self.relation)
 
     @cached_property

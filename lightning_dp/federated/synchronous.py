@@ -10,6 +10,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from lightning_dp._validate import normalise, optional, positive, seed, whole
 from lightning_dp.estimators.base import State
 from lightning_dp.federated.asynchronous import REFUSED
 from lightning_dp.federated.base import AbstractServer, Message, MessageError, check_same
@@ -83,11 +84,9 @@ class SynchronousServer(AbstractServer):
     seed: int | None = None
 
     def __post_init__(self) -> None:
-        for name in ("rounds", "num_clients", "num_records"):
-            if not getattr(self, name) >= 1:
-                raise ValueError(f"{name}={getattr(self, name)} must be at least 1.")
-        if not 0 < self.learning_rate < math.inf:
-            raise ValueError(f"learning_rate={self.learning_rate} must be finite and above 0.")
+        normalise(self, whole, "rounds", "num_clients", "num_records")
+        normalise(self, positive, "learning_rate")
+        normalise(self, optional(seed), "seed")
         if self.noise not in ("server", "client"):
             raise ValueError(f"noise={self.noise!r} must be 'server' or 'client'.")
         if self.local_routine and self.local_routine.learning_rate != self.learning_rate:

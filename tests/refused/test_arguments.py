@@ -13,7 +13,16 @@ import numpy as np
 import pytest
 import torch
 
-from lightning_dp import CubicNewton, Diff2, LaplacianSmoothing, MeanGradient, Momentum, Term
+from lightning_dp import (
+    Constant,
+    CubicNewton,
+    Diff2,
+    LaplacianSmoothing,
+    MeanGradient,
+    Momentum,
+    Poisson,
+    Term,
+)
 from lightning_dp.accounting import (
     Gaussian,
     PLDAccountant,
@@ -35,20 +44,27 @@ from lightning_dp.callbacks import DifferentialPrivacy
 from lightning_dp.estimators import Storm
 from lightning_dp.federated import (
     BVRLSGD,
+    Aggregator,
     AsyncPlan,
+    ClientPrivacy,
     ConstantSteps,
+    CubicNewtonClient,
     CubicNewtonPlan,
     DelaySizes,
     InverseSteps,
     LogarithmicSizes,
     PolynomialSizes,
     PowerSizes,
+    QueryClient,
+    Spending,
+    SynchronousServer,
     delay_is_permissible,
     rounds_for,
 )
 from lightning_dp.functional import clip_factors, laplacian_smoothing
 from lightning_dp.influence import quadratic_influence
 from lightning_dp.metrics import PrivacyBudget
+from lightning_dp.plan import NoisePlan
 from lightning_dp.plotting import plot_schedule
 from lightning_dp.query import Query
 from lightning_dp.sampling.physical_batches import factorisations, largest_chunk
@@ -228,6 +244,14 @@ DOORS = [
 ]
 
 SIZES = PolynomialSizes(a=0, b=16)
+NOISE_PLAN = NoisePlan(1.0, Constant(), Poisson(), 0.5)
+
+
+class Ten:
+    """Ten records that nobody asks."""
+
+    num_records, unit, has_products = 10, "record", True
+
 
 DOORS += [
     Door(PolynomialSizes, {"a": 1.0, "b": 16.0, "c": 0.5, "first": 1}, whole=("first",)),
@@ -275,6 +299,61 @@ DOORS += [
         },
         whole=("local_steps",),
     ),
+    Door(
+        ClientPrivacy,
+        {
+            "max_grad_norm": 1.0,
+            "noise_multiplier": 1.0,
+            "target_epsilon": 1.0,
+            "target_delta": 1e-5,
+            "seed": 3,
+        },
+        whole=("seed",),
+    ),
+    Door(
+        Spending,
+        {"rounds": 3, "target_epsilon": 1.0, "target_delta": 1e-5, "retain": 1},
+        whole=("rounds", "retain"),
+        others={"run": "trial", "events": lambda i: [Gaussian(3.0)]},
+    ),
+    Door(
+        SynchronousServer,
+        {"rounds": 3, "num_clients": 2, "num_records": 10, "learning_rate": 0.1, "seed": 3},
+        whole=("rounds", "num_clients", "num_records", "seed"),
+        others={"run": "trial", "plan": NOISE_PLAN, "start": torch.zeros(3)},
+    ),
+    Door(
+        QueryClient,
+        {
+            "rounds": 3,
+            "target_epsilon": 1.0,
+            "target_delta": 1e-5,
+            "client": 0,
+            "num_clients": 2,
+            "seed": 3,
+        },
+        whole=("rounds", "client", "num_clients", "seed"),
+        others={"run": "trial", "plan": NOISE_PLAN, "records": Ten(), "ledger": object()},
+    ),
+    Door(
+        CubicNewtonClient,
+        {
+            "noise_multiplier": 1.0,
+            "target_epsilon": 1.0,
+            "target_delta": 1e-5,
+            "sample_rate": 0.5,
+            "seed": 3,
+        },
+        whole=("seed",),
+        others={
+            "run": "trial",
+            "plan": CubicNewtonPlan(CubicNewton(1.0, 0.0, inner_steps=1), clients=2, rounds=3),
+            "client": 0,
+            "records": Ten(),
+            "ledger": object(),
+        },
+    ),
+    Door(Aggregator, {"num_children": 2}, whole=("num_children",)),
     Door(
         one_run_p_value,
         {"canaries": 10, "guesses": 8, "correct": 7, "epsilon": 1.0, "delta": 1e-5},
