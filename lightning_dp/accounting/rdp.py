@@ -26,6 +26,7 @@ from lightning_dp.accounting.repeat_and_select import RepeatAndSelect
 
 _LARGEST_ORDER = 2.0**16
 _RATIO = 1.2  # of a - 1 from an order to the next; what is between is looked at near the best one
+_ALWAYS = 64.0  # orders up to here are always looked at
 _AT_ONCE = 8
 _Divergence = Callable[[FloatArray], FloatArray]
 _Converter = Callable[[FloatArray, FloatArray], FloatArray]
@@ -200,14 +201,16 @@ def _least_at(divergence: _Divergence, convert: _Converter) -> tuple[float, floa
     """The least converted value over the orders, and its order.
 
     Orders grow until the best one is behind; then those beside it are looked at more closely. Any
-    order gives a bound, so nothing depends on the shape of the curve but how good it is.
+    order gives a bound, so nothing depends on the shape of the curve but how good it is. (That of a
+    search has a second, useless minimum near order 1.)
     """
     orders, values = np.zeros(0), np.zeros(0)
     while orders.size < _TABLE.size:
         asked = _TABLE[orders.size : orders.size + _AT_ONCE]
         orders = np.append(orders, asked)
         values = np.append(values, convert(asked, divergence(asked)))
-        if int(np.argmin(values)) < orders.size - _AT_ONCE // 2:
+        is_behind = int(np.argmin(values)) < orders.size - _AT_ONCE // 2
+        if is_behind and orders[-1] >= _ALWAYS:
             break
     best = int(np.argmin(values))
     ends = orders[max(best - 1, 0)], orders[min(best + 1, orders.size - 1)]

@@ -41,6 +41,7 @@ def target_means(loss: Tensor) -> list[TargetMean]:
     """All of them that a loss is made from; nothing below them is looked at.
 
     Example:
+        >>> import torch
         >>> output, y = torch.zeros(3, 2, requires_grad=True), torch.tensor([0, 1, -100])
         >>> [bool(m.ignores_some) for m in target_means(torch.nn.functional.cross_entropy(output, y))]
         [True]

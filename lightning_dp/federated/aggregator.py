@@ -36,7 +36,7 @@ class Aggregator:
         >>> node.offer(Message("round", facts, {"model": torch.zeros(1)}).to_bytes())
         >>> for child in (0, 1, 1):
         ...     update = Message("update", {"round": 0, "counter": 0}, {"update": torch.ones(1)})
-        ...     node.receive(child, update.to_bytes())
+        ...     _ = node.receive(child, update.to_bytes())
         >>> Message.from_bytes(node.reply).tensors["update"]
         tensor([2.])
     """

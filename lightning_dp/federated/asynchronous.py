@@ -156,7 +156,7 @@ class AsyncServer(AbstractServer):
         >>> server = AsyncServer("trial", plan, torch.zeros(1), num_clients=2)
         >>> update = Message("update", {"round": 0, "counter": 0}, {"update": torch.ones(1)}).to_bytes()
         >>> for _ in range(3):
-        ...     server.receive(1, update)
+        ...     _ = server.receive(1, update)
         >>> server.point, server.round, server.applied
         (tensor([-0.5000]), 0, [0, 1])
     """

@@ -100,7 +100,7 @@ class OpacusHooks(AbstractGradientEngine):
         """Opacus pairs forward and backward passes last-in-first-out; a lone one shifts them."""
         lone = [name for name, module in self._all_modules if capture.is_waiting(module)]
         if lone:
-            raise RuntimeError(
+            raise UnsupportedModelError(
                 f"A forward pass in training mode was not back-propagated (layers {lone[:5]}): its "
                 "records would be mistaken for others. Put it under torch.no_grad(), or use all of "
                 "its output in the loss."

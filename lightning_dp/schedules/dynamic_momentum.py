@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from functools import cached_property
+from functools import lru_cache
 
 from lightning_dp._validate import normalise, number, positive, whole
 from lightning_dp.schedules.base import AbstractSchedule
@@ -70,23 +70,10 @@ class DynamicMomentum(AbstractSchedule):
             )
         normalise(self, whole, "steps", of="DynamicMomentum")
 
-    @cached_property
+    @property
     def turning_step(self) -> int:
         """T̂: runs of at most this many steps have noise that grows."""
-        # Lemma B.7: γ^(t-1) (1-β^t) rises, then falls, and holds with equality at t = 1.
-        high = 2
-        while self._is_averaging(high):
-            high *= 2
-        low = high // 2
-        while high - low > 1:
-            middle = (low + high) // 2
-            low, high = (middle, high) if self._is_averaging(middle) else (low, middle)
-        return low
-
-    def _is_averaging(self, t: int) -> bool:
-        """γ^(t-1) >= (1-β) / (1-β^t), in logarithms."""
-        excess = math.log1p(-(self.beta**t)) - math.log1p(-self.beta)
-        return (t - 1) * math.log1p(-self.eta0 / self.kappa) + excess >= 0
+        return _turning_step(self.kappa, self.eta0, self.beta)
 
     def __call__(self, step: int) -> float:
         sign = -1 if self.steps <= self.turning_step else 1
@@ -105,3 +92,23 @@ class DynamicMomentum(AbstractSchedule):
         eta0 = positive("eta0", eta0, of="DynamicMomentum.recommended_steps")
         alpha = positive("alpha", alpha, of="DynamicMomentum.recommended_steps")
         return math.ceil(2 * kappa / eta0 * math.log1p(eta0 / (kappa * alpha)))
+
+
+@lru_cache(maxsize=16)
+def _turning_step(kappa: float, eta0: float, beta: float) -> int:
+    """Search for T̂; it is asked for at every step."""
+
+    def is_averaging(t: int) -> bool:
+        """γ^(t-1) >= (1-β) / (1-β^t), in logarithms."""
+        excess = math.log1p(-(beta**t)) - math.log1p(-beta)
+        return (t - 1) * math.log1p(-eta0 / kappa) + excess >= 0
+
+    # Lemma B.7: γ^(t-1) (1-β^t) rises, then falls, and holds with equality at t = 1.
+    high = 2
+    while is_averaging(high):
+        high *= 2
+    low = high // 2
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if is_averaging(middle) else (low, middle)
+    return low

@@ -249,7 +249,7 @@ def noise(folder: Path) -> dict[str, Any]:
     L.seed_everything(7)
     model = Flat()
     before = model.net.weight.detach().clone()
-    privacy = {"noise_multiplier": 2.0, "max_grad_norm": 0.5}
+    privacy = {"noise_multiplier": 2.0, "max_grad_norm": 0.5, "isolation_probe": False}
     options = {"strategy": "private_ddp", "max_steps": 1}
     trainer, _ = fit(model, records(40), 5, privacy, folder, **options)
     return {

@@ -370,6 +370,7 @@ class Body(L.LightningModule):
 
 
 def test_a_client_whose_frozen_layers_are_others_refuses_by_name_before_a_charge(tmp_path, caplog):
+    caplog.set_level("INFO", logger="lightning_dp.federated")  # whatever other tests have set
     plan = AsyncPlan(1, PolynomialSizes(0, 2), InverseSteps(0.1, 0.01))
     privacy = ClientPrivacy(1.0, 2.0, target_epsilon=math.inf)
     client = client_app(

@@ -374,6 +374,7 @@ def test_another_module_at_the_server_is_refused_by_the_names_of_its_parts(serve
 
 
 def test_equal_modules_agree_whatever_their_trained_numbers_are_and_buffers_are_said(caplog):
+    caplog.set_level("INFO", logger="lightning_dp.federated")  # whatever other tests have set
     here = fingerprint(Partly())
     check_fingerprint(fingerprint(Partly()), here)
     assert not caplog.text

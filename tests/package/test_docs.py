@@ -25,6 +25,7 @@ def comparable(text: str) -> list[float]:
 
 
 @pytest.mark.filterwarnings("ignore:.*does not have many workers")
+@pytest.mark.filterwarnings("ignore:This model, or a part of it, was trained before")  # in turn
 @pytest.mark.parametrize("page", PAGES)
 def test_the_snippets_of_a_page_run_and_print_what_they_say(page, blocks, names, capsys):
     for snippet in blocks(f"docs/{page}.md", "python"):

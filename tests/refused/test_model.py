@@ -225,17 +225,17 @@ def bare_backward_and_step(model: Any, optimizer: Any, loss: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("act", "match", "released"),
+    ("act", "match", "charged", "released"),
     [
-        (steps_twice, "Two optimizer steps on one batch.*Step once per batch", 1),
-        (steps_on_two_losses, "Backward ran more than once.*backward once per batch", 1),
-        (backward_twice, "Backward ran more than once.*backward once per batch", 0),
-        (steps_the_bare_optimizer, "not made private.*self.optimizers\\(\\).step", 0),
-        (bare_backward_and_step, r"not be probed.*self.manual_backward", 0),
+        (steps_twice, "Two optimizer steps on one batch.*Step once per batch", 1, 1),
+        (steps_on_two_losses, "Backward ran more than once.*backward once per batch", 1, 1),
+        (backward_twice, "Backward ran more than once.*backward once per batch", 1, 0),
+        (steps_the_bare_optimizer, "not made private.*self.optimizers\\(\\).step", 1, 0),
+        (bare_backward_and_step, r"not be probed.*self.manual_backward", 0, 0),
     ],
 )
 def test_a_batch_used_twice_or_past_the_strategy_is_refused(
-    act, match, released, loader, make_trainer, privacy, assert_refused
+    act, match, charged, released, loader, make_trainer, privacy, assert_refused
 ):
     model, trainer = Manual(act), make_trainer(max_epochs=1, callbacks=[privacy])
 
@@ -243,7 +243,7 @@ def test_a_batch_used_twice_or_past_the_strategy_is_refused(
         lambda: trainer.fit(model, loader),
         match,
         model,
-        charged=1,
+        charged=charged,
         released=released,
         gradient_left=released > 0,
     )

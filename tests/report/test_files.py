@@ -103,7 +103,7 @@ def test_a_fast_dev_run_charges_and_leaves_nothing(fit, said, tmp_path):
     assert fitted.privacy.steps == 2 and 0 < fitted.privacy.epsilon < math.inf
     assert fitted.privacy.report().journal is None
     (line,) = said
-    assert line.endswith("after 2 noised steps; report: none in a fast_dev_run")
+    assert "after 2 noised steps; " in line and line.endswith("; report: none in a fast_dev_run")
 
 
 def test_what_a_fast_dev_run_spent_is_in_the_journal_of_the_next_fit(fit, tmp_path):
@@ -181,7 +181,8 @@ def test_one_line_at_the_end_tells_epsilon_and_the_file(fit, said):
     (path,) = fitted.reports
     assert said == [
         f"privacy: ε = {epsilon_text(privacy.epsilon)} of 1 at δ = 1e-05 (add_remove) after "
-        f"{privacy.steps} noised steps; privacy budget reached; report: {path}"
+        f"{privacy.steps} noised steps; privacy budget reached; "
+        f"isolation of records was not checked; report: {path}"
     ]
 
 
@@ -203,7 +204,8 @@ def test_a_file_that_cannot_be_written_is_said_and_training_goes_on(fit, tmp_pat
         fit(privacy=privacy)
 
     assert privacy.steps == 12
-    assert "after 12 noised steps; report: could not be written into" in said[0]
+    assert "after 12 noised steps; " in said[0]
+    assert "; report: could not be written into" in said[0]
 
 
 def test_a_full_disk_leaves_the_old_report_whole(fit, saved, monkeypatch, said):
