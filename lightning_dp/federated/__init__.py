@@ -14,7 +14,7 @@ from lightning_dp.federated.bvr_l_sgd import BVRLSGD
 from lightning_dp.federated.cubic_newton import CubicNewtonPlan
 from lightning_dp.federated.cubic_newton_client import CubicNewtonClient
 from lightning_dp.federated.query_client import QueryClient
-from lightning_dp.federated.release_ledger import ReleaseLedger, Spending
+from lightning_dp.federated.release_ledger import ReleaseLedger
 from lightning_dp.federated.sample_sizes import (
     AbstractSampleSizes,
     DelaySizes,
@@ -24,6 +24,7 @@ from lightning_dp.federated.sample_sizes import (
     delay_is_permissible,
     rounds_for,
 )
+from lightning_dp.federated.spending import Spending
 from lightning_dp.federated.step_sizes import (
     AbstractStepSizes,
     ConstantSteps,

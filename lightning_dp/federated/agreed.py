@@ -12,7 +12,8 @@ from torch import Tensor
 
 from lightning_dp.estimators.base import AbstractEstimator, share_of_noise
 from lightning_dp.federated.base import MessageError, Records
-from lightning_dp.federated.release_ledger import ReleaseLedger, Spending
+from lightning_dp.federated.release_ledger import ReleaseLedger
+from lightning_dp.federated.spending import Spending
 from lightning_dp.gradients import UnsupportedModelError
 from lightning_dp.plan import NoisePlan
 from lightning_dp.query import Query

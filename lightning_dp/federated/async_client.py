@@ -18,7 +18,8 @@ from lightning_dp.federated.asynchronous import LOST, REFUSED, ROUND, UPDATE, As
 from lightning_dp.federated.base import AbstractClient, Message, MessageError, Records
 from lightning_dp.federated.noised import draw, noise_source, noised_sum
 from lightning_dp.federated.release_budget import check_budget
-from lightning_dp.federated.release_ledger import Make, ReleaseLedger, Spending
+from lightning_dp.federated.release_ledger import Make, ReleaseLedger
+from lightning_dp.federated.spending import Spending
 from lightning_dp.mechanism import BudgetExhausted
 from lightning_dp.noise import random_generator
 from lightning_dp.query import Query, Term

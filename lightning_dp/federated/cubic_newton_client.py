@@ -22,7 +22,8 @@ from lightning_dp.federated.asynchronous import REFUSED, ROUND, UPDATE
 from lightning_dp.federated.base import AbstractClient, Message, MessageError, Records
 from lightning_dp.federated.cubic_newton import CubicNewtonPlan
 from lightning_dp.federated.noised import draw, noise_source, noised_sum
-from lightning_dp.federated.release_ledger import ReleaseLedger, Spending
+from lightning_dp.federated.release_ledger import ReleaseLedger
+from lightning_dp.federated.spending import Spending
 from lightning_dp.mechanism import BudgetExhausted
 from lightning_dp.noise import random_generator
 from lightning_dp.query import Query

@@ -23,7 +23,8 @@ from lightning_dp.federated.asynchronous import REFUSED
 from lightning_dp.federated.base import AbstractClient, Message, MessageError, Records
 from lightning_dp.federated.bvr_l_sgd import BVRLSGD
 from lightning_dp.federated.noised import bounded, draw, noise_source, noised_sum
-from lightning_dp.federated.release_ledger import Make, ReleaseLedger, Spending
+from lightning_dp.federated.release_ledger import Make, ReleaseLedger
+from lightning_dp.federated.spending import Spending
 from lightning_dp.federated.synchronous import (
     ANSWER,
     LOCAL,

@@ -1,4 +1,4 @@
-"""How far a run is at one client, and what it has sent: one file for each run, whole at any moment."""
+"""The progress of a run at one client and its releases: one file for each run, whole at any moment."""
 
 from __future__ import annotations
 
@@ -17,7 +17,9 @@ __all__ = [
     "Kept",
     "Progress",
     "charges_of",
+    "check_name",
     "check_nothing_is_missing",
+    "federations_in",
     "file_name",
     "key_of",
     "progress_of_all",
@@ -30,6 +32,8 @@ __all__ = [
 
 _FORMAT = "lightning-dp-releases-1"
 _LONGEST_HEADER = 1 << 20
+_LONGEST_NAME = 1000
+_CURE = "Put the right one back, of the same moment as the journal beside it."
 
 Kept = dict[tuple[int, int], bytes]
 
@@ -57,6 +61,16 @@ class Progress:
 # -- names -------------------------------------------------------------------------------------
 
 
+def check_name(argument_name: str, name: str, meaning: str) -> None:
+    """Raise ValueError for what cannot be written into a journal and be a part of a file's name."""
+    is_name = isinstance(name, str) and 0 < len(name) <= _LONGEST_NAME
+    if not is_name or name.encode("utf-8", "replace").decode() != name:
+        raise ValueError(
+            f"{argument_name}={str(name)[:50]!r} must be {meaning}: text of 1 to {_LONGEST_NAME} "
+            "letters."
+        )
+
+
 def file_name(name: str) -> str:
     """A name as part of a file name, different for different names, also without case."""
     readable = quote(name, safe=" ")[:80]
@@ -69,7 +83,7 @@ def release_path(journal_path: Path, run: str) -> Path:
 
 
 def key_of(run: str, round_: int) -> str:
-    """What the journal calls a round of a run."""
+    """The name of a round of a run in the journal."""
     return f"{run}#{round_}"
 
 
@@ -88,6 +102,15 @@ def charges_of(runs: Runs, run: str, but: int | None = None) -> int:
     left_out = None if but is None else key_of(run, but)
     own = (of for key, of in runs.items() if run_of(key) == run and key != left_out)
     return sum(n for of in own for _, n in of)
+
+
+def federations_in(runs: Runs) -> dict[str, Runs]:
+    """The charges of a client's journal by federation; empty if it is not a client's."""
+    found: dict[str, Runs] = {}
+    for key, charges in runs.items():
+        if "#" in key:
+            found.setdefault(run_of(key), {})[key] = charges
+    return found
 
 
 # -- reading and writing -----------------------------------------------------------------------
@@ -124,9 +147,6 @@ def read_release_file(path: Path) -> tuple[Progress, Kept, bytes]:
         kept[round_, part] = content[start : start + length]
         start += length
     return progress, kept, content[start:]
-
-
-_CURE = "Put the right one back, of the same moment as the journal beside it."
 
 
 def _header(path: Path, line: bytes) -> tuple[Progress, list[list[int]], int]:

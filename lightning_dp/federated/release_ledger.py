@@ -1,90 +1,31 @@
-"""What one client has spent and sent: on disk before anything leaves it."""
+"""A client's ledger: its charges and releases are on disk before anything leaves it."""
 
 from __future__ import annotations
 
-import hashlib
-import json
-import secrets
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
-from functools import cached_property
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 
-from lightning_dp._validate import normalise, whole
 from lightning_dp.accounting import AbstractEvent, PLDAccountant, Relation
-from lightning_dp.accounting.journal import Journal, JournalError, Runs, history_of, read_journal
-from lightning_dp.accounting.voided import Voided, VoidedRunError, reason_in
-from lightning_dp.federated.messages import MessageError
-from lightning_dp.federated.release_budget import (
-    Events,
-    affordable_rounds,
-    check_budget,
-    fits_beside,
-)
+from lightning_dp.accounting.journal import JournalError, Runs, history_of, read_journal
+from lightning_dp.accounting.voided import VoidedRunError
 from lightning_dp.federated.release_file import (
-    Kept,
     Progress,
-    charges_of,
+    check_name,
     check_nothing_is_missing,
     file_name,
-    key_of,
     progress_of_all,
-    read_release_file,
-    release_path,
-    round_of,
-    run_of,
-    write_release_file,
 )
+from lightning_dp.federated.run_files import RunFiles
+from lightning_dp.federated.spending import Spending
 from lightning_dp.folders import local_folder
 from lightning_dp.gradients import UnsupportedModelError
-from lightning_dp.mechanism import BudgetExhausted
 
-__all__ = ["ReleaseLedger", "Spending", "federations_in"]
-
-_LONGEST_NAME = 1000
+__all__ = ["Make", "ReleaseLedger"]
 
 Make = Callable[[np.random.Generator], bytes]
-
-
-@dataclass(frozen=True)
-class Spending:
-    """What a run may ask of one client, declared before its first round.
-
-    Args:
-        run: a name that no other federation over the same data has.
-        rounds: how many rounds the run has at most.
-        events: what round i asks of this client's records: one event, or several that are charged
-            together. A round that is not asked is not charged.
-        target_epsilon: the budget of the data set, over all its runs; ``math.inf`` for none.
-        target_delta: in (0, 1); the δ of the budget and of the ε that is reported.
-        relation: the neighbouring relation of both.
-        retain: for how many rounds, the latest one included, releases are kept to be sent again.
-
-    Raises:
-        ValueError: naming the argument that is out of its range.
-    """
-
-    run: str
-    rounds: int
-    events: Events = field(repr=False)
-    target_epsilon: float
-    target_delta: float
-    relation: Relation = "add_remove"
-    retain: int = 1
-
-    def __post_init__(self) -> None:
-        normalise(self, whole, "retain", "rounds")
-        _check_name("run", self.run, "a name that no other federation has")
-        check_budget(self.target_epsilon, self.target_delta, self.relation)
-
-    @cached_property
-    def fingerprint(self) -> str:
-        """The same for the same plan and budget."""
-        plan = [[event.to_dict() for event in self.events(i)] for i in range(self.rounds)]
-        budget = [self.run, str(self.target_epsilon), self.target_delta, self.relation, plan]
-        return hashlib.sha256(json.dumps(budget, sort_keys=True).encode()).hexdigest()
 
 
 class ReleaseLedger:
@@ -136,10 +77,13 @@ class ReleaseLedger:
     """
 
     def __init__(self, directory: str | Path, dataset_id: str) -> None:
-        _check_name("dataset_id", dataset_id, "the name of the data set, unlike any other one")
+        check_name("dataset_id", dataset_id, "the name of the data set, unlike any other one")
         self.dataset_id = dataset_id
         self._directory = local_folder("directory", directory)
         self.journal_path = self._directory / f"{file_name(dataset_id)}.journal"
+
+    def _open(self, spending: Spending) -> RunFiles:
+        return RunFiles(self.journal_path, self.dataset_id, spending)
 
     # -- what was spent ----------------------------------------------------------------------
 
@@ -198,7 +142,7 @@ class ReleaseLedger:
             JournalError: if files are missing or damaged, or another process has them.
             VoidedRunError: if real records failed a check, now or in any run over the data set.
         """
-        with _Files(self, spending) as files:
+        with self._open(spending) as files:
             if (sent := files.kept.get((round_, part))) is not None:
                 return sent
             before = files.progress
@@ -218,182 +162,20 @@ class ReleaseLedger:
 
     def find(self, spending: Spending, round_: int, part: int) -> bytes | None:
         """The bytes of a release that was made; None if it was not, or is no longer kept."""
-        with _Files(self, spending) as files:
+        with self._open(spending) as files:
             return files.kept.get((round_, part))
 
     def note(self, spending: Spending) -> bytes:
         """The note of the latest release; empty if there is none."""
-        with _Files(self, spending) as files:
+        with self._open(spending) as files:
             return files.note
 
     def has_begun(self, spending: Spending) -> bool:
         """Whether a round of the run was charged, or began to be."""
-        with _Files(self, spending) as files:
+        with self._open(spending) as files:
             return files.progress.begun >= 0
 
     def rounds_left(self, spending: Spending) -> int:
         """How many rounds of the plan, from the latest one on, the budget affords."""
-        with _Files(self, spending) as files:
+        with self._open(spending) as files:
             return files.progress.limit - files.progress.begun - 1
-
-
-class _Files:
-    """The journal of a data set and the progress of one run, under their lock."""
-
-    def __init__(self, ledger: ReleaseLedger, spending: Spending) -> None:
-        self._run, self._dataset = spending.run, ledger.dataset_id
-        self._budget = (spending.target_epsilon, spending.target_delta, spending.relation)
-        self._path = release_path(ledger.journal_path, spending.run)
-        if not ledger.journal_path.exists():  # a lost one is not to be replaced by an empty one
-            ledger.history()
-        self._journal = Journal(ledger.journal_path, ledger.dataset_id)
-        self.kept: Kept = {}
-        """The releases that may be asked for again, by round and part."""
-        self.note = b""
-        try:
-            if (reason := reason_in(self._journal.runs)) is not None:
-                raise VoidedRunError(reason)
-            self.progress = self._read(spending)
-        except BaseException:
-            self._journal.close()
-            raise
-
-    def __enter__(self) -> _Files:
-        return self
-
-    def __exit__(self, *unused: object) -> None:
-        self._journal.close()
-
-    def _read(self, spending: Spending) -> Progress:
-        runs, journal = self._journal.runs, self._journal.path
-        check_nothing_is_missing(journal, self._dataset, runs, [*progress_of_all(journal)])
-        charged = [round_of(key) for key in runs if run_of(key) == self._run]
-        if not self._path.exists():
-            if charged:
-                raise JournalError(
-                    f"{self._path} is missing, but rounds of run {self._run!r} were charged in "
-                    f"{journal}: what has left is unknown. Put it back, or take another name for the run."
-                )
-            limit = affordable_rounds(
-                spending.events, spending.rounds, self._budget, history_of(runs)
-            )
-            progress = Progress(
-                self._run,
-                spending.fingerprint,
-                limit,
-                self._others(),
-                dataset=self._dataset,
-                charged=0,
-            )
-            self.write(progress, {})
-            return progress
-        progress, self.kept, self.note = read_release_file(self._path)
-        self._check_own(progress, max(charged, default=-1), spending)
-        return progress
-
-    def _check_own(self, progress: Progress, latest: int, spending: Spending) -> None:
-        """The journal may be ahead by the charge of the round that is under way, and no more."""
-        under_way = progress.begun if progress.parts == 0 else None
-        here = charges_of(self._journal.runs, self._run, but=under_way)
-        known = here if progress.charged is None else progress.charged
-        if progress.run != self._run or latest > progress.begun or here != known:
-            raise JournalError(
-                f"{self._path} is of another run, or an old copy: it knows of {known} charges of run "
-                f"{progress.run!r}, and the journal {self._journal.path} has {here} of run "
-                f"{self._run!r}. Put the right one back: what has left is in it."
-            )
-        if progress.fingerprint != spending.fingerprint:
-            raise ValueError(
-                f"run={self._run!r} was begun with another plan or budget. Use those, or take "
-                "another name for the run."
-            )
-
-    def _others(self) -> int:
-        """How many charges the other runs over this data set have made."""
-        everything = sum(n for of in self._journal.runs.values() for _, n in of)
-        return everything - charges_of(self._journal.runs, self._run)
-
-    def fits(self, round_: int, spending: Spending) -> bool:
-        """Whether the budget affords what of a round is not charged yet.
-
-        A run that has the data set to itself makes as many rounds as were found to fit before its
-        first one; where another run has charged since, the two share what is left.
-        """
-        if not round_ < spending.rounds:
-            return False
-        if self.progress.others == self._others():
-            return round_ < self.progress.limit
-        written = sum(n for _, n in self._journal.runs.get(key_of(self._run, round_), []))
-        rest = spending.events(round_)[written:]
-        return fits_beside(rest, self._budget, history_of(self._journal.runs))
-
-    def begin(self, round_: int, part: int, spending: Spending) -> Progress:
-        """The next part of the round under way, or a new round: charged when this returns."""
-        begun, parts = self.progress.begun, self.progress.parts
-        if round_ < begun or (round_ == begun and part < parts):
-            raise MessageError(
-                f"Part {part} of round {round_} is over; this client is at part {parts} of round "
-                f"{begun} of run {self._run!r}. A new federation needs a new name."
-            )
-        if part != (parts if round_ == begun else 0):
-            raise MessageError(f"Part {part} of round {round_} comes too early: {parts} are done.")
-        if not self.fits(round_, spending):
-            raise BudgetExhausted(self._why_not(round_, spending))
-        now = self.progress
-        if round_ > begun:
-            charged = charges_of(self._journal.runs, self._run)
-            seed = secrets.token_hex(16)
-            now = replace(
-                now, begun=round_, parts=0, seed=seed, dataset=self._dataset, charged=charged
-            )
-            self.write(now, self.kept, self.note)
-        # Whatever of the round's events is not in the journal yet.
-        events = spending.events(round_)
-        self._journal.extend({key_of(self._run, round_): [(event, 1) for event in events]})
-        if now.parts == 0:
-            before = charges_of(self._journal.runs, self._run, but=round_)
-            now = replace(now, charged=before + len(events))
-        return now
-
-    def _why_not(self, round_: int, spending: Spending) -> str:
-        budget = f"(target_epsilon={spending.target_epsilon}, rounds={spending.rounds})."
-        if self.progress.others == self._others() or not round_ < spending.rounds:
-            return (
-                f"Round {round_} of run {self._run!r} does not fit: {self.progress.limit} rounds do "
-                f"{budget}"
-            )
-        return (
-            f"Round {round_} of run {self._run!r} does not fit beside what this and other runs have "
-            f"spent on the data set {budget}"
-        )
-
-    def void(self, round_: int, spending: Spending, reason: str) -> None:
-        """Withdraw ε of all that has left, if anything has, durably; no run goes on after it."""
-        key = key_of(self._run, round_)
-        runs = self._journal.runs
-        if self.progress.parts or any(run_of(k) == self._run and k != key for k in runs):
-            self._journal.append(key, len(spending.events(round_)), Voided(reason))
-
-    def write(self, progress: Progress, kept: Kept, note: bytes = b"") -> None:
-        """Replace the release file, durably."""
-        write_release_file(self._path, progress, kept, note)
-        self.progress, self.kept, self.note = progress, kept, note
-
-
-def federations_in(runs: Runs) -> dict[str, Runs]:
-    """The charges of a client's journal by federation; empty if it is not a client's."""
-    found: dict[str, Runs] = {}
-    for key, charges in runs.items():
-        if "#" in key:
-            found.setdefault(run_of(key), {})[key] = charges
-    return found
-
-
-def _check_name(argument_name: str, name: str, meaning: str) -> None:
-    """Raise ValueError for what cannot be written into a journal and be a part of a file's name."""
-    is_name = isinstance(name, str) and 0 < len(name) <= _LONGEST_NAME
-    if not is_name or name.encode("utf-8", "replace").decode() != name:
-        raise ValueError(
-            f"{argument_name}={str(name)[:50]!r} must be {meaning}: text of 1 to {_LONGEST_NAME} "
-            "letters."
-        )

@@ -8,8 +8,11 @@ from pathlib import Path
 from lightning_dp.accounting import AbstractEvent, PLDAccountant, Relation
 from lightning_dp.accounting.journal import Runs, history_of, read_journal
 from lightning_dp.accounting.voided import reason_in, steps_in
-from lightning_dp.federated.release_file import check_nothing_is_missing, progress_of_all
-from lightning_dp.federated.release_ledger import federations_in
+from lightning_dp.federated.release_file import (
+    check_nothing_is_missing,
+    federations_in,
+    progress_of_all,
+)
 
 __all__ = ["JournalAlone", "find_journal", "read_alone"]
 

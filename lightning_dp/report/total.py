@@ -9,7 +9,7 @@ from pathlib import Path
 from lightning_dp.accounting import PLDAccountant, Relation
 from lightning_dp.accounting.journal import Runs, history_of, longer_run, read_journal
 from lightning_dp.accounting.rounding import epsilon_text
-from lightning_dp.federated.release_ledger import federations_in
+from lightning_dp.federated.release_file import federations_in
 from lightning_dp.report.checks import Checked
 
 __all__ = ["Total", "total"]
