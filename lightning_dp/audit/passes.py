@@ -24,7 +24,7 @@ from lightning_dp.audit.by_hand import ByHand
 from lightning_dp.audit.ignored import target_means
 from lightning_dp.gradients import attach_engine
 from lightning_dp.gradients.module_hooks import ModuleHooks
-from lightning_dp.training_step import call_training_step
+from lightning_dp.training_step import call_training_step, is_differentiable, loss_in
 
 __all__ = ["Answer", "Call", "NotProbed", "Passes", "same"]
 
@@ -188,13 +188,12 @@ class Passes:
 
     def _loss(self, module: LightningModule, batch: Any) -> Tensor:
         by_hand = None if module.automatic_optimization else ByHand(module)
-        output = call_training_step(module, batch, 0)
-        loss = output.get("loss") if isinstance(output, Mapping) else output
+        loss = loss_in(call_training_step(module, batch, 0))
         if by_hand is not None and (loss := by_hand.loss) is None:
             raise NotProbed(
                 "manual optimization: training_step calls no self.manual_backward(loss)"
             )
-        if not isinstance(loss, Tensor) or not loss.requires_grad:
+        if not is_differentiable(loss):
             raise NotProbed("training_step returns no loss")
         return loss
 

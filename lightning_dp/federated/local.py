@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -35,9 +35,9 @@ from lightning_dp.strategies.checks import (
     check_training_mode,
     check_training_step,
 )
-from lightning_dp.strategies.private_step import OTHER_ROWS, UNANSWERED, is_differentiable
+from lightning_dp.strategies.private_step import OTHER_ROWS, UNANSWERED
 from lightning_dp.strategies.replay import RandomState, at_point, muted
-from lightning_dp.training_step import call_training_step
+from lightning_dp.training_step import call_training_step, is_differentiable, loss_in
 
 __all__ = ["LocalRecords", "Unit"]
 
@@ -312,8 +312,7 @@ class LocalRecords:
         return loss
 
     def _loss(self, batch: Any, number: int) -> Any:
-        output = call_training_step(self._module, batch, number)
-        return output.get("loss") if isinstance(output, Mapping) else output
+        return loss_in(call_training_step(self._module, batch, number))
 
     @contextmanager
     def _watched(self) -> Iterator[_Watch]:

@@ -37,11 +37,12 @@ from lightning_dp.strategies.fit_reports import FitReports
 from lightning_dp.strategies.ignored_targets import IGNORED, IgnoredTargets
 from lightning_dp.strategies.journal_folder import default_folder
 from lightning_dp.strategies.monitors import Monitors
-from lightning_dp.strategies.private_step import PrivateStep, is_differentiable
+from lightning_dp.strategies.private_step import PrivateStep
 from lightning_dp.strategies.probe import heed, probe
 from lightning_dp.strategies.publish import Publisher
 from lightning_dp.strategies.together import Place, common_fault
 from lightning_dp.strategies.weak_settings import weak_settings
+from lightning_dp.training_step import is_differentiable, loss_in
 from lightning_dp.warnings import warn
 from lightning_dp.world import World
 
@@ -229,8 +230,8 @@ class DifferentialPrivacyStrategy(Strategy):
             self._stop(_BUDGET_REACHED)
             raise StopIteration  # what Lightning raises itself to leave the epoch
         if chunk.first:
-            self._step.check_same_parameters(self.optimizers[0])
-            self._step.check_still_in_the_model()
+            self._step.parameters.check_optimizer(self.optimizers[0])
+            self._step.parameters.check_model()
             self._warn(self._first.between_steps())
         self._probe_isolation(batch)
         planned = mechanism.plan.rate(mechanism.step)
@@ -359,8 +360,7 @@ class DifferentialPrivacyStrategy(Strategy):
         return self.lightning_module.automatic_optimization
 
     def _forward_again(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
-        output: Any = super().training_step(*args, **kwargs)
-        loss: Tensor | None = output.get("loss") if isinstance(output, Mapping) else output
+        loss: Tensor | None = loss_in(super().training_step(*args, **kwargs))
         return loss
 
     def _agree(self, fault: str | None, place: Place = Place.RELEASE) -> None:

@@ -1,32 +1,28 @@
-"""The model's side of a private step: from backward passes to a private ``p.grad``."""
+"""The accounts of a private step: every record is answered for once, then the sum is released."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
-from typing import TypeGuard
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningModule
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_dp.clipping import AbstractPerSampleGradients, bounded_sum
 from lightning_dp.estimators import AbstractEstimator
 from lightning_dp.functional import unflatten
-from lightning_dp.gradients import (
-    AbstractGradientEngine,
-    RawGradientGuard,
-    attach_engine,
-)
 from lightning_dp.mechanism import Mechanism
-from lightning_dp.query import Pass, Query
+from lightning_dp.query import Query
 from lightning_dp.sampling.loader import Chunk
-from lightning_dp.strategies.replay import RandomState, at_point, muted
+from lightning_dp.strategies.further_passes import FurtherPasses, Replay
+from lightning_dp.strategies.replay import RandomState
+from lightning_dp.strategies.same_parameters import SameParameters
+from lightning_dp.strategies.watched_model import WatchedModel, WrapEngine
 
-__all__ = ["OTHER_ROWS", "UNANSWERED", "PrivateStep", "is_differentiable", "trained_parameters"]
+__all__ = ["OTHER_ROWS", "UNANSWERED", "PrivateStep"]
 
 UNANSWERED = (
     "{} gave no gradient for a chunk that has records (training_step returned no loss, nothing was "
@@ -46,19 +42,6 @@ _TOO_EARLY = (
 )
 
 
-class _NoLoss(Exception):
-    """A further pass gave nothing to go back from."""
-
-
-@dataclass(frozen=True)
-class _Replay:
-    """What it takes to run a chunk again: its forward pass, the randomness of it, its records."""
-
-    forward: Callable[[], Tensor | None]
-    random_state: RandomState | None
-    size: int
-
-
 class PrivateStep:
     """Turns what Lightning does with a batch into answers to the mechanism's query.
 
@@ -70,7 +53,7 @@ class PrivateStep:
         optimizer: its one optimizer.
         engine: name of the gradient engine.
         device: where the model runs.
-        wrap: what stands between the engine and the clipping, if anything.
+        wrap: puts something between the engine and the clipping.
     """
 
     def __init__(
@@ -79,21 +62,15 @@ class PrivateStep:
         optimizer: Optimizer,
         engine: str,
         device: torch.device,
-        wrap: Callable[[AbstractGradientEngine], AbstractGradientEngine] = lambda engine: engine,
+        wrap: WrapEngine = lambda engine: engine,
     ) -> None:
-        self.params = trained_parameters(optimizer)
+        self.parameters = SameParameters(module, optimizer)
+        self.params = self.parameters.trained
         self._module = module
         self._device = device
-        self._engine_name, self._wrap = engine, wrap
-        self._engine, self.engine_description = self._attach()
-        try:
-            self._raw = RawGradientGuard(module.named_parameters(), optimizer)
-        except Exception:
-            self._engine.detach()
-            raise
         self._optimizer = optimizer
-        self._all = tuple(module.parameters())
-        self._trainable = [param.requires_grad for param in self._all]
+        self._model = WatchedModel(module, optimizer, self.params, engine, wrap)
+        self._passes = FurtherPasses(self._model, self.params, device)
         self._chunk: Chunk | None = None
         self._is_answered = False
         self._is_whole = False  # whether all chunks of the batch were handed out
@@ -102,36 +79,25 @@ class PrivateStep:
         self._suspicions: list[tuple[Tensor, str]] = []  # what is not known before a device is
         self._is_released = False
         self._random_state: RandomState | None = None
-        self._kept: list[_Replay] = []  # the chunks of a step that asks several queries
+        self._kept: list[Replay] = []  # the chunks of a step that asks several queries
 
-    def _attach(self) -> tuple[AbstractGradientEngine, str]:
-        with _without_trainer(self._module):
-            engine, description = attach_engine(self._engine_name, self._module, self.params)
-        engine.rest()
-        return self._wrap(engine), description
+    @property
+    def engine_description(self) -> str:
+        """The engine and the layers that it covers, in words."""
+        return self._model.engine_description
 
-    @contextmanager
-    def watching(self) -> Iterator[None]:
-        """Inside, the engine's hooks are on the model; at no other time, so that copies have none."""
-        self._engine.wake()
-        try:
-            yield
-        finally:
-            self._engine.rest()
+    def watching(self) -> AbstractContextManager[None]:
+        """Inside, the engine sees what the model does."""
+        return self._model.watching()
 
-    @contextmanager
-    def put_aside(self) -> Iterator[None]:
+    def put_aside(self) -> AbstractContextManager[None]:
         """The model without the engine, between two batches."""
-        self._engine.detach()
-        try:
-            yield
-        finally:
-            self._engine, self.engine_description = self._attach()
+        return self._model.put_aside()
 
     def begin(self, chunk: Chunk) -> None:
         """The next physical batch is this chunk."""
         if not self._is_answered:
-            self._engine.drop()  # what a batch without a backward pass left
+            self._model.drop()  # what a batch without a backward pass left
         self._chunk, self._is_answered = chunk, False
         if chunk.first:
             self._is_released = False
@@ -148,12 +114,12 @@ class PrivateStep:
     @property
     def runs_backward(self) -> bool:
         """Whether :meth:`backward` takes the place of ``loss.backward()``."""
-        return self._engine.runs_backward
+        return self._model.runs_backward
 
     def backward(self, loss: Tensor, query: Query | None, *, keep_graph: bool) -> None:
         """Run the backward pass as the engine does it."""
         is_alone = query is None or len(query.passes) == 1
-        self._engine.backward(loss, keep_graph=keep_graph, may_fold=is_alone)
+        self._model.backward(loss, keep_graph=keep_graph, may_fold=is_alone)
 
     def answer(
         self, mechanism: Mechanism, scale: float, forward_again: Callable[[], Tensor | None]
@@ -170,16 +136,14 @@ class PrivateStep:
                 "Backward ran more than once for one batch, or after its optimizer step: a record "
                 "would count twice. Add the losses up and call backward once per batch."
             )
-        self._is_answered, touched = True, self._raw.touched()
-        if not self._engine.runs_backward and not touched:
-            self._engine.drop()  # nothing was back-propagated, so the records stay without an answer
-            return
-        gradients = self._engine.take(scale, touched)
+        self._is_answered = True
+        if (gradients := self._model.take(scale)) is None:
+            return  # nothing was back-propagated, so the records stay without an answer
         if self._chunk.size == 0 or mechanism.query is None:
             return  # the gradient of a stand-in record, or one that nobody asked for, ends here
         if not self._is_of_all(gradients, self._chunk.size):
             return
-        replay = _Replay(forward_again, self._random_state, self._chunk.size)
+        replay = Replay(forward_again, self._random_state, self._chunk.size)
         if _has_rounds(mechanism):
             self._kept.append(replay)
         self._owed -= self._chunk.size
@@ -191,7 +155,7 @@ class PrivateStep:
         It is not raised here, since other ranks would wait for this one.
         """
         self._faults.append(fault)
-        self._engine.drop()
+        self._model.drop()
 
     def suspect(self, mechanism: Mechanism, found: Sequence[Tensor], fault: str) -> None:
         """The same, if one of these is true: looked at when the step is to be released."""
@@ -222,7 +186,7 @@ class PrivateStep:
         self,
         mechanism: Mechanism,
         query: Query,
-        replay: _Replay,
+        replay: Replay,
         here: AbstractPerSampleGradients | None = None,
     ) -> None:
         """Answer a query from one chunk; it stays owed if not each of its records has a gradient.
@@ -230,80 +194,13 @@ class PrivateStep:
         Args:
             here: its gradients at the present parameters, where they are known already.
         """
-        gradients = self._combination(query, replay, here)
-        if gradients is None:
+        gradients = self._passes.combine(query, replay, here)
+        if gradients is None or not self._is_of_all(gradients, replay.size):
             self._owed += replay.size
             return
         if query.coordinates is not None:
             gradients = gradients.restrict(query.coordinates)
         mechanism.answer(bounded_sum(gradients, query.clip_norm))
-
-    def _combination(
-        self, query: Query, replay: _Replay, here: AbstractPerSampleGradients | None
-    ) -> AbstractPerSampleGradients | None:
-        """Each record's combination over the query's terms; the batch is run again for each pass."""
-        parts: list[tuple[float, AbstractPerSampleGradients]] = []
-        for each in query.passes:
-            is_here = each.direction is None and each.point is None and here is not None
-            gradients = here if is_here else self._again(each, replay)
-            if gradients is None or not self._is_of_all(gradients, replay.size):
-                return None
-            parts.append((1.0 if each.direction is not None else each.gradient, gradients))
-        (weight, first), *others = parts
-        return first if weight == 1 and not others else first.combine(weight, others)
-
-    def _again(self, each: Pass, replay: _Replay) -> AbstractPerSampleGradients | None:
-        """The same records with the same randomness once more, leaving no trace."""
-        if not self._module.automatic_optimization:
-            raise MisconfigurationException(
-                "An estimator that compares gradients at two points must run training_step again, "
-                "which manual optimization does not allow. Use automatic optimization."
-            )
-        assert replay.random_state is not None
-        now = RandomState(self._device)
-        elsewhere = nullcontext() if each.point is None else at_point(self.params, each.point)
-        with muted(self._module), elsewhere, torch.enable_grad():
-            replay.random_state.restore()
-            gradients = self._run(each, replay.forward)
-        now.restore()
-        return gradients
-
-    def _run(
-        self, each: Pass, forward: Callable[[], Tensor | None]
-    ) -> AbstractPerSampleGradients | None:
-        """One more pass; None if it gives no loss to go back from."""
-        if each.direction is not None:
-            return self._along(each.direction, (each.gradient, each.product), forward)
-        with self.watching():
-            loss = forward()
-        if not is_differentiable(loss):
-            self._engine.drop()
-            return None
-        if self._engine.runs_backward:
-            self._engine.backward(loss, may_fold=False)
-        else:
-            self._module.backward(loss)
-        return self._engine.take(1.0, self._raw.touched())
-
-    def _along(
-        self,
-        direction: Tensor,
-        weights: tuple[float, float],
-        forward: Callable[[], Tensor | None],
-    ) -> AbstractPerSampleGradients | None:
-        def loss_of_records() -> Tensor:
-            if not is_differentiable(loss := forward()):
-                raise _NoLoss
-            return loss
-
-        try:
-            with self.watching():
-                return self._engine.along(loss_of_records, direction, weights)
-        except _NoLoss:
-            self._engine.drop()
-            return None
-        finally:
-            self._raw.touched()
 
     def _answer_again(self, mechanism: Mechanism, agree: Callable[[str | None], None]) -> None:
         """Answer a further query from all chunks of the batch."""
@@ -319,7 +216,7 @@ class PrivateStep:
         Raises:
             MisconfigurationException: naming the cure.
         """
-        if estimator.uses_hessian and not self._engine.has_products:
+        if estimator.uses_hessian and not self._model.has_products:
             raise MisconfigurationException(
                 f"{estimator} needs Hessian-vector products, which Opacus' hooks do not have (engine: "
                 f"{self.engine_description}). Use engine='bookkeeping', and change a layer that it "
@@ -347,7 +244,7 @@ class PrivateStep:
                 "Two optimizer steps on one batch: the second would use the data without being "
                 "charged. Step once per batch."
             )
-        self.check_same_parameters(optimizer)
+        self.parameters.check_optimizer(optimizer)
         if mechanism.query is not None and not self._is_whole:
             self.note(_TOO_EARLY)
         agree(self.fault(mechanism))
@@ -358,71 +255,13 @@ class PrivateStep:
         for param, gradient in zip(self.params, unflatten(estimate, self.params), strict=True):
             param.grad = gradient
         self._is_released = True
-        self._raw.allow_step()
-
-    def check_same_parameters(self, optimizer: Optimizer) -> None:
-        """Refuse to go on with other parameters than those that the fit began with.
-
-        Raises:
-            RuntimeError: naming the cure.
-        """
-        now = trained_parameters(optimizer)
-        changed = len(now) != len(self.params) or any(
-            a is not b for a, b in zip(now, self.params, strict=True)
-        )
-        if changed or [param.requires_grad for param in self._all] != self._trainable:
-            raise RuntimeError(
-                "The set of trained parameters changed during fit (a fine-tuning callback, "
-                "add_param_group or requires_grad_?): new ones would be trained without privacy. "
-                "Decide before fit which parameters are trained."
-            )
-
-    def check_still_in_the_model(self) -> None:
-        """A frozen part may be exchanged (a new copy of a teacher), a trained one may not.
-
-        Raises:
-            RuntimeError: naming the cure.
-        """
-        here = {id(p) for p in self._module.parameters() if p.requires_grad}
-        known = {id(p) for p in self._all if p.requires_grad}
-        if here == known:
-            return
-        named = self._module.named_parameters()
-        new = [name for name, p in named if p.requires_grad and id(p) not in known]
-        raise RuntimeError(
-            f"Trainable parameters of the LightningModule were replaced during fit ({len(known - here)} "
-            f"are gone, {len(new)} are new: {new[:5]}). The optimizer has those of before, and would "
-            "train stale copies on noise alone. Wrap the model or add adapters in __init__ or "
-            "configure_model; freeze a copy (a target network) with requires_grad_(False)."
-        )
+        self._model.allow_step()
 
     def detach(self) -> None:
         """Leave the model as it was."""
-        self._engine.detach()
-        self._raw.remove()
+        self._model.detach()
         self._kept = []
-
-
-def is_differentiable(loss: object) -> TypeGuard[Tensor]:
-    """Whether there is anything to go back from."""
-    return isinstance(loss, Tensor) and loss.requires_grad
 
 
 def _has_rounds(mechanism: Mechanism) -> bool:
     return mechanism.plan.estimator.queries_per_step > 1
-
-
-def trained_parameters(optimizer: Optimizer) -> tuple[nn.Parameter, ...]:
-    """The parameters that the optimizer moves, in its order."""
-    return tuple(p for g in optimizer.param_groups for p in g["params"] if p.requires_grad)
-
-
-@contextmanager
-def _without_trainer(module: LightningModule) -> Iterator[None]:
-    """Copies of the module that an engine makes must not copy the whole trainer."""
-    trainer = module.trainer
-    module.trainer = None
-    try:
-        yield
-    finally:
-        module.trainer = trainer

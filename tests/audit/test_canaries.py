@@ -200,7 +200,7 @@ def test_clipping_before_the_difference_is_caught(run_audit, monkeypatch):
         total: torch.Tensor | int = 0
         for each in query.passes:
             at_present = each.point is None and here is not None
-            gradients = here if at_present else self._again(each, replay)
+            gradients = here if at_present else self._passes.again(each, replay)
             total = total + each.gradient * clipping.bounded_sum(gradients, query.clip_norm).value
         mechanism.answer(BoundedSum(total, query.clip_norm))
         return True
