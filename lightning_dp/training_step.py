@@ -9,7 +9,7 @@ from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch import Tensor
 
-__all__ = ["call_training_step", "is_differentiable", "loss_in"]
+__all__ = ["call_training_step", "is_differentiable", "loss_in", "with_loss"]
 
 
 def call_training_step(module: LightningModule, batch: Any, batch_idx: int) -> Any:
@@ -25,6 +25,15 @@ def call_training_step(module: LightningModule, batch: Any, batch_idx: int) -> A
 def loss_in(output: Any) -> Any:
     """Return the loss in the output of ``training_step``: the output itself, or its entry "loss"."""
     return output.get("loss") if isinstance(output, Mapping) else output
+
+
+def with_loss(output: Any, none: Tensor) -> Any:
+    """Return the output of ``training_step``; where there is no loss, with ``none`` in its place."""
+    if output is None:
+        return none
+    if isinstance(output, Mapping) and output.get("loss") is None:
+        return {**output, "loss": none}
+    return output
 
 
 def is_differentiable(loss: object) -> TypeGuard[Tensor]:

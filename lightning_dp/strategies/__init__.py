@@ -1,6 +1,7 @@
 """Lightning strategies that train privately."""
 
-from lightning_dp.strategies.mixin import CHECKPOINT_KEY, DifferentialPrivacyStrategy
+from lightning_dp.strategies.checkpoints import CHECKPOINT_KEY
+from lightning_dp.strategies.mixin import DifferentialPrivacyStrategy
 from lightning_dp.strategies.ready_made import (
     PrivateDDPStrategy,
     PrivateSingleDeviceStrategy,

@@ -1,4 +1,4 @@
-"""The isolation probe at the start of a fit, and what follows from its outcome."""
+"""The isolation probe at the first batch of a fit, and the watch over the batches after it."""
 
 from __future__ import annotations
 
@@ -6,20 +6,69 @@ from typing import Any
 
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningModule
+from torch import Tensor
 
 from lightning_dp.audit.isolation import Isolation, probe_isolation
 from lightning_dp.gradients import UnsupportedModelError
+from lightning_dp.private_run import PrivateRun
+from lightning_dp.strategies.ignored_targets import IGNORED, IgnoredTargets
 from lightning_dp.strategies.private_step import PrivateStep
 from lightning_dp.warnings import warn
+from lightning_dp.world import World
 
-__all__ = ["heed", "probe"]
+__all__ = ["Probe"]
 
 _SYNTHETIC = (
     "(Found on a synthetic batch. If it is wrong, leave the check out with isolation_probe=False.)"
 )
 
 
-def probe(module: LightningModule, batch: Any, step: PrivateStep, engine: str) -> Isolation:
+class Probe:
+    """Refuses a model that couples records, at the first batch; of what it allows, watches the next.
+
+    Args:
+        module: the user's model.
+        step: the model's side of the fit's steps.
+        run: is told the outcome.
+        world: the processes; the outcome of the lead one holds for all.
+    """
+
+    def __init__(
+        self, module: LightningModule, step: PrivateStep, run: PrivateRun, world: World
+    ) -> None:
+        self._module, self._step, self._run, self._world = module, step, run, world
+        self._is_due = run.config.isolation_probe
+        self._ignored: IgnoredTargets | None = None
+
+    def at_first_batch(self, batch: Any) -> None:
+        """Once in a fit, before anything is charged: refuse a model that couples records."""
+        if not self._is_due:
+            return
+        self._is_due = False
+        found = self._world.broadcast(
+            _probe(self._module, batch, self._step, self._run.config.engine)
+        )
+        self._run.isolation = str(found)
+        _heed(found, may_warn=self._world.is_lead)
+        self._ignored = IgnoredTargets(found)
+
+    def watch_batch(self, batch: Any) -> None:
+        """Suspect a batch of what would couple its records, by its values."""
+        if self._ignored is not None:
+            self._suspect(self._ignored.in_batch(batch))
+
+    def watch_loss(self, loss: Tensor) -> None:
+        """Suspect a batch by its loss, before the backward pass."""
+        if self._ignored is not None:
+            self._suspect(self._ignored.in_loss(loss))
+
+    def _suspect(self, found: list[Tensor]) -> None:
+        assert self._run.mechanism is not None
+        fault = IGNORED.format(type(self._module).__name__)
+        self._step.suspect(self._run.mechanism, found, fault)
+
+
+def _probe(module: LightningModule, batch: Any, step: PrivateStep, engine: str) -> Isolation:
     """Probe the model with synthetic records of the batch's shapes; nothing of it is changed."""
     trained = {id(param) for param in step.params}
     with step.put_aside():
@@ -32,7 +81,7 @@ def probe(module: LightningModule, batch: Any, step: PrivateStep, engine: str) -
         )
 
 
-def heed(found: Isolation, *, may_warn: bool) -> None:
+def _heed(found: Isolation, *, may_warn: bool) -> None:
     """Go on, with a warning where the data decide, or raise.
 
     Raises:

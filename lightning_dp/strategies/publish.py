@@ -44,10 +44,10 @@ class Publisher:
         self._every = int(trainer.log_every_n_steps)  # type: ignore[attr-defined]
         assert run.mechanism is not None
         self._logged_at = -1
-        self._begin()
+        self.begin()
 
-    def _begin(self) -> None:
-        """Choose the nodes of a curve that begins now."""
+    def begin(self) -> None:
+        """Choose the nodes of a curve that begins now: of the plan that is left."""
         run = self._run
         assert run.mechanism is not None
         self._start, self._first_step = run.steps, run.mechanism.step
@@ -103,7 +103,7 @@ class Publisher:
         run = self._run
         place = int(np.searchsorted(self._nodes, self._ahead()))
         if place == len(self._nodes):  # a plan without an end has no last node
-            self._begin()
+            self.begin()
             place = 0
         if math.isnan(self._values[place]):
             ahead, stretch = self._ahead(), self._stretch(place)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from enum import IntEnum
-from typing import Any
 
 import torch
-from torch import Tensor
 
-__all__ = ["Place", "common_fault"]
+from lightning_dp.accounting.voided import VoidedRunError
+from lightning_dp.private_run import PrivateRun
+from lightning_dp.world import World
+
+__all__ = ["Agreement", "Place"]
 
 _APART = (
     "the ranks went apart: one of them stepped the optimizer, and another did not. Call "
@@ -24,36 +26,62 @@ class Place(IntEnum):
     RELEASE = 1
 
 
-def common_fault(
-    fault: str | None,
-    place: Place,
-    *,
-    rank: int,
-    size: int,
-    device: torch.device,
-    sum_over_ranks: Callable[[Tensor], Tensor],
-    broadcast: Callable[[Any, int], Any],
-) -> str | None:
-    """The first rank's fault on every rank; None if there is none anywhere.
+class Agreement:
+    """Called on every rank with what it found: all go on, or the run is void on all of them.
 
     One small sum at each place. A rank that comes to another place than the others is a fault too,
     where it would be a dead-lock.
 
     Args:
-        fault: what this rank found, or None.
-        place: where it is.
-        rank, size: this process and how many there are.
+        run: is voided if real records failed a check on any rank.
+        world: the processes of the job.
         device: where tensors must be to be summed.
-        sum_over_ranks: gives every rank the sum of a vector.
-        broadcast: gives every rank the object of one of them.
+        broadcast: gives every rank the text of one of them.
+        leave: called when the run is void, whatever else fails then.
     """
-    if size == 1:
-        return fault
-    told = torch.zeros(len(Place) + size, device=device)
-    told[place] = 1.0
-    told[len(Place) + rank] = float(fault is not None)
-    together = sum_over_ranks(told).tolist()
-    if round(together[place]) != size:
-        return _APART
-    faulty = [each for each in range(size) if together[len(Place) + each]]
-    return broadcast(fault, faulty[0]) if faulty else None
+
+    def __init__(
+        self,
+        run: PrivateRun,
+        world: World,
+        device: torch.device,
+        broadcast: Callable[[str | None, int], str | None],
+        leave: Callable[[], None],
+    ) -> None:
+        self._run, self._world, self._device = run, world, device
+        self._broadcast, self._leave = broadcast, leave
+
+    def __call__(self, fault: str | None, place: Place = Place.RELEASE) -> None:
+        """Go on, or end the run.
+
+        Args:
+            fault: what this rank found, or None.
+            place: where it is.
+
+        Raises:
+            VoidedRunError: on all ranks.
+        """
+        if (voided := self._run.voided) is not None:  # and somebody caught the error
+            raise VoidedRunError(voided)
+        reason = self._common(fault, place)
+        if reason is None:
+            return
+        try:
+            self._run.void(reason)
+        finally:  # also if the disk is full
+            self._leave()
+        raise VoidedRunError(reason)
+
+    def _common(self, fault: str | None, place: Place) -> str | None:
+        """The first rank's fault on every rank; None if there is none anywhere."""
+        rank, size = self._world.rank, self._world.size
+        if size == 1:
+            return fault
+        told = torch.zeros(len(Place) + size, device=self._device)
+        told[place] = 1.0
+        told[len(Place) + rank] = float(fault is not None)
+        together = self._world.all_reduce(told).tolist()
+        if round(together[place]) != size:
+            return _APART
+        faulty = [each for each in range(size) if together[len(Place) + each]]
+        return self._broadcast(fault, faulty[0]) if faulty else None

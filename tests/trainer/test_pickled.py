@@ -159,7 +159,7 @@ def test_copies_made_in_mid_step_hold_nothing_that_is_not_noised(make_trainer: A
     assert len(Copying.made) == 2
     for strategy in Copying.made:
         run = strategy.private_run
-        assert strategy._step is None and strategy._loader is None
+        assert strategy._fit is None and strategy._loader is None
         assert run.mechanism._total is None and not run.mechanism.is_under_way
         assert run.steps == 1  # it is charged all the same
         with pytest.raises(RuntimeError, match="begin"):

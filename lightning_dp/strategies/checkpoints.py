@@ -1,0 +1,45 @@
+"""The privacy record in a checkpoint: what a resumed run needs, and the report."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from lightning_dp.private_run import PrivateRun
+from lightning_dp.report.content import PrivacyReport
+from lightning_dp.report.documents import in_checkpoint
+
+__all__ = ["CHECKPOINT_KEY", "record_in", "write_record"]
+
+CHECKPOINT_KEY = "lightning_dp"
+
+
+def write_record(
+    checkpoint: dict[str, Any], run: PrivateRun, content: PrivacyReport | None
+) -> None:
+    """Put the record into a checkpoint.
+
+    Args:
+        checkpoint: is about to be saved.
+        run: whose state it holds.
+        content: the report, on the process that writes the file.
+    """
+    checkpoint[CHECKPOINT_KEY] = run.state_dict()
+    if content is not None:
+        checkpoint[CHECKPOINT_KEY]["report"] = in_checkpoint(content)
+
+
+def record_in(checkpoint: Any, path: Any) -> dict[str, Any]:
+    """Return the record of a checkpoint that a private run goes on from.
+
+    Raises:
+        ValueError: if it holds none.
+    """
+    if not isinstance(checkpoint, Mapping) or CHECKPOINT_KEY not in checkpoint:
+        raise ValueError(
+            f"The checkpoint {path} holds no privacy ledger: what it has spent is "
+            "unknown, so training cannot go on from it privately. If its weights never saw "
+            "private data, load them into the model and fit without ckpt_path."
+        )
+    record: dict[str, Any] = checkpoint[CHECKPOINT_KEY]
+    return record
