@@ -18,9 +18,9 @@ _NAMES = ("log_probs", "targets", "input_lengths", "target_lengths", "blank")
 class ValidLabels(TorchFunctionMode):
     """Inside, ``ctc_loss`` gets labels and lengths that it can take, made from what it is given.
 
-    It checks nothing on the CPU, and made-up labels end the process. The loss stays one of single
-    records: the labels of record i are made from its own, or from none where all are in one row.
-    Whole input lengths, labels of at most half of it, no blanks among them.
+    It checks nothing on the CPU, and made-up labels end the process: run models on them inside.
+    The loss stays one of single records: the labels of record i are made from its own, or from none
+    where all are in one row. Whole input lengths, labels of at most half of it, no blanks among them.
     """
 
     def __torch_function__(
@@ -46,9 +46,11 @@ def _valid(log_probs: Tensor, targets: Tensor, blank: int) -> tuple[Any, ...]:
     if not (classes > 1 and steps and 0 <= blank < classes):
         raise ValueError("ctc_loss needs a time step, a blank and another class.")
     records = log_probs.shape[1] if log_probs.dim() == 3 else 1
-    rows = torch.zeros(records, 1, dtype=torch.int64)  # whose a label in one row is, records decide
+    device = log_probs.device
+    # Whose a label in one row is, records decide.
+    rows = torch.zeros(records, 1, dtype=torch.int64, device=device)
     if targets.dim() == 2 and len(targets) == records and targets.shape[1]:
-        rows = targets.detach().long()
+        rows = targets.detach().to(device, torch.int64)
     length = min(rows.shape[1], (steps + 1) // 2)
     labels = (blank + 1 + rows[:, :length] % (classes - 1)) % classes
     if log_probs.dim() == 2:

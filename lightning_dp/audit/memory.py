@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader
 
 from lightning_dp._validate import whole
 from lightning_dp.audit.isolation import pool_that_runs
+from lightning_dp.audit.made_up_labels import ValidLabels
 from lightning_dp.audit.passes import Passes
 from lightning_dp.audit.synthetic import take_rows
 from lightning_dp.config import PrivacyConfig
@@ -99,7 +100,7 @@ def measure_memory(
         raise ValueError(f"trainer holds {sorted(settled)}, which the measurement sets itself.")
     names = [name for name, param in module.named_parameters() if param.requires_grad]
     passes = Passes(module, privacy.engine, names, None)
-    with passes.quietly():
+    with passes.quietly(), ValidLabels():
         try:
             pool, failure = pool_that_runs(passes, next(iter(loader))), ""
         except Exception as error:  # its message may hold anything
@@ -110,7 +111,7 @@ def measure_memory(
             "batch, so nothing can be measured."
         )
     measured, device = [], ""
-    with passes.quietly(), _silent_trainer():
+    with passes.quietly(), _silent_trainer(), ValidLabels():
         for size in (chosen[0], *chosen):  # the first makes what is made once in a process
             peak, device = _peak(copy.deepcopy(module), pool, size, privacy, arguments)
             measured.append((size, peak))

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_dp.accounting.voided import VoidedRunError
+from lightning_dp.audit.made_up_labels import ValidLabels
 from lightning_dp.audit.synthetic import NoSyntheticBatch, synthetic_pool
 from lightning_dp.clipping import AbstractPerSampleGradients, bounded_sum
 from lightning_dp.federated.fingerprint import fingerprint
@@ -200,7 +201,8 @@ class LocalRecords:
                 made_up = synthetic_pool(batch, _MADE_UP, classes=2)
             except NoSyntheticBatch:
                 return  # of such a batch, nothing can be made up
-            copied._try(watch, self._module.transfer_batch_to_device(made_up, self._device, 0))
+            with ValidLabels():
+                copied._try(watch, self._module.transfer_batch_to_device(made_up, self._device, 0))
 
     def _try(self, watch: _Watch, made_up: Any) -> None:
         query = Query((Term(),), clip_norm=1.0, noise_multiplier=1.0)
