@@ -108,7 +108,7 @@ class Budget:
     def affordable(
         self, plan: NoisePlan, step: int, planned_steps: float, *, is_calibrated: bool = False
     ) -> float:
-        """How many steps of the plan, from this one on, the budget affords.
+        """Return how many steps of the plan, from this one on, the budget affords.
 
         Args:
             plan, step, planned_steps: which steps.

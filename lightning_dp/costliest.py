@@ -1,4 +1,4 @@
-"""What a step of a plan costs at most, in few numbers: for the day when its journal is lost."""
+"""The most that a step of a plan costs, in few numbers: for the day when its journal is lost."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def costliest_events(plan: NoisePlan, step: int, end: float) -> dict[str, Any] |
 
 
 def _entries(plan: NoisePlan, last: int) -> tuple[list[tuple[int, tuple[float, float]]], bool]:
-    """Where the least noise or the largest rate so far changes, and whether the plan ends itself."""
+    """Return where the least noise or the largest rate changes, and whether the plan ends itself."""
     entries: list[tuple[int, tuple[float, float]]] = []
     most, least, rate = math.inf, math.inf, 0.0  # of the entry; of all steps so far
     for position in range(last):

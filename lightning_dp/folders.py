@@ -55,7 +55,7 @@ def local_folder(
 
 
 def fixed_folder(argument_name: str, value: str | os.PathLike[str]) -> Path:
-    """As :func:`local_folder`, for what several processes share: relative paths are refused.
+    """Return what :func:`local_folder` does, for several processes: relative paths are refused.
 
     Each process may have a working directory of its own, so a relative path would be another
     folder, and an empty one, there.

@@ -75,7 +75,7 @@ class PrivateRun:
 
     @property
     def voided(self) -> str | None:
-        """Why ε of all that was released is withdrawn; None if it is not."""
+        """The reason for which ε of all that was released is withdrawn; None if it is not."""
         return self.ledger.voided
 
     @property
@@ -329,7 +329,7 @@ class PrivateRun:
         }
 
     def _costliest(self) -> dict[str, Any] | None:
-        """What a step costs at most, for a journal that is lost; None for noise chosen at run time."""
+        """Return what a step costs at most, for a lost journal; None for noise chosen at run time."""
         mechanism = self.mechanism
         if mechanism is None or self.is_adaptive:
             return None

@@ -32,7 +32,7 @@ class ByHand:
 
     @property
     def loss(self) -> Tensor | None:
-        """What was given to ``manual_backward``; None if nothing was."""
+        """The loss that was given to ``manual_backward``; None if none was."""
         return sum(self._losses[1:], self._losses[0]) if self._losses else None
 
 
@@ -41,7 +41,7 @@ class _Still(Optimizer):
 
     @property
     def optimizer(self) -> Optimizer:
-        """As of LightningOptimizer: the optimizer inside."""
+        """The optimizer inside, where LightningOptimizer has it."""
         return self
 
     def step(self, closure: Any = None) -> Any:

@@ -326,7 +326,7 @@ def _any_value_moves(passes: Passes, pool: Any, n: int) -> bool:
 
 
 def _with_condition(passes: Passes, pool: Any) -> Isolation:
-    """What an ignored target would do: where torch's own losses divide, and by trying.
+    """Return what an ignored target would do: where torch's own losses divide, and by trying.
 
     Trying writes it into each tensor of whole numbers that may hold it.
     """
@@ -359,7 +359,7 @@ def _with_condition(passes: Passes, pool: Any) -> Isolation:
 
 
 def _mean_of_targets(passes: Passes, pool: Any) -> Isolation:
-    """Whether the loss is one mean over all targets, rather than one for each record."""
+    """Tell whether the loss is one mean over all targets, rather than one for each record."""
     whole = passes.run(take_rows(pool, range(_RECORDS)), _weights(_RECORDS))
     if not whole.means:
         return Isolation("isolated")

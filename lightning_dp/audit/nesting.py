@@ -37,7 +37,7 @@ def map_rows(
 
 
 def is_rows(part: Any, n: int) -> bool:
-    """Whether a part of a batch is one thing per record."""
+    """Tell whether a part of a batch is one thing per record."""
     if isinstance(part, Tensor | np.ndarray):
         return part.ndim > 0 and len(part) == n
     if type(part) not in (list, tuple) or len(part) != n:
@@ -71,7 +71,7 @@ def _holds_rows(part: Any, n: int) -> bool:
 
 
 def _parts(batch: Any) -> Sequence[Any]:
-    """What a container holds; nothing for a leaf."""
+    """Return what a container holds; nothing for a leaf."""
     if isinstance(batch, Mapping):
         return list(batch.values())
     if isinstance(batch, list | tuple):
@@ -98,7 +98,7 @@ def _rebuilt(batch: Any, of_part: Callable[[Any], Any], of_leaf: Callable[[Any],
 
 
 def _is_object_with_tensors(part: Any, depth: int = _DEPTH) -> bool:
-    """Whether it is an object of a class of the user's own that holds tensors."""
+    """Tell whether it is an object of a class of the user's own that holds tensors."""
     if isinstance(part, Tensor | np.ndarray | nn.Module | type) or not hasattr(part, "__dict__"):
         return False
     return any(_holds_tensor(value, depth) for value in vars(part).values())

@@ -71,7 +71,7 @@ def take_rows(pool: Any, rows: Sequence[int]) -> Any:
 
 
 def has_other_rows(batch: Any) -> bool:
-    """Whether there is a tensor without one row for each record."""
+    """Tell whether there is a tensor without one row for each record."""
     n = number_of_rows(batch)
     found: list[bool] = []
 
@@ -144,7 +144,7 @@ class _Made:
         return map_leaves(thing, self.once)
 
     def once(self, leaf: Any) -> Any:
-        """What the records share, or a part of one record."""
+        """Return what the records share, or a part of one record."""
         if isinstance(leaf, Tensor):
             return self._tensor(leaf, tuple(leaf.shape))
         if isinstance(leaf, np.ndarray) and leaf.dtype.kind not in "OSUMm":

@@ -49,7 +49,7 @@ class AbstractEstimator(ABC):
 
     @property
     def longest_silence(self) -> float:
-        """How many steps in a row may ask nothing at most; infinite if that is not known.
+        """The most steps in a row that may ask nothing; infinite if that is not known.
 
         It bounds how far steps that nobody recorded can be in the plan.
         """

@@ -1,4 +1,4 @@
-"""What a client may be asked: models that are its own, and queries that are the plan's.
+"""Checks of what a client is asked: models that are its own, and queries that are the plan's.
 
 All of it is public, and looked at before anything is charged.
 """
@@ -91,7 +91,7 @@ def check_query(records: Records, plan: NoisePlan, query: Query, step: int, part
 
 
 def is_of_ordinary_size(query: Query) -> bool:
-    """Whether clipping and noising are arithmetic far from the ends of float32."""
+    """Tell whether clipping and noising are arithmetic far from the ends of float32."""
     noise = query.clip_norm * query.noise_multiplier
     return _SMALLEST <= query.clip_norm <= _LARGEST and _SMALLEST <= noise <= _LARGEST
 

@@ -217,7 +217,7 @@ class AsyncServer(AbstractServer):
     # -- messages ----------------------------------------------------------------------------
 
     def _may_answer(self, client: int) -> bool:
-        """Whether there is a round that this client may do now."""
+        """Tell whether there is a round that this client may do now."""
         i = self._applied[client]
         return client not in self._left and i < min(self.plan.rounds, self._round + self.plan.lag)
 

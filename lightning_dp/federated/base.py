@@ -12,7 +12,14 @@ from lightning_dp.estimators.base import State
 from lightning_dp.federated.messages import Message, MessageError
 from lightning_dp.query import BoundedSum, Query
 
-__all__ = ["AbstractClient", "AbstractServer", "Message", "MessageError", "Records"]
+__all__ = [
+    "AbstractClient",
+    "AbstractServer",
+    "Message",
+    "MessageError",
+    "Records",
+    "check_same",
+]
 
 
 class Records(Protocol):

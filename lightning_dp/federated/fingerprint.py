@@ -1,4 +1,4 @@
-"""Whether two processes have built one module: what is trained goes over the wire, the rest does not."""
+"""Modules of two processes, compared: what is trained goes over the wire, the rest does not."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def _read(text: str) -> dict[str, _Described]:
 
 
 def _other_order(theirs: _Described, ours: _Described) -> str:
-    """Where two lists of parameters differ in kind, or in their order; other names are no matter."""
+    """Return where two lists of parameters differ in kind or order; other names are no matter."""
     if len(theirs) != len(ours):
         return f"{len(ours)} tensors, and {len(theirs)} at the server"
     is_permuted = sorted(name for name, _ in theirs) == sorted(name for name, _ in ours)

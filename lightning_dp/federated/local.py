@@ -157,7 +157,7 @@ class LocalRecords:
 
     @cached_property
     def fingerprint(self) -> str:
-        """What the server's module must be, beside the trained numbers that it sends."""
+        """A description of what the server's module must be, beside the trained numbers that it sends."""
         return fingerprint(self._module)
 
     def check_point(self, point: Tensor) -> None:

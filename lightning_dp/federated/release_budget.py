@@ -1,4 +1,4 @@
-"""How many rounds of a client's run the budget of its data set affords, alone or beside other runs."""
+"""The rounds of a client's run that its data set's budget affords, alone or beside other runs."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def check_budget(target_epsilon: float, target_delta: float, relation: Relation)
 
 
 def affordable_rounds(events: Events, rounds: int, budget: Budget, spent: History) -> int:
-    """How many of the rounds fit, if nobody else spends meanwhile: found before the first one."""
+    """Return how many of the rounds fit, if nobody else spends meanwhile: found before the first one."""
     if math.isinf(budget[0]):
         return rounds
     plan = [events(i) for i in range(rounds)]
@@ -55,7 +55,7 @@ def affordable_rounds(events: Events, rounds: int, budget: Budget, spent: Histor
 
 
 def fits_beside(charges: Sequence[AbstractEvent], budget: Budget, spent: History) -> bool:
-    """Whether a round fits where several runs take turns, in an order that nobody declared.
+    """Tell whether a round fits where several runs take turns, in an order that nobody declared.
 
     The order may depend on what was released, so a plan's ε would not hold for it. These do:
 

@@ -40,7 +40,7 @@ Kept = dict[tuple[int, int], bytes]
 
 @dataclass(frozen=True)
 class Progress:
-    """How far a run is: round ``begun`` is under way, or over after ``parts`` releases.
+    """The progress of a run: round ``begun`` is under way, or over after ``parts`` releases.
 
     ``limit`` was found when other runs had made ``others`` charges. When this was written, the
     journal of data set ``dataset`` held ``charged`` charges of the run (None: an older version of
@@ -78,7 +78,7 @@ def file_name(name: str) -> str:
 
 
 def release_path(journal_path: Path, run: str) -> Path:
-    """Where the progress of a run over a journal's data set is."""
+    """Return where the progress of a run over a journal's data set is."""
     return journal_path.with_suffix(f".{file_name(run)}.release")
 
 
@@ -166,7 +166,7 @@ def _header(path: Path, line: bytes) -> tuple[Progress, list[list[int]], int]:
 
 
 def progress_of_all(journal_path: Path) -> Iterator[tuple[Path, Progress]]:
-    """How far each run over the journal's data set is, by the files beside the journal."""
+    """Return how far each run over the journal's data set is, by the files beside the journal."""
     if not journal_path.parent.is_dir():
         return
     start = f"{journal_path.stem}."

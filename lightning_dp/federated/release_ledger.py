@@ -171,7 +171,7 @@ class ReleaseLedger:
             return files.note
 
     def has_begun(self, spending: Spending) -> bool:
-        """Whether a round of the run was charged, or began to be."""
+        """Tell whether a round of the run was charged, or began to be."""
         with self._open(spending) as files:
             return files.progress.begun >= 0
 

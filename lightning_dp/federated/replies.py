@@ -1,4 +1,4 @@
-"""What a client answered, read by a server that trusts no byte of it."""
+"""Answers of clients, read by a server that trusts no byte of them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["Form", "Reply", "check_client", "read_reply"]
 
 @dataclass(frozen=True)
 class Form:
-    """What a reply of one kind holds, and nothing besides.
+    """The content of a reply of one kind, and nothing besides.
 
     Args:
         numbers: the names of its facts, all whole numbers >= 0.

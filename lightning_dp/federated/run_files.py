@@ -114,12 +114,12 @@ class RunFiles:
             )
 
     def _others(self) -> int:
-        """How many charges the other runs over this data set have made."""
+        """Return how many charges the other runs over this data set have made."""
         everything = sum(n for of in self._journal.runs.values() for _, n in of)
         return everything - charges_of(self._journal.runs, self._run)
 
     def fits(self, round_: int, spending: Spending) -> bool:
-        """Whether the budget affords what of a round is not charged yet.
+        """Tell whether the budget affords what of a round is not charged yet.
 
         A run that has the data set to itself makes as many rounds as were found to fit before its
         first one; where another run has charged since, the two share what is left.

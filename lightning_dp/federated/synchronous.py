@@ -157,7 +157,7 @@ class SynchronousServer(AbstractServer):
         self._move_to(moved)
 
     def _is_finite(self, point: Tensor) -> bool:
-        """Whether it is; a run that has diverged ends at the last model that was."""
+        """Tell whether it is; a run that has diverged ends at the last model that was."""
         finite = bool(torch.isfinite(point).all())
         if not finite:
             self._reason = "the model is no longer finite: lower the learning rate"
@@ -194,7 +194,7 @@ class SynchronousServer(AbstractServer):
         return query_message(self._query, self._point, {**facts, "noise": self.noise}).to_bytes()
 
     def _is_asked(self, client: int) -> bool:
-        """Whether an answer of this client is missing now."""
+        """Tell whether an answer of this client is missing now."""
         if self._reason:
             return False
         if self._local is None:
@@ -224,7 +224,7 @@ class SynchronousServer(AbstractServer):
         return True
 
     def _is_over_for(self, client: int, read: Reply) -> bool:
-        """Whether it repeats what this client was asked at this place, and has answered."""
+        """Tell whether it repeats what this client was asked at this place, and has answered."""
         return read.kind == ANSWER and (client in self._answers or self._local is not None)
 
     def _take(self, client: int, query: Query | None, read: Reply) -> None:

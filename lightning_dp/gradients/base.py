@@ -39,7 +39,7 @@ class UncoveredParameterError(UnsupportedModelError):
 
 @contextmanager
 def as_unsupported(name: str, layer: nn.Module) -> Iterator[None]:
-    """What code that works out gradients per record raises is a refusal that names the layer.
+    """Turn what code for gradients per record raises into a refusal that names the layer.
 
     Args:
         name: of the layer in the model.

@@ -1,4 +1,4 @@
-"""Where a layer's input must have the records: in a dimension of their own, the first."""
+"""The dimension of the records in a layer's input: the first, and one of their own."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["refuse_without_records"]
 
 
 def _dimensions(layer: nn.Module) -> int:
-    """How many dimensions the input has at least, of records in the first one."""
+    """Return how many dimensions the input has at least, of records in the first one."""
     if isinstance(layer, nn.Linear | nn.GroupNorm):
         return 2
     if isinstance(layer, _ConvNd | _ConvTransposeNd):

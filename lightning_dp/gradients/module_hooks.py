@@ -15,7 +15,7 @@ Register = Callable[[Callable[..., Any]], RemovableHandle]
 
 
 class _Inert:
-    """What a copy of a module has in the place of a hook: it does nothing, and is taken off later.
+    """The stand-in for a hook in a copy of a module: it does nothing, and is taken off later.
 
     Args:
         copies: handles of all that copying left behind; None for one that was unpickled.

@@ -84,13 +84,13 @@ class OpacusCapture(GradSampleHooks):  # type: ignore[misc]
             self.capture_backprops_hook(module, before, after, loss_reduction, batch_first)
 
     def rearrange_grad_samples(self, **arguments: Any) -> tuple[Any, Tensor]:
-        """As Opacus does, in plain memory: its rules read inputs as if they lay there in order."""
+        """Do as Opacus does, in plain memory: its rules read inputs as if they lay there in order."""
         activations, back = super().rearrange_grad_samples(**arguments)
         return [each.contiguous() for each in activations], back.contiguous()
 
     @contextmanager
     def _lent_to(self, module: nn.Module) -> Iterator[None]:
-        """What is remembered of a module and its parameters, inside, where Opacus looks for it."""
+        """Put what is remembered of a module and its parameters, inside, where Opacus looks for it."""
         owners: list[nn.Module | nn.Parameter] = [module, *module.parameters()]
         for each in owners:
             vars(each).update(self._kept.get(each, {}))
@@ -114,7 +114,7 @@ class OpacusCapture(GradSampleHooks):  # type: ignore[misc]
         return taken
 
     def is_waiting(self, module: nn.Module) -> bool:
-        """Whether a forward pass of the module was not back-propagated yet."""
+        """Tell whether a forward pass of the module was not back-propagated yet."""
         return bool(self._kept.get(module, {}).get("activations"))
 
     def drop(self) -> None:

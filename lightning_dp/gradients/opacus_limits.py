@@ -1,4 +1,4 @@
-"""What Opacus' rules take for granted of a layer and of its calls, refused where it does not hold."""
+"""Assumptions of Opacus' rules about a layer and its calls, refused where they do not hold."""
 
 from __future__ import annotations
 

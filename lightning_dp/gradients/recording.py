@@ -154,7 +154,7 @@ class Recorder:
         return [id(param) for param in found if param is not None]
 
     def _is_exchanged(self, layer: nn.Module) -> bool:
-        """Whether other tensors are in the places of its parameters now."""
+        """Tell whether other tensors are in the places of its parameters now."""
         now, held = layer._parameters.values(), self._held[layer]
         return not self._is_along and not (len(now) == len(held) and all(map(is_, now, held)))
 

@@ -19,7 +19,7 @@ _CURE = "Use engine='hooks', or change the layer."
 
 
 def is_compiled(layer: nn.Module) -> bool:
-    """Whether calls of this very module run a compiled graph."""
+    """Tell whether calls of this very module run a compiled graph."""
     in_place = getattr(layer, "_compiled_call_impl", None) is not None
     is_script = isinstance(layer, torch.jit.ScriptModule)
     return in_place or is_script or type(layer).__name__ == "OptimizedModule"

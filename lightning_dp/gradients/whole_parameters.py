@@ -31,7 +31,7 @@ def refuse_sharded(module: nn.Module) -> None:
 
 
 def _is_fsdp(part: nn.Module) -> bool:
-    """Whether torch shards the module; then its package was imported."""
+    """Tell whether torch shards the module; then its package was imported."""
     fsdp = sys.modules.get("torch.distributed.fsdp")
     kinds = [getattr(fsdp, name, None) for name in ("FSDPModule", "FullyShardedDataParallel")]
     return isinstance(part, tuple(kind for kind in kinds if kind is not None))

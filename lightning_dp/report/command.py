@@ -52,7 +52,7 @@ class _Found:
         return not self.number_of_problems()
 
     def number_of_problems(self) -> int:
-        """How many things do not agree, or do not hold."""
+        """Count the things that do not agree, or do not hold."""
         voided = sum(each.voided is not None for each in self.journals)
         return len(self.problems) + voided + sum(len(each.problems) for each in self.checked)
 

@@ -20,6 +20,7 @@ from lightning_dp.report.content import PrivacyReport
 from lightning_dp.report.files import PATTERN, read_report
 
 __all__ = [
+    "CHECKPOINT_KEY",
     "Document",
     "NotPrivateError",
     "documents_in",
@@ -28,7 +29,8 @@ __all__ = [
     "read_document",
 ]
 
-_KEY = "lightning_dp"
+CHECKPOINT_KEY = "lightning_dp"
+"""Where the privacy record is in a checkpoint."""
 
 
 class NotPrivateError(ValueError):
@@ -119,9 +121,9 @@ def _load(path: Path) -> dict[str, Any]:
             "loaded, since that could run code): check the run's report file, or the journal. "
             f"torch says: {reason[0] if reason else error!r}"
         ) from None
-    if not isinstance(content, dict) or _KEY not in content:
+    if not isinstance(content, dict) or CHECKPOINT_KEY not in content:
         raise NotPrivateError(f"{path} is no checkpoint of a private run: it holds no ledger.")
-    record: dict[str, Any] = content[_KEY]
+    record: dict[str, Any] = content[CHECKPOINT_KEY]
     return record
 
 
@@ -145,7 +147,7 @@ def _checkpoint(path: Path, record: dict[str, Any]) -> Document:
 
 
 def _journal(document: Path, recorded: object) -> Path | None:
-    """Where a document says that its journal is, if that can be the name of one."""
+    """Return where a document says that its journal is, if that can be the name of one."""
     if recorded is None:
         return None
     if isinstance(recorded, str) and "\0" not in recorded:

@@ -43,7 +43,7 @@ class JournalAlone:
 
     @property
     def voided(self) -> str | None:
-        """Why ε of its releases is withdrawn; None if it is not."""
+        """The reason for which ε of its releases is withdrawn; None if it is not."""
         return reason_in(self.events)
 
 

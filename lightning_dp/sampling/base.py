@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from lightning_dp._validate import number
 from lightning_dp.accounting.events import AbstractEvent
 
-__all__ = ["AbstractSampling", "BatchPlan"]
+__all__ = ["AbstractSampling", "BatchPlan", "check_sizes"]
 
 
 @dataclass(frozen=True)

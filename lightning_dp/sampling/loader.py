@@ -105,7 +105,7 @@ class ChunkSampler(Sampler[list[int]]):
             position, step = end, step + 1
 
     def _end_of_step(self, position: int) -> int:
-        """Where the logical batch that is under way at this chunk ends.
+        """Return where the logical batch that is under way at this chunk ends.
 
         A pass may begin behind the epoch's last chunk: Lightning, resumed from some checkpoints of
         an epoch's end, fetches one batch more, and steps on it.

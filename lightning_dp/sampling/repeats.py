@@ -63,7 +63,7 @@ def find_repeat(dataset: object) -> Repeat | None:
 
 @dataclass
 class _Source:
-    """What is reached of one innermost data set, or of the memory of all tensors."""
+    """The reached part of one innermost data set, or of the memory of all tensors."""
 
     name: str
     keys: list[Integers] = field(default_factory=list)
@@ -122,7 +122,7 @@ def _follow(
 
 
 def _chooses(dataset: Any) -> bool:
-    """Whether it is a ``Subset``, of whatever library."""
+    """Tell whether it is a ``Subset``, of whatever library."""
     if not hasattr(dataset, "dataset") or not hasattr(dataset, "indices"):
         return False
     return _length(dataset.indices) == _length(dataset) is not None
@@ -142,7 +142,7 @@ def _as_array(indices: Any) -> NDArray[Any]:
 
 
 def _parts(dataset: Any) -> Iterable[Any]:
-    """What each row is made of."""
+    """Return what each row is made of."""
     if isinstance(dataset, StackDataset):
         stacked = dataset.datasets
         return stacked.values() if isinstance(stacked, dict) else stacked

@@ -1,4 +1,4 @@
-"""The privacy record in a checkpoint: what a resumed run needs, and the report."""
+"""The privacy record in a checkpoint: the state of a run that may go on from it, and the report."""
 
 from __future__ import annotations
 
@@ -7,11 +7,9 @@ from typing import Any
 
 from lightning_dp.private_run import PrivateRun
 from lightning_dp.report.content import PrivacyReport
-from lightning_dp.report.documents import in_checkpoint
+from lightning_dp.report.documents import CHECKPOINT_KEY, in_checkpoint
 
-__all__ = ["CHECKPOINT_KEY", "record_in", "write_record"]
-
-CHECKPOINT_KEY = "lightning_dp"
+__all__ = ["record_in", "write_record"]
 
 
 def write_record(

@@ -73,7 +73,7 @@ class _FirstStep:
 
 @dataclass(frozen=True)
 class _PlaceInEpoch:
-    """How many chunks of the epoch Lightning has fetched, by its own count."""
+    """The number of chunks of the epoch that Lightning has fetched, by its own count."""
 
     progress: Any
 

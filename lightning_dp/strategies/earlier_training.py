@@ -1,4 +1,4 @@
-"""Who else spent: other ledgers that trained this model, and other journals in the folder."""
+"""Spending of others: ledgers that trained this model, and other journals in the folder."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class _Trained:
 
 @dataclass
 class _Process:
-    """What was trained in this process."""
+    """The trainings of this process."""
 
     modules: WeakKeyDictionary[nn.Module, list[_Trained]] = field(default_factory=WeakKeyDictionary)
     ledgers: dict[str, Ledger] = field(default_factory=dict)  # that released weights
@@ -97,7 +97,7 @@ class EarlierTraining:
         _process.ledgers[ledger.id] = ledger
 
     def _of_modules(self) -> list[_Trained]:
-        """Who trained parts of the model in this process, unless they are as they were before."""
+        """Return who trained parts of the model in this process, unless they are as they were before."""
         return [
             trained
             for part in self._module.modules()
@@ -137,7 +137,7 @@ class EarlierTraining:
 
 
 def _together(runs: Sequence[Runs], written: Runs) -> History:
-    """What several ledgers spent; a run that several know of counts once."""
+    """Return what several ledgers spent; a run that several know of counts once."""
     together: Runs = dict(written)
     for each in runs:
         for name, charges in each.items():

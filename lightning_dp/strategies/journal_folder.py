@@ -1,4 +1,4 @@
-"""Where the journal of a fit goes if the user does not say it."""
+"""The folder of a fit's journal if the user does not say it."""
 
 from __future__ import annotations
 

@@ -198,7 +198,7 @@ class DifferentialPrivacyStrategy(Strategy):
         return total
 
     def _journal_folder(self) -> Path:
-        """Where a new journal goes: found once in a fit, since the process may change its directory."""
+        """Return where a new journal goes: found once in a fit, since the process may change folders."""
         if self._ledger_dir is None:
             self._ledger_dir = self.private_run.ledger_dir or default_folder(self._trainer)
         return self._ledger_dir

@@ -1,4 +1,4 @@
-"""Who acts on metrics of the training data: they carry no noise, and ε does not cover them."""
+"""Callbacks and schedulers that act on metrics of the training data, which carry no noise."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a fit says as it runs: who acts on metrics, who else spent, and ε."""
+"""The notices of a fit as it runs: who acts on metrics, who else spent, and ε."""
 
 from __future__ import annotations
 

@@ -113,7 +113,7 @@ class PrivateStep:
 
     @property
     def runs_backward(self) -> bool:
-        """Whether :meth:`backward` takes the place of ``loss.backward()``."""
+        """True if :meth:`backward` takes the place of ``loss.backward()``."""
         return self._model.runs_backward
 
     def backward(self, loss: Tensor, query: Query | None, *, keep_graph: bool) -> None:
@@ -163,7 +163,7 @@ class PrivateStep:
             self._suspicions += [(each, fault) for each in found]
 
     def fault(self, mechanism: Mechanism) -> str | None:
-        """Why what was answered so far may not be released; None if it may."""
+        """Return why what was answered so far may not be released; None if it may."""
         suspicions, self._suspicions = self._suspicions, []
         self._faults += [fault for found, fault in suspicions if found]
         if self._faults:
@@ -173,11 +173,11 @@ class PrivateStep:
         return UNANSWERED.format(type(self._module).__name__)
 
     def is_unreleased(self, mechanism: Mechanism) -> bool:
-        """Whether all chunks of the batch were handed out, and its optimizer step was left out."""
+        """Tell whether all chunks of the batch were handed out, and its optimizer step was left out."""
         return mechanism.is_under_way and self._is_whole
 
     def _is_of_all(self, gradients: AbstractPerSampleGradients, size: int) -> bool:
-        """Whether each record has its gradient. None at all is found at the end of the step."""
+        """Tell whether each record has its gradient. None at all is found at the end of the step."""
         if gradients.count not in (0, size):
             self.note(OTHER_ROWS)
         return gradients.count == size

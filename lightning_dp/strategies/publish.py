@@ -111,7 +111,7 @@ class Publisher:
         return float(self._values[place])
 
     def _ahead(self) -> int:
-        """How far the run is on the curve."""
+        """Return how far the run is on the curve."""
         run = self._run
         assert run.mechanism is not None
         # A step that asked nothing was not charged, but has its place on the curve.

@@ -20,7 +20,7 @@ _APART = (
 
 
 class Place(IntEnum):
-    """Where ranks meet in the course of a step."""
+    """The meeting places of ranks in the course of a step."""
 
     NO_RELEASE = 0
     RELEASE = 1

@@ -71,12 +71,12 @@ class WatchedModel:
 
     @property
     def has_products(self) -> bool:
-        """Whether the engine can compute Hessian-vector products."""
+        """True if the engine can compute Hessian-vector products."""
         return self._engine.has_products
 
     @property
     def runs_backward(self) -> bool:
-        """Whether :meth:`backward` takes the place of ``loss.backward()``."""
+        """True if :meth:`backward` takes the place of ``loss.backward()``."""
         return self._engine.runs_backward
 
     def backward(self, loss: Tensor, *, keep_graph: bool = False, may_fold: bool = False) -> None:

@@ -1,4 +1,4 @@
-"""What a Flower message of a federation holds, and how it is read when anybody may have made it."""
+"""The content of a federation's Flower message, read as if anybody may have made it."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def facts_of(message: Message) -> dict[str, Any]:
 
 
 def told_by(message: Message) -> tuple[dict[str, Fact], bool]:
-    """What a client tells of itself, as far as it can be kept, and whether that is all of it.
+    """Return what a client tells of itself, as far as it can be kept, and whether that is all of it.
 
     Facts are for people to read, so an answer is not lost for the sake of them: those that are no
     numbers, truth values or short strings, or no possible ε or δ, are left out.

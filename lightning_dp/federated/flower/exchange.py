@@ -31,7 +31,7 @@ _CAUSES = {
 
 @dataclass(frozen=True)
 class Reply:
-    """What became of a message to a node.
+    """The outcome of a message to a node.
 
     Args:
         node: to which it went.
@@ -155,7 +155,7 @@ class Exchange:
     # -- replies -----------------------------------------------------------------------------
 
     def _arrived(self) -> Iterator[tuple[_Flight, Message | None]]:
-        """What has come, with what it answers; None for what Flower cannot read."""
+        """Return what has come, with what it answers; None for what Flower cannot read."""
         for name, message in self._pulled(list(self._flights)):
             flight = self._flights.get(name)
             if flight is None:

@@ -175,7 +175,7 @@ class _Run:
                 self.exchange.send(client, request)
 
     def _apply(self, reply: Reply) -> bool:
-        """Whether the protocol has gone on by it."""
+        """Tell whether the protocol has gone on by it."""
         if reply.client is None or (reply.payload is None and not reply.is_introduction):
             self._ask_again(reply, reply.problem)
             return False
