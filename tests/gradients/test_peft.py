@@ -81,7 +81,7 @@ def test_a_step_moves_the_adapters_by_the_clipped_mean_and_nothing_else(
     )
 
     model = classifier(net, lambda params: SGD(params, lr=1.0))
-    make_trainer(max_steps=1, callbacks=[privacy]).fit(model, DataLoader(tokens, 12))
+    make_trainer(max_steps=1, callbacks=[privacy]).fit(model, DataLoader(tokens, 6))
 
     for name, param in net.named_parameters():
         moved = before[name] - param.detach()
@@ -94,5 +94,5 @@ def test_adapters_of_multihead_attention_are_refused(tokens, classifier, make_tr
     privacy = DifferentialPrivacy(noise_multiplier=1.0, target_delta=1e-5)
 
     with pytest.raises(Exception, match=r"self_attn\..*lora_A"):
-        make_trainer(max_steps=1, callbacks=[privacy]).fit(model, DataLoader(tokens, 12))
+        make_trainer(max_steps=1, callbacks=[privacy]).fit(model, DataLoader(tokens, 6))
     assert privacy.steps == 0
