@@ -3,9 +3,9 @@
     python benchmarks/fit_start.py            # 100,000 steps, half a minute
     python benchmarks/fit_start.py --quick    # 2,000 steps
 
-Each run starts in a forked process of its own with one thread; imports are not timed. No model is made: what
-is measured depends on the configuration, the sampling rate and the number of steps only. The columns
-are those of ``PrivateRun.start``, of the first ε published, and of ε of the whole plan for the report.
+Each run starts in a forked process of its own with one thread; imports are not timed. No model is
+made: what is measured depends on the configuration, the sampling rate and the number of steps only.
+The columns are those of ``PrivateRun.start``, of the first ε published, and of ε of the whole plan.
 """
 
 from __future__ import annotations
@@ -19,12 +19,13 @@ import time
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 from torch import Tensor
 
 from lightning_dp import PrivacyConfig
-from lightning_dp.accounting import AbstractEvent, History, PoissonGaussian
+from lightning_dp.accounting import History, PoissonGaussian
 from lightning_dp.estimators import CubicNewton, Diff2, Storm
 from lightning_dp.private_run import PrivateRun
 from lightning_dp.sampling import BatchPlan
@@ -145,7 +146,7 @@ def measure(row: str, steps: int) -> dict[str, float]:
     of_plan = run.epsilon_of_plan
     times.append(time.thread_time())
     names = ("start", "shown", "plan")
-    seconds = dict(zip(names, (b - a for a, b in zip(times, times[1:], strict=False)), strict=True))
+    seconds = dict(zip(names, (b - a for a, b in pairwise(times)), strict=True))
     return {**seconds, "epsilon": of_plan or 0.0, "scale": run.mechanism.plan.scale}
 
 

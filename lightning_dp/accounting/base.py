@@ -1,6 +1,7 @@
 """The accountant interface, and the checks that every accountant shares."""
 
 import math
+import sys
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -72,6 +73,16 @@ class Steps:
     def has_noiseless(self) -> bool:
         """Whether a step has no noise at all."""
         return bool(np.any(self.noise_multipliers == 0.0))
+
+    def scaled(self, scale: float) -> "Steps":
+        """The steps with their noise times a number; one that overflows is the largest number."""
+        with np.errstate(over="ignore"):  # which is less noise
+            noise = np.minimum(self.noise_multipliers * scale, sys.float_info.max)
+        return Steps(noise, self.sample_rates, self.counts)
+
+    def at(self, places: NDArray[np.intp]) -> "Steps":
+        """Some of the steps."""
+        return Steps(self.noise_multipliers[places], self.sample_rates[places], self.counts[places])
 
 
 def merge(history: History) -> Steps:

@@ -1,19 +1,17 @@
 """From a budget to the noise: the smallest scale of a shape, the largest number of steps."""
 
 import math
-import sys
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from functools import lru_cache
 
 import numpy as np
 from scipy.optimize import brentq
 
 from lightning_dp._validate import number, whole
+from lightning_dp.accounting.approach import Approach
 from lightning_dp.accounting.base import (
     AbstractAccountant,
     AbstractStepsAccountant,
-    FloatArray,
     History,
     Relation,
     Steps,
@@ -35,7 +33,6 @@ from lightning_dp.warnings import warn
 _TOLERANCE = 1e-3
 _LARGEST_SCALE = 1e6
 _AT_ONCE = 10**6  # steps that are cheap enough to be looked at at first
-_ROUGH = PLDAccountant(rtol=4e-3, spacing=0.2)
 
 
 def calibrate(
@@ -97,16 +94,13 @@ def calibrate(
     values, rates, counts = shapes.noise_multipliers, shapes.sample_rates, shapes.counts
     cost = _Cost(spent, delta, relation)
 
-    def steps_of(scale: float) -> Steps:
-        return Steps(_scaled(values, scale), rates, counts)
-
-    is_long = isinstance(judge, PLDAccountant) and bool(np.any(rates < 1)) and values.size > 100
+    ask = lru_cache(maxsize=None)(lambda scale: cost.of(judge, shapes.scaled(scale)))
     start, slope = math.sqrt(math.fsum(counts / values**2)), -1.0
-    if is_long and cost.merged is not None:
-        assert isinstance(judge, PLDAccountant)
+    if isinstance(judge, AbstractStepsAccountant) and cost.merged is not None and np.any(rates < 1):
         start = _normal_scale(shapes, epsilon, delta, relation)
-        start, slope = _approach(judge, cost.merged, steps_of, start, (epsilon, delta), relation)
-    return solve(lambda scale: cost.of(judge, steps_of(scale)), start, epsilon, _TOLERANCE, slope)
+        goal = Approach(judge, cost.merged, shapes, (epsilon, delta), relation, _TOLERANCE)
+        start, slope = goal.near(ask, start)
+    return solve(ask, start, epsilon, _TOLERANCE, slope)
 
 
 def _normal_scale(shapes: Steps, epsilon: float, delta: float, relation: Relation) -> float:
@@ -124,37 +118,6 @@ def _normal_scale(shapes: Steps, epsilon: float, delta: float, relation: Relatio
     if not excess(low) > 0 > excess(high):
         return math.sqrt(math.fsum(shapes.counts / shapes.noise_multipliers**2))
     return math.exp(float(brentq(excess, low, high, xtol=1e-3)))
-
-
-def _approach(
-    judge: PLDAccountant,
-    spent: Steps,
-    steps_of: Callable[[float], Steps],
-    start: float,
-    budget: tuple[float, float],
-    relation: Relation,
-) -> tuple[float, float]:
-    """Near the scale, and the slope there, by quick looks at removing a record.
-
-    How far a quick look is off, varies little, and is found by one that is not.
-    """
-    epsilon, delta = budget
-    rough = replace(_ROUGH, rtol=max(_ROUGH.rtol, judge.rtol))
-
-    def cost(accountant: PLDAccountant, scale: float) -> float:
-        return accountant.removal_epsilon(joined(spent, steps_of(scale)), delta, relation)
-
-    quick = lru_cache(maxsize=None)(lambda scale: cost(rough, scale))
-    scale = solve(quick, start, epsilon, 0.04)
-    value = cost(judge, scale)
-    if not 0 < value < math.inf:
-        return scale, -1.0
-    aim = epsilon * (1 - _TOLERANCE / 2) * quick(scale) / value
-    near = solve(quick, scale, aim * (1 + _TOLERANCE / 8), _TOLERANCE / 4)
-    if near == scale:
-        return near, -1.0
-    slope = math.log(quick(near) / quick(scale)) / math.log(near / scale)
-    return near, min(slope, -0.05)
 
 
 def calibrate_history(
@@ -335,12 +298,6 @@ def _check_that_delta_is_small(delta: float, steps: Steps) -> None:
             "permit to publish every record of a batch as it is. Choose a delta well below 1 / "
             "(number of records)."
         )
-
-
-def _scaled(values: FloatArray, scale: float) -> FloatArray:
-    """Noise multipliers; one that overflows is the largest number, which is less noise."""
-    with np.errstate(over="ignore"):
-        return np.minimum(values * scale, sys.float_info.max)
 
 
 class _Cost:

@@ -20,16 +20,17 @@ rounding z down and q up would cost the first order.
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
 from scipy.special import ndtr
 
-from lightning_dp.accounting.base import FloatArray, Steps
+from lightning_dp.accounting.base import FloatArray, Steps, merge_arrays
 
 _ROUND_UP = 1e-11
 _MOST_CELLS = 4096
+_FEW_RATES = 4
 _UNIT = 2.0**-52
 IntArray = NDArray[np.intp]
 
@@ -104,6 +105,11 @@ def as_mixture(steps: Steps, relation: str, spacing: float, exact: int) -> Mixtu
     """
     if steps.counts.size <= exact:
         return _singles(steps)
+    rates = np.unique(steps.sample_rates)
+    if 1 < rates.size <= _FEW_RATES:  # nothing is gained by reading one rate as others
+        places = [np.flatnonzero(steps.sample_rates == rate) for rate in rates]
+        parts = [as_mixture(steps.at(at), relation, spacing, 1) for at in places]
+        return _side_by_side(parts, places)
     k = 2.0 if relation == "replace_one" else 1.0
     mu = 1.0 / steps.noise_multipliers
     rows = _lattice(_flatten(mu), spacing, _unflatten)
@@ -116,12 +122,35 @@ def as_mixture(steps: Steps, relation: str, spacing: float, exact: int) -> Mixtu
     return lattice if len(lattice.nodes) < steps.counts.size else _singles(steps)
 
 
+def rounded(steps: Steps, spacing: float) -> Steps:
+    """Fewer distinct steps that cost more: noise multipliers rounded down, and rates up."""
+    with np.errstate(over="ignore"):
+        z = np.exp(spacing * np.floor(np.log(steps.noise_multipliers) / spacing))
+        q = np.exp(spacing * np.ceil(np.log(steps.sample_rates) / spacing))
+    few = np.unique(steps.sample_rates).size <= _FEW_RATES
+    z = np.minimum(z * (1 - 1e-12), steps.noise_multipliers)
+    q = steps.sample_rates if few else np.clip(q * (1 + 1e-12), steps.sample_rates, 1.0)
+    return merge_arrays(z, q, steps.counts)
+
+
 def _singles(steps: Steps) -> Mixture:
     """Every distinct step is a node and a cell."""
     zero = np.zeros(1)
     nodes = list(zip(steps.noise_multipliers.tolist(), steps.sample_rates.tolist(), strict=True))
     counts = steps.counts.reshape(-1, 1)
     cells = [Cell((c,) * 4, zero, zero, counts[c], np.array([c])) for c in range(len(nodes))]
+    return Mixture(nodes, cells)
+
+
+def _side_by_side(mixtures: list[Mixture], places: list[IntArray]) -> Mixture:
+    """Several mixtures as one; ``places`` says where the steps of each are in all."""
+    nodes: list[tuple[float, float]] = []
+    cells: list[Cell] = []
+    for mixture, at in zip(mixtures, places, strict=True):
+        for cell in mixture.cells:
+            a, b, c, d = (len(nodes) + corner for corner in cell.corners)
+            cells.append(replace(cell, corners=(a, b, c, d), members=at[cell.members]))
+        nodes += mixture.nodes
     return Mixture(nodes, cells)
 
 

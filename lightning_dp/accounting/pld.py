@@ -19,10 +19,11 @@ from lightning_dp.accounting.base import (
 from lightning_dp.accounting.composition import compose
 from lightning_dp.accounting.gdp import gdp_delta, gdp_epsilon, mu_of
 from lightning_dp.accounting.grid import Plan, Target, grid_points, plan_grid, pmf_maker
-from lightning_dp.accounting.grouping import Mixture, as_mixture
+from lightning_dp.accounting.grouping import Mixture, as_mixture, rounded
 
 _EXACT = 32  # so few distinct steps are never grouped
 _ROUGH_SPACING = 0.8
+_ROUGH_ROUNDING = 0.05
 _MAX_ROUNDS = 8
 _RARE = 0.3  # of Chernoff's bound: a few rare losses make all of the cost
 _LEAST_NOISE = 1e-3  # below it amplification is not worth the grid
@@ -134,7 +135,7 @@ class PLDAccountant(AbstractStepsAccountant):
         """The value of one direction, or a lower one if it is at most ``least``."""
         rough = self.rough(steps, relation)
         plan, value = self.settle(rough, target, relation, backward, least)
-        if rough.is_exact or value <= least:
+        if steps.counts.size <= _EXACT or value <= least:
             return value
         mixture = self.fine(steps, plan, relation, _MAX_POINTS)
         composed = compose(mixture, pmf_maker(mixture, plan, relation, backward), plan.grid)
@@ -142,7 +143,9 @@ class PLDAccountant(AbstractStepsAccountant):
 
     def rough(self, steps: Steps, relation: Relation) -> Mixture:
         """Few nodes, to find the grid with; the steps themselves if they are few."""
-        return as_mixture(steps, relation, _ROUGH_SPACING, _EXACT)
+        if steps.counts.size <= _EXACT:
+            return as_mixture(steps, relation, _ROUGH_SPACING, _EXACT)
+        return as_mixture(rounded(steps, _ROUGH_ROUNDING), relation, _ROUGH_SPACING, 1)
 
     def fine(self, steps: Steps, plan: Plan, relation: Relation, most_points: float) -> Mixture:
         """Nodes at the wanted distance, or as near as the number of grid points allows."""

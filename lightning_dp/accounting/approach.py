@@ -1,0 +1,146 @@
+"""Near the scale of the noise by quick estimates, so that few full evaluations are needed."""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+from lightning_dp.accounting.base import AbstractStepsAccountant, Relation, Steps, joined
+from lightning_dp.accounting.composition import ComposedLengths
+from lightning_dp.accounting.grid import Target, pmf_maker
+from lightning_dp.accounting.grouping import Mixture, as_mixture
+from lightning_dp.accounting.pld import PLDAccountant, merge_full_batch
+from lightning_dp.accounting.quadrature import few_alike
+from lightning_dp.accounting.rdp import StreamingRDPAccountant
+from lightning_dp.accounting.solving import solve
+
+__all__ = ["Approach"]
+
+_RTOL = 4e-3
+_SPACING = 0.2
+_EXACT = 32
+_NEAR = 0.1  # how near the budget the grid of the estimates is made
+_OVER = 5e-4  # by which the accountants are above an estimate, for many steps
+_SETTLED = 0.03  # change of an estimate by a finer grid that can be extrapolated
+_MOST_POINTS = 2**21
+_MOST_GRIDS = 5
+_FARTHEST = 0.3  # of the logarithm of the scale, from one grid to the next
+
+_Estimate = Callable[[float], float]
+
+
+@dataclass(frozen=True)
+class Approach:
+    """What is looked for: the scale at which a judge's epsilon meets a budget.
+
+    Args:
+        judge: whose epsilon counts.
+        spent: what ran before.
+        shapes: the steps at scale 1.
+        budget: epsilon and delta.
+        relation: the neighbouring relation.
+        tolerance: relative.
+    """
+
+    judge: AbstractStepsAccountant
+    spent: Steps
+    shapes: Steps
+    budget: tuple[float, float]
+    relation: Relation
+    tolerance: float
+
+    def near(self, cost: _Estimate, start: float) -> tuple[float, float]:
+        """A scale whose cost is likely to be within the tolerance, and the slope there.
+
+        Args:
+            cost: the judge's epsilon at a scale.
+            start: a guess.
+        """
+        epsilon, tolerance = self.budget[0], self.tolerance
+        estimate, scale = self._estimate(start)
+        slope = _slope(estimate, scale)
+        aim = epsilon * (1 - tolerance / 2)
+        wanted = aim * (1 - _OVER)
+        for _ in range(2):
+            scale = solve(estimate, scale, wanted * (1 + tolerance / 16), tolerance / 8, slope)
+            value = cost(scale)
+            if not 0 < value < math.inf or epsilon * (1 - tolerance) <= value <= epsilon:
+                break
+            wanted = aim * estimate(scale) / value
+        return scale, slope
+
+    def _estimate(self, start: float) -> tuple[_Estimate, float]:
+        """An estimate of the cost that is smooth in the scale, and where it is near the budget."""
+        epsilon, delta = self.budget
+        spent, shapes = few_alike(self.spent), few_alike(self.shapes)
+
+        def steps_of(scale: float) -> Steps:
+            return joined(spent, shapes.scaled(scale))
+
+        def asking(accountant: AbstractStepsAccountant) -> _Estimate:
+            return lru_cache(maxsize=None)(
+                lambda scale: accountant.epsilon_of(steps_of(scale), delta, self.relation)
+            )
+
+        if not isinstance(self.judge, PLDAccountant):
+            estimate = asking(self.judge)
+            return estimate, solve(estimate, start, epsilon, _NEAR)
+        bound = asking(StreamingRDPAccountant())
+        scale = solve(bound, start, 1.1 * epsilon, _NEAR)
+        rough = replace(self.judge, rtol=max(_RTOL, self.judge.rtol))
+        for _ in range(_MOST_GRIDS):  # a grid is good near the scale that it was made for
+            grid = _Grid(rough, Target(math.log(delta)), self.relation, steps_of(scale))
+            estimate = lru_cache(maxsize=None)(grid.reader(steps_of))
+            value = estimate(scale)
+            if not 0 < value < math.inf or abs(value / epsilon - 1) < _NEAR:
+                break
+            move = math.log(epsilon / value) / _slope(estimate, scale)
+            scale *= math.exp(min(max(move, -_FARTHEST), _FARTHEST))
+        return estimate, scale
+
+
+def _slope(estimate: _Estimate, scale: float) -> float:
+    """That of the logarithm of an estimate in that of the scale."""
+    step = 1e-3
+    values = estimate(scale), estimate(scale * (1 + step))
+    if not all(0 < value < math.inf for value in values):
+        return -1.0
+    return min(math.log(values[1] / values[0]) / math.log1p(step), -0.05)
+
+
+class _Grid:
+    """Epsilon for removing a record on one grid, of which the error is known and varies smoothly."""
+
+    def __init__(
+        self, accountant: PLDAccountant, target: Target, relation: Relation, steps: Steps
+    ) -> None:
+        self._target, self._relation = target, relation
+        self._plan, _ = accountant.settle(self._mixture(steps), target, relation, False, 0.0)
+        low, high = self._plan.grid.ends
+        while (high - low) / self._plan.grid.h < _MOST_POINTS:
+            here = self._at(steps, 1.0)
+            if abs(self._at(steps, 2.0) - here) < _SETTLED * here:
+                break
+            self._plan = replace(self._plan, grid=replace(self._plan.grid, h=self._plan.grid.h / 4))
+
+    def reader(self, steps_of: Callable[[float], Steps]) -> _Estimate:
+        """The estimate at a scale. The error of a grid goes as the square of its spacing."""
+
+        def read(scale: float) -> float:
+            steps = steps_of(scale)
+            fine, coarse = self._at(steps, 1.0), self._at(steps, 2.0)
+            return fine - (coarse - fine) / 3 if math.isfinite(coarse) else fine
+
+        return read
+
+    def _at(self, steps: Steps, wider: float) -> float:
+        """Epsilon on the grid, or one that is wider."""
+        grid = replace(self._plan.grid, h=self._plan.grid.h * wider)
+        plan, mixture = replace(self._plan, grid=grid), self._mixture(steps)
+        make = pmf_maker(mixture, plan, self._relation, False)
+        # No window is widened: far from the steps of the grid there is no estimate.
+        lengths = ComposedLengths(mixture, make, grid, lambda cell: cell.counts[None, :])
+        return self._target.read(lengths.composed(0))
+
+    def _mixture(self, steps: Steps) -> Mixture:
+        return as_mixture(merge_full_batch(steps), self._relation, _SPACING, _EXACT)
