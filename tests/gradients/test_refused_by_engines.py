@@ -72,7 +72,9 @@ def test_a_forward_pass_that_was_not_back_propagated_is_refused(hooks, oracle, m
     hooks.attach(module, oracle.trained(module))
     module(oracle.features())  # its gradient would be paired with the wrong records
 
-    with pytest.raises(UnsupportedModelError, match=r"was not back-propagated \(layers \['0', '2'\]\)"):
+    with pytest.raises(
+        UnsupportedModelError, match=r"was not back-propagated \(layers \['0', '2'\]\)"
+    ):
         oracle.run(hooks, module, oracle.features())
 
 
