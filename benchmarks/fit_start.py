@@ -124,7 +124,7 @@ ROWS: dict[str, tuple[Callable[[int], Kwargs], float]] = {
 
 
 class _Screen:
-    """Where ε is shown: what the publisher asks of a Trainer, and nothing else."""
+    """The parts of a Trainer that the publisher asks for, and nothing else."""
 
     def __init__(self) -> None:
         self.log_every_n_steps = 50
@@ -170,7 +170,7 @@ def _start(
 
 
 def _charge(run: PrivateRun, before: History) -> None:
-    """What was spent before, without a journal."""
+    """Charges of an earlier run, without a journal."""
     if not before:
         return
     run.ledger.begin("earlier", None)

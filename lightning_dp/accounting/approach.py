@@ -31,7 +31,7 @@ _Estimate = Callable[[float], float]
 
 @dataclass(frozen=True)
 class Approach:
-    """What is looked for: the scale at which a judge's epsilon meets a budget.
+    """The scale that is looked for, at which a judge's epsilon meets a budget.
 
     Args:
         judge: whose epsilon counts.
