@@ -6,7 +6,7 @@ import math
 from typing import Any
 
 from lightning_dp.plan import NoisePlan
-from lightning_dp.schedules.constant import Constant
+from lightning_dp.schedules import Constant
 
 __all__ = ["costliest_events"]
 

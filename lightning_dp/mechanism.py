@@ -20,7 +20,7 @@ from lightning_dp.noise import NoiseSource, add_noise
 from lightning_dp.plan import NoisePlan
 from lightning_dp.postprocessing.base import AbstractPostProcessor
 from lightning_dp.query import BoundedSum, Query, Release
-from lightning_dp.schedules.adaptive import AbstractAdaptiveSchedule
+from lightning_dp.schedules import AbstractAdaptiveSchedule
 from lightning_dp.world import World
 
 __all__ = ["BudgetExhausted", "Mechanism"]

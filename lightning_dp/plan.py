@@ -14,9 +14,7 @@ from lightning_dp.estimators.base import AbstractEstimator, State
 from lightning_dp.estimators.mean_gradient import MeanGradient
 from lightning_dp.sampling.base import AbstractSampling
 from lightning_dp.sampling.poisson import Poisson
-from lightning_dp.schedules.adaptive import AbstractAdaptiveSchedule
-from lightning_dp.schedules.base import AbstractSchedule
-from lightning_dp.schedules.constant import Constant
+from lightning_dp.schedules import AbstractAdaptiveSchedule, AbstractSchedule, Constant
 
 __all__ = ["LaterSteps", "NoisePlan"]
 

@@ -22,7 +22,7 @@ from lightning_dp.accounting import (
     epsilon_curve,
 )
 from lightning_dp.report.accountants import accountant_named
-from lightning_dp.schedules.base import AbstractSchedule
+from lightning_dp.schedules import AbstractSchedule
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -9,6 +9,8 @@ from functools import lru_cache
 import numpy as np
 import torch
 from dynamic_noise_data import mnist35, two_clusters
+from dynamic_noise_formulas import fit_exponential
+from dynamic_noise_influence import quadratic_influence, retraining_influence
 from dynamic_noise_model import Problem
 from scipy.optimize import brentq
 
@@ -18,13 +20,11 @@ from lightning_dp.accounting.ledger import Ledger
 from lightning_dp.clipping import bounded_sum
 from lightning_dp.estimators import MeanGradient
 from lightning_dp.functional import unflatten
-from lightning_dp.influence import quadratic_influence, retraining_influence
 from lightning_dp.mechanism import Mechanism
 from lightning_dp.noise import NoiseSource
 from lightning_dp.plan import NoisePlan
 from lightning_dp.sampling import FullBatch
 from lightning_dp.schedules import AbstractSchedule, Constant, FromInfluence
-from lightning_dp.schedules.fit import fit_exponential
 from lightning_dp.world import World
 
 LEARNING_RATE, CLIP_NORM, MAX_STEPS = 0.1, 4.0, 100

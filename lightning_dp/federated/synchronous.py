@@ -20,7 +20,7 @@ from lightning_dp.federated.replies import Form, Reply, check_client, read_reply
 from lightning_dp.noise import add_noise
 from lightning_dp.plan import NoisePlan
 from lightning_dp.query import BoundedSum, Query, Release, Term
-from lightning_dp.schedules.adaptive import AbstractAdaptiveSchedule
+from lightning_dp.schedules import AbstractAdaptiveSchedule
 from lightning_dp.world import World
 
 __all__ = [

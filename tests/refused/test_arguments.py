@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from dynamic_noise_influence import quadratic_influence
 
 from lightning_dp import (
     Constant,
@@ -62,7 +63,6 @@ from lightning_dp.federated import (
     rounds_for,
 )
 from lightning_dp.functional import clip_factors, laplacian_smoothing
-from lightning_dp.influence import quadratic_influence
 from lightning_dp.metrics import PrivacyBudget
 from lightning_dp.plan import NoisePlan
 from lightning_dp.plotting import plot_schedule

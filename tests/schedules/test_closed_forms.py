@@ -9,6 +9,14 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
+from dynamic_noise_formulas import (
+    paper_alpha,
+    paper_dynamic_gd_noise,
+    paper_noise,
+    paper_subsampled_budget,
+    paper_uniform_noise,
+    paper_uniform_steps,
+)
 from scipy.optimize import minimize
 
 from lightning_dp import schedules
@@ -20,14 +28,6 @@ from lightning_dp.schedules import (
     DynamicMomentum,
     FromInfluence,
     Polynomial,
-)
-from lightning_dp.schedules.paper import (
-    paper_alpha,
-    paper_dynamic_gd_noise,
-    paper_noise,
-    paper_subsampled_budget,
-    paper_uniform_noise,
-    paper_uniform_steps,
 )
 
 STEPS = range(200)

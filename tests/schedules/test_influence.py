@@ -7,8 +7,9 @@ import math
 import numpy as np
 import pytest
 import torch
+from dynamic_noise_formulas import fit_exponential
+from dynamic_noise_influence import quadratic_influence, retraining_influence
 
-from lightning_dp.influence import quadratic_influence, retraining_influence
 from lightning_dp.schedules import (
     Constant,
     Cosine,
@@ -17,7 +18,6 @@ from lightning_dp.schedules import (
     FromInfluence,
     Polynomial,
 )
-from lightning_dp.schedules.fit import fit_exponential
 
 EIGENVALUES = [0.2, 1.0, 3.0]
 RATE, STD = 0.3, 0.05

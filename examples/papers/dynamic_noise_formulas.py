@@ -13,17 +13,10 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from lightning_dp._validate import positive, whole
-from lightning_dp.schedules.checks import condition_number
+import numpy as np
 
-__all__ = [
-    "paper_alpha",
-    "paper_dynamic_gd_noise",
-    "paper_noise",
-    "paper_subsampled_budget",
-    "paper_uniform_noise",
-    "paper_uniform_steps",
-]
+from lightning_dp._validate import positive, whole
+from lightning_dp.schedules import AbstractSchedule, Exponential, condition_number
 
 
 def paper_alpha(
@@ -137,3 +130,29 @@ def paper_subsampled_budget(budget: float, sample_rate: float) -> float:
     if not 0 < sample_rate <= 1:
         raise ValueError(f"paper_subsampled_budget(sample_rate={sample_rate}) must be in (0, 1].")
     return budget / sample_rate**2
+
+
+def fit_exponential(schedule: AbstractSchedule, steps: int) -> Exponential:
+    r"""The k of :math:`\sigma_0 e^{-kt}` fitted by least squares to log s(t), t = 0 .. steps - 1.
+
+    As in the experiments of "On Dynamic Noise Influence in Differential Private Learning"
+    (Appendix D), which do not say whether σ or log σ is fitted: in the logarithm the fit is linear
+    and does not depend on the scale. σ_0 is not returned; the budget sets it.
+
+    Args:
+        schedule: what is approximated.
+        steps: T >= 1, over which it is.
+
+    Raises:
+        ValueError: if ``steps`` is not an integer of at least 1.
+
+    Example:
+        >>> from lightning_dp.schedules import DynamicGD
+        >>> round(fit_exponential(DynamicGD(kappa=10.0), steps=50).rate, 6)    # -log(0.9) / 4
+        0.02634
+    """
+    steps = whole("steps", steps, of="fit_exponential")
+    times = np.arange(steps) - (steps - 1) / 2
+    logs = np.log([schedule(step) for step in range(steps)])
+    slope = 0.0 if steps == 1 else float(times @ logs / (times @ times))
+    return Exponential(rate=-slope)
