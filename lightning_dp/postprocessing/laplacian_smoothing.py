@@ -10,8 +10,8 @@ from torch import Tensor
 
 from lightning_dp._validate import normalise
 from lightning_dp.estimators.base import State
+from lightning_dp.functional import check_sigma, laplacian_smoothing
 from lightning_dp.postprocessing.base import AbstractPostProcessor
-from lightning_dp.smoothing import check_sigma, laplacian_smoothing
 
 __all__ = ["LaplacianSmoothing"]
 
