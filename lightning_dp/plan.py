@@ -12,8 +12,7 @@ from lightning_dp.accounting.events import AbstractEvent
 from lightning_dp.accounting.pair_plan import AbstractPairPlan
 from lightning_dp.estimators.base import AbstractEstimator, State
 from lightning_dp.estimators.mean_gradient import MeanGradient
-from lightning_dp.sampling.base import AbstractSampling
-from lightning_dp.sampling.poisson import Poisson
+from lightning_dp.sampling.schemes import AbstractSampling, Poisson
 from lightning_dp.schedules import AbstractAdaptiveSchedule, AbstractSchedule, Constant
 
 __all__ = ["LaterSteps", "NoisePlan"]

@@ -15,7 +15,7 @@ from lightning_dp._validate import number, whole
 from lightning_dp.audit.memory import MemoryLine, measure_memory, text_of_bytes
 from lightning_dp.config import PrivacyConfig
 from lightning_dp.sampling import Poisson
-from lightning_dp.sampling.physical_batches import factorisations, largest_chunk
+from lightning_dp.sampling.schemes import factorisations, largest_chunk
 
 __all__ = ["PhysicalBatch", "suggest_physical_batch"]
 

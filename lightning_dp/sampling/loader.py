@@ -11,7 +11,7 @@ import numpy as np
 from torch.utils.data import DataLoader, Sampler
 
 from lightning_dp.noise import random_generator
-from lightning_dp.sampling.base import AbstractSampling, BatchPlan
+from lightning_dp.sampling.schemes import AbstractSampling, BatchPlan
 
 __all__ = ["Chunk", "ChunkSampler", "PrivateDataLoader"]
 

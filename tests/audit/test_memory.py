@@ -17,7 +17,7 @@ from lightning_dp import Diff2, FullBatch
 from lightning_dp.audit.memory import measure_memory
 from lightning_dp.audit.physical_batch import suggest_physical_batch
 from lightning_dp.callbacks import DifferentialPrivacy
-from lightning_dp.sampling.physical_batches import largest_chunk
+from lightning_dp.sampling.schemes import largest_chunk
 
 CPU = {"accelerator": "cpu"}
 MIB = 2**20

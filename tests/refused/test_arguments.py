@@ -67,7 +67,7 @@ from lightning_dp.metrics import PrivacyBudget
 from lightning_dp.plan import NoisePlan
 from lightning_dp.plotting import plot_schedule
 from lightning_dp.query import Query
-from lightning_dp.sampling.physical_batches import factorisations, largest_chunk
+from lightning_dp.sampling.schemes import factorisations, largest_chunk
 from lightning_dp.schedules import (
     Cosine,
     DynamicGD,

@@ -9,7 +9,7 @@ import pytest
 
 from lightning_dp.sampling import Poisson
 from lightning_dp.sampling.loader import ChunkSampler
-from lightning_dp.sampling.physical_batches import factorisations, largest_chunk
+from lightning_dp.sampling.schemes import factorisations, largest_chunk
 
 
 @pytest.mark.parametrize("logical", [1, 7, 12, 256, 1000])

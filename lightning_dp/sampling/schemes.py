@@ -1,0 +1,248 @@
+"""Sampling schemes: who is in a batch, which privacy event that is, and how batches are cut."""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy.stats import binom
+
+from lightning_dp._validate import number, positive, probability, whole
+from lightning_dp.accounting.events import AbstractEvent, Gaussian, PoissonGaussian
+
+__all__ = [
+    "AbstractSampling",
+    "BatchPlan",
+    "FullBatch",
+    "Poisson",
+    "check_sizes",
+    "factorisations",
+    "largest_chunk",
+]
+
+
+@dataclass(frozen=True)
+class BatchPlan:
+    """How one epoch is cut into noised steps. Public, and constant for a run.
+
+    Args:
+        num_records: N, records in the training set.
+        sample_rate: q, the probability that a record is in one step's batch.
+        chunks_per_step: physical batches that make up one logical batch, on each rank.
+        steps_per_epoch: noised steps in one pass of the loader.
+    """
+
+    num_records: int
+    sample_rate: float
+    chunks_per_step: int
+    steps_per_epoch: int
+
+    @property
+    def expected_batch_size(self) -> float:
+        """B = q N, what a private mean divides by."""
+        return self.sample_rate * self.num_records
+
+    @property
+    def chunks_per_epoch(self) -> int:
+        return self.steps_per_epoch * self.chunks_per_step
+
+
+class AbstractSampling(ABC):
+    """Chooses the people of a batch and names the event that this choice makes, together.
+
+    A subclass promises that :meth:`draw` contains each record of the shard at most once, and that
+    :meth:`event` is never more private than what :meth:`draw` does.
+    """
+
+    @abstractmethod
+    def plan(
+        self,
+        *,
+        num_records: int,
+        batch_size: int,
+        accumulate: int,
+        world_size: int,
+        loader_length: int,
+    ) -> BatchPlan:
+        """The plan for a user's loader.
+
+        Args:
+            num_records: N over all ranks.
+            batch_size: of the user's loader (one chunk on one rank).
+            accumulate: the Trainer's ``accumulate_grad_batches``.
+            world_size: number of ranks, each of which draws from its own shard.
+            loader_length: batches in one epoch of the user's loader on one rank.
+        """
+
+    @abstractmethod
+    def draw(
+        self, shard_size: int, sample_rate: float, rng: np.random.Generator
+    ) -> NDArray[np.int64]:
+        """One batch from a shard: distinct positions in ``range(shard_size)``, in any order."""
+
+    @abstractmethod
+    def event(self, noise_multiplier: float, sample_rate: float) -> AbstractEvent:
+        """The privacy event of one Gaussian query with multiplier z on one such batch."""
+
+
+def check_sizes(num_records: int, batch_size: float) -> None:
+    """Refuse an empty training set and a batch size that is not a positive number."""
+    if not number("num_records", num_records) >= 1:
+        raise ValueError(f"The training set has {num_records} records; need at least 1.")
+    if not number("batch_size", batch_size) >= 1:
+        raise ValueError(f"The loader's batch_size={batch_size} must be at least 1.")
+
+
+@dataclass(frozen=True)
+class Poisson(AbstractSampling):
+    """Each record enters each batch independently with probability q.
+
+    q = batch_size · accumulate_grad_batches · world_size / N, at most 1, so that a batch has the
+    size of the ordinary one on average, and an epoch has as many steps as before.
+
+    - Each record is in a batch at most once; batches are independent of each other.
+    - Drawing costs O(qN): a binomial count, then that many distinct positions.
+
+    Example:
+        >>> plan = Poisson().plan(
+        ...     num_records=1000, batch_size=50, accumulate=2, world_size=1, loader_length=20
+        ... )
+        >>> plan.sample_rate, plan.steps_per_epoch, plan.expected_batch_size
+        (0.1, 10, 100.0)
+    """
+
+    def plan(
+        self,
+        *,
+        num_records: int,
+        batch_size: int,
+        accumulate: int,
+        world_size: int,
+        loader_length: int,
+    ) -> BatchPlan:
+        check_sizes(num_records, batch_size)
+        return BatchPlan(
+            num_records=num_records,
+            # A batch larger than the training set is the training set, as in an ordinary loader.
+            sample_rate=min(1.0, batch_size * accumulate * world_size / num_records),
+            chunks_per_step=accumulate,
+            steps_per_epoch=math.ceil(loader_length / accumulate),
+        )
+
+    def draw(
+        self, shard_size: int, sample_rate: float, rng: np.random.Generator
+    ) -> NDArray[np.int64]:
+        count = rng.binomial(shard_size, sample_rate)
+        return rng.choice(shard_size, size=count, replace=False, shuffle=False)
+
+    def event(self, noise_multiplier: float, sample_rate: float) -> AbstractEvent:
+        if sample_rate == 1:
+            return Gaussian(noise_multiplier)
+        return PoissonGaussian(noise_multiplier, sample_rate)
+
+
+@dataclass(frozen=True)
+class FullBatch(AbstractSampling):
+    """One step per epoch on all N records, handed out in chunks of the loader's batch size.
+
+    The composition of such steps is exactly μ-GDP with μ² = Σ 1/z_t². The number of chunks is
+    set as the Trainer's ``accumulate_grad_batches`` for the fit.
+
+    Example:
+        >>> plan = FullBatch().plan(
+        ...     num_records=1000, batch_size=300, accumulate=1, world_size=1, loader_length=4
+        ... )
+        >>> plan.chunks_per_step, plan.steps_per_epoch, plan.sample_rate
+        (4, 1, 1.0)
+    """
+
+    def plan(
+        self,
+        *,
+        num_records: int,
+        batch_size: int,
+        accumulate: int,
+        world_size: int,
+        loader_length: int,
+    ) -> BatchPlan:
+        check_sizes(num_records, batch_size)
+        chunks = math.ceil(math.ceil(num_records / world_size) / batch_size)
+        if accumulate not in (1, chunks):
+            raise ValueError(
+                f"Trainer(accumulate_grad_batches={accumulate}) contradicts sampling=FullBatch(): "
+                f"{num_records} records in chunks of {batch_size} make {chunks} chunks per step. "
+                f"Leave it out, or set it to {chunks}."
+            )
+        return BatchPlan(num_records, 1.0, chunks_per_step=chunks, steps_per_epoch=1)
+
+    def draw(
+        self, shard_size: int, sample_rate: float, rng: np.random.Generator
+    ) -> NDArray[np.int64]:
+        return np.arange(shard_size)
+
+    def event(self, noise_multiplier: float, sample_rate: float) -> AbstractEvent:
+        return Gaussian(noise_multiplier)
+
+
+def factorisations(logical_batch_size: int) -> list[tuple[int, int]]:
+    """All ``(batch_size, accumulate_grad_batches)`` whose product is the logical batch size.
+
+    Each gives exactly the same q = batch_size · accumulate_grad_batches · world_size / N.
+
+    Args:
+        logical_batch_size: at least 1; of one process.
+
+    Returns:
+        The pairs, the largest ``batch_size`` first.
+
+    Raises:
+        ValueError: if the size is not a whole number of at least 1.
+
+    Example:
+        >>> factorisations(12)
+        [(12, 1), (6, 2), (4, 3), (3, 4), (2, 6), (1, 12)]
+    """
+    size = whole("logical_batch_size", logical_batch_size)
+    return [(size // each, each) for each in range(1, size + 1) if size % each == 0]
+
+
+def largest_chunk(
+    logical_batch_size: int,
+    accumulate: int,
+    world_size: int,
+    num_records: int,
+    *,
+    relative_rate: float = 1.0,
+    chance: float = 1e-9,
+) -> int:
+    """Records in the largest physical batch, but for a small chance at each step.
+
+    A Poisson batch of a process has a binomial number n of records; it is cut into ``accumulate``
+    chunks of at most ⌈n / accumulate⌉.
+
+    Args:
+        logical_batch_size: batch_size · accumulate of one process, its mean.
+        accumulate: chunks of a logical batch.
+        world_size: number of processes.
+        num_records: N over all of them.
+        relative_rate: how much larger than q the largest rate of a step is (restarts of ``Diff2``).
+        chance: the probability, at one step, of a larger one.
+
+    Raises:
+        ValueError: if an argument is out of range or NaN.
+
+    Example:
+        >>> largest_chunk(256, 1, 1, 60_000), largest_chunk(256, 8, 1, 60_000)
+        (357, 45)
+    """
+    num_records = whole("num_records", num_records, 0)
+    check_sizes(num_records, positive("logical_batch_size", logical_batch_size))
+    accumulate, world_size = whole("accumulate", accumulate), whole("world_size", world_size)
+    chance = probability("chance", chance)
+    relative_rate = positive("relative_rate", relative_rate)
+    rate = min(1.0, logical_batch_size * world_size * relative_rate / num_records)
+    count = binom.isf(chance, math.ceil(num_records / world_size), rate)
+    return max(1, math.ceil(int(count) / accumulate))
