@@ -23,7 +23,7 @@ from pathlib import Path
 from problems import PROBLEMS
 
 from lightning_dp.accounting import epsilon_text
-from lightning_dp.federated.loopback import LoopbackFederation
+from lightning_dp.testing import LoopbackFederation
 
 APP = Path(__file__).parent
 PORT = 9099

@@ -1,23 +1,26 @@
 """Protocols for several data holders, as pure state machines."""
 
-from lightning_dp.federated.aggregator import Aggregator
 from lightning_dp.federated.async_client import AsyncClient, ClientPrivacy
-from lightning_dp.federated.asynchronous import AsyncPlan, AsyncServer, RoundPlan
-from lightning_dp.federated.base import (
+from lightning_dp.federated.asynchronous import Aggregator, AsyncPlan, AsyncServer, RoundPlan
+from lightning_dp.federated.bvr_l_sgd import BVRLSGD
+from lightning_dp.federated.cubic_newton import CubicNewtonPlan
+from lightning_dp.federated.cubic_newton_client import CubicNewtonClient
+from lightning_dp.federated.ledger import ReleaseLedger
+from lightning_dp.federated.protocol import (
     AbstractClient,
     AbstractServer,
     Message,
     MessageError,
     Records,
 )
-from lightning_dp.federated.bvr_l_sgd import BVRLSGD
-from lightning_dp.federated.cubic_newton import CubicNewtonPlan
-from lightning_dp.federated.cubic_newton_client import CubicNewtonClient
 from lightning_dp.federated.query_client import QueryClient
-from lightning_dp.federated.release_ledger import ReleaseLedger
-from lightning_dp.federated.sample_sizes import (
+from lightning_dp.federated.sequences import (
     AbstractSampleSizes,
+    AbstractStepSizes,
+    ConstantSteps,
     DelaySizes,
+    InverseRootSteps,
+    InverseSteps,
     LogarithmicSizes,
     PolynomialSizes,
     PowerSizes,
@@ -25,12 +28,6 @@ from lightning_dp.federated.sample_sizes import (
     rounds_for,
 )
 from lightning_dp.federated.spending import Spending
-from lightning_dp.federated.step_sizes import (
-    AbstractStepSizes,
-    ConstantSteps,
-    InverseRootSteps,
-    InverseSteps,
-)
 from lightning_dp.federated.synchronous import SynchronousServer
 
 __all__ = [

@@ -13,13 +13,19 @@ from torch import Tensor
 
 from lightning_dp._validate import normalise, not_negative, number, optional, seed
 from lightning_dp.accounting import AbstractEvent, Gaussian, Relation
-from lightning_dp.federated.agreed import check_point, try_before_first_charge
+from lightning_dp.federated.agreement import check_point, try_before_first_charge
 from lightning_dp.federated.asynchronous import LOST, REFUSED, ROUND, UPDATE, AsyncPlan
-from lightning_dp.federated.base import AbstractClient, Message, MessageError, Records
-from lightning_dp.federated.noised import draw, noise_source, noised_sum
-from lightning_dp.federated.release_budget import check_budget
-from lightning_dp.federated.release_ledger import Make, ReleaseLedger
-from lightning_dp.federated.spending import Spending
+from lightning_dp.federated.ledger import Make, ReleaseLedger
+from lightning_dp.federated.protocol import (
+    AbstractClient,
+    Message,
+    MessageError,
+    Records,
+    draw,
+    noise_source,
+    noised_sum,
+)
+from lightning_dp.federated.spending import Spending, check_budget
 from lightning_dp.mechanism import BudgetExhausted
 from lightning_dp.noise import random_generator
 from lightning_dp.query import Query, Term

@@ -12,17 +12,24 @@ from torch import Tensor
 from lightning_dp import _validate
 from lightning_dp._validate import not_negative, number, optional
 from lightning_dp.accounting import AbstractEvent, Gaussian, Relation
-from lightning_dp.federated.agreed import (
+from lightning_dp.federated.agreement import (
     check_engine,
     check_point,
     is_of_ordinary_size,
     try_before_first_charge,
 )
 from lightning_dp.federated.asynchronous import REFUSED, ROUND, UPDATE
-from lightning_dp.federated.base import AbstractClient, Message, MessageError, Records
 from lightning_dp.federated.cubic_newton import CubicNewtonPlan
-from lightning_dp.federated.noised import draw, noise_source, noised_sum
-from lightning_dp.federated.release_ledger import ReleaseLedger
+from lightning_dp.federated.ledger import ReleaseLedger
+from lightning_dp.federated.protocol import (
+    AbstractClient,
+    Message,
+    MessageError,
+    Records,
+    draw,
+    noise_source,
+    noised_sum,
+)
 from lightning_dp.federated.spending import Spending
 from lightning_dp.mechanism import BudgetExhausted
 from lightning_dp.noise import random_generator

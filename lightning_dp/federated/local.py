@@ -20,7 +20,7 @@ from lightning_dp.accounting.voided import VoidedRunError
 from lightning_dp.audit.made_up_labels import ValidLabels
 from lightning_dp.audit.synthetic import NoSyntheticBatch, synthetic_pool
 from lightning_dp.clipping import AbstractPerSampleGradients, bounded_sum
-from lightning_dp.federated.fingerprint import fingerprint
+from lightning_dp.federated.agreement import fingerprint
 from lightning_dp.functional import flatten, unflatten
 from lightning_dp.gradients import (
     AbstractGradientEngine,

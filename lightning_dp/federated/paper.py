@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 
 from lightning_dp.accounting import PLDAccountant, PoissonGaussian, Relation
-from lightning_dp.federated.sample_sizes import PolynomialSizes, PowerSizes, rounds_for
+from lightning_dp.federated.sequences import PolynomialSizes, PowerSizes, rounds_for
 
 __all__ = [
     "PaperSelection",

@@ -12,7 +12,7 @@ from lightning_dp import _validate
 from lightning_dp._validate import optional, whole
 from lightning_dp.accounting import AbstractEvent, Gaussian, Relation
 from lightning_dp.estimators.base import State
-from lightning_dp.federated.agreed import (
+from lightning_dp.federated.agreement import (
     check_engine,
     check_point,
     check_query,
@@ -20,10 +20,18 @@ from lightning_dp.federated.agreed import (
     try_before_first_charge,
 )
 from lightning_dp.federated.asynchronous import REFUSED
-from lightning_dp.federated.base import AbstractClient, Message, MessageError, Records
 from lightning_dp.federated.bvr_l_sgd import BVRLSGD
-from lightning_dp.federated.noised import bounded, draw, noise_source, noised_sum
-from lightning_dp.federated.release_ledger import Make, ReleaseLedger
+from lightning_dp.federated.ledger import Make, ReleaseLedger
+from lightning_dp.federated.protocol import (
+    AbstractClient,
+    Message,
+    MessageError,
+    Records,
+    bounded,
+    draw,
+    noise_source,
+    noised_sum,
+)
 from lightning_dp.federated.spending import Spending
 from lightning_dp.federated.synchronous import (
     ANSWER,

@@ -4,15 +4,23 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Any, TypeAlias
 
-from lightning_dp._validate import normalise, whole
-from lightning_dp.accounting import Relation
-from lightning_dp.federated.release_budget import Events, check_budget
+import numpy as np
+
+from lightning_dp._validate import normalise, number, probability, whole
+from lightning_dp.accounting import AbstractEvent, PLDAccountant, Relation, affordable_steps
+from lightning_dp.accounting.base import History, Steps, check_relation
+from lightning_dp.accounting.guards import GDPGuard
+from lightning_dp.accounting.journal import history_of
+from lightning_dp.accounting.renyi import total_divergence
 from lightning_dp.federated.release_file import check_name
 
-__all__ = ["Spending"]
+__all__ = ["Events", "Spending", "affordable_rounds", "check_budget", "fits_beside"]
 
 
 @dataclass(frozen=True)
@@ -52,3 +60,79 @@ class Spending:
         plan = [[event.to_dict() for event in self.events(i)] for i in range(self.rounds)]
         budget = [self.run, str(self.target_epsilon), self.target_delta, self.relation, plan]
         return hashlib.sha256(json.dumps(budget, sort_keys=True).encode()).hexdigest()
+
+
+Events: TypeAlias = Callable[[int], Sequence[AbstractEvent]]
+Budget: TypeAlias = tuple[float, float, Relation]
+
+_ORDERS = np.concatenate(
+    [np.arange(11, 100) / 10, np.unique(np.round(np.geomspace(10, 4096, 120)))]
+)
+
+
+def check_budget(target_epsilon: float, target_delta: float, relation: Relation) -> None:
+    """Raise ValueError for a budget out of range; an infinite ε is one that somebody chose."""
+    if target_epsilon is None or not number("target_epsilon", target_epsilon) > 0:
+        raise ValueError(
+            f"target_epsilon={target_epsilon} must be greater than 0: the most that may ever be "
+            "spent on the data set, by all runs; math.inf for no limit."
+        )
+    probability("target_delta", target_delta)
+    check_relation(relation)
+
+
+def affordable_rounds(events: Events, rounds: int, budget: Budget, spent: History) -> int:
+    """Return how many of the rounds fit, if nobody else spends meanwhile: found before the first one."""
+    if math.isinf(budget[0]):
+        return rounds
+    plan = [events(i) for i in range(rounds)]
+    charges = [event for each in plan for event in each]
+    whole = history_of({"": [*spent, *((event, 1) for event in charges)]})
+    if PLDAccountant().epsilon(whole, *budget[1:]) <= budget[0]:
+        return rounds
+    fitting = affordable_steps(lambda n: charges[n], len(charges), *budget, spent=spent)
+    count = 0
+    for i, each in enumerate(plan):
+        count += len(each)
+        if count > fitting:
+            return i
+    return rounds
+
+
+def fits_beside(charges: Sequence[AbstractEvent], budget: Budget, spent: History) -> bool:
+    """Tell whether a round fits where several runs take turns, in an order that nobody declared.
+
+    The order may depend on what was released, so a plan's ε would not hold for it. These do:
+
+    - if all charges are alike, only their number matters: the accountant's ε;
+    - full batches: the sum of 1/z², as :class:`~lightning_dp.accounting.guards.GDPGuard` keeps it;
+    - else one Rényi order, as :class:`~lightning_dp.accounting.guards.RDPGuard` has it, that
+      depends on the budget alone. It costs some percent of the budget.
+    """
+    epsilon, delta, relation = budget
+    if math.isinf(epsilon) or not charges:
+        return True
+    whole = history_of({"": [*spent, *((event, 1) for event in charges)]})
+    if len(whole) == 1:
+        return PLDAccountant().epsilon(whole, delta, relation) <= epsilon
+    if any(event.pair[0] == 0 for event, _ in whole):
+        return False
+    guard = GDPGuard(epsilon, delta, relation, [])
+    if all(event.pair[1] == 1 for event, _ in whole):
+        factor = check_relation(relation)
+        return math.fsum(n * (factor / e.pair[0]) ** 2 for e, n in whole) <= guard.mu**2
+    order = _order(guard.mu, delta)
+    pairs = np.array([event.pair for event, _ in whole])
+    steps = Steps(pairs[:, 0], pairs[:, 1], np.array([float(n) for _, n in whole]))
+    divergence = float(total_divergence(steps, relation, np.array([order]))[0])
+    return divergence + float(_penalty(order, delta)) <= epsilon
+
+
+def _order(mu: float, delta: float) -> float:
+    """The best Rényi order for one Gaussian release that takes all of the budget."""
+    return float(_ORDERS[np.argmin(_ORDERS * mu**2 / 2 + _penalty(_ORDERS, delta))])
+
+
+def _penalty(order: Any, delta: float) -> Any:
+    """ε - ρ of the conversion from a Rényi order (arXiv:2004.00010v4, Proposition 12)."""
+    return np.log1p(-1 / order) - (math.log(delta) + np.log(order)) / (order - 1)

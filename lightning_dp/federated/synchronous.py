@@ -13,10 +13,15 @@ from torch import Tensor
 from lightning_dp._validate import normalise, optional, positive, seed, whole
 from lightning_dp.estimators.base import State
 from lightning_dp.federated.asynchronous import REFUSED
-from lightning_dp.federated.base import AbstractServer, Message, MessageError, check_same
 from lightning_dp.federated.bvr_l_sgd import BVRLSGD
-from lightning_dp.federated.noised import noise_source
-from lightning_dp.federated.replies import Form, Reply, check_client, read_reply
+from lightning_dp.federated.messages import Form, Reply, check_client, read_reply
+from lightning_dp.federated.protocol import (
+    AbstractServer,
+    Message,
+    MessageError,
+    check_same,
+    noise_source,
+)
 from lightning_dp.noise import add_noise
 from lightning_dp.plan import NoisePlan
 from lightning_dp.query import BoundedSum, Query, Release, Term

@@ -64,7 +64,7 @@ def inside(*places: str) -> set[str]:
     }
 
 
-NEEDS_FLOWER = importers_of("flwr") | inside("federated.flower")
+NEEDS_FLOWER = importers_of("flwr") | inside("federated.flower", "testing")
 
 
 def test_the_modules_were_found():
@@ -77,7 +77,7 @@ def test_the_modules_were_found():
     [
         ("opacus", ("gradients", "accounting")),
         ("lightning", ("strategies", "callbacks", "audit", "federated.local", "training_step")),
-        ("flwr", ("federated.flower", "federated.testing")),
+        ("flwr", ("federated.flower", "testing")),
         ("pytorch_lightning", ()),
         ("lightning_dp.callbacks", ("callbacks",)),
         ("callbacks", ()),

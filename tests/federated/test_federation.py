@@ -26,13 +26,12 @@ from lightning_dp.accounting import AbstractEvent, Gaussian, PLDAccountant, Pois
 from lightning_dp.federated import AsyncServer, QueryClient, ReleaseLedger, SynchronousServer
 from lightning_dp.federated.flower import client_app, server_app
 from lightning_dp.federated.flower.exchange import payload_of
-from lightning_dp.federated.loopback import LoopbackFederation
-from lightning_dp.federated.noised import noise_source
-from lightning_dp.federated.testing import Faults, LoopbackGrid
+from lightning_dp.federated.protocol import noise_source
 from lightning_dp.functional import flatten, unflatten
 from lightning_dp.noise import random_generator
 from lightning_dp.plan import NoisePlan
 from lightning_dp.sampling import Poisson
+from lightning_dp.testing import Faults, LoopbackFederation, LoopbackGrid
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 

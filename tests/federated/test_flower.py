@@ -30,12 +30,12 @@ from lightning_dp.federated import (
     PolynomialSizes,
     ReleaseLedger,
 )
-from lightning_dp.federated.base import AbstractClient, AbstractServer
 from lightning_dp.federated.flower import client_app, server_app
 from lightning_dp.federated.local import LocalRecords
 from lightning_dp.federated.messages import Message as Content
 from lightning_dp.federated.messages import MessageError
-from lightning_dp.federated.testing import Faults, LoopbackGrid
+from lightning_dp.federated.protocol import AbstractClient, AbstractServer
+from lightning_dp.testing import Faults, LoopbackGrid
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 

@@ -31,7 +31,7 @@ from lightning_dp.federated import (
     ReleaseLedger,
     SynchronousServer,
 )
-from lightning_dp.federated.fingerprint import check_fingerprint, fingerprint
+from lightning_dp.federated.agreement import check_fingerprint, fingerprint
 from lightning_dp.federated.local import LocalRecords
 from lightning_dp.plan import NoisePlan
 from lightning_dp.query import Query, Term

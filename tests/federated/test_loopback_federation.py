@@ -15,7 +15,7 @@ pytest.importorskip("flwr", reason="needs lightning-dp[federated]")
 
 STARTS = """
 import sys, time
-from lightning_dp.federated.loopback import LoopbackFederation
+from lightning_dp.testing import LoopbackFederation
 with LoopbackFederation(sys.argv[1], 1):
     print("up", flush=True)
     time.sleep(float(sys.argv[2]))

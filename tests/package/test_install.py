@@ -146,7 +146,7 @@ def test_the_running_installation_has_one_class_of_the_callback_outside_the_chec
 
 def test_every_public_name_can_be_imported():
     has_flower = importlib.util.find_spec("flwr") is not None  # it needs Python 3.11
-    of_flower = ("lightning_dp.federated.flower", "lightning_dp.federated.testing")
+    of_flower = ("lightning_dp.federated.flower", "lightning_dp.testing")
     for found in pkgutil.walk_packages(lightning_dp.__path__, "lightning_dp."):
         if found.name.startswith(of_flower) and not has_flower:
             continue

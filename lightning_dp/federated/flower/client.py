@@ -12,10 +12,10 @@ import filelock
 from flwr.app import Context, Error, Message, RecordDict
 from flwr.clientapp import ClientApp
 
-from lightning_dp.federated.base import AbstractClient, MessageError, Records
-from lightning_dp.federated.fingerprint import check_fingerprint
+from lightning_dp.federated.agreement import check_fingerprint
 from lightning_dp.federated.flower.exchange import facts_of, pack, payload_of
-from lightning_dp.federated.release_ledger import ReleaseLedger
+from lightning_dp.federated.ledger import ReleaseLedger
+from lightning_dp.federated.protocol import AbstractClient, MessageError, Records
 from lightning_dp.folders import fixed_folder
 
 __all__ = ["client_app"]

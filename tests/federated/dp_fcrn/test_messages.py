@@ -146,7 +146,7 @@ class Weights(nn.Module):
 def over_flower(run, folder, seed, faults):
     pytest.importorskip("flwr", reason="needs lightning-dp[federated]")
     from lightning_dp.federated.flower import client_app, server_app
-    from lightning_dp.federated.testing import Faults, LoopbackGrid
+    from lightning_dp.testing import Faults, LoopbackGrid
 
     def of(context) -> int:
         return int(context.node_config["partition-id"])

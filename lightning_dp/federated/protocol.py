@@ -1,4 +1,4 @@
-"""What every federated protocol is: a server's machine, a client's machine, and bytes between them."""
+"""The parts of every protocol: the machines of server and client, and what records answer."""
 
 from __future__ import annotations
 
@@ -6,11 +6,15 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any, Protocol
 
+import numpy as np
 from torch import Tensor
 
 from lightning_dp.estimators.base import State
 from lightning_dp.federated.messages import Message, MessageError
-from lightning_dp.query import BoundedSum, Query
+from lightning_dp.noise import NoiseSource, add_noise, random_generator
+from lightning_dp.query import BoundedSum, Query, Release
+from lightning_dp.sampling import AbstractSampling, Poisson
+from lightning_dp.world import World
 
 __all__ = [
     "AbstractClient",
@@ -18,7 +22,11 @@ __all__ = [
     "Message",
     "MessageError",
     "Records",
+    "bounded",
     "check_same",
+    "draw",
+    "noise_source",
+    "noised_sum",
 ]
 
 
@@ -145,3 +153,38 @@ def check_same(saved: State, here: State) -> None:
                 f"{name}={here.get(name)!r}, but the saved state is of {name}={saved.get(name)!r}. Load "
                 "it into a protocol that is configured as it was."
             )
+
+
+_POISSON = Poisson()
+
+
+def draw(
+    records: Records,
+    rate: float,
+    rng: np.random.Generator,
+    sampling: AbstractSampling = _POISSON,
+) -> list[int]:
+    """The records of a batch: each with probability ``rate``, by default."""
+    return [int(record) for record in sampling.draw(records.num_records, rate, rng)]
+
+
+def noise_source(seed: int | None, *stream: int) -> NoiseSource:
+    """Noise from the operating system; with a ``seed``, for tests, a function of seed and stream."""
+    if seed is None:
+        return NoiseSource()
+    return NoiseSource(int(random_generator(seed, 2, *stream).integers(2**62)))
+
+
+def bounded(records: Records, query: Query, drawn: list[int]) -> BoundedSum:
+    """The answer of the records, checked to have the bound that was asked for."""
+    total = records.bounded_sum(query, drawn)
+    if total.clip_norm != query.clip_norm:
+        raise RuntimeError(
+            f"The answer is bounded by {total.clip_norm}, the query asked for {query.clip_norm}."
+        )
+    return total
+
+
+def noised_sum(records: Records, query: Query, drawn: list[int], source: NoiseSource) -> Release:
+    """The sum over the drawn records, with the noise of the query."""
+    return add_noise(bounded(records, query, drawn), query.noise_multiplier, source, World())

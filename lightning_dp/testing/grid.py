@@ -15,6 +15,7 @@ from flwr.supercore.task_identity import TaskIdentity
 
 __all__ = ["Faults", "LoopbackGrid"]
 
+
 # As in Flower: what a server reads in place of a reply.
 _RAISED, _NO_MESSAGE, _NO_REPLY, _NO_NODE = 2, 3, 4, 5
 _RUN = 1

@@ -15,6 +15,7 @@ from types import TracebackType
 
 __all__ = ["LoopbackFederation"]
 
+
 _HOST = "127.0.0.1"
 _CONNECTION = "loopback"
 # A shell that becomes the command. A child that it leaves in the command's process group reads from
