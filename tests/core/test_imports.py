@@ -93,8 +93,7 @@ def test_a_library_is_imported_in_its_place_only(library, places):
     ("module", "allowed"),
     [
         ("query", ()),
-        ("smoothing", ()),
-        ("functional", ("smoothing",)),
+        ("functional", ()),
         ("world", ()),
         ("clipping", ("functional", "query")),
         ("noise", ("query", "world")),
@@ -112,7 +111,7 @@ def test_a_library_is_imported_in_its_place_only(library, places):
                 "sparsify",
             ),
         ),
-        ("postprocessing", ("estimators", "postprocessing", "smoothing")),
+        ("postprocessing", ("estimators", "postprocessing", "functional")),
         ("schedules", ("estimators.base", "schedules")),
         ("sampling", ("noise", "sampling", "accounting")),
         ("gradients", ("clipping", "functional", "gradients")),
