@@ -54,7 +54,7 @@ class DifferentialPrivacy(Callback):
         isolation_probe: before the first step, check on a synthetic batch that no record changes
             another's gradient and that the model keeps none in weights or buffers, else refuse it.
             The batch has the shapes of the first one and none of its values; see
-            :mod:`lightning_dp.audit.isolation`.
+            :func:`lightning_dp.audit.check_isolation`.
         seed: repeatable noise and batches, for tests; the report says that nothing is private.
 
     Raises:
@@ -123,7 +123,7 @@ class DifferentialPrivacy(Callback):
 
     @property
     def config(self) -> PrivacyConfig:
-        """What was said, checked; :func:`lightning_dp.audit.canaries.audit` takes it."""
+        """What was said, checked; :func:`lightning_dp.audit.audit` takes it."""
         return self._run.config
 
     @property

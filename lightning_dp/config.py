@@ -50,7 +50,7 @@ class PrivacyConfig:
         ledger_dir: folder of the privacy journal, on this machine; default
             ``<default_root_dir>/privacy``. A relative one begins where the process is now.
         isolation_probe: whether a synthetic batch is used, before the first step, to check that no
-            record changes another's gradient (:mod:`lightning_dp.audit.isolation`).
+            record changes another's gradient (:func:`lightning_dp.audit.check_isolation`).
         seed: makes noise and batches repeatable. For tests only: nothing is private with it, and
             every report says so.
 

@@ -1,9 +1,28 @@
 """Checks of what no proof on paper can check: the user's own model, and the run as it ran.
 
-- :mod:`lightning_dp.audit.isolation`: does each record's gradient depend on that record alone?
-- :mod:`lightning_dp.audit.canaries`: how much does an attacker with planted records really learn?
-- :mod:`lightning_dp.audit.memory`: how much memory does a private step take?
-- :mod:`lightning_dp.audit.physical_batch`: which physical batch fits, for the same logical one?
+- :func:`check_isolation`: does each record's gradient depend on that record alone?
+- :func:`audit`: how much does an attacker with planted records learn from a run?
+- :func:`measure_memory`: how much memory does a private step take?
+- :func:`suggest_physical_batch`: which physical batch fits, for the same logical one?
 """
 
-__all__: list[str] = []
+from lightning_dp.audit.canaries import AuditReport, audit
+from lightning_dp.audit.peak_memory import (
+    MemoryLine,
+    PhysicalBatch,
+    measure_memory,
+    suggest_physical_batch,
+)
+from lightning_dp.isolation import Isolation, check_isolation, probe_isolation
+
+__all__ = [
+    "AuditReport",
+    "Isolation",
+    "MemoryLine",
+    "PhysicalBatch",
+    "audit",
+    "check_isolation",
+    "measure_memory",
+    "probe_isolation",
+    "suggest_physical_batch",
+]

@@ -17,8 +17,6 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_dp.accounting.voided import VoidedRunError
-from lightning_dp.audit.made_up_labels import ValidLabels
-from lightning_dp.audit.synthetic import NoSyntheticBatch, synthetic_pool
 from lightning_dp.clipping import AbstractPerSampleGradients, bounded_sum
 from lightning_dp.federated.agreement import fingerprint
 from lightning_dp.functional import flatten, unflatten
@@ -29,6 +27,7 @@ from lightning_dp.gradients import (
     attach_engine,
 )
 from lightning_dp.gradients.materialised import MaterialisedGradients
+from lightning_dp.isolation.synthetic import NoSyntheticBatch, ValidLabels, synthetic_pool
 from lightning_dp.query import BoundedSum, Pass, Query, Term
 from lightning_dp.strategies.checks import (
     check_loader,

@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_dp.audit.ignored import target_means
-from lightning_dp.audit.isolation import Isolation
-from lightning_dp.audit.synthetic import leaves_of
+from lightning_dp.isolation import Isolation
+from lightning_dp.isolation.ignored import target_means
+from lightning_dp.isolation.synthetic import leaves_of
 
 __all__ = ["IGNORED", "IgnoredTargets"]
 

@@ -8,8 +8,8 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningModule
 from torch import Tensor
 
-from lightning_dp.audit.isolation import Isolation, probe_isolation
 from lightning_dp.gradients import UnsupportedModelError
+from lightning_dp.isolation import Isolation, probe_isolation
 from lightning_dp.private_run import PrivateRun
 from lightning_dp.strategies.ignored_targets import IGNORED, IgnoredTargets
 from lightning_dp.strategies.private_step import PrivateStep
@@ -107,7 +107,7 @@ def _heed(found: Isolation, *, may_warn: bool) -> None:
         raise MisconfigurationException(
             f"Isolation could not be probed: {found.reason}. Whether records of one batch change each "
             "other's gradients (a contrastive loss, statistics of the batch) is unknown, and if they "
-            "do, ε does not hold. Look at it with lightning_dp.audit.isolation.check_isolation() on "
+            "do, ε does not hold. Look at it with lightning_dp.audit.check_isolation() on "
             "records that are not private; then leave the probe out with isolation_probe=False, "
             "which the report says."
         )

@@ -14,9 +14,9 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_dp import PrivacyConfig
-from lightning_dp.audit.isolation import probe_isolation
-from lightning_dp.audit.memory import measure_memory
+from lightning_dp.audit.peak_memory import measure_memory
 from lightning_dp.federated.local import LocalRecords
+from lightning_dp.isolation import probe_isolation
 
 STEPS, BLANK = 9, 5
 

@@ -10,8 +10,8 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_dp.audit.isolation import check_isolation, probe_isolation
 from lightning_dp.callbacks import DifferentialPrivacy
+from lightning_dp.isolation import check_isolation, probe_isolation
 
 BATCH = (torch.randn(8, 8), torch.arange(8) % 3)
 

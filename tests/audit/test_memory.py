@@ -14,8 +14,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_dp import Diff2, FullBatch
-from lightning_dp.audit.memory import measure_memory
-from lightning_dp.audit.physical_batch import suggest_physical_batch
+from lightning_dp.audit.peak_memory import measure_memory, suggest_physical_batch
 from lightning_dp.callbacks import DifferentialPrivacy
 from lightning_dp.sampling.schemes import largest_chunk
 

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_dp.audit.isolation import probe_isolation
 from lightning_dp.callbacks import DifferentialPrivacy
+from lightning_dp.isolation import probe_isolation
 
 
 class Named(NamedTuple):
@@ -223,7 +223,7 @@ def test_the_last_line_says_that_isolation_was_not_checked(
 CTC = """
 import sys, torch, lightning as L
 from torch import nn
-from lightning_dp.audit.isolation import probe_isolation
+from lightning_dp.isolation import probe_isolation
 kind, dtype = sys.argv[1], getattr(torch, sys.argv[2])
 class Speech(L.LightningModule):
     def __init__(self):

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
-from lightning_dp.audit.passes import Passes
 from lightning_dp.federated import (
     AsyncClient,
     AsyncPlan,
@@ -25,6 +24,7 @@ from lightning_dp.federated import (
 )
 from lightning_dp.federated.local import LocalRecords
 from lightning_dp.gradients import UnsupportedModelError
+from lightning_dp.isolation.passes import Passes
 from lightning_dp.query import Query, Term
 
 RECORDS = 4

@@ -10,22 +10,23 @@ import torch
 from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor
 
-from lightning_dp.audit.coupling import CURES, Pair, common_factor, guilty_module, moved
-from lightning_dp.audit.made_up_labels import ValidLabels
-from lightning_dp.audit.memories import KEPT, tensors_that_keep_records
-from lightning_dp.audit.nesting import number_of_rows
-from lightning_dp.audit.passes import Answer, NotProbed, Passes
-from lightning_dp.audit.synthetic import (
+from lightning_dp.gradients import UnsupportedModelError
+from lightning_dp.isolation.coupling import CURES, Pair, common_factor, guilty_module, moved
+from lightning_dp.isolation.nesting import number_of_rows
+from lightning_dp.isolation.passes import Answer, NotProbed, Passes
+from lightning_dp.isolation.state_leaks import KEPT, tensors_that_keep_records
+from lightning_dp.isolation.synthetic import (
     NoSyntheticBatch,
+    ValidLabels,
     has_other_rows,
     leaves_of,
     replace_leaf,
     synthetic_pool,
     take_rows,
 )
-from lightning_dp.gradients import UnsupportedModelError
 
 __all__ = ["Isolation", "check_isolation", "pool_that_runs", "probe_isolation"]
+
 
 Outcome = Literal["isolated", "coupled", "kept", "refused", "not probed"]
 

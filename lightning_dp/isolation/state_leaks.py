@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from lightning_dp.audit.passes import Passes, same
-from lightning_dp.audit.synthetic import take_rows
+from lightning_dp.isolation.passes import Passes, same
+from lightning_dp.isolation.synthetic import take_rows
 
 __all__ = ["KEPT", "tensors_that_keep_records"]
+
 
 KEPT = (
     "training_step writes what it sees of the records into weights or buffers (running statistics, a "

@@ -19,11 +19,11 @@ from lightning.pytorch.loggers.logger import DummyLogger
 from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor, nn
 from torch.nn.modules.dropout import _DropoutNd
+from torch.optim import Optimizer
 
-from lightning_dp.audit.by_hand import ByHand
-from lightning_dp.audit.ignored import target_means
 from lightning_dp.gradients import attach_engine
 from lightning_dp.gradients.module_hooks import ModuleHooks
+from lightning_dp.isolation.ignored import target_means
 from lightning_dp.training_step import call_training_step, is_differentiable, loss_in
 
 __all__ = ["Answer", "Call", "NotProbed", "Passes", "same"]
@@ -58,7 +58,7 @@ class Answer:
         parts: their weighted sum, one flat tensor per parameter.
         is_random: whether the pass drew random numbers.
         calls: of all modules in the order in which they ended, if they were asked for.
-        means: how many means over targets the loss is made from (:mod:`lightning_dp.audit.ignored`).
+        means: how many means over targets the loss is made from (:mod:`lightning_dp.isolation.ignored`).
         has_class_weights: whether one of them weighs its classes.
     """
 
@@ -187,7 +187,7 @@ class Passes:
                 tensor.data = tensor.new_empty(0)
 
     def _loss(self, module: LightningModule, batch: Any) -> Tensor:
-        by_hand = None if module.automatic_optimization else ByHand(module)
+        by_hand = None if module.automatic_optimization else _ByHand(module)
         loss = loss_in(call_training_step(module, batch, 0))
         if by_hand is not None and (loss := by_hand.loss) is None:
             raise NotProbed(
@@ -263,3 +263,53 @@ def _watch(module: nn.Module, calls: list[Call]) -> None:
     hooks = ModuleHooks()  # copies that training_step makes are other modules
     for name, part in module.named_modules():
         hooks.add(part, partial(part.register_forward_hook, with_kwargs=True), hook(name))
+
+
+class _ByHand:
+    """Stands for the optimizer and the backward pass of a copy of a module.
+
+    Args:
+        module: a copy; what it calls to optimize is replaced on it.
+    """
+
+    def __init__(self, module: LightningModule) -> None:
+        self._losses: list[Tensor] = []
+        still = _Still(module.parameters(), {"lr": 0.1})
+        module.optimizers = lambda use_pl_optimizer=True: still  # type: ignore[method-assign,assignment]
+        module.lr_schedulers = lambda: _Nothing()  # type: ignore[method-assign,assignment,return-value]
+        module.manual_backward = self._note  # type: ignore[method-assign]
+        for name in ("toggle_optimizer", "untoggle_optimizer", "clip_gradients"):
+            setattr(module, name, _ignore)
+
+    def _note(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        self._losses.append(loss)
+
+    @property
+    def loss(self) -> Tensor | None:
+        """The loss that was given to ``manual_backward``; None if none was."""
+        return sum(self._losses[1:], self._losses[0]) if self._losses else None
+
+
+class _Still(Optimizer):
+    """An optimizer whose steps change nothing."""
+
+    @property
+    def optimizer(self) -> Optimizer:
+        """The optimizer inside, where LightningOptimizer has it."""
+        return self
+
+    def step(self, closure: Any = None) -> Any:
+        return None if closure is None else closure()
+
+    def toggle_model(self, *args: Any, **kwargs: Any) -> _Nothing:
+        return _Nothing()
+
+
+class _Nothing:
+    """A learning rate scheduler, or a context, that does nothing."""
+
+    def step(self, *args: Any, **kwargs: Any) -> None: ...
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, *unused: object) -> None: ...

@@ -9,6 +9,7 @@ from torch import Tensor
 
 __all__ = ["TargetMean", "target_means"]
 
+
 _MEAN = 1  # torch's number of reduction="mean"
 
 

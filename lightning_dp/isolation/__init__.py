@@ -1,0 +1,9 @@
+"""The isolation probe: does each record's gradient depend on that record alone?
+
+Every private run probes its model at the first batch (``isolation_probe=True``). To look at a model
+yourself, import :func:`lightning_dp.audit.check_isolation`.
+"""
+
+from lightning_dp.isolation.probe import Isolation, check_isolation, probe_isolation
+
+__all__ = ["Isolation", "check_isolation", "probe_isolation"]
