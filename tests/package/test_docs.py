@@ -7,38 +7,70 @@ import importlib
 import importlib.util
 import re
 import runpy
+import shutil
 from pathlib import Path
 
 import pytest
 
-PAGES = [
-    "quickstart",
-    "choosing",
-    "epsilon",
-    "searching",
-    "pitfalls",
-]  # the others repeat what is tested
+ROOT = Path(__file__).parents[2]
+PAGES = ["README.md"] + [  # CONTRIBUTING's snippets have their own tests
+    f"docs/{path.name}"
+    for path in sorted((ROOT / "docs").glob("*.md"))
+    if path.stem != "index" and "```python\n" in path.read_text("utf-8")
+]
 
 
 def comparable(text: str) -> list[float]:
     return [float(number) for number in re.findall(r"\d+\.\d+", text)]
 
 
+def needs_flower(page: str) -> list[pytest.MarkDecorator]:
+    found = importlib.util.find_spec("flwr") is not None or page != "docs/federated.md"
+    return [pytest.mark.skipif(not found, reason="needs lightning-dp[federated]")]
+
+
 @pytest.mark.filterwarnings("ignore:.*does not have many workers")
 @pytest.mark.filterwarnings("ignore:This model, or a part of it, was trained before")  # in turn
-@pytest.mark.parametrize("page", PAGES)
-def test_the_snippets_of_a_page_run_and_print_what_they_say(page, blocks, names, capsys):
-    for snippet in blocks(f"docs/{page}.md", "python"):
+@pytest.mark.parametrize("page", [pytest.param(page, marks=needs_flower(page)) for page in PAGES])
+def test_the_snippets_of_a_page_run_and_print_what_they_say(
+    page, blocks, names, monkeypatch, capsys
+):
+    for configuration in blocks(page, "yaml"):
+        Path("config.yaml").write_text(configuration, encoding="utf-8")
+    monkeypatch.setattr("sys.argv", ["train.py", "fit", "--config", "config.yaml"])
+
+    for snippet in blocks(page, "python"):
         said = [line.partition("#")[2] for line in snippet.splitlines() if "print(" in line]
         capsys.readouterr()
+        if "recover_journal(" in snippet:
+            shutil.rmtree("privacy")  # it was lost
 
-        exec(compile(snippet, f"{page}.md", "exec"), names)
+        exec(compile(snippet, page, "exec"), names)
 
         printed = capsys.readouterr().out.splitlines()
         if any(comparable(comment) for comment in said):
             for comment, line in zip(said, printed, strict=True):
                 expected = comparable(comment)
                 assert comparable(line)[: len(expected)] == pytest.approx(expected, abs=0.051)
+        assert "LightningCLI(" not in snippet or Path("lightning_logs").exists()
+
+    if page == "docs/runs.md":
+        assert len(list(Path("privacy").glob("*.journal"))) == 1
+
+
+def test_the_documentation_begins_as_the_readme_does(blocks):
+    (snippet,) = blocks("docs/index.md", "python")
+    assert snippet == blocks("README.md", "python")[0]
+
+
+@pytest.mark.parametrize(
+    "document", ["README.md", "CONTRIBUTING.md", "CHANGELOG.md", "docs/*.md", "examples/*/*.md"]
+)
+def test_every_link_into_the_project_leads_somewhere(document, root):
+    """Sphinx checks those of the documentation as well, also where they lead inside a page."""
+    for page in root.glob(document):
+        links = re.findall(r"\]\((?!https?://)([^)#]+)[^)]*\)", page.read_text("utf-8"))
+        assert [link for link in links if not (page.parent / link).exists()] == [], page
 
 
 def test_every_public_name_has_its_place(root):

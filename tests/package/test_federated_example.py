@@ -1,4 +1,4 @@
-"""The commands of the README's federated section, as printed."""
+"""The commands of the page on federated training, as printed."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ pytest.importorskip("flwr", reason="needs lightning-dp[federated]")
 @pytest.fixture
 def commands(blocks) -> list[list[str]]:
     """What follows `python` in each command."""
-    lines = [line for block in blocks("README.md", "sh") for line in block.splitlines()]
+    lines = [line for block in blocks("docs/federated.md", "sh") for line in block.splitlines()]
     found = [line.split("python ")[1] for line in lines if "examples/federated/" in line]
     assert len(found) == 3
     return [shlex.split(command) for command in found]
@@ -29,7 +29,7 @@ def commands(blocks) -> list[list[str]]:
 
 @pytest.fixture
 def environment(tmp_path: Path) -> dict[str, str]:
-    """A small a9a, and an output folder of its own."""
+    """A small a9a, and its own output folder."""
     rng = np.random.default_rng(0)
     arrays = {}
     for part, count in (("train", 3000), ("test", 500)):

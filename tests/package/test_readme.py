@@ -1,50 +1,44 @@
-"""Every snippet and every link of the README works as printed."""
+"""The README is short, and its table and commands are those of the project."""
 
 from __future__ import annotations
 
+import inspect
 import re
-import shutil
-from pathlib import Path
 
 import pytest
 
-
-@pytest.mark.filterwarnings("ignore:.*does not have many workers")
-@pytest.mark.filterwarnings("ignore:This model, or a part of it, was trained before")  # in turn
-def test_the_python_snippets_run_in_order(blocks, names, monkeypatch, capsys):
-    (yaml,) = blocks("README.md", "yaml")
-    Path("config.yaml").write_text(yaml, encoding="utf-8")
-    monkeypatch.setattr("sys.argv", ["train.py", "fit", "--config", "config.yaml"])
-    snippets = blocks("README.md", "python")
-    assert len(snippets) == 14
-
-    for snippet in snippets:
-        if "recover_journal(" in snippet:
-            shutil.rmtree("privacy")  # it was lost
-        exec(compile(snippet, "README.md", "exec"), names)
-        if "LightningCLI(" in snippet:
-            assert Path("lightning_logs").exists()
-
-    assert "ε = " in capsys.readouterr().out
-    assert 0 < names["privacy"].epsilon <= 3.0
-    assert len(list(Path("privacy").glob("*.journal"))) == 1
+from lightning_dp.callbacks import DifferentialPrivacy
 
 
-@pytest.mark.parametrize("document", ["README.md", "CONTRIBUTING.md", "CHANGELOG.md"])
-def test_every_link_into_the_project_leads_somewhere(document, root):
-    links = re.findall(r"\]\((?!https?://)([^)#]+)\)", (root / document).read_text("utf-8"))
-
-    assert [link for link in links if not (root / link).exists()] == []
+def arguments_in(text: str) -> list[str]:
+    """The arguments that a table explains."""
+    return re.findall(r"^\| `(\w+)` \|", text, re.MULTILINE)
 
 
-def test_the_table_of_arguments_is_the_constructor(root, names):
-    import inspect
+def test_it_is_read_in_one_go(root):
+    assert len((root / "README.md").read_text("utf-8").splitlines()) <= 160
 
-    text = (root / "README.md").read_text("utf-8")
-    rows = re.findall(r"^\| `(\w+)` \|", text, re.MULTILINE)
 
-    signature = inspect.signature(names["DifferentialPrivacy"])
-    assert sorted(rows) == sorted(signature.parameters)
+@pytest.mark.parametrize("document", ["README.md", "docs/runs.md"])
+def test_the_table_of_arguments_is_of_the_constructor(document, root):
+    named = arguments_in((root / document).read_text("utf-8"))
+
+    signature = list(inspect.signature(DifferentialPrivacy).parameters)
+    assert named == [name for name in signature if name in named], "unknown, or in another order"
+    assert document == "README.md" or named == signature
+
+
+def test_its_rows_are_a_part_of_the_whole_table(root):
+    """Two tables, one meaning: only what the README shortens may differ."""
+    short, whole = (
+        dict(re.findall(r"^\| `(\w+)` \| (.*) \|$", (root / page).read_text("utf-8"), re.MULTILINE))
+        for page in ("README.md", "docs/runs.md")
+    )
+    shortened = {"noise_schedule", "estimator"}
+    assert shortened < short.keys() < whole.keys()
+    assert {name: short[name] for name in short.keys() - shortened} == {
+        name: whole[name] for name in short.keys() - shortened
+    }
 
 
 def test_the_commands_are_those_that_ci_runs(root, blocks):
