@@ -16,7 +16,8 @@ from lightning_dp.accounting.guards import AbstractGuard, FixedGuard
 from lightning_dp.accounting.ledger import Ledger
 from lightning_dp.estimators.base import State
 from lightning_dp.functional import flatten
-from lightning_dp.noise import NoiseSource, add_noise
+from lightning_dp.noise import NoiseSource
+from lightning_dp.query import add_noise
 from lightning_dp.plan import NoisePlan
 from lightning_dp.postprocessing.base import AbstractPostProcessor
 from lightning_dp.query import BoundedSum, Query, Release

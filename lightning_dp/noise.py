@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import secrets
 from concurrent.futures import Future, ThreadPoolExecutor
 
@@ -10,14 +9,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_dp.query import BoundedSum, Release
-from lightning_dp.world import World
 
-__all__ = ["NoiseSource", "add_noise", "random_generator"]
+__all__ = ["NoiseSource", "random_generator"]
 
 
 _WORTH_A_THREAD = 1 << 15  # values; fewer are drawn before a thread has begun
-_BLOCK = 1 << 16  # values that stay in the cache
 
 
 def random_generator(seed: int | None, *stream: int) -> np.random.Generator:
@@ -76,36 +72,3 @@ class NoiseSource:
             key = secrets.randbits(63) if self._seed is None else self._seed
             self._device = torch.Generator(device).manual_seed(key)
         return torch.randn(size, device=device, generator=self._device)
-
-
-def add_noise(
-    total: BoundedSum, noise_multiplier: float, source: NoiseSource, world: World
-) -> Release:
-    """Noise the sum over all ranks once: ``sum_ranks total + N(0, (z C)^2 I)``.
-
-    C comes from the sum itself, so the noise cannot be scaled to a bound that was not enforced.
-    Rank 0 adds the noise *before* the ranks' sums are added up, and every rank gets the same
-    release. The un-noised total exists nowhere.
-    """
-    if not (noise_multiplier >= 0 and math.isfinite(noise_multiplier)):
-        raise ValueError(f"noise_multiplier={noise_multiplier} must be a finite number >= 0.")
-    if noise_multiplier == 0:  # explicitly not private; keeps an infinite clip norm meaningful
-        return Release(world.all_reduce(total.value), 0.0)
-    noise_std = noise_multiplier * total.clip_norm
-    if not math.isfinite(noise_std):
-        raise ValueError(
-            f"The sum is not bounded (clip norm {total.clip_norm}); refusing to noise it."
-        )
-    value = total.value
-    if world.is_lead:
-        value = _plus(value, source.normal(value.numel(), value.device), noise_std)
-    return Release(world.all_reduce(value), noise_std)
-
-
-def _plus(value: Tensor, noise: Tensor, noise_std: float) -> Tensor:
-    """``value + noise_std * noise``, computed in the noise's precision and rounded once."""
-    result = torch.empty_like(value)
-    parts = (torch.split(each, _BLOCK) for each in (value, noise, result))
-    for a, b, out in zip(*parts, strict=True):
-        torch.add(a, b, alpha=noise_std, out=out)
-    return result

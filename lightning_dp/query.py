@@ -10,8 +10,12 @@ import torch
 from torch import Tensor
 
 from lightning_dp._validate import normalise, number
+from lightning_dp.noise import NoiseSource
+from lightning_dp.world import World
 
-__all__ = ["BoundedSum", "Pass", "Query", "Release", "Term"]
+__all__ = ["BoundedSum", "Pass", "Query", "Release", "Term", "add_noise"]
+
+_BLOCK = 1 << 16  # values that stay in the cache
 
 
 @dataclass(frozen=True)
@@ -188,3 +192,36 @@ class Release:
 def _distinct(tensors: Sequence[Tensor | None]) -> list[Tensor | None]:
     """Each object once, in order."""
     return list({id(tensor): tensor for tensor in tensors}.values())
+
+
+def add_noise(
+    total: BoundedSum, noise_multiplier: float, source: NoiseSource, world: World
+) -> Release:
+    """Noise the sum over all ranks once: ``sum_ranks total + N(0, (z C)^2 I)``.
+
+    C comes from the sum itself, so the noise cannot be scaled to a bound that was not enforced.
+    Rank 0 adds the noise *before* the ranks' sums are added up, and every rank gets the same
+    release. The un-noised total exists nowhere.
+    """
+    if not (noise_multiplier >= 0 and math.isfinite(noise_multiplier)):
+        raise ValueError(f"noise_multiplier={noise_multiplier} must be a finite number >= 0.")
+    if noise_multiplier == 0:  # explicitly not private; keeps an infinite clip norm meaningful
+        return Release(world.all_reduce(total.value), 0.0)
+    noise_std = noise_multiplier * total.clip_norm
+    if not math.isfinite(noise_std):
+        raise ValueError(
+            f"The sum is not bounded (clip norm {total.clip_norm}); refusing to noise it."
+        )
+    value = total.value
+    if world.is_lead:
+        value = _plus(value, source.normal(value.numel(), value.device), noise_std)
+    return Release(world.all_reduce(value), noise_std)
+
+
+def _plus(value: Tensor, noise: Tensor, noise_std: float) -> Tensor:
+    """``value + noise_std * noise``, computed in the noise's precision and rounded once."""
+    result = torch.empty_like(value)
+    parts = (torch.split(each, _BLOCK) for each in (value, noise, result))
+    for a, b, out in zip(*parts, strict=True):
+        torch.add(a, b, alpha=noise_std, out=out)
+    return result

@@ -23,7 +23,8 @@ from torch import Tensor, nn
 from lightning_dp.accounting import PoissonGaussian, epsilon
 from lightning_dp.clipping import AbstractPerSampleGradients, bounded_sum
 from lightning_dp.functional import laplacian_smoothing, per_sample_norms, unflatten
-from lightning_dp.noise import NoiseSource, add_noise, random_generator
+from lightning_dp.noise import NoiseSource, random_generator
+from lightning_dp.query import add_noise
 from lightning_dp.sampling import Poisson
 from lightning_dp.world import World
 

@@ -20,7 +20,8 @@ from torch import Tensor
 
 from lightning_dp.accounting import PoissonGaussian, calibrate, epsilon
 from lightning_dp.functional import clip_factors, laplacian_smoothing
-from lightning_dp.noise import NoiseSource, add_noise, random_generator
+from lightning_dp.noise import NoiseSource, random_generator
+from lightning_dp.query import add_noise
 from lightning_dp.query import BoundedSum
 from lightning_dp.sampling import Poisson
 from lightning_dp.world import World

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from lightning_dp.estimators.base import State
 from lightning_dp.federated.messages import Message, MessageError
-from lightning_dp.noise import NoiseSource, add_noise, random_generator
+from lightning_dp.noise import NoiseSource, random_generator
+from lightning_dp.query import add_noise
 from lightning_dp.query import BoundedSum, Query, Release
 from lightning_dp.sampling import AbstractSampling, Poisson
 from lightning_dp.world import World

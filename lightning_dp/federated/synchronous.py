@@ -22,7 +22,7 @@ from lightning_dp.federated.protocol import (
     check_same,
     noise_source,
 )
-from lightning_dp.noise import add_noise
+from lightning_dp.query import add_noise
 from lightning_dp.plan import NoisePlan
 from lightning_dp.query import BoundedSum, Query, Release, Term
 from lightning_dp.schedules import AbstractAdaptiveSchedule

@@ -12,7 +12,8 @@ import scipy.stats
 import torch
 from torch import Tensor
 
-from lightning_dp.noise import NoiseSource, add_noise, random_generator
+from lightning_dp.noise import NoiseSource, random_generator
+from lightning_dp.query import add_noise
 from lightning_dp.query import BoundedSum
 from lightning_dp.world import World
 

@@ -18,7 +18,8 @@ from lightning_dp.estimators import Diff2
 from lightning_dp.federated import BVRLSGD
 from lightning_dp.gradients.materialised import MaterialisedGradients
 from lightning_dp.mechanism import Mechanism
-from lightning_dp.noise import NoiseSource, add_noise
+from lightning_dp.noise import NoiseSource
+from lightning_dp.query import add_noise
 from lightning_dp.plan import NoisePlan
 from lightning_dp.query import Query, Release, Term
 from lightning_dp.sampling import FullBatch
