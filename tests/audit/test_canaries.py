@@ -12,11 +12,11 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
-from lightning_dp import clipping, noise
+from lightning_dp import _noise
 from lightning_dp.audit.canaries import AuditReport, audit
 from lightning_dp.callbacks import DifferentialPrivacy
 from lightning_dp.estimators import CubicNewton, Diff2, Storm
-from lightning_dp.query import BoundedSum, Release
+from lightning_dp.query import BoundedSum, Release, add_noise, bounded_sum
 from lightning_dp.sampling import FullBatch, Poisson
 from lightning_dp.schedules import Exponential
 
@@ -114,7 +114,7 @@ def test_no_noise_is_caught(run_audit, monkeypatch):
 @pytest.mark.parametrize("settings", [FULL, {"batch_size": 120}], ids=["full", "poisson"])
 def test_half_of_the_noise_is_caught(settings, run_audit, monkeypatch):
     def half(total: BoundedSum, z: float, *others: Any) -> Release:
-        return noise.add_noise(total, z / 2, *others)
+        return add_noise(total, z / 2, *others)
 
     monkeypatch.setattr(f"{MECHANISM}.add_noise", half)
     report = run_audit(**settings)
@@ -190,7 +190,7 @@ def test_the_same_noise_at_every_step_is_caught(settings, run_audit, monkeypatch
     def same(self: Any, size: int, device: torch.device) -> torch.Tensor:
         return torch.from_numpy(np.random.default_rng(0).standard_normal(size))
 
-    monkeypatch.setattr(noise.NoiseSource, "normal", same)
+    monkeypatch.setattr(_noise.NoiseSource, "normal", same)
 
     assert run_audit(**settings).is_violated
 
@@ -201,7 +201,7 @@ def test_clipping_before_the_difference_is_caught(run_audit, monkeypatch):
         for each in query.passes:
             at_present = each.point is None and here is not None
             gradients = here if at_present else self._passes.again(each, replay)
-            total = total + each.gradient * clipping.bounded_sum(gradients, query.clip_norm).value
+            total = total + each.gradient * bounded_sum(gradients, query.clip_norm).value
         mechanism.answer(BoundedSum(total, query.clip_norm))
         return True
 
