@@ -20,9 +20,9 @@ from step import CLIP_NORM, WARM_UP, measure, quiet, ratios
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from lightning_dp._noise import NoiseSource
 from lightning_dp.clipping import bounded_sum
 from lightning_dp.gradients import Bookkeeping
-from lightning_dp.noise import NoiseSource
 
 
 def seconds(step: Callable[[], object], steps: int) -> float:

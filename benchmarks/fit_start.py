@@ -25,6 +25,7 @@ from typing import Any
 from torch import Tensor
 
 from lightning_dp import PrivacyConfig
+from lightning_dp._world import World
 from lightning_dp.accounting import History, PoissonGaussian
 from lightning_dp.estimators import CubicNewton, Diff2, Storm
 from lightning_dp.private_run import PrivateRun
@@ -38,7 +39,6 @@ from lightning_dp.schedules import (
     Polynomial,
 )
 from lightning_dp.strategies.publish import Publisher
-from lightning_dp.world import World
 
 THREADS = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
 

@@ -15,7 +15,7 @@ from collections.abc import Callable
 import torch
 from opacus.utils.uniform_sampler import UniformWithReplacementSampler
 
-from lightning_dp.noise import random_generator
+from lightning_dp._noise import random_generator
 from lightning_dp.sampling import Poisson
 
 NUM_RECORDS = 10_000_000

@@ -20,8 +20,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from lightning_dp._noise import NoiseSource
 from lightning_dp.functional import laplacian_smoothing
-from lightning_dp.noise import NoiseSource
 
 SIZES = (1_000_000, 10_000_000, 27_000_001)  # the last is awkward for an FFT
 QUICK_SIZES = (100_003, 1_000_000)

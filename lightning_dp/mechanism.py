@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_dp._noise import NoiseSource
+from lightning_dp._world import World
 from lightning_dp.accounting.base import History
 from lightning_dp.accounting.event_reader import event_from_dict
 from lightning_dp.accounting.events import AbstractEvent, PoissonRound
@@ -16,13 +18,10 @@ from lightning_dp.accounting.guards import AbstractGuard, FixedGuard
 from lightning_dp.accounting.ledger import Ledger
 from lightning_dp.estimators.base import State
 from lightning_dp.functional import flatten
-from lightning_dp.noise import NoiseSource
-from lightning_dp.query import add_noise
 from lightning_dp.plan import NoisePlan
 from lightning_dp.postprocessing.base import AbstractPostProcessor
-from lightning_dp.query import BoundedSum, Query, Release
+from lightning_dp.query import BoundedSum, Query, Release, add_noise
 from lightning_dp.schedules import AbstractAdaptiveSchedule
-from lightning_dp.world import World
 
 __all__ = ["BudgetExhausted", "Mechanism"]
 

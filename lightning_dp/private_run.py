@@ -12,6 +12,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from lightning_dp._noise import NoiseSource
+from lightning_dp._world import World
 from lightning_dp.accounting import History
 from lightning_dp.accounting.coarse import coarse, coarse_pairs
 from lightning_dp.accounting.curve import epsilon_curve
@@ -23,9 +25,7 @@ from lightning_dp.config import PrivacyConfig
 from lightning_dp.costliest import costliest_events
 from lightning_dp.folders import local_folder
 from lightning_dp.mechanism import Mechanism
-from lightning_dp.noise import NoiseSource
 from lightning_dp.sampling import BatchPlan
-from lightning_dp.world import World
 
 __all__ = ["PrivateRun"]
 

@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from lightning_dp._noise import NoiseSource
 from lightning_dp._validate import normalise, number
-from lightning_dp.noise import NoiseSource
-from lightning_dp.world import World
+from lightning_dp._world import World
 
 __all__ = ["BoundedSum", "Pass", "Query", "Release", "Term", "add_noise"]
 
@@ -150,7 +150,7 @@ class BoundedSum:
 
     Sensitive: it must not be logged, saved or compared. Only
     :func:`lightning_dp.clipping.bounded_sum` makes one from data, and only
-    :func:`lightning_dp.noise.add_noise` turns one into something that may be seen.
+    :func:`lightning_dp._noise.add_noise` turns one into something that may be seen.
 
     Args:
         value: flat vector of length d, or of the query's coordinates.

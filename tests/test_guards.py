@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from lightning_dp._world import World
 from lightning_dp.accounting import (
     AbstractEvent,
     Gaussian,
@@ -28,7 +29,6 @@ from lightning_dp.estimators import State
 from lightning_dp.private_run import PrivateRun
 from lightning_dp.sampling import BatchPlan, FullBatch
 from lightning_dp.schedules import AbstractAdaptiveSchedule
-from lightning_dp.world import World
 
 BUDGET = 2.0
 DELTA = 1e-5

@@ -13,6 +13,9 @@ import torch
 from diff2_data import split
 from diff2_model import Answers, Network
 
+from lightning_dp._noise import NoiseSource
+from lightning_dp._warnings import PrivacyWarning
+from lightning_dp._world import World
 from lightning_dp.accounting import calibrate, gdp_epsilon
 from lightning_dp.accounting.guards import FixedGuard
 from lightning_dp.accounting.ledger import Ledger
@@ -21,12 +24,9 @@ from lightning_dp.estimators import Diff2, MeanGradient, Storm
 from lightning_dp.estimators.base import AbstractEstimator
 from lightning_dp.functional import flatten, unflatten
 from lightning_dp.mechanism import Mechanism
-from lightning_dp.noise import NoiseSource
 from lightning_dp.plan import NoisePlan
 from lightning_dp.sampling import FullBatch
 from lightning_dp.schedules import Constant
-from lightning_dp.warnings import PrivacyWarning
-from lightning_dp.world import World
 
 DELTA = 1e-5
 EVERY, PATIENCE, WORSE = 20, 5, 1.05  # rounds between two looks, and the paper's rule for stopping

@@ -14,6 +14,8 @@ from dynamic_noise_influence import quadratic_influence, retraining_influence
 from dynamic_noise_model import Problem
 from scipy.optimize import brentq
 
+from lightning_dp._noise import NoiseSource
+from lightning_dp._world import World
 from lightning_dp.accounting import calibrate, gdp_delta
 from lightning_dp.accounting.guards import FixedGuard
 from lightning_dp.accounting.ledger import Ledger
@@ -21,11 +23,9 @@ from lightning_dp.clipping import bounded_sum
 from lightning_dp.estimators import MeanGradient
 from lightning_dp.functional import unflatten
 from lightning_dp.mechanism import Mechanism
-from lightning_dp.noise import NoiseSource
 from lightning_dp.plan import NoisePlan
 from lightning_dp.sampling import FullBatch
 from lightning_dp.schedules import AbstractSchedule, Constant, FromInfluence
-from lightning_dp.world import World
 
 LEARNING_RATE, CLIP_NORM, MAX_STEPS = 0.1, 4.0, 100
 PAPER_BUDGET, EPSILON, DELTA = 0.3927, 4.0, 1e-8

@@ -20,13 +20,13 @@ from dynamic_noise_data import mnist
 from laplacian_smoothing_data import cifar10
 from torch import Tensor, nn
 
+from lightning_dp._noise import NoiseSource, random_generator
+from lightning_dp._world import World
 from lightning_dp.accounting import PoissonGaussian, epsilon
 from lightning_dp.clipping import AbstractPerSampleGradients, bounded_sum
 from lightning_dp.functional import laplacian_smoothing, per_sample_norms, unflatten
-from lightning_dp.noise import NoiseSource, random_generator
 from lightning_dp.query import add_noise
 from lightning_dp.sampling import Poisson
-from lightning_dp.world import World
 
 TARGET_DELTA, BATCH_SIZE = 1e-5, 256
 DECAY_AT, DECAY = 10_000, 0.1  # steps; the paper's, and more than these runs make

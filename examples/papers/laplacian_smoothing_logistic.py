@@ -18,13 +18,12 @@ import torch
 from dynamic_noise_data import mnist
 from torch import Tensor
 
+from lightning_dp._noise import NoiseSource, random_generator
+from lightning_dp._world import World
 from lightning_dp.accounting import PoissonGaussian, calibrate, epsilon
 from lightning_dp.functional import clip_factors, laplacian_smoothing
-from lightning_dp.noise import NoiseSource, random_generator
-from lightning_dp.query import add_noise
-from lightning_dp.query import BoundedSum
+from lightning_dp.query import BoundedSum, add_noise
 from lightning_dp.sampling import Poisson
-from lightning_dp.world import World
 
 PIXELS, CLASSES, DELTA = 784, 10, 1e-5
 WEIGHTS = PIXELS * CLASSES

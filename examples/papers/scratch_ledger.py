@@ -6,9 +6,9 @@ from collections.abc import Callable
 
 import numpy as np
 
+from lightning_dp._noise import random_generator
 from lightning_dp.accounting import AbstractEvent
 from lightning_dp.federated import ReleaseLedger, Spending
-from lightning_dp.noise import random_generator
 
 
 class ScratchLedger(ReleaseLedger):

@@ -8,6 +8,7 @@ import numpy as np
 from scipy.optimize import brentq
 
 from lightning_dp._validate import number, whole
+from lightning_dp._warnings import warn
 from lightning_dp.accounting.approach import Approach
 from lightning_dp.accounting.base import (
     AbstractAccountant,
@@ -28,7 +29,6 @@ from lightning_dp.accounting.pld import PLDAccountant
 from lightning_dp.accounting.repeat_and_select import RepeatAndSelect
 from lightning_dp.accounting.rounding import epsilon_text
 from lightning_dp.accounting.solving import solve
-from lightning_dp.warnings import warn
 
 _TOLERANCE = 1e-3
 _LARGEST_SCALE = 1e6

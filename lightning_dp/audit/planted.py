@@ -11,11 +11,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader, Dataset
 
+from lightning_dp._noise import random_generator
 from lightning_dp.audit.bounds import FloatArray
 from lightning_dp.clipping import AbstractPerSampleGradients
 from lightning_dp.estimators.base import AbstractEstimator, State
 from lightning_dp.gradients import AbstractGradientEngine
-from lightning_dp.noise import random_generator
 from lightning_dp.query import Query, Release
 
 __all__ = ["Canaries", "CanaryData", "CanaryEngine", "WatchedEstimator"]

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from lightning_dp import _validate
+from lightning_dp._noise import random_generator
 from lightning_dp._validate import not_negative, number, optional
 from lightning_dp.accounting import AbstractEvent, Gaussian, Relation
 from lightning_dp.federated.agreement import (
@@ -32,7 +33,6 @@ from lightning_dp.federated.protocol import (
 )
 from lightning_dp.federated.spending import Spending
 from lightning_dp.mechanism import BudgetExhausted
-from lightning_dp.noise import random_generator
 from lightning_dp.query import Query
 
 __all__ = ["CubicNewtonClient"]

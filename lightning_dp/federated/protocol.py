@@ -9,13 +9,12 @@ from typing import Any, Protocol
 import numpy as np
 from torch import Tensor
 
+from lightning_dp._noise import NoiseSource, random_generator
+from lightning_dp._world import World
 from lightning_dp.estimators.base import State
 from lightning_dp.federated.messages import Message, MessageError
-from lightning_dp.noise import NoiseSource, random_generator
-from lightning_dp.query import add_noise
-from lightning_dp.query import BoundedSum, Query, Release
+from lightning_dp.query import BoundedSum, Query, Release, add_noise
 from lightning_dp.sampling import AbstractSampling, Poisson
-from lightning_dp.world import World
 
 __all__ = [
     "AbstractClient",

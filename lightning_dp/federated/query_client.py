@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from lightning_dp import _validate
+from lightning_dp._noise import random_generator
 from lightning_dp._validate import optional, whole
 from lightning_dp.accounting import AbstractEvent, Gaussian, Relation
 from lightning_dp.estimators.base import State
@@ -42,7 +43,6 @@ from lightning_dp.federated.synchronous import (
     query_from,
 )
 from lightning_dp.mechanism import BudgetExhausted
-from lightning_dp.noise import random_generator
 from lightning_dp.plan import NoisePlan
 from lightning_dp.query import Query
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from lightning_dp._validate import normalise, optional, positive, seed, whole
+from lightning_dp._world import World
 from lightning_dp.estimators.base import State
 from lightning_dp.federated.asynchronous import REFUSED
 from lightning_dp.federated.bvr_l_sgd import BVRLSGD
@@ -22,11 +23,9 @@ from lightning_dp.federated.protocol import (
     check_same,
     noise_source,
 )
-from lightning_dp.query import add_noise
 from lightning_dp.plan import NoisePlan
-from lightning_dp.query import BoundedSum, Query, Release, Term
+from lightning_dp.query import BoundedSum, Query, Release, Term, add_noise
 from lightning_dp.schedules import AbstractAdaptiveSchedule
-from lightning_dp.world import World
 
 __all__ = [
     "ANSWER",

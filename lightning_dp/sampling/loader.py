@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from torch.utils.data import DataLoader, Sampler
 
-from lightning_dp.noise import random_generator
+from lightning_dp._noise import random_generator
 from lightning_dp.sampling.schemes import AbstractSampling, BatchPlan
 
 __all__ = ["Chunk", "ChunkSampler", "PrivateDataLoader"]

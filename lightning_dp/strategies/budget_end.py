@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from lightning.pytorch import Trainer
 
+from lightning_dp._warnings import warn
 from lightning_dp.accounting.rounding import epsilon_text
 from lightning_dp.private_run import PrivateRun
-from lightning_dp.warnings import warn
 
 __all__ = ["BUDGET_REACHED", "end_before_first_step", "end_training"]
 

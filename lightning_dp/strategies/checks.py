@@ -35,9 +35,9 @@ from torch.utils.data import (
     SequentialSampler,
 )
 
+from lightning_dp._warnings import warn
 from lightning_dp.gradients.whole_parameters import refuse_sharded
 from lightning_dp.sampling.repeats import find_repeat
-from lightning_dp.warnings import warn
 
 __all__ = [
     "check_launcher",

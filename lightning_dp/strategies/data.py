@@ -7,11 +7,11 @@ from typing import Any
 
 from lightning.pytorch import Trainer
 
+from lightning_dp._world import World
 from lightning_dp.private_run import PrivateRun
 from lightning_dp.sampling.loader import ChunkSampler, PrivateDataLoader
 from lightning_dp.strategies.checks import check_loader
 from lightning_dp.strategies.fit_loop_only import check_asker
-from lightning_dp.world import World
 
 __all__ = ["make_private_loader"]
 

@@ -10,6 +10,7 @@ from weakref import WeakKeyDictionary
 from lightning.pytorch.utilities import rank_zero_info
 from torch import nn
 
+from lightning_dp._warnings import warn
 from lightning_dp.accounting import History
 from lightning_dp.accounting.charges import JournalError, Runs, history_of, longer_run
 from lightning_dp.accounting.ledger import Ledger
@@ -17,7 +18,6 @@ from lightning_dp.accounting.neighbours import Neighbours, neighbours, union
 from lightning_dp.accounting.rounding import epsilon_text
 from lightning_dp.private_run import PrivateRun
 from lightning_dp.released_weights import fingerprints, some_of
-from lightning_dp.warnings import warn
 
 __all__ = ["EarlierTraining"]
 

@@ -8,12 +8,12 @@ from pathlib import Path
 from lightning.pytorch import Trainer
 from lightning.pytorch.utilities import rank_zero_info
 
+from lightning_dp._warnings import warn
 from lightning_dp.private_run import PrivateRun
 from lightning_dp.report.content import PrivacyReport
 from lightning_dp.report.files import write_report
 from lightning_dp.report.of_run import report
 from lightning_dp.report.text import summary
-from lightning_dp.warnings import warn
 
 __all__ = ["FitReports"]
 

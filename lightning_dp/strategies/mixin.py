@@ -15,6 +15,8 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
 from torch.optim import Optimizer
 
+from lightning_dp._warnings import warn
+from lightning_dp._world import World
 from lightning_dp.accounting.voided import VoidedRunError
 from lightning_dp.gradients import AbstractGradientEngine, UnsupportedModelError
 from lightning_dp.mechanism import Mechanism
@@ -46,8 +48,6 @@ from lightning_dp.strategies.probe import Probe
 from lightning_dp.strategies.together import Agreement, Place
 from lightning_dp.strategies.weak_settings import weak_settings
 from lightning_dp.training_step import is_differentiable, loss_in, with_loss
-from lightning_dp.warnings import warn
-from lightning_dp.world import World
 
 __all__ = ["DifferentialPrivacyStrategy"]
 

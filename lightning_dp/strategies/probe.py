@@ -8,13 +8,13 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningModule
 from torch import Tensor
 
+from lightning_dp._warnings import warn
+from lightning_dp._world import World
 from lightning_dp.gradients import UnsupportedModelError
 from lightning_dp.isolation import Isolation, probe_isolation
 from lightning_dp.private_run import PrivateRun
 from lightning_dp.strategies.ignored_targets import IGNORED, IgnoredTargets
 from lightning_dp.strategies.private_step import PrivateStep
-from lightning_dp.warnings import warn
-from lightning_dp.world import World
 
 __all__ = ["Probe"]
 

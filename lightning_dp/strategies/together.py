@@ -7,9 +7,9 @@ from enum import IntEnum
 
 import torch
 
+from lightning_dp._world import World
 from lightning_dp.accounting.voided import VoidedRunError
 from lightning_dp.private_run import PrivateRun
-from lightning_dp.world import World
 
 __all__ = ["Agreement", "Place"]
 

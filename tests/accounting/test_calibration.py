@@ -6,6 +6,7 @@ import time
 import numpy as np
 import pytest
 
+from lightning_dp._warnings import PrivacyWarning
 from lightning_dp.accounting import (
     Gaussian,
     PLDAccountant,
@@ -15,7 +16,6 @@ from lightning_dp.accounting import (
     calibrate,
     epsilon,
 )
-from lightning_dp.warnings import PrivacyWarning
 
 
 def constant(_: int) -> float:

@@ -14,10 +14,10 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics import Accuracy
 
+from lightning_dp._warnings import PrivacyWarning
 from lightning_dp.callbacks import DifferentialPrivacy
 from lightning_dp.isolation import check_isolation, probe_isolation
 from lightning_dp.isolation.synthetic import leaves_of, synthetic_pool
-from lightning_dp.warnings import PrivacyWarning
 
 
 @pytest.mark.parametrize("engine", ["auto", "hooks"])

@@ -12,10 +12,9 @@ import scipy.stats
 import torch
 from torch import Tensor
 
-from lightning_dp.noise import NoiseSource, random_generator
-from lightning_dp.query import add_noise
-from lightning_dp.query import BoundedSum
-from lightning_dp.world import World
+from lightning_dp._noise import NoiseSource, random_generator
+from lightning_dp._world import World
+from lightning_dp.query import BoundedSum, add_noise
 
 DIMENSION = 20_000
 MULTIPLIER, CLIP_NORM = 1.7, 0.4

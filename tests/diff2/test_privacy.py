@@ -11,18 +11,18 @@ import pytest
 import torch
 
 from lightning_dp import Diff2, FullBatch
+from lightning_dp._noise import NoiseSource
+from lightning_dp._world import World
 from lightning_dp.accounting import PLDAccountant, PoissonGaussian, calibrate, gdp_epsilon
 from lightning_dp.accounting.guards import FixedGuard
 from lightning_dp.accounting.ledger import Ledger
 from lightning_dp.callbacks import DifferentialPrivacy
 from lightning_dp.estimators import Storm
 from lightning_dp.mechanism import Mechanism
-from lightning_dp.noise import NoiseSource
 from lightning_dp.plan import NoisePlan
 from lightning_dp.query import BoundedSum, Release
 from lightning_dp.sampling import Poisson
 from lightning_dp.schedules import Constant, Exponential
-from lightning_dp.world import World
 
 DELTA = 1e-5
 RECORDS = 60

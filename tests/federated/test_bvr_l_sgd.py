@@ -10,6 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from lightning_dp._noise import NoiseSource
+from lightning_dp._world import World
 from lightning_dp.accounting import Gaussian, PoissonGaussian
 from lightning_dp.accounting.guards import FixedGuard
 from lightning_dp.accounting.ledger import Ledger
@@ -18,13 +20,10 @@ from lightning_dp.estimators import Diff2
 from lightning_dp.federated import BVRLSGD
 from lightning_dp.gradients.materialised import MaterialisedGradients
 from lightning_dp.mechanism import Mechanism
-from lightning_dp.noise import NoiseSource
-from lightning_dp.query import add_noise
 from lightning_dp.plan import NoisePlan
-from lightning_dp.query import Query, Release, Term
+from lightning_dp.query import Query, Release, Term, add_noise
 from lightning_dp.sampling import FullBatch
 from lightning_dp.schedules import Constant
-from lightning_dp.world import World
 
 WORKERS, PER_WORKER, SIZE = 3, 8, 4
 ROUNDS, INTERVAL, RATE = 7, 3, 0.4

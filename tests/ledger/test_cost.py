@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from lightning_dp import Diff2
+from lightning_dp._world import World
 from lightning_dp.accounting import PoissonGaussian
 from lightning_dp.accounting.journal import Journal, longer_run, read_journal
 from lightning_dp.accounting.ledger import Ledger
@@ -18,7 +19,6 @@ from lightning_dp.private_run import PrivateRun
 from lightning_dp.sampling import BatchPlan
 from lightning_dp.schedules import Exponential
 from lightning_dp.strategies.publish import Publisher
-from lightning_dp.world import World
 
 
 def seconds_to_keep(steps: int, folder: Path) -> float:

@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from lightning_dp._noise import NoiseSource
 from lightning_dp.accounting import PoissonGaussian
 from lightning_dp.accounting.journal import read_journal
 from lightning_dp.accounting.ledger import Ledger
-from lightning_dp.noise import NoiseSource
 from lightning_dp.query import BoundedSum
 
 

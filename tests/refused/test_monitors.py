@@ -14,9 +14,9 @@ from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau
 
+from lightning_dp._warnings import PrivacyWarning
 from lightning_dp.callbacks import DifferentialPrivacy
 from lightning_dp.report import read_report
-from lightning_dp.warnings import PrivacyWarning
 
 REFUSED = "ReduceLROnPlateau follows '.*', a metric of the training data.*StepLR"
 

@@ -30,10 +30,10 @@ from lightning.pytorch.tuner import Tuner
 from torch import nn
 
 from lightning_dp import PrivacyConfig
+from lightning_dp._warnings import PrivacyWarning
 from lightning_dp.callbacks import DifferentialPrivacy
 from lightning_dp.strategies import PrivateSingleDeviceStrategy
 from lightning_dp.strategies.checks import check_strategy
-from lightning_dp.warnings import PrivacyWarning
 
 
 class TakesIterator(L.LightningModule):

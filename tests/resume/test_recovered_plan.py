@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from lightning_dp import Diff2, PrivacyConfig
+from lightning_dp._world import World
 from lightning_dp.accounting import (
     Gaussian,
     PLDAccountant,
@@ -36,7 +37,6 @@ from lightning_dp.schedules import (
     Polynomial,
     StepDecay,
 )
-from lightning_dp.world import World
 
 pytestmark = pytest.mark.filterwarnings("ignore:Diff2. the noise")
 

@@ -8,8 +8,8 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
+from lightning_dp._noise import random_generator
 from lightning_dp.accounting import Gaussian
-from lightning_dp.noise import random_generator
 from lightning_dp.sampling import AbstractSampling, FullBatch, Poisson
 
 SAMPLINGS: dict[str, Callable[[], AbstractSampling]] = {"poisson": Poisson, "full": FullBatch}

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import scipy.stats
 
+from lightning_dp._noise import random_generator
 from lightning_dp.accounting import PoissonGaussian
-from lightning_dp.noise import random_generator
 from lightning_dp.sampling import BatchPlan, Poisson
 
 

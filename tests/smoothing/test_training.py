@@ -21,8 +21,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_dp import FullBatch, Momentum
+from lightning_dp._noise import NoiseSource
 from lightning_dp.callbacks import DifferentialPrivacy
-from lightning_dp.noise import NoiseSource
 from lightning_dp.postprocessing import AbstractPostProcessor, LaplacianSmoothing
 from lightning_dp.schedules import Exponential
 

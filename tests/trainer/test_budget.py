@@ -8,10 +8,10 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch.utils.data import DataLoader
 
+from lightning_dp._warnings import PrivacyWarning
 from lightning_dp.accounting import PLDAccountant, PoissonGaussian
 from lightning_dp.callbacks import DifferentialPrivacy
 from lightning_dp.schedules import Exponential
-from lightning_dp.warnings import PrivacyWarning
 
 DELTA = 1e-5
 

@@ -15,13 +15,13 @@ import pytest
 import torch
 from torch import nn
 
+from lightning_dp._warnings import PrivacyWarning
 from lightning_dp.accounting import PLDAccountant, PoissonGaussian
 from lightning_dp.accounting.journal import Journal, read_written
 from lightning_dp.accounting.rounding import epsilon_text
 from lightning_dp.callbacks import DifferentialPrivacy
 from lightning_dp.schedules import Exponential
 from lightning_dp.strategies import earlier_training
-from lightning_dp.warnings import PrivacyWarning
 
 DELTA, RATE = 1e-5, 24 / 240
 TOGETHER = "trained before under another privacy ledger"

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
+from lightning_dp._warnings import PrivacyWarning
 from lightning_dp.accounting.voided import VoidedRunError
 from lightning_dp.callbacks import DifferentialPrivacy
-from lightning_dp.warnings import PrivacyWarning
 
 pytestmark = pytest.mark.filterwarnings("ignore:The loss divides")
 CLASSES, IGNORED = 9, -100

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from lightning_dp.warnings import PrivacyWarning
+from lightning_dp._warnings import PrivacyWarning
 
 
 @pytest.fixture

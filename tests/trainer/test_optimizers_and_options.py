@@ -7,8 +7,8 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import EMAWeightAveraging
 
+from lightning_dp._warnings import PrivacyWarning
 from lightning_dp.callbacks import DifferentialPrivacy
-from lightning_dp.warnings import PrivacyWarning
 
 DELTA = 1e-5
 

@@ -179,7 +179,7 @@ def test_no_thread_is_left_after_a_fit(make_trainer: Any) -> None:
 
 
 def test_copies_of_a_noise_source_draw_other_noise() -> None:
-    from lightning_dp.noise import NoiseSource
+    from lightning_dp._noise import NoiseSource
 
     source = NoiseSource()
     sources = (source, copy.deepcopy(source), pickle.loads(pickle.dumps(source)))

@@ -11,8 +11,8 @@ import pytest
 from scipy import stats
 from torch.utils.data import DataLoader
 
+from lightning_dp._warnings import PrivacyWarning
 from lightning_dp.callbacks import DifferentialPrivacy
-from lightning_dp.warnings import PrivacyWarning
 
 N = 240
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from lightning_dp._warnings import PrivacyWarning
 from lightning_dp.accounting import PLDAccountant
 from lightning_dp.callbacks import DifferentialPrivacy
-from lightning_dp.warnings import PrivacyWarning
 
 DELTA = 1e-5
 

@@ -12,10 +12,10 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from lightning_dp import Diff2, FullBatch
+from lightning_dp._warnings import PrivacyWarning
 from lightning_dp.accounting.voided import VoidedRunError
 from lightning_dp.callbacks import DifferentialPrivacy
 from lightning_dp.report.command import main as report_command
-from lightning_dp.warnings import PrivacyWarning
 
 CURE = r"zero records whose gradients are not finite.*don't skip batches"
 

@@ -8,8 +8,8 @@ import pytest
 from torch.utils.data import DataLoader
 
 from lightning_dp import FullBatch
+from lightning_dp._warnings import PrivacyWarning
 from lightning_dp.callbacks import DifferentialPrivacy
-from lightning_dp.warnings import PrivacyWarning
 
 
 @pytest.fixture

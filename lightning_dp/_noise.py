@@ -9,7 +9,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-
 __all__ = ["NoiseSource", "random_generator"]
 
 
