@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lightning_dp._noise import NoiseSource
-from lightning_dp.clipping import bounded_sum
+from lightning_dp.boundary import bounded_sum
 from lightning_dp.gradients import Bookkeeping
 
 

@@ -10,9 +10,8 @@ from diff2_data import Records, Split
 from torch import Tensor
 from torch.nn.functional import cross_entropy, softplus
 
-from lightning_dp.clipping import AbstractPerSampleGradients
+from lightning_dp.boundary import AbstractPerSampleGradients, Query
 from lightning_dp.functional import flatten, unflatten
-from lightning_dp.query import Query
 
 HIDDEN = 10
 

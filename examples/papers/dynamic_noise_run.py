@@ -19,7 +19,7 @@ from lightning_dp._world import World
 from lightning_dp.accounting import calibrate, gdp_delta
 from lightning_dp.accounting.guards import FixedGuard
 from lightning_dp.accounting.ledger import Ledger
-from lightning_dp.clipping import bounded_sum
+from lightning_dp.boundary import bounded_sum
 from lightning_dp.estimators import MeanGradient
 from lightning_dp.functional import unflatten
 from lightning_dp.mechanism import Mechanism

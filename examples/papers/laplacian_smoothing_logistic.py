@@ -21,8 +21,8 @@ from torch import Tensor
 from lightning_dp._noise import NoiseSource, random_generator
 from lightning_dp._world import World
 from lightning_dp.accounting import PoissonGaussian, calibrate, epsilon
+from lightning_dp.boundary import BoundedSum, add_noise
 from lightning_dp.functional import clip_factors, laplacian_smoothing
-from lightning_dp.query import BoundedSum, add_noise
 from lightning_dp.sampling import Poisson
 
 PIXELS, CLASSES, DELTA = 784, 10, 1e-5

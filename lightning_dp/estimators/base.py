@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_dp.query import Query, Release
+from lightning_dp.boundary import Query, Release
 
 __all__ = ["AbstractEstimator", "State", "share_of_noise"]
 

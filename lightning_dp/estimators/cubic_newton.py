@@ -23,10 +23,10 @@ from lightning_dp._validate import (
 )
 from lightning_dp.accounting.events import PoissonRound
 from lightning_dp.accounting.pld import PLDAccountant
+from lightning_dp.boundary import Query, Release, Term
 from lightning_dp.cubic_model import average_weight, inner_step
 from lightning_dp.estimators.base import AbstractEstimator, State, share_of_noise
 from lightning_dp.functional import flatten
-from lightning_dp.query import Query, Release, Term
 from lightning_dp.sparsify import shared_mask
 
 __all__ = ["CubicNewton"]

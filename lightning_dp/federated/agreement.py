@@ -14,13 +14,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_dp.boundary import Query
 from lightning_dp.estimators.base import AbstractEstimator, share_of_noise
 from lightning_dp.federated.ledger import ReleaseLedger
 from lightning_dp.federated.protocol import MessageError, Records
 from lightning_dp.federated.spending import Spending
 from lightning_dp.gradients import UnsupportedModelError
 from lightning_dp.plan import NoisePlan
-from lightning_dp.query import Query
 
 __all__ = [
     "check_engine",

@@ -14,6 +14,7 @@ from torch import Tensor
 from lightning_dp._noise import random_generator
 from lightning_dp._validate import normalise, not_negative, number, optional, seed
 from lightning_dp.accounting import AbstractEvent, Gaussian, Relation
+from lightning_dp.boundary import Query, Term
 from lightning_dp.federated.agreement import check_point, try_before_first_charge
 from lightning_dp.federated.asynchronous import LOST, REFUSED, ROUND, UPDATE, AsyncPlan
 from lightning_dp.federated.ledger import Make, ReleaseLedger
@@ -28,7 +29,6 @@ from lightning_dp.federated.protocol import (
 )
 from lightning_dp.federated.spending import Spending, check_budget
 from lightning_dp.mechanism import BudgetExhausted
-from lightning_dp.query import Query, Term
 from lightning_dp.sampling import Poisson
 
 __all__ = ["AsyncClient", "ClientPrivacy"]

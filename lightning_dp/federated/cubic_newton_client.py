@@ -13,6 +13,7 @@ from lightning_dp import _validate
 from lightning_dp._noise import random_generator
 from lightning_dp._validate import not_negative, number, optional
 from lightning_dp.accounting import AbstractEvent, Gaussian, Relation
+from lightning_dp.boundary import Query
 from lightning_dp.federated.agreement import (
     check_engine,
     check_point,
@@ -33,7 +34,6 @@ from lightning_dp.federated.protocol import (
 )
 from lightning_dp.federated.spending import Spending
 from lightning_dp.mechanism import BudgetExhausted
-from lightning_dp.query import Query
 
 __all__ = ["CubicNewtonClient"]
 

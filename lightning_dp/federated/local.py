@@ -17,7 +17,14 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_dp.accounting.voided import VoidedRunError
-from lightning_dp.clipping import AbstractPerSampleGradients, bounded_sum
+from lightning_dp.boundary import (
+    AbstractPerSampleGradients,
+    BoundedSum,
+    Pass,
+    Query,
+    Term,
+    bounded_sum,
+)
 from lightning_dp.federated.agreement import fingerprint
 from lightning_dp.functional import flatten, unflatten
 from lightning_dp.gradients import (
@@ -28,7 +35,6 @@ from lightning_dp.gradients import (
 )
 from lightning_dp.gradients.materialised import MaterialisedGradients
 from lightning_dp.isolation.synthetic import NoSyntheticBatch, ValidLabels, synthetic_pool
-from lightning_dp.query import BoundedSum, Pass, Query, Term
 from lightning_dp.strategies.checks import (
     check_loader,
     check_model,
@@ -63,7 +69,7 @@ class _Watch:
 class LocalRecords:
     r"""One client's records, and the model that it is asked about.
 
-    Answers a :class:`~lightning_dp.query.Query` with
+    Answers a :class:`~lightning_dp.boundary.Query` with
     :math:`\sum_i \mathrm{clip}_C(P_c \sum_k w_k h_{ik})` over chosen records, where h_ik is the
     gradient (or a Hessian-vector product) of the loss that ``training_step`` returns for record i.
     The module and the data set are those of an ordinary Lightning training, and are left as they

@@ -11,9 +11,9 @@ from torch import Tensor
 
 from lightning_dp._noise import NoiseSource, random_generator
 from lightning_dp._world import World
+from lightning_dp.boundary import BoundedSum, Query, Release, add_noise
 from lightning_dp.estimators.base import State
 from lightning_dp.federated.messages import Message, MessageError
-from lightning_dp.query import BoundedSum, Query, Release, add_noise
 from lightning_dp.sampling import AbstractSampling, Poisson
 
 __all__ = [

@@ -12,6 +12,7 @@ from lightning_dp import _validate
 from lightning_dp._noise import random_generator
 from lightning_dp._validate import optional, whole
 from lightning_dp.accounting import AbstractEvent, Gaussian, Relation
+from lightning_dp.boundary import Query
 from lightning_dp.estimators.base import State
 from lightning_dp.federated.agreement import (
     check_engine,
@@ -44,7 +45,6 @@ from lightning_dp.federated.synchronous import (
 )
 from lightning_dp.mechanism import BudgetExhausted
 from lightning_dp.plan import NoisePlan
-from lightning_dp.query import Query
 
 __all__ = ["QueryClient"]
 

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from lightning_dp._validate import normalise, optional, positive, seed, whole
 from lightning_dp._world import World
+from lightning_dp.boundary import BoundedSum, Query, Release, Term, add_noise
 from lightning_dp.estimators.base import State
 from lightning_dp.federated.asynchronous import REFUSED
 from lightning_dp.federated.bvr_l_sgd import BVRLSGD
@@ -24,7 +25,6 @@ from lightning_dp.federated.protocol import (
     noise_source,
 )
 from lightning_dp.plan import NoisePlan
-from lightning_dp.query import BoundedSum, Query, Release, Term, add_noise
 from lightning_dp.schedules import AbstractAdaptiveSchedule
 
 __all__ = [

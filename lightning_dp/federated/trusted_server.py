@@ -14,12 +14,12 @@ from torch.optim import Optimizer
 from lightning_dp._noise import random_generator
 from lightning_dp._world import World
 from lightning_dp.accounting.voided import VoidedRunError
+from lightning_dp.boundary import BoundedSum, Query, Term
 from lightning_dp.config import PrivacyConfig
 from lightning_dp.federated.local import LocalRecords
 from lightning_dp.functional import flatten, unflatten
 from lightning_dp.gradients import UnsupportedModelError
 from lightning_dp.private_run import PrivateRun
-from lightning_dp.query import BoundedSum, Query, Term
 from lightning_dp.sampling import BatchPlan
 
 __all__ = ["TrustedServer"]

@@ -10,7 +10,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
-from lightning_dp.clipping import AbstractPerSampleGradients
+from lightning_dp.boundary import AbstractPerSampleGradients
 
 __all__ = [
     "AbstractGradientEngine",

@@ -8,7 +8,7 @@ from functools import reduce
 import torch
 from torch import Tensor
 
-from lightning_dp.clipping import AbstractPerSampleGradients
+from lightning_dp.boundary import AbstractPerSampleGradients
 from lightning_dp.gradients.base import number_of_records
 from lightning_dp.gradients.layers import ParameterGradients
 from lightning_dp.gradients.materialised import restricted

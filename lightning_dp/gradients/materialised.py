@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from lightning_dp.clipping import AbstractPerSampleGradients
+from lightning_dp.boundary import AbstractPerSampleGradients
 from lightning_dp.functional import as_rows, per_sample_norms
 from lightning_dp.gradients.base import number_of_records
 

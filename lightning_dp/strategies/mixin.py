@@ -18,10 +18,10 @@ from torch.optim import Optimizer
 from lightning_dp._warnings import warn
 from lightning_dp._world import World
 from lightning_dp.accounting.voided import VoidedRunError
+from lightning_dp.boundary import Query
 from lightning_dp.gradients import AbstractGradientEngine, UnsupportedModelError
 from lightning_dp.mechanism import Mechanism
 from lightning_dp.private_run import PrivateRun
-from lightning_dp.query import Query
 from lightning_dp.report.of_run import report
 from lightning_dp.sampling.loader import PrivateDataLoader
 from lightning_dp.strategies.budget_end import end_before_first_step, end_training

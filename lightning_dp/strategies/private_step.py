@@ -11,11 +11,10 @@ from lightning.pytorch import LightningModule
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_dp.clipping import AbstractPerSampleGradients, bounded_sum
+from lightning_dp.boundary import AbstractPerSampleGradients, Query, bounded_sum
 from lightning_dp.estimators import AbstractEstimator
 from lightning_dp.functional import unflatten
 from lightning_dp.mechanism import Mechanism
-from lightning_dp.query import Query
 from lightning_dp.sampling.loader import Chunk
 from lightning_dp.strategies.further_passes import FurtherPasses, Replay
 from lightning_dp.strategies.replay import RandomState

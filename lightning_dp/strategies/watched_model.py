@@ -9,7 +9,7 @@ from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_dp.clipping import AbstractPerSampleGradients
+from lightning_dp.boundary import AbstractPerSampleGradients
 from lightning_dp.gradients import AbstractGradientEngine, RawGradientGuard, attach_engine
 
 __all__ = ["WatchedModel", "WrapEngine"]

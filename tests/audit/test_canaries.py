@@ -14,9 +14,9 @@ from torch.utils.data import DataLoader
 
 from lightning_dp import _noise
 from lightning_dp.audit.canaries import AuditReport, audit
+from lightning_dp.boundary import BoundedSum, Release, add_noise, bounded_sum
 from lightning_dp.callbacks import DifferentialPrivacy
 from lightning_dp.estimators import CubicNewton, Diff2, Storm
-from lightning_dp.query import BoundedSum, Release, add_noise, bounded_sum
 from lightning_dp.sampling import FullBatch, Poisson
 from lightning_dp.schedules import Exponential
 

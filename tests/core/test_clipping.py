@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_dp.clipping import bounded_sum
+from lightning_dp.boundary import bounded_sum
 from lightning_dp.functional import clip_factors, flatten, per_sample_norms, unflatten
 from lightning_dp.gradients.base import UnsupportedModelError
 from lightning_dp.gradients.materialised import MaterialisedGradients

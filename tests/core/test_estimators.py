@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from lightning_dp import estimators
+from lightning_dp.boundary import Query, Release, Term
 from lightning_dp.estimators import (
     AbstractEstimator,
     CubicNewton,
@@ -19,7 +20,6 @@ from lightning_dp.estimators import (
     State,
     Storm,
 )
-from lightning_dp.query import Query, Release, Term
 
 # One line for each estimator.
 CASES: dict[str, AbstractEstimator] = {

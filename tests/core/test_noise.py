@@ -14,7 +14,7 @@ from torch import Tensor
 
 from lightning_dp._noise import NoiseSource, random_generator
 from lightning_dp._world import World
-from lightning_dp.query import BoundedSum, add_noise
+from lightning_dp.boundary import BoundedSum, add_noise
 
 DIMENSION = 20_000
 MULTIPLIER, CLIP_NORM = 1.7, 0.4

@@ -8,7 +8,7 @@ import math
 import pytest
 import torch
 
-from lightning_dp.query import BoundedSum, Pass, Query, Release, Term
+from lightning_dp.boundary import BoundedSum, Pass, Query, Release, Term
 
 
 @pytest.mark.parametrize("weight", [math.nan, math.inf, -math.inf])

@@ -19,9 +19,8 @@ import torch
 from torch import Tensor, nn
 
 from lightning_dp.accounting import Gaussian, epsilon
-from lightning_dp.clipping import bounded_sum
+from lightning_dp.boundary import Query, Term, bounded_sum
 from lightning_dp.gradients.bookkeeping import Bookkeeping
-from lightning_dp.query import Query, Term
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "papers"
 SCRIPT = EXAMPLES / "cubic_newton.py"

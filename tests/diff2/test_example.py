@@ -15,9 +15,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_dp.clipping import bounded_sum
+from lightning_dp.boundary import Query, Term, bounded_sum
 from lightning_dp.functional import flatten, unflatten
-from lightning_dp.query import Query, Term
 
 MODULES = ("diff2_data", "diff2_model", "diff2_run", "diff2_report", "diff2")
 

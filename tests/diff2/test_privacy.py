@@ -16,11 +16,11 @@ from lightning_dp._world import World
 from lightning_dp.accounting import PLDAccountant, PoissonGaussian, calibrate, gdp_epsilon
 from lightning_dp.accounting.guards import FixedGuard
 from lightning_dp.accounting.ledger import Ledger
+from lightning_dp.boundary import BoundedSum, Release
 from lightning_dp.callbacks import DifferentialPrivacy
 from lightning_dp.estimators import Storm
 from lightning_dp.mechanism import Mechanism
 from lightning_dp.plan import NoisePlan
-from lightning_dp.query import BoundedSum, Release
 from lightning_dp.sampling import Poisson
 from lightning_dp.schedules import Constant, Exponential
 

@@ -9,10 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_dp.clipping import bounded_sum
+from lightning_dp.boundary import BoundedSum, Query, bounded_sum
 from lightning_dp.federated import AbstractClient, AbstractServer
 from lightning_dp.gradients.materialised import MaterialisedGradients
-from lightning_dp.query import BoundedSum, Query
 
 SIZE = 4
 

@@ -18,10 +18,10 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 from lightning_dp import Diff2, FullBatch, PrivacyConfig
+from lightning_dp.boundary import BoundedSum, Query
 from lightning_dp.federated.local import LocalRecords
 from lightning_dp.federated.trusted_server import TrustedServer
 from lightning_dp.functional import flatten
-from lightning_dp.query import BoundedSum, Query
 
 SIZES = (40, 25)  # records of the ranks
 COLLECTIVES = ("broadcast", "gather", "all_gather", "reduce", "all_reduce", "scatter")

@@ -15,13 +15,12 @@ from lightning_dp._world import World
 from lightning_dp.accounting import Gaussian, PoissonGaussian
 from lightning_dp.accounting.guards import FixedGuard
 from lightning_dp.accounting.ledger import Ledger
-from lightning_dp.clipping import bounded_sum
+from lightning_dp.boundary import Query, Release, Term, add_noise, bounded_sum
 from lightning_dp.estimators import Diff2
 from lightning_dp.federated import BVRLSGD
 from lightning_dp.gradients.materialised import MaterialisedGradients
 from lightning_dp.mechanism import Mechanism
 from lightning_dp.plan import NoisePlan
-from lightning_dp.query import Query, Release, Term, add_noise
 from lightning_dp.sampling import FullBatch
 from lightning_dp.schedules import Constant
 

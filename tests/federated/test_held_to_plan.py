@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 from lightning_dp import CubicNewton
+from lightning_dp.boundary import Query, Term
 from lightning_dp.estimators import Diff2, MeanGradient, Storm
 from lightning_dp.estimators.base import AbstractEstimator, share_of_noise
 from lightning_dp.federated import (
@@ -34,7 +35,6 @@ from lightning_dp.federated import (
 from lightning_dp.federated.agreement import check_fingerprint, fingerprint
 from lightning_dp.federated.local import LocalRecords
 from lightning_dp.plan import NoisePlan
-from lightning_dp.query import Query, Term
 from lightning_dp.sampling import FullBatch
 from lightning_dp.schedules import Constant
 

@@ -16,11 +16,11 @@ from torchmetrics.classification import MulticlassAccuracy
 
 from lightning_dp.accounting import Gaussian
 from lightning_dp.accounting.voided import VoidedRunError
+from lightning_dp.boundary import Query, Term
 from lightning_dp.federated import ReleaseLedger, Spending
 from lightning_dp.federated.local import LocalRecords
 from lightning_dp.functional import flatten, unflatten
 from lightning_dp.gradients import RawGradientHookError, UnsupportedModelError
-from lightning_dp.query import Query, Term
 
 ENGINES = ["auto", "bookkeeping", "functional", "hooks"]
 

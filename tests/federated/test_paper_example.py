@@ -12,9 +12,8 @@ import numpy as np
 import pytest
 import torch
 
-from lightning_dp.clipping import bounded_sum
+from lightning_dp.boundary import Query, Term, bounded_sum
 from lightning_dp.gradients.materialised import MaterialisedGradients
-from lightning_dp.query import Query, Term
 
 PAPERS = Path(__file__).parents[2] / "examples" / "papers"
 

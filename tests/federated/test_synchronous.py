@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from lightning_dp.accounting import Gaussian, PLDAccountant, PoissonGaussian, PoissonRound
+from lightning_dp.boundary import Query, Term
 from lightning_dp.estimators import Diff2, MeanGradient
 from lightning_dp.estimators.base import AbstractEstimator
 from lightning_dp.federated import (
@@ -21,7 +22,6 @@ from lightning_dp.federated import (
     SynchronousServer,
 )
 from lightning_dp.plan import NoisePlan
-from lightning_dp.query import Query, Term
 from lightning_dp.sampling import FullBatch, Poisson
 from lightning_dp.schedules import Constant
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
+from lightning_dp.boundary import Query, Term
 from lightning_dp.federated import (
     AsyncClient,
     AsyncPlan,
@@ -25,7 +26,6 @@ from lightning_dp.federated import (
 from lightning_dp.federated.local import LocalRecords
 from lightning_dp.gradients import UnsupportedModelError
 from lightning_dp.isolation.passes import Passes
-from lightning_dp.query import Query, Term
 
 RECORDS = 4
 

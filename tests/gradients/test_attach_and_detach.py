@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from lightning_dp.clipping import bounded_sum
+from lightning_dp.boundary import bounded_sum
 
 pytestmark = pytest.mark.filterwarnings("ignore:Full backward hook is firing")
 

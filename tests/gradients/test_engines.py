@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_dp.clipping import bounded_sum
+from lightning_dp.boundary import bounded_sum
 
 pytestmark = pytest.mark.filterwarnings("ignore:Full backward hook is firing")
 

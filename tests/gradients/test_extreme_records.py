@@ -10,7 +10,7 @@ import torch
 from opacus.layers import DPLSTM, DPMultiheadAttention
 from torch import Tensor, nn
 
-from lightning_dp.clipping import AbstractPerSampleGradients, bounded_sum
+from lightning_dp.boundary import AbstractPerSampleGradients, bounded_sum
 from lightning_dp.functional import clip_factors, factor_norms, squared_row_norms
 from lightning_dp.gradients import AbstractGradientEngine, bookkept
 from lightning_dp.gradients.bookkept import BookkeptGradients

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_dp.clipping import bounded_sum
+from lightning_dp.boundary import bounded_sum
 from lightning_dp.gradients import Bookkeeping, bookkept
 from lightning_dp.gradients.layers import Call, ParameterGradients
 from lightning_dp.gradients.layers.convolution import Convolution

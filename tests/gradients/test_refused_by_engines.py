@@ -8,7 +8,7 @@ from opacus.layers import DPLSTM, DPMultiheadAttention
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_padded_sequence
 
-from lightning_dp.clipping import bounded_sum
+from lightning_dp.boundary import bounded_sum
 from lightning_dp.gradients import (
     Bookkeeping,
     OpacusHooks,

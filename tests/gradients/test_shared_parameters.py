@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from lightning_dp.clipping import bounded_sum
+from lightning_dp.boundary import bounded_sum
 from lightning_dp.gradients import UnsupportedModelError
 
 pytestmark = pytest.mark.filterwarnings("ignore:Full backward hook is firing")

@@ -13,7 +13,7 @@ from lightning_dp._noise import NoiseSource
 from lightning_dp.accounting import PoissonGaussian
 from lightning_dp.accounting.journal import read_journal
 from lightning_dp.accounting.ledger import Ledger
-from lightning_dp.query import BoundedSum
+from lightning_dp.boundary import BoundedSum
 
 
 class RecordingLedger(Ledger):

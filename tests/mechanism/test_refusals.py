@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from lightning_dp.accounting import Gaussian
+from lightning_dp.boundary import BoundedSum
 from lightning_dp.mechanism import BudgetExhausted
 from lightning_dp.plan import NoisePlan
-from lightning_dp.query import BoundedSum
 from lightning_dp.sampling import FullBatch
 from lightning_dp.schedules import AbstractSchedule, Constant
 

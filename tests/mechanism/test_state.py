@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from lightning_dp._noise import NoiseSource
+from lightning_dp.boundary import BoundedSum
 from lightning_dp.mechanism import Mechanism
 from lightning_dp.postprocessing import Momentum
-from lightning_dp.query import BoundedSum
 from lightning_dp.schedules import Exponential
 
 

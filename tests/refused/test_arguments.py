@@ -41,6 +41,7 @@ from lightning_dp.accounting import (
     gdp_epsilon,
 )
 from lightning_dp.audit.bounds import one_run_p_value
+from lightning_dp.boundary import Query
 from lightning_dp.callbacks import DifferentialPrivacy
 from lightning_dp.estimators import Storm
 from lightning_dp.federated import (
@@ -66,7 +67,6 @@ from lightning_dp.functional import clip_factors, laplacian_smoothing
 from lightning_dp.metrics import PrivacyBudget
 from lightning_dp.plan import NoisePlan
 from lightning_dp.plotting import plot_schedule
-from lightning_dp.query import Query
 from lightning_dp.sampling.schemes import factorisations, largest_chunk
 from lightning_dp.schedules import (
     Cosine,

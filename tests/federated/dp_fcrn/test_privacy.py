@@ -9,11 +9,10 @@ import pytest
 import torch
 
 from lightning_dp.accounting import Gaussian, PoissonGaussian, epsilon
-from lightning_dp.clipping import bounded_sum
+from lightning_dp.boundary import BoundedSum, bounded_sum
 from lightning_dp.estimators import CubicNewton
 from lightning_dp.federated import AsyncServer, CubicNewtonClient, Message, MessageError
 from lightning_dp.gradients.materialised import MaterialisedGradients
-from lightning_dp.query import BoundedSum
 
 RECORDS, SIZE = 12, 5
 
