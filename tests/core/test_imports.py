@@ -92,30 +92,38 @@ def test_a_library_is_imported_in_its_place_only(library, places):
 @pytest.mark.parametrize(
     ("module", "allowed"),
     [
+<<<<<<< ours
         ("query", ()),
         ("functional", ()),
         ("world", ()),
         ("clipping", ("functional", "query")),
         ("noise", ("query", "world")),
+=======
+        ("smoothing", ()),
+        ("functional", ("smoothing",)),
+        ("_world", ()),
+        ("boundary", ("functional", "_noise", "_world")),
+        ("_noise", ()),
+>>>>>>> theirs
         ("cubic_model", ()),
         ("sparsify", ()),
         (
             "estimators",
             (
-                "query",
+                "boundary",
                 "functional",
-                "warnings",
+                "_warnings",
                 "accounting",
                 "estimators",
                 "cubic_model",
                 "sparsify",
             ),
         ),
-        ("postprocessing", ("estimators", "postprocessing", "functional")),
+        ("postprocessing", ("estimators", "postprocessing", "functional", "functional")),
         ("schedules", ("estimators.base", "schedules")),
-        ("sampling", ("noise", "sampling", "accounting")),
-        ("gradients", ("clipping", "functional", "gradients")),
-        ("accounting", ("accounting", "folders", "warnings")),
+        ("sampling", ("_noise", "sampling", "accounting")),
+        ("gradients", ("boundary", "functional", "gradients")),
+        ("accounting", ("accounting", "folders", "_warnings")),
     ],
 )
 def test_the_core_rests_on_what_is_below_it_only(module, allowed):
