@@ -92,19 +92,10 @@ def test_a_library_is_imported_in_its_place_only(library, places):
 @pytest.mark.parametrize(
     ("module", "allowed"),
     [
-<<<<<<< ours
-        ("query", ()),
         ("functional", ()),
-        ("world", ()),
-        ("clipping", ("functional", "query")),
-        ("noise", ("query", "world")),
-=======
-        ("smoothing", ()),
-        ("functional", ("smoothing",)),
         ("_world", ()),
-        ("boundary", ("functional", "_noise", "_world")),
         ("_noise", ()),
->>>>>>> theirs
+        ("boundary", ("functional", "_noise", "_world")),
         ("cubic_model", ()),
         ("sparsify", ()),
         (
@@ -119,7 +110,7 @@ def test_a_library_is_imported_in_its_place_only(library, places):
                 "sparsify",
             ),
         ),
-        ("postprocessing", ("estimators", "postprocessing", "functional", "functional")),
+        ("postprocessing", ("estimators", "postprocessing", "functional")),
         ("schedules", ("estimators.base", "schedules")),
         ("sampling", ("_noise", "sampling", "accounting")),
         ("gradients", ("boundary", "functional", "gradients")),
