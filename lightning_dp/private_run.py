@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from lightning_dp._files import local_folder
 from lightning_dp._noise import NoiseSource
 from lightning_dp._world import World
 from lightning_dp.accounting import History
@@ -23,7 +24,6 @@ from lightning_dp.accounting.remembered import Remembered
 from lightning_dp.budget import Budget, events_from, is_adaptive
 from lightning_dp.config import PrivacyConfig
 from lightning_dp.costliest import costliest_events
-from lightning_dp.folders import local_folder
 from lightning_dp.mechanism import Mechanism
 from lightning_dp.sampling import BatchPlan
 

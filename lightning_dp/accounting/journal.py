@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import os
-import secrets
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import IO
 
 import filelock
 
+from lightning_dp._files import FILE_MODE, make_folder, replaced
 from lightning_dp.accounting.charges import (
     JournalError,
     Runs,
@@ -26,7 +26,6 @@ from lightning_dp.accounting.journal_text import (
     read_text,
     weights_line,
 )
-from lightning_dp.accounting.owner_only import FILE_MODE, create_file, make_folder
 
 __all__ = [
     "Journal",
@@ -38,7 +37,6 @@ __all__ = [
     "longer_run",
     "read_journal",
     "read_written",
-    "sync_folder",
 ]
 
 _LINES_AT_ONCE = 4096
@@ -111,17 +109,8 @@ class Journal:
 
     def _create(self, ledger_id: str) -> None:
         """Make the file with its first line, at once: a crash leaves all of it, or none."""
-        partial = self.path.with_name(f".{self.path.name}-{secrets.token_hex(4)}")
-        with open(create_file(partial), "wb") as file:
-            try:
-                file.write(header_line(ledger_id))
-                file.flush()
-                os.fsync(file.fileno())
-                os.replace(partial, self.path)
-            except BaseException:
-                partial.unlink(missing_ok=True)
-                raise
-        sync_folder(self.path.parent)
+        with replaced(self.path) as file:
+            file.write(header_line(ledger_id))
 
     # -- writing ---------------------------------------------------------------------------
 
@@ -249,14 +238,3 @@ def read_written(path: Path) -> Written:
     except OSError as error:
         raise JournalDiskError(f"The privacy journal {path} cannot be read: {error}.") from error
     return read_text(path, content)
-
-
-def sync_folder(folder: Path) -> None:
-    """Make the new file's name durable too (POSIX; other systems have no such call)."""
-    if os.name != "posix":
-        return
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

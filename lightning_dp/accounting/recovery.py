@@ -5,13 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from lightning_dp._files import local_folder
 from lightning_dp._validate import whole
 from lightning_dp.accounting.event_reader import event_from_dict
 from lightning_dp.accounting.events import AbstractEvent, Gaussian, PoissonGaussian
 from lightning_dp.accounting.ids import new_id
 from lightning_dp.accounting.journal import Journal, JournalError, history_of
 from lightning_dp.accounting.ledger import privacy_in, read_state
-from lightning_dp.folders import local_folder
 
 __all__ = ["recover_journal"]
 

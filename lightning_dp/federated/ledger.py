@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
+from lightning_dp._files import local_folder
 from lightning_dp.accounting import AbstractEvent, PLDAccountant, Relation
 from lightning_dp.accounting.journal import Journal, JournalError, Runs, history_of, read_journal
 from lightning_dp.accounting.voided import Voided, VoidedRunError, reason_in
@@ -29,7 +30,6 @@ from lightning_dp.federated.release_file import (
     write_release_file,
 )
 from lightning_dp.federated.spending import Spending, affordable_rounds, fits_beside
-from lightning_dp.folders import local_folder
 from lightning_dp.gradients import UnsupportedModelError
 from lightning_dp.mechanism import BudgetExhausted
 

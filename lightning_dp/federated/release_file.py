@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import quote
 
-from lightning_dp.accounting.journal import JournalError, Runs, sync_folder
+from lightning_dp._files import replaced
+from lightning_dp.accounting.journal import JournalError, Runs
 
 __all__ = [
     "Kept",
@@ -122,14 +122,8 @@ def write_release_file(path: Path, progress: Progress, kept: Kept, note: bytes) 
     places = [[round_, part, len(sent)] for (round_, part), sent in kept.items()]
     header = json.dumps([_FORMAT, vars(progress), places, zlib.crc32(content)]).encode()
     line = header + f" {zlib.crc32(header):08x}\n".encode()
-    partial = path.with_name(f"{path.name}.partial")
-    descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-    with os.fdopen(descriptor, "wb") as file:
+    with replaced(path) as file:
         file.write(line + content)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(partial, path)
-    sync_folder(path.parent)
 
 
 def read_release_file(path: Path) -> tuple[Progress, Kept, bytes]:

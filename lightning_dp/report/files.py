@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
-import secrets
 import stat
 from pathlib import Path
 
+from lightning_dp._files import FILE_MODE, replaced
 from lightning_dp.accounting.ids import is_ledger_id
-from lightning_dp.accounting.owner_only import create_file
 from lightning_dp.report.content import PrivacyReport
 from lightning_dp.report.markdown import markdown
 
@@ -40,8 +38,8 @@ def write_report(report: PrivacyReport, folder: str | Path) -> Path:
     path = Path(folder) / PATTERN.replace("*", report.ledger_id)
     path.parent.mkdir(parents=True, exist_ok=True)
     content = json.dumps(report.to_dict(), ensure_ascii=False, allow_nan=False, indent=1)
-    _replace(path.with_suffix(".md"), markdown(report))
-    _replace(path, content + "\n")
+    _write(path.with_suffix(".md"), markdown(report))
+    _write(path, content + "\n")
     return path
 
 
@@ -61,16 +59,8 @@ def read_report(path: str | Path) -> PrivacyReport:
         raise ValueError(f"{path} is not a privacy report: {error}") from None
 
 
-def _replace(path: Path, content: str) -> None:
-    partial = path.with_name(f".{path.name}-{secrets.token_hex(4)}")
-    try:
-        with open(create_file(partial), "w", encoding="utf-8") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        if path.exists():  # who may read it is for its owner to say
-            partial.chmod(stat.S_IMODE(path.stat().st_mode))
-        os.replace(partial, path)
-    except BaseException:
-        partial.unlink(missing_ok=True)
-        raise
+def _write(path: Path, content: str) -> None:
+    # Who may read a file that exists is for its owner to say.
+    mode = stat.S_IMODE(path.stat().st_mode) if path.exists() else FILE_MODE
+    with replaced(path, mode) as file:
+        file.write(content.encode())

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from lightning.pytorch import Trainer
 
-from lightning_dp.folders import local_folder
+from lightning_dp._files import local_folder
 
 __all__ = ["default_folder"]
 

@@ -114,7 +114,7 @@ def test_a_library_is_imported_in_its_place_only(library, places):
         ("schedules", ("estimators.base", "schedules")),
         ("sampling", ("_noise", "sampling", "accounting")),
         ("gradients", ("boundary", "functional", "gradients")),
-        ("accounting", ("accounting", "folders", "_warnings")),
+        ("accounting", ("accounting", "_files", "_warnings")),
     ],
 )
 def test_the_core_rests_on_what_is_below_it_only(module, allowed):
@@ -124,7 +124,7 @@ def test_the_core_rests_on_what_is_below_it_only(module, allowed):
         for target in imported(MODULES[name])
         if target.startswith("lightning_dp.") and target in MODULES
     }
-    assert own <= inside("_validate", "folders", *allowed)  # checks of arguments: below everything
+    assert own <= inside("_validate", "_files", *allowed)  # checks of arguments: below everything
 
 
 def test_importing_the_package_loads_neither_lightning_nor_callbacks_nor_flower():

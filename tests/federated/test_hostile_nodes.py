@@ -289,7 +289,7 @@ def test_what_a_server_saves_is_on_disk_before_it_takes_the_old_ones_place(tmp_p
     save({"x": torch.ones(1)}, tmp_path / "server.pt")
     Logbook(tmp_path).close(1, "it was enough")
     assert calls == ["fsync", "replace", "fsync"] * 2
-    assert not list(tmp_path.glob("*.partial"))
+    assert not list(tmp_path.glob(".*"))
 
 
 def test_a_run_whose_summary_cannot_be_written_is_not_over(tmp_path, monkeypatch):

@@ -216,7 +216,7 @@ def test_a_full_disk_leaves_the_old_report_whole(fit, saved, monkeypatch, said):
     def full(*_):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("lightning_dp.report.files.os.fsync", full)
+    monkeypatch.setattr("lightning_dp._files.os.fsync", full)
     with pytest.warns(PrivacyWarning, match="No space left on device"):
         fitted.trainer.save_checkpoint(path)
 

@@ -12,11 +12,11 @@ import filelock
 from flwr.app import Context, Error, Message, RecordDict
 from flwr.clientapp import ClientApp
 
+from lightning_dp._files import fixed_folder
 from lightning_dp.federated.agreement import check_fingerprint
 from lightning_dp.federated.flower.exchange import facts_of, pack, payload_of
 from lightning_dp.federated.ledger import ReleaseLedger
 from lightning_dp.federated.protocol import AbstractClient, MessageError, Records
-from lightning_dp.folders import fixed_folder
 
 __all__ = ["client_app"]
 

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from collections import Counter
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import torch
 from torch.utils.tensorboard import SummaryWriter
 
-from lightning_dp.accounting.journal import sync_folder
+from lightning_dp._files import replaced
 from lightning_dp.report.plain import plain
 
 __all__ = ["Logbook", "save"]
@@ -83,7 +81,7 @@ class Logbook:
             "clients": {str(client): facts for client, facts in sorted(self._clients.items())},
         }
         content = json.dumps(plain(summary), allow_nan=False, indent=2) + "\n"
-        with replaced(self._path) as file:
+        with replaced(self._path, mode=None) as file:
             file.write(content.encode())
         self._writer.close()
 
@@ -94,17 +92,5 @@ class Logbook:
 
 def save(value: Any, path: Path) -> None:
     """Write with torch, so that the file is whole at any moment, and durable on return."""
-    with replaced(path) as file:
+    with replaced(path, mode=None) as file:
         torch.save(value, file)
-
-
-@contextmanager
-def replaced(path: Path) -> Iterator[BinaryIO]:
-    """A file to write to, which takes the path's place once all of it is on disk."""
-    partial = path.with_name(f"{path.name}.partial")
-    with open(partial, "wb") as file:
-        yield file
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(partial, path)
-    sync_folder(path.parent)

@@ -15,11 +15,11 @@ from flwr.app import Context
 from flwr.serverapp import Grid, ServerApp
 from torch import Tensor, nn
 
+from lightning_dp._files import local_folder
 from lightning_dp.federated.agreement import fingerprint
 from lightning_dp.federated.flower.exchange import Exchange, Reply
 from lightning_dp.federated.flower.logbook import Logbook, save
 from lightning_dp.federated.protocol import AbstractServer, MessageError
-from lightning_dp.folders import local_folder
 from lightning_dp.functional import flatten, unflatten
 
 __all__ = ["server_app"]

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from lightning_dp.folders import fixed_folder, local_folder
+from lightning_dp._files import fixed_folder, local_folder
 
 
 def test_a_relative_folder_stays_where_it_was_when_the_working_directory_changes(
