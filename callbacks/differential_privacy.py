@@ -17,7 +17,10 @@ from lightning_dp.report import PrivacyReport, report
 from lightning_dp.sampling import AbstractSampling, Poisson
 from lightning_dp.schedules import AbstractSchedule, Constant
 from lightning_dp.strategies import make_private
-from lightning_dp.strategies.checks import check_launcher, check_trainer_and_strategy
+from lightning_dp.strategies.checks import (
+    check_launcher,
+    check_trainer_and_strategy,
+)
 
 __all__ = ["DifferentialPrivacy"]
 

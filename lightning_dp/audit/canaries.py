@@ -15,6 +15,7 @@ import numpy as np
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch.utils.data import DataLoader
 
+from lightning_dp._checks import check_loader
 from lightning_dp._validate import probability, whole
 from lightning_dp.accounting import AbstractEvent, PLDAccountant
 from lightning_dp.accounting.rounding import epsilon_text
@@ -35,7 +36,9 @@ from lightning_dp.config import PrivacyConfig
 from lightning_dp.gradients import AbstractGradientEngine
 from lightning_dp.private_run import PrivateRun
 from lightning_dp.strategies import DifferentialPrivacyStrategy, make_private
-from lightning_dp.strategies.checks import check_loader, check_trainer_and_strategy
+from lightning_dp.strategies.checks import (
+    check_trainer_and_strategy,
+)
 
 __all__ = ["AuditReport", "audit"]
 

@@ -26,7 +26,9 @@ from lightning_dp.sampling import FullBatch, Poisson
 from lightning_dp.sampling.schemes import factorisations, largest_chunk
 from lightning_dp.schedules import Constant
 from lightning_dp.strategies import make_private
-from lightning_dp.strategies.checks import check_trainer_and_strategy
+from lightning_dp.strategies.checks import (
+    check_trainer_and_strategy,
+)
 
 __all__ = [
     "MemoryLine",

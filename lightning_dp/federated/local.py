@@ -16,6 +16,8 @@ from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
+from lightning_dp._checks import check_loader, check_model, check_training_mode, check_training_step
+from lightning_dp._training_step import call_training_step, is_differentiable, loss_in
 from lightning_dp.accounting.voided import VoidedRunError
 from lightning_dp.boundary import (
     AbstractPerSampleGradients,
@@ -35,15 +37,8 @@ from lightning_dp.gradients import (
 )
 from lightning_dp.gradients.materialised import MaterialisedGradients
 from lightning_dp.isolation.synthetic import NoSyntheticBatch, ValidLabels, synthetic_pool
-from lightning_dp.strategies.checks import (
-    check_loader,
-    check_model,
-    check_training_mode,
-    check_training_step,
-)
 from lightning_dp.strategies.private_step import OTHER_ROWS, UNANSWERED
 from lightning_dp.strategies.replay import RandomState, at_point, muted
-from lightning_dp.training_step import call_training_step, is_differentiable, loss_in
 
 __all__ = ["LocalRecords", "Unit"]
 

@@ -21,10 +21,10 @@ from torch import Tensor, nn
 from torch.nn.modules.dropout import _DropoutNd
 from torch.optim import Optimizer
 
+from lightning_dp._training_step import call_training_step, is_differentiable, loss_in
 from lightning_dp.gradients import attach_engine
 from lightning_dp.gradients.module_hooks import ModuleHooks
 from lightning_dp.isolation.ignored import target_means
-from lightning_dp.training_step import call_training_step, is_differentiable, loss_in
 
 __all__ = ["Answer", "Call", "NotProbed", "Passes", "same"]
 

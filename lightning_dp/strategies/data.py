@@ -1,19 +1,23 @@
-"""The user's training loader, made private."""
+"""The user's training loader, made private: drawn batches, in order, for the fit loop alone."""
 
 from __future__ import annotations
 
+import inspect
 from dataclasses import dataclass
 from typing import Any
 
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Trainer
+from lightning.pytorch.loops import fetchers, training_epoch_loop
+from lightning.pytorch.utilities import combined_loader
 
+from lightning_dp._checks import check_loader
 from lightning_dp._world import World
+from lightning_dp.mechanism import Mechanism
 from lightning_dp.private_run import PrivateRun
-from lightning_dp.sampling.loader import ChunkSampler, PrivateDataLoader
-from lightning_dp.strategies.checks import check_loader
-from lightning_dp.strategies.fit_loop_only import check_asker
+from lightning_dp.sampling.loader import Chunk, ChunkSampler, PrivateDataLoader
 
-__all__ = ["make_private_loader"]
+__all__ = ["check_asker", "check_rate", "chunk_in_hand", "make_private_loader"]
 
 
 def make_private_loader(
@@ -86,3 +90,65 @@ def _limit(chunks: int, limit_train_batches: float | int | None) -> int:
     if isinstance(limit_train_batches, int):
         return min(chunks, limit_train_batches)
     return chunks if limit_train_batches is None else int(chunks * limit_train_batches)
+
+
+_NAMELESS = ("<listcomp>", "<setcomp>", "<dictcomp>", "<genexpr>", "<lambda>")
+_ON_THE_WAY = (combined_loader.__name__, fetchers.__name__)
+
+
+def check_asker() -> None:
+    """Refuse to hand out a batch but to Lightning's training epoch; call it where one is made.
+
+    Only there is every batch charged before it is used. No state of the Trainer tells its request
+    from one of a hook that runs between two batches, so this looks at who called.
+
+    Raises:
+        MisconfigurationException: naming the function that asked.
+    """
+    asked = inspect.currentframe()
+    loader = asked and asked.f_back  # the iteration that calls this
+    caller = loader and loader.f_back
+    while caller is not None and caller.f_globals.get("__name__") in _ON_THE_WAY:
+        caller = caller.f_back
+    name = None if caller is None else caller.f_globals.get("__name__")
+    if caller is not None and name == training_epoch_loop.__name__:
+        return
+    while caller is not None and caller.f_code.co_name in _NAMELESS:
+        caller = caller.f_back
+    where = "Somebody" if caller is None else f"{name}.{caller.f_code.co_name}"
+    raise MisconfigurationException(
+        f"{where} asks the Trainer's training loader for a batch. It serves the training steps of "
+        "fit alone: there each batch is charged before it is used, and whatever else is computed "
+        "of its records (a centre, statistics, a prediction) would carry no noise and not be in "
+        "epsilon. Use public data for it, in a DataLoader of your own."
+    )
+
+
+def chunk_in_hand(loader: PrivateDataLoader, batch_idx: int) -> Chunk:
+    """Return the chunk that the loader handed out last.
+
+    Raises:
+        RuntimeError: if it is not batch ``batch_idx`` of the epoch.
+    """
+    chunk = loader.current
+    if chunk is None or chunk.index != batch_idx:
+        raise RuntimeError(
+            f"Batch {batch_idx} of the epoch is not the one that the loader handed out last. "
+            "Something fetches batches ahead or skips them; private batches go one by one."
+        )
+    return chunk
+
+
+def check_rate(chunk: Chunk, mechanism: Mechanism) -> None:
+    """Refuse a chunk that was drawn for another step of the plan.
+
+    Raises:
+        RuntimeError: with both rates.
+    """
+    planned = mechanism.plan.rate(mechanism.step)
+    if chunk.sample_rate != planned:
+        raise RuntimeError(
+            f"The batch was drawn with rate {chunk.sample_rate}, but step {mechanism.step} is "
+            f"planned with {planned}: an optimizer step was left out. "
+            f"{mechanism.plan.estimator} needs one for each batch."
+        )

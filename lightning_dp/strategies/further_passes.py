@@ -10,10 +10,10 @@ import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 
+from lightning_dp._training_step import is_differentiable
 from lightning_dp.boundary import AbstractPerSampleGradients, Pass, Query
 from lightning_dp.strategies.replay import RandomState, at_point, muted
 from lightning_dp.strategies.watched_model import WatchedModel
-from lightning_dp.training_step import is_differentiable
 
 __all__ = ["FurtherPasses", "Replay"]
 

@@ -18,8 +18,8 @@ from lightning_dp.mechanism import Mechanism
 from lightning_dp.sampling.loader import Chunk
 from lightning_dp.strategies.further_passes import FurtherPasses, Replay
 from lightning_dp.strategies.replay import RandomState
-from lightning_dp.strategies.same_parameters import SameParameters
 from lightning_dp.strategies.watched_model import WatchedModel, WrapEngine
+from lightning_dp.strategies.weights import SameParameters
 
 __all__ = ["OTHER_ROWS", "UNANSWERED", "PrivateStep"]
 

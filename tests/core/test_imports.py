@@ -76,7 +76,18 @@ def test_the_modules_were_found():
     ("library", "places"),
     [
         ("opacus", ("gradients", "accounting")),
-        ("lightning", ("strategies", "callbacks", "audit", "federated.local", "training_step")),
+        (
+            "lightning",
+            (
+                "strategies",
+                "callbacks",
+                "audit",
+                "isolation",
+                "federated.local",
+                "_training_step",
+                "_checks",
+            ),
+        ),
         ("flwr", ("federated.flower", "testing")),
         ("pytorch_lightning", ()),
         ("lightning_dp.callbacks", ("callbacks",)),

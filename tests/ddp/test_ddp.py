@@ -24,7 +24,9 @@ from lightning_dp import CubicNewton, FullBatch
 from lightning_dp.accounting import PLDAccountant
 from lightning_dp.accounting.events import PoissonGaussian
 from lightning_dp.callbacks import DifferentialPrivacy
-from lightning_dp.strategies.checks import check_strategy
+from lightning_dp.strategies.checks import (
+    check_strategy,
+)
 
 JOBS = Path(__file__).parent / "jobs.py"
 Ranks = list[dict[str, Any]]

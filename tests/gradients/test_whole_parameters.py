@@ -13,9 +13,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import Replicate, distribute_tensor
 
+from lightning_dp._checks import check_model
 from lightning_dp.callbacks import DifferentialPrivacy
 from lightning_dp.gradients import UnsupportedModelError, attach_engine
-from lightning_dp.strategies.checks import check_model
 
 
 @pytest.fixture

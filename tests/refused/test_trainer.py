@@ -33,7 +33,9 @@ from lightning_dp import PrivacyConfig
 from lightning_dp._warnings import PrivacyWarning
 from lightning_dp.callbacks import DifferentialPrivacy
 from lightning_dp.strategies import PrivateSingleDeviceStrategy
-from lightning_dp.strategies.checks import check_strategy
+from lightning_dp.strategies.checks import (
+    check_strategy,
+)
 
 
 class TakesIterator(L.LightningModule):

@@ -16,7 +16,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from lightning_dp import CubicNewton, Diff2, LaplacianSmoothing
 from lightning_dp._warnings import PrivacyWarning
 from lightning_dp.callbacks import DifferentialPrivacy
-from lightning_dp.strategies.first_step import changed, fingerprints
+from lightning_dp.strategies.weights import changed, fingerprints
 
 
 @pytest.fixture

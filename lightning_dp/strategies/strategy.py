@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,8 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
 from torch.optim import Optimizer
 
+from lightning_dp._checks import check_model, check_training_mode
+from lightning_dp._training_step import is_differentiable, loss_in, with_loss
 from lightning_dp._warnings import warn
 from lightning_dp._world import World
 from lightning_dp.accounting.voided import VoidedRunError
@@ -24,32 +27,25 @@ from lightning_dp.mechanism import Mechanism
 from lightning_dp.private_run import PrivateRun
 from lightning_dp.report.of_run import report
 from lightning_dp.sampling.loader import PrivateDataLoader
-from lightning_dp.strategies.budget_end import end_before_first_step, end_training
-from lightning_dp.strategies.checkpoints import record_in, write_record
 from lightning_dp.strategies.checks import (
-    check_model,
     check_optimizers,
     check_single_loader,
     check_trainer,
-    check_training_mode,
+    weak_settings,
 )
-from lightning_dp.strategies.closure_once import evaluated_once
-from lightning_dp.strategies.data import make_private_loader
+from lightning_dp.strategies.data import check_rate, chunk_in_hand, make_private_loader
 from lightning_dp.strategies.earlier_training import EarlierTraining
-from lightning_dp.strategies.first_step import FirstStep
+from lightning_dp.strategies.early_end import Agreement, Place, end_before_first_step, end_training
 from lightning_dp.strategies.fit_reports import FitReports
-from lightning_dp.strategies.fit_under_way import FitUnderWay
-from lightning_dp.strategies.journal_folder import default_folder
 from lightning_dp.strategies.monitors import Monitors
 from lightning_dp.strategies.notices import Notices
-from lightning_dp.strategies.planned_batch import check_rate, chunk_in_hand
 from lightning_dp.strategies.private_step import PrivateStep
 from lightning_dp.strategies.probe import Probe
-from lightning_dp.strategies.together import Agreement, Place
-from lightning_dp.strategies.weak_settings import weak_settings
-from lightning_dp.training_step import is_differentiable, loss_in, with_loss
+from lightning_dp.strategies.storage import default_folder, record_in, write_record
+from lightning_dp.strategies.weights import FirstStep
 
-__all__ = ["DifferentialPrivacyStrategy"]
+__all__ = ["DifferentialPrivacyStrategy", "FitUnderWay", "evaluated_once"]
+
 
 _BETWEEN_FITS: dict[str, Any] = {
     "_fit": None,
@@ -397,3 +393,41 @@ class DifferentialPrivacyStrategy(Strategy):
     def __getstate__(self) -> dict[str, Any]:
         """For copies and pickles: nothing of a fit under way, which holds what is not noised yet."""
         return {**super().__getstate__(), **_BETWEEN_FITS}
+
+
+@dataclass(frozen=True)
+class FitUnderWay:
+    """A fit's parts; they exist together or not at all.
+
+    Args:
+        step: the accounts of the step under way, and the model under its engine.
+        first: watches which parameters the first step changes.
+        probe: watches batches for what couples records.
+        agree: ends the fit on all ranks, or on none.
+    """
+
+    step: PrivateStep
+    first: FirstStep
+    probe: Probe
+    agree: Agreement
+
+
+def evaluated_once(closure: Callable[[], Any], optimizer: Optimizer) -> Callable[[], Any]:
+    """Return the closure, which raises when the optimizer calls it a second time.
+
+    Raises:
+        RuntimeError: (the closure) naming the optimizer.
+    """
+    evaluated = False
+
+    def once() -> Any:
+        nonlocal evaluated
+        if evaluated:
+            raise RuntimeError(
+                f"{type(optimizer).__name__} evaluated its closure twice; each evaluation would "
+                "use the data again. Use an optimizer that evaluates it once."
+            )
+        evaluated = True
+        return closure()
+
+    return once

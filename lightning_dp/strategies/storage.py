@@ -1,15 +1,34 @@
-"""The privacy record in a checkpoint: the state of a run that may go on from it, and the report."""
+"""A fit's privacy record on disk: the folder of its journal, and the record in its checkpoints."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
+from lightning.pytorch import Trainer
+
+from lightning_dp._files import local_folder
 from lightning_dp.private_run import PrivateRun
 from lightning_dp.report.content import PrivacyReport
 from lightning_dp.report.documents import CHECKPOINT_KEY, in_checkpoint
 
-__all__ = ["record_in", "write_record"]
+__all__ = ["default_folder", "record_in", "write_record"]
+
+
+def default_folder(trainer: Trainer) -> Path:
+    """Return ``<default_root_dir>/privacy``, absolute.
+
+    Raises:
+        ValueError: if the Trainer's folder is not one of this machine, or has no name in UTF-8.
+    """
+    try:
+        return local_folder("default_root_dir", trainer.default_root_dir) / "privacy"
+    except ValueError as error:
+        raise ValueError(
+            f"{error} Or say where the privacy journal goes: DifferentialPrivacy(ledger_dir=...), a "
+            "local folder; everything else stays in default_root_dir."
+        ) from None
 
 
 def write_record(

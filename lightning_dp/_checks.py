@@ -1,0 +1,129 @@
+"""Checks of the user's model and data, whoever trains: the refusals name the cause and the cure."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch import LightningModule
+from torch import nn
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+)
+
+from lightning_dp.gradients.whole_parameters import refuse_sharded
+from lightning_dp.sampling.repeats import find_repeat
+
+__all__ = ["check_loader", "check_model", "check_training_mode", "check_training_step"]
+
+
+def check_model(module: nn.Module) -> None:
+    """Refuse layers that mix the records of a batch, or write what they see into their weights.
+
+    And models of which each process holds a part.
+    """
+    refuse_sharded(module)
+    mixing = [
+        name
+        for name, part in module.named_modules()
+        if isinstance(part, nn.modules.batchnorm._BatchNorm)
+        or (isinstance(part, nn.modules.instancenorm._InstanceNorm) and part.track_running_stats)
+    ]
+    if mixing:
+        raise MisconfigurationException(
+            f"Layers {mixing} normalise over the batch (BatchNorm, or InstanceNorm with running "
+            "statistics): they mix records and keep statistics of the data, also when frozen or "
+            "without parameters. Use GroupNorm; in a frozen pretrained backbone use "
+            "torchvision.ops.FrozenBatchNorm2d."
+        )
+    rescaled = [
+        name
+        for name, part in module.named_modules()
+        if isinstance(part, nn.Embedding | nn.EmbeddingBag) and part.max_norm is not None
+    ]
+    if rescaled:
+        raise MisconfigurationException(
+            f"Layers {rescaled} have max_norm set: their forward pass rescales the rows that a batch "
+            "looks up, without noise, so the weights tell which rows the records use. Leave max_norm "
+            "out; max_grad_norm bounds what a record does."
+        )
+
+
+def check_training_mode(module: nn.Module) -> None:
+    """Refuse trainable layers in eval mode: hooks watch layers in training mode only."""
+    resting = [
+        name
+        for name, part in module.named_modules()
+        if not part.training and any(p.requires_grad for p in part.parameters(recurse=False))
+    ]
+    if resting:
+        raise MisconfigurationException(
+            f"Layers {resting[:5]} are trainable and in eval mode, so no gradient per record can be had "
+            "for them (models loaded as pretrained often come like this). Call model.train() before "
+            "fit, or freeze them with requires_grad_(False)."
+        )
+
+
+def check_training_step(module: LightningModule) -> None:
+    """Refuse a ``training_step`` that fetches its batches itself."""
+    if "dataloader_iter" in inspect.signature(module.training_step).parameters:
+        raise MisconfigurationException(
+            "training_step(dataloader_iter) fetches batches itself, so they cannot be charged "
+            "before they are used. Write training_step(batch, batch_idx)."
+        )
+
+
+def check_loader(loader: object) -> DataLoader[Any]:
+    """The loader, if batches of it can be replaced by private ones."""
+    if not isinstance(loader, DataLoader):
+        raise MisconfigurationException(
+            f"The training data comes from {type(loader).__name__}, not from a "
+            "torch.utils.data.DataLoader, so its records cannot be sampled. Use a DataLoader."
+        )
+    if isinstance(loader.dataset, IterableDataset):
+        raise MisconfigurationException(
+            "The training set is an IterableDataset: records without an index cannot be sampled "
+            "independently. Use a map-style dataset (__len__ and __getitem__)."
+        )
+    if type(loader).__iter__ is not DataLoader.__iter__:
+        raise MisconfigurationException(
+            f"{type(loader).__name__} overrides DataLoader.__iter__, and its batches would be lost. "
+            "Use a plain DataLoader; put the work into the dataset or the collate_fn."
+        )
+    if loader.batch_size is None:
+        raise MisconfigurationException(
+            "The training loader has batch_size=None or a batch_sampler of its own, so the expected "
+            "batch size and the sampling rate are not known. Give DataLoader(batch_size=...)."
+        )
+    _check_sampler(loader)
+    if len(loader.dataset) < 1:  # type: ignore[arg-type]
+        raise MisconfigurationException("The training set is empty.")
+    if (repeat := find_repeat(loader.dataset)) is not None:
+        raise MisconfigurationException(
+            f"Index {repeat.index} of {repeat.source} is reached {repeat.count} times in the training "
+            "set: what one record can do would not be bounded by max_grad_norm. Name each record "
+            "once; make variants of it (augmentation) at random inside __getitem__."
+        )
+    return loader
+
+
+def _check_sampler(loader: DataLoader[Any]) -> None:
+    sampler, size = loader.sampler, len(loader.dataset)  # type: ignore[arg-type]
+    plain = type(sampler) in (RandomSampler, SequentialSampler, DistributedSampler)
+    if isinstance(sampler, RandomSampler):
+        plain = plain and not sampler.replacement
+    # a sampler made for a part of the data set would train on that part only
+    covered: Any = getattr(sampler, "dataset", sampler)
+    plain = plain and size == len(covered)
+    if not plain or type(loader.batch_sampler) is not BatchSampler:
+        raise MisconfigurationException(
+            f"The training loader chooses records with {type(sampler).__name__} and "
+            f"{type(loader.batch_sampler).__name__}. Private batches are drawn by the sampling "
+            "scheme, every record equally often: give shuffle=True and no sampler or batch_sampler."
+        )
