@@ -21,12 +21,11 @@ import warnings
 from collections.abc import Callable
 
 import numpy as np
+from opacus_accountants import OpacusPRVAccountant, OpacusRDPAccountant
 
 from lightning_dp.accounting import (
     AbstractAccountant,
     History,
-    OpacusPRVAccountant,
-    OpacusRDPAccountant,
     PLDAccountant,
     PoissonGaussian,
     StreamingRDPAccountant,

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import torch
 from cubic_newton_data import Problem
+from cubic_newton_formulas import paper_epsilon, paper_noise, paper_steps
 from torch import Tensor
 
 from lightning_dp import CubicNewton
@@ -47,9 +48,9 @@ def paper_rows(of: Problem) -> Iterator[Row]:
             )
             plan = {"rounds": rounds, "num_records": of.records}
             k = newton.kept(of.size)
-            steps = newton.paper_steps(stated, DELTA0, **plan, diameter=DIAMETER, kept=k)
-            sigma = newton.paper_noise(stated, DELTA0, **plan, diameter=DIAMETER)
-            true = newton.paper_epsilon(stated, DELTA0, **plan, delta=DELTA)
+            steps = paper_steps(newton, stated, DELTA0, **plan, diameter=DIAMETER, kept=k)
+            sigma = paper_noise(newton, stated, DELTA0, **plan, diameter=DIAMETER)
+            true = paper_epsilon(newton, stated, DELTA0, **plan, delta=DELTA)
             values = [_run(of, newton, sigma, rounds, k, seed) for seed in SEEDS]
             yield Row(stated, kept, steps, 1, sigma, true, torch.stack(values))
 

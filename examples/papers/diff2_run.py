@@ -11,6 +11,7 @@ from typing import Literal
 import numpy as np
 import torch
 from diff2_data import split
+from diff2_formulas import paper_noise
 from diff2_model import Answers, Network
 
 from lightning_dp._noise import NoiseSource
@@ -107,7 +108,7 @@ def plan_of(setting: Setting, noise: Noise, epsilon: float, rounds: int, records
     scale = 0.0
     if noise == "paper":
         assert isinstance(estimator, Diff2)
-        sigma, _ = estimator.paper_noise(epsilon, DELTA, steps=rounds, num_records=records)
+        sigma, _ = paper_noise(estimator, epsilon, DELTA, steps=rounds, num_records=records)
         scale = sigma * records
         restarts = math.ceil(rounds / setting.interval)
         if restarts < rounds:  # as T need not divide R, σ2/σ1 is that of a slightly different u

@@ -14,7 +14,6 @@ from lightning_dp.accounting.events import (
 )
 from lightning_dp.accounting.gdp import gdp_delta, gdp_epsilon
 from lightning_dp.accounting.number_of_runs import draw_number_of_runs
-from lightning_dp.accounting.opacus_accountants import OpacusPRVAccountant, OpacusRDPAccountant
 from lightning_dp.accounting.pld import PLDAccountant
 from lightning_dp.accounting.rdp import StreamingRDPAccountant
 from lightning_dp.accounting.recovery import recover_journal
@@ -27,8 +26,6 @@ __all__ = [
     "AbstractEvent",
     "Gaussian",
     "History",
-    "OpacusPRVAccountant",
-    "OpacusRDPAccountant",
     "PLDAccountant",
     "PoissonGaussian",
     "PoissonRound",

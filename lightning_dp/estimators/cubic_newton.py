@@ -21,8 +21,6 @@ from lightning_dp._validate import (
     seed,
     whole,
 )
-from lightning_dp.accounting.events import PoissonRound
-from lightning_dp.accounting.pld import PLDAccountant
 from lightning_dp.boundary import Query, Release, Term
 from lightning_dp.cubic_model import average_weight, inner_step
 from lightning_dp.estimators.base import AbstractEstimator, State, share_of_noise
@@ -239,89 +237,6 @@ class CubicNewton(AbstractEstimator):
             )
         return moved
 
-    # -- before the run: what the paper says ------------------------------------------------
-
-    def paper_noise(
-        self,
-        target_epsilon: float,
-        delta0: float,
-        *,
-        rounds: int,
-        num_records: int,
-        diameter: float,
-        kept_fraction: float | None = None,
-    ) -> float:
-        """σ of Theorem 1, the noise on one record's gradient; not what this package adds.
-
-        σ² = 160 τ T k log(1.25/δ0) (C_g + C_H D)² / (ε² m² d). For comparison only: its claim does
-        not hold for batches of two records or more, and for one record its true ε is larger than
-        the stated one; see :meth:`paper_epsilon`.
-
-        Args:
-            target_epsilon, delta0: what the theorem states.
-            rounds: T.
-            num_records: m, of one client.
-            diameter: D, the diameter of the set of parameters.
-            kept_fraction: k/d; by default ``keep_fraction``, or 1.
-        """
-        _check_positive(target_epsilon=target_epsilon, rounds=rounds, num_records=num_records)
-        _check_positive(delta0=delta0, diameter=diameter)
-        ratio = kept_fraction or self.keep_fraction or 1.0
-        bound = self.max_grad_norm + self.max_hessian_norm * diameter
-        steps = self.inner_steps * rounds
-        unit = math.sqrt(160 * steps * ratio * math.log(1.25 / delta0))
-        return unit * bound / (target_epsilon * num_records)
-
-    def paper_steps(
-        self,
-        target_epsilon: float,
-        delta0: float,
-        *,
-        rounds: int,
-        num_records: int,
-        diameter: float,
-        kept: int,
-    ) -> float:
-        """τ of equation (10), not rounded; for comparison, and often far from useful.
-
-        τ = (C_g + C_H D + M D²/2)² ε² m² / (k T log(1/δ0) (C_g + C_H D)²), k = ``kept``.
-        """
-        _check_positive(target_epsilon=target_epsilon, rounds=rounds, num_records=num_records)
-        _check_positive(delta0=delta0, diameter=diameter, kept=kept)
-        bound = self.max_grad_norm + self.max_hessian_norm * diameter
-        slope = bound + self.hessian_lipschitz * diameter**2 / 2
-        unit = (slope / bound * target_epsilon * num_records) ** 2
-        return unit / (kept * rounds * math.log(1 / delta0))
-
-    def paper_epsilon(
-        self,
-        target_epsilon: float,
-        delta0: float,
-        *,
-        rounds: int,
-        num_records: int,
-        delta: float,
-    ) -> float:
-        """The true ε at ``delta`` of the noise of :meth:`paper_noise`, by the accountant.
-
-        Replace-one, as the paper draws: exactly one of a client's m records per round, so that a
-        record replaces another one in the answer, which moves by up to 2Δ, with probability 1/m.
-        A round is τ queries with z_s = σ / (2 √(k/d) (C_g + C_H D)); D, k and d cancel.
-
-        Example:
-            >>> newton = CubicNewton(strong_convexity=1.0, hessian_lipschitz=1.0, inner_steps=4)
-            >>> plan = {"rounds": 40_000, "num_records": 10_000}
-            >>> round(newton.paper_epsilon(0.8, 0.01, **plan, delta=1e-5), 1)
-            9.2
-        """
-        sigma = self.paper_noise(
-            target_epsilon, delta0, rounds=rounds, num_records=num_records, diameter=1.0
-        )
-        ratio = self.keep_fraction or 1.0
-        bound = math.sqrt(ratio) * (self.max_grad_norm + self.max_hessian_norm)
-        event = PoissonRound((sigma / (2 * bound),) * self.inner_steps, 1 / num_records)
-        return PLDAccountant().epsilon([(event, rounds)], delta, "add_remove")
-
 
 @lru_cache(maxsize=4)
 def _mask(seed: int, round_: int, size: int, keep: int) -> Tensor:
@@ -336,8 +251,3 @@ def _scattered(values: Tensor, coordinates: Tensor | None, size: int) -> Tensor:
     full = torch.zeros(size, dtype=values.dtype, device=values.device)
     full[coordinates.to(values.device)] = values
     return full
-
-
-def _check_positive(**values: float) -> None:
-    for name, value in values.items():
-        positive(name, value)

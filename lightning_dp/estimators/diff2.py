@@ -68,9 +68,6 @@ class Diff2(AbstractEstimator):
         >>> diff2 = Diff2(restart_every=20, max_grad_norm=1.0, diff_norm=3.0)
         >>> diff2.relative_noise(0), round(diff2.relative_noise(1), 3)
         (1.0, 8.718)
-        >>> noise = diff2.paper_noise(3.0, 1e-5, steps=2000, num_records=16_512)
-        >>> [round(sigma, 6) for sigma in noise]
-        [0.002346, 0.020448]
     """
 
     restart_every: int
@@ -186,26 +183,6 @@ class Diff2(AbstractEstimator):
         return True
 
     # -- before the run --------------------------------------------------------------------
-
-    def paper_noise(
-        self, target_epsilon: float, target_delta: float, *, steps: int, num_records: int
-    ) -> tuple[float, float]:
-        """(σ1, σ2) of Proposition 4.1: noise over C on the mean, full batch, replace-one.
-
-        σ1² = 4 u α ⌈R/T⌉ / (n² ε), σ2² = 4 u/(u - 1) α (R - ⌈R/T⌉) / (n² ε), with
-        α = 1 + ⌈2 log(1/δ) / ε⌉, R = ``steps`` and n = ``num_records`` over all workers of equal
-        size. For comparison only: larger than what (ε, δ) needs, and not what is reported.
-        """
-        for name, value in (("target_epsilon", target_epsilon), ("target_delta", target_delta)):
-            if not value > 0:
-                raise ValueError(f"{name}={value} must be greater than 0.")
-        alpha = 1 + math.ceil(2 * math.log(1 / target_delta) / target_epsilon)
-        unit = 4 * alpha / (num_records**2 * target_epsilon)
-        restarts = math.ceil(steps / self.restart_every)
-        sigma1 = math.sqrt(unit * self.u * restarts)
-        if steps == restarts:
-            return sigma1, 0.0
-        return sigma1, math.sqrt(unit * self.u / (self.u - 1) * (steps - restarts))
 
     def feedback(
         self, learning_rate: float, *, noise_multiplier: float, batch_size: float, size: int

@@ -7,8 +7,6 @@ from typing import Any
 
 from lightning_dp.accounting import (
     AbstractAccountant,
-    OpacusPRVAccountant,
-    OpacusRDPAccountant,
     PLDAccountant,
     StreamingRDPAccountant,
 )
@@ -18,8 +16,6 @@ __all__ = ["accountant_named"]
 _KNOWN: tuple[type[AbstractAccountant], ...] = (
     PLDAccountant,
     StreamingRDPAccountant,
-    OpacusRDPAccountant,
-    OpacusPRVAccountant,
 )
 
 

@@ -3,11 +3,10 @@
 import math
 
 import pytest
+from opacus_accountants import OpacusPRVAccountant, OpacusRDPAccountant
 
 from lightning_dp.accounting import (
     Gaussian,
-    OpacusPRVAccountant,
-    OpacusRDPAccountant,
     PLDAccountant,
     PoissonGaussian,
     PoissonRound,

@@ -11,11 +11,11 @@ import pytest
 from dp_accounting import dp_event
 from dp_accounting.rdp import rdp_privacy_accountant
 from numpy.polynomial import polynomial
+from opacus_accountants import OpacusRDPAccountant
 from scipy import integrate, stats
 
 from lightning_dp.accounting import (
     Gaussian,
-    OpacusRDPAccountant,
     PLDAccountant,
     PoissonGaussian,
     RepeatAndSelect,

@@ -8,15 +8,6 @@ from dataclasses import dataclass
 from lightning_dp.accounting import PLDAccountant, PoissonGaussian, Relation
 from lightning_dp.federated.sequences import PolynomialSizes, PowerSizes, rounds_for
 
-__all__ = [
-    "PaperSelection",
-    "paper_higher_order",
-    "paper_r0",
-    "paper_selection",
-    "paper_sigma",
-    "true_epsilon",
-]
-
 _HALF = (math.sqrt(3) - 1) / 2
 
 

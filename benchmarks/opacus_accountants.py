@@ -1,4 +1,6 @@
-"""The accountants of Opacus behind our interface, for comparison. Opacus is imported when used."""
+"""The accountants of Opacus behind our interface: what benchmarks and tests compare with."""
+
+from __future__ import annotations
 
 import math
 from dataclasses import dataclass
@@ -23,7 +25,7 @@ class OpacusRDPAccountant(AbstractAccountant):
     """``opacus.accountants.RDPAccountant`` with its default orders (1.1 to 63).
 
     Limits: loose when epsilon is small (the orders stop at 63) and 6 to 12 per cent above
-    :class:`PLDAccountant` otherwise; replace-one only for full batches.
+    ``PLDAccountant`` otherwise; replace-one only for full batches.
 
     Example:
         >>> from lightning_dp.accounting import PoissonGaussian

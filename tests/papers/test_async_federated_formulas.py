@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import math
 
+import async_federated_formulas
 import pytest
-
-from lightning_dp.accounting import PLDAccountant, PoissonGaussian, calibrate
-from lightning_dp.federated import PolynomialSizes, paper, rounds_for
-from lightning_dp.federated.paper import (
+from async_federated_formulas import (
     paper_higher_order,
     paper_r0,
     paper_selection,
     paper_sigma,
     true_epsilon,
 )
+
+from lightning_dp.accounting import PLDAccountant, PoissonGaussian, calibrate
+from lightning_dp.federated import PolynomialSizes, rounds_for
 
 EXACT, ROUNDED = 1e-12, 1e-6
 TOTAL, RECORDS, DELTA = 25_000, 10_000, 5.5e-8
@@ -104,8 +105,12 @@ def test_the_fixed_point_is_one_and_near_what_is_printed():
             base = (math.sqrt(3) - 1) / 2 * (2 * power + 1)
             expected = base ** ((1 + power) / (1 + 2 * power)) / (1 + power)
             # A and B of Theorem D.3 at m = 0; for p = 1 it is 0.5321797270231777
-            assert paper._b(power, r0, sigma, 0.0) == pytest.approx(expected, rel=1e-9)
-            assert paper._a(power, r0, sigma, 0.0) == pytest.approx(expected, rel=1e-9)
+            assert async_federated_formulas._b(power, r0, sigma, 0.0) == pytest.approx(
+                expected, rel=1e-9
+            )
+            assert async_federated_formulas._a(power, r0, sigma, 0.0) == pytest.approx(
+                expected, rel=1e-9
+            )
     assert expected == pytest.approx(0.5321797270231777)
 
 
