@@ -21,7 +21,7 @@ from lightning_dp.accounting import (
     Relation,
     epsilon_curve,
 )
-from lightning_dp.report.accountants import accountant_named
+from lightning_dp.report.content import accountant_named
 from lightning_dp.schedules import AbstractSchedule
 
 if TYPE_CHECKING:

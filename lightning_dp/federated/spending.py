@@ -17,8 +17,8 @@ from lightning_dp.accounting import AbstractEvent, PLDAccountant, Relation, affo
 from lightning_dp.accounting.base import History, Steps, check_relation
 from lightning_dp.accounting.guards import GDPGuard
 from lightning_dp.accounting.journal import history_of
+from lightning_dp.accounting.release_file import check_name
 from lightning_dp.accounting.renyi import total_divergence
-from lightning_dp.federated.release_file import check_name
 
 __all__ = ["Events", "Spending", "affordable_rounds", "check_budget", "fits_beside"]
 

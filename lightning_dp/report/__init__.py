@@ -6,8 +6,7 @@ a folder of these, and checks that they agree.
 
 from lightning_dp.report.content import PrivacyReport
 from lightning_dp.report.files import read_report, write_report
-from lightning_dp.report.markdown import markdown
 from lightning_dp.report.of_run import report
-from lightning_dp.report.text import summary
+from lightning_dp.report.render import markdown, summary
 
 __all__ = ["PrivacyReport", "markdown", "read_report", "report", "summary", "write_report"]

@@ -18,9 +18,8 @@ from lightning_dp.accounting.journal import (
 )
 from lightning_dp.accounting.rounding import epsilon_text
 from lightning_dp.accounting.voided import reason_in, steps_in
-from lightning_dp.report.accountants import accountant_named
-from lightning_dp.report.content import PrivacyReport
-from lightning_dp.report.documents import Document
+from lightning_dp.report.content import PrivacyReport, accountant_named
+from lightning_dp.report.files import Document
 
 __all__ = ["Checked", "check", "check_document", "check_journal"]
 

@@ -9,17 +9,25 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from lightning_dp.accounting import PLDAccountant, Relation
 from lightning_dp.accounting.base import check_delta
-from lightning_dp.accounting.journal import JournalError, read_journal
+from lightning_dp.accounting.journal import JournalError, Runs, history_of, longer_run, read_journal
+from lightning_dp.accounting.release_file import federations_in
 from lightning_dp.accounting.rounding import epsilon_text
 from lightning_dp.report.checks import Checked, check
-from lightning_dp.report.documents import NotPrivateError, documents_in, read_document
-from lightning_dp.report.journals import JournalAlone, find_journal, read_alone
-from lightning_dp.report.plain import plain
-from lightning_dp.report.text import charged, text
-from lightning_dp.report.total import Total, total
+from lightning_dp.report.content import plain
+from lightning_dp.report.files import (
+    JournalAlone,
+    NotPrivateError,
+    documents_in,
+    find_journal,
+    read_alone,
+    read_document,
+)
+from lightning_dp.report.render import charged, text
 
-__all__ = ["main"]
+__all__ = ["Total", "main", "total"]
+
 
 _DESCRIPTION = """\
 Print the privacy report of a run and check that what was written about it agrees: epsilon is
@@ -250,3 +258,84 @@ def _as_dict(found: _Found) -> dict[str, Any]:
             for each in found.journals
         ],
     }
+
+
+@dataclass(frozen=True)
+class Total:
+    """ε of several ledgers together, if they are about the same records.
+
+    Args:
+        ledgers: how many there are.
+        steps: charges, over all of them.
+        epsilon: of the union of their events at ``delta``.
+        delta: the least δ that a report in the folder states, unless one is given.
+        relation: replace-one, if a report in the folder is under it.
+    """
+
+    ledgers: int
+    steps: int
+    epsilon: float
+    delta: float
+    relation: Relation
+
+    def __str__(self) -> str:
+        return (
+            f"== total of {self.ledgers} ledgers, if they are about the same records: "
+            f"ε = {epsilon_text(self.epsilon)} at δ = {self.delta:g} ({self.relation}), "
+            f"{self.steps} steps"
+        )
+
+
+def total(
+    checked: Sequence[Checked], journals: Sequence[Path], delta: float | None, relation: Relation
+) -> Total | None:
+    r"""Compose what all ledgers were charged; each run counts once.
+
+    A ledger whose noise was chosen at run time has the ε_i of its whole budget at δ_i. It is
+    added to the others' by basic composition: :math:`\epsilon + \sum_i \epsilon_i` at
+    :math:`\delta + \sum_i \delta_i`.
+
+    Journals of federated clients are left out: each is about another client's records.
+
+    Args:
+        checked: the documents, with what their journals know.
+        journals: those that no document speaks of, all of them sound.
+        delta: δ; by default the documents' smallest one.
+        relation: for journals by themselves.
+
+    Returns:
+        None if there are fewer than two ledgers, or no δ is known.
+    """
+    known: dict[str, Runs] = {}
+    budgets: dict[str, tuple[float, float]] = {}
+    for each in checked:
+        _add(known, each.document.ledger_id, each.known)
+        report = each.document.report
+        if report is not None and report.claims_budget:
+            budgets[report.ledger_id] = (each.epsilon, report.delta)
+    for path in journals:
+        ledger_id, runs = read_journal(path)
+        if not federations_in(runs):
+            _add(known, ledger_id, runs)
+    deltas = [each.document.delta for each in checked] if delta is None else [delta]
+    if len(known) < 2 or not deltas:
+        return None
+    relations = {relation, *(each.document.relation for each in checked)}
+    under: Relation = "replace_one" if "replace_one" in relations else "add_remove"
+    fixed = [run for name in known if name not in budgets for run in known[name].items()]
+    history = history_of(dict(fixed))
+    return Total(
+        ledgers=len(known),
+        steps=sum(n for runs in known.values() for charges in runs.values() for _, n in charges),
+        epsilon=PLDAccountant().epsilon(history, min(deltas), under)
+        + sum(epsilon for epsilon, _ in budgets.values()),
+        delta=min(deltas) + sum(its_own for _, its_own in budgets.values()),
+        relation=under,
+    )
+
+
+def _add(known: dict[str, Runs], ledger_id: str, runs: Runs) -> None:
+    """Add what one more document or journal knows of a ledger."""
+    mine = known.setdefault(ledger_id, {})
+    for run, charges in runs.items():
+        mine[run] = longer_run(run, mine.get(run, []), charges)

@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
-from lightning_dp.accounting import AbstractEvent
+from lightning_dp.accounting import (
+    AbstractAccountant,
+    AbstractEvent,
+    PLDAccountant,
+    StreamingRDPAccountant,
+)
 from lightning_dp.accounting.base import Relation, check_relation
 from lightning_dp.accounting.journal import Runs, history_of
 from lightning_dp.accounting.ledger import runs_from_dict, runs_to_dict
-from lightning_dp.report.plain import number, plain
-from lightning_dp.report.text import text
+from lightning_dp.report.render import text
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-__all__ = ["PrivacyReport"]
+__all__ = ["PrivacyReport", "accountant_named", "number", "plain"]
+
 
 _FORMAT = "lightning-dp-report-1"
 _NUMBERS = ("epsilon", "delta")
@@ -162,3 +168,60 @@ class PrivacyReport:
 
     def __str__(self) -> str:
         return text(self)
+
+
+def plain(value: Any) -> Any:
+    """Dictionaries, lists, texts and numbers only.
+
+    Example:
+        >>> plain({"epsilon": float("inf"), "path": ("a", 1.5)})
+        {'epsilon': 'inf', 'path': ['a', 1.5]}
+    """
+    if isinstance(value, dict):
+        return {str(key): plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(item) for item in value]
+    if isinstance(value, float):  # also np.float64, which spoils a checkpoint
+        return float(value) if math.isfinite(value) else str(float(value))
+    if value is None or isinstance(value, bool | int | str):
+        return value
+    return str(value)
+
+
+def number(value: object, name: str) -> float:
+    """The inverse for one number.
+
+    Raises:
+        ValueError: naming ``name``, if it is no number or "nan".
+
+    Example:
+        >>> number("inf", "epsilon"), number(2, "delta")
+        (inf, 2.0)
+    """
+    if value in ("inf", "-inf"):
+        return float(str(value))
+    if isinstance(value, bool) or not isinstance(value, int | float) or math.isnan(value):
+        raise ValueError(f"{name}={value!r} must be a number, or 'inf'.")
+    return float(value)
+
+
+_KNOWN: tuple[type[AbstractAccountant], ...] = (
+    PLDAccountant,
+    StreamingRDPAccountant,
+)
+
+
+def accountant_named(name: str, settings: Mapping[str, Any]) -> AbstractAccountant | None:
+    """The accountant of this package with that name and these settings; None for any other.
+
+    Example:
+        >>> accountant_named("PLD", {"rtol": 0.001})
+        PLDAccountant(rtol=0.001, spacing=0.04)
+    """
+    for kind in _KNOWN:
+        if kind().name == name:
+            try:
+                return kind(**settings)
+            except (TypeError, ValueError):
+                return None
+    return None

@@ -1,6 +1,6 @@
 """Lightning strategies that train privately."""
 
-from lightning_dp.report.documents import CHECKPOINT_KEY
+from lightning_dp.report.files import CHECKPOINT_KEY
 from lightning_dp.strategies.ready_made import (
     PrivateDDPStrategy,
     PrivateSingleDeviceStrategy,

@@ -13,7 +13,7 @@ from lightning_dp.private_run import PrivateRun
 from lightning_dp.report.content import PrivacyReport
 from lightning_dp.report.files import write_report
 from lightning_dp.report.of_run import report
-from lightning_dp.report.text import summary
+from lightning_dp.report.render import summary
 
 __all__ = ["FitReports"]
 

@@ -12,7 +12,7 @@ import pytest
 from lightning_dp.accounting import Gaussian
 from lightning_dp.accounting.journal import JournalError
 from lightning_dp.federated import ReleaseLedger, Spending
-from lightning_dp.report.journals import read_alone
+from lightning_dp.report.files import read_alone
 
 ROUNDS = 6
 

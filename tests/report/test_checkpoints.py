@@ -6,7 +6,7 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 
-from lightning_dp.report.documents import from_checkpoint
+from lightning_dp.report.files import from_checkpoint
 
 
 @pytest.mark.parametrize("weights_only", [False, True])

@@ -391,3 +391,15 @@ def test_the_total_of_noise_chosen_at_run_time_is_that_of_whole_budgets(fit, com
 
 def test_one_ledger_has_no_total(saved, command, tmp_path):
     assert "total of" not in command(tmp_path)[1]
+
+
+def test_it_loads_neither_the_federated_package_nor_the_strategies(saved):
+    code = (
+        "import sys; from lightning_dp.report.command import main; main(sys.argv[1:]);"
+        "print([name for name in sys.modules if name.startswith(('lightning_dp.federated', "
+        "'lightning_dp.strategies', 'lightning_dp.callbacks', 'lightning_dp.audit'))])"
+    )
+
+    done = subprocess.run([sys.executable, "-c", code, saved[1]], capture_output=True, text=True)
+
+    assert done.stdout.splitlines()[-1] == "[]", done.stdout + done.stderr
