@@ -22,7 +22,7 @@ from torch.nn import functional as F
 
 from lightning_dp._noise import NoiseSource
 from lightning_dp.boundary import bounded_sum
-from lightning_dp.gradients import Bookkeeping
+from lightning_dp.gradients.bookkeeping import Bookkeeping
 
 
 def seconds(step: Callable[[], object], steps: int) -> float:

@@ -17,7 +17,7 @@ from torch.utils.data import (
     SequentialSampler,
 )
 
-from lightning_dp.gradients.whole_parameters import refuse_sharded
+from lightning_dp.gradients.unsupported import refuse_sharded
 from lightning_dp.sampling.repeats import find_repeat
 
 __all__ = ["check_loader", "check_model", "check_training_mode", "check_training_step"]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from torch import nn
 
@@ -11,16 +11,11 @@ from lightning_dp.gradients.base import (
     UncoveredParameterError,
     UnsupportedModelError,
 )
-from lightning_dp.gradients.bookkeeping import Bookkeeping, Functional
-from lightning_dp.gradients.opacus_hooks import OpacusHooks
 from lightning_dp.gradients.raw import RawGradientGuard, RawGradientHookError
-from lightning_dp.gradients.whole_parameters import refuse_special
+from lightning_dp.gradients.unsupported import refuse_special
 
 __all__ = [
     "AbstractGradientEngine",
-    "Bookkeeping",
-    "Functional",
-    "OpacusHooks",
     "RawGradientGuard",
     "RawGradientHookError",
     "UncoveredParameterError",
@@ -40,10 +35,14 @@ def attach_engine(
         ValueError: for a name that is not known.
         UnsupportedModelError: if the engine, or with "auto" neither, can handle the model.
     """
-    engines: dict[str, type[AbstractGradientEngine]] = {
+    # Opacus takes a second to import, which nobody waits for who only reads a report.
+    from lightning_dp.gradients.bookkeeping import Bookkeeping
+    from lightning_dp.gradients.opacus_hooks import OpacusHooks
+
+    engines: dict[str, Callable[[], AbstractGradientEngine]] = {
         "auto": Bookkeeping,
         "bookkeeping": Bookkeeping,
-        "functional": Functional,
+        "functional": lambda: Bookkeeping(rules={}),
         "hooks": OpacusHooks,
     }
     if name not in engines:

@@ -83,7 +83,7 @@ class AbstractGradientEngine(ABC):
     :meth:`rest`; afterwards nothing of it is left there, nor on copies that were made of the model.
     """
 
-    name: ClassVar[str]
+    name: str
 
     has_products: ClassVar[bool] = False
     """Whether :meth:`along` answers."""

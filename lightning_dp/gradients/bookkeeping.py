@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from functools import partial, reduce
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from lightning_dp.boundary import AbstractPerSampleGradients
 from lightning_dp.functional import unflatten
-from lightning_dp.gradients.base import AbstractGradientEngine, as_unsupported
-from lightning_dp.gradients.bookkept import BookkeptGradients
-from lightning_dp.gradients.forward_mode import Dual, run_along, split, uses_along
-from lightning_dp.gradients.graph import Survey
-from lightning_dp.gradients.layers import RULES, Memory, ParameterGradients, Rule, Uses
-from lightning_dp.gradients.recording import Record, Recorder
+from lightning_dp.gradients.base import AbstractGradientEngine, as_unsupported, number_of_records
+from lightning_dp.gradients.forms import Uses
+from lightning_dp.gradients.hessian import Dual, run_along, split, uses_along
+from lightning_dp.gradients.materialised import restricted
+from lightning_dp.gradients.parameter_gradients import Memory, ParameterGradients
+from lightning_dp.gradients.recording import Record, Recorder, Survey
+from lightning_dp.gradients.rules import RULES, Rule
 
-__all__ = ["Bookkeeping", "Functional"]
+__all__ = ["Bookkeeping", "BookkeptGradients"]
 
 
 class Bookkeeping(AbstractGradientEngine):
@@ -44,14 +46,15 @@ class Bookkeeping(AbstractGradientEngine):
     (2023, arXiv:2210.00038), with the graph cut at the layers' outputs.
 
     Args:
-        rules: what is known of layer types. Without any, every layer goes through ``torch.func``.
+        rules: what is known of layer types. With none, the engine "functional": every layer record
+            by record through ``torch.func``, which is slow and makes each record's gradient.
     """
 
-    name = "bookkeeping"
     runs_backward = True
     has_products = True
 
     def __init__(self, rules: Mapping[type[nn.Module], Rule] = RULES) -> None:
+        self.name = "bookkeeping" if rules else "functional"
         self._rules = rules
         self._module: nn.Module | None = None
         self._params: Sequence[nn.Parameter] = ()
@@ -195,18 +198,6 @@ class Bookkeeping(AbstractGradientEngine):
         self._memory = Memory()
 
 
-class Functional(Bookkeeping):
-    """Every layer record by record through ``torch.func``: slow, and knows nothing of layer types.
-
-    Materialises one gradient per record and parameter.
-    """
-
-    name = "functional"
-
-    def __init__(self) -> None:
-        super().__init__(rules={})
-
-
 def _at_least_float32(tensor: Tensor) -> Tensor:
     """Half precision as float32; integers and float64 as they are."""
     if tensor.dtype in (torch.float16, torch.bfloat16):
@@ -218,3 +209,97 @@ def _arranged(record: Record, dual: Dual) -> Dual:
     value, moved = (None if e is None else record.arrange(_at_least_float32(e)) for e in dual)
     assert value is not None
     return value, moved
+
+
+# Gradients of all records that are made for the norms, and that are larger than what they are made
+# from, are kept for the sum up to this much.
+_KEEP_BYTES = 32 << 20
+
+
+class BookkeptGradients(AbstractPerSampleGradients):
+    """For each parameter what its layers saw and what came back.
+
+    Args:
+        params: the trained parameters, in the order of flat vectors.
+        gradients: for each parameter, or None where it was not used.
+        scale: multiplies all of them; the loss was the mean over the records.
+    """
+
+    def __init__(
+        self,
+        params: Sequence[Tensor],
+        gradients: Sequence[ParameterGradients | None],
+        scale: float,
+    ) -> None:
+        self._params, self._gradients = params, gradients
+        self._used = [gradient for gradient in gradients if gradient is not None]
+        counts: set[int] = set().union(*(gradient.counts for gradient in self._used))
+        self._count = number_of_records(counts)
+        self._dtype = params[0].dtype if params else torch.float32
+        self._scale, self._factor = scale, scale * self._count
+
+    @property
+    def count(self) -> int:
+        return self._count
+
+    def norms(self) -> Tensor:
+        if not self._used:
+            return torch.zeros(0, dtype=torch.float64)
+        squares, left = [], _KEEP_BYTES
+        for gradient in self._used:
+            squares.append(gradient.squared_norms(left))
+            left -= gradient.kept_bytes
+        return reduce(torch.add, squares).sqrt() * abs(self._factor)
+
+    def weighted_sum(self, weights: Tensor) -> Tensor:
+        weights = weights * self._factor
+        records = None
+        if not weights.all():  # 0 * NaN is NaN
+            records = weights.nonzero().flatten()
+            weights = weights[records]
+        weights = weights.to(torch.promote_types(self._dtype, torch.float32))
+        parts = []
+        for param, gradient in zip(self._params, self._gradients, strict=True):
+            dtype = torch.promote_types(param.dtype, torch.float32)
+            if gradient is None:
+                parts.append(torch.zeros(param.numel(), dtype=dtype, device=param.device))
+            else:
+                total = gradient.weighted_sum(weights, records)
+                parts.append(total if total.dtype == dtype else total.to(dtype))
+        return torch.cat(parts)
+
+    def restrict(self, coordinates: Tensor) -> AbstractPerSampleGradients:
+        parts, start = [], 0
+        sizes = [param.numel() for param in self._params]
+        ends = torch.tensor(sizes, device=coordinates.device).cumsum(0)
+        cuts = torch.searchsorted(coordinates.contiguous(), ends).cpu()
+        chosen = torch.tensor_split(coordinates, cuts)
+        for param, gradient, own in zip(self._params, self._gradients, chosen, strict=False):
+            places = (own - start).to(param.device)
+            dtype = torch.promote_types(param.dtype, torch.float32)
+            if gradient is None or not len(places):
+                parts.append(
+                    torch.zeros(self._count, len(places), dtype=dtype, device=param.device)
+                )
+            else:
+                parts.append(gradient.entries(places).to(dtype))
+            start += param.numel()
+        return restricted(parts, self._factor)
+
+    def combine(
+        self, weight: float, others: Sequence[tuple[float, AbstractPerSampleGradients]]
+    ) -> BookkeptGradients:
+        combined: list[ParameterGradients | None] = []
+        factors = []
+        for other_weight, other in others:
+            if not isinstance(other, BookkeptGradients) or other.count != self.count:
+                raise TypeError("Only gradients of the same records and engine can be combined.")
+            factors.append((other_weight * other._scale, other))
+        for position, (param, gradient) in enumerate(
+            zip(self._params, self._gradients, strict=True)
+        ):
+            here = ParameterGradients([], param.shape) if gradient is None else gradient
+            there = [(f, g) for f, o in factors if (g := o._gradients[position]) is not None]
+            is_used = gradient is not None or there
+            combined.append(here.combine(weight * self._scale, there) if is_used else None)
+        return BookkeptGradients(self._params, combined, 1.0)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
 
 from lightning_dp.gradients.base import UnsupportedModelError
-from lightning_dp.gradients.batch_dimension import refuse_without_records
+from lightning_dp.gradients.unsupported import refuse_without_records
 
 __all__ = ["refuse_call", "refuse_in_place", "refused_layers"]
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from operator import is_
 from typing import Any, cast
@@ -14,18 +14,21 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
+from lightning_dp.gradients import attention
+from lightning_dp.gradients.any_layer import any_layer
+from lightning_dp.gradients.attention import AttentionCall, multihead_attention
 from lightning_dp.gradients.base import UncoveredParameterError, UnsupportedModelError
-from lightning_dp.gradients.batch_dimension import refuse_without_records
-from lightning_dp.gradients.forward_mode import Dual, split
-from lightning_dp.gradients.graph import Survey, survey
-from lightning_dp.gradients.layers import Rule, any_layer, attention, rule_of
-from lightning_dp.gradients.layers.attention import AttentionCall, multihead_attention
+from lightning_dp.gradients.hessian import Dual, split
 from lightning_dp.gradients.module_hooks import ModuleHooks
 from lightning_dp.gradients.opacus_layers import Arrange, OpacusLayers, own_parameters
-from lightning_dp.gradients.uncovered import refuse_compiled, refuse_options
-from lightning_dp.gradients.whole_parameters import refuse_special
+from lightning_dp.gradients.rules import Rule, refuse_options, rule_of
+from lightning_dp.gradients.unsupported import (
+    refuse_compiled,
+    refuse_special,
+    refuse_without_records,
+)
 
-__all__ = ["Record", "Recorder"]
+__all__ = ["Record", "Recorder", "Survey", "survey"]
 
 
 @dataclass
@@ -264,3 +267,64 @@ class Recorder:
         missing = [self._names[id(p)] for p in self._params if graph.uses[id(p)] != recorded[id(p)]]
         if missing:
             raise UncoveredParameterError(missing)
+
+
+@dataclass
+class Survey:
+    """What was found in a graph.
+
+    Args:
+        uses: for each parameter, by ``id``, in how many places it meets something else.
+        reached: the recorded calls that the graph contains.
+        innermost: those of them that no other recorded call feeds.
+    """
+
+    uses: Counter[int] = field(default_factory=Counter)
+    reached: set[Any] = field(default_factory=set)
+    innermost: set[Any] = field(default_factory=set)
+
+
+def survey(root: Any, calls: Collection[Any], stop: Collection[Any] = ()) -> Survey:
+    """Walk a graph once.
+
+    A transpose, a cast or a norm of a parameter alone is still the parameter; the node that brings
+    it together with something else is one use of it, and so is a recorded call of a layer. A layer
+    of the usual kind uses its parameters once in each call, so a larger count than that of the
+    recorded calls tells of a use that nobody recorded.
+
+    Args:
+        root: the graph node where to begin, ``loss.grad_fn``.
+        calls: the nodes of the outputs of recorded layer calls.
+        stop: nodes below which nothing is looked at.
+    """
+    found, boundaries = Survey(), set(calls)
+    owner: dict[Any, int | None] = {}  # of each node: the only parameter it depends on, if any
+    feeds_on_calls: set[Any] = set()
+    stack = [(root, False)]
+    while stack:
+        node, is_finished = stack.pop()
+        if node is None or (node in owner and not is_finished):
+            continue
+        below = [child for child, _ in node.next_functions if child is not None]
+        below = [] if node in stop else below
+        if not is_finished:
+            owner[node] = None
+            stack.append((node, True))
+            stack.extend((child, False) for child in below)
+            continue
+        if any(child in feeds_on_calls or child in boundaries for child in below):
+            feeds_on_calls.add(node)
+        if node in boundaries:
+            found.reached.add(node)
+        if (variable := getattr(node, "variable", None)) is not None:
+            owner[node] = id(variable)
+            continue
+        owners = [owner[child] for child in below]
+        if len(set(owners)) == 1 and node not in boundaries:
+            owner[node] = owners[0]
+        else:
+            found.uses.update(each for each in owners if each is not None)
+    if (last := owner.get(root)) is not None:
+        found.uses[last] += 1
+    found.innermost = found.reached - feeds_on_calls
+    return found

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import pytest
@@ -12,12 +13,9 @@ import torch
 from opacus.layers import DPLSTM, DPMultiheadAttention
 from torch import Tensor, nn
 
-from lightning_dp.gradients import (
-    AbstractGradientEngine,
-    Bookkeeping,
-    Functional,
-    OpacusHooks,
-)
+from lightning_dp.gradients import AbstractGradientEngine
+from lightning_dp.gradients.bookkeeping import Bookkeeping
+from lightning_dp.gradients.opacus_hooks import OpacusHooks
 
 RECORDS = 5
 
@@ -160,7 +158,7 @@ def cases() -> dict[str, Case]:
 ENGINES: dict[str, Callable[[], AbstractGradientEngine]] = {
     "hooks": OpacusHooks,
     "bookkeeping": Bookkeeping,
-    "functional": Functional,
+    "functional": partial(Bookkeeping, rules={}),
 }
 
 
@@ -172,7 +170,9 @@ def engine(request: pytest.FixtureRequest) -> Iterator[AbstractGradientEngine]:
     engine.detach()
 
 
-@pytest.fixture(params=[Bookkeeping, Functional])
+@pytest.fixture(
+    params=[Bookkeeping, partial(Bookkeeping, rules={})], ids=["Bookkeeping", "Functional"]
+)
 def layer_engine(request: pytest.FixtureRequest) -> Iterator[Bookkeeping]:
     """The engine that goes layer by layer: with its rules, and without any."""
     engine = request.param()

@@ -5,12 +5,9 @@ from __future__ import annotations
 import pytest
 from torch import nn
 
-from lightning_dp.gradients import (
-    Bookkeeping,
-    OpacusHooks,
-    UnsupportedModelError,
-    attach_engine,
-)
+from lightning_dp.gradients import UnsupportedModelError, attach_engine
+from lightning_dp.gradients.bookkeeping import Bookkeeping
+from lightning_dp.gradients.opacus_hooks import OpacusHooks
 
 pytestmark = pytest.mark.filterwarnings("ignore:Full backward hook is firing")
 
@@ -20,10 +17,12 @@ def test_an_engine_is_made_by_its_name(oracle, mlp):
     for name, kind in {
         "hooks": OpacusHooks,
         "bookkeeping": Bookkeeping,
+        "functional": Bookkeeping,
         "auto": Bookkeeping,
     }.items():
         engine, description = attach_engine(name, module, oracle.trained(module))
-        assert isinstance(engine, kind) and description == kind.name
+        assert isinstance(engine, kind) and description == engine.name
+        assert engine.name == ("bookkeeping" if name == "auto" else name)
         engine.detach()
     with pytest.raises(ValueError, match="engine='ghost' is not one of"):
         attach_engine("ghost", module, oracle.trained(module))

@@ -12,14 +12,13 @@ from torch import Tensor, nn
 
 from lightning_dp.boundary import AbstractPerSampleGradients, bounded_sum
 from lightning_dp.functional import clip_factors, factor_norms, squared_row_norms
-from lightning_dp.gradients import AbstractGradientEngine, bookkept
-from lightning_dp.gradients.bookkept import BookkeptGradients
-from lightning_dp.gradients.layers import AbstractForm, Call, ParameterGradients, Rows
-from lightning_dp.gradients.layers.convolution import Convolution
-from lightning_dp.gradients.layers.embedding import Lookup
-from lightning_dp.gradients.layers.linear import OuterProduct
-from lightning_dp.gradients.layers.normalisation import Scale
+from lightning_dp.gradients import AbstractGradientEngine, bookkeeping
+from lightning_dp.gradients.bookkeeping import BookkeptGradients
+from lightning_dp.gradients.convolution import Convolution
+from lightning_dp.gradients.forms import AbstractForm, Call, Rows
+from lightning_dp.gradients.layers import Lookup, OuterProduct, Scale
 from lightning_dp.gradients.materialised import MaterialisedGradients
+from lightning_dp.gradients.parameter_gradients import ParameterGradients
 
 pytestmark = pytest.mark.filterwarnings("ignore:Full backward hook is firing")
 
@@ -105,7 +104,7 @@ def flushed() -> Iterator[None]:
 def test_records_add_their_clipped_gradient_over_60_orders_of_magnitude(
     name, kept, clip_norm, monkeypatch
 ):
-    monkeypatch.setattr(bookkept, "_KEEP_BYTES", kept)
+    monkeypatch.setattr(bookkeeping, "_KEEP_BYTES", kept)
     torch.manual_seed(0)
     kind = KINDS[name]
     v, u, norms = kind.batch()

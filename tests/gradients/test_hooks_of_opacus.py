@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from lightning_dp.boundary import bounded_sum
-from lightning_dp.gradients import Bookkeeping, UnsupportedModelError
+from lightning_dp.gradients import UnsupportedModelError
+from lightning_dp.gradients.bookkeeping import Bookkeeping
 
 pytestmark = pytest.mark.filterwarnings("ignore:Full backward hook is firing")
 

@@ -7,11 +7,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from lightning_dp.gradients import (
-    Bookkeeping,
-    OpacusHooks,
-    UnsupportedModelError,
-)
+from lightning_dp.gradients import UnsupportedModelError
+from lightning_dp.gradients.bookkeeping import Bookkeeping
+from lightning_dp.gradients.opacus_hooks import OpacusHooks
 
 RECORDS = 5
 

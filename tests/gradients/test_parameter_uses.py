@@ -9,12 +9,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from lightning_dp.gradients import (
-    Bookkeeping,
-    UncoveredParameterError,
-    UnsupportedModelError,
-)
-from lightning_dp.gradients.graph import survey
+from lightning_dp.gradients import UncoveredParameterError, UnsupportedModelError
+from lightning_dp.gradients.bookkeeping import Bookkeeping
+from lightning_dp.gradients.recording import survey
 
 
 @dataclass

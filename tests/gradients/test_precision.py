@@ -7,11 +7,12 @@ import torch
 from torch import Tensor, nn
 
 from lightning_dp.boundary import bounded_sum
-from lightning_dp.gradients import Bookkeeping, bookkept
-from lightning_dp.gradients.layers import Call, ParameterGradients
-from lightning_dp.gradients.layers.convolution import Convolution
-from lightning_dp.gradients.layers.embedding import Lookup
-from lightning_dp.gradients.layers.linear import OuterProduct
+from lightning_dp.gradients import bookkeeping
+from lightning_dp.gradients.bookkeeping import Bookkeeping
+from lightning_dp.gradients.convolution import Convolution
+from lightning_dp.gradients.forms import Call
+from lightning_dp.gradients.layers import Lookup, OuterProduct
+from lightning_dp.gradients.parameter_gradients import ParameterGradients
 
 
 @pytest.mark.parametrize("positions", [1, 3, 40])
@@ -182,7 +183,7 @@ def far_apart(kind: str) -> tuple[nn.Module, Tensor, Tensor]:
 
 @pytest.mark.parametrize("kind", ["sequence", "image"])
 def test_terms_that_cancel_stay_within_the_bound_where_rows_are_not_kept(kind, monkeypatch):
-    monkeypatch.setattr(bookkept, "_KEEP_BYTES", 0)
+    monkeypatch.setattr(bookkeeping, "_KEEP_BYTES", 0)
     torch.manual_seed(0)
     longest = 0.0
     for _ in range(100):

@@ -9,11 +9,9 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_padded_sequence
 
 from lightning_dp.boundary import bounded_sum
-from lightning_dp.gradients import (
-    Bookkeeping,
-    OpacusHooks,
-    UnsupportedModelError,
-)
+from lightning_dp.gradients import UnsupportedModelError
+from lightning_dp.gradients.bookkeeping import Bookkeeping
+from lightning_dp.gradients.opacus_hooks import OpacusHooks
 
 pytestmark = pytest.mark.filterwarnings("ignore:Full backward hook is firing")
 

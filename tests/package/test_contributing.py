@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_dp.gradients import OpacusHooks
+from lightning_dp.gradients.opacus_hooks import OpacusHooks
 
 
 @pytest.fixture

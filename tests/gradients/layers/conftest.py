@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import importlib
 from collections.abc import Callable
 from typing import Any
 
@@ -13,8 +12,8 @@ from opacus.layers import DPGRU, DPLSTM, DPMultiheadAttention
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from lightning_dp.gradients import Bookkeeping, Functional, bookkept
-from lightning_dp.gradients.layers import base, parameter_gradients
+from lightning_dp.gradients import bookkeeping, convolution, forms, layers, parameter_gradients
+from lightning_dp.gradients.bookkeeping import Bookkeeping
 
 RECORDS = 5
 
@@ -301,7 +300,7 @@ class Both(nn.Module):
 def model_and_batch(
     request: pytest.FixtureRequest, layer_engine: Bookkeeping
 ) -> tuple[nn.Module, Tensor]:
-    if isinstance(layer_engine, Functional) and request.param.startswith(("multi", "transformer")):
+    if layer_engine.name == "functional" and request.param.startswith(("multi", "transformer")):
         pytest.skip("torch.func does not see the records of attention layers")
     torch.manual_seed(0)
     make, batch = CASES[request.param]
@@ -314,13 +313,12 @@ def memory(
 ) -> None:
     """Gradients of all records at once, or in slices as if they were too large."""
     if request.param == "sliced":
-        if isinstance(layer_engine, Functional):
+        if layer_engine.name == "functional":
             pytest.skip("makes all rows at once")
-        monkeypatch.setattr(bookkept, "_KEEP_BYTES", 0)
-        for module in (base, parameter_gradients):
+        monkeypatch.setattr(bookkeeping, "_KEEP_BYTES", 0)
+        for module in (forms, parameter_gradients):
             monkeypatch.setattr(module, "SLICE_BYTES", 200)
-        for name in ("linear", "embedding", "convolution"):
-            module = importlib.import_module(f"lightning_dp.gradients.layers.{name}")
+        for module in (layers, convolution):
             monkeypatch.setattr(module, "PRODUCTS", 10)
 
 

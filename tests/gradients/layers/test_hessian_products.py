@@ -14,12 +14,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
 from lightning_dp.boundary import bounded_sum
-from lightning_dp.gradients import (
-    Bookkeeping,
-    OpacusHooks,
-    UncoveredParameterError,
-    UnsupportedModelError,
-)
+from lightning_dp.gradients import UncoveredParameterError, UnsupportedModelError
+from lightning_dp.gradients.bookkeeping import Bookkeeping
+from lightning_dp.gradients.opacus_hooks import OpacusHooks
 
 RECORDS = 5
 

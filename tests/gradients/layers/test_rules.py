@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_dp.boundary import bounded_sum
-from lightning_dp.gradients.layers import RULES
+from lightning_dp.gradients.rules import RULES
 
 RECORDS = 5
 

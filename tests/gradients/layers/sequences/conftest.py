@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from lightning_dp.gradients import Bookkeeping
+from lightning_dp.gradients.bookkeeping import Bookkeeping
 
 RECORDS, LENGTH, WIDTH = 5, 4, 6
 

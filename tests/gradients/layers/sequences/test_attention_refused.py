@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_dp.gradients import Functional, UncoveredParameterError, UnsupportedModelError
-from lightning_dp.gradients.layers import attention
+from lightning_dp.gradients import UncoveredParameterError, UnsupportedModelError, attention
+from lightning_dp.gradients.bookkeeping import Bookkeeping
 
 LENGTH, WIDTH, HEADS = 4, 6, 2
 CAUSAL = torch.ones(LENGTH, LENGTH, dtype=torch.bool).triu(1)
@@ -72,7 +72,7 @@ def test_records_in_the_second_dimension_are_refused_with_the_cure(engine, loop)
 def test_without_rules_the_layer_is_refused(loop):
     module = nn.Sequential(attention_layer())
     with pytest.raises(UnsupportedModelError, match=r"0 \(MultiheadAttention\) hides its records"):
-        Functional().attach(module, loop.trained(module))
+        Bookkeeping(rules={}).attach(module, loop.trained(module))
 
 
 class OwnAttention(nn.MultiheadAttention):

@@ -11,7 +11,8 @@ from opacus.layers.dp_multihead_attention import SequenceBias
 from opacus.validators import ModuleValidator
 from torch import Tensor, nn
 
-from lightning_dp.gradients import Functional, UnsupportedModelError
+from lightning_dp.gradients import UnsupportedModelError
+from lightning_dp.gradients.bookkeeping import Bookkeeping
 
 RECORDS, LENGTH, WIDTH, HEADS = 5, 4, 6, 2
 MEMORY = 7
@@ -64,7 +65,7 @@ def test_gradients_with_masks_and_dropout_equal_the_loop(engine, loop, x, batch_
 
 @pytest.mark.parametrize("batch_first", [False, True])
 def test_without_rules_the_projections_are_covered_and_added_keys_are_refused(loop, x, batch_first):
-    engine = Functional()
+    engine = Bookkeeping(rules={})
     module = Attention(batch_first=batch_first, dropout=0.3)
     loop.equals(engine, module, loop.losses_of(module, lambda m: m(x)))
     module = Attention(batch_first=batch_first, add_bias_kv=True)

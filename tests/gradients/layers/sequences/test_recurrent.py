@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 from torch.utils.checkpoint import checkpoint
 
-from lightning_dp.gradients import Bookkeeping, UnsupportedModelError
+from lightning_dp.gradients import UnsupportedModelError
+from lightning_dp.gradients.bookkeeping import Bookkeeping
 
 WIDTH, HIDDEN = 6, 3
 LENGTHS = torch.tensor([2, 4, 1, 3, 4])

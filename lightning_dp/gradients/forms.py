@@ -27,6 +27,7 @@ __all__ = [
     "sum_of_products",
 ]
 
+
 # Gradients that are not kept for all records from the norms to the sum are made slice by slice.
 SLICE_BYTES = 4 << 20
 PRODUCTS = 1 << 22  # inner products between positions that are in memory at once

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from lightning_dp.gradients.layers.base import (
+from lightning_dp.gradients.forms import (
     PRODUCTS,
     AbstractForm,
     Call,

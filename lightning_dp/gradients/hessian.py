@@ -12,11 +12,13 @@ from torch.func import functional_call
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from lightning_dp.functional import unflatten
+from lightning_dp.gradients.any_layer import any_layer, any_layer_along
 from lightning_dp.gradients.base import UnsupportedModelError
-from lightning_dp.gradients.layers import Call, Rows, Rule, Uses, any_layer
-from lightning_dp.gradients.layers.any_layer import any_layer_along
+from lightning_dp.gradients.forms import Call, Rows, Uses
+from lightning_dp.gradients.rules import Rule
 
 __all__ = ["Dual", "run_along", "split", "uses_along"]
+
 
 T = TypeVar("T")
 
@@ -95,10 +97,10 @@ def uses_along(
     moving = {name: param for name, param in layer.named_parameters() if id(param) in directions}
     calls: list[tuple[Tensor | None, Call]] = []
     with forward_ad.dual_level(), sdpa_kernel(SDPBackend.MATH):
-        duals = {name: _joined((param, directions[id(param)])) for name, param in moving.items()}
+        duals = {name: _dual_of((param, directions[id(param)])) for name, param in moving.items()}
         params = {id(dual): moving[name] for name, dual in duals.items()}
         replaced = {f"module.{name}": dual for name, dual in duals.items()}
-        tensors = [_joined(each) for each in (*inputs, gradient)]
+        tensors = [_dual_of(each) for each in (*inputs, gradient)]
         found: Uses = functional_call(_Holder(layer), replaced, (lambda: rule(layer, *tensors),))
         for param, call in found:
             v, u = split(call.v), split(call.u)
@@ -107,7 +109,7 @@ def uses_along(
     return calls
 
 
-def _joined(dual: Dual) -> Tensor:
+def _dual_of(dual: Dual) -> Tensor:
     value, derivative = dual
     if derivative is None:
         return value

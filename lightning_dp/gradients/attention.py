@@ -15,10 +15,17 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lightning_dp.gradients.base import UnsupportedModelError
-from lightning_dp.gradients.layers.base import Call, Rows, Uses
-from lightning_dp.gradients.layers.linear import OuterProduct
+from lightning_dp.gradients.forms import Call, Rows, Uses
+from lightning_dp.gradients.layers import OuterProduct
 
-__all__ = ["AttentionCall", "multihead_attention", "parameters_of", "random_state", "refuse"]
+__all__ = [
+    "AttentionCall",
+    "multihead_attention",
+    "parameters_of",
+    "random_state",
+    "refuse_attention",
+]
+
 
 _PARAMETERS = {
     *("in_proj_weight", "q_proj_weight", "k_proj_weight", "v_proj_weight", "in_proj_bias"),
@@ -131,7 +138,7 @@ def parameters_of(layer: nn.MultiheadAttention) -> list[nn.Parameter]:
     return [part for each in (layer, layer.out_proj) for part in each.parameters(recurse=False)]
 
 
-def refuse(name: str, layer: nn.MultiheadAttention) -> None:
+def refuse_attention(name: str, layer: nn.MultiheadAttention) -> None:
     """Options under which the rule does not hold. Raises UnsupportedModelError."""
     if not layer.batch_first:
         raise UnsupportedModelError(

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from lightning_dp.functional import squared_row_norms
-from lightning_dp.gradients.layers.base import SLICE_BYTES, Call, Rows, above_rounding
+from lightning_dp.gradients.forms import SLICE_BYTES, Call, Rows, above_rounding
 
 __all__ = ["Memory", "ParameterGradients"]
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.func import functional_call, jvp, vjp, vmap
 
 from lightning_dp.gradients.base import UnsupportedModelError
-from lightning_dp.gradients.layers.base import Rows, Uses
+from lightning_dp.gradients.forms import Rows, Uses
 from lightning_dp.gradients.opacus_layers import own_parameters
 
 __all__ = ["any_layer", "any_layer_along"]

@@ -1,0 +1,233 @@
+"""``nn.Linear``, also on sequences: the gradient of the weight is an outer product."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from opacus.layers.dp_multihead_attention import SequenceBias
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from lightning_dp.functional import factor_norms
+from lightning_dp.gradients.forms import (
+    PRODUCTS,
+    AbstractForm,
+    Call,
+    Rows,
+    Scaled,
+    Uses,
+    above_what_vanishes,
+    joined_positions,
+    sum_of_products,
+)
+
+__all__ = [
+    "Lookup",
+    "OuterProduct",
+    "Scale",
+    "embedding",
+    "group_norm",
+    "instance_norm",
+    "layer_norm",
+    "linear",
+    "rms_norm",
+    "sequence_bias",
+]
+
+
+_LONG = 32  # positions from which on matrix products, not memory, are what rows cost
+
+
+@dataclass(frozen=True)
+class OuterProduct(AbstractForm):
+    """Σ_t u_it v_itᵀ for v of shape (n, T, in) and u of shape (n, T, out)."""
+
+    def rows(self, v: Tensor, u: Tensor, out: Tensor | None = None) -> Tensor:
+        if out is None:
+            return torch.bmm(u.transpose(1, 2), v)
+        return torch.bmm(u.transpose(1, 2), v, out=out)
+
+    def writes_out(self, v: Tensor, u: Tensor) -> bool:
+        return True
+
+    def joined(self, calls: Sequence[Call]) -> list[Call]:
+        """One call on the positions of all of them, the time steps of a recurrent layer."""
+        return [joined_positions(calls)]
+
+    def entries(self, v: Tensor, u: Tensor, shape: torch.Size, places: Tensor) -> Tensor:
+        times, (row, column) = v.shape[1], (places // shape[1], places % shape[1])
+        if not 0 < times * len(places) <= shape.numel():
+            return super().entries(v, u, shape, places)  # all of them are no more work
+        total = u[:, 0].index_select(1, row).mul_(v[:, 0].index_select(1, column))
+        for t in range(1, times):
+            total.addcmul_(u[:, t].index_select(1, row), v[:, t].index_select(1, column))
+        return total
+
+    def weighted_sum(self, v: Tensor, u: Tensor, weights: Tensor) -> Tensor:
+        scaled = (u * weights.view(-1, 1, 1)).flatten(0, 1)
+        return scaled.T @ v.flatten(0, 1)
+
+    def lengths(self, v: Tensor, u: Tensor) -> Tensor:
+        norms = factor_norms(v.flatten(0, 1)) * factor_norms(u.flatten(0, 1))
+        return norms.view(u.shape[:2]).sum(1)
+
+    def squared_norms(self, calls: Sequence[Call], *, may_keep: bool) -> Tensor | None:
+        """From the T x T inner products of the vectors, if they are fewer than the entries.
+
+        ‖Σ_s u_s v_sᵀ‖² = Σ_st (u_s · u_t)(v_s · v_t).
+        """
+        (call,) = calls
+        u, v = call.u, call.v
+        times, rows, columns = u.shape[1], u.shape[2], v.shape[2]
+        if times == 1:
+            return (factor_norms(u) * factor_norms(v)).square_()
+        if times * (rows + columns) > 2 * rows * columns or (times >= _LONG and may_keep):
+            return None  # the rows cost no more, and if they are kept the sum is almost free
+        size = max(1, PRODUCTS // times**2)
+        norms = [
+            _squares_of_products(*part)
+            for part in zip(torch.split(u, size), torch.split(v, size), strict=True)
+        ]
+        return torch.cat(norms)
+
+
+def _squares_of_products(u: Tensor, v: Tensor) -> Tensor:
+    both = a, b = Scaled.of(u), Scaled.of(v)
+    products = [torch.bmm(each.tensor, each.tensor.transpose(1, 2)) for each in both]
+    squares = sum_of_products(products[0] * products[1])
+    return above_what_vanishes(squares * (a.units * b.units).square_(), a, b)
+
+
+def linear(layer: nn.Linear, inputs: Tensor, gradient: Tensor) -> Uses:
+    """Weight and bias of one call; any dimensions between the first and the last are positions."""
+    v = inputs.reshape(len(inputs), -1, inputs.shape[-1])
+    u = gradient.reshape(len(gradient), -1, gradient.shape[-1])
+    return [(layer.weight, Call(OuterProduct(), v, u)), (layer.bias, Rows.call(u.sum(1)))]
+
+
+@dataclass(frozen=True)
+class Lookup(AbstractForm):
+    """Row r: Σ over t with v_it = r of u_it, for v of shape (n, T) and u of shape (n, T, width)."""
+
+    rows_of_table: int
+
+    def rows(self, v: Tensor, u: Tensor, out: Tensor | None = None) -> Tensor:
+        table = u.new_zeros(len(u), self.rows_of_table, u.shape[2])
+        return table.scatter_add_(1, v.unsqueeze(2).expand_as(u), u)
+
+    def weighted_sum(self, v: Tensor, u: Tensor, weights: Tensor) -> Tensor:
+        table = u.new_zeros(self.rows_of_table, u.shape[2])
+        scaled = u * weights.view(-1, 1, 1)
+        return table.index_add_(0, v.flatten(), scaled.flatten(0, 1))
+
+    def both(self, here: Call, there: Call) -> list[Call]:
+        """A position that looks up the same row at both points counts once, with the sum of its u."""
+        moved = (here.v != there.v).unsqueeze(2)
+        own = here.u.masked_fill(~moved, 0.0)
+        return [replace(here, u=own), replace(there, u=there.u + here.u.masked_fill(moved, 0.0))]
+
+    def joined(self, calls: Sequence[Call]) -> list[Call]:
+        return [joined_positions(calls)]
+
+    def lengths(self, v: Tensor, u: Tensor) -> Tensor:
+        return factor_norms(u) * math.sqrt(u.shape[1])
+
+    def squared_norms(self, calls: Sequence[Call], *, may_keep: bool) -> Tensor | None:
+        """Σ over positions s, t of equal rows of u_s · u_t: nothing of the table's size."""
+        (call,) = calls
+        v, u = call.v, call.u
+        size = max(1, PRODUCTS // v.shape[1] ** 2)
+        norms = [
+            _squares_of_lookup(*part)
+            for part in zip(torch.split(u, size), torch.split(v, size), strict=True)
+        ]
+        return torch.cat(norms)
+
+
+def _squares_of_lookup(u: Tensor, v: Tensor) -> Tensor:
+    scaled = Scaled.of(u)
+    products = torch.bmm(scaled.tensor, scaled.tensor.transpose(1, 2))
+    products.masked_fill_(v.unsqueeze(2) != v.unsqueeze(1), 0.0)
+    return above_what_vanishes(sum_of_products(products) * scaled.units.square(), scaled)
+
+
+def embedding(layer: nn.Embedding, inputs: Tensor, gradient: Tensor) -> Uses:
+    """The table of one call."""
+    v = inputs.reshape(len(inputs), -1)
+    u = gradient.reshape(*v.shape, layer.embedding_dim)
+    if layer.padding_idx is not None:
+        u = u.masked_fill((v == layer.padding_idx).unsqueeze(2), 0.0)
+    return [(layer.weight, Call(Lookup(layer.num_embeddings), v, u))]
+
+
+_SLICE_ENTRIES = 1 << 17
+
+
+@dataclass(frozen=True)
+class Scale(AbstractForm):
+    """Σ_t v_it u_it, entry by entry, over all dimensions that the parameter does not have.
+
+    Args:
+        sum_over: those dimensions; the first one, of the records, is not among them.
+    """
+
+    sum_over: tuple[int, ...]
+
+    def rows(self, v: Tensor, u: Tensor, out: Tensor | None = None) -> Tensor:
+        if not self.sum_over:
+            return v * u
+        size = max(1, _SLICE_ENTRIES // (u[:1].numel() or 1))  # products that stay in the cache
+        parts = zip(torch.split(v, size), torch.split(u, size), strict=True)
+        return torch.cat([(a * b).sum(self.sum_over) for a, b in parts])
+
+    def weighted_sum(self, v: Tensor, u: Tensor, weights: Tensor) -> Tensor:
+        total: Tensor = torch.tensordot(weights, self.rows(v, u), dims=1)
+        return total
+
+
+def layer_norm(layer: nn.LayerNorm, inputs: Tensor, gradient: Tensor) -> Uses:
+    """Weight and bias of one call."""
+    v = F.layer_norm(inputs, layer.normalized_shape, eps=layer.eps)
+    return _uses_of_scale(
+        layer, v, gradient, range(1, gradient.dim() - len(layer.normalized_shape))
+    )
+
+
+def rms_norm(layer: nn.RMSNorm, inputs: Tensor, gradient: Tensor) -> Uses:
+    """The weight of one call."""
+    shape = list(layer.normalized_shape)
+    v = F.rms_norm(inputs, shape, eps=layer.eps)
+    return _uses_of_scale(layer, v, gradient, range(1, gradient.dim() - len(shape)))[:1]
+
+
+def group_norm(layer: nn.GroupNorm, inputs: Tensor, gradient: Tensor) -> Uses:
+    """Weight and bias of one call; one entry for each channel, the second dimension."""
+    v = F.group_norm(inputs, layer.num_groups, eps=layer.eps)
+    return _uses_of_scale(layer, v, gradient, range(2, gradient.dim()))
+
+
+def instance_norm(
+    layer: nn.InstanceNorm1d | nn.InstanceNorm2d | nn.InstanceNorm3d,
+    inputs: Tensor,
+    gradient: Tensor,
+) -> Uses:
+    """Weight and bias of one call; one entry for each channel, the second dimension."""
+    return _uses_of_scale(
+        layer, F.instance_norm(inputs, eps=layer.eps), gradient, range(2, gradient.dim())
+    )
+
+
+def _uses_of_scale(layer: Any, v: Tensor, u: Tensor, sum_over: range) -> Uses:
+    dimensions = tuple(sum_over)
+    bias = u.sum(dimensions) if dimensions else u
+    scale = Call(Scale(dimensions), v, u)
+    return [(layer.weight, scale), (getattr(layer, "bias", None), Rows.call(bias))]
+
+
+def sequence_bias(layer: SequenceBias, inputs: Tensor, gradient: Tensor) -> Uses:
+    """The bias of one call, from the gradient of the last position; records come first here."""
+    return [(layer.bias, Rows.call(gradient[:, -1]))]

@@ -1,0 +1,84 @@
+"""The table of layer types: the rule that tells how each of them uses its parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import cast
+
+from opacus.layers.dp_multihead_attention import SequenceBias
+from torch import nn
+from torch.nn.utils.parametrize import is_parametrized
+
+from lightning_dp.gradients import opacus_layers
+from lightning_dp.gradients.any_layer import any_layer
+from lightning_dp.gradients.attention import multihead_attention, refuse_attention
+from lightning_dp.gradients.base import UnsupportedModelError
+from lightning_dp.gradients.convolution import convolution
+from lightning_dp.gradients.forms import Uses
+from lightning_dp.gradients.layers import (
+    embedding,
+    group_norm,
+    instance_norm,
+    layer_norm,
+    linear,
+    rms_norm,
+    sequence_bias,
+)
+
+__all__ = ["RULES", "Rule", "refuse_options", "rule_of"]
+
+
+_CURE = "Use engine='hooks', or change the layer."
+
+# (layer, its input, the gradient of its output) -> every parameter with its use in this call;
+# the tensors have records first. That of nn.MultiheadAttention is also told of the call.
+Rule = Callable[..., Uses]
+
+RULES: Mapping[type[nn.Module], Rule] = {
+    nn.Linear: linear,
+    nn.Conv1d: convolution,
+    nn.Conv2d: convolution,
+    nn.Conv3d: convolution,
+    nn.Embedding: embedding,
+    nn.LayerNorm: layer_norm,
+    nn.GroupNorm: group_norm,
+    nn.InstanceNorm1d: instance_norm,
+    nn.InstanceNorm2d: instance_norm,
+    nn.InstanceNorm3d: instance_norm,
+    nn.RMSNorm: rms_norm,
+    nn.MultiheadAttention: multihead_attention,
+    SequenceBias: sequence_bias,
+}
+
+
+def rule_of(layer: nn.Module, rules: Mapping[type[nn.Module], Rule] = RULES) -> Rule:
+    """The rule of a layer's type, or of the one whose forward pass it inherits."""
+    for kind in type(layer).__mro__:
+        if kind in rules and type(layer).forward is getattr(kind, "forward", None):
+            return rules[kind]
+    return any_layer
+
+
+def refuse_options(name: str, layer: nn.Module, rule: Rule) -> None:
+    """Options under which a layer's gradient is not what its rule says."""
+    if isinstance(layer, nn.Embedding):
+        for option in ("max_norm", "scale_grad_by_freq", "sparse"):
+            if getattr(layer, option):
+                raise UnsupportedModelError(f"{name} (Embedding) has {option} set. {_CURE}")
+    opacus_layers.refuse(name, layer, rule is not any_layer)
+    hides_records = isinstance(layer, nn.RNNBase | nn.MultiheadAttention)
+    if hides_records and rule is not multihead_attention:
+        raise UnsupportedModelError(f"{name} ({type(layer).__name__}) hides its records. {_CURE}")
+    if is_parametrized(layer):
+        raise UnsupportedModelError(f"{name} ({type(layer).__name__}) is parametrized. {_CURE}")
+    if rule is multihead_attention:
+        refuse_attention(name, cast(nn.MultiheadAttention, layer))
+        return
+    names = {name for name, _ in layer.named_parameters(recurse=False)}
+    if rule is not any_layer and not names <= {"weight", "bias"}:
+        raise UnsupportedModelError(
+            f"{name} ({type(layer).__name__}) has parameters that its type does not: "
+            f"{sorted(names - {'weight', 'bias'})}. {_CURE}"
+        )
+    if rule is any_layer and names and any(True for _ in layer.buffers(recurse=False)):
+        raise UnsupportedModelError(f"{name} ({type(layer).__name__}) has buffers. {_CURE}")

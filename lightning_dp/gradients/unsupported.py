@@ -1,0 +1,125 @@
+"""Models and calls that no engine can take apart into records, and the cures."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
+from torch.nn.parameter import is_lazy
+
+from lightning_dp.gradients.base import UnsupportedModelError
+
+__all__ = [
+    "is_compiled",
+    "refuse_compiled",
+    "refuse_sharded",
+    "refuse_special",
+    "refuse_without_records",
+]
+
+
+def refuse_sharded(module: nn.Module) -> None:
+    """Refuse models of which each process holds a part: forward passes use other parameters.
+
+    Raises:
+        UnsupportedModelError: naming the parameters or modules, and the cure.
+    """
+    named = module.named_parameters()
+    names = [name for name, param in named if type(param.data).__name__ == "DTensor"]
+    names += [name for name, part in module.named_modules() if _is_fsdp(part)]
+    if names:
+        raise UnsupportedModelError(
+            f"{_some(names)} of the model are sharded (fully_shard, FSDP or another use of DTensor): "
+            "its layers use other tensors than its parameters, so no gradient per record can be had. "
+            "Leave the sharding out, and use strategy='ddp' or one device."
+        )
+
+
+def _is_fsdp(part: nn.Module) -> bool:
+    """Tell whether torch shards the module; then its package was imported."""
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    kinds = [getattr(fsdp, name, None) for name in ("FSDPModule", "FullyShardedDataParallel")]
+    return isinstance(part, tuple(kind for kind in kinds if kind is not None))
+
+
+def refuse_special(module: nn.Module, params: Sequence[nn.Parameter]) -> None:
+    """Refuse trained parameters that are tensors of a class of their own (quantised ones, say).
+
+    Raises:
+        UnsupportedModelError: naming them and the cure.
+    """
+    refuse_sharded(module)
+    trained = {id(param) for param in params}
+    found = {
+        name: type(param.data).__name__
+        for name, param in module.named_parameters()
+        if id(param) in trained and not is_lazy(param) and type(param.data) is not Tensor
+    }
+    if found:
+        kinds = sorted(set(found.values()))
+        raise UnsupportedModelError(
+            f"{_some(list(found))} are trained and of the class {', '.join(kinds)}, whose gradients per "
+            "record are not known. Freeze them with requires_grad_(False) and train plain parameters "
+            "beside them (LoRA), or make them plain tensors."
+        )
+
+
+def _some(names: Sequence[str]) -> str:
+    more = f" and {len(names) - 5} more" if len(names) > 5 else ""
+    return f"Parameters {[name or 'the module' for name in names[:5]]}{more}"
+
+
+def _dimensions(layer: nn.Module) -> int:
+    """Return how many dimensions the input has at least, of records in the first one."""
+    if isinstance(layer, nn.Linear | nn.GroupNorm):
+        return 2
+    if isinstance(layer, _ConvNd | _ConvTransposeNd):
+        return 2 + len(layer.kernel_size)
+    if isinstance(layer, nn.LayerNorm | nn.RMSNorm):
+        return 1 + len(layer.normalized_shape)
+    for kind, places in ((nn.InstanceNorm1d, 1), (nn.InstanceNorm2d, 2), (nn.InstanceNorm3d, 3)):
+        if isinstance(layer, kind):
+            return 2 + places
+    if isinstance(layer, nn.RNNCellBase | nn.Bilinear):
+        return 2
+    return 1
+
+
+def refuse_without_records(name: str, layer: nn.Module, given: Any) -> None:
+    """Refuse a call whose input has no dimension for records.
+
+    Args:
+        name: of the layer in the model.
+        layer: is called.
+        given: its first input.
+
+    Raises:
+        UnsupportedModelError: naming the layer and the cure.
+    """
+    if isinstance(given, Tensor) and given.dim() < (least := _dimensions(layer)):
+        raise UnsupportedModelError(
+            f"{name or 'The module'} ({type(layer).__name__}) was called with a tensor of "
+            f"{given.dim()} dimensions, where {least} are needed: the first one is of the records. "
+            "Call it once with all records of the batch, without a loop over them; for one record, "
+            "with x.unsqueeze(0)."
+        )
+
+
+def is_compiled(layer: nn.Module) -> bool:
+    """Tell whether calls of this very module run a compiled graph."""
+    in_place = getattr(layer, "_compiled_call_impl", None) is not None
+    is_script = isinstance(layer, torch.jit.ScriptModule)
+    return in_place or is_script or type(layer).__name__ == "OptimizedModule"
+
+
+def refuse_compiled(name: str, layer: nn.Module) -> None:
+    """Inside a compiled module hooks do not see the graph that is differentiated."""
+    if is_compiled(layer):
+        raise UnsupportedModelError(
+            f"{name or 'The module'} is compiled, and hooks do not see into the graph that runs. Fit it "
+            "without torch.compile and torch.jit, or freeze it with requires_grad_(False)."
+        )
