@@ -28,7 +28,7 @@ from lightning_dp import PrivacyConfig
 from lightning_dp._world import World
 from lightning_dp.accounting import History, PoissonGaussian
 from lightning_dp.estimators import CubicNewton, Diff2, Storm
-from lightning_dp.private_run import PrivateRun
+from lightning_dp.run import PrivateRun
 from lightning_dp.sampling import BatchPlan
 from lightning_dp.schedules import (
     AbstractAdaptiveSchedule,

@@ -12,8 +12,8 @@ from lightning_dp.accounting import AbstractAccountant, PLDAccountant, Relation
 from lightning_dp.config import EngineName, PrivacyConfig
 from lightning_dp.estimators import AbstractEstimator
 from lightning_dp.postprocessing import AbstractPostProcessor
-from lightning_dp.private_run import PrivateRun
 from lightning_dp.report import PrivacyReport, report
+from lightning_dp.run import PrivateRun
 from lightning_dp.sampling import AbstractSampling, Poisson
 from lightning_dp.schedules import AbstractSchedule, Constant
 from lightning_dp.strategies import make_private

@@ -6,6 +6,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -21,11 +22,16 @@ __all__ = [
     "Pass",
     "Query",
     "Release",
+    "State",
     "Term",
     "add_noise",
     "bounded_sum",
 ]
 
+
+# What a part keeps from step to step. Tensors, numbers, strings, and lists and dicts of them, made
+# of released values only: it goes into checkpoints.
+State: TypeAlias = dict[str, Any]
 
 _BLOCK = 1 << 16  # values that stay in the cache
 

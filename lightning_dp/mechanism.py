@@ -16,11 +16,10 @@ from lightning_dp.accounting.event_reader import event_from_dict
 from lightning_dp.accounting.events import AbstractEvent, PoissonRound
 from lightning_dp.accounting.guards import AbstractGuard, FixedGuard
 from lightning_dp.accounting.ledger import Ledger
-from lightning_dp.boundary import BoundedSum, Query, Release, add_noise
-from lightning_dp.estimators.base import State
+from lightning_dp.boundary import BoundedSum, Query, Release, State, add_noise
 from lightning_dp.functional import flatten
 from lightning_dp.plan import NoisePlan
-from lightning_dp.postprocessing.base import AbstractPostProcessor
+from lightning_dp.postprocessing import AbstractPostProcessor
 from lightning_dp.schedules import AbstractAdaptiveSchedule
 
 __all__ = ["BudgetExhausted", "Mechanism"]

@@ -15,7 +15,7 @@ from functools import lru_cache
 from torch import Tensor
 
 from lightning_dp._validate import normalise, number, positive, shown, whole
-from lightning_dp.estimators.base import State
+from lightning_dp.boundary import State
 
 __all__ = [
     "AbstractAdaptiveSchedule",

@@ -23,10 +23,10 @@ from lightning_dp.accounting import (
 )
 from lightning_dp.accounting.guards import AbstractGuard, FixedGuard, GDPGuard, RDPGuard
 from lightning_dp.accounting.ledger import Ledger
+from lightning_dp.boundary import State
 from lightning_dp.callbacks import DifferentialPrivacy
 from lightning_dp.config import PrivacyConfig
-from lightning_dp.estimators import State
-from lightning_dp.private_run import PrivateRun
+from lightning_dp.run import PrivateRun
 from lightning_dp.sampling import BatchPlan, FullBatch
 from lightning_dp.schedules import AbstractAdaptiveSchedule
 

@@ -12,9 +12,9 @@ import torchmetrics
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from lightning_dp.boundary import Query, Release, Term
+from lightning_dp.boundary import Query, Release, State, Term
 from lightning_dp.callbacks import DifferentialPrivacy
-from lightning_dp.estimators import AbstractEstimator, State
+from lightning_dp.estimators import AbstractEstimator
 from lightning_dp.functional import flatten
 from lightning_dp.sampling import FullBatch
 

@@ -15,9 +15,15 @@ from torch import Tensor
 
 from lightning_dp import CubicNewton
 from lightning_dp.accounting import calibrate
-from lightning_dp.boundary import AbstractPerSampleGradients, BoundedSum, Query, Term, bounded_sum
+from lightning_dp.boundary import (
+    AbstractPerSampleGradients,
+    BoundedSum,
+    Query,
+    State,
+    Term,
+    bounded_sum,
+)
 from lightning_dp.cubic_model import average_weight
-from lightning_dp.estimators.base import State
 from lightning_dp.federated import AsyncServer, CubicNewtonClient, CubicNewtonPlan
 from lightning_dp.sparsify import shared_mask
 

@@ -34,7 +34,7 @@ from lightning_dp.audit.bounds import (
 from lightning_dp.audit.planted import Canaries, CanaryData, CanaryEngine, WatchedEstimator
 from lightning_dp.config import PrivacyConfig
 from lightning_dp.gradients import AbstractGradientEngine
-from lightning_dp.private_run import PrivateRun
+from lightning_dp.run import PrivateRun
 from lightning_dp.strategies import DifferentialPrivacyStrategy, make_private
 from lightning_dp.strategies.checks import (
     check_trainer_and_strategy,

@@ -21,7 +21,7 @@ from lightning_dp.config import PrivacyConfig
 from lightning_dp.isolation.passes import Passes
 from lightning_dp.isolation.probe import pool_that_runs
 from lightning_dp.isolation.synthetic import ValidLabels, take_rows
-from lightning_dp.private_run import PrivateRun
+from lightning_dp.run import PrivateRun
 from lightning_dp.sampling import FullBatch, Poisson
 from lightning_dp.sampling.schemes import factorisations, largest_chunk
 from lightning_dp.schedules import Constant

@@ -13,8 +13,8 @@ from torch.utils.data import DataLoader, Dataset
 
 from lightning_dp._noise import random_generator
 from lightning_dp.audit.bounds import FloatArray
-from lightning_dp.boundary import AbstractPerSampleGradients, Query, Release
-from lightning_dp.estimators.base import AbstractEstimator, State
+from lightning_dp.boundary import AbstractPerSampleGradients, Query, Release, State
+from lightning_dp.estimators.base import AbstractEstimator
 from lightning_dp.gradients import AbstractGradientEngine
 
 __all__ = ["Canaries", "CanaryData", "CanaryEngine", "WatchedEstimator"]

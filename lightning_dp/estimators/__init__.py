@@ -1,6 +1,7 @@
 """Estimators: what is asked of the data, and what gradient is made of the answer."""
 
-from lightning_dp.estimators.base import AbstractEstimator, State, share_of_noise
+from lightning_dp.boundary import State
+from lightning_dp.estimators.base import AbstractEstimator, share_of_noise
 from lightning_dp.estimators.cubic_newton import CubicNewton
 from lightning_dp.estimators.diff2 import Diff2
 from lightning_dp.estimators.mean_gradient import MeanGradient

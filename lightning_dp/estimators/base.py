@@ -5,17 +5,13 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Any, TypeAlias
 
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_dp.boundary import Query, Release
+from lightning_dp.boundary import Query, Release, State
 
-__all__ = ["AbstractEstimator", "State", "share_of_noise"]
-
-# Tensors, numbers, strings, and lists and dicts of them: it goes into checkpoints.
-State: TypeAlias = dict[str, Any]
+__all__ = ["AbstractEstimator", "share_of_noise"]
 
 
 class AbstractEstimator(ABC):

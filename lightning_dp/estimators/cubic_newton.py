@@ -21,9 +21,9 @@ from lightning_dp._validate import (
     seed,
     whole,
 )
-from lightning_dp.boundary import Query, Release, Term
+from lightning_dp.boundary import Query, Release, State, Term
 from lightning_dp.cubic_model import average_weight, inner_step
-from lightning_dp.estimators.base import AbstractEstimator, State, share_of_noise
+from lightning_dp.estimators.base import AbstractEstimator, share_of_noise
 from lightning_dp.functional import flatten
 from lightning_dp.sparsify import shared_mask
 

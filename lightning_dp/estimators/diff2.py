@@ -14,8 +14,8 @@ from lightning_dp._validate import normalise, number, optional, positive, whole
 from lightning_dp._warnings import warn
 from lightning_dp.accounting.base import Relation
 from lightning_dp.accounting.calibration import calibrate
-from lightning_dp.boundary import Query, Release, Term
-from lightning_dp.estimators.base import AbstractEstimator, State
+from lightning_dp.boundary import Query, Release, State, Term
+from lightning_dp.estimators.base import AbstractEstimator
 from lightning_dp.estimators.points import distance
 from lightning_dp.functional import flatten
 

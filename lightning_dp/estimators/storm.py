@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from lightning_dp._validate import normalise, number, positive
-from lightning_dp.boundary import Query, Release, Term
-from lightning_dp.estimators.base import AbstractEstimator, State
+from lightning_dp.boundary import Query, Release, State, Term
+from lightning_dp.estimators.base import AbstractEstimator
 from lightning_dp.estimators.points import distance
 from lightning_dp.functional import flatten
 

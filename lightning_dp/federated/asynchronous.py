@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from lightning_dp._validate import normalise, optional, seed, whole
-from lightning_dp.estimators.base import State
+from lightning_dp.boundary import State
 from lightning_dp.federated.messages import Form, Reply, check_client, read_reply
 from lightning_dp.federated.protocol import AbstractServer, Message, MessageError, check_same
 from lightning_dp.federated.sequences import AbstractSampleSizes, AbstractStepSizes

@@ -11,8 +11,7 @@ from torch import Tensor
 
 from lightning_dp._noise import NoiseSource, random_generator
 from lightning_dp._world import World
-from lightning_dp.boundary import BoundedSum, Query, Release, add_noise
-from lightning_dp.estimators.base import State
+from lightning_dp.boundary import BoundedSum, Query, Release, State, add_noise
 from lightning_dp.federated.messages import Message, MessageError
 from lightning_dp.sampling import AbstractSampling, Poisson
 

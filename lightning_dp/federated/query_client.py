@@ -12,8 +12,7 @@ from lightning_dp import _validate
 from lightning_dp._noise import random_generator
 from lightning_dp._validate import optional, whole
 from lightning_dp.accounting import AbstractEvent, Gaussian, Relation
-from lightning_dp.boundary import Query
-from lightning_dp.estimators.base import State
+from lightning_dp.boundary import Query, State
 from lightning_dp.federated.agreement import (
     check_engine,
     check_point,

@@ -19,7 +19,7 @@ from lightning_dp.config import PrivacyConfig
 from lightning_dp.federated.local import LocalRecords
 from lightning_dp.functional import flatten, unflatten
 from lightning_dp.gradients import UnsupportedModelError
-from lightning_dp.private_run import PrivateRun
+from lightning_dp.run import PrivateRun
 from lightning_dp.sampling import BatchPlan
 
 __all__ = ["TrustedServer"]

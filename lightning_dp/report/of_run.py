@@ -10,8 +10,8 @@ from typing import Any
 
 from lightning_dp.accounting.guards import FixedGuard
 from lightning_dp.estimators import AbstractEstimator
-from lightning_dp.private_run import PrivateRun
 from lightning_dp.report.content import PrivacyReport
+from lightning_dp.run import PrivateRun
 
 __all__ = ["report"]
 

@@ -14,7 +14,7 @@ from lightning.pytorch.utilities import combined_loader
 from lightning_dp._checks import check_loader
 from lightning_dp._world import World
 from lightning_dp.mechanism import Mechanism
-from lightning_dp.private_run import PrivateRun
+from lightning_dp.run import PrivateRun
 from lightning_dp.sampling.loader import Chunk, ChunkSampler, PrivateDataLoader
 
 __all__ = ["check_asker", "check_rate", "chunk_in_hand", "make_private_loader"]

@@ -21,7 +21,7 @@ from lightning_dp.accounting.charges import JournalError, Runs, history_of, long
 from lightning_dp.accounting.ledger import Ledger
 from lightning_dp.accounting.neighbours import Neighbours, neighbours, union
 from lightning_dp.accounting.rounding import epsilon_text
-from lightning_dp.private_run import PrivateRun
+from lightning_dp.run import PrivateRun
 
 __all__ = ["EarlierTraining", "fingerprints", "some_of"]
 

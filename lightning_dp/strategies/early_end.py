@@ -12,7 +12,7 @@ from lightning_dp._warnings import warn
 from lightning_dp._world import World
 from lightning_dp.accounting.rounding import epsilon_text
 from lightning_dp.accounting.voided import VoidedRunError
-from lightning_dp.private_run import PrivateRun
+from lightning_dp.run import PrivateRun
 
 __all__ = ["BUDGET_REACHED", "Agreement", "Place", "end_before_first_step", "end_training"]
 

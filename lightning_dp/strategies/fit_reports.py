@@ -9,11 +9,11 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.utilities import rank_zero_info
 
 from lightning_dp._warnings import warn
-from lightning_dp.private_run import PrivateRun
 from lightning_dp.report.content import PrivacyReport
 from lightning_dp.report.files import write_report
 from lightning_dp.report.of_run import report
 from lightning_dp.report.render import summary
+from lightning_dp.run import PrivateRun
 
 __all__ = ["FitReports"]
 

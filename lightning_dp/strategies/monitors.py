@@ -11,7 +11,7 @@ from lightning.pytorch import Trainer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torchmetrics import Metric
 
-from lightning_dp.private_run import PrivateRun
+from lightning_dp.run import PrivateRun
 
 __all__ = ["Monitors"]
 

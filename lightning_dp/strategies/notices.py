@@ -7,7 +7,7 @@ from pathlib import Path
 
 from lightning.pytorch import Trainer
 
-from lightning_dp.private_run import PrivateRun
+from lightning_dp.run import PrivateRun
 from lightning_dp.strategies.earlier_training import EarlierTraining
 from lightning_dp.strategies.monitors import Monitors
 from lightning_dp.strategies.publish import Publisher

@@ -15,7 +15,7 @@ from lightning_dp.gradients import UnsupportedModelError
 from lightning_dp.isolation import Isolation, probe_isolation
 from lightning_dp.isolation.ignored import target_means
 from lightning_dp.isolation.synthetic import leaves_of
-from lightning_dp.private_run import PrivateRun
+from lightning_dp.run import PrivateRun
 from lightning_dp.strategies.private_step import PrivateStep
 
 __all__ = ["IGNORED", "IgnoredTargets", "Probe"]

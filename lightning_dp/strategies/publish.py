@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from lightning_dp.accounting import PLDAccountant
 from lightning_dp.accounting.rounding import epsilon_text, float32_above
-from lightning_dp.private_run import PrivateRun
+from lightning_dp.run import PrivateRun
 
 __all__ = ["EPSILON", "NOISE_MULTIPLIER", "Publisher"]
 

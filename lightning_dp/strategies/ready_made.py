@@ -14,7 +14,7 @@ from lightning.pytorch.strategies import (
 )
 
 from lightning_dp.config import PrivacyConfig
-from lightning_dp.private_run import PrivateRun
+from lightning_dp.run import PrivateRun
 from lightning_dp.strategies.strategy import DifferentialPrivacyStrategy
 
 __all__ = ["PrivateDDPStrategy", "PrivateSingleDeviceStrategy", "make_private"]

@@ -9,9 +9,9 @@ from typing import Any
 from lightning.pytorch import Trainer
 
 from lightning_dp._files import local_folder
-from lightning_dp.private_run import PrivateRun
 from lightning_dp.report.content import PrivacyReport
 from lightning_dp.report.files import CHECKPOINT_KEY, in_checkpoint
+from lightning_dp.run import PrivateRun
 
 __all__ = ["default_folder", "record_in", "write_record"]
 

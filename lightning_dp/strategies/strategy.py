@@ -24,8 +24,8 @@ from lightning_dp.accounting.voided import VoidedRunError
 from lightning_dp.boundary import Query
 from lightning_dp.gradients import AbstractGradientEngine, UnsupportedModelError
 from lightning_dp.mechanism import Mechanism
-from lightning_dp.private_run import PrivateRun
 from lightning_dp.report.of_run import report
+from lightning_dp.run import PrivateRun
 from lightning_dp.sampling.loader import PrivateDataLoader
 from lightning_dp.strategies.checks import (
     check_optimizers,

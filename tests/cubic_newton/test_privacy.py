@@ -19,9 +19,9 @@ from lightning_dp._world import World
 from lightning_dp.accounting import PLDAccountant, PoissonGaussian, PoissonRound
 from lightning_dp.accounting.guards import FixedGuard
 from lightning_dp.accounting.ledger import Ledger
-from lightning_dp.boundary import BoundedSum, Query, Release, Term
+from lightning_dp.boundary import BoundedSum, Query, Release, State, Term
 from lightning_dp.callbacks import DifferentialPrivacy
-from lightning_dp.estimators import AbstractEstimator, State, share_of_noise
+from lightning_dp.estimators import AbstractEstimator, share_of_noise
 from lightning_dp.mechanism import Mechanism
 from lightning_dp.plan import NoisePlan
 from lightning_dp.sampling import Poisson

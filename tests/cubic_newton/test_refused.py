@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_dp import CubicNewton, FullBatch, LaplacianSmoothing, Momentum, PrivacyConfig
+from lightning_dp.boundary import State
 from lightning_dp.callbacks import DifferentialPrivacy
-from lightning_dp.estimators import State
 from lightning_dp.schedules import AbstractAdaptiveSchedule
 
 

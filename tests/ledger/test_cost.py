@@ -15,7 +15,7 @@ from lightning_dp.accounting import PoissonGaussian
 from lightning_dp.accounting.journal import Journal, longer_run, read_journal
 from lightning_dp.accounting.ledger import Ledger
 from lightning_dp.config import PrivacyConfig
-from lightning_dp.private_run import PrivateRun
+from lightning_dp.run import PrivateRun
 from lightning_dp.sampling import BatchPlan
 from lightning_dp.schedules import Exponential
 from lightning_dp.strategies.publish import Publisher

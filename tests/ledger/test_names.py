@@ -14,9 +14,9 @@ from lightning_dp import PrivacyConfig
 from lightning_dp.accounting import Gaussian, recover_journal, sweep_history
 from lightning_dp.accounting.journal import JournalError
 from lightning_dp.accounting.ledger import Ledger
-from lightning_dp.private_run import PrivateRun
 from lightning_dp.report.files import read_document, write_report
 from lightning_dp.report.of_run import report
+from lightning_dp.run import PrivateRun
 
 GOOD = "0123456789abcdef"
 BAD_IDS: list[Any] = [

@@ -15,8 +15,8 @@ from lightning_dp._noise import NoiseSource
 from lightning_dp._world import World
 from lightning_dp.accounting.guards import FixedGuard
 from lightning_dp.accounting.ledger import Ledger
-from lightning_dp.boundary import BoundedSum, Query, Release, Term
-from lightning_dp.estimators import AbstractEstimator, MeanGradient, State
+from lightning_dp.boundary import BoundedSum, Query, Release, State, Term
+from lightning_dp.estimators import AbstractEstimator, MeanGradient
 from lightning_dp.mechanism import Mechanism
 from lightning_dp.plan import NoisePlan
 from lightning_dp.postprocessing import AbstractPostProcessor

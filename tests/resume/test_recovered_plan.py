@@ -23,7 +23,7 @@ from lightning_dp.accounting import (
 )
 from lightning_dp.accounting.journal import JournalError
 from lightning_dp.estimators import CubicNewton, MeanGradient, Storm
-from lightning_dp.private_run import PrivateRun
+from lightning_dp.run import PrivateRun
 from lightning_dp.sampling import BatchPlan
 from lightning_dp.schedules import (
     AbstractAdaptiveSchedule,

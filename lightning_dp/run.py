@@ -21,13 +21,13 @@ from lightning_dp.accounting.curve import epsilon_curve
 from lightning_dp.accounting.guards import FixedGuard
 from lightning_dp.accounting.ledger import Ledger
 from lightning_dp.accounting.remembered import Remembered
-from lightning_dp.budget import Budget, events_from, is_adaptive
 from lightning_dp.config import PrivacyConfig
-from lightning_dp.costliest import costliest_events
 from lightning_dp.mechanism import Mechanism
+from lightning_dp.plan import Budget, costliest_events, events_from, is_adaptive
 from lightning_dp.sampling import BatchPlan
 
 __all__ = ["PrivateRun"]
+
 
 _VERSION = 2  # of the privacy record in checkpoints
 
