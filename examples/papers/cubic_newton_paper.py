@@ -12,7 +12,7 @@ from cubic_newton_formulas import paper_epsilon, paper_noise, paper_steps
 from torch import Tensor
 
 from lightning_dp import CubicNewton
-from lightning_dp.cubic_model import average_weight, inner_step
+from lightning_dp.estimators.cubic_newton import average_weight, inner_step
 
 DELTA, DELTA0, EPOCHS, BOX, DIAMETER = 1e-5, 0.01, 4, 0.5, 0.1
 SEEDS = range(5)

@@ -23,7 +23,7 @@ from lightning_dp.boundary import (
     Term,
     bounded_sum,
 )
-from lightning_dp.cubic_model import average_weight
+from lightning_dp.estimators.cubic_newton import average_weight
 from lightning_dp.federated import AsyncServer, CubicNewtonClient, CubicNewtonPlan
 from lightning_dp.sparsify import shared_mask
 

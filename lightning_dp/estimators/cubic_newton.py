@@ -22,12 +22,11 @@ from lightning_dp._validate import (
     whole,
 )
 from lightning_dp.boundary import Query, Release, State, Term
-from lightning_dp.cubic_model import average_weight, inner_step
 from lightning_dp.estimators.base import AbstractEstimator, share_of_noise
 from lightning_dp.functional import flatten
 from lightning_dp.sparsify import shared_mask
 
-__all__ = ["CubicNewton"]
+__all__ = ["CubicNewton", "average_weight", "inner_step"]
 
 
 @dataclass(frozen=True)
@@ -236,6 +235,43 @@ class CubicNewton(AbstractEstimator):
                 "box, or max_step_size to 1 / (largest curvature), or a larger strong_convexity."
             )
         return moved
+
+
+def inner_step(
+    offset: Tensor,
+    slope: Tensor,
+    step: int,
+    *,
+    strong_convexity: float,
+    hessian_lipschitz: float,
+    max_step_size: float | None = None,
+    bounds: tuple[Tensor, Tensor] | None = None,
+) -> Tensor:
+    r"""Return v_(s+1) = Proj(v_s - η_s (slope + (M/2) ‖v_s‖ v_s)), η_s = 2 / (μ (s + 2)).
+
+    One step of projected gradient descent on g·v + v·Hv / 2 + (M/6) ‖v‖³.
+
+    Args:
+        offset: v_s, how far the iterate is from the point of the model.
+        slope: g + H v_s, or an estimate of it.
+        step: s = 0, 1, ...
+        strong_convexity: μ.
+        hessian_lipschitz: M.
+        max_step_size: an upper bound on η_s; None for none.
+        bounds: least and largest v, entry by entry; None projects nothing.
+
+    Source: Algorithm 2 (GMSolver) of the paper that ``CubicNewton`` names.
+    """
+    size = 2 / (strong_convexity * (step + 2))
+    size = size if max_step_size is None else min(size, max_step_size)
+    norm = float(torch.linalg.vector_norm(offset, dtype=torch.float64))
+    moved = offset - size * (slope + (hessian_lipschitz / 2 * norm) * offset)
+    return moved if bounds is None else torch.clamp(moved, *bounds)
+
+
+def average_weight(step: int, inner_steps: int) -> float:
+    """Return 2 s / (τ (τ + 1)), the weight of θ_s in the average over s = 1..τ; they add up to 1."""
+    return 2 * step / (inner_steps * (inner_steps + 1))
 
 
 @lru_cache(maxsize=4)

@@ -107,7 +107,6 @@ def test_a_library_is_imported_in_its_place_only(library, places):
         ("_world", ()),
         ("_noise", ()),
         ("boundary", ("functional", "_noise", "_world")),
-        ("cubic_model", ()),
         ("sparsify", ()),
         (
             "estimators",
@@ -117,7 +116,6 @@ def test_a_library_is_imported_in_its_place_only(library, places):
                 "_warnings",
                 "accounting",
                 "estimators",
-                "cubic_model",
                 "sparsify",
             ),
         ),

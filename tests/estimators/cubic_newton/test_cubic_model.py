@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from scipy.optimize import minimize
+from torch import Tensor
 
-from lightning_dp.cubic_model import average_weight, inner_step, minimise_cubic_model
+from lightning_dp.estimators.cubic_newton import average_weight, inner_step
 
 
 def problem(size: int, smallest: float, largest: float, seed: int) -> tuple[Any, Any]:
@@ -43,6 +45,15 @@ def scipys(g: Any, h: Any, m: float, box: float | None = None) -> Any:
     return minimize(value, start, jac=slope, hess=hessian, method="trust-exact", options=options).x
 
 
+def minimise(slope: Callable[[Tensor], Tensor], size: int, tau: int, **settings: Any) -> Tensor:
+    """Return Σ_(s=1..τ) 2s / (τ (τ + 1)) v_s of τ steps from 0; ``slope`` is v -> g + H v."""
+    offset = average = torch.zeros(size, dtype=torch.float64)
+    for step in range(tau):
+        offset = inner_step(offset, slope(offset), step, **settings)
+        average = average + average_weight(step + 1, tau) * offset
+    return average
+
+
 @pytest.mark.parametrize("m", [0.0, 0.5, 20.0])
 @pytest.mark.parametrize("box", [None, 0.15])
 @pytest.mark.parametrize("size", [1, 3, 8])
@@ -52,10 +63,10 @@ def test_the_average_reaches_scipys_minimum(size, box, m):
     if box is not None:
         limit = torch.full((size,), box, dtype=torch.float64)
         bounds = (-limit, limit)
-    found = minimise_cubic_model(
+    found = minimise(
         lambda v: torch.from_numpy(g) + torch.from_numpy(h) @ v,
-        torch.zeros(size, dtype=torch.float64),
-        inner_steps=3000,
+        size,
+        3000,
         strong_convexity=1.0,
         hessian_lipschitz=m,
         max_step_size=0.1,
@@ -67,10 +78,10 @@ def test_the_average_reaches_scipys_minimum(size, box, m):
 def test_the_minimum_of_a_model_that_is_not_convex_where_it_begins():
     """Negative curvature at 0: the cubic term alone bounds the model."""
     g, h = problem(4, -0.5, 2.0, seed=0)
-    found = minimise_cubic_model(
+    found = minimise(
         lambda v: torch.from_numpy(g) + torch.from_numpy(h) @ v,
-        torch.zeros(4, dtype=torch.float64),
-        inner_steps=4000,
+        4,
+        4000,
         strong_convexity=0.5,
         hessian_lipschitz=10.0,
         max_step_size=0.05,
