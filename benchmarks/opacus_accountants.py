@@ -10,14 +10,13 @@ from scipy.optimize import brentq
 
 from lightning_dp.accounting.base import (
     AbstractAccountant,
-    History,
     Relation,
-    Steps,
     check_delta,
     check_epsilon,
     check_relation,
-    merge,
 )
+from lightning_dp.accounting.events import History
+from lightning_dp.accounting.steps import Steps, merge
 
 
 @dataclass(frozen=True)

@@ -11,9 +11,7 @@ from torch import Tensor
 
 from lightning_dp._noise import NoiseSource
 from lightning_dp._world import World
-from lightning_dp.accounting.base import History
-from lightning_dp.accounting.event_reader import event_from_dict
-from lightning_dp.accounting.events import AbstractEvent, PoissonRound
+from lightning_dp.accounting.events import AbstractEvent, History, PoissonRound, event_from_dict
 from lightning_dp.accounting.guards import AbstractGuard, FixedGuard
 from lightning_dp.accounting.ledger import Ledger
 from lightning_dp.boundary import BoundedSum, Query, Release, State, add_noise

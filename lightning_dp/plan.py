@@ -15,10 +15,9 @@ from lightning_dp.accounting import (
     affordable_steps,
     calibrate,
 )
-from lightning_dp.accounting.base import FloatArray
 from lightning_dp.accounting.events import AbstractEvent
 from lightning_dp.accounting.guards import AbstractGuard, FixedGuard, GDPGuard, RDPGuard
-from lightning_dp.accounting.pair_plan import AbstractPairPlan, PlannedSteps
+from lightning_dp.accounting.steps import AbstractPairPlan, FloatArray, PlannedSteps
 from lightning_dp.boundary import State
 from lightning_dp.config import PrivacyConfig
 from lightning_dp.estimators.base import AbstractEstimator

@@ -16,11 +16,11 @@ from lightning_dp._files import local_folder
 from lightning_dp._noise import NoiseSource
 from lightning_dp._world import World
 from lightning_dp.accounting import History
-from lightning_dp.accounting.coarse import coarse, coarse_pairs
-from lightning_dp.accounting.curve import epsilon_curve
+from lightning_dp.accounting._curve import epsilon_curve
+from lightning_dp.accounting._grouping import coarse, coarse_pairs
+from lightning_dp.accounting.base import CachedAccountant
 from lightning_dp.accounting.guards import FixedGuard
 from lightning_dp.accounting.ledger import Ledger
-from lightning_dp.accounting.remembered import Remembered
 from lightning_dp.config import PrivacyConfig
 from lightning_dp.mechanism import Mechanism
 from lightning_dp.plan import Budget, costliest_events, events_from, is_adaptive
@@ -64,7 +64,7 @@ class PrivateRun:
         self._is_under_way = False
         self._costliest_of: Mechanism | None = None
         self._costliest_events: dict[str, Any] | None = None
-        self._accountant = Remembered(config.accountant)  # asked for the present ε by many
+        self._accountant = CachedAccountant(config.accountant)  # asked for the present ε by many
 
     # -- what users read -------------------------------------------------------------------
 

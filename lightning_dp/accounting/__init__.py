@@ -2,24 +2,24 @@
 
 from collections.abc import Sequence
 
-from lightning_dp.accounting.base import AbstractAccountant, History, Relation
+from lightning_dp.accounting._curve import epsilon_curve
+from lightning_dp.accounting.base import AbstractAccountant, Relation
 from lightning_dp.accounting.calibration import affordable_steps, calibrate, calibrate_history
-from lightning_dp.accounting.curve import epsilon_curve
-from lightning_dp.accounting.event_reader import event_from_dict
 from lightning_dp.accounting.events import (
     AbstractEvent,
     Gaussian,
+    History,
     PoissonGaussian,
     PoissonRound,
+    RepeatAndSelect,
+    event_from_dict,
 )
 from lightning_dp.accounting.gdp import gdp_delta, gdp_epsilon
-from lightning_dp.accounting.number_of_runs import draw_number_of_runs
+from lightning_dp.accounting.journals import recover_journal, sweep_history
 from lightning_dp.accounting.pld import PLDAccountant
 from lightning_dp.accounting.rdp import StreamingRDPAccountant
-from lightning_dp.accounting.recovery import recover_journal
-from lightning_dp.accounting.repeat_and_select import RepeatAndSelect
 from lightning_dp.accounting.rounding import epsilon_text
-from lightning_dp.accounting.sweep import sweep_history
+from lightning_dp.accounting.search import draw_number_of_runs
 
 __all__ = [
     "AbstractAccountant",

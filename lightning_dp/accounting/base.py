@@ -1,21 +1,20 @@
-"""The accountant interface, and the checks that every accountant shares."""
+"""The accountant's interface, the checks that every accountant shares, and a cache of its answers."""
+
+from __future__ import annotations
 
 import math
-import sys
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
 from typing import Literal
 
-import numpy as np
-from numpy.typing import NDArray
+from lightning_dp._validate import number
+from lightning_dp.accounting.events import AbstractEvent, History, check_entry
+from lightning_dp.accounting.steps import Steps
 
-from lightning_dp._validate import number, whole
-from lightning_dp.accounting.events import AbstractEvent
+__all__ = ["CachedAccountant"]
+
 
 Relation = Literal["add_remove", "replace_one"]
-History = Sequence[tuple[AbstractEvent, int]]
-FloatArray = NDArray[np.float64]
 
 
 class AbstractAccountant(ABC):
@@ -52,65 +51,8 @@ class AbstractStepsAccountant(AbstractAccountant):
     """An accountant that also takes merged steps, of which there may be very many."""
 
     @abstractmethod
-    def epsilon_of(self, steps: "Steps", delta: float, relation: Relation) -> float:
+    def epsilon_of(self, steps: Steps, delta: float, relation: Relation) -> float:
         """Like :meth:`epsilon`."""
-
-
-@dataclass(frozen=True)
-class Steps:
-    """A checked history: distinct ``(z, q)`` in increasing order, with their counts."""
-
-    noise_multipliers: FloatArray
-    sample_rates: FloatArray
-    counts: FloatArray
-
-    @property
-    def total(self) -> float:
-        """Number of steps."""
-        return float(self.counts.sum())
-
-    @property
-    def has_noiseless(self) -> bool:
-        """Whether a step has no noise at all."""
-        return bool(np.any(self.noise_multipliers == 0.0))
-
-    def scaled(self, scale: float) -> "Steps":
-        """The steps with their noise times a number; one that overflows is the largest number."""
-        with np.errstate(over="ignore"):  # which is less noise
-            noise = np.minimum(self.noise_multipliers * scale, sys.float_info.max)
-        return Steps(noise, self.sample_rates, self.counts)
-
-    def at(self, places: NDArray[np.intp]) -> "Steps":
-        """Some of the steps."""
-        return Steps(self.noise_multipliers[places], self.sample_rates[places], self.counts[places])
-
-
-def merge(history: History) -> Steps:
-    """Check a history and merge equal ``(z, q)``."""
-    counts: dict[tuple[float, float], int] = {}
-    for entry in history:
-        event, count = check_entry(entry)
-        if count:
-            pair = event.pair
-            counts[pair] = counts.get(pair, 0) + count
-    pairs = np.array(list(counts), dtype=float).reshape(-1, 2)
-    return merge_arrays(pairs[:, 0], pairs[:, 1], np.array(list(counts.values()), dtype=float))
-
-
-def merge_arrays(
-    noise_multipliers: FloatArray, sample_rates: FloatArray, counts: FloatArray | None = None
-) -> Steps:
-    """Merge equal ``(z, q)`` of legal steps; each counts once unless it is said how often."""
-    pairs = noise_multipliers + 1j * sample_rates  # complex numbers are sorted by both parts
-    distinct, places = np.unique(pairs, return_inverse=True)
-    totals = np.bincount(places.reshape(-1), weights=counts, minlength=distinct.size)
-    return Steps(distinct.real.copy(), distinct.imag.copy(), totals.astype(float))
-
-
-def joined(first: Steps, second: Steps) -> Steps:
-    """The steps of both."""
-    parts = [(s.noise_multipliers, s.sample_rates, s.counts) for s in (first, second)]
-    return merge_arrays(*(np.concatenate(pair) for pair in zip(*parts, strict=True)))
 
 
 def check_delta(delta: float) -> float:
@@ -136,16 +78,55 @@ def check_relation(relation: str) -> float:
     raise ValueError(f"relation must be 'add_remove' or 'replace_one', got {relation!r}.")
 
 
-def check_entry(entry: object) -> tuple[AbstractEvent, int]:
-    """Return a legal entry of a history, or raise."""
-    if not (isinstance(entry, tuple) and len(entry) == 2 and isinstance(entry[0], AbstractEvent)):
-        raise ValueError(f"a history holds pairs (event, count), got {entry!r}.")
-    event, count = entry
-    if type(count) is int and count >= 0:  # nearly always, and histories are long
-        return event, count
-    try:
-        return event, whole("count", count, 0)
-    except ValueError:
-        raise ValueError(
-            f"count must be an integer of at least 0, got {count!r} for {event!r}."
-        ) from None
+_MOST = 16
+
+
+class CachedAccountant(AbstractAccountant):
+    """The answers of another accountant, of which the latest few are kept.
+
+    Histories are the same if they have the same events equally often: their order has no meaning. So
+    the ε of a whole plan, of which every step makes another part the past, is computed once.
+
+    Args:
+        accountant: who answers.
+
+    Example:
+        >>> from lightning_dp.accounting import Gaussian, PLDAccountant
+        >>> accountant = CachedAccountant(PLDAccountant())
+        >>> first = accountant.epsilon([(Gaussian(2.0), 3)], delta=1e-5)
+        >>> first == accountant.epsilon([(Gaussian(2.0), 1), (Gaussian(2.0), 2)], delta=1e-5)
+        True
+    """
+
+    def __init__(self, accountant: AbstractAccountant) -> None:
+        self._accountant = accountant
+        self._answers: dict[object, float] = {}
+
+    @property
+    def name(self) -> str:
+        """That of the accountant who answers."""
+        return self._accountant.name
+
+    def epsilon(self, history: History, delta: float, relation: Relation = "add_remove") -> float:
+        """Return the accountant's ε, computed or remembered."""
+        key = ("epsilon", _key(history), delta, relation)
+        return self._answer(key, lambda: self._accountant.epsilon(history, delta, relation))
+
+    def delta(self, history: History, epsilon: float, relation: Relation = "add_remove") -> float:
+        """Return the accountant's δ, computed or remembered."""
+        key = ("delta", _key(history), epsilon, relation)
+        return self._answer(key, lambda: self._accountant.delta(history, epsilon, relation))
+
+    def _answer(self, key: object, compute: Callable[[], float]) -> float:
+        if key not in self._answers:
+            if len(self._answers) == _MOST:
+                del self._answers[next(iter(self._answers))]
+            self._answers[key] = compute()
+        return self._answers[key]
+
+
+def _key(history: History) -> frozenset[tuple[AbstractEvent, int]]:
+    counts: dict[AbstractEvent, int] = {}
+    for event, count in map(check_entry, history):
+        counts[event] = counts.get(event, 0) + count
+    return frozenset(counts.items())

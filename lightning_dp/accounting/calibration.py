@@ -9,26 +9,32 @@ from scipy.optimize import brentq
 
 from lightning_dp._validate import number, whole
 from lightning_dp._warnings import warn
-from lightning_dp.accounting.approach import Approach
+from lightning_dp.accounting._scale import Approach, solve
 from lightning_dp.accounting.base import (
     AbstractAccountant,
     AbstractStepsAccountant,
-    History,
     Relation,
-    Steps,
     check_delta,
     check_relation,
+)
+from lightning_dp.accounting.events import (
+    AbstractEvent,
+    Gaussian,
+    History,
+    PoissonGaussian,
+    RepeatAndSelect,
+)
+from lightning_dp.accounting.gdp import mu_of_budget
+from lightning_dp.accounting.pld import PLDAccountant
+from lightning_dp.accounting.rounding import epsilon_text
+from lightning_dp.accounting.steps import (
+    EventPlan,
+    PlannedSteps,
+    Steps,
     joined,
     merge,
     merge_arrays,
 )
-from lightning_dp.accounting.events import AbstractEvent, Gaussian, PoissonGaussian
-from lightning_dp.accounting.gdp import mu_of_budget
-from lightning_dp.accounting.pair_plan import EventPlan, PlannedSteps
-from lightning_dp.accounting.pld import PLDAccountant
-from lightning_dp.accounting.repeat_and_select import RepeatAndSelect
-from lightning_dp.accounting.rounding import epsilon_text
-from lightning_dp.accounting.solving import solve
 
 _TOLERANCE = 1e-3
 _LARGEST_SCALE = 1e6

@@ -1,10 +1,24 @@
 """What was asked of the data: one frozen, checked record for each kind of noisy release."""
 
+from __future__ import annotations
+
 import math
 from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeAlias
 
-from lightning_dp._validate import number
+from lightning_dp._validate import number, whole
+from lightning_dp.accounting.search import check_distribution, success_rate
+
+__all__ = [
+    "RepeatAndSelect",
+    "Voided",
+    "VoidedRunError",
+    "event_from_dict",
+    "reason_in",
+    "steps_in",
+]
 
 
 class AbstractEvent(ABC):
@@ -153,14 +167,9 @@ class PoissonRound(AbstractEvent):
         }
 
 
-def real(value: object, name: str) -> float:
-    """Return ``value`` as a Python float, or raise."""
-    return number(name, value)
-
-
 def _noise_multiplier(value: object, name: str = "noise_multiplier") -> float:
     """Return a legal noise multiplier as a float, or raise."""
-    z = real(value, name)
+    z = number(name, value)
     if not 0.0 <= z < math.inf:
         raise ValueError(
             f"{name} must be finite and at least 0, got {z}; "
@@ -171,10 +180,245 @@ def _noise_multiplier(value: object, name: str = "noise_multiplier") -> float:
 
 def _sample_rate(value: object) -> float:
     """Return a legal sample rate as a float, or raise."""
-    q = real(value, "sample_rate")
+    q = number("sample_rate", value)
     if not 0.0 < q <= 1.0:
         raise ValueError(
             f"sample_rate must be in (0, 1], got {q}; it is the probability that a record takes "
             "part in a step: the expected batch size divided by the number of records."
         )
     return q
+
+
+History: TypeAlias = Sequence[tuple[AbstractEvent, int]]
+
+
+def check_entry(entry: object) -> tuple[AbstractEvent, int]:
+    """Return a legal entry of a history, or raise."""
+    if not (isinstance(entry, tuple) and len(entry) == 2 and isinstance(entry[0], AbstractEvent)):
+        raise ValueError(f"a history holds pairs (event, count), got {entry!r}.")
+    event, count = entry
+    if type(count) is int and count >= 0:  # nearly always, and histories are long
+        return event, count
+    try:
+        return event, whole("count", count, 0)
+    except ValueError:
+        raise ValueError(
+            f"count must be an integer of at least 0, got {count!r} for {event!r}."
+        ) from None
+
+
+_Runs = Mapping[str, Sequence[tuple[AbstractEvent, int]]]
+
+
+class VoidedRunError(RuntimeError):
+    """Real records failed a check, so the run is over for good and ε of it is withdrawn.
+
+    Args:
+        reason: module and kind of what was found; never a value, a count or a record.
+    """
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(
+            f"This private run is voided: {reason} The step was not released. That the run ended "
+            "here depends on the records, and no ε covers it: ε of all that it released before is "
+            "withdrawn, nothing more is saved, and neither it nor an earlier checkpoint of it can "
+            "be resumed. Begin a new run, with a new DifferentialPrivacy and weights from before."
+        )
+        self.reason = reason
+
+    def __reduce__(self) -> tuple[type[VoidedRunError], tuple[str]]:
+        return type(self), (self.reason,)
+
+
+@dataclass(frozen=True)
+class Voided(AbstractEvent):
+    """The end of a run whose guarantee is withdrawn: for every accountant a step without noise.
+
+    In a journal it outlives checkpoints and reports that were written before.
+
+    Args:
+        reason: as in :class:`VoidedRunError`.
+
+    Raises:
+        ValueError: if ``reason`` is no text.
+
+    Example:
+        >>> from lightning_dp.accounting import PLDAccountant
+        >>> PLDAccountant().epsilon([(Voided("a chunk had no answer."), 1)], delta=1e-5)
+        inf
+    """
+
+    reason: str
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.reason, str):
+            raise ValueError(f"reason={self.reason!r} must be a text.")
+
+    @property
+    def pair(self) -> tuple[float, float]:
+        """``(0.0, 1.0)``: no noise, on all records."""
+        return 0.0, 1.0
+
+    def to_dict(self) -> dict[str, object]:
+        """Return the name and the reason."""
+        return {"event": "Voided", "reason": self.reason}
+
+
+def reason_in(runs: _Runs) -> str | None:
+    """Why ε of these charges is withdrawn; None if it is not."""
+    events = (event for charges in runs.values() for event, _ in charges)
+    return next((event.reason for event in events if isinstance(event, Voided)), None)
+
+
+def steps_in(runs: _Runs) -> int:
+    """How many noised steps were charged."""
+    return sum(
+        count
+        for charges in runs.values()
+        for event, count in charges
+        if not isinstance(event, Voided)
+    )
+
+
+@dataclass(frozen=True)
+class RepeatAndSelect(AbstractEvent):
+    """K private runs on one data set, K random and secret, of which only the best one is released.
+
+    Costs far less than K runs in view of everybody, since the others stay secret (Papernot and
+    Steinke, "Hyperparameter Tuning with Renyi Differential Privacy", arXiv 2110.03620v2, Theorems 2
+    and 6). :class:`StreamingRDPAccountant` evaluates it; other accountants refuse it.
+
+    Holds if all of this is so:
+
+    - K is drawn by :func:`draw_number_of_runs` with this ``mean`` and ``shape``, before the first
+      run, and once: no run is added, left out or stopped by what others gave.
+    - The runs are independent and alike: each draws its hyper-parameters itself, with replacement,
+      from one distribution that was fixed without looking at the data. None costs more than
+      ``runs``; where candidates differ, ``runs`` is a history that bounds each of them.
+    - K, the other runs, their checkpoints, journals, logs and scores, and the time that the
+      search took stay secret for good. Of the best run all that it released may be published.
+    - "Best" is by a score computed from what a run released and from records that ε is not about
+      (public, or a hold-out set that gets no guarantee). A score computed from the protected
+      records has to be a noisy release of its own, booked in ``runs``.
+
+    The neighbouring relation and its sampling are those of ``runs``.
+
+    Args:
+        runs: the history of one run, ``[(event, count), ...]``.
+        mean: the expected number of runs, at least 1. With 1 (and a finite ``shape``) there is one
+            run, and the cost is that of ``runs``.
+        shape: above -1: eta of the truncated negative binomial distribution (1 geometric, 0
+            logarithmic), or ``inf`` for Poisson, where K = 0 must release something that does not
+            depend on the data.
+
+    Raises:
+        ValueError: if an argument is out of range or NaN.
+
+    Example:
+        One run, a search of ten runs on average, and ten runs that everybody sees:
+
+        >>> from lightning_dp.accounting import PoissonGaussian, StreamingRDPAccountant
+        >>> step = PoissonGaussian(noise_multiplier=1.0, sample_rate=0.01)
+        >>> search = RepeatAndSelect([(step, 1000)], mean=10, shape=0)
+        >>> histories = [(step, 1000)], [(search, 1)], [(step, 10_000)]
+        >>> [round(StreamingRDPAccountant().epsilon(h, delta=1e-5), 2) for h in histories]
+        [2.1, 3.52, 6.71]
+    """
+
+    runs: Sequence[tuple[AbstractEvent, int]]
+    mean: float
+    shape: float
+
+    def __post_init__(self) -> None:
+        mean, shape = check_distribution(self.mean, self.shape)
+        if shape != math.inf:
+            success_rate(mean, shape)  # raises where there is none
+        object.__setattr__(self, "runs", tuple(check_entry(entry) for entry in self.runs))
+        object.__setattr__(self, "mean", mean)
+        object.__setattr__(self, "shape", shape)
+
+    @property
+    def pair(self) -> tuple[float, float]:
+        """Raises ValueError: no single Gaussian costs the same."""
+        raise ValueError(
+            "RepeatAndSelect is bounded by Rényi divergences only: use StreamingRDPAccountant()."
+        )
+
+    def to_dict(self) -> dict[str, object]:
+        """Return the name, the runs as pairs, the mean, and the shape (``"inf"`` for Poisson)."""
+        return {
+            "event": "RepeatAndSelect",
+            "runs": [[event.to_dict(), count] for event, count in self.runs],
+            "mean": self.mean,
+            "shape": "inf" if self.shape == math.inf else self.shape,
+        }
+
+
+def event_from_dict(d: Mapping[str, object]) -> AbstractEvent:
+    """Rebuild an event from :meth:`AbstractEvent.to_dict`, exactly.
+
+    Args:
+        d: the dictionary, e.g. as read back from JSON.
+
+    Returns:
+        An event equal to the one that wrote ``d``.
+
+    Raises:
+        ValueError: if the event is unknown, a key is missing or too many, or a value is illegal.
+
+    Example:
+        >>> event_from_dict({"event": "Gaussian", "noise_multiplier": 3.0})
+        Gaussian(noise_multiplier=3.0)
+    """
+    if not isinstance(d, Mapping):
+        raise ValueError(f"an event must be a dictionary, got {d!r}.")
+    name = d.get("event")
+    if not isinstance(name, str) or name not in _READERS:
+        raise ValueError(f"unknown event {name!r} in {dict(d)!r}; known: {sorted(_READERS)}.")
+    fields, read = _READERS[name]
+    if set(d) != fields | {"event"}:
+        raise ValueError(f"{name} needs exactly the keys {sorted(fields)}, got {dict(d)!r}.")
+    return read(d)
+
+
+def _read_gaussian(d: Mapping[str, object]) -> AbstractEvent:
+    return Gaussian(number("noise_multiplier", d["noise_multiplier"]))
+
+
+def _read_poisson_gaussian(d: Mapping[str, object]) -> AbstractEvent:
+    return PoissonGaussian(
+        number("noise_multiplier", d["noise_multiplier"]), number("sample_rate", d["sample_rate"])
+    )
+
+
+def _read_poisson_round(d: Mapping[str, object]) -> AbstractEvent:
+    values = d["noise_multipliers"]
+    if not isinstance(values, (list, tuple)):
+        raise ValueError(f"noise_multipliers must be a list, got {values!r}.")
+    multipliers = tuple(number("noise_multipliers", z) for z in values)
+    return PoissonRound(multipliers, number("sample_rate", d["sample_rate"]))
+
+
+def _read_repeat_and_select(d: Mapping[str, object]) -> AbstractEvent:
+    runs = d["runs"]
+    if not isinstance(runs, (list, tuple)) or any(
+        not isinstance(entry, (list, tuple)) or len(entry) != 2 for entry in runs
+    ):
+        raise ValueError(f"runs must be a list of pairs [event, count], got {runs!r}.")
+    shape = math.inf if d["shape"] == "inf" else number("shape", d["shape"])
+    history = [(event_from_dict(event), count) for event, count in runs]
+    return RepeatAndSelect(history, number("mean", d["mean"]), shape)
+
+
+def _read_voided(d: Mapping[str, object]) -> AbstractEvent:
+    return Voided(str(d["reason"]))
+
+
+_Reader = Callable[[Mapping[str, object]], AbstractEvent]
+_READERS: dict[str, tuple[set[str], _Reader]] = {
+    "Gaussian": ({"noise_multiplier"}, _read_gaussian),
+    "PoissonGaussian": ({"noise_multiplier", "sample_rate"}, _read_poisson_gaussian),
+    "PoissonRound": ({"noise_multipliers", "sample_rate"}, _read_poisson_round),
+    "RepeatAndSelect": ({"runs", "mean", "shape"}, _read_repeat_and_select),
+    "Voided": ({"reason"}, _read_voided),
+}

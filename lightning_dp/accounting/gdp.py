@@ -7,13 +7,8 @@ from scipy.optimize import brentq
 from scipy.special import erfcx, ndtr
 
 from lightning_dp._validate import number
-from lightning_dp.accounting.base import (
-    FloatArray,
-    Steps,
-    check_delta,
-    check_epsilon,
-    check_relation,
-)
+from lightning_dp.accounting.base import check_delta, check_epsilon, check_relation
+from lightning_dp.accounting.steps import FloatArray, Steps
 
 _SQRT_HALF_PI = math.sqrt(math.pi / 2)
 

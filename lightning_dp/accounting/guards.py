@@ -6,18 +6,11 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 
-from lightning_dp.accounting.base import (
-    History,
-    Relation,
-    Steps,
-    check_relation,
-    joined,
-    merge,
-)
-from lightning_dp.accounting.events import AbstractEvent
+from lightning_dp.accounting.base import Relation, check_relation
+from lightning_dp.accounting.events import AbstractEvent, History
 from lightning_dp.accounting.gdp import gdp_epsilon, mu_of_budget
-from lightning_dp.accounting.rdp import best_order
-from lightning_dp.accounting.renyi import renyi_divergence
+from lightning_dp.accounting.rdp import best_order, renyi_divergence
+from lightning_dp.accounting.steps import Steps, joined, merge
 
 __all__ = ["AbstractGuard", "FixedGuard", "GDPGuard", "RDPGuard"]
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
+import secrets
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import IO
@@ -11,6 +13,13 @@ from typing import IO
 import filelock
 
 from lightning_dp._files import FILE_MODE, make_folder, replaced
+from lightning_dp.accounting._journal_text import (
+    Written,
+    charge_line,
+    header_line,
+    read_text,
+    weights_line,
+)
 from lightning_dp.accounting.charges import (
     JournalError,
     Runs,
@@ -19,13 +28,6 @@ from lightning_dp.accounting.charges import (
     longer_run,
 )
 from lightning_dp.accounting.events import AbstractEvent
-from lightning_dp.accounting.journal_text import (
-    Written,
-    charge_line,
-    header_line,
-    read_text,
-    weights_line,
-)
 
 __all__ = [
     "Journal",
@@ -34,10 +36,14 @@ __all__ = [
     "Runs",
     "add_charge",
     "history_of",
+    "is_journal_name",
+    "is_ledger_id",
     "longer_run",
+    "new_id",
     "read_journal",
     "read_written",
 ]
+
 
 _LINES_AT_ONCE = 4096
 
@@ -238,3 +244,26 @@ def read_written(path: Path) -> Written:
     except OSError as error:
         raise JournalDiskError(f"The privacy journal {path} cannot be read: {error}.") from error
     return read_text(path, content)
+
+
+_ID = re.compile(r"[0-9a-f]{16}")
+
+
+def new_id() -> str:
+    """Return the name of a new ledger or run, unlike any other."""
+    return secrets.token_hex(8)
+
+
+def is_ledger_id(value: object) -> bool:
+    """Whether this is a name that :func:`new_id` gives: no path, no pattern, nothing else.
+
+    Example:
+        >>> is_ledger_id(new_id()), is_ledger_id("../../evil")
+        (True, False)
+    """
+    return isinstance(value, str) and _ID.fullmatch(value) is not None
+
+
+def is_journal_name(name: str) -> bool:
+    """Whether a file of this name can be the journal of a ledger."""
+    return name.endswith(".journal") and is_ledger_id(name.removesuffix(".journal"))

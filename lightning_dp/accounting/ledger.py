@@ -11,19 +11,25 @@ from typing import Any
 import torch
 
 from lightning_dp._validate import whole
-from lightning_dp.accounting.event_reader import event_from_dict
-from lightning_dp.accounting.events import AbstractEvent
-from lightning_dp.accounting.ids import is_ledger_id, new_id
+from lightning_dp.accounting.events import (
+    AbstractEvent,
+    Voided,
+    VoidedRunError,
+    event_from_dict,
+    reason_in,
+    steps_in,
+)
 from lightning_dp.accounting.journal import (
     Journal,
     JournalError,
     Runs,
     add_charge,
     history_of,
+    is_ledger_id,
     longer_run,
+    new_id,
     read_journal,
 )
-from lightning_dp.accounting.voided import Voided, VoidedRunError, reason_in, steps_in
 
 __all__ = ["Ledger", "ledger_in", "privacy_in", "read_state", "runs_from_dict", "runs_to_dict"]
 

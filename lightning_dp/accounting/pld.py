@@ -6,20 +6,19 @@ from dataclasses import dataclass
 import numpy as np
 
 from lightning_dp._validate import normalise, number
+from lightning_dp.accounting._composition import compose
+from lightning_dp.accounting._grid import Plan, Target, grid_points, plan_grid, pmf_maker
+from lightning_dp.accounting._grouping import Mixture, as_mixture, rounded
 from lightning_dp.accounting.base import (
     AbstractStepsAccountant,
-    History,
     Relation,
-    Steps,
     check_delta,
     check_epsilon,
     check_relation,
-    merge,
 )
-from lightning_dp.accounting.composition import compose
+from lightning_dp.accounting.events import History
 from lightning_dp.accounting.gdp import gdp_delta, gdp_epsilon, mu_of
-from lightning_dp.accounting.grid import Plan, Target, grid_points, plan_grid, pmf_maker
-from lightning_dp.accounting.grouping import Mixture, as_mixture, rounded
+from lightning_dp.accounting.steps import Steps, merge
 
 _EXACT = 32  # so few distinct steps are never grouped
 _ROUGH_SPACING = 0.8
@@ -53,8 +52,8 @@ class PLDAccountant(AbstractStepsAccountant):
     Raises:
         ValueError: by the constructor and the methods, if an argument is out of range or NaN.
 
-    Sources: Connect-the-Dots discretisation, arXiv 2207.04380v1; see the modules ``pmf``, ``grid``,
-    ``grouping`` and ``composition`` for the statements used.
+    Sources: Connect-the-Dots discretisation, arXiv 2207.04380v1; see the modules ``_pmf``, ``_grid``,
+    ``_grouping`` and ``_composition`` for the statements used.
 
     Example:
         >>> from lightning_dp.accounting import PoissonGaussian

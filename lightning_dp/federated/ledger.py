@@ -11,6 +11,7 @@ import numpy as np
 
 from lightning_dp._files import local_folder
 from lightning_dp.accounting import AbstractEvent, PLDAccountant, Relation
+from lightning_dp.accounting.events import Voided, VoidedRunError, reason_in
 from lightning_dp.accounting.journal import Journal, JournalError, Runs, history_of, read_journal
 from lightning_dp.accounting.release_file import (
     Kept,
@@ -27,7 +28,6 @@ from lightning_dp.accounting.release_file import (
     run_of,
     write_release_file,
 )
-from lightning_dp.accounting.voided import Voided, VoidedRunError, reason_in
 from lightning_dp.federated.messages import MessageError
 from lightning_dp.federated.spending import Spending, affordable_rounds, fits_beside
 from lightning_dp.gradients import UnsupportedModelError

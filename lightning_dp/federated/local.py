@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from lightning_dp._checks import check_loader, check_model, check_training_mode, check_training_step
 from lightning_dp._training_step import call_training_step, is_differentiable, loss_in
-from lightning_dp.accounting.voided import VoidedRunError
+from lightning_dp.accounting.events import VoidedRunError
 from lightning_dp.boundary import (
     AbstractPerSampleGradients,
     BoundedSum,

@@ -14,11 +14,13 @@ import numpy as np
 
 from lightning_dp._validate import normalise, number, probability, whole
 from lightning_dp.accounting import AbstractEvent, PLDAccountant, Relation, affordable_steps
-from lightning_dp.accounting.base import History, Steps, check_relation
+from lightning_dp.accounting.base import check_relation
+from lightning_dp.accounting.events import History
 from lightning_dp.accounting.guards import GDPGuard
 from lightning_dp.accounting.journal import history_of
+from lightning_dp.accounting.rdp import total_divergence
 from lightning_dp.accounting.release_file import check_name
-from lightning_dp.accounting.renyi import total_divergence
+from lightning_dp.accounting.steps import Steps
 
 __all__ = ["Events", "Spending", "affordable_rounds", "check_budget", "fits_beside"]
 

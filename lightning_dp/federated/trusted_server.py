@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from lightning_dp._noise import random_generator
 from lightning_dp._world import World
-from lightning_dp.accounting.voided import VoidedRunError
+from lightning_dp.accounting.events import VoidedRunError
 from lightning_dp.boundary import BoundedSum, Query, Term
 from lightning_dp.config import PrivacyConfig
 from lightning_dp.federated.local import LocalRecords

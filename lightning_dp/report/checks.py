@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lightning_dp.accounting import AbstractAccountant, History, PLDAccountant
+from lightning_dp.accounting.events import reason_in, steps_in
 from lightning_dp.accounting.journal import (
     JournalError,
     Runs,
@@ -17,7 +18,6 @@ from lightning_dp.accounting.journal import (
     read_journal,
 )
 from lightning_dp.accounting.rounding import epsilon_text
-from lightning_dp.accounting.voided import reason_in, steps_in
 from lightning_dp.report.content import PrivacyReport, accountant_named
 from lightning_dp.report.files import Document
 

@@ -16,15 +16,20 @@ import torch
 from lightning_dp._files import FILE_MODE, replaced
 from lightning_dp.accounting import AbstractEvent, PLDAccountant
 from lightning_dp.accounting.base import Relation, check_delta, check_relation
-from lightning_dp.accounting.ids import is_journal_name, is_ledger_id
-from lightning_dp.accounting.journal import Runs, history_of, read_journal
+from lightning_dp.accounting.events import reason_in, steps_in
+from lightning_dp.accounting.journal import (
+    Runs,
+    history_of,
+    is_journal_name,
+    is_ledger_id,
+    read_journal,
+)
 from lightning_dp.accounting.ledger import runs_from_dict
 from lightning_dp.accounting.release_file import (
     check_nothing_is_missing,
     federations_in,
     progress_of_all,
 )
-from lightning_dp.accounting.voided import reason_in, steps_in
 from lightning_dp.report.content import PrivacyReport
 from lightning_dp.report.render import markdown
 

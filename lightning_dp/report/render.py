@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from lightning_dp.accounting.base import History
+from lightning_dp.accounting.events import History, reason_in
 from lightning_dp.accounting.rounding import epsilon_text
-from lightning_dp.accounting.voided import reason_in
 
 if TYPE_CHECKING:
     from lightning_dp.report.content import PrivacyReport

@@ -10,8 +10,8 @@ from lightning.pytorch import Trainer
 
 from lightning_dp._warnings import warn
 from lightning_dp._world import World
+from lightning_dp.accounting.events import VoidedRunError
 from lightning_dp.accounting.rounding import epsilon_text
-from lightning_dp.accounting.voided import VoidedRunError
 from lightning_dp.run import PrivateRun
 
 __all__ = ["BUDGET_REACHED", "Agreement", "Place", "end_before_first_step", "end_training"]

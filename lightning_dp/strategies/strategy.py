@@ -20,7 +20,7 @@ from lightning_dp._checks import check_model, check_training_mode
 from lightning_dp._training_step import is_differentiable, loss_in, with_loss
 from lightning_dp._warnings import warn
 from lightning_dp._world import World
-from lightning_dp.accounting.voided import VoidedRunError
+from lightning_dp.accounting.events import VoidedRunError
 from lightning_dp.boundary import Query
 from lightning_dp.gradients import AbstractGradientEngine, UnsupportedModelError
 from lightning_dp.mechanism import Mechanism

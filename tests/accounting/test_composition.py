@@ -17,13 +17,13 @@ from lightning_dp.accounting import (
     PLDAccountant,
     PoissonGaussian,
     PoissonRound,
-    composition,
+    _composition,
     pld,
 )
-from lightning_dp.accounting.base import merge
-from lightning_dp.accounting.grid import Target, plan_grid
-from lightning_dp.accounting.grouping import as_mixture
-from lightning_dp.accounting.pmf import discretise
+from lightning_dp.accounting._grid import Target, plan_grid
+from lightning_dp.accounting._grouping import as_mixture
+from lightning_dp.accounting._pmf import discretise
+from lightning_dp.accounting.steps import merge
 
 RELATIONS = ("add_remove", "replace_one")
 ONE_STEP = [(0.4, 0.3), (0.7, 0.05), (1.0, 0.01), (1.0, 0.5), (2.0, 0.9), (8.0, 0.2), (0.25, 0.01)]
@@ -285,14 +285,14 @@ def test_a_window_that_is_too_narrow_is_paid_for_in_delta(
     grid, (z, q) = plan.grid, mixture.nodes[0]
 
     def delta(ends: tuple[float, float]) -> float:
-        return composition.compose(
+        return _composition.compose(
             mixture,
             lambda node: discretise(z, q, grid.h, plan.log_tail, "add_remove", False, plan.limit),
-            composition.Grid(grid.h, grid.tilt, ends, grid.tilts),
+            _composition.Grid(grid.h, grid.tilt, ends, grid.tilts),
         ).delta(1.0)
 
     assert delta(grid.ends) == pytest.approx(truth, rel=1e-2)
-    monkeypatch.setattr(composition, "_MOST_OUTSIDE", math.inf)
+    monkeypatch.setattr(_composition, "_MOST_OUTSIDE", math.inf)
     narrow = [delta((-2.0, high)) for high in (3.0, 2.0, 1.5, 1.1)]
     assert min(narrow) >= truth * (1 - 1e-2)
     assert narrow[-1] > truth * 1.05  # this one paid

@@ -12,7 +12,7 @@ from lightning_dp.accounting import (
     PoissonRound,
     StreamingRDPAccountant,
 )
-from lightning_dp.accounting.remembered import Remembered
+from lightning_dp.accounting.base import CachedAccountant
 
 HISTORY = [(PoissonGaussian(1.1, 0.02), 150), (PoissonGaussian(0.9, 0.01), 200)]
 
@@ -136,7 +136,9 @@ class AccountantContract:
 
 
 class TestRemembered(AccountantContract):
-    accountant = Remembered(PLDAccountant())  # one for all tests: no answer is taken for another
+    accountant = CachedAccountant(
+        PLDAccountant()
+    )  # one for all tests: no answer is taken for another
 
 
 class TestPLD(AccountantContract):

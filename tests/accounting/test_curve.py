@@ -16,7 +16,7 @@ from lightning_dp.accounting import (
     StreamingRDPAccountant,
     epsilon_curve,
 )
-from lightning_dp.accounting.curve import _Together
+from lightning_dp.accounting._curve import _Together
 
 LENGTHS = [0, 1, 2, 3, 10, 40, 41, 150, 400, 1500]
 _RNG = np.random.default_rng(0)

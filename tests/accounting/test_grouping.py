@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from lightning_dp.accounting.base import Steps
-from lightning_dp.accounting.grouping import Mixture, as_mixture
-from lightning_dp.accounting.pmf import backward_profile, forward_profile
+from lightning_dp.accounting._grouping import Mixture, as_mixture
+from lightning_dp.accounting._pmf import backward_profile, forward_profile
+from lightning_dp.accounting.steps import Steps
 
 EPSILONS = np.concatenate(([0.0], np.geomspace(1e-3, 12.0, 40)))
 PROFILES = (forward_profile, backward_profile)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from lightning_dp.accounting.grouping import Cell
-from lightning_dp.accounting.product import sum_of_logs
+from lightning_dp.accounting._composition import sum_of_logs
+from lightning_dp.accounting._grouping import Cell
 
 LENGTHS, FREQUENCIES = 3, 40
 

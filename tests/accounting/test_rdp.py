@@ -11,8 +11,8 @@ from scipy import integrate
 from scipy.stats import norm
 
 from lightning_dp.accounting import Gaussian, PoissonGaussian, StreamingRDPAccountant
-from lightning_dp.accounting.base import Steps
-from lightning_dp.accounting.renyi import renyi_divergence, total_divergence
+from lightning_dp.accounting.rdp import renyi_divergence, total_divergence
+from lightning_dp.accounting.steps import Steps
 
 
 @pytest.mark.parametrize("order", [1.05, 1.5, 2.0, 3.0, 16.0, 40.0])

@@ -27,8 +27,8 @@ from lightning_dp.accounting import (
 )
 from lightning_dp.accounting.guards import GDPGuard
 from lightning_dp.accounting.ledger import Ledger
-from lightning_dp.accounting.number_of_runs import success_rate
 from lightning_dp.accounting.rdp import RenyiCurve
+from lightning_dp.accounting.search import success_rate
 
 RUN = [(PoissonGaussian(1.0, 0.01), 1000)]
 ORDERS = np.array([1.5, 2.0, 3.0, 5.0, 8.0, 16.0, 32.0])

@@ -12,7 +12,7 @@ from scipy.stats import norm
 
 import lightning_dp.accounting as accounting
 from lightning_dp.accounting import Gaussian, PoissonGaussian
-from lightning_dp.accounting.pmf import replacement_profile
+from lightning_dp.accounting._pmf import replacement_profile
 
 STEPS = [(0.5, 0.2), (0.8, 0.01), (1.0, 0.5), (2.0, 0.1), (3.0, 0.95)]
 EPSILONS = np.array([0.0, 0.01, 0.2, 1.0, 4.0])

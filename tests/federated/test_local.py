@@ -15,7 +15,7 @@ from torch.utils.data import ConcatDataset, DataLoader, IterableDataset, TensorD
 from torchmetrics.classification import MulticlassAccuracy
 
 from lightning_dp.accounting import Gaussian
-from lightning_dp.accounting.voided import VoidedRunError
+from lightning_dp.accounting.events import VoidedRunError
 from lightning_dp.boundary import Query, Term
 from lightning_dp.federated import ReleaseLedger, Spending
 from lightning_dp.federated.local import LocalRecords

@@ -241,7 +241,7 @@ def test_damaged_and_long_journals_are_named_and_cost_little(
         journal.append(f"{number:016x}", 0, PoissonGaussian(20.0 + number / 7, 0.01))
         journal.close()
     (folder / "damaged.journal").write_bytes(b"nothing")
-    monkeypatch.setattr("lightning_dp.accounting.neighbours._READ", 4_000)
+    monkeypatch.setattr("lightning_dp.accounting.journals._READ", 4_000)
     start = time.process_time()
     fit(classifier(mlp()))
     assert time.process_time() - start < 2  # with the fit

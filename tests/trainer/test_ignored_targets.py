@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_dp._warnings import PrivacyWarning
-from lightning_dp.accounting.voided import VoidedRunError
+from lightning_dp.accounting.events import VoidedRunError
 from lightning_dp.callbacks import DifferentialPrivacy
 
 pytestmark = pytest.mark.filterwarnings("ignore:The loss divides")

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader
 
 from lightning_dp import Diff2, FullBatch
 from lightning_dp._warnings import PrivacyWarning
-from lightning_dp.accounting.voided import VoidedRunError
+from lightning_dp.accounting.events import VoidedRunError
 from lightning_dp.callbacks import DifferentialPrivacy
 from lightning_dp.report.command import main as report_command
 

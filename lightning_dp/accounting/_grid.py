@@ -8,24 +8,26 @@ below ``rtol * epsilon``, with t the best tilt and T the expected number of step
 whose loss is not at the grid point 0.
 """
 
+from __future__ import annotations
+
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
 
-from lightning_dp.accounting.base import FloatArray
-from lightning_dp.accounting.composed import Composed
-from lightning_dp.accounting.composition import Grid
-from lightning_dp.accounting.grouping import Mixture
-from lightning_dp.accounting.pmf import LossPmf, cached_discretise, discretise, support
-from lightning_dp.accounting.tilting import (
+from lightning_dp.accounting._composition import (
+    Composed,
+    Grid,
     MomentTable,
     log_largest_weight,
     mixture_bound,
     useful_tilts,
     window,
 )
+from lightning_dp.accounting._grouping import Mixture
+from lightning_dp.accounting._pmf import LossPmf, cached_discretise, discretise, support
+from lightning_dp.accounting.steps import FloatArray
 
 _POSITIVE = np.geomspace(1e-3, 1e7, 45)
 _COARSE = np.concatenate((-_POSITIVE[::-3], [0.0], _POSITIVE[::3]))

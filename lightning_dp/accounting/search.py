@@ -8,9 +8,10 @@ import secrets
 import numpy as np
 from scipy.optimize import brentq
 
-from lightning_dp.accounting.events import real
+from lightning_dp._validate import number
 
 __all__ = ["check_distribution", "draw_number_of_runs", "success_rate"]
+
 
 _LEAST_LOG_RATE = -700.0
 
@@ -84,7 +85,7 @@ def success_rate(mean: float, shape: float) -> float:
 
 def check_distribution(mean: float, shape: float) -> tuple[float, float]:
     """Return legal parameters as floats, or raise."""
-    mean, shape = real(mean, "mean"), real(shape, "shape")
+    mean, shape = number("mean", mean), number("shape", shape)
     if not 1 <= mean < math.inf:
         raise ValueError(
             f"mean must be finite and at least 1, got {mean}: it is the expected number of runs."

@@ -18,15 +18,23 @@ corners with bilinear weights. The error is of second order in the size of the r
 rounding z down and q up would cost the first order.
 """
 
+from __future__ import annotations
+
 import math
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
+from scipy.linalg import eigh_tridiagonal
 from scipy.special import ndtr
 
-from lightning_dp.accounting.base import FloatArray, Steps, merge_arrays
+from lightning_dp.accounting.events import AbstractEvent, Gaussian, History, PoissonGaussian
+from lightning_dp.accounting.steps import FloatArray, Steps, merge_arrays
+
+__all__ = ["coarse", "coarse_pairs", "few_alike"]
+
 
 _ROUND_UP = 1e-11
 _MOST_CELLS = 4096
@@ -65,7 +73,7 @@ class Cell:
         u, v = self.u, self.v
         return np.stack([(1 - u) * (1 - v), (1 - u) * v, u * (1 - v), u * v], axis=1)
 
-    def part(self, which: NDArray[np.bool_]) -> "Cell":
+    def part(self, which: NDArray[np.bool_]) -> Cell:
         """Some of the steps."""
         return Cell(
             self.corners, self.u[which], self.v[which], self.counts[which], self.members[which]
@@ -210,3 +218,105 @@ def _cells(
         cells.append(Cell((a, b, c, d), u, v, steps.counts[members], members))
     nodes = [(1.0 / float(rows[p // n_columns]), float(columns[p % n_columns])) for p in numbers]
     return Mixture(nodes, cells)
+
+
+_FEW_EVENTS = 50
+_RATIO = math.log(1.02)
+
+
+def coarse(history: History) -> History:
+    """Return events of which the given ones are at most as costly; the same ones if they are few.
+
+    Noise multipliers are rounded down, by less than 2 %.
+
+    Example:
+        >>> history = [(PoissonGaussian(2.0 + i * 1e-5, 0.1), 1) for i in range(1000)]
+        >>> len(coarse(history)), sum(count for _, count in coarse(history))
+        (1, 1000)
+    """
+    if len(history) <= _FEW_EVENTS:
+        return history
+    kept: list[tuple[AbstractEvent, int]] = []
+    counts: Counter[tuple[float, float]] = Counter()
+    for event, count in history:
+        if isinstance(event, Gaussian | PoissonGaussian):
+            counts[event.pair] += count
+        else:
+            kept.append((event, count))
+    return [*kept, *_rounded_down(counts)]
+
+
+def coarse_pairs(pairs: Iterable[tuple[float, float]]) -> History:
+    """The same for single Gaussian steps (noise multiplier, sample rate), which may be many."""
+    return _rounded_down(Counter(pairs))
+
+
+def _rounded_down(steps: Counter[tuple[float, float]]) -> History:
+    if len(steps) <= _FEW_EVENTS:
+        return [(_event(*pair), count) for pair, count in steps.items()]
+    counts: dict[tuple[float, float], tuple[float, int]] = {}
+    for (noise, rate), count in steps.items():
+        key = (math.floor(math.log(noise) / _RATIO) if noise > 0 else -math.inf, rate)
+        least, total = counts.get(key, (math.inf, 0))
+        counts[key] = min(least, noise), total + count
+    return [(_event(least, rate), total) for (_, rate), (least, total) in counts.items()]
+
+
+def _event(noise: float, rate: float) -> AbstractEvent:
+    return Gaussian(noise) if rate == 1 else PoissonGaussian(noise, rate)
+
+
+_NODES = 12
+_ALL_NODES = 24  # of all rates together
+_MOST_RATES = 4
+_TINY = 1e-12
+
+
+def few_alike(steps: Steps) -> Steps:
+    """Return few steps with the sum of every smooth function of the noise; all, of many rates.
+
+    The nodes of Gauss' quadrature for the distribution of log z, for each sample rate: all that is
+    composed are sums over steps. Counts are not whole numbers.
+
+    Example:
+        >>> z = np.linspace(1.0, 2.0, 10_000)
+        >>> few = few_alike(Steps(z, np.full(10_000, 0.01), np.ones(10_000)))
+        >>> len(few.counts), bool(np.isclose(few.counts @ few.noise_multipliers**-2, sum(z**-2)))
+        (12, True)
+    """
+    rates = np.unique(steps.sample_rates)
+    if steps.counts.size <= _NODES or rates.size > _MOST_RATES:
+        return steps
+    most = min(_NODES, _ALL_NODES // rates.size)
+    z, q, counts = [], [], []
+    for rate in rates:
+        here = steps.at(np.flatnonzero(steps.sample_rates == rate))
+        nodes, weights = _gauss(np.log(here.noise_multipliers), here.counts, most)
+        z.append(np.exp(nodes))
+        q.append(np.full(nodes.size, rate))
+        counts.append(weights)
+    return Steps(np.concatenate(z), np.concatenate(q), np.concatenate(counts))
+
+
+def _gauss(x: FloatArray, weights: FloatArray, most: int) -> tuple[FloatArray, FloatArray]:
+    """Nodes and weights of the quadrature with that many nodes or fewer, by Lanczos' recurrence."""
+    if x.size <= most:
+        return x, weights
+    total, middle = float(weights.sum()), float(x.min() + x.max()) / 2
+    reach = max(float(x.max()) - middle, _TINY)
+    place = (x - middle) / reach
+    vectors = [np.sqrt(weights / total)]
+    diagonal: list[float] = []
+    beside: list[float] = []
+    for _ in range(most):
+        new = place * vectors[-1]
+        diagonal.append(float(new @ vectors[-1]))
+        for _ in range(2):  # once more, for rounding
+            for vector in vectors:
+                new = new - (new @ vector) * vector
+        beside.append(float(np.linalg.norm(new)))
+        if beside[-1] < _TINY:
+            break
+        vectors.append(new / beside[-1])
+    nodes, basis = eigh_tridiagonal(np.array(diagonal), np.array(beside[: len(diagonal) - 1]))
+    return middle + reach * nodes, total * basis[0] ** 2

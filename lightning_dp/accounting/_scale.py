@@ -1,20 +1,22 @@
-"""Near the scale of the noise by quick estimates, so that few full evaluations are needed."""
+"""The scale of the noise at which a cost meets its target, approached by quick estimates."""
+
+from __future__ import annotations
 
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
-from lightning_dp.accounting.base import AbstractStepsAccountant, Relation, Steps, joined
-from lightning_dp.accounting.composition import ComposedLengths
-from lightning_dp.accounting.grid import Target, pmf_maker
-from lightning_dp.accounting.grouping import Mixture, as_mixture
+from lightning_dp.accounting._composition import ComposedLengths
+from lightning_dp.accounting._grid import Target, pmf_maker
+from lightning_dp.accounting._grouping import Mixture, as_mixture, few_alike
+from lightning_dp.accounting.base import AbstractStepsAccountant, Relation
 from lightning_dp.accounting.pld import PLDAccountant, merge_full_batch
-from lightning_dp.accounting.quadrature import few_alike
 from lightning_dp.accounting.rdp import StreamingRDPAccountant
-from lightning_dp.accounting.solving import solve
+from lightning_dp.accounting.steps import Steps, joined
 
-__all__ = ["Approach"]
+__all__ = ["Approach", "solve"]
+
 
 _RTOL = 4e-3
 _SPACING = 0.2
@@ -144,3 +146,54 @@ class _Grid:
 
     def _mixture(self, steps: Steps) -> Mixture:
         return as_mixture(merge_full_batch(steps), self._relation, _SPACING, _EXACT)
+
+
+def solve(
+    cost: Callable[[float], float],
+    start: float,
+    target: float,
+    tolerance: float,
+    slope: float = -1.0,
+) -> float:
+    """A scale with ``(1 - tolerance) target <= cost(scale) <= target``; cost falls with the scale.
+
+    ``slope`` is a guess of that of the logarithm of the cost in that of the scale.
+    """
+    aim = math.log(target * (1 - tolerance / 2))
+    low, high = 0.0, math.inf  # cost(low) > target >= cost(high)
+    x = math.log(start)
+    points: list[tuple[float, float]] = []
+    low, high = -math.inf, math.inf
+    for turn in range(200):
+        value = cost(math.exp(x))
+        if target * (1 - tolerance) <= value <= target:
+            return math.exp(x)
+        low, high = (max(low, x), high) if value > target else (low, min(high, x))
+        if high - low < 1e-13:
+            return math.exp(high)
+        if 0 < value < math.inf:
+            points = [*points[-1:], (x, math.log(value))]
+        guess = math.nan if turn % 6 == 5 else _secant(points, slope, aim)
+        x = _inside(guess, low, high)
+    return math.exp(high)
+
+
+def _secant(points: list[tuple[float, float]], slope: float, aim: float) -> float:
+    """Where log cost is ``aim`` by the latest two points, or one and a slope; NaN without any."""
+    if not points:
+        return math.nan
+    x, y = points[-1]
+    if len(points) == 2 and points[0][0] != x:
+        slope = min((y - points[0][1]) / (x - points[0][0]), -0.05)
+    return min(max(x + (aim - y) / slope, x - 3.0), x + 3.0)
+
+
+def _inside(guess: float, low: float, high: float) -> float:
+    """The guess if it is inside the bracket, else some number that is."""
+    if low < guess < high:
+        return guess
+    if math.isinf(low):
+        return high - 1.0
+    if math.isinf(high):
+        return low + 1.0
+    return (low + high) / 2

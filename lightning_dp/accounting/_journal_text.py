@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from lightning_dp.accounting.charges import JournalError, Runs, add_charge
-from lightning_dp.accounting.event_reader import event_from_dict
-from lightning_dp.accounting.events import AbstractEvent
+from lightning_dp.accounting.events import AbstractEvent, event_from_dict
 
 __all__ = ["Written", "charge_line", "header_line", "read_text", "weights_line"]
+
 
 _FORMAT = "lightning-dp-journal-2"
 _FORMATS = ("lightning-dp-journal-1", _FORMAT)  # the first one has charges only

@@ -8,6 +8,8 @@ dominates (P, Q): Doroshenko, Ghazi, Kamath, Kumar and Manurangsi, "Connect the 
 2106.08567v4, Theorem 10.
 """
 
+from __future__ import annotations
+
 import math
 from dataclasses import dataclass
 from functools import lru_cache
@@ -15,8 +17,8 @@ from functools import lru_cache
 import numpy as np
 from scipy.special import erfcx, ndtr, ndtri_exp
 
-from lightning_dp.accounting.base import FloatArray
 from lightning_dp.accounting.gdp import gaussian_profile
+from lightning_dp.accounting.steps import FloatArray
 
 _UNIT = 2.0**-52
 

@@ -1,0 +1,290 @@
+"""The journals of a folder: the union of a sweep, earlier trainings, and recovery of a lost one."""
+
+from __future__ import annotations
+
+import re
+import zipfile
+from collections.abc import Iterable, Iterator
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass, field
+from pathlib import Path
+from stat import S_ISREG
+from typing import Any
+
+from lightning_dp._files import local_folder
+from lightning_dp._validate import whole
+from lightning_dp.accounting._journal_text import Written, read_text
+from lightning_dp.accounting.charges import JournalError, Runs, longer_run
+from lightning_dp.accounting.events import AbstractEvent, Gaussian, PoissonGaussian, event_from_dict
+from lightning_dp.accounting.journal import (
+    Journal,
+    history_of,
+    is_ledger_id,
+    new_id,
+    read_journal,
+)
+from lightning_dp.accounting.ledger import Ledger, ledger_in, privacy_in, read_state
+
+__all__ = ["Neighbours", "neighbours", "recover_journal", "sweep_history", "union"]
+
+
+def sweep_history(paths: str | Path | Iterable[str | Path]) -> list[tuple[AbstractEvent, int]]:
+    """All that was asked of one data set by several trainings, each run counted once.
+
+    For a hyper-parameter sweep whose results are seen: by plain composition it costs the epsilon
+    of this history. The trials may share a ledger, a folder, or neither; a run that several
+    journals or checkpoints know of (resumed from one another) is counted once.
+
+    The sum holds if number and plans of the trials were fixed before the first one, or depend
+    on the results only within a total that was. A trial that a *result* ended early
+    counts with its whole plan: add the rest, ``[*sweep_history(...), (event, steps_left)]``. It does
+    not cover choosing by a score on private validation data.
+
+    Args:
+        paths: journals, checkpoints, or folders, of which all ``*.journal`` directly in it are
+            read (``<default_root_dir>/privacy`` of a Trainer).
+
+    Returns:
+        ``[(event, count), ...]``, for :func:`epsilon` and accountants, or as ``spent`` of
+        :func:`calibrate`.
+
+    Raises:
+        JournalError: if a file is missing, damaged or not a journal, a folder has no journal, or
+            two contradict each other.
+        ValueError: if no path is given, or a checkpoint is not one of a private run.
+
+    Example:
+        >>> import tempfile
+        >>> from lightning_dp.accounting import Gaussian, epsilon
+        >>> folder = tempfile.mkdtemp()
+        >>> for trial in range(5):
+        ...     ledger = Ledger()
+        ...     ledger.begin(f"trial {trial}", Path(folder))
+        ...     ledger.charge(Gaussian(10.0))
+        ...     ledger.end()
+        >>> sweep_history(folder)
+        [(Gaussian(noise_multiplier=10.0), 5)]
+        >>> round(epsilon(sweep_history(folder), delta=1e-5), 3)
+        0.82
+    """
+    given = [Path(paths)] if isinstance(paths, (str, Path)) else [Path(path) for path in paths]
+    if not given:
+        raise ValueError("paths is empty; name the journals, checkpoints or folders of the trials.")
+    union = Ledger()
+    for path in given:
+        for file in _files(path):
+            _add(union, file)
+    return union.history()
+
+
+def _files(path: Path) -> list[Path]:
+    """The file, or the journals in the folder."""
+    if not path.is_dir():
+        return [path]
+    journals = sorted(path.glob("*.journal"))
+    if not journals:
+        raise JournalError(f"There is no privacy journal (*.journal) in the folder {path}.")
+    return journals
+
+
+def _add(union: Ledger, file: Path) -> None:
+    """Add what a journal or a checkpoint (a zip archive) knows."""
+    if not zipfile.is_zipfile(file):
+        union.merge(read_journal(file)[1])
+        return
+    state = ledger_in(file)
+    if state is None:
+        raise ValueError(f"{file} is not a checkpoint of a private run.")
+    union.restore(state, file.parent)
+
+
+_READ = 4_000_000  # bytes that are read record by record: a fifth of a second
+_LOOKED_AT = 400_000_000  # bytes in which weights are looked for
+_WEIGHTS = re.compile(rb'\n\[null,"weights",\[([^\]]*)\]')
+
+
+@dataclass
+class Neighbours:
+    """Other journals in a folder, newest first.
+
+    Args:
+        written: those that were read.
+        trained: those of them that know one of the weights.
+        unread: the number of those that were too long to read now.
+        damaged: files that cannot be read.
+    """
+
+    written: list[Written] = field(default_factory=list)
+    trained: list[Written] = field(default_factory=list)
+    unread: int = 0
+    damaged: list[Path] = field(default_factory=list)
+
+    @property
+    def count(self) -> int:
+        """How many there are."""
+        return len(self.written) + self.unread + len(self.damaged)
+
+
+def neighbours(folder: Path, own_id: str, weights: AbstractSet[str]) -> Neighbours:
+    """Read the other journals in a folder.
+
+    Args:
+        folder: where to look.
+        own_id: of the ledger whose journal does not count.
+        weights: fingerprints; a journal that knows one is read whatever its length is.
+    """
+    found = Neighbours()
+    read = looked_at = 0
+    for path, size in _journals(folder):
+        looked_at += size
+        if looked_at > _LOOKED_AT:
+            found.unread += 1
+            continue
+        try:
+            content = path.read_bytes()
+            knows = not weights.isdisjoint(_weights_in(content))
+            if not knows and read + size > _READ:
+                found.unread += 1
+                continue
+            written = read_text(path, content)
+        except (OSError, JournalError):
+            found.damaged.append(path)
+            continue
+        if written.ledger_id == own_id:
+            continue
+        read += size
+        found.written.append(written)
+        if knows:
+            found.trained.append(written)
+    return found
+
+
+def union(written: list[Written]) -> Runs:
+    """All their charges; a run that several know of counts once.
+
+    Raises:
+        JournalError: if two contradict each other.
+    """
+    runs: Runs = {}
+    for each in written:
+        for name, charges in each.runs.items():
+            # Federations have names that people gave; another data set may have one of the same name.
+            run = name if is_ledger_id(name) else f"{each.ledger_id} {name}"
+            runs[run] = longer_run(run, runs.get(run, []), charges)
+    return runs
+
+
+def _journals(folder: Path) -> Iterator[tuple[Path, int]]:
+    """The journals and their sizes, newest first."""
+    found = []
+    for path in folder.glob("*.journal"):
+        try:
+            stat = path.stat()
+        except OSError:
+            continue  # gone by now
+        if S_ISREG(stat.st_mode):
+            found.append((stat.st_mtime, path, stat.st_size))
+    for _, path, size in sorted(found, reverse=True):
+        yield path, size
+
+
+def _weights_in(content: bytes) -> Iterator[str]:
+    for match in _WEIGHTS.finditer(content):
+        yield from match[1].decode("ascii", "replace").replace('"', "").split(",")
+
+
+_MOST = 10_000_000  # lines
+
+
+def recover_journal(
+    checkpoint_path: str | Path,
+    directory: str | Path,
+    unrecorded_steps: int,
+    costliest: AbstractEvent | None = None,
+) -> Path:
+    """Write a new journal from a checkpoint.
+
+    A journal may know of steps that the checkpoint does not (those made after it was saved, also by
+    other runs that were resumed from it or from an earlier one), and what is lost can only be
+    bounded, not found out. So this asks for an upper bound and charges it: each of these
+    steps as the costliest one that the run's plan may have come to by then. Then resume from the
+    checkpoint with ``ledger_dir=directory``.
+
+    Args:
+        checkpoint_path: a checkpoint of a private run.
+        directory: where to write the new journal. A damaged one must be moved away first.
+        unrecorded_steps: an upper bound on the noised steps that any run of this ledger made and
+            that the checkpoint does not contain.
+        costliest: an event that none of these steps cost more than, where the checkpoint cannot
+            tell: noise chosen at run time, a plan that went on for longer, or another fit of the
+            same callback with other batches or another noise multiplier.
+
+    Returns:
+        the path of the new journal.
+
+    Raises:
+        ValueError: if ``unrecorded_steps`` is no number of steps, the checkpoint has no journal, or
+            it cannot tell what a step costs at most and ``costliest`` is not given.
+        JournalError: if the journal exists.
+
+    Example:
+        >>> recover_journal(  # doctest: +SKIP
+        ...     "last.ckpt", "privacy", 500, costliest=PoissonGaussian(0.8, 0.01)
+        ... )
+    """
+    lost = whole("unrecorded_steps", unrecorded_steps, 0, _MOST)
+    if costliest is not None and not isinstance(costliest, AbstractEvent):
+        raise ValueError(
+            f"costliest={costliest!r} must be an event, such as PoissonGaussian(z, q)."
+        )
+    record = privacy_in(checkpoint_path)
+    state = record.get("ledger")
+    if not isinstance(state, dict) or state.get("journal") is None:
+        raise ValueError(f"{checkpoint_path} is not a checkpoint of a private run with a journal.")
+    ledger_id, recorded, runs = read_state(state)
+    assert recorded is not None
+    path = local_folder("directory", directory) / recorded.name
+    for existing in (path, recorded):
+        if existing.exists():
+            raise JournalError(f"{existing} exists. If it is damaged, move it away first.")
+    if lost:
+        event = costliest or _costliest(record, history_of(runs), lost)
+        runs[new_id()] = [(event, lost)]
+    journal = Journal(path, ledger_id)
+    journal.extend(runs)
+    journal.close()
+    return path
+
+
+def _costliest(
+    record: dict[str, Any], known: list[tuple[AbstractEvent, int]], lost: int
+) -> AbstractEvent:
+    """An event that no step costs more than, of any run that the ledger can have had."""
+    bounds = record.get("costliest")
+    if bounds is None:
+        raise ValueError(
+            "The checkpoint does not tell what a lost step costs at most (noise chosen at run time, "
+            f"nothing trained yet, or an older version): give costliest=, an event that none of the "
+            f"unrecorded_steps={lost} cost more than, such as costliest=PoissonGaussian(z, q)."
+        )
+    steps = sum(count for _, count in known) + lost
+    stride, until = bounds["stride"], bounds["until"]
+    if until is not None and steps > until:
+        raise ValueError(
+            f"unrecorded_steps={lost} after {steps - lost} is more than the plan's {until} steps of "
+            "which the checkpoint tells what they cost. Give a smaller bound, or costliest=, an event "
+            "that none of them cost more than."
+        )
+    # Each position that a run went over was charged, or is a silent one before one that was.
+    latest = None if stride is None else stride * steps
+    within = [event for first, event in bounds["events"] if latest is None or first < latest]
+    return _no_less_than(event_from_dict(within[-1]), [event for event, _ in known])
+
+
+def _no_less_than(event: AbstractEvent, known: list[AbstractEvent]) -> AbstractEvent:
+    """The event, or one that also covers steps like those already made, of other plans."""
+    pairs = [event.pair, *(each.pair for each in known)]
+    noise, rate = min(z for z, _ in pairs), max(q for _, q in pairs)
+    if event.pair == (noise, rate):
+        return event
+    return Gaussian(noise) if rate == 1 else PoissonGaussian(noise, rate)
