@@ -1,10 +1,9 @@
 """Protocols for several data holders, as pure state machines."""
 
-from lightning_dp.federated.async_client import AsyncClient, ClientPrivacy
-from lightning_dp.federated.asynchronous import Aggregator, AsyncPlan, AsyncServer, RoundPlan
+from lightning_dp.federated.async_sgd import AsyncClient, AsyncPlan, ClientPrivacy
+from lightning_dp.federated.asynchronous import Aggregator, AsyncServer, RoundPlan
 from lightning_dp.federated.bvr_l_sgd import BVRLSGD
-from lightning_dp.federated.cubic_newton import CubicNewtonPlan
-from lightning_dp.federated.cubic_newton_client import CubicNewtonClient
+from lightning_dp.federated.cubic_newton import CubicNewtonClient, CubicNewtonPlan
 from lightning_dp.federated.ledger import ReleaseLedger
 from lightning_dp.federated.protocol import (
     AbstractClient,

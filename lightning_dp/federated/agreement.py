@@ -16,9 +16,7 @@ from torch import Tensor, nn
 
 from lightning_dp.boundary import Query
 from lightning_dp.estimators.base import AbstractEstimator, share_of_noise
-from lightning_dp.federated.ledger import ReleaseLedger
 from lightning_dp.federated.protocol import MessageError, Records
-from lightning_dp.federated.spending import Spending
 from lightning_dp.gradients import UnsupportedModelError
 from lightning_dp.plan import NoisePlan
 
@@ -29,7 +27,6 @@ __all__ = [
     "check_query",
     "fingerprint",
     "is_of_ordinary_size",
-    "try_before_first_charge",
 ]
 
 
@@ -111,13 +108,6 @@ def check_engine(records: Records, estimator: AbstractEstimator) -> None:
             "'bookkeeping' engine computes. Use LocalRecords(engine='bookkeeping') to see what it "
             "does not support in this model."
         )
-
-
-def try_before_first_charge(records: Records, ledger: ReleaseLedger, spending: Spending) -> None:
-    """Run the client's module once before its first round: a mistake there costs nothing yet."""
-    try_once = getattr(records, "try_once", None)  # records without a module have nothing to try
-    if try_once is not None and not ledger.has_begun(spending):
-        try_once()
 
 
 def _check_direction(records: Records, direction: Tensor, point: Tensor, name: str) -> None:

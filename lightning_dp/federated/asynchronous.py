@@ -2,35 +2,28 @@
 
 from __future__ import annotations
 
-import itertools
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from lightning_dp._validate import normalise, optional, seed, whole
+from lightning_dp._validate import normalise, whole
 from lightning_dp.boundary import State
-from lightning_dp.federated.messages import Form, Reply, check_client, read_reply
+from lightning_dp.federated.messages import LOST, REFUSED, Form, Reply, check_client, read_reply
 from lightning_dp.federated.protocol import AbstractServer, Message, MessageError, check_same
-from lightning_dp.federated.sequences import AbstractSampleSizes, AbstractStepSizes
-from lightning_dp.sparsify import shared_mask
 
 __all__ = [
     "FORMS",
-    "LOST",
-    "REFUSED",
     "ROUND",
     "UPDATE",
     "Aggregator",
-    "AsyncPlan",
     "AsyncServer",
     "RoundPlan",
 ]
 
 
-ROUND, UPDATE, LOST, REFUSED = "round", "update", "lost", "refused"
+ROUND, UPDATE = "round", "update"
 FORMS = {
     UPDATE: Form(("round", "counter"), "update"),
     LOST: Form(("round",)),
@@ -57,79 +50,6 @@ class RoundPlan(Protocol):
 
     def move(self, point: Tensor, i: int, update: Tensor, client: int) -> Tensor:
         """The model, changed by a client's update of round i."""
-
-
-@dataclass(frozen=True)
-class AsyncPlan:
-    """What server and clients of asynchronous SGD agree on before round 0.
-
-    Args:
-        rounds: T.
-        sizes: s_i, the gradients that a client of share 1 computes in round i, in expectation.
-        steps: η_t; the round's step size is η̄_i = η_t at t = s_0 + ... + s_(i-1).
-        lag: d >= 1: a client begins round i only when every client has done round i - d. 1 is
-            synchronous.
-        keep: how many coordinates an update has, chosen at random in each round, the same for all
-            clients; None for all. The server multiplies them by (all / ``keep``).
-        mask_seed: of these choices; public.
-
-    Raises:
-        ValueError: naming the argument that is out of its range.
-
-    Example:
-        >>> from lightning_dp.federated import InverseSteps, PolynomialSizes
-        >>> plan = AsyncPlan(9, PolynomialSizes(a=100, first=1), InverseSteps(0.1, beta=0.001), lag=2)
-        >>> plan.gradients_before(3), plan.step_size(3)
-        (600, 0.0625)
-    """
-
-    rounds: int
-    sizes: AbstractSampleSizes
-    steps: AbstractStepSizes
-    lag: int = 1
-    keep: int | None = None
-    mask_seed: int = 0
-
-    def __post_init__(self) -> None:
-        normalise(self, whole, "rounds", "lag")
-        normalise(self, optional(whole), "keep")
-        normalise(self, seed, "mask_seed")
-
-    @cached_property
-    def _before(self) -> list[int]:
-        return [0, *itertools.accumulate(self.sizes(i) for i in range(self.rounds))]
-
-    def gradients_before(self, i: int) -> int:
-        """s_0 + ... + s_(i-1)."""
-        return self._before[i]
-
-    def step_size(self, i: int) -> float:
-        """η̄_i."""
-        return self.steps(self.gradients_before(i))
-
-    def coordinates(self, i: int, size: int) -> Tensor | None:
-        """The coordinates that an update of round i has, of ``size``; None for all."""
-        if self.keep is None:
-            return None
-        return shared_mask(self.mask_seed, i, size, self.keep)
-
-    def check(self, size: int, num_clients: int) -> None:
-        """Raise ValueError if there are fewer coordinates than are kept."""
-        if self.keep is not None and not self.keep <= size:
-            raise ValueError(f"keep={self.keep} of {size} coordinates.")
-
-    def move(self, point: Tensor, i: int, update: Tensor, client: int = 0) -> Tensor:
-        """``point`` - η̄_i U: what server and client do with an update of round i, whosesoever."""
-        coordinates = self.coordinates(i, len(point))
-        eta = self.step_size(i)
-        if coordinates is None:
-            return point - eta * update.to(point.dtype)
-        scaled = update.to(point.dtype) * (len(point) / len(coordinates))
-        return point.index_add(0, coordinates, scaled, alpha=-eta)
-
-    def update_size(self, size: int) -> int:
-        """How many numbers an update has."""
-        return size if self.keep is None else self.keep
 
 
 @dataclass

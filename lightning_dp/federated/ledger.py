@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import secrets
 from collections.abc import Callable
 from dataclasses import replace
@@ -10,6 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from lightning_dp._files import local_folder
+from lightning_dp._noise import random_generator
 from lightning_dp.accounting import AbstractEvent, PLDAccountant, Relation
 from lightning_dp.accounting.events import Voided, VoidedRunError, reason_in
 from lightning_dp.accounting.journal import Journal, JournalError, Runs, history_of, read_journal
@@ -176,10 +178,12 @@ class ReleaseLedger:
         with self._open(spending) as files:
             return files.kept.get((round_, part))
 
-    def note(self, spending: Spending) -> bytes:
-        """The note of the latest release; empty if there is none."""
+    def latest(self, spending: Spending) -> tuple[bytes, bytes] | None:
+        """The note and the bytes of the latest release; None if there is none, or it had no note."""
         with self._open(spending) as files:
-            return files.note
+            if not files.note or not files.kept:
+                return None
+            return files.note, [*files.kept.values()][-1]
 
     def has_begun(self, spending: Spending) -> bool:
         """Tell whether a round of the run was charged, or began to be."""
@@ -190,6 +194,53 @@ class ReleaseLedger:
         """How many rounds of the plan, from the latest one on, the budget affords."""
         with self._open(spending) as files:
             return files.progress.limit - files.progress.begun - 1
+
+
+class NoLedger:
+    """In place of a ledger where nothing is private: nothing is charged, and ε is infinite.
+
+    The latest release is kept in this process, to be sent again.
+    """
+
+    def __init__(self) -> None:
+        self._place = (-1, 0)
+        self._content, self._note = b"", b""
+
+    def epsilon(self, delta: float, relation: Relation = "add_remove") -> float:
+        """Infinite."""
+        return math.inf
+
+    def facts(self, spending: Spending) -> dict[str, float | str]:
+        """None: nothing was booked."""
+        return {}
+
+    def release(
+        self,
+        spending: Spending,
+        round_: int,
+        part: int,
+        make: Make,
+        *,
+        keep: bool = True,
+        note: bytes = b"",
+    ) -> bytes:
+        """The bytes of a release: those that left before, or newly made ones."""
+        if self._place != (round_, part):
+            content = make(random_generator(None))
+            self._place, self._content, self._note = (round_, part), content, note
+        return self._content
+
+    def find(self, spending: Spending, round_: int, part: int) -> bytes | None:
+        """The bytes of the latest release, if it is this one."""
+        return self._content if self._place == (round_, part) else None
+
+    def latest(self, spending: Spending) -> tuple[bytes, bytes] | None:
+        """The note and the bytes of the latest release; None if there is none, or it had no note."""
+        return (self._note, self._content) if self._note else None
+
+    def has_begun(self, spending: Spending) -> bool:
+        """True: no charge is to come, before which a model should be tried."""
+        return True
 
 
 class RunFiles:

@@ -13,10 +13,23 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-__all__ = ["Fact", "Form", "Message", "MessageError", "Reply", "check_client", "read_reply"]
+__all__ = [
+    "LOST",
+    "REFUSED",
+    "Fact",
+    "Form",
+    "Message",
+    "MessageError",
+    "Reply",
+    "check_client",
+    "read_reply",
+]
 
 
 Fact: TypeAlias = str | int | float | bool
+
+# Replies of every protocol: the client has lost the model, or has no budget left.
+LOST, REFUSED = "lost", "refused"
 
 _MAGIC = b"ldp1"
 _LONGEST_HEADER = 2**20

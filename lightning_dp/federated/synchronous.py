@@ -13,9 +13,8 @@ from torch import Tensor
 from lightning_dp._validate import normalise, optional, positive, seed, whole
 from lightning_dp._world import World
 from lightning_dp.boundary import BoundedSum, Query, Release, State, Term, add_noise
-from lightning_dp.federated.asynchronous import REFUSED
 from lightning_dp.federated.bvr_l_sgd import BVRLSGD
-from lightning_dp.federated.messages import Form, Reply, check_client, read_reply
+from lightning_dp.federated.messages import REFUSED, Form, Reply, check_client, read_reply
 from lightning_dp.federated.protocol import (
     AbstractServer,
     Message,

@@ -55,7 +55,7 @@ def refused(folder: Path, run: str = "A", round_: int = ROUNDS - 1) -> str:
     for ask in (
         lambda: ledger.release(plan, round_, 0, noise),
         lambda: ledger.find(plan, round_, 0),
-        lambda: ledger.note(plan),
+        lambda: ledger.latest(plan),
         lambda: ledger.rounds_left(plan),
     ):
         with pytest.raises(JournalError) as caught:

@@ -143,7 +143,7 @@ def test_poisson_batches_are_of_the_plans_rate(log_cosh, tmp_path):
     for step in range(50):
         facts = {**request.facts, "round": step}
         client.answer(Message("query", facts, request.tensors).to_bytes())
-        sizes.append(len(client._records.asked[-1][1]))
+        sizes.append(len(client._rounds.records.asked[-1][1]))
     assert sum(sizes) / 50 == pytest.approx(0.3 * RECORDS, rel=0.2)
     assert ReleaseLedger(tmp_path, "client 0").history() == [(PoissonGaussian(2.0, 0.3), 50)]
 
@@ -262,7 +262,7 @@ def test_two_queries_of_a_step_are_on_one_batch_and_charged_once(log_cosh, bad_n
     for c in range(CLIENTS):
         history = ReleaseLedger(tmp_path, f"client {c}").history()
         assert history == [(PoissonGaussian(2.0, 0.4), ROUNDS)]
-        asked = [each for client in clients[c] for each in client._records.asked]
+        asked = [each for client in clients[c] for each in client._rounds.records.asked]
         batches = [tuple(batch) for _, batch in asked]
         assert len(batches) >= 2 * ROUNDS and len(set(batches)) == ROUNDS
         together = PoissonRound((asked[0][0].noise_multiplier,) * 2, 1.0).pair[0]

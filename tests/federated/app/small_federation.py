@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 from lightning_dp.federated import AsyncPlan, AsyncServer, InverseSteps, PolynomialSizes
-from lightning_dp.federated.async_client import AsyncClient, ClientPrivacy
+from lightning_dp.federated.async_sgd import AsyncClient, ClientPrivacy
 from lightning_dp.federated.flower import client_app, server_app
 from lightning_dp.federated.local import LocalRecords
 

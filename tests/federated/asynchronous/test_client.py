@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from lightning_dp._noise import NoiseSource
 from lightning_dp.accounting import Gaussian, PLDAccountant, PoissonGaussian
 from lightning_dp.federated import (
     AsyncClient,
@@ -50,13 +51,10 @@ def test_one_noisy_sum_of_one_model_is_what_leaves(small, log_cosh, tmp_path):
     ledger = ReleaseLedger(tmp_path, "client")
     client = AsyncClient(records, many, privacy, ledger, run="trial", share=0.5)
     # Straight to what is made in a round: 2500 rounds through the disk take a minute.
-    rng = np.random.default_rng(0)
-    sums = torch.stack(
-        [
-            Message.from_bytes(client._make(0, small.start(), rng)).tensor("update")
-            for _ in range(rounds)
-        ]
-    )
+    rng, source = np.random.default_rng(0), NoiseSource()
+    facts = {"run": "trial", "round": 0, "counter": 0}
+    asked = client._rounds.read(Message("round", facts, {"model": small.start()}), lambda: None)
+    sums = torch.stack([asked.make(rng, source).tensor("update") for _ in range(rounds)])
     gradient = records.gradients(small.start(), [0])[0]
     clipped = gradient * min(1.0, 0.5 / float(gradient.norm()))
     spread = math.sqrt((1.5**2 + 0.25 * 0.25) / rounds)

@@ -123,7 +123,7 @@ def test_a_second_run_over_the_same_data_adds_to_the_ledger(federation, bad_netw
     run = replace(federation, privacy={"target_epsilon": budget})
     run.in_turn()
     client = CubicNewtonClient(
-        *(federation.client(0)._records, run.plan, run.ledger(0)),
+        *(federation.client(0)._rounds.records, run.plan, run.ledger(0)),
         **{"run": "second", "client": 0, "noise_multiplier": 0.8, "sample_rate": 0.5},
         **{"target_delta": 1e-5, "target_epsilon": budget},
     )
@@ -161,7 +161,7 @@ def over_flower(run, folder, seed, faults):
         )
 
     client = client_app(
-        lambda context: run.client(of(context))._records, protocol, folder / "ledgers"
+        lambda context: run.client(of(context))._rounds.records, protocol, folder / "ledgers"
     )
     server = server_app(
         lambda context: Weights(run.start),

@@ -140,8 +140,8 @@ def test_a_batch_is_drawn_once_for_a_round_or_for_each_inner_step(federation):
         run = federation.but(fresh_batches=fresh, folder=federation.folder / f"{fresh}", seed=None)
         client = run.client(0)
         client.answer(asked(run.start))
-        batches = {tuple(batch) for batch in client._records.asked}
-        assert len(client._records.asked) == 4
+        batches = {tuple(batch) for batch in client._rounds.records.asked}
+        assert len(client._rounds.records.asked) == 4
         assert len(batches) == 1 if not fresh else len(batches) > 1
 
 
