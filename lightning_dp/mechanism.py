@@ -12,7 +12,7 @@ from torch import Tensor
 from lightning_dp._noise import NoiseSource
 from lightning_dp._world import World
 from lightning_dp.accounting.events import AbstractEvent, History, PoissonRound, event_from_dict
-from lightning_dp.accounting.guards import AbstractGuard, FixedGuard
+from lightning_dp.accounting.guards import AbstractGuard
 from lightning_dp.accounting.ledger import Ledger
 from lightning_dp.boundary import BoundedSum, Query, Release, State, add_noise
 from lightning_dp.functional import flatten
@@ -124,7 +124,7 @@ class Mechanism:
         event = self.plan.event_of(least, self.step)
         if query is None:
             self._unasked[event] = self._unasked.get(event, 0) + 1
-            self.guard.pass_over()
+            self.guard.skip()
         else:
             self._enforce([query], least)
             self.ledger.charge(event)
@@ -177,8 +177,7 @@ class Mechanism:
 
     def _least(self, chosen: float) -> float:
         """The noise multiplier that the step in turn is charged with."""
-        is_fixed = isinstance(self.guard, FixedGuard)
-        return self.plan.noise_multiplier(self.step) if is_fixed else chosen
+        return self.guard.charged(lambda: self.plan.noise_multiplier(self.step), chosen)
 
     def _enforce(self, queries: Sequence[Query], least: float) -> None:
         """Refuse queries on one batch that together have less noise than what was charged.

@@ -19,7 +19,6 @@ from lightning_dp.accounting import History
 from lightning_dp.accounting._curve import epsilon_curve
 from lightning_dp.accounting._grouping import coarse, coarse_pairs
 from lightning_dp.accounting.base import CachedAccountant
-from lightning_dp.accounting.guards import FixedGuard
 from lightning_dp.accounting.ledger import Ledger
 from lightning_dp.config import PrivacyConfig
 from lightning_dp.mechanism import Mechanism
@@ -281,8 +280,7 @@ class PrivateRun:
             self._budget().affordable(mechanism.plan, mechanism.step, left)
         )
         self._affordable_end = mechanism.step + affordable
-        if isinstance(mechanism.guard, FixedGuard):  # the others count what was charged
-            mechanism.guard = FixedGuard(affordable)
+        mechanism.guard = mechanism.guard.replanned(affordable)
         return True
 
     def _budget(self) -> Budget:

@@ -1,4 +1,4 @@
-"""Who decides, before a step, whether it still fits into the budget."""
+"""The budget's guards: before each step, they decide whether it still fits."""
 
 from __future__ import annotations
 
@@ -27,23 +27,40 @@ class AbstractGuard(ABC):
 
     @abstractmethod
     def fits(self, next_event: Callable[[], AbstractEvent]) -> bool:
-        """Whether the next step, whose event this function tells, may be made."""
+        """Return whether the next step, whose event this function tells, may be made."""
 
     @abstractmethod
     def book(self, event: AbstractEvent) -> None:
-        """This event was charged."""
+        """Count an event that was charged."""
 
-    def pass_over(self) -> None:  # noqa: B027 (most guards count events, not places in a plan)
-        """The step in turn asked nothing and was not charged."""
+    def skip(self) -> None:  # noqa: B027 (most guards count events, not places in a plan)
+        """Count a step of the plan that made no query, so nothing was charged."""
+
+    def charged(self, planned: Callable[[], float], chosen: float) -> float:
+        """Return the noise multiplier that a step is charged with: the one chosen at run time.
+
+        Args:
+            planned: tells the plan's noise multiplier.
+            chosen: what the schedule chose at run time.
+        """
+        return chosen
+
+    def replanned(self, affordable: float) -> AbstractGuard:
+        """Return the guard to go on with, after a charge was spent on nothing.
+
+        Args:
+            affordable: how many more steps of the plan the budget affords now.
+        """
+        return self
 
     @property
     def remaining(self) -> float:
-        """How many more steps are sure to fit, where that was found in advance; else infinite."""
+        """The number of further steps that are sure to fit; infinite if not found in advance."""
         return math.inf
 
     @abstractmethod
     def claim(self, delta: float) -> float | None:
-        """ε at δ that holds whatever noise is chosen at run time; None if the plan must be fixed."""
+        """Return ε at δ that holds whatever noise is chosen at run time; None if the plan is fixed."""
 
 
 class FixedGuard(AbstractGuard):
@@ -74,8 +91,14 @@ class FixedGuard(AbstractGuard):
     def book(self, event: AbstractEvent) -> None:
         self._remaining -= 1
 
-    def pass_over(self) -> None:
+    def skip(self) -> None:
         self._remaining -= 1
+
+    def charged(self, planned: Callable[[], float], chosen: float) -> float:
+        return planned()  # an envelope: the noise is never less
+
+    def replanned(self, affordable: float) -> AbstractGuard:
+        return FixedGuard(affordable)
 
     def claim(self, delta: float) -> float | None:
         return None
