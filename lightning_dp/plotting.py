@@ -21,15 +21,13 @@ from lightning_dp.accounting import (
     Relation,
     epsilon_curve,
 )
-from lightning_dp.report.content import accountant_named
+from lightning_dp.accounting.journal import Runs
 from lightning_dp.schedules import AbstractSchedule
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-    from lightning_dp.report.content import PrivacyReport
-
-__all__ = ["plot_report", "plot_schedule"]
+__all__ = ["plot_charges", "plot_schedule"]
 
 _EPSILON_POINTS = 24
 
@@ -90,43 +88,62 @@ def plot_schedule(
     return ax
 
 
-def plot_report(
-    report: PrivacyReport,
-    ax: Axes | None = None,
+def plot_charges(
+    runs: Runs,
     *,
+    delta: float,
+    relation: Relation,
+    accountant: AbstractAccountant,
+    budget: float | None = None,
+    claim: float | None = None,
+    title: str = "",
+    ax: Axes | None = None,
     metrics: Mapping[str, Sequence[tuple[int, float]]] | None = None,
 ) -> Axes:
-    """What :meth:`PrivacyReport.plot` does."""
+    """Draw ε over the steps that were charged against the budget, and the noise of each step.
+
+    Most users call :meth:`lightning_dp.report.PrivacyReport.plot`, which knows all arguments.
+
+    Args:
+        runs: the charges of each run, in the order of time.
+        delta, relation, accountant: of ε.
+        budget: a line at the target ε.
+        claim: ε from the first step on, where it is not that of the charges.
+        title: of the picture.
+        ax: where to draw; a new figure by default.
+        metrics: by name, pairs (step, value); they get a panel above, in a new figure.
+
+    Returns:
+        the axes of ε. That of σ_t is the last of its figure's axes.
+
+    Raises:
+        ImportError: without matplotlib.
+        ValueError: if nothing was charged, or ``metrics`` are given with ``ax``.
+    """
     if metrics and ax is not None:
         raise ValueError("metrics get a panel of their own: leave out ax, or draw them yourself.")
-    if not report.steps:
+    charges = [charge for run in runs.values() for charge in run]
+    if not charges:
         raise ValueError("steps=0: nothing was charged, so there is nothing to draw.")
     pyplot = _pyplot("PrivacyReport.plot")
-    charges = [charge for run in report.events.values() for charge in run]
-    counts, epsilons = _epsilons(charges, report.delta, report.relation, _accountant_of(report))
-    if report.claims_budget:
-        counts, epsilons = [0, 1, report.steps], [0.0, report.epsilon, report.epsilon]
+    counts, epsilons = _epsilons(charges, delta, relation, accountant)
+    if claim is not None:
+        counts, epsilons = [0, 1, counts[-1]], [0.0, claim, claim]
     lowest = ax
     ax, sigma = _panels(pyplot, metrics) if ax is None else (ax, ax.twinx())
     (lowest or sigma).set_xlabel("noised steps")
     _draw_sigma(sigma, charges, "C0")
-    if report.target_epsilon is not None:
-        label = f"budget: $\\epsilon$ = {report.target_epsilon:g}"
-        ax.axhline(report.target_epsilon, color="C3", linestyle="--", label=label)
-    _draw_epsilon(ax, counts, epsilons, report.delta, "C1")
+    if budget is not None:
+        label = f"budget: $\\epsilon$ = {budget:g}"
+        ax.axhline(budget, color="C3", linestyle="--", label=label)
+    _draw_epsilon(ax, counts, epsilons, delta, "C1")
     ax.legend(loc="best")
-    ends = itertools.accumulate(sum(count for _, count in run) for run in report.events.values())
+    ends = itertools.accumulate(sum(count for _, count in run) for run in runs.values())
     for end in list(ends)[:-1]:
         ax.axvline(end + 0.5, color="0.6", linestyle=":", linewidth=1)  # another run begins
-    if not report.private:
-        ax.set_title(f"NOT PRIVATE ({'a seed was set' if report.seeded else 'no noise'})")
+    if title:
+        ax.set_title(title)
     return ax
-
-
-def _accountant_of(report: PrivacyReport) -> AbstractAccountant:
-    """That of the run; the package's own for one that is not known here."""
-    known = accountant_named(report.accountant, report.accountant_settings)
-    return PLDAccountant() if known is None else known
 
 
 def _panels(

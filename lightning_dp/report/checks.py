@@ -18,7 +18,7 @@ from lightning_dp.accounting.journal import (
     read_journal,
 )
 from lightning_dp.accounting.rounding import epsilon_text
-from lightning_dp.report.content import PrivacyReport, accountant_named
+from lightning_dp.report.content import PrivacyReport
 from lightning_dp.report.files import Document
 
 __all__ = ["Checked", "check", "check_document", "check_journal"]
@@ -179,7 +179,5 @@ def claim(document: Document, events: Runs, accountant: AbstractAccountant) -> f
 
 def _accountant(report: PrivacyReport | None) -> tuple[AbstractAccountant, bool]:
     """An accountant to check with, and whether it is the one that the report names."""
-    known = None
-    if report is not None:
-        known = accountant_named(report.accountant, report.accountant_settings)
+    known = None if report is None else report.known_accountant()
     return (PLDAccountant(), False) if known is None else (known, True)

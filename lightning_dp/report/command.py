@@ -24,7 +24,7 @@ from lightning_dp.report.files import (
     read_alone,
     read_document,
 )
-from lightning_dp.report.render import charged, text
+from lightning_dp.report.render import charged
 
 __all__ = ["Total", "main", "total"]
 
@@ -192,7 +192,7 @@ def _document(checked: Checked, in_full: bool) -> Iterator[str]:
     document = checked.document
     yield f"== {document.kind} {document.path}"
     if document.report is not None and in_full:
-        yield text(document.report)
+        yield str(document.report)
         yield "-- checked"
     else:
         yield from (f"charged: {line}" for line in charged(document.history()))

@@ -31,7 +31,6 @@ from lightning_dp.accounting.release_file import (
     progress_of_all,
 )
 from lightning_dp.report.content import PrivacyReport
-from lightning_dp.report.render import markdown
 
 __all__ = [
     "CHECKPOINT_KEY",
@@ -75,7 +74,7 @@ def write_report(report: PrivacyReport, folder: str | Path) -> Path:
     path = Path(folder) / PATTERN.replace("*", report.ledger_id)
     path.parent.mkdir(parents=True, exist_ok=True)
     content = json.dumps(report.to_dict(), ensure_ascii=False, allow_nan=False, indent=1)
-    _write(path.with_suffix(".md"), markdown(report))
+    _write(path.with_suffix(".md"), report.markdown())
     _write(path, content + "\n")
     return path
 

@@ -12,7 +12,6 @@ from lightning_dp._warnings import warn
 from lightning_dp.report.content import PrivacyReport
 from lightning_dp.report.files import write_report
 from lightning_dp.report.of_run import report
-from lightning_dp.report.render import summary
 from lightning_dp.run import PrivateRun
 
 __all__ = ["FitReports"]
@@ -64,7 +63,7 @@ class FitReports:
         content = report(self._run)
         written, failure = self._write(content)
         where = failure or ("none in a fast_dev_run" if written is None else str(written))
-        rank_zero_info(summary(content, where))
+        rank_zero_info(content.summary(where))
         if may_warn:
             self._say(failure)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import lightning as L
@@ -50,9 +51,9 @@ def test_it_reads_back_as_the_run_tells_it(fit):
     assert path.name == f"privacy_report-{fitted.id}.json"
     assert read_report(path) == fitted.privacy.report()
     page = path.with_suffix(".md").read_text("utf-8")
-    assert f"(ε, δ) = ({epsilon_text(fitted.privacy.epsilon)}, 1e-05)" in page
+    assert f"ε = {epsilon_text(fitted.privacy.epsilon)} at δ = 1e-05 (add_remove)" in page
     assert "12 × PoissonGaussian(noise_multiplier=1.5, sample_rate=0.1)" in page
-    assert fitted.id in page and "clip norm `max_grad_norm`: 1" in page
+    assert fitted.id in page and "clip norm max_grad_norm: 1" in page
     assert "validation on private data" in page
 
 
@@ -243,10 +244,14 @@ def test_infinite_epsilon_is_legal_json(fit):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"epsilon": "two"}, "epsilon='two' must be a number"),
-        ({"steps": 2.5}, "steps=2.5 must be of type int"),
+        ({"epsilon": "two"}, "epsilon='two' must be a real number"),
+        ({"delta": "nan"}, "delta='nan' must be a real number"),
+        ({"steps": 2.5}, "steps=2.5 must be a whole number"),
+        ({"seeded": 0}, "seeded=0 must be True or False"),
+        ({"versions": {"torch": 2}}, r"versions\['torch'\]=2 must be a text"),
+        ({"events": []}, r"events=\[\] must be a dictionary"),
         ({"format": "other"}, "not a privacy report of this version"),
-        ({"more": 1}, r"missing or unknown: \['more'\]"),
+        ({"more": 1}, r"unknown fields: \['more'\]"),
         ({"relation": "x"}, "relation must be"),
     ],
 )
@@ -255,6 +260,17 @@ def test_a_file_that_is_no_report_is_refused_by_its_field(fit, edit_json, change
     edit_json(path, lambda content: content.update(change))
 
     with pytest.raises(ValueError, match=message):
+        read_report(path)
+
+
+def test_a_field_that_is_absent_has_its_default_if_it_has_one(fit, edit_json):
+    fitted = fit()
+    (path,) = fitted.reports
+    edit_json(path, lambda content: [content.pop(name) for name in ("stop_reason", "versions")])
+
+    assert read_report(path) == replace(fitted.privacy.report(), stop_reason=None, versions={})
+    edit_json(path, lambda content: content.pop("seeded"))
+    with pytest.raises(ValueError, match=r"lacks fields: \['seeded'\]"):
         read_report(path)
 
 
