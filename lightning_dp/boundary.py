@@ -1,7 +1,34 @@
-"""The privacy boundary as three types: what is asked, what was bounded, what may be seen."""
+r"""The privacy boundary: what is asked, what is bounded, what may be seen. The proof is on this page.
+
+**Claim.** What one step lets out of the data is the Gaussian mechanism with noise multiplier z on
+the records of its batch: :math:`\sum_i v_i + N(0, z^2 C^2 I)` with :math:`\|v_i\| \le C` for every
+record i. Accounting turns that, and how batches are drawn, into ε.
+
+**Argument.**
+
+1. A :class:`Query` is public. It is formed from released values before data are touched, and it
+   fixes C and z.
+2. :func:`bounded_sum` is the only function that makes a :class:`BoundedSum` from data. It scales
+   each record's vector by a factor that depends on that vector's norm alone, so one record more or
+   less moves the sum by a vector of length at most C, whatever the other records are. (That a
+   record's vector depends on that record alone is for the isolation check to find out.)
+3. A bounded sum begins in two more ways, each with the trust it needs in its name: with no records
+   (:meth:`BoundedSum.empty`), or from a party that is trusted to have bounded it
+   (:meth:`BoundedSum.received`). :meth:`BoundedSum.plus` adds sums over disjoint records, so each
+   record still has one part in the result.
+4. :func:`add_noise` is the only function that draws noise, and the only one that turns a bounded
+   sum into a :class:`Release`. It takes C from the sum itself, so the noise is never scaled to a
+   bound that was not enforced.
+5. All else (estimators, schedules, post-processing, the optimizer) sees queries and releases only,
+   and what is computed from a release is as private as the release.
+
+A test reads the whole package and fails if anything outside this module constructs a sum or a
+release by other means, or draws noise.
+"""
 
 from __future__ import annotations
 
+import functools
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -33,6 +60,8 @@ __all__ = [
 # of released values only: it goes into checkpoints.
 State: TypeAlias = dict[str, Any]
 
+# Clip norms between these leave float32 room for a sum of millions of records, and their weights.
+_SMALLEST, _LARGEST = 1e-30, 1e32
 _BLOCK = 1 << 16  # values that stay in the cache
 
 
@@ -135,17 +164,17 @@ class Query:
             raise ValueError("Query(coordinates=...) must be sorted, distinct and not negative.")
 
     def size(self, all_coordinates: int) -> int:
-        """The length of the answer, of d in all."""
+        """Return the length of the answer, given d."""
         return all_coordinates if self.coordinates is None else len(self.coordinates)
 
     @property
     def runs_again(self) -> bool:
-        """Whether the gradient at the present parameters is not all that is asked for."""
+        """True if more is asked for than the gradient at the present parameters."""
         return any(t.point is not None or t.direction is not None for t in self.terms)
 
     @property
     def passes(self) -> tuple[Pass, ...]:
-        """What must be run: one pass for each point, and for each further direction there.
+        """The passes to run: one for each point, and one for each further direction there.
 
         A gradient and a Hessian-vector product at the same point come from one pass.
         """
@@ -160,93 +189,6 @@ class Query:
                 found.append(Pass(point, direction, gradient, product))
                 gradient = 0.0
         return tuple(found)
-
-
-@dataclass(frozen=True)
-class BoundedSum:
-    """A sum over records in which each record's part has L2 norm at most ``clip_norm``.
-
-    Sensitive: it must not be logged, saved or compared. Only
-    :func:`lightning_dp.boundary.bounded_sum` makes one from data, and only
-    :func:`lightning_dp._noise.add_noise` turns one into something that may be seen.
-
-    Args:
-        value: flat vector of length d, or of the query's coordinates.
-        clip_norm: C, the L2 sensitivity under add/remove of one record.
-    """
-
-    value: Tensor = field(repr=False)
-    clip_norm: float
-
-    def plus(self, other: BoundedSum) -> BoundedSum:
-        """The sum over both sets of records, which must be disjoint (chunks of one batch)."""
-        if self.clip_norm != other.clip_norm:
-            raise ValueError(
-                f"Sums bounded by different clip norms ({self.clip_norm} and {other.clip_norm}) "
-                "belong to different queries and cannot be added."
-            )
-        return BoundedSum(self.value + other.value, self.clip_norm)
-
-
-@dataclass(frozen=True)
-class Release:
-    """A noised sum or mean: the only thing about the data that leaves the mechanism.
-
-    Args:
-        value: flat vector of length d, or of the query's coordinates.
-        noise_std: standard deviation of the noise in each coordinate.
-    """
-
-    value: Tensor
-    noise_std: float
-
-    def mean(self, expected_batch_size: float) -> Release:
-        """The sum over B, the *expected* batch size: the realised one is private."""
-        if not expected_batch_size > 0:
-            raise ValueError(f"expected_batch_size={expected_batch_size} must be greater than 0.")
-        return Release(self.value / expected_batch_size, self.noise_std / expected_batch_size)
-
-
-def _distinct(tensors: Sequence[Tensor | None]) -> list[Tensor | None]:
-    """Each object once, in order."""
-    return list({id(tensor): tensor for tensor in tensors}.values())
-
-
-def add_noise(
-    total: BoundedSum, noise_multiplier: float, source: NoiseSource, world: World
-) -> Release:
-    """Noise the sum over all ranks once: ``sum_ranks total + N(0, (z C)^2 I)``.
-
-    C comes from the sum itself, so the noise cannot be scaled to a bound that was not enforced.
-    Rank 0 adds the noise *before* the ranks' sums are added up, and every rank gets the same
-    release. The un-noised total exists nowhere.
-    """
-    if not (noise_multiplier >= 0 and math.isfinite(noise_multiplier)):
-        raise ValueError(f"noise_multiplier={noise_multiplier} must be a finite number >= 0.")
-    if noise_multiplier == 0:  # explicitly not private; keeps an infinite clip norm meaningful
-        return Release(world.all_reduce(total.value), 0.0)
-    noise_std = noise_multiplier * total.clip_norm
-    if not math.isfinite(noise_std):
-        raise ValueError(
-            f"The sum is not bounded (clip norm {total.clip_norm}); refusing to noise it."
-        )
-    value = total.value
-    if world.is_lead:
-        value = _plus(value, source.normal(value.numel(), value.device), noise_std)
-    return Release(world.all_reduce(value), noise_std)
-
-
-def _plus(value: Tensor, noise: Tensor, noise_std: float) -> Tensor:
-    """``value + noise_std * noise``, computed in the noise's precision and rounded once."""
-    result = torch.empty_like(value)
-    parts = (torch.split(each, _BLOCK) for each in (value, noise, result))
-    for a, b, out in zip(*parts, strict=True):
-        torch.add(a, b, alpha=noise_std, out=out)
-    return result
-
-
-# Between these float32 has room for a sum of millions of records, and for their weights.
-_SMALLEST, _LARGEST = 1e-30, 1e32
 
 
 class AbstractPerSampleGradients(ABC):
@@ -286,8 +228,54 @@ class AbstractPerSampleGradients(ABC):
         """
 
 
+@dataclass(frozen=True)
+class BoundedSum:
+    """A sum over records in which each record's part has L2 norm at most ``clip_norm``.
+
+    Sensitive: it must not be logged, saved or compared. It is made from data by
+    :func:`bounded_sum`, or by :meth:`empty` or :meth:`received`, never by its constructor;
+    :func:`add_noise` turns it into something that may be seen.
+
+    Args:
+        value: flat vector of length d, or of the query's coordinates.
+        clip_norm: C, the L2 sensitivity under add/remove of one record.
+    """
+
+    value: Tensor = field(repr=False)
+    clip_norm: float
+
+    @classmethod
+    def empty(cls, query: Query, params: Sequence[Tensor]) -> BoundedSum:
+        """Return the answer of no records: zeros, in at least float32.
+
+        Args:
+            query: what was asked.
+            params: the trainable parameters, for their number, type and device.
+        """
+        zeros = _zeros(params)
+        return cls(zeros[: query.size(len(zeros))], query.clip_norm)
+
+    @classmethod
+    def received(cls, value: Tensor, query: Query) -> BoundedSum:
+        """Return a sum that another party computed, trusting it to have bounded every record.
+
+        Nothing here can check that: the guarantee holds if the party that sent ``value`` made it
+        by :func:`bounded_sum`, for this query.
+        """
+        return cls(value, query.clip_norm)
+
+    def plus(self, other: BoundedSum) -> BoundedSum:
+        """Return the sum over both sets of records, which must be disjoint (chunks of one batch)."""
+        if self.clip_norm != other.clip_norm:
+            raise ValueError(
+                f"Sums bounded by different clip norms ({self.clip_norm} and {other.clip_norm}) "
+                "belong to different queries and cannot be added."
+            )
+        return BoundedSum(self.value + other.value, self.clip_norm)
+
+
 def bounded_sum(gradients: AbstractPerSampleGradients, clip_norm: float) -> BoundedSum:
-    r""":math:`\sum_i g_i \min(1, C/\|g_i\|)`: adding or removing a record moves it by at most C.
+    r"""Return :math:`\sum_i g_i \min(1, C/\|g_i\|)`: one record moves it by at most C.
 
     Promises: each record contributes a vector of L2 norm at most ``clip_norm`` (up to rounding);
     a record whose gradient is not finite contributes zero; no record affects another's part. It
@@ -301,8 +289,86 @@ def bounded_sum(gradients: AbstractPerSampleGradients, clip_norm: float) -> Boun
             f"clip_norm={clip_norm} must be at least {_SMALLEST:g}: float32 has no room for the sum of "
             "records that small."
         )
+    # For C far from 1 the sum is computed in units of C and multiplied by C at the end, so that
+    # neither weights nor partial sums leave the range of float32.
     unit = 1.0 if 1e-3 <= clip_norm <= 1e3 or clip_norm == math.inf else min(clip_norm, _LARGEST)
     norms = gradients.norms()
+    # Beyond that a weight of C / norm has too few digits left to bound anything: such a record is
+    # left out, as one whose norm is not finite.
     held = norms.masked_fill(norms > _LARGEST, math.inf)
     total = gradients.weighted_sum(clip_factors(held, clip_norm) / unit)
     return BoundedSum(total if unit == 1 else total.mul_(unit), clip_norm)
+
+
+@dataclass(frozen=True)
+class Release:
+    """A noised sum or mean: the only thing about the data that leaves the mechanism.
+
+    Args:
+        value: flat vector of length d, or of the query's coordinates.
+        noise_std: standard deviation of the noise in each coordinate.
+    """
+
+    value: Tensor
+    noise_std: float
+
+    @classmethod
+    def of_nothing(cls, params: Sequence[Tensor]) -> Release:
+        """Return zeros without noise: what a step that asked nothing releases."""
+        return cls(_zeros(params), 0.0)
+
+    @classmethod
+    def received(cls, value: Tensor, noise_std: float) -> Release:
+        """Return what other parties noised before they sent it, trusting them to have done so."""
+        return cls(value, noise_std)
+
+    def mean(self, expected_batch_size: float) -> Release:
+        """Return the sum over B, the *expected* batch size: the realised one is private."""
+        if not expected_batch_size > 0:
+            raise ValueError(f"expected_batch_size={expected_batch_size} must be greater than 0.")
+        return Release(self.value / expected_batch_size, self.noise_std / expected_batch_size)
+
+
+def add_noise(
+    total: BoundedSum, noise_multiplier: float, source: NoiseSource, world: World
+) -> Release:
+    """Noise the sum over all ranks once: ``sum_ranks total + N(0, (z C)^2 I)``.
+
+    C comes from the sum itself, so the noise cannot be scaled to a bound that was not enforced.
+    Rank 0 adds the noise *before* the ranks' sums are added up, and every rank gets the same
+    release. The un-noised total exists nowhere.
+    """
+    if not (noise_multiplier >= 0 and math.isfinite(noise_multiplier)):
+        raise ValueError(f"noise_multiplier={noise_multiplier} must be a finite number >= 0.")
+    if noise_multiplier == 0:  # explicitly not private; keeps an infinite clip norm meaningful
+        return Release(world.all_reduce(total.value), 0.0)
+    noise_std = noise_multiplier * total.clip_norm
+    if not math.isfinite(noise_std):
+        raise ValueError(
+            f"The sum is not bounded (clip norm {total.clip_norm}); refusing to noise it."
+        )
+    value = total.value
+    if world.is_lead:  # noise from every rank would add up to n times the variance
+        value = _plus(value, source.normal(value.numel(), value.device), noise_std)
+    return Release(world.all_reduce(value), noise_std)
+
+
+def _plus(value: Tensor, noise: Tensor, noise_std: float) -> Tensor:
+    """Return ``value + noise_std * noise``, computed in the noise's precision and rounded once."""
+    result = torch.empty_like(value)
+    parts = (torch.split(each, _BLOCK) for each in (value, noise, result))
+    for a, b, out in zip(*parts, strict=True):
+        torch.add(a, b, alpha=noise_std, out=out)
+    return result
+
+
+def _zeros(params: Sequence[Tensor]) -> Tensor:
+    """Return a zero for each entry of the parameters, in at least float32."""
+    size = sum(param.numel() for param in params)
+    dtype = functools.reduce(torch.promote_types, (p.dtype for p in params), torch.float32)
+    return torch.zeros(size, dtype=dtype, device=params[0].device)
+
+
+def _distinct(tensors: Sequence[Tensor | None]) -> list[Tensor | None]:
+    """Return each object once, in order."""
+    return list({id(tensor): tensor for tensor in tensors}.values())

@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from lightning_dp._noise import NoiseSource
@@ -15,7 +14,6 @@ from lightning_dp.accounting.events import AbstractEvent, History, PoissonRound,
 from lightning_dp.accounting.guards import AbstractGuard
 from lightning_dp.accounting.ledger import Ledger
 from lightning_dp.boundary import BoundedSum, Query, Release, State, add_noise
-from lightning_dp.functional import flatten
 from lightning_dp.plan import NoisePlan
 from lightning_dp.postprocessing import AbstractPostProcessor
 from lightning_dp.schedules import AbstractAdaptiveSchedule
@@ -269,10 +267,9 @@ class Mechanism:
     ) -> Release:
         """The noised sum; zeros without noise if nothing was asked."""
         if query is None:
-            return Release(_zeros(params), 0.0)
+            return Release.of_nothing(params)
         if total is None:
-            zeros = _zeros(params)
-            total = BoundedSum(zeros[: query.size(len(zeros))], query.clip_norm)
+            total = BoundedSum.empty(query, params)
         return add_noise(total, query.noise_multiplier, self.noise, self.world)
 
     def drop(self) -> None:
@@ -305,9 +302,3 @@ class Mechanism:
         self._postprocessing_states = list(state["postprocessing"])
         self._schedule_state = state["schedule"]
         self._unasked = {event_from_dict(event): int(n) for event, n in state["unasked"]}
-
-
-def _zeros(params: Sequence[Tensor]) -> Tensor:
-    """An empty sum, in at least float32."""
-    flat = flatten(params)
-    return torch.zeros_like(flat, dtype=torch.promote_types(flat.dtype, torch.float32))

@@ -134,7 +134,7 @@ class LogisticRecords:
         (term,) = query.terms
         assert term.point is not None and term.weight == 1 and query.coordinates is None
         if query.clip_norm == float("inf") and len(records) == 1:
-            return BoundedSum(self._gradient(term.point, records[0]), query.clip_norm)
+            return BoundedSum.received(self._gradient(term.point, records[0]), query)
         chosen = torch.as_tensor(records, dtype=torch.int64)
         x, y = self._x[chosen], self._y[chosen]
         return bounded_sum(LogisticGradients(x, y, term.point, self._decay), query.clip_norm)
@@ -176,7 +176,7 @@ class LeNetRecords:
         chosen = list(records)
         outputs = self._model(self._images[chosen])
         loss = nn.functional.cross_entropy(outputs, self._digits[chosen], reduction="sum")
-        return BoundedSum(flatten(torch.autograd.grad(loss, self._params)), query.clip_norm)
+        return BoundedSum.received(flatten(torch.autograd.grad(loss, self._params)), query)
 
 
 def load(params: Sequence[Tensor], point: Tensor) -> None:

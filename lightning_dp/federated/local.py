@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Literal, TypeAlias, get_args
 
@@ -234,15 +235,14 @@ class LocalRecords:
         records = [int(record) for record in records]
         if len(set(records)) != len(records):
             raise ValueError("A record occurs twice in one batch, so it would count twice.")
-        clip_norm = query.clip_norm if self.unit == "record" else float("inf")
-        flat = self.point
-        dtype = torch.promote_types(flat.dtype, torch.float32)
-        zeros = torch.zeros(query.size(len(flat)), dtype=dtype, device=flat.device)
-        total = BoundedSum(zeros, clip_norm)
+        # Of a whole client, the records have no bound: their sum gets one, as the client's part.
+        of_all = replace(query, clip_norm=math.inf, noise_multiplier=0.0)
+        asked = query if self.unit == "record" else of_all
+        total = BoundedSum.empty(asked, [self.point])
         with self._watched() as watch, muted(self._module), torch.enable_grad():
             for number, (batch, size) in enumerate(self._chunks(records)):
                 gradients = self._combination(watch, query, batch, size, number)
-                total = total.plus(bounded_sum(gradients, clip_norm))
+                total = total.plus(bounded_sum(gradients, asked.clip_norm))
         if self.unit == "record":
             return total
         whole = MaterialisedGradients([total.value], [total.value.unsqueeze(0)], 1.0)

@@ -139,7 +139,7 @@ class SynchronousServer(AbstractServer):
             self._answers = {}
             if self._query is not None:
                 return
-            self._tell(Release(torch.zeros_like(self._point), 0.0))
+            self._tell(Release.of_nothing([self._point]))
 
     def _tell(self, released: Release) -> None:
         mean = released.mean(self.plan.rate(self._step) * self.num_records)
@@ -179,10 +179,10 @@ class SynchronousServer(AbstractServer):
             total = total + self._answers[client]
         if self.noise == "server":
             source = noise_source(self.seed, self._step)
-            bounded = BoundedSum(total, query.clip_norm)
+            bounded = BoundedSum.received(total, query)
             return add_noise(bounded, query.noise_multiplier, source, World())
         each = query.noise_multiplier * query.clip_norm if query.noise_multiplier else 0.0
-        return Release(total, each * math.sqrt(self.num_clients))
+        return Release.received(total, each * math.sqrt(self.num_clients))
 
     # -- messages ----------------------------------------------------------------------------
 

@@ -222,7 +222,7 @@ class TrustedServer:
                 self.private_run.void(reason)
                 raise VoidedRunError(reason)
         for value in values:
-            mechanism.answer(BoundedSum(value, question.query.clip_norm))
+            mechanism.answer(BoundedSum.received(value, question.query))
 
     def _share(self, status: float, question: _Question | None) -> tuple[float, _Question | None]:
         """Rank 0's question on every rank."""

@@ -1,13 +1,18 @@
-"""Queries, sums and releases: what they refuse, and what they promise."""
+"""Queries, sums and releases: what they refuse and promise, and that there is no way round them."""
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 import math
+from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
 
+import lightning_dp
+import lightning_dp.callbacks
 from lightning_dp.boundary import BoundedSum, Pass, Query, Release, Term
 
 
@@ -124,3 +129,63 @@ def test_a_batch_size_that_is_not_positive_is_refused(size):
 
 def test_a_sum_does_not_print_its_values():
     assert "7" not in repr(BoundedSum(torch.tensor([7777.0]), 1.0))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_the_answer_of_no_records_is_zeros_in_at_least_float32(dtype):
+    params = [torch.ones(2, 3, dtype=dtype), torch.ones((), dtype=dtype)]
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+
+    total = BoundedSum.empty(Query((Term(),), 0.5, 1.0), params)
+    part = BoundedSum.empty(Query((Term(),), 0.5, 1.0, torch.tensor([1, 4])), params)
+
+    assert (total.value.tolist(), total.value.dtype, total.clip_norm) == ([0.0] * 7, wide, 0.5)
+    assert part.value.tolist() == [0.0, 0.0]
+    nothing = Release.of_nothing(params)
+    assert (nothing.value.tolist(), nothing.value.dtype, nothing.noise_std) == ([0.0] * 7, wide, 0)
+
+
+def test_a_sum_of_another_party_has_the_bound_that_was_asked_for():
+    value = torch.ones(3)
+    total = BoundedSum.received(value, Query((Term(),), 0.25, 1.0))
+    assert total.value is value
+    assert total.clip_norm == 0.25
+
+
+# -- no way round it -----------------------------------------------------------------------------
+
+
+def calls(source: str) -> Iterator[str]:
+    """The names of the functions that some code calls: ``f`` of ``f()``, and of ``x.f()``."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Call):
+            if isinstance(node.func, ast.Name):
+                yield node.func.id
+            if isinstance(node.func, ast.Attribute):
+                yield node.func.attr
+
+
+def callers(name: str) -> set[str]:
+    """The files of the package in which a function of this name is called."""
+    found = set()
+    for package in (lightning_dp, lightning_dp.callbacks):
+        folder = Path(str(package.__file__)).parent
+        for file in folder.rglob("*.py"):
+            if name in calls(file.read_text()):
+                found.add(file.relative_to(folder).as_posix())
+    return found
+
+
+@pytest.mark.parametrize("name", ["BoundedSum", "Release"])
+def test_only_the_boundary_constructs_sums_and_releases(name):
+    assert callers(name) == {"boundary.py"}
+
+
+def test_only_the_boundary_draws_noise():
+    assert callers("normal") == {"boundary.py"}
+    assert callers("standard_normal") == {"_noise.py"}
+
+
+def test_a_constructor_call_would_be_found():
+    source = "x = [boundary.BoundedSum(v, 1.0)]\ndef f(): return Release(v, 0.0).mean(3)"
+    assert {"BoundedSum", "Release"} <= set(calls(source))
