@@ -6,8 +6,6 @@ import importlib
 import inspect
 import re
 import runpy
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -90,19 +88,18 @@ def test_there_is_a_file_for_each_method_and_its_command_names_it():
         assert isinstance(arguments["target_delta"], float)
 
 
-def test_the_help_of_the_callback_names_every_argument_and_what_can_be_put_there(tmp_path):
+def test_the_help_of_the_callback_names_every_argument_and_what_can_be_put_there(train, capsys):
     name = "lightning_dp.callbacks.DifferentialPrivacy"
-    done = subprocess.run(
-        [sys.executable, FOLDER / "train.py", "fit", "--trainer.callbacks.help", name],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        check=True,
-    )
+
+    with pytest.raises(SystemExit) as end:
+        train(["fit", "--trainer.callbacks.help", name])
+
+    assert end.value.code == 0
+    text = capsys.readouterr().out
     for argument in inspect.signature(DifferentialPrivacy).parameters:
-        assert f"--trainer.callbacks.{argument} " in done.stdout
+        assert f"--trainer.callbacks.{argument} " in text
     for word in ("Exponential", "Diff2", "LaplacianSmoothing", "FullBatch", "PLDAccountant"):
-        assert re.search(rf"\blightning_dp\.[\w.]*{word}\b", done.stdout)
+        assert re.search(rf"\blightning_dp\.[\w.]*{word}\b", text)
 
 
 CONFIGURABLE = [
