@@ -156,7 +156,7 @@ RESIDENT = """
 import sys
 from pathlib import Path
 sys.path.insert(0, sys.argv[1])
-import test_memory as t
+import test_peak_memory as t
 import torch
 torch.set_num_threads(1)
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from collections import UserDict
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -206,49 +204,3 @@ def test_what_cannot_be_probed_is_an_error_before_a_charge(
 
     assert "secret" not in str(e.value)
     assert privacy.steps == 0
-
-
-def test_the_last_line_says_that_isolation_was_not_checked(
-    class_weighted, loader, make_trainer, caplog
-):
-    privacy = DifferentialPrivacy(noise_multiplier=1.0, target_delta=1e-5, isolation_probe=False)
-
-    with caplog.at_level("INFO"):
-        make_trainer(max_steps=1, callbacks=[privacy]).fit(class_weighted, loader)
-
-    (line,) = (r.getMessage() for r in caplog.records if r.getMessage().startswith("privacy: "))
-    assert "isolation of records was not checked" in line
-
-
-CTC = """
-import sys, torch, lightning as L
-from torch import nn
-from lightning_dp.isolation import probe_isolation
-kind, dtype = sys.argv[1], getattr(torch, sys.argv[2])
-class Speech(L.LightningModule):
-    def __init__(self):
-        super().__init__()
-        self.net = nn.Linear(5, 6)
-        self.ctc = nn.CTCLoss(blank=5)
-    def training_step(self, batch, batch_idx):
-        x, y, lengths, target_lengths = batch
-        if kind == "concatenated":
-            y = torch.cat([row[:n] for row, n in zip(y, target_lengths)])
-        return self.ctc(self.net(x).log_softmax(2).transpose(0, 1), y, lengths, target_lengths)
-n = 4
-y = torch.zeros(n, 3, dtype=dtype)
-ones = torch.ones(n, dtype=dtype)
-print(probe_isolation(Speech(), (torch.zeros(n, 9, 5), y, 9 * ones, 3 * ones)))
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("dtype", ["int32", "int64"])
-@pytest.mark.parametrize("kind", ["padded", "concatenated"])
-def test_ctc_does_not_end_the_process(kind, dtype):
-    done = subprocess.run(
-        [sys.executable, "-c", CTC, kind, dtype], capture_output=True, text=True, timeout=120
-    )
-
-    assert done.returncode == 0, done.stderr[-2000:]
-    assert "probed, isolated" in done.stdout

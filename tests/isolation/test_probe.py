@@ -17,7 +17,6 @@ from torchmetrics import Accuracy
 from lightning_dp._warnings import PrivacyWarning
 from lightning_dp.callbacks import DifferentialPrivacy
 from lightning_dp.isolation import check_isolation, probe_isolation
-from lightning_dp.isolation.synthetic import leaves_of, synthetic_pool
 
 
 @pytest.mark.parametrize("engine", ["auto", "hooks"])
@@ -122,19 +121,6 @@ def test_no_value_of_the_batch_has_a_part_in_it(class_weighted):
 
     assert found == probe_isolation(class_weighted, (torch.zeros(3, 6), torch.zeros(3).long()))
     assert found.outcome == "coupled"
-
-
-def test_every_record_has_a_partner_that_differs_everywhere():
-    batch = {"x": torch.zeros(3, 2, 2), "y": (torch.zeros(3).long(), torch.zeros(3, 5).bool())}
-
-    pool = synthetic_pool(batch, 8, classes=3)
-
-    for leaf, given in zip(leaves_of(pool), leaves_of(batch), strict=True):
-        assert leaf.dtype == given.dtype
-        assert leaf.shape == (8, *given.shape[1:])
-        assert all((leaf[i] != leaf[i + 4]).any() for i in range(4))
-    assert set(pool["y"][0].tolist()) == {0, 1, 2}
-    assert pool["y"][1].any(1).all()
 
 
 @pytest.mark.parametrize(
