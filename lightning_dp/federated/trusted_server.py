@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -14,9 +12,12 @@ from torch.optim import Optimizer
 from lightning_dp._noise import random_generator
 from lightning_dp._world import World
 from lightning_dp.accounting.events import VoidedRunError
-from lightning_dp.boundary import BoundedSum, Query, Term
+from lightning_dp.boundary import BoundedSum, Query
 from lightning_dp.config import PrivacyConfig
 from lightning_dp.federated.local import LocalRecords
+from lightning_dp.federated.messages import Message
+from lightning_dp.federated.protocol import draw
+from lightning_dp.federated.synchronous import QUERY, query_from, query_message
 from lightning_dp.functional import flatten, unflatten
 from lightning_dp.gradients import UnsupportedModelError
 from lightning_dp.run import PrivateRun
@@ -25,16 +26,8 @@ from lightning_dp.sampling import BatchPlan
 __all__ = ["TrustedServer"]
 
 _SERVER = 0
-_STOP, _NOTHING, _ASK, _FAILED = 0.0, 1.0, 2.0, 3.0
+_STOP, _NOTHING, _FAILED = "stop", "nothing", "failed"
 _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
-
-
-@dataclass(frozen=True)
-class _Question:
-    """What the server asks all ranks at one step: public, and the same on every rank."""
-
-    query: Query
-    sample_rate: float
 
 
 class TrustedServer:
@@ -140,7 +133,7 @@ class TrustedServer:
             while (made < rounds or not self._is_server) and self._step():
                 made += 1
             if self._is_server and made == rounds:
-                self._share(_STOP, None)  # the others wait for the next question
+                self._share(Message(_STOP))  # the others wait for the next question
         finally:
             run.stop()
         self._share_model()
@@ -148,31 +141,32 @@ class TrustedServer:
 
     def _step(self) -> bool:
         """One step; False if the budget is at its end."""
-        status, question = (
-            self._share(*self._ask()) if self._is_server else self._share(_STOP, None)
-        )
-        if status == _FAILED:
+        message = self._share(self._ask() if self._is_server else None)
+        if message.kind == _FAILED:
             raise VoidedRunError("rank 0 has refused the sum of a rank, which its error names.")
-        if status == _STOP:
+        if message.kind == _STOP:
             return False
-        if question is not None:
-            self._gather(question, self._answer_together(question))
+        if message.kind == QUERY:
+            query = query_from(message)
+            self._gather(query, self._answer_together(query, message["sample_rate"]))
         if self._is_server:
             self._take_step()
         return True
 
     # -- rank 0 ------------------------------------------------------------------------------
 
-    def _ask(self) -> tuple[float, _Question | None]:
-        """Charge the next step and form its question."""
+    def _ask(self) -> Message:
+        """Charge the next step and form its query."""
         mechanism = self.private_run.mechanism
         assert mechanism is not None
         if mechanism.exhausted:
             self.private_run.stop_reason = "privacy budget reached"
-            return _STOP, None
+            return Message(_STOP)
         rate = mechanism.plan.rate(mechanism.step)
         query = mechanism.ask(self._local.params)
-        return (_NOTHING, None) if query is None else (_ASK, _Question(query, rate))
+        if query is None:
+            return Message(_NOTHING)
+        return query_message(query, self._local.point, {"sample_rate": rate})
 
     def _take_step(self) -> None:
         mechanism, params = self.private_run.mechanism, self._local.params
@@ -186,17 +180,17 @@ class TrustedServer:
 
     # -- every rank --------------------------------------------------------------------------
 
-    def _answer(self, question: _Question) -> BoundedSum:
+    def _answer(self, query: Query, sample_rate: float) -> BoundedSum:
         """The bounded sum over this rank's part of the batch."""
         sampling = self.private_run.config.sampling
-        drawn = sampling.draw(self._local.num_records, question.sample_rate, self._rng)
-        return self._local.bounded_sum(question.query, drawn.tolist())
+        drawn = draw(self._local, sample_rate, self._rng, sampling)
+        return self._local.bounded_sum(query, drawn)
 
-    def _answer_together(self, question: _Question) -> BoundedSum:
+    def _answer_together(self, query: Query, sample_rate: float) -> BoundedSum:
         """The same, or an error on every rank if the records of one of them failed a check."""
         part, reason = None, ""
         try:
-            part = self._answer(question)
+            part = self._answer(query, sample_rate)
         except (VoidedRunError, UnsupportedModelError) as error:
             reason = getattr(error, "reason", str(error))
         if not self._sum_over_ranks(part is None) and part is not None:
@@ -206,7 +200,7 @@ class TrustedServer:
             self.private_run.void(reason)
         raise VoidedRunError(reason)
 
-    def _gather(self, question: _Question, part: BoundedSum) -> None:
+    def _gather(self, query: Query, part: BoundedSum) -> None:
         """Bring the ranks' sums to rank 0, and to no other, and give them to the mechanism."""
         if not self._is_server:
             dist.gather(part.value, dst=_SERVER)
@@ -217,36 +211,19 @@ class TrustedServer:
         assert mechanism is not None
         for rank, value in enumerate(values):
             if not bool(torch.isfinite(value).all()):
-                self._share(_FAILED, None)
+                self._share(Message(_FAILED))
                 reason = f"the sum of rank {rank} is not finite, as clipped sums are."
                 self.private_run.void(reason)
                 raise VoidedRunError(reason)
         for value in values:
-            mechanism.answer(BoundedSum.received(value, question.query))
+            mechanism.answer(BoundedSum.received(value, query))
 
-    def _share(self, status: float, question: _Question | None) -> tuple[float, _Question | None]:
-        """Rank 0's question on every rank."""
-        terms = () if question is None else question.query.terms
-        numbers = (1.0, math.inf, 0.0)
-        if question is not None:
-            query = question.query
-            numbers = (question.sample_rate, query.clip_norm, query.noise_multiplier)
-        header = self._broadcast(torch.tensor([status, *numbers, len(terms)], dtype=torch.float64))
-        status, rate, clip_norm, noise, count = header.tolist()
-        if status != _ASK:
-            return status, None
-        here = self._local.point
-        weights = torch.tensor([term.weight for term in terms], dtype=torch.float64)
-        points = [here if term.point is None else term.point for term in terms]
-        if not self._is_server:
-            weights = torch.zeros(int(count), dtype=torch.float64)
-            points = [torch.zeros_like(here) for _ in range(int(count))]
-        weights = self._broadcast(weights)
-        shared = tuple(
-            Term(weight, self._broadcast(point.to(here.dtype)))
-            for weight, point in zip(weights.tolist(), points, strict=True)
-        )
-        return status, _Question(Query(shared, clip_norm, noise), rate)
+    def _share(self, message: Message | None) -> Message:
+        """Rank 0's message on every rank."""
+        content = b"" if message is None else message.to_bytes()
+        length = int(self._broadcast(torch.tensor([len(content)])))
+        raw = torch.frombuffer(bytearray(content or length), dtype=torch.uint8)
+        return Message.from_bytes(self._broadcast(raw).numpy().tobytes())
 
     def _share_model(self) -> None:
         params = self._local.params
@@ -265,9 +242,9 @@ class TrustedServer:
         """N over all ranks; raises ValueError on each if their models are not of one kind."""
         here = self._local.point
         mine = [self._local.num_records, len(here), _DTYPES.index(here.dtype)]
-        told = [torch.zeros(len(mine), dtype=torch.int64) for _ in range(dist.get_world_size())]
-        dist.all_gather(told, torch.tensor(mine))
-        counts = [each.tolist() for each in told]
+        answers = [torch.zeros(len(mine), dtype=torch.int64) for _ in range(dist.get_world_size())]
+        dist.all_gather(answers, torch.tensor(mine))
+        counts = [each.tolist() for each in answers]
         for rank, (_, size, dtype) in enumerate(counts):
             if [size, dtype] != counts[_SERVER][1:]:
                 raise ValueError(

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from lightning_dp import PrivacyConfig
 from lightning_dp.accounting import Gaussian, PLDAccountant, PoissonGaussian
 from lightning_dp.estimators import CubicNewton
+from lightning_dp.federated import Message
 from lightning_dp.federated.local import LocalRecords
 from lightning_dp.federated.trusted_server import TrustedServer
 from lightning_dp.functional import flatten, unflatten
@@ -107,17 +108,26 @@ def test_all_ranks_end_with_one_model_and_one_epsilon(job, scenario):
     assert not torch.equal(lead["after"], lead["before"])
 
 
+def read(heard: list[Tensor]) -> list[Tensor]:
+    """What was heard, and the vectors in rank 0's messages."""
+    messages = [
+        Message.from_bytes(each.numpy().tobytes()) for each in heard if each.dtype == torch.uint8
+    ]
+    assert messages
+    return [*heard, *(vector for message in messages for vector in message.tensors.values())]
+
+
 def test_a_rank_hears_no_sum_without_noise_but_its_own(job):
     lead, other = results(job, "heard")
     assert len(lead["sums"]) == len(other["sums"]) == 3
     for mine, theirs in zip(other["sums"], lead["sums"], strict=True):
         total = mine + theirs
-        for heard in other["heard"]:
+        for heard in read(other["heard"]):
             if heard.shape != total.shape:
                 continue
             for secret in (theirs, total, total / sum(SIZES)):
                 assert not torch.allclose(heard, secret, rtol=1e-3)
-    assert any(heard.shape == other["before"].shape for heard in other["heard"])
+    assert any(heard.shape == other["before"].shape for heard in read(other["heard"]))
     # The same search finds them where they may be: on the server.
     assert any(torch.equal(heard, other["sums"][0]) for heard in lead["heard"])
 

@@ -151,7 +151,7 @@ def test_local_steps_are_the_papers_loop(small, log_cosh, local_steps):
     """The server ends a round where the client's own model does; there is no ε."""
     records = log_cosh(30)
     client = AsyncClient(
-        *(records, small.plan(), ClientPrivacy(math.inf, 0.0, math.inf), None),
+        *(records, small.plan(), ClientPrivacy(math.inf, 0.0, math.inf, seed=1), None),
         run="trial",
         local_steps=local_steps,
     )
