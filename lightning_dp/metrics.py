@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 from torchmetrics import Metric
 
-from lightning_dp._validate import number, probability, whole
-from lightning_dp.accounting import AbstractAccountant, Gaussian, PLDAccountant, PoissonGaussian
+from lightning_dp._validate import probability, whole
+from lightning_dp.accounting import AbstractAccountant, PLDAccountant
 from lightning_dp.accounting.base import Relation, check_relation
-from lightning_dp.accounting.events import AbstractEvent
+from lightning_dp.accounting.events import sampled_gaussian
 
 __all__ = ["PrivacyBudget"]
 
@@ -68,7 +68,7 @@ class PrivacyBudget(Metric):
 
     def update(self, noise_multiplier: float, sample_rate: float = 1.0, steps: int = 1) -> None:
         """Add ``steps`` steps: noise z·C on the sum over a Poisson batch of rate q (1: all)."""
-        noise_multiplier, sample_rate = _event(noise_multiplier, sample_rate).pair
+        noise_multiplier, sample_rate = sampled_gaussian(noise_multiplier, sample_rate).pair
         steps = whole("steps", steps, 0)
         last = (self.noise_multipliers[-1:], self.sample_rates[-1:])
         if [float(v) for part in last for v in part] == [noise_multiplier, sample_rate]:
@@ -89,7 +89,7 @@ class PrivacyBudget(Metric):
             self.counts.tolist(),
             strict=True,
         )
-        history = [(_event(z, q), int(count)) for z, q, count in steps]
+        history = [(sampled_gaussian(z, q), int(count)) for z, q, count in steps]
         epsilon = self.accountant.epsilon(history, self.target_delta, self.relation)
         return torch.tensor(epsilon, dtype=torch.float64)
 
@@ -100,9 +100,3 @@ class PrivacyBudget(Metric):
             matplotlib's figure and axes.
         """
         return self._plot(val, ax)
-
-
-def _event(noise_multiplier: float, sample_rate: float) -> AbstractEvent:
-    if number("sample_rate", sample_rate) == 1:
-        return Gaussian(noise_multiplier)
-    return PoissonGaussian(noise_multiplier, sample_rate)

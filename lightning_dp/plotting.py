@@ -14,13 +14,12 @@ from lightning_dp._validate import number, positive, whole
 from lightning_dp.accounting import (
     AbstractAccountant,
     AbstractEvent,
-    Gaussian,
     History,
     PLDAccountant,
-    PoissonGaussian,
     Relation,
     epsilon_curve,
 )
+from lightning_dp.accounting.events import sampled_gaussian
 from lightning_dp.accounting.journal import Runs
 from lightning_dp.schedules import AbstractSchedule
 
@@ -75,10 +74,7 @@ def plot_schedule(
     sample_rate = number("sample_rate", sample_rate)
     pyplot = _pyplot("plot_schedule")
     sigmas = [scale * schedule(step) for step in range(steps)]
-    charges = [
-        (Gaussian(sigma) if sample_rate == 1 else PoissonGaussian(sigma, sample_rate), 1)
-        for sigma in sigmas
-    ]
+    charges: History = [(sampled_gaussian(sigma, sample_rate), 1) for sigma in sigmas]
     counts, epsilons = _epsilons(charges, delta, relation, PLDAccountant())
 
     ax = pyplot.subplots()[1] if ax is None else ax

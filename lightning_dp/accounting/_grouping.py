@@ -30,7 +30,13 @@ from numpy.typing import NDArray
 from scipy.linalg import eigh_tridiagonal
 from scipy.special import ndtr
 
-from lightning_dp.accounting.events import AbstractEvent, Gaussian, History, PoissonGaussian
+from lightning_dp.accounting.events import (
+    AbstractEvent,
+    Gaussian,
+    History,
+    PoissonGaussian,
+    sampled_gaussian,
+)
 from lightning_dp.accounting.steps import FloatArray, Steps, merge_arrays
 
 __all__ = ["coarse", "coarse_pairs", "few_alike"]
@@ -253,17 +259,13 @@ def coarse_pairs(pairs: Iterable[tuple[float, float]]) -> History:
 
 def _rounded_down(steps: Counter[tuple[float, float]]) -> History:
     if len(steps) <= _FEW_EVENTS:
-        return [(_event(*pair), count) for pair, count in steps.items()]
+        return [(sampled_gaussian(*pair), count) for pair, count in steps.items()]
     counts: dict[tuple[float, float], tuple[float, int]] = {}
     for (noise, rate), count in steps.items():
         key = (math.floor(math.log(noise) / _RATIO) if noise > 0 else -math.inf, rate)
         least, total = counts.get(key, (math.inf, 0))
         counts[key] = min(least, noise), total + count
-    return [(_event(least, rate), total) for (_, rate), (least, total) in counts.items()]
-
-
-def _event(noise: float, rate: float) -> AbstractEvent:
-    return Gaussian(noise) if rate == 1 else PoissonGaussian(noise, rate)
+    return [(sampled_gaussian(least, rate), total) for (_, rate), (least, total) in counts.items()]
 
 
 _NODES = 12

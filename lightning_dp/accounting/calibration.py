@@ -19,10 +19,9 @@ from lightning_dp.accounting.base import (
 )
 from lightning_dp.accounting.events import (
     AbstractEvent,
-    Gaussian,
     History,
-    PoissonGaussian,
     RepeatAndSelect,
+    sampled_gaussian,
 )
 from lightning_dp.accounting.gdp import mu_of_budget
 from lightning_dp.accounting.pld import PLDAccountant
@@ -155,7 +154,7 @@ def calibrate_history(
     Example:
         The noise multiplier of every run of a search that costs epsilon = 3 as a whole:
 
-        >>> from lightning_dp.accounting import RepeatAndSelect, StreamingRDPAccountant
+        >>> from lightning_dp.accounting import PoissonGaussian, RepeatAndSelect, StreamingRDPAccountant
         >>> def search(z):
         ...     run = [(PoissonGaussian(z, sample_rate=0.01), 1000)]
         ...     return [(RepeatAndSelect(run, mean=10, shape=0), 1)]
@@ -202,6 +201,7 @@ def affordable_steps(
         ValueError: if an argument is illegal.
 
     Example:
+        >>> from lightning_dp.accounting import Gaussian
         >>> affordable_steps(Gaussian(10.0), limit=10**9, epsilon=1.0, delta=1e-5)
         7
     """
@@ -250,13 +250,6 @@ def _last_affordable(cost: Callable[[int], float], limit: int, epsilon: float) -
     return low
 
 
-def _event(noise_multiplier: float, sample_rate: float) -> AbstractEvent:
-    """The event of one step."""
-    if sample_rate == 1.0:
-        return Gaussian(noise_multiplier)
-    return PoissonGaussian(noise_multiplier, sample_rate)
-
-
 def _shape_counts(
     shape: Sequence[float] | Callable[[int], float],
     sample_rate: float | Callable[[int], float],
@@ -282,7 +275,7 @@ def _shape_counts(
     else:
         rates = np.full(steps, float(sample_rate))
     for rate in np.unique(rates).tolist():
-        _event(1.0, rate)  # raises where it is no rate
+        sampled_gaussian(1.0, rate)  # raises where it is no rate
     return merge_arrays(values, rates)
 
 
@@ -321,7 +314,7 @@ class _Cost:
             return accountant.epsilon_of(joined(self.merged, steps), self._delta, self._relation)
         columns = (steps.noise_multipliers, steps.sample_rates, steps.counts)
         rows = zip(*(column.tolist() for column in columns), strict=True)
-        events = [(_event(z, q), int(count)) for z, q, count in rows]
+        events = [(sampled_gaussian(z, q), int(count)) for z, q, count in rows]
         return accountant.epsilon([*self._spent, *events], self._delta, self._relation)
 
 

@@ -4,23 +4,31 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import TypeAlias
+from collections.abc import Mapping, Sequence
+from dataclasses import MISSING, dataclass, fields
+from typing import Any, TypeAlias
 
 from lightning_dp._validate import number, whole
 from lightning_dp.accounting.search import check_distribution, success_rate
 
 __all__ = [
+    "AbstractEvent",
+    "Gaussian",
+    "History",
+    "PoissonGaussian",
+    "PoissonRound",
     "RepeatAndSelect",
     "Voided",
     "VoidedRunError",
+    "check_entry",
     "event_from_dict",
     "reason_in",
+    "sampled_gaussian",
     "steps_in",
 ]
 
 
+@dataclass(frozen=True)
 class AbstractEvent(ABC):
     """One noisy release, described by public numbers only.
 
@@ -39,9 +47,19 @@ class AbstractEvent(ABC):
         Raises ValueError if there is none.
         """
 
-    @abstractmethod
     def to_dict(self) -> dict[str, object]:
-        """Return the event as strings, floats and lists; ``event_from_dict`` is the inverse."""
+        """Return name and fields as strings, numbers and lists; ``event_from_dict`` is the inverse.
+
+        What is written is never written differently later: a field that is added needs a default,
+        which is what it is in files that were written before.
+        """
+        values = {each.name: _plain(getattr(self, each.name)) for each in fields(self)}
+        return {"event": type(self).__name__, **values}
+
+    @classmethod
+    def read(cls, values: Mapping[str, Any]) -> AbstractEvent:
+        """Return the event with these fields, as :meth:`to_dict` wrote them."""
+        return cls(**values)
 
 
 @dataclass(frozen=True)
@@ -69,10 +87,6 @@ class Gaussian(AbstractEvent):
     def pair(self) -> tuple[float, float]:
         """``(noise_multiplier, 1.0)``."""
         return self.noise_multiplier, 1.0
-
-    def to_dict(self) -> dict[str, object]:
-        """Return ``{"event": "Gaussian", "noise_multiplier": z}``."""
-        return {"event": "Gaussian", "noise_multiplier": self.noise_multiplier}
 
 
 @dataclass(frozen=True)
@@ -106,14 +120,6 @@ class PoissonGaussian(AbstractEvent):
         """``(noise_multiplier, sample_rate)``."""
         return self.noise_multiplier, self.sample_rate
 
-    def to_dict(self) -> dict[str, object]:
-        """Return the name and the two numbers."""
-        return {
-            "event": "PoissonGaussian",
-            "noise_multiplier": self.noise_multiplier,
-            "sample_rate": self.sample_rate,
-        }
-
 
 @dataclass(frozen=True)
 class PoissonRound(AbstractEvent):
@@ -139,7 +145,9 @@ class PoissonRound(AbstractEvent):
     sample_rate: float
 
     def __post_init__(self) -> None:
-        if isinstance(self.noise_multipliers, (str, int, float)) or not self.noise_multipliers:
+        if isinstance(self.noise_multipliers, str | bytes | int | float | Mapping) or not (
+            self.noise_multipliers
+        ):
             raise ValueError(
                 f"noise_multipliers must be a non-empty sequence, got {self.noise_multipliers!r}; "
                 "pass one noise multiplier for each query of the round."
@@ -158,13 +166,17 @@ class PoissonRound(AbstractEvent):
         total = math.fsum((least / z) ** 2 for z in self.noise_multipliers)
         return least / math.sqrt(total), self.sample_rate
 
-    def to_dict(self) -> dict[str, object]:
-        """Return the name, the list of multipliers and the sample rate."""
-        return {
-            "event": "PoissonRound",
-            "noise_multipliers": list(self.noise_multipliers),
-            "sample_rate": self.sample_rate,
-        }
+
+def sampled_gaussian(noise_multiplier: float, sample_rate: float) -> Gaussian | PoissonGaussian:
+    """Return the event of one Gaussian release on a Poisson sample, which may be of all records.
+
+    Example:
+        >>> sampled_gaussian(2.0, 1), sampled_gaussian(2.0, 0.1).sample_rate
+        (Gaussian(noise_multiplier=2.0), 0.1)
+    """
+    if number("sample_rate", sample_rate) == 1:
+        return Gaussian(noise_multiplier)
+    return PoissonGaussian(noise_multiplier, sample_rate)
 
 
 def _noise_multiplier(value: object, name: str = "noise_multiplier") -> float:
@@ -259,10 +271,6 @@ class Voided(AbstractEvent):
         """``(0.0, 1.0)``: no noise, on all records."""
         return 0.0, 1.0
 
-    def to_dict(self) -> dict[str, object]:
-        """Return the name and the reason."""
-        return {"event": "Voided", "reason": self.reason}
-
 
 def reason_in(runs: _Runs) -> str | None:
     """Why ε of these charges is withdrawn; None if it is not."""
@@ -344,27 +352,35 @@ class RepeatAndSelect(AbstractEvent):
             "RepeatAndSelect is bounded by Rényi divergences only: use StreamingRDPAccountant()."
         )
 
-    def to_dict(self) -> dict[str, object]:
-        """Return the name, the runs as pairs, the mean, and the shape (``"inf"`` for Poisson)."""
-        return {
-            "event": "RepeatAndSelect",
-            "runs": [[event.to_dict(), count] for event, count in self.runs],
-            "mean": self.mean,
-            "shape": "inf" if self.shape == math.inf else self.shape,
-        }
+    @classmethod
+    def read(cls, values: Mapping[str, Any]) -> AbstractEvent:
+        runs, shape = values["runs"], values["shape"]
+        if not isinstance(runs, list | tuple) or any(
+            not isinstance(entry, list | tuple) or len(entry) != 2 for entry in runs
+        ):
+            raise ValueError(f"runs must be a list of pairs [event, count], got {runs!r}.")
+        history = [(event_from_dict(event), count) for event, count in runs]
+        shape = math.inf if shape == "inf" else shape
+        return cls(**{**values, "runs": history, "shape": shape})
+
+
+_KNOWN: dict[str, type[AbstractEvent]] = {
+    kind.__name__: kind
+    for kind in (Gaussian, PoissonGaussian, PoissonRound, RepeatAndSelect, Voided)
+}
 
 
 def event_from_dict(d: Mapping[str, object]) -> AbstractEvent:
     """Rebuild an event from :meth:`AbstractEvent.to_dict`, exactly.
 
     Args:
-        d: the dictionary, e.g. as read back from JSON.
+        d: the dictionary, e.g. as read back from JSON. A field with a default may be absent.
 
     Returns:
         An event equal to the one that wrote ``d``.
 
     Raises:
-        ValueError: if the event is unknown, a key is missing or too many, or a value is illegal.
+        ValueError: if the event or a field is unknown, a field is missing, or a value is illegal.
 
     Example:
         >>> event_from_dict({"event": "Gaussian", "noise_multiplier": 3.0})
@@ -372,53 +388,25 @@ def event_from_dict(d: Mapping[str, object]) -> AbstractEvent:
     """
     if not isinstance(d, Mapping):
         raise ValueError(f"an event must be a dictionary, got {d!r}.")
-    name = d.get("event")
-    if not isinstance(name, str) or name not in _READERS:
-        raise ValueError(f"unknown event {name!r} in {dict(d)!r}; known: {sorted(_READERS)}.")
-    fields, read = _READERS[name]
-    if set(d) != fields | {"event"}:
-        raise ValueError(f"{name} needs exactly the keys {sorted(fields)}, got {dict(d)!r}.")
-    return read(d)
+    values = dict(d)
+    name = values.pop("event", None)
+    if not isinstance(name, str) or name not in _KNOWN:
+        raise ValueError(f"unknown event {name!r} in {dict(d)!r}; known: {sorted(_KNOWN)}.")
+    known = {each.name: each.default is MISSING for each in fields(_KNOWN[name])}
+    if unknown := [key for key in values if key not in known]:
+        raise ValueError(
+            f"unknown field {unknown[0]!r} of {name} in {dict(d)!r}; known: {sorted(known)}. It may "
+            "have been written by a later version of lightning-dp, and may change what was spent."
+        )
+    if missing := [key for key, is_needed in known.items() if is_needed and key not in values]:
+        raise ValueError(f"{name} lacks the field {missing[0]!r}, got {dict(d)!r}.")
+    return _KNOWN[name].read(values)
 
 
-def _read_gaussian(d: Mapping[str, object]) -> AbstractEvent:
-    return Gaussian(number("noise_multiplier", d["noise_multiplier"]))
-
-
-def _read_poisson_gaussian(d: Mapping[str, object]) -> AbstractEvent:
-    return PoissonGaussian(
-        number("noise_multiplier", d["noise_multiplier"]), number("sample_rate", d["sample_rate"])
-    )
-
-
-def _read_poisson_round(d: Mapping[str, object]) -> AbstractEvent:
-    values = d["noise_multipliers"]
-    if not isinstance(values, (list, tuple)):
-        raise ValueError(f"noise_multipliers must be a list, got {values!r}.")
-    multipliers = tuple(number("noise_multipliers", z) for z in values)
-    return PoissonRound(multipliers, number("sample_rate", d["sample_rate"]))
-
-
-def _read_repeat_and_select(d: Mapping[str, object]) -> AbstractEvent:
-    runs = d["runs"]
-    if not isinstance(runs, (list, tuple)) or any(
-        not isinstance(entry, (list, tuple)) or len(entry) != 2 for entry in runs
-    ):
-        raise ValueError(f"runs must be a list of pairs [event, count], got {runs!r}.")
-    shape = math.inf if d["shape"] == "inf" else number("shape", d["shape"])
-    history = [(event_from_dict(event), count) for event, count in runs]
-    return RepeatAndSelect(history, number("mean", d["mean"]), shape)
-
-
-def _read_voided(d: Mapping[str, object]) -> AbstractEvent:
-    return Voided(str(d["reason"]))
-
-
-_Reader = Callable[[Mapping[str, object]], AbstractEvent]
-_READERS: dict[str, tuple[set[str], _Reader]] = {
-    "Gaussian": ({"noise_multiplier"}, _read_gaussian),
-    "PoissonGaussian": ({"noise_multiplier", "sample_rate"}, _read_poisson_gaussian),
-    "PoissonRound": ({"noise_multipliers", "sample_rate"}, _read_poisson_round),
-    "RepeatAndSelect": ({"runs", "mean", "shape"}, _read_repeat_and_select),
-    "Voided": ({"reason"}, _read_voided),
-}
+def _plain(value: object) -> object:
+    """Return a field's value as types that JSON knows."""
+    if isinstance(value, AbstractEvent):
+        return value.to_dict()
+    if isinstance(value, tuple):
+        return [_plain(each) for each in value]
+    return "inf" if value == math.inf else value

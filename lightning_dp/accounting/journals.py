@@ -15,7 +15,7 @@ from lightning_dp._files import local_folder
 from lightning_dp._validate import whole
 from lightning_dp.accounting._journal_text import Written, read_text
 from lightning_dp.accounting.charges import JournalError, Runs, longer_run
-from lightning_dp.accounting.events import AbstractEvent, Gaussian, PoissonGaussian, event_from_dict
+from lightning_dp.accounting.events import AbstractEvent, event_from_dict, sampled_gaussian
 from lightning_dp.accounting.journal import (
     Journal,
     history_of,
@@ -23,7 +23,7 @@ from lightning_dp.accounting.journal import (
     new_id,
     read_journal,
 )
-from lightning_dp.accounting.ledger import Ledger, ledger_in, privacy_in, read_state
+from lightning_dp.accounting.ledger import Ledger, read_state
 
 __all__ = ["Neighbours", "neighbours", "recover_journal", "sweep_history", "union"]
 
@@ -92,7 +92,7 @@ def _add(union: Ledger, file: Path) -> None:
     if not zipfile.is_zipfile(file):
         union.merge(read_journal(file)[1])
         return
-    state = ledger_in(file)
+    state = _privacy_in(file).get("ledger")
     if state is None:
         raise ValueError(f"{file} is not a checkpoint of a private run.")
     union.restore(state, file.parent)
@@ -237,7 +237,7 @@ def recover_journal(
         raise ValueError(
             f"costliest={costliest!r} must be an event, such as PoissonGaussian(z, q)."
         )
-    record = privacy_in(checkpoint_path)
+    record = _privacy_in(checkpoint_path)
     state = record.get("ledger")
     if not isinstance(state, dict) or state.get("journal") is None:
         raise ValueError(f"{checkpoint_path} is not a checkpoint of a private run with a journal.")
@@ -254,6 +254,15 @@ def recover_journal(
     journal.extend(runs)
     journal.close()
     return path
+
+
+def _privacy_in(checkpoint_path: str | Path) -> dict[str, Any]:
+    """Return the privacy record of a checkpoint; empty if it has none."""
+    import torch  # only a checkpoint needs it, accounting does not
+
+    checkpoint = torch.load(checkpoint_path, map_location="cpu", weights_only=True)
+    record: dict[str, Any] = checkpoint.get("lightning_dp", {})
+    return record
 
 
 def _costliest(
@@ -287,4 +296,4 @@ def _no_less_than(event: AbstractEvent, known: list[AbstractEvent]) -> AbstractE
     noise, rate = min(z for z, _ in pairs), max(q for _, q in pairs)
     if event.pair == (noise, rate):
         return event
-    return Gaussian(noise) if rate == 1 else PoissonGaussian(noise, rate)
+    return sampled_gaussian(noise, rate)

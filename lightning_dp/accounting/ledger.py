@@ -8,8 +8,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from lightning_dp._validate import whole
 from lightning_dp.accounting.events import (
     AbstractEvent,
@@ -31,7 +29,7 @@ from lightning_dp.accounting.journal import (
     read_journal,
 )
 
-__all__ = ["Ledger", "ledger_in", "privacy_in", "read_state", "runs_from_dict", "runs_to_dict"]
+__all__ = ["Ledger", "read_state", "runs_from_dict", "runs_to_dict"]
 
 
 class Ledger:
@@ -196,19 +194,6 @@ class Ledger:
         for run, charges in runs.items():
             self._runs[run] = longer_run(run, self._runs.get(run, []), charges)
         self._steps, self._voided = steps_in(self._runs), reason_in(self._runs)
-
-
-def ledger_in(checkpoint_path: str | Path) -> dict[str, Any] | None:
-    """The :meth:`Ledger.state_dict` in a checkpoint; None if it has no ledger."""
-    state: dict[str, Any] | None = privacy_in(checkpoint_path).get("ledger")
-    return state
-
-
-def privacy_in(checkpoint_path: str | Path) -> dict[str, Any]:
-    """The privacy record of a checkpoint; empty if it has none."""
-    checkpoint = torch.load(checkpoint_path, map_location="cpu", weights_only=True)
-    record: dict[str, Any] = checkpoint.get("lightning_dp", {})
-    return record
 
 
 def runs_to_dict(runs: Runs) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from scipy.stats import binom
 
 from lightning_dp._validate import number, positive, probability, whole
-from lightning_dp.accounting.events import AbstractEvent, Gaussian, PoissonGaussian
+from lightning_dp.accounting.events import AbstractEvent, Gaussian, sampled_gaussian
 
 __all__ = [
     "AbstractSampling",
@@ -139,9 +139,7 @@ class Poisson(AbstractSampling):
         return rng.choice(shard_size, size=count, replace=False, shuffle=False)
 
     def event(self, noise_multiplier: float, sample_rate: float) -> AbstractEvent:
-        if sample_rate == 1:
-            return Gaussian(noise_multiplier)
-        return PoissonGaussian(noise_multiplier, sample_rate)
+        return sampled_gaussian(noise_multiplier, sample_rate)
 
 
 @dataclass(frozen=True)

@@ -70,12 +70,12 @@ def test_round_needs_a_sequence(multipliers):
         (None, "dictionary"),
         ({}, "unknown event"),
         ({"event": "Laplace"}, "unknown event"),
-        ({"event": "Gaussian"}, "exactly the keys"),
-        ({"event": "Gaussian", "noise_multiplier": 1.0, "extra": 1}, "exactly the keys"),
+        ({"event": "Gaussian"}, "lacks the field .noise_multiplier"),
+        ({"event": "Gaussian", "noise_multiplier": 1.0, "extra": 1}, "unknown field .extra"),
         ({"event": "Gaussian", "noise_multiplier": "x"}, "real number"),
         ({"event": "Gaussian", "noise_multiplier": math.nan}, "finite"),
         ({"event": "PoissonGaussian", "noise_multiplier": 1.0, "sample_rate": 2}, "sample_rate"),
-        ({"event": "PoissonRound", "noise_multipliers": 1.0, "sample_rate": 0.1}, "list"),
+        ({"event": "PoissonRound", "noise_multipliers": 1.0, "sample_rate": 0.1}, "sequence"),
     ],
 )
 def test_malformed_dictionary_is_refused(d, message):
