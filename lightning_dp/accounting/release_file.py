@@ -4,29 +4,31 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 import zlib
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
+from typing import Any, NamedTuple
 from urllib.parse import quote
 
 from lightning_dp._files import replaced
+from lightning_dp.accounting.events import AbstractEvent
 from lightning_dp.accounting.journal import JournalError, Runs
 
 __all__ = [
     "Kept",
     "Progress",
+    "Round",
     "charges_of",
     "check_name",
     "check_nothing_is_missing",
     "federations_in",
     "file_name",
-    "key_of",
     "progress_of_all",
     "read_release_file",
     "release_path",
-    "round_of",
-    "run_of",
+    "rounds_in",
     "write_release_file",
 ]
 
@@ -34,6 +36,7 @@ __all__ = [
 _FORMAT = "lightning-dp-releases-1"
 _LONGEST_HEADER = 1 << 20
 _LONGEST_NAME = 1000
+_KEY = re.compile(r"(?P<run>.*)#(?P<number>[0-9]+)", re.DOTALL)
 _CURE = "Put the right one back, of the same moment as the journal beside it."
 
 Kept = dict[tuple[int, int], bytes]
@@ -57,6 +60,20 @@ class Progress:
     seed: str = ""
     dataset: str | None = None
     charged: int | None = None
+
+    @classmethod
+    def read(cls, path: Path, state: dict[str, Any]) -> Progress:
+        """Read it field by field: one that is absent has its default.
+
+        Raises:
+            JournalError: naming fields that are unknown, since they may change what was spent.
+        """
+        if unknown := sorted(state.keys() - {each.name for each in fields(cls)}):
+            raise JournalError(
+                f"{path} has unknown fields: {unknown}. Read it with the version of lightning-dp that "
+                "wrote it."
+            )
+        return cls(**state)
 
 
 # -- names -------------------------------------------------------------------------------------
@@ -83,34 +100,42 @@ def release_path(journal_path: Path, run: str) -> Path:
     return journal_path.with_suffix(f".{file_name(run)}.release")
 
 
-def key_of(run: str, round_: int) -> str:
-    """The name of a round of a run in the journal."""
-    return f"{run}#{round_}"
+class Round(NamedTuple):
+    """A round of a federation, as a client's journal knows it: its charges are one run there."""
+
+    run: str
+    number: int
+
+    @property
+    def key(self) -> str:
+        """The name of that run; :meth:`read` is the inverse."""
+        return f"{self.run}#{self.number}"
+
+    @classmethod
+    def read(cls, key: str) -> Round | None:
+        """Return the round of that name; None if it names no round, but the run of a training."""
+        found = _KEY.fullmatch(key)
+        return None if found is None else cls(found["run"], int(found["number"]))
 
 
-def run_of(key: str) -> str:
-    """The run of a round in a journal."""
-    return key.rpartition("#")[0]
-
-
-def round_of(key: str) -> int:
-    """The number of a round in a journal."""
-    return int(key.rpartition("#")[2])
+def rounds_in(runs: Runs, run: str) -> dict[int, list[tuple[AbstractEvent, int]]]:
+    """Return the charges of a federation's rounds, by their numbers."""
+    named = ((Round.read(key), charges) for key, charges in runs.items())
+    return {at.number: charges for at, charges in named if at is not None and at.run == run}
 
 
 def charges_of(runs: Runs, run: str, but: int | None = None) -> int:
-    """The number of charges that a run has made, over all its rounds ``but`` one."""
-    left_out = None if but is None else key_of(run, but)
-    own = (of for key, of in runs.items() if run_of(key) == run and key != left_out)
-    return sum(n for of in own for _, n in of)
+    """Return the number of charges that a federation has made, over all its rounds ``but`` one."""
+    rounds = rounds_in(runs, run).items()
+    return sum(n for number, charges in rounds if number != but for _, n in charges)
 
 
 def federations_in(runs: Runs) -> dict[str, Runs]:
-    """The charges of a client's journal by federation; empty if it is not a client's."""
+    """Return the charges of a client's journal by federation; empty if it is not a client's."""
     found: dict[str, Runs] = {}
     for key, charges in runs.items():
-        if "#" in key:
-            found.setdefault(run_of(key), {})[key] = charges
+        if (at := Round.read(key)) is not None:
+            found.setdefault(at.run, {})[key] = charges
     return found
 
 
@@ -152,7 +177,7 @@ def _header(path: Path, line: bytes) -> tuple[Progress, list[list[int]], int]:
         name, state, places, check = json.loads(header)
         if name != _FORMAT:
             raise ValueError
-        return Progress(**state), places, check
+        return Progress.read(path, state), places, check
     except (ValueError, TypeError):
         raise JournalError(f"{path} is damaged: it does not check. {_CURE}") from None
 

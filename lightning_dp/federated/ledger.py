@@ -18,16 +18,15 @@ from lightning_dp.accounting.journal import Journal, JournalError, Runs, history
 from lightning_dp.accounting.release_file import (
     Kept,
     Progress,
+    Round,
     charges_of,
     check_name,
     check_nothing_is_missing,
     file_name,
-    key_of,
     progress_of_all,
     read_release_file,
     release_path,
-    round_of,
-    run_of,
+    rounds_in,
     write_release_file,
 )
 from lightning_dp.federated.messages import MessageError
@@ -286,7 +285,7 @@ class RunFiles:
     def _read(self, spending: Spending) -> Progress:
         runs, journal = self._journal.runs, self._journal.path
         check_nothing_is_missing(journal, self._dataset, runs, [*progress_of_all(journal)])
-        charged = [round_of(key) for key in runs if run_of(key) == self._run]
+        charged = rounds_in(runs, self._run)
         if not self._path.exists():
             if charged:
                 raise JournalError(
@@ -342,7 +341,7 @@ class RunFiles:
             return False
         if self.progress.others == self._others():
             return round_ < self.progress.limit
-        written = sum(n for _, n in self._journal.runs.get(key_of(self._run, round_), []))
+        written = sum(n for _, n in rounds_in(self._journal.runs, self._run).get(round_, []))
         rest = spending.events(round_)[written:]
         return fits_beside(rest, self._budget, history_of(self._journal.runs))
 
@@ -368,7 +367,7 @@ class RunFiles:
             self.write(now, self.kept, self.note)
         # Whatever of the round's events is not in the journal yet.
         events = spending.events(round_)
-        self._journal.extend({key_of(self._run, round_): [(event, 1) for event in events]})
+        self._journal.extend({Round(self._run, round_).key: [(event, 1) for event in events]})
         if now.parts == 0:
             before = charges_of(self._journal.runs, self._run, but=round_)
             now = replace(now, charged=before + len(events))
@@ -388,9 +387,8 @@ class RunFiles:
 
     def void(self, round_: int, spending: Spending, reason: str) -> None:
         """Withdraw ε of all that has left, if anything has, durably; no run goes on after it."""
-        key = key_of(self._run, round_)
-        runs = self._journal.runs
-        if self.progress.parts or any(run_of(k) == self._run and k != key for k in runs):
+        if self.progress.parts or charges_of(self._journal.runs, self._run, but=round_):
+            key = Round(self._run, round_).key
             self._journal.append(key, len(spending.events(round_)), Voided(reason))
 
     def write(self, progress: Progress, kept: Kept, note: bytes = b"") -> None:

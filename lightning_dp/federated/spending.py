@@ -55,6 +55,7 @@ class Spending:
         normalise(self, whole, "retain", "rounds")
         check_name("run", self.run, "a name that no other federation has")
         check_budget(self.target_epsilon, self.target_delta, self.relation)
+        normalise(self, number, "target_epsilon", "target_delta")
 
     @cached_property
     def fingerprint(self) -> str:
