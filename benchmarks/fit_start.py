@@ -20,6 +20,7 @@ import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 from torch import Tensor
@@ -27,6 +28,7 @@ from torch import Tensor
 from lightning_dp import PrivacyConfig
 from lightning_dp._world import World
 from lightning_dp.accounting import History, PoissonGaussian
+from lightning_dp.callbacks import PrivacyLogger
 from lightning_dp.estimators import CubicNewton, Diff2, Storm
 from lightning_dp.run import PrivateRun
 from lightning_dp.sampling import BatchPlan
@@ -38,7 +40,6 @@ from lightning_dp.schedules import (
     FromInfluence,
     Polynomial,
 )
-from lightning_dp.strategies.publish import Publisher
 
 THREADS = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
 
@@ -124,7 +125,7 @@ ROWS: dict[str, tuple[Callable[[int], Kwargs], float]] = {
 
 
 class _Screen:
-    """The parts of a Trainer that the publisher asks for, and nothing else."""
+    """The parts of a Trainer that the logger asks for, and nothing else."""
 
     def __init__(self) -> None:
         self.log_every_n_steps = 50
@@ -164,7 +165,7 @@ def _start(
     times.append(time.thread_time())
     run.start(steps, World(), None)
     times.append(time.thread_time())
-    Publisher(_Screen(), run).publish()  # type: ignore[arg-type]
+    PrivacyLogger().on_privacy_start(_Screen(), run, Path())  # type: ignore[arg-type]
     times.append(time.thread_time())
     return run
 

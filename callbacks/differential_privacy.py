@@ -9,6 +9,8 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.trainer.states import TrainerFn
 
 from lightning_dp.accounting import AbstractAccountant, PLDAccountant, Relation
+from lightning_dp.callbacks.privacy_logger import PrivacyLogger
+from lightning_dp.callbacks.privacy_report_files import PrivacyReportFiles
 from lightning_dp.config import EngineName, PrivacyConfig
 from lightning_dp.estimators import AbstractEstimator
 from lightning_dp.postprocessing import AbstractPostProcessor
@@ -16,11 +18,8 @@ from lightning_dp.report import PrivacyReport, report
 from lightning_dp.run import PrivateRun
 from lightning_dp.sampling import AbstractSampling, Poisson
 from lightning_dp.schedules import AbstractSchedule, Constant
-from lightning_dp.strategies import make_private
-from lightning_dp.strategies.checks import (
-    check_launcher,
-    check_trainer_and_strategy,
-)
+from lightning_dp.strategies import install
+from lightning_dp.strategies.checks import check_launcher
 
 __all__ = ["DifferentialPrivacy"]
 
@@ -107,12 +106,16 @@ class DifferentialPrivacy(Callback):
                 seed=seed,
             )
         )
+        self._visible = (PrivacyLogger(), PrivacyReportFiles())
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Make the Trainer's strategy private, before anything asks it for data."""
+        """Make the Trainer's strategy private, before anything asks it for data.
+
+        What users see of the run is the work of two callbacks that the strategy calls:
+        :class:`PrivacyLogger` and :class:`PrivacyReportFiles`.
+        """
         if stage == "fit":
-            check_trainer_and_strategy(trainer)
-            make_private(trainer.strategy).use_privacy(self._run)
+            install(trainer, self._run, *self._visible)
 
     def on_exception(
         self, trainer: Trainer, pl_module: LightningModule, exception: BaseException

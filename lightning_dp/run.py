@@ -78,6 +78,11 @@ class PrivateRun:
         return self.ledger.voided
 
     @property
+    def is_under_way(self) -> bool:
+        """True from :meth:`start` to :meth:`stop`: the plan is declared, and the journal open."""
+        return self._is_under_way
+
+    @property
     def is_adaptive(self) -> bool:
         """Whether the noise is chosen at run time, without a plan that bounds it."""
         return is_adaptive(self.config)

@@ -32,13 +32,11 @@ from lightning_dp.audit.bounds import (
     step_threshold,
 )
 from lightning_dp.audit.planted import Canaries, CanaryData, CanaryEngine, WatchedEstimator
+from lightning_dp.callbacks import PrivacyLogger
 from lightning_dp.config import PrivacyConfig
 from lightning_dp.gradients import AbstractGradientEngine
 from lightning_dp.run import PrivateRun
-from lightning_dp.strategies import DifferentialPrivacyStrategy, make_private
-from lightning_dp.strategies.checks import (
-    check_trainer_and_strategy,
-)
+from lightning_dp.strategies import DifferentialPrivacyStrategy, install
 
 __all__ = ["AuditReport", "audit"]
 
@@ -161,22 +159,17 @@ class _Audited(DifferentialPrivacyStrategy):
     def wrap_engine(self, engine: AbstractGradientEngine) -> AbstractGradientEngine:
         return CanaryEngine(engine, self.canaries)
 
-    def make_reports(self) -> None:
-        """What an audit spends is not what the user's own runs do."""
-
 
 class _Install(Callback):
     def __init__(self, run: PrivateRun, canaries: Canaries) -> None:
         self._run, self._canaries = run, canaries
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        check_trainer_and_strategy(trainer)
         if trainer.world_size != 1:
             raise ValueError(f"audit() runs in one process; the Trainer has {trainer.world_size}.")
-        strategy = make_private(trainer.strategy, _Audited)  # type: ignore[type-abstract]
-        assert isinstance(strategy, _Audited)
+        # No report files: what an audit spends is not what the user's own runs do.
+        strategy = install(trainer, self._run, PrivacyLogger(), kind=_Audited)
         strategy.canaries = self._canaries
-        strategy.use_privacy(self._run)
 
 
 def _run(

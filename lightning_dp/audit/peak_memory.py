@@ -25,10 +25,7 @@ from lightning_dp.run import PrivateRun
 from lightning_dp.sampling import FullBatch, Poisson
 from lightning_dp.sampling.schemes import factorisations, largest_chunk
 from lightning_dp.schedules import Constant
-from lightning_dp.strategies import make_private
-from lightning_dp.strategies.checks import (
-    check_trainer_and_strategy,
-)
+from lightning_dp.strategies import install
 
 __all__ = [
     "MemoryLine",
@@ -150,8 +147,7 @@ class _Private(Callback):
         self._run = run
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        check_trainer_and_strategy(trainer)
-        make_private(trainer.strategy).use_privacy(self._run)
+        install(trainer, self._run)
 
 
 def _peak(

@@ -32,7 +32,6 @@ from lightning_dp.sampling import BatchPlan, Poisson
 __all__ = [
     "check_launcher",
     "check_optimizers",
-    "check_single_loader",
     "check_strategy",
     "check_trainer",
     "check_trainer_and_strategy",
@@ -119,15 +118,6 @@ def check_launcher(strategy: Strategy) -> None:
             "Launchers that spawn or fork (ddp_spawn, ddp_fork, ddp_notebook; a notebook takes one "
             "where there are several devices) leave the ledger of the child processes behind. Use "
             "strategy='ddp' in a script, or one process: Trainer(devices=1) with strategy='auto'."
-        )
-
-
-def check_single_loader(loaders: object, ours: object) -> None:
-    """Refuse lists and dicts of training loaders."""
-    if loaders is not ours:
-        raise MisconfigurationException(
-            "train_dataloader gives several loaders (or one inside a list or dict). One ledger "
-            "covers one data set: return a single DataLoader, for several sets over a ConcatDataset."
         )
 
 

@@ -17,7 +17,7 @@ from lightning_dp.mechanism import Mechanism
 from lightning_dp.run import PrivateRun
 from lightning_dp.sampling.loader import Chunk, ChunkSampler, PrivateDataLoader
 
-__all__ = ["check_asker", "check_rate", "chunk_in_hand", "make_private_loader"]
+__all__ = ["check_rate", "chunk_in_hand", "make_private_loader", "private_loader_of"]
 
 
 def make_private_loader(
@@ -59,14 +59,29 @@ def make_private_loader(
         limit=_limit(plan.chunks_per_epoch, trainer.limit_train_batches),
         seed=run.config.seed,
         rate=run.rate,
-        first_step=_FirstStep(run),
+        first_step=_StepOfRun(run),
     )
     position = _PlaceInEpoch(trainer.fit_loop.epoch_loop.batch_progress)
-    return PrivateDataLoader(checked, sampler, position=position, admit=check_asker)
+    return PrivateDataLoader(checked, sampler, position=position, admit=_check_asker)
+
+
+def private_loader_of(trainer: Trainer) -> PrivateDataLoader:
+    """Return the private loader that the Trainer trains on.
+
+    Raises:
+        MisconfigurationException: if it has several, in a list or dict.
+    """
+    loader = trainer.train_dataloader
+    if not isinstance(loader, PrivateDataLoader):
+        raise MisconfigurationException(
+            "train_dataloader gives several loaders (or one inside a list or dict). One ledger "
+            "covers one data set: return a single DataLoader, for several sets over a ConcatDataset."
+        )
+    return loader
 
 
 @dataclass(frozen=True)
-class _FirstStep:
+class _StepOfRun:
     """The step of the run at which a pass of the loader begins."""
 
     run: PrivateRun
@@ -96,7 +111,7 @@ _NAMELESS = ("<listcomp>", "<setcomp>", "<dictcomp>", "<genexpr>", "<lambda>")
 _ON_THE_WAY = (combined_loader.__name__, fetchers.__name__)
 
 
-def check_asker() -> None:
+def _check_asker() -> None:
     """Refuse to hand out a batch but to Lightning's training epoch; call it where one is made.
 
     Only there is every batch charged before it is used. No state of the Trainer tells its request

@@ -61,19 +61,19 @@ class EarlierTraining:
 
     def __init__(self, module: nn.Module, run: PrivateRun) -> None:
         self._module, self._run = module, run
-        self._before = frozenset(fingerprints(module.parameters()))
-        self._is_new = not run.steps
+        self._before: frozenset[str] = frozenset()  # the weights when training started
 
     def begin(self, folder: Path | None) -> None:
-        """Say what others spent, and remember who trains now. The plan must have been declared.
+        """Say what others spent, and remember who trains now, once the plan is declared.
 
         Args:
             folder: of the journal (lead process); None if there is none.
         """
         run = self._run
+        self._before = frozenset(fingerprints(self._module.parameters()))
         others = {each.ledger.id: each.ledger for each in self._of_modules()}
         found = Neighbours()
-        if self._is_new:  # one that goes on has its own weights
+        if not run.steps:  # one that goes on has its own weights
             others |= {
                 ledger.id: ledger
                 for ledger in _process.ledgers.values()
@@ -89,7 +89,7 @@ class EarlierTraining:
 
     def released(self, tensors: Mapping[str, object] | None = None) -> None:
         """Note the trained weights that others will see: those of a checkpoint, or as they are now."""
-        if not self._run.steps:
+        if not (self._run.is_under_way and self._run.steps):
             return
         trained: dict[str, object] = {
             name: param for name, param in self._module.named_parameters() if param.requires_grad

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -26,33 +26,54 @@ from lightning_dp.gradients import AbstractGradientEngine, UnsupportedModelError
 from lightning_dp.mechanism import Mechanism
 from lightning_dp.report.of_run import report
 from lightning_dp.run import PrivateRun
-from lightning_dp.sampling.loader import PrivateDataLoader
 from lightning_dp.strategies.checks import (
     check_optimizers,
-    check_single_loader,
     check_trainer,
     weak_settings,
 )
-from lightning_dp.strategies.data import check_rate, chunk_in_hand, make_private_loader
+from lightning_dp.strategies.data import (
+    check_rate,
+    chunk_in_hand,
+    make_private_loader,
+    private_loader_of,
+)
 from lightning_dp.strategies.earlier_training import EarlierTraining
 from lightning_dp.strategies.early_end import Agreement, Place, end_before_first_step, end_training
-from lightning_dp.strategies.fit_reports import FitReports
+from lightning_dp.strategies.hooks import PrivacyCallback, among
 from lightning_dp.strategies.monitors import Monitors
-from lightning_dp.strategies.notices import Notices
 from lightning_dp.strategies.private_step import PrivateStep
 from lightning_dp.strategies.probe import Probe
 from lightning_dp.strategies.storage import default_folder, record_in, write_record
 from lightning_dp.strategies.weights import FirstStep
 
-__all__ = ["DifferentialPrivacyStrategy", "FitUnderWay", "evaluated_once"]
+__all__ = ["DifferentialPrivacyStrategy"]
 
 
-_BETWEEN_FITS: dict[str, Any] = {
-    "_fit": None,
-    "_loader": None,
-    "_notices": None,
-    "_step_arguments": ((), {}),
-}
+@dataclass(frozen=True)
+class _Fit:
+    """The parts of one fit, from ``setup`` to ``teardown``; they exist together or not at all.
+
+    Args:
+        folder: where a new journal goes.
+        step: the accounts of the current step, and the model under its engine.
+        first: watches which parameters the first step changes.
+        probe: watches batches for what couples records.
+        monitors: watches who acts on metrics of the training data.
+        earlier: knows which ledgers trained the model before.
+        agree: ends the fit on all ranks, or on none.
+    """
+
+    folder: Path
+    step: PrivateStep
+    first: FirstStep
+    probe: Probe
+    monitors: Monitors
+    earlier: EarlierTraining
+    agree: Agreement
+
+
+_NEVER_COPIED = ("_fit", "_step_arguments")  # they hold what is not noised yet
+_OF_A_FIT = (*_NEVER_COPIED, "_folder", "_accumulate")
 
 
 class DifferentialPrivacyStrategy(Strategy):
@@ -66,25 +87,27 @@ class DifferentialPrivacyStrategy(Strategy):
     global_rank: int
     world_size: int
 
-    _run: PrivateRun | None = None
-    _fit: FitUnderWay | None = None
-    _loader: PrivateDataLoader | None = None
-    _notices: Notices | None = None
-    _reports: FitReports | None = None  # also after the fit: checkpoints may be saved then
-    _ledger_dir: Path | None = None
-    _accumulate_before: int | None = None
+    _run: PrivateRun | None = None  # until it is given
+    _given: tuple[PrivacyCallback, ...] = ()  # with the run
+    _callbacks: tuple[PrivacyCallback, ...] = ()  # of the latest fit: checkpoints may follow it
+    _fit: _Fit | None = None  # between fits
     _step_arguments: tuple[tuple[Any, ...], dict[str, Any]] = ((), {})
 
     # -- set-up ----------------------------------------------------------------------------
 
-    def use_privacy(self, run: PrivateRun) -> None:
-        """Train under this configuration and charge this ledger."""
+    def use_privacy(self, run: PrivateRun, *callbacks: PrivacyCallback) -> None:
+        """Train under this configuration and charge this ledger.
+
+        Args:
+            run: configuration and ledger.
+            callbacks: hear of the run, too; one gives way to one of its kind that the Trainer has.
+        """
         if self._run is not None and self._run is not run:
             raise ValueError(
                 "Privacy is configured twice: on the strategy (privacy=...) and by a "
                 "DifferentialPrivacy callback, or by two callbacks. Keep one of them."
             )
-        self._run = run
+        self._run, self._given = run, callbacks
 
     @property
     def private_run(self) -> PrivateRun:
@@ -97,23 +120,41 @@ class DifferentialPrivacyStrategy(Strategy):
         return self._run
 
     @property
+    def _module(self) -> LightningModule:
+        if self.lightning_module is None:
+            raise RuntimeError(
+                f"{type(self).__name__} has no LightningModule: fit one by a Trainer."
+            )
+        return self.lightning_module
+
+    @property
     def _trainer(self) -> Trainer:
         return self._module.trainer
 
     @property
-    def _module(self) -> LightningModule:
-        assert self.lightning_module is not None
-        return self.lightning_module
-
-    @property
-    def _under_way(self) -> FitUnderWay:
-        assert self._fit is not None
+    def _now(self) -> _Fit:
+        """The current fit."""
+        if self._fit is None:
+            raise RuntimeError(f"{type(self).__name__} trains only while its Trainer fits a model.")
         return self._fit
 
     @property
     def _mechanism(self) -> Mechanism:
-        assert self.private_run.mechanism is not None
+        if self.private_run.mechanism is None:
+            raise RuntimeError(
+                "A private step needs a plan, which is declared when training starts."
+            )
         return self.private_run.mechanism
+
+    @cached_property
+    def _folder(self) -> Path:
+        """Where a new journal goes: found once in a fit, since the process may change folders."""
+        return self.private_run.ledger_dir or default_folder(self._trainer)
+
+    @cached_property
+    def _accumulate(self) -> int:
+        """``accumulate_grad_batches`` as the user set it: during the fit it is the plan's."""
+        return self._trainer.accumulate_grad_batches
 
     def setup(self, trainer: Trainer) -> None:
         if trainer.state.fn != TrainerFn.FITTING:
@@ -121,17 +162,21 @@ class DifferentialPrivacyStrategy(Strategy):
             return
         run = self.private_run
         check_trainer(trainer)
-        self._journal_folder()
+        folder = self._folder
+        self._callbacks = among(trainer, self._given)
         super().setup(trainer)
         module, world, device = self._module, self._world(), self.root_device
         check_optimizers(self.optimizers, module)
         check_model(module)
         (optimizer,) = self.optimizers
         step = PrivateStep(module, optimizer, run.config.engine, device, self.wrap_engine)
-        self._fit = FitUnderWay(
+        self._fit = _Fit(
+            folder,
             step,
             FirstStep(module, optimizer),
             Probe(module, step, run, world),
+            Monitors(trainer, run, self._warn),
+            EarlierTraining(module, run),
             # The model is left at once: an error in on_exception would end the teardown.
             Agreement(run, world, device, self.broadcast, self._leave_the_model),
         )
@@ -141,10 +186,6 @@ class DifferentialPrivacyStrategy(Strategy):
     def wrap_engine(self, engine: AbstractGradientEngine) -> AbstractGradientEngine:
         """Put something between the gradient engine and the clipping: an audit's canaries."""
         return engine
-
-    def make_reports(self) -> FitReports | None:
-        """The report files of the fit; an audit has none."""
-        return FitReports(self._trainer, self.private_run, self._journal_folder())
 
     def configure_ddp(self) -> None:
         """No DDP wrapper: its reducer would all-reduce raw gradients. Rank 0's weights for all."""
@@ -158,32 +199,27 @@ class DifferentialPrivacyStrategy(Strategy):
         if not (trainer.training and trainer.state.fn == TrainerFn.FITTING):
             return dataloader
         run = self.private_run
-        if self._accumulate_before is None:
-            self._accumulate_before = trainer.accumulate_grad_batches
-        self._loader = make_private_loader(
-            dataloader, trainer, self._accumulate_before, run, self._world()
-        )
+        loader = make_private_loader(dataloader, trainer, self._accumulate, run, self._world())
         assert run.batches is not None
         trainer.accumulate_grad_batches = run.batches.chunks_per_step  # FullBatch() has its own
-        return self._loader
+        return loader
 
     def on_train_start(self) -> None:
         super().on_train_start()
-        trainer, run = self._trainer, self.private_run
-        check_single_loader(trainer.train_dataloader, self._loader)
+        trainer, run, fit = self._trainer, self.private_run, self._now
+        private_loader_of(trainer)
         check_training_mode(trainer.lightning_module)
         assert run.batches is not None
         self._warn(weak_settings(run.config, run.batches))
-        monitors = Monitors(trainer, run, self._warn)
-        monitors.begin()
+        fit.monitors.begin()
         planned_steps = max(0, trainer.estimated_stepping_batches - trainer.global_step)
-        folder = None if trainer.fast_dev_run else self._journal_folder()  # type: ignore[attr-defined]
-        earlier = EarlierTraining(trainer.lightning_module, run)
+        folder = None if trainer.fast_dev_run else fit.folder  # type: ignore[attr-defined]
         run.start(planned_steps, self._world(), folder, trainer.global_step)
-        self._notices = Notices(trainer, run, monitors, earlier)
-        self._notices.begin(folder)
-        self._reports = self.make_reports()
-        if planned_steps and run.mechanism is not None and run.exhausted:
+        if self.is_global_zero:
+            fit.earlier.begin(folder)
+        for callback in self._callbacks:
+            callback.on_privacy_start(trainer, run, fit.folder)
+        if planned_steps and run.exhausted:
             end_before_first_step(trainer, run)
 
     def _world(self) -> World:
@@ -193,20 +229,13 @@ class DifferentialPrivacyStrategy(Strategy):
         total: Tensor = self.reduce(vector, reduce_op="sum")
         return total
 
-    def _journal_folder(self) -> Path:
-        """Return where a new journal goes: found once in a fit, since the process may change folders."""
-        if self._ledger_dir is None:
-            self._ledger_dir = self.private_run.ledger_dir or default_folder(self._trainer)
-        return self._ledger_dir
-
     # -- one step --------------------------------------------------------------------------
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         super().on_train_batch_start(batch, batch_idx)
-        self._check_monitors()
-        run, mechanism, fit = self.private_run, self._mechanism, self._under_way
-        assert self._loader is not None
-        chunk = chunk_in_hand(self._loader, batch_idx)
+        run, mechanism, fit = self.private_run, self._mechanism, self._now
+        fit.monitors.check()
+        chunk = chunk_in_hand(private_loader_of(self._trainer), batch_idx)
         if chunk.first and mechanism.is_under_way:
             fit.agree(fit.step.fault(mechanism), Place.NO_RELEASE)
             self._replan_after_waste()
@@ -225,17 +254,17 @@ class DifferentialPrivacyStrategy(Strategy):
             self.barrier("privacy charge")  # on the disk before any rank touches the batch
 
     def _replan_after_waste(self) -> None:
-        """A charge was spent on nothing: find anew what the budget affords of the same plan."""
-        assert self._notices is not None
+        """Find again what the budget affords of the plan, after a charge that was spent on nothing."""
         warn(
             "A batch was charged and never released: optimizer.step() was not called for it. "
             "Call it once per batch; accumulate with Trainer(accumulate_grad_batches=...)."
         )
         if self.private_run.replan(self._world()):
-            self._notices.replanned()
+            for callback in self._callbacks:
+                callback.on_privacy_replan(self._trainer, self.private_run)
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        mechanism, fit = self._mechanism, self._under_way
+        mechanism, fit = self._mechanism, self._now
         self._step_arguments = (args, kwargs)
         if args:
             fit.probe.watch_batch(args[0])
@@ -244,7 +273,7 @@ class DifferentialPrivacyStrategy(Strategy):
         with fit.step.watching():
             output = super().training_step(*args, **kwargs)
         fit.first.leave_forward()
-        self._check_monitors()
+        fit.monitors.check()
         if self._is_automatic:
             # Lightning's own errors, in some settings, would end the run without withdrawing ε; a
             # loss that gives no gradient is found at the end of the step.
@@ -257,7 +286,7 @@ class DifferentialPrivacyStrategy(Strategy):
     def backward(
         self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any
     ) -> Tensor:
-        fit = self._under_way
+        fit = self._now
         fit.first.leave_forward()  # in manual optimization training_step has not returned yet
         if not is_differentiable(closure_loss):
             return closure_loss  # a chunk with records stays without an answer
@@ -274,7 +303,7 @@ class DifferentialPrivacyStrategy(Strategy):
         self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any
     ) -> Tensor:
         """Run the backward pass and bound what it leaves."""
-        mechanism, step = self._mechanism, self._under_way.step
+        mechanism, step = self._mechanism, self._now.step
         if not step.runs_backward:
             loss = super().backward(closure_loss, optimizer, *args, **kwargs)
         elif args or kwargs or is_overridden("backward", self.lightning_module):
@@ -291,7 +320,7 @@ class DifferentialPrivacyStrategy(Strategy):
         module, plugin = self._module, self.precision_plugin
         self.pre_backward(loss)
         loss = plugin.pre_backward(loss, module)
-        self._under_way.step.backward(loss, query, keep_graph=False)
+        self._now.step.backward(loss, query, keep_graph=False)
         loss = plugin.post_backward(loss, module)
         self.post_backward(loss)
         return loss
@@ -311,8 +340,7 @@ class DifferentialPrivacyStrategy(Strategy):
     def optimizer_step(
         self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any
     ) -> Any:
-        mechanism, fit, run = self._mechanism, self._under_way, self.private_run
-        assert self._notices is not None
+        mechanism, fit, run = self._mechanism, self._now, self.private_run
         once = evaluated_once(closure, optimizer)
 
         def private_closure() -> Any:
@@ -325,12 +353,9 @@ class DifferentialPrivacyStrategy(Strategy):
         self._warn(fit.first.leave_update(optimizer))
         if run.is_over_early:
             end_training(self._trainer, run)
-        self._notices.stepped()
+        for callback in self._callbacks:
+            callback.on_privacy_step(self._trainer, run)
         return output
-
-    def _check_monitors(self) -> None:
-        if self._notices is not None:
-            self._notices.check_monitors()
 
     def _warn(self, messages: Iterable[str]) -> None:
         for message in messages:
@@ -339,29 +364,30 @@ class DifferentialPrivacyStrategy(Strategy):
 
     def on_train_end(self) -> None:
         super().on_train_end()
-        self._check_monitors()
-        mechanism, fit = self.private_run.mechanism, self._fit
-        if mechanism is not None and mechanism.is_under_way and fit is not None:
-            fit.agree(fit.step.fault(mechanism), Place.NO_RELEASE)
-        if self._notices is not None:
-            self._notices.ended()
-        if self._reports is not None:
-            self._reports.finish(may_warn=True)
+        trainer, run, fit = self._trainer, self.private_run, self._now
+        fit.monitors.check()
+        if self._mechanism.is_under_way:
+            fit.agree(fit.step.fault(self._mechanism), Place.NO_RELEASE)
+        for callback in self._callbacks:
+            callback.on_privacy_end(trainer, run)
 
     # -- checkpoints and the end -----------------------------------------------------------
 
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None
     ) -> None:
-        if (reason := self.private_run.voided) is not None:
-            raise VoidedRunError(reason)
-        self._check_monitors()
-        content = report(self.private_run) if self.is_global_zero else None  # who writes the file
-        write_record(checkpoint, self.private_run, content)
-        if content is not None and self._reports is not None:
-            self._reports.write(content)
-        if self._notices is not None:
-            self._notices.released(checkpoint.get("state_dict", {}))
+        run, fit = self.private_run, self._fit
+        if run.voided is not None:
+            raise VoidedRunError(run.voided)
+        if fit is not None:
+            fit.monitors.check()
+        content = report(run) if self.is_global_zero else None  # who writes the file
+        write_record(checkpoint, run, content)
+        if content is not None:
+            for callback in self._callbacks:
+                callback.on_privacy_save(run, content)
+        if fit is not None and self.is_global_zero:
+            fit.earlier.released(checkpoint.get("state_dict", {}))
         super().save_checkpoint(checkpoint, filepath, storage_options)
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> Any:
@@ -369,47 +395,33 @@ class DifferentialPrivacyStrategy(Strategy):
         if self._trainer.state.fn != TrainerFn.FITTING:
             return checkpoint
         record = record_in(checkpoint, checkpoint_path)
-        self.private_run.load_state_dict(record, self._journal_folder(), self._world())
+        self.private_run.load_state_dict(record, self._folder, self._world())
         return checkpoint
 
     def _leave_the_model(self) -> None:
         if self._fit is not None:
             self._fit.step.detach()
-        if self._notices is not None:
-            self._notices.released()
+            if self.is_global_zero:
+                self._fit.earlier.released()
         if self._run is not None:
             self._run.stop()
 
     def teardown(self) -> None:
+        fit = self._fit
         self._leave_the_model()
-        if self._accumulate_before is not None:
-            self._trainer.accumulate_grad_batches = self._accumulate_before
-        self.__dict__.update(_BETWEEN_FITS)
-        self._accumulate_before, self._ledger_dir = None, None
+        if "_accumulate" in vars(self):
+            self._trainer.accumulate_grad_batches = self._accumulate
+        for name in _OF_A_FIT:
+            vars(self).pop(name, None)
         super().teardown()
-        if self._reports is not None:
-            self._reports.finish(may_warn=False)  # an exception may be on its way
+        if fit is not None:
+            for callback in self._callbacks:
+                callback.on_privacy_teardown(self._trainer, self.private_run)
 
     def __getstate__(self) -> dict[str, Any]:
-        """For copies and pickles: nothing of a fit under way, which holds what is not noised yet."""
-        return {**super().__getstate__(), **_BETWEEN_FITS}
-
-
-@dataclass(frozen=True)
-class FitUnderWay:
-    """A fit's parts; they exist together or not at all.
-
-    Args:
-        step: the accounts of the step under way, and the model under its engine.
-        first: watches which parameters the first step changes.
-        probe: watches batches for what couples records.
-        agree: ends the fit on all ranks, or on none.
-    """
-
-    step: PrivateStep
-    first: FirstStep
-    probe: Probe
-    agree: Agreement
+        """For copies and pickles."""
+        state = super().__getstate__()
+        return {name: value for name, value in state.items() if name not in _NEVER_COPIED}
 
 
 def evaluated_once(closure: Callable[[], Any], optimizer: Optimizer) -> Callable[[], Any]:

@@ -23,9 +23,8 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 from lightning_dp import AbstractSampling, CubicNewton, Diff2, FullBatch, PrivacyConfig
 from lightning_dp.accounting.events import AbstractEvent, Gaussian, VoidedRunError
 from lightning_dp.accounting.journal import read_journal
-from lightning_dp.callbacks import DifferentialPrivacy
+from lightning_dp.callbacks import DifferentialPrivacy, PrivateDDPStrategy
 from lightning_dp.sampling import BatchPlan
-from lightning_dp.strategies import PrivateDDPStrategy
 
 
 @dataclass(frozen=True)

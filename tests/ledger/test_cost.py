@@ -14,11 +14,11 @@ from lightning_dp._world import World
 from lightning_dp.accounting import PoissonGaussian
 from lightning_dp.accounting.journal import Journal, longer_run, read_journal
 from lightning_dp.accounting.ledger import Ledger
+from lightning_dp.callbacks import PrivacyLogger
 from lightning_dp.config import PrivacyConfig
 from lightning_dp.run import PrivateRun
 from lightning_dp.sampling import BatchPlan
 from lightning_dp.schedules import Exponential
-from lightning_dp.strategies.publish import Publisher
 
 
 def seconds_to_keep(steps: int, folder: Path) -> float:
@@ -75,7 +75,8 @@ def steps_of_a_run(steps: int, folder: Path, **options) -> tuple[list[float], li
     trainer = SimpleNamespace(
         log_every_n_steps=50, callback_metrics={}, progress_bar_metrics={}, loggers=[]
     )
-    publisher = Publisher(trainer, run)
+    logger = PrivacyLogger()
+    logger.on_privacy_start(trainer, run, folder)
     params, seconds, looks = [torch.zeros(2)], [], []
     for step in range(steps):
         start, before = time.thread_time(), ledger.looks
@@ -85,7 +86,7 @@ def steps_of_a_run(steps: int, folder: Path, **options) -> tuple[list[float], li
         run.mechanism.ask(params)
         run.mechanism.tell(params)
         assert not run.is_over_early or step == steps - 1
-        publisher.publish()
+        logger.on_privacy_step(trainer, run)
         seconds.append(time.thread_time() - start)
         looks.append(ledger.looks - before)
     run.stop()

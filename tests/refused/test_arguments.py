@@ -42,7 +42,7 @@ from lightning_dp.accounting import (
 )
 from lightning_dp.audit.bounds import one_run_p_value
 from lightning_dp.boundary import Query
-from lightning_dp.callbacks import DifferentialPrivacy
+from lightning_dp.callbacks import DifferentialPrivacy, PrivateSingleDeviceStrategy
 from lightning_dp.estimators import Storm
 from lightning_dp.federated import (
     BVRLSGD,
@@ -78,7 +78,6 @@ from lightning_dp.schedules import (
     StepDecay,
 )
 from lightning_dp.sparsify import random_k, shared_mask
-from lightning_dp.strategies import PrivateSingleDeviceStrategy
 
 STEPS = [(Gaussian(3.0), 10)]
 

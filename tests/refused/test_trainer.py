@@ -31,8 +31,7 @@ from torch import nn
 
 from lightning_dp import PrivacyConfig
 from lightning_dp._warnings import PrivacyWarning
-from lightning_dp.callbacks import DifferentialPrivacy
-from lightning_dp.strategies import PrivateSingleDeviceStrategy
+from lightning_dp.callbacks import DifferentialPrivacy, PrivateSingleDeviceStrategy
 from lightning_dp.strategies.checks import (
     check_strategy,
 )

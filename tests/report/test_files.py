@@ -40,7 +40,7 @@ def fail(error):
 def said(monkeypatch):
     """The lines that fits say at their end."""
     lines = []
-    monkeypatch.setattr("lightning_dp.strategies.fit_reports.rank_zero_info", lines.append)
+    monkeypatch.setattr("lightning_dp.callbacks.privacy_report_files.rank_zero_info", lines.append)
     return lines
 
 

@@ -18,9 +18,8 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_dp import Diff2, FullBatch, Momentum, PrivacyConfig
-from lightning_dp.callbacks import DifferentialPrivacy
+from lightning_dp.callbacks import DifferentialPrivacy, PrivateSingleDeviceStrategy
 from lightning_dp.schedules import Exponential
-from lightning_dp.strategies import PrivateSingleDeviceStrategy
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:lightning")
 
@@ -159,7 +158,7 @@ def test_copies_made_in_mid_step_hold_nothing_that_is_not_noised(make_trainer: A
     assert len(Copying.made) == 2
     for strategy in Copying.made:
         run = strategy.private_run
-        assert strategy._fit is None and strategy._loader is None
+        assert strategy._fit is None and strategy._step_arguments == ((), {})
         assert run.mechanism._total is None and not run.mechanism.is_under_way
         assert run.steps == 1  # it is charged all the same
         with pytest.raises(RuntimeError, match="begin"):

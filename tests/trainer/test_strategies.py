@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 
 from lightning_dp import PrivacyConfig
-from lightning_dp.callbacks import DifferentialPrivacy
-from lightning_dp.strategies import PrivateSingleDeviceStrategy
+from lightning_dp.callbacks import DifferentialPrivacy, PrivateSingleDeviceStrategy
 
 DELTA = 1e-5
 

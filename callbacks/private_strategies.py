@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 from datetime import timedelta
-from typing import Any
 
 import torch
 from lightning.pytorch.strategies import (
     DDPStrategy,
     SingleDeviceStrategy,
-    Strategy,
     StrategyRegistry,
 )
 
+from lightning_dp.callbacks.privacy_logger import PrivacyLogger
+from lightning_dp.callbacks.privacy_report_files import PrivacyReportFiles
 from lightning_dp.config import PrivacyConfig
 from lightning_dp.run import PrivateRun
-from lightning_dp.strategies.strategy import DifferentialPrivacyStrategy
+from lightning_dp.strategies import DifferentialPrivacyStrategy
 
-__all__ = ["PrivateDDPStrategy", "PrivateSingleDeviceStrategy", "make_private"]
+__all__ = ["PrivateDDPStrategy", "PrivateSingleDeviceStrategy"]
 
 
 class PrivateSingleDeviceStrategy(DifferentialPrivacyStrategy, SingleDeviceStrategy):
@@ -41,7 +41,7 @@ class PrivateSingleDeviceStrategy(DifferentialPrivacyStrategy, SingleDeviceStrat
     ) -> None:
         super().__init__(device)
         if privacy is not None:
-            self.use_privacy(PrivateRun(privacy))
+            self.use_privacy(PrivateRun(privacy), PrivacyLogger(), PrivacyReportFiles())
 
 
 class PrivateDDPStrategy(DifferentialPrivacyStrategy, DDPStrategy):
@@ -67,36 +67,7 @@ class PrivateDDPStrategy(DifferentialPrivacyStrategy, DDPStrategy):
     ) -> None:
         super().__init__(process_group_backend=process_group_backend, timeout=timeout)
         if privacy is not None:
-            self.use_privacy(PrivateRun(privacy))
-
-
-def make_private(
-    strategy: Strategy, kind: type[DifferentialPrivacyStrategy] = DifferentialPrivacyStrategy
-) -> DifferentialPrivacyStrategy:
-    """Make the strategy a private one, in place: the Trainer keeps the object it chose.
-
-    Its class becomes a subclass of the mixin and the class it had. Replacing the object would
-    lose what the Trainer has connected to it already.
-    """
-    if not isinstance(strategy, DifferentialPrivacyStrategy):
-        strategy.__class__ = _private_class(kind, type(strategy))
-    assert isinstance(strategy, DifferentialPrivacyStrategy)
-    return strategy
-
-
-def _private_class(kind: type, base: type) -> Any:
-    return type(f"Private{base.__name__}", (kind, base), {"__reduce_ex__": _reduce})
-
-
-def _reduce(strategy: Any, protocol: Any) -> tuple[Any, ...]:
-    """Pickle an object whose class has no name to import as what the class is made from."""
-    reduced: Any = object.__reduce_ex__(strategy, max(2, protocol))  # (constructor, class, state)
-    return _new, type(strategy).__bases__, *reduced[2:]
-
-
-def _new(kind: type, base: type) -> Any:
-    made = _private_class(kind, base)
-    return made.__new__(made)
+            self.use_privacy(PrivateRun(privacy), PrivacyLogger(), PrivacyReportFiles())
 
 
 for _strategy in (PrivateSingleDeviceStrategy, PrivateDDPStrategy):

@@ -1,0 +1,145 @@
+"""ε and the noise multiplier where users look: progress bar, loggers, other callbacks."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from lightning.pytorch import Trainer
+from numpy.typing import NDArray
+
+from lightning_dp.accounting import PLDAccountant
+from lightning_dp.accounting.rounding import epsilon_text, float32_above
+from lightning_dp.run import PrivateRun
+from lightning_dp.strategies import PrivacyCallback
+
+__all__ = ["EPSILON", "NOISE_MULTIPLIER", "PrivacyLogger"]
+
+EPSILON = "privacy/epsilon"
+NOISE_MULTIPLIER = "privacy/noise_multiplier"
+
+_MAX_NODES = 300
+_SHORT, _TOGETHER = 64, 4  # a stretch of the curve ends at that step, or at a multiple of its first
+_HORIZON = 100_000  # steps of a plan without an end for which nodes are chosen
+
+
+class PrivacyLogger(PrivacyCallback):
+    """Keeps ``privacy/epsilon`` and ``privacy/noise_multiplier`` current.
+
+    The plan is known, so ε is read from a curve at the steps to log and at the ends of epochs (of
+    very long runs, at some of them). Between two of these it is the ε of the next one: an upper
+    bound. The curve is computed a stretch at a time, when its first step comes, so that a long run
+    starts at once. At the stop and at the end the ε that was spent is computed itself. Written
+    directly, since ``self.log`` costs more than a private step of a small model.
+
+    :class:`DifferentialPrivacy` and the private strategies bring one along.
+    """
+
+    def __init__(self) -> None:
+        self._curve = _Curve()
+        self._logged_at = -1
+
+    def on_privacy_start(self, trainer: Trainer, run: PrivateRun, folder: Path) -> None:
+        self._curve, self._logged_at = _Curve(), -1
+        self._publish(trainer, run)
+
+    def on_privacy_replan(self, trainer: Trainer, run: PrivateRun) -> None:
+        self._curve = _Curve()  # of the plan that is left
+
+    def on_privacy_step(self, trainer: Trainer, run: PrivateRun) -> None:
+        self._publish(trainer, run, final=run.stop_reason is not None)
+
+    def on_privacy_end(self, trainer: Trainer, run: PrivateRun) -> None:
+        self._publish(trainer, run, final=True)
+
+    def _publish(self, trainer: Trainer, run: PrivateRun, *, final: bool = False) -> None:
+        """Bring the metrics up to date, and write them to the loggers at a step to log.
+
+        Args:
+            trainer: whose metrics and loggers are written.
+            run: whose ε.
+            final: training has come to its end or to a stop.
+        """
+        every = int(trainer.log_every_n_steps)  # type: ignore[attr-defined]
+        metrics = {
+            EPSILON: float32_above(run.epsilon if final else self._curve.read(run, every)),
+            NOISE_MULTIPLIER: run.noise_multiplier or 0.0,
+        }
+        trainer.callback_metrics.update({k: torch.tensor(v) for k, v in metrics.items()})
+        shown: dict[str, Any] = trainer.progress_bar_metrics  # which print text as it is
+        shown[EPSILON] = _shown(metrics[EPSILON], run.config.target_epsilon)
+        is_log_step = every > 0 and run.step % every == 0
+        if run.step and (is_log_step or final) and self._logged_at != run.steps:
+            self._logged_at = run.steps
+            for logger in trainer.loggers:
+                logger.log_metrics(metrics, step=run.step - 1)  # Lightning counts from 0
+                logger.save()
+
+
+class _Curve:
+    """ε after the steps of a plan, from the step at which it is read first."""
+
+    def __init__(self) -> None:
+        self._nodes: NDArray[np.int64] = np.zeros(0, dtype=np.int64)  # steps ahead of the first
+        self._values = np.zeros(0)  # ε there, NaN where it was not needed yet
+        self._steps = self._step = 0  # charged, and of the plan, at the first
+
+    def read(self, run: PrivateRun, every: int) -> float:
+        """Return ε now, or at the next node.
+
+        Args:
+            run: its plan has been declared.
+            every: the interval of steps to log.
+        """
+        place = self._place(run)
+        if place == len(self._nodes):  # it is new; or a plan without an end has no last node
+            self._begin(run, every)
+            place = self._place(run)
+        if math.isnan(self._values[place]):
+            stretch = self._stretch(place, run)
+            self._values[stretch] = run.epsilon_curve(self._nodes[stretch] - self._ahead(run))
+        return float(self._values[place])
+
+    def _begin(self, run: PrivateRun, every: int) -> None:
+        self._steps, self._step = run.steps, run.step
+        self._nodes = _nodes(run, every)
+        self._values = np.full(len(self._nodes), np.nan)
+
+    def _place(self, run: PrivateRun) -> int:
+        return int(np.searchsorted(self._nodes, self._ahead(run)))
+
+    def _ahead(self, run: PrivateRun) -> int:
+        """Return how far the run is on the curve."""
+        # A step that asked nothing was not charged, but has its place on the curve.
+        return max(run.steps - self._steps, run.step - self._step)
+
+    def _stretch(self, place: int, run: PrivateRun) -> slice:
+        """Return the nodes from a place on that together cost little more than one."""
+        if not isinstance(run.config.accountant, PLDAccountant):
+            return slice(place, place + 1)
+        longest = max(_SHORT, int(_TOGETHER * self._nodes[place]))
+        return slice(place, max(place + 1, int(np.searchsorted(self._nodes, longest))))
+
+
+def _nodes(run: PrivateRun, every: int) -> NDArray[np.int64]:
+    """Return steps ahead at which ε is computed: 0, those to log, epochs' ends, and the last one."""
+    assert run.batches is not None
+    endless = not math.isfinite(run.remaining_steps)
+    last = _HORIZON if endless else int(run.remaining_steps)
+    periods = [run.batches.steps_per_epoch, *([every] if every > 0 else [])]
+    wanted = {0, last}.union(*(range(p - run.step % p, last, p) for p in periods))
+    nodes = np.array(sorted(wanted), dtype=np.int64)
+    if len(nodes) > _MAX_NODES:  # dense at first, then geometric
+        places = np.geomspace(1, len(nodes), _MAX_NODES).astype(int) - 1
+        nodes = nodes[np.unique(places)]
+    return nodes
+
+
+def _shown(epsilon: float, target: float | None) -> str:
+    """Return the text of the progress bar: ``2.345/3`` where there is a budget."""
+    if target is None or not math.isfinite(epsilon):
+        return epsilon_text(epsilon)
+    return f"{epsilon_text(epsilon)}/{target:g}"
