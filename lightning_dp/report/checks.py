@@ -1,14 +1,15 @@
-"""Whether a document, and what its journal knows, agree."""
+"""Checks that a document, its own events and its journal agree."""
 
 from __future__ import annotations
 
 import contextlib
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
-from lightning_dp.accounting import AbstractAccountant, History, PLDAccountant
+from lightning_dp.accounting import AbstractAccountant, PLDAccountant
 from lightning_dp.accounting.events import reason_in, steps_in
 from lightning_dp.accounting.journal import (
     JournalError,
@@ -17,37 +18,65 @@ from lightning_dp.accounting.journal import (
     longer_run,
     read_journal,
 )
+from lightning_dp.accounting.release_file import federations_in
 from lightning_dp.accounting.rounding import epsilon_text
 from lightning_dp.report.content import PrivacyReport
 from lightning_dp.report.files import Document
 
-__all__ = ["Checked", "check", "check_document", "check_journal"]
+__all__ = ["Checked", "check", "check_journal_alone"]
 
 _TOLERANCE = 5e-4  # relative; twice the accuracy of ε
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Checked:
-    """What came of the checks of one document.
+    """A document with the result of its checks.
 
     Args:
-        document: what was checked.
-        journal: the file that was compared with it; None if it has none.
-        epsilon: ε of its events, computed anew.
-        journal_steps, journal_epsilon: of all runs in the journal; None without one.
+        document: was checked.
+        epsilon: ε of its events, computed again.
         known: the charges that the document or its journal knows, by run.
+        journal: the file that was compared with it; None if there is none.
+        journal_steps, journal_epsilon: of all runs in the journal; None without one.
+        parts: of a journal by itself, ε of each run, or of each federation over a client's data.
         problems: what does not agree, in words.
         notes: what should be known, and is no fault.
     """
 
     document: Document
-    journal: Path | None
     epsilon: float
-    journal_steps: int | None
-    journal_epsilon: float | None
     known: Runs
-    problems: tuple[str, ...]
-    notes: tuple[str, ...]
+    journal: Path | None = None
+    journal_steps: int | None = None
+    journal_epsilon: float | None = None
+    parts: dict[str, float] = field(default_factory=dict)
+    problems: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+
+    @property
+    def steps(self) -> int:
+        """Noised steps among the document's events."""
+        return steps_in(self.document.events)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return all that was found."""
+        document = self.document
+        return {
+            "path": str(document.path),
+            "kind": document.kind,
+            "ledger_id": document.ledger_id,
+            "epsilon": self.epsilon,
+            "delta": document.delta,
+            "relation": document.relation,
+            "steps": self.steps,
+            "runs": self.parts,
+            "journal": None if self.journal is None else str(self.journal),
+            "journal_steps": self.journal_steps,
+            "journal_epsilon": self.journal_epsilon,
+            "problems": self.problems,
+            "notes": self.notes,
+            "report": None if document.report is None else document.report.to_dict(),
+        }
 
 
 def check(document: Document, journal: Path | None) -> Checked:
@@ -58,19 +87,17 @@ def check(document: Document, journal: Path | None) -> Checked:
         journal: where its journal is now.
     """
     accountant, is_the_same = _accountant(document.report)
-    epsilon = claim(document, document.events, accountant)
-    problems = list(check_document(document, epsilon, is_the_same))
+    epsilon = _claim(document, document.events, accountant)
+    problems = list(_against_its_events(document, epsilon, is_the_same))
     notes = list(_notes(document.report, is_the_same))
-    steps = beyond = journal_epsilon = None
-    known = dict(document.events)
-    voided = reason_in(document.events)
+    steps = journal_epsilon = None
+    known, voided = dict(document.events), reason_in(document.events)
     try:
         if journal is not None:
             found, written = read_journal(journal)
-            problems += check_journal(document, journal, found, written)
+            problems += _against_journal(document, journal, found, written)
             if found == document.ledger_id:
-                steps, journal_epsilon = steps_in(written), claim(document, written, accountant)
-                beyond = steps - steps_in(document.events)
+                steps, journal_epsilon = steps_in(written), _claim(document, written, accountant)
                 known = {**known, **_longer(known, written)}
                 voided = voided or reason_in(written)
         elif document.events:
@@ -82,10 +109,37 @@ def check(document: Document, journal: Path | None) -> Checked:
         )
     if voided is not None:
         problems.append(f"its run was VOIDED, and ε of all its releases is withdrawn: {voided}")
-    if beyond and beyond > 0:
+    if (beyond := (steps or 0) - steps_in(document.events)) > 0:
         notes.append(f"the journal has {beyond} steps beyond this {document.kind}")
     return Checked(
-        document, journal, epsilon, steps, journal_epsilon, known, tuple(problems), tuple(notes)
+        document=document,
+        epsilon=epsilon,
+        known=known,
+        journal=journal,
+        journal_steps=steps,
+        journal_epsilon=journal_epsilon,
+        problems=tuple(problems),
+        notes=tuple(notes),
+    )
+
+
+def check_journal_alone(document: Document) -> Checked:
+    """Compute ε of a journal, and of each run or federation in it."""
+    accountant, events = PLDAccountant(), document.events
+
+    def epsilon(runs: Runs) -> float:
+        return accountant.epsilon(history_of(runs), document.delta, document.relation)
+
+    by_name = federations_in(events) or {run: {run: charges} for run, charges in events.items()}
+    voided = reason_in(events)
+    return Checked(
+        document=document,
+        epsilon=epsilon(events),
+        known=events,
+        parts={name: epsilon(runs) for name, runs in by_name.items()},
+        problems=()
+        if voided is None
+        else (f"a run was VOIDED, and ε of all releases is withdrawn: {voided}",),
     )
 
 
@@ -105,13 +159,13 @@ def _notes(report: PrivacyReport | None, is_the_same: bool) -> Iterator[str]:
         yield f"its accountant {report.accountant!r} is not known here: compared with PLD"
 
 
-def check_document(document: Document, epsilon: float, is_the_same: bool) -> Iterator[str]:
-    """What a document says, against its own events.
+def _against_its_events(document: Document, epsilon: float, is_the_same: bool) -> Iterator[str]:
+    """Compare what a document says with its own events.
 
     Args:
         document: a checkpoint or a report.
         epsilon: ε of its events.
-        is_the_same: whether ``epsilon`` is by the accountant that the document names.
+        is_the_same: True if ``epsilon`` is by the accountant that the document names.
     """
     charged, report = steps_in(document.events), document.report
     if charged < document.steps_made:
@@ -120,6 +174,7 @@ def check_document(document: Document, epsilon: float, is_the_same: bool) -> Ite
         return
     if report.steps != charged:
         yield f"it says {report.steps} steps, its events are {charged}"
+    # PLD is tight: an unknown accountant may find more than it, but less would be a fault.
     written = report.epsilon
     too_low = written < epsilon * (1 - _TOLERANCE)
     if too_low or (is_the_same and written > epsilon * (1 + _TOLERANCE)):
@@ -146,8 +201,8 @@ def check_document(document: Document, epsilon: float, is_the_same: bool) -> Ite
             yield f"its report says {name} {says}, its ledger and configuration {holds}"
 
 
-def check_journal(document: Document, path: Path, found: str, written: Runs) -> Iterator[str]:
-    """What a document knows and its journal does not."""
+def _against_journal(document: Document, path: Path, found: str, written: Runs) -> Iterator[str]:
+    """Compare what a document knows with its journal, which must know as much."""
     if found != document.ledger_id:
         yield f"the journal {path} belongs to ledger {found}, not to {document.ledger_id}"
         return
@@ -166,18 +221,18 @@ def check_journal(document: Document, path: Path, found: str, written: Runs) -> 
             )
 
 
-def claim(document: Document, events: Runs, accountant: AbstractAccountant) -> float:
-    """ε of events as the document would have to state it."""
-    history: History = history_of(events)
-    epsilon = accountant.epsilon(history, document.delta, document.relation)
+def _claim(document: Document, events: Runs, accountant: AbstractAccountant) -> float:
+    """Return ε of events as the document has to state it."""
+    epsilon = accountant.epsilon(history_of(events), document.delta, document.relation)
     report = document.report
     if report is not None and report.claims_budget and steps_in(events):
+        # Noise chosen at run time: the events that came out do not bound what could have.
         budget = math.inf if report.target_epsilon is None else report.target_epsilon
         return max(epsilon, budget)
     return epsilon
 
 
 def _accountant(report: PrivacyReport | None) -> tuple[AbstractAccountant, bool]:
-    """An accountant to check with, and whether it is the one that the report names."""
+    """Return an accountant to check with, and whether it is the one that the report names."""
     known = None if report is None else report.known_accountant()
     return (PLDAccountant(), False) if known is None else (known, True)

@@ -11,17 +11,17 @@ from typing import Any
 
 from lightning_dp.accounting import PLDAccountant, Relation
 from lightning_dp.accounting.base import check_delta
-from lightning_dp.accounting.journal import JournalError, Runs, history_of, longer_run, read_journal
+from lightning_dp.accounting.journal import JournalError, Runs, history_of, longer_run
 from lightning_dp.accounting.release_file import federations_in
 from lightning_dp.accounting.rounding import epsilon_text
-from lightning_dp.report.checks import Checked, check
+from lightning_dp.report.checks import Checked, check, check_journal_alone
 from lightning_dp.report.content import plain
 from lightning_dp.report.files import (
-    JournalAlone,
+    Document,
     NotPrivateError,
     documents_in,
     find_journal,
-    read_alone,
+    read_charges,
     read_document,
 )
 from lightning_dp.report.render import charged
@@ -31,7 +31,7 @@ __all__ = ["Total", "main", "total"]
 
 _DESCRIPTION = """\
 Print the privacy report of a run and check that what was written about it agrees: epsilon is
-computed anew from the charged events, and the journal must know every charge that a checkpoint or
+computed again from the charged events, and the journal must know every charge that a checkpoint or
 a report knows. Nothing is written, and a running training is not disturbed."""
 
 _EPILOG = """\
@@ -47,22 +47,25 @@ examples:
 
 @dataclass(frozen=True)
 class _Found:
-    """What PATH holds: checked documents, and journals that no document speaks of."""
+    """All that PATH holds, checked.
 
-    checked: list[Checked]
-    journals: list[JournalAlone]
-    problems: list[str]
-    notes: list[str]
-    total: Total | None = None  # of a folder
+    Args:
+        documents: checkpoints and reports.
+        journals: those that no document speaks of.
+        problems, notes: about files that could not be checked.
+        total: of the ledgers of a folder.
+    """
 
-    @property
-    def is_sound(self) -> bool:
-        return not self.number_of_problems()
+    documents: Sequence[Checked] = ()
+    journals: Sequence[Checked] = ()
+    problems: Sequence[str] = ()
+    notes: Sequence[str] = ()
+    total: Total | None = None
 
     def number_of_problems(self) -> int:
         """Count the things that do not agree, or do not hold."""
-        voided = sum(each.voided is not None for each in self.journals)
-        return len(self.problems) + voided + sum(len(each.problems) for each in self.checked)
+        each_of = (*self.documents, *self.journals)
+        return len(self.problems) + sum(len(each.problems) for each in each_of)
 
 
 class _UsageError(ValueError):
@@ -70,7 +73,7 @@ class _UsageError(ValueError):
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command; its exit status."""
+    """Run the command and return its exit status."""
     parser = _parser()
     options = parser.parse_args(arguments)
     try:
@@ -80,8 +83,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.json:
         print(json.dumps(plain(_as_dict(found)), ensure_ascii=False, indent=1))
     else:
-        print("\n".join(_lines(found, options)))
-    return 0 if found.is_sound else 1
+        print("\n".join(_lines(found)))
+    return 1 if found.number_of_problems() else 0
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -109,7 +112,6 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _find(options: argparse.Namespace) -> _Found:
-    """Documents first, then journals: a running training may write one in between."""
     path: Path = options.path
     if not path.exists():
         raise _UsageError(f"{path} does not exist.")
@@ -118,13 +120,14 @@ def _find(options: argparse.Namespace) -> _Found:
     if path.is_dir():
         return _find_in_folder(path, options)
     if path.suffix == ".journal":
-        return _Found([], [_alone(path, options)], [], [])
+        return _Found(journals=[_check_alone(path, *read_charges(path), options)])
     document = read_document(path)
     journal = options.journal or find_journal(document.journal, path.parent)
-    return _Found([check(document, journal)], [], [], [])
+    return _Found([check(document, journal)])
 
 
 def _find_in_folder(folder: Path, options: argparse.Namespace) -> _Found:
+    """Read documents first, then journals: a running training may write one in between."""
     problems, notes, documents = [], [], []
     for path in documents_in(folder):
         try:
@@ -142,36 +145,47 @@ def _find_in_folder(folder: Path, options: argparse.Namespace) -> _Found:
     rest = [path for path in journals if path.resolve() not in spoken_of]
     if not (checked or rest or problems or notes):
         raise _UsageError(f"{folder} holds no checkpoint, report or journal.")
-    alone, sound = [], []
+    alone, others = [], []
     for path in rest:
         try:
-            if checked and options.delta is None:
-                read_journal(path)
-                notes.append(f"{path}: no checkpoint or report here is of it, and ε needs --delta")
-            else:
-                alone.append(_alone(path, options))
-            sound.append(path)
+            ledger_id, events = read_charges(path)
         except JournalError as error:
             problems.append(str(error))
-    together = total(checked, sound, options.delta, options.relation)
+            continue
+        others.append((ledger_id, events))
+        if checked and options.delta is None:
+            notes.append(f"{path}: no checkpoint or report here is of it, and ε needs --delta")
+        else:
+            alone.append(_check_alone(path, ledger_id, events, options))
+    together = total(checked, others, options.delta, options.relation)
     return _Found(checked, alone, problems, notes, together)
 
 
-def _alone(path: Path, options: argparse.Namespace) -> JournalAlone:
+def _check_alone(path: Path, ledger_id: str, events: Runs, options: argparse.Namespace) -> Checked:
     if options.delta is None:
         raise _UsageError(
             f"{path} is a journal without its checkpoint or report, and a journal does not know δ: "
             "give --delta (and --relation, if it is not add_remove)."
         )
-    return read_alone(path, options.delta, options.relation)
+    return check_journal_alone(
+        Document(
+            path=path,
+            kind="journal",
+            ledger_id=ledger_id,
+            journal=path,
+            events=events,
+            delta=options.delta,
+            relation=options.relation,
+        )
+    )
 
 
-def _lines(found: _Found, options: argparse.Namespace) -> Iterator[str]:
-    for each in found.checked:
-        yield from _document(each, in_full=each is _latest(each, found.checked))
-        yield ""
-    for journal in found.journals:
-        yield from _journal(journal, options)
+# -- printing ----------------------------------------------------------------------------------
+
+
+def _lines(found: _Found) -> Iterator[str]:
+    for each in (*found.documents, *found.journals):
+        yield from _lines_of(each, in_full=each is _latest(each, found.documents))
         yield ""
     if found.total is not None:
         yield str(found.total)
@@ -179,18 +193,19 @@ def _lines(found: _Found, options: argparse.Namespace) -> Iterator[str]:
     yield from (f"note: {note}" for note in found.notes)
     yield from (f"PROBLEM: {problem}" for problem in found.problems)
     count = found.number_of_problems()
-    yield "all agrees" if found.is_sound else f"{count} PROBLEM{'S' if count > 1 else ''} FOUND"
+    yield f"{count} PROBLEM{'S' if count > 1 else ''} FOUND" if count else "all agrees"
 
 
-def _latest(one: Checked, checked: Sequence[Checked]) -> Checked:
-    """The document of the same ledger that knows most: its report is printed in full."""
-    same = [each for each in checked if each.document.ledger_id == one.document.ledger_id]
-    return max(same, key=lambda each: sum(count for _, count in each.document.history()))
+def _latest(one: Checked, documents: Sequence[Checked]) -> Checked | None:
+    """Return the document of the same ledger that knows most: its report is printed in full."""
+    same = [each for each in documents if each.document.ledger_id == one.document.ledger_id]
+    charges = [sum(count for _, count in each.document.history()) for each in same]
+    return same[charges.index(max(charges))] if same else None
 
 
-def _document(checked: Checked, in_full: bool) -> Iterator[str]:
+def _lines_of(checked: Checked, in_full: bool) -> Iterator[str]:
     document = checked.document
-    yield f"== {document.kind} {document.path}"
+    yield f"== {document.kind} {document.path} of {document.ledger_id}"
     if document.report is not None and in_full:
         yield str(document.report)
         yield "-- checked"
@@ -198,66 +213,31 @@ def _document(checked: Checked, in_full: bool) -> Iterator[str]:
         yield from (f"charged: {line}" for line in charged(document.history()))
     yield (
         f"its own events: ε = {epsilon_text(checked.epsilon)} at δ = {document.delta:g} "
-        f"({document.relation})"
+        f"({document.relation}), {checked.steps} steps"
     )
     if checked.journal_epsilon is not None:
         yield (
             f"all runs in the journal {checked.journal}: ε = {epsilon_text(checked.journal_epsilon)} at "
             f"δ = {document.delta:g}, {checked.journal_steps} steps; this is what counts"
         )
+    if len(checked.parts) > 1:
+        yield from (f"run {name}: ε = {epsilon_text(each)}" for name, each in checked.parts.items())
     yield from (f"note: {note}" for note in checked.notes)
     yield from (f"PROBLEM: {problem}" for problem in checked.problems)
 
 
-def _journal(journal: JournalAlone, options: argparse.Namespace) -> Iterator[str]:
-    yield f"== journal {journal.path} of {journal.ledger_id}"
-    yield (
-        f"ε = {epsilon_text(journal.epsilon)} at δ = {options.delta:g} ({options.relation}), "
-        f"{journal.steps} steps"
-    )
-    yield from (f"charged: {line}" for line in charged(journal.history()))
-    if journal.voided is not None:
-        yield f"PROBLEM: a run was VOIDED, and ε of all releases is withdrawn: {journal.voided}"
-    if len(journal.parts) > 1:
-        yield from (
-            f"run {name}: ε = {epsilon_text(value)}" for name, value in journal.parts.items()
-        )
-
-
 def _as_dict(found: _Found) -> dict[str, Any]:
     return {
-        "agrees": found.is_sound,
+        "agrees": not found.number_of_problems(),
         "problems": found.problems,
         "notes": found.notes,
         "total": None if found.total is None else asdict(found.total),
-        "documents": [
-            {
-                "path": str(each.document.path),
-                "kind": each.document.kind,
-                "ledger_id": each.document.ledger_id,
-                "epsilon": each.epsilon,
-                "delta": each.document.delta,
-                "relation": each.document.relation,
-                "journal": None if each.journal is None else str(each.journal),
-                "journal_steps": each.journal_steps,
-                "journal_epsilon": each.journal_epsilon,
-                "problems": each.problems,
-                "notes": each.notes,
-                "report": None if each.document.report is None else each.document.report.to_dict(),
-            }
-            for each in found.checked
-        ],
-        "journals": [
-            {
-                "path": str(each.path),
-                "ledger_id": each.ledger_id,
-                "steps": each.steps,
-                "epsilon": each.epsilon,
-                "runs": each.parts,
-            }
-            for each in found.journals
-        ],
+        "documents": [each.to_dict() for each in found.documents],
+        "journals": [each.to_dict() for each in found.journals],
     }
+
+
+# -- the sum over ledgers ----------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -287,7 +267,10 @@ class Total:
 
 
 def total(
-    checked: Sequence[Checked], journals: Sequence[Path], delta: float | None, relation: Relation
+    checked: Sequence[Checked],
+    journals: Sequence[tuple[str, Runs]],
+    delta: float | None,
+    relation: Relation,
 ) -> Total | None:
     r"""Compose what all ledgers were charged; each run counts once.
 
@@ -299,7 +282,7 @@ def total(
 
     Args:
         checked: the documents, with what their journals know.
-        journals: those that no document speaks of, all of them sound.
+        journals: ledger id and charges of those that no document speaks of.
         delta: δ; by default the documents' smallest one.
         relation: for journals by themselves.
 
@@ -313,8 +296,7 @@ def total(
         report = each.document.report
         if report is not None and report.claims_budget:
             budgets[report.ledger_id] = (each.epsilon, report.delta)
-    for path in journals:
-        ledger_id, runs = read_journal(path)
+    for ledger_id, runs in journals:
         if not federations_in(runs):
             _add(known, ledger_id, runs)
     deltas = [each.document.delta for each in checked] if delta is None else [delta]

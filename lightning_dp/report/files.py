@@ -1,4 +1,4 @@
-"""The report as two files, replaced whole: a reader never finds half of one."""
+"""What is written about a ledger: report files, checkpoints and journals, read without trusting them."""
 
 from __future__ import annotations
 
@@ -9,14 +9,13 @@ import stat
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
 from lightning_dp._files import FILE_MODE, replaced
-from lightning_dp.accounting import AbstractEvent, PLDAccountant
+from lightning_dp.accounting import AbstractEvent
 from lightning_dp.accounting.base import Relation, check_delta, check_relation
-from lightning_dp.accounting.events import reason_in, steps_in
 from lightning_dp.accounting.journal import (
     Runs,
     history_of,
@@ -27,7 +26,6 @@ from lightning_dp.accounting.journal import (
 from lightning_dp.accounting.ledger import runs_from_dict
 from lightning_dp.accounting.release_file import (
     check_nothing_is_missing,
-    federations_in,
     progress_of_all,
 )
 from lightning_dp.report.content import PrivacyReport
@@ -36,27 +34,32 @@ __all__ = [
     "CHECKPOINT_KEY",
     "PATTERN",
     "Document",
-    "JournalAlone",
     "NotPrivateError",
     "documents_in",
     "find_journal",
     "from_checkpoint",
     "in_checkpoint",
-    "read_alone",
+    "read_charges",
     "read_document",
     "read_report",
     "write_report",
 ]
 
 
+CHECKPOINT_KEY = "lightning_dp"
+"""Where the privacy record is in a checkpoint."""
+
 PATTERN = "privacy_report-*.json"
+"""Names of report files."""
+
+# -- report files ------------------------------------------------------------------------------
 
 
 def write_report(report: PrivacyReport, folder: str | Path) -> Path:
-    """Write ``privacy_report-<ledger id>.json`` and ``.md`` into a folder, atomically.
+    """Write ``privacy_report-<ledger id>.json`` and ``.md`` into a folder, each replaced whole.
 
     Runs of one ledger replace each other's file, since a later report holds what an earlier one
-    says; runs of other ledgers have files of their own. New files are readable by their owner alone.
+    says; another ledger has other files. New files are readable by their owner alone.
 
     Args:
         report: what to write.
@@ -80,7 +83,7 @@ def write_report(report: PrivacyReport, folder: str | Path) -> Path:
 
 
 def read_report(path: str | Path) -> PrivacyReport:
-    """The report of a JSON file.
+    """Read the report of a JSON file.
 
     Raises:
         ValueError: if it is not one, saying why.
@@ -102,8 +105,7 @@ def _write(path: Path, content: str) -> None:
         file.write(content.encode())
 
 
-CHECKPOINT_KEY = "lightning_dp"
-"""Where the privacy record is in a checkpoint."""
+# -- all kinds of files ------------------------------------------------------------------------
 
 
 class NotPrivateError(ValueError):
@@ -112,46 +114,46 @@ class NotPrivateError(ValueError):
 
 @dataclass(frozen=True)
 class Document:
-    """A checkpoint or a report file, by what it says about privacy.
+    """A checkpoint, a report file or a journal, by what it says about privacy.
 
     Args:
         path: the file.
-        kind: "checkpoint" or "report".
-        ledger_id: of its ledger.
+        kind: of the file.
+        ledger_id: of its ledger; in a federated client's journal, the id of its data set.
         journal: where it says that the journal is; None if it has none.
         events: the charges that it knows, by run.
-        delta, relation: of its ε.
+        delta, relation: of its ε; a journal knows neither, they are the reader's.
         seeded: whether a test seed was set at any time.
-        report: None in checkpoints of versions that had none in them.
+        report: None in a journal, and in checkpoints of versions that had none in them.
         steps_made: private steps that the checkpoint's weights went through and that were charged,
             at least; 0 for a report.
     """
 
     path: Path
-    kind: str
+    kind: Literal["checkpoint", "report", "journal"]
     ledger_id: str
     journal: Path | None
     events: Runs
     delta: float
     relation: Relation
-    seeded: bool
-    report: PrivacyReport | None
+    seeded: bool = False
+    report: PrivacyReport | None = None
     steps_made: int = 0
 
     def history(self) -> list[tuple[AbstractEvent, int]]:
-        """All events with their counts, over all runs."""
+        """Return all events with their counts, over all runs."""
         return history_of(self.events)
 
 
 def in_checkpoint(report: PrivacyReport) -> dict[str, Any]:
-    """What a checkpoint holds of a report: all but the events, which its ledger has already."""
+    """Return what a checkpoint holds of a report: all but the events, which its ledger has already."""
     content = report.to_dict()
     del content["events"]
     return content
 
 
 def from_checkpoint(record: dict[str, Any]) -> PrivacyReport | None:
-    """The report in the ``lightning_dp`` record of a checkpoint; None if it has none."""
+    """Return the report in the ``lightning_dp`` record of a checkpoint; None if it has none."""
     content = record.get("report")
     if content is None:
         return None
@@ -159,7 +161,7 @@ def from_checkpoint(record: dict[str, Any]) -> PrivacyReport | None:
 
 
 def read_document(path: Path) -> Document:
-    """A checkpoint or, if its name ends with ``.json``, a report.
+    """Read a checkpoint or, if its name ends with ``.json``, a report.
 
     Raises:
         NotPrivateError: for a checkpoint of a run without privacy.
@@ -231,67 +233,25 @@ def _journal(document: Path, recorded: object) -> Path | None:
 
 
 def documents_in(folder: Path) -> Iterator[Path]:
-    """Checkpoints and reports in a folder and below it."""
+    """Find checkpoints and reports in a folder and below it."""
     for pattern in ("*.ckpt", PATTERN):
         yield from sorted(folder.rglob(pattern))
 
 
-@dataclass(frozen=True)
-class JournalAlone:
-    """A journal, at a δ and a relation that the user gave: it knows neither.
-
-    Args:
-        path: the file.
-        ledger_id: of a training's ledger, or the id of a federated client's data set.
-        steps: charges in it.
-        epsilon: of all of them.
-        parts: ε of each run of a training; of each federation over a client's data set.
-        events: what was charged, by run.
-    """
-
-    path: Path
-    ledger_id: str
-    steps: int
-    epsilon: float
-    parts: dict[str, float]
-    events: Runs
-
-    def history(self) -> list[tuple[AbstractEvent, int]]:
-        """All events with their counts, over all runs."""
-        return history_of(self.events)
-
-    @property
-    def voided(self) -> str | None:
-        """The reason for which ε of its releases is withdrawn; None if it is not."""
-        return reason_in(self.events)
+def find_journal(recorded: Path | None, folder: Path) -> Path | None:
+    """Find a journal where it was recorded, else by its name in or below a folder."""
+    if recorded is None or recorded.exists():
+        return recorded
+    return next(iter(sorted(folder.rglob(recorded.name))), recorded)
 
 
-def read_alone(path: Path, delta: float, relation: Relation) -> JournalAlone:
-    """Read a journal and compute ε.
+def read_charges(journal: Path) -> tuple[str, Runs]:
+    """Read a journal by itself: the id of its ledger or data set, and its charges.
 
     Raises:
         JournalError: if it is missing or damaged, or a client's release files know of more.
     """
-    known = [*progress_of_all(path)]
-    ledger_id, runs = read_journal(path)
-    check_nothing_is_missing(path, ledger_id, runs, known)
-    accountant = PLDAccountant()
-    history = history_of(runs)
-    return JournalAlone(
-        path=path,
-        ledger_id=ledger_id,
-        steps=steps_in(runs),
-        epsilon=accountant.epsilon(history, delta, relation),
-        parts={
-            name: accountant.epsilon(history_of(part), delta, relation)
-            for name, part in (federations_in(runs) or {k: {k: v} for k, v in runs.items()}).items()
-        },
-        events=runs,
-    )
-
-
-def find_journal(recorded: Path | None, folder: Path) -> Path | None:
-    """Where a journal is now: where it was recorded, else by its name in or below a folder."""
-    if recorded is None or recorded.exists():
-        return recorded
-    return next(iter(sorted(folder.rglob(recorded.name))), recorded)
+    known = [*progress_of_all(journal)]  # first: a client that goes on charges the journal first
+    ledger_id, runs = read_journal(journal)
+    check_nothing_is_missing(journal, ledger_id, runs, known)
+    return ledger_id, runs
