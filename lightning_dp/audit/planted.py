@@ -147,8 +147,8 @@ class CanaryEngine(AbstractGradientEngine):
     def attach(self, module: nn.Module, params: Sequence[nn.Parameter]) -> None:
         self._engine.attach(module, params)
 
-    def backward(self, loss: Tensor, *, keep_graph: bool = False, may_fold: bool = True) -> None:
-        self._engine.backward(loss, keep_graph=keep_graph, may_fold=may_fold)
+    def backward(self, loss: Tensor, *, keep_graph: bool = False, combined: bool = False) -> None:
+        self._engine.backward(loss, keep_graph=keep_graph, combined=combined)
 
     def take(self, scale: float, touched: Mapping[str, nn.Parameter]) -> AbstractPerSampleGradients:
         return self._canaries.plant(self._engine.take(scale, touched))

@@ -5,8 +5,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property
 from typing import Any, Literal, TypeAlias, get_args
 
@@ -18,28 +17,20 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_dp._checks import check_loader, check_model, check_training_mode, check_training_step
-from lightning_dp._training_step import call_training_step, is_differentiable, loss_in
+from lightning_dp._training_step import call_training_step, loss_in, muted
 from lightning_dp.accounting.events import VoidedRunError
 from lightning_dp.boundary import (
-    AbstractPerSampleGradients,
     BoundedSum,
-    Pass,
     Query,
     Term,
     bounded_sum,
 )
 from lightning_dp.federated.agreement import fingerprint
 from lightning_dp.functional import flatten, unflatten
-from lightning_dp.gradients import (
-    AbstractGradientEngine,
-    RawGradientGuard,
-    UnsupportedModelError,
-    attach_engine,
-)
+from lightning_dp.gradients import RecordPasses, Replay
 from lightning_dp.gradients.materialised import MaterialisedGradients
+from lightning_dp.gradients.passes import UNANSWERED, at_point
 from lightning_dp.isolation.synthetic import NoSyntheticBatch, ValidLabels, synthetic_pool
-from lightning_dp.strategies.private_step import OTHER_ROWS, UNANSWERED
-from lightning_dp.strategies.replay import RandomState, at_point, muted
 
 __all__ = ["LocalRecords", "Unit"]
 
@@ -51,15 +42,6 @@ _NOT_CHARGED = (
     "(Found on made-up records of the shapes of this client's, before anything was charged. If only "
     "they are at fault, leave this out with LocalRecords(try_first=False).)"
 )
-
-
-@dataclass(frozen=True)
-class _Watch:
-    """The module under a gradient engine, and a sentence about it."""
-
-    engine: AbstractGradientEngine
-    description: str
-    guard: RawGradientGuard
 
 
 class LocalRecords:
@@ -141,9 +123,9 @@ class LocalRecords:
         self._device = torch.device(device)
         self._engine_name, self._try_first = engine, try_first
         self.params = tuple(param for param in module.parameters() if param.requires_grad)
-        with self._watched() as watch:
-            self.engine = watch.description
-            self.has_products = watch.engine.has_products
+        with self._passes() as passes:
+            self.engine = passes.description
+            self.has_products = passes.has_products
             """Whether queries with Hessian-vector products can be answered."""
 
     @property
@@ -196,19 +178,19 @@ class LocalRecords:
             chunk_size=self._chunk_size,
             device=self._device,
         )
-        with isolate_rng(), copied._watched() as watch, muted(copied._module), torch.enable_grad():
+        with isolate_rng(), copied._passes() as passes, muted(copied._module), torch.enable_grad():
             batch, _ = next(copied._chunks(list(range(min(2, self.num_records)))))
             try:
                 made_up = synthetic_pool(batch, _MADE_UP, classes=2)
             except NoSyntheticBatch:
                 return  # of such a batch, nothing can be made up
             with ValidLabels():
-                copied._try(watch, self._module.transfer_batch_to_device(made_up, self._device, 0))
+                copied._try(passes, self._module.transfer_batch_to_device(made_up, self._device, 0))
 
-    def _try(self, watch: _Watch, made_up: Any) -> None:
+    def _try(self, passes: RecordPasses, made_up: Any) -> None:
         query = Query((Term(),), clip_norm=1.0, noise_multiplier=1.0)
         try:
-            self._combination(watch, query, made_up, _MADE_UP, 0)
+            self._answer(passes, query, made_up, _MADE_UP, 0)
         except VoidedRunError:
             raise MisconfigurationException(
                 f"training_step gives no loss that depends on the trained parameters. {_NOT_CHARGED}"
@@ -239,10 +221,9 @@ class LocalRecords:
         of_all = replace(query, clip_norm=math.inf, noise_multiplier=0.0)
         asked = query if self.unit == "record" else of_all
         total = BoundedSum.empty(asked, [self.point])
-        with self._watched() as watch, muted(self._module), torch.enable_grad():
+        with self._passes() as passes, muted(self._module), torch.enable_grad():
             for number, (batch, size) in enumerate(self._chunks(records)):
-                gradients = self._combination(watch, query, batch, size, number)
-                total = total.plus(bounded_sum(gradients, asked.clip_norm))
+                total = total.plus(self._answer(passes, asked, batch, size, number))
         if self.unit == "record":
             return total
         whole = MaterialisedGradients([total.value], [total.value.unsqueeze(0)], 1.0)
@@ -266,68 +247,29 @@ class LocalRecords:
             batch = module.transfer_batch_to_device(batch, self._device, 0)
             yield module.on_after_batch_transfer(batch, 0), len(chunk)
 
-    def _combination(
-        self, watch: _Watch, query: Query, batch: Any, size: int, number: int
-    ) -> AbstractPerSampleGradients:
-        """Each record's combination over the query's terms."""
-        randomness = RandomState(self._device)
-        parts = []
-        for place, each in enumerate(query.passes):
-            if place:
-                randomness.restore()  # the same dropout masks in every pass
-            gradients = self._run(watch, each, batch, number, is_alone=len(query.passes) == 1)
-            if gradients is None or not gradients.count:
-                raise VoidedRunError(UNANSWERED.format(type(self._module).__name__))
-            if gradients.count != size:
-                raise UnsupportedModelError(f"{OTHER_ROWS[0].upper()}{OTHER_ROWS[1:]}")
-            parts.append((each.gradient if each.direction is None else 1.0, gradients))
-        (weight, first), *others = parts
-        combined = first if weight == 1 and not others else first.combine(weight, others)
-        if query.coordinates is not None:
-            combined = combined.restrict(query.coordinates)
-        return combined
+    def _answer(
+        self, passes: RecordPasses, query: Query, batch: Any, size: int, number: int
+    ) -> BoundedSum:
+        """Answer a query from one batch."""
 
-    def _run(
-        self, watch: _Watch, each: Pass, batch: Any, number: int, *, is_alone: bool
-    ) -> AbstractPerSampleGradients | None:
-        """One pass over a batch."""
-        engine = watch.engine
-        with at_point(self.params, self.point if each.point is None else each.point):
-            if each.direction is not None:
-                weights = (each.gradient, each.product)
-                found = engine.along(lambda: self._sure(batch, number), each.direction, weights)
-                watch.guard.touched()
-                return found
-            loss = self._loss(batch, number)
-            if not is_differentiable(loss):
-                engine.drop()
-                return None
-            if engine.runs_backward:
-                engine.backward(loss, may_fold=is_alone)
-            else:
-                self._module.backward(loss)
-            return engine.take(1.0, watch.guard.touched())
+        def forward() -> Any:
+            return loss_in(call_training_step(self._module, batch, number))
 
-    def _sure(self, batch: Any, number: int) -> Tensor:
-        if not is_differentiable(loss := self._loss(batch, number)):
+        found = passes.answer(query, Replay(forward, size))
+        if found is None:
             raise VoidedRunError(UNANSWERED.format(type(self._module).__name__))
-        return loss
+        return found
 
-    def _loss(self, batch: Any, number: int) -> Any:
-        return loss_in(call_training_step(self._module, batch, number))
-
-    @contextmanager
-    def _watched(self) -> Iterator[_Watch]:
-        """Watch the module; afterwards nothing of it is left there."""
-        engine, description = attach_engine(self._engine_name, self._module, self.params)
-        try:
-            guard = RawGradientGuard(self._module.named_parameters())
-            try:
-                yield _Watch(engine, description, guard)
-            finally:
-                guard.remove()
-        finally:
-            engine.detach()
+    def _passes(self) -> RecordPasses:
+        """Watch the module, until the result is detached: nothing of it is left there then."""
+        return RecordPasses(
+            self._module,
+            self.params,
+            self._engine_name,
+            backward=self._module.backward,
+            # Weights that training_step changes in place are copies.
+            quietly=lambda: at_point(self.params, self.point),
+        )
 
 
 def _check_module(module: nn.Module) -> None:

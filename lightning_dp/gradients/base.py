@@ -103,13 +103,13 @@ class AbstractGradientEngine(ABC):
             UnsupportedModelError: naming the layers that cannot be handled, and the cure.
         """
 
-    def backward(self, loss: Tensor, *, keep_graph: bool = False, may_fold: bool = True) -> None:
+    def backward(self, loss: Tensor, *, keep_graph: bool = False, combined: bool = False) -> None:
         """Run the backward pass of a loss, as far as the engine needs it.
 
         Args:
             loss: the mean over the records of the batch.
             keep_graph: the graph is going to be used once more.
-            may_fold: the gradients will not be combined with others at a point nearby, which takes
+            combined: the gradients will be combined with others at a point nearby, which takes
                 what they are made from.
         """
         raise NotImplementedError(f"{type(self).__name__} watches loss.backward().")

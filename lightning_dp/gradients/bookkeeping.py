@@ -67,10 +67,10 @@ class Bookkeeping(AbstractGradientEngine):
         self._recorder = Recorder(module, params, self._rules)
         self._module, self._params = module, params
 
-    def backward(self, loss: Tensor, *, keep_graph: bool = False, may_fold: bool = True) -> None:
+    def backward(self, loss: Tensor, *, keep_graph: bool = False, combined: bool = False) -> None:
         records, graph = self._calls_of(loss)
         with self._attached.paused():
-            self._differentiate(loss, records, graph.innermost, keep_graph, may_fold)
+            self._differentiate(loss, records, graph.innermost, keep_graph, combined)
 
     def _calls_of(self, loss: Tensor) -> tuple[list[Record], Survey]:
         """The calls that the loss depends on; what is found of them will be of this pass."""
@@ -91,7 +91,7 @@ class Bookkeeping(AbstractGradientEngine):
         records: Sequence[Record],
         innermost: set[Any],
         keep_graph: bool,
-        may_fold: bool,
+        combined: bool,
     ) -> None:
         """Keep what is needed of a layer as soon as the backward pass comes to its output.
 
@@ -104,7 +104,7 @@ class Bookkeeping(AbstractGradientEngine):
         handles = []
         for record in records:
             if record.edge.node not in innermost:
-                hook = partial(self._on_gradients, record, may_fold)
+                hook = partial(self._on_gradients, record, combined)
                 handles.append(record.edge.node.register_prehook(hook))
         edges = [record.edge for record in ends]
         try:
@@ -113,28 +113,28 @@ class Bookkeeping(AbstractGradientEngine):
             for handle in handles:
                 handle.remove()
         for record, gradient in zip(ends, found, strict=True):
-            self._keep(record, gradient, may_fold)
+            self._keep(record, gradient, combined)
 
     def _on_gradients(
-        self, record: Record, may_fold: bool, gradients: tuple[Tensor | None, ...]
+        self, record: Record, combined: bool, gradients: tuple[Tensor | None, ...]
     ) -> None:
-        self._keep(record, gradients[record.edge.output_nr], may_fold)
+        self._keep(record, gradients[record.edge.output_nr], combined)
 
     @torch.no_grad()
-    def _keep(self, record: Record, gradient: Tensor | None, may_fold: bool) -> None:
+    def _keep(self, record: Record, gradient: Tensor | None, combined: bool) -> None:
         """Of one call of a layer what the norms and the sum are made from."""
         inputs = record.take_inputs()
         if gradient is not None:
             with as_unsupported(record.name, record.layer):
                 tensors = [record.arrange(_at_least_float32(each)) for each in (*inputs, gradient)]
                 uses = record.rule(record.layer, *tensors)
-                self._count_in(uses, may_fold)
+                self._count_in(uses, combined)
 
-    def _count_in(self, uses: Uses, may_fold: bool) -> None:
+    def _count_in(self, uses: Uses, combined: bool) -> None:
         assert self._found is not None
         for param, call in uses:
             if (found := self._found.get(id(param))) is not None:
-                found.add(call, may_fold=may_fold)
+                found.add(call, combined=combined)
 
     def along(
         self, run_again: Callable[[], Tensor], direction: Tensor, weights: tuple[float, float]
@@ -157,7 +157,7 @@ class Bookkeeping(AbstractGradientEngine):
                 with as_unsupported(record.name, record.layer):
                     *inputs, back = (_arranged(record, each) for each in (*record.moved, gradient))
                     uses = uses_along(record.rule, record.layer, inputs, back, of, weights)
-                    self._count_in(uses, may_fold=True)
+                    self._count_in(uses, combined=False)
         return self.take(1.0, {})
 
     def _duals_of(self, loss: Tensor) -> list[tuple[Record, Dual]]:

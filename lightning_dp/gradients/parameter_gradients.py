@@ -65,15 +65,16 @@ class ParameterGradients:
         """How much memory is kept between the norms and the sum."""
         return 0 if self._kept is None else self._kept.nbytes
 
-    def add(self, call: Call, *, may_fold: bool) -> None:
+    def add(self, call: Call, *, combined: bool) -> None:
         """Count in one more use.
 
         Args:
-            may_fold: whether the gradients of all records may stand for what they are made from,
-                where they are smaller. Differences between two points would lose digits.
+            combined: the gradients will be combined with others at a point nearby. Else those of
+                all records may stand for what they are made from, where they are smaller;
+                differences between two points would lose digits.
         """
         size = len(call.u) * self._numel * call.u.element_size()
-        if may_fold and size <= call.nbytes and not isinstance(call.form, Rows):
+        if not combined and size <= call.nbytes and not isinstance(call.form, Rows):
             call = Rows.call(self._rows(call))
         last_two = [*self.calls[-1:], call]
         if len(last_two) == 2 and all(_is_rows_of(each, len(call.u)) for each in last_two):

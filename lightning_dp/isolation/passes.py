@@ -21,9 +21,10 @@ from torch import Tensor, nn
 from torch.nn.modules.dropout import _DropoutNd
 from torch.optim import Optimizer
 
-from lightning_dp._training_step import call_training_step, is_differentiable, loss_in
-from lightning_dp.gradients import attach_engine
+from lightning_dp._training_step import call_training_step, loss_in
+from lightning_dp.gradients import RecordPasses
 from lightning_dp.gradients.module_hooks import ModuleHooks
+from lightning_dp.gradients.passes import is_differentiable
 from lightning_dp.isolation.ignored import target_means
 
 __all__ = ["Answer", "Call", "NotProbed", "Passes", "same"]
@@ -138,21 +139,21 @@ class Passes:
         calls: list[Call] = []
         if watch_modules:
             _watch(module, calls)
-        engine, _ = attach_engine(self._engine, module, params)
+        passes = RecordPasses(module, params, self._engine)
+        noticed: list[tuple[bool, int, bool]] = []  # before the graph is freed
         before = _seed()
-        with torch.enable_grad():
+
+        def forward() -> Tensor:
             loss = self._loss(module, batch)
-            is_random = before != _state()
             means = target_means(loss)
-            has_class_weights = any(mean.has_class_weights for mean in means)
-            if engine.runs_backward:
-                engine.backward(loss)
-            else:
-                loss.backward()  # type: ignore[no-untyped-call]
-        touched = {n: p for n, p in module.named_parameters() if p.grad is not None}
-        gradients = engine.take(1.0, touched)
-        count = gradients.count
-        if count != len(weights):
+            weighs = any(mean.has_class_weights for mean in means)
+            noticed.append((before != _state(), len(means), weighs))
+            return loss
+
+        gradients = passes.run(forward)
+        ((is_random, means, has_class_weights),) = noticed
+        count = 0 if gradients is None else gradients.count
+        if gradients is None or count != len(weights):
             return Answer(count, torch.zeros(0), (), is_random, tuple(calls))
         norms = gradients.norms().detach()
         total = gradients.weighted_sum(weights.to(norms.dtype)).detach()
@@ -163,7 +164,7 @@ class Passes:
             parts,
             is_random,
             tuple(calls),
-            len(means),
+            means,
             has_class_weights,
         )
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
@@ -11,29 +12,18 @@ from lightning.pytorch import LightningModule
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_dp.boundary import AbstractPerSampleGradients, Query, bounded_sum
+from lightning_dp._training_step import muted
+from lightning_dp.boundary import AbstractPerSampleGradients, Query
 from lightning_dp.estimators import AbstractEstimator
 from lightning_dp.functional import unflatten
+from lightning_dp.gradients import OtherRowsError, RecordPasses, Replay
+from lightning_dp.gradients.passes import OTHER_ROWS, UNANSWERED, RandomState, WrapEngine
 from lightning_dp.mechanism import Mechanism
 from lightning_dp.sampling.loader import Chunk
-from lightning_dp.strategies.further_passes import FurtherPasses, Replay
-from lightning_dp.strategies.replay import RandomState
-from lightning_dp.strategies.watched_model import WatchedModel, WrapEngine
 from lightning_dp.strategies.weights import SameParameters
 
-__all__ = ["OTHER_ROWS", "UNANSWERED", "PrivateStep"]
+__all__ = ["PrivateStep"]
 
-UNANSWERED = (
-    "{} gave no gradient for a chunk that has records (training_step returned no loss, nothing was "
-    "back-propagated, or the loss does not depend on trained layers), and noise alone in its place "
-    "would tell which records do that. Let the package zero records whose gradients are not finite: "
-    "return the loss as it is, and don't skip batches."
-)
-OTHER_ROWS = (
-    "the model saw more or fewer rows than the batch has records, so a record's gradient cannot be "
-    "bounded. The collate_fn must make exactly one row of each record, and the model must keep "
-    "records in the first dimension."
-)
 _TOO_EARLY = (
     "optimizer.step() was called before all chunks of the batch were there. A batch is handed out in "
     "accumulate_grad_batches chunks (with FullBatch(): in batches of the loader's batch_size); step "
@@ -68,8 +58,16 @@ class PrivateStep:
         self._module = module
         self._device = device
         self._optimizer = optimizer
-        self._model = WatchedModel(module, optimizer, self.params, engine, wrap)
-        self._passes = FurtherPasses(self._model, self.params, device)
+        with _without_trainer(module):
+            self._passes = RecordPasses(
+                module,
+                self.params,
+                engine,
+                optimizer=optimizer,
+                backward=module.backward,
+                quietly=partial(muted, module),
+                wrap=wrap,
+            )
         self._chunk: Chunk | None = None
         self._is_answered = False
         self._is_whole = False  # whether all chunks of the batch were handed out
@@ -83,20 +81,26 @@ class PrivateStep:
     @property
     def engine_description(self) -> str:
         """The engine and the layers that it covers, in words."""
-        return self._model.engine_description
+        return self._passes.description
 
     def watching(self) -> AbstractContextManager[None]:
         """Inside, the engine sees what the model does."""
-        return self._model.watching()
+        return self._passes.watching()
 
-    def put_aside(self) -> AbstractContextManager[None]:
-        """The model without the engine, between two batches."""
-        return self._model.put_aside()
+    @contextmanager
+    def without_engine(self) -> Iterator[None]:
+        """Inside, between two batches, the model is without the engine."""
+        self._passes.take_engine_off()
+        try:
+            yield
+        finally:
+            with _without_trainer(self._module):
+                self._passes.put_engine_on()
 
     def begin(self, chunk: Chunk) -> None:
         """The next physical batch is this chunk."""
         if not self._is_answered:
-            self._model.drop()  # what a batch without a backward pass left
+            self._passes.drop()  # what a batch without a backward pass left
         self._chunk, self._is_answered = chunk, False
         if chunk.first:
             self._is_released = False
@@ -113,12 +117,12 @@ class PrivateStep:
     @property
     def runs_backward(self) -> bool:
         """True if :meth:`backward` takes the place of ``loss.backward()``."""
-        return self._model.runs_backward
+        return self._passes.runs_backward
 
     def backward(self, loss: Tensor, query: Query | None, *, keep_graph: bool) -> None:
         """Run the backward pass as the engine does it."""
-        is_alone = query is None or len(query.passes) == 1
-        self._model.backward(loss, keep_graph=keep_graph, may_fold=is_alone)
+        combined = query is not None and len(query.passes) > 1
+        self._passes.backward(loss, keep_graph=keep_graph, combined=combined)
 
     def answer(
         self, mechanism: Mechanism, scale: float, forward_again: Callable[[], Tensor | None]
@@ -136,13 +140,11 @@ class PrivateStep:
                 "would count twice. Add the losses up and call backward once per batch."
             )
         self._is_answered = True
-        if (gradients := self._model.take(scale)) is None:
+        if (gradients := self._passes.take(scale)) is None:
             return  # nothing was back-propagated, so the records stay without an answer
         if self._chunk.size == 0 or mechanism.query is None:
             return  # the gradient of a stand-in record, or one that nobody asked for, ends here
-        if not self._is_of_all(gradients, self._chunk.size):
-            return
-        replay = Replay(forward_again, self._random_state, self._chunk.size)
+        replay = Replay(forward_again, self._chunk.size, self._random_state)
         if _has_rounds(mechanism):
             self._kept.append(replay)
         self._owed -= self._chunk.size
@@ -154,7 +156,7 @@ class PrivateStep:
         It is not raised here, since other ranks would wait for this one.
         """
         self._faults.append(fault)
-        self._model.drop()
+        self._passes.drop()
 
     def suspect(self, mechanism: Mechanism, found: Sequence[Tensor], fault: str) -> None:
         """The same, if one of these is true: looked at when the step is to be released."""
@@ -175,12 +177,6 @@ class PrivateStep:
         """Tell whether all chunks of the batch were handed out, and its optimizer step was left out."""
         return mechanism.is_under_way and self._is_whole
 
-    def _is_of_all(self, gradients: AbstractPerSampleGradients, size: int) -> bool:
-        """Tell whether each record has its gradient. None at all is found at the end of the step."""
-        if gradients.count not in (0, size):
-            self.note(OTHER_ROWS)
-        return gradients.count == size
-
     def _give(
         self,
         mechanism: Mechanism,
@@ -193,13 +189,20 @@ class PrivateStep:
         Args:
             here: its gradients at the present parameters, where they are known already.
         """
-        gradients = self._passes.combine(query, replay, here)
-        if gradients is None or not self._is_of_all(gradients, replay.size):
+        if query.runs_again and not self._module.automatic_optimization:
+            raise MisconfigurationException(
+                "An estimator that compares gradients at two points must run training_step again, "
+                "which manual optimization does not allow. Use automatic optimization."
+            )
+        try:
+            found = self._passes.answer(query, replay, first=here)
+        except OtherRowsError:
+            self.note(OTHER_ROWS)
+            found = None
+        if found is None:
             self._owed += replay.size
-            return
-        if query.coordinates is not None:
-            gradients = gradients.restrict(query.coordinates)
-        mechanism.answer(bounded_sum(gradients, query.clip_norm))
+        else:
+            mechanism.answer(found)
 
     def _answer_again(self, mechanism: Mechanism, agree: Callable[[str | None], None]) -> None:
         """Answer a further query from all chunks of the batch."""
@@ -215,7 +218,7 @@ class PrivateStep:
         Raises:
             MisconfigurationException: naming the cure.
         """
-        if estimator.uses_hessian and not self._model.has_products:
+        if estimator.uses_hessian and not self._passes.has_products:
             raise MisconfigurationException(
                 f"{estimator} needs Hessian-vector products, which Opacus' hooks do not have (engine: "
                 f"{self.engine_description}). Use engine='bookkeeping', and change a layer that it "
@@ -254,13 +257,24 @@ class PrivateStep:
         for param, gradient in zip(self.params, unflatten(estimate, self.params), strict=True):
             param.grad = gradient
         self._is_released = True
-        self._model.allow_step()
+        self._passes.allow_step()
 
     def detach(self) -> None:
         """Leave the model as it was."""
-        self._model.detach()
+        self._passes.detach()
         self._kept = []
 
 
 def _has_rounds(mechanism: Mechanism) -> bool:
     return mechanism.plan.estimator.queries_per_step > 1
+
+
+@contextmanager
+def _without_trainer(module: LightningModule) -> Iterator[None]:
+    """Copies of the module that an engine makes must not copy the whole trainer."""
+    trainer = module.trainer
+    module.trainer = None
+    try:
+        yield
+    finally:
+        module.trainer = trainer

@@ -74,7 +74,7 @@ class Probe:
 def _probe(module: LightningModule, batch: Any, step: PrivateStep, engine: str) -> Isolation:
     """Probe the model with synthetic records of the batch's shapes; nothing of it is changed."""
     trained = {id(param) for param in step.params}
-    with step.put_aside():
+    with step.without_engine():
         return probe_isolation(
             module,
             batch,

@@ -17,12 +17,13 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_dp._checks import check_model, check_training_mode
-from lightning_dp._training_step import is_differentiable, loss_in, with_loss
+from lightning_dp._training_step import loss_in, with_loss
 from lightning_dp._warnings import warn
 from lightning_dp._world import World
 from lightning_dp.accounting.events import VoidedRunError
 from lightning_dp.boundary import Query
 from lightning_dp.gradients import AbstractGradientEngine, UnsupportedModelError
+from lightning_dp.gradients.passes import is_differentiable
 from lightning_dp.mechanism import Mechanism
 from lightning_dp.report.of_run import report
 from lightning_dp.run import PrivateRun

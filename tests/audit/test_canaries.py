@@ -14,14 +14,15 @@ from torch.utils.data import DataLoader
 
 from lightning_dp import _noise
 from lightning_dp.audit.canaries import AuditReport, audit
-from lightning_dp.boundary import BoundedSum, Release, add_noise, bounded_sum
+from lightning_dp.boundary import BoundedSum, Query, Release, add_noise, bounded_sum
 from lightning_dp.callbacks import DifferentialPrivacy
 from lightning_dp.estimators import CubicNewton, Diff2, Storm
+from lightning_dp.gradients import RecordPasses, Replay
 from lightning_dp.sampling import FullBatch, Poisson
 from lightning_dp.schedules import Exponential
 
 MECHANISM = "lightning_dp.mechanism"
-STEP = "lightning_dp.strategies.private_step"
+PASSES = "lightning_dp.gradients.passes"
 
 
 @pytest.fixture
@@ -127,7 +128,7 @@ def test_no_clipping_is_caught(run_audit, monkeypatch):
     def unbounded(gradients: Any, clip_norm: float) -> BoundedSum:
         return BoundedSum(gradients.weighted_sum(torch.ones(gradients.count)), clip_norm)
 
-    monkeypatch.setattr(f"{STEP}.bounded_sum", unbounded)
+    monkeypatch.setattr(f"{PASSES}.bounded_sum", unbounded)
 
     assert run_audit().is_violated
 
@@ -138,7 +139,7 @@ def test_clipping_the_average_is_caught(run_audit, monkeypatch):
         mean = gradients.weighted_sum(torch.ones(n)) / n
         return BoundedSum(mean * (clip_norm / mean.norm()).clamp(max=1) * n, clip_norm)
 
-    monkeypatch.setattr(f"{STEP}.bounded_sum", clip_after)
+    monkeypatch.setattr(f"{PASSES}.bounded_sum", clip_after)
 
     assert run_audit(batch_size=120).is_violated
 
@@ -196,18 +197,17 @@ def test_the_same_noise_at_every_step_is_caught(settings, run_audit, monkeypatch
 
 
 def test_clipping_before_the_difference_is_caught(run_audit, monkeypatch):
-    def give(self: Any, mechanism: Any, query: Any, replay: Any, here: Any = None) -> bool:
-        total: torch.Tensor | int = 0
+    def answer(self: RecordPasses, query: Query, chunk: Replay, *, first: Any = None) -> BoundedSum:
+        total: Any = 0
         for each in query.passes:
-            at_present = each.point is None and here is not None
-            gradients = here if at_present else self._passes.again(each, replay)
+            at_present = each.point is None and first is not None
+            gradients = first if at_present else self.run(chunk.forward, each, combined=True)
             total = total + each.gradient * bounded_sum(gradients, query.clip_norm).value
-        mechanism.answer(BoundedSum(total, query.clip_norm))
-        return True
+        return BoundedSum(total, query.clip_norm)
 
     settings: dict[str, Any] = {**FULL, "canaries": 600}
     settings["estimator"] = Diff2(restart_every=20, max_grad_norm=1.0, diff_norm=1.0, split=5.0)
-    monkeypatch.setattr(f"{STEP}.PrivateStep._give", give)
+    monkeypatch.setattr(RecordPasses, "answer", answer)
 
     assert run_audit(**settings).is_violated
 

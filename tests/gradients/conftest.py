@@ -230,11 +230,11 @@ class Oracle:
 
     @staticmethod
     def back(
-        engine: AbstractGradientEngine, module: nn.Module, loss: Tensor, *, may_fold: bool = True
+        engine: AbstractGradientEngine, module: nn.Module, loss: Tensor, *, combined: bool = False
     ) -> dict[str, nn.Parameter]:
         """The backward pass as the engine wants it; the parameters that got a gradient."""
         if engine.runs_backward:
-            engine.backward(loss, may_fold=may_fold)
+            engine.backward(loss, combined=combined)
             return {}
         loss.backward()
         touched = {n: p for n, p in module.named_parameters() if p.grad is not None}
@@ -248,11 +248,11 @@ class Oracle:
         batch: Tensor,
         *,
         divide_by: float = 1.0,
-        may_fold: bool = True,
+        combined: bool = False,
     ) -> Any:
         """One watched forward and backward pass: the engine's answer."""
         loss = self.mean_loss(module(batch)) / divide_by
-        touched = self.back(engine, module, loss, may_fold=may_fold)
+        touched = self.back(engine, module, loss, combined=combined)
         return engine.take(divide_by, touched)
 
 

@@ -111,7 +111,7 @@ def test_of_layers_with_large_maps_only_gradients_are_kept(oracle):
     rows = 4 * 16 * sum(param.numel() for param in net.parameters())
     engine.backward(oracle.mean_loss(net(x)))
     assert kept_bytes(engine) <= 1.2 * rows < x.nbytes  # in memory for somewhat larger batches
-    engine.backward(oracle.mean_loss(net(x)), may_fold=False)
+    engine.backward(oracle.mean_loss(net(x)), combined=True)
     assert kept_bytes(engine) > 4 * x.nbytes
     engine.detach()
 
@@ -190,7 +190,7 @@ def test_terms_that_cancel_stay_within_the_bound_where_rows_are_not_kept(kind, m
         layer, batch, weights = far_apart(kind)
         engine = Bookkeeping()
         engine.attach(layer, list(layer.parameters()))
-        engine.backward(1e9 * (layer(batch) * weights)[:1].sum(), may_fold=False)
+        engine.backward(1e9 * (layer(batch) * weights)[:1].sum(), combined=True)
         longest = max(longest, float(bounded_sum(engine.take(1.0, {}), 1.0).value.norm()))
         engine.detach()
     assert longest <= 1 + 1e-5

@@ -57,9 +57,9 @@ def test_combinations_at_two_points_equal_the_loop(layer_engine, model_and_batch
     rows, other_rows = (oracle.one_by_one(each, batch) for each in (module, other))
     expected = weights[0] * rows + weights[1] * other_rows
     layer_engine.attach(module, oracle.trained(module))
-    here = oracle.run(layer_engine, module, batch, may_fold=False)
+    here = oracle.run(layer_engine, module, batch, combined=True)
     at(module, other)
-    there = oracle.run(layer_engine, module, batch, may_fold=False)
+    there = oracle.run(layer_engine, module, batch, combined=True)
 
     gradients = here.combine(weights[0], [(weights[1], there)])
 

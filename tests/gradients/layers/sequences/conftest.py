@@ -81,13 +81,13 @@ class Loop:
         """The gradient here minus that at a point nearby."""
         here = self.one_by_one(losses, self.trained(module))
         engine.attach(module, self.trained(module))
-        engine.backward(losses().mean(), may_fold=False)
+        engine.backward(losses().mean(), combined=True)
         first = engine.take(1.0, {})
         with torch.no_grad():
             for param in module.parameters():
                 param.add_(torch.randn_like(param), alpha=step)
         expected = here - self.one_by_one(losses, self.trained(module))
-        engine.backward(losses().mean(), may_fold=False)
+        engine.backward(losses().mean(), combined=True)
         gradients = first.combine(1.0, [(-1.0, engine.take(1.0, {}))])
         self._same(gradients, expected, atol=1e-12)
 

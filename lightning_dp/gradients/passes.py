@@ -1,0 +1,342 @@
+"""The only code that runs a model for a query: passes over a chunk of records, under an engine."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import TypeAlias, TypeGuard
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lightning_dp.boundary import (
+    AbstractPerSampleGradients,
+    BoundedSum,
+    Pass,
+    Query,
+    bounded_sum,
+)
+from lightning_dp.functional import unflatten
+from lightning_dp.gradients.base import AbstractGradientEngine, UnsupportedModelError
+from lightning_dp.gradients.engines import attach_engine
+from lightning_dp.gradients.raw import RawGradientGuard
+
+__all__ = [
+    "OTHER_ROWS",
+    "UNANSWERED",
+    "OtherRowsError",
+    "RandomState",
+    "RecordPasses",
+    "Replay",
+    "WrapEngine",
+    "at_point",
+    "is_differentiable",
+]
+
+UNANSWERED = (
+    "{} gave no gradient for a chunk that has records (training_step returned no loss, nothing was "
+    "back-propagated, or the loss does not depend on trained layers), and noise alone in its place "
+    "would tell which records do that. Let the package zero records whose gradients are not finite: "
+    "return the loss as it is, and don't skip batches."
+)
+OTHER_ROWS = (
+    "the model saw more or fewer rows than the batch has records, so a record's gradient cannot be "
+    "bounded. The collate_fn must make exactly one row of each record, and the model must keep "
+    "records in the first dimension."
+)
+
+_PLAIN = Pass(point=None, direction=None, gradient=1.0, product=0.0)
+
+WrapEngine: TypeAlias = Callable[[AbstractGradientEngine], AbstractGradientEngine]
+
+
+class OtherRowsError(UnsupportedModelError):
+    """The model saw another number of rows than the chunk has records."""
+
+    def __init__(self) -> None:
+        super().__init__(f"{OTHER_ROWS[0].upper()}{OTHER_ROWS[1:]}")
+
+
+class _NoLoss(Exception):
+    """A run gave nothing to go back from."""
+
+
+def is_differentiable(loss: object) -> TypeGuard[Tensor]:
+    """Tell whether there is anything to go back from."""
+    return isinstance(loss, Tensor) and loss.requires_grad
+
+
+class RandomState:
+    """All global random states at one moment, so that a second pass draws the same dropout masks.
+
+    Args:
+        device: where the model runs; its generator is among them.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._cpu = torch.get_rng_state()
+        self._python, self._numpy = random.getstate(), np.random.get_state()
+        self._cuda = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
+
+    def _restore(self) -> None:
+        torch.set_rng_state(self._cpu)
+        random.setstate(self._python)
+        np.random.set_state(self._numpy)
+        if self._cuda is not None:
+            torch.cuda.set_rng_state(self._cuda, self._device)
+
+    @contextmanager
+    def again(self) -> Iterator[None]:
+        """Inside, the random states begin as they were then; afterwards they are as they are now."""
+        now = RandomState(self._device)
+        self._restore()
+        try:
+            yield
+        finally:
+            now._restore()
+
+
+@contextmanager
+def at_point(params: Sequence[nn.Parameter], point: Tensor) -> Iterator[None]:
+    """The parameters hold the flat vector ``point``; afterwards they are what they were."""
+    kept = [param.data for param in params]
+    for param, data in zip(params, unflatten(point, params), strict=True):
+        param.data = data.to(param.device)
+    try:
+        yield
+    finally:
+        for param, data in zip(params, kept, strict=True):
+            param.data = data
+
+
+@dataclass(frozen=True)
+class Replay:
+    """A chunk of records that can be run as often as a query asks.
+
+    Args:
+        forward: runs it and returns its loss, the mean over the records; None if it gives none.
+        size: how many records it has.
+        randomness: as its first run found it; None if that run is still to come.
+    """
+
+    forward: Callable[[], Tensor | None]
+    size: int
+    randomness: RandomState | None = None
+
+
+class RecordPasses:
+    """A model under its gradient engine, which answers queries from chunks of records.
+
+    Raw gradients go to the engine and nowhere else. Every pass over a chunk sees the same records
+    with the same randomness, and what each record contributes is combined and restricted before it
+    is clipped. The engine's hooks are on the model while it runs forward, and at no other time.
+
+    Args:
+        module: the whole model.
+        params: the trained parameters, in the order of flat vectors.
+        engine: name of the gradient engine.
+        optimizer: whose steps raise unless :meth:`allow_step` allowed them; None where nobody steps.
+        backward: goes back from a loss, for engines that watch ``loss.backward()``.
+        quietly: is entered around each run of a chunk, so that it leaves no trace in the model.
+        wrap: puts something between the engine and the clipping.
+
+    Raises:
+        UnsupportedModelError: if no engine can handle the model.
+        RawGradientHookError: if somebody else's hook on a parameter would see raw gradients.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        params: Sequence[nn.Parameter],
+        engine: str,
+        *,
+        optimizer: Optimizer | None = None,
+        backward: Callable[[Tensor], object] = Tensor.backward,
+        quietly: Callable[[], AbstractContextManager[None]] = nullcontext,
+        wrap: WrapEngine = lambda engine: engine,
+    ) -> None:
+        self._module, self._params, self._engine_name = module, params, engine
+        self._go_back, self._quietly, self._wrap = backward, quietly, wrap
+        self._engine, self.description = self._attached()
+        try:
+            self._raw = RawGradientGuard(module.named_parameters(), optimizer)
+        except Exception:
+            self._engine.detach()
+            raise
+
+    def _attached(self) -> tuple[AbstractGradientEngine, str]:
+        engine, description = attach_engine(self._engine_name, self._module, self._params)
+        engine.rest()
+        return self._wrap(engine), description
+
+    def take_engine_off(self) -> None:
+        """Leave the model without the engine, until :meth:`put_engine_on`; the guard stays."""
+        self._engine.detach()
+
+    def put_engine_on(self) -> None:
+        """Attach a new engine."""
+        self._engine, self.description = self._attached()
+
+    def detach(self) -> None:
+        """Leave the model as it was."""
+        self._engine.detach()
+        self._raw.remove()
+
+    def __enter__(self) -> RecordPasses:
+        return self
+
+    def __exit__(self, *unused: object) -> None:
+        self.detach()
+
+    @property
+    def has_products(self) -> bool:
+        """True if the engine can compute Hessian-vector products."""
+        return self._engine.has_products
+
+    @property
+    def runs_backward(self) -> bool:
+        """True if :meth:`backward` takes the place of ``loss.backward()``."""
+        return self._engine.runs_backward
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Inside, the engine's hooks are on the model; at no other time, so that copies have none."""
+        self._engine.wake()
+        try:
+            yield
+        finally:
+            self._engine.rest()
+
+    def backward(self, loss: Tensor, *, keep_graph: bool = False, combined: bool = False) -> None:
+        """Run the backward pass of a loss as the engine does it.
+
+        Args:
+            keep_graph: the graph is going to be used once more.
+            combined: the gradients will be combined with those of another pass.
+        """
+        self._engine.backward(loss, keep_graph=keep_graph, combined=combined)
+
+    def take(self, scale: float = 1.0) -> AbstractPerSampleGradients | None:
+        """Take what the last backward pass left; None if nothing was back-propagated.
+
+        Args:
+            scale: undoes a division of the loss.
+        """
+        touched = self._raw.touched()
+        if not self._engine.runs_backward and not touched:
+            self._engine.drop()
+            return None
+        return self._engine.take(scale, touched)
+
+    def drop(self) -> None:
+        """Forget what passes left."""
+        self._engine.drop()
+
+    def allow_step(self) -> None:
+        """The gradients are private now: let the next optimizer step pass."""
+        self._raw.allow_step()
+
+    def answer(
+        self, query: Query, chunk: Replay, *, first: AbstractPerSampleGradients | None = None
+    ) -> BoundedSum | None:
+        """Return the query's bounded sum over the records of a chunk.
+
+        Args:
+            query: what is asked.
+            chunk: its records.
+            first: their gradients at the present parameters, where they are known already; they may
+                be changed.
+
+        Returns:
+            None where a pass gave no gradient at all, and for a chunk without records.
+
+        Raises:
+            OtherRowsError: if the model saw more or fewer rows than there are records.
+            UnsupportedModelError: if the engine cannot tell the records apart.
+        """
+        found = self.gradients(query, chunk, first=first)
+        return None if found is None else bounded_sum(found, query.clip_norm)
+
+    def gradients(
+        self, query: Query, chunk: Replay, *, first: AbstractPerSampleGradients | None = None
+    ) -> AbstractPerSampleGradients | None:
+        """Return each record's part before it is clipped; as :meth:`answer`."""
+        if not chunk.size or not (first is None or _is_of_all(first, chunk)):
+            return None
+        randomness, passes = chunk.randomness, query.passes
+        combined = len(passes) > 1
+        parts: list[tuple[float, AbstractPerSampleGradients]] = []
+        for each in passes:
+            if first is not None and each.point is None and each.direction is None:
+                found: AbstractPerSampleGradients | None = first
+            elif randomness is None:
+                randomness = RandomState(self._params[0].device)
+                found = self.run(chunk.forward, each, combined=combined)
+            else:
+                with randomness.again():
+                    found = self.run(chunk.forward, each, combined=combined)
+            if found is None or not _is_of_all(found, chunk):
+                return None
+            # A pass along a direction has its two weights in it.
+            parts.append((each.gradient if each.direction is None else 1.0, found))
+        (weight, one), *others = parts
+        total = one if weight == 1 and not others else one.combine(weight, others)
+        return total if query.coordinates is None else total.restrict(query.coordinates)
+
+    def run(
+        self, forward: Callable[[], Tensor | None], each: Pass = _PLAIN, *, combined: bool = False
+    ) -> AbstractPerSampleGradients | None:
+        """Run one pass over some records; None if there is nothing to go back from.
+
+        Args:
+            forward: as in :class:`Replay`.
+            each: where, and along which direction; by default each record's gradient here.
+            combined: with the gradients of another pass.
+        """
+        there = nullcontext() if each.point is None else at_point(self._params, each.point)
+        with self._quietly(), there, torch.enable_grad():
+            if each.direction is not None:
+                return self._along(each.direction, (each.gradient, each.product), forward)
+            with self.watching():
+                loss = forward()
+            if not is_differentiable(loss):
+                self._engine.drop()
+                return None
+            if self._engine.runs_backward:
+                self.backward(loss, combined=combined)
+            else:
+                self._go_back(loss)
+            return self.take()
+
+    def _along(
+        self,
+        direction: Tensor,
+        weights: tuple[float, float],
+        forward: Callable[[], Tensor | None],
+    ) -> AbstractPerSampleGradients | None:
+        def sure() -> Tensor:
+            if not is_differentiable(loss := forward()):
+                raise _NoLoss
+            return loss
+
+        try:
+            with self.watching():
+                return self._engine.along(sure, direction, weights)
+        except _NoLoss:
+            self._engine.drop()
+            return None
+        finally:
+            self._raw.touched()
+
+
+def _is_of_all(found: AbstractPerSampleGradients, chunk: Replay) -> bool:
+    """Tell whether each record has its gradient; no record at all is for the caller to judge."""
+    if found.count not in (0, chunk.size):
+        raise OtherRowsError
+    return found.count > 0
