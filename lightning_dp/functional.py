@@ -11,10 +11,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from lightning_dp._validate import number, shown
+from lightning_dp._validate import not_negative, number
 
 __all__ = [
-    "check_sigma",
     "clip_factors",
     "flatten",
     "laplacian_smoothing",
@@ -23,24 +22,27 @@ __all__ = [
 ]
 
 
-# float32 norms of long rows come out too small (3.7e-4 at 1e7 elements), and an under-estimated
-# norm is an under-clipped record: sum squares in rows of this length (then the error is at most
-# 3e-7, also for equal entries, where rounding errors do not cancel), and the rows in float64.
+# -- norms and clipping --------------------------------------------------------------------------
+
+# float32 norms of long rows come out too small (by 3.7e-4 at 1e7 elements), and an under-estimated
+# norm is an under-clipped record. So squares are added in blocks of this length, and the blocks in
+# float64. The error is then at most 3e-7, also for equal entries, whose rounding errors do not cancel.
 _ROW = 256
 
-# Squares of float32 numbers below 1e-19 vanish: a norm is trusted if what they may hide is nothing
-# beside it, else its row is summed again in float64.
+# Squares of float32 numbers below 1e-19 vanish. A norm is trusted if the entries whose squares may
+# have vanished cannot change it: d entries of 1e-19 have a squared norm of d · 1e-38, less than
+# d · _TRUSTED² = d · 1e-20 by far. Rows with a smaller norm are summed again in float64.
 _TRUSTED = 1e-10
 _ENTRIES = 1 << 16  # of float64 copies: they stay in the cache
 
 # Factors of a product must not come out too small, for what they are multiplied with may be large.
-# So a norm has a floor, above all that is rounded to zero somewhere, and it is infinite where
+# So a norm has a floor, far above whatever some operation rounds to zero, and it is infinite where
 # scaling the other factor down to it would leave too few digits.
 _LEAST_FACTOR, _LARGEST_FACTOR = 1e-35, 1e33
 
 
 def per_sample_norms(gradients: Sequence[Tensor]) -> Tensor:
-    r"""L2 norm of each record's gradient over all parameters, :math:`\sqrt{\sum_p \|g_{i,p}\|^2}`.
+    r"""Return each record's norm over all parameters, :math:`\sqrt{\sum_p \|g_{i,p}\|^2}` (L2).
 
     Args:
         gradients: one tensor per parameter, each of shape ``(n, *parameter shape)``, n records.
@@ -57,19 +59,19 @@ def per_sample_norms(gradients: Sequence[Tensor]) -> Tensor:
 
 
 def as_rows(gradient: Tensor) -> Tensor:
-    """(n, *shape) as (n, d), also for shape () and for n = 0."""
+    """Reshape (n, *shape) to (n, d), also for shape () and for n = 0."""
     return gradient.flatten(1) if gradient.dim() > 1 else gradient.unsqueeze(-1)
 
 
 def squared_row_norms(gradient: Tensor) -> Tensor:
-    """Squared L2 norm of each record's part, accumulated in two levels, as float64.
+    """Return the squared L2 norm of each record's part, accumulated in two levels, as float64.
 
-    Right for all finite float32 numbers, if the rows themselves are what is summed afterwards. Of
-    norms that are multiplied take :func:`factor_norms`.
+    Right for all finite float32 numbers, if the rows themselves are what is summed afterwards. For
+    norms that are multiplied, use :func:`factor_norms`.
     """
     rows = as_rows(gradient)
     if rows.dtype == torch.float64 or rows.device.type != "cpu":
-        return _squares_in_float64(rows)  # elsewhere a look at the norms would wait for the device
+        return _squares_in_float64(rows)  # on a device, looking at the norms would wait for it
     squares = _squares_in_float32(rows.float())
     least, most = (float(each) for each in squares.aminmax()) if len(squares) else (1.0, 1.0)
     small = rows.shape[1] * _TRUSTED**2
@@ -80,6 +82,7 @@ def squared_row_norms(gradient: Tensor) -> Tensor:
 
 
 def _squares_in_float32(rows: Tensor) -> Tensor:
+    """Square blocks of a row in float32 (``vector_norm`` does not overflow), and add in float64."""
     if rows.shape[1] <= _ROW:
         norms: Tensor = torch.linalg.vector_norm(rows, dim=1)
         return norms.double().square_()
@@ -92,7 +95,7 @@ def _squares_in_float32(rows: Tensor) -> Tensor:
 
 
 def _squares_in_float64(rows: Tensor) -> Tensor:
-    """Some entries at a time; elsewhere than on the CPU more of them, for there is no cache to fit."""
+    """Square and add some entries at a time; on a device more of them: there is no cache to fit."""
     entries = _ENTRIES if rows.device.type == "cpu" else 64 * _ENTRIES
     columns = min(rows.shape[1], entries) or 1
     squares = []
@@ -103,10 +106,10 @@ def _squares_in_float64(rows: Tensor) -> Tensor:
 
 
 def factor_norms(factors: Tensor) -> Tensor:
-    """L2 norm of each row as float64, for rows whose product with others is what is added.
+    """Return the L2 norm of each row as float64, for rows whose product with others is added.
 
-    Never too small, for the others may be large: at least 1e-35, beside which nothing counts that
-    some operation may round to zero. Infinite above 1e33, where the product cannot be held.
+    Never too small, for the others may be large: at least 1e-35, next to which everything that some
+    operation may round to zero is negligible. Infinite above 1e33, where the product overflows.
 
     Example:
         >>> factor_norms(torch.tensor([[3e-30, 4e-30], [0.0, 0.0], [3e36, 0.0]]))
@@ -118,7 +121,7 @@ def factor_norms(factors: Tensor) -> Tensor:
 
 
 def clip_factors(norms: Tensor, clip_norm: float) -> Tensor:
-    """``min(1, C / norm)`` per record; 0 for a record whose norm is not finite.
+    """Return ``min(1, C / norm)`` per record, and 0 for a record whose norm is not finite.
 
     A factor of 0 means that the record contributes nothing, so one NaN, infinite or overflowing
     record changes the sum by no more than any other.
@@ -138,7 +141,7 @@ def clip_factors(norms: Tensor, clip_norm: float) -> Tensor:
 
 
 def flatten(tensors: Sequence[Tensor]) -> Tensor:
-    """All entries in order as one flat vector.
+    """Return all entries, in order, as one flat vector.
 
     Example:
         >>> flatten([torch.zeros(2, 2), torch.ones(1)])
@@ -148,7 +151,7 @@ def flatten(tensors: Sequence[Tensor]) -> Tensor:
 
 
 def unflatten(vector: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
-    """The inverse of :func:`flatten`: views of ``vector``, cast to each tensor's shape and dtype.
+    """Undo :func:`flatten`: views of ``vector``, cast to each tensor's shape and dtype.
 
     Example:
         >>> [part.shape for part in unflatten(torch.zeros(5), [torch.zeros(2, 2), torch.ones(1)])]
@@ -158,8 +161,10 @@ def unflatten(vector: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
     return [part.view_as(t).to(t.dtype) for part, t in zip(parts, like, strict=True)]
 
 
+# -- Laplacian smoothing -------------------------------------------------------------------------
+
 # Entries worked on at once. Two buffers of this size fit into a core's cache; smaller blocks lose to
-# the cost of a call. Elsewhere a block only bounds the memory.
+# the cost of a call. On a device, a block only bounds the memory.
 _CPU_BLOCK, _OTHER_BLOCK = 2**18, 2**24
 # The condition number of A_σ is 1 + 4σ. Much above this σ, float32 rounding errors exceed 5e-7 of
 # the result where that is rough and small, so blocks are computed in float64.
@@ -167,17 +172,17 @@ _FLOAT32_SIGMA = 10.0
 
 
 def laplacian_smoothing(v: Tensor, sigma: float) -> Tensor:
-    r"""Solves :math:`(I - \sigma L)\, u = v`, L the 1-D Laplacian with periodic boundary.
+    r"""Solve :math:`(I - \sigma L)\, u = v`, with L the 1-D Laplacian with periodic boundary.
 
-    :math:`A_\sigma = I - \sigma L` has 1 + 2σ on the diagonal and -σ beside it, also in the two
-    corners, so :math:`u = \mathrm{ifft}(\mathrm{fft}(v) / (1 + 2σ - 2σ \cos(2πk/d)))`.
+    :math:`A_\sigma = I - \sigma L` has 1 + 2σ on the diagonal and -σ next to it, also in the
+    two corners, so :math:`u = \mathrm{ifft}(\mathrm{fft}(v) / (1 + 2σ - 2σ \cos(2πk/d)))`.
 
     - A constant vector stays as it is, and the sum of the entries the same (up to rounding).
     - Any length: for d = 1 the result is v, for d = 2 both neighbours are the other entry.
     - float64 stays float64; all other types are computed in float32 or better and cast back.
       In float32 the error is at most 5e-7 of ‖u‖.
     - Runs on the device of ``v``, in 2 to 12 passes over blocks for σ up to 10, with memory of the
-      blocks' size (for σ so large that the kernel is longer than d: of v's) beside the result.
+      blocks' size (or of v's, if σ is so large that the kernel is longer than d), besides the result.
 
     Args:
         v: one or more vectors of length d, of shape (..., d). Its autograd history is not followed.
@@ -194,7 +199,7 @@ def laplacian_smoothing(v: Tensor, sigma: float) -> Tensor:
         >>> laplacian_smoothing(torch.tensor([0.0, 5.0, 0.0, 0.0]), sigma=1.0)
         tensor([1.0000, 2.3333, 1.0000, 0.6667])
     """
-    sigma = check_sigma("sigma", sigma, of="laplacian_smoothing")
+    sigma = not_negative("sigma", sigma, of="laplacian_smoothing")
     if not v.is_floating_point():
         raise TypeError(f"laplacian_smoothing(v) needs real floating-point numbers, not {v.dtype}.")
     if v.dim() == 0:
@@ -209,15 +214,8 @@ def laplacian_smoothing(v: Tensor, sigma: float) -> Tensor:
     return _in_blocks(v, weights, dtype)
 
 
-def check_sigma(name: str, value: object, *, of: str | None = None) -> float:
-    """Return σ as a float; ValueError if it is not a finite number >= 0."""
-    sigma = number(name, value, of=of)
-    if not (sigma >= 0 and math.isfinite(sigma)):
-        raise ValueError(f"{shown(name, value, of)} must be a finite number >= 0.")
-    return sigma
-
-
 def _working_dtype(v: Tensor, sigma: float) -> torch.dtype:
+    """Choose the precision in which the error stays below 5e-7 of the result."""
     has_float64 = v.device.type != "mps"
     if v.dtype == torch.float64 or (sigma > _FLOAT32_SIGMA and has_float64):
         return torch.float64
@@ -225,7 +223,7 @@ def _working_dtype(v: Tensor, sigma: float) -> torch.dtype:
 
 
 def _weights(sigma: float, dtype: torch.dtype) -> list[float]:
-    r"""The weight of the entry :math:`2^j` away, for j = 0, 1, ..., in the averages that make up A⁻¹.
+    r"""Return the weight of the entry :math:`2^j` away, for the averages that make up A⁻¹.
 
     With z the shift by one entry and ω = exp(-θ), θ = 2 asinh(1 / (2√σ)) (2 cosh θ = 2 + 1/σ):
 
@@ -233,7 +231,9 @@ def _weights(sigma: float, dtype: torch.dtype) -> list[float]:
         \frac{1-ω}{1-ωz} = \prod_{j \ge 0} \frac{1 + ω^{2^j} z^{2^j}}{1 + ω^{2^j}},
 
     so each factor is an average of an entry, weight 1 / (1 + a), and another, weight a / (1 + a),
-    a = ω^(2^j). J of them leave out less than ω^(2^J), chosen to be lost in rounding.
+    a = ω^(2^j). The product telescopes: J factors of the first kind make the geometric kernel
+    Σ_k ω^k z^k cut off at k < 2^J, scaled to sum 1. The tail that is missing has the weight
+    ω^(2^J), and J is chosen so that it is lost in rounding.
     """
     theta = 2 * math.asinh(0.5 / math.sqrt(sigma))
     negligible = 17.3 if dtype == torch.float32 else 37.4  # -log of 3e-8, of 2^-54
@@ -243,7 +243,7 @@ def _weights(sigma: float, dtype: torch.dtype) -> list[float]:
 
 
 def _in_rotation(x: Tensor, weights: list[float]) -> Tensor:
-    """All averages on the whole circle: a kernel longer than the vector wraps around it."""
+    """Average on the whole circle: a kernel longer than the vector wraps around it."""
     for j, weight in enumerate(weights):
         for shift in (2**j, -(2**j)):
             x = torch.lerp(x, x.roll(shift % x.shape[-1], -1), weight)
@@ -251,7 +251,7 @@ def _in_rotation(x: Tensor, weights: list[float]) -> Tensor:
 
 
 def _in_blocks(v: Tensor, weights: list[float], dtype: torch.dtype) -> Tensor:
-    """Block by block, each with as many entries on either side as the kernel reaches."""
+    """Average block by block, each with as many entries on either side as the kernel reaches."""
     size, radius = v.shape[-1], 2 ** len(weights) - 1
     rows = v.numel() // size
     most = _CPU_BLOCK if v.device.type == "cpu" else _OTHER_BLOCK
@@ -267,9 +267,11 @@ def _in_blocks(v: Tensor, weights: list[float], dtype: torch.dtype) -> Tensor:
 
 
 def _average(x: Tensor, weights: list[float], buffers: Tensor, target: Tensor) -> None:
-    """Every average in both directions; each one uses up the entries at an end of ``x``.
+    """Average in both directions, and write the middle of ``x`` to ``target``.
 
-    Nearest neighbours first: rough parts shrink before rounding errors of their size are made.
+    Each average uses up ``shift`` entries at one end of ``x``: 2 (2^J - 1) in all, as many as were
+    added. Nearest neighbours come first: rough parts shrink before rounding errors of their size
+    are made. Two buffers take turns, since an average cannot be written over what it reads.
     """
     turn, remaining = 0, x.shape[-1]
     for j, weight in enumerate(weights):
@@ -278,8 +280,8 @@ def _average(x: Tensor, weights: list[float], buffers: Tensor, target: Tensor) -
             remaining -= shift
             left, right = x.narrow(-1, 0, remaining), x.narrow(-1, shift, remaining)
             is_last = shift == 2 ** (len(weights) - 1) and not behind
-            direct = is_last and target.dtype == x.dtype
-            out = target if direct else buffers[turn].narrow(-1, 0, remaining)
+            is_direct = is_last and target.dtype == x.dtype
+            out = target if is_direct else buffers[turn].narrow(-1, 0, remaining)
             here, other = (right, left) if behind else (left, right)
             x = torch.lerp(here, other, weight, out=out)
             turn = 1 - turn
@@ -288,7 +290,7 @@ def _average(x: Tensor, weights: list[float], buffers: Tensor, target: Tensor) -
 
 
 def _circular_slice(v: Tensor, start: int, stop: int) -> Tensor:
-    """Entries start..stop-1 of the circle, at most one turn before and after; a view if it can be."""
+    """Return entries start..stop-1 of the circle, at most one turn further; a view if possible."""
     size = v.shape[-1]
     parts = [v[..., max(start, 0) : min(stop, size)]]
     if start < 0:

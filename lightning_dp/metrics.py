@@ -18,9 +18,9 @@ __all__ = ["PrivacyBudget"]
 
 
 class PrivacyBudget(Metric):
-    """ε spent by the Gaussian steps it was told of.
+    """ε spent by Gaussian steps that a training loop reports.
 
-    For training loops of your own, and for plots; inside a Trainer the callback keeps the books.
+    For your own training loops, and for plots; inside a Trainer the callback keeps the books.
 
     - ``update(noise_multiplier, sample_rate, steps)`` adds steps; it never forgets any until
       ``reset``, and its state is in ``state_dict``.
@@ -82,7 +82,7 @@ class PrivacyBudget(Metric):
             setattr(self, name, torch.cat([getattr(self, name), self.counts.new_tensor([value])]))
 
     def compute(self) -> Tensor:
-        """ε, a float64 scalar."""
+        """Return ε, a float64 scalar."""
         steps = zip(
             self.noise_multipliers.tolist(),
             self.sample_rates.tolist(),
@@ -94,7 +94,7 @@ class PrivacyBudget(Metric):
         return torch.tensor(epsilon, dtype=torch.float64)
 
     def plot(self, val: Tensor | Sequence[Tensor] | None = None, ax: Any = None) -> Any:
-        """A figure of ``val``: one ε, or several over time (default: ε now).
+        """Draw ``val``: one ε, or several over time (default: ε now).
 
         Returns:
             matplotlib's figure and axes.

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lightning_dp._validate import normalise, number
+from lightning_dp._validate import normalise, not_negative, number
 from lightning_dp.boundary import State
-from lightning_dp.functional import check_sigma, laplacian_smoothing
+from lightning_dp.functional import laplacian_smoothing
 
 __all__ = ["AbstractPostProcessor", "LaplacianSmoothing", "Momentum"]
 
@@ -105,7 +105,7 @@ class LaplacianSmoothing(AbstractPostProcessor):
     per_parameter: bool = False
 
     def __post_init__(self) -> None:
-        normalise(self, check_sigma, "sigma", of="LaplacianSmoothing")
+        normalise(self, not_negative, "sigma", of="LaplacianSmoothing")
 
     def init(self, params: Sequence[Tensor]) -> State:
         return {"sizes": [param.numel() for param in params]} if self.per_parameter else {}

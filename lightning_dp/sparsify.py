@@ -1,4 +1,4 @@
-"""Sending some coordinates only: which ones, a public random choice, and what a vector is then."""
+"""Vectors of which only some coordinates are sent: a public random choice, known by its seed."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from lightning_dp import _validate
-from lightning_dp._validate import whole
+from lightning_dp._validate import normalise, whole
 
 __all__ = ["SparseVector", "random_k", "shared_mask"]
 
@@ -17,7 +17,7 @@ _DTYPES = (torch.float32, torch.float64)
 
 
 def shared_mask(seed: int, round_: int, size: int, keep: int) -> Tensor:
-    """``keep`` of ``size`` coordinates, all sets equally likely: int64, sorted, distinct.
+    """Choose ``keep`` of ``size`` coordinates, all sets equally likely: int64, sorted, distinct.
 
     A function of its arguments only, so everyone who knows the seed has the same set, on any
     machine and with any version of NumPy: each coordinate gets one raw 64-bit word of the Philox
@@ -26,7 +26,7 @@ def shared_mask(seed: int, round_: int, size: int, keep: int) -> Tensor:
 
     Args:
         seed: shared by all, 0 <= seed < 2^64.
-        round_: 0 <= round < 2^64; each has a set of its own.
+        round_: 0 <= round < 2^64; each has its own set.
         size: d, the number of coordinates.
         keep: k, 1 <= k <= d.
 
@@ -38,6 +38,8 @@ def shared_mask(seed: int, round_: int, size: int, keep: int) -> Tensor:
         tensor([1, 4, 8])
     """
     seed, round_, size, keep = _check_mask(seed, round_, size, keep)
+    # Raw words, and no method of a Generator: NumPy keeps the stream of a bit generator the same in
+    # all versions, but not what its methods make of it.
     stream = np.random.Philox(key=np.array([seed, round_], dtype=np.uint64))
     words = stream.random_raw(size)
     last = np.partition(words, keep - 1)[keep - 1]
@@ -61,7 +63,7 @@ def _check_mask(
 
 @dataclass(frozen=True)
 class SparseVector:
-    """A vector of which some coordinates are known, the others 0: their values, and a public seed.
+    """A vector with few known coordinates, the others 0: their values, and a public seed.
 
     The coordinates are ``shared_mask(seed, round_, size, len(values))``: who knows seed and round
     needs to be sent the values only.
@@ -91,19 +93,21 @@ class SparseVector:
                 f"values of shape {tuple(self.values.shape)} and {self.values.dtype} must be a "
                 "vector of float32 or float64."
             )
+        normalise(self, _validate.seed, "seed", "round_")
+        normalise(self, whole, "size")
         _check_mask(self.seed, self.round_, self.size, self.keep)
 
     @property
     def keep(self) -> int:
-        """k."""
+        """k, the number of known coordinates."""
         return len(self.values)
 
     def coordinates(self) -> Tensor:
-        """Where the values belong, sorted."""
+        """Return the sorted coordinates at which the values belong."""
         return shared_mask(self.seed, self.round_, self.size, self.keep)
 
     def dense(self) -> Tensor:
-        """All d entries."""
+        """Return all d entries."""
         if self.keep == self.size:
             return self.values.clone()
         full = torch.zeros(self.size, dtype=self.values.dtype)
@@ -112,10 +116,10 @@ class SparseVector:
 
 
 def random_k(u: Tensor, keep: int, seed: int, round_: int) -> SparseVector:
-    """S(u): d/k times ``keep`` = k of the d entries of ``u``, the rest 0.
+    """Return S(u): d/k times ``keep`` = k of the d entries of ``u``, the rest 0.
 
     Unbiased over a random seed, E S(u) = u, with E‖S(u) - u‖² = (d/k - 1) ‖u‖². The set does not
-    depend on u: what is said about the data is in the values only.
+    depend on u: only the values say anything about the data.
 
     Args:
         u: flat, float32 or float64, of length d.
@@ -125,7 +129,7 @@ def random_k(u: Tensor, keep: int, seed: int, round_: int) -> SparseVector:
     Raises:
         ValueError: naming the argument that is out of its range.
 
-    Definition 3 of the DP-FCRN paper.
+    Definition 3 of the paper that :class:`~lightning_dp.estimators.CubicNewton` names.
 
     Example:
         >>> random_k(torch.arange(10.0), keep=5, seed=7, round_=0).dense()
@@ -135,7 +139,7 @@ def random_k(u: Tensor, keep: int, seed: int, round_: int) -> SparseVector:
         raise ValueError(
             f"u has shape {tuple(u.shape)} and {u.dtype}; it must be flat, float32 or float64."
         )
-    _check_mask(seed, round_, len(u), keep)
+    seed, round_, _, keep = _check_mask(seed, round_, len(u), keep)
     if keep == len(u):
         return SparseVector(u.detach().clone(), keep, seed, round_)
     coordinates = shared_mask(seed, round_, len(u), keep)
