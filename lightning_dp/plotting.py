@@ -1,4 +1,4 @@
-"""Pictures, for those who have matplotlib."""
+"""Pictures of noise and ε, drawn with matplotlib if it is installed."""
 
 from __future__ import annotations
 
@@ -145,7 +145,7 @@ def plot_charges(
 def _panels(
     pyplot: Any, metrics: Mapping[str, Sequence[tuple[int, float]]] | None
 ) -> tuple[Axes, Axes]:
-    """The axes of ε and of σ_t in a new figure, below the metrics if there are any."""
+    """Make the axes of ε and of σ_t in a new figure, below the metrics if there are any."""
     heights = [*([3] if metrics else []), 3, 1.5]
     figure, panels = pyplot.subplots(
         len(heights),
@@ -167,7 +167,7 @@ def _panels(
 def _epsilons(
     charges: History, delta: float, relation: Relation, accountant: AbstractAccountant
 ) -> tuple[list[int], list[float]]:
-    """Some numbers of steps, the first 0 and the last all of them, and ε after each."""
+    """Return some numbers of steps, the first 0 and the last all of them, and ε after each."""
     ends = list(itertools.accumulate(count for _, count in charges))
     steps = ends[-1]
     counts = sorted({round(i * steps / _EPSILON_POINTS) for i in range(_EPSILON_POINTS + 1)} | {1})
@@ -182,7 +182,7 @@ def _epsilons(
 
 
 def _draw_sigma(ax: Axes, charges: History, color: str) -> None:
-    """A point for the first and the last of equal steps; steps count from 1."""
+    """Draw a point for the first and the last of equal steps; steps count from 1."""
     steps: list[int] = []
     sigmas: list[float] = []
     done = 0
@@ -206,12 +206,12 @@ def _draw_epsilon(
         ax.text(0.5, 0.5, r"$\epsilon = \infty$", transform=ax.transAxes, ha="center")
 
 
-def _pyplot(who: str) -> Any:
-    """matplotlib.pyplot, or an error that says how to get it."""
+def _pyplot(caller: str) -> Any:
+    """Return matplotlib.pyplot, or raise an error that says how to get it."""
     try:
         from matplotlib import pyplot
     except ImportError as error:
         raise ImportError(
-            f"{who} needs matplotlib: pip install 'lightning-dp[examples]', or matplotlib."
+            f"{caller} needs matplotlib: pip install 'lightning-dp[examples]', or matplotlib."
         ) from error
     return pyplot

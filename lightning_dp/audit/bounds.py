@@ -1,4 +1,4 @@
-"""The statistics of privacy audits: from counts of right and wrong guesses to bounds. Pure."""
+"""Statistics of privacy audits: pure functions from counts of right and wrong guesses to bounds."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ _DELTAS = (1e-3, 1e-2, 0.05, 0.15, 0.3, 0.5, 0.7)  # at which a trade-off curve 
 def one_run_p_value(
     canaries: int, guesses: int, correct: int, epsilon: float, delta: float
 ) -> float:
-    r"""Probability, at most, of so many correct guesses if the algorithm is (ε, δ)-private.
+    r"""Bound the probability of so many correct guesses if the algorithm is (ε, δ)-private.
 
     m canaries are included by independent fair coins; from the output an attacker guesses r of the
     coins and v guesses are right. Then ``P[V >= v] <= β + 2 m δ α`` with
@@ -48,7 +48,7 @@ def one_run_p_value(
 
     Args:
         canaries: m.
-        guesses: r; how many are made, and which, must not depend on the coins but by the output.
+        guesses: r; their number and their choice may depend on the coins through the output alone.
         correct: v.
         epsilon: >= 0.
         delta: in [0, 1].
@@ -69,8 +69,12 @@ def one_run_p_value(
         )
     if not (epsilon >= 0 and 0 <= delta <= 1):
         raise ValueError(f"epsilon={epsilon} must be at least 0 and delta={delta} in [0, 1].")
+    # With δ = 0 each guess is right with probability at most e^ε / (1 + e^ε), whatever the others
+    # are: randomized response is the worst case.
     accuracy = 1 / (1 + math.exp(-epsilon))
     tail = float(binom.sf(correct - 1, guesses, accuracy))
+    # δ adds right guesses, 2 m δ of them in expectation. Adding i where W falls short of v by at
+    # most i gains P[v > W >= v - i] at the price of i: α is the best gain for the price.
     i = np.arange(1, correct + 1)
     sums = np.cumsum(binom.pmf(correct - i, guesses, accuracy))
     slope = float(np.max(sums / i, initial=0.0))
@@ -80,8 +84,10 @@ def one_run_p_value(
 def one_run_epsilon(
     canaries: int, guesses: int, correct: int, delta: float, failure: float
 ) -> float:
-    """Largest ε that is refuted: an (ε', δ)-private algorithm with ε' < ε does so well with
-    probability at most ``failure``. 0 if none is; the arguments are those of :func:`one_run_p_value`.
+    """Return the largest ε that is refuted; 0 if none is.
+
+    An (ε', δ)-private algorithm with ε' < ε does so well with probability at most ``failure``. The
+    other arguments are those of :func:`one_run_p_value`.
 
     Example:
         >>> round(one_run_epsilon(1000, 1000, 1000, delta=0.0, failure=0.05), 2)
@@ -89,6 +95,8 @@ def one_run_epsilon(
     """
     if one_run_p_value(canaries, guesses, correct, 0.0, delta) > failure:
         return 0.0
+    # The p-value grows with ε, so refuted ones are all below some ε: double it, then bisect. The
+    # lower end is returned, which is refuted.
     low, high = 0.0, 1.0
     while one_run_p_value(canaries, guesses, correct, high, delta) <= failure:
         low, high = high, 2 * high
@@ -100,7 +108,7 @@ def one_run_epsilon(
 
 
 def upper_rate(errors: int, trials: int, failure: float) -> float:
-    """Clopper and Pearson's upper bound on a rate, wrong with probability at most ``failure``.
+    """Return Clopper and Pearson's upper bound on a rate, wrong with probability at most ``failure``.
 
     Example:
         >>> round(upper_rate(0, 100, 0.05), 4) == round(1 - 0.05 ** (1 / 100), 4)
@@ -108,12 +116,14 @@ def upper_rate(errors: int, trials: int, failure: float) -> float:
     """
     if errors >= trials:
         return 1.0
+    # The rate p at which so few errors have probability ``failure``: P[Binomial(n, p) <= k] is the
+    # tail P[Beta(k + 1, n - k) > p], so p is a quantile.
     return float(beta_distribution.ppf(1 - failure, errors + 1, trials - errors))
 
 
 @dataclass(frozen=True)
 class Errors:
-    """What a test of "is the canary in the data?" got wrong.
+    """Errors of a test of "is the canary in the data?".
 
     Args:
         false_alarms, outside: of the canaries outside the data (or their steps), how many it
@@ -127,7 +137,7 @@ class Errors:
     inside: int
 
     def upper_rates(self, failure: float) -> tuple[float, float]:
-        """Bounds on both rates that hold together but for probability ``failure``."""
+        """Bound both rates; the two bounds hold together except with probability ``failure``."""
         return (
             upper_rate(self.false_alarms, self.outside, failure / 2),
             upper_rate(self.misses, self.inside, failure / 2),
@@ -144,7 +154,12 @@ class StepKind:
 
 
 def log_ratio(y: FloatArray, noise_multiplier: float, sample_rate: float) -> FloatArray:
-    """log of (1-q) N(0, z²) + q N(1, z²) over N(0, z²), at y."""
+    """Return the log of (1-q) N(0, z²) + q N(1, z²) over N(0, z²), at y.
+
+    In units of C a step releases N(1, z²) at a canary's coordinate if its batch has the canary, with
+    probability q if it is in the data, else N(0, z²).
+    """
+    # N(1, z²) over N(0, z²) is e^((y - 1/2) / z²).
     with np.errstate(over="ignore"):
         exponent = (y - 0.5) / noise_multiplier**2
     stay = math.log1p(-sample_rate) if sample_rate < 1 else -math.inf
@@ -152,9 +167,10 @@ def log_ratio(y: FloatArray, noise_multiplier: float, sample_rate: float) -> Flo
 
 
 def _rates(kinds: Sequence[StepKind], scale: float, threshold: float) -> tuple[float, float]:
-    """False alarms and hits of the test ``(y - 1/2) / z² > threshold``, over all steps.
+    """Return false alarms and hits of the test ``(y - 1/2) / z² > threshold``, over all steps.
 
-    At one sampling rate q the likelihood ratio 1 - q + q e^((y - 1/2) / z²) grows with that.
+    At one sampling rate q the likelihood ratio 1 - q + q e^((y - 1/2) / z²) grows with that, so these
+    tests are the most powerful ones (Neyman and Pearson).
     """
     steps = sum(kind.count for kind in kinds)
     alarms = hits = 0.0
@@ -168,20 +184,24 @@ def _rates(kinds: Sequence[StepKind], scale: float, threshold: float) -> tuple[f
 
 
 def step_threshold(kinds: Sequence[StepKind]) -> float:
-    """The (y - 1/2) / z² from which on a claimed run's steps tell most; chosen without seeing it."""
+    """Choose the threshold at which the steps of a claimed run tell most, without looking at the run.
+
+    A threshold chosen by the run's own values would not have the error rates of a fixed test.
+    """
 
     def strength(threshold: float) -> float:
         alarms, hits = _rates(kinds, 1.0, threshold)
+        # Hits above false alarms, in standard deviations of their difference.
         return (hits - alarms) / math.sqrt(alarms * (1 - alarms) + hits * (1 - hits) + 1e-6)
 
     return float(max(np.linspace(-1.0, 8.0, 181), key=strength))
 
 
 def least_misses_in_steps(kinds: Sequence[StepKind], scale: float, alarms: float) -> float:
-    """The trade-off curve of one step chosen at random, with ``scale`` times the noise.
+    """Return the least rate of misses at this rate of false alarms, at a step chosen at random.
 
-    The least rate of misses of any test with this rate of false alarms (Neyman and Pearson; the
-    tester knows the step). All kinds must have the same sampling rate.
+    No test does better against steps with ``scale`` times the noise (Neyman and Pearson; the tester
+    knows the step). All kinds must have the same sampling rate.
     """
     if alarms >= 1:
         return 0.0
@@ -200,19 +220,20 @@ def least_misses_in_run(
     scale: float,
     alarms: float,
 ) -> float:
-    """The same for a whole run: exact for full batches, else a lower bound from the accountant.
+    """Return the same for a whole run: exact for full batches, else a lower bound.
 
-    (ε, δ) for every δ gives ``misses >= 1 - δ - e^ε alarms`` and
+    The bound is by the accountant: (ε, δ) for every δ gives ``misses >= 1 - δ - e^ε alarms`` and
     ``misses >= e^-ε (1 - δ - alarms)`` (Dong, Roth and Su, arXiv:1905.02383v3, Proposition 2.4).
     """
     if all(kind.sample_rate == 1 for kind in kinds):
+        # T Gaussian steps are one Gaussian test, N(μ, 1) against N(0, 1) with μ² = Σ 1/z_t².
         mu = math.sqrt(sum(kind.count / (scale * kind.noise_multiplier) ** 2 for kind in kinds))
         return float(ndtr(ndtri(1 - alarms) - mu))
     run = history(event, kinds, scale)
     accountant, least = PLDAccountant(rtol=1e-2), 0.0
     for delta in _DELTAS:
         epsilon = accountant.epsilon(run, delta)
-        grown = math.exp(epsilon) * alarms if epsilon < 700 else math.inf
+        grown = math.exp(epsilon) * alarms if epsilon < 700 else math.inf  # e^710 is no float
         least = max(least, 1 - delta - grown, math.exp(-epsilon) * (1 - delta - alarms))
     return least
 
@@ -220,12 +241,12 @@ def least_misses_in_run(
 def history(
     event: Callable[[float, float], AbstractEvent], kinds: Sequence[StepKind], scale: float
 ) -> History:
-    """The events of a run whose noise is ``scale`` times the declared one."""
+    """Return the events of a run whose noise is ``scale`` times the declared one."""
     return [(event(scale * k.noise_multiplier, k.sample_rate), k.count) for k in kinds]
 
 
 def largest_noise_scale(is_refuted: Callable[[float], bool], most: float) -> float:
-    """The largest scale <= ``most`` that is not refuted; 0 if all are.
+    """Return the largest scale <= ``most`` that is not refuted; 0 if all are.
 
     A scale that is refuted must have only refuted ones above it.
     """

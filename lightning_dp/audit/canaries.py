@@ -1,4 +1,4 @@
-"""How private was the run, really: a lower bound on ε from canaries in the user's own training."""
+"""A lower bound on ε from canaries in the user's own training: how private was the run, really?"""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ _GUESSES = ((0.02, 0.0), (0.1, 0.0), (0.1, 0.1), (0.5, 0.5))  # parts of m: call
 
 @dataclass(frozen=True)
 class AuditReport:
-    """What the canaries say about one run.
+    """Bounds on ε of one run by its canaries.
 
     Args:
         lower_bound: ε is at least this, with probability ``confidence``; the larger of the next two.
@@ -71,7 +71,7 @@ class AuditReport:
 
     @property
     def is_violated(self) -> bool:
-        """Whether the claim is refuted: the lower bound is above what is claimed."""
+        """True if the claim is refuted: the lower bound is above what is claimed."""
         return self.lower_bound > self.epsilon
 
     def __str__(self) -> str:
@@ -81,7 +81,7 @@ class AuditReport:
             f"claimed ε = {epsilon_text(self.epsilon)} at δ = {self.delta:g}\n"
             f"white box {self.white_box:.4g} (noise at most {self.noise_scale:.3g} of the declared "
             f"one), one run {self.one_run:.4g}; {self.steps} steps, {self.canaries} canaries\n"
-            "on a temporary ledger of its own: these steps are in no other ledger"
+            "on a temporary ledger: these steps are in no other ledger"
         )
 
 
@@ -99,7 +99,7 @@ def audit(
     m canaries are added to the data set; a fair coin says for each whether it is in. Those that are
     in go through everything that a record goes through: sampling, chunks, the combination of
     points, clipping, the sum, noise. Their gradients are replaced at the boundary by
-    ±10 C along a coordinate of their own, and an attacker who knows the coordinates reads the noised
+    ±10 C along a coordinate of each, and an attacker who knows the coordinates reads the noised
     sums there. On correct code ``lower_bound <= epsilon`` with probability ``confidence``.
 
     - *White box.* Wrong calls at single steps and over whole runs bound how much noise there can
@@ -168,7 +168,7 @@ class _Install(Callback):
         if trainer.world_size != 1:
             raise ValueError(f"audit() runs in one process; the Trainer has {trainer.world_size}.")
         # No report files: what an audit spends is not what the user's own runs do.
-        strategy = install(trainer, self._run, PrivacyLogger(), kind=_Audited)
+        strategy = install(trainer, self._run, PrivacyLogger(), kind=_Audited)  # type: ignore[type-abstract]
         strategy.canaries = self._canaries
 
 
@@ -211,7 +211,7 @@ def _run(
 
 
 def _kinds(canaries: Canaries, run: PrivateRun) -> tuple[list[StepKind], list[tuple[float, float]]]:
-    """The kinds of steps, and (z, q) of every step."""
+    """Return the kinds of steps, and (z, q) of every step."""
     assert run.mechanism is not None
     plan = run.mechanism.plan
     pairs = [
@@ -264,7 +264,7 @@ def _judge(
 
 
 def _errors(called_in: np.ndarray[Any, np.dtype[np.bool_]], included: Any) -> Errors:
-    """Of calls of shape (any, m)."""
+    """Count the errors of calls of shape (any, m)."""
     outside, inside = called_in[:, ~included], called_in[:, included]
     return Errors(int(outside.sum()), outside.size, int((~inside).sum()), inside.size)
 
@@ -276,7 +276,7 @@ def _scale(
     failure: float,
     most: float,
 ) -> float:
-    """The largest amount of noise under which so few errors are possible."""
+    """Return the largest amount of noise under which so few errors are possible."""
     if most == 0:
         return 0.0
     alarms, misses = errors.upper_rates(failure)
@@ -284,7 +284,7 @@ def _scale(
 
 
 def _one_run(scores: FloatArray, included: Any, delta: float, failure: float) -> float:
-    """The best of a few ways to guess, each with its part of the failure probability."""
+    """Return the best bound of a few ways to guess, each with its part of the failure probability."""
     order = included[np.argsort(-scores)]
     best = 0.0
     for part_in, part_out in _GUESSES:

@@ -1,4 +1,4 @@
-"""How much memory a private step takes, by the records in its physical batches."""
+"""Peak memory of a private step by the records in its physical batches, and which of them fit."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class MemoryLine:
     measured: tuple[tuple[int, int], ...]
 
     def at(self, records: int) -> float:
-        """Bytes at the peak with so many records in a physical batch."""
+        """Return the bytes at the peak with so many records in a physical batch."""
         return self.fixed + self.per_record * records
 
     def __str__(self) -> str:
@@ -130,7 +130,7 @@ def measure_memory(
 
 @contextlib.contextmanager
 def _silent_trainer() -> Iterator[None]:
-    """Without Lightning's lines about devices and the end of a fit."""
+    """Silence Lightning's lines about devices and the end of a fit."""
     logger = logging.getLogger("lightning.pytorch")
     level = logger.level
     logger.setLevel(logging.ERROR)
@@ -153,7 +153,7 @@ class _Private(Callback):
 def _peak(
     module: LightningModule, pool: Any, size: int, privacy: PrivacyConfig, arguments: dict[str, Any]
 ) -> tuple[int, str]:
-    """Bytes at the peak of a few steps on chunks of this size, and the device."""
+    """Return the bytes at the peak of a few steps on chunks of this size, and the device."""
     loader: DataLoader[Any] = DataLoader(
         range(_CHUNKS * size),  # type: ignore[arg-type]
         batch_size=size,
@@ -203,7 +203,7 @@ def _peak_of(fit: Callable[[], None], module: LightningModule, device: torch.dev
 
 
 def text_of_bytes(number: float) -> str:
-    """Bytes for people."""
+    """Return a number of bytes in words."""
     for unit in ("B", "KiB", "MiB"):
         if abs(number) < 1024:
             return f"{number:.4g} {unit}"
@@ -217,14 +217,14 @@ _CHANCE = 1e-9
 
 @dataclass(frozen=True)
 class PhysicalBatch:
-    """What to type in, so that a step fits into the memory and q stays what it was.
+    """Arguments with which a step fits into the memory, and q is what it was.
 
     Args:
         batch_size: for the DataLoader.
         accumulate_grad_batches: for the Trainer.
         sample_rate: q, unchanged.
         num_records: N.
-        chunk: records in the largest physical batch, but for a chance of ``chance`` per step.
+        chunk: records in the largest physical batch, except with probability ``chance`` per step.
         chance: that probability.
         predicted: bytes at the peak with that many.
         memory: bytes that there are.
@@ -264,7 +264,7 @@ def suggest_physical_batch(
     trainer: Mapping[str, Any] | None = None,
     sizes: Sequence[int] = (8, 16, 32),
 ) -> PhysicalBatch:
-    """The largest physical batch that fits, with the logical batch and so q exactly as they are.
+    """Find the largest physical batch that fits, with the logical batch and so q exactly as they are.
 
     Of all ``(batch_size, accumulate_grad_batches)`` with the same product, the one with the largest
     ``batch_size`` whose largest chunk (see ``sampling.schemes.largest_chunk``) fits by

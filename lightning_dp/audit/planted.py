@@ -25,8 +25,8 @@ _STRENGTH = 10.0  # the length of a canary's gradient, in clip norms: without cl
 class Canaries:
     """m canaries: which are in, the coordinate of each, and what the releases said there.
 
-    A canary's gradient is ±10 C along a coordinate of its own (Dirac), whatever the model is; out
-    of the data it is 0. The sign changes from step to step, so that neither what other records
+    A canary's gradient is ±10 C along one coordinate (Dirac), another for each, whatever the model
+    is; out of the data it is 0. The sign changes from step to step, so that neither what other records
     do there nor noise that repeats itself adds up; and between the points of one query, so that
     differences of gradients are long.
 
@@ -56,7 +56,7 @@ class Canaries:
         if self.number > parameters:
             raise ValueError(
                 f"num_canaries={self.number} must be at most the number of trained parameters, "
-                f"{parameters}: each canary has a coordinate of its own."
+                f"{parameters}: each canary takes one coordinate."
             )
         chosen = self._rng.choice(parameters, size=self.number, replace=False)
         self.coordinates = torch.from_numpy(chosen.astype(np.int64))
@@ -71,10 +71,10 @@ class Canaries:
         self.noise_multipliers.append(query.noise_multiplier)
 
     def plant(self, gradients: AbstractPerSampleGradients) -> AbstractPerSampleGradients:
-        """The gradients of the present chunk with the canaries' own in their places."""
+        """Return the gradients of the present chunk, with those of the canaries in their places."""
         self.passes += 1
         if gradients.count != len(self.batch):
-            return gradients  # refused by whoever asked
+            return gradients  # the caller refuses them
         rows = [row for row, record in enumerate(self.batch) if record >= self.records]
         numbers = [self.batch[row] - self.records for row in rows]
         length = self.sign * _STRENGTH * self.clip_norm * (1.0 if self.passes % 2 else -1.0)
@@ -83,7 +83,7 @@ class Canaries:
         return _Planted(gradients, torch.tensor(rows), places, values, self.coordinates)
 
     def observe(self, release: Tensor) -> None:
-        """What a noised sum says of each canary."""
+        """Keep what a noised sum says of each canary."""
         values = release.detach().cpu()[self.coordinates].double().numpy()
         self.seen.append(values * (self.sign / self.clip_norm))
 
@@ -232,7 +232,7 @@ class CanaryData(Dataset[Any]):
         return index, self._data[index % self._canaries.records]
 
     def loader(self, loader: DataLoader[Any]) -> DataLoader[Any]:
-        """Batches of the same sampling rate, and who is in the present one is noted."""
+        """Return a loader with the same sampling rate that notes the records of the present batch."""
         of_user = loader.collate_fn
 
         def collate(items: list[tuple[int, Any]]) -> Any:

@@ -1,4 +1,4 @@
-"""Whether a record moved the others' gradients, and through what."""
+"""Comparison of two answers: did a record move the others' gradients, and through what?"""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lightning_dp.isolation.passes import Answer, Call
 
-__all__ = ["CURES", "Pair", "common_factor", "guilty_module", "moved"]
+__all__ = ["CURES", "Pair", "common_factor", "mixing_module", "moved"]
 
 
 _TOLERANCE = 1e-3  # of float32, with room for sums in another order
@@ -47,7 +47,7 @@ CURES = {
 
 @dataclass(frozen=True)
 class Pair:
-    """Two batches that differ in one record, and what was answered of all their other records.
+    """Two batches that differ in one record, with the answers about all their other records.
 
     Args:
         before, after: the answers, for the same weights of the others.
@@ -63,7 +63,7 @@ class Pair:
 
 
 def moved(before: Answer, after: Answer, factor: float = 1.0) -> bool:
-    """Whether more than rounding lies between the second answer and ``factor`` times the first.
+    """Tell whether more than rounding lies between the second answer and ``factor`` times the first.
 
     Each record's norm is compared, and the weighted sum parameter by parameter.
     """
@@ -78,14 +78,14 @@ def moved(before: Answer, after: Answer, factor: float = 1.0) -> bool:
 
 
 def common_factor(before: Answer, after: Answer) -> float | None:
-    """c, if the second answer is c times the first, and more than rounding from it."""
+    """Return c if the second answer is c times the first, up to rounding; else None."""
     total = float(before.norms.sum())
     factor = float(after.norms.sum()) / total if total > 0 else 0.0
     return None if moved(before, after, factor) else factor
 
 
-def guilty_module(pair: Pair) -> Call | None:
-    """The first module that gave the other records other outputs for the same inputs."""
+def mixing_module(pair: Pair) -> Call | None:
+    """Find the first module that gave the other records other outputs for the same inputs."""
     for a, b in zip(pair.before.calls, pair.after.calls, strict=False):
         if a.name != b.name:
             return None
@@ -97,7 +97,7 @@ def guilty_module(pair: Pair) -> Call | None:
 
 
 def _rows_moved(pair: Pair, a: Tensor, b: Tensor) -> bool:
-    """Of a tensor with one row per record, those of the others; anything else as a whole."""
+    """Compare the others' rows of a tensor with one row per record, and anything else as a whole."""
     if a.dim() and b.dim() and (len(a), len(b)) == pair.sizes:
         a, b = a[list(pair.rows_before)], b[list(pair.rows_after)]
     if a.shape != b.shape:

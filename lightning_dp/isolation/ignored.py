@@ -39,7 +39,7 @@ class TargetMean:
 
 
 def target_means(loss: Tensor) -> list[TargetMean]:
-    """All of them that a loss is made from; nothing below them is looked at.
+    """Find all means over targets that a loss is made from; nothing below them is looked at.
 
     Example:
         >>> import torch

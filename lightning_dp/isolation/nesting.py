@@ -1,4 +1,4 @@
-"""Batches as nested containers: tensors and other leaves in dicts, lists, and objects of a user's own."""
+"""Batches as nested containers: tensors and other leaves in dicts, lists, and users' own objects."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ _DEPTH = 6  # of objects inside objects that are looked into for a tensor
 
 
 def map_leaves(batch: Any, function: Callable[[Any], Any]) -> Any:
-    """The same nesting in new containers, with each leaf replaced; the batch stays what it was."""
+    """Return the same nesting in new containers, with each leaf replaced; the batch is unchanged."""
     return _rebuilt(batch, lambda part: map_leaves(part, function), function)
 
 
 def map_rows(
     batch: Any, n: int, of_rows: Callable[[Any], Any], of_others: Callable[[Any], Any]
 ) -> Any:
-    """The same with one function for what has one row per record, and one for other leaves.
+    """Do the same with one function for what has one row per record, and one for other leaves.
 
     Args:
         batch: with n records.
@@ -47,7 +47,7 @@ def is_rows(part: Any, n: int) -> bool:
 
 
 def number_of_rows(batch: Any) -> int:
-    """The length that most tensors have, else lists of plain leaves; 0 if there is none."""
+    """Return the length that most tensors have, else lists of plain leaves; 0 if there is none."""
     tensors: Counter[int] = Counter()
     lists: Counter[int] = Counter()
 
@@ -99,7 +99,7 @@ def _rebuilt(batch: Any, of_part: Callable[[Any], Any], of_leaf: Callable[[Any],
 
 
 def _is_object_with_tensors(part: Any, depth: int = _DEPTH) -> bool:
-    """Tell whether it is an object of a class of the user's own that holds tensors."""
+    """Tell whether it is an object of a user's class that holds tensors."""
     if isinstance(part, Tensor | np.ndarray | nn.Module | type) or not hasattr(part, "__dict__"):
         return False
     return any(_holds_tensor(value, depth) for value in vars(part).values())

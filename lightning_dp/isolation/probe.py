@@ -11,7 +11,7 @@ from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor
 
 from lightning_dp.gradients import UnsupportedModelError
-from lightning_dp.isolation.coupling import CURES, Pair, common_factor, guilty_module, moved
+from lightning_dp.isolation.coupling import CURES, Pair, common_factor, mixing_module, moved
 from lightning_dp.isolation.nesting import number_of_rows
 from lightning_dp.isolation.passes import Answer, NotProbed, Passes
 from lightning_dp.isolation.state_leaks import KEPT, tensors_that_keep_records
@@ -42,7 +42,7 @@ _WATCHED = " (every batch is watched for ignored targets)"
 
 @dataclass(frozen=True)
 class Isolation:
-    """What a probe found; nothing in it comes from a value of the data, except by your own call.
+    """Outcome of a probe; nothing in it comes from a value of the data, except by your own call.
 
     Args:
         outcome: "isolated"; "coupled" (a record moved another's gradient); "kept" (records are
@@ -50,10 +50,10 @@ class Isolation:
             records apart); "not probed".
         reason: why, with the cure; "" if isolated. Of an exception of the model its type only.
         modules: names of the modules through which records are coupled, or of the tensors.
-        condition: what must hold beside; "" for nothing.
-        is_doubtful: whether it often does not: records have several targets each, as where padding
+        condition: further assumption that the verdict rests on; "" if there is none.
+        is_doubtful: True if that often fails: records have several targets each, as where padding
             is ignored.
-        is_mean_of_targets: whether the loss is a mean over the targets of all records, by torch's
+        is_mean_of_targets: True if the loss is a mean over the targets of all records, by torch's
             own functions: each real batch must be watched for ignored ones.
         sentinels: for losses written by hand, the places of tensors in a batch and the values in
             them that may not occur.
@@ -173,7 +173,7 @@ def probe_isolation(
 
 
 def _probe_synthetic(passes: Passes, like: Any) -> Isolation:
-    """With the first synthetic records on which there is something to compare."""
+    """Probe with the first synthetic records on which there is something to compare."""
     failure: NotProbed | None = None
     for pool in _pools_that_run(passes, like):
         try:
@@ -195,7 +195,7 @@ def _passes(
 
 
 def _not_probed(error: Exception) -> Isolation:
-    """Messages of the model's own exceptions may hold anything, so they stay inside."""
+    """Return the outcome for an exception: the model's own may hold anything, and stay inside."""
     if isinstance(error, UnsupportedModelError):  # ours: names of layers only
         return Isolation("refused", str(error))
     if isinstance(error, NotProbed | NoSyntheticBatch):
@@ -212,12 +212,12 @@ def _on_cpu(batch: Any) -> Any:
 
 
 def pool_that_runs(passes: Passes, like: Any) -> Any:
-    """8 synthetic records with as many class numbers as the model takes; raises what it raises."""
+    """Make 8 synthetic records with as many class numbers as the model takes; raise what it raises."""
     return next(_pools_that_run(passes, like))
 
 
 def _pools_that_run(passes: Passes, like: Any) -> Iterator[Any]:
-    """At least one."""
+    """Make at least one pool of synthetic records on which the model runs."""
     failure: Exception | None = None
     is_any = False
     for classes, first in _CLASSES:
@@ -240,7 +240,8 @@ def _pools_that_run(passes: Passes, like: Any) -> Iterator[Any]:
 
 
 def _weights(records: int) -> Tensor:
-    """Uneven, so that movements of several records do not cancel."""
+    """Return uneven weights, so that movements of several records do not cancel."""
+    # Multiples of the golden ratio modulo 1 are spread evenly, and no two of them are equal.
     return 1.0 + torch.arange(records, dtype=torch.float64).mul(0.618).remainder(1.0)
 
 
@@ -303,20 +304,23 @@ def _run(passes: Passes, pool: Any, rows: Sequence[int], weights: Tensor) -> Ans
 
 
 def _diagnose(pair: Pair, passes: Passes, pool: Any) -> Isolation:
-    module = guilty_module(pair)
+    module = mixing_module(pair)
     if module is not None:
         name = f"{module.name} ({module.kind})" if module.name else module.kind
         return Isolation("coupled", f"{name} {CURES['module']}", (module.name or module.kind,))
+    # All gradients scaled alike: the loss is divided by something that the changed record moves.
     factor = common_factor(pair.before, pair.after)
     if factor is None:
         return Isolation("coupled", CURES["pairs"])
+    # The engine takes the loss for a mean and multiplies by the number of records. If it is a sum,
+    # that factor stays: m / n between the two batches, whatever the records are.
     n, m = pair.sizes
     is_sum = m < n and abs(factor * n / m - 1) < 1e-3 and not _any_value_moves(passes, pool, n)
     return Isolation("coupled", CURES["sum" if is_sum else "denominator"])
 
 
 def _any_value_moves(passes: Passes, pool: Any, n: int) -> bool:
-    """Whether replacing a record moves others: of a sum, only their number does."""
+    """Tell whether replacing a record moves others: of a sum, only their number does."""
     for j in range(n):
         weights = _weights(n)
         weights[j] = 0.0
@@ -327,7 +331,7 @@ def _any_value_moves(passes: Passes, pool: Any, n: int) -> bool:
 
 
 def _with_condition(passes: Passes, pool: Any) -> Isolation:
-    """Return what an ignored target would do: where torch's own losses divide, and by trying.
+    """Find what an ignored target would do: where torch's own losses divide, and by trying.
 
     Trying writes it into each tensor of whole numbers that may hold it.
     """

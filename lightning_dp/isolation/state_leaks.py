@@ -1,4 +1,4 @@
-"""Whether a model keeps what it saw of its records, in weights or buffers."""
+"""Weights and buffers in which a model keeps what it saw of its records."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ KEPT = (
 
 
 def tensors_that_keep_records(passes: Passes, pool: Any, n: int) -> tuple[str, ...]:
-    """Names of the weights and buffers that are not the same after n records, whichever they are.
+    """Name the weights and buffers whose values after n records depend on the records.
 
     All passes begin with the same state and the same random numbers. A record n times over shows
     what is the same on average, as counts may be.

@@ -33,7 +33,7 @@ class NoSyntheticBatch(ValueError):
 
 
 def leaves_of(batch: Any) -> list[Tensor]:
-    """The tensors of a batch, in the order in which they are found."""
+    """Return the tensors of a batch, in the order in which they are found."""
     found: list[Tensor] = []
 
     def note(leaf: Any) -> Any:
@@ -46,7 +46,7 @@ def leaves_of(batch: Any) -> list[Tensor]:
 
 
 def _map_tensors(batch: Any, function: Callable[[int, Tensor], Tensor]) -> Any:
-    """The same structure with each tensor replaced; the function is given its place, too."""
+    """Return the same structure with each tensor replaced by a function of its place and itself."""
     place = iter(range(len(leaves_of(batch))))
 
     def replaced(leaf: Any) -> Any:
@@ -56,12 +56,12 @@ def _map_tensors(batch: Any, function: Callable[[int, Tensor], Tensor]) -> Any:
 
 
 def replace_leaf(batch: Any, place: int, value: Tensor) -> Any:
-    """The same batch with another tensor at one place."""
+    """Return the same batch with another tensor at one place."""
     return _map_tensors(batch, lambda at, leaf: value if at == place else leaf)
 
 
 def take_rows(pool: Any, rows: Sequence[int]) -> Any:
-    """The batch of some of the records of a pool, in this order; what has no rows stays whole."""
+    """Return the batch of some records of a pool, in this order; what has no rows stays whole."""
     index = torch.tensor(list(rows), dtype=torch.int64)
 
     def take(part: Any) -> Any:
@@ -88,7 +88,7 @@ def has_other_rows(batch: Any) -> bool:
 
 
 def synthetic_pool(batch: Any, records: int, classes: int, first_class: int = 0) -> Any:
-    """So many records like those of a batch: made from its shapes, dtypes and nesting.
+    """Make so many records like those of a batch, from its shapes, dtypes and nesting.
 
     No value of a tensor, an array or a number per record is read, so this also works for a model
     whose data is private. Real numbers are uniform in (0, 1): legal as pixels, probabilities, and
@@ -119,7 +119,7 @@ def synthetic_pool(batch: Any, records: int, classes: int, first_class: int = 0)
 
 @dataclass(frozen=True)
 class _Made:
-    """Makes parts of a batch up."""
+    """Maker of parts of a batch."""
 
     records: int
     classes: int
@@ -127,7 +127,7 @@ class _Made:
     generator: torch.Generator
 
     def rows(self, part: Any) -> Any:
-        """One thing per record, for as many records as are wanted."""
+        """Make one thing per record, for as many records as are wanted."""
         if isinstance(part, Tensor):
             return self._tensor(part, (self.records, *part.shape[1:]))
         if isinstance(part, np.ndarray):
@@ -138,7 +138,7 @@ class _Made:
         return type(part)(self._row(part[i % len(part)], i) for i in range(self.records))
 
     def _row(self, thing: Any, i: int) -> Any:
-        """The i-th of a list of one thing per record."""
+        """Make the i-th of a list of one thing per record."""
         if isinstance(thing, bool):
             return i % 2 == 0
         if isinstance(thing, int):

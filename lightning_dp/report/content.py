@@ -46,12 +46,12 @@ class PrivacyReport:
         relation: what neighbouring data sets are.
         steps: noised steps charged.
         target_epsilon: the budget; None without one.
-        claims_budget: whether ``epsilon`` is the whole budget from the first step on, since noise
+        claims_budget: True if ``epsilon`` is the whole budget from the first step on, since noise
             is chosen at run time; else it is the accountant's of ``events``.
         private: False without noise, or if ``seeded``.
-        seeded: whether any part of the run had a test ``seed``: repeatable, and so not private.
-        isolation: whether it was checked that no record changes another's gradient: probed, not
-            probed (why), or opted out.
+        seeded: True if any part of the run had a test ``seed``: repeatable, and so not private.
+        isolation: of the check that no record changes another's gradient: probed, not probed (why),
+            or opted out.
         guard: how the budget is guarded.
         accountant: which accountant computed the numbers.
         accountant_settings: its settings.

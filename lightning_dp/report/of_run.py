@@ -1,4 +1,4 @@
-"""From a run to its report."""
+"""The report of a run."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _ROUND = (
 
 
 def report(run: PrivateRun) -> PrivacyReport:
-    """The report of a run, during or after a fit."""
+    """Write the report of a run, during or after a fit."""
     config, batches, epsilon = run.config, run.batches, float(run.epsilon)
     of_plan, latest = run.epsilon_of_plan, run.noise_multiplier
     journal = run.ledger.journal_path
@@ -77,7 +77,7 @@ def _mechanism(run: PrivateRun) -> dict[str, str]:
 
 
 def _clip_norms(estimator: AbstractEstimator) -> dict[str, float]:
-    """The fields of the estimator whose names end with "norm": all of this package's do."""
+    """Return the fields of the estimator whose names end with "norm": all of this package's do."""
     return {
         name: float(value)
         for name, value in _settings(estimator).items()
@@ -86,7 +86,7 @@ def _clip_norms(estimator: AbstractEstimator) -> dict[str, float]:
 
 
 def _settings(part: object) -> dict[str, float | None]:
-    """The numbers among the fields of a dataclass."""
+    """Return the numbers among the fields of a dataclass."""
     if not is_dataclass(part):
         return {}
     values: dict[str, Any] = {field.name: getattr(part, field.name) for field in fields(part)}
@@ -99,5 +99,5 @@ def _settings(part: object) -> dict[str, float | None]:
 
 @cache
 def _versions() -> tuple[tuple[str, str], ...]:
-    """Looked up once: at every checkpoint it would cost more than ε."""
+    """Look versions up once: at every checkpoint it would cost more than ε."""
     return tuple((name, version(name)) for name in ("lightning-dp", "lightning", "torch", "opacus"))
