@@ -10,7 +10,10 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+DOCUMENTS = [
+    *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "examples/papers/README.md")),
+    *sorted((ROOT / "docs").rglob("*.md")),
+]
 FOLDERS = r"\.ci|lightning_dp|callbacks|tests|examples|benchmarks|docs"
 
 

@@ -48,3 +48,17 @@ def test_the_commands_are_those_that_ci_runs(root, blocks):
     example, tests = (command.split(" && ")[1] for command in (first, second))
     assert example in ci
     assert ci.rstrip().endswith(tests)
+
+
+def test_what_is_not_covered_is_the_same_everywhere(root):
+    def items(document: str) -> int:
+        (part,) = re.findall(
+            r"^## What [^\n]*not cover.*?(?=^## )",
+            (root / document).read_text("utf-8"),
+            re.DOTALL | re.MULTILINE,
+        )
+        return len(re.findall(r"^- ", part, re.MULTILINE))
+
+    privacy = DifferentialPrivacy(3.0, target_delta=1e-6)
+    of_report = len(privacy.report().not_covered)
+    assert items("README.md") == items("docs/epsilon.md") == of_report == 5
