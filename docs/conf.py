@@ -28,6 +28,6 @@ nitpicky = True
 nitpick_ignore_regex = [
     ("py:.*", r"(?!lightning_dp\.).*"),
     ("py:class", r"lightning_dp\..*\._\w+"),  # bases that a few classes of one file share
-    ("py:class", r"lightning_dp\.(_world\.World|run\.PrivateRun)"),  # of no use outside
+    ("py:class", r"lightning_dp\.(_\w+\.\w+|run\.PrivateRun)"),  # of no use outside
     ("py:class", r"lightning_dp\.accounting\.(pair_plan|base)\.Abstract(PairPlan|StepsAccountant)"),
 ]

@@ -19,11 +19,11 @@ from lightning_dp.federated import (
     ClientPrivacy,
     InverseRootSteps,
     PolynomialSizes,
-    Records,
     ReleaseLedger,
 )
 from lightning_dp.federated.flower import client_app, server_app
 from lightning_dp.federated.local import LocalRecords
+from lightning_dp.federated.protocol import Records
 
 TARGET_DELTA = 1e-5
 MAX_GRAD_NORM = 1.0

@@ -17,7 +17,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_dp.federated import AbstractSampleSizes, PolynomialSizes, rounds_for
+from lightning_dp.federated import PolynomialSizes
+from lightning_dp.federated.sequences import AbstractSampleSizes, rounds_for
 
 GRADIENTS = 25_000  # K of each client
 CONSTANT = PolynomialSizes(a=0, b=16)

@@ -33,15 +33,13 @@ from async_federated_run import (
 from torch import Tensor
 
 from lightning_dp.federated import (
-    AbstractSampleSizes,
-    AbstractStepSizes,
     AsyncPlan,
     ConstantSteps,
     InverseRootSteps,
     InverseSteps,
     PolynomialSizes,
-    rounds_for,
 )
+from lightning_dp.federated.sequences import AbstractSampleSizes, AbstractStepSizes, rounds_for
 from lightning_dp.functional import flatten
 
 SIZES = (50, 100, 200, 500, 700, 1000)

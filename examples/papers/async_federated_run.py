@@ -15,16 +15,9 @@ from scratch_ledger import ScratchLedger
 from sklearn.metrics import roc_auc_score
 from torch import Tensor
 
-from lightning_dp.federated import (
-    AbstractSampleSizes,
-    AbstractStepSizes,
-    AsyncClient,
-    AsyncPlan,
-    AsyncServer,
-    ClientPrivacy,
-    Records,
-    rounds_for,
-)
+from lightning_dp.federated import AsyncClient, AsyncPlan, AsyncServer, ClientPrivacy
+from lightning_dp.federated.protocol import Records
+from lightning_dp.federated.sequences import AbstractSampleSizes, AbstractStepSizes, rounds_for
 
 CLIENTS, MNIST_CLIENTS = 5, 4
 GRADIENTS = 20_000  # K of the experiments without privacy, over all clients

@@ -16,7 +16,8 @@ from torch import Tensor, nn
 
 from lightning_dp.boundary import Query
 from lightning_dp.estimators.base import AbstractEstimator, share_of_noise
-from lightning_dp.federated.protocol import MessageError, Records
+from lightning_dp.federated.messages import MessageError
+from lightning_dp.federated.protocol import Records
 from lightning_dp.gradients import UnsupportedModelError
 from lightning_dp.plan import NoisePlan
 

@@ -145,6 +145,7 @@ class ClientPrivacy:
         if not callable(self.noise_multiplier):
             normalise(self, not_negative, "noise_multiplier")
         check_budget(self.target_epsilon, self.target_delta, self.relation)
+        normalise(self, number, "target_epsilon", "target_delta")
 
     def noise(self, i: int) -> float:
         """z of round i."""

@@ -10,8 +10,17 @@ from torch import Tensor
 
 from lightning_dp._validate import normalise, whole
 from lightning_dp.boundary import State
-from lightning_dp.federated.messages import LOST, REFUSED, Form, Reply, check_client, read_reply
-from lightning_dp.federated.protocol import AbstractServer, Message, MessageError, check_same
+from lightning_dp.federated.messages import (
+    LOST,
+    REFUSED,
+    Form,
+    Message,
+    MessageError,
+    Reply,
+    check_client,
+    read_reply,
+)
+from lightning_dp.federated.protocol import AbstractServer, check_same
 
 __all__ = [
     "FORMS",

@@ -34,7 +34,7 @@ from lightning_dp.federated.spending import Spending, affordable_rounds, fits_be
 from lightning_dp.gradients import UnsupportedModelError
 from lightning_dp.mechanism import BudgetExhausted
 
-__all__ = ["Make", "ReleaseLedger", "RunFiles"]
+__all__ = ["Make", "ReleaseLedger"]
 
 
 Make = Callable[[np.random.Generator], bytes]
@@ -94,8 +94,8 @@ class ReleaseLedger:
         self._directory = local_folder("directory", directory)
         self.journal_path = self._directory / f"{file_name(dataset_id)}.journal"
 
-    def _open(self, spending: Spending) -> RunFiles:
-        return RunFiles(self.journal_path, self.dataset_id, spending)
+    def _open(self, spending: Spending) -> _OpenRun:
+        return _OpenRun(self.journal_path, self.dataset_id, spending)
 
     # -- what was spent ----------------------------------------------------------------------
 
@@ -242,7 +242,7 @@ class NoLedger:
         return True
 
 
-class RunFiles:
+class _OpenRun:
     """The journal of a data set and the release file of one run, under their lock.
 
     Args:
@@ -276,7 +276,7 @@ class RunFiles:
             self._journal.close()
             raise
 
-    def __enter__(self) -> RunFiles:
+    def __enter__(self) -> _OpenRun:
         return self
 
     def __exit__(self, *unused: object) -> None:

@@ -12,14 +12,11 @@ from torch import Tensor
 from lightning_dp._noise import NoiseSource, random_generator
 from lightning_dp._world import World
 from lightning_dp.boundary import BoundedSum, Query, Release, State, add_noise
-from lightning_dp.federated.messages import Message, MessageError
 from lightning_dp.sampling import AbstractSampling, Poisson
 
 __all__ = [
     "AbstractClient",
     "AbstractServer",
-    "Message",
-    "MessageError",
     "Records",
     "bounded",
     "check_same",

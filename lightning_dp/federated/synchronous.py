@@ -14,14 +14,16 @@ from lightning_dp._validate import normalise, optional, positive, seed, whole
 from lightning_dp._world import World
 from lightning_dp.boundary import BoundedSum, Query, Release, State, Term, add_noise
 from lightning_dp.federated.bvr_l_sgd import BVRLSGD
-from lightning_dp.federated.messages import REFUSED, Form, Reply, check_client, read_reply
-from lightning_dp.federated.protocol import (
-    AbstractServer,
+from lightning_dp.federated.messages import (
+    REFUSED,
+    Form,
     Message,
     MessageError,
-    check_same,
-    noise_source,
+    Reply,
+    check_client,
+    read_reply,
 )
+from lightning_dp.federated.protocol import AbstractServer, check_same, noise_source
 from lightning_dp.plan import NoisePlan
 from lightning_dp.schedules import AbstractAdaptiveSchedule
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from lightning_dp.boundary import BoundedSum, Query, bounded_sum
-from lightning_dp.federated import AbstractClient, AbstractServer
+from lightning_dp.federated.protocol import AbstractClient, AbstractServer
 from lightning_dp.gradients.materialised import MaterialisedGradients
 
 SIZE = 4

@@ -25,8 +25,6 @@ from lightning_dp.federated import (
     CubicNewtonClient,
     CubicNewtonPlan,
     InverseSteps,
-    Message,
-    MessageError,
     PolynomialSizes,
     QueryClient,
     ReleaseLedger,
@@ -34,6 +32,7 @@ from lightning_dp.federated import (
 )
 from lightning_dp.federated.agreement import check_fingerprint, fingerprint
 from lightning_dp.federated.local import LocalRecords
+from lightning_dp.federated.messages import Message, MessageError
 from lightning_dp.plan import NoisePlan
 from lightning_dp.sampling import FullBatch
 from lightning_dp.schedules import Constant

@@ -28,10 +28,10 @@ from flwr.app import (
 from torch import Tensor, nn
 
 from lightning_dp.federated import AsyncPlan, AsyncServer, ConstantSteps, PolynomialSizes
-from lightning_dp.federated import Message as Content
 from lightning_dp.federated.flower import server_app
 from lightning_dp.federated.flower.exchange import Exchange, pack, payload_of
 from lightning_dp.federated.flower.logbook import Logbook, save
+from lightning_dp.federated.messages import Message as Content
 from lightning_dp.testing import LoopbackGrid
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")

@@ -19,11 +19,10 @@ from lightning_dp.federated import (
     AsyncPlan,
     AsyncServer,
     ConstantSteps,
-    Message,
-    MessageError,
     PolynomialSizes,
     SynchronousServer,
 )
+from lightning_dp.federated.messages import Message, MessageError
 from lightning_dp.plan import NoisePlan
 from lightning_dp.sampling import FullBatch
 from lightning_dp.schedules import Constant

@@ -16,13 +16,12 @@ from lightning_dp.federated import (
     AsyncPlan,
     ClientPrivacy,
     InverseSteps,
-    Message,
-    MessageError,
     PolynomialSizes,
     QueryClient,
     ReleaseLedger,
     SynchronousServer,
 )
+from lightning_dp.federated.messages import Message, MessageError
 from lightning_dp.plan import NoisePlan
 from lightning_dp.sampling import Poisson
 from lightning_dp.schedules import Constant

@@ -9,12 +9,14 @@ import pytest
 from lightning_dp.federated import (
     AsyncPlan,
     ConstantSteps,
-    DelaySizes,
     InverseRootSteps,
     InverseSteps,
-    LogarithmicSizes,
     PolynomialSizes,
     PowerSizes,
+)
+from lightning_dp.federated.sequences import (
+    DelaySizes,
+    LogarithmicSizes,
     delay_is_permissible,
     rounds_for,
 )

@@ -13,14 +13,8 @@ from lightning_dp.accounting import Gaussian, PLDAccountant, PoissonGaussian, Po
 from lightning_dp.boundary import Query, Term
 from lightning_dp.estimators import Diff2, MeanGradient
 from lightning_dp.estimators.base import AbstractEstimator
-from lightning_dp.federated import (
-    BVRLSGD,
-    Message,
-    MessageError,
-    QueryClient,
-    ReleaseLedger,
-    SynchronousServer,
-)
+from lightning_dp.federated import BVRLSGD, QueryClient, ReleaseLedger, SynchronousServer
+from lightning_dp.federated.messages import Message, MessageError
 from lightning_dp.plan import NoisePlan
 from lightning_dp.sampling import FullBatch, Poisson
 from lightning_dp.schedules import Constant

@@ -19,11 +19,11 @@ from lightning_dp.federated import (
     AsyncPlan,
     ClientPrivacy,
     InverseSteps,
-    Message,
     PolynomialSizes,
     ReleaseLedger,
 )
 from lightning_dp.federated.local import LocalRecords
+from lightning_dp.federated.messages import Message
 from lightning_dp.gradients import UnsupportedModelError
 from lightning_dp.isolation.passes import Passes
 

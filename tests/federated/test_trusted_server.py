@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from lightning_dp import PrivacyConfig
 from lightning_dp.accounting import Gaussian, PLDAccountant, PoissonGaussian
 from lightning_dp.estimators import CubicNewton
-from lightning_dp.federated import Message
 from lightning_dp.federated.local import LocalRecords
+from lightning_dp.federated.messages import Message
 from lightning_dp.federated.trusted_server import TrustedServer
 from lightning_dp.functional import flatten, unflatten
 

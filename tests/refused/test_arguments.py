@@ -52,14 +52,16 @@ from lightning_dp.federated import (
     ConstantSteps,
     CubicNewtonClient,
     CubicNewtonPlan,
-    DelaySizes,
     InverseSteps,
-    LogarithmicSizes,
     PolynomialSizes,
     PowerSizes,
     QueryClient,
     Spending,
     SynchronousServer,
+)
+from lightning_dp.federated.sequences import (
+    DelaySizes,
+    LogarithmicSizes,
     delay_is_permissible,
     rounds_for,
 )

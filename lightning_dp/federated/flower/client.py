@@ -16,7 +16,8 @@ from lightning_dp._files import fixed_folder
 from lightning_dp.federated.agreement import check_fingerprint
 from lightning_dp.federated.flower.exchange import facts_of, pack, payload_of
 from lightning_dp.federated.ledger import ReleaseLedger
-from lightning_dp.federated.protocol import AbstractClient, MessageError, Records
+from lightning_dp.federated.messages import MessageError
+from lightning_dp.federated.protocol import AbstractClient, Records
 
 __all__ = ["client_app"]
 
@@ -75,15 +76,15 @@ def client_app(
     """
     if not callable(ledger_dir):
         ledger_dir = fixed_folder("ledger_dir", ledger_dir)
-    app, desk = ClientApp(), _Desk(build, protocol, ledger_dir)
-    app.train()(desk.answer)
-    app.query()(desk.introduce)
+    app, clients = ClientApp(), _Clients(build, protocol, ledger_dir)
+    app.train()(clients.answer)
+    app.query()(clients.introduce)
     return app
 
 
 @dataclass
-class _Desk:
-    """Where the messages for the clients of this process arrive."""
+class _Clients:
+    """The clients that this process answers for."""
 
     build: Callable[[Context], Records]
     protocol: Callable[[Context, str, Records, ReleaseLedger], AbstractClient]

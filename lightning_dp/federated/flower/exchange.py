@@ -15,7 +15,7 @@ from flwr.serverapp import Grid
 
 from lightning_dp.federated.messages import Fact, MessageError
 
-__all__ = ["Exchange", "Reply", "facts_of", "pack", "payload_of", "told_by"]
+__all__ = ["Exchange", "Outcome", "facts_of", "facts_told", "pack", "payload_of"]
 
 
 _LONGEST_PAUSE = 30.0
@@ -33,7 +33,7 @@ _CAUSES = {
 
 
 @dataclass(frozen=True)
-class Reply:
+class Outcome:
     """The outcome of a message to a node.
 
     Args:
@@ -74,7 +74,7 @@ class Exchange:
     """Finds the clients' nodes, sends, and collects what comes back, in any order.
 
     - Never two messages are in flight to one node.
-    - A lost, expired, failed or unreadable message becomes a :class:`Reply` without a payload; what
+    - A lost, expired, failed or unreadable message becomes a :class:`Outcome` without a payload; what
       to do about it is the protocol's business. The next message to that node waits, longer and
       longer, until a reply is applied.
     - A reply that nobody waits for (a duplicate, or one that comes after its time) is dropped.
@@ -107,7 +107,7 @@ class Exchange:
         self._ttl = ttl
         self._poll_interval = poll_interval
         self._flights: dict[str, _Flight] = {}
-        self._refused: list[Reply] = []
+        self._refused: list[Outcome] = []
         self._nodes: dict[int, int] = {}  # of each client
         self._is_freed = False  # whether a number is, since the last look
         self._next_look = 0.0
@@ -137,7 +137,7 @@ class Exchange:
         """Send to a client that is idle."""
         self._push("train", self._nodes[client], client, payload)
 
-    def collect(self) -> list[Reply]:
+    def collect(self) -> list[Outcome]:
         """Look for new nodes and for replies."""
         self._look_for_nodes()
         found, self._refused = self._refused, []
@@ -148,7 +148,7 @@ class Exchange:
                 found.append(self._failed(flight, str(error)))
         return found + self._expire()
 
-    def settle(self, reply: Reply, *, applied: bool) -> None:
+    def settle(self, reply: Outcome, *, applied: bool) -> None:
         """Hear what the protocol made of a reply: a node whose replies are of no use must wait."""
         if applied:
             self._failures.pop(reply.node, None)
@@ -179,7 +179,7 @@ class Exchange:
             return
         yield from ((message.metadata.reply_to_message_id, message) for message in messages)
 
-    def _read(self, flight: _Flight, message: Message | None) -> Reply:
+    def _read(self, flight: _Flight, message: Message | None) -> Outcome:
         if message is None:
             raise MessageError("Flower cannot read its reply")
         if message.has_error():
@@ -188,13 +188,13 @@ class Exchange:
             return self._failed(flight, problem, gone=code == _NO_NODE)
         if flight.client is None:
             return self._introduce(flight.node, message)
-        payload, (facts, is_all) = payload_of(message), told_by(message)
+        payload, (facts, is_all) = payload_of(message), facts_told(message)
         named = facts.get("client")
         if type(named) is int and named != flight.client:
             self._free(flight)
             raise MessageError("its reply is another client's")
         problem = "" if is_all else "some of what it says of itself cannot be kept"
-        return Reply(flight.node, flight.client, payload, facts, problem)
+        return Outcome(flight.node, flight.client, payload, facts, problem)
 
     # -- nodes -------------------------------------------------------------------------------
 
@@ -214,7 +214,7 @@ class Exchange:
             if self._not_before.get(node, 0.0) <= now:
                 self._push("query", node, None, b"")
 
-    def _introduce(self, node: int, message: Message) -> Reply:
+    def _introduce(self, node: int, message: Message) -> Outcome:
         """A node has said whose it is."""
         client = facts_of(message).get("client")
         if type(client) is not int or not 0 <= client < self._num_clients:
@@ -232,15 +232,15 @@ class Exchange:
         self._nodes[client] = node
         self._failures.pop(node, None)
         self._not_before.pop(node, None)
-        facts, is_all = told_by(message)
+        facts, is_all = facts_told(message)
         problem = "" if is_all else "some of what it says of itself cannot be kept"
-        return Reply(node, client, None, facts, problem, is_introduction=True)
+        return Outcome(node, client, None, facts, problem, is_introduction=True)
 
-    def _failed(self, flight: _Flight, problem: str, *, gone: bool = False) -> Reply:
+    def _failed(self, flight: _Flight, problem: str, *, gone: bool = False) -> Outcome:
         self._postpone(flight.node)
         if gone:
             self._free(flight)  # it is asked again if it was only away
-        return Reply(flight.node, flight.client, None, {}, problem)
+        return Outcome(flight.node, flight.client, None, {}, problem)
 
     def _free(self, flight: _Flight) -> None:
         """The node has a client's number no more."""
@@ -264,7 +264,7 @@ class Exchange:
         else:
             self._refused.append(self._failed(flight, "Flower did not take the message", gone=True))
 
-    def _expire(self) -> list[Reply]:
+    def _expire(self) -> list[Outcome]:
         now, found = time.monotonic(), []
         for name in [n for n, flight in self._flights.items() if flight.deadline < now]:
             found.append(self._failed(self._flights.pop(name), f"no reply within {self._ttl} s"))
@@ -310,7 +310,7 @@ def facts_of(message: Message) -> dict[str, Any]:
     return dict(_record(message, _FACTS, ConfigRecord))
 
 
-def told_by(message: Message) -> tuple[dict[str, Fact], bool]:
+def facts_told(message: Message) -> tuple[dict[str, Fact], bool]:
     """Return what a client tells of itself, as far as it can be kept, and whether that is all of it.
 
     Facts are for people to read, so an answer is not lost for the sake of them: those that are no

@@ -17,9 +17,10 @@ from torch import Tensor, nn
 
 from lightning_dp._files import local_folder
 from lightning_dp.federated.agreement import fingerprint
-from lightning_dp.federated.flower.exchange import Exchange, Reply
+from lightning_dp.federated.flower.exchange import Exchange, Outcome
 from lightning_dp.federated.flower.logbook import Logbook, save
-from lightning_dp.federated.protocol import AbstractServer, MessageError
+from lightning_dp.federated.messages import MessageError
+from lightning_dp.federated.protocol import AbstractServer
 from lightning_dp.functional import flatten, unflatten
 
 __all__ = ["server_app"]
@@ -95,7 +96,7 @@ def server_app(
         machine = protocol(context, name, flatten(params))
         if saved:
             machine.load_state_dict(saved["state"])
-        _Run(
+        _ServerRun(
             exchange=Exchange(
                 grid,
                 count,
@@ -119,7 +120,7 @@ def server_app(
 
 
 @dataclass
-class _Run:
+class _ServerRun:
     """One run of the ServerApp."""
 
     exchange: Exchange
@@ -174,7 +175,7 @@ class _Run:
             if request is not None:
                 self.exchange.send(client, request)
 
-    def _apply(self, reply: Reply) -> bool:
+    def _apply(self, reply: Outcome) -> bool:
         """Tell whether the protocol has gone on by it."""
         if reply.client is None or (reply.payload is None and not reply.is_introduction):
             self._ask_again(reply, reply.problem)
@@ -198,17 +199,17 @@ class _Run:
             self.logbook.heard(reply.client, reply.facts, self.machine.round)
         return applied
 
-    def _ask_again(self, reply: Reply, problem: str) -> None:
+    def _ask_again(self, reply: Outcome, problem: str) -> None:
         if reply.client is not None or self._problems.get(reply.sender) != problem:
             _log.warning("%s: %s. Asking again.", reply.name, problem.rstrip("."))
         self._count(reply, problem)
 
-    def _note(self, reply: Reply, problem: str) -> None:
+    def _note(self, reply: Outcome, problem: str) -> None:
         if self._problems.get(reply.sender) != problem:
             _log.warning("%s: %s.", reply.name, problem)
         self._count(reply, problem)
 
-    def _count(self, reply: Reply, problem: str) -> None:
+    def _count(self, reply: Outcome, problem: str) -> None:
         self._problems[reply.sender] = problem
         self.logbook.problem()
 

@@ -15,10 +15,10 @@ from lightning_dp.federated import (
     AsyncServer,
     ClientPrivacy,
     InverseSteps,
-    Message,
     PolynomialSizes,
     ReleaseLedger,
 )
+from lightning_dp.federated.messages import Message
 
 SIZE, ROUNDS = 4, 6
 STEPS = InverseSteps(0.05, beta=0.01)

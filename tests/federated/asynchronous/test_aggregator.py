@@ -6,7 +6,8 @@ import itertools
 
 import torch
 
-from lightning_dp.federated import Aggregator, AsyncServer, Message
+from lightning_dp.federated import Aggregator, AsyncServer
+from lightning_dp.federated.messages import Message
 
 ROUNDS = 6
 

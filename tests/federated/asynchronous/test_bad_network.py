@@ -13,10 +13,10 @@ from lightning_dp.federated import (
     AsyncPlan,
     AsyncServer,
     ConstantSteps,
-    Message,
     PolynomialSizes,
     ReleaseLedger,
 )
+from lightning_dp.federated.messages import Message
 
 ROUNDS, CLIENTS = 6, 3
 

@@ -17,10 +17,10 @@ from lightning_dp.federated import (
     ClientPrivacy,
     ConstantSteps,
     InverseSteps,
-    Message,
     PolynomialSizes,
     ReleaseLedger,
 )
+from lightning_dp.federated.messages import Message
 
 SIZE, CLIENTS = 4, 3
 STEPS = InverseSteps(0.05, beta=0.01)

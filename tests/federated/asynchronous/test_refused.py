@@ -6,14 +6,8 @@ import math
 
 import pytest
 
-from lightning_dp.federated import (
-    AsyncClient,
-    AsyncServer,
-    ClientPrivacy,
-    Message,
-    MessageError,
-    ReleaseLedger,
-)
+from lightning_dp.federated import AsyncClient, AsyncServer, ClientPrivacy, ReleaseLedger
+from lightning_dp.federated.messages import Message, MessageError
 
 
 def test_another_configuration_is_refused_by_name(small):

@@ -12,7 +12,8 @@ import torch
 from torch import nn
 
 from lightning_dp.accounting import PLDAccountant, PoissonGaussian
-from lightning_dp.federated import AsyncServer, CubicNewtonClient, Message, ReleaseLedger
+from lightning_dp.federated import AsyncServer, CubicNewtonClient, ReleaseLedger
+from lightning_dp.federated.messages import Message
 
 EVENT = PoissonGaussian(0.8, 0.5)
 

@@ -9,8 +9,8 @@ import torch
 from torch import nn
 from torch.utils.data import TensorDataset
 
-from lightning_dp.federated import Message
 from lightning_dp.federated.local import LocalRecords
+from lightning_dp.federated.messages import Message
 
 
 @pytest.mark.parametrize("whole_steps", [False, True])
