@@ -175,7 +175,7 @@ def test_nothing_leaves_the_device(size, sigma):
 
 @pytest.mark.parametrize("sigma", [-1.0, -1e-9, math.nan, math.inf])
 def test_a_sigma_that_is_negative_or_not_finite_is_refused(sigma):
-    with pytest.raises(ValueError, match=rf"laplacian_smoothing\(sigma={sigma}\) must be a finite"):
+    with pytest.raises(ValueError, match=rf"laplacian_smoothing\(sigma={sigma}\) must be finite"):
         laplacian_smoothing(noise(5), sigma)
 
 

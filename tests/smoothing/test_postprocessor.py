@@ -58,5 +58,5 @@ def test_noise_loses_the_energy_that_the_docstring_says(sigma, energy):
 
 @pytest.mark.parametrize("sigma", [-0.5, math.nan, math.inf])
 def test_a_sigma_that_is_negative_or_not_finite_is_refused_by_name(sigma):
-    with pytest.raises(ValueError, match=rf"LaplacianSmoothing\(sigma={sigma}\) must be a finite"):
+    with pytest.raises(ValueError, match=rf"LaplacianSmoothing\(sigma={sigma}\) must be finite"):
         LaplacianSmoothing(sigma)
