@@ -77,35 +77,6 @@ def test_the_sum_is_that_of_a_loop_over_records(module, blobs, engine, clip_norm
     )
 
 
-@pytest.mark.filterwarnings("ignore:Full backward hook is firing")
-@pytest.mark.parametrize("engine", ENGINES)
-def test_differences_of_two_points_are_taken_before_clipping(module, blobs, engine):
-    terms = (Term(1.0, other_point(module, 0.3)), Term(-1.0, other_point(module, 0.1)))
-    records = list(range(20))
-    exact = slow_sum(module, blobs, Query(terms, math.inf, 0.0), records)
-    query = Query(terms, 0.3 * float(exact.norm()) / 20, 0.0)  # bites
-    local = LocalRecords(module, blobs, engine=engine, chunk_size=8)
-
-    answer = local.bounded_sum(query, records).value.double()
-
-    expected = slow_sum(module, blobs, query, records)
-    assert float((expected - exact).norm()) > 0.1 * float(exact.norm())
-    torch.testing.assert_close(answer, expected, rtol=1e-4, atol=1e-6)
-
-
-@pytest.mark.parametrize("clip_norm", [0.4, 100.0])
-@pytest.mark.parametrize("weights", [(1.0, 1.0), (0.5,), (0.0, 2.0), (1.0, -0.7)])
-def test_any_weights_and_the_present_point(module, blobs, weights, clip_norm):
-    points = [None, other_point(module, 0.2)]
-    terms = tuple(Term(weight, point) for weight, point in zip(weights, points, strict=False))
-    query = Query(terms, clip_norm, 0.0)
-
-    answer = LocalRecords(module, blobs).bounded_sum(query, range(10)).value.double()
-
-    expected = slow_sum(module, blobs, query, range(10))
-    torch.testing.assert_close(answer, expected, rtol=1e-5, atol=1e-6)
-
-
 @pytest.mark.parametrize("chunk_size", [1, 7, 240])
 def test_chunks_change_nothing_but_memory(module, recorded, blobs, chunk_size):
     data = recorded(*blobs.tensors)

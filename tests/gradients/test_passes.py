@@ -1,0 +1,327 @@
+"""Queries answered from a chunk, against one record at a time; randomness, rows, and traces."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable, Iterator
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from lightning_dp.boundary import Query, Term
+from lightning_dp.functional import flatten, unflatten
+from lightning_dp.gradients import OtherRowsError, RecordPasses, Replay
+from lightning_dp.gradients.passes import RandomState, at_point
+
+pytestmark = pytest.mark.filterwarnings("ignore:Full backward hook is firing")
+
+RECORDS = 6
+X = torch.randn(RECORDS, 4, generator=torch.Generator().manual_seed(1))
+Y = torch.tensor([0, 2, 1, 1, 0, 2])
+
+
+def make_net() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 3))
+
+
+HERE = flatten(list(make_net().parameters()))
+D = len(HERE)
+
+
+def vector(seed: int, size: float = 0.3) -> Tensor:
+    return size * torch.randn(D, generator=torch.Generator().manual_seed(seed))
+
+
+def loss_of(net: nn.Module, x: Tensor = X, y: Tensor = Y) -> Callable[[], Tensor]:
+    return lambda: F.cross_entropy(net(x), y)
+
+
+# -- the oracle -------------------------------------------------------------------------------
+
+
+@cache
+def part(term: Term, i: int) -> Tensor:
+    """w h(x) of one record, by plain autograd in float64."""
+    net = make_net().double()
+    params = list(net.parameters())
+    for param, value in zip(
+        params,
+        unflatten((HERE if term.point is None else term.point).double(), params),
+        strict=True,
+    ):
+        param.data = value
+    loss = F.cross_entropy(net(X[i : i + 1].double()), Y[i : i + 1])
+    found = torch.autograd.grad(loss, params, create_graph=True)
+    if term.direction is not None:
+        along = unflatten(term.direction.double(), params)
+        found = torch.autograd.grad(
+            sum((g * u).sum() for g, u in zip(found, along, strict=True)), params
+        )
+    return term.weight * flatten(found)
+
+
+def parts(query: Query) -> list[Tensor]:
+    """What each record contributes, before it is clipped."""
+    whole = [sum(part(term, i) for term in query.terms) for i in range(RECORDS)]
+    return [each if query.coordinates is None else each[query.coordinates] for each in whole]
+
+
+def slow_sum(query: Query) -> Tensor:
+    """Combine, restrict, clip, add: record by record."""
+    return sum(each * min(1.0, query.clip_norm / float(each.norm())) for each in parts(query))
+
+
+POINT, OTHER, U, W = vector(2) + HERE, vector(3) + HERE, vector(4, 1.0), vector(5, 1.0)
+GRADIENTS = {
+    "here": (Term(),),
+    "here, weighted": (Term(-0.7),),
+    "there": (Term(point=POINT),),
+    "a difference": (Term(), Term(-1.0, POINT)),
+    "a weight of zero": (Term(0.0), Term(2.0, POINT)),
+    "two points, neither here": (Term(1.5, OTHER), Term(-0.5, POINT)),
+    "three points": (Term(), Term(-0.4, POINT), Term(0.2, OTHER)),
+    "the same point twice": (Term(), Term(0.5, POINT), Term(0.25, POINT)),
+}
+PRODUCTS = {
+    "along here": (Term(direction=U),),
+    "along there": (Term(-0.5, POINT, U),),
+    "gradient and product": (Term(0.3), Term(2.0, direction=U)),
+    "two directions": (Term(), Term(0.5, direction=U), Term(-1.0, direction=W)),
+    "a difference and a product": (Term(), Term(-1.0, POINT), Term(1.0, POINT, U)),
+}
+QUERIES = {**GRADIENTS, **PRODUCTS}
+COORDINATES = torch.tensor([0, 1, 5, 13, D - 1])
+
+
+@pytest.fixture
+def passes() -> Iterator[Callable[..., RecordPasses]]:
+    """Makes passes over a module with all its parameters, and detaches them in the end."""
+    made = []
+
+    def make(module: nn.Module, engine: str = "auto", **options: Any) -> RecordPasses:
+        made.append(RecordPasses(module, list(module.parameters()), engine, **options))
+        return made[-1]
+
+    yield make
+    for each in made:
+        each.detach()
+
+
+def cases() -> list[Any]:
+    engines = [*("auto", "functional", "hooks")]
+    return [
+        pytest.param(terms, engine, id=f"{engine}-{name}")
+        for name, terms in QUERIES.items()
+        for engine in engines
+        if engine != "hooks" or name in GRADIENTS
+    ]
+
+
+@pytest.mark.parametrize(("terms", "engine"), cases())
+@pytest.mark.parametrize("coordinates", [None, COORDINATES], ids=["all", "some"])
+def test_an_answer_is_that_of_a_loop_over_records(passes, terms, engine, coordinates):
+    net = make_net()
+    mine = passes(net, engine)
+    norms = [float(each.norm()) for each in parts(Query(terms, 1.0, 0.0, coordinates))]
+    for clip_norm in (sorted(norms)[2], math.inf):  # some records are clipped, and none
+        query = Query(terms, clip_norm, 0.0, coordinates)
+
+        found = mine.answer(query, Replay(loss_of(net), RECORDS))
+
+        assert found.clip_norm == clip_norm
+        torch.testing.assert_close(found.value.double(), slow_sum(query), rtol=2e-4, atol=2e-6)
+
+
+@pytest.mark.parametrize("engine", ["auto", "hooks"])
+@pytest.mark.parametrize("name", ["here", "here, weighted", "three points", "there"])
+def test_gradients_that_are_known_are_not_computed_again(passes, name, engine):
+    net, runs = make_net(), []
+    mine = passes(net, engine)
+    first = mine.run(loss_of(net), combined=True)
+    forward = lambda: runs.append(0) or loss_of(net)()  # noqa: E731
+    query = Query(GRADIENTS[name], 0.2, 0.0)
+
+    again = Replay(forward, RECORDS, RandomState(torch.device("cpu")))
+    found = mine.answer(query, again, first=first)
+
+    assert len(runs) == sum(each.point is not None for each in query.passes)
+    torch.testing.assert_close(found.value.double(), slow_sum(query), rtol=2e-4, atol=2e-6)
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+@pytest.mark.parametrize("name", ["here", "a difference", "gradient and product"])
+def test_a_record_that_is_not_finite_contributes_zero(passes, name, bad):
+    net, x = make_net(), X.clone()
+    x[2] = bad
+    query = Query(QUERIES[name], 0.2, 0.0)
+    others = [i for i in range(RECORDS) if i != 2]
+
+    mine = passes(net)
+    found = mine.answer(query, Replay(loss_of(net, x), RECORDS))
+
+    expected = mine.answer(query, Replay(loss_of(net, X[others], Y[others]), RECORDS - 1))
+    torch.testing.assert_close(found.value, expected.value)
+
+
+# -- randomness -------------------------------------------------------------------------------
+
+
+class Noisy(nn.Module):
+    """Dropout, of which the masks are kept."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net, self.masks = make_net(), []
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = F.dropout(torch.ones(len(x), 3), 0.5)
+        self.masks.append(hidden)
+        return self.net[2](self.net[0](x) * hidden)
+
+
+@pytest.mark.parametrize("name", ["three points", "a difference and a product"])
+def test_all_passes_draw_the_same_numbers_and_the_next_chunk_others(passes, name):
+    net = Noisy()
+    mine, query = passes(net), Query(QUERIES[name], 1.0, 0.0)
+    chunk = Replay(loss_of(net), RECORDS)
+
+    mine.answer(query, chunk)
+    after = torch.get_rng_state()
+    mine.answer(query, chunk)
+
+    count = len(query.passes)
+    assert len(net.masks) == 2 * count
+    for masks in (net.masks[:count], net.masks[count:]):
+        assert all(torch.equal(each, masks[0]) for each in masks)
+    assert not torch.equal(net.masks[0], net.masks[-1])
+    assert not torch.equal(after, torch.get_rng_state())
+
+
+def test_a_chunk_run_before_is_run_with_its_first_randomness_and_leaves_the_states(passes):
+    net = Noisy()
+    mine, chunk = passes(net), Replay(loss_of(net), RECORDS, RandomState(torch.device("cpu")))
+    first = mine.run(chunk.forward, combined=True)
+    torch.rand(7)
+    before = torch.get_rng_state()
+
+    mine.answer(Query(QUERIES["three points"], 1.0, 0.0), chunk, first=first)
+    mine.answer(Query(QUERIES["there"], 1.0, 0.0), chunk)
+
+    assert len(net.masks) == 4
+    assert all(torch.equal(each, net.masks[0]) for each in net.masks)
+    assert torch.equal(before, torch.get_rng_state())
+
+
+def test_a_difference_at_one_and_the_same_point_is_zero(passes):
+    net = Noisy()
+    here = flatten(list(net.parameters()))
+    query = Query((Term(), Term(-1.0, here)), 1.0, 0.0)
+    assert not passes(net).answer(query, Replay(loss_of(net), RECORDS)).value.any()
+
+
+# -- what is no answer ------------------------------------------------------------------------
+
+
+def test_a_chunk_without_records_runs_nothing(passes):
+    net, ran = make_net(), []
+    mine = passes(net)
+    stand_in = mine.run(loss_of(net, X[:1], Y[:1]))
+    chunk = Replay(lambda: ran.append(0), 0)
+
+    for terms in (QUERIES["here"], QUERIES["three points"]):
+        assert mine.answer(Query(terms, 1.0, 0.0), chunk) is None
+    assert mine.answer(Query(QUERIES["here"], 1.0, 0.0), chunk, first=stand_in) is None
+    assert not ran
+
+
+@pytest.mark.parametrize("engine", ["auto", "hooks"])
+@pytest.mark.parametrize("name", ["here", "there", "along here"])
+def test_a_pass_without_a_loss_is_no_answer_and_leaves_nothing_for_the_next(passes, name, engine):
+    if engine == "hooks" and name == "along here":
+        pytest.skip("has no products")
+    net = make_net()
+    mine, query = passes(net, engine), Query(QUERIES[name], 0.2, 0.0)
+    nothing = [lambda: None, lambda: loss_of(net)().detach(), lambda: {"loss": None}]
+    for forward in nothing:
+        assert mine.answer(query, Replay(forward, RECORDS)) is None
+
+    found = mine.answer(query, Replay(loss_of(net), RECORDS))
+    torch.testing.assert_close(found.value.double(), slow_sum(query), rtol=2e-4, atol=2e-6)
+
+
+@pytest.mark.parametrize("engine", ["auto", "hooks"])
+def test_a_loss_without_trained_layers_is_no_answer(passes, engine):
+    net, free = make_net(), torch.ones((), requires_grad=True)
+    mine = passes(net, engine)
+    query = Query(QUERIES["here"], 0.2, 0.0)
+    assert mine.answer(query, Replay(lambda: free * 2, RECORDS)) is None
+
+
+@pytest.mark.parametrize("engine", ["auto", "functional", "hooks"])
+@pytest.mark.parametrize("name", ["here", "there", "a difference"])
+def test_other_rows_than_records_are_an_error(passes, name, engine):
+    net = make_net()
+    query = Query(QUERIES[name], 0.2, 0.0)
+    mine = passes(net, engine)
+    for size in (RECORDS - 1, RECORDS + 1):
+        with pytest.raises(OtherRowsError, match="The model saw more or fewer rows than the batch"):
+            mine.answer(query, Replay(loss_of(net), size))
+    first = mine.run(loss_of(net))
+    with pytest.raises(OtherRowsError):  # also where the query does not use them
+        mine.answer(query, Replay(loss_of(net), RECORDS - 1), first=first)
+
+
+# -- what is left -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("engine", ["auto", "hooks"])
+def test_nothing_is_left_on_the_module(engine):
+    class Fault(Exception):
+        pass
+
+    def fails() -> Tensor:
+        net(X)
+        raise Fault
+
+    net = make_net()
+    untouched, entered = copy.deepcopy(net), []
+
+    def quietly() -> Any:
+        entered.append(0)
+        return at_point(list(net.parameters()), flatten(list(net.parameters())))
+
+    with RecordPasses(net, list(net.parameters()), engine, quietly=quietly) as mine:
+        query = Query(GRADIENTS["three points"], 0.2, 0.0)
+        mine.answer(query, Replay(loss_of(net), RECORDS))
+        assert len(entered) == 3  # once for each pass
+        assert all(not part._forward_hooks for part in net.modules())  # between two passes
+        with pytest.raises(Fault):
+            mine.answer(Query(GRADIENTS["there"], 0.2, 0.0), Replay(fails, RECORDS))
+        assert all(not part._forward_hooks for part in net.modules())
+        assert all(param.grad is None for param in net.parameters())
+
+    torch.testing.assert_close(net.state_dict(), untouched.state_dict(), rtol=0, atol=0)
+    assert [set(vars(part)) for part in net.modules()] == [
+        set(vars(part)) for part in untouched.modules()
+    ]
+    F.cross_entropy(net(X), Y).backward()  # raw gradients are the user's again
+    assert all(param.grad is not None for param in net.parameters())
+
+
+def test_without_the_engine_raw_gradients_are_still_dropped(passes):
+    net = make_net()
+    mine, query = passes(net), Query(QUERIES["here"], 0.2, 0.0)
+
+    mine.take_engine_off()
+    loss_of(net)().backward()
+    assert all(param.grad is None for param in net.parameters())
+    mine.put_engine_on()
+
+    found = mine.answer(query, Replay(loss_of(net), RECORDS))
+    torch.testing.assert_close(found.value.double(), slow_sum(query), rtol=2e-4, atol=2e-6)
