@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from lightning.fabric.utilities.exceptions import MisconfigurationException
@@ -11,6 +11,7 @@ from lightning.pytorch import Trainer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torchmetrics import Metric
 
+from lightning_dp._warnings import warn
 from lightning_dp.run import PrivateRun
 
 __all__ = ["Monitors"]
@@ -33,15 +34,11 @@ class Monitors:
     Args:
         trainer: whose schedulers, callbacks and metrics.
         run: whose report says what is not covered.
-        say: issues warnings.
     """
 
-    def __init__(
-        self, trainer: Trainer, run: PrivateRun, say: Callable[[Iterable[str]], None]
-    ) -> None:
+    def __init__(self, trainer: Trainer, run: PrivateRun) -> None:
         self._trainer = trainer
         self._run = run
-        self._say = say
         self._logged = 0  # metrics that were known at the last look
         self._said: set[str] = set()
 
@@ -56,7 +53,7 @@ class Monitors:
                 )
             self._refuse_schedulers(lambda name: True)
         elif by_hand is not None:
-            self._say_once(
+            self._warn_once(
                 f"The module steps a {by_hand} itself. If it does so by a metric of the training data, "
                 f"ε does not hold. {_CURE}"
             )
@@ -80,7 +77,7 @@ class Monitors:
         for who, does, name in self._acting():
             if name in names and not _is_public(name):
                 self._note(f"{who}: {does}, without noise")
-                self._say_once(
+                self._warn_once(
                     f"{who} uses a metric of the training data: {does}. It carries no noise and ε does "
                     "not cover it; the report says so. Use a metric of public validation data, "
                     "'privacy/epsilon', or none."
@@ -122,10 +119,11 @@ class Monitors:
         if text not in self._run.not_covered:
             self._run.not_covered = (*self._run.not_covered, text)
 
-    def _say_once(self, message: str) -> None:
+    def _warn_once(self, message: str) -> None:
         if message not in self._said:
             self._said.add(message)
-            self._say([message])
+            if self._trainer.is_global_zero:
+                warn(message)
 
 
 def _is_public(name: str) -> bool:

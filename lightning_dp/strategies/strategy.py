@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
@@ -38,39 +37,14 @@ from lightning_dp.strategies.data import (
     make_private_loader,
     private_loader_of,
 )
-from lightning_dp.strategies.earlier_training import EarlierTraining
-from lightning_dp.strategies.early_end import Agreement, Place, end_before_first_step, end_training
+from lightning_dp.strategies.early_end import Place, end_before_first_step, end_training
 from lightning_dp.strategies.hooks import PrivacyCallback, among
-from lightning_dp.strategies.monitors import Monitors
-from lightning_dp.strategies.private_step import PrivateStep
-from lightning_dp.strategies.probe import Probe
 from lightning_dp.strategies.storage import default_folder, record_in, write_record
-from lightning_dp.strategies.weights import FirstStep
+
+if TYPE_CHECKING:
+    from lightning_dp.strategies.fit import Fit
 
 __all__ = ["DifferentialPrivacyStrategy"]
-
-
-@dataclass(frozen=True)
-class _Fit:
-    """The parts of one fit, from ``setup`` to ``teardown``; they exist together or not at all.
-
-    Args:
-        folder: where a new journal goes.
-        step: the accounts of the current step, and the model under its engine.
-        first: watches which parameters the first step changes.
-        probe: watches batches for what couples records.
-        monitors: watches who acts on metrics of the training data.
-        earlier: knows which ledgers trained the model before.
-        agree: ends the fit on all ranks, or on none.
-    """
-
-    folder: Path
-    step: PrivateStep
-    first: FirstStep
-    probe: Probe
-    monitors: Monitors
-    earlier: EarlierTraining
-    agree: Agreement
 
 
 _NEVER_COPIED = ("_fit", "_step_arguments")  # they hold what is not noised yet
@@ -91,7 +65,7 @@ class DifferentialPrivacyStrategy(Strategy):
     _run: PrivateRun | None = None  # until it is given
     _given: tuple[PrivacyCallback, ...] = ()  # with the run
     _callbacks: tuple[PrivacyCallback, ...] = ()  # of the latest fit: checkpoints may follow it
-    _fit: _Fit | None = None  # between fits
+    _fit: Fit | None = None  # between fits
     _step_arguments: tuple[tuple[Any, ...], dict[str, Any]] = ((), {})
 
     # -- set-up ----------------------------------------------------------------------------
@@ -133,7 +107,7 @@ class DifferentialPrivacyStrategy(Strategy):
         return self._module.trainer
 
     @property
-    def _now(self) -> _Fit:
+    def _now(self) -> Fit:
         """The current fit."""
         if self._fit is None:
             raise RuntimeError(f"{type(self).__name__} trains only while its Trainer fits a model.")
@@ -161,28 +135,19 @@ class DifferentialPrivacyStrategy(Strategy):
         if trainer.state.fn != TrainerFn.FITTING:
             super().setup(trainer)
             return
+        from lightning_dp.strategies.fit import begin_fit  # all that only a fit needs
+
         run = self.private_run
         check_trainer(trainer)
         folder = self._folder
         self._callbacks = among(trainer, self._given)
         super().setup(trainer)
-        module, world, device = self._module, self._world(), self.root_device
-        check_optimizers(self.optimizers, module)
-        check_model(module)
-        (optimizer,) = self.optimizers
-        step = PrivateStep(module, optimizer, run.config.engine, device, self.wrap_engine)
-        self._fit = _Fit(
-            folder,
-            step,
-            FirstStep(module, optimizer),
-            Probe(module, step, run, world),
-            Monitors(trainer, run, self._warn),
-            EarlierTraining(module, run),
-            # The model is left at once: an error in on_exception would end the teardown.
-            Agreement(run, world, device, self.broadcast, self._leave_the_model),
-        )
-        run.engine = step.engine_description
-        step.check(run.config.resolved_estimator())
+        check_optimizers(self.optimizers, self._module)
+        check_model(self._module)
+        # A void run leaves the model at once: an error in on_exception would end the teardown.
+        leave = self._leave_the_model
+        self._fit = begin_fit(trainer, run, self._world(), folder, self.wrap_engine, leave)
+        self._fit.step.check(run.config.resolved_estimator())
 
     def wrap_engine(self, engine: AbstractGradientEngine) -> AbstractGradientEngine:
         """Put something between the gradient engine and the clipping: an audit's canaries."""

@@ -1,0 +1,77 @@
+"""The parts of one fit, from ``setup`` to ``teardown``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from lightning.pytorch import Trainer
+
+from lightning_dp._world import World
+from lightning_dp.run import PrivateRun
+from lightning_dp.strategies.earlier_training import EarlierTraining
+from lightning_dp.strategies.early_end import Agreement
+from lightning_dp.strategies.monitors import Monitors
+from lightning_dp.strategies.private_step import PrivateStep
+from lightning_dp.strategies.probe import Probe
+from lightning_dp.strategies.watched_model import WrapEngine
+from lightning_dp.strategies.weights import FirstStep
+
+__all__ = ["Fit", "begin_fit"]
+
+
+@dataclass(frozen=True)
+class Fit:
+    """The parts exist together or not at all.
+
+    Args:
+        folder: where a new journal goes.
+        step: the accounts of the current step, and the model under its engine.
+        first: watches which parameters the first step changes.
+        probe: watches batches for what couples records.
+        monitors: watches who acts on metrics of the training data.
+        earlier: knows which ledgers trained the model before.
+        agree: ends the fit on all ranks, or on none.
+    """
+
+    folder: Path
+    step: PrivateStep
+    first: FirstStep
+    probe: Probe
+    monitors: Monitors
+    earlier: EarlierTraining
+    agree: Agreement
+
+
+def begin_fit(
+    trainer: Trainer,
+    run: PrivateRun,
+    world: World,
+    folder: Path,
+    wrap: WrapEngine,
+    leave: Callable[[], None],
+) -> Fit:
+    """Attach the gradient engine to the model, and put the parts together.
+
+    Args:
+        trainer: its model and its one optimizer are set up and checked.
+        run: is told which engine was chosen.
+        world: the processes of the job.
+        folder: where a new journal goes.
+        wrap: puts something between the engine and the clipping.
+        leave: called when the run is void.
+    """
+    module, strategy = trainer.lightning_module, trainer.strategy
+    (optimizer,), device = strategy.optimizers, strategy.root_device
+    step = PrivateStep(module, optimizer, run.config.engine, device, wrap)
+    run.engine = step.engine_description
+    return Fit(
+        folder,
+        step,
+        FirstStep(module, optimizer),
+        Probe(module, step, run, world),
+        Monitors(trainer, run),
+        EarlierTraining(module, run),
+        Agreement(run, world, device, strategy.broadcast, leave),
+    )
