@@ -9,13 +9,13 @@ from pathlib import Path
 from lightning.pytorch import Trainer
 
 from lightning_dp._world import World
+from lightning_dp.gradients.passes import WrapEngine
 from lightning_dp.run import PrivateRun
 from lightning_dp.strategies.earlier_training import EarlierTraining
 from lightning_dp.strategies.early_end import Agreement
 from lightning_dp.strategies.monitors import Monitors
 from lightning_dp.strategies.private_step import PrivateStep
 from lightning_dp.strategies.probe import Probe
-from lightning_dp.strategies.watched_model import WrapEngine
 from lightning_dp.strategies.weights import FirstStep
 
 __all__ = ["Fit", "begin_fit"]
