@@ -47,8 +47,8 @@ class CubicNewton(AbstractEstimator):
     - Rounds on one batch (default): a Trainer step is a round. Its τ queries on one Poisson sample
       are one Gaussian, z = (Σ_s z_s^-2)^(-1/2) with z_s = z √τ, amplified once. ``noise_multiplier``
       and calibration set z of the round.
-    - ``fresh_batches=True``: a Trainer step is one inner step on a batch of its own with
-      multiplier z; parameters move at every τ-th step only.
+    - ``fresh_batches=True``: a Trainer step is one inner step on its own batch, with multiplier z;
+      parameters move at every τ-th step only.
     - The factor √(k/d) lowers bound and clipped gradient alike: keeping k of d makes messages
       shorter, not noise smaller. There is no factor d/k in the step; a learning rate of α d/k
       gives the paper's.
@@ -153,7 +153,11 @@ class CubicNewton(AbstractEstimator):
         self.kept(sum(param.numel() for param in params if param.requires_grad))
 
     def kept(self, size: int) -> int:
-        """k for d = ``size`` coordinates. Raises ValueError if ``keep`` is larger than d."""
+        """Return k for d = ``size`` coordinates.
+
+        Raises:
+            ValueError: if ``keep`` is larger than d.
+        """
         if self.keep_fraction is not None:
             return max(1, round(self.keep_fraction * size))
         if self.keep is not None and self.keep > size:
@@ -161,7 +165,7 @@ class CubicNewton(AbstractEstimator):
         return size if self.keep is None else self.keep
 
     def coordinates(self, round_: int, size: int) -> Tensor | None:
-        """c of a round, sorted; None for all ``size`` coordinates."""
+        """Return c of a round, sorted, or None for all ``size`` coordinates."""
         keep = self.kept(size)
         return None if keep == size else _mask(self.mask_seed, round_, size, keep)
 
@@ -181,6 +185,9 @@ class CubicNewton(AbstractEstimator):
             length = float(torch.linalg.vector_norm(offset, dtype=torch.float64))
         if length:
             terms.append(Term(1.0, direction=_scattered(offset, coordinates, size)))
+        # ‖[g_i]_c + [H_i]_cc v‖ <= C_g + C_H ‖v‖. A set c of k coordinates that does not depend on the
+        # data holds at most k/d of the squared norm on average, hence the factor √(k/d); what is longer is
+        # clipped. The sensitivity is this bound in any case: it needs nothing about g_i or H_i.
         bound = self.max_grad_norm + self.max_hessian_norm * length
         return Query(
             tuple(terms),
@@ -216,8 +223,8 @@ class CubicNewton(AbstractEstimator):
         return (waits if self.fresh_batches else None), following
 
     def _step(self, offset: Tensor, slope: Tensor, here: Tensor, inner: int) -> Tensor:
-        """v_(s+1), from v_s and G_s at the coordinates of x_t that are kept."""
-        if self.weight_decay:
+        """Return v_(s+1), from v_s and G_s at the coordinates of x_t that are kept."""
+        if self.weight_decay:  # the gradient of λ ‖x_t + v‖²/2: public, so added after the noise
             slope = slope + self.weight_decay * (here + offset)
         moved = inner_step(
             offset,
@@ -249,7 +256,10 @@ def inner_step(
 ) -> Tensor:
     r"""Return v_(s+1) = Proj(v_s - η_s (slope + (M/2) ‖v_s‖ v_s)), η_s = 2 / (μ (s + 2)).
 
-    One step of projected gradient descent on g·v + v·Hv / 2 + (M/6) ‖v‖³.
+    One step of projected gradient descent on m(v) = g·v + v·Hv / 2 + (M/6) ‖v‖³, whose gradient is
+    g + H v + (M/2) ‖v‖ v. Where m is μ-strongly convex, these steps and the average of the v_s
+    with weights proportional to s (:func:`average_weight`) reach the minimum at the rate O(1/τ)
+    even if the slopes are noisy (no logarithm, as 1/(μ s) with a plain average would have).
 
     Args:
         offset: v_s, how far the iterate is from the point of the model.
@@ -276,12 +286,12 @@ def average_weight(step: int, inner_steps: int) -> float:
 
 @lru_cache(maxsize=4)
 def _mask(seed: int, round_: int, size: int, keep: int) -> Tensor:
-    """The set of a round, which several inner steps use."""
+    """Keep the set of a round, which several inner steps use."""
     return shared_mask(seed, round_, size, keep)
 
 
 def _scattered(values: Tensor, coordinates: Tensor | None, size: int) -> Tensor:
-    """A vector of ``size`` entries with these values at the coordinates, and zeros elsewhere."""
+    """Return a vector of ``size`` entries: the values at the coordinates, zeros elsewhere."""
     if coordinates is None:
         return values
     full = torch.zeros(size, dtype=values.dtype, device=values.device)

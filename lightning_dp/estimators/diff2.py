@@ -116,6 +116,10 @@ class Diff2(AbstractEstimator):
             return 1.0
         if self.split == "optimal":
             assert self.step_length is not None
+            # A budget R = 1/z1² + (T-1)/z2² per interval, of which 1/u is the restart's: z1² = u/R and
+            # z2² = (T-1) u / ((u-1) R). After j differences the variance in v is C1² z1² + j c2² z2²,
+            # on average over the interval C1² u/R + (c2² (T-1)/2) (T-1) u / ((u-1) R): least at
+            # (u - 1)² = (c2/C1)² (T-1)²/2.
             relative = self.diff_norm * self.step_length / self.max_grad_norm
             return 1 + relative * (self.restart_every - 1) / math.sqrt(2)
         return _PAPER_SPLIT if isinstance(self.split, str) else self.split
@@ -131,7 +135,7 @@ class Diff2(AbstractEstimator):
         return self.restart_every - 1
 
     def is_restart(self, step: int) -> bool:
-        """Whether step t starts anew with a plain gradient."""
+        """Tell whether step t starts again with a plain gradient."""
         return step % self.restart_every == 0
 
     def relative_noise(self, step: int) -> float:
@@ -169,7 +173,8 @@ class Diff2(AbstractEstimator):
         return estimate, {"estimate": estimate, "point": flatten(params), "warned": warned}
 
     def _warn_of_feedback(self, before: Tensor, released: Release) -> bool:
-        """Whether the noise of an interval is as long as the estimate; says so."""
+        """Warn if the noise of an interval is as long as the estimate, and return True if it is."""
+        # T differences add T independent noises of d entries each: length σ √(d T).
         length = float(torch.linalg.vector_norm(before, dtype=torch.float64))
         added = released.noise_std * math.sqrt(before.numel() * self.restart_every)
         if not added > length:
@@ -187,7 +192,10 @@ class Diff2(AbstractEstimator):
     def feedback(
         self, learning_rate: float, *, noise_multiplier: float, batch_size: float, size: int
     ) -> float:
-        """σ2 C2 η √(d T): how much longer an interval's noise is than the estimate; keep it below 1.
+        """Return σ2 C2 η √(d T): the noise of an interval over the estimate; keep it below 1.
+
+        With plain SGD a step has the length η ‖v‖, so a difference is noised by σ2 C2 η ‖v‖ in each
+        of d coordinates, and T of them add up to σ2 C2 η ‖v‖ √(d T).
 
         Args:
             learning_rate: η of plain SGD.
@@ -212,7 +220,7 @@ class Diff2(AbstractEstimator):
         smoothness: float = 1.0,
         relation: Relation = "add_remove",
     ) -> Recommendation:
-        """T, C2 and η of Theorem 4.3, from public quantities.
+        """Propose T, C2 and η of Theorem 4.3, from public quantities.
 
         T = max(1, τ R) with τ = (G² √d / (L n ε))^(2/3), C1 = G, C2 = L, and
         η = min(1/L, 1 / (√T L σ2 √d)), which keeps :meth:`feedback` at most 1. The theorem says
@@ -254,7 +262,7 @@ class Diff2(AbstractEstimator):
 
 @dataclass(frozen=True)
 class Recommendation:
-    """Where to begin the search for good settings of :class:`Diff2`.
+    """Settings of :class:`Diff2` at which to begin a search.
 
     Args:
         estimator: with T, C1 and C2.

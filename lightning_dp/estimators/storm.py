@@ -65,6 +65,8 @@ class Storm(AbstractEstimator):
         keep = 1 - self.momentum
         if state["estimate"] is None or keep == 0:
             return Query((Term(),), self.max_grad_norm, noise_multiplier)
+        # g(x_t) - (1 - a) g(x_(t-1)) = a g(x_t) + (1 - a) (g(x_t) - g(x_(t-1))): a gradient and a
+        # difference, each with its bound; the sum of both bounds is the clip norm.
         radius = self.diff_norm * distance(params, state["point"])
         clip_norm = self.momentum * self.max_grad_norm + keep * radius
         return Query((Term(), Term(-keep, state["point"])), clip_norm, noise_multiplier)
