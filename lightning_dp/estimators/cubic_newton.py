@@ -185,9 +185,9 @@ class CubicNewton(AbstractEstimator):
             length = float(torch.linalg.vector_norm(offset, dtype=torch.float64))
         if length:
             terms.append(Term(1.0, direction=_scattered(offset, coordinates, size)))
-        # ‖[g_i]_c + [H_i]_cc v‖ <= C_g + C_H ‖v‖. A set c of k coordinates that does not depend on the
-        # data holds at most k/d of the squared norm on average, hence the factor √(k/d); what is longer is
-        # clipped. The sensitivity is this bound in any case: it needs nothing about g_i or H_i.
+        # ‖[g_i]_c + [H_i]_cc v‖ <= C_g + C_H ‖v‖. A random set c of k coordinates holds at most k/d of
+        # the squared norm on average, hence the factor √(k/d); what is longer is clipped. So the bound
+        # holds in any case, and needs nothing about g_i or H_i.
         bound = self.max_grad_norm + self.max_hessian_norm * length
         return Query(
             tuple(terms),
