@@ -18,15 +18,15 @@ __all__ = ["Chunk", "ChunkSampler", "PrivateDataLoader"]
 
 @dataclass(frozen=True)
 class Chunk:
-    """What a physical batch is.
+    """A physical batch.
 
     Args:
         index: its position in the epoch.
         size: records of the logical batch in it; 0 for a stand-in record, whose gradient is
             thrown away. Sensitive, like anything about who is in a batch.
-        first: whether a logical batch begins with it.
+        first: True if a logical batch begins with it.
         sample_rate: q with which its logical batch was drawn.
-        last: whether the logical batch ends with it.
+        last: True if the logical batch ends with it.
     """
 
     index: int
@@ -47,7 +47,7 @@ class ChunkSampler(Sampler[list[int]]):
 
     Args:
         plan: how an epoch is cut.
-        sampling: who is chosen.
+        sampling: draws the records of each logical batch.
         rank, world_size: this process and how many there are.
         rate: q at a step of the run, where it is not the plan's at all steps.
         first_step: the step of the run at which a pass begins; asked when its first batch is drawn.
@@ -81,7 +81,7 @@ class ChunkSampler(Sampler[list[int]]):
         self._passes = 0
 
     def __getstate__(self) -> dict[str, Any]:
-        """For copies and pickles: no sizes of batches."""
+        """Leave the sizes of batches out of copies and pickles."""
         return {**vars(self), "pending": deque()}
 
     def __len__(self) -> int:
@@ -105,7 +105,7 @@ class ChunkSampler(Sampler[list[int]]):
             position, step = end, step + 1
 
     def _end_of_step(self, position: int) -> int:
-        """Return where the logical batch that is under way at this chunk ends.
+        """Return where the logical batch that this chunk belongs to ends.
 
         A pass may begin behind the epoch's last chunk: Lightning, resumed from some checkpoints of
         an epoch's end, fetches one batch more, and steps on it.
@@ -120,7 +120,7 @@ class ChunkSampler(Sampler[list[int]]):
         return self._rank + self._world_size * drawn
 
 
-def _anyone() -> None:
+def _admit_always() -> None:
     return None
 
 
@@ -144,7 +144,7 @@ class PrivateDataLoader(DataLoader[Any]):
         loader: DataLoader[Any],
         sampler: ChunkSampler,
         position: Callable[[], int] = int,
-        admit: Callable[[], None] = _anyone,
+        admit: Callable[[], None] = _admit_always,
     ) -> None:
         super().__init__(
             loader.dataset,
@@ -179,12 +179,12 @@ class PrivateDataLoader(DataLoader[Any]):
             self._admit()
 
     def __getstate__(self) -> dict[str, Any]:
-        """For copies and pickles: the size of a batch tells who is in it."""
+        """Leave the current chunk out of copies and pickles: its size tells who is in the batch."""
         return {**vars(self), "current": None}
 
     def state_dict(self) -> dict[str, Any]:
-        """Nothing; that there is one tells Lightning that runs resume in the middle of an epoch."""
+        """Return nothing; that the method exists tells Lightning that runs resume mid-epoch."""
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Ignore the position that older checkpoints hold: the trainer's is taken."""
+        """Ignore the position that older checkpoints hold: the Trainer's is used."""

@@ -33,10 +33,10 @@ class Repeat:
 
 
 def find_repeat(dataset: object) -> Repeat | None:
-    """The first record that more than one row of a data set is made of; None without any.
+    """Return the first record that more than one row of a data set is made of, or None.
 
     - ``Subset``, ``ConcatDataset`` and ``StackDataset`` are followed to any depth, and so are data
-      sets of the user's: one with ``dataset`` and as many ``indices`` as it has rows, and one that
+      sets that users write: one with ``dataset`` and as many ``indices`` as it has rows, and one that
       wraps data sets as long as itself (row i is taken to be made of their row i).
     - Records are the same if they have one index in one object or, in tensors, one place in memory.
     - Equal content at two places is not looked for, and what a ``__getitem__`` does with its index
@@ -76,8 +76,9 @@ class _Source:
         self.rows.append(rows)
 
     def find(self) -> Repeat | None:
+        """Return a record that two different rows reach, after sorting by record."""
         keys, rows = np.concatenate(self.keys), np.concatenate(self.rows)
-        if (keys[1:] > keys[:-1]).all():
+        if (keys[1:] > keys[:-1]).all():  # increasing, as nearly always: no need to sort
             return None
         order = np.lexsort((rows, keys))
         sorted_keys, sorted_rows = keys[order], rows[order]
@@ -92,7 +93,7 @@ class _Source:
 def _follow(
     dataset: Any, places: Integers, rows: Integers, above: tuple[object, ...]
 ) -> Iterator[tuple[Any, NDArray[Any], Integers]]:
-    """The innermost data sets, which of their indices are reached, and by which rows."""
+    """Yield the innermost data sets, which of their indices are reached, and by which rows."""
     above = (*above, dataset)
     if isinstance(dataset, ConcatDataset):
         ends = np.asarray(dataset.cumulative_sizes)
@@ -142,7 +143,7 @@ def _as_array(indices: Any) -> NDArray[Any]:
 
 
 def _parts(dataset: Any) -> Iterable[Any]:
-    """Return what each row is made of."""
+    """Return the data sets whose row i goes into row i of this one."""
     if isinstance(dataset, StackDataset):
         stacked = dataset.datasets
         return stacked.values() if isinstance(stacked, dict) else stacked
@@ -153,7 +154,7 @@ def _parts(dataset: Any) -> Iterable[Any]:
 
 
 def _identify(leaf: Any, places: NDArray[Any]) -> tuple[object, str, Integers]:
-    """Among what its records are told apart, its name, and a number for each of them."""
+    """Return the key of records that are told apart, a name, and a number for each of them."""
     name = type(leaf).__name__
     if places.dtype == object:
         known: dict[str, int] = {}
@@ -167,7 +168,7 @@ def _identify(leaf: Any, places: NDArray[Any]) -> tuple[object, str, Integers]:
 
 
 def _rows_in_memory(tensors: Sequence[Tensor]) -> tuple[object, int, int] | None:
-    """Device, address of the first row and distance of the rows, of the tensor to tell rows by."""
+    """Return device, address of the first row and distance of rows of the tensor to tell them by."""
     plain = [t for t in tensors if t.layout is torch.strided and t.ndim and t[:1].numel()]
     plain = [tensor for tensor in plain if tensor.data_ptr()]
     plain.sort(key=lambda tensor: tensor.stride(0) == 0)  # one row expanded comes last

@@ -26,7 +26,7 @@ __all__ = [
 
 @dataclass(frozen=True)
 class BatchPlan:
-    """How one epoch is cut into noised steps. Public, and constant for a run.
+    """Division of an epoch into noised steps. Public, and constant for a run.
 
     Args:
         num_records: N, records in the training set.
@@ -47,6 +47,7 @@ class BatchPlan:
 
     @property
     def chunks_per_epoch(self) -> int:
+        """Physical batches in one pass of the loader, on each rank."""
         return self.steps_per_epoch * self.chunks_per_step
 
 
@@ -67,7 +68,7 @@ class AbstractSampling(ABC):
         world_size: int,
         loader_length: int,
     ) -> BatchPlan:
-        """The plan for a user's loader.
+        """Return the plan for a user's loader.
 
         Args:
             num_records: N over all ranks.
@@ -81,11 +82,11 @@ class AbstractSampling(ABC):
     def draw(
         self, shard_size: int, sample_rate: float, rng: np.random.Generator
     ) -> NDArray[np.int64]:
-        """One batch from a shard: distinct positions in ``range(shard_size)``, in any order."""
+        """Draw one batch from a shard: distinct positions in ``range(shard_size)``, in any order."""
 
     @abstractmethod
     def event(self, noise_multiplier: float, sample_rate: float) -> AbstractEvent:
-        """The privacy event of one Gaussian query with multiplier z on one such batch."""
+        """Return the privacy event of one Gaussian query with multiplier z on one such batch."""
 
 
 def check_sizes(num_records: int, batch_size: float) -> None:
@@ -135,6 +136,8 @@ class Poisson(AbstractSampling):
     def draw(
         self, shard_size: int, sample_rate: float, rng: np.random.Generator
     ) -> NDArray[np.int64]:
+        # N independent coins with probability q: their number of heads is binomial, and given the
+        # number, all sets of that size are equally likely.
         count = rng.binomial(shard_size, sample_rate)
         return rng.choice(shard_size, size=count, replace=False, shuffle=False)
 
@@ -186,7 +189,7 @@ class FullBatch(AbstractSampling):
 
 
 def factorisations(logical_batch_size: int) -> list[tuple[int, int]]:
-    """All ``(batch_size, accumulate_grad_batches)`` whose product is the logical batch size.
+    """Return all ``(batch_size, accumulate_grad_batches)`` with this product.
 
     Each gives exactly the same q = batch_size · accumulate_grad_batches · world_size / N.
 
@@ -216,7 +219,7 @@ def largest_chunk(
     relative_rate: float = 1.0,
     chance: float = 1e-9,
 ) -> int:
-    """Records in the largest physical batch, but for a small chance at each step.
+    """Return the size that a physical batch exceeds with a small ``chance`` only, at each step.
 
     A Poisson batch of a process has a binomial number n of records; it is cut into ``accumulate``
     chunks of at most ⌈n / accumulate⌉.
@@ -242,5 +245,6 @@ def largest_chunk(
     chance = probability("chance", chance)
     relative_rate = positive("relative_rate", relative_rate)
     rate = min(1.0, logical_batch_size * world_size * relative_rate / num_records)
+    # P(n > isf) <= chance for n ~ Binomial(records of the largest shard, q).
     count = binom.isf(chance, math.ceil(num_records / world_size), rate)
     return max(1, math.ceil(int(count) / accumulate))
