@@ -56,7 +56,7 @@ class Adaptive(AbstractAdaptiveSchedule):
     def init(self) -> dict[str, Any]:
         return {}
 
-    def value(self, state: dict[str, Any], step: int) -> float:
+    def now(self, state: dict[str, Any], step: int) -> float:
         return self(step)
 
     def observe(self, state: dict[str, Any], released: Tensor) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from lightning_dp.accounting.pld import PLDAccountant
 from lightning_dp.estimators import AbstractEstimator, MeanGradient
 from lightning_dp.postprocessing import AbstractPostProcessor
 from lightning_dp.sampling import AbstractSampling, Poisson
-from lightning_dp.schedules import AbstractAdaptiveSchedule, AbstractSchedule, Constant
+from lightning_dp.schedules import AbstractSchedule, Constant
 
 __all__ = ["EngineName", "PrivacyConfig"]
 
@@ -81,6 +81,7 @@ class PrivacyConfig:
         self._check_types()
         self._check_budget()
         self._check_choices()
+        self._check_schedule()
         self._check_gradient()
         self._check_clip_norm()
 
@@ -113,14 +114,6 @@ class PrivacyConfig:
                 "must be (target_epsilon), or how much noise to add (noise_multiplier)."
             )
 
-        schedule = self.noise_schedule
-        adaptive = isinstance(schedule, AbstractAdaptiveSchedule) and not schedule.is_envelope
-        if adaptive and self.target_epsilon is None:
-            raise ValueError(
-                f"noise_schedule={schedule} chooses the noise at run time, so ε is only bounded by a "
-                "budget: give target_epsilon."
-            )
-
     def _check_choices(self) -> None:
         parts: list[tuple[str, object, type]] = [
             ("noise_schedule", self.noise_schedule, AbstractSchedule),
@@ -140,17 +133,25 @@ class PrivacyConfig:
         if not (isinstance(self.engine, str) and self.engine in get_args(EngineName)):
             raise ValueError(f"engine={self.engine!r} must be one of {get_args(EngineName)}.")
 
+    def _check_schedule(self) -> None:
+        schedule = self.noise_schedule
+        if schedule.chosen == "at run time" and self.target_epsilon is None:
+            raise ValueError(
+                f"noise_schedule={schedule} chooses the noise at run time, so ε is only bounded by a "
+                "budget: give target_epsilon."
+            )
+
     def _check_gradient(self) -> None:
         """Refuse what acts on released gradients, if none are released."""
         estimator = self.resolved_estimator()
-        if estimator.estimates_gradient:
+        if estimator.traits.estimates_gradient:
             return
         if self.postprocessing:
             raise ValueError(
                 f"postprocessing={self.postprocessing} acts on private gradients, and {estimator} "
                 "gives a step of its own. Leave it out."
             )
-        if isinstance(self.noise_schedule, AbstractAdaptiveSchedule):
+        if self.noise_schedule.chosen != "in advance":
             raise ValueError(
                 f"noise_schedule={self.noise_schedule} looks at private gradients, and {estimator} "
                 "releases none. Use a schedule that is fixed in advance."
@@ -159,12 +160,11 @@ class PrivacyConfig:
     def _check_clip_norm(self) -> None:
         if self.max_grad_norm is not None and self.estimator is not None:
             raise ValueError(
-                f"max_grad_norm={self.max_grad_norm} is given beside estimator={self.estimator}, "
-                "which has clip norms of its own: give it in one place."
+                f"max_grad_norm={self.max_grad_norm} is given as well as estimator={self.estimator}, "
+                "which has its own clip norms: give it in one place."
             )
-        estimator = self.resolved_estimator()
-        clip_norm = estimator.max_grad_norm if isinstance(estimator, MeanGradient) else 1.0
-        if math.isinf(clip_norm) and self.noise_multiplier != 0:
+        clip_norms = self.resolved_estimator().traits.clip_norms
+        if any(math.isinf(clip_norm) for clip_norm in clip_norms) and self.noise_multiplier != 0:
             raise ValueError(
                 "max_grad_norm=inf bounds nothing and is allowed only with noise_multiplier=0 "
                 f"(no privacy); here noise_multiplier={self.noise_multiplier}."

@@ -14,15 +14,37 @@ from lightning_dp.accounting.events import AbstractEvent, History, PoissonRound,
 from lightning_dp.accounting.guards import AbstractGuard
 from lightning_dp.accounting.ledger import Ledger
 from lightning_dp.boundary import BoundedSum, Query, Release, State, add_noise
+from lightning_dp.estimators.driver import Driver
 from lightning_dp.plan import NoisePlan
 from lightning_dp.postprocessing import AbstractPostProcessor
-from lightning_dp.schedules import AbstractAdaptiveSchedule
 
 __all__ = ["BudgetExhausted", "Mechanism"]
 
 
 class BudgetExhausted(RuntimeError):
     """The next step would exceed the privacy budget; nothing was charged or asked."""
+
+
+@dataclass(frozen=True)
+class _Step:
+    """A step that was begun: what it asked so far, and what was answered to the latest query.
+
+    Args:
+        driver: the estimator as it is in this step.
+        charged: z that the step was charged with.
+        asked: its queries; none if it asks nothing.
+        total: the answer of the chunks so far, not noised; None before the first one.
+    """
+
+    driver: Driver
+    charged: float
+    asked: tuple[Query, ...] = ()
+    total: BoundedSum | None = field(default=None, repr=False)
+
+    @property
+    def query(self) -> Query | None:
+        """The query to be answered now."""
+        return self.asked[-1] if self.asked else None
 
 
 @dataclass
@@ -33,8 +55,8 @@ class Mechanism:
     ``answer`` once per chunk of the batch (sensitive), then ``tell`` (noise, and everything after
     it, which is post-processing).
 
-    - A step that is begun is charged, also if its batch is empty or it is never finished. A step
-      whose estimator asks nothing is not charged; it still uses up its place in the plan.
+    - Once begun, a step is charged, even if its batch is empty or it never finishes. A step whose
+      estimator asks nothing is not charged; it still uses up its place in the plan.
     - An estimator may ask several queries on the batch of one step. They are charged together, as
       one Gaussian with Σ_s z_s^-2 = z^-2 on one sample, before the first; each further one is
       refused, before the data are touched, if all of them so far have less noise than that.
@@ -59,23 +81,25 @@ class Mechanism:
     num_records: float
     noise: NoiseSource
     world: World
-    step: int = 0
-    _estimator_state: State | None = field(default=None, repr=False)
-    _postprocessing_states: list[State] = field(default_factory=list, repr=False)
-    _schedule_state: State = field(default_factory=dict, repr=False)
-    _unasked: dict[AbstractEvent, int] = field(default_factory=dict, repr=False)
-    _is_under_way: bool = False
-    _charged: float = 0.0  # z that the step under way was charged with
-    _query: Query | None = field(default=None, repr=False)
-    _total: BoundedSum | None = field(default=None, repr=False)
+    _driver: Driver | None = field(default=None, init=False, repr=False)  # None before any step
+    _postprocessing_states: list[State] = field(default_factory=list, init=False, repr=False)
+    _schedule_state: State = field(default_factory=dict, init=False, repr=False)
+    _unasked: dict[AbstractEvent, int] = field(default_factory=dict, init=False, repr=False)
+    _begun: _Step | None = field(default=None, init=False, repr=False)  # None between steps
 
     def __post_init__(self) -> None:
-        if isinstance(self.plan.shape, AbstractAdaptiveSchedule):
-            self._schedule_state = self.plan.shape.init()
+        self._schedule_state = self.plan.shape.init()
+
+    # -- where it is -------------------------------------------------------------------------
+
+    @property
+    def step(self) -> int:
+        """The step of the plan that is next, or that was begun."""
+        return 0 if self._driver is None else self._driver.step
 
     @property
     def exhausted(self) -> bool:
-        """Whether one more step would exceed the budget."""
+        """True if one more step would exceed the budget."""
         return not self.guard.fits(
             lambda: self.plan.event_of(self.next_noise_multiplier, self.step)
         )
@@ -87,18 +111,20 @@ class Mechanism:
 
     @property
     def query(self) -> Query | None:
-        """The query of the step under way; None if it asks nothing."""
-        return self._query
+        """The query to be answered now; None if nothing is asked."""
+        return None if self._begun is None else self._begun.query
 
     @property
-    def is_under_way(self) -> bool:
-        """Whether a step was begun and not finished."""
-        return self._is_under_way
+    def is_begun(self) -> bool:
+        """True if a step was begun and not finished."""
+        return self._begun is not None
 
     @property
     def unasked(self) -> History:
         """Planned events of the steps that asked nothing, and so were not charged."""
         return list(self._unasked.items())
+
+    # -- ask ---------------------------------------------------------------------------------
 
     def ask(self, params: Sequence[Tensor]) -> Query | None:
         """Begin a step: form its query and charge it; None, and no charge, if it asks nothing.
@@ -112,57 +138,40 @@ class Mechanism:
             raise BudgetExhausted(
                 f"The privacy budget does not allow another step after {self.ledger.steps}."
             )
-        estimator = self.plan.estimator
-        if self._estimator_state is None:
-            self._estimator_state = estimator.init(params)
+        if self._driver is None:
+            self._driver = Driver.begin(self.plan.estimator, params)
         chosen = self.next_noise_multiplier
-        query = estimator.ask(self._estimator_state, params, self.step, chosen)
-        query = self._as_on_lead(query)
-        least = self._least(chosen)
-        event = self.plan.event_of(least, self.step)
+        query = self._driver.ask(params, chosen, self._as_on_lead)
+        charged = self.guard.charged(lambda: self.plan.noise_multiplier(self.step), chosen)
+        event = self.plan.event_of(charged, self.step)
+        asked = () if query is None else (query,)
         if query is None:
             self._unasked[event] = self._unasked.get(event, 0) + 1
             self.guard.skip()
         else:
-            self._enforce([query], least)
+            self._enforce(asked, charged)
             self.ledger.charge(event)
             self.guard.book(event)
             self._prepare_noise(query, params)
-        self._is_under_way, self._query, self._total = True, query, None
-        self._charged = least
+        self._begun = _Step(self._driver, charged, asked)
         return query
 
-    def _ask_again(
-        self, state: State, params: Sequence[Tensor], asked: Sequence[Query]
-    ) -> list[Query]:
-        """The queries of the step so far and a next one, which its charge covers."""
-        estimator = self.plan.estimator
-        if not len(asked) < estimator.queries_per_step:
+    def _ask_again(self, step: _Step, params: Sequence[Tensor]) -> None:
+        """Ask the next query of a step, if what the step was charged with covers it too."""
+        if not step.asked:
             raise RuntimeError(
-                f"{estimator} made no estimate of {len(asked)} queries at step {self.step}, and "
-                f"says queries_per_step={estimator.queries_per_step}."
+                f"{self.plan.estimator} asked nothing at step {self.step}, which was not charged, so "
+                "it must have an estimate: a further query has no noise to draw on."
             )
-        query = estimator.ask(state, params, self.step, self._charged)
-        query = self._as_on_lead(query)
-        if query is None:
-            raise RuntimeError(
-                f"{estimator} asks nothing at step {self.step}, and has no estimate."
-            )
-        queries = [*asked, query]
-        self._enforce(queries, self._charged)
-        self._query, self._total = query, None
+        query = step.driver.ask(params, step.charged, self._as_on_lead)
+        assert query is not None  # of the first part only
+        asked = (*step.asked, query)
+        self._enforce(asked, step.charged)
+        self._begun = replace(step, asked=asked)
         self._prepare_noise(query, params)
-        return queries
-
-    def _prepare_noise(self, query: Query, params: Sequence[Tensor]) -> None:
-        """Have it drawn while the batch is computed."""
-        if self.world.is_lead and query.noise_multiplier > 0:
-            size = sum(param.numel() for param in params)
-            chosen = query.coordinates
-            self.noise.prepare(size if chosen is None else len(chosen), params[0].device)
 
     def _as_on_lead(self, query: Query | None) -> Query | None:
-        """The same bound on every process: a norm may differ in its last bit between machines."""
+        """Return the query with the bound of rank 0: a norm may differ in its last bit elsewhere."""
         if self.world.size == 1:
             return query
         clip_norm = self.world.broadcast(None if query is None else query.clip_norm)
@@ -172,10 +181,6 @@ class Mechanism:
                 "parameters differ. Nothing but the optimizer may change them during fit."
             )
         return None if query is None else replace(query, clip_norm=clip_norm)
-
-    def _least(self, chosen: float) -> float:
-        """The noise multiplier that the step in turn is charged with."""
-        return self.guard.charged(lambda: self.plan.noise_multiplier(self.step), chosen)
 
     def _enforce(self, queries: Sequence[Query], least: float) -> None:
         """Refuse queries on one batch that together have less noise than what was charged.
@@ -191,23 +196,34 @@ class Mechanism:
                 f"{least}: the plan is an envelope."
             )
 
+    def _prepare_noise(self, query: Query, params: Sequence[Tensor]) -> None:
+        """Have the noise drawn while the batch is computed."""
+        if self.world.is_lead and query.noise_multiplier > 0:
+            size = query.size(sum(param.numel() for param in params))
+            self.noise.prepare(size, params[0].device)
+
+    # -- answer ------------------------------------------------------------------------------
+
     def answer(self, part: BoundedSum) -> None:
         """Add the answer of one chunk; the chunks of a step must hold different records."""
-        if self._query is None:
+        step = self._begun
+        if step is None or step.query is None:
             raise RuntimeError("Nothing was asked: Mechanism.ask() must come before answer().")
         # Not even a smaller one: the noise follows rank 0's bound, which must hold on every rank.
-        if part.clip_norm != self._query.clip_norm:
+        if part.clip_norm != step.query.clip_norm:
             raise RuntimeError(
                 f"The answer is bounded by {part.clip_norm}, the query asked for "
-                f"{self._query.clip_norm}."
+                f"{step.query.clip_norm}."
             )
-        coordinates = self._query.coordinates
+        coordinates = step.query.coordinates
         if coordinates is not None and part.value.numel() != len(coordinates):
             raise RuntimeError(
                 f"The answer has {part.value.numel()} entries, the query asked for "
                 f"{len(coordinates)} coordinates."
             )
-        self._total = part if self._total is None else self._total.plus(part)
+        self._begun = replace(step, total=part if step.total is None else step.total.plus(part))
+
+    # -- tell --------------------------------------------------------------------------------
 
     def tell(
         self, params: Sequence[Tensor], answer_again: Callable[[], None] | None = None
@@ -221,35 +237,39 @@ class Mechanism:
             answer_again: answers what :attr:`query` then is, from the records of the same batch
                 and no others; called for each further query of an estimator that has several.
         """
-        state = self._estimator_state
-        if not self._is_under_way or state is None:
-            raise RuntimeError("No step was begun: Mechanism.ask() must come before tell().")
-        asked = [] if self._query is None else [self._query]
         try:
-            estimate, state = self._tell(state, params)
+            estimate, step = self._tell(params)
             while estimate is None:
-                asked = self._ask_again(state, params, asked)
+                self._ask_again(step, params)
                 if answer_again is None:
                     raise RuntimeError(
                         f"Nobody answers the further queries of {self.plan.estimator}."
                     )
                 answer_again()
-                estimate, state = self._tell(state, params)
+                estimate, step = self._tell(params)
         finally:
             self.drop()
-        self._estimator_state = state
-        self.step += 1
+        self._driver = step.driver
         return self._postprocess(estimate, params)
 
-    def _tell(self, state: State, params: Sequence[Tensor]) -> tuple[Tensor | None, State]:
-        """Noise the answer to the present query, and tell the estimator."""
-        query, total = self._query, self._total
+    def _tell(self, params: Sequence[Tensor]) -> tuple[Tensor | None, _Step]:
+        """Noise the answer to the present query, and tell the estimator and the schedule."""
+        step = self._begun
+        if step is None:
+            raise RuntimeError("No step was begun: Mechanism.ask() must come before tell().")
         self.drop()  # whatever happens now, the same sum is not released twice
-        release = self._release(query, total, params)
-        released = release.mean(self.plan.rate(self.step) * self.num_records)
-        if isinstance(self.plan.shape, AbstractAdaptiveSchedule):
-            self._schedule_state = self.plan.shape.observe(self._schedule_state, released.value)
-        return self.plan.estimator.tell(state, params, self.step, released)
+        released = self._release(step, params).mean(self.plan.rate(self.step) * self.num_records)
+        self._schedule_state = self.plan.shape.observe(self._schedule_state, released.value)
+        estimate, driver = step.driver.tell(params, released)
+        return estimate, replace(step, driver=driver, total=None)
+
+    def _release(self, step: _Step, params: Sequence[Tensor]) -> Release:
+        """Return the noised sum; zeros without noise if nothing was asked."""
+        query = step.query
+        if query is None:
+            return Release.of_nothing(params)
+        total = BoundedSum.empty(query, params) if step.total is None else step.total
+        return add_noise(total, query.noise_multiplier, self.noise, self.world)
 
     def _postprocess(self, estimate: Tensor, params: Sequence[Tensor]) -> Tensor:
         states = self._postprocessing_states or [
@@ -262,43 +282,37 @@ class Mechanism:
         self._postprocessing_states = following
         return estimate
 
-    def _release(
-        self, query: Query | None, total: BoundedSum | None, params: Sequence[Tensor]
-    ) -> Release:
-        """The noised sum; zeros without noise if nothing was asked."""
-        if query is None:
-            return Release.of_nothing(params)
-        if total is None:
-            total = BoundedSum.empty(query, params)
-        return add_noise(total, query.noise_multiplier, self.noise, self.world)
-
     def drop(self) -> None:
-        """Forget the step under way; its charge stays."""
-        self._is_under_way, self._query, self._total = False, None, None
+        """Forget the step that was begun; its charge stays."""
+        self._begun = None
 
     def end(self) -> None:
-        """Forget the step under way, its noise and the other processes: no further step follows."""
+        """Forget the step that was begun, its noise and the other processes: none follows."""
         self.drop()
         self.noise.close()
         self.world = World(self.world.rank, self.world.size)
 
+    # -- state -------------------------------------------------------------------------------
+
     def __getstate__(self) -> dict[str, Any]:
-        """For copies and pickles: no step under way, whose sum is not noised."""
-        return {**vars(self), "_is_under_way": False, "_query": None, "_total": None}
+        """For copies and pickles: without the step that was begun, whose sum is not noised."""
+        return {**vars(self), "_begun": None}
 
     def state_dict(self) -> dict[str, Any]:
-        """Released values only: the step and the states of the parts. Never a running sum."""
+        """Return released values only: the step and the states of the parts. Never a sum."""
         return {
             "step": self.step,
-            "estimator": self._estimator_state,
+            "estimator": None if self._driver is None else self._driver.state,
             "postprocessing": self._postprocessing_states,
             "schedule": self._schedule_state,
             "unasked": [[event.to_dict(), count] for event, count in self._unasked.items()],
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.step = int(state["step"])
-        self._estimator_state = state["estimator"]
+        """Go on from a state of :meth:`state_dict`."""
+        told = state["estimator"]
+        if told is not None:
+            self._driver = Driver(self.plan.estimator, told, int(state["step"]))
         self._postprocessing_states = list(state["postprocessing"])
         self._schedule_state = state["schedule"]
         self._unasked = {event_from_dict(event): int(n) for event, n in state["unasked"]}

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -20,10 +22,10 @@ from lightning_dp.accounting.guards import AbstractGuard, FixedGuard, GDPGuard, 
 from lightning_dp.accounting.steps import AbstractPairPlan, FloatArray, PlannedSteps
 from lightning_dp.boundary import State
 from lightning_dp.config import PrivacyConfig
-from lightning_dp.estimators.base import AbstractEstimator
+from lightning_dp.estimators.base import AbstractEstimator, Traits
 from lightning_dp.estimators.mean_gradient import MeanGradient
 from lightning_dp.sampling import AbstractSampling, BatchPlan, Poisson
-from lightning_dp.schedules import AbstractAdaptiveSchedule, AbstractSchedule, Constant
+from lightning_dp.schedules import AbstractSchedule
 
 __all__ = ["Budget", "LaterSteps", "NoisePlan", "costliest_events", "events_from", "is_adaptive"]
 
@@ -54,40 +56,43 @@ class NoisePlan:
     sample_rate: float
     estimator: AbstractEstimator = field(default_factory=MeanGradient)
 
+    @cached_property
+    def traits(self) -> Traits:
+        """What is known of the estimator's steps in advance."""
+        return self.estimator.traits
+
     @property
     def is_constant(self) -> bool:
-        """Whether every step makes the same event."""
-        return isinstance(self.shape, Constant) and self.estimator.period == 1
+        """True if every step makes the same event."""
+        return self.shape.is_constant and self.traits.period == 1
 
     def noise_multiplier(self, step: int) -> float:
-        """z_t. Raises ValueError if the shape is not positive and finite there."""
+        """Return z_t. Raises ValueError if the shape is not positive and finite there."""
         return self.scale * self.relative_noise(step)
 
     def noise_multiplier_now(self, state: State, step: int) -> float:
-        """z_t as chosen at run time; the planned one, unless the schedule is adaptive."""
-        if isinstance(self.shape, AbstractAdaptiveSchedule):
-            return self.scale * self._relative(self.shape.value(state, step), step)
-        return self.noise_multiplier(step)
+        """Return z_t as chosen at run time; the planned one, unless the schedule is adaptive."""
+        return self.scale * self._relative(lambda: self.shape.now(state, step), step)
 
     def relative_noise(self, step: int) -> float:
-        """z_t / scale."""
+        """Return z_t / scale."""
+        return self._relative(lambda: self.shape(step), step)
+
+    def _relative(self, shape: Callable[[], float], step: int) -> float:
         try:
-            value = self.shape(step)
+            value = shape()
         except OverflowError:
             value = math.inf
-        return self._relative(value, step)
-
-    def _relative(self, value: float, step: int) -> float:
         if not 0 < value < math.inf:
             raise ValueError(
                 f"noise_schedule={self.shape} gives {value} at step {step}; "
                 "a schedule must be positive and finite at every step."
             )
-        return value * self.estimator.relative_noise(step)
+        return value * self.traits.relative_noise(step)
 
     def rate(self, step: int) -> float:
         """q_t."""
-        return min(1.0, self.sample_rate * self.estimator.relative_rate(step))
+        return min(1.0, self.sample_rate * self.traits.relative_rate(step))
 
     def event(self, step: int) -> AbstractEvent:
         """The privacy event of step t as planned."""
@@ -103,7 +108,7 @@ class NoisePlan:
 
     def rates(self, first: int, last: int) -> FloatArray:
         """q_t of the steps ``first <= t < last``."""
-        period = self.estimator.period
+        period = self.traits.period
         kinds = np.array([self.rate(step) for step in range(first, min(last, first + period))])
         return np.resize(kinds, last - first)
 
@@ -135,9 +140,8 @@ _ENDLESS = 10**9  # steps searched for a budget's end when the Trainer has none
 
 
 def is_adaptive(config: PrivacyConfig) -> bool:
-    """Whether the noise is chosen at run time, without a plan that bounds it."""
-    schedule = config.noise_schedule
-    return isinstance(schedule, AbstractAdaptiveSchedule) and not schedule.is_envelope
+    """Return True if the noise is chosen at run time, without a plan that bounds it."""
+    return config.noise_schedule.chosen == "at run time"
 
 
 def events_from(plan: NoisePlan, step: int) -> AbstractEvent | LaterSteps:
@@ -199,7 +203,7 @@ class Budget:
         plan, end = self.plan(1.0), step + int(planned_steps)
         return calibrate(
             plan.relative_noises(step, end).tolist(),
-            plan.rate(0) if plan.estimator.period == 1 else lambda later: plan.rate(step + later),
+            plan.rate(0) if plan.traits.period == 1 else lambda later: plan.rate(step + later),
             int(planned_steps),
             config.target_epsilon,
             config.target_delta,
@@ -256,8 +260,8 @@ class Budget:
             return FixedGuard(affordable)
         budget = (config.target_epsilon, config.target_delta, config.relation, spent)
         full = plan.sample_rate == 1 and all(event.pair[1] == 1 for event, _ in spent)
-        is_envelope = isinstance(plan.shape, AbstractAdaptiveSchedule) and not is_adaptive(config)
-        if full and plan.scale > 0 and not is_envelope:  # an envelope is charged as planned
+        is_envelope = plan.shape.chosen == "above a plan"  # which is charged as planned
+        if full and plan.scale > 0 and not is_envelope:
             return GDPGuard(*budget)
         if not is_adaptive(config):
             return FixedGuard(affordable)
@@ -288,11 +292,11 @@ def costliest_events(plan: NoisePlan, step: int, end: float) -> dict[str, Any] |
     """
     if not math.isfinite(plan.scale):
         return None
-    is_periodic = isinstance(plan.shape, Constant)
+    is_periodic = plan.shape.is_constant
     # A later fit of more epochs goes beyond the end.
-    last = plan.estimator.period if is_periodic else 2 * min(end, step + _HORIZON)
+    last = plan.traits.period if is_periodic else 2 * min(end, step + _HORIZON)
     entries, is_over = _entries(plan, int(last))
-    silence = plan.estimator.longest_silence
+    silence = plan.traits.longest_silence
     return {
         "events": [[position, plan.sampling.event(*pair).to_dict()] for position, pair in entries],
         "until": None if is_periodic or is_over else int(last),

@@ -11,6 +11,7 @@ import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Literal, TypeAlias
 
 from torch import Tensor
 
@@ -30,6 +31,10 @@ __all__ = [
     "StepDecay",
 ]
 
+# When the noise of a step is chosen: before the first step; from what was released, but never below
+# a plan made before the first step; or from what was released, without such a plan.
+Choice: TypeAlias = Literal["in advance", "above a plan", "at run time"]
+
 
 class AbstractSchedule(ABC):
     """A shape s(t) > 0: the noise multiplier of step t is ``scale * s(t)``, t = 0, 1, ...
@@ -41,16 +46,38 @@ class AbstractSchedule(ABC):
 
     @abstractmethod
     def __call__(self, step: int) -> float:
-        """s(t) of step t >= 0."""
+        """Return s(t) of step t >= 0."""
+
+    @property
+    def chosen(self) -> Choice:
+        """When the noise is chosen; before the first step, except for adaptive schedules."""
+        return "in advance"
+
+    @property
+    def is_constant(self) -> bool:
+        """True if s(t) is the same at all steps."""
+        return False
+
+    def init(self) -> State:
+        """Return the state before the first step."""
+        return {}
+
+    def now(self, state: State, step: int) -> float:
+        """Return the shape that step t uses; s(t), except for adaptive schedules."""
+        return self(step)
+
+    def observe(self, state: State, released: Tensor) -> State:
+        """Return the next state, after a noised mean gradient was released."""
+        return state
 
 
 class AbstractAdaptiveSchedule(AbstractSchedule):
     """A shape that may depend on released gradients. It never sees data.
 
     Calling it gives the shape that is expected; calibration plans with that. What is used at run
-    time is :meth:`value`. The budget is guarded accordingly: full batches by μ-GDP, at no loss;
+    time is :meth:`now`. The budget is guarded accordingly: full batches by μ-GDP, at no loss;
     Poisson batches by one Rényi order fixed before the start, at 6 to 7.5 % more noise; or, if
-    :attr:`is_envelope`, by the expected shape as a plan fixed in advance, which ``value`` must not
+    :attr:`is_envelope`, by the expected shape as a plan fixed in advance, which ``now`` must not
     go below. Needs ``target_epsilon``, unless it is an envelope.
 
     Implementations are frozen dataclasses; the state is passed in and returned.
@@ -58,20 +85,22 @@ class AbstractAdaptiveSchedule(AbstractSchedule):
 
     @property
     def is_envelope(self) -> bool:
-        """Whether ``value`` promises never to be below the expected shape."""
+        """True if ``now`` promises never to be below the expected shape."""
         return False
 
-    @abstractmethod
-    def init(self) -> State:
-        """The state before the first step."""
+    @property
+    def chosen(self) -> Choice:
+        return "above a plan" if self.is_envelope else "at run time"
 
     @abstractmethod
-    def value(self, state: State, step: int) -> float:
-        """The shape of step t, positive and finite."""
+    def init(self) -> State: ...
 
     @abstractmethod
-    def observe(self, state: State, released: Tensor) -> State:
-        """The next state, after a noised mean gradient was released."""
+    def now(self, state: State, step: int) -> float:
+        """Return the shape of step t, positive and finite."""
+
+    @abstractmethod
+    def observe(self, state: State, released: Tensor) -> State: ...
 
 
 def condition_number(name: str, value: object, *, of: str | None = None) -> float:
@@ -101,6 +130,10 @@ class Constant(AbstractSchedule):
         >>> Constant()(0), Constant()(999)
         (1.0, 1.0)
     """
+
+    @property
+    def is_constant(self) -> bool:
+        return True
 
     def __call__(self, step: int) -> float:
         return 1.0

@@ -52,7 +52,7 @@ class ByNorm(AbstractAdaptiveSchedule):
     def init(self) -> State:
         return {"norm": 0.0}
 
-    def value(self, state: State, step: int) -> float:
+    def now(self, state: State, step: int) -> float:
         return self.least + self.factor * math.tanh(state["norm"])
 
     def observe(self, state: State, released: Tensor) -> State:

@@ -147,7 +147,7 @@ def _check(privacy: PrivacyConfig, num_canaries: int, confidence: float) -> None
     if privacy.noise_multiplier == 0:
         raise ValueError("noise_multiplier=0 claims nothing, so there is nothing to audit.")
     estimator = privacy.resolved_estimator()
-    if estimator.queries_per_step > 1 or estimator.uses_hessian:
+    if estimator.traits.queries_per_step > 1 or estimator.traits.uses_hessian:
         raise ValueError(f"{estimator} asks several queries per step, which are not audited.")
 
 

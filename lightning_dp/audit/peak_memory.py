@@ -302,7 +302,7 @@ def suggest_physical_batch(
     pairs = factorisations(logical)
     num_records = len(loader.dataset)  # type: ignore[arg-type]
     estimator = privacy.resolved_estimator()
-    rates = [estimator.relative_rate(step) for step in range(estimator.period)]
+    rates = [estimator.traits.relative_rate(step) for step in range(estimator.traits.period)]
     line = measure_memory(module, loader, privacy, trainer=trainer, sizes=sizes)
     there_is = _free(line.device) if memory is None else memory
     for batch_size, accumulate in pairs:

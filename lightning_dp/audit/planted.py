@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, Dataset
 from lightning_dp._noise import random_generator
 from lightning_dp.audit.bounds import FloatArray
 from lightning_dp.boundary import AbstractPerSampleGradients, Query, Release, State
-from lightning_dp.estimators.base import AbstractEstimator
+from lightning_dp.estimators.base import AbstractEstimator, Traits
 from lightning_dp.gradients import AbstractGradientEngine
 
 __all__ = ["Canaries", "CanaryData", "CanaryEngine", "WatchedEstimator"]
@@ -187,14 +187,8 @@ class WatchedEstimator(AbstractEstimator):
         return f"watched {self._estimator!r}"
 
     @property
-    def period(self) -> int:
-        return self._estimator.period
-
-    def relative_noise(self, step: int) -> float:
-        return self._estimator.relative_noise(step)
-
-    def relative_rate(self, step: int) -> float:
-        return self._estimator.relative_rate(step)
+    def traits(self) -> Traits:
+        return self._estimator.traits
 
     def check(self, optimizer: Optimizer) -> None:
         self._estimator.check(optimizer)

@@ -1,7 +1,7 @@
 """Estimators: what is asked of the data, and what gradient is made of the answer."""
 
 from lightning_dp.boundary import State
-from lightning_dp.estimators.base import AbstractEstimator, share_of_noise
+from lightning_dp.estimators.base import AbstractEstimator, Traits, share_of_noise
 from lightning_dp.estimators.cubic_newton import CubicNewton
 from lightning_dp.estimators.diff2 import Diff2
 from lightning_dp.estimators.mean_gradient import MeanGradient
@@ -14,5 +14,6 @@ __all__ = [
     "MeanGradient",
     "State",
     "Storm",
+    "Traits",
     "share_of_noise",
 ]

@@ -1,17 +1,65 @@
-"""What an estimator is: it asks, and turns the noised answer into a gradient estimate."""
+"""Estimators ask the data a question, and turn the noised answer into a gradient estimate."""
 
 from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 from torch import Tensor
 from torch.optim import Optimizer
 
+from lightning_dp._validate import flag, normalise, number, whole
 from lightning_dp.boundary import Query, Release, State
 
-__all__ = ["AbstractEstimator", "share_of_noise"]
+__all__ = ["AbstractEstimator", "Traits", "share_of_noise"]
+
+
+def _always_1(step: int) -> float:
+    return 1.0
+
+
+@dataclass(frozen=True)
+class Traits:
+    """What is known of an estimator's steps in advance: noise and batches are planned by it.
+
+    Args:
+        period: the number of steps after which the kinds of steps repeat.
+        relative_noise: multiplies the noise schedule's multiplier at step t; > 0.
+        relative_rate: multiplies the sampling rate at step t (the product is at most 1); >= 1.
+        queries_per_step: the most queries that a step asks on its one batch; see
+            :func:`share_of_noise`.
+        longest_silence: the most steps in a row that may ask nothing; infinite if that is not
+            known. It bounds how far steps that nobody recorded can be in the plan.
+        uses_hessian: queries have terms with a direction, which not every engine can answer.
+        estimates_gradient: what a step releases, and estimates, is a gradient. If not,
+            post-processing and schedules that look at released gradients are refused.
+        clip_norms: those fixed in advance. An infinite one is refused with noise, before a fit.
+
+    Raises:
+        ValueError: naming the argument that is out of its range.
+
+    Example:
+        >>> Traits(period=10, relative_rate=lambda step: 2.0 if step % 10 == 0 else 1.0).period
+        10
+    """
+
+    period: int = 1
+    relative_noise: Callable[[int], float] = _always_1
+    relative_rate: Callable[[int], float] = _always_1
+    queries_per_step: int = 1
+    longest_silence: float = math.inf
+    uses_hessian: bool = False
+    estimates_gradient: bool = True
+    clip_norms: tuple[float, ...] = ()
+
+    def __post_init__(self) -> None:
+        normalise(self, whole, "period", "queries_per_step", of="Traits")
+        normalise(self, number, "longest_silence", of="Traits")
+        normalise(self, flag, "uses_hessian", "estimates_gradient", of="Traits")
+        if not self.longest_silence >= 0:
+            raise ValueError(f"Traits(longest_silence={self.longest_silence}) must be at least 0.")
 
 
 class AbstractEstimator(ABC):
@@ -20,49 +68,14 @@ class AbstractEstimator(ABC):
     Implementations are frozen dataclasses that hold configuration. The state is made by
     :meth:`init`, handed to each call, and returned by :meth:`tell`; the mechanism saves it.
 
-    An estimator whose steps are not all alike says so in advance, as functions of the step: the
-    noise is planned, and the batches are drawn, by :meth:`relative_noise` and
-    :meth:`relative_rate`, which repeat after :attr:`period` steps.
+    An estimator whose steps are not all alike, or that asks more than one query for the gradient
+    in a step, says so in its :attr:`traits`.
     """
 
     @property
-    def period(self) -> int:
-        """The number of steps after which the kinds of steps repeat."""
-        return 1
-
-    def relative_noise(self, step: int) -> float:
-        """What multiplies the noise schedule's multiplier at step t; > 0."""
-        return 1.0
-
-    def relative_rate(self, step: int) -> float:
-        """What multiplies the sampling rate at step t (the product is at most 1); >= 1."""
-        return 1.0
-
-    @property
-    def queries_per_step(self) -> int:
-        """How many queries a step may ask on its one batch; see :func:`share_of_noise`."""
-        return 1
-
-    @property
-    def longest_silence(self) -> float:
-        """The most steps in a row that may ask nothing; infinite if that is not known.
-
-        It bounds how far steps that nobody recorded can be in the plan.
-        """
-        return math.inf
-
-    @property
-    def uses_hessian(self) -> bool:
-        """Whether queries have terms with a direction, which not every engine can answer."""
-        return False
-
-    @property
-    def estimates_gradient(self) -> bool:
-        """Whether what a step releases, and estimates, is a gradient.
-
-        If not, post-processing and schedules that look at released gradients are refused.
-        """
-        return True
+    def traits(self) -> Traits:
+        """What is known of the steps in advance."""
+        return Traits()
 
     def check(self, optimizer: Optimizer) -> None:  # noqa: B027 (most can use any optimizer)
         """Refuse an optimizer, or parameters in it, that the estimate is not made for.
@@ -75,13 +88,13 @@ class AbstractEstimator(ABC):
 
     @abstractmethod
     def init(self, params: Sequence[Tensor]) -> State:
-        """The state before the first step. ``params``: the trainable parameters."""
+        """Return the state before the first step. ``params``: the trainable parameters."""
 
     @abstractmethod
     def ask(
         self, state: State, params: Sequence[Tensor], step: int, noise_multiplier: float
     ) -> Query | None:
-        """The query of step t, with at least the planned ``noise_multiplier``.
+        """Return the query of step t, with at least the planned ``noise_multiplier``.
 
         None asks nothing: nothing is charged, and :meth:`tell` is given zeros without noise.
 
@@ -91,7 +104,7 @@ class AbstractEstimator(ABC):
         """
 
     def recall(self, query: Query, step: int, part: int) -> State | None:
-        """A state in which :meth:`ask` asks this query, if any does; None if no state can be told.
+        """Return a state in which :meth:`ask` asks this query, if any does; None if no state can be told.
 
         For a client of a federation: it has seen no answers but its own, and asks for itself what
         a server may ask at step t, in its query number ``part``, about the points (and along the
@@ -107,7 +120,7 @@ class AbstractEstimator(ABC):
     def tell(
         self, state: State, params: Sequence[Tensor], step: int, released: Release
     ) -> tuple[Tensor | None, State]:
-        """The gradient estimate and the next state.
+        """Return the gradient estimate and the next state.
 
         Args:
             released: the noised sum divided by the expected batch size, flat of length d (or of
@@ -121,9 +134,10 @@ class AbstractEstimator(ABC):
 
 
 def share_of_noise(noise_multiplier: float, queries: int) -> float:
-    """z_s of each of n alike queries on one batch that together are one with multiplier z.
+    """Return z_s of each of n like queries on one batch that together are one with multiplier z.
 
-    z √n, and a hair more, so that rounding never puts the composition below z.
+    n z_s^-2 = z^-2, so z_s = z √n; and a hair more, so that rounding never puts the composition
+    below z.
 
     Example:
         >>> round(share_of_noise(1.5, queries=4), 9)

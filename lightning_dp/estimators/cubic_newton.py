@@ -22,7 +22,7 @@ from lightning_dp._validate import (
     whole,
 )
 from lightning_dp.boundary import Query, Release, State, Term
-from lightning_dp.estimators.base import AbstractEstimator, share_of_noise
+from lightning_dp.estimators.base import AbstractEstimator, Traits, share_of_noise
 from lightning_dp.functional import flatten
 from lightning_dp.sparsify import shared_mask
 
@@ -122,19 +122,17 @@ class CubicNewton(AbstractEstimator):
 
     @property
     def queries_per_step(self) -> int:
+        """The queries of a step on its one batch: one for each inner step, or one in all."""
         return 1 if self.fresh_batches else self.inner_steps
 
     @property
-    def longest_silence(self) -> float:
-        return 0
-
-    @property
-    def uses_hessian(self) -> bool:
-        return self.inner_steps > 1
-
-    @property
-    def estimates_gradient(self) -> bool:
-        return False
+    def traits(self) -> Traits:
+        return Traits(
+            queries_per_step=self.queries_per_step,
+            longest_silence=0,
+            uses_hessian=self.inner_steps > 1,
+            estimates_gradient=False,
+        )
 
     def check(self, optimizer: Optimizer) -> None:
         if type(optimizer) is not SGD:

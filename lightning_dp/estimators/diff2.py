@@ -15,7 +15,7 @@ from lightning_dp._warnings import warn
 from lightning_dp.accounting.base import Relation
 from lightning_dp.accounting.calibration import calibrate
 from lightning_dp.boundary import Query, Release, State, Term
-from lightning_dp.estimators.base import AbstractEstimator
+from lightning_dp.estimators.base import AbstractEstimator, Traits
 from lightning_dp.estimators.points import distance
 from lightning_dp.functional import flatten
 
@@ -127,21 +127,24 @@ class Diff2(AbstractEstimator):
     # -- what is planned -------------------------------------------------------------------
 
     @property
-    def period(self) -> int:
-        return self.restart_every
-
-    @property
-    def longest_silence(self) -> float:
-        return self.restart_every - 1
+    def traits(self) -> Traits:
+        return Traits(
+            period=self.restart_every,
+            relative_noise=self.relative_noise,
+            relative_rate=self.relative_rate,
+            longest_silence=self.restart_every - 1,
+        )
 
     def is_restart(self, step: int) -> bool:
         """Tell whether step t starts again with a plain gradient."""
         return step % self.restart_every == 0
 
     def relative_noise(self, step: int) -> float:
-        return 1.0 if self.is_restart(step) else math.sqrt((self.period - 1) / (self.u - 1))
+        """Return what multiplies the noise schedule's multiplier at step t."""
+        return 1.0 if self.is_restart(step) else math.sqrt((self.restart_every - 1) / (self.u - 1))
 
     def relative_rate(self, step: int) -> float:
+        """Return what multiplies the sampling rate at step t."""
         return self.restart_rate if self.is_restart(step) else 1.0
 
     # -- one step --------------------------------------------------------------------------

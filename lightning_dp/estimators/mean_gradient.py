@@ -9,7 +9,7 @@ from torch import Tensor
 
 from lightning_dp._validate import normalise, number
 from lightning_dp.boundary import Query, Release, State, Term
-from lightning_dp.estimators.base import AbstractEstimator
+from lightning_dp.estimators.base import AbstractEstimator, Traits
 
 __all__ = ["MeanGradient"]
 
@@ -42,8 +42,8 @@ class MeanGradient(AbstractEstimator):
             raise ValueError(f"max_grad_norm={self.max_grad_norm} must be greater than 0.")
 
     @property
-    def longest_silence(self) -> float:
-        return 0
+    def traits(self) -> Traits:
+        return Traits(longest_silence=0, clip_norms=(self.max_grad_norm,))
 
     def init(self, params: Sequence[Tensor]) -> State:
         return {}

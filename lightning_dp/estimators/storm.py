@@ -9,7 +9,7 @@ from torch import Tensor
 
 from lightning_dp._validate import normalise, number, positive
 from lightning_dp.boundary import Query, Release, State, Term
-from lightning_dp.estimators.base import AbstractEstimator
+from lightning_dp.estimators.base import AbstractEstimator, Traits
 from lightning_dp.estimators.points import distance
 from lightning_dp.functional import flatten
 
@@ -53,8 +53,8 @@ class Storm(AbstractEstimator):
         normalise(self, positive, "max_grad_norm", "diff_norm")
 
     @property
-    def longest_silence(self) -> float:
-        return 0
+    def traits(self) -> Traits:
+        return Traits(longest_silence=0)
 
     def init(self, params: Sequence[Tensor]) -> State:
         return {"estimate": None, "point": None}

@@ -73,7 +73,7 @@ def check_query(records: Records, plan: NoisePlan, query: Query, step: int, part
             _check_direction(records, term.direction, term.point, f"direction{number}")
     _check_alike(query)
     z = plan.noise_multiplier(step)
-    least = share_of_noise(z, plan.estimator.queries_per_step)
+    least = share_of_noise(z, plan.estimator.traits.queries_per_step)
     _check_noise(query, step, least)
     if z > 0 and not is_of_ordinary_size(query):
         raise MessageError(
@@ -103,7 +103,7 @@ def is_of_ordinary_size(query: Query) -> bool:
 
 def check_engine(records: Records, estimator: AbstractEstimator) -> None:
     """Raise UnsupportedModelError if the records' model cannot answer the estimator's queries."""
-    if estimator.uses_hessian and not getattr(records, "has_products", True):
+    if estimator.traits.uses_hessian and not getattr(records, "has_products", True):
         raise UnsupportedModelError(
             f"{type(estimator).__name__} needs Hessian-vector products, which only the "
             "'bookkeeping' engine computes. Use LocalRecords(engine='bookkeeping') to see what it "

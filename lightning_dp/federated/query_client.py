@@ -185,7 +185,7 @@ class _Rounds(AbstractRounds):
                 "The server asks for a sum without noise. If it may have that, and noises it, "
                 "say so with trusts_server=True."
             )
-        queries = self.plan.estimator.queries_per_step
+        queries = self.plan.estimator.traits.queries_per_step
         if not part < queries:
             raise MessageError(f"Part {part} of step {step}: the plan has {queries} queries.")
         if step < self.steps:  # else the ledger refuses it

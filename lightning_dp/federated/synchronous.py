@@ -13,6 +13,7 @@ from torch import Tensor
 from lightning_dp._validate import normalise, optional, positive, seed, whole
 from lightning_dp._world import World
 from lightning_dp.boundary import BoundedSum, Query, Release, State, Term, add_noise
+from lightning_dp.estimators.driver import Driver
 from lightning_dp.federated.bvr_l_sgd import BVRLSGD
 from lightning_dp.federated.messages import (
     REFUSED,
@@ -25,7 +26,6 @@ from lightning_dp.federated.messages import (
 )
 from lightning_dp.federated.protocol import AbstractServer, check_same, noise_source
 from lightning_dp.plan import NoisePlan
-from lightning_dp.schedules import AbstractAdaptiveSchedule
 
 __all__ = [
     "ANSWER",
@@ -102,8 +102,8 @@ class SynchronousServer(AbstractServer):
             raise ValueError("start must be a vector of finite numbers.")
         check_plan(self.plan, self.noise)
         self._point = self.start.detach().clone()
-        self._step, self._part, self._reason = 0, 0, ""
-        self._estimator: State = self.plan.estimator.init([self._point])
+        self._driver = Driver.begin(self.plan.estimator, [self._point])
+        self._place, self._reason = (0, 0), ""  # step and part that clients are asked for
         self._local: Tensor | None = None  # v, while a worker goes on alone
         self._query: Query | None = None
         self._answers: dict[int, Tensor] = {}
@@ -117,7 +117,7 @@ class SynchronousServer(AbstractServer):
 
     @property
     def round(self) -> int:
-        return self._step
+        return self._place[0]
 
     @property
     def is_done(self) -> bool:
@@ -132,25 +132,23 @@ class SynchronousServer(AbstractServer):
     def _ask(self) -> None:
         """Form the next query; a step that asks nothing is over at once."""
         while not self._reason and self._local is None:
-            if self._step == self.rounds:
+            step = self._driver.step
+            self._place = (step, self._driver.part)
+            if step == self.rounds:
                 self._reason = f"all {self.rounds} rounds were made"
                 return
-            z = self.plan.noise_multiplier(self._step)
-            estimator = self.plan.estimator
-            self._query = estimator.ask(self._estimator, [self._point], self._step, z)
+            z = self.plan.noise_multiplier(step)
+            self._query = self._driver.ask([self._point], z)
             self._answers = {}
             if self._query is not None:
                 return
             self._tell(Release.of_nothing([self._point]))
 
     def _tell(self, released: Release) -> None:
-        mean = released.mean(self.plan.rate(self._step) * self.num_records)
-        estimate, self._estimator = self.plan.estimator.tell(
-            self._estimator, [self._point], self._step, mean
-        )
+        mean = released.mean(self.plan.rate(self._driver.step) * self.num_records)
+        estimate, self._driver = self._driver.tell([self._point], mean)
         self._query = None
         if estimate is None:
-            self._part += 1
             return
         estimate = estimate.to(self._point.dtype)
         moved = self._point - self.learning_rate * estimate
@@ -172,7 +170,6 @@ class SynchronousServer(AbstractServer):
         if not self._is_finite(point):
             return
         self._point, self._local = point, None
-        self._step, self._part = self._step + 1, 0
 
     def _release(self, query: Query) -> Release:
         """The noised sum over all clients, added up in their order."""
@@ -180,7 +177,7 @@ class SynchronousServer(AbstractServer):
         for client in range(self.num_clients):
             total = total + self._answers[client]
         if self.noise == "server":
-            source = noise_source(self.seed, self._step)
+            source = noise_source(self.seed, self._place[0])
             bounded = BoundedSum.received(total, query)
             return add_noise(bounded, query.noise_multiplier, source, World())
         each = query.noise_multiplier * query.clip_norm if query.noise_multiplier else 0.0
@@ -191,7 +188,8 @@ class SynchronousServer(AbstractServer):
     def request(self, client: int) -> bytes | None:
         if not self._is_asked(client):
             return None
-        facts: dict[str, Any] = {"run": self.run, "round": self._step, "part": self._part}
+        step, part = self._place
+        facts: dict[str, Any] = {"run": self.run, "round": step, "part": part}
         if self._local is not None:
             return Message(LOCAL, facts, {"x": self._point, "v": self._local}).to_bytes()
         assert self._query is not None
@@ -204,17 +202,17 @@ class SynchronousServer(AbstractServer):
         if self._local is None:
             return self._query is not None and client not in self._answers
         assert self.local_routine is not None
-        return client == self.local_routine.worker_in_turn(self._step + 1, self.num_clients)
+        return client == self.local_routine.worker_in_turn(self._place[0] + 1, self.num_clients)
 
     def receive(self, client: int, reply: bytes) -> bool:
         check_client(client, self.num_clients)
         read = read_reply(f"Client {client}", reply, FORMS)
         place = (read.numbers["round"], read.numbers["part"])
-        if self._reason or place < (self._step, self._part):
+        if self._reason or place < self._place:
             return False  # it came late
-        if place == (self._step, self._part) and self._is_over_for(client, read):
+        if place == self._place and self._is_over_for(client, read):
             return False  # it came twice
-        if place != (self._step, self._part) or not self._is_asked(client):
+        if place != self._place or not self._is_asked(client):
             raise MessageError(f"Client {client} answers for {place}, which was not asked of it.")
         if read.kind == REFUSED:
             self._reason = f"client {client} has no budget left"
@@ -247,18 +245,21 @@ class SynchronousServer(AbstractServer):
         return {
             "configuration": self._configuration,
             "point": self._point.clone(),
-            "step": self._step,
-            "part": self._part,
+            "step": self._place[0],
+            "part": self._place[1],
             "reason": self._reason,
-            "estimator": self._estimator,
+            "estimator": self._driver.state,
             "local": self._local,
         }
 
     def load_state_dict(self, state: State) -> None:
         check_same(state["configuration"], self._configuration)
         self._point, self._local = state["point"].clone(), state["local"]
-        self._step, self._part = int(state["step"]), int(state["part"])
-        self._reason, self._estimator = str(state["reason"]), state["estimator"]
+        step, part = self._place = int(state["step"]), int(state["part"])
+        # Where a worker goes on alone, the step's queries have all been answered.
+        following = (step, part) if self._local is None else (step + 1, 0)
+        self._driver = Driver(self.plan.estimator, state["estimator"], *following)
+        self._reason = str(state["reason"])
         self._query, self._answers = None, {}
         self._ask()
 
@@ -272,12 +273,12 @@ class SynchronousServer(AbstractServer):
 
 def check_plan(plan: NoisePlan, noise: str) -> None:
     """Refuse plans that clients cannot hold a server to."""
-    if isinstance(plan.shape, AbstractAdaptiveSchedule):
+    if plan.shape.chosen != "in advance":
         raise ValueError(
             f"noise_schedule={plan.shape} chooses noise at run time, but clients book a plan that is "
             "declared before. Use a schedule that is a function of the step."
         )
-    if noise == "server" and plan.estimator.queries_per_step > 1:
+    if noise == "server" and plan.estimator.traits.queries_per_step > 1:
         raise ValueError(
             f"{plan.estimator} asks several queries on one batch: use noise='client', where each is "
             "noised before it leaves, once."

@@ -85,7 +85,7 @@ class TrustedServer:
                 "LocalRecords(unit='record')."
             )
         estimator = privacy.resolved_estimator()
-        if estimator.queries_per_step > 1:
+        if estimator.traits.queries_per_step > 1:
             raise ValueError(
                 f"estimator={estimator} asks several queries on one batch, which a trusted server "
                 "does not. Use MeanGradient, Diff2 or Storm."

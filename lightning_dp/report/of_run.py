@@ -65,7 +65,7 @@ def report(run: PrivateRun) -> PrivacyReport:
 def _mechanism(run: PrivateRun) -> dict[str, str]:
     config = run.config
     estimator = config.resolved_estimator()
-    queries = estimator.queries_per_step
+    queries = estimator.traits.queries_per_step
     return {
         "estimator": repr(estimator),
         **({"queries": _ROUND.format(queries)} if queries > 1 else {}),

@@ -134,7 +134,7 @@ class PrivateStep:
             scale: undoes a division of the loss.
             forward_again: runs the batch once more and returns its loss.
         """
-        if self._is_answered or not mechanism.is_under_way or self._chunk is None:
+        if self._is_answered or not mechanism.is_begun or self._chunk is None:
             raise RuntimeError(
                 "Backward ran more than once for one batch, or after its optimizer step: a record "
                 "would count twice. Add the losses up and call backward once per batch."
@@ -169,13 +169,13 @@ class PrivateStep:
         self._faults += [fault for found, fault in suspicions if found]
         if self._faults:
             return self._faults[0]
-        if not mechanism.is_under_way or mechanism.query is None or not self._owed:
+        if not mechanism.is_begun or mechanism.query is None or not self._owed:
             return None
         return UNANSWERED.format(type(self._module).__name__)
 
     def is_unreleased(self, mechanism: Mechanism) -> bool:
         """Tell whether all chunks of the batch were handed out, and its optimizer step was left out."""
-        return mechanism.is_under_way and self._is_whole
+        return mechanism.is_begun and self._is_whole
 
     def _give(
         self,
@@ -218,13 +218,13 @@ class PrivateStep:
         Raises:
             MisconfigurationException: naming the cure.
         """
-        if estimator.uses_hessian and not self._passes.has_products:
+        if estimator.traits.uses_hessian and not self._passes.has_products:
             raise MisconfigurationException(
                 f"{estimator} needs Hessian-vector products, which Opacus' hooks do not have (engine: "
                 f"{self.engine_description}). Use engine='bookkeeping', and change a layer that it "
                 "does not cover."
             )
-        runs_again = estimator.uses_hessian or estimator.queries_per_step > 1
+        runs_again = estimator.traits.uses_hessian or estimator.traits.queries_per_step > 1
         if runs_again and not self._module.automatic_optimization:
             raise MisconfigurationException(
                 f"{estimator} must run training_step several times on a batch, which manual "
@@ -241,7 +241,7 @@ class PrivateStep:
             agree: called with the fault of this process, if any, before anything is noised; it
                 raises on all ranks if one of them has a fault.
         """
-        if self._is_released or not mechanism.is_under_way:
+        if self._is_released or not mechanism.is_begun:
             raise RuntimeError(
                 "Two optimizer steps on one batch: the second would use the data without being "
                 "charged. Step once per batch."
@@ -266,7 +266,7 @@ class PrivateStep:
 
 
 def _has_rounds(mechanism: Mechanism) -> bool:
-    return mechanism.plan.estimator.queries_per_step > 1
+    return mechanism.plan.estimator.traits.queries_per_step > 1
 
 
 @contextmanager

@@ -202,7 +202,7 @@ class DifferentialPrivacyStrategy(Strategy):
         run, mechanism, fit = self.private_run, self._mechanism, self._now
         fit.monitors.check()
         chunk = chunk_in_hand(private_loader_of(self._trainer), batch_idx)
-        if chunk.first and mechanism.is_under_way:
+        if chunk.first and mechanism.is_begun:
             fit.agree(fit.step.fault(mechanism), Place.NO_RELEASE)
             self._replan_after_waste()
         if chunk.first and run.exhausted:
@@ -332,7 +332,7 @@ class DifferentialPrivacyStrategy(Strategy):
         super().on_train_end()
         trainer, run, fit = self._trainer, self.private_run, self._now
         fit.monitors.check()
-        if self._mechanism.is_under_way:
+        if self._mechanism.is_begun:
             fit.agree(fit.step.fault(self._mechanism), Place.NO_RELEASE)
         for callback in self._callbacks:
             callback.on_privacy_end(trainer, run)

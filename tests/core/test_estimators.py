@@ -110,7 +110,7 @@ def test_every_estimator_is_tested():
 def test_other_estimators_take_any_optimizer(optimizer):
     for estimator in (MeanGradient(), Diff2(3), Storm(0.5)):
         estimator.check(optimizer([torch.zeros(2, requires_grad=True)]))
-        assert estimator.queries_per_step == 1 and not estimator.uses_hessian
+        assert estimator.traits.queries_per_step == 1 and not estimator.traits.uses_hessian
 
 
 def test_mean_gradient_asks_for_the_gradient_where_the_model_is():

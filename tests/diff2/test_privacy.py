@@ -247,7 +247,7 @@ def test_unasked_steps_are_in_the_checkpoint():
     resumed = make()
     resumed.load_state_dict(mechanism.state_dict())
     assert resumed.unasked == mechanism.unasked == [(resumed.plan.event(1), 2)]
-    assert not resumed.is_under_way
+    assert not resumed.is_begun
 
 
 # -- stability -----------------------------------------------------------------------------------

@@ -30,7 +30,7 @@ class AtRunTime(AbstractAdaptiveSchedule):
     def __call__(self, step):
         return 1.0
 
-    def value(self, state, step):
+    def now(self, state, step):
         return 1.0 + step / 100
 
     def observe(self, state, released):

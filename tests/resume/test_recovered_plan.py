@@ -22,7 +22,7 @@ from lightning_dp.accounting import (
     sweep_history,
 )
 from lightning_dp.accounting.journal import JournalError
-from lightning_dp.estimators import CubicNewton, MeanGradient, Storm
+from lightning_dp.estimators import CubicNewton, MeanGradient, Storm, Traits
 from lightning_dp.run import PrivateRun
 from lightning_dp.sampling import BatchPlan
 from lightning_dp.schedules import (
@@ -56,7 +56,9 @@ class UpAndDown(AbstractSchedule):
 class Often(MeanGradient):
     """Asks nothing at two steps of three, and says nothing of it in advance."""
 
-    longest_silence = float("inf")
+    @property
+    def traits(self) -> Traits:
+        return Traits()
 
     def ask(self, state: Any, params: Any, step: int, noise_multiplier: float) -> Any:
         return super().ask(state, params, step, noise_multiplier) if step % 3 == 0 else None
@@ -215,7 +217,7 @@ class AtRunTime(AbstractAdaptiveSchedule):
     def init(self) -> Any:
         return {}
 
-    def value(self, state: Any, step: int) -> float:
+    def now(self, state: Any, step: int) -> float:
         return 1.0 + step % 3
 
     def observe(self, state: Any, released: Tensor) -> Any:

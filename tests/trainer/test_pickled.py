@@ -159,7 +159,7 @@ def test_copies_made_in_mid_step_hold_nothing_that_is_not_noised(make_trainer: A
     for strategy in Copying.made:
         run = strategy.private_run
         assert strategy._fit is None and strategy._step_arguments == ((), {})
-        assert run.mechanism._total is None and not run.mechanism.is_under_way
+        assert run.mechanism.query is None and not run.mechanism.is_begun
         assert run.steps == 1  # it is charged all the same
         with pytest.raises(RuntimeError, match="begin"):
             run.ledger.charge(next(iter(run.ledger.runs.values()))[0][0])

@@ -19,9 +19,9 @@ from lightning_dp._world import World
 from lightning_dp.accounting import PLDAccountant, PoissonGaussian, PoissonRound
 from lightning_dp.accounting.guards import FixedGuard
 from lightning_dp.accounting.ledger import Ledger
-from lightning_dp.boundary import BoundedSum, Query, Release, State, Term
+from lightning_dp.boundary import BoundedSum, Query, Release, State, Term, add_noise
 from lightning_dp.callbacks import DifferentialPrivacy
-from lightning_dp.estimators import AbstractEstimator, share_of_noise
+from lightning_dp.estimators import AbstractEstimator, Traits, share_of_noise
 from lightning_dp.mechanism import Mechanism
 from lightning_dp.plan import NoisePlan
 from lightning_dp.sampling import Poisson
@@ -99,8 +99,8 @@ class Round(AbstractEstimator):
     says: int = 0
 
     @property
-    def queries_per_step(self) -> int:
-        return self.says or len(self.multipliers)
+    def traits(self) -> Traits:
+        return Traits(queries_per_step=self.says or len(self.multipliers))
 
     def init(self, params: Sequence[Tensor]) -> State:
         return {"asked": 0}
@@ -160,7 +160,7 @@ def test_booking_a_round_as_one_of_its_queries_is_refused_before_the_data_are_to
     with pytest.raises(RuntimeError, match=r"queries on one batch.*the plan is an envelope"):
         machine.tell(PARAMS, lambda: answers.append(None))
     assert len(answers) < len(multipliers) - 1 and machine.step == 0
-    assert not machine.is_under_way and machine.query is None
+    assert not machine.is_begun and machine.query is None
     assert machine.ledger.steps == 1  # what was asked is charged
 
 
@@ -169,6 +169,24 @@ def test_an_estimator_may_not_ask_more_often_than_it_says():
     machine.ask(PARAMS)
     with pytest.raises(RuntimeError, match="queries_per_step=2"):
         machine.tell(PARAMS, lambda: None)
+
+
+@dataclass(frozen=True)
+class LateRound(Round):
+    """Asks nothing at first, and then a query after all."""
+
+    def ask(self, state: State, params: Sequence[Tensor], step: int, z: float) -> Query | None:
+        return super().ask(state, params, step, z) if state["asked"] else None
+
+
+def test_a_step_that_asked_nothing_and_was_not_charged_asks_nothing_later():
+    machine = mechanism(LateRound((9.0, 9.0, 9.0)), 1.0)
+    assert machine.ask(PARAMS) is None
+    answers: list[None] = []
+    with pytest.raises(RuntimeError, match="asked nothing at step 0, which was not charged"):
+        machine.tell(PARAMS, lambda: answers.append(None))
+    assert not answers and machine.query is None
+    assert machine.ledger.steps == 0
 
 
 def test_further_queries_need_somebody_who_answers():
@@ -218,12 +236,8 @@ class Probe(AbstractEstimator):
     seen: list[Tensor] = field(default_factory=list)
 
     @property
-    def queries_per_step(self) -> int:
-        return len(self.offsets)
-
-    @property
-    def uses_hessian(self) -> bool:
-        return True
+    def traits(self) -> Traits:
+        return Traits(queries_per_step=len(self.offsets), uses_hessian=True)
 
     def init(self, params: Sequence[Tensor]) -> State:
         return {"asked": 0}
@@ -328,10 +342,10 @@ def test_the_noise_follows_the_length_of_the_offset():
     params = [torch.zeros(size, dtype=torch.float64)]
     offset = torch.full((10_000,), 0.03, dtype=torch.float64)  # of length 3
     state = {"round": 0, "inner": 1, "offset": offset, "average": torch.zeros_like(offset)}
-    machine = mechanism(newton, 1.7)
     query = newton.ask(state, params, 0, 1.7)
     assert query.clip_norm == pytest.approx(0.5 * (0.5 + 2.0 * 3))
     assert query.noise_multiplier == pytest.approx(1.7 * 2)
-    release = machine._release(query, None, params)
+    total = BoundedSum.empty(query, params)
+    release = add_noise(total, query.noise_multiplier, NoiseSource(0), World())
     assert release.value.shape == (10_000,)
     assert float(release.value.std()) == pytest.approx(0.5 * 6.5 * 3.4, rel=0.03)

@@ -115,7 +115,7 @@ class ByNorm(AbstractAdaptiveSchedule):
     def init(self) -> State:
         return {}
 
-    def value(self, state: State, step: int) -> float:
+    def now(self, state: State, step: int) -> float:
         return 1.0
 
     def observe(self, state: State, released: Tensor) -> State:
