@@ -68,7 +68,9 @@ def test_an_infinite_clip_norm_is_for_training_without_noise_only(budget):
 
 
 def test_a_clip_norm_given_in_two_places_is_refused():
-    with pytest.raises(ValueError, match=r"max_grad_norm=1\.0 is given as well as estimator=MeanGr"):
+    with pytest.raises(
+        ValueError, match=r"max_grad_norm=1\.0 is given as well as estimator=MeanGr"
+    ):
         config(max_grad_norm=1.0, estimator=MeanGradient(1.0))
 
 

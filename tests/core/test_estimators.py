@@ -31,7 +31,7 @@ CASES: dict[str, AbstractEstimator] = {
     "cubic_newton": CubicNewton(2.0, 1.0, inner_steps=3, box=0.5, fresh_batches=True),
     "cubic_newton_of_one_step": CubicNewton(2.0, 0.0, inner_steps=1, max_grad_norm=0.3),
 }
-NOT_ESTIMATORS = {"AbstractEstimator", "State", "share_of_noise"}
+NOT_ESTIMATORS = {"Traits", "AbstractEstimator", "State", "share_of_noise"}
 PARAMS = [torch.linspace(-1, 1, 4).view(2, 2), torch.ones(2)]
 
 
