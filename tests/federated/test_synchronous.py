@@ -12,7 +12,7 @@ import torch
 from lightning_dp.accounting import Gaussian, PLDAccountant, PoissonGaussian, PoissonRound
 from lightning_dp.boundary import Query, Term
 from lightning_dp.estimators import Diff2, MeanGradient
-from lightning_dp.estimators.base import AbstractEstimator
+from lightning_dp.estimators.base import AbstractEstimator, Traits
 from lightning_dp.federated import BVRLSGD, QueryClient, ReleaseLedger, SynchronousServer
 from lightning_dp.federated.messages import Message, MessageError
 from lightning_dp.plan import NoisePlan
