@@ -44,7 +44,7 @@ Kept = dict[tuple[int, int], bytes]
 
 @dataclass(frozen=True)
 class Progress:
-    """The progress of a run: round ``begun`` is under way, or over after ``parts`` releases.
+    """The progress of a run: round ``begun`` goes on, or is over after ``parts`` releases.
 
     ``limit`` was found when other runs had made ``others`` charges. When this was written, the
     journal of data set ``dataset`` held ``charged`` charges of the run (None: an older version of
@@ -90,7 +90,7 @@ def check_name(argument_name: str, name: str, meaning: str) -> None:
 
 
 def file_name(name: str) -> str:
-    """A name as part of a file name, different for different names, also without case."""
+    """Return a name as part of a file name, different for different names, also without case."""
     readable = quote(name, safe=" ")[:80]
     return f"{readable}-{hashlib.sha256(name.encode()).hexdigest()[:12]}"
 
@@ -186,7 +186,7 @@ def _header(path: Path, line: bytes) -> tuple[Progress, list[list[int]], int]:
 
 
 def progress_of_all(journal_path: Path) -> Iterator[tuple[Path, Progress]]:
-    """Return how far each run over the journal's data set is, by the files beside the journal."""
+    """Yield the progress of each run over the journal's data set, by the files next to it."""
     if not journal_path.parent.is_dir():
         return
     start = f"{journal_path.stem}."
@@ -199,7 +199,7 @@ def progress_of_all(journal_path: Path) -> Iterator[tuple[Path, Progress]]:
 def check_nothing_is_missing(
     journal_path: Path, dataset_id: str, runs: Runs, known: Sequence[tuple[Path, Progress]]
 ) -> None:
-    """Refuse a journal that knows of fewer charges than were made, by the release files beside it.
+    """Refuse a journal that knows of fewer charges than were made, by the release files next to it.
 
     Args:
         journal_path, dataset_id: of the journal.

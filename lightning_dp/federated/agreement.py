@@ -112,14 +112,14 @@ def check_engine(records: Records, estimator: AbstractEstimator) -> None:
 
 
 def _check_direction(records: Records, direction: Tensor, point: Tensor, name: str) -> None:
-    """It is made of noised answers, whose dtype may be a wider one than the model's."""
+    """Check a direction: noised answers, whose dtype may be wider than the model's."""
     if direction.dtype not in (point.dtype, torch.promote_types(point.dtype, torch.float32)):
         raise MessageError(f"{name} is of {direction.dtype}, and the model of {point.dtype}.")
     check_point(records, direction.to(point.dtype), name)
 
 
 def _check_alike(query: Query) -> None:
-    """All vectors of a query belong to one model, and its coordinates are in there."""
+    """Check that all vectors of a query belong to one model, with its coordinates."""
     first = query.terms[0].point
     assert first is not None
     vectors = [v for term in query.terms for v in (term.point, term.direction) if v is not None]
@@ -195,7 +195,7 @@ _CURE = (
 
 
 def fingerprint(module: nn.Module) -> str:
-    """Names, shapes and dtypes of what is trained, and check sums of what is not."""
+    """Describe a module: names, shapes and dtypes of what is trained, check sums of what is not."""
     params = list(module.named_parameters())
     described = {
         "trained": [[name, _kind(p)] for name, p in params if p.requires_grad],

@@ -37,7 +37,7 @@ _NOTE = "note"
 
 @dataclass(frozen=True)
 class AsyncPlan:
-    """What server and clients of asynchronous SGD agree on before round 0.
+    """The plan that server and clients of asynchronous SGD agree on before round 0.
 
     Args:
         rounds: T.
@@ -84,7 +84,7 @@ class AsyncPlan:
         return self.steps(self.gradients_before(i))
 
     def coordinates(self, i: int, size: int) -> Tensor | None:
-        """The coordinates that an update of round i has, of ``size``; None for all."""
+        """Return the coordinates that an update of round i has, of ``size``; None for all."""
         if self.keep is None:
             return None
         return shared_mask(self.mask_seed, i, size, self.keep)
@@ -95,7 +95,7 @@ class AsyncPlan:
             raise ValueError(f"keep={self.keep} of {size} coordinates.")
 
     def move(self, point: Tensor, i: int, update: Tensor, client: int = 0) -> Tensor:
-        """``point`` - η̄_i U: what server and client do with an update of round i, whosesoever."""
+        """Return ``point`` - η̄_i U: the move of server and client by any client's update of round i."""
         coordinates = self.coordinates(i, len(point))
         eta = self.step_size(i)
         if coordinates is None:
@@ -104,13 +104,13 @@ class AsyncPlan:
         return point.index_add(0, coordinates, scaled, alpha=-eta)
 
     def update_size(self, size: int) -> int:
-        """How many numbers an update has."""
+        """Return the length of an update, of ``size`` parameters."""
         return size if self.keep is None else self.keep
 
 
 @dataclass(frozen=True)
 class ClientPrivacy:
-    """How one client protects its records: its own choice, not the server's.
+    """The privacy of one client's records: its own choice, not the server's.
 
     Args:
         max_grad_norm: C of the gradient of one record (or of the whole client's sum).
@@ -155,7 +155,7 @@ class ClientPrivacy:
 
     @property
     def is_private(self) -> bool:
-        """Whether any noise is meant to be added; not whether it is enough."""
+        """True if any noise is meant to be added, enough of it or not."""
         return callable(self.noise_multiplier) or self.noise_multiplier > 0
 
 
@@ -277,7 +277,7 @@ class _Rounds(AbstractRounds):
         return Asked(i, 0, {"round": i}, make, note=note)
 
     def _model(self, i: int, request: Message, latest: Latest) -> tuple[Tensor, int] | None:
-        """ŵ at the beginning of round i, and the counter of the broadcast that it comes from."""
+        """Return ŵ at the beginning of round i, and the counter of the broadcast that it comes from."""
         if "model" in request.tensors:
             return request.tensor("model"), request.whole("counter")
         if (found := latest()) is None:
@@ -289,7 +289,7 @@ class _Rounds(AbstractRounds):
         return self.plan.move(note.tensor("point"), before, update.tensor("update")), counter
 
     def _check(self, point: Tensor) -> None:
-        """A model that cannot be asked about is refused before anything is charged."""
+        """Refuse a model that cannot be asked about."""
         check_point(self.records, point)
         try:
             self.plan.check(len(point), 1)
@@ -312,7 +312,7 @@ class _Rounds(AbstractRounds):
         return Query((Term(1.0, point),), self.privacy.max_grad_norm, noise, coordinates)
 
     def _walk(self, i: int, point: Tensor, drawn: list[int]) -> Tensor:
-        """The paper's loop, without privacy: U such that ŵ - η̄_i U is where it ends."""
+        """Run the paper's loop, without privacy; return U such that ŵ - η̄_i U is where it ends."""
         plan, each_round = self.plan, self.plan.step_size(i)
         dtype = torch.promote_types(point.dtype, torch.float32)
         total = torch.zeros(plan.update_size(len(point)), dtype=dtype)

@@ -41,7 +41,7 @@ FORMS = {
 
 
 class RoundPlan(Protocol):
-    """What an :class:`AsyncServer` has to know of a protocol; all of it public."""
+    """The public part of a protocol that an :class:`AsyncServer` has to know."""
 
     @property
     def rounds(self) -> int:
@@ -55,10 +55,10 @@ class RoundPlan(Protocol):
         """Raise ValueError unless it is for so many parameters and clients."""
 
     def update_size(self, size: int) -> int:
-        """How many numbers an update has, of a model with ``size``."""
+        """Return the length of an update, of ``size`` parameters."""
 
     def move(self, point: Tensor, i: int, update: Tensor, client: int) -> Tensor:
-        """The model, changed by a client's update of round i."""
+        """Return the model, changed by a client's update of round i."""
 
 
 @dataclass
@@ -126,7 +126,7 @@ class AsyncServer(AbstractServer):
 
     @property
     def applied(self) -> list[int]:
-        """For each client, how many of its updates are in v̂: those of rounds 0, 1, ...."""
+        """The number of each client's updates in v̂: those of rounds 0, 1, ...."""
         return list(self._applied)
 
     @property
@@ -135,7 +135,7 @@ class AsyncServer(AbstractServer):
         return self._round
 
     def _look_for_end_of_round(self) -> None:
-        """Find k anew, once none of those that were at it is left there."""
+        """Find k again, once no client is left at it."""
         if self._behind:
             return
         staying = [n for c, n in enumerate(self._applied) if c not in self._left]
@@ -274,7 +274,7 @@ class Aggregator:
         self._reply: bytes | None = None
 
     def offer(self, request: bytes) -> None:
-        """A request from above: a new round, or the same one again.
+        """Take a request from above: a new round, or the same one again.
 
         Raises:
             MessageError: for an older round.
@@ -295,17 +295,17 @@ class Aggregator:
 
     @property
     def reply(self) -> bytes | None:
-        """What goes up; None while it waits. The same bytes for the same round."""
+        """The message that goes up, the same bytes for the same round; None while it waits."""
         return self._reply
 
     def request(self, child: int) -> bytes | None:
-        """What to send to a child now; None if it must wait."""
+        """Return the message to send to a child now; None if it must wait."""
         if self._reply is not None or child in self._sums or child in self._left:
             return None
         return self._request
 
     def receive(self, child: int, reply: bytes) -> bool:
-        """A child's reply; whether it was new. Raises MessageError if it is none."""
+        """Take a child's reply; tell whether it was new. Raises MessageError if it is none."""
         check_client(child, self.num_children)
         read = read_reply(f"Child {child}", reply, FORMS)
         i = read.numbers["round"]
@@ -334,7 +334,7 @@ class Aggregator:
         self._counters = min(counter, self._counters) if len(self._sums) > 1 else counter
 
     def _finish(self) -> None:
-        """All children have answered: make the reply."""
+        """Make the reply, once all children have answered."""
         if len(self._sums) + len(self._left) < self.num_children:
             return
         if not self._sums:
@@ -348,7 +348,7 @@ class Aggregator:
         self._reply = Message(UPDATE, facts, {"update": total}).to_bytes()
 
     def state_dict(self) -> State:
-        """Released values only."""
+        """Return released values only."""
         return {
             "round": self._round,
             "request": None if self._request is None else list(self._request),

@@ -73,11 +73,11 @@ class BVRLSGD:
     # -- one round of one worker -----------------------------------------------------------
 
     def start(self, x: Tensor, v: Tensor) -> State:
-        """The state after the server's estimate ``v`` at ``x`` was applied; both flat."""
+        """Return the state after the server's estimate ``v`` at ``x`` was applied; both flat."""
         return {"k": 1, "before": x, "x": x - self.learning_rate * v, "v": v}
 
     def ask(self, state: State) -> Query | None:
-        """What the worker is asked at x_(k-1), given in the query; None when the round is over.
+        """Return the query at x_(k-1) to the worker; None when the round is over.
 
         A step that would compare a point with itself is over at once: v would not change, so
         neither would anything after it.
@@ -91,7 +91,7 @@ class BVRLSGD:
         return Query(terms, radius, self.noise_multiplier)
 
     def tell(self, state: State, released: Release) -> State:
-        """The next state.
+        """Return the next state.
 
         Args:
             released: the noised sum divided by the expected batch size b.
@@ -109,13 +109,13 @@ class BVRLSGD:
 
     @staticmethod
     def worker_in_turn(round_number: int, workers: int) -> int:
-        """The worker, 0, ..., P - 1, that runs round r = 1, 2, ..."""
+        """Return the worker, 0, ..., P - 1, that runs round r = 1, 2, ..."""
         return round_number % workers
 
     def history(
         self, diff2: Diff2, noise_multiplier: float, rounds: int, worker: int, workers: int
     ) -> History:
-        """Everything that is asked about one record of a worker in a run from round 1.
+        """Return all events of one record of a worker in a run from round 1.
 
         The server asks about all records in every round; the worker's own steps are added in the
         rounds that are its turn.

@@ -64,12 +64,12 @@ class AbstractRounds(ABC):
 
     @property
     def facts(self) -> dict[str, Any]:
-        """What else may be seen of this client."""
+        """Further numbers about this client that may be seen."""
         return {}
 
     @abstractmethod
     def events(self, i: int) -> Sequence[AbstractEvent]:
-        """The privacy events of the ledger's round i, charged together before its first release."""
+        """Return the privacy events of the ledger's round i, charged before its first release."""
 
     @abstractmethod
     def read(self, request: Message, latest: Latest) -> Asked:
@@ -80,7 +80,7 @@ class AbstractRounds(ABC):
         """
 
     def reply(self, made: bytes) -> bytes:
-        """The reply that is in a release. May raise what the release says in place of one."""
+        """Return the reply that is in a release, or raise the error that it tells of."""
         return made
 
 

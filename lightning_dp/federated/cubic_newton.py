@@ -33,7 +33,7 @@ _DIVERGED = "diverged"
 
 @dataclass(frozen=True)
 class CubicNewtonPlan:
-    r"""What server and clients of a DP-FCRN run agree on: all of it public.
+    r"""The public plan that server and clients of a DP-FCRN run agree on.
 
     Round t = 0, 1, ...: the server sends x_t; client i makes a round of ``newton`` at x_t on its own
     records, with its own noise on each of the τ inner queries
@@ -88,13 +88,13 @@ class CubicNewtonPlan:
     # -- what it costs -----------------------------------------------------------------------
 
     def sampling(self, sample_rate: float) -> AbstractSampling:
-        """How batches are drawn: a rate of 1 is all records. Raises ValueError outside (0, 1]."""
+        """Return the sampling scheme of a rate in (0, 1], where 1 takes all records."""
         if not 0 < number("sample_rate", sample_rate) <= 1:
             raise ValueError(f"sample_rate={sample_rate} must be in (0, 1].")
         return FullBatch() if sample_rate == 1 else Poisson()
 
     def events(self, noise_multiplier: float, sample_rate: float = 1.0) -> list[AbstractEvent]:
-        """What one round asks of a record: one event, or τ with ``fresh_batches``.
+        """Return the events of one round for a record: one, or τ with ``fresh_batches``.
 
         Args:
             noise_multiplier: z >= 0 of a whole round (of an inner step with ``fresh_batches``).
@@ -110,18 +110,18 @@ class CubicNewtonPlan:
     # -- one client's step -------------------------------------------------------------------
 
     def mask_seed(self, client: int) -> int:
-        """The public seed of a client's coordinate sets."""
+        """Return the public seed of a client's coordinate sets."""
         if isinstance(client, bool) or not (isinstance(client, int) and 0 <= client < self.clients):
             raise ValueError(f"client={client!r} must be one of 0, ..., {self.clients - 1}.")
         return (self.newton.mask_seed + client) % 2**64
 
     def newton_of(self, client: int) -> CubicNewton:
-        """What a client solves: for the entries that it sends, or for all of them."""
+        """Return the step that a client solves: for the entries that it sends, or for all."""
         newton = replace(self.newton, mask_seed=self.mask_seed(client))
         return replace(newton, keep=None, keep_fraction=None) if self.whole_steps else newton
 
     def update(self, step: Tensor, t: int, client: int) -> Tensor:
-        """The values of S_i(u): what client i sends of its step in round t."""
+        """Return the values of S_i(u), which client i sends of its step in round t."""
         keep = self.newton.kept(len(step))
         return random_k(step, keep, self.mask_seed(client), t).values
 
@@ -139,11 +139,11 @@ class CubicNewtonPlan:
             raise ValueError(f"num_clients={num_clients}, but the plan has clients={self.clients}.")
 
     def update_size(self, size: int) -> int:
-        """k of ``size`` parameters."""
+        """Return k of ``size`` parameters."""
         return self.newton.kept(size)
 
     def move(self, point: Tensor, i: int, update: Tensor, client: int) -> Tensor:
-        """``point`` + (α/n) S, from the values of S."""
+        """Return ``point`` + (α/n) S, from the values of S."""
         sent = SparseVector(update.to(point.dtype), len(point), self.mask_seed(client), i)
         alpha = self.step_scale / self.clients
         return point.index_add(0, sent.coordinates(), sent.values, alpha=alpha)
@@ -154,7 +154,7 @@ class CubicNewtonClient(Client):
 
     - A round is charged to the ledger, on disk, before a record is touched.
     - The request for a round is answered once. Asked again, also by a new process on the same
-      ledger, the client sends the same bytes: no noise is drawn anew.
+      ledger, the client sends the same bytes: no noise is drawn again.
     - Noise, sampling and budget are this client's own choice; the server learns none of them from
       a message but that a budget is used up.
 
@@ -247,7 +247,7 @@ class _Rounds(AbstractRounds):
         return Asked(t, 0, {"round": t}, make)
 
     def _check(self, point: Tensor) -> None:
-        """A model that cannot be asked about is refused before anything is charged."""
+        """Refuse a model that cannot be asked about."""
         if point.dtype not in (torch.float32, torch.float64):
             raise MessageError(f"The model is of {point.dtype}; DP-FCRN needs float32 or float64.")
         check_point(self.records, point)
@@ -259,7 +259,7 @@ class _Rounds(AbstractRounds):
     # -- after it ----------------------------------------------------------------------------
 
     def _step(self, point: Tensor, t: int, rng: np.random.Generator, source: NoiseSource) -> Tensor:
-        """u: what this client would add to x_t. Every query is noised."""
+        """Return u, this client's step from x_t. Every query is noised."""
         newton, q, params = self.plan.newton_of(self.client), self.sample_rate, [point]
         sampling = self.plan.sampling(q)
         state = {**newton.init(params), "round": t}
@@ -292,7 +292,7 @@ class _DivergedError(Exception):
 
 
 def _at(query: Query, point: Tensor) -> Query:
-    """The query with its points written out."""
+    """Return the query with its points written out."""
     terms = tuple(
         replace(term, point=point if term.point is None else term.point) for term in query.terms
     )

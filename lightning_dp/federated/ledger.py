@@ -53,7 +53,7 @@ class ReleaseLedger:
     - a round that had not left is made again under its charge, on the same batch.
 
     The whole plan of a run is declared in advance (:class:`Spending`); how many of its rounds fit
-    into the budget, beside what other runs have spent, is found before its first one, so stopping
+    into the budget, next to what other runs have spent, is found before its first one, so stopping
     there is a stop fixed in advance. A further round is refused, and charges nothing. Runs that take
     turns share what is left, round by round, by rules that hold for any order of theirs.
 
@@ -100,7 +100,7 @@ class ReleaseLedger:
     # -- what was spent ----------------------------------------------------------------------
 
     def history(self) -> list[tuple[AbstractEvent, int]]:
-        """Everything charged for this data set, over all runs.
+        """Return everything charged for this data set, over all runs.
 
         Raises:
             JournalError: if the journal is damaged or another data set's, or knows of fewer charges
@@ -116,13 +116,13 @@ class ReleaseLedger:
         return history_of(runs)
 
     def epsilon(self, delta: float, relation: Relation = "add_remove") -> float:
-        """ε at ``delta`` of everything charged so far."""
+        """Return ε at ``delta`` of everything charged so far."""
         return PLDAccountant().epsilon(self.history(), delta, relation)
 
     # -- releases ----------------------------------------------------------------------------
 
     def facts(self, spending: Spending) -> dict[str, float | str]:
-        """What was spent on this data set, as a client may tell it."""
+        """Return ε of this data set and its δ and relation, for a client to tell."""
         delta, relation = spending.target_delta, spending.relation
         return {"epsilon": self.epsilon(delta, relation), "delta": delta, "relation": relation}
 
@@ -136,7 +136,7 @@ class ReleaseLedger:
         keep: bool = True,
         note: bytes = b"",
     ) -> bytes:
-        """The bytes of a release: those that left before, or newly charged and made ones.
+        """Return the bytes of a release: those that left before, or newly charged and made ones.
 
         Args:
             spending: the run, the same at each call.
@@ -173,12 +173,12 @@ class ReleaseLedger:
             return content
 
     def find(self, spending: Spending, round_: int, part: int) -> bytes | None:
-        """The bytes of a release that was made; None if it was not, or is no longer kept."""
+        """Return the bytes of a release; None if it was not made, or is no longer kept."""
         with self._open(spending) as files:
             return files.kept.get((round_, part))
 
     def latest(self, spending: Spending) -> tuple[bytes, bytes] | None:
-        """The note and the bytes of the latest release; None if there is none, or it had no note."""
+        """Return the note and the bytes of the latest release; None if there is none, or no note."""
         with self._open(spending) as files:
             if not files.note or not files.kept:
                 return None
@@ -190,7 +190,7 @@ class ReleaseLedger:
             return files.progress.begun >= 0
 
     def rounds_left(self, spending: Spending) -> int:
-        """How many rounds of the plan, from the latest one on, the budget affords."""
+        """Return the number of rounds of the plan, from the latest one on, that the budget affords."""
         with self._open(spending) as files:
             return files.progress.limit - files.progress.begun - 1
 
@@ -206,11 +206,11 @@ class NoLedger:
         self._content, self._note = b"", b""
 
     def epsilon(self, delta: float, relation: Relation = "add_remove") -> float:
-        """Infinite."""
+        """Return inf."""
         return math.inf
 
     def facts(self, spending: Spending) -> dict[str, float | str]:
-        """None: nothing was booked."""
+        """Return nothing: nothing was booked."""
         return {}
 
     def release(
@@ -223,22 +223,22 @@ class NoLedger:
         keep: bool = True,
         note: bytes = b"",
     ) -> bytes:
-        """The bytes of a release: those that left before, or newly made ones."""
+        """Return the bytes of a release: those that left before, or newly made ones."""
         if self._place != (round_, part):
             content = make(random_generator(None))
             self._place, self._content, self._note = (round_, part), content, note
         return self._content
 
     def find(self, spending: Spending, round_: int, part: int) -> bytes | None:
-        """The bytes of the latest release, if it is this one."""
+        """Return the bytes of the latest release, if it is this one."""
         return self._content if self._place == (round_, part) else None
 
     def latest(self, spending: Spending) -> tuple[bytes, bytes] | None:
-        """The note and the bytes of the latest release; None if there is none, or it had no note."""
+        """Return the note and the bytes of the latest release; None if there is none, or no note."""
         return (self._note, self._content) if self._note else None
 
     def has_begun(self, spending: Spending) -> bool:
-        """True: no charge is to come, before which a model should be tried."""
+        """Return True: no charge is to come, before which a model should be tried."""
         return True
 
 
@@ -310,7 +310,7 @@ class _OpenRun:
         return progress
 
     def _check_own(self, progress: Progress, latest: int, spending: Spending) -> None:
-        """The journal may be ahead by the charge of the round that is under way, and no more."""
+        """Check the file: the journal may be ahead by the charge of the round begun, no more."""
         under_way = progress.begun if progress.parts == 0 else None
         here = charges_of(self._journal.runs, self._run, but=under_way)
         known = here if progress.charged is None else progress.charged
@@ -327,7 +327,7 @@ class _OpenRun:
             )
 
     def _others(self) -> int:
-        """Return how many charges the other runs over this data set have made."""
+        """Return the number of charges that other runs over this data set have made."""
         everything = sum(n for of in self._journal.runs.values() for _, n in of)
         return everything - charges_of(self._journal.runs, self._run)
 
@@ -346,7 +346,7 @@ class _OpenRun:
         return fits_beside(rest, self._budget, history_of(self._journal.runs))
 
     def begin(self, round_: int, part: int, spending: Spending) -> Progress:
-        """The next part of the round under way, or a new round: charged when this returns."""
+        """Begin the next part of the current round, or a new round: it is charged on return."""
         begun, parts = self.progress.begun, self.progress.parts
         if round_ < begun or (round_ == begun and part < parts):
             raise MessageError(

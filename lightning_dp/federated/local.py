@@ -67,10 +67,11 @@ class LocalRecords:
             is that of flat vectors.
         records: a map-style data set, or the training loader, whose ``collate_fn`` is used and
             whose batch size is the chunk size. Both must make one row of each record.
-        unit: whose presence is hidden. "record": each record's part is clipped to C. "client": the
-            un-clipped sum over the records is clipped to C as a whole, so that nothing but the
-            noise tells whether the client took part. Sampling records amplifies nothing then.
-        engine: who computes gradients per record; as in ``PrivacyConfig``.
+        unit: the part whose presence is hidden. "record": each record's part is clipped to C.
+            "client": the un-clipped sum over the records is clipped to C as a whole, so that
+            nothing but the noise tells whether the client took part. Sampling records amplifies
+            nothing then.
+        engine: the computation of gradients per record; as in ``PrivacyConfig``.
         chunk_size: records at a time; default the loader's batch size, else 64.
         device: where the module runs.
         try_first: before the first charge, run a copy of the module once on made-up records of the
@@ -126,7 +127,7 @@ class LocalRecords:
         with self._passes() as passes:
             self.engine = passes.description
             self.has_products = passes.has_products
-            """Whether queries with Hessian-vector products can be answered."""
+            """True if queries with Hessian-vector products can be answered."""
 
     @property
     def num_records(self) -> int:
@@ -140,7 +141,7 @@ class LocalRecords:
 
     @cached_property
     def fingerprint(self) -> str:
-        """A description of what the server's module must be, beside the trained numbers that it sends."""
+        """The description of the module that the server must have, besides the trained numbers."""
         return fingerprint(self._module)
 
     def check_point(self, point: Tensor) -> None:
@@ -201,7 +202,7 @@ class LocalRecords:
             raise
 
     def bounded_sum(self, query: Query, records: Sequence[int]) -> BoundedSum:
-        """The sum of the query over these records, none of which may occur twice.
+        """Return the sum of the query over these records, none of which may occur twice.
 
         Sensitive until it is noised. An empty choice gives zeros.
 
@@ -230,7 +231,7 @@ class LocalRecords:
         return bounded_sum(whole, query.clip_norm)
 
     def _chunks(self, records: list[int]) -> Iterator[tuple[Any, int]]:
-        """Batches on the device as the user's code makes them, and their sizes."""
+        """Yield batches on the device as the user's code makes them, and their sizes."""
         starts = range(0, len(records), self._chunk_size)
         chunks = [records[start : start + self._chunk_size] for start in starts]
         loader: DataLoader[Any] = DataLoader(

@@ -69,21 +69,21 @@ class Message:
     tensors: Mapping[str, Tensor] = field(default_factory=dict)
 
     def __getitem__(self, name: str) -> Any:
-        """A fact. Raises MessageError if it is not there."""
+        """Return a fact. Raises MessageError if it is not there."""
         if name not in self.facts:
             there = reprlib.repr([*self.facts])
             raise MessageError(f"A message {self._kind} has no {name!r}, only {there}.")
         return self.facts[name]
 
     def whole(self, name: str) -> int:
-        """A fact that must be a whole number >= 0. Raises MessageError if it is not."""
+        """Return a fact that must be a whole number >= 0. Raises MessageError if it is not."""
         value = self[name]
         if type(value) is not int or not value >= 0:
             raise MessageError(f"{name}={reprlib.repr(value)} must be a whole number >= 0.")
         return value
 
     def tensor(self, name: str, size: int | None = None) -> Tensor:
-        """A vector, of ``size`` numbers if that is given. Raises MessageError if it is not there."""
+        """Return a vector, of ``size`` numbers if that is given. Raises MessageError without one."""
         value = self.tensors.get(name)
         if value is None:
             raise MessageError(f"A message {self._kind} has no tensor {name!r}.")
@@ -97,7 +97,7 @@ class Message:
         return reprlib.repr(self.kind)  # a peer's words are shown, but not without end
 
     def to_bytes(self) -> bytes:
-        """The same message always gives the same bytes."""
+        """Return the bytes, always the same for the same message."""
         parts, described = [], []
         for name, tensor in sorted(self.tensors.items()):
             flat = tensor.detach().cpu().contiguous()
@@ -113,7 +113,7 @@ class Message:
 
     @classmethod
     def from_bytes(cls, content: bytes) -> Message:
-        """The inverse of :meth:`to_bytes`. Raises MessageError for anything else."""
+        """Read what :meth:`to_bytes` wrote. Raises MessageError for anything else."""
         try:
             return cls(*_read_all(content))
         except (ValueError, TypeError, RecursionError) as error:
@@ -138,7 +138,7 @@ def _read_all(content: bytes) -> tuple[str, dict[str, Fact], dict[str, Tensor]]:
     tensors: dict[str, Tensor] = {}
     for name, dtype, shape in described:
         if not isinstance(name, str) or name in tensors:
-            raise ValueError("its tensors have no names of their own")
+            raise ValueError("its tensors have not each a name")
         tensors[name], end = _read(content, end, dtype, shape)
     if end != len(content):
         raise ValueError("it has another length than it says")
@@ -146,7 +146,7 @@ def _read_all(content: bytes) -> tuple[str, dict[str, Fact], dict[str, Tensor]]:
 
 
 def _read(content: bytes, start: int, dtype: object, shape: object) -> tuple[Tensor, int]:
-    """The tensor that begins there, and where it ends; nothing is allocated for one that cannot be."""
+    """Return the tensor that begins there, and where it ends; allocate nothing for one that cannot be."""
     found = _DTYPES.get(dtype) if isinstance(dtype, str) else None
     if found is None:
         raise ValueError("a dtype is none that messages have")
@@ -200,7 +200,7 @@ class Reply:
     """A reply that has the form of its kind. Its place in the protocol is not checked yet.
 
     Args:
-        sender: who sent it, for error messages.
+        sender: its name, for error messages.
         kind: one of those that the protocol has.
         numbers: the facts of its form.
         raw: its tensor, as it came.
@@ -212,7 +212,7 @@ class Reply:
     raw: Tensor | None = None
 
     def vector(self, size: int, dtype: torch.dtype) -> Tensor:
-        """Its tensor in a protocol's own dtype, in which it and its norm are finite.
+        """Return its tensor in a protocol's dtype, in which it and its norm are finite.
 
         Raises:
             MessageError: for another size, or numbers that are too large for the dtype.

@@ -39,10 +39,10 @@ class Records(Protocol):
 
     @property
     def unit(self) -> str:
-        """Whose part is clipped: each "record", or the "client", its whole sum as one."""
+        """The unit whose part is clipped: each "record", or the "client", its whole sum as one."""
 
     def bounded_sum(self, query: Query, records: Sequence[int]) -> BoundedSum:
-        """The sum of the query over these records, each clipped; sensitive until it is noised."""
+        """Return the sum of the query over these records, each clipped; sensitive until it is noised."""
 
 
 class AbstractServer(ABC):
@@ -51,13 +51,13 @@ class AbstractServer(ABC):
     An engine does this, in any order and at any time::
 
         while not server.is_done:
-            for client in those that no message is under way to:
+            for client in those that no message is in flight to:
                 if (request := server.request(client)) is not None:
                     send it
             for each reply that came:
                 server.receive(client, reply)
 
-    - At most one message is under way to a client. A reply that does not come is no loss: the same
+    - At most one message is in flight to a client. A reply that does not come is no loss: the same
       request is made again, and the client answers with the same bytes.
     - A reply that comes twice, or too late, is not applied again.
     - :meth:`state_dict` may be taken between any two calls, and holds released values only. If
@@ -73,25 +73,25 @@ class AbstractServer(ABC):
     @property
     @abstractmethod
     def round(self) -> int:
-        """How many rounds are over."""
+        """The number of rounds that are over."""
 
     @property
     @abstractmethod
     def is_done(self) -> bool:
-        """Whether nothing will be asked any more."""
+        """True when nothing will be asked any more."""
 
     @property
     @abstractmethod
     def reason(self) -> str:
-        """Why it is done; empty while it is not."""
+        """The reason why it is done; empty while it is not."""
 
     @abstractmethod
     def request(self, client: int) -> bytes | None:
-        """What to send to a client now; None if it must wait. Asked again, the same."""
+        """Return the message to send to a client now, asked again the same; None if it must wait."""
 
     @abstractmethod
     def receive(self, client: int, reply: bytes) -> bool:
-        """A client's reply.
+        """Take a client's reply.
 
         Args:
             client: from whom.
@@ -106,11 +106,11 @@ class AbstractServer(ABC):
         """
 
     def forget(self, client: int) -> None:  # noqa: B027 (many send everything each time)
-        """The client's process is a new one and knows nothing that it was sent before."""
+        """Note that the client's process is new and knows nothing that it was sent before."""
 
     @abstractmethod
     def state_dict(self) -> State:
-        """Tensors, numbers, strings, lists and dicts: it can be read with ``weights_only=True``."""
+        """Return tensors, numbers, strings, lists and dicts, to be read with ``weights_only=True``."""
 
     @abstractmethod
     def load_state_dict(self, state: State) -> None:
@@ -126,7 +126,7 @@ class AbstractClient(ABC):
 
     @abstractmethod
     def answer(self, request: bytes) -> bytes:
-        """The reply to a request.
+        """Return the reply to a request.
 
         If the budget does not allow what is asked, the reply says so, and nothing is charged.
 
@@ -160,19 +160,19 @@ def draw(
     rng: np.random.Generator,
     sampling: AbstractSampling = _POISSON,
 ) -> list[int]:
-    """The records of a batch: each with probability ``rate``, by default."""
+    """Draw the records of a batch: each with probability ``rate``, by default."""
     return [int(record) for record in sampling.draw(records.num_records, rate, rng)]
 
 
 def noise_source(seed: int | None, *stream: int) -> NoiseSource:
-    """Noise from the operating system; with a ``seed``, for tests, a function of seed and stream."""
+    """Return noise of the operating system; with a ``seed``, for tests, a function of seed and stream."""
     if seed is None:
         return NoiseSource()
     return NoiseSource(int(random_generator(seed, 2, *stream).integers(2**62)))
 
 
 def bounded(records: Records, query: Query, drawn: list[int]) -> BoundedSum:
-    """The answer of the records, checked to have the bound that was asked for."""
+    """Return the answer of the records, checked to have the bound that was asked for."""
     total = records.bounded_sum(query, drawn)
     if total.clip_norm != query.clip_norm:
         raise RuntimeError(
@@ -182,5 +182,5 @@ def bounded(records: Records, query: Query, drawn: list[int]) -> BoundedSum:
 
 
 def noised_sum(records: Records, query: Query, drawn: list[int], source: NoiseSource) -> Release:
-    """The sum over the drawn records, with the noise of the query."""
+    """Return the sum over the drawn records, with the noise of the query."""
     return add_noise(bounded(records, query, drawn), query.noise_multiplier, source, World())

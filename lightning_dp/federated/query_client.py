@@ -106,12 +106,12 @@ class _Round(NamedTuple):
 
     @property
     def number(self) -> int:
-        """In the ledger's order."""
+        """The place in the ledger's order."""
         return 2 * self.step + self.is_alone
 
     @classmethod
     def of(cls, number: int) -> _Round:
-        """The inverse."""
+        """Return the round at a place in the ledger."""
         step, is_alone = divmod(number, 2)
         return cls(step, bool(is_alone))
 
@@ -150,7 +150,7 @@ class _Rounds(AbstractRounds):
         return [self.plan.event(step)]
 
     def _routine_of(self, step: int) -> BVRLSGD | None:
-        """The local routine, where it is this client's turn and there is more than one step in it."""
+        """Return the local routine if it is this client's turn and has more than one step."""
         routine = self.local_routine
         if routine is None or routine.local_steps == 1:
             return None
@@ -194,7 +194,7 @@ class _Rounds(AbstractRounds):
     # -- a local routine ---------------------------------------------------------------------
 
     def _read_walk(self, request: Message) -> Asked:
-        """It begins in this client's turn, at a model, and with a step of some length."""
+        """Check that a routine begins in this client's turn, at a model, with a step of some length."""
         step, part = request.whole("round"), request.whole("part")
         routine = self._routine_of(step)
         if routine is None:
@@ -219,7 +219,7 @@ class _Rounds(AbstractRounds):
     def _walk(
         self, routine: BVRLSGD, state: State, rng: np.random.Generator, source: NoiseSource
     ) -> Tensor:
-        """Where the local routine ends. Every step of it is noised, and only the end is sent."""
+        """Return the end of the local routine. Every step is noised, and only the end is sent."""
         batch = routine.sample_rate * self.records.num_records
         while (query := _next(routine, state)) is not None:
             drawn = draw(self.records, routine.sample_rate, rng)
@@ -230,7 +230,7 @@ class _Rounds(AbstractRounds):
 
 
 def _next(routine: BVRLSGD, state: State) -> Query | None:
-    """The query that the local routine asks; None where it ends."""
+    """Return the query that the local routine asks; None where it ends."""
     try:
         query = routine.ask(state)
     except RuntimeError:  # the points are no longer finite, by noised values only

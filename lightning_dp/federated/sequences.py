@@ -137,7 +137,7 @@ class PowerSizes(AbstractSampleSizes):
 
 
 def _slow_logarithm(x: float) -> float:
-    """γ(x) = 4 ln x, for which the convergence rate of strongly convex problems holds."""
+    """Return γ(x) = 4 ln x, for which the convergence rate of strongly convex problems holds."""
     return 4 * math.log(x)
 
 
@@ -207,7 +207,7 @@ class DelaySizes(AbstractSampleSizes):
 def delay_is_permissible(
     sizes: Callable[[int], int], delay: Callable[[float], float], *, lag: int, rounds: int
 ) -> bool:
-    """Whether τ(s_0 + ... + s_i) >= s_(i-d) + ... + s_i in every round i < ``rounds``.
+    """Tell whether τ(s_0 + ... + s_i) >= s_(i-d) + ... + s_i in every round i < ``rounds``.
 
     What is on the right is at most the number of gradients that a model used in round i may lack;
     on the left is how many it may lack for the convergence rate to hold.
@@ -233,7 +233,7 @@ def delay_is_permissible(
 
 
 def rounds_for(sizes: Callable[[int], int], gradients: float) -> int:
-    """The least T with s_0 + ... + s_(T-1) >= ``gradients``.
+    """Return the least T with s_0 + ... + s_(T-1) >= ``gradients``.
 
     Example:
         >>> rounds_for(PolynomialSizes(a=0, b=16), 25_000)

@@ -85,7 +85,7 @@ def check_budget(target_epsilon: float, target_delta: float, relation: Relation)
 
 
 def affordable_rounds(events: Events, rounds: int, budget: Budget, spent: History) -> int:
-    """Return how many of the rounds fit, if nobody else spends meanwhile: found before the first one."""
+    """Return the number of rounds that fit if no other run spends meanwhile."""
     if math.isinf(budget[0]):
         return rounds
     plan = [events(i) for i in range(rounds)]
@@ -103,7 +103,7 @@ def affordable_rounds(events: Events, rounds: int, budget: Budget, spent: Histor
 
 
 def fits_beside(charges: Sequence[AbstractEvent], budget: Budget, spent: History) -> bool:
-    """Tell whether a round fits where several runs take turns, in an order that nobody declared.
+    """Tell whether a round fits where several runs take turns, in an undeclared order.
 
     The order may depend on what was released, so a plan's ε would not hold for it. These do:
 
@@ -132,10 +132,10 @@ def fits_beside(charges: Sequence[AbstractEvent], budget: Budget, spent: History
 
 
 def _order(mu: float, delta: float) -> float:
-    """The best Rényi order for one Gaussian release that takes all of the budget."""
+    """Return the best Rényi order for one Gaussian release that takes all of the budget."""
     return float(_ORDERS[np.argmin(_ORDERS * mu**2 / 2 + _penalty(_ORDERS, delta))])
 
 
 def _penalty(order: Any, delta: float) -> Any:
-    """ε - ρ of the conversion from a Rényi order (arXiv:2004.00010v4, Proposition 12)."""
+    """Return ε - ρ of the conversion from a Rényi order (arXiv:2004.00010v4, Proposition 12)."""
     return np.log1p(-1 / order) - (math.log(delta) + np.log(order)) / (order - 1)

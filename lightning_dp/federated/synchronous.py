@@ -68,7 +68,7 @@ class SynchronousServer(AbstractServer):
         num_clients: P; clients are 0, ..., P - 1.
         num_records: N over all clients, public; the mean is over q_t N.
         learning_rate: η > 0.
-        noise: who adds it.
+        noise: the party that adds it.
         local_routine: what the worker in turn does.
         seed: for tests only: the same noise of the server each time.
 
@@ -172,7 +172,7 @@ class SynchronousServer(AbstractServer):
         self._point, self._local = point, None
 
     def _release(self, query: Query) -> Release:
-        """The noised sum over all clients, added up in their order."""
+        """Return the noised sum over all clients, added up in their order."""
         total = torch.zeros_like(self._answers[0])
         for client in range(self.num_clients):
             total = total + self._answers[client]
@@ -286,7 +286,7 @@ def check_plan(plan: NoisePlan, noise: str) -> None:
 
 
 def query_message(query: Query, here: Tensor, facts: dict[str, Any]) -> Message:
-    """A query as a message; ``here`` stands for the present parameters."""
+    """Return a query as a message; ``here`` stands for the present parameters."""
     tensors: dict[str, Tensor] = {}
     weights: dict[str, float] = {}
     for number, term in enumerate(query.terms):
@@ -301,7 +301,7 @@ def query_message(query: Query, here: Tensor, facts: dict[str, Any]) -> Message:
 
 
 def query_from(message: Message) -> Query:
-    """The inverse of :func:`query_message`. Raises MessageError for numbers out of range."""
+    """Read what :func:`query_message` wrote. Raises MessageError for numbers out of range."""
     count = sum(name.startswith("weight") for name in message.facts)
     try:
         terms: Sequence[Term] = [
@@ -319,7 +319,7 @@ def query_from(message: Message) -> Query:
 
 
 def _same_points(terms: Sequence[Term]) -> tuple[Term, ...]:
-    """Terms whose points are equal share one, so that they share a pass over the batch."""
+    """Let terms whose points are equal share one, so that they share a pass over the batch."""
     points: list[Tensor] = []
     shared = []
     for term in terms:

@@ -33,7 +33,7 @@ _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 class TrustedServer:
     """Private training over ranks that trust rank 0, and not each other.
 
-    Each rank holds records of its own. At every step rank 0 asks all ranks for the bounded sum of
+    Each rank holds its own records. At every step rank 0 asks all ranks for the bounded sum of
     a query over their records, *gathers* the sums, noises the total once, takes the optimizer's
     step and broadcasts the new weights. So a rank other than 0 sees its own records and noised
     values only. (``reduce`` would leave sums without noise on ranks in between, and ``all_reduce``
@@ -140,7 +140,7 @@ class TrustedServer:
         self.epsilon = float(self._broadcast(torch.tensor([run.epsilon], dtype=torch.float64)))
 
     def _step(self) -> bool:
-        """One step; False if the budget is at its end."""
+        """Make one step; return False if the budget is at its end."""
         message = self._share(self._ask() if self._is_server else None)
         if message.kind == _FAILED:
             raise VoidedRunError("rank 0 has refused the sum of a rank, which its error names.")
@@ -181,13 +181,13 @@ class TrustedServer:
     # -- every rank --------------------------------------------------------------------------
 
     def _answer(self, query: Query, sample_rate: float) -> BoundedSum:
-        """The bounded sum over this rank's part of the batch."""
+        """Return the bounded sum over this rank's part of the batch."""
         sampling = self.private_run.config.sampling
         drawn = draw(self._local, sample_rate, self._rng, sampling)
         return self._local.bounded_sum(query, drawn)
 
     def _answer_together(self, query: Query, sample_rate: float) -> BoundedSum:
-        """The same, or an error on every rank if the records of one of them failed a check."""
+        """Return the same, or raise on every rank if the records of one of them failed a check."""
         part, reason = None, ""
         try:
             part = self._answer(query, sample_rate)
@@ -219,7 +219,7 @@ class TrustedServer:
             mechanism.answer(BoundedSum.received(value, query))
 
     def _share(self, message: Message | None) -> Message:
-        """Rank 0's message on every rank."""
+        """Return rank 0's message on every rank."""
         content = b"" if message is None else message.to_bytes()
         length = int(self._broadcast(torch.tensor([len(content)])))
         raw = torch.frombuffer(bytearray(content or length), dtype=torch.uint8)
@@ -239,7 +239,7 @@ class TrustedServer:
         return value
 
     def _agree(self) -> int:
-        """N over all ranks; raises ValueError on each if their models are not of one kind."""
+        """Return N over all ranks; raise ValueError on each if their models are not of one kind."""
         here = self._local.point
         mine = [self._local.num_records, len(here), _DTYPES.index(here.dtype)]
         answers = [torch.zeros(len(mine), dtype=torch.int64) for _ in range(dist.get_world_size())]

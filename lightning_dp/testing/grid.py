@@ -24,7 +24,7 @@ _SERVER = 1
 
 @dataclass(frozen=True)
 class Faults:
-    """How bad the network is. Each number is a probability, per message, in [0, 1].
+    """The faults of a network. Each number is a probability, per message, in [0, 1].
 
     Args:
         late: the reply is held back for one to six pulls, so that others overtake it.
@@ -54,7 +54,7 @@ class Faults:
 
 @dataclass
 class _Held:
-    """A message under way, and the replies to it that wait to be pulled."""
+    """A message in flight, and the replies to it that wait to be pulled."""
 
     message: Message
     pulls_left: int
@@ -65,7 +65,7 @@ class _Held:
         return self.message.metadata.dst_node_id
 
     def fail(self, code: int, reason: str = "") -> None:
-        """The server reads an error, and nothing else."""
+        """Let the server read an error, and nothing else."""
         self.replies = [Message(Error(code, reason), reply_to=self.message)]
 
 
@@ -106,7 +106,7 @@ class LoopbackGrid(Grid):
     run_config: dict[str, bool | float | int | str] = field(default_factory=dict)
     seed: int = 0
     calls: int = 0
-    """How often the ClientApp was called."""
+    """The number of calls of the ClientApp."""
 
     def __post_init__(self) -> None:
         if not self.num_clients >= 1:
@@ -142,7 +142,7 @@ class LoopbackGrid(Grid):
         return context
 
     def restart(self, node: int) -> int:
-        """A node dies and comes back, with an empty state, under the new id that is returned."""
+        """Let a node die and come back, with an empty state, under the new id that is returned."""
         partition = int(self._nodes.pop(node).node_config["partition-id"])
         self._restarts += 1
         new = 100 + self.num_clients + self._restarts
@@ -152,7 +152,7 @@ class LoopbackGrid(Grid):
     # -- what Flower's servers use -----------------------------------------------------------
 
     def set_run(self, run: Run) -> None:
-        """There is one run, made with the grid."""
+        """Do nothing: there is one run, made with the grid."""
 
     @property
     def run(self) -> Run:

@@ -42,7 +42,7 @@ class LoopbackFederation:
         folder: for Flower's files and the logs ``superlink.log``, ``supernode-0.log``, ...
         num_clients: SuperNodes, with ``partition-id`` 0, 1, ... in their ``node_config``.
         simulation: with the simulation engine (needs ``flwr[simulation]``).
-        environment: variables that the apps see beside those of this process.
+        environment: variables that the apps see besides those of this process.
         port: of the SuperLink; default one that is free.
 
     Raises:

@@ -34,13 +34,13 @@ def client_app(
     protocol: Callable[[Context, str, Records, ReleaseLedger], AbstractClient],
     ledger_dir: str | Path | Callable[[Context], str | Path],
 ) -> ClientApp:
-    """Flower's ClientApp that answers the requests of a protocol.
+    """Return Flower's ClientApp that answers the requests of a protocol.
 
     The same app runs in a simulation, where processes serve several clients in turn, and under a
     SuperNode, which starts a process for every message. What must outlast a process is in the
     client's ledger, on disk before a reply leaves; Flower's ``context.state`` is not used.
 
-    - Requests to one client are answered one after another, by a lock beside its ledger, also
+    - Requests to one client are answered one after another, by a lock next to its ledger, also
       when an expired message is still being worked on.
     - An exception never leaves the client, since its message may tell of records: the server reads
       that the client could not answer, and the client's log has the cause. A request that does not
@@ -92,11 +92,11 @@ class _Clients:
     _records: dict[int, Records] = field(default_factory=dict)
 
     def answer(self, message: Message, context: Context) -> Message:
-        """The reply to a request of the protocol."""
+        """Reply to a request of the protocol."""
         return self._guarded(message, context, lambda client: client.answer(payload_of(message)))
 
     def introduce(self, message: Message, context: Context) -> Message:
-        """Who this is."""
+        """Reply with the client's number and facts."""
         return self._guarded(message, context, lambda client: b"")
 
     def _guarded(

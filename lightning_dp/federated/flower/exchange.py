@@ -66,7 +66,7 @@ class Outcome:
 @dataclass(frozen=True)
 class _Flight:
     node: int
-    client: int | None  # None: the node is asked who it is
+    client: int | None  # None: the node is asked for its number
     deadline: float
 
 
@@ -80,7 +80,7 @@ class Exchange:
     - A reply that nobody waits for (a duplicate, or one that comes after its time) is dropped.
     - A client's number belongs to the first node that names it, until Flower no longer lists that
       node. Another one that names it is asked again later: a node that was killed and started
-      anew has a new id, and takes its place when the old one is gone.
+      again has a new id, and takes its place when the old one is gone.
 
     Args:
         grid: Flower's.
@@ -149,7 +149,7 @@ class Exchange:
         return found + self._expire()
 
     def settle(self, reply: Outcome, *, applied: bool) -> None:
-        """Hear what the protocol made of a reply: a node whose replies are of no use must wait."""
+        """Note whether the protocol applied a reply: a node whose replies are of no use must wait."""
         if applied:
             self._failures.pop(reply.node, None)
         else:
@@ -158,7 +158,7 @@ class Exchange:
     # -- replies -----------------------------------------------------------------------------
 
     def _arrived(self) -> Iterator[tuple[_Flight, Message | None]]:
-        """Return what has come, with what it answers; None for what Flower cannot read."""
+        """Return the replies that have come, each with its flight; None for one Flower cannot read."""
         for name, message in self._pulled(list(self._flights)):
             flight = self._flights.get(name)
             if flight is None:
@@ -215,7 +215,7 @@ class Exchange:
                 self._push("query", node, None, b"")
 
     def _introduce(self, node: int, message: Message) -> Outcome:
-        """A node has said whose it is."""
+        """Give a node the client's number that it names."""
         client = facts_of(message).get("client")
         if type(client) is not int or not 0 <= client < self._num_clients:
             is_number = type(client) is int and abs(client) < _LARGEST_SHOWN
@@ -243,7 +243,7 @@ class Exchange:
         return Outcome(flight.node, flight.client, None, {}, problem)
 
     def _free(self, flight: _Flight) -> None:
-        """The node has a client's number no more."""
+        """Take a client's number from its node."""
         if flight.client is not None and self._nodes.get(flight.client) == flight.node:
             del self._nodes[flight.client]
             self._is_freed = True
@@ -286,13 +286,13 @@ _Record = TypeVar("_Record", ArrayRecord, ConfigRecord)
 
 
 def pack(payload: bytes, facts: Mapping[str, int | float | str | bool]) -> RecordDict:
-    """The content of a message: bytes that the protocol reads, and numbers that the engine does."""
+    """Return the content of a message: bytes for the protocol, and numbers for the engine."""
     array = Array(np.frombuffer(payload, np.uint8))
     return RecordDict({_PAYLOAD: ArrayRecord({_BYTES: array}), _FACTS: ConfigRecord({**facts})})
 
 
 def payload_of(message: Message) -> bytes:
-    """The bytes that :func:`pack` was given. Raises MessageError if that did not make the message."""
+    """Return the bytes that :func:`pack` was given. Raises MessageError for other messages."""
     record = _record(message, _PAYLOAD, ArrayRecord)
     if set(record) != {_BYTES}:
         raise MessageError(f"Its record {_PAYLOAD!r} does not hold one array {_BYTES!r}.")
@@ -306,12 +306,12 @@ def payload_of(message: Message) -> bytes:
 
 
 def facts_of(message: Message) -> dict[str, Any]:
-    """The numbers that :func:`pack` was given. Raises MessageError if there are none."""
+    """Return the numbers that :func:`pack` was given. Raises MessageError if there are none."""
     return dict(_record(message, _FACTS, ConfigRecord))
 
 
 def facts_told(message: Message) -> tuple[dict[str, Fact], bool]:
-    """Return what a client tells of itself, as far as it can be kept, and whether that is all of it.
+    """Return the facts of a client that can be kept, and True if those are all.
 
     Facts are for people to read, so an answer is not lost for the sake of them: those that are no
     numbers, truth values or short strings, or no possible ε or δ, are left out.

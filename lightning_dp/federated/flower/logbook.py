@@ -1,4 +1,4 @@
-"""What a server shows of a run: TensorBoard, a report, the model. Noised values and counts only."""
+"""The record of a server's run: TensorBoard, a summary, the model. Noised values and counts only."""
 
 from __future__ import annotations
 
@@ -34,22 +34,22 @@ class Logbook:
         self._counts: Counter[str] = Counter(replies=0, problems=0)
 
     def heard(self, client: int, facts: Mapping[str, Any], step: int) -> None:
-        """A client's reply came; its facts hold ε and where it comes from."""
+        """Count a client's reply; its facts hold ε and where it comes from."""
         self._counts["replies"] += 1
         self.introduced(client, facts)
         if "epsilon" in facts:
             self._scalar(f"privacy/epsilon_client_{client}", facts["epsilon"], step)
 
     def introduced(self, client: int, facts: Mapping[str, Any]) -> None:
-        """A client has said who it is."""
+        """Note the facts of a client."""
         self._clients[client] = {**self._clients.get(client, {}), **facts, "client": client}
 
     def problem(self) -> None:
-        """A message was lost, or its client failed."""
+        """Count a message that was lost, or whose client failed."""
         self._counts["problems"] += 1
 
     def progress(self, step: int, metrics: Mapping[str, float]) -> None:
-        """There is a new global model."""
+        """Write the metrics of a new global model."""
         self._metrics = {name: float(value) for name, value in metrics.items()}
         for name, value in self._metrics.items():
             self._scalar(f"global/{name}", value, step)
@@ -64,7 +64,7 @@ class Logbook:
         return [facts["epsilon"] for facts in self._clients.values() if "epsilon" in facts]
 
     def line(self, step: int) -> str:
-        """One line for the console: how far the run is."""
+        """Return one line for the console: the progress of the run."""
         parts = [f"{name} {value:.4g}" for name, value in self._metrics.items()]
         if self._spent:
             parts.append(f"largest epsilon of a client {max(self._spent):.4g}")
@@ -72,7 +72,7 @@ class Logbook:
         return f"Federation: {step} rounds are over; " + ", ".join(parts)
 
     def close(self, step: int, reason: str) -> None:
-        """The run is over, or has failed: write the summary, whatever the facts were."""
+        """Write the summary of a run that is over or has failed, whatever the facts were."""
         summary = {
             "rounds": step,
             "ended": reason,

@@ -43,7 +43,7 @@ def server_app(
     poll_interval: float = 1.0,
     patience: float = 1800.0,
 ) -> ServerApp:
-    """Flower's ServerApp that runs a protocol to its end.
+    """Return Flower's ServerApp that runs a protocol to its end.
 
     - At most one message is in flight to each client. A message that is lost, that expires or
       whose client died is asked again, and the client answers with the same bytes.
@@ -176,7 +176,7 @@ class _ServerRun:
                 self.exchange.send(client, request)
 
     def _apply(self, reply: Outcome) -> bool:
-        """Tell whether the protocol has gone on by it."""
+        """Give a reply to the protocol; tell whether it has gone on by it."""
         if reply.client is None or (reply.payload is None and not reply.is_introduction):
             self._ask_again(reply, reply.problem)
             return False
@@ -224,7 +224,7 @@ class _ServerRun:
     # -- the model ---------------------------------------------------------------------------
 
     def _publish(self) -> None:
-        """There is a new global model."""
+        """Load and log a new global model."""
         self._load_point()
         self.logbook.progress(self.machine.round, self.metrics())
         if time.monotonic() >= self._next_word:
@@ -244,11 +244,11 @@ class _ServerRun:
                 param.copy_(value)
 
     def _save(self) -> None:
-        """Before the next request leaves: a client must never be ahead of a server that resumes."""
+        """Save before the next request leaves: no client may be ahead of a server that resumes."""
         save({"run": self.name, "state": self.machine.state_dict()}, self.folder / _STATE)
 
 
 def _saved(folder: Path) -> dict[str, Any] | None:
-    """The state of a run that died in this folder."""
+    """Return the state of a run that died in this folder."""
     path = folder / _STATE
     return torch.load(path, weights_only=True) if path.exists() else None
