@@ -120,7 +120,7 @@ class DifferentialPrivacy(Callback):
     def on_exception(
         self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
     ) -> None:
-        """Refuse launchers that copy the process here, too: :meth:`setup` ran in the copies only."""
+        """Refuse launchers that copy the process here as well: :meth:`setup` ran in the copies only."""
         if trainer.state.fn == TrainerFn.FITTING and isinstance(exception, Exception):
             try:
                 check_launcher(trainer.strategy)
@@ -129,7 +129,7 @@ class DifferentialPrivacy(Callback):
 
     @property
     def config(self) -> PrivacyConfig:
-        """What was said, checked; :func:`lightning_dp.audit.audit` takes it."""
+        """The arguments, checked; :func:`lightning_dp.audit.audit` takes it."""
         return self._run.config
 
     @property
@@ -152,5 +152,5 @@ class DifferentialPrivacy(Callback):
         return self._run.steps
 
     def report(self) -> PrivacyReport:
-        """What may be claimed about what ran; ``print`` it, or take ``to_dict()``."""
+        """Return the claims that this run allows; ``print`` it, or take ``to_dict()``."""
         return report(self._run)

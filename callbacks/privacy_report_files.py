@@ -78,7 +78,7 @@ class PrivacyReportFiles(PrivacyCallback):
     def _warn(self, failure: str | None) -> None:
         if failure is not None and not self._has_warned:
             self._has_warned = True
-            warn(f"The privacy report {failure}. Training goes on; checkpoints hold it, too.")
+            warn(f"The privacy report {failure}. Training goes on; checkpoints hold it as well.")
 
 
 def _folder(trainer: Trainer, journal_folder: Path) -> Path:

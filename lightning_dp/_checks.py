@@ -1,4 +1,4 @@
-"""Checks of the user's model and data, whoever trains: the refusals name the cause and the cure."""
+"""Checks of the user's model and data, for every way to train: refusals name cause and cure."""
 
 from __future__ import annotations
 
@@ -64,8 +64,8 @@ def check_training_mode(module: nn.Module) -> None:
     ]
     if resting:
         raise MisconfigurationException(
-            f"Layers {resting[:5]} are trainable and in eval mode, so no gradient per record can be had "
-            "for them (models loaded as pretrained often come like this). Call model.train() before "
+            f"Layers {resting[:5]} are trainable and in eval mode, so their per-record gradients cannot "
+            "be computed (models loaded as pretrained often come like this). Call model.train() before "
             "fit, or freeze them with requires_grad_(False)."
         )
 
@@ -98,7 +98,7 @@ def check_loader(loader: object) -> DataLoader[Any]:
         )
     if loader.batch_size is None:
         raise MisconfigurationException(
-            "The training loader has batch_size=None or a batch_sampler of its own, so the expected "
+            "The training loader has batch_size=None or its own batch_sampler, so the expected "
             "batch size and the sampling rate are not known. Give DataLoader(batch_size=...)."
         )
     _check_sampler(loader)

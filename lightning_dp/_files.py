@@ -149,7 +149,7 @@ def replaced(path: Path, mode: int | None = FILE_MODE) -> Iterator[BinaryIO]:
 
 
 def sync_folder(folder: Path) -> None:
-    """Make the name of a new file durable too (POSIX; other systems have no such call)."""
+    """Make the name of a new file durable as well (POSIX; other systems have no such call)."""
     if os.name != "posix":
         return
     descriptor = os.open(folder, os.O_RDONLY)

@@ -1,4 +1,4 @@
-"""The one function that draws noise, and where its randomness comes from."""
+"""The source of noise: normal draws from the operating system's entropy."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _WORTH_A_THREAD = 1 << 15  # values; fewer are drawn before a thread has begun
 
 
 def random_generator(seed: int | None, *stream: int) -> np.random.Generator:
-    """A generator of its own, seeded with 128 bits from the operating system.
+    """A separate generator, seeded with 128 bits from the operating system.
 
     It never touches NumPy's, torch's or Python's global generators, so ``seed_everything`` cannot
     make it predictable. With a ``seed`` (tests only) it is a function of seed and ``stream``.
@@ -40,7 +40,7 @@ class NoiseSource:
         self._ahead: Future[Tensor] | None = None
 
     def prepare(self, size: int, device: torch.device) -> None:
-        """Begin to draw what :meth:`normal` will be asked for, beside other work."""
+        """Begin to draw what :meth:`normal` will be asked for, in the background."""
         if device.type != "cpu" or size < _WORTH_A_THREAD or self._ahead is not None:
             return
         if self._worker is None:

@@ -1,4 +1,4 @@
-"""Who else takes part in a step: one process, or the ranks of a distributed job."""
+"""The processes that share a step: one, or the ranks of a distributed job."""
 
 from __future__ import annotations
 

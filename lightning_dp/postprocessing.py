@@ -1,4 +1,4 @@
-"""Post-processors: what is done to the gradient estimate after the noise."""
+"""Post-processors: changes to the gradient estimate after the noise."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Momentum(AbstractPostProcessor):
     """m_t = [β (1 - β^(t-1)) m_(t-1) + (1 - β) g_t] / (1 - β^t), t = 1, 2, ...
 
     A convex combination of all released gradients, so the first steps are not too small. Use it
-    with an optimizer that has no momentum of its own.
+    with an optimizer that has no momentum itself.
 
     Args:
         beta: β in [0, 1); 0 is the identity.

@@ -32,7 +32,7 @@ _VERSION = 2  # of the privacy record in checkpoints
 
 
 class PrivateRun:
-    """What a strategy and a callback share: the privacy side of ``trainer.fit``.
+    """The privacy side of ``trainer.fit``, which a strategy and a callback share.
 
     It lives as long as the callback, over several fits; the ledger goes on in each.
 
@@ -84,7 +84,7 @@ class PrivateRun:
 
     @property
     def is_adaptive(self) -> bool:
-        """Whether the noise is chosen at run time, without a plan that bounds it."""
+        """True if the noise is chosen at run time, without a plan that bounds it."""
         return is_adaptive(self.config)
 
     @property
@@ -177,19 +177,19 @@ class PrivateRun:
 
     @property
     def is_over_early(self) -> bool:
-        """Whether the budget ends here, and the plan does not."""
+        """True if the budget ends here, and the plan does not."""
         return self.exhausted and self.mechanism is not None and self.mechanism.step < self._end
 
     @property
     def exhausted(self) -> bool:
-        """Whether one more step would exceed the budget."""
+        """True if one more step would exceed the budget."""
         return self.mechanism is not None and self.mechanism.exhausted
 
     # -- what a strategy does --------------------------------------------------------------
 
     @property
     def step(self) -> int:
-        """The step of the plan that is next, or under way."""
+        """The step of the plan that is next, or running."""
         return 0 if self.mechanism is None else self.mechanism.step
 
     def rate(self, step: int) -> float:
@@ -201,7 +201,7 @@ class PrivateRun:
         """Fix how batches are made; it is a public constant of the run.
 
         Raises:
-            ValueError: if the run under way, or the checkpoint it resumes, had others.
+            ValueError: if the current run, or the checkpoint it resumes, had others.
         """
         known = self.batches if self._is_under_way else None
         if self._resumed is not None:
@@ -273,7 +273,7 @@ class PrivateRun:
         return mechanism
 
     def replan(self, world: World) -> bool:
-        """Find anew how much of the plan the budget affords, after a charge was spent on nothing.
+        """Recompute how much of the plan the budget affords, after a charge was spent on nothing.
 
         False where nothing changes: if all steps are alike, the guard's count is enough.
         """
@@ -307,7 +307,7 @@ class PrivateRun:
         self.ledger.void(reason)
 
     def stop(self) -> None:
-        """End the fit: close the journal and drop a step under way; what was spent stays."""
+        """End the fit: close the journal and drop the current step; its charge stays."""
         # On a full disk, what cannot be written now is a charge that has raised already.
         with contextlib.suppress(OSError):
             self.ledger.end()

@@ -1,4 +1,4 @@
-"""Events, accountants and calibration: what was asked of the data, and what it cost."""
+"""Events, accountants and calibration: the questions asked of the data, and their cost."""
 
 from collections.abc import Sequence
 

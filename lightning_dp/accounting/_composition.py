@@ -33,7 +33,7 @@ _NEGLIGIBLE = -46.0  # log of 1e-20
 
 @dataclass(frozen=True)
 class Grid:
-    """Where to compose: spacing, tilt, window of losses, and the tilts that bound the rest."""
+    """The place of a composition: spacing, tilt, window of losses, the tilts that bound the rest."""
 
     h: float
     tilt: float
@@ -218,7 +218,7 @@ class Composed:
         return min(1.0, finite * (1 + 1e-9) + self.infinity) if exponent < 700 else 1.0
 
     def has_small_error(self, epsilon: float, delta: float) -> bool:
-        """Whether the errors that are added to delta are at most a thousandth of it."""
+        """True if the errors that are added to delta are at most a thousandth of it."""
         if not math.isfinite(epsilon):
             return False
         exponent = self.log_norm - self.tilt * epsilon + float(log_largest_weight(self.tilt))

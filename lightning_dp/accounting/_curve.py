@@ -1,7 +1,7 @@
 """epsilon along a plan: many lengths of one run, composed together.
 
 Lengths that are close share a grid, a tilt and the transforms; where these turn out to be poor for
-a length, it starts a group of its own. Every value carries its own errors, as in
+a length, it starts another group. Every value carries its own errors, as in
 :mod:`_composition`.
 """
 
@@ -152,7 +152,7 @@ class _Together:
         return ComposedLengths(mixture, make, plan.grid, run.counts_of())
 
     def _alone(self, run: Run, backward: bool, least: float) -> float:
-        """epsilon of the last length on a grid of its own."""
+        """epsilon of the last length on a separate grid."""
         return self._accountant.one_direction(
             run.steps(), self._target, self._relation, backward, least
         )
@@ -189,7 +189,7 @@ class Run:
 
     @classmethod
     def of(cls, plan: EventPlan, lengths: IntArray, spent: History) -> Run:
-        """What was spent, and then a plan; ``lengths`` of the plan in increasing order."""
+        """Past charges, and then a plan; ``lengths`` of the plan in increasing order."""
         merge(spent)  # checks it
         items = [(event, count) for event, count in spent if count]
         ends = np.full(lengths.size, len(items))

@@ -62,7 +62,7 @@ class Target:
         return math.exp(min(bound, 0.0))
 
     def trusts(self, bound: float, value: float) -> bool:
-        """Whether a grid made for the bound is good enough for the value."""
+        """True if a grid made for the bound is good enough for the value."""
         return self.log_delta is not None and value >= 0.8 * bound
 
     def tolerance(self, value: float, rtol: float) -> float:
@@ -83,7 +83,7 @@ class Plan:
     reach: float  # of the losses of one step
 
     def is_long(self, is_rare: bool) -> bool:
-        """Whether a finer grid would take too long; for one step of which losses are rare, less soon."""
+        """True if a finer grid would take too long; for one step with rare losses, less soon."""
         low, high = self.grid.ends
         points = max(high - low, min(self.limit, self.reach)) / self.grid.h
         return points > (_LONGEST if is_rare else _LONG)

@@ -71,7 +71,7 @@ class Cell:
 
     @property
     def is_single(self) -> bool:
-        """Whether all steps equal the first corner."""
+        """True if all steps equal the first corner."""
         return self.u.size == 1 and self.u[0] == 0.0 and self.v[0] == 0.0
 
     def weights(self) -> FloatArray:
@@ -99,7 +99,7 @@ class Mixture:
 
     @property
     def is_exact(self) -> bool:
-        """Whether every step is a node."""
+        """True if every step is a node."""
         return all(cell.is_single for cell in self.cells)
 
     @property

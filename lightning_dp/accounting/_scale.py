@@ -179,7 +179,7 @@ def solve(
 
 
 def _secant(points: list[tuple[float, float]], slope: float, aim: float) -> float:
-    """Where log cost is ``aim`` by the latest two points, or one and a slope; NaN without any."""
+    """The place where log cost is ``aim`` by the latest two points, or one and a slope; else NaN."""
     if not points:
         return math.nan
     x, y = points[-1]

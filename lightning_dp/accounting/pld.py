@@ -76,7 +76,7 @@ class PLDAccountant(AbstractStepsAccountant):
 
     @property
     def name(self) -> str:
-        """What a report prints."""
+        """The name in reports."""
         return "PLD"
 
     def epsilon(self, history: History, delta: float, relation: Relation = "add_remove") -> float:

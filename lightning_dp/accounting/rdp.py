@@ -55,7 +55,7 @@ class StreamingRDPAccountant(AbstractStepsAccountant):
 
     @property
     def name(self) -> str:
-        """What a report prints."""
+        """The name in reports."""
         return "streaming RDP"
 
     def epsilon(self, history: History, delta: float, relation: Relation = "add_remove") -> float:
@@ -201,8 +201,8 @@ def _least(divergence: _Divergence, convert: _Converter) -> float:
 def _least_at(divergence: _Divergence, convert: _Converter) -> tuple[float, float]:
     """The least converted value over the orders, and its order.
 
-    Orders grow until the best one is behind; then those beside it are looked at more closely. Any
-    order gives a bound, so nothing depends on the shape of the curve but how good it is. (That of a
+    Orders grow until the best one is behind; then its neighbours are looked at more closely. Any
+    order gives a bound, so the shape of the curve decides only how tight it is. (That of a
     search has a second, useless minimum near order 1.)
     """
     orders, values = np.zeros(0), np.zeros(0)

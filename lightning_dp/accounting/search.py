@@ -1,4 +1,4 @@
-"""How many times a private search runs: a random number, since a fixed one would leak."""
+"""The number of runs of a private search: random, since a fixed one would leak."""
 
 from __future__ import annotations
 

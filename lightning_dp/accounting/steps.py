@@ -43,7 +43,7 @@ class Steps:
 
     @property
     def has_noiseless(self) -> bool:
-        """Whether a step has no noise at all."""
+        """True if a step has no noise at all."""
         return bool(np.any(self.noise_multipliers == 0.0))
 
     def scaled(self, scale: float) -> Steps:

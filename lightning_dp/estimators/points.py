@@ -1,4 +1,4 @@
-"""How far the parameters went: what difference estimators make their clip norms of."""
+"""The distance between parameters, from which difference estimators make their clip norms."""
 
 from __future__ import annotations
 

@@ -104,7 +104,7 @@ def _gradients(
     *record: Tensor,
     others: Mapping[str, Tensor] | None = None,
 ) -> dict[str, Tensor]:
-    """The gradients of one record, which the layer sees as a batch of its own."""
+    """The gradients of one record, which the layer sees as a batch of one."""
     *inputs, gradient = (each.unsqueeze(0) for each in record)
 
     def forward(params: dict[str, Tensor]) -> Tensor:
@@ -122,6 +122,6 @@ def _as_unsupported(layer: nn.Module) -> Iterator[None]:
     except Exception as error:
         raise UnsupportedModelError(
             f"The layer {type(layer).__name__} cannot be run record by record with torch.func "
-            f"({type(error).__name__}). Give its parameters to a layer of their own "
+            f"({type(error).__name__}). Give its parameters to a separate layer "
             "(nn.Linear, nn.Embedding, ...)."
         ) from error

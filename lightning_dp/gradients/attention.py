@@ -37,7 +37,7 @@ _SIGNATURE = inspect.signature(nn.MultiheadAttention.forward)
 
 @dataclass(frozen=True)
 class AttentionCall:
-    """What a call of ``nn.MultiheadAttention`` was, beside the tensors that went in.
+    """The settings of a call of ``nn.MultiheadAttention``, without the tensors that went in.
 
     Args:
         dtypes: of the tensors, by the names of the arguments of ``forward``.
@@ -197,7 +197,7 @@ def multihead_attention(
 def _run_again(
     layer: nn.MultiheadAttention, inputs: list[Tensor], gradient: Tensor, call: AttentionCall
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """What goes into ``out_proj``, and what comes back to q, k, v and to added keys and values."""
+    """The input of ``out_proj``, and the gradients of q, k, v and of added keys and values."""
     dtypes = call.dtypes.items()
     named = {name: each.to(dtype) for (name, dtype), each in zip(dtypes, inputs, strict=True)}
     sources = named["query"], named["key"], named["value"]
@@ -221,7 +221,7 @@ def _run_again(
 
 
 def _extra(layer: nn.MultiheadAttention) -> list[Tensor]:
-    """A key and a value beside those of the records, with ``add_bias_kv=True``."""
+    """The key and the value that ``add_bias_kv=True`` adds to those of the records."""
     return [each for each in (layer.bias_k, layer.bias_v) if each is not None]
 
 
@@ -235,7 +235,7 @@ def _weights(layer: nn.MultiheadAttention) -> list[Tensor]:
 def _mask(
     layer: nn.MultiheadAttention, named: Mapping[str, Tensor], call: AttentionCall
 ) -> Tensor | None:
-    """What is added to the scores, of shape (n or 1, heads or 1, L or 1, S)."""
+    """The mask that is added to the scores, of shape (n or 1, heads or 1, L or 1, S)."""
     query, padding, mask = (named.get(k) for k in ("query", "key_padding_mask", "attn_mask"))
     assert query is not None
     if mask is not None and _hints_at_causal(named, call):
@@ -290,7 +290,7 @@ def _attend(
 
 
 def _check(layer: nn.Module, recorded: Tensor, replayed: Tensor) -> None:
-    """Both must be equal up to rounding; a record with an output that is not finite has no say.
+    """Both must be equal up to rounding; records with non-finite output are ignored.
 
     Mostly such a record has no finite gradient and contributes nothing. If it has one, it is clipped
     as any other, and a replay that goes wrong is seen from the finite records.
@@ -307,7 +307,7 @@ def _check(layer: nn.Module, recorded: Tensor, replayed: Tensor) -> None:
 
 
 def _agree(recorded: Tensor, replayed: Tensor) -> bool:
-    """Whether the entries of all finite rows are equal, beside the largest of their row."""
+    """True if the entries of all finite rows are equal, relative to the largest of their row."""
     size = recorded.abs().amax(1)
     tolerance = torch.finfo(recorded.dtype).eps ** 0.5
     is_equal = (recorded - replayed).abs().amax(1) <= tolerance * size

@@ -1,4 +1,4 @@
-"""What a gradient engine is: it answers for each record of the batch that was just run."""
+"""The interface of gradient engines: they answer for each record of the batch that was just run."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ __all__ = [
 
 
 class UnsupportedModelError(TypeError):
-    """The gradient of a single record cannot be had from this model."""
+    """Per-record gradients cannot be computed for this model."""
 
 
 class UncoveredParameterError(UnsupportedModelError):
@@ -33,7 +33,7 @@ class UncoveredParameterError(UnsupportedModelError):
             f"Parameters {list(names)} received a gradient but no gradient per record. They are used "
             "outside the forward() of the module that owns them (for a parameter directly on the "
             "LightningModule: call self(x)), their module is in eval mode or compiled, or its "
-            "layer is not called as a module. Move them into a layer of their own."
+            "layer is not called as a module. Move them into a separate layer."
         )
 
 
@@ -55,9 +55,10 @@ def as_unsupported(name: str, layer: nn.Module) -> Iterator[None]:
         raise UnsupportedModelError(f"{name}: {error}") from error
     except Exception as error:
         raise UnsupportedModelError(
-            f"{name or 'The module'} ({type(layer).__name__}): no gradient per record can be had from "
-            f"its calls ({type(error).__name__}). Give its parameters to layers of torch.nn that are "
-            "called with one tensor, records first, or freeze it with requires_grad_(False)."
+            f"{name or 'The module'} ({type(layer).__name__}): per-record gradients cannot be "
+            f"computed from its calls ({type(error).__name__}). Give its parameters to layers of "
+            "torch.nn that are called with one tensor, records first, or freeze it with "
+            "requires_grad_(False)."
         ) from error
 
 
@@ -86,10 +87,10 @@ class AbstractGradientEngine(ABC):
     name: str
 
     has_products: ClassVar[bool] = False
-    """Whether :meth:`along` answers."""
+    """True if :meth:`along` answers."""
 
     runs_backward: ClassVar[bool] = False
-    """Whether :meth:`backward` takes the place of ``loss.backward()``."""
+    """True if :meth:`backward` takes the place of ``loss.backward()``."""
 
     @abstractmethod
     def attach(self, module: nn.Module, params: Sequence[nn.Parameter]) -> None:

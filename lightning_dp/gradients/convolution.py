@@ -60,7 +60,7 @@ class Convolution(AbstractForm):
         return True
 
     def _prefers_products(self, v: Tensor, u: Tensor) -> bool:
-        """Whether matrix products are faster than convolutions; no rule is right everywhere."""
+        """True if matrix products are faster than convolutions; no rule is right everywhere."""
         fixed = v.device.type != "cpu" or torch.are_deterministic_algorithms_enabled()
         if fixed or self.groups > 1 or len(self.stride) != 2:
             return False

@@ -34,7 +34,7 @@ PRODUCTS = 1 << 22  # inner products between positions that are in memory at onc
 
 
 # What vanishes of inner products of factors of ordinary norms, or over their largest entries, is
-# less than this beside the product of the norms.
+# less than this times the product of the norms.
 _HIDDEN = 1e-9
 _ORDINARY = (1e-5, 1e9)
 
@@ -99,7 +99,7 @@ def above_what_vanishes(squares: Tensor, *factors: Scaled) -> Tensor:
 
 
 class AbstractForm(ABC):
-    """How a parameter's gradient f(v_i, u_i) of record i is made; linear in v and in u.
+    """The map from v_i and u_i to a parameter's gradient f(v_i, u_i) of record i; linear in both.
 
     v comes from the layer's input and u is the gradient of its output, records first in both.
     Being bilinear leaves no special cases: a parameter used in several calls is a sum over calls,
@@ -117,7 +117,7 @@ class AbstractForm(ABC):
         """
 
     def writes_out(self, v: Tensor, u: Tensor) -> bool:
-        """Whether :meth:`rows` puts these gradients into ``out``."""
+        """True if :meth:`rows` puts these gradients into ``out``."""
         return False
 
     @abstractmethod
@@ -146,7 +146,7 @@ class AbstractForm(ABC):
     ) -> list[Call]:
         """w f + w' (the derivative of f along a direction), by the product rule.
 
-        = f(v, w u + w' u̇) + f(v̇, w' u), the derivatives v̇ and u̇ given beside v and u, or None
+        = f(v, w u + w' u̇) + f(v̇, w' u), the derivatives v̇ and u̇ given with v and u, or None
         where they are zero.
         """
         (value, moved), back = v, _weighted(u, weights)

@@ -44,7 +44,7 @@ def run_along(
 
     Every tensor that is computed inside carries its derivative along the direction, those of a
     backward pass too (forward-over-reverse; run it with ``create_graph=True``, since some fused
-    backward kernels have no derivative of their own). Read it there with :func:`split`.
+    backward kernels have no derivative). Read it there with :func:`split`.
 
     Raises:
         UnsupportedModelError: if an operation of the model has no derivative in forward mode.
@@ -81,7 +81,7 @@ def uses_along(
     directions: dict[int, Tensor],
     weights: tuple[float, float],
 ) -> Uses:
-    """What a rule says of one call, for w g + w' H u in the place of the gradient g.
+    """The answer of a rule for one call, for w g + w' H u in the place of the gradient g.
 
     Args:
         rule: of the layer.

@@ -289,7 +289,7 @@ class OpacusCapture(GradSampleHooks):  # type: ignore[misc]
                 kept.pop("max_batch_len", None)
 
     def remove(self) -> None:
-        """Leave the model as it was; passes that are under way find nothing."""
+        """Leave the model as it was; running passes find nothing."""
         self.disable_hooks()
         self.hooks.take_off()
         self._kept = {}

@@ -52,11 +52,11 @@ class _FromPacked:
 
 
 class _AbstractInside(ABC):
-    """One forward pass of a layer of Opacus that is under way."""
+    """One running forward pass of a layer of Opacus."""
 
     @abstractmethod
     def arrange(self, part: nn.Module, given: Tensor) -> Arrange:
-        """Where the records are in a call of a part. Raises UnsupportedModelError."""
+        """Return the place of the records in a call of a part. Raises UnsupportedModelError."""
 
 
 class _InAttention(_AbstractInside):
@@ -69,7 +69,7 @@ class _InAttention(_AbstractInside):
     def arrange(self, part: nn.Module, given: Tensor) -> Arrange:
         if part not in self._parts or given.dim() != 3:
             raise UnsupportedModelError(
-                "DPMultiheadAttention has another layer inside than its own, or was called with "
+                "DPMultiheadAttention contains a layer that is not its own, or was called with "
                 "tensors without a dimension of the records. Call it with query, key and value of "
                 "three dimensions each."
             )
@@ -145,7 +145,7 @@ class OpacusLayers:
         self._inside = None
 
     def arrange(self, layer: nn.Module, given: Tensor) -> Arrange:
-        """Where the records are in a call of a layer that is under way.
+        """Return the place of the records in the current call of a layer.
 
         Args:
             layer: any layer of the model, of Opacus' or not.
@@ -174,7 +174,7 @@ def refuse(name: str, layer: nn.Module, has_rule: bool) -> None:
     Args:
         name: of the layer in the model.
         layer: any layer.
-        has_rule: whether its type has a rule of its own.
+        has_rule: whether there is a rule for its type.
     """
     is_of_opacus = type(layer).__module__.startswith("opacus.layers")
     if isinstance(layer, DPRNNBase):
@@ -217,6 +217,6 @@ def _is_attention(layer: DPMultiheadAttention) -> bool:
 
 
 def _has_nothing_else(layer: nn.Module, parts: list[nn.Module]) -> bool:
-    """Whether all its parameters are those of the parts."""
+    """True if all its parameters are those of the parts."""
     known = {param for part in parts for param in part.parameters(recurse=False)}
     return all(param in known for param in layer.parameters())

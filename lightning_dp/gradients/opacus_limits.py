@@ -39,7 +39,7 @@ def _reasons(layer: nn.Module) -> Iterator[str]:
     if unknown:
         yield (
             f"has parameters that its type does not: {unknown} (weight_norm, or set on it). Keep them "
-            "in a module of their own, and the layer as it is."
+            "in a separate module, and the layer as it is."
         )
     if isinstance(layer, _ConvNd) and layer.padding_mode != "zeros":
         yield (
@@ -63,7 +63,7 @@ def _listed_twice(module: nn.Module) -> Iterator[str]:
                 if layer is other or not path or inner.startswith(f"{path}."):
                     yield (
                         f"{path or 'The module'} ({type(layer).__name__}) has a parameter under two "
-                        f"names (in {inner or 'the module'}, too). Use engine='bookkeeping'."
+                        f"names (also in {inner or 'the module'}). Use engine='bookkeeping'."
                     )
 
 
@@ -71,7 +71,7 @@ def refuse_call(name: str, layer: nn.Module, args: tuple[Any, ...], kwargs: dict
     """Refuse a call of which Opacus would see a part only.
 
     Args:
-        name: of the layer, which has trained parameters of its own, in the model.
+        name: of the layer, which itself has trained parameters, in the model.
         layer: is called.
         args, kwargs: with them.
 
@@ -82,7 +82,7 @@ def refuse_call(name: str, layer: nn.Module, args: tuple[Any, ...], kwargs: dict
         return
     if kwargs or len(args) != 1 or not isinstance(args[0], Tensor):
         raise UnsupportedModelError(
-            f"{name or 'The module'} ({type(layer).__name__}) has parameters of its own and was called "
+            f"{name or 'The module'} ({type(layer).__name__}) itself has parameters and was called "
             "with something else than one tensor by position, of which Opacus sees nothing. Use "
             "engine='bookkeeping', or give the parameters to a layer that is called with one tensor."
         )

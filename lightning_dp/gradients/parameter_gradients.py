@@ -57,12 +57,12 @@ class ParameterGradients:
 
     @property
     def counts(self) -> set[int]:
-        """How many records each call saw."""
+        """The number of records that each call saw."""
         return {len(call.u) for call in self.calls}
 
     @property
     def kept_bytes(self) -> int:
-        """How much memory is kept between the norms and the sum."""
+        """The memory that is kept between the norms and the sum."""
         return 0 if self._kept is None else self._kept.nbytes
 
     def add(self, call: Call, *, combined: bool) -> None:

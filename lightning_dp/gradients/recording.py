@@ -1,4 +1,4 @@
-"""Which layers were called with what, as the forward pass of a model goes by."""
+"""The calls of layers, recorded as the forward pass of a model goes by."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ class Recorder:
         self._params = params
         self._records: list[Record] = []
         self._unseen: dict[Any, str] = {}  # graph nodes of outputs that no rule knows of, and why
-        self._random_states: dict[nn.Module, Tensor | None] = {}  # before calls under way
+        self._random_states: dict[nn.Module, Tensor | None] = {}  # before calls that are running
         self._problem: str | None = None
         self._is_watching = True
         self._is_along = False  # a direction
@@ -188,9 +188,9 @@ class Recorder:
         elif kwargs or not args or not all(isinstance(each, Tensor) for each in (*args, output)):
             self._problem = (
                 f"The layer {self._layer_names[layer] or 'of the whole module'} "
-                f"({type(layer).__name__}) has parameters of its own, and something else "
-                "than tensors goes in (or by name) or comes out. Give the parameters to a layer of "
-                "their own, called with tensors by position and returning one tensor."
+                f"({type(layer).__name__}) itself has parameters, and something else "
+                "than tensors goes in (or by name) or comes out. Give the parameters to a separate "
+                "layer, called with tensors by position and returning one tensor."
             )
         else:
             self._record(layer, rule, args, output)
@@ -271,7 +271,7 @@ class Recorder:
 
 @dataclass
 class Survey:
-    """What was found in a graph.
+    """The findings in a graph.
 
     Args:
         uses: for each parameter, by ``id``, in how many places it meets something else.

@@ -34,8 +34,8 @@ def refuse_sharded(module: nn.Module) -> None:
     if names:
         raise UnsupportedModelError(
             f"{_some(names)} of the model are sharded (fully_shard, FSDP or another use of DTensor): "
-            "its layers use other tensors than its parameters, so no gradient per record can be had. "
-            "Leave the sharding out, and use strategy='ddp' or one device."
+            "its layers use other tensors than its parameters, so per-record gradients cannot be "
+            "computed. Leave the sharding out, and use strategy='ddp' or one device."
         )
 
 
@@ -47,7 +47,7 @@ def _is_fsdp(part: nn.Module) -> bool:
 
 
 def refuse_special(module: nn.Module, params: Sequence[nn.Parameter]) -> None:
-    """Refuse trained parameters that are tensors of a class of their own (quantised ones, say).
+    """Refuse trained parameters that are tensors of special classes (quantised ones, say).
 
     Raises:
         UnsupportedModelError: naming them and the cure.
@@ -64,7 +64,7 @@ def refuse_special(module: nn.Module, params: Sequence[nn.Parameter]) -> None:
         raise UnsupportedModelError(
             f"{_some(list(found))} are trained and of the class {', '.join(kinds)}, whose gradients per "
             "record are not known. Freeze them with requires_grad_(False) and train plain parameters "
-            "beside them (LoRA), or make them plain tensors."
+            "next to them (LoRA), or make them plain tensors."
         )
 
 

@@ -51,7 +51,7 @@ class Call:
 
 @dataclass(frozen=True)
 class Answer:
-    """What the gradient engine says of one batch.
+    """The answer of the gradient engine to one batch.
 
     Args:
         count: rows that the layers saw.
@@ -200,7 +200,7 @@ class Passes:
 
 
 def same(a: Tensor, b: Tensor) -> bool:
-    """Whether all entries are equal; NaN is equal to itself."""
+    """True if all entries are equal; NaN is equal to itself."""
     if a.shape != b.shape or a.dtype != b.dtype:
         return False
     return bool(((a == b) | ((a != a) & (b != b))).all())

@@ -41,7 +41,7 @@ __all__ = [
 
 _REFUSED_CALLBACKS: dict[type[Callback], str] = {
     LearningRateFinder: "it trains on the data outside the ledger; choose the learning rate "
-    "without it (on public data, or as a charged run of its own)",
+    "without it (on public data, or as a separate, charged run)",
     BatchSizeFinder: "it trains on the data outside the ledger; choose the batch size by hand",
     GradientAccumulationScheduler: "it changes the sampling rate during the run; use a constant "
     "Trainer(accumulate_grad_batches=...)",
@@ -143,8 +143,8 @@ def check_optimizers(optimizers: Sequence[Optimizer], module: LightningModule) -
     trained = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
     if any(id(parameter) not in own for parameter in trained):
         raise MisconfigurationException(
-            "The optimizer holds a parameter that is not a parameter of the LightningModule, so no "
-            "gradient per record can be had for it. Register it on the module."
+            "The optimizer holds a parameter that is not a parameter of the LightningModule, so its "
+            "per-record gradients cannot be computed. Register it on the module."
         )
     if not trained:
         raise MisconfigurationException(

@@ -44,7 +44,7 @@ def end_before_first_step(trainer: Trainer, run: PrivateRun) -> None:
 
 
 _APART = (
-    "the ranks went apart: one of them stepped the optimizer, and another did not. Call "
+    "the ranks diverged: one of them stepped the optimizer, and another did not. Call "
     "optimizer.step() for every batch, whatever its records are."
 )
 

@@ -18,11 +18,11 @@ _CHUNK = 2**16  # entries at a time: what a fingerprint costs in memory
 
 
 def fingerprints(tensors: Mapping[str, Tensor]) -> dict[str, int]:
-    """A number for each tensor that a change of any bit of it changes, but for a chance of 2⁻³².
+    """A hash of each tensor; any change of a bit alters it, except with probability 2⁻³².
 
     The sum of the entries' bits with fixed random weights, modulo 2⁶⁴. A copy would double the
     memory of a frozen backbone, and version counters do not see what is written to ``p.data``.
-    Tensors of a class of their own (quantised weights) and lazy ones are left out.
+    Tensors of special classes (quantised weights) and lazy ones are left out.
 
     Example:
         >>> weight = torch.ones(3)
@@ -180,7 +180,7 @@ def _refuse_frozen(moved: list[str], optimizer: Optimizer) -> None:
 
 
 def _is_asked(param: nn.Parameter, optimizer: Optimizer) -> bool:
-    """Whether a step must move it: neither its learning rate nor its private gradient is zero."""
+    """True if a step must move it: neither its learning rate nor its private gradient is zero."""
     if param.grad is None or not bool(param.grad.any()):
         return False
     rates = [g.get("lr") for g in optimizer.param_groups if any(p is param for p in g["params"])]

@@ -110,11 +110,11 @@ LOADERS = {
     ),
     "batch_sampler": (
         lambda data: DataLoader(data, batch_sampler=Bucketed(RandomSampler(data), 24, False)),
-        "batch_sampler of its own.*DataLoader\\(batch_size=",
+        "its own batch_sampler.*DataLoader\\(batch_size=",
     ),
     "plain BatchSampler": (
         lambda data: DataLoader(data, batch_sampler=BatchSampler(RandomSampler(data), 24, False)),
-        "batch_sampler of its own.*DataLoader\\(batch_size=",
+        "its own batch_sampler.*DataLoader\\(batch_size=",
     ),
     "batch_size=None": (
         lambda data: DataLoader(data, batch_size=None),
