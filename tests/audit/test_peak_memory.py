@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import subprocess
 import sys
@@ -49,13 +50,19 @@ def config(**arguments):
     return DifferentialPrivacy(3.0, target_delta=1e-6, **arguments).config
 
 
+@functools.cache
+def line(**arguments):
+    """Measured with small batches."""
+    return measure_memory(CNN(), loader(), config(**arguments), trainer=CPU, sizes=(8, 32))
+
+
 @pytest.mark.parametrize(
     "arguments", [{}, {"engine": "hooks"}, {"estimator": Diff2(restart_every=2)}], ids=str
 )
 @pytest.mark.filterwarnings("ignore:Diff2. the noise")
 def test_a_line_from_small_batches_predicts_a_large_one_within_a_tenth(arguments):
-    small = measure_memory(CNN(), loader(), config(**arguments), trainer=CPU)
-    large = measure_memory(CNN(), loader(), config(**arguments), trainer=CPU, sizes=(32, 128))
+    small = line(**arguments)
+    large = measure_memory(CNN(), loader(), config(**arguments), trainer=CPU, sizes=(2, 128))
 
     _, measured = large.measured[-1]
     assert small.at(128) == pytest.approx(measured, rel=0.1)
@@ -63,12 +70,8 @@ def test_a_line_from_small_batches_predicts_a_large_one_within_a_tenth(arguments
 
 
 def test_gradients_per_record_take_more_than_book_keeping():
-    lines = [
-        measure_memory(CNN(), loader(), config(engine=e), trainer=CPU)
-        for e in ("bookkeeping", "hooks")
-    ]
     # One gradient is 82 KiB.
-    assert lines[1].per_record - lines[0].per_record > 82 * 1024
+    assert line(engine="hooks").per_record - line().per_record > 82 * 1024
 
 
 def test_the_suggestion_fits_keeps_q_and_is_the_largest_that_fits():
@@ -97,7 +100,9 @@ def test_the_suggestion_fits_keeps_q_and_is_the_largest_that_fits():
 
 
 def test_everything_fits_into_much_and_the_batch_stays():
-    found = suggest_physical_batch(CNN(), loader(), config(), memory=2**40, trainer=CPU)
+    found = suggest_physical_batch(
+        CNN(), loader(), config(), memory=2**40, trainer=CPU, sizes=(2, 4)
+    )
     assert (found.batch_size, found.accumulate_grad_batches) == (256, 1)
 
 
@@ -105,7 +110,9 @@ def test_where_nothing_fits_the_numbers_are_told():
     with pytest.raises(
         ValueError, match=r"memory=300 KiB is too little: .* need .*[KM]iB with 2 records"
     ):
-        suggest_physical_batch(CNN(), loader(), config(), memory=300 * 1024, trainer=CPU)
+        suggest_physical_batch(
+            CNN(), loader(), config(), memory=300 * 1024, trainer=CPU, sizes=(2, 4)
+        )
 
 
 @pytest.mark.parametrize(
@@ -194,5 +201,4 @@ def test_the_prediction_is_the_resident_memory_of_a_real_fit_within_a_quarter(tm
     )
     assert done.returncode == 0, done.stderr[-2000:]
     measured = int(done.stdout.rsplit("resident", 1)[1])
-    line = measure_memory(CNN(), loader(), config(), trainer=CPU)
-    assert line.at(512) == pytest.approx(measured, rel=0.25)
+    assert line().at(512) == pytest.approx(measured, rel=0.25)
