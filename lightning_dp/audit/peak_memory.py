@@ -22,7 +22,7 @@ from lightning_dp.isolation.passes import Passes
 from lightning_dp.isolation.probe import pool_that_runs
 from lightning_dp.isolation.synthetic import ValidLabels, take_rows
 from lightning_dp.run import PrivateRun
-from lightning_dp.sampling import FullBatch, Poisson
+from lightning_dp.sampling import FullBatch
 from lightning_dp.sampling.schemes import factorisations, largest_chunk
 from lightning_dp.schedules import Constant
 from lightning_dp.strategies import install
@@ -289,7 +289,7 @@ def suggest_physical_batch(
     Raises:
         ValueError: if nothing fits, with the numbers; if an argument is out of range.
     """
-    if not isinstance(privacy.sampling, Poisson):
+    if not privacy.sampling.follows_loader:
         raise ValueError(
             f"sampling={privacy.sampling} cuts its batches itself, so batch_size does not change q: "
             "ask measure_memory() for the line and take the largest batch_size that fits."

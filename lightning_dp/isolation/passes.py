@@ -1,4 +1,4 @@
-"""One pass of a batch through a copy of the model: each record's part of it, as the engine sees it."""
+"""Passes of batches through copies of a model, and the engine's answer about each record."""
 
 from __future__ import annotations
 
@@ -57,10 +57,11 @@ class Answer:
         count: rows that the layers saw.
         norms: of the records that were asked for, shape (m,).
         parts: their weighted sum, one flat tensor per parameter.
-        is_random: whether the pass drew random numbers.
+        is_random: True if the pass drew random numbers.
         calls: of all modules in the order in which they ended, if they were asked for.
-        means: how many means over targets the loss is made from (:mod:`lightning_dp.isolation.ignored`).
-        has_class_weights: whether one of them weighs its classes.
+        means: number of means over targets that the loss is made from
+            (:mod:`lightning_dp.isolation.ignored`).
+        has_class_weights: True if one of them weighs its classes.
     """
 
     count: int
@@ -96,7 +97,7 @@ class Passes:
 
     @contextlib.contextmanager
     def quietly(self) -> Iterator[None]:
-        """Around all passes: nothing is printed, and random states are put back.
+        """Keep all passes inside from printing, and put random states back after them.
 
         What is inside must catch its exceptions, or they keep the random states as they are.
         """
@@ -110,7 +111,7 @@ class Passes:
             self._loss(module, batch)
 
     def written_by(self, batch: Any) -> dict[str, Tensor]:
-        """The weights and buffers that a forward pass changes, as they are after it."""
+        """Return the weights and buffers that a forward pass changes, as they are after it."""
         own = dict(_state_of(self._module))
         with self._copy() as module:
             _seed()
@@ -122,7 +123,7 @@ class Passes:
             }
 
     def run(self, batch: Any, weights: Tensor, *, watch_modules: bool = False) -> Answer:
-        """One forward and backward pass.
+        """Run one forward and backward pass.
 
         Args:
             batch: with n records.
@@ -234,7 +235,7 @@ def _ignore(*args: Any, **kwargs: Any) -> None:
 
 
 def _seed() -> tuple[Any, ...]:
-    """The same random numbers for every pass; CUDA's generators are not touched."""
+    """Begin with the same random numbers in every pass; CUDA's generators are not touched."""
     random.seed(0)
     np.random.seed(0)
     torch.default_generator.manual_seed(0)
@@ -267,7 +268,7 @@ def _watch(module: nn.Module, calls: list[Call]) -> None:
 
 
 class _ByHand:
-    """Stands for the optimizer and the backward pass of a copy of a module.
+    """Stand-in for the optimizer and the backward pass in manual optimization of a copy of a module.
 
     Args:
         module: a copy; what it calls to optimize is replaced on it.

@@ -88,6 +88,11 @@ class AbstractSampling(ABC):
     def event(self, noise_multiplier: float, sample_rate: float) -> AbstractEvent:
         """Return the privacy event of one Gaussian query with multiplier z on one such batch."""
 
+    @property
+    def follows_loader(self) -> bool:
+        """True if the logical batch is that of the user's loader, so that q follows its batch size."""
+        return False
+
 
 def check_sizes(num_records: int, batch_size: float) -> None:
     """Refuse an empty training set and a batch size that is not a positive number."""
@@ -114,6 +119,10 @@ class Poisson(AbstractSampling):
         >>> plan.sample_rate, plan.steps_per_epoch, plan.expected_batch_size
         (0.1, 10, 100.0)
     """
+
+    @property
+    def follows_loader(self) -> bool:
+        return True
 
     def plan(
         self,
