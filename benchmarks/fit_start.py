@@ -27,7 +27,8 @@ from torch import Tensor
 
 from lightning_dp import PrivacyConfig
 from lightning_dp._world import World
-from lightning_dp.accounting import History, PoissonGaussian
+from lightning_dp.accounting import PoissonGaussian
+from lightning_dp.accounting.events import History
 from lightning_dp.callbacks import PrivacyLogger
 from lightning_dp.estimators import CubicNewton, Diff2, Storm
 from lightning_dp.run import PrivateRun

@@ -9,12 +9,12 @@ import argparse
 import math
 
 from lightning_dp.accounting import (
-    History,
     PLDAccountant,
     PoissonGaussian,
     RepeatAndSelect,
     StreamingRDPAccountant,
 )
+from lightning_dp.accounting.events import History
 
 SHAPES = {"logarithmic": 0.0, "geometric": 1.0, "Poisson": math.inf}
 

@@ -8,7 +8,8 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.trainer.states import TrainerFn
 
-from lightning_dp.accounting import AbstractAccountant, PLDAccountant, Relation
+from lightning_dp.accounting import PLDAccountant
+from lightning_dp.accounting.base import AbstractAccountant, Relation
 from lightning_dp.callbacks.privacy_logger import PrivacyLogger
 from lightning_dp.callbacks.privacy_report_files import PrivacyReportFiles
 from lightning_dp.config import EngineName, PrivacyConfig

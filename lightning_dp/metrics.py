@@ -10,8 +10,8 @@ from torch import Tensor
 from torchmetrics import Metric
 
 from lightning_dp._validate import probability, whole
-from lightning_dp.accounting import AbstractAccountant, PLDAccountant
-from lightning_dp.accounting.base import Relation, check_relation
+from lightning_dp.accounting import PLDAccountant
+from lightning_dp.accounting.base import AbstractAccountant, Relation, check_relation
 from lightning_dp.accounting.events import sampled_gaussian
 
 __all__ = ["PrivacyBudget"]

@@ -10,14 +10,10 @@ from typing import Any
 
 import numpy as np
 
-from lightning_dp.accounting import (
-    AbstractAccountant,
-    History,
-    StreamingRDPAccountant,
-    affordable_steps,
-    calibrate,
-)
-from lightning_dp.accounting.events import AbstractEvent
+from lightning_dp.accounting import StreamingRDPAccountant, calibrate
+from lightning_dp.accounting.base import AbstractAccountant
+from lightning_dp.accounting.calibration import affordable_steps
+from lightning_dp.accounting.events import AbstractEvent, History
 from lightning_dp.accounting.guards import AbstractGuard, FixedGuard, GDPGuard, RDPGuard
 from lightning_dp.accounting.steps import AbstractPairPlan, FloatArray, PlannedSteps
 from lightning_dp.boundary import State

@@ -11,15 +11,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from lightning_dp._validate import number, positive, whole
-from lightning_dp.accounting import (
-    AbstractAccountant,
-    AbstractEvent,
-    History,
-    PLDAccountant,
-    Relation,
-    epsilon_curve,
-)
-from lightning_dp.accounting.events import sampled_gaussian
+from lightning_dp.accounting import PLDAccountant
+from lightning_dp.accounting._curve import epsilon_curve
+from lightning_dp.accounting.base import AbstractAccountant, Relation
+from lightning_dp.accounting.events import AbstractEvent, History, sampled_gaussian
 from lightning_dp.accounting.journal import Runs
 from lightning_dp.schedules import AbstractSchedule
 

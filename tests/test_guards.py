@@ -12,15 +12,10 @@ import torch
 from torch import Tensor
 
 from lightning_dp._world import World
-from lightning_dp.accounting import (
-    AbstractEvent,
-    Gaussian,
-    PoissonGaussian,
-    StreamingRDPAccountant,
-    affordable_steps,
-    epsilon,
-    gdp_epsilon,
-)
+from lightning_dp.accounting import Gaussian, PoissonGaussian, StreamingRDPAccountant, epsilon
+from lightning_dp.accounting.calibration import affordable_steps
+from lightning_dp.accounting.events import AbstractEvent
+from lightning_dp.accounting.gdp import gdp_epsilon
 from lightning_dp.accounting.guards import AbstractGuard, FixedGuard, GDPGuard, RDPGuard
 from lightning_dp.accounting.ledger import Ledger
 from lightning_dp.boundary import State

@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from lightning_dp.accounting import PLDAccountant, PoissonGaussian, Relation
+from lightning_dp.accounting import PLDAccountant, PoissonGaussian
+from lightning_dp.accounting.base import Relation
 from lightning_dp.federated.sequences import PolynomialSizes, PowerSizes, rounds_for
 
 _HALF = (math.sqrt(3) - 1) / 2

@@ -11,7 +11,8 @@ import math
 
 from lightning_dp import CubicNewton
 from lightning_dp._validate import positive
-from lightning_dp.accounting import PLDAccountant, PoissonRound
+from lightning_dp.accounting import PLDAccountant
+from lightning_dp.accounting.events import PoissonRound
 
 
 def paper_noise(

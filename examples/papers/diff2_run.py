@@ -17,7 +17,8 @@ from diff2_model import Answers, Network
 from lightning_dp._noise import NoiseSource
 from lightning_dp._warnings import PrivacyWarning
 from lightning_dp._world import World
-from lightning_dp.accounting import calibrate, gdp_epsilon
+from lightning_dp.accounting import calibrate
+from lightning_dp.accounting.gdp import gdp_epsilon
 from lightning_dp.accounting.guards import FixedGuard
 from lightning_dp.accounting.ledger import Ledger
 from lightning_dp.boundary import bounded_sum

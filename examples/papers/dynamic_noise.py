@@ -49,7 +49,7 @@ from dynamic_noise_run import (
     run_task,
 )
 
-from lightning_dp.accounting import gdp_epsilon
+from lightning_dp.accounting.gdp import gdp_epsilon
 
 OUTPUT = Path("outputs/dynamic_noise")
 FULL = Size(

@@ -16,7 +16,8 @@ from scipy.optimize import brentq
 
 from lightning_dp._noise import NoiseSource
 from lightning_dp._world import World
-from lightning_dp.accounting import calibrate, gdp_delta
+from lightning_dp.accounting import calibrate
+from lightning_dp.accounting.gdp import gdp_delta
 from lightning_dp.accounting.guards import FixedGuard
 from lightning_dp.accounting.ledger import Ledger
 from lightning_dp.boundary import bounded_sum

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import numpy as np
 
 from lightning_dp._noise import random_generator
-from lightning_dp.accounting import AbstractEvent
+from lightning_dp.accounting.events import AbstractEvent
 from lightning_dp.federated import ReleaseLedger, Spending
 
 

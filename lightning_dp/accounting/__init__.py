@@ -2,19 +2,15 @@
 
 from collections.abc import Sequence
 
-from lightning_dp.accounting._curve import epsilon_curve
-from lightning_dp.accounting.base import AbstractAccountant, Relation
-from lightning_dp.accounting.calibration import affordable_steps, calibrate, calibrate_history
+from lightning_dp.accounting.base import Relation
+from lightning_dp.accounting.calibration import calibrate, calibrate_history
 from lightning_dp.accounting.events import (
     AbstractEvent,
     Gaussian,
     History,
     PoissonGaussian,
-    PoissonRound,
     RepeatAndSelect,
-    event_from_dict,
 )
-from lightning_dp.accounting.gdp import gdp_delta, gdp_epsilon
 from lightning_dp.accounting.journals import recover_journal, sweep_history
 from lightning_dp.accounting.pld import PLDAccountant
 from lightning_dp.accounting.rdp import StreamingRDPAccountant
@@ -22,27 +18,17 @@ from lightning_dp.accounting.rounding import epsilon_text
 from lightning_dp.accounting.search import draw_number_of_runs
 
 __all__ = [
-    "AbstractAccountant",
-    "AbstractEvent",
     "Gaussian",
-    "History",
     "PLDAccountant",
     "PoissonGaussian",
-    "PoissonRound",
-    "Relation",
     "RepeatAndSelect",
     "StreamingRDPAccountant",
-    "affordable_steps",
     "calibrate",
     "calibrate_history",
     "delta",
     "draw_number_of_runs",
     "epsilon",
-    "epsilon_curve",
     "epsilon_text",
-    "event_from_dict",
-    "gdp_delta",
-    "gdp_epsilon",
     "recover_journal",
     "sweep_history",
 ]

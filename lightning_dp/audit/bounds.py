@@ -14,7 +14,8 @@ from scipy.stats import beta as beta_distribution
 from scipy.stats import binom
 
 from lightning_dp._validate import number, whole
-from lightning_dp.accounting import AbstractEvent, History, PLDAccountant
+from lightning_dp.accounting import PLDAccountant
+from lightning_dp.accounting.events import AbstractEvent, History
 
 __all__ = [
     "Errors",

@@ -15,7 +15,9 @@ from torch import Tensor
 
 from lightning_dp._noise import NoiseSource
 from lightning_dp._validate import normalise, not_negative, number, optional, seed, whole
-from lightning_dp.accounting import AbstractEvent, Gaussian, Relation
+from lightning_dp.accounting import Gaussian
+from lightning_dp.accounting.base import Relation
+from lightning_dp.accounting.events import AbstractEvent
 from lightning_dp.boundary import Query, Term
 from lightning_dp.federated.agreement import check_point
 from lightning_dp.federated.asynchronous import ROUND, UPDATE

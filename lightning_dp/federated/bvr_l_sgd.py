@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from lightning_dp._validate import normalise, not_negative, number, positive, whole
-from lightning_dp.accounting import AbstractEvent, History
+from lightning_dp.accounting.events import AbstractEvent, History
 from lightning_dp.boundary import Query, Release, State, Term
 from lightning_dp.estimators.diff2 import Diff2
 from lightning_dp.estimators.points import distance

@@ -10,7 +10,7 @@ from typing import Any, ClassVar, TypeAlias
 import numpy as np
 
 from lightning_dp._noise import NoiseSource, random_generator
-from lightning_dp.accounting import AbstractEvent
+from lightning_dp.accounting.events import AbstractEvent
 from lightning_dp.federated.ledger import NoLedger, ReleaseLedger
 from lightning_dp.federated.messages import LOST, REFUSED, Fact, Message, MessageError
 from lightning_dp.federated.protocol import AbstractClient, Records, noise_source

@@ -13,7 +13,9 @@ from torch import Tensor
 from lightning_dp import _validate
 from lightning_dp._noise import NoiseSource
 from lightning_dp._validate import flag, normalise, not_negative, number, optional, positive, whole
-from lightning_dp.accounting import AbstractEvent, Gaussian, Relation
+from lightning_dp.accounting import Gaussian
+from lightning_dp.accounting.base import Relation
+from lightning_dp.accounting.events import AbstractEvent
 from lightning_dp.boundary import Query
 from lightning_dp.estimators import CubicNewton
 from lightning_dp.federated.agreement import check_engine, check_point, is_of_ordinary_size

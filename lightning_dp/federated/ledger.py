@@ -12,8 +12,9 @@ import numpy as np
 
 from lightning_dp._files import local_folder
 from lightning_dp._noise import random_generator
-from lightning_dp.accounting import AbstractEvent, PLDAccountant, Relation
-from lightning_dp.accounting.events import Voided, VoidedRunError, reason_in
+from lightning_dp.accounting import PLDAccountant
+from lightning_dp.accounting.base import Relation
+from lightning_dp.accounting.events import AbstractEvent, Voided, VoidedRunError, reason_in
 from lightning_dp.accounting.journal import Journal, JournalError, Runs, history_of, read_journal
 from lightning_dp.accounting.release_file import (
     Kept,

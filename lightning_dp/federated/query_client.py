@@ -13,7 +13,9 @@ from torch import Tensor
 from lightning_dp import _validate
 from lightning_dp._noise import NoiseSource
 from lightning_dp._validate import optional, whole
-from lightning_dp.accounting import AbstractEvent, Gaussian, Relation
+from lightning_dp.accounting import Gaussian
+from lightning_dp.accounting.base import Relation
+from lightning_dp.accounting.events import AbstractEvent
 from lightning_dp.boundary import Query, State
 from lightning_dp.federated.agreement import (
     check_engine,

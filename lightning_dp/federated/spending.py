@@ -13,9 +13,10 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from lightning_dp._validate import normalise, number, probability, whole
-from lightning_dp.accounting import AbstractEvent, PLDAccountant, Relation, affordable_steps
-from lightning_dp.accounting.base import check_relation
-from lightning_dp.accounting.events import History
+from lightning_dp.accounting import PLDAccountant
+from lightning_dp.accounting.base import Relation, check_relation
+from lightning_dp.accounting.calibration import affordable_steps
+from lightning_dp.accounting.events import AbstractEvent, History
 from lightning_dp.accounting.guards import GDPGuard
 from lightning_dp.accounting.journal import history_of
 from lightning_dp.accounting.rdp import total_divergence

@@ -9,7 +9,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from lightning_dp.accounting import AbstractAccountant, PLDAccountant
+from lightning_dp.accounting import PLDAccountant
+from lightning_dp.accounting.base import AbstractAccountant
 from lightning_dp.accounting.events import reason_in, steps_in
 from lightning_dp.accounting.journal import (
     JournalError,

@@ -9,8 +9,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from lightning_dp.accounting import PLDAccountant, Relation
-from lightning_dp.accounting.base import check_delta
+from lightning_dp.accounting import PLDAccountant
+from lightning_dp.accounting.base import Relation, check_delta
 from lightning_dp.accounting.journal import JournalError, Runs, history_of, longer_run
 from lightning_dp.accounting.release_file import federations_in
 from lightning_dp.accounting.rounding import epsilon_text

@@ -9,14 +9,9 @@ from typing import TYPE_CHECKING, Any, get_type_hints
 
 from lightning_dp import _validate
 from lightning_dp._validate import Check, flag, optional, shown, whole_from_0
-from lightning_dp.accounting import (
-    AbstractAccountant,
-    AbstractEvent,
-    PLDAccountant,
-    StreamingRDPAccountant,
-)
-from lightning_dp.accounting.base import Relation, check_relation
-from lightning_dp.accounting.events import reason_in
+from lightning_dp.accounting import PLDAccountant, StreamingRDPAccountant
+from lightning_dp.accounting.base import AbstractAccountant, Relation, check_relation
+from lightning_dp.accounting.events import AbstractEvent, reason_in
 from lightning_dp.accounting.journal import Runs, history_of
 from lightning_dp.accounting.ledger import runs_from_dict, runs_to_dict
 from lightning_dp.accounting.rounding import epsilon_text

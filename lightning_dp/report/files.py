@@ -14,8 +14,8 @@ from typing import Any, Literal
 import torch
 
 from lightning_dp._files import FILE_MODE, replaced
-from lightning_dp.accounting import AbstractEvent
 from lightning_dp.accounting.base import Relation, check_delta, check_relation
+from lightning_dp.accounting.events import AbstractEvent
 from lightning_dp.accounting.journal import (
     Runs,
     history_of,

@@ -16,8 +16,8 @@ from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor, nn
 
 from lightning_dp._warnings import warn
-from lightning_dp.accounting import History
 from lightning_dp.accounting.charges import JournalError, Runs, history_of, longer_run
+from lightning_dp.accounting.events import History
 from lightning_dp.accounting.journals import Neighbours, neighbours, union
 from lightning_dp.accounting.ledger import Ledger
 from lightning_dp.accounting.rounding import epsilon_text

@@ -12,10 +12,10 @@ from lightning_dp.accounting import (
     PLDAccountant,
     PoissonGaussian,
     StreamingRDPAccountant,
-    affordable_steps,
     calibrate,
     epsilon,
 )
+from lightning_dp.accounting.calibration import affordable_steps
 
 
 def constant(_: int) -> float:

@@ -12,17 +12,11 @@ from scipy.optimize import brentq
 from scipy.stats import norm
 
 import lightning_dp.accounting as accounting
-from lightning_dp.accounting import (
-    Gaussian,
-    PLDAccountant,
-    PoissonGaussian,
-    PoissonRound,
-    _composition,
-    pld,
-)
+from lightning_dp.accounting import Gaussian, PLDAccountant, PoissonGaussian, _composition, pld
 from lightning_dp.accounting._grid import Target, plan_grid
 from lightning_dp.accounting._grouping import as_mixture
 from lightning_dp.accounting._pmf import discretise
+from lightning_dp.accounting.events import PoissonRound
 from lightning_dp.accounting.steps import merge
 
 RELATIONS = ("add_remove", "replace_one")

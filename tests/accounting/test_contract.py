@@ -5,14 +5,9 @@ import math
 import pytest
 from opacus_accountants import OpacusPRVAccountant, OpacusRDPAccountant
 
-from lightning_dp.accounting import (
-    Gaussian,
-    PLDAccountant,
-    PoissonGaussian,
-    PoissonRound,
-    StreamingRDPAccountant,
-)
+from lightning_dp.accounting import Gaussian, PLDAccountant, PoissonGaussian, StreamingRDPAccountant
 from lightning_dp.accounting.base import CachedAccountant
+from lightning_dp.accounting.events import PoissonRound
 
 HISTORY = [(PoissonGaussian(1.1, 0.02), 150), (PoissonGaussian(0.9, 0.01), 200)]
 

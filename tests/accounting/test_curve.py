@@ -9,14 +9,10 @@ import numpy as np
 import pytest
 
 import lightning_dp.accounting as accounting
-from lightning_dp.accounting import (
-    AbstractEvent,
-    Gaussian,
-    PoissonGaussian,
-    StreamingRDPAccountant,
-    epsilon_curve,
-)
-from lightning_dp.accounting._curve import _Together
+from lightning_dp.accounting import Gaussian, PoissonGaussian, StreamingRDPAccountant
+from lightning_dp.accounting._curve import _Together, epsilon_curve
+from lightning_dp.accounting.events import AbstractEvent
+from lightning_dp.accounting.gdp import gdp_epsilon
 
 LENGTHS = [0, 1, 2, 3, 10, 40, 41, 150, 400, 1500]
 _RNG = np.random.default_rng(0)
@@ -86,7 +82,7 @@ def test_the_lengths_may_come_in_any_order_and_shape() -> None:
 
 def test_full_batches_are_exact_at_every_length() -> None:
     curve = epsilon_curve(Gaussian(30.0), [1, 10, 1000], 1e-5)
-    exact = [accounting.gdp_epsilon(math.sqrt(n) / 30, 1e-5) for n in (1, 10, 1000)]
+    exact = [gdp_epsilon(math.sqrt(n) / 30, 1e-5) for n in (1, 10, 1000)]
     assert curve == pytest.approx(exact, rel=1e-9)
 
 

@@ -5,7 +5,8 @@ import math
 
 import pytest
 
-from lightning_dp.accounting import Gaussian, PoissonGaussian, PoissonRound, event_from_dict
+from lightning_dp.accounting import Gaussian, PoissonGaussian
+from lightning_dp.accounting.events import PoissonRound, event_from_dict
 
 EVENTS = [
     Gaussian(0.0),

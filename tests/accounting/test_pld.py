@@ -14,10 +14,9 @@ from lightning_dp.accounting import (
     StreamingRDPAccountant,
     delta,
     epsilon,
-    gdp_delta,
-    gdp_epsilon,
 )
 from lightning_dp.accounting import _pmf as pmf_module
+from lightning_dp.accounting.gdp import gdp_delta, gdp_epsilon
 
 P = PoissonGaussian
 PAIRS = [(1.0, 0.01), (0.5, 0.3), (3.0, 0.9), (0.347, 1e-4), (20.0, 0.1), (1.0, 1 - 1e-9)]

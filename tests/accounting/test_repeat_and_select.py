@@ -20,11 +20,11 @@ from lightning_dp.accounting import (
     PoissonGaussian,
     RepeatAndSelect,
     StreamingRDPAccountant,
-    affordable_steps,
     calibrate_history,
     draw_number_of_runs,
-    event_from_dict,
 )
+from lightning_dp.accounting.calibration import affordable_steps
+from lightning_dp.accounting.events import event_from_dict
 from lightning_dp.accounting.guards import GDPGuard
 from lightning_dp.accounting.ledger import Ledger
 from lightning_dp.accounting.rdp import RenyiCurve

@@ -23,7 +23,8 @@ from torch import Tensor, nn
 
 from lightning_dp import Constant, Diff2, FullBatch
 from lightning_dp._noise import random_generator
-from lightning_dp.accounting import AbstractEvent, Gaussian, PLDAccountant, PoissonGaussian
+from lightning_dp.accounting import Gaussian, PLDAccountant, PoissonGaussian
+from lightning_dp.accounting.events import AbstractEvent
 from lightning_dp.federated import AsyncServer, QueryClient, ReleaseLedger, SynchronousServer
 from lightning_dp.federated.flower import client_app, server_app
 from lightning_dp.federated.flower.exchange import payload_of

@@ -9,7 +9,8 @@ import random
 import pytest
 import torch
 
-from lightning_dp.accounting import Gaussian, PLDAccountant, PoissonGaussian, PoissonRound
+from lightning_dp.accounting import Gaussian, PLDAccountant, PoissonGaussian
+from lightning_dp.accounting.events import PoissonRound
 from lightning_dp.boundary import Query, Term
 from lightning_dp.estimators import Diff2, MeanGradient
 from lightning_dp.estimators.base import AbstractEstimator, Traits

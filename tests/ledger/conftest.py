@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from lightning_dp.accounting import AbstractEvent
+from lightning_dp.accounting.events import AbstractEvent
 from lightning_dp.accounting.journal import read_journal
 from lightning_dp.accounting.ledger import Ledger
 

@@ -9,7 +9,8 @@ from contextlib import contextmanager
 
 import pytest
 
-from lightning_dp.accounting import PoissonGaussian, PoissonRound
+from lightning_dp.accounting import PoissonGaussian
+from lightning_dp.accounting.events import PoissonRound
 from lightning_dp.accounting.journal import read_journal
 from lightning_dp.accounting.ledger import Ledger
 

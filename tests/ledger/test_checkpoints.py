@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from lightning_dp.accounting import Gaussian, PoissonGaussian, PoissonRound, recover_journal
+from lightning_dp.accounting import Gaussian, PoissonGaussian, recover_journal
+from lightning_dp.accounting.events import PoissonRound
 from lightning_dp.accounting.journal import JournalError
 from lightning_dp.accounting.ledger import Ledger
 

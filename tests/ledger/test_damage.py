@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from lightning_dp.accounting import Gaussian, PoissonGaussian, PoissonRound, RepeatAndSelect
+from lightning_dp.accounting import Gaussian, PoissonGaussian, RepeatAndSelect
 from lightning_dp.accounting._journal_text import read_text
+from lightning_dp.accounting.events import PoissonRound
 from lightning_dp.accounting.journal import Journal, JournalError, read_journal
 
 A, B = PoissonGaussian(1.0, 0.01), PoissonGaussian(2.0, 0.01)

@@ -8,7 +8,7 @@ import pytest
 from diff2_formulas import paper_noise
 
 from lightning_dp import Diff2
-from lightning_dp.accounting import gdp_epsilon
+from lightning_dp.accounting.gdp import gdp_epsilon
 
 
 # n = 16,512, R = 2000, ε = 3, δ = 1e-5, u = 1.25.

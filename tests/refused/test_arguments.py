@@ -28,18 +28,17 @@ from lightning_dp.accounting import (
     Gaussian,
     PLDAccountant,
     PoissonGaussian,
-    PoissonRound,
     RepeatAndSelect,
-    affordable_steps,
     calibrate,
     calibrate_history,
     delta,
     draw_number_of_runs,
     epsilon,
-    epsilon_curve,
-    gdp_delta,
-    gdp_epsilon,
 )
+from lightning_dp.accounting._curve import epsilon_curve
+from lightning_dp.accounting.calibration import affordable_steps
+from lightning_dp.accounting.events import PoissonRound
+from lightning_dp.accounting.gdp import gdp_delta, gdp_epsilon
 from lightning_dp.audit.bounds import one_run_p_value
 from lightning_dp.boundary import Query
 from lightning_dp.callbacks import DifferentialPrivacy, PrivateSingleDeviceStrategy

@@ -9,7 +9,8 @@ import matplotlib
 import numpy as np
 import pytest
 
-from lightning_dp.accounting import PoissonGaussian, epsilon, gdp_epsilon
+from lightning_dp.accounting import PoissonGaussian, epsilon
+from lightning_dp.accounting.gdp import gdp_epsilon
 from lightning_dp.plotting import plot_schedule
 from lightning_dp.schedules import Cosine, Exponential
 

@@ -67,7 +67,7 @@ def test_the_journal_follows_the_schedule_and_spends_the_target(
 def test_full_batches_follow_it_too_and_add_up_exactly(
     classifier, mlp, blobs, make_trainer, tmp_path
 ):
-    from lightning_dp.accounting import gdp_epsilon
+    from lightning_dp.accounting.gdp import gdp_epsilon
 
     schedule = DynamicGD(kappa=5.0)
     privacy = DifferentialPrivacy(

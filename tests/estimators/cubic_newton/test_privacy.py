@@ -16,7 +16,8 @@ from torch.utils.data import DataLoader, TensorDataset
 from lightning_dp import CubicNewton, FullBatch
 from lightning_dp._noise import NoiseSource
 from lightning_dp._world import World
-from lightning_dp.accounting import PLDAccountant, PoissonGaussian, PoissonRound
+from lightning_dp.accounting import PLDAccountant, PoissonGaussian
+from lightning_dp.accounting.events import PoissonRound
 from lightning_dp.accounting.guards import FixedGuard
 from lightning_dp.accounting.ledger import Ledger
 from lightning_dp.boundary import BoundedSum, Query, Release, State, Term, add_noise
