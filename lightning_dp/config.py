@@ -149,7 +149,7 @@ class PrivacyConfig:
         if self.postprocessing:
             raise ValueError(
                 f"postprocessing={self.postprocessing} acts on private gradients, and {estimator} "
-                "gives a step of its own. Leave it out."
+                "makes its own step. Leave it out."
             )
         if self.noise_schedule.chosen != "in advance":
             raise ValueError(

@@ -1,4 +1,4 @@
-"""Estimators: what is asked of the data, and what gradient is made of the answer."""
+"""Estimators: the questions asked of the data, and the gradients made from the answers."""
 
 from lightning_dp.boundary import State
 from lightning_dp.estimators.base import AbstractEstimator, Traits, share_of_noise

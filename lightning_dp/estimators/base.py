@@ -22,7 +22,7 @@ def _always_1(step: int) -> float:
 
 @dataclass(frozen=True)
 class Traits:
-    """What is known of an estimator's steps in advance: noise and batches are planned by it.
+    """The facts about an estimator's steps that are known in advance, for the plan of noise and batches.
 
     Args:
         period: the number of steps after which the kinds of steps repeat.
@@ -74,7 +74,7 @@ class AbstractEstimator(ABC):
 
     @property
     def traits(self) -> Traits:
-        """What is known of the steps in advance."""
+        """The facts about the steps that are known in advance."""
         return Traits()
 
     def check(self, optimizer: Optimizer) -> None:  # noqa: B027 (most can use any optimizer)

@@ -112,7 +112,7 @@ class AsyncServer(AbstractServer):
             raise ValueError("start must be a vector of finite numbers.")
         self.plan.check(len(self.start), self.num_clients)
         self._point = self.start.detach().clone()
-        self._broadcast = self._point  # v̂ when the round under way became the earliest one
+        self._broadcast = self._point  # v̂ when the current round became the earliest one
         self._applied = [0] * self.num_clients
         self._known = [-1] * self.num_clients  # the k of the model that a client has, -1: none
         self._left: set[int] = set()
@@ -240,7 +240,7 @@ class AsyncServer(AbstractServer):
 class Aggregator:
     """Adds up the updates of its children, clients or other aggregators, and sends one.
 
-    ``offer`` it what comes from above. While it has a round, ``request`` and ``receive`` speak to
+    Pass requests from the parent to ``offer``. While it has a round, ``request`` and ``receive`` talk to
     the children as :class:`~lightning_dp.federated.AsyncServer` does; ``reply`` is what goes up
     once all children have answered. Each child's update is in the sum once.
 

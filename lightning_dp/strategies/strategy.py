@@ -123,7 +123,7 @@ class DifferentialPrivacyStrategy(Strategy):
 
     @cached_property
     def _folder(self) -> Path:
-        """Where a new journal goes: found once in a fit, since the process may change folders."""
+        """The folder of a new journal: found once in a fit, since the process may change folders."""
         return self.private_run.ledger_dir or default_folder(self._trainer)
 
     @cached_property

@@ -227,7 +227,7 @@ class Exchange:
         if self._nodes.get(client, node) != node:
             raise MessageError(
                 f"it says that it is client {client}, which another node is until it leaves. Give "
-                "every SuperNode a partition-id of its own"
+                "every SuperNode its own partition-id"
             )
         self._nodes[client] = node
         self._failures.pop(node, None)
