@@ -1,186 +1,377 @@
-"""A client's journal and its release files know the same, or nothing goes on."""
+"""A client holds the server to its plan before it charges, and lives on."""
 
 from __future__ import annotations
 
-import itertools
-import os
-import shutil
-from pathlib import Path
+import math
+import random
+from typing import Any
 
+import lightning as L
 import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import TensorDataset
 
-from lightning_dp.accounting import Gaussian
-from lightning_dp.accounting.journal import JournalError
-from lightning_dp.federated import ReleaseLedger, Spending
-from lightning_dp.report.files import read_charges
+from lightning_dp import CubicNewton
+from lightning_dp.boundary import Query, Term
+from lightning_dp.estimators import Diff2, MeanGradient, Storm
+from lightning_dp.estimators.base import AbstractEstimator, share_of_noise
+from lightning_dp.federated import (
+    BVRLSGD,
+    AsyncClient,
+    AsyncPlan,
+    ClientPrivacy,
+    CubicNewtonClient,
+    CubicNewtonPlan,
+    InverseSteps,
+    PolynomialSizes,
+    QueryClient,
+    ReleaseLedger,
+    SynchronousServer,
+)
+from lightning_dp.federated.agreement import check_fingerprint, fingerprint
+from lightning_dp.federated.local import LocalRecords
+from lightning_dp.federated.messages import Message, MessageError
+from lightning_dp.plan import NoisePlan
+from lightning_dp.sampling import FullBatch
+from lightning_dp.schedules import Constant
 
-ROUNDS = 6
+SIZE, RECORDS, ROUNDS, Z = 4, 6, 4, 2.0
+ROUTINE = BVRLSGD(0.2, 3, 0.5, noise_multiplier=Z, sample_rate=0.5)
 
-
-@pytest.fixture(autouse=True)
-def fast_disk(monkeypatch):
-    """A killed process loses nothing that it wrote; only a power cut could, and none is made here."""
-    monkeypatch.setattr(os, "fsync", lambda descriptor: None)
-
-
-def spending(run="A") -> Spending:
-    return Spending(run, ROUNDS, lambda i: [Gaussian(5.0 + i)] * 2, float("inf"), 1e-5)
-
-
-def noise(rng) -> bytes:
-    return rng.bytes(4) + os.urandom(8)
-
-
-def ledger_of(folder: Path) -> ReleaseLedger:
-    return ReleaseLedger(folder, "data")
-
-
-def journal_of(folder: Path) -> Path:
-    return ledger_of(folder).journal_path
-
-
-def release_of(folder: Path, run: str = "A") -> Path:
-    (path,) = folder.glob(f"*.{run}-*.release")
-    return path
+pytestmark = pytest.mark.filterwarnings("ignore:Diff2. the noise")
 
 
-def content(folder: Path) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in folder.iterdir() if path.suffix != ".lock"}
+class Regression(L.LightningModule):
+    """Gradients of very different lengths."""
+
+    def __init__(self, dtype: torch.dtype = torch.float32) -> None:
+        super().__init__()
+        self.layer = nn.Linear(SIZE - 1, 1).to(dtype)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, y = batch
+        return nn.functional.softplus(self.layer(x).squeeze(1) * y).mean()
 
 
-def refused(folder: Path, run: str = "A", round_: int = ROUNDS - 1) -> str:
-    """Every way to the ledger of a run is refused, and changes nothing; the message."""
-    before, messages = content(folder), set()
-    ledger, plan = ledger_of(folder), spending(run)
-    for ask in (
-        lambda: ledger.release(plan, round_, 0, noise),
-        lambda: ledger.find(plan, round_, 0),
-        lambda: ledger.latest(plan),
-        lambda: ledger.rounds_left(plan),
-    ):
-        with pytest.raises(JournalError) as caught:
-            ask()
-        messages.add(str(caught.value))
-    assert content(folder) == before
-    (message,) = messages
+class Remembering(LocalRecords):
+    """Writes down the queries that reached the records."""
+
+    def bounded_sum(self, query, records):
+        self.asked = [*getattr(self, "asked", []), query]
+        return super().bounded_sum(query, records)
+
+
+def records(dtype: torch.dtype = torch.float32) -> Remembering:
+    x = torch.randn(RECORDS, SIZE - 1, generator=torch.Generator().manual_seed(0), dtype=dtype)
+    y = torch.tensor([1.0, -1.0] * (RECORDS // 2), dtype=dtype)
+    return Remembering(Regression(dtype), TensorDataset(x * 10 ** torch.arange(3), y))
+
+
+class Custom(AbstractEstimator):
+    """One whose queries a client cannot find out for itself."""
+
+    def init(self, params):
+        return {}
+
+    def ask(self, state, params, step, noise_multiplier):
+        return Query((Term(0.5), Term(0.5, params[0] + 1)), 1.0, noise_multiplier)
+
+    def tell(self, state, params, step, released):
+        return released.value, state
+
+
+NEWTON = CubicNewton(1.0, 0.0, 3, max_grad_norm=0.5, keep=3, max_step_size=0.5)
+ESTIMATORS = {
+    "mean": MeanGradient(0.7),
+    "diff2": Diff2(3, 0.5, 0.6, split=2.0),
+    "storm": Storm(0.3, 0.5, 0.6),
+    "newton": NEWTON,
+    "fresh newton": CubicNewton(1.0, 0.0, 2, keep_fraction=0.5, fresh_batches=True),
+    "custom": Custom(),
+}
+
+
+def plan_of(estimator: AbstractEstimator, z: float = Z) -> NoisePlan:
+    return NoisePlan(z, Constant(), FullBatch(), 1.0, estimator)
+
+
+def query_client(folder, plan, data=None, **changes: Any) -> QueryClient:
+    settings = {"run": "trial", "rounds": ROUNDS, "target_epsilon": math.inf, "target_delta": 1e-5}
+    data = records() if data is None else data
+    return QueryClient(data, plan, ReleaseLedger(folder, "data"), **{**settings, **changes})
+
+
+def requests_of(plan: NoisePlan, folder, **changes: Any) -> list[Message]:
+    """What an honest server asks one client in a whole run."""
+    start = torch.full((SIZE,), 0.1)
+    settings = {"rounds": ROUNDS, "num_clients": 1, "num_records": RECORDS, "learning_rate": 0.2}
+    server = SynchronousServer("trial", plan, start, **settings, noise="client", **changes)
+    client, found = query_client(folder, plan, **changes), []
+    while not server.is_done:
+        request = server.request(0)
+        found.append(Message.from_bytes(request))
+        server.receive(0, client.answer(request))
+    return found
+
+
+def files(folder) -> dict[str, bytes]:
+    return {
+        p.name: p.read_bytes() for p in folder.glob("*") if p.suffix in (".journal", ".release")
+    }
+
+
+def with_tensor(message: Message, name: str, change) -> Message:
+    return Message(
+        message.kind, message.facts, {**message.tensors, name: change(message.tensors[name])}
+    )
+
+
+def hostile(message: Message, rng: random.Random) -> Message:
+    """The same request, changed in one to three places."""
+    size = 10.0 ** rng.uniform(-45, 38)
+    for _ in range(rng.randint(1, 3)):
+        facts, tensors = dict(message.facts), dict(message.tensors)
+        kind = rng.choice(["number", "number", "tensor", "drop"] if tensors else ["number"])
+        name = rng.choice([*tensors, ""][: len(tensors) or 1])
+        numbers = [n for n in facts if n.startswith("weight")] + ["clip_norm", "noise_multiplier"]
+        if kind == "number":
+            number = rng.choice(numbers)
+            new = rng.choice([0.0, -1.0, size, -size, math.nan, math.inf, facts[number] * 1.01])
+            facts[number] = rng.choice([new, facts[number] / size if size else 0.0])
+        elif kind == "tensor":
+            t = tensors[name]
+            scaled = [t * size, t / size, t + size, t * math.nan, torch.zeros_like(t)]
+            shaped = [t[:-1], t[:0], t.flip(0), torch.cat([t, t]), t.unsqueeze(0)]
+            others = [t.double() * 1e200, t.half(), t.long()]
+            tensors[name] = rng.choice([*scaled, *shaped, *others])
+        else:
+            del tensors[name]
+        message = Message(message.kind, facts, tensors)
     return message
 
 
-def states(folder: Path) -> list[Path]:
-    """The folder after 0, 1, ..., 4 rounds of run A."""
-    live, copies = folder / "live", []
-    for i in range(5):
-        if i:
-            ledger_of(live).release(spending(), i - 1, 0, noise)
+@pytest.mark.parametrize("name", ESTIMATORS)
+def test_a_hostile_query_is_refused_at_no_cost_or_has_the_planned_noise(tmp_path, name):
+    """The oracle: the longest part of one record that is really added, against the noise."""
+    estimator, rng = ESTIMATORS[name], random.Random(name)
+    plan = plan_of(estimator)
+    honest, answered = requests_of(plan, tmp_path / "honest"), 0
+    for trial in range(25):
+        folder = tmp_path / f"{trial}"
+        number = rng.randrange(len(honest))
+        data = records()
+        client = query_client(folder, plan, data)
+        for message in honest[:number]:
+            if message["round"] == honest[number]["round"]:  # earlier parts of the same step
+                client.answer(message.to_bytes())
+        before, step = files(folder), honest[number]["round"]
+        data.asked = []
+        try:
+            client.answer(hostile(honest[number], rng).to_bytes())
+        except MessageError:
+            assert files(folder) == before
         else:
-            ledger_of(live).rounds_left(spending())  # the run has begun, and charged nothing
-        copies.append(shutil.copytree(live, folder / f"after {i}"))
-    return copies
+            answered += 1
+            least = share_of_noise(plan.noise_multiplier(step), estimator.traits.queries_per_step)
+            (query,) = data.asked
+            parts = [LocalRecords.bounded_sum(data, query, [i]).value for i in range(RECORDS)]
+            longest = max(float(part.double().norm()) for part in parts)
+            noise = query.noise_multiplier * query.clip_norm
+            assert noise >= least * longest * (1 - 1e-5)
+        client.answer(honest[number].to_bytes())  # it lives on
+    assert answered < 20
 
 
-@pytest.mark.parametrize(("journal", "release"), [*itertools.permutations(range(5), 2)])
-def test_a_journal_and_a_release_file_of_different_moments_are_refused(tmp_path, journal, release):
-    copies = states(tmp_path)
-    mixed = shutil.copytree(copies[release], tmp_path / "mixed")
-    shutil.copy(journal_of(copies[journal]), journal_of(mixed))
-    message = refused(mixed)
-    assert str(journal_of(mixed)) in message and str(release_of(mixed)) in message
-    assert "Put the right" in message
-    if journal < release:  # ε would fall
-        with pytest.raises(JournalError, match="journal was lost, cut, or replaced"):
-            ledger_of(mixed).epsilon(1e-5)
-        with pytest.raises(JournalError, match="journal was lost, cut, or replaced"):
-            read_charges(journal_of(mixed))
-    shutil.copy(journal_of(copies[release]), journal_of(mixed))  # the cure
-    assert ledger_of(mixed).release(spending(), 5, 0, noise)
+def test_tiny_weights_and_clip_norm_do_not_get_the_gradient_without_noise(tmp_path):
+    plan = plan_of(MeanGradient(1.0))
+    (first, *_) = requests_of(plan, tmp_path / "honest")
+    client = query_client(tmp_path / "c", plan)
+    for facts in ({"weight0": 1e-30, "clip_norm": 1e-35}, {"clip_norm": 1e-35}, {"weight0": 1e-30}):
+        message = Message("query", {**first.facts, **facts}, first.tensors)
+        with pytest.raises(MessageError, match=r"weights|clip_norm"):
+            client.answer(message.to_bytes())
+    assert not files(tmp_path / "c")
 
 
-def test_a_lost_journal_is_not_begun_anew(tmp_path):
-    folder = states(tmp_path)[3]
-    epsilon, journal = ledger_of(folder).epsilon(1e-5), journal_of(folder)
-    kept = journal.read_bytes()
-    journal.unlink()
-    assert "journal was lost" in refused(folder) and not journal.exists()
-    with pytest.raises(JournalError, match="journal was lost"):
-        ledger_of(folder).epsilon(1e-5)
-    journal.write_bytes(kept)
-    assert ledger_of(folder).epsilon(1e-5) == epsilon
+@pytest.mark.parametrize(
+    ("name", "number", "facts", "match"),
+    [
+        ("mean", 0, {"clip_norm": 0.70001}, r"clip_norm=0\.70001 at step 0.*0\.7"),
+        ("mean", 0, {"weight0": 0.5}, r"weights \[0\.5\] at step 0.*\[1\.0\]"),
+        ("mean", 0, {"noise_multiplier": 2.001}, r"noise_multiplier=2\.001 at step 0.*2\.0"),
+        ("mean", 0, {"noise_multiplier": 1e300}, "noise_multiplier=1e"),
+        ("diff2", 1, {"clip_norm": 0.5}, r"clip_norm=0\.5 at step 1"),
+        ("diff2", 1, {"weight1": -0.5}, r"\[1\.0, -0\.5\] at step 1.*\[1\.0, -1\.0\]"),
+        ("diff2", 3, {"weight0": -1.0}, "at step 3"),
+        ("storm", 1, {"weight1": -1.0}, r"-1\.0\] at step 1"),
+        ("newton", 1, {"clip_norm": 0.5}, r"clip_norm=0\.5 at step 0"),
+        ("custom", 0, {"clip_norm": 1e-20}, "cannot be clipped"),
+        ("custom", 0, {"clip_norm": 1e20}, "cannot be clipped"),
+        ("custom", 0, {"weight1": 1e-30}, "weight 1e-30"),
+    ],
+)
+def test_what_differs_from_the_plan_is_named(tmp_path, name, number, facts, match):
+    plan = plan_of(ESTIMATORS[name])
+    message = requests_of(plan, tmp_path / "honest")[number]
+    bad = Message("query", {**message.facts, **facts}, message.tensors)
+    with pytest.raises(MessageError, match=match):
+        query_client(tmp_path / "c", plan).answer(bad.to_bytes())
+    assert not files(tmp_path / "c")
 
 
-def test_a_journal_that_lacks_another_runs_charges_is_refused(tmp_path):
-    """The run that asks is whole; what the other one spent is forgotten."""
-    ledger = ledger_of(tmp_path)
-    for i in range(2):
-        ledger.release(spending("A"), i, 0, noise)
-    old = journal_of(tmp_path).read_bytes()
-    ledger.release(spending("B"), 0, 0, noise)
-    journal_of(tmp_path).write_bytes(old)
-    message = refused(tmp_path, "A")
-    assert str(release_of(tmp_path, "B")) in message and "run 'B'" in message
-    refused(tmp_path, "B")
-    refused(tmp_path, "C", 0)
-    with pytest.raises(JournalError, match="run 'B'"):
-        ledger.history()
+def test_a_plain_gradient_is_not_asked_where_the_plan_has_a_difference(tmp_path):
+    plan = plan_of(ESTIMATORS["diff2"])
+    first, second, *_ = requests_of(plan, tmp_path / "honest")
+    facts = {**first.facts, "round": 1, "noise_multiplier": second["noise_multiplier"]}
+    with pytest.raises(MessageError, match="asks nothing about these points"):
+        query_client(tmp_path / "c", plan).answer(Message("query", facts, first.tensors).to_bytes())
 
 
-def test_the_release_file_of_a_run_that_is_over_may_go(tmp_path):
-    ledger = ledger_of(tmp_path)
-    ledger.release(spending("A"), 0, 0, noise)
-    ledger.release(spending("B"), 0, 0, noise)
-    release_of(tmp_path, "A").unlink()
-    ledger.release(spending("B"), 1, 0, noise)
-    assert "is missing" in refused(tmp_path, "A", 1)
-    assert len(ledger.history()) == 2
+def test_coordinates_and_directions_are_those_of_the_plan(tmp_path):
+    plan = plan_of(NEWTON)
+    first, second, *_ = requests_of(plan, tmp_path / "honest")
+    client = query_client(tmp_path / "c", plan)
+    bad = [
+        with_tensor(first, "coordinates", lambda c: torch.tensor([0])),
+        with_tensor(first, "coordinates", lambda c: c + 1),
+        Message("query", first.facts, {"point0": first.tensors["point0"]}),
+        Message("query", first.facts, {**first.tensors, "direction0": torch.ones(SIZE)}),
+    ]
+    for message in bad:
+        with pytest.raises(MessageError, match=r"oordinate|direction0|clip_norm"):
+            client.answer(message.to_bytes())
+    assert not files(tmp_path / "c")
+    client.answer(first.to_bytes())
+    with pytest.raises(MessageError, match="direction1 of step 0"):
+        client.answer(with_tensor(second, "direction1", lambda v: v + 1e-3).to_bytes())
+    client.answer(second.to_bytes())
 
 
-@pytest.mark.parametrize("how", ["another run's", "another data set's"])
-def test_a_release_file_under_another_name_is_refused(tmp_path, how):
-    ledger = ledger_of(tmp_path)
-    ledger.release(spending("A"), 0, 0, noise)
-    other = ledger if how == "another run's" else ReleaseLedger(tmp_path, "other")
-    run = "B" if how == "another run's" else "A"
-    other.release(spending(run), 0, 0, noise)
-    paths = sorted(tmp_path.glob("*.release"))
-    assert len(paths) == 2
-    first, second = (path.read_bytes() for path in paths)
-    paths[0].write_bytes(second)
-    assert "Put" in refused(tmp_path, "A") if paths[0].name.startswith("data") else True
-    paths[1].write_bytes(first)
-    paths[0].write_bytes(second)
-    refused(tmp_path, "A")
+# -- models ------------------------------------------------------------------------------------
+
+BAD_MODELS = {
+    "NaN": lambda x: x * math.nan,
+    "infinite": lambda x: x / 0,
+    "one infinite": lambda x: torch.cat([x[:-1], torch.tensor([math.inf])]),
+    "too short": lambda x: x[:-1],
+    "too long": lambda x: torch.cat([x, x]),
+    "empty": lambda x: x[:0],
+    "float64": lambda x: x.double(),
+    "float64 that overflows": lambda x: x.double() + 1e300,
+    "float16": lambda x: x.half(),
+    "bfloat16": lambda x: x.bfloat16(),
+    "whole numbers": lambda x: x.long(),
+    "a matrix": lambda x: x.reshape(2, -1),
+}
+ASYNC = AsyncPlan(3, PolynomialSizes(0, 2), InverseSteps(0.1, 0.01))
 
 
-def test_a_round_that_was_charged_and_did_not_leave_is_all_that_a_journal_may_be_ahead(tmp_path):
-    ledger = ledger_of(tmp_path)
-    ledger.release(spending(), 0, 0, noise)
+def askers(folder) -> list[tuple[Any, Message, str]]:
+    """Each kind of client, a request to it, and the tensor in which the model is."""
+    ledger, x = ReleaseLedger(folder, "data"), torch.full((SIZE,), 0.1)
+    facts = {"run": "trial", "round": 0, "counter": 0}
+    numbers = {"weight0": 1.0, "clip_norm": 0.7, "noise_multiplier": Z, "noise": "client"}
+    shared = {"run": "trial", "target_epsilon": math.inf, "target_delta": 1e-5, "client": 0}
+    newton = CubicNewtonPlan(NEWTON, clients=1, rounds=2)
+    plan, step = plan_of(ESTIMATORS["mean"]), {**facts, "part": 0}
+    walker = QueryClient(records(), plan, ledger, rounds=2, local_routine=ROUTINE, **shared)
+    return [
+        (
+            AsyncClient(records(), ASYNC, ClientPrivacy(1.0, Z, math.inf), ledger, run="trial"),
+            Message("round", facts, {"model": x}),
+            "model",
+        ),
+        (
+            CubicNewtonClient(records(), newton, ledger, noise_multiplier=Z, **shared),
+            Message("round", facts, {"model": x}),
+            "model",
+        ),
+        (walker, Message("query", {**step, **numbers}, {"point0": x}), "point0"),
+        (walker, Message("local", step, {"x": x, "v": x}), "x"),
+        (walker, Message("local", step, {"x": x, "v": x}), "v"),
+    ]
 
-    def dies(rng):
-        raise KeyboardInterrupt
 
-    with pytest.raises(KeyboardInterrupt):
-        ledger.release(spending(), 1, 0, dies)
-    crashed = content(tmp_path)
-    assert sum(n for _, n in ledger.history()) == 4
-    left = ledger.release(spending(), 1, 0, noise)
-    assert ledger_of(tmp_path).release(spending(), 1, 0, noise) == left
-    ledger.release(spending(), 2, 0, noise)
-    release_of(tmp_path).write_bytes(crashed[release_of(tmp_path).name])  # two rounds behind
-    assert "old copy" in refused(tmp_path)
+@pytest.mark.parametrize("asker", range(5))
+@pytest.mark.parametrize("bad", BAD_MODELS)
+def test_a_model_that_is_not_the_clients_is_refused_before_a_charge(tmp_path, asker, bad):
+    client, message, name = askers(tmp_path)[asker]
+    with pytest.raises(MessageError):
+        client.answer(with_tensor(message, name, BAD_MODELS[bad]).to_bytes())
+    assert not files(tmp_path)
+    assert Message.from_bytes(client.answer(message.to_bytes())).tensors  # it lives on
 
 
-def test_files_of_an_older_version_are_read(tmp_path):
-    """They do not say how much was charged."""
-    import json
-    import zlib
+def test_numbers_that_overflow_in_one_parameters_dtype_are_refused(tmp_path):
+    """Flat, the model is float32; one of its layers is float16."""
+    module = Regression()
+    module.layer.bias = nn.Parameter(torch.zeros(1, dtype=torch.float16))
+    module.training_step = lambda batch, batch_idx: module.layer.weight.sum()
+    local = object.__new__(LocalRecords)
+    local.params = tuple(module.parameters())
+    local.check_point(torch.ones(SIZE))
+    with pytest.raises(ValueError, match="not finite in this client's module"):
+        local.check_point(torch.full((SIZE,), 1e5))
 
-    ledger = ledger_of(tmp_path)
-    left = ledger.release(spending(), 0, 0, noise)
-    path = release_of(tmp_path)
-    line, _, rest = path.read_bytes().partition(b"\n")
-    header = json.loads(line.rpartition(b" ")[0])
-    del header[1]["dataset"], header[1]["charged"]
-    text = json.dumps(header).encode()
-    path.write_bytes(text + f" {zlib.crc32(text):08x}\n".encode() + rest)
-    assert ledger.release(spending(), 0, 0, noise) == left
-    ledger.release(spending(), 1, 0, noise)
-    assert sum(n for _, n in ledger.history()) == 4
+
+@pytest.mark.parametrize("factor", [1e-37, 1e37])
+def test_a_local_routine_begins_with_a_step_that_can_be_clipped(tmp_path, factor):
+    client, message, _ = askers(tmp_path)[3]
+    message = with_tensor(message, "x", torch.zeros_like)
+    with pytest.raises(MessageError, match="too short or too long"):
+        client.answer(with_tensor(message, "v", lambda v: v * factor).to_bytes())
+    assert not files(tmp_path)
+
+
+# -- the rest of the module --------------------------------------------------------------------
+
+
+class Partly(nn.Module):
+    """A frozen random layer, a random buffer and a trained layer."""
+
+    def __init__(self, frozen: int = 0, buffer: int = 0, **changes: Any) -> None:
+        super().__init__()
+        with torch.random.fork_rng():
+            torch.manual_seed(frozen)
+            self.body = nn.Linear(3, 3).requires_grad_(False)
+            torch.manual_seed(buffer)
+            self.register_buffer("features", torch.randn(3))
+        self.first = nn.Linear(3, 1, **changes)
+        self.second = nn.Linear(3, 1)
+
+
+class Reordered(Partly):
+    def named_parameters(self, *arguments: Any, **named: Any):
+        return reversed([*super().named_parameters(*arguments, **named)])
+
+
+@pytest.mark.parametrize(
+    ("server", "match"),
+    [
+        (Partly(frozen=1), r"frozen parameters body\.weight, body\.bias are not"),
+        (
+            Partly().requires_grad_(True),
+            "trained parameters are not the server's: 4 tensors, and 6",
+        ),
+        (Partly(bias=False), "4 tensors, and 3"),
+        (Partly().double(), r"first\.weight \(torch\.float32 \[1, 3\]\).*torch\.float64"),
+        (Reordered(), r"first\.weight .*where the server has second\.bias"),
+        (nn.Sequential(nn.Linear(3, 1)), "4 tensors, and 2"),
+    ],
+)
+def test_another_module_at_the_server_is_refused_by_the_names_of_its_parts(server, match):
+    with pytest.raises(MessageError, match=match):
+        check_fingerprint(fingerprint(server), fingerprint(Partly()))
+
+
+def test_equal_modules_agree_whatever_their_trained_numbers_are_and_buffers_are_said(caplog):
+    caplog.set_level("INFO", logger="lightning_dp.federated")  # whatever other tests have set
+    here = fingerprint(Partly())
+    check_fingerprint(fingerprint(Partly()), here)
+    assert not caplog.text
+    check_fingerprint(fingerprint(Partly(buffer=1)), here)
+    assert "buffers features" in caplog.text
+    for nonsense in ("", "{}", "[]", "null", '{"trained": 1, "frozen": 2, "buffers": 3}', "\0"):
+        with pytest.raises(MessageError, match="cannot be read"):
+            check_fingerprint(nonsense, here)

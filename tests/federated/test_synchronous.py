@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 import random
 
 import pytest
@@ -24,12 +23,6 @@ SIZE, CLIENTS, RECORDS, ROUNDS, RATE = 4, 3, 30, 7, 0.2
 DIFF2 = Diff2(3, 1.0, 0.6, split=2.0)
 
 pytestmark = pytest.mark.filterwarnings("ignore:Diff2. the noise")
-
-
-@pytest.fixture(autouse=True)
-def fast_disk(monkeypatch):
-    """No power is cut here."""
-    monkeypatch.setattr(os, "fsync", lambda descriptor: None)
 
 
 def start() -> torch.Tensor:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 from types import SimpleNamespace
 
 import pytest
@@ -22,12 +21,6 @@ from lightning_dp.federated.messages import Message
 
 SIZE, ROUNDS = 4, 6
 STEPS = InverseSteps(0.05, beta=0.01)
-
-
-@pytest.fixture(autouse=True)
-def fast_disk(monkeypatch):
-    """No power is cut here."""
-    monkeypatch.setattr(os, "fsync", lambda descriptor: None)
 
 
 def plan(lag=1, rounds=ROUNDS, **changes) -> AsyncPlan:

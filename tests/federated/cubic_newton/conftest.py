@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -36,12 +35,6 @@ NEWTON = CubicNewton(
     max_step_size=1.5,
 )
 PLAN = CubicNewtonPlan(NEWTON, clients=CLIENTS, rounds=3, step_scale=0.7)
-
-
-@pytest.fixture(autouse=True)
-def fast_disk(monkeypatch):
-    """No power is cut here."""
-    monkeypatch.setattr(os, "fsync", lambda descriptor: None)
 
 
 def data(client: int) -> tuple[Tensor, Tensor]:

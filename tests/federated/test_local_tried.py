@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import math
-import os
 from typing import Any
 
 import lightning as L
@@ -28,12 +27,6 @@ from lightning_dp.gradients import UnsupportedModelError
 from lightning_dp.isolation.passes import Passes
 
 RECORDS = 4
-
-
-@pytest.fixture(autouse=True)
-def fast_disk(monkeypatch):
-    """No power is cut here."""
-    monkeypatch.setattr(os, "fsync", lambda descriptor: None)
 
 
 class Base(L.LightningModule):

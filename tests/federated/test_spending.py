@@ -33,12 +33,6 @@ KINDS = {
 }
 
 
-@pytest.fixture(autouse=True)
-def fast_disk(monkeypatch):
-    """A killed process loses nothing that it wrote; only a power cut could, and none is made here."""
-    monkeypatch.setattr(os, "fsync", lambda descriptor: None)
-
-
 def plans(kind: str, target: float, relation: Relation = "add_remove") -> dict[str, Spending]:
     def of(run: str) -> Spending:
         return Spending(run, ROUNDS, lambda i: [KINDS[kind](run, i)], target, 1e-5, relation)

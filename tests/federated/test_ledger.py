@@ -29,12 +29,6 @@ def noise(rng: np.random.Generator) -> bytes:
     return rng.bytes(4) + os.urandom(8)
 
 
-@pytest.fixture(autouse=True)
-def fast_disk(monkeypatch):
-    """A killed process loses nothing that it wrote; only a power cut could, and none is made here."""
-    monkeypatch.setattr(os, "fsync", lambda descriptor: None)
-
-
 def files(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in folder.iterdir() if path.suffix != ".lock"}
 

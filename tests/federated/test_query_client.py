@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 from typing import Any
 
 import pytest
@@ -27,12 +26,6 @@ from lightning_dp.sampling import Poisson
 from lightning_dp.schedules import Constant
 
 SIZE, RECORDS = 4, 30
-
-
-@pytest.fixture(autouse=True)
-def fast_disk(monkeypatch):
-    """No power is cut here."""
-    monkeypatch.setattr(os, "fsync", lambda descriptor: None)
 
 
 class ThreeTimes(CubicNewton):

@@ -41,12 +41,6 @@ SIZE, CLIENTS = 3, 3
 Spoil = Callable[[Message, RecordDict], Message]
 
 
-@pytest.fixture(autouse=True)
-def fast_disk(monkeypatch):
-    """No power is cut here."""
-    monkeypatch.setattr(os, "fsync", lambda descriptor: None)
-
-
 class Weights(nn.Module):
     def __init__(self) -> None:
         super().__init__()

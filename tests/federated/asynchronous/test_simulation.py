@@ -18,7 +18,7 @@ from lightning_dp.federated.sequences import rounds_for
 
 @pytest.fixture(scope="module")
 def simulation():
-    path = Path(__file__).parents[2] / "examples" / "federated" / "simulate_async.py"
+    path = Path(__file__).parents[3] / "examples" / "federated" / "simulate_async.py"
     spec = importlib.util.spec_from_file_location("simulate_async", path)
     module = importlib.util.module_from_spec(spec)
     sys.modules["simulate_async"] = module
