@@ -183,9 +183,10 @@ def _run(
 ) -> PrivateRun:
     """Train, and let the canaries watch."""
 
+    data = CanaryData(loader.dataset, canaries)
+
     def batch_size(step: int) -> float:
-        assert run.mechanism is not None
-        return run.mechanism.plan.rate(step) * run.mechanism.num_records
+        return run.rate(step) * len(data)
 
     config = replace(
         privacy,
@@ -205,7 +206,7 @@ def _run(
     callbacks = arguments.pop("callbacks", None) or []
     callbacks = [callbacks] if isinstance(callbacks, Callback) else list(callbacks)
     trainer = Trainer(**{**quiet, **arguments}, callbacks=[*callbacks, _Install(run, canaries)])
-    trainer.fit(module, CanaryData(loader.dataset, canaries).loader(loader))
+    trainer.fit(module, data.loader(loader))
     if not canaries.seen:
         raise ValueError(f"trainer={arguments} made no step, so there is nothing to audit.")
     return run
@@ -213,10 +214,8 @@ def _run(
 
 def _kinds(canaries: Canaries, run: PrivateRun) -> tuple[list[StepKind], list[tuple[float, float]]]:
     """Return the kinds of steps, and (z, q) of every step."""
-    assert run.mechanism is not None
-    plan = run.mechanism.plan
     pairs = [
-        (z, plan.rate(step))
+        (z, run.rate(step))
         for z, step in zip(canaries.noise_multipliers, canaries.steps, strict=True)
     ][: len(canaries.seen)]
     return [StepKind(z, q, n) for (z, q), n in Counter(pairs).items()], pairs

@@ -32,13 +32,13 @@ __all__ = [
     "PhysicalBatch",
     "measure_memory",
     "suggest_physical_batch",
-    "text_of_bytes",
 ]
-
 
 _STEPS = 3  # the first makes the optimizer's state, the second is a difference where there are some
 _CHUNKS = 2  # so that there is a sum to add to
 _POOL = 8  # records that pool_that_runs makes
+_SHARE = 0.9  # of a GPU's memory: its allocator needs some room
+_CHANCE = 1e-9
 _SETTLED = {"accumulate_grad_batches", "callbacks", "devices", "max_epochs", "max_steps"}
 
 
@@ -65,8 +65,46 @@ class MemoryLine:
     def __str__(self) -> str:
         sizes = ", ".join(str(size) for size, _ in self.measured)
         return (
-            f"memory = {text_of_bytes(self.fixed)} + {text_of_bytes(self.per_record)} · records "
+            f"memory = {_in_words(self.fixed)} + {_in_words(self.per_record)} · records "
             f"(measured on {self.device} with {sizes})"
+        )
+
+
+@dataclass(frozen=True)
+class PhysicalBatch:
+    """Arguments with which a step fits into the memory, and q is what it was.
+
+    Args:
+        batch_size: for the DataLoader.
+        accumulate_grad_batches: for the Trainer.
+        sample_rate: q, unchanged.
+        num_records: N.
+        chunk: records in the largest physical batch, except with probability ``chance`` per step.
+        chance: that probability.
+        predicted: bytes at the peak with that many.
+        memory: bytes that there are.
+        line: what was measured.
+    """
+
+    batch_size: int
+    accumulate_grad_batches: int
+    sample_rate: float
+    num_records: int
+    chunk: int
+    chance: float
+    predicted: float
+    memory: float
+    line: MemoryLine = field(repr=False)
+
+    def __str__(self) -> str:
+        return (
+            f"DataLoader(..., batch_size={self.batch_size}), "
+            f"Trainer(..., accumulate_grad_batches={self.accumulate_grad_batches})\n"
+            f"q = {self.sample_rate:.6g} of {self.num_records} records, as before\n"
+            f"peak {_in_words(self.predicted)} of {_in_words(self.memory)}, "
+            f"with {self.chunk} records: Poisson batches vary, "
+            f"and one is larger with probability {self.chance:g} per step\n"
+            f"{self.line}"
         )
 
 
@@ -107,150 +145,17 @@ def measure_memory(
         raise ValueError(f"trainer holds {sorted(settled)}, which the measurement sets itself.")
     names = [name for name, param in module.named_parameters() if param.requires_grad]
     passes = Passes(module, privacy.engine, names, None)
-    with passes.quietly(), ValidLabels():
-        try:
-            pool, failure = pool_that_runs(passes, next(iter(loader))), ""
-        except Exception as error:  # its message may hold anything
-            pool, failure = None, type(error).__name__
-    if failure:
-        raise ValueError(
-            f"module raised {failure} on synthetic records with the shapes of the loader's first "
-            "batch, so nothing can be measured."
-        )
+    pool = _synthetic_records(passes, loader)
     measured, device = [], ""
     with passes.quietly(), _silent_trainer(), ValidLabels():
         for size in (chosen[0], *chosen):  # the first makes what is made once in a process
             peak, device = _peak(copy.deepcopy(module), pool, size, privacy, arguments)
             measured.append((size, peak))
     measured = measured[1:]
+    # The least squares' slope, and the lowest line of that slope with no measurement above it.
     x, y = np.array(measured, dtype=float).T
     slope = max(float(np.polyfit(x, y, 1)[0]), 0.0)
     return MemoryLine(device, float(np.max(y - slope * x)), slope, tuple(measured))
-
-
-@contextlib.contextmanager
-def _silent_trainer() -> Iterator[None]:
-    """Silence Lightning's lines about devices and the end of a fit."""
-    logger = logging.getLogger("lightning.pytorch")
-    level = logger.level
-    logger.setLevel(logging.ERROR)
-    try:
-        yield
-    finally:
-        logger.setLevel(level)
-
-
-class _Private(Callback):
-    """Makes a Trainer private, without the door's defaults."""
-
-    def __init__(self, run: PrivateRun) -> None:
-        self._run = run
-
-    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        install(trainer, self._run)
-
-
-def _peak(
-    module: LightningModule, pool: Any, size: int, privacy: PrivacyConfig, arguments: dict[str, Any]
-) -> tuple[int, str]:
-    """Return the bytes at the peak of a few steps on chunks of this size, and the device."""
-    loader: DataLoader[Any] = DataLoader(
-        range(_CHUNKS * size),  # type: ignore[arg-type]
-        batch_size=size,
-        collate_fn=lambda rows: take_rows(pool, [row % _POOL for row in rows]),
-    )
-    quiet = {
-        "logger": False,
-        "enable_checkpointing": False,
-        "enable_progress_bar": False,
-        "enable_model_summary": False,
-        "devices": 1,
-    }
-    with tempfile.TemporaryDirectory() as folder:
-        config = replace(
-            privacy,
-            target_epsilon=None,
-            noise_multiplier=1.0,
-            noise_schedule=Constant(),
-            sampling=FullBatch(),
-            isolation_probe=False,
-            ledger_dir=folder,
-        )
-        fit = Trainer(
-            **{**quiet, **arguments, "max_epochs": _STEPS, "default_root_dir": folder},
-            callbacks=[_Private(PrivateRun(config))],
-        )
-        device = fit.strategy.root_device
-        return _peak_of(lambda: fit.fit(module, loader), module, device), str(device)
-
-
-def _peak_of(fit: Callable[[], None], module: LightningModule, device: torch.device) -> int:
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)
-        fit()
-        return int(torch.cuda.max_memory_allocated(device))
-    if device.type != "cpu":
-        raise ValueError(f"memory can be measured on CUDA and on the CPU, not on {device}.")
-    cpu = [torch.profiler.ProfilerActivity.CPU]
-    with torch.profiler.profile(activities=cpu, profile_memory=True) as profile:
-        fit()
-    noise = 8 * sum(p.numel() for p in module.parameters() if p.requires_grad)
-    loaded = sum(t.nbytes for t in (*module.parameters(), *module.buffers()))
-    events = profile.profiler.kineto_results.events()
-    changes = [(e.start_ns(), e.nbytes()) for e in events if e.name() == "[memory]"]
-    held = np.cumsum([change for _, change in sorted(changes)])
-    return int(held.max(initial=0)) + noise + loaded
-
-
-def text_of_bytes(number: float) -> str:
-    """Return a number of bytes in words."""
-    for unit in ("B", "KiB", "MiB"):
-        if abs(number) < 1024:
-            return f"{number:.4g} {unit}"
-        number /= 1024
-    return f"{number:.4g} GiB"
-
-
-_SHARE = 0.9  # of a GPU's memory: its allocator needs some room
-_CHANCE = 1e-9
-
-
-@dataclass(frozen=True)
-class PhysicalBatch:
-    """Arguments with which a step fits into the memory, and q is what it was.
-
-    Args:
-        batch_size: for the DataLoader.
-        accumulate_grad_batches: for the Trainer.
-        sample_rate: q, unchanged.
-        num_records: N.
-        chunk: records in the largest physical batch, except with probability ``chance`` per step.
-        chance: that probability.
-        predicted: bytes at the peak with that many.
-        memory: bytes that there are.
-        line: what was measured.
-    """
-
-    batch_size: int
-    accumulate_grad_batches: int
-    sample_rate: float
-    num_records: int
-    chunk: int
-    chance: float
-    predicted: float
-    memory: float
-    line: MemoryLine = field(repr=False)
-
-    def __str__(self) -> str:
-        return (
-            f"DataLoader(..., batch_size={self.batch_size}), "
-            f"Trainer(..., accumulate_grad_batches={self.accumulate_grad_batches})\n"
-            f"q = {self.sample_rate:.6g} of {self.num_records} records, as before\n"
-            f"peak {text_of_bytes(self.predicted)} of {text_of_bytes(self.memory)}, "
-            f"with {self.chunk} records: Poisson batches vary, "
-            f"and one is larger with probability {self.chance:g} per step\n"
-            f"{self.line}"
-        )
 
 
 def suggest_physical_batch(
@@ -323,8 +228,8 @@ def suggest_physical_batch(
         if found.predicted <= there_is:
             return found
     raise ValueError(
-        f"memory={text_of_bytes(there_is)} is too little: batch_size=1 and "
-        f"accumulate_grad_batches={logical} need {text_of_bytes(found.predicted)} with "
+        f"memory={_in_words(there_is)} is too little: batch_size=1 and "
+        f"accumulate_grad_batches={logical} need {_in_words(found.predicted)} with "
         f"{found.chunk} records in a physical batch; {line}. Use a smaller model, an optimizer with "
         "less state, or another device."
     )
@@ -335,3 +240,102 @@ def _free(device: str) -> float:
         raise ValueError("memory must be given, in bytes, for a run on the CPU.")
     free, _ = torch.cuda.mem_get_info(device)
     return _SHARE * (free + torch.cuda.memory_reserved(device))
+
+
+# -- measuring ---------------------------------------------------------------------------------
+
+
+def _synthetic_records(passes: Passes, loader: DataLoader[Any]) -> Any:
+    """Make records like those of the loader's first batch on which the model runs."""
+    with passes.quietly(), ValidLabels():
+        try:
+            return pool_that_runs(passes, next(iter(loader)))
+        except Exception as error:  # its message may hold anything
+            failure = type(error).__name__
+    raise ValueError(
+        f"module raised {failure} on synthetic records with the shapes of the loader's first "
+        "batch, so nothing can be measured."
+    )
+
+
+@contextlib.contextmanager
+def _silent_trainer() -> Iterator[None]:
+    """Silence Lightning's lines about devices and the end of a fit."""
+    logger = logging.getLogger("lightning.pytorch")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
+
+
+class _Private(Callback):
+    """Makes a Trainer private for a configuration that the callback would not take."""
+
+    def __init__(self, run: PrivateRun) -> None:
+        self._run = run
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        install(trainer, self._run)
+
+
+def _peak(
+    module: LightningModule, pool: Any, size: int, privacy: PrivacyConfig, arguments: dict[str, Any]
+) -> tuple[int, str]:
+    """Return the bytes at the peak of a few steps on chunks of this size, and the device."""
+    loader: DataLoader[Any] = DataLoader(
+        range(_CHUNKS * size),  # type: ignore[arg-type]
+        batch_size=size,
+        collate_fn=lambda rows: take_rows(pool, [row % _POOL for row in rows]),
+    )
+    quiet = {
+        "logger": False,
+        "enable_checkpointing": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+        "devices": 1,
+    }
+    with tempfile.TemporaryDirectory() as folder:
+        config = replace(
+            privacy,
+            target_epsilon=None,
+            noise_multiplier=1.0,
+            noise_schedule=Constant(),
+            sampling=FullBatch(),
+            isolation_probe=False,
+            ledger_dir=folder,
+        )
+        fit = Trainer(
+            **{**quiet, **arguments, "max_epochs": _STEPS, "default_root_dir": folder},
+            callbacks=[_Private(PrivateRun(config))],
+        )
+        device = fit.strategy.root_device
+        return _peak_of(lambda: fit.fit(module, loader), module, device), str(device)
+
+
+def _peak_of(fit: Callable[[], None], module: LightningModule, device: torch.device) -> int:
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+        fit()
+        return int(torch.cuda.max_memory_allocated(device))
+    if device.type != "cpu":
+        raise ValueError(f"memory can be measured on CUDA and on the CPU, not on {device}.")
+    cpu = [torch.profiler.ProfilerActivity.CPU]
+    with torch.profiler.profile(activities=cpu, profile_memory=True) as profile:
+        fit()
+    noise = 8 * sum(p.numel() for p in module.parameters() if p.requires_grad)
+    loaded = sum(t.nbytes for t in (*module.parameters(), *module.buffers()))
+    events = profile.profiler.kineto_results.events()
+    changes = [(e.start_ns(), e.nbytes()) for e in events if e.name() == "[memory]"]
+    held = np.cumsum([change for _, change in sorted(changes)])
+    return int(held.max(initial=0)) + noise + loaded
+
+
+def _in_words(number: float) -> str:
+    """Return a number of bytes in words."""
+    for unit in ("B", "KiB", "MiB"):
+        if abs(number) < 1024:
+            return f"{number:.4g} {unit}"
+        number /= 1024
+    return f"{number:.4g} GiB"

@@ -12,7 +12,6 @@ from lightning_dp.isolation.passes import Answer, Call
 
 __all__ = ["CURES", "Pair", "common_factor", "mixing_module", "moved"]
 
-
 _TOLERANCE = 1e-3  # of float32, with room for sums in another order
 _FLOOR = 1e-3  # below this part of the largest gradient, rounding is all there may be
 

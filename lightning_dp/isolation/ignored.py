@@ -9,7 +9,6 @@ from torch import Tensor
 
 __all__ = ["TargetMean", "target_means"]
 
-
 _MEAN = 1  # torch's number of reduction="mean"
 
 

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 
 __all__ = ["is_rows", "map_leaves", "map_rows", "number_of_rows"]
 
-
 _DEPTH = 6  # of objects inside objects that are looked into for a tensor
 
 

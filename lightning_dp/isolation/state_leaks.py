@@ -9,7 +9,6 @@ from lightning_dp.isolation.synthetic import take_rows
 
 __all__ = ["KEPT", "tensors_that_keep_records"]
 
-
 KEPT = (
     "training_step writes what it sees of the records into weights or buffers (running statistics, a "
     "codebook, a centre, counts of tokens), without noise: they are in every checkpoint, and steer "

@@ -24,7 +24,6 @@ __all__ = [
     "take_rows",
 ]
 
-
 _SEED = 20_230_515  # any; the values mean nothing
 
 

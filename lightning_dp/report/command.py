@@ -28,7 +28,6 @@ from lightning_dp.report.render import charged
 
 __all__ = ["Total", "main", "total"]
 
-
 _DESCRIPTION = """\
 Print the privacy report of a run and check that what was written about it agrees: epsilon is
 computed again from the charged events, and the journal must know every charge that a checkpoint or

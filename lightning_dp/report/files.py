@@ -45,7 +45,6 @@ __all__ = [
     "write_report",
 ]
 
-
 CHECKPOINT_KEY = "lightning_dp"
 """Where the privacy record is in a checkpoint."""
 
