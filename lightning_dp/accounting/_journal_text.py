@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from lightning_dp.accounting.charges import JournalError, Runs, add_charge
+from lightning_dp.accounting.charges import Charges, JournalError
 from lightning_dp.accounting.events import AbstractEvent, event_from_dict
 
 __all__ = ["Written", "charge_line", "header_line", "read_text", "weights_line"]
@@ -40,11 +40,10 @@ class Written:
 
     path: Path
     ledger_id: str
-    runs: Runs = field(default_factory=dict)
+    runs: Charges = field(default_factory=Charges)
     weights: set[str] = field(default_factory=set)
     size: int = 0
     is_ended: bool = True
-    _lengths: dict[str, int] = field(default_factory=dict, repr=False)
 
     def add(self, record: object, position: int) -> None:
         """Add the record of a line."""
@@ -54,7 +53,7 @@ class Written:
         if run is None:
             self._add_note(number, content, position)
             return
-        charges = self.runs.get(run, []) if isinstance(run, str) else []
+        charges = self.runs.get(run, ()) if isinstance(run, str) else []
         if not self._is_next(run, number) or (content is None and not charges):
             raise JournalError(
                 f"The privacy journal {self.path} is damaged before line {position}. {_WAY_OUT}"
@@ -63,11 +62,10 @@ class Written:
             event = charges[-1][0] if content is None else event_from_dict(content)
         except (ValueError, TypeError, OverflowError) as error:
             raise self._damaged(position, f"has no event that can be read: {error}") from None
-        add_charge(self.runs.setdefault(run, charges), event)
-        self._lengths[run] = number + 1
+        self.runs.append(run, event)
 
     def _is_next(self, run: object, number: object) -> bool:
-        return isinstance(run, str) and type(number) is int and number == self._lengths.get(run, 0)
+        return isinstance(run, str) and type(number) is int and number == self.runs.length(run)
 
     def _add_note(self, kind: object, content: object, position: int) -> None:
         """A line that is no charge; kinds of a later version may change what is spent."""

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Literal
 
 from lightning_dp._validate import number
+from lightning_dp.accounting.charges import counted
 from lightning_dp.accounting.events import AbstractEvent, History, check_entry
 from lightning_dp.accounting.steps import Steps
 
@@ -126,7 +127,4 @@ class CachedAccountant(AbstractAccountant):
 
 
 def _key(history: History) -> frozenset[tuple[AbstractEvent, int]]:
-    counts: dict[AbstractEvent, int] = {}
-    for event, count in map(check_entry, history):
-        counts[event] = counts.get(event, 0) + count
-    return frozenset(counts.items())
+    return frozenset(counted(map(check_entry, history)))

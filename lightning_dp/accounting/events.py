@@ -22,9 +22,7 @@ __all__ = [
     "VoidedRunError",
     "check_entry",
     "event_from_dict",
-    "reason_in",
     "sampled_gaussian",
-    "steps_in",
 ]
 
 
@@ -46,6 +44,11 @@ class AbstractEvent(ABC):
 
         Raises ValueError if there is none.
         """
+
+    @property
+    def withdrawn(self) -> str | None:
+        """The reason for which ε of all before it is withdrawn; None for a release."""
+        return None
 
     def to_dict(self) -> dict[str, object]:
         """Return name and fields as strings, numbers and lists; ``event_from_dict`` is the inverse.
@@ -219,9 +222,6 @@ def check_entry(entry: object) -> tuple[AbstractEvent, int]:
         ) from None
 
 
-_Runs = Mapping[str, Sequence[tuple[AbstractEvent, int]]]
-
-
 class VoidedRunError(RuntimeError):
     """Real records failed a check, so the run is over for good and ε of it is withdrawn.
 
@@ -271,21 +271,10 @@ class Voided(AbstractEvent):
         """``(0.0, 1.0)``: no noise, on all records."""
         return 0.0, 1.0
 
-
-def reason_in(runs: _Runs) -> str | None:
-    """Why ε of these charges is withdrawn; None if it is not."""
-    events = (event for charges in runs.values() for event, _ in charges)
-    return next((event.reason for event in events if isinstance(event, Voided)), None)
-
-
-def steps_in(runs: _Runs) -> int:
-    """How many noised steps were charged."""
-    return sum(
-        count
-        for charges in runs.values()
-        for event, count in charges
-        if not isinstance(event, Voided)
-    )
+    @property
+    def withdrawn(self) -> str | None:
+        """:attr:`reason`."""
+        return self.reason
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ import contextlib
 import os
 import re
 import secrets
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO
 
@@ -20,25 +20,15 @@ from lightning_dp.accounting._journal_text import (
     read_text,
     weights_line,
 )
-from lightning_dp.accounting.charges import (
-    JournalError,
-    Runs,
-    add_charge,
-    history_of,
-    longer_run,
-)
+from lightning_dp.accounting.charges import Charges, JournalError
 from lightning_dp.accounting.events import AbstractEvent
 
 __all__ = [
     "Journal",
     "JournalDiskError",
     "JournalError",
-    "Runs",
-    "add_charge",
-    "history_of",
     "is_journal_name",
     "is_ledger_id",
-    "longer_run",
     "new_id",
     "read_journal",
     "read_written",
@@ -131,11 +121,11 @@ class Journal:
         self._append([self._line(run, number, event)])
         self._last[run] = event
 
-    def extend(self, runs: Runs) -> None:
+    def extend(self, runs: Mapping[str, Sequence[tuple[AbstractEvent, int]]]) -> None:
         """Write whatever of ``runs`` is not in the file yet, with one wait at the end."""
         self._check_untouched()
         for run, charges in runs.items():
-            written = sum(count for _, count in self.runs.get(run, []))
+            written = self.runs.length(run)
             events = [event for event, count in charges for _ in range(count)]
             for start in range(written, len(events), _LINES_AT_ONCE):
                 lines = []
@@ -224,7 +214,7 @@ class Journal:
             self._lock.release()
 
 
-def read_journal(path: Path) -> tuple[str, Runs]:
+def read_journal(path: Path) -> tuple[str, Charges]:
     """The ledger id and all charges in a journal; see :func:`read_written`."""
     written = read_written(path)
     return written.ledger_id, written.runs

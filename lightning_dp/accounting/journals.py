@@ -14,11 +14,10 @@ from typing import Any
 from lightning_dp._files import local_folder
 from lightning_dp._validate import whole
 from lightning_dp.accounting._journal_text import Written, read_text
-from lightning_dp.accounting.charges import JournalError, Runs, longer_run
+from lightning_dp.accounting.charges import Charges, JournalError
 from lightning_dp.accounting.events import AbstractEvent, event_from_dict, sampled_gaussian
 from lightning_dp.accounting.journal import (
     Journal,
-    history_of,
     is_ledger_id,
     new_id,
     read_journal,
@@ -159,19 +158,22 @@ def neighbours(folder: Path, own_id: str, weights: AbstractSet[str]) -> Neighbou
     return found
 
 
-def union(written: list[Written]) -> Runs:
+def union(written: list[Written]) -> Charges:
     """All their charges; a run that several know of counts once.
 
     Raises:
         JournalError: if two contradict each other.
     """
-    runs: Runs = {}
+    together = Charges()
     for each in written:
-        for name, charges in each.runs.items():
-            # Federations have names that people gave; another data set may have one of the same name.
-            run = name if is_ledger_id(name) else f"{each.ledger_id} {name}"
-            runs[run] = longer_run(run, runs.get(run, []), charges)
-    return runs
+        # Federations have names that people gave; another data set may have one of the same name.
+        together.merge(
+            {
+                name if is_ledger_id(name) else f"{each.ledger_id} {name}": charges
+                for name, charges in each.runs.items()
+            }
+        )
+    return together
 
 
 def _journals(folder: Path) -> Iterator[tuple[Path, int]]:
@@ -248,8 +250,8 @@ def recover_journal(
         if existing.exists():
             raise JournalError(f"{existing} exists. If it is damaged, move it away first.")
     if lost:
-        event = costliest or _costliest(record, history_of(runs), lost)
-        runs[new_id()] = [(event, lost)]
+        event = costliest or _costliest(record, runs.history(), lost)
+        runs.merge({new_id(): [(event, lost)]})
     journal = Journal(path, ledger_id)
     journal.extend(runs)
     journal.close()

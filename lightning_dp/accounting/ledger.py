@@ -8,28 +8,17 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from lightning_dp._validate import whole
-from lightning_dp.accounting.events import (
-    AbstractEvent,
-    Voided,
-    VoidedRunError,
-    event_from_dict,
-    reason_in,
-    steps_in,
-)
+from lightning_dp.accounting.charges import Charges
+from lightning_dp.accounting.events import AbstractEvent, Voided, VoidedRunError
 from lightning_dp.accounting.journal import (
     Journal,
     JournalError,
-    Runs,
-    add_charge,
-    history_of,
     is_ledger_id,
-    longer_run,
     new_id,
     read_journal,
 )
 
-__all__ = ["Ledger", "read_state", "runs_from_dict", "runs_to_dict"]
+__all__ = ["Ledger", "read_state"]
 
 
 class Ledger:
@@ -57,31 +46,28 @@ class Ledger:
         self.id = new_id()
         self.journal_path: Path | None = None
         self.weights: set[str] = set()  # fingerprints of weights that were released
-        self._runs: Runs = {}
+        self._charges = Charges()
         self._journal: Journal | None = None
         self._run = ""
-        self._steps = 0
-        self._steps_of_run = 0
-        self._voided: str | None = None
 
     @property
     def steps(self) -> int:
         """Number of charges, over all runs."""
-        return self._steps
+        return self._charges.steps
 
     @property
     def voided(self) -> str | None:
-        """Why ε of all that was released is withdrawn; None if it is not."""
-        return self._voided
+        """The reason for which ε of all that was released is withdrawn; None if it is not."""
+        return self._charges.voided
 
     def history(self) -> list[tuple[AbstractEvent, int]]:
         """All events with their counts; the order has no meaning for ε."""
-        return history_of(self._runs)
+        return self._charges.history()
 
     @property
-    def runs(self) -> Runs:
+    def runs(self) -> Charges:
         """The charges of each run, in their order."""
-        return {run: list(charges) for run, charges in self._runs.items()}
+        return Charges(self._charges)
 
     def begin(self, run: str, directory: Path | None = None) -> None:
         """Start a run. With a ``directory`` (lead process), open the journal there or where it was.
@@ -101,9 +87,9 @@ class Ledger:
             journal = Journal(path.absolute(), self.id)
             self.merge(journal.runs)
             self.weights |= journal.weights
-            journal.extend(self._runs)
+            journal.extend(self._charges)
             self._journal, self.journal_path = journal, journal.path
-        self._run, self._steps_of_run = run, 0
+        self._run = run
 
     def charge(self, event: AbstractEvent) -> None:
         """Book one event of the run under way, durably, before the data it is about is touched."""
@@ -111,10 +97,8 @@ class Ledger:
         if not self._run:
             raise RuntimeError("Ledger.begin() must come before Ledger.charge().")
         if self._journal is not None:
-            self._journal.append(self._run, self._steps_of_run, event)
-        add_charge(self._runs.setdefault(self._run, []), event)
-        self._steps_of_run += 1
-        self._steps += 1
+            self._journal.append(self._run, self._charges.length(self._run), event)
+        self._charges.append(self._run, event)
 
     def void(self, reason: str) -> None:
         """Withdraw ε of all that was charged, for good and durably: nothing can be charged after it.
@@ -124,16 +108,14 @@ class Ledger:
         """
         if not self._run:
             raise RuntimeError("Ledger.begin() must come before Ledger.void().")
-        event, number = Voided(reason), self._steps_of_run
-        add_charge(self._runs.setdefault(self._run, []), event)  # first: the disk may be full
-        self._voided = reason
-        self._steps_of_run += 1
+        event, number = Voided(reason), self._charges.length(self._run)
+        self._charges.append(self._run, event)  # first: the disk may be full
         if self._journal is not None:
             self._journal.append(self._run, number, event)
 
     def _refuse_voided(self) -> None:
-        if self._voided is not None:
-            raise VoidedRunError(self._voided)
+        if self.voided is not None:
+            raise VoidedRunError(self.voided)
 
     def note_weights(self, fingerprints: Sequence[str]) -> None:
         """Remember that weights were released; where the journal has a fault, its next charge says so."""
@@ -150,14 +132,14 @@ class Ledger:
 
     def __getstate__(self) -> dict[str, Any]:
         """For copies and pickles: what was spent; the run under way and its journal stay here."""
-        return {**vars(self), "_journal": None, "_run": "", "_steps_of_run": 0}
+        return {**vars(self), "_journal": None, "_run": ""}
 
     def state_dict(self) -> dict[str, Any]:
         """Plain numbers, strings, lists and dicts, for a checkpoint."""
         return {
             "id": self.id,
             "journal": None if self.journal_path is None else str(self.journal_path),
-            "runs": runs_to_dict(self._runs),
+            "runs": self._charges.to_dict(),
         }
 
     def restore(self, state: dict[str, Any], directory: Path) -> None:
@@ -182,43 +164,25 @@ class Ledger:
     def mirror(self, state: dict[str, Any]) -> None:
         """Become a copy of the lead process's record (the other processes)."""
         self.id, _, runs = read_state(state)
-        self._runs = {}
-        self.merge(runs)
+        self._charges = runs
 
-    def merge(self, runs: Runs) -> None:
+    def merge(self, runs: Charges) -> None:
         """Add what another record knows: the longer one of each run.
 
         Raises:
             JournalError: if two records of a run contradict each other.
         """
-        for run, charges in runs.items():
-            self._runs[run] = longer_run(run, self._runs.get(run, []), charges)
-        self._steps, self._voided = steps_in(self._runs), reason_in(self._runs)
+        self._charges.merge(runs)
 
 
-def runs_to_dict(runs: Runs) -> dict[str, Any]:
-    """The charges of each run in their order, as plain types."""
-    return {
-        run: [[event.to_dict(), count] for event, count in charges] for run, charges in runs.items()
-    }
-
-
-def runs_from_dict(runs: dict[str, Any]) -> Runs:
-    """The inverse of :func:`runs_to_dict`."""
-    return {
-        run: [(event_from_dict(event), whole("count", count)) for event, count in charges]
-        for run, charges in runs.items()
-    }
-
-
-def read_state(state: dict[str, Any]) -> tuple[str, Path | None, Runs]:
+def read_state(state: dict[str, Any]) -> tuple[str, Path | None, Charges]:
     """Id, place of the journal and charges of a :meth:`Ledger.state_dict`, which others may have edited.
 
     Raises:
         JournalError: if it is damaged, or would name a file that is no journal of this ledger.
     """
     try:
-        ledger_id, journal, runs = state["id"], state["journal"], runs_from_dict(state["runs"])
+        ledger_id, journal, runs = state["id"], state["journal"], Charges.from_dict(state["runs"])
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise JournalError(f"The checkpoint's privacy ledger is damaged: {error!r}.") from None
     if not is_ledger_id(ledger_id):
@@ -252,15 +216,14 @@ def _find(recorded: Path, directory: Path) -> Path:
     )
 
 
-def _check_complete(path: Path, ledger_id: str, runs: Runs) -> None:
+def _check_complete(path: Path, ledger_id: str, runs: Charges) -> None:
     found, written = read_journal(path)
     if found != ledger_id:
         raise JournalError(
             f"The privacy journal {path} belongs to ledger {found}, not to {ledger_id}."
         )
-    for run, charges in runs.items():
-        known = longer_run(run, written.get(run, []), charges)
-        if known != written.get(run):
+    for run in runs:
+        if runs.knows_more(run, written):
             raise JournalError(
                 f"The privacy journal {path} knows less than the checkpoint: it was cut or replaced "
                 "by an older copy. Put the right file back, or move it away and use "

@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 from urllib.parse import quote
 
 from lightning_dp._files import replaced
+from lightning_dp.accounting.charges import Charges, JournalError
 from lightning_dp.accounting.events import AbstractEvent
-from lightning_dp.accounting.journal import JournalError, Runs
 
 __all__ = [
     "Kept",
@@ -118,24 +118,24 @@ class Round(NamedTuple):
         return None if found is None else cls(found["run"], int(found["number"]))
 
 
-def rounds_in(runs: Runs, run: str) -> dict[int, list[tuple[AbstractEvent, int]]]:
+def rounds_in(runs: Charges, run: str) -> dict[int, Sequence[tuple[AbstractEvent, int]]]:
     """Return the charges of a federation's rounds, by their numbers."""
     named = ((Round.read(key), charges) for key, charges in runs.items())
     return {at.number: charges for at, charges in named if at is not None and at.run == run}
 
 
-def charges_of(runs: Runs, run: str, but: int | None = None) -> int:
+def charges_of(runs: Charges, run: str, but: int | None = None) -> int:
     """Return the number of charges that a federation has made, over all its rounds ``but`` one."""
     rounds = rounds_in(runs, run).items()
     return sum(n for number, charges in rounds if number != but for _, n in charges)
 
 
-def federations_in(runs: Runs) -> dict[str, Runs]:
+def federations_in(runs: Charges) -> dict[str, Charges]:
     """Return the charges of a client's journal by federation; empty if it is not a client's."""
-    found: dict[str, Runs] = {}
+    found: dict[str, Charges] = {}
     for key, charges in runs.items():
         if (at := Round.read(key)) is not None:
-            found.setdefault(at.run, {})[key] = charges
+            found.setdefault(at.run, Charges()).merge({key: charges})
     return found
 
 
@@ -197,7 +197,7 @@ def progress_of_all(journal_path: Path) -> Iterator[tuple[Path, Progress]]:
 
 
 def check_nothing_is_missing(
-    journal_path: Path, dataset_id: str, runs: Runs, known: Sequence[tuple[Path, Progress]]
+    journal_path: Path, dataset_id: str, runs: Charges, known: Sequence[tuple[Path, Progress]]
 ) -> None:
     """Refuse a journal that knows of fewer charges than were made, by the release files next to it.
 

@@ -14,8 +14,9 @@ from lightning_dp._files import local_folder
 from lightning_dp._noise import random_generator
 from lightning_dp.accounting import PLDAccountant
 from lightning_dp.accounting.base import Relation
-from lightning_dp.accounting.events import AbstractEvent, Voided, VoidedRunError, reason_in
-from lightning_dp.accounting.journal import Journal, JournalError, Runs, history_of, read_journal
+from lightning_dp.accounting.charges import Charges, JournalError
+from lightning_dp.accounting.events import AbstractEvent, Voided, VoidedRunError
+from lightning_dp.accounting.journal import Journal, read_journal
 from lightning_dp.accounting.release_file import (
     Kept,
     Progress,
@@ -108,13 +109,13 @@ class ReleaseLedger:
                 than the runs' release files do.
         """
         known: list[tuple[Path, Progress]] = [*progress_of_all(self.journal_path)]
-        runs: Runs = {}
+        runs = Charges()
         if self.journal_path.exists():
             found, runs = read_journal(self.journal_path)
             if found != self.dataset_id:
                 raise JournalError(f"{self.journal_path} is of data set {found!r}.")
         check_nothing_is_missing(self.journal_path, self.dataset_id, runs, known)
-        return history_of(runs)
+        return runs.history()
 
     def epsilon(self, delta: float, relation: Relation = "add_remove") -> float:
         """Return ε at ``delta`` of everything charged so far."""
@@ -264,13 +265,13 @@ class _OpenRun:
         if not journal_path.exists():  # a lost one is not to be replaced by an empty one
             known = [*progress_of_all(journal_path)]
             if not journal_path.exists():  # nor has another process begun one meanwhile
-                check_nothing_is_missing(journal_path, dataset_id, {}, known)
+                check_nothing_is_missing(journal_path, dataset_id, Charges(), known)
         self._journal = Journal(journal_path, dataset_id)
         self.kept: Kept = {}
         """The releases that may be asked for again, by round and part."""
         self.note = b""
         try:
-            if (reason := reason_in(self._journal.runs)) is not None:
+            if (reason := self._journal.runs.voided) is not None:
                 raise VoidedRunError(reason)
             self.progress = self._read(spending)
         except BaseException:
@@ -294,7 +295,7 @@ class _OpenRun:
                     f"{journal}: what has left is unknown. Put it back, or take another name for the run."
                 )
             limit = affordable_rounds(
-                spending.events, spending.rounds, self._budget, history_of(runs)
+                spending.events, spending.rounds, self._budget, runs.history()
             )
             progress = Progress(
                 self._run,
@@ -329,8 +330,7 @@ class _OpenRun:
 
     def _others(self) -> int:
         """Return the number of charges that other runs over this data set have made."""
-        everything = sum(n for of in self._journal.runs.values() for _, n in of)
-        return everything - charges_of(self._journal.runs, self._run)
+        return self._journal.runs.total - charges_of(self._journal.runs, self._run)
 
     def fits(self, round_: int, spending: Spending) -> bool:
         """Tell whether the budget affords what of a round is not charged yet.
@@ -342,9 +342,9 @@ class _OpenRun:
             return False
         if self.progress.others == self._others():
             return round_ < self.progress.limit
-        written = sum(n for _, n in rounds_in(self._journal.runs, self._run).get(round_, []))
+        written = self._journal.runs.length(Round(self._run, round_).key)
         rest = spending.events(round_)[written:]
-        return fits_beside(rest, self._budget, history_of(self._journal.runs))
+        return fits_beside(rest, self._budget, self._journal.runs.history())
 
     def begin(self, round_: int, part: int, spending: Spending) -> Progress:
         """Begin the next part of the current round, or a new round: it is charged on return."""

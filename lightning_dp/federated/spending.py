@@ -16,9 +16,9 @@ from lightning_dp._validate import normalise, number, probability, whole
 from lightning_dp.accounting import PLDAccountant
 from lightning_dp.accounting.base import Relation, check_relation
 from lightning_dp.accounting.calibration import affordable_steps
+from lightning_dp.accounting.charges import counted
 from lightning_dp.accounting.events import AbstractEvent, History
 from lightning_dp.accounting.guards import GDPGuard
-from lightning_dp.accounting.journal import history_of
 from lightning_dp.accounting.rdp import total_divergence
 from lightning_dp.accounting.release_file import check_name
 from lightning_dp.accounting.steps import Steps
@@ -91,7 +91,7 @@ def affordable_rounds(events: Events, rounds: int, budget: Budget, spent: Histor
         return rounds
     plan = [events(i) for i in range(rounds)]
     charges = [event for each in plan for event in each]
-    whole = history_of({"": [*spent, *((event, 1) for event in charges)]})
+    whole = counted([*spent, *((event, 1) for event in charges)])
     if PLDAccountant().epsilon(whole, *budget[1:]) <= budget[0]:
         return rounds
     fitting = affordable_steps(lambda n: charges[n], len(charges), *budget, spent=spent)
@@ -116,7 +116,7 @@ def fits_beside(charges: Sequence[AbstractEvent], budget: Budget, spent: History
     epsilon, delta, relation = budget
     if math.isinf(epsilon) or not charges:
         return True
-    whole = history_of({"": [*spent, *((event, 1) for event in charges)]})
+    whole = counted([*spent, *((event, 1) for event in charges)])
     if len(whole) == 1:
         return PLDAccountant().epsilon(whole, delta, relation) <= epsilon
     if any(event.pair[0] == 0 for event, _ in whole):

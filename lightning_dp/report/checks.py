@@ -11,14 +11,8 @@ from typing import Any
 
 from lightning_dp.accounting import PLDAccountant
 from lightning_dp.accounting.base import AbstractAccountant
-from lightning_dp.accounting.events import reason_in, steps_in
-from lightning_dp.accounting.journal import (
-    JournalError,
-    Runs,
-    history_of,
-    longer_run,
-    read_journal,
-)
+from lightning_dp.accounting.charges import Charges, JournalError
+from lightning_dp.accounting.journal import read_journal
 from lightning_dp.accounting.release_file import federations_in
 from lightning_dp.accounting.rounding import epsilon_text
 from lightning_dp.report.content import PrivacyReport
@@ -46,7 +40,7 @@ class Checked:
 
     document: Document
     epsilon: float
-    known: Runs
+    known: Charges
     journal: Path | None = None
     journal_steps: int | None = None
     journal_epsilon: float | None = None
@@ -57,7 +51,7 @@ class Checked:
     @property
     def steps(self) -> int:
         """Noised steps among the document's events."""
-        return steps_in(self.document.events)
+        return self.document.events.steps
 
     def to_dict(self) -> dict[str, Any]:
         """Return all that was found."""
@@ -92,15 +86,15 @@ def check(document: Document, journal: Path | None) -> Checked:
     problems = list(_against_its_events(document, epsilon, is_the_same))
     notes = list(_notes(document.report, is_the_same))
     steps = journal_epsilon = None
-    known, voided = dict(document.events), reason_in(document.events)
+    known, voided = Charges(document.events), document.events.voided
     try:
         if journal is not None:
             found, written = read_journal(journal)
             problems += _against_journal(document, journal, found, written)
             if found == document.ledger_id:
-                steps, journal_epsilon = steps_in(written), _claim(document, written, accountant)
-                known = {**known, **_longer(known, written)}
-                voided = voided or reason_in(written)
+                steps, journal_epsilon = written.steps, _claim(document, written, accountant)
+                _add_longer(known, written)
+                voided = voided or written.voided
         elif document.events:
             problems.append("it has charges, and names no journal")
     except JournalError as error:
@@ -110,7 +104,7 @@ def check(document: Document, journal: Path | None) -> Checked:
         )
     if voided is not None:
         problems.append(f"its run was VOIDED, and ε of all its releases is withdrawn: {voided}")
-    if (beyond := (steps or 0) - steps_in(document.events)) > 0:
+    if (beyond := (steps or 0) - document.events.steps) > 0:
         notes.append(f"the journal has {beyond} steps beyond this {document.kind}")
     return Checked(
         document=document,
@@ -128,11 +122,13 @@ def check_journal_alone(document: Document) -> Checked:
     """Compute ε of a journal, and of each run or federation in it."""
     accountant, events = PLDAccountant(), document.events
 
-    def epsilon(runs: Runs) -> float:
-        return accountant.epsilon(history_of(runs), document.delta, document.relation)
+    def epsilon(runs: Charges) -> float:
+        return accountant.epsilon(runs.history(), document.delta, document.relation)
 
-    by_name = federations_in(events) or {run: {run: charges} for run, charges in events.items()}
-    voided = reason_in(events)
+    by_name = federations_in(events) or {
+        run: Charges({run: charges}) for run, charges in events.items()
+    }
+    voided = events.voided
     return Checked(
         document=document,
         epsilon=epsilon(events),
@@ -144,13 +140,11 @@ def check_journal_alone(document: Document) -> Checked:
     )
 
 
-def _longer(known: Runs, written: Runs) -> Runs:
-    """Return the longer record of each run, of those in which the two do not contradict."""
-    found = {}
+def _add_longer(known: Charges, written: Charges) -> None:
+    """Add the longer record of each run, of those in which the two do not contradict."""
     for run, charges in written.items():
         with contextlib.suppress(JournalError):  # a contradiction is among the problems
-            found[run] = longer_run(run, known.get(run, []), charges)
-    return found
+            known.merge({run: charges})
 
 
 def _notes(report: PrivacyReport | None, is_the_same: bool) -> Iterator[str]:
@@ -168,7 +162,7 @@ def _against_its_events(document: Document, epsilon: float, is_the_same: bool) -
         epsilon: ε of its events.
         is_the_same: True if ``epsilon`` is by the accountant that the document names.
     """
-    charged, report = steps_in(document.events), document.report
+    charged, report = document.events.steps, document.report
     if charged < document.steps_made:
         yield f"its weights went through {document.steps_made} private steps, {charged} are charged"
     if report is None:
@@ -202,31 +196,30 @@ def _against_its_events(document: Document, epsilon: float, is_the_same: bool) -
             yield f"its report says {name} {says}, its ledger and configuration {holds}"
 
 
-def _against_journal(document: Document, path: Path, found: str, written: Runs) -> Iterator[str]:
+def _against_journal(document: Document, path: Path, found: str, written: Charges) -> Iterator[str]:
     """Compare what a document knows with its journal, which must know as much."""
     if found != document.ledger_id:
         yield f"the journal {path} belongs to ledger {found}, not to {document.ledger_id}"
         return
-    for run, charges in document.events.items():
-        known = written.get(run, [])
+    for run in document.events:
         try:
-            longer = longer_run(run, known, charges)
+            is_cut = document.events.knows_more(run, written)
         except JournalError as error:
             yield f"{error} (journal {path})"
             continue
-        if longer != known:
-            here, there = (sum(count for _, count in each) for each in (charges, known))
+        if is_cut:
+            here, there = document.events.length(run), written.length(run)
             yield (
                 f"run {run} has {here} charges here and {there} in the journal {path}: charges were "
                 "removed from it, or it is an older copy"
             )
 
 
-def _claim(document: Document, events: Runs, accountant: AbstractAccountant) -> float:
+def _claim(document: Document, events: Charges, accountant: AbstractAccountant) -> float:
     """Return ε of events as the document has to state it."""
-    epsilon = accountant.epsilon(history_of(events), document.delta, document.relation)
+    epsilon = accountant.epsilon(events.history(), document.delta, document.relation)
     report = document.report
-    if report is not None and report.claims_budget and steps_in(events):
+    if report is not None and report.claims_budget and events.steps:
         # Noise chosen at run time: the events that came out do not bound what could have.
         budget = math.inf if report.target_epsilon is None else report.target_epsilon
         return max(epsilon, budget)

@@ -11,7 +11,7 @@ from typing import Any
 
 from lightning_dp.accounting import PLDAccountant
 from lightning_dp.accounting.base import Relation, check_delta
-from lightning_dp.accounting.journal import JournalError, Runs, history_of, longer_run
+from lightning_dp.accounting.charges import Charges, JournalError
 from lightning_dp.accounting.release_file import federations_in
 from lightning_dp.accounting.rounding import epsilon_text
 from lightning_dp.report.checks import Checked, check, check_journal_alone
@@ -160,7 +160,9 @@ def _find_in_folder(folder: Path, options: argparse.Namespace) -> _Found:
     return _Found(checked, alone, problems, notes, together)
 
 
-def _check_alone(path: Path, ledger_id: str, events: Runs, options: argparse.Namespace) -> Checked:
+def _check_alone(
+    path: Path, ledger_id: str, events: Charges, options: argparse.Namespace
+) -> Checked:
     if options.delta is None:
         raise _UsageError(
             f"{path} is a journal without its checkpoint or report, and a journal does not know δ: "
@@ -198,7 +200,7 @@ def _lines(found: _Found) -> Iterator[str]:
 def _latest(one: Checked, documents: Sequence[Checked]) -> Checked | None:
     """Return the document of the same ledger that knows most: its report is printed in full."""
     same = [each for each in documents if each.document.ledger_id == one.document.ledger_id]
-    charges = [sum(count for _, count in each.document.history()) for each in same]
+    charges = [each.document.events.total for each in same]
     return same[charges.index(max(charges))] if same else None
 
 
@@ -267,7 +269,7 @@ class Total:
 
 def total(
     checked: Sequence[Checked],
-    journals: Sequence[tuple[str, Runs]],
+    journals: Sequence[tuple[str, Charges]],
     delta: float | None,
     relation: Relation,
 ) -> Total | None:
@@ -288,35 +290,28 @@ def total(
     Returns:
         None if there are fewer than two ledgers, or no δ is known.
     """
-    known: dict[str, Runs] = {}
+    known: dict[str, Charges] = {}
     budgets: dict[str, tuple[float, float]] = {}
     for each in checked:
-        _add(known, each.document.ledger_id, each.known)
+        known.setdefault(each.document.ledger_id, Charges()).merge(each.known)
         report = each.document.report
         if report is not None and report.claims_budget:
             budgets[report.ledger_id] = (each.epsilon, report.delta)
     for ledger_id, runs in journals:
         if not federations_in(runs):
-            _add(known, ledger_id, runs)
+            known.setdefault(ledger_id, Charges()).merge(runs)
     deltas = [each.document.delta for each in checked] if delta is None else [delta]
     if len(known) < 2 or not deltas:
         return None
     relations = {relation, *(each.document.relation for each in checked)}
     under: Relation = "replace_one" if "replace_one" in relations else "add_remove"
     fixed = [run for name in known if name not in budgets for run in known[name].items()]
-    history = history_of(dict(fixed))
+    history = Charges(dict(fixed)).history()
     return Total(
         ledgers=len(known),
-        steps=sum(n for runs in known.values() for charges in runs.values() for _, n in charges),
+        steps=sum(runs.total for runs in known.values()),
         epsilon=PLDAccountant().epsilon(history, min(deltas), under)
         + sum(epsilon for epsilon, _ in budgets.values()),
         delta=min(deltas) + sum(its_own for _, its_own in budgets.values()),
         relation=under,
     )
-
-
-def _add(known: dict[str, Runs], ledger_id: str, runs: Runs) -> None:
-    """Add what one more document or journal knows of a ledger."""
-    mine = known.setdefault(ledger_id, {})
-    for run, charges in runs.items():
-        mine[run] = longer_run(run, mine.get(run, []), charges)

@@ -11,9 +11,8 @@ from lightning_dp import _validate
 from lightning_dp._validate import Check, flag, optional, shown, whole_from_0
 from lightning_dp.accounting import PLDAccountant, StreamingRDPAccountant
 from lightning_dp.accounting.base import AbstractAccountant, Relation, check_relation
-from lightning_dp.accounting.events import AbstractEvent, reason_in
-from lightning_dp.accounting.journal import Runs, history_of
-from lightning_dp.accounting.ledger import runs_from_dict, runs_to_dict
+from lightning_dp.accounting.charges import Charges
+from lightning_dp.accounting.events import AbstractEvent
 from lightning_dp.accounting.rounding import epsilon_text
 from lightning_dp.report.render import Fact, Page, charged
 
@@ -87,11 +86,11 @@ class PrivacyReport:
     versions: dict[str, str] = field(default_factory=dict)
     ledger_id: str
     journal: str | None = None
-    events: Runs
+    events: Charges
 
     def history(self) -> list[tuple[AbstractEvent, int]]:
         """Return all events with their counts, over all runs."""
-        return history_of(self.events)
+        return self.events.history()
 
     def known_accountant(self) -> AbstractAccountant | None:
         """Return the accountant of this package that the report names; None if it names another."""
@@ -109,7 +108,7 @@ class PrivacyReport:
         """Return plain types, for JSON and for checkpoints; an infinite number is "inf"."""
         parts = {each.name: getattr(self, each.name) for each in fields(self)}
         content: dict[str, Any] = plain(
-            {"format": _FORMAT, **parts, "events": runs_to_dict(self.events)}
+            {"format": _FORMAT, **parts, "events": self.events.to_dict()}
         )
         return content
 
@@ -145,7 +144,7 @@ class PrivacyReport:
         """The reason for which the numbers do not hold, in words; empty if they do."""
         if self.private:
             return ""
-        if (reason := reason_in(self.events)) is not None:
+        if (reason := self.events.voided) is not None:
             return f"VOIDED, NOT PRIVATE ({reason})"
         return f"NOT PRIVATE ({'a seed was set' if self.seeded else 'no noise'})"
 
@@ -340,8 +339,8 @@ def _relation(name: str, value: object, *, of: str | None = None) -> str:
     return text
 
 
-def _events(name: str, value: object, *, of: str | None = None) -> Runs:
-    return runs_from_dict(_dictionary(name, value, of=of))
+def _events(name: str, value: object, *, of: str | None = None) -> Charges:
+    return Charges.from_dict(_dictionary(name, value, of=of))
 
 
 _CHECKS: dict[Any, Check] = {
@@ -357,5 +356,5 @@ _CHECKS: dict[Any, Check] = {
     dict[str, float]: _dictionary_of(_number),
     dict[str, float | None]: _dictionary_of(optional(_number)),
     Relation: _relation,
-    Runs: _events,
+    Charges: _events,
 }

@@ -15,15 +15,13 @@ import torch
 
 from lightning_dp._files import FILE_MODE, replaced
 from lightning_dp.accounting.base import Relation, check_delta, check_relation
+from lightning_dp.accounting.charges import Charges
 from lightning_dp.accounting.events import AbstractEvent
 from lightning_dp.accounting.journal import (
-    Runs,
-    history_of,
     is_journal_name,
     is_ledger_id,
     read_journal,
 )
-from lightning_dp.accounting.ledger import runs_from_dict
 from lightning_dp.accounting.release_file import (
     check_nothing_is_missing,
     progress_of_all,
@@ -132,7 +130,7 @@ class Document:
     kind: Literal["checkpoint", "report", "journal"]
     ledger_id: str
     journal: Path | None
-    events: Runs
+    events: Charges
     delta: float
     relation: Relation
     seeded: bool = False
@@ -141,7 +139,7 @@ class Document:
 
     def history(self) -> list[tuple[AbstractEvent, int]]:
         """Return all events with their counts, over all runs."""
-        return history_of(self.events)
+        return self.events.history()
 
 
 def in_checkpoint(report: PrivacyReport) -> dict[str, Any]:
@@ -211,7 +209,7 @@ def _checkpoint(path: Path, record: dict[str, Any]) -> Document:
         kind="checkpoint",
         ledger_id=str(ledger["id"]),
         journal=_journal(path, ledger["journal"]),
-        events=runs_from_dict(ledger["runs"]),
+        events=Charges.from_dict(ledger["runs"]),
         delta=check_delta(record["config"]["target_delta"]),
         relation=relation,
         seeded=bool(record["seeded"]),
@@ -244,7 +242,7 @@ def find_journal(recorded: Path | None, folder: Path) -> Path | None:
     return next(iter(sorted(folder.rglob(recorded.name))), recorded)
 
 
-def read_charges(journal: Path) -> tuple[str, Runs]:
+def read_charges(journal: Path) -> tuple[str, Charges]:
     """Read a journal by itself: the id of its ledger or data set, and its charges.
 
     Raises:

@@ -16,7 +16,7 @@ from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor, nn
 
 from lightning_dp._warnings import warn
-from lightning_dp.accounting.charges import JournalError, Runs, history_of, longer_run
+from lightning_dp.accounting.charges import JournalError
 from lightning_dp.accounting.events import History
 from lightning_dp.accounting.journals import Neighbours, neighbours, union
 from lightning_dp.accounting.ledger import Ledger
@@ -126,27 +126,20 @@ class EarlierTraining:
         if not names:
             return
         try:
-            spent = _together([each.runs for each in others.values()], union(found.trained))
-            together = _sum(spent, run)
+            together = union(found.trained)
+            for each in others.values():
+                together.merge(each.runs)
+            spent = _sum(together.history(), run)
         except JournalError as error:
-            together = f"What that costs together is unknown: {error}"
+            spent = f"What that costs together is unknown: {error}"
         warn(
             f"This model, or a part of it, was trained before under another privacy ledger "
-            f"({', '.join(sorted(names))}), and neither counts the other. {together} To "
+            f"({', '.join(sorted(names))}), and neither counts the other. {spent} To "
             "count all in one place, give the same DifferentialPrivacy object to each fit, or go on "
             "with fit(ckpt_path=...); for a search see lightning_dp.accounting.sweep_history and "
             "RepeatAndSelect. (Of other records, or made anew since, it is as private as it says.)"
         )
         _process.said.update((run.ledger.id, name) for name in names)
-
-
-def _together(runs: Sequence[Runs], written: Runs) -> History:
-    """Return what several ledgers spent; a run that several know of counts once."""
-    together: Runs = dict(written)
-    for each in runs:
-        for name, charges in each.items():
-            together[name] = longer_run(name, together.get(name, []), charges)
-    return history_of(together)
 
 
 def _sum(spent: History, run: PrivateRun) -> str:
@@ -165,7 +158,7 @@ def _about(found: Neighbours, folder: Path | None, run: PrivateRun) -> str:
     lines = [f"privacy: {many} in {folder}."]
     try:
         if found.written:
-            lines.append(f"If of the same records: {_sum(history_of(union(found.written)), run)}")
+            lines.append(f"If of the same records: {_sum(union(found.written).history(), run)}")
     except JournalError as error:
         lines.append(f"They cannot be added up: {error}")
     if found.unread:

@@ -104,7 +104,7 @@ class Logging(Model):
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         loss = super().training_step(batch, batch_idx)
         (journal,) = self.journals.glob("*.journal")
-        on_disk = sum(count for run in read_journal(journal)[1].values() for _, count in run)
+        on_disk = read_journal(journal)[1].total
         self.ahead.append(on_disk - self.global_step)
         self.log("train_loss", loss, sync_dist=True)
         return loss

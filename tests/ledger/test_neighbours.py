@@ -9,7 +9,7 @@ import pytest
 
 from lightning_dp.accounting import Gaussian, PoissonGaussian
 from lightning_dp.accounting._grouping import coarse
-from lightning_dp.accounting.charges import JournalError, history_of
+from lightning_dp.accounting.charges import JournalError
 from lightning_dp.accounting.journal import Journal
 from lightning_dp.accounting.journals import neighbours, union
 
@@ -37,7 +37,7 @@ def test_a_run_that_two_journals_know_counts_once_and_federations_of_one_name_tw
     write(tmp_path / "1.journal", ONE, {run: [A, A], "trial#0": [B]})
     write(tmp_path / "2.journal", TWO, {run: [A, A, A], "trial#0": [B]})
     found = neighbours(tmp_path, OWN, set())
-    assert dict(history_of(union(found.written))) == {A: 3, B: 2}
+    assert dict(union(found.written).history()) == {A: 3, B: 2}
     write(tmp_path / "3.journal", "3" * 16, {run: [B]})
     with pytest.raises(JournalError, match="contradict"):
         union(neighbours(tmp_path, OWN, set()).written)

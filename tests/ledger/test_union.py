@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from lightning_dp.accounting import PoissonGaussian
-from lightning_dp.accounting.journal import JournalError, longer_run
+from lightning_dp.accounting.charges import Charges, JournalError
 
 A, B = PoissonGaussian(1.0, 0.01), PoissonGaussian(2.0, 0.01)
 
@@ -76,11 +76,18 @@ def test_the_union_of_two_records_of_a_run_is_the_longer_one_if_the_other_begins
     ours, theirs, union
 ):
     for pair in ((ours, theirs), (theirs, ours)):
+        known, other = (Charges({"x": charges}) for charges in pair)
         if union is None:
             with pytest.raises(JournalError, match="Two records of run x contradict"):
-                longer_run("x", *pair)
+                known.knows_more("x", other)
+            with pytest.raises(JournalError, match="Two records of run x contradict"):
+                known.merge(other)
+            assert known == {"x": pair[0]}
         else:
-            assert longer_run("x", *pair) == union
+            assert known.knows_more("x", other) == (pair[0] == union != pair[1])
+            known.merge(other)
+            assert known == {"x": union}
+            assert known.steps == known.total == known.length("x") == sum(n for _, n in union)
 
 
 def test_one_run_with_contradictory_content_is_refused(tmp_path, books):

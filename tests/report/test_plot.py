@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from lightning_dp.accounting import Gaussian, PoissonGaussian, epsilon
+from lightning_dp.accounting.charges import Charges
 from lightning_dp.callbacks import DifferentialPrivacy
 from lightning_dp.schedules import Exponential
 
@@ -88,7 +89,7 @@ def test_given_axes_hold_epsilon_and_noise(report):
 
 def test_two_runs_of_one_ledger_follow_each_other(report):
     a, b = PoissonGaussian(2.0, 0.1), PoissonGaussian(1.0, 0.1)
-    two = replace(report, steps=30, events={"x": [(a, 10), (b, 5)], "y": [(a, 15)]})
+    two = replace(report, steps=30, events=Charges({"x": [(a, 10), (b, 5)], "y": [(a, 15)]}))
 
     steps, values = line(two.plot(), r"$\epsilon_t$")
 
@@ -105,7 +106,7 @@ def test_a_claim_of_the_whole_budget_is_level_from_the_first_step(report):
 
 
 def test_a_run_without_noise_says_so(report):
-    ax = replace(report, private=False, events={"x": [(Gaussian(0.0), 12)]}).plot()
+    ax = replace(report, private=False, events=Charges({"x": [(Gaussian(0.0), 12)]})).plot()
 
     assert ax.get_title() == "NOT PRIVATE (no noise)"
     assert r"$\epsilon = \infty$" in [text.get_text() for text in ax.texts]

@@ -63,7 +63,7 @@ def run_script(folder: Path, arguments: list[dict[str, Any]]) -> None:
 
 
 def charges(path: Path) -> int:
-    return sum(count for run in read_journal(path)[1].values() for _, count in run)
+    return read_journal(path)[1].total
 
 
 def optimizer_steps(path: Path) -> int:
