@@ -6,8 +6,9 @@ import math
 import os
 from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
-from typing import Any, Literal, TypeAlias, get_args
+from typing import Literal, TypeAlias, get_args
 
+from lightning_dp._described import Data, check_same, described
 from lightning_dp._validate import flag, normalise, number, optional, seed
 from lightning_dp.accounting.base import AbstractAccountant, Relation
 from lightning_dp.accounting.pld import PLDAccountant
@@ -176,20 +177,35 @@ class PrivacyConfig:
             return self.estimator
         return MeanGradient(1.0 if self.max_grad_norm is None else self.max_grad_norm)
 
-    def fingerprint(self) -> dict[str, Any]:
-        """What a resumed run must share with the run it continues, as plain strings and numbers.
+    def _identity(self) -> dict[str, object]:
+        """Return the arguments that a resumed run must share with the run it continues.
 
-        ``target_epsilon`` is not in it: a budget may be changed, since the ledger knows what was
-        spent. Neither are the accountant, the engine and ``ledger_dir``, which change no release.
+        ``target_epsilon`` is not one of them: a budget may be changed, since the ledger knows what
+        was spent. Neither are the accountant, the engine and ``ledger_dir``, which change no release.
         """
         return {
             "target_delta": self.target_delta,
             "relation": self.relation,
-            "estimator": repr(self.resolved_estimator()),
-            "noise_schedule": repr(self.noise_schedule),
-            "postprocessing": repr(self.postprocessing),
-            "sampling": repr(self.sampling),
+            "estimator": self.resolved_estimator(),
+            "noise_schedule": self.noise_schedule,
+            "postprocessing": self.postprocessing,
+            "sampling": self.sampling,
         }
+
+    def fingerprint(self) -> dict[str, Data]:
+        """Return, as plain data, what a resumed run must share with the run it continues."""
+        return {name: described(value) for name, value in self._identity().items()}
+
+    def check_same(self, fingerprint: Mapping[str, Data]) -> None:
+        """Refuse to continue a run whose :meth:`fingerprint` is another one.
+
+        What the fingerprint does not have, it had by default.
+
+        Raises:
+            ValueError: naming the argument, with both values.
+        """
+        default = PrivacyConfig(target_delta=self.target_delta, noise_multiplier=0.0)._identity()
+        check_same(fingerprint, self._identity(), default.__getitem__)
 
 
 def _folder(name: str, value: object, *, of: str | None = None) -> str:

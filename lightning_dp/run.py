@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from lightning_dp._described import check_same
 from lightning_dp._files import local_folder
 from lightning_dp._noise import NoiseSource
 from lightning_dp._world import World
@@ -28,7 +29,7 @@ from lightning_dp.sampling import BatchPlan
 __all__ = ["PrivateRun"]
 
 
-_VERSION = 2  # of the privacy record in checkpoints
+_VERSION = 3  # of the privacy record in checkpoints
 
 
 class PrivateRun:
@@ -350,24 +351,14 @@ class PrivateRun:
         """
         if state["version"] != _VERSION:
             raise ValueError(
-                f"The checkpoint's privacy record has version {state['version']}; this is {_VERSION}."
+                f"The checkpoint's privacy record has version {state['version']}; this is {_VERSION}. "
+                "Resume it with the version of lightning_dp that wrote it."
             )
-        _check_same(state["config"], self.config.fingerprint())
-        scale = state["noise_scale"]
-        if scale is not None and self.config.noise_multiplier not in (None, scale):
-            _check_same(
-                {"noise_multiplier": scale}, {"noise_multiplier": self.config.noise_multiplier}
-            )
+        self.config.check_same(state["config"])
+        scale, given = state["noise_scale"], self.config.noise_multiplier
+        if scale is not None and given is not None:
+            check_same({"noise_multiplier": scale}, {"noise_multiplier": given})
         if world.is_lead:
             self.ledger.restore(state["ledger"], directory)
         self.is_seeded = self.is_seeded or bool(state["seeded"])
         self._resumed = None if state["mechanism"] is None else state
-
-
-def _check_same(before: dict[str, Any], now: dict[str, Any]) -> None:
-    for name, value in now.items():
-        if before.get(name) != value:
-            raise ValueError(
-                f"{name} differs from the checkpoint's: it was {before.get(name)}, now {value}. "
-                "A private run is continued with the configuration it was started with."
-            )

@@ -127,3 +127,26 @@ def test_the_fingerprint_survives_a_checkpoint_also_with_numpy_numbers():
     torch.save(given.fingerprint(), file)
     file.seek(0)
     assert torch.load(file, weights_only=True) == given.fingerprint()
+
+
+def test_equal_numbers_are_one_configuration_however_they_were_given():
+    given = {"max_grad_norm": 1, "target_delta": 1e-5, "noise_schedule": Exponential(1)}
+    same = {
+        "max_grad_norm": np.float64(1.0),
+        "target_delta": np.float64(1e-5),
+        "noise_schedule": Exponential(np.float32(1)),
+    }
+    assert config(**given).fingerprint() == config(**same).fingerprint()
+    config(**given).check_same(config(**same).fingerprint())
+
+
+def test_an_argument_that_a_fingerprint_does_not_have_had_its_default():
+    old = {k: v for k, v in config().fingerprint().items() if k != "postprocessing"}
+    config().check_same(old)
+    with pytest.raises(ValueError, match=r"postprocessing differs .* was \(\), now \(Momentum\("):
+        config(postprocessing=[Momentum(0.5)]).check_same(old)
+
+
+def test_an_argument_that_nobody_knows_is_refused_by_name():
+    with pytest.raises(ValueError, match=r"has temperature=3 in its configuration, which this"):
+        config().check_same({**config().fingerprint(), "temperature": 3})

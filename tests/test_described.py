@@ -1,0 +1,158 @@
+"""Parts of a configuration as data: what counts as the same, and what a difference is called."""
+
+from __future__ import annotations
+
+import enum
+import io
+import json
+import math
+from dataclasses import dataclass, field
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from lightning_dp import Diff2, Exponential, MeanGradient, Momentum
+from lightning_dp._described import check_same, described
+from lightning_dp.schedules import FromInfluence
+
+
+@dataclass(frozen=True)
+class Mine:
+    """A part that a user wrote: nobody normalises its numbers."""
+
+    rate: Any = 1.0
+    inner: Any = None
+    seen: list[int] = field(default_factory=list, compare=False)
+
+
+class Plain:
+    """A part that is no dataclass."""
+
+    def __init__(self, rate: float) -> None:
+        self.rate = rate
+
+
+class Colour(enum.Enum):
+    RED = 1
+
+
+def function() -> None:
+    """A function with a name."""
+
+
+def same(before: object, now: object) -> bool:
+    """Whether a run of the one can be resumed as the other, through a file."""
+    file = io.BytesIO()
+    torch.save(described(before), file)
+    file.seek(0)
+    try:
+        check_same({"part": torch.load(file, weights_only=True)}, {"part": now})
+    except ValueError as error:
+        assert "part differs from the checkpoint's: it was" in str(error)
+        return False
+    return True
+
+
+ONE = [1, 1.0, np.int64(1), np.float64(1), np.float32(1), np.asarray(1), torch.tensor(1.0)]
+
+
+@pytest.mark.parametrize("before", ONE, ids=lambda one: type(one).__name__)
+@pytest.mark.parametrize("now", ONE, ids=lambda one: type(one).__name__)
+def test_one_is_one_however_it_was_given(before, now):
+    assert same(Mine(before), Mine(now))
+    assert same(Mine([before, {"k": before}]), Mine((now, {"k": now})))
+    assert not same(Mine(before), Mine(2 * now))
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        *(None, True, "text", math.nan, math.inf, Fraction(1, 3), Path("there"), Colour.RED),
+        *({3: "three"}, {1, 2}, np.arange(3), torch.ones(2, 2), torch.float64, math.sqrt, function),
+        *(Diff2(3), Exponential(0.5), FromInfluence((1.0, 2.0)), Mine(inner=Mine()), Plain(0.5)),
+    ],
+    ids=str,
+)
+def test_a_value_equals_itself_in_another_process_and_nothing_else(value):
+    assert repr(json.loads(json.dumps(described(value)))) == repr(described(value))
+    assert same(value, value)
+    assert same(Mine(value), Mine(value))
+    assert not same(Mine(value), Mine("another"))
+
+
+@pytest.mark.parametrize(
+    ("before", "now"),
+    [
+        (Diff2(3), Diff2(4)),
+        (MeanGradient(0.5), Momentum(0.5)),
+        (Mine(rate=1), Mine(inner=1)),
+        ([Momentum(0.5)], []),
+        ([Momentum(0.5), Momentum(0.6)], [Momentum(0.6), Momentum(0.5)]),
+        (torch.ones(2), torch.ones(2, dtype=torch.float64)),
+        (Plain(0.5), Plain(0.6)),
+        (Plain(0.5).__init__, Plain(0.6).__init__),
+    ],
+    ids=str,
+)
+def test_other_values_are_noticed(before, now):
+    assert not same(before, now)
+
+
+def test_a_function_without_a_name_equals_itself_only():
+    one, other = (lambda: 1), (lambda: 2)
+    assert described(one) != described(other)
+
+
+def test_an_object_that_refers_to_itself_is_described():
+    part, other = Plain(1.0), Plain(1.0)
+    part.rate, other.rate = [part, 1], [other, 2]  # type: ignore[assignment]
+    assert same(part, part) and not same(part, other)
+
+
+def test_what_does_not_count_for_equality_is_left_out():
+    assert same(Mine(seen=[1, 2]), Mine())
+
+
+def test_a_field_that_a_later_version_added_had_its_default():
+    old = {"class": "Mine", "rate": 2.0}
+    check_same({"part": old}, {"part": Mine(2)})
+    check_same({"part": [old]}, {"part": (Mine(2),)})
+    with pytest.raises(ValueError, match=r"it was Mine\(rate=2\.0\), now Mine\(rate=2, inner=3\)"):
+        check_same({"part": old}, {"part": Mine(2, inner=3)})
+
+
+def test_a_field_without_a_default_cannot_be_made_up():
+    assert described(Diff2(3))["restart_every"] == 3
+    old = {k: v for k, v in described(Diff2(3)).items() if k != "restart_every"}
+    with pytest.raises(ValueError, match="part differs"):
+        check_same({"part": old}, {"part": Diff2(3)})
+
+
+def test_an_argument_that_a_later_version_added_had_its_default():
+    defaults = {"new": 3}
+    check_same({}, {"new": 3.0}, defaults.__getitem__)
+    with pytest.raises(ValueError, match="new differs from the checkpoint's: it was 3, now 4"):
+        check_same({}, {"new": 4}, defaults.__getitem__)
+
+
+@pytest.mark.parametrize(
+    ("before", "match"),
+    [
+        ({"part": {"class": "Mine", "speed": 2}}, r"speed=2 in Mine, which this version does not"),
+        ({"part": described(Mine()), "other": "x"}, r"other='x' in its configuration, which this"),
+    ],
+)
+def test_what_is_not_known_is_refused_by_name(before, match):
+    with pytest.raises(ValueError, match=match):
+        check_same(before, {"part": Mine()})
+
+
+def test_a_difference_is_told_as_the_calls_that_make_it():
+    before = described((Diff2(3, 0.5), Momentum(0.5)))
+    match = r"it was \(Diff2\(restart_every=3, .*\), Momentum\(beta=0\.5\)\), now \(Plain\(rate='a'"
+    with pytest.raises(ValueError, match=match):
+        check_same({"part": before}, {"part": (Plain("a"),)})
