@@ -14,8 +14,8 @@ from lightning_dp.run import PrivateRun
 from lightning_dp.strategies.earlier_training import EarlierTraining
 from lightning_dp.strategies.early_end import Agreement
 from lightning_dp.strategies.monitors import Monitors
-from lightning_dp.strategies.private_step import PrivateStep
 from lightning_dp.strategies.probe import Probe
+from lightning_dp.strategies.step import PrivateStep
 from lightning_dp.strategies.weights import FirstStep
 
 __all__ = ["Fit", "begin_fit"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,11 +17,16 @@ from lightning_dp.isolation import Isolation, probe_isolation
 from lightning_dp.isolation.ignored import target_means
 from lightning_dp.isolation.synthetic import leaves_of
 from lightning_dp.run import PrivateRun
-from lightning_dp.strategies.private_step import PrivateStep
+from lightning_dp.strategies.step import PrivateStep
 
-__all__ = ["IGNORED", "IgnoredTargets", "Probe"]
+__all__ = ["Probe"]
 
-
+_IGNORED = (
+    "{}: the loss divides by the number of targets that it does not ignore (ignore_index) in the "
+    "whole batch, and a batch has ignored ones, so records change each other's gradients. Take the "
+    "loss of each record first, with reduction='none' and the record's own denominator, and then its "
+    "mean over the records."
+)
 _SYNTHETIC = (
     "(Found on a synthetic batch. If it is wrong, leave the check out with isolation_probe=False.)"
 )
@@ -41,10 +47,10 @@ class Probe:
     ) -> None:
         self._module, self._step, self._run, self._world = module, step, run, world
         self._is_due = run.config.isolation_probe
-        self._ignored: IgnoredTargets | None = None
+        self._ignored = _IgnoredTargets()
 
     def at_first_batch(self, batch: Any) -> None:
-        """Once in a fit, before anything is charged: refuse a model that couples records."""
+        """Refuse a model that couples records, once in a fit and before anything is charged."""
         if not self._is_due:
             return
         self._is_due = False
@@ -52,23 +58,19 @@ class Probe:
             _probe(self._module, batch, self._step, self._run.config.engine)
         )
         self._run.isolation = str(found)
-        _heed(found, may_warn=self._world.is_lead)
-        self._ignored = IgnoredTargets(found)
+        _raise_or_warn(found, may_warn=self._world.is_lead)
+        self._ignored = _IgnoredTargets(found.is_mean_of_targets, found.sentinels)
 
     def watch_batch(self, batch: Any) -> None:
         """Suspect a batch of what would couple its records, by its values."""
-        if self._ignored is not None:
-            self._suspect(self._ignored.in_batch(batch))
+        self._suspect(self._ignored.in_batch(batch))
 
     def watch_loss(self, loss: Tensor) -> None:
         """Suspect a batch by its loss, before the backward pass."""
-        if self._ignored is not None:
-            self._suspect(self._ignored.in_loss(loss))
+        self._suspect(self._ignored.in_loss(loss))
 
     def _suspect(self, found: list[Tensor]) -> None:
-        assert self._run.mechanism is not None
-        fault = IGNORED.format(type(self._module).__name__)
-        self._step.suspect(self._run.mechanism, found, fault)
+        self._step.suspect(found, _IGNORED.format(type(self._module).__name__))
 
 
 def _probe(module: LightningModule, batch: Any, step: PrivateStep, engine: str) -> Isolation:
@@ -84,7 +86,7 @@ def _probe(module: LightningModule, batch: Any, step: PrivateStep, engine: str) 
         )
 
 
-def _heed(found: Isolation, *, may_warn: bool) -> None:
+def _raise_or_warn(found: Isolation, *, may_warn: bool) -> None:
     """Go on, with a warning where the data decide, or raise.
 
     Raises:
@@ -118,39 +120,29 @@ def _heed(found: Isolation, *, may_warn: bool) -> None:
         raise MisconfigurationException(f"ε would not hold: {found.reason}. {_SYNTHETIC}")
 
 
-IGNORED = (
-    "{}: the loss divides by the number of targets that it does not ignore (ignore_index) in the "
-    "whole batch, and a batch has ignored ones, so records change each other's gradients. Take the "
-    "loss of each record first, with reduction='none' and the record's own denominator, and then its "
-    "mean over the records."
-)
-
-
-class IgnoredTargets:
-    """Looks where the isolation probe found that ignored targets would couple records.
+@dataclass(frozen=True)
+class _IgnoredTargets:
+    """Looks for targets that the loss ignores, where the isolation probe found that they couple records.
 
     What it finds stays a tensor, so that no device is waited for.
 
     Args:
-        found: what the probe found.
+        is_mean_of_targets: the loss is a mean over targets by torch's own functions.
+        sentinels: for losses written by hand, places in a batch and values that may not stand there.
     """
 
-    def __init__(self, found: Isolation) -> None:
-        self._found = found
+    is_mean_of_targets: bool = False
+    sentinels: tuple[tuple[int, int], ...] = ()
 
     def in_loss(self, loss: Tensor) -> list[Tensor]:
-        """For each mean over targets whether it ignores one; before the backward pass."""
-        if not self._found.is_mean_of_targets:
-            return []
-        return [mean.ignores_some for mean in target_means(loss)]
+        """Tell for each mean over targets whether it ignores one; before the backward pass."""
+        return [mean.ignores_some for mean in target_means(loss)] if self.is_mean_of_targets else []
 
     def in_batch(self, batch: Any) -> list[Tensor]:
-        """The same for losses written by hand, by the values that the probe tried."""
-        if not self._found.sentinels:
-            return []
-        leaves = leaves_of(batch)
+        """Tell the same for losses written by hand, by the values that the probe tried."""
+        leaves = leaves_of(batch) if self.sentinels else []
         return [
             (leaves[place] == sentinel).any()
-            for place, sentinel in self._found.sentinels
+            for place, sentinel in self.sentinels
             if place < len(leaves) and not torch.is_floating_point(leaves[place])
         ]

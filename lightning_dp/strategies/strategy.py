@@ -47,10 +47,6 @@ if TYPE_CHECKING:
 __all__ = ["DifferentialPrivacyStrategy"]
 
 
-_NEVER_COPIED = ("_fit", "_step_arguments")  # they hold what is not noised yet
-_OF_A_FIT = (*_NEVER_COPIED, "_folder", "_accumulate")
-
-
 class DifferentialPrivacyStrategy(Strategy):
     """Makes the strategy it is mixed into train privately.
 
@@ -66,7 +62,6 @@ class DifferentialPrivacyStrategy(Strategy):
     _given: tuple[PrivacyCallback, ...] = ()  # with the run
     _callbacks: tuple[PrivacyCallback, ...] = ()  # of the latest fit: checkpoints may follow it
     _fit: Fit | None = None  # between fits
-    _step_arguments: tuple[tuple[Any, ...], dict[str, Any]] = ((), {})
 
     # -- set-up ----------------------------------------------------------------------------
 
@@ -231,10 +226,9 @@ class DifferentialPrivacyStrategy(Strategy):
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         mechanism, fit = self._mechanism, self._now
-        self._step_arguments = (args, kwargs)
         if args:
             fit.probe.watch_batch(args[0])
-        fit.step.before_forward(mechanism)
+        fit.step.before_forward(mechanism, partial(self._forward_again, args, kwargs))
         fit.first.enter_forward()
         with fit.step.watching():
             output = super().training_step(*args, **kwargs)
@@ -277,8 +271,7 @@ class DifferentialPrivacyStrategy(Strategy):
             loss = super().backward(closure_loss, optimizer, *args, **kwargs)
         else:
             loss = self._backward_of_the_engine(closure_loss, mechanism.query)
-        forward_again = partial(self._forward_again, *self._step_arguments)
-        step.answer(mechanism, self._undo_loss_division(), forward_again)
+        step.answer(mechanism, self._undo_loss_division())
         return loss
 
     def _backward_of_the_engine(self, loss: Tensor, query: Query | None) -> Tensor:
@@ -307,7 +300,7 @@ class DifferentialPrivacyStrategy(Strategy):
         self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any
     ) -> Any:
         mechanism, fit, run = self._mechanism, self._now, self.private_run
-        once = evaluated_once(closure, optimizer)
+        once = _evaluated_once(closure, optimizer)
 
         def private_closure() -> Any:
             result = once()
@@ -377,7 +370,7 @@ class DifferentialPrivacyStrategy(Strategy):
         self._leave_the_model()
         if "_accumulate" in vars(self):
             self._trainer.accumulate_grad_batches = self._accumulate
-        for name in _OF_A_FIT:
+        for name in ("_fit", "_folder", "_accumulate"):
             vars(self).pop(name, None)
         super().teardown()
         if fit is not None:
@@ -385,12 +378,11 @@ class DifferentialPrivacyStrategy(Strategy):
                 callback.on_privacy_teardown(self._trainer, self.private_run)
 
     def __getstate__(self) -> dict[str, Any]:
-        """For copies and pickles."""
-        state = super().__getstate__()
-        return {name: value for name, value in state.items() if name not in _NEVER_COPIED}
+        """For copies and pickles: nothing of a fit, which holds what is not noised yet."""
+        return {**super().__getstate__(), "_fit": None}
 
 
-def evaluated_once(closure: Callable[[], Any], optimizer: Optimizer) -> Callable[[], Any]:
+def _evaluated_once(closure: Callable[[], Any], optimizer: Optimizer) -> Callable[[], Any]:
     """Return the closure, which raises when the optimizer calls it a second time.
 
     Raises:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field
 from functools import partial
+from typing import TypeAlias
 
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
@@ -24,11 +26,36 @@ from lightning_dp.strategies.weights import SameParameters
 
 __all__ = ["PrivateStep"]
 
+Forward: TypeAlias = Callable[[], Tensor | None]
+
+
 _TOO_EARLY = (
     "optimizer.step() was called before all chunks of the batch were there. A batch is handed out in "
     "accumulate_grad_batches chunks (with FullBatch(): in batches of the loader's batch_size); step "
     "once, after the last of them."
 )
+
+
+@dataclass
+class _Accounts:
+    """The accounts of one logical batch, from its first chunk on.
+
+    Args:
+        chunk: was handed out last; None once its backward pass was answered.
+        is_whole: all chunks of the batch were handed out.
+        owed: records that were handed out and have no answer yet.
+        faults: reasons for which the batch may not be released.
+        suspicions: faults that hold if a tensor is true; looked at late, so that no device is
+            waited for.
+        answered: the chunks of a step that asks several queries.
+    """
+
+    chunk: Chunk | None = None
+    is_whole: bool = False
+    owed: int = 0
+    faults: list[str] = field(default_factory=list)
+    suspicions: list[tuple[Tensor, str]] = field(default_factory=list)
+    answered: list[Replay] = field(default_factory=list)
 
 
 class PrivateStep:
@@ -68,15 +95,9 @@ class PrivateStep:
                 quietly=partial(muted, module),
                 wrap=wrap,
             )
-        self._chunk: Chunk | None = None
-        self._is_answered = False
-        self._is_whole = False  # whether all chunks of the batch were handed out
-        self._owed = 0  # records that were handed out and not answered for
-        self._faults: list[str] = []
-        self._suspicions: list[tuple[Tensor, str]] = []  # what is not known before a device is
-        self._is_released = False
-        self._random_state: RandomState | None = None
-        self._kept: list[Replay] = []  # the chunks of a step that asks several queries
+        self._batch = _Accounts()
+        self._forward_again: Forward = _nothing  # the chunk's forward pass
+        self._randomness: RandomState | None = None  # of the chunk, if a query runs it again
 
     @property
     def engine_description(self) -> str:
@@ -98,21 +119,25 @@ class PrivateStep:
                 self._passes.put_engine_on()
 
     def begin(self, chunk: Chunk) -> None:
-        """The next physical batch is this chunk."""
-        if not self._is_answered:
+        """Open the accounts of the next physical batch."""
+        if self._batch.chunk is not None:
             self._passes.drop()  # what a batch without a backward pass left
-        self._chunk, self._is_answered = chunk, False
         if chunk.first:
-            self._is_released = False
-            self._kept, self._owed, self._faults, self._suspicions = [], 0, [], []
-        self._owed += chunk.size
-        self._is_whole = chunk.last
+            self._batch = _Accounts()
+        self._batch.chunk, self._batch.is_whole = chunk, chunk.last
+        self._batch.owed += chunk.size
 
-    def before_forward(self, mechanism: Mechanism) -> None:
-        """Remember the randomness that further passes must share."""
+    def before_forward(self, mechanism: Mechanism, forward_again: Forward) -> None:
+        """Remember what further passes over the chunk need: its forward pass and its randomness.
+
+        Args:
+            mechanism: has a step under way.
+            forward_again: runs the chunk once more and returns its loss.
+        """
         query = mechanism.query
+        self._forward_again = forward_again
         if (query is not None and query.runs_again) or _has_rounds(mechanism):
-            self._random_state = RandomState(self._device)
+            self._randomness = RandomState(self._device)
 
     @property
     def runs_backward(self) -> bool:
@@ -124,58 +149,57 @@ class PrivateStep:
         combined = query is not None and len(query.passes) > 1
         self._passes.backward(loss, keep_graph=keep_graph, combined=combined)
 
-    def answer(
-        self, mechanism: Mechanism, scale: float, forward_again: Callable[[], Tensor | None]
-    ) -> None:
+    def answer(self, mechanism: Mechanism, scale: float) -> None:
         """Bound what the backward pass left, and give it to the mechanism.
 
         Args:
             mechanism: has a step under way.
             scale: undoes a division of the loss.
-            forward_again: runs the batch once more and returns its loss.
         """
-        if self._is_answered or not mechanism.is_begun or self._chunk is None:
+        batch, chunk = self._batch, self._batch.chunk
+        if chunk is None or not mechanism.is_begun:
             raise RuntimeError(
                 "Backward ran more than once for one batch, or after its optimizer step: a record "
                 "would count twice. Add the losses up and call backward once per batch."
             )
-        self._is_answered = True
+        batch.chunk = None
         if (gradients := self._passes.take(scale)) is None:
             return  # nothing was back-propagated, so the records stay without an answer
-        if self._chunk.size == 0 or mechanism.query is None:
+        if chunk.size == 0 or mechanism.query is None:
             return  # the gradient of a stand-in record, or one that nobody asked for, ends here
-        replay = Replay(forward_again, self._chunk.size, self._random_state)
+        replay = Replay(self._forward_again, chunk.size, self._randomness)
         if _has_rounds(mechanism):
-            self._kept.append(replay)
-        self._owed -= self._chunk.size
+            batch.answered.append(replay)
+        batch.owed -= chunk.size
         self._give(mechanism, mechanism.query, replay, gradients)
 
     def note(self, fault: str) -> None:
-        """Real records failed a check: nothing of this batch may be released.
+        """Note that real records failed a check: nothing of this batch may be released.
 
         It is not raised here, since other ranks would wait for this one.
         """
-        self._faults.append(fault)
+        self._batch.faults.append(fault)
         self._passes.drop()
 
-    def suspect(self, mechanism: Mechanism, found: Sequence[Tensor], fault: str) -> None:
-        """The same, if one of these is true: looked at when the step is to be released."""
-        if self._chunk is not None and self._chunk.size and mechanism.query is not None:
-            self._suspicions += [(each, fault) for each in found]
+    def suspect(self, found: Sequence[Tensor], fault: str) -> None:
+        """Note the same in case one of these is true, which is looked at when the step ends."""
+        chunk = self._batch.chunk
+        if chunk is not None and chunk.size:
+            self._batch.suspicions += [(each, fault) for each in found]
 
     def fault(self, mechanism: Mechanism) -> str | None:
         """Return why what was answered so far may not be released; None if it may."""
-        suspicions, self._suspicions = self._suspicions, []
-        self._faults += [fault for found, fault in suspicions if found]
-        if self._faults:
-            return self._faults[0]
-        if not mechanism.is_begun or mechanism.query is None or not self._owed:
-            return None
-        return UNANSWERED.format(type(self._module).__name__)
+        batch, is_asked = self._batch, mechanism.query is not None
+        suspicions, batch.suspicions = batch.suspicions, []
+        if is_asked:
+            batch.faults += [fault for found, fault in suspicions if found]
+        if batch.faults:
+            return batch.faults[0]
+        return UNANSWERED.format(type(self._module).__name__) if is_asked and batch.owed else None
 
     def is_unreleased(self, mechanism: Mechanism) -> bool:
         """Tell whether all chunks of the batch were handed out, and its optimizer step was left out."""
-        return mechanism.is_begun and self._is_whole
+        return mechanism.is_begun and self._batch.is_whole
 
     def _give(
         self,
@@ -200,15 +224,16 @@ class PrivateStep:
             self.note(OTHER_ROWS)
             found = None
         if found is None:
-            self._owed += replay.size
+            self._batch.owed += replay.size
         else:
             mechanism.answer(found)
 
     def _answer_again(self, mechanism: Mechanism, agree: Callable[[str | None], None]) -> None:
         """Answer a further query from all chunks of the batch."""
         query = mechanism.query
-        assert query is not None
-        for replay in self._kept:
+        if query is None:
+            raise RuntimeError("No further query was asked.")
+        for replay in self._batch.answered:
             self._give(mechanism, query, replay)
         agree(self.fault(mechanism))
 
@@ -241,28 +266,31 @@ class PrivateStep:
             agree: called with the fault of this process, if any, before anything is noised; it
                 raises on all ranks if one of them has a fault.
         """
-        if self._is_released or not mechanism.is_begun:
+        if not mechanism.is_begun:
             raise RuntimeError(
                 "Two optimizer steps on one batch: the second would use the data without being "
                 "charged. Step once per batch."
             )
         self.parameters.check_optimizer(optimizer)
-        if mechanism.query is not None and not self._is_whole:
+        if mechanism.query is not None and not self._batch.is_whole:
             self.note(_TOO_EARLY)
         agree(self.fault(mechanism))
         try:
             estimate = mechanism.tell(self.params, lambda: self._answer_again(mechanism, agree))
         finally:
-            self._kept = []
+            self._batch.answered.clear()
         for param, gradient in zip(self.params, unflatten(estimate, self.params), strict=True):
             param.grad = gradient
-        self._is_released = True
         self._passes.allow_step()
 
     def detach(self) -> None:
         """Leave the model as it was."""
         self._passes.detach()
-        self._kept = []
+        self._batch, self._forward_again = _Accounts(), _nothing
+
+
+def _nothing() -> None:
+    """Return no loss: there was no forward pass."""
 
 
 def _has_rounds(mechanism: Mechanism) -> bool:
