@@ -47,7 +47,7 @@ def any_layer(layer: nn.Module, *tensors: Tensor) -> Uses:
 
     with _as_unsupported(layer):
         rows = vmap(of_record)(*tensors)
-    return [(own[name], Rows.call(rows[name])) for name in own]
+    return [(own[name], Rows.use(rows[name])) for name in own]
 
 
 def any_layer_along(

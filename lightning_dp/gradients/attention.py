@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lightning_dp.gradients.base import UnsupportedModelError
-from lightning_dp.gradients.forms import Call, Rows, Uses
+from lightning_dp.gradients.forms import Rows, Use, Uses
 from lightning_dp.gradients.layers import OuterProduct
 
 __all__ = [
@@ -84,7 +84,7 @@ class AttentionCall:
         if any(each.dim() != 3 for each in three):
             raise UnsupportedModelError(
                 f"{type(layer).__name__} was called with tensors of {three[0].dim()} dimensions. "
-                "Call it with (records, positions, features)."
+                "Use it with (records, positions, features)."
             )
         device = output.device.type
         call = cls(
@@ -177,19 +177,21 @@ def multihead_attention(
     dtype = gradient.dtype
     u, of_extra = [each.to(dtype) for each in back[:3]], back[3:]
     uses: Uses = [
-        (layer.out_proj.weight, Call(OuterProduct(), context.to(dtype), gradient)),
-        (layer.out_proj.bias, Rows.call(gradient.sum(1))),
-        (layer.in_proj_bias, Rows.call(torch.cat([each.sum(1) for each in u], 1))),
+        (layer.out_proj.weight, Use(OuterProduct(), context.to(dtype), gradient)),
+        (layer.out_proj.bias, Rows.use(gradient.sum(1))),
+        (layer.in_proj_bias, Rows.use(torch.cat([each.sum(1) for each in u], 1))),
     ]
     for param, each in zip(_extra(layer), of_extra, strict=True):
-        uses.append((param, Rows.call(each.to(dtype).unsqueeze(1))))
+        uses.append((param, Rows.use(each.to(dtype).unsqueeze(1))))
     if layer.in_proj_weight is None:
-        calls = [Call(OuterProduct(), *pair) for pair in zip(inputs[:3], u, strict=True)]
+        calls = [Use(OuterProduct(), *pair) for pair in zip(inputs[:3], u, strict=True)]
         return uses + list(zip(_weights(layer), calls, strict=True))
-    for source in set(call.sources):  # of one weight: the rows of those who do not see it are zero
+    # in_proj_weight stacks the three projections. Those that saw the same tensor are one outer
+    # product; the rows of the others are zero in it.
+    for source in set(call.sources):
         zero = torch.zeros_like(u[source])
         parts = [each if call.sources[i] == source else zero for i, each in enumerate(u)]
-        packed = Call(OuterProduct(), inputs[source], torch.cat(parts, 2))
+        packed = Use(OuterProduct(), inputs[source], torch.cat(parts, 2))
         uses.append((layer.in_proj_weight, packed))
     return uses
 
@@ -278,6 +280,8 @@ def _attend(
         causal = mask is None and call.is_causal
         found = F.scaled_dot_product_attention(q, k, v, mask, call.dropout, causal)
         return found.transpose(1, 2).flatten(2)
+    # torch takes this way if the weights are asked for. It scales q before the product, not the scores
+    # after it; the same order gives the same rounding, which the check below relies on.
     shape, scaled = (*q.shape[:3], k.shape[2]), q.flatten(0, 1) * math.sqrt(1 / width)
     products = scaled, k.flatten(0, 1).transpose(1, 2)
     if mask is None:

@@ -15,8 +15,8 @@ from lightning_dp.gradients.base import AbstractGradientEngine, as_unsupported, 
 from lightning_dp.gradients.forms import Uses
 from lightning_dp.gradients.hessian import Dual, run_along, split, uses_along
 from lightning_dp.gradients.materialised import restricted
-from lightning_dp.gradients.parameter_gradients import Memory, ParameterGradients
-from lightning_dp.gradients.recording import Record, Recorder, Survey
+from lightning_dp.gradients.parameter_gradients import ParameterGradients, ScratchPool
+from lightning_dp.gradients.recording import LayerCall, Recorder, Survey
 from lightning_dp.gradients.rules import RULES, Rule
 
 __all__ = ["Bookkeeping", "BookkeptGradients"]
@@ -60,7 +60,7 @@ class Bookkeeping(AbstractGradientEngine):
         self._params: Sequence[nn.Parameter] = ()
         self._recorder: Recorder | None = None
         self._found: dict[int, ParameterGradients] | None = None  # of the last backward pass
-        self._memory = Memory()
+        self._memory = ScratchPool()
 
     def attach(self, module: nn.Module, params: Sequence[nn.Parameter]) -> None:
         self.detach()
@@ -68,16 +68,16 @@ class Bookkeeping(AbstractGradientEngine):
         self._module, self._params = module, params
 
     def backward(self, loss: Tensor, *, keep_graph: bool = False, combined: bool = False) -> None:
-        records, graph = self._calls_of(loss)
+        calls, graph = self._calls_of(loss)
         with self._attached.paused():
-            self._differentiate(loss, records, graph.innermost, keep_graph, combined)
+            self._differentiate(loss, calls, graph.innermost, keep_graph, combined)
 
-    def _calls_of(self, loss: Tensor) -> tuple[list[Record], Survey]:
+    def _calls_of(self, loss: Tensor) -> tuple[list[LayerCall], Survey]:
         """The calls that the loss depends on; what is found of them will be of this pass."""
         self._found = None
-        records, graph = self._attached.take(loss)
+        calls, graph = self._attached.take(loss)
         self._found = {id(p): ParameterGradients([], p.shape, self._memory) for p in self._params}
-        return records, graph
+        return calls, graph
 
     @property
     def _attached(self) -> Recorder:
@@ -88,7 +88,7 @@ class Bookkeeping(AbstractGradientEngine):
     def _differentiate(
         self,
         loss: Tensor,
-        records: Sequence[Record],
+        calls: Sequence[LayerCall],
         innermost: set[Any],
         keep_graph: bool,
         combined: bool,
@@ -98,43 +98,43 @@ class Bookkeeping(AbstractGradientEngine):
         It has to go on to the innermost layers' outputs only; there it stops, and gives what came.
         What is not needed of a layer is free before the pass comes to the next one.
         """
-        ends = [record for record in records if record.edge.node in innermost]
+        ends = [call for call in calls if call.edge.node in innermost]
         if not ends:
             return
         handles = []
-        for record in records:
-            if record.edge.node not in innermost:
-                hook = partial(self._on_gradients, record, combined)
-                handles.append(record.edge.node.register_prehook(hook))
-        edges = [record.edge for record in ends]
+        for call in calls:
+            if call.edge.node not in innermost:
+                hook = partial(self._on_gradients, call, combined)
+                handles.append(call.edge.node.register_prehook(hook))
+        edges = [call.edge for call in ends]
         try:
             found = torch.autograd.grad(loss, edges, retain_graph=keep_graph, allow_unused=True)
         finally:
             for handle in handles:
                 handle.remove()
-        for record, gradient in zip(ends, found, strict=True):
-            self._keep(record, gradient, combined)
+        for call, gradient in zip(ends, found, strict=True):
+            self._keep(call, gradient, combined)
 
     def _on_gradients(
-        self, record: Record, combined: bool, gradients: tuple[Tensor | None, ...]
+        self, call: LayerCall, combined: bool, gradients: tuple[Tensor | None, ...]
     ) -> None:
-        self._keep(record, gradients[record.edge.output_nr], combined)
+        self._keep(call, gradients[call.edge.output_nr], combined)
 
     @torch.no_grad()
-    def _keep(self, record: Record, gradient: Tensor | None, combined: bool) -> None:
+    def _keep(self, call: LayerCall, gradient: Tensor | None, combined: bool) -> None:
         """Of one call of a layer what the norms and the sum are made from."""
-        inputs = record.take_inputs()
+        inputs = call.take_inputs()
         if gradient is not None:
-            with as_unsupported(record.name, record.layer):
-                tensors = [record.arrange(_at_least_float32(each)) for each in (*inputs, gradient)]
-                uses = record.rule(record.layer, *tensors)
+            with as_unsupported(call.name, call.layer):
+                tensors = [call.arrange(_at_least_float32(each)) for each in (*inputs, gradient)]
+                uses = call.rule(call.layer, *tensors)
                 self._count_in(uses, combined)
 
     def _count_in(self, uses: Uses, combined: bool) -> None:
         assert self._found is not None
-        for param, call in uses:
+        for param, use in uses:
             if (found := self._found.get(id(param))) is not None:
-                found.add(call, combined=combined)
+                found.add(use, combined=combined)
 
     def along(
         self, run_again: Callable[[], Tensor], direction: Tensor, weights: tuple[float, float]
@@ -152,31 +152,31 @@ class Bookkeeping(AbstractGradientEngine):
         parts = unflatten(direction, self._params)
         of = {id(param): part for param, part in zip(self._params, parts, strict=True)}
         with self._attached.paused(), torch.no_grad():
-            for record, gradient in calls:
-                record.take_inputs()
-                with as_unsupported(record.name, record.layer):
-                    *inputs, back = (_arranged(record, each) for each in (*record.moved, gradient))
-                    uses = uses_along(record.rule, record.layer, inputs, back, of, weights)
+            for call, gradient in calls:
+                call.take_inputs()
+                with as_unsupported(call.name, call.layer):
+                    *inputs, back = (_arranged(call, each) for each in (*call.moved, gradient))
+                    uses = uses_along(call.rule, call.layer, inputs, back, of, weights)
                     self._count_in(uses, combined=False)
         return self.take(1.0, {})
 
-    def _duals_of(self, loss: Tensor) -> list[tuple[Record, Dual]]:
+    def _duals_of(self, loss: Tensor) -> list[tuple[LayerCall, Dual]]:
         """Inside dual numbers: every call, with the gradient of its output and its derivative."""
-        records, _ = self._calls_of(loss)
-        if not records:
+        calls, _ = self._calls_of(loss)
+        if not calls:
             return []
         with self._attached.paused():
-            edges = [record.edge for record in records]
+            edges = [call.edge for call in calls]
             found = torch.autograd.grad(loss, edges, create_graph=True, allow_unused=True)
-        pairs = zip(records, found, strict=True)
-        return [(record, split(gradient)) for record, gradient in pairs if gradient is not None]
+        pairs = zip(calls, found, strict=True)
+        return [(call, split(gradient)) for call, gradient in pairs if gradient is not None]
 
     def take(self, scale: float, touched: Mapping[str, nn.Parameter]) -> BookkeptGradients:
         found, self._found = self._found, None
         if found is None:
             raise RuntimeError("Bookkeeping.backward() must come before take().")
         gradients = [found[id(param)] for param in self._params]
-        return BookkeptGradients(self._params, [g if g.calls else None for g in gradients], scale)
+        return BookkeptGradients(self._params, [g if g.uses else None for g in gradients], scale)
 
     def drop(self) -> None:
         self._found = None
@@ -195,7 +195,7 @@ class Bookkeeping(AbstractGradientEngine):
         if self._recorder is not None:
             self._recorder.take_off()
         self._recorder, self._module, self._params, self._found = None, None, (), None
-        self._memory = Memory()
+        self._memory = ScratchPool()
 
 
 def _at_least_float32(tensor: Tensor) -> Tensor:
@@ -205,8 +205,8 @@ def _at_least_float32(tensor: Tensor) -> Tensor:
     return tensor
 
 
-def _arranged(record: Record, dual: Dual) -> Dual:
-    value, moved = (None if e is None else record.arrange(_at_least_float32(e)) for e in dual)
+def _arranged(call: LayerCall, dual: Dual) -> Dual:
+    value, moved = (None if e is None else call.arrange(_at_least_float32(e)) for e in dual)
     assert value is not None
     return value, moved
 

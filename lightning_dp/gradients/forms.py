@@ -17,9 +17,9 @@ __all__ = [
     "PRODUCTS",
     "SLICE_BYTES",
     "AbstractForm",
-    "Call",
     "Rows",
     "Scaled",
+    "Use",
     "Uses",
     "above_rounding",
     "above_what_vanishes",
@@ -33,8 +33,9 @@ SLICE_BYTES = 4 << 20
 PRODUCTS = 1 << 22  # inner products between positions that are in memory at once
 
 
-# What vanishes of inner products of factors of ordinary norms, or over their largest entries, is
-# less than this times the product of the norms.
+# Terms of an inner product below float32's least number become zero. With factors of ordinary norms,
+# or divided by their largest entries, all that vanishes so is less than this times the product of their
+# norms, and above_what_vanishes takes no squared norm to be less.
 _HIDDEN = 1e-9
 _ORDINARY = (1e-5, 1e9)
 
@@ -102,7 +103,7 @@ class AbstractForm(ABC):
     """The map from v_i and u_i to a parameter's gradient f(v_i, u_i) of record i; linear in both.
 
     v comes from the layer's input and u is the gradient of its output, records first in both.
-    Being bilinear leaves no special cases: a parameter used in several calls is a sum over calls,
+    Being bilinear leaves no special cases: a parameter used several times is a sum over uses,
     and a combination of gradients at two points is one over differences,
     w f(v, u) + w' f(v', u') = f(v - v', w u) + f(v', w u + w' u'),
     which loses no digits when the points are close.
@@ -124,34 +125,36 @@ class AbstractForm(ABC):
     def weighted_sum(self, v: Tensor, u: Tensor, weights: Tensor) -> Tensor:
         """Σ_i weights_i f(v_i, u_i), of the parameter's shape or flat, without making the rows."""
 
-    def both(self, here: Call, there: Call) -> list[Call]:
-        """f(v, u) + f(v', u') as calls that lose no digits where v and v' are close.
+    def both(self, here: Use, there: Use) -> list[Use]:
+        """f(v, u) + f(v', u') as uses that lose no digits where v and v' are close.
 
         What is done depends on where the tensors are, not on the values in them.
         """
+        # f(v, u) + f(v', u') = f(v - v', u) + f(v', u + u'): both differences are small and exact to
+        # their own digits, while f(v, u) and f(v', u') are large and cancel.
         total = replace(there, u=here.u + there.u)
         if here.v.data_ptr() == there.v.data_ptr():  # the batch itself
             return [total]
         return [replace(here, v=here.v - there.v), total]
 
-    def joined(self, calls: Sequence[Call]) -> list[Call]:
-        """The same sum over fewer calls, where that is no more work than each of them by itself."""
-        return list(calls)
+    def joined(self, uses: Sequence[Use]) -> list[Use]:
+        """The same sum over fewer uses, where that is no more work than each of them by itself."""
+        return list(uses)
 
     def along(
         self,
         v: tuple[Tensor, Tensor | None],
         u: tuple[Tensor, Tensor | None],
         weights: tuple[float, float],
-    ) -> list[Call]:
+    ) -> list[Use]:
         """w f + w' (the derivative of f along a direction), by the product rule.
 
         = f(v, w u + w' u̇) + f(v̇, w' u), the derivatives v̇ and u̇ given with v and u, or None
         where they are zero.
         """
         (value, moved), back = v, _weighted(u, weights)
-        calls = [Call(self, value, back)]
-        return calls if moved is None else [*calls, Call(self, moved, weights[1] * u[0])]
+        uses = [Use(self, value, back)]
+        return uses if moved is None else [*uses, Use(self, moved, weights[1] * u[0])]
 
     def entries(self, v: Tensor, u: Tensor, shape: torch.Size, places: Tensor) -> Tensor:
         """f(v_i, u_i) of each record at some places of the flat parameter: shape (n, k).
@@ -168,18 +171,18 @@ class AbstractForm(ABC):
         """A bound on Σ_s ‖a_s‖ where f(v_i, u_i) = Σ_s a_s is computed, float64, shape (n,)."""
         return factor_norms(v) * factor_norms(u)
 
-    def squared_norms(self, calls: Sequence[Call], *, may_keep: bool) -> Tensor | None:
-        """‖Σ_calls f(v_i, u_i)‖² of each record as float64, where that is cheaper than the rows.
+    def squared_norms(self, uses: Sequence[Use], *, may_keep: bool) -> Tensor | None:
+        """‖Σ_uses f(v_i, u_i)‖² of each record as float64, where that is cheaper than the rows.
 
         Args:
-            calls: as :meth:`joined` leaves them.
+            uses: as :meth:`joined` leaves them.
             may_keep: the rows, if they are made, are kept for the sum.
         """
         return None
 
 
 @dataclass(frozen=True)
-class Call:
+class Use:
     """One use of a parameter in a forward pass, with what came back for it."""
 
     form: AbstractForm
@@ -191,21 +194,21 @@ class Call:
         """The memory of its tensors."""
         return self.u.nbytes + (0 if self.v is self.u else self.v.nbytes)
 
-    def of(self, records: Tensor | slice) -> Call:
+    def of(self, records: Tensor | slice) -> Use:
         """The same for some of the records."""
         return replace(self, v=self.v[records], u=self.u[records])
 
 
-def joined_positions(calls: Sequence[Call]) -> Call:
-    """Calls of one form, of (n, T, ...) tensors, as one call with the positions of all."""
-    if len(calls) == 1:
-        return calls[0]
-    v, u = (torch.cat(parts, dim=1) for parts in zip(*((c.v, c.u) for c in calls), strict=True))
-    return replace(calls[0], v=v, u=u)
+def joined_positions(uses: Sequence[Use]) -> Use:
+    """Uses of one form, of (n, T, ...) tensors, as one use with the positions of all."""
+    if len(uses) == 1:
+        return uses[0]
+    v, u = (torch.cat(parts, dim=1) for parts in zip(*((c.v, c.u) for c in uses), strict=True))
+    return replace(uses[0], v=v, u=u)
 
 
-# Every parameter of a layer, with its use in one call.
-Uses: TypeAlias = list[tuple[Tensor | None, Call]]
+# Every parameter of a layer, with its use in one call of the layer.
+Uses: TypeAlias = list[tuple[Tensor | None, Use]]
 
 
 @dataclass(frozen=True)
@@ -213,9 +216,9 @@ class Rows(AbstractForm):
     """The gradients u_i themselves, of shape (n, *parameter shape); v is not used."""
 
     @classmethod
-    def call(cls, u: Tensor) -> Call:
+    def use(cls, u: Tensor) -> Use:
         """A use of which the gradients are known: of a bias, say."""
-        return Call(cls(), u, u)
+        return Use(cls(), u, u)
 
     def rows(self, v: Tensor, u: Tensor, out: Tensor | None = None) -> Tensor:
         return u
@@ -223,26 +226,26 @@ class Rows(AbstractForm):
     def weighted_sum(self, v: Tensor, u: Tensor, weights: Tensor) -> Tensor:
         return weights @ as_rows(u)
 
-    def both(self, here: Call, there: Call) -> list[Call]:
-        return [self.call(here.u + there.u)]
+    def both(self, here: Use, there: Use) -> list[Use]:
+        return [self.use(here.u + there.u)]
 
-    def joined(self, calls: Sequence[Call]) -> list[Call]:
-        return [self.call(reduce(torch.add, (call.u for call in calls)))]
+    def joined(self, uses: Sequence[Use]) -> list[Use]:
+        return [self.use(reduce(torch.add, (use.u for use in uses)))]
 
     def along(
         self,
         v: tuple[Tensor, Tensor | None],
         u: tuple[Tensor, Tensor | None],
         weights: tuple[float, float],
-    ) -> list[Call]:
-        return [self.call(call.u) for call in super().along((v[0], None), u, weights)]
+    ) -> list[Use]:
+        return [self.use(use.u) for use in super().along((v[0], None), u, weights)]
 
     def lengths(self, v: Tensor, u: Tensor) -> Tensor:
         return squared_row_norms(u).sqrt()
 
-    def squared_norms(self, calls: Sequence[Call], *, may_keep: bool) -> Tensor | None:
-        (call,) = calls
-        return squared_row_norms(call.u)
+    def squared_norms(self, uses: Sequence[Use], *, may_keep: bool) -> Tensor | None:
+        (use,) = uses
+        return squared_row_norms(use.u)
 
 
 def _weighted(u: tuple[Tensor, Tensor | None], weights: tuple[float, float]) -> Tensor:

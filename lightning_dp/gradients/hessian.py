@@ -14,7 +14,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from lightning_dp.functional import unflatten
 from lightning_dp.gradients.any_layer import any_layer, any_layer_along
 from lightning_dp.gradients.base import UnsupportedModelError
-from lightning_dp.gradients.forms import Call, Rows, Uses
+from lightning_dp.gradients.forms import Rows, Uses
 from lightning_dp.gradients.rules import Rule
 
 __all__ = ["Dual", "run_along", "split", "uses_along"]
@@ -92,21 +92,24 @@ def uses_along(
         weights: w and w'.
     """
     if rule is any_layer:
+        # No bilinear form is known of it: gradients and products come ready, record by record.
         uses = any_layer_along(layer, inputs, gradient, directions)
-        return [(p, Rows.call(weights[0] * g + weights[1] * h)) for p, g, h in uses]
+        return [(p, Rows.use(weights[0] * g + weights[1] * h)) for p, g, h in uses]
     moving = {name: param for name, param in layer.named_parameters() if id(param) in directions}
-    calls: list[tuple[Tensor | None, Call]] = []
+    along: Uses = []
     with forward_ad.dual_level(), sdpa_kernel(SDPBackend.MATH):
         duals = {name: _dual_of((param, directions[id(param)])) for name, param in moving.items()}
         params = {id(dual): moving[name] for name, dual in duals.items()}
         replaced = {f"module.{name}": dual for name, dual in duals.items()}
         tensors = [_dual_of(each) for each in (*inputs, gradient)]
+        # The rule runs on dual numbers, so every v and u that it makes (normalised inputs, attention
+        # made again) carries its derivative; the product rule of the form needs no more.
         found: Uses = functional_call(_Holder(layer), replaced, (lambda: rule(layer, *tensors),))
-        for param, call in found:
-            v, u = split(call.v), split(call.u)
+        for param, use in found:
+            v, u = split(use.v), split(use.u)
             own = params.get(id(param), param)
-            calls += [(own, part) for part in call.form.along(v, u, weights)]
-    return calls
+            along += [(own, part) for part in use.form.along(v, u, weights)]
+    return along
 
 
 def _dual_of(dual: Dual) -> Tensor:

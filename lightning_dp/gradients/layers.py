@@ -16,9 +16,9 @@ from lightning_dp.functional import factor_norms
 from lightning_dp.gradients.forms import (
     PRODUCTS,
     AbstractForm,
-    Call,
     Rows,
     Scaled,
+    Use,
     Uses,
     above_what_vanishes,
     joined_positions,
@@ -54,9 +54,9 @@ class OuterProduct(AbstractForm):
     def writes_out(self, v: Tensor, u: Tensor) -> bool:
         return True
 
-    def joined(self, calls: Sequence[Call]) -> list[Call]:
+    def joined(self, uses: Sequence[Use]) -> list[Use]:
         """One call on the positions of all of them, the time steps of a recurrent layer."""
-        return [joined_positions(calls)]
+        return [joined_positions(uses)]
 
     def entries(self, v: Tensor, u: Tensor, shape: torch.Size, places: Tensor) -> Tensor:
         times, (row, column) = v.shape[1], (places // shape[1], places % shape[1])
@@ -75,13 +75,13 @@ class OuterProduct(AbstractForm):
         norms = factor_norms(v.flatten(0, 1)) * factor_norms(u.flatten(0, 1))
         return norms.view(u.shape[:2]).sum(1)
 
-    def squared_norms(self, calls: Sequence[Call], *, may_keep: bool) -> Tensor | None:
+    def squared_norms(self, uses: Sequence[Use], *, may_keep: bool) -> Tensor | None:
         """From the T x T inner products of the vectors, if they are fewer than the entries.
 
         ‖Σ_s u_s v_sᵀ‖² = Σ_st (u_s · u_t)(v_s · v_t).
         """
-        (call,) = calls
-        u, v = call.u, call.v
+        (use,) = uses
+        u, v = use.u, use.v
         times, rows, columns = u.shape[1], u.shape[2], v.shape[2]
         if times == 1:
             return (factor_norms(u) * factor_norms(v)).square_()
@@ -106,7 +106,7 @@ def linear(layer: nn.Linear, inputs: Tensor, gradient: Tensor) -> Uses:
     """Weight and bias of one call; any dimensions between the first and the last are positions."""
     v = inputs.reshape(len(inputs), -1, inputs.shape[-1])
     u = gradient.reshape(len(gradient), -1, gradient.shape[-1])
-    return [(layer.weight, Call(OuterProduct(), v, u)), (layer.bias, Rows.call(u.sum(1)))]
+    return [(layer.weight, Use(OuterProduct(), v, u)), (layer.bias, Rows.use(u.sum(1)))]
 
 
 @dataclass(frozen=True)
@@ -124,22 +124,22 @@ class Lookup(AbstractForm):
         scaled = u * weights.view(-1, 1, 1)
         return table.index_add_(0, v.flatten(), scaled.flatten(0, 1))
 
-    def both(self, here: Call, there: Call) -> list[Call]:
+    def both(self, here: Use, there: Use) -> list[Use]:
         """A position that looks up the same row at both points counts once, with the sum of its u."""
         moved = (here.v != there.v).unsqueeze(2)
         own = here.u.masked_fill(~moved, 0.0)
         return [replace(here, u=own), replace(there, u=there.u + here.u.masked_fill(moved, 0.0))]
 
-    def joined(self, calls: Sequence[Call]) -> list[Call]:
-        return [joined_positions(calls)]
+    def joined(self, uses: Sequence[Use]) -> list[Use]:
+        return [joined_positions(uses)]
 
     def lengths(self, v: Tensor, u: Tensor) -> Tensor:
         return factor_norms(u) * math.sqrt(u.shape[1])
 
-    def squared_norms(self, calls: Sequence[Call], *, may_keep: bool) -> Tensor | None:
+    def squared_norms(self, uses: Sequence[Use], *, may_keep: bool) -> Tensor | None:
         """Σ over positions s, t of equal rows of u_s · u_t: nothing of the table's size."""
-        (call,) = calls
-        v, u = call.v, call.u
+        (use,) = uses
+        v, u = use.v, use.u
         size = max(1, PRODUCTS // v.shape[1] ** 2)
         norms = [
             _squares_of_lookup(*part)
@@ -161,7 +161,7 @@ def embedding(layer: nn.Embedding, inputs: Tensor, gradient: Tensor) -> Uses:
     u = gradient.reshape(*v.shape, layer.embedding_dim)
     if layer.padding_idx is not None:
         u = u.masked_fill((v == layer.padding_idx).unsqueeze(2), 0.0)
-    return [(layer.weight, Call(Lookup(layer.num_embeddings), v, u))]
+    return [(layer.weight, Use(Lookup(layer.num_embeddings), v, u))]
 
 
 _SLICE_ENTRIES = 1 << 17
@@ -224,10 +224,10 @@ def instance_norm(
 def _uses_of_scale(layer: Any, v: Tensor, u: Tensor, sum_over: range) -> Uses:
     dimensions = tuple(sum_over)
     bias = u.sum(dimensions) if dimensions else u
-    scale = Call(Scale(dimensions), v, u)
-    return [(layer.weight, scale), (getattr(layer, "bias", None), Rows.call(bias))]
+    scale = Use(Scale(dimensions), v, u)
+    return [(layer.weight, scale), (getattr(layer, "bias", None), Rows.use(bias))]
 
 
 def sequence_bias(layer: SequenceBias, inputs: Tensor, gradient: Tensor) -> Uses:
     """The bias of one call, from the gradient of the last position; records come first here."""
-    return [(layer.bias, Rows.call(gradient[:, -1]))]
+    return [(layer.bias, Rows.use(gradient[:, -1]))]

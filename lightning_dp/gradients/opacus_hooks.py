@@ -9,16 +9,11 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
-import torch
 from opacus.grad_sample.functorch import prepare_layer
 from opacus.grad_sample.grad_sample_module import GradSampleHooks
-from opacus.layers import DPMultiheadAttention
 from opacus.layers.dp_rnn import DPGRU, DPLSTM, DPRNN, DPRNNBase
 from opacus.utils.module_utils import has_trainable_params
-from opacus.validators.module_validator import ModuleValidator
 from torch import Tensor, nn
-from torch.nn.utils.parametrize import is_parametrized
-from torch.nn.utils.rnn import PackedSequence
 
 from lightning_dp.gradients.base import (
     AbstractGradientEngine,
@@ -28,8 +23,13 @@ from lightning_dp.gradients.base import (
 )
 from lightning_dp.gradients.materialised import MaterialisedGradients
 from lightning_dp.gradients.module_hooks import ModuleHooks
-from lightning_dp.gradients.opacus_limits import refuse_call, refuse_in_place, refused_layers
-from lightning_dp.gradients.unsupported import is_compiled
+from lightning_dp.gradients.opacus_limits import (
+    is_trained,
+    refuse_call,
+    refuse_in_place,
+    refuse_layers,
+    refuse_packed,
+)
 
 __all__ = ["OpacusCapture", "OpacusHooks"]
 
@@ -58,11 +58,11 @@ class OpacusHooks(AbstractGradientEngine):
         self.detach()
         if (dynamo := sys.modules.get("torch._dynamo")) is not None:
             dynamo.reset()  # graphs compiled before the hooks existed would ignore them
-        _refuse_unsupported(module)
+        refuse_layers(module)
         for name, part in module.named_modules():
-            if isinstance(part, DPRNNBase) and _is_trained(part):
+            if isinstance(part, DPRNNBase) and is_trained(part):
                 register = partial(part.register_forward_pre_hook, with_kwargs=True)
-                self._hooks.add(part, register, _refuse_packed)
+                self._hooks.add(part, register, refuse_packed)
             if getattr(part, "inplace", False):
                 refuse = partial(refuse_in_place, name)
                 self._hooks.add(part, part.register_forward_pre_hook, refuse)
@@ -131,53 +131,6 @@ class OpacusHooks(AbstractGradientEngine):
             self._capture.remove()
         self._capture, self._hooks = None, ModuleHooks()
         self._params, self._all_modules = (), []
-
-
-def _is_trained(layer: nn.Module) -> bool:
-    return any(param.requires_grad for param in layer.parameters())
-
-
-def _refuse_packed(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Opacus takes the rows of packed sequences for the records in the order of the batch."""
-    if torch.is_grad_enabled() and isinstance((*args, *kwargs.values())[0], PackedSequence):
-        raise UnsupportedModelError(
-            f"{type(layer).__name__} was called with packed sequences, which have the records in "
-            "another order than the rest of the model. Use engine='bookkeeping', or tensors."
-        )
-
-
-def _refuse_unsupported(module: nn.Module) -> None:
-    """Layers whose records cannot be told apart by hooks, by Opacus' own list."""
-    reasons = []
-    for name, part in module.named_modules():
-        own = [*part.parameters(recurse=False)]
-        own += part.parameters() if is_parametrized(part) else []
-        if any(param.requires_grad for param in own):
-            errors = ModuleValidator.VALIDATORS.get(type(part), lambda _: [])(part)
-            if not errors and is_parametrized(part):
-                errors = ["its weight is computed from others (parametrized)."]
-            if not errors and isinstance(part, nn.RNNBase | nn.MultiheadAttention):  # nn.RNN, too
-                errors = ["its records are not told apart."]
-            reasons += [f"{name} ({type(part).__name__}): {error}" for error in errors]
-        if is_compiled(part) and _is_trained(part):
-            reasons.append(
-                f"{name or 'The module'} ({type(part).__name__}) is compiled, and hooks do not see "
-                "into the graph that runs: fit the module without torch.compile."
-            )
-        hides_records = isinstance(part, DPMultiheadAttention) and _is_trained(part)
-        if hides_records and (part.add_bias_kv or not part.batch_first):
-            reasons.append(
-                f"{name} ({type(part).__name__}): its records are in the second dimension. Use "
-                "engine='bookkeeping', or batch_first=True and add_bias_kv=False."
-            )
-    reasons += refused_layers(module)
-    if reasons:
-        raise UnsupportedModelError(
-            "Opacus cannot compute per-sample gradients for these layers. "
-            + " ".join(reasons)
-            + " Drop-in replacements: opacus.layers.DPLSTM, DPGRU, DPRNN, DPMultiheadAttention; "
-            "GroupNorm for BatchNorm; opacus.validators.ModuleValidator.fix(model) replaces them."
-        )
 
 
 # Where Opacus 1.6.0 remembers inputs, functions and gradients of records.

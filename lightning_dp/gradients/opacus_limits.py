@@ -7,21 +7,71 @@ from typing import Any
 
 import torch
 from opacus.grad_sample.grad_sample_module import GradSampleHooks
+from opacus.layers import DPMultiheadAttention
 from opacus.layers.dp_rnn import DPRNNBase
+from opacus.validators.module_validator import ModuleValidator
 from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
+from torch.nn.utils.parametrize import is_parametrized
+from torch.nn.utils.rnn import PackedSequence
 
 from lightning_dp.gradients.base import UnsupportedModelError
-from lightning_dp.gradients.unsupported import refuse_without_records
+from lightning_dp.gradients.unsupported import is_compiled, refuse_without_records
 
-__all__ = ["refuse_call", "refuse_in_place", "refused_layers"]
+__all__ = ["is_trained", "refuse_call", "refuse_in_place", "refuse_layers", "refuse_packed"]
+
+
+def is_trained(layer: nn.Module) -> bool:
+    """Tell whether a parameter in it is trained."""
+    return any(param.requires_grad for param in layer.parameters())
+
+
+def refuse_layers(module: nn.Module) -> None:
+    """Refuse a model with layers of which Opacus' hooks give no gradient or a wrong one.
+
+    Raises:
+        UnsupportedModelError: naming all of them, why, and the cures.
+    """
+    reasons = [why for name, part in module.named_modules() for why in _hides_records(name, part)]
+    reasons += _wrong_or_none(module)
+    if reasons:
+        raise UnsupportedModelError(
+            "Opacus cannot compute per-sample gradients for these layers. "
+            + " ".join(reasons)
+            + " Drop-in replacements: opacus.layers.DPLSTM, DPGRU, DPRNN, DPMultiheadAttention; "
+            "GroupNorm for BatchNorm; opacus.validators.ModuleValidator.fix(model) replaces them."
+        )
+
+
+def _hides_records(name: str, part: nn.Module) -> Iterator[str]:
+    """Find why the records of a layer cannot be told apart by hooks, by Opacus' own list and ours."""
+    own = [*part.parameters(recurse=False)]
+    own += part.parameters() if is_parametrized(part) else []
+    if any(param.requires_grad for param in own):
+        errors = ModuleValidator.VALIDATORS.get(type(part), lambda _: [])(part)
+        if not errors and is_parametrized(part):
+            errors = ["its weight is computed from others (parametrized)."]
+        if not errors and isinstance(part, nn.RNNBase | nn.MultiheadAttention):  # nn.RNN as well
+            errors = ["its records are not told apart."]
+        yield from (f"{name} ({type(part).__name__}): {error}" for error in errors)
+    if is_compiled(part) and is_trained(part):
+        yield (
+            f"{name or 'The module'} ({type(part).__name__}) is compiled, and hooks do not see "
+            "into the graph that runs: fit the module without torch.compile."
+        )
+    is_attention = isinstance(part, DPMultiheadAttention) and is_trained(part)
+    if is_attention and (part.add_bias_kv or not part.batch_first):
+        yield (
+            f"{name} ({type(part).__name__}): its records are in the second dimension. Use "
+            "engine='bookkeeping', or batch_first=True and add_bias_kv=False."
+        )
 
 
 def _has_rule(layer: nn.Module) -> bool:
     return type(layer) in GradSampleHooks.GRAD_SAMPLERS
 
 
-def refused_layers(module: nn.Module) -> Iterator[str]:
+def _wrong_or_none(module: nn.Module) -> Iterator[str]:
     """For each layer that Opacus would give a wrong gradient, or none: its name, why, and the cure."""
     for name, layer in module.named_modules():
         if any(param.requires_grad for param in layer.parameters(recurse=False)):
@@ -106,4 +156,13 @@ def refuse_in_place(name: str, layer: nn.Module, args: tuple[Any, ...]) -> None:
             f"{name} ({type(layer).__name__}) has inplace=True and would overwrite the output of the "
             "layer before it, which Opacus' hooks do not allow. Make it with inplace=False, or use "
             "engine='bookkeeping'."
+        )
+
+
+def refuse_packed(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Refuse packed sequences, whose rows Opacus takes for records in the order of the batch."""
+    if torch.is_grad_enabled() and isinstance((*args, *kwargs.values())[0], PackedSequence):
+        raise UnsupportedModelError(
+            f"{type(layer).__name__} was called with packed sequences, which have the records in "
+            "another order than the rest of the model. Use engine='bookkeeping', or tensors."
         )

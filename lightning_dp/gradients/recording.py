@@ -28,12 +28,12 @@ from lightning_dp.gradients.unsupported import (
     refuse_without_records,
 )
 
-__all__ = ["Record", "Recorder", "Survey", "survey"]
+__all__ = ["LayerCall", "Recorder", "Survey", "survey"]
 
 
 @dataclass
-class Record:
-    """One call of a layer."""
+class LayerCall:
+    """One call of a layer, until the backward pass comes to it."""
 
     name: str
     layer: nn.Module
@@ -76,7 +76,7 @@ class Recorder:
     ) -> None:
         self._rules = rules
         self._params = params
-        self._records: list[Record] = []
+        self._calls: list[LayerCall] = []
         self._unseen: dict[Any, str] = {}  # graph nodes of outputs that no rule knows of, and why
         self._random_states: dict[nn.Module, Tensor | None] = {}  # before calls that are running
         self._problem: str | None = None
@@ -119,7 +119,7 @@ class Recorder:
 
     def drop(self) -> None:
         """Forget what was recorded."""
-        self._records, self._problem = [], None
+        self._calls, self._problem = [], None
         self._unseen, self._random_states = {}, {}
 
     @contextmanager
@@ -193,7 +193,7 @@ class Recorder:
                 "layer, called with tensors by position and returning one tensor."
             )
         else:
-            self._record(layer, rule, args, output)
+            self._note(layer, rule, args, output)
 
     def _watch_attention(
         self,
@@ -214,9 +214,9 @@ class Recorder:
                 "The loss depends on the attention weights that nn.MultiheadAttention returns. Use "
                 "its output only, or DPMultiheadAttention of Opacus."
             )
-        self._record(layer, partial(multihead_attention, call=call), tensors, output)
+        self._note(layer, partial(multihead_attention, call=call), tensors, output)
 
-    def _record(
+    def _note(
         self, layer: nn.Module, rule: Rule, given: tuple[Tensor, ...], output: Tensor
     ) -> None:
         if not output.requires_grad:
@@ -232,36 +232,36 @@ class Recorder:
         edge = get_gradient_edge(output)
         moved = tuple(split(each) for each in given) if self._is_along else ()
         name = self._layer_names[layer]
-        record = Record(name, layer, rule, inputs, versions, sources, edge, arrange, moved)
-        self._records.append(record)
+        call = LayerCall(name, layer, rule, inputs, versions, sources, edge, arrange, moved)
+        self._calls.append(call)
 
-    def take(self, loss: Tensor) -> tuple[list[Record], Survey]:
+    def take(self, loss: Tensor) -> tuple[list[LayerCall], Survey]:
         """The recorded calls that the loss depends on, if they are all that it depends on.
 
         Raises:
             UnsupportedModelError: if a call was not understood.
             UncoveredParameterError: if a parameter is used outside of them.
         """
-        records, unseen, problem = self._records, self._unseen, self._problem
+        calls, unseen, problem = self._calls, self._unseen, self._problem
         self.drop()
         if problem is not None:
             raise UnsupportedModelError(problem)
-        graph = survey(loss.grad_fn, {record.edge.node for record in records} | unseen.keys())
+        graph = survey(loss.grad_fn, {call.edge.node for call in calls} | unseen.keys())
         for node in graph.reached & unseen.keys():
             raise UnsupportedModelError(unseen[node])
-        records = [record for record in records if record.edge.node in graph.reached]
-        self._refuse_uncovered(records, graph)
-        return records, graph
+        calls = [call for call in calls if call.edge.node in graph.reached]
+        self._refuse_uncovered(calls, graph)
+        return calls, graph
 
-    def _refuse_uncovered(self, records: Sequence[Record], graph: Survey) -> None:
+    def _refuse_uncovered(self, calls: Sequence[LayerCall], graph: Survey) -> None:
         """Every use of a parameter in the graph must be a recorded call of its layer."""
         recorded = Counter[int]()
-        for record in records:
-            own = self._own[record.layer]
-            if self._rule_of(record.layer) not in (any_layer, multihead_attention):
+        for call in calls:
+            own = self._own[call.layer]
+            if self._rule_of(call.layer) not in (any_layer, multihead_attention):
                 recorded.update(own)
             else:
-                inside = survey(record.edge.node, graph.reached, record.sources).uses
+                inside = survey(call.edge.node, graph.reached, call.sources).uses
                 recorded.update({key: inside[key] for key in own})
         # Fewer uses than calls: a call used another tensor in the parameter's place.
         missing = [self._names[id(p)] for p in self._params if graph.uses[id(p)] != recorded[id(p)]]

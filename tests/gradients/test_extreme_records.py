@@ -15,7 +15,7 @@ from lightning_dp.functional import clip_factors, factor_norms, squared_row_norm
 from lightning_dp.gradients import AbstractGradientEngine, bookkeeping
 from lightning_dp.gradients.bookkeeping import BookkeptGradients
 from lightning_dp.gradients.convolution import Convolution
-from lightning_dp.gradients.forms import AbstractForm, Call, Rows
+from lightning_dp.gradients.forms import AbstractForm, Rows, Use
 from lightning_dp.gradients.layers import Lookup, OuterProduct, Scale
 from lightning_dp.gradients.materialised import MaterialisedGradients
 from lightning_dp.gradients.parameter_gradients import ParameterGradients
@@ -111,7 +111,7 @@ def test_records_add_their_clipped_gradient_over_60_orders_of_magnitude(
     param = torch.zeros(kind.shape)
 
     def answer() -> BookkeptGradients:
-        calls = ParameterGradients([Call(kind.form, v, u)], param.shape)
+        calls = ParameterGradients([Use(kind.form, v, u)], param.shape)
         return BookkeptGradients([param], [calls], 1.0)
 
     found = added(answer, clip_norm)
@@ -136,7 +136,7 @@ def test_extremes_inside_of_one_record_stay_within_the_bound(name):
     param = torch.zeros(kind.shape)
 
     def answer() -> BookkeptGradients:
-        calls = ParameterGradients([Call(kind.form, v, u)], param.shape)
+        calls = ParameterGradients([Use(kind.form, v, u)], param.shape)
         return BookkeptGradients([param], [calls], 1.0)
 
     assert added(answer, 1.0).max() <= 1 + 1e-5
@@ -154,7 +154,7 @@ def test_numbers_at_the_end_of_float32_stay_within_the_bound(name, of_v, of_u, f
     param = torch.zeros(kind.shape)
 
     def answer() -> BookkeptGradients:
-        calls = ParameterGradients([Call(kind.form, v, u)], param.shape)
+        calls = ParameterGradients([Use(kind.form, v, u)], param.shape)
         return BookkeptGradients([param], [calls], 1.0)
 
     total = bounded_sum(answer(), 1.0).value

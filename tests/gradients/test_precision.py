@@ -10,7 +10,7 @@ from lightning_dp.boundary import bounded_sum
 from lightning_dp.gradients import bookkeeping
 from lightning_dp.gradients.bookkeeping import Bookkeeping
 from lightning_dp.gradients.convolution import Convolution
-from lightning_dp.gradients.forms import Call
+from lightning_dp.gradients.forms import Use
 from lightning_dp.gradients.layers import Lookup, OuterProduct
 from lightning_dp.gradients.parameter_gradients import ParameterGradients
 
@@ -24,7 +24,7 @@ def test_differences_of_close_points_keep_their_digits(positions):
     v2, u2 = (part * (1 + 1e-4 * torch.randn(part.shape, generator=generator)) for part in (v, u))
     form = OuterProduct()
     here, there = (
-        ParameterGradients([Call(form, *pair)], torch.Size((30, 50))) for pair in ((v, u), (v2, u2))
+        ParameterGradients([Use(form, *pair)], torch.Size((30, 50))) for pair in ((v, u), (v2, u2))
     )
 
     both = here.combine(1.0, [(-1.0, there)])
@@ -53,7 +53,7 @@ def test_differences_of_convolutions_keep_their_digits(size):
     v2, u2 = (part * (1 + 1e-4 * torch.randn(part.shape, generator=generator)) for part in (v, u))
     form = Convolution(shape, (1, 1), (1, 1), (1, 1), 1)
     here, there = (
-        ParameterGradients([Call(form, *pair)], torch.Size(shape)) for pair in ((v, u), (v2, u2))
+        ParameterGradients([Use(form, *pair)], torch.Size(shape)) for pair in ((v, u), (v2, u2))
     )
     both = here.combine(1.0, [(-1.0, there)])
     rows = form.rows(v.double(), u.double()) - form.rows(v2.double(), u2.double())
@@ -65,7 +65,7 @@ def test_convolutions_on_small_maps_make_no_row_for_their_norms():
     form = Convolution((64, 48, 3, 3), (1, 1), (1, 1), (1, 1), 1)
     for size, has_short_way in [(4, True), (12, False)]:
         v, u = torch.randn(2, 48, size, size), torch.randn(2, 64, size, size)
-        found = form.squared_norms([Call(form, v, u)], may_keep=True)
+        found = form.squared_norms([Use(form, v, u)], may_keep=True)
         assert (found is not None) == has_short_way
 
 
@@ -79,7 +79,7 @@ def test_differences_of_lookups_hold_whichever_rows_they_look_up(moved):
     v2[:, :moved] = (v2[:, :moved] + 1) % 5
     form = Lookup(5)
     here, there = (
-        ParameterGradients([Call(form, *pair)], torch.Size((5, 3))) for pair in ((v, u), (v2, u2))
+        ParameterGradients([Use(form, *pair)], torch.Size((5, 3))) for pair in ((v, u), (v2, u2))
     )
     both = here.combine(1.0, [(-1.0, there)])
     rows = form.rows(v, u.double()) - form.rows(v2, u2.double())
@@ -93,13 +93,13 @@ def test_differences_of_lookups_hold_whichever_rows_they_look_up(moved):
 def test_norms_of_wide_layers_are_not_too_small():
     """float32 row norms are 4e-4 too small at 10 million entries."""
     v, u = torch.full((2, 1, 3_000_000), 0.1), torch.full((2, 1, 3), 0.1)
-    gradients = ParameterGradients([Call(OuterProduct(), v, u)], torch.Size((3, 3_000_000)))
+    gradients = ParameterGradients([Use(OuterProduct(), v, u)], torch.Size((3, 3_000_000)))
     exact = float(v[0].double().norm() * u[0].double().norm()) ** 2
     assert gradients.squared_norms().tolist() == pytest.approx([exact] * 2, rel=1e-6)
 
 
 def kept_bytes(engine: Bookkeeping) -> int:
-    tensors = [part for each in engine._found.values() for c in each.calls for part in (c.v, c.u)]
+    tensors = [part for each in engine._found.values() for c in each.uses for part in (c.v, c.u)]
     return sum({t.data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values())
 
 
@@ -123,9 +123,7 @@ def test_memory_does_not_grow_with_the_sizes_of_batches(layer_engine, oracle):
     layer_engine.attach(module, oracle.trained(module))
     for size in [5, 9, 3, 7, 8, 9, 2]:
         gradients = oracle.run(layer_engine, module, torch.randn(size, 40, 16))
-        expected = sum(
-            call.form.rows(call.v, call.u).sum(0) for call in gradients._gradients[0].calls
-        )
+        expected = sum(use.form.rows(use.v, use.u).sum(0) for use in gradients._gradients[0].uses)
         gradients.norms()
         total = gradients.weighted_sum(torch.ones(size, dtype=torch.float64))
         torch.testing.assert_close(total[:256].view(16, 16), expected * size)
