@@ -15,6 +15,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lightning_dp.callbacks import DifferentialPrivacy
 from lightning_dp.report.command import main
+from lightning_dp.schedules import AbstractAdaptiveSchedule
 
 
 @dataclass
@@ -92,6 +93,28 @@ def command(capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str]
         return status, "".join(capsys.readouterr())
 
     return run
+
+
+@dataclass(frozen=True)
+class AtRunTime(AbstractAdaptiveSchedule):
+    """Chooses the noise at run time."""
+
+    def init(self) -> dict[str, Any]:
+        return {}
+
+    def __call__(self, step: int) -> float:
+        return 1.0
+
+    def now(self, state: Any, step: int) -> float:
+        return 1.0 + step / 100
+
+    def observe(self, state: Any, released: Any) -> Any:
+        return state
+
+
+@pytest.fixture
+def at_run_time() -> AtRunTime:
+    return AtRunTime()
 
 
 @pytest.fixture

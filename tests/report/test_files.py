@@ -1,11 +1,9 @@
-"""The report is on the disk, never among the checkpoints, however the fit ended."""
+"""The report is on the disk and in every checkpoint, never among them, however the fit ended."""
 
 from __future__ import annotations
 
-import json
 import math
 import os
-from dataclasses import replace
 from pathlib import Path
 
 import lightning as L
@@ -19,6 +17,7 @@ from lightning_dp.accounting import epsilon_text
 from lightning_dp.accounting.journal import read_journal
 from lightning_dp.callbacks import DifferentialPrivacy
 from lightning_dp.report import read_report
+from lightning_dp.report.files import from_checkpoint
 
 
 class At(L.Callback):
@@ -226,55 +225,46 @@ def test_a_full_disk_leaves_the_old_report_whole(fit, saved, monkeypatch, said):
     assert [p.name for p in report.parent.iterdir() if p.name.startswith(".")] == []
 
 
-def test_infinite_epsilon_is_legal_json(fit):
-    privacy = DifferentialPrivacy(noise_multiplier=0.0, target_delta=1e-5, isolation_probe=False)
-    fitted = fit(privacy=privacy)
-
-    (path,) = fitted.reports
-
-    def refuse(name):
-        raise AssertionError(f"{name} is no JSON")
-
-    content = json.loads(path.read_text("utf-8"), parse_constant=refuse)
-    assert content["epsilon"] == "inf" and content["private"] is False
-    assert read_report(path) == privacy.report()
-    assert "NOT PRIVATE (no noise)" in path.with_suffix(".md").read_text("utf-8")
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"epsilon": "two"}, "epsilon='two' must be a real number"),
-        ({"delta": "nan"}, "delta='nan' must be a real number"),
-        ({"steps": 2.5}, "steps=2.5 must be a whole number"),
-        ({"seeded": 0}, "seeded=0 must be True or False"),
-        ({"versions": {"torch": 2}}, r"versions\['torch'\]=2 must be a text"),
-        ({"events": []}, r"events=\[\] must be a dictionary"),
-        ({"format": "other"}, "not a privacy report of this version"),
-        ({"more": 1}, r"unknown fields: \['more'\]"),
-        ({"relation": "x"}, "relation must be"),
-    ],
-)
-def test_a_file_that_is_no_report_is_refused_by_its_field(fit, edit_json, change, message):
-    (path,) = fit().reports
-    edit_json(path, lambda content: content.update(change))
-
-    with pytest.raises(ValueError, match=message):
-        read_report(path)
-
-
-def test_a_field_that_is_absent_has_its_default_if_it_has_one(fit, edit_json):
-    fitted = fit()
-    (path,) = fitted.reports
-    edit_json(path, lambda content: [content.pop(name) for name in ("stop_reason", "versions")])
-
-    assert read_report(path) == replace(fitted.privacy.report(), stop_reason=None, versions={})
-    edit_json(path, lambda content: content.pop("seeded"))
-    with pytest.raises(ValueError, match=r"lacks fields: \['seeded'\]"):
-        read_report(path)
-
-
 def test_nothing_is_written_before_a_step_was_charged(fit):
     fitted = fit(max_epochs=0, max_steps=-1)
 
     assert fitted.reports == []
+
+
+@pytest.mark.parametrize("weights_only", [False, True])
+def test_a_checkpoint_holds_the_report(fit, tmp_path, weights_only):
+    saving = ModelCheckpoint(tmp_path, filename="c", save_weights_only=weights_only)
+    fitted = fit(callbacks=(saving,))
+
+    record = torch.load(tmp_path / "c.ckpt", weights_only=True)["lightning_dp"]
+
+    report = from_checkpoint(record)
+    assert report is not None
+    assert (report.steps, report.epsilon) == (12, fitted.privacy.epsilon)
+    assert report.events == fitted.privacy.report().events
+    assert (report.ledger_id, report.journal) == (fitted.id, str(fitted.journal))
+    assert "events" not in record["report"]  # the ledger has them
+
+
+def test_a_checkpoint_of_a_version_without_reports_resumes(fit, saved, edit_checkpoint):
+    _, path = saved
+    edit_checkpoint(path, lambda record: record.pop("report"))
+
+    assert fit(path, max_steps=20).privacy.steps == 20
+
+
+def test_epsilon_is_computed_once_for_each_step_that_is_saved(fit, saved, monkeypatch):
+    fitted, path = saved
+    asked = []
+    accountant = type(fitted.privacy.config.accountant)
+    compute = accountant.epsilon
+
+    def counting(self, history, *arguments):
+        asked.append(history)
+        return compute(self, history, *arguments)
+
+    monkeypatch.setattr(accountant, "epsilon", counting)
+    fitted.trainer.save_checkpoint(path)
+    fitted.privacy.report()
+
+    assert asked == []

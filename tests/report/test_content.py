@@ -1,8 +1,9 @@
-"""What is in the picture of a report."""
+"""A report as data, read field by field, and as a picture."""
 
 from __future__ import annotations
 
 import builtins
+import json
 from dataclasses import replace
 
 import matplotlib
@@ -12,6 +13,7 @@ import pytest
 from lightning_dp.accounting import Gaussian, PoissonGaussian, epsilon
 from lightning_dp.accounting.charges import Charges
 from lightning_dp.callbacks import DifferentialPrivacy
+from lightning_dp.report import read_report
 from lightning_dp.schedules import Exponential
 
 matplotlib.use("Agg")
@@ -43,6 +45,54 @@ def report(fit):
 def line(ax, label):
     (found,) = [line for line in ax.get_lines() if line.get_label() == label]
     return np.asarray(found.get_xdata()), np.asarray(found.get_ydata())
+
+
+def test_infinite_epsilon_is_legal_json(fit):
+    privacy = DifferentialPrivacy(noise_multiplier=0.0, target_delta=1e-5, isolation_probe=False)
+    fitted = fit(privacy=privacy)
+
+    (path,) = fitted.reports
+
+    def refuse(name):
+        raise AssertionError(f"{name} is no JSON")
+
+    content = json.loads(path.read_text("utf-8"), parse_constant=refuse)
+    assert content["epsilon"] == "inf" and content["private"] is False
+    assert read_report(path) == privacy.report()
+    assert "NOT PRIVATE (no noise)" in path.with_suffix(".md").read_text("utf-8")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"epsilon": "two"}, "epsilon='two' must be a real number"),
+        ({"delta": "nan"}, "delta='nan' must be a real number"),
+        ({"steps": 2.5}, "steps=2.5 must be a whole number"),
+        ({"seeded": 0}, "seeded=0 must be True or False"),
+        ({"versions": {"torch": 2}}, r"versions\['torch'\]=2 must be a text"),
+        ({"events": []}, r"events=\[\] must be a dictionary"),
+        ({"format": "other"}, "not a privacy report of this version"),
+        ({"more": 1}, r"unknown fields: \['more'\]"),
+        ({"relation": "x"}, "relation must be"),
+    ],
+)
+def test_a_file_that_is_no_report_is_refused_by_its_field(fit, edit_json, change, message):
+    (path,) = fit().reports
+    edit_json(path, lambda content: content.update(change))
+
+    with pytest.raises(ValueError, match=message):
+        read_report(path)
+
+
+def test_a_field_that_is_absent_has_its_default_if_it_has_one(fit, edit_json):
+    fitted = fit()
+    (path,) = fitted.reports
+    edit_json(path, lambda content: [content.pop(name) for name in ("stop_reason", "versions")])
+
+    assert read_report(path) == replace(fitted.privacy.report(), stop_reason=None, versions={})
+    edit_json(path, lambda content: content.pop("seeded"))
+    with pytest.raises(ValueError, match=r"lacks fields: \['seeded'\]"):
+        read_report(path)
 
 
 def test_it_shows_epsilon_of_the_charges_in_their_order_against_the_budget(report):
