@@ -18,13 +18,6 @@ from lightning_dp.estimators import Diff2, MeanGradient, Storm
 from lightning_dp.estimators.base import AbstractEstimator, share_of_noise
 from lightning_dp.federated import (
     BVRLSGD,
-    AsyncClient,
-    AsyncPlan,
-    ClientPrivacy,
-    CubicNewtonClient,
-    CubicNewtonPlan,
-    InverseSteps,
-    PolynomialSizes,
     QueryClient,
     ReleaseLedger,
     SynchronousServer,
@@ -250,58 +243,6 @@ def test_coordinates_and_directions_are_those_of_the_plan(tmp_path):
 
 # -- models ------------------------------------------------------------------------------------
 
-BAD_MODELS = {
-    "NaN": lambda x: x * math.nan,
-    "infinite": lambda x: x / 0,
-    "one infinite": lambda x: torch.cat([x[:-1], torch.tensor([math.inf])]),
-    "too short": lambda x: x[:-1],
-    "too long": lambda x: torch.cat([x, x]),
-    "empty": lambda x: x[:0],
-    "float64": lambda x: x.double(),
-    "float64 that overflows": lambda x: x.double() + 1e300,
-    "float16": lambda x: x.half(),
-    "bfloat16": lambda x: x.bfloat16(),
-    "whole numbers": lambda x: x.long(),
-    "a matrix": lambda x: x.reshape(2, -1),
-}
-ASYNC = AsyncPlan(3, PolynomialSizes(0, 2), InverseSteps(0.1, 0.01))
-
-
-def askers(folder) -> list[tuple[Any, Message, str]]:
-    """Each kind of client, a request to it, and the tensor in which the model is."""
-    ledger, x = ReleaseLedger(folder, "data"), torch.full((SIZE,), 0.1)
-    facts = {"run": "trial", "round": 0, "counter": 0}
-    numbers = {"weight0": 1.0, "clip_norm": 0.7, "noise_multiplier": Z, "noise": "client"}
-    shared = {"run": "trial", "target_epsilon": math.inf, "target_delta": 1e-5, "client": 0}
-    newton = CubicNewtonPlan(NEWTON, clients=1, rounds=2)
-    plan, step = plan_of(ESTIMATORS["mean"]), {**facts, "part": 0}
-    walker = QueryClient(records(), plan, ledger, rounds=2, local_routine=ROUTINE, **shared)
-    return [
-        (
-            AsyncClient(records(), ASYNC, ClientPrivacy(1.0, Z, math.inf), ledger, run="trial"),
-            Message("round", facts, {"model": x}),
-            "model",
-        ),
-        (
-            CubicNewtonClient(records(), newton, ledger, noise_multiplier=Z, **shared),
-            Message("round", facts, {"model": x}),
-            "model",
-        ),
-        (walker, Message("query", {**step, **numbers}, {"point0": x}), "point0"),
-        (walker, Message("local", step, {"x": x, "v": x}), "x"),
-        (walker, Message("local", step, {"x": x, "v": x}), "v"),
-    ]
-
-
-@pytest.mark.parametrize("asker", range(5))
-@pytest.mark.parametrize("bad", BAD_MODELS)
-def test_a_model_that_is_not_the_clients_is_refused_before_a_charge(tmp_path, asker, bad):
-    client, message, name = askers(tmp_path)[asker]
-    with pytest.raises(MessageError):
-        client.answer(with_tensor(message, name, BAD_MODELS[bad]).to_bytes())
-    assert not files(tmp_path)
-    assert Message.from_bytes(client.answer(message.to_bytes())).tensors  # it lives on
-
 
 def test_numbers_that_overflow_in_one_parameters_dtype_are_refused(tmp_path):
     """Flat, the model is float32; one of its layers is float16."""
@@ -317,8 +258,9 @@ def test_numbers_that_overflow_in_one_parameters_dtype_are_refused(tmp_path):
 
 @pytest.mark.parametrize("factor", [1e-37, 1e37])
 def test_a_local_routine_begins_with_a_step_that_can_be_clipped(tmp_path, factor):
-    client, message, _ = askers(tmp_path)[3]
-    message = with_tensor(message, "x", torch.zeros_like)
+    client = query_client(tmp_path, plan_of(ESTIMATORS["mean"]), local_routine=ROUTINE)
+    x = torch.zeros(SIZE)
+    message = Message("local", {"run": "trial", "round": 0, "part": 0}, {"x": x, "v": x + 0.1})
     with pytest.raises(MessageError, match="too short or too long"):
         client.answer(with_tensor(message, "v", lambda v: v * factor).to_bytes())
     assert not files(tmp_path)

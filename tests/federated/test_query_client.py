@@ -11,16 +11,10 @@ import torch
 from lightning_dp import CubicNewton
 from lightning_dp.accounting import PoissonGaussian
 from lightning_dp.federated import (
-    AsyncClient,
-    AsyncPlan,
-    ClientPrivacy,
-    InverseSteps,
-    PolynomialSizes,
     QueryClient,
     ReleaseLedger,
     SynchronousServer,
 )
-from lightning_dp.federated.messages import Message, MessageError
 from lightning_dp.plan import NoisePlan
 from lightning_dp.sampling import Poisson
 from lightning_dp.schedules import Constant
@@ -81,29 +75,3 @@ def test_an_error_between_the_queries_of_a_round_costs_no_second_charge(log_cosh
     assert failures == 1 and len(sent) == 3
     assert ledger.history() == [(PoissonGaussian(2.0, 0.3), 1)]
     assert len({tuple(batch) for _, batch in data.asked}) == 1
-
-
-def test_a_client_that_refused_a_round_refuses_it_again_and_repeats_what_it_sent(
-    log_cosh, tmp_path
-):
-    plan = AsyncPlan(6, PolynomialSizes(0, 6), InverseSteps(0.05, 0.01), lag=2)
-    ledger = ReleaseLedger(tmp_path, "data")
-    model = torch.zeros(SIZE, dtype=torch.float64)
-
-    def ask(i: int) -> bytes:
-        privacy = ClientPrivacy(1.0, 2.0, target_epsilon=1.0)
-        client = AsyncClient(log_cosh(RECORDS), plan, privacy, ledger, run="trial")
-        facts = {"run": "trial", "round": i, "counter": 0}
-        return client.answer(Message("round", facts, {"model": model}).to_bytes())
-
-    replies = [ask(i) for i in range(6)]
-    kinds = [Message.from_bytes(reply).kind for reply in replies]
-    made = kinds.count("update")
-    assert 1 <= made < 6 and kinds == ["update"] * made + ["refused"] * (6 - made)
-    before = {path: path.read_bytes() for path in tmp_path.iterdir() if path.suffix != ".lock"}
-    for i in (5, made, made, made - 1, made, 5):
-        assert ask(i) == replies[i]
-    with pytest.raises(MessageError, match="Round 6 of 6"):
-        ask(6)
-    after = {path: path.read_bytes() for path in tmp_path.iterdir() if path.suffix != ".lock"}
-    assert after == before and len(before) == 2

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from lightning_dp._noise import NoiseSource
-from lightning_dp.accounting import Gaussian, PLDAccountant, PoissonGaussian
+from lightning_dp.accounting import PLDAccountant, PoissonGaussian
 from lightning_dp.federated import (
     AsyncClient,
     AsyncPlan,
@@ -119,19 +119,6 @@ def test_no_client_with_budget_ends_the_run(small, log_cosh, bad_network, tmp_pa
     bad_network(server, make, 2, 0)
     assert (server.applied, server.reason) == ([0, 0], "no client has budget left")
     assert ReleaseLedger(tmp_path, "client 0").history() == []
-
-
-@pytest.mark.parametrize("unit", ["record", "client"])
-def test_sampling_amplifies_nothing_where_the_client_is_the_unit(small, log_cosh, tmp_path, unit):
-    records = log_cosh(30)
-    records.unit = unit
-    ledger = ReleaseLedger(tmp_path, "client")
-    client = AsyncClient(
-        records, small.plan(), ClientPrivacy(1.0, 2.0, math.inf), ledger, run="trial"
-    )
-    small.drive(client, 0, 0, small.start())
-    expected = Gaussian(2.0) if unit == "client" else PoissonGaussian(2.0, 0.1)
-    assert ledger.history() == [(expected, 1)]
 
 
 def test_shares_scale_the_batches(small, log_cosh, tmp_path):

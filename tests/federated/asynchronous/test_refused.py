@@ -31,19 +31,6 @@ def test_what_was_not_asked_is_refused(small):
     assert server.applied == [0, 0]
 
 
-def test_a_client_refuses_other_runs_and_old_rounds(small, log_cosh, tmp_path):
-    client = small.factory(log_cosh, tmp_path, small.plan(lag=1))(0)
-    facts = {"run": "other", "round": 0, "counter": 0}
-    with pytest.raises(MessageError, match="run 'trial'"):
-        client.answer(Message("round", facts, {"model": small.start()}).to_bytes())
-    with pytest.raises(MessageError, match="Round 6 of 6"):
-        small.drive(client, 6, 6, small.start())
-    for i in range(3):
-        small.drive(client, i, i, small.start())
-    with pytest.raises(MessageError, match="round 0 is over"):
-        small.drive(client, 0, 0, small.start())
-
-
 @pytest.mark.parametrize(
     ("changes", "match"),
     [

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_dp.accounting import PLDAccountant, PoissonGaussian
+from lightning_dp.accounting import PoissonGaussian
 from lightning_dp.federated import AsyncServer, CubicNewtonClient, ReleaseLedger
 from lightning_dp.federated.messages import Message
 
@@ -24,6 +24,7 @@ def ask(server, client, number):
 
 @pytest.mark.parametrize("order", list(itertools.permutations(range(3))))
 def test_order_and_repetition_change_nothing(federation, order):
+    federation = federation.but(rounds=2)
     server, late = federation.server(), []
     clients = [federation.client(number) for number in range(3)]
     while not server.is_done:
@@ -43,7 +44,7 @@ def test_order_and_repetition_change_nothing(federation, order):
     torch.testing.assert_close(server.point, again.in_turn(), rtol=0, atol=1e-12)
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(2))
 def test_a_bad_network_changes_neither_the_model_nor_the_ledgers(federation, bad_network, seed):
     run = federation.but(rounds=6)
     server = run.server()
@@ -62,15 +63,6 @@ def test_all_of_a_round_start_at_the_model_that_it_began_with(federation):
     assert server.request(1) == first
     assert torch.equal(Message.from_bytes(first).tensor("model"), federation.start)
     assert not torch.equal(server.point, federation.start)
-
-
-def test_asked_again_the_same_bytes_come_also_from_a_new_process(federation):
-    """With noise from the operating system: a second draw would average the noise out."""
-    run = replace(federation, seed=None)
-    server, client = run.server(), run.client(0)
-    reply = ask(server, client, 0)
-    assert ask(server, client, 0) == ask(server, run.client(0), 0) == reply
-    assert run.ledger(0).history() == [(EVENT, 1)]
 
 
 def test_server_and_clients_go_on_from_every_state(federation, tmp_path):
@@ -92,47 +84,6 @@ def test_a_state_of_another_plan_is_refused(federation):
     state = federation.server().state_dict()
     with pytest.raises(ValueError, match="plan="):
         federation.but(inner_steps=5).server().load_state_dict(state)
-
-
-# -- budget ----------------------------------------------------------------------------------------
-
-
-def test_a_client_leaves_before_the_round_that_would_exceed_its_budget(federation, bad_network):
-    """The others go on; ε is below the target, and one more round is above."""
-    run = federation.but(rounds=5)
-    cost = [PLDAccountant().epsilon([(EVENT, n)], 1e-5) for n in (2, 3)]
-    poor = replace(run, privacy={"target_epsilon": cost[0] * 1.001})
-    server = run.server()
-    bad_network(server, lambda c: (poor if c == 1 else run).client(c), 3, 0)
-    assert server.applied == [5, 2, 5]
-    assert poor.client(1).epsilon == pytest.approx(cost[0], rel=1e-12)
-    assert poor.client(1).epsilon < poor.privacy["target_epsilon"] < cost[1]
-    assert run.ledger(1).history() == [(EVENT, 2)]
-
-
-def test_a_budget_that_affords_no_round_is_not_touched(federation, bad_network):
-    poor = replace(federation, privacy={"target_epsilon": 1e-3})
-    server = poor.server()
-    bad_network(server, poor.client, 3, 0)
-    assert server.reason == "no client has budget left"
-    assert torch.equal(server.point, poor.start)
-    assert [poor.ledger(c).history() for c in range(3)] == [[]] * 3
-
-
-def test_a_second_run_over_the_same_data_adds_to_the_ledger(federation, bad_network):
-    budget = PLDAccountant().epsilon([(EVENT, 4)], 1e-5) * 1.001
-    run = replace(federation, privacy={"target_epsilon": budget})
-    run.in_turn()
-    client = CubicNewtonClient(
-        *(federation.client(0)._rounds.records, run.plan, run.ledger(0)),
-        **{"run": "second", "client": 0, "noise_multiplier": 0.8, "sample_rate": 0.5},
-        **{"target_delta": 1e-5, "target_epsilon": budget},
-    )
-    for t, kind in enumerate(["update", "refused"]):
-        facts = {"run": "second", "round": t, "counter": t}
-        request = Message("round", facts, {"model": run.start}).to_bytes()
-        assert Message.from_bytes(client.answer(request)).kind == kind
-    assert run.ledger(0).history() == [(EVENT, 4)]
 
 
 # -- over Flower -----------------------------------------------------------------------------------

@@ -138,7 +138,7 @@ def assert_same(actual: Tensor, wanted: Tensor) -> None:
     assert float(wanted.norm()) > 1
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(2))
 def test_a_bad_network_changes_neither_the_model_nor_the_ledgers(in_process, app, tmp_path, seed):
     model = in_process(BAD_NETWORK, seed, clients=4, rounds=5)
 

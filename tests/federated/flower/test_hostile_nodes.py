@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -30,7 +29,7 @@ from torch import Tensor, nn
 from lightning_dp.federated import AsyncPlan, AsyncServer, ConstantSteps, PolynomialSizes
 from lightning_dp.federated.flower import server_app
 from lightning_dp.federated.flower.exchange import Exchange, pack, payload_of
-from lightning_dp.federated.flower.logbook import Logbook, save
+from lightning_dp.federated.flower.logbook import Logbook
 from lightning_dp.federated.messages import Message as Content
 from lightning_dp.testing import LoopbackGrid
 
@@ -260,30 +259,6 @@ def test_a_node_that_does_not_say_who_it_is_is_asked_again(tmp_path, spoil):
     assert node.spoilt == 1
     torch.testing.assert_close(model(tmp_path), end_of(3))
     assert sorted(summary(tmp_path)["clients"]) == ["0", "1", "2"]
-
-
-def test_the_summary_takes_any_facts(tmp_path):
-    """Also those of a protocol of one's own, and of metrics that are no numbers."""
-    book = Logbook(tmp_path)
-    book.progress(0, {"accuracy": np.float32(0.5), "loss": math.nan, "bound": math.inf})
-    facts = {"a": b"\xff", "b": np.float64(math.nan), "c": 10**400, 4: object(), "e": [math.inf]}
-    book.introduced(3, facts)
-    book.close(2, "it was enough")
-    found = summary(tmp_path)
-    assert found["ended"] == "it was enough"
-    assert found["metrics"] == {"accuracy": 0.5, "loss": "nan", "bound": "inf"}
-    assert found["clients"]["3"]["e"] == ["inf"]
-
-
-def test_what_a_server_saves_is_on_disk_before_it_takes_the_old_ones_place(tmp_path, monkeypatch):
-    calls = []
-    replace = os.replace
-    monkeypatch.setattr(os, "fsync", lambda descriptor: calls.append("fsync"))
-    monkeypatch.setattr(os, "replace", lambda *paths: (calls.append("replace"), replace(*paths)))
-    save({"x": torch.ones(1)}, tmp_path / "server.pt")
-    Logbook(tmp_path).close(1, "it was enough")
-    assert calls == ["fsync", "replace", "fsync"] * 2
-    assert not list(tmp_path.glob(".*"))
 
 
 def test_a_run_whose_summary_cannot_be_written_is_not_over(tmp_path, monkeypatch):
