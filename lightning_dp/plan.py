@@ -54,7 +54,7 @@ class NoisePlan:
 
     @cached_property
     def traits(self) -> Traits:
-        """What is known of the estimator's steps in advance."""
+        """The facts about the estimator's steps that are known in advance."""
         return self.estimator.traits
 
     @property
@@ -149,7 +149,7 @@ def events_from(plan: NoisePlan, step: int) -> AbstractEvent | LaterSteps:
 
 @dataclass(frozen=True)
 class Budget:
-    """What a configuration, its batches and what was spent before say of the steps to come.
+    """The steps to come, from a configuration, its batches and what was spent before.
 
     Args:
         config: what the user said.

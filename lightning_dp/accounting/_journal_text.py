@@ -27,7 +27,7 @@ _WAY_OUT = (
 
 @dataclass
 class Written:
-    """What a journal says.
+    """The content of a journal.
 
     Args:
         path: the file.
@@ -83,7 +83,7 @@ class Written:
         )
 
     def may_go_on_with(self, tail: bytes) -> bool:
-        """Whether these bytes are the beginning of exactly one record, the next one, and not all of it.
+        """True if these bytes are the beginning of exactly one record, the next one, and not all of it.
 
         A crash leaves this of the line that was being written. Whatever else stands there may have
         been whole records once.
@@ -112,7 +112,7 @@ def read_text(path: Path, content: bytes) -> Written:
 
     A last line that a crash left unfinished is a charge that was being written when the process died:
     its data was never touched, and it is left out. A whole last record that lacks its newline
-    counts. Anything else that does not check is damage.
+    counts. Anything else that fails its checksum is damage.
 
     Raises:
         JournalError: if the text is damaged, or that of another file or version.
@@ -177,13 +177,13 @@ def _is_whole(line: bytes) -> bool:
 def _parse(path: Path, position: int, line: bytes) -> object:
     if not _is_whole(line):
         raise JournalError(
-            f"The privacy journal {path} is damaged: line {position} does not check. {_WAY_OUT}"
+            f"The privacy journal {path} is damaged: line {position} fails its checksum. {_WAY_OUT}"
         )
     try:
         record: object = json.loads(line[:-9])
     except (ValueError, RecursionError):
         raise JournalError(
-            f"The privacy journal {path} is damaged: line {position} is no JSON. {_WAY_OUT}"
+            f"The privacy journal {path} is damaged: line {position} is not JSON. {_WAY_OUT}"
         ) from None
     return record
 

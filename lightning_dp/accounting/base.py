@@ -37,7 +37,7 @@ class AbstractAccountant(ABC):
     @property
     @abstractmethod
     def name(self) -> str:
-        """What a report prints."""
+        """The name in reports."""
 
     @abstractmethod
     def epsilon(self, history: History, delta: float, relation: Relation = "add_remove") -> float:
@@ -105,7 +105,7 @@ class CachedAccountant(AbstractAccountant):
 
     @property
     def name(self) -> str:
-        """That of the accountant who answers."""
+        """The name of the accountant that answers."""
         return self._accountant.name
 
     def epsilon(self, history: History, delta: float, relation: Relation = "add_remove") -> float:

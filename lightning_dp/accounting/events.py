@@ -1,4 +1,4 @@
-"""What was asked of the data: one frozen, checked record for each kind of noisy release."""
+"""Privacy events: one frozen, checked record for each kind of noisy release."""
 
 from __future__ import annotations
 
@@ -296,7 +296,7 @@ class RepeatAndSelect(AbstractEvent):
       search took stay secret for good. Of the best run all that it released may be published.
     - "Best" is by a score computed from what a run released and from records that ε is not about
       (public, or a hold-out set that gets no guarantee). A score computed from the protected
-      records has to be a noisy release of its own, booked in ``runs``.
+      records has to be a separate noisy release, booked in ``runs``.
 
     The neighbouring relation and its sampling are those of ``runs``.
 

@@ -46,7 +46,7 @@ class Journal:
     """One file, one line per charge: ``[run, number, event] crc32``, fsynced before it returns.
 
     ``event`` is null where it equals the run's previous one. The first line names the ledger; lines
-    without a run hold fingerprints of released weights. A lock beside the file keeps a second
+    without a run hold fingerprints of released weights. A lock next to the file keeps a second
     process from charging the same ledger at the same time. Only its owner can read a new file.
 
     Args:
@@ -201,7 +201,7 @@ class Journal:
         except OSError as error:
             raise JournalDiskError(
                 f"The privacy journal {self.path} cannot be {done}: {error}. Nothing was asked of "
-                "the data without a record. Make place or give rights in its folder (ledger_dir, by "
+                "the data without a record. Make room or grant access in its folder (ledger_dir, by "
                 "default <default_root_dir>/privacy) or move the file to another one, give that as "
                 "ledger_dir, and resume."
             ) from error
@@ -245,7 +245,7 @@ def new_id() -> str:
 
 
 def is_ledger_id(value: object) -> bool:
-    """Whether this is a name that :func:`new_id` gives: no path, no pattern, nothing else.
+    """True for a name that :func:`new_id` gives: no path, no pattern, nothing else.
 
     Example:
         >>> is_ledger_id(new_id()), is_ledger_id("../../evil")
@@ -255,5 +255,5 @@ def is_ledger_id(value: object) -> bool:
 
 
 def is_journal_name(name: str) -> bool:
-    """Whether a file of this name can be the journal of a ledger."""
+    """True if a file of this name can be the journal of a ledger."""
     return name.endswith(".journal") and is_ledger_id(name.removesuffix(".journal"))

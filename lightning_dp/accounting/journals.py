@@ -120,7 +120,7 @@ class Neighbours:
 
     @property
     def count(self) -> int:
-        """How many there are."""
+        """The number of them."""
         return len(self.written) + self.unread + len(self.damaged)
 
 

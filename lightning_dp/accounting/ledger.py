@@ -1,4 +1,4 @@
-"""What was spent: an append-only record of privacy events, from which alone ε is computed."""
+"""The ledger: an append-only record of privacy events, from which alone ε is computed."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Ledger:
     - It only grows. Loading a checkpoint rolls back the model, never the ledger.
     - A charge is on the disk before :meth:`charge` returns, and data is touched after that: after
       a crash the ledger is 0 or 1 steps ahead of the optimizer, never behind.
-    - Each fit is a run of its own; two ledgers merge to the union of their runs, so two fits that
+    - Each fit is a separate run; two ledgers merge to the union of their runs, so two fits that
       were resumed from one checkpoint both count.
 
     Only the lead process of a distributed job keeps the journal; the others mirror the record.
@@ -92,7 +92,7 @@ class Ledger:
         self._run = run
 
     def charge(self, event: AbstractEvent) -> None:
-        """Book one event of the run under way, durably, before the data it is about is touched."""
+        """Book one event of the current run, durably, before the data it is about are touched."""
         self._refuse_voided()
         if not self._run:
             raise RuntimeError("Ledger.begin() must come before Ledger.charge().")
@@ -131,7 +131,7 @@ class Ledger:
             journal.close()
 
     def __getstate__(self) -> dict[str, Any]:
-        """For copies and pickles: what was spent; the run under way and its journal stay here."""
+        """For copies and pickles: the charges; the current run and its journal stay here."""
         return {**vars(self), "_journal": None, "_run": ""}
 
     def state_dict(self) -> dict[str, Any]:

@@ -37,7 +37,7 @@ _FORMAT = "lightning-dp-releases-1"
 _LONGEST_HEADER = 1 << 20
 _LONGEST_NAME = 1000
 _KEY = re.compile(r"(?P<run>.*)#(?P<number>[0-9]+)", re.DOTALL)
-_CURE = "Put the right one back, of the same moment as the journal beside it."
+_CURE = "Put the right one back, of the same moment as the journal next to it."
 
 Kept = dict[tuple[int, int], bytes]
 
@@ -161,7 +161,7 @@ def read_release_file(path: Path) -> tuple[Progress, Kept, bytes]:
     line, _, content = path.read_bytes().partition(b"\n")
     progress, places, check = _header(path, line)
     if check != zlib.crc32(content):
-        raise JournalError(f"{path} is damaged: it does not check. {_CURE}")
+        raise JournalError(f"{path} is damaged: its checksum is wrong. {_CURE}")
     kept, start = {}, 0
     for round_, part, length in places:
         kept[round_, part] = content[start : start + length]
@@ -179,7 +179,7 @@ def _header(path: Path, line: bytes) -> tuple[Progress, list[list[int]], int]:
             raise ValueError
         return Progress.read(path, state), places, check
     except (ValueError, TypeError):
-        raise JournalError(f"{path} is damaged: it does not check. {_CURE}") from None
+        raise JournalError(f"{path} is damaged: its checksum is wrong. {_CURE}") from None
 
 
 # -- against the journal -----------------------------------------------------------------------
@@ -221,6 +221,6 @@ def check_nothing_is_missing(
                 f"The journal {journal_path} has {here} charges of run {progress.run!r}, and {path} "
                 f"knows of {progress.charged}: the journal was lost, cut, or replaced by an old copy. "
                 "Put the right journal back: without it, what was spent would be forgotten. If it is "
-                "lost for good, move both files away, and count what they had spent to whatever is "
+                "lost for good, move both files away, and add what they had spent to whatever is "
                 "spent on this data from now on."
             )

@@ -382,7 +382,7 @@ class _OpenRun:
                 f"{budget}"
             )
         return (
-            f"Round {round_} of run {self._run!r} does not fit beside what this and other runs have "
+            f"Round {round_} of run {self._run!r} does not fit on top of what this and other runs have "
             f"spent on the data set {budget}"
         )
 

@@ -1,4 +1,4 @@
-"""What is written about a ledger: report files, checkpoints and journals, read without trusting them."""
+"""Documents about a ledger: report files, checkpoints and journals, read without trusting them."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ __all__ = [
 ]
 
 CHECKPOINT_KEY = "lightning_dp"
-"""Where the privacy record is in a checkpoint."""
+"""The key of the privacy record in a checkpoint."""
 
 PATTERN = "privacy_report-*.json"
 """Names of report files."""

@@ -137,7 +137,7 @@ class EarlierTraining:
             f"({', '.join(sorted(names))}), and neither counts the other. {spent} To "
             "count all in one place, give the same DifferentialPrivacy object to each fit, or go on "
             "with fit(ckpt_path=...); for a search see lightning_dp.accounting.sweep_history and "
-            "RepeatAndSelect. (Of other records, or made anew since, it is as private as it says.)"
+            "RepeatAndSelect. (Of other records, or made again since, it is as private as it says.)"
         )
         _process.said.update((run.ledger.id, name) for name in names)
 

@@ -271,9 +271,9 @@ def test_a_lost_or_old_or_damaged_cache_is_no_second_noise_draw(tmp_path):
     for content, match in (
         (None, "is missing"),
         (old, "an old copy"),
-        (new[:-1], "does not check"),
-        (new.replace(b'"parts": 1', b'"parts": 0'), "does not check"),
-        (b"", "does not check"),
+        (new[:-1], "its checksum is wrong"),
+        (new.replace(b'"parts": 1', b'"parts": 0'), "its checksum is wrong"),
+        (b"", "its checksum is wrong"),
     ):
         cache.unlink() if content is None else cache.write_bytes(content)
         with pytest.raises(JournalError, match=match):

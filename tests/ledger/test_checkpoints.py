@@ -62,7 +62,7 @@ def test_a_damaged_journal_does_not_restore(tmp_path, books):
     ledger = books.ended(books.ledger_with(tmp_path, A, A, B))
     path = books.journal_of(ledger)
     path.write_bytes(path.read_bytes().replace(b"1.0", b"9.0"))
-    with pytest.raises(JournalError, match="line 2 does not check"):
+    with pytest.raises(JournalError, match="line 2 fails its checksum"):
         books.restored(ledger.state_dict(), tmp_path)
 
 

@@ -152,7 +152,7 @@ def test_a_journal_that_cannot_be_used_is_found(saved, command, how):
     status, output = command(path)
 
     assert status == 1
-    assert ("does not exist" if how == "missing" else "does not check") in output
+    assert ("does not exist" if how == "missing" else "checksum") in output
     assert "is unknown" in output and "--journal" in output
 
 
