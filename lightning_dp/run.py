@@ -5,7 +5,8 @@ from __future__ import annotations
 import contextlib
 import math
 import secrets
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,36 @@ __all__ = ["PrivateRun"]
 _VERSION = 3  # of the privacy record in checkpoints
 
 
+@dataclass
+class _Fit:
+    """A plan that was declared, and the mechanism that makes its steps.
+
+    Args:
+        mechanism: makes the steps.
+        end: the mechanism's step at which the plan ends; may be infinite.
+        affordable_end: the one at which the budget does.
+        is_under_way: the journal is open, and steps are made.
+    """
+
+    mechanism: Mechanism
+    end: float
+    affordable_end: float
+    is_under_way: bool = True
+
+    @property
+    def remaining(self) -> float:
+        """Steps of the plan that are left and that the budget affords."""
+        left = max(0, min(self.end, self.affordable_end) - self.mechanism.step)
+        return min(left, self.mechanism.guard.remaining)
+
+    @cached_property
+    def costliest(self) -> dict[str, Any] | None:
+        """The most that a step costs, for a lost journal; None for noise chosen at run time."""
+        plan = self.mechanism.plan
+        is_known = plan.shape.chosen != "at run time"
+        return costliest_events(plan, self.mechanism.step, self.end) if is_known else None
+
+
 class PrivateRun:
     """The privacy side of ``trainer.fit``, which a strategy and a callback share.
 
@@ -51,19 +82,14 @@ class PrivateRun:
         given = config.ledger_dir
         self.ledger_dir = None if given is None else local_folder("ledger_dir", given)
         self.ledger = Ledger()
-        self.mechanism: Mechanism | None = None
         self.batches: BatchPlan | None = None
-        self._end: float = math.inf  # the mechanism's step at which the plan ends
-        self._affordable_end: float = math.inf  # ... and at which the budget does
         self.stop_reason: str | None = None
         self.not_covered: tuple[str, ...] = ()  # of this run, besides what holds for all
         self.engine: str = config.engine  # what "auto" turned out to be, once it is known
         self.isolation = "not probed (no batch yet)" if config.isolation_probe else "opted out"
         self.is_seeded = config.seed is not None  # for good: also a run resumed without the seed
-        self._resumed: dict[str, Any] | None = None
-        self._is_under_way = False
-        self._costliest_of: Mechanism | None = None
-        self._costliest_events: dict[str, Any] | None = None
+        self._fit: _Fit | None = None  # the latest one; None before the first
+        self._resumed: dict[str, Any] | None = None  # a checkpoint's record, until a fit begins
         self._accountant = CachedAccountant(config.accountant)  # asked for the present ε by many
 
     # -- what users read -------------------------------------------------------------------
@@ -81,7 +107,12 @@ class PrivateRun:
     @property
     def is_under_way(self) -> bool:
         """True from :meth:`start` to :meth:`stop`: the plan is declared, and the journal open."""
-        return self._is_under_way
+        return self._fit is not None and self._fit.is_under_way
+
+    @property
+    def mechanism(self) -> Mechanism | None:
+        """Makes the steps of the latest fit; None before the first one."""
+        return None if self._fit is None else self._fit.mechanism
 
     @property
     def is_adaptive(self) -> bool:
@@ -171,15 +202,13 @@ class PrivateRun:
     @property
     def remaining_steps(self) -> float:
         """Steps of the plan that are left and that the budget affords."""
-        if self.mechanism is None:
-            return math.inf
-        end = min(self._end, self._affordable_end)
-        return min(max(0, end - self.mechanism.step), self.mechanism.guard.remaining)
+        return math.inf if self._fit is None else self._fit.remaining
 
     @property
     def is_over_early(self) -> bool:
         """True if the budget ends here, and the plan does not."""
-        return self.exhausted and self.mechanism is not None and self.mechanism.step < self._end
+        fit = self._fit
+        return fit is not None and fit.mechanism.exhausted and fit.mechanism.step < fit.end
 
     @property
     def exhausted(self) -> bool:
@@ -194,9 +223,8 @@ class PrivateRun:
         return 0 if self.mechanism is None else self.mechanism.step
 
     def rate(self, step: int) -> float:
-        """q at a step of the plan."""
-        assert self.batches is not None
-        return Budget(self.config, self.batches, spent=()).plan(1.0).rate(step)
+        """Return q at a step of the plan."""
+        return self._budget(spent=()).plan(1.0).rate(step)
 
     def use_batches(self, batches: BatchPlan) -> None:
         """Fix how batches are made; it is a public constant of the run.
@@ -204,7 +232,7 @@ class PrivateRun:
         Raises:
             ValueError: if the current run, or the checkpoint it resumes, had others.
         """
-        known = self.batches if self._is_under_way else None
+        known = self.batches if self.is_under_way else None
         if self._resumed is not None:
             known = BatchPlan(**self._resumed["batches"])
         if known is not None and known != batches:
@@ -241,13 +269,13 @@ class PrivateRun:
         if not world.is_lead:
             self.ledger.mirror(record)
             self.ledger.begin(run)
-        self.mechanism = self._make_mechanism(planned_steps, world, steps_before)
-        self._end = self.mechanism.step + planned_steps
-        self._is_under_way, self._resumed, self.stop_reason = True, None, None
+        self._fit = self._planned_fit(planned_steps, world, steps_before)
+        self._resumed, self.stop_reason = None, None
 
-    def _make_mechanism(self, planned_steps: float, world: World, steps_before: int) -> Mechanism:
-        assert self.batches is not None
-        budget, state = self._budget(), self._state_to_continue(steps_before)
+    def _planned_fit(self, planned_steps: float, world: World, steps_before: int) -> _Fit:
+        """Find noise and budget of the steps to come, and make the mechanism that makes them."""
+        budget = self._budget(self.ledger.history())
+        state = self._state_to_continue(steps_before)
         step = 0 if state is None else int(state["step"])
         scale = (
             budget.scale(planned_steps, step, self.epsilon)
@@ -259,42 +287,44 @@ class PrivateRun:
         affordable = world.broadcast(
             budget.affordable(plan, step, planned_steps, is_calibrated=is_calibrated)
         )
-        self._affordable_end = step + affordable
         mechanism = Mechanism(
             plan=plan,
             postprocessing=tuple(self.config.postprocessing),
             ledger=self.ledger,
             guard=budget.guard(plan, step, planned_steps, affordable),
-            num_records=self.batches.num_records,
+            num_records=budget.batches.num_records,
             noise=NoiseSource(self.config.seed),
             world=world,
         )
         if state is not None:
             mechanism.load_state_dict(state)
-        return mechanism
+        return _Fit(mechanism, step + planned_steps, step + affordable)
 
     def replan(self, world: World) -> bool:
         """Recompute how much of the plan the budget affords, after a charge was spent on nothing.
 
         False where nothing changes: if all steps are alike, the guard's count is enough.
         """
-        mechanism = self.mechanism
-        if mechanism is None or mechanism.plan.is_constant:
+        fit = self._fit
+        if fit is None or fit.mechanism.plan.is_constant:
             return False
-        left = self._end - mechanism.step
+        mechanism = fit.mechanism
         affordable = world.broadcast(
-            self._budget().affordable(mechanism.plan, mechanism.step, left)
+            self._budget(self.ledger.history()).affordable(
+                mechanism.plan, mechanism.step, fit.end - mechanism.step
+            )
         )
-        self._affordable_end = mechanism.step + affordable
+        fit.affordable_end = mechanism.step + affordable
         mechanism.guard = mechanism.guard.replanned(affordable)
         return True
 
-    def _budget(self) -> Budget:
-        assert self.batches is not None
-        return Budget(self.config, self.batches, self.ledger.history())
+    def _budget(self, spent: History) -> Budget:
+        if self.batches is None:
+            raise RuntimeError("PrivateRun.use_batches() must come before a plan is made.")
+        return Budget(self.config, self.batches, spent)
 
     def _state_to_continue(self, steps_before: int) -> dict[str, Any] | None:
-        """The mechanism's state from the checkpoint, or from this Trainer's fit before."""
+        """Return the mechanism's state from the checkpoint, or from this Trainer's fit before."""
         if self._resumed is not None:
             state: dict[str, Any] = self._resumed["mechanism"]
             return state
@@ -312,14 +342,15 @@ class PrivateRun:
         # On a full disk, what cannot be written now is a charge that has raised already.
         with contextlib.suppress(OSError):
             self.ledger.end()
-        if self.mechanism is not None:
-            self.mechanism.end()
-        self._is_under_way, self._resumed = False, None
+        if self._fit is not None:
+            self._fit.mechanism.end()
+            self._fit.is_under_way = False
+        self._resumed = None
 
     # -- checkpoints -----------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything a resumed run needs, as plain types; released values only."""
+        """Return everything a resumed run needs, as plain types; released values only."""
         mechanism = self.mechanism
         return {
             "version": _VERSION,
@@ -329,18 +360,8 @@ class PrivateRun:
             "noise_scale": None if mechanism is None else mechanism.plan.scale,
             "mechanism": None if mechanism is None else mechanism.state_dict(),
             "ledger": self.ledger.state_dict(),
-            "costliest": self._costliest(),
+            "costliest": None if self._fit is None else self._fit.costliest,
         }
-
-    def _costliest(self) -> dict[str, Any] | None:
-        """Return what a step costs at most, for a lost journal; None for noise chosen at run time."""
-        mechanism = self.mechanism
-        if mechanism is None or self.is_adaptive:
-            return None
-        if self._costliest_of is not mechanism:  # once in a fit
-            self._costliest_of = mechanism
-            self._costliest_events = costliest_events(mechanism.plan, mechanism.step, self._end)
-        return self._costliest_events
 
     def load_state_dict(self, state: dict[str, Any], directory: Path, world: World) -> None:
         """Continue the run of a checkpoint: its plan and state, and every charge known of it.
