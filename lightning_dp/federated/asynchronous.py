@@ -8,6 +8,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from lightning_dp._described import check_same, described
 from lightning_dp._validate import normalise, whole
 from lightning_dp.boundary import State
 from lightning_dp.federated.messages import (
@@ -20,7 +21,7 @@ from lightning_dp.federated.messages import (
     check_client,
     read_reply,
 )
-from lightning_dp.federated.protocol import AbstractServer, check_same
+from lightning_dp.federated.protocol import AbstractServer
 
 __all__ = [
     "FORMS",
@@ -211,7 +212,7 @@ class AsyncServer(AbstractServer):
 
     def state_dict(self) -> State:
         return {
-            "configuration": self._configuration,
+            "configuration": described(self._configuration),
             "point": self._point.clone(),
             "broadcast": self._broadcast.clone(),
             "applied": list(self._applied),
@@ -227,10 +228,10 @@ class AsyncServer(AbstractServer):
         self._known = [-1] * self.num_clients
 
     @property
-    def _configuration(self) -> State:
+    def _configuration(self) -> dict[str, object]:
         return {
             "run": self.run,
-            "plan": repr(self.plan),
+            "plan": self.plan,
             "num_clients": self.num_clients,
             "size": len(self._point),
         }

@@ -19,7 +19,6 @@ __all__ = [
     "AbstractServer",
     "Records",
     "bounded",
-    "check_same",
     "draw",
     "noise_source",
     "noised_sum",
@@ -139,16 +138,6 @@ class AbstractClient(ABC):
     @abstractmethod
     def facts(self) -> dict[str, Any]:
         """Numbers about this client that may be seen: among them ``epsilon``, spent so far."""
-
-
-def check_same(saved: State, here: State) -> None:
-    """Raise ValueError if two configurations differ, naming what does."""
-    for name in {**saved, **here}:
-        if saved.get(name) != here.get(name):
-            raise ValueError(
-                f"{name}={here.get(name)!r}, but the saved state is of {name}={saved.get(name)!r}. Load "
-                "it into a protocol that is configured as it was."
-            )
 
 
 _POISSON = Poisson()

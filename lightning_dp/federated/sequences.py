@@ -171,7 +171,7 @@ class DelaySizes(AbstractSampleSizes):
     lag: int
     offset: float
     exponent: float = 2.0
-    slow: Callable[[float], float] = field(default=_slow_logarithm, repr=False)
+    slow: Callable[[float], float] = field(default=_slow_logarithm, repr=False, compare=False)
     least_delay: float = 0.0
 
     def __post_init__(self) -> None:

@@ -10,6 +10,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from lightning_dp._described import check_same, described
 from lightning_dp._validate import normalise, optional, positive, seed, whole
 from lightning_dp._world import World
 from lightning_dp.boundary import BoundedSum, Query, Release, State, Term, add_noise
@@ -24,7 +25,7 @@ from lightning_dp.federated.messages import (
     check_client,
     read_reply,
 )
-from lightning_dp.federated.protocol import AbstractServer, check_same, noise_source
+from lightning_dp.federated.protocol import AbstractServer, noise_source
 from lightning_dp.plan import NoisePlan
 
 __all__ = [
@@ -243,7 +244,7 @@ class SynchronousServer(AbstractServer):
 
     def state_dict(self) -> State:
         return {
-            "configuration": self._configuration,
+            "configuration": described(self._configuration),
             "point": self._point.clone(),
             "step": self._place[0],
             "part": self._place[1],
@@ -264,11 +265,10 @@ class SynchronousServer(AbstractServer):
         self._ask()
 
     @property
-    def _configuration(self) -> State:
-        names = ("run", "rounds", "num_clients", "num_records", "learning_rate", "noise")
-        described = {name: getattr(self, name) for name in names}
-        parts = {"plan": repr(self.plan), "local_routine": repr(self.local_routine)}
-        return {**described, **parts, "size": len(self.start)}
+    def _configuration(self) -> dict[str, object]:
+        names = ("run", "plan", "rounds", "num_clients", "num_records", "learning_rate", "noise")
+        parts = {name: getattr(self, name) for name in (*names, "local_routine")}
+        return {**parts, "size": len(self.start)}
 
 
 def check_plan(plan: NoisePlan, noise: str) -> None:
