@@ -81,7 +81,7 @@ def _definition(value: Any) -> Data:
     owner = getattr(value, "__self__", None)
     if owner is not None and not isinstance(owner, type | types.ModuleType):
         return {_CLASS: "method", "name": value.__name__, "of": described(owner)}
-    # Functions without a name of their own have an address here: they equal nothing later.
+    # Functions without a proper name have an address here: they equal nothing later.
     name = f"{value.__module__}.{value.__qualname__}"
     return repr(value) if "<lambda>" in name or "<locals>" in name else name
 

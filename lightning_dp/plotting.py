@@ -112,7 +112,7 @@ def plot_charges(
         ValueError: if nothing was charged, or ``metrics`` are given with ``ax``.
     """
     if metrics and ax is not None:
-        raise ValueError("metrics get a panel of their own: leave out ax, or draw them yourself.")
+        raise ValueError("metrics get a separate panel: leave out ax, or draw them yourself.")
     charges = [charge for run in runs.values() for charge in run]
     if not charges:
         raise ValueError("steps=0: nothing was charged, so there is nothing to draw.")

@@ -45,9 +45,9 @@ class CubicNewtonPlan:
 
     - A client trusts nobody: noise is added before anything leaves it, to sums over its records in
       which one record has norm at most Δ_s = √(k/d) (C_g + C_H ‖v_s‖). Whatever server and other
-      clients do, a record pays for the rounds of its own client only.
-    - The k entries of a round are those that ``newton`` solves for, and each client has a set of its
-      own. With ``whole_steps`` it solves for all d entries, Δ_s = C_g + C_H ‖v_s‖, and sends k of
+      clients do, a record pays for the rounds of one client only, its own.
+    - The k entries of a round are those that ``newton`` solves for, and each client has its own
+      set. With ``whole_steps`` it solves for all d entries, Δ_s = C_g + C_H ‖v_s‖, and sends k of
       them: E S_i(u_i) is then the whole step, at the price of d/k times the noise.
     - A client whose budget is used up leaves; its step is 0 from then on.
     - One inner step (τ = 1) is Fed-SGD with learning rate α min(1/μ, ``max_step_size``).

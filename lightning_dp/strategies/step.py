@@ -131,7 +131,7 @@ class PrivateStep:
         """Remember what further passes over the chunk need: its forward pass and its randomness.
 
         Args:
-            mechanism: has a step under way.
+            mechanism: has begun a step.
             forward_again: runs the chunk once more and returns its loss.
         """
         query = mechanism.query
@@ -153,7 +153,7 @@ class PrivateStep:
         """Bound what the backward pass left, and give it to the mechanism.
 
         Args:
-            mechanism: has a step under way.
+            mechanism: has begun a step.
             scale: undoes a division of the loss.
         """
         batch, chunk = self._batch, self._batch.chunk

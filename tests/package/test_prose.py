@@ -1,0 +1,88 @@
+"""The prose of the project is plain: summaries name the thing, and a few turns of phrase are left out."""
+
+from __future__ import annotations
+
+import ast
+import io
+import re
+import tokenize
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+CODE = sorted([*ROOT.glob("lightning_dp/**/*.py"), *ROOT.glob("callbacks/*.py")])
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(ROOT.glob("docs/**/*.md"))]
+
+QUESTION = re.compile(r"(What|Whether|How|Who|Which|Where|When|Why)\b")
+AVOIDED = {
+    "anew": "again",
+    "of (its|their) own": "its, their, separate",
+    "but for": "except",
+    "beside": "next to, besides, alongside",
+    "under ?way": "current, running",
+    "can ?not be had": "cannot be computed",
+    "puts? aside": "sets aside, keeps",
+}
+TURNS = re.compile(rf"\b({'|'.join(AVOIDED)})\b", re.IGNORECASE)
+
+
+def docstrings(code: str) -> Iterator[tuple[int, str]]:
+    """Line and text of each string that stands alone: of modules, classes, functions, attributes."""
+    alone = (node.value for node in ast.walk(ast.parse(code)) if isinstance(node, ast.Expr))
+    yield from (
+        (each.lineno, each.value)
+        for each in alone
+        if isinstance(each, ast.Constant) and isinstance(each.value, str)
+    )
+
+
+def texts(code: str) -> Iterator[tuple[int, str]]:
+    """Line and text of each string and comment."""
+    for node in ast.walk(ast.parse(code)):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str):
+            yield node.lineno, node.value
+    for token in tokenize.generate_tokens(io.StringIO(code).readline):
+        if token.type == tokenize.COMMENT:
+            yield token.start[0], token.string
+
+
+def questions(code: str) -> list[str]:
+    """Summaries that ask instead of naming the thing or saying what it does."""
+    return [
+        f"line {line}: {text.strip().splitlines()[0]}"
+        for line, text in docstrings(code)
+        if QUESTION.match(text.strip())
+    ]
+
+
+def turns(found: Iterator[tuple[int, str]]) -> list[str]:
+    """Turns of phrase that a reader stumbles over."""
+    return [
+        f"line {line}: {hit[0]!r} in {' '.join(text.split())[:150]!r}"
+        for line, text in found
+        if (hit := TURNS.search(" ".join(text.replace("#", " ").split())))
+    ]
+
+
+@pytest.mark.parametrize("path", CODE, ids=lambda path: str(path.relative_to(ROOT)))
+def test_a_module_is_written_plainly(path):
+    code = path.read_text("utf-8")
+    assert questions(code) == []
+    assert turns(texts(code)) == []
+
+
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_a_page_is_written_plainly(path):
+    paragraphs = re.split(r"\n\s*\n", path.read_text("utf-8"))
+    assert turns(enumerate(paragraphs, 1)) == []
+
+
+def test_what_is_avoided_is_found():
+    code = (
+        '"""What it is."""\nx = 1\n"""Whether it is."""\nraise E("cannot be\\nhad")  # made anew\n'
+    )
+    assert [each.split()[2] for each in questions(code)] == ["What", "Whether"]
+    assert sorted(each.split("'")[1] for each in turns(texts(code))) == ["anew", "cannot be had"]
+    assert questions('"""Somewhat plain."""\nname = "What is said"\n') == []
