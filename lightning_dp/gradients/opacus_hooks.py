@@ -7,7 +7,7 @@ import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 from opacus.grad_sample.functorch import prepare_layer
 from opacus.grad_sample.grad_sample_module import GradSampleHooks
@@ -32,6 +32,9 @@ from lightning_dp.gradients.opacus_limits import (
 )
 
 __all__ = ["OpacusCapture", "OpacusHooks"]
+
+# The first layer's input never requires a gradient, and torch warns of it in every run.
+_FIRST_LAYER = "Full backward hook is firing when gradients are computed"
 
 
 class OpacusHooks(AbstractGradientEngine):
@@ -66,8 +69,7 @@ class OpacusHooks(AbstractGradientEngine):
             if getattr(part, "inplace", False):
                 refuse = partial(refuse_in_place, name)
                 self._hooks.add(part, part.register_forward_pre_hook, refuse)
-        # The first layer's input never requires a gradient; torch warns of it in every run.
-        warnings.filterwarnings("ignore", message="Full backward hook is firing when gradients")
+        warnings.filterwarnings("ignore", message=_FIRST_LAYER)
         self._params, self._all_modules = params, list(module.named_modules())
         try:
             self._capture = OpacusCapture(module)
@@ -131,6 +133,13 @@ class OpacusHooks(AbstractGradientEngine):
             self._capture.remove()
         self._capture, self._hooks = None, ModuleHooks()
         self._params, self._all_modules = (), []
+        _warn_again()
+
+
+def _warn_again() -> None:
+    """Take the engine's filter out of those of the process, which other code shares."""
+    filters = cast(list[Any], warnings.filters)
+    filters[:] = [each for each in filters if getattr(each[1], "pattern", "") != _FIRST_LAYER]
 
 
 # Where Opacus 1.6.0 remembers inputs, functions and gradients of records.

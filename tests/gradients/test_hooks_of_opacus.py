@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 
 import pytest
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 from lightning_dp.boundary import bounded_sum
 from lightning_dp.gradients import UnsupportedModelError
 from lightning_dp.gradients.bookkeeping import Bookkeeping
+from lightning_dp.gradients.opacus_hooks import OpacusHooks
 
 pytestmark = pytest.mark.filterwarnings("ignore:Full backward hook is firing")
 
@@ -216,3 +218,16 @@ def test_a_frozen_compiled_layer_changes_nothing(layer_engine, oracle):
     layer_engine.attach(module, oracle.trained(module))
     found = oracle.run(layer_engine, module, batch).norms()
     torch.testing.assert_close(found, expected.norm(dim=1), rtol=1e-5, atol=0)
+
+
+def test_torchs_warning_of_the_first_layer_is_hidden_while_the_engine_is_attached(oracle, mlp):
+    """The filters are those of the whole process: the engine leaves them as they were."""
+    with warnings.catch_warnings(record=True) as shown:
+        warnings.simplefilter("always")
+        before, module, engine = list(warnings.filters), mlp(), OpacusHooks()
+        for _ in range(2):
+            engine.attach(module, oracle.trained(module))
+            oracle.run(engine, module, oracle.features())
+            engine.detach()
+            assert warnings.filters == before
+    assert not shown
