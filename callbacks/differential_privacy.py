@@ -15,7 +15,8 @@ from lightning_dp.callbacks.privacy_report_files import PrivacyReportFiles
 from lightning_dp.config import EngineName, PrivacyConfig
 from lightning_dp.estimators import AbstractEstimator
 from lightning_dp.postprocessing import AbstractPostProcessor
-from lightning_dp.report import PrivacyReport, report
+from lightning_dp.report import PrivacyReport
+from lightning_dp.report.of_run import report
 from lightning_dp.run import PrivateRun
 from lightning_dp.sampling import AbstractSampling, Poisson
 from lightning_dp.schedules import AbstractSchedule, Constant

@@ -21,7 +21,7 @@ from lightning_dp.schedules import AbstractSchedule
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-__all__ = ["plot_charges", "plot_schedule"]
+__all__ = ["plot_schedule"]
 
 _EPSILON_POINTS = 24
 

@@ -129,7 +129,7 @@ def random_k(u: Tensor, keep: int, seed: int, round_: int) -> SparseVector:
     Raises:
         ValueError: naming the argument that is out of its range.
 
-    Definition 3 of the paper that :class:`~lightning_dp.estimators.CubicNewton` names.
+    Definition 3 of the paper that :class:`~lightning_dp.CubicNewton` names.
 
     Example:
         >>> random_k(torch.arange(10.0), keep=5, seed=7, round_=0).dense()

@@ -3,12 +3,91 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
+import inspect
+import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 import lightning_dp
+
+ROOT = Path(__file__).parents[1]
+
+# What the package promises to keep. Everything else may move or change in any version.
+PUBLIC = {
+    "lightning_dp": """
+        DifferentialPrivacy PrivacyConfig PrivacyWarning
+        AbstractEstimator MeanGradient Diff2 Storm CubicNewton Query Term
+        AbstractSchedule Constant Exponential StepDecay Polynomial Cosine DynamicGD DynamicMomentum
+        FromInfluence
+        AbstractPostProcessor LaplacianSmoothing Momentum
+        AbstractSampling BatchPlan Poisson FullBatch
+    """,
+    "lightning_dp.callbacks": """
+        DifferentialPrivacy PrivacyLogger PrivacyReportFiles RandomIterate
+        PrivateSingleDeviceStrategy PrivateDDPStrategy
+    """,
+    "lightning_dp.accounting": """
+        Gaussian PoissonGaussian RepeatAndSelect PLDAccountant StreamingRDPAccountant
+        epsilon delta epsilon_text calibrate calibrate_history
+        draw_number_of_runs sweep_history recover_journal
+    """,
+    "lightning_dp.report": "PrivacyReport",
+    "lightning_dp.plotting": "plot_schedule",
+    "lightning_dp.metrics": "PrivacyBudget",
+    "lightning_dp.audit": "audit check_isolation measure_memory suggest_physical_batch",
+    "lightning_dp.federated": """
+        AsyncClient AsyncPlan AsyncServer ClientPrivacy InverseRootSteps PolynomialSizes
+    """,
+    "lightning_dp.federated.local": "LocalRecords",
+    "lightning_dp.federated.flower": "client_app server_app",
+}
+NAMES = [(home, name) for home, names in PUBLIC.items() for name in names.split()]
+AGAIN = {("lightning_dp.callbacks", "DifferentialPrivacy")}  # at home there, and in the root
+
+
+def imported(home: str) -> object:
+    if home == "lightning_dp.federated.flower" and not importlib.util.find_spec("flwr"):
+        pytest.skip("needs lightning-dp[federated] and Python 3.11")
+    return importlib.import_module(home)
+
+
+@pytest.mark.parametrize("home", PUBLIC)
+def test_the_list_is_what_the_modules_export(home):
+    assert sorted(imported(home).__all__) == sorted(PUBLIC[home].split())
+
+
+def test_there_are_few_enough_names_to_know_them():
+    assert 45 <= len(set(NAMES) - AGAIN) <= 60
+
+
+@pytest.mark.parametrize(("home", "name"), NAMES)
+def test_a_public_name_says_what_it_is(home, name):
+    thing = getattr(imported(home), name)
+    text = vars(thing)["__doc__"] if inspect.isclass(thing) else thing.__doc__
+    assert text, "no docstring, or an inherited one"
+    assert not text.startswith(f"{name}("), "a dataclass wrote it itself"
+
+
+def test_the_api_reference_has_each_of_them_and_no_other():
+    pages = "".join(path.read_text("utf-8") for path in (ROOT / "docs" / "api").glob("*.md"))
+    entries = re.findall(r"^\.\. auto(?:class|exception|function):: (\S+)$", pages, flags=re.M)
+    assert pages.count(":: lightning_dp") == len(entries)
+    assert sorted(entries) == sorted(f"{home}.{name}" for home, name in set(NAMES) - AGAIN)
+
+
+@pytest.mark.parametrize(
+    "page", ["README.md", *sorted(p.name for p in (ROOT / "docs").glob("*.md"))]
+)
+def test_a_page_shows_public_names_only(page):
+    path = ROOT / page if page == "README.md" else ROOT / "docs" / page
+    code = "".join(re.findall(r"^```python\n(.*?)^```", path.read_text("utf-8"), flags=re.M | re.S))
+    for home, names in re.findall(r"^from (lightning_dp[\w.]*) import (.+)$", code, flags=re.M):
+        if home != "lightning_dp.testing":  # for tests: kept as long as the protocols are
+            assert {(home, name.strip()) for name in names.split(",")} <= set(NAMES)
 
 
 def loaded_by(code: str) -> set[str]:

@@ -19,9 +19,9 @@ from lightning_dp.federated import (
     ClientPrivacy,
     InverseRootSteps,
     PolynomialSizes,
-    ReleaseLedger,
 )
 from lightning_dp.federated.flower import client_app, server_app
+from lightning_dp.federated.ledger import ReleaseLedger
 from lightning_dp.federated.local import LocalRecords
 from lightning_dp.federated.protocol import Records
 

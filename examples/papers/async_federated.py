@@ -32,14 +32,14 @@ from async_federated_run import (
 )
 from torch import Tensor
 
-from lightning_dp.federated import (
-    AsyncPlan,
+from lightning_dp.federated import AsyncPlan, InverseRootSteps, PolynomialSizes
+from lightning_dp.federated.sequences import (
+    AbstractSampleSizes,
+    AbstractStepSizes,
     ConstantSteps,
-    InverseRootSteps,
     InverseSteps,
-    PolynomialSizes,
+    rounds_for,
 )
-from lightning_dp.federated.sequences import AbstractSampleSizes, AbstractStepSizes, rounds_for
 from lightning_dp.functional import flatten
 
 SIZES = (50, 100, 200, 500, 700, 1000)

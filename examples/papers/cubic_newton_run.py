@@ -24,7 +24,8 @@ from lightning_dp.boundary import (
     bounded_sum,
 )
 from lightning_dp.estimators.cubic_newton import average_weight
-from lightning_dp.federated import AsyncServer, CubicNewtonClient, CubicNewtonPlan
+from lightning_dp.federated import AsyncServer
+from lightning_dp.federated.cubic_newton import CubicNewtonClient, CubicNewtonPlan
 from lightning_dp.sparsify import shared_mask
 
 DELTA = 1e-5

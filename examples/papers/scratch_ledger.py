@@ -8,7 +8,8 @@ import numpy as np
 
 from lightning_dp._noise import random_generator
 from lightning_dp.accounting.events import AbstractEvent
-from lightning_dp.federated import ReleaseLedger, Spending
+from lightning_dp.federated.ledger import ReleaseLedger
+from lightning_dp.federated.spending import Spending
 
 
 class ScratchLedger(ReleaseLedger):

@@ -6,23 +6,8 @@
 - :func:`suggest_physical_batch`: which physical batch fits, for the same logical one?
 """
 
-from lightning_dp.audit.canaries import AuditReport, audit
-from lightning_dp.audit.peak_memory import (
-    MemoryLine,
-    PhysicalBatch,
-    measure_memory,
-    suggest_physical_batch,
-)
-from lightning_dp.isolation import Isolation, check_isolation, probe_isolation
+from lightning_dp.audit.canaries import audit
+from lightning_dp.audit.peak_memory import measure_memory, suggest_physical_batch
+from lightning_dp.isolation import check_isolation
 
-__all__ = [
-    "AuditReport",
-    "Isolation",
-    "MemoryLine",
-    "PhysicalBatch",
-    "audit",
-    "check_isolation",
-    "measure_memory",
-    "probe_isolation",
-    "suggest_physical_batch",
-]
+__all__ = ["audit", "check_isolation", "measure_memory", "suggest_physical_batch"]

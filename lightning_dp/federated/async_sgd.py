@@ -55,7 +55,8 @@ class AsyncPlan:
         ValueError: naming the argument that is out of its range.
 
     Example:
-        >>> from lightning_dp.federated import InverseSteps, PolynomialSizes
+        >>> from lightning_dp.federated import PolynomialSizes
+        >>> from lightning_dp.federated.sequences import InverseSteps
         >>> plan = AsyncPlan(9, PolynomialSizes(a=100, first=1), InverseSteps(0.1, beta=0.001), lag=2)
         >>> plan.gradients_before(3), plan.step_size(3)
         (600, 0.0625)

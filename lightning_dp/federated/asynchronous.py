@@ -67,7 +67,7 @@ class AsyncServer(AbstractServer):
     """v̂ ← ``plan.move(v̂, i, U, c)`` for each update (i, c, U), as they come, each once.
 
     With an :class:`AsyncPlan` that is v̂ - η̄_i U; with a
-    :class:`~lightning_dp.federated.CubicNewtonPlan`, whose d is 1, synchronous DP-FCRN.
+    :class:`~lightning_dp.federated.cubic_newton.CubicNewtonPlan`, whose d is 1, synchronous DP-FCRN.
 
     - Round k is over when all clients' updates of round k are in v̂.
     - Client c may do round i while i < k + d. So no client is more than d rounds ahead.
@@ -91,7 +91,8 @@ class AsyncServer(AbstractServer):
             another number of parameters or clients.
 
     Example:
-        >>> from lightning_dp.federated import AsyncPlan, ConstantSteps, PolynomialSizes
+        >>> from lightning_dp.federated import AsyncPlan, PolynomialSizes
+        >>> from lightning_dp.federated.sequences import ConstantSteps
         >>> plan = AsyncPlan(2, PolynomialSizes(a=0, b=8), ConstantSteps(0.5), lag=2)
         >>> server = AsyncServer("trial", plan, torch.zeros(1), num_clients=2)
         >>> update = Message("update", {"round": 0, "counter": 0}, {"update": torch.ones(1)}).to_bytes()

@@ -20,7 +20,7 @@ __all__ = ["BVRLSGD"]
 class BVRLSGD:
     r"""The local routine of DIFF2-BVR-L-SGD, in place of one step of gradient descent.
 
-    From the server's x_0 and v_1 (:class:`~lightning_dp.estimators.Diff2` over all workers):
+    From the server's x_0 and v_1 (:class:`~lightning_dp.Diff2` over all workers):
     x_1 = x_0 - η v_1, and then, on the records of one worker only, for k = 2, ..., K,
 
         v_k = v_(k-1) + (Σ_i clip_C(g_i(x_(k-1)) - g_i(x_(k-2))) + noise) / b,

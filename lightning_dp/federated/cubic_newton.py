@@ -38,9 +38,9 @@ class CubicNewtonPlan:
     r"""The public plan that server and clients of a DP-FCRN run agree on.
 
     Round t = 0, 1, ...: the server sends x_t; client i makes a round of ``newton`` at x_t on its own
-    records, with its own noise on each of the τ inner queries
-    (:class:`~lightning_dp.federated.CubicNewtonClient`), and sends the k values of S_i(u_i), where
-    u_i is its step and S_i(u) is d/k times a public random k of d entries. The server,
+    records, with its own noise on each of the τ inner queries (:class:`CubicNewtonClient`), and
+    sends the k values of S_i(u_i), where u_i is its step and S_i(u) is d/k times a public random k
+    of d entries. The server,
     :class:`~lightning_dp.federated.AsyncServer`, makes x_(t+1) = x_t + (α/n) Σ_i S_i(u_i).
 
     - A client trusts nobody: noise is added before anything leaves it, to sums over its records in
@@ -152,7 +152,7 @@ class CubicNewtonPlan:
 
 
 class CubicNewtonClient(Client):
-    """Client i of a :class:`~lightning_dp.federated.CubicNewtonPlan`.
+    """Client i of a :class:`~lightning_dp.federated.cubic_newton.CubicNewtonPlan`.
 
     - A round is charged to the ledger, on disk, before a record is touched.
     - The request for a round is answered once. Asked again, also by a new process on the same

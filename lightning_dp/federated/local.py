@@ -32,7 +32,7 @@ from lightning_dp.gradients.materialised import MaterialisedGradients
 from lightning_dp.gradients.passes import UNANSWERED, at_point
 from lightning_dp.isolation.synthetic import NoSyntheticBatch, ValidLabels, synthetic_pool
 
-__all__ = ["LocalRecords", "Unit"]
+__all__ = ["LocalRecords"]
 
 Unit: TypeAlias = Literal["record", "client"]
 

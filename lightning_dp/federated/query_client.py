@@ -43,7 +43,7 @@ __all__ = ["QueryClient"]
 
 
 class QueryClient(Client):
-    """Answers what a :class:`~lightning_dp.federated.SynchronousServer` asks.
+    """Answers what a :class:`~lightning_dp.federated.synchronous.SynchronousServer` asks.
 
     The server says which query; this client holds it to the plan: the noise is at least z_t, the
     batch is its own, drawn with q_t, and step t is charged as planned, once, before its first

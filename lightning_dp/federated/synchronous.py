@@ -50,7 +50,7 @@ class SynchronousServer(AbstractServer):
     At step t the estimator asks all clients the same query. Either
 
     - ``noise="server"``: clients trust the server with their un-noised sums, and it noises the
-      total once. With :class:`~lightning_dp.estimators.Diff2` and ``FullBatch()`` this is DIFF2 with P
+      total once. With :class:`~lightning_dp.Diff2` and ``FullBatch()`` this is DIFF2 with P
       workers (Murata and Suzuki, 2023, Algorithm 1); or
     - ``noise="client"``: each client noises its own sum, and the server sees nothing else. The
       total has √P times the noise.

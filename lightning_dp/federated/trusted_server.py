@@ -39,7 +39,7 @@ class TrustedServer:
     values only. (``reduce`` would leave sums without noise on ranks in between, and ``all_reduce``
     would give them to everyone.)
 
-    Any estimator of one query per step works; with :class:`~lightning_dp.estimators.Diff2` and
+    Any estimator of one query per step works; with :class:`~lightning_dp.Diff2` and
     ``FullBatch()`` this is DIFF2 of Murata and Suzuki (2023), Algorithm 1, whose server is trusted.
 
     The ledger on rank 0 holds for every record of every rank. Rank 0 checks that models are alike

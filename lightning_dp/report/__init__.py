@@ -5,7 +5,5 @@ a folder of these, and checks that they agree.
 """
 
 from lightning_dp.report.content import PrivacyReport
-from lightning_dp.report.files import read_report, write_report
-from lightning_dp.report.of_run import report
 
-__all__ = ["PrivacyReport", "read_report", "report", "write_report"]
+__all__ = ["PrivacyReport"]

@@ -11,7 +11,8 @@ import pytest
 
 from lightning_dp.accounting import Gaussian
 from lightning_dp.accounting.journal import JournalError
-from lightning_dp.federated import ReleaseLedger, Spending
+from lightning_dp.federated.ledger import ReleaseLedger
+from lightning_dp.federated.spending import Spending
 from lightning_dp.report.files import read_charges
 
 ROUNDS = 6

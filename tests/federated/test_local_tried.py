@@ -13,16 +13,11 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from lightning_dp.boundary import Query, Term
-from lightning_dp.federated import (
-    AsyncClient,
-    AsyncPlan,
-    ClientPrivacy,
-    InverseSteps,
-    PolynomialSizes,
-    ReleaseLedger,
-)
+from lightning_dp.federated import AsyncClient, AsyncPlan, ClientPrivacy, PolynomialSizes
+from lightning_dp.federated.ledger import ReleaseLedger
 from lightning_dp.federated.local import LocalRecords
 from lightning_dp.federated.messages import Message
+from lightning_dp.federated.sequences import InverseSteps
 from lightning_dp.gradients import UnsupportedModelError
 from lightning_dp.isolation.passes import Passes
 

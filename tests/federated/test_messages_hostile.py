@@ -13,16 +13,12 @@ import torch
 from torch import Tensor
 
 from lightning_dp.estimators import Diff2, MeanGradient
-from lightning_dp.federated import (
-    BVRLSGD,
-    Aggregator,
-    AsyncPlan,
-    AsyncServer,
-    ConstantSteps,
-    PolynomialSizes,
-    SynchronousServer,
-)
+from lightning_dp.federated import AsyncPlan, AsyncServer, PolynomialSizes
+from lightning_dp.federated.asynchronous import Aggregator
+from lightning_dp.federated.bvr_l_sgd import BVRLSGD
 from lightning_dp.federated.messages import Message, MessageError
+from lightning_dp.federated.sequences import ConstantSteps
+from lightning_dp.federated.synchronous import SynchronousServer
 from lightning_dp.plan import NoisePlan
 from lightning_dp.sampling import FullBatch
 from lightning_dp.schedules import Constant

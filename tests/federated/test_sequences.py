@@ -6,17 +6,13 @@ import math
 
 import pytest
 
-from lightning_dp.federated import (
-    AsyncPlan,
-    ConstantSteps,
-    InverseRootSteps,
-    InverseSteps,
-    PolynomialSizes,
-    PowerSizes,
-)
+from lightning_dp.federated import AsyncPlan, InverseRootSteps, PolynomialSizes
 from lightning_dp.federated.sequences import (
+    ConstantSteps,
     DelaySizes,
+    InverseSteps,
     LogarithmicSizes,
+    PowerSizes,
     delay_is_permissible,
     rounds_for,
 )

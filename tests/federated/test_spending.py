@@ -18,11 +18,11 @@ from lightning_dp.federated import (
     AsyncPlan,
     AsyncServer,
     ClientPrivacy,
-    InverseSteps,
     PolynomialSizes,
-    ReleaseLedger,
-    Spending,
 )
+from lightning_dp.federated.ledger import ReleaseLedger
+from lightning_dp.federated.sequences import InverseSteps
+from lightning_dp.federated.spending import Spending
 from lightning_dp.mechanism import BudgetExhausted
 
 ROUNDS = 30

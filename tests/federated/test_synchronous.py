@@ -13,8 +13,11 @@ from lightning_dp.accounting.events import PoissonRound
 from lightning_dp.boundary import Query, Term
 from lightning_dp.estimators import Diff2, MeanGradient
 from lightning_dp.estimators.base import AbstractEstimator, Traits
-from lightning_dp.federated import BVRLSGD, QueryClient, ReleaseLedger, SynchronousServer
+from lightning_dp.federated.bvr_l_sgd import BVRLSGD
+from lightning_dp.federated.ledger import ReleaseLedger
 from lightning_dp.federated.messages import Message, MessageError
+from lightning_dp.federated.query_client import QueryClient
+from lightning_dp.federated.synchronous import SynchronousServer
 from lightning_dp.plan import NoisePlan
 from lightning_dp.sampling import FullBatch, Poisson
 from lightning_dp.schedules import Constant

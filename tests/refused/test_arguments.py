@@ -43,27 +43,22 @@ from lightning_dp.audit.bounds import one_run_p_value
 from lightning_dp.boundary import Query
 from lightning_dp.callbacks import DifferentialPrivacy, PrivateSingleDeviceStrategy
 from lightning_dp.estimators import Storm
-from lightning_dp.federated import (
-    BVRLSGD,
-    Aggregator,
-    AsyncPlan,
-    ClientPrivacy,
-    ConstantSteps,
-    CubicNewtonClient,
-    CubicNewtonPlan,
-    InverseSteps,
-    PolynomialSizes,
-    PowerSizes,
-    QueryClient,
-    Spending,
-    SynchronousServer,
-)
+from lightning_dp.federated import AsyncPlan, ClientPrivacy, PolynomialSizes
+from lightning_dp.federated.asynchronous import Aggregator
+from lightning_dp.federated.bvr_l_sgd import BVRLSGD
+from lightning_dp.federated.cubic_newton import CubicNewtonClient, CubicNewtonPlan
+from lightning_dp.federated.query_client import QueryClient
 from lightning_dp.federated.sequences import (
+    ConstantSteps,
     DelaySizes,
+    InverseSteps,
     LogarithmicSizes,
+    PowerSizes,
     delay_is_permissible,
     rounds_for,
 )
+from lightning_dp.federated.spending import Spending
+from lightning_dp.federated.synchronous import SynchronousServer
 from lightning_dp.functional import clip_factors, laplacian_smoothing
 from lightning_dp.metrics import PrivacyBudget
 from lightning_dp.plan import NoisePlan

@@ -16,7 +16,7 @@ from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau
 
 from lightning_dp._warnings import PrivacyWarning
 from lightning_dp.callbacks import DifferentialPrivacy
-from lightning_dp.report import read_report
+from lightning_dp.report.files import read_report
 
 REFUSED = "ReduceLROnPlateau follows '.*', a metric of the training data.*StepLR"
 

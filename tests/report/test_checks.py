@@ -8,7 +8,7 @@ import pytest
 
 from lightning_dp.accounting import PoissonGaussian, epsilon, epsilon_text
 from lightning_dp.callbacks import DifferentialPrivacy
-from lightning_dp.report import read_report
+from lightning_dp.report.files import read_report
 
 EVENT = PoissonGaussian(1.5, 0.1)
 

@@ -13,7 +13,7 @@ import pytest
 from lightning_dp.accounting import Gaussian, PoissonGaussian, epsilon
 from lightning_dp.accounting.charges import Charges
 from lightning_dp.callbacks import DifferentialPrivacy
-from lightning_dp.report import read_report
+from lightning_dp.report.files import read_report
 from lightning_dp.schedules import Exponential
 
 matplotlib.use("Agg")

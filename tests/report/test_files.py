@@ -16,8 +16,7 @@ from lightning_dp._warnings import PrivacyWarning
 from lightning_dp.accounting import epsilon_text
 from lightning_dp.accounting.journal import read_journal
 from lightning_dp.callbacks import DifferentialPrivacy
-from lightning_dp.report import read_report
-from lightning_dp.report.files import from_checkpoint
+from lightning_dp.report.files import from_checkpoint, read_report
 
 
 class At(L.Callback):

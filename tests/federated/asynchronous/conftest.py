@@ -13,11 +13,11 @@ from lightning_dp.federated import (
     AsyncPlan,
     AsyncServer,
     ClientPrivacy,
-    InverseSteps,
     PolynomialSizes,
-    ReleaseLedger,
 )
+from lightning_dp.federated.ledger import ReleaseLedger
 from lightning_dp.federated.messages import Message
+from lightning_dp.federated.sequences import InverseSteps
 
 SIZE, ROUNDS = 4, 6
 STEPS = InverseSteps(0.05, beta=0.01)

@@ -6,7 +6,8 @@ import itertools
 
 import torch
 
-from lightning_dp.federated import Aggregator, AsyncServer
+from lightning_dp.federated import AsyncServer
+from lightning_dp.federated.asynchronous import Aggregator
 from lightning_dp.federated.messages import Message
 
 ROUNDS = 6

@@ -9,14 +9,10 @@ import pytest
 import torch
 
 from lightning_dp.accounting import PLDAccountant, PoissonGaussian
-from lightning_dp.federated import (
-    AsyncPlan,
-    AsyncServer,
-    ConstantSteps,
-    PolynomialSizes,
-    ReleaseLedger,
-)
+from lightning_dp.federated import AsyncPlan, AsyncServer, PolynomialSizes
+from lightning_dp.federated.ledger import ReleaseLedger
 from lightning_dp.federated.messages import Message
+from lightning_dp.federated.sequences import ConstantSteps
 
 ROUNDS, CLIENTS = 6, 3
 

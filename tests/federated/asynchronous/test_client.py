@@ -15,12 +15,11 @@ from lightning_dp.federated import (
     AsyncPlan,
     AsyncServer,
     ClientPrivacy,
-    ConstantSteps,
-    InverseSteps,
     PolynomialSizes,
-    ReleaseLedger,
 )
+from lightning_dp.federated.ledger import ReleaseLedger
 from lightning_dp.federated.messages import Message
+from lightning_dp.federated.sequences import ConstantSteps, InverseSteps
 
 SIZE, CLIENTS = 4, 3
 STEPS = InverseSteps(0.05, beta=0.01)

@@ -6,7 +6,8 @@ import math
 
 import pytest
 
-from lightning_dp.federated import AsyncClient, AsyncServer, ClientPrivacy, ReleaseLedger
+from lightning_dp.federated import AsyncClient, AsyncServer, ClientPrivacy
+from lightning_dp.federated.ledger import ReleaseLedger
 from lightning_dp.federated.messages import Message, MessageError
 
 

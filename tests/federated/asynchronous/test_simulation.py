@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 import torch
 
-from lightning_dp.federated import AsyncPlan, AsyncServer, ConstantSteps, PolynomialSizes
+from lightning_dp.federated import AsyncPlan, AsyncServer, PolynomialSizes
 from lightning_dp.federated.messages import Message
-from lightning_dp.federated.sequences import rounds_for
+from lightning_dp.federated.sequences import ConstantSteps, rounds_for
 
 
 @pytest.fixture(scope="module")

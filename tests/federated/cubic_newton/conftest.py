@@ -16,7 +16,9 @@ from torch import Tensor
 from lightning_dp import CubicNewton
 from lightning_dp._noise import random_generator
 from lightning_dp.boundary import BoundedSum, Query, bounded_sum
-from lightning_dp.federated import AsyncServer, CubicNewtonClient, CubicNewtonPlan, ReleaseLedger
+from lightning_dp.federated import AsyncServer
+from lightning_dp.federated.cubic_newton import CubicNewtonClient, CubicNewtonPlan
+from lightning_dp.federated.ledger import ReleaseLedger
 from lightning_dp.gradients.materialised import MaterialisedGradients
 from lightning_dp.sparsify import shared_mask
 

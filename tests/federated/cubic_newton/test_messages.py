@@ -12,7 +12,9 @@ import torch
 from torch import nn
 
 from lightning_dp.accounting import PoissonGaussian
-from lightning_dp.federated import AsyncServer, CubicNewtonClient, ReleaseLedger
+from lightning_dp.federated import AsyncServer
+from lightning_dp.federated.cubic_newton import CubicNewtonClient
+from lightning_dp.federated.ledger import ReleaseLedger
 from lightning_dp.federated.messages import Message
 
 EVENT = PoissonGaussian(0.8, 0.5)

@@ -11,7 +11,8 @@ import torch
 from lightning_dp.accounting import Gaussian, PoissonGaussian, epsilon
 from lightning_dp.boundary import BoundedSum, bounded_sum
 from lightning_dp.estimators import CubicNewton
-from lightning_dp.federated import AsyncServer, CubicNewtonClient
+from lightning_dp.federated import AsyncServer
+from lightning_dp.federated.cubic_newton import CubicNewtonClient
 from lightning_dp.federated.messages import Message, MessageError
 from lightning_dp.gradients.materialised import MaterialisedGradients
 

@@ -25,10 +25,13 @@ from lightning_dp import Constant, Diff2, FullBatch
 from lightning_dp._noise import random_generator
 from lightning_dp.accounting import Gaussian, PLDAccountant, PoissonGaussian
 from lightning_dp.accounting.events import AbstractEvent
-from lightning_dp.federated import AsyncServer, QueryClient, ReleaseLedger, SynchronousServer
+from lightning_dp.federated import AsyncServer
 from lightning_dp.federated.flower import client_app, server_app
 from lightning_dp.federated.flower.exchange import payload_of
+from lightning_dp.federated.ledger import ReleaseLedger
 from lightning_dp.federated.protocol import noise_source
+from lightning_dp.federated.query_client import QueryClient
+from lightning_dp.federated.synchronous import SynchronousServer
 from lightning_dp.functional import flatten, unflatten
 from lightning_dp.plan import NoisePlan
 from lightning_dp.sampling import Poisson

@@ -26,11 +26,12 @@ from flwr.app import (
 )
 from torch import Tensor, nn
 
-from lightning_dp.federated import AsyncPlan, AsyncServer, ConstantSteps, PolynomialSizes
+from lightning_dp.federated import AsyncPlan, AsyncServer, PolynomialSizes
 from lightning_dp.federated.flower import server_app
 from lightning_dp.federated.flower.exchange import Exchange, pack, payload_of
 from lightning_dp.federated.flower.logbook import Logbook
 from lightning_dp.federated.messages import Message as Content
+from lightning_dp.federated.sequences import ConstantSteps
 from lightning_dp.testing import LoopbackGrid
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")

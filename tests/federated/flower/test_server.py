@@ -26,15 +26,15 @@ from lightning_dp.federated import (
     AsyncPlan,
     AsyncServer,
     ClientPrivacy,
-    InverseSteps,
     PolynomialSizes,
-    ReleaseLedger,
 )
 from lightning_dp.federated.flower import client_app, server_app
+from lightning_dp.federated.ledger import ReleaseLedger
 from lightning_dp.federated.local import LocalRecords
 from lightning_dp.federated.messages import Message as Content
 from lightning_dp.federated.messages import MessageError
 from lightning_dp.federated.protocol import AbstractClient, AbstractServer
+from lightning_dp.federated.sequences import InverseSteps
 from lightning_dp.testing import Faults, LoopbackGrid
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
