@@ -135,11 +135,10 @@ class PrivacyConfig:
             raise ValueError(f"engine={self.engine!r} must be one of {get_args(EngineName)}.")
 
     def _check_schedule(self) -> None:
-        schedule = self.noise_schedule
-        if schedule.chosen == "at run time" and self.target_epsilon is None:
+        if self.is_adaptive and self.target_epsilon is None:
             raise ValueError(
-                f"noise_schedule={schedule} chooses the noise at run time, so ε is only bounded by a "
-                "budget: give target_epsilon."
+                f"noise_schedule={self.noise_schedule} chooses the noise at run time, so ε is only "
+                "bounded by a budget: give target_epsilon."
             )
 
     def _check_gradient(self) -> None:
@@ -170,6 +169,11 @@ class PrivacyConfig:
                 "max_grad_norm=inf bounds nothing and is allowed only with noise_multiplier=0 "
                 f"(no privacy); here noise_multiplier={self.noise_multiplier}."
             )
+
+    @property
+    def is_adaptive(self) -> bool:
+        """True if the noise is chosen at run time, without a plan that bounds it."""
+        return self.noise_schedule.chosen == "at run time"
 
     def resolved_estimator(self) -> AbstractEstimator:
         """The estimator that is used."""

@@ -23,7 +23,11 @@ from lightning_dp.estimators.mean_gradient import MeanGradient
 from lightning_dp.sampling import AbstractSampling, BatchPlan, Poisson
 from lightning_dp.schedules import AbstractSchedule
 
-__all__ = ["Budget", "LaterSteps", "NoisePlan", "costliest_events", "events_from", "is_adaptive"]
+__all__ = ["Budget", "LaterSteps", "NoisePlan", "costliest_events"]
+
+_ENDLESS = 10**9  # steps searched for a budget's end when the Trainer has none
+_NEAR = 0.98  # noise multipliers that share an entry of the costliest events
+_HORIZON = 100_000  # steps looked at beyond the next one, of a plan without an end
 
 
 @dataclass(frozen=True)
@@ -109,8 +113,13 @@ class NoisePlan:
         return np.resize(kinds, last - first)
 
     def later(self, step: int) -> LaterSteps:
-        """The plan from a step on."""
+        """Return the plan from a step on."""
         return LaterSteps(self, step)
+
+    def events_from(self, step: int) -> AbstractEvent | LaterSteps:
+        """Return the events from a step on; one event if all are alike."""
+        one_kind = self.is_constant and math.isfinite(self.scale)
+        return self.event(step) if one_kind else self.later(step)
 
 
 @dataclass(frozen=True)
@@ -130,21 +139,6 @@ class LaterSteps(AbstractPairPlan):
             return plan.scale * plan.relative_noises(first, last), plan.rates(first, last)
         pairs = np.array([plan.event(step).pair for step in range(first, last)], dtype=float)
         return pairs.reshape(-1, 2)[:, 0], pairs.reshape(-1, 2)[:, 1]
-
-
-_ENDLESS = 10**9  # steps searched for a budget's end when the Trainer has none
-
-
-def is_adaptive(config: PrivacyConfig) -> bool:
-    """Return True if the noise is chosen at run time, without a plan that bounds it."""
-    return config.noise_schedule.chosen == "at run time"
-
-
-def events_from(plan: NoisePlan, step: int) -> AbstractEvent | LaterSteps:
-    """The events of a plan from this step on; one event if all are alike."""
-    if plan.is_constant and math.isfinite(plan.scale):
-        return plan.event(step)
-    return plan.later(step)
 
 
 @dataclass(frozen=True)
@@ -210,7 +204,7 @@ class Budget:
 
     def _planner(self) -> AbstractAccountant:
         """The accountant that the noise is calibrated with: what the guard will enforce."""
-        if is_adaptive(self.config) and self.batches.sample_rate < 1:
+        if self.config.is_adaptive and self.batches.sample_rate < 1:
             return StreamingRDPAccountant()
         return self.config.accountant
 
@@ -226,7 +220,7 @@ class Budget:
         config = self.config
         if not math.isfinite(plan.scale):
             return 0
-        if config.target_epsilon is None or is_adaptive(config):
+        if config.target_epsilon is None or config.is_adaptive:
             return math.inf
         if is_calibrated and type(plan.sampling) is Poisson:  # whose events were calibrated with
             return planned_steps
@@ -238,7 +232,7 @@ class Budget:
         config = self.config
         assert config.target_epsilon is not None
         return affordable_steps(
-            events_from(plan, step),
+            plan.events_from(step),
             int(min(planned_steps, _ENDLESS)),
             config.target_epsilon,
             config.target_delta,
@@ -259,15 +253,11 @@ class Budget:
         is_envelope = plan.shape.chosen == "above a plan"  # which is charged as planned
         if full and plan.scale > 0 and not is_envelope:
             return GDPGuard(*budget)
-        if not is_adaptive(config):
+        if not config.is_adaptive:
             return FixedGuard(affordable)
         fits = self._affordable(plan, step, planned_steps, StreamingRDPAccountant())
         # The order is the optimum of all that fits; where nothing does, the first step's will do.
         return RDPGuard(*budget, PlannedSteps(plan.later(step)).first(max(1, fits)))
-
-
-_NEAR = 0.98  # noise multipliers that share an entry
-_HORIZON = 100_000  # steps looked at beyond the present one, of a plan without an end
 
 
 def costliest_events(plan: NoisePlan, step: int, end: float) -> dict[str, Any] | None:

@@ -24,7 +24,7 @@ from lightning_dp.accounting.events import History
 from lightning_dp.accounting.ledger import Ledger
 from lightning_dp.config import PrivacyConfig
 from lightning_dp.mechanism import Mechanism
-from lightning_dp.plan import Budget, costliest_events, events_from, is_adaptive
+from lightning_dp.plan import Budget, costliest_events
 from lightning_dp.sampling import BatchPlan
 
 __all__ = ["PrivateRun"]
@@ -59,8 +59,9 @@ class _Fit:
     def costliest(self) -> dict[str, Any] | None:
         """The most that a step costs, for a lost journal; None for noise chosen at run time."""
         plan = self.mechanism.plan
-        is_known = plan.shape.chosen != "at run time"
-        return costliest_events(plan, self.mechanism.step, self.end) if is_known else None
+        if plan.shape.chosen == "at run time":
+            return None
+        return costliest_events(plan, self.mechanism.step, self.end)
 
 
 class PrivateRun:
@@ -117,7 +118,7 @@ class PrivateRun:
     @property
     def is_adaptive(self) -> bool:
         """True if the noise is chosen at run time, without a plan that bounds it."""
-        return is_adaptive(self.config)
+        return self.config.is_adaptive
 
     @property
     def noise_multiplier(self) -> float | None:
@@ -154,7 +155,7 @@ class PrivateRun:
         if self.mechanism is None:
             return np.full(more_steps.shape, self.epsilon)  # nothing is planned yet
         return epsilon_curve(
-            events_from(self.mechanism.plan, self.mechanism.step),
+            self.mechanism.plan.events_from(self.mechanism.step),
             more_steps,
             self.config.target_delta,
             self.config.relation,
