@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -14,7 +13,7 @@ import torch
 from torch import Tensor
 
 from lightning_dp._noise import NoiseSource
-from lightning_dp._validate import normalise, not_negative, number, optional, seed, whole
+from lightning_dp._validate import normalise, not_negative, number, optional, positive, seed, whole
 from lightning_dp.accounting import Gaussian
 from lightning_dp.accounting.base import Relation
 from lightning_dp.accounting.events import AbstractEvent
@@ -233,8 +232,7 @@ class _Rounds(AbstractRounds):
     local_steps: LocalSteps | None
 
     def __post_init__(self) -> None:
-        if not 0 < self.share < math.inf:
-            raise ValueError(f"share={self.share} must be finite and greater than 0.")
+        normalise(self, positive, "share")
         if self.local_steps not in (None, *get_args(LocalSteps)):
             raise ValueError(
                 f"local_steps={self.local_steps!r} must be 'diminishing1' or 'diminishing2'."

@@ -108,8 +108,7 @@ class AsyncServer(AbstractServer):
     num_clients: int
 
     def __post_init__(self) -> None:
-        if not self.num_clients >= 1:
-            raise ValueError(f"num_clients={self.num_clients} must be at least 1.")
+        normalise(self, whole, "num_clients")
         if self.start.dim() != 1 or not bool(torch.isfinite(self.start).all()):
             raise ValueError("start must be a vector of finite numbers.")
         self.plan.check(len(self.start), self.num_clients)

@@ -127,8 +127,7 @@ class BVRLSGD:
             worker: whose records, 0, ..., P - 1.
             workers: P.
         """
-        if not 0 <= worker < workers:
-            raise ValueError(f"worker={worker} must be one of 0, ..., {workers - 1}.")
+        worker = whole("worker", worker, 0, workers - 1)
         steps = [noise_multiplier * diff2.relative_noise(t) for t in range(rounds)]
         counts: dict[AbstractEvent, int] = {}
         for z in steps:

@@ -113,8 +113,7 @@ class CubicNewtonPlan:
 
     def mask_seed(self, client: int) -> int:
         """Return the public seed of a client's coordinate sets."""
-        if isinstance(client, bool) or not (isinstance(client, int) and 0 <= client < self.clients):
-            raise ValueError(f"client={client!r} must be one of 0, ..., {self.clients - 1}.")
+        client = whole("client", client, 0, self.clients - 1)
         return (self.newton.mask_seed + client) % 2**64
 
     def newton_of(self, client: int) -> CubicNewton:

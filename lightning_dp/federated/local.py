@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from lightning_dp._checks import check_loader, check_model, check_training_mode, check_training_step
 from lightning_dp._training_step import call_training_step, loss_in, muted
+from lightning_dp._validate import optional, whole
 from lightning_dp.accounting.events import VoidedRunError
 from lightning_dp.boundary import (
     BoundedSum,
@@ -112,8 +113,7 @@ class LocalRecords:
     ) -> None:
         if unit not in get_args(Unit):
             raise ValueError(f"unit={unit!r} must be one of {get_args(Unit)}.")
-        if chunk_size is not None and not chunk_size >= 1:
-            raise ValueError(f"chunk_size={chunk_size} must be at least 1.")
+        chunk_size = optional(whole)("chunk_size", chunk_size)
         if not isinstance(records, DataLoader):
             records = DataLoader(records, batch_size=chunk_size or _CHUNK_SIZE)
         self._loader = check_loader(records)

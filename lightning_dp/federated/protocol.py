@@ -29,7 +29,8 @@ class Records(Protocol):
     """One client's data set, as far as a protocol knows it.
 
     :class:`lightning_dp.federated.local.LocalRecords` is one, made of a LightningModule and a
-    data set.
+    data set. Records of your own may also have its ``check_point``, ``try_once``, ``has_products``
+    and ``fingerprint``; what they lack is not checked.
     """
 
     @property

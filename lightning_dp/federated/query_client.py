@@ -90,9 +90,8 @@ class QueryClient(Client):
     ) -> None:
         check_plan(plan, "server" if trusts_server else "client")
         rounds, num_clients = whole("rounds", rounds), whole("num_clients", num_clients)
-        client, seed = whole("client", client, 0), optional(_validate.seed)("seed", seed)
-        if not 0 <= client < num_clients:
-            raise ValueError(f"client={client} must be one of 0, ..., {num_clients - 1}.")
+        client = whole("client", client, 0, num_clients - 1)
+        seed = optional(_validate.seed)("seed", seed)
         asked = _Rounds(records, plan, rounds, trusts_server, local_routine, client, num_clients)
         budget = (target_epsilon, target_delta, relation)
         # Both rounds of a step may be asked for again.

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_dp._noise import random_generator
+from lightning_dp._validate import number, whole
 from lightning_dp._world import World
 from lightning_dp.accounting.events import VoidedRunError
 from lightning_dp.boundary import BoundedSum, Query
@@ -20,6 +21,7 @@ from lightning_dp.federated.protocol import draw
 from lightning_dp.federated.synchronous import QUERY, query_from, query_message
 from lightning_dp.functional import flatten, unflatten
 from lightning_dp.gradients import UnsupportedModelError
+from lightning_dp.mechanism import Mechanism
 from lightning_dp.run import PrivateRun
 from lightning_dp.sampling import BatchPlan
 
@@ -77,7 +79,7 @@ class TrustedServer:
         *,
         sample_rate: float = 1.0,
     ) -> None:
-        if not 0 < sample_rate <= 1:
+        if not 0 < number("sample_rate", sample_rate) <= 1:
             raise ValueError(f"sample_rate={sample_rate} must be in (0, 1].")
         if local.unit != "record":
             raise ValueError(
@@ -120,8 +122,7 @@ class TrustedServer:
             ValueError: on every rank, if a rank has another model.
             VoidedRunError: on every rank, if a rank's sum is not finite.
         """
-        if not rounds >= 1:
-            raise ValueError(f"rounds={rounds} must be at least 1.")
+        rounds = whole("rounds", rounds)
         run = self.private_run
         num_records = self._agree()
         if self._is_server:
@@ -155,10 +156,16 @@ class TrustedServer:
 
     # -- rank 0 ------------------------------------------------------------------------------
 
-    def _ask(self) -> Message:
-        """Charge the next step and form its query."""
+    @property
+    def _mechanism(self) -> Mechanism:
+        """The mechanism of the fit that goes on; rank 0 alone has one."""
         mechanism = self.private_run.mechanism
         assert mechanism is not None
+        return mechanism
+
+    def _ask(self) -> Message:
+        """Charge the next step and form its query."""
+        mechanism = self._mechanism
         if mechanism.exhausted:
             self.private_run.stop_reason = "privacy budget reached"
             return Message(_STOP)
@@ -169,8 +176,7 @@ class TrustedServer:
         return query_message(query, self._local.point, {"sample_rate": rate})
 
     def _take_step(self) -> None:
-        mechanism, params = self.private_run.mechanism, self._local.params
-        assert mechanism is not None
+        mechanism, params = self._mechanism, self._local.params
         estimate = mechanism.tell(params)
         for param, gradient in zip(params, unflatten(estimate, params), strict=True):
             param.grad = gradient
@@ -207,8 +213,7 @@ class TrustedServer:
             return
         values = [torch.empty_like(part.value) for _ in range(dist.get_world_size())]
         dist.gather(part.value, values, dst=_SERVER)
-        mechanism = self.private_run.mechanism
-        assert mechanism is not None
+        mechanism = self._mechanism
         for rank, value in enumerate(values):
             if not bool(torch.isfinite(value).all()):
                 self._share(Message(_FAILED))

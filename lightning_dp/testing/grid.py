@@ -13,6 +13,8 @@ from flwr.serverapp import Grid, ServerApp
 from flwr.supercore.run import Run
 from flwr.supercore.task_identity import TaskIdentity
 
+from lightning_dp._validate import normalise, whole
+
 __all__ = ["Faults", "LoopbackGrid"]
 
 
@@ -109,8 +111,7 @@ class LoopbackGrid(Grid):
     """The number of calls of the ClientApp."""
 
     def __post_init__(self) -> None:
-        if not self.num_clients >= 1:
-            raise ValueError(f"num_clients={self.num_clients} must be at least 1.")
+        normalise(self, whole, "num_clients")
         self._random = random.Random(self.seed)
         self._held: dict[str, _Held] = {}
         self._restarts = 0

@@ -13,6 +13,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
 
+from lightning_dp._validate import whole
+
 __all__ = ["LoopbackFederation"]
 
 
@@ -59,10 +61,8 @@ class LoopbackFederation:
         environment: Mapping[str, str] | None = None,
         port: int | None = None,
     ) -> None:
-        if not num_clients >= 1:
-            raise ValueError(f"num_clients={num_clients} must be at least 1.")
         self.folder = Path(folder).absolute()
-        self.num_clients = num_clients
+        self.num_clients = whole("num_clients", num_clients)
         self.simulation = simulation
         self.address = f"{_HOST}:{port or _free_port()}"
         self._processes: dict[str, subprocess.Popen[bytes]] = {}

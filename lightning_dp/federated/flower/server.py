@@ -16,6 +16,7 @@ from flwr.serverapp import Grid, ServerApp
 from torch import Tensor, nn
 
 from lightning_dp._files import local_folder
+from lightning_dp._validate import number
 from lightning_dp.federated.agreement import fingerprint
 from lightning_dp.federated.flower.exchange import Exchange, Outcome
 from lightning_dp.federated.flower.logbook import Logbook, save
@@ -78,7 +79,7 @@ def server_app(
         RuntimeError: in a run, if no reply could be used for ``patience`` seconds.
     """
     for name, value in (("ttl", ttl), ("poll_interval", poll_interval), ("patience", patience)):
-        if not value > 0:
+        if not number(name, value) > 0:
             raise ValueError(f"{name}={value} must be greater than 0.")
     here = Path.cwd()
     if not callable(folder):
