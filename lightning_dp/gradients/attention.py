@@ -123,7 +123,7 @@ class AttentionCall:
 
 
 def random_state(layer: nn.MultiheadAttention) -> Tensor | None:
-    """Of the generator that the layer is going to draw from, if it is going to."""
+    """Return the state of the generator that the layer will draw from; None if it draws nothing."""
     if not layer.training or not layer.dropout > 0:
         return None
     device = layer.out_proj.weight.device
@@ -228,7 +228,7 @@ def _extra(layer: nn.MultiheadAttention) -> list[Tensor]:
 
 
 def _weights(layer: nn.MultiheadAttention) -> list[Tensor]:
-    """Of the projections of query, key and value."""
+    """Return the weights of the projections of query, key and value."""
     if layer.in_proj_weight is not None:
         return list(layer.in_proj_weight.chunk(3))
     return [layer.q_proj_weight, layer.k_proj_weight, layer.v_proj_weight]
@@ -294,7 +294,7 @@ def _attend(
 
 
 def _check(layer: nn.Module, recorded: Tensor, replayed: Tensor) -> None:
-    """Both must be equal up to rounding; records with non-finite output are ignored.
+    """Refuse outputs that differ by more than rounding; records with non-finite output are ignored.
 
     Mostly such a record has no finite gradient and contributes nothing. If it has one, it is clipped
     as any other, and a replay that goes wrong is seen from the finite records.

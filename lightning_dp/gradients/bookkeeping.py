@@ -122,7 +122,7 @@ class Bookkeeping(AbstractGradientEngine):
 
     @torch.no_grad()
     def _keep(self, call: LayerCall, gradient: Tensor | None, combined: bool) -> None:
-        """Of one call of a layer what the norms and the sum are made from."""
+        """Keep the parts of one layer call from which the norms and the sum are made."""
         inputs = call.take_inputs()
         if gradient is not None:
             with as_unsupported(call.name, call.layer):
@@ -161,7 +161,7 @@ class Bookkeeping(AbstractGradientEngine):
         return self.take(1.0, {})
 
     def _duals_of(self, loss: Tensor) -> list[tuple[LayerCall, Dual]]:
-        """Inside dual numbers: every call, with the gradient of its output and its derivative."""
+        """Return every call inside dual numbers, with the gradient of its output and its derivative."""
         calls, _ = self._calls_of(loss)
         if not calls:
             return []

@@ -70,7 +70,7 @@ class Convolution(AbstractForm):
         return patches <= _PATCHES_PER_CHANNEL * self.weight_shape[0]
 
     def _matrix_products(self, v: Tensor, u: Tensor, out: Tensor) -> None:
-        """From all patches of the input, a few records at a time so that they stay in the cache."""
+        """Multiply all patches of the input, a few records at a time so that they stay in the cache."""
         entries = math.prod(self.weight_shape[1:])
         size = max(1, _PATCH_ENTRIES // (entries * math.prod(u.shape[2:])))
         as_matrices, u = out.view(len(u), -1, entries), u.flatten(2)
@@ -80,7 +80,7 @@ class Convolution(AbstractForm):
             torch.bmm(u[part], patches.transpose(1, 2), out=as_matrices[part])
 
     def _convolutions(self, v: Tensor, u: Tensor, out: Tensor) -> None:
-        """As groups of a convolution, some records at a time."""
+        """Run the records as groups of a convolution, some of them at a time."""
         # (n, in, ...) as (1, n·in, ...): with n times as many groups no channel of one record meets
         # one of another, so the weight gradient has a block for each record.
         start = 0

@@ -27,7 +27,7 @@ _PROJECTIONS = ("qlinear", "klinear", "vlinear", "out_proj")
 
 
 def as_it_is(tensor: Tensor) -> Tensor:
-    """Of a call with the records in the first dimension."""
+    """Return a tensor of a call that has the records in the first dimension."""
     return tensor
 
 
@@ -37,7 +37,7 @@ def _from_the_second(tensor: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class _FromPacked:
-    """Of one time step of packed sequences: records whose sequences are over get zeros.
+    """The arrangement of one time step of packed sequences: records whose sequences are over get zeros.
 
     Args:
         records: which ones the rows are, the longest sequence first; later steps have fewer rows.
@@ -56,7 +56,7 @@ class _AbstractInside(ABC):
 
     @abstractmethod
     def arrange(self, part: nn.Module, given: Tensor) -> Arrange:
-        """Return the place of the records in a call of a part. Raises UnsupportedModelError."""
+        """Return the arrangement that puts the records of a part's call first, or refuse the call."""
 
 
 class _InAttention(_AbstractInside):
@@ -145,7 +145,7 @@ class OpacusLayers:
         self._inside = None
 
     def arrange(self, layer: nn.Module, given: Tensor) -> Arrange:
-        """Return the place of the records in the current call of a layer.
+        """Return the arrangement that puts the records first in the current call of a layer.
 
         Args:
             layer: any layer of the model, of Opacus' or not.
@@ -160,7 +160,7 @@ class OpacusLayers:
 
 
 def own_parameters(layer: nn.Module) -> list[nn.Parameter]:
-    """Those that its own calls use, and not those of layers inside of it that it lists as its own.
+    """Return the parameters that its own calls use, without those of layers inside that it lists.
 
     A recurrent layer of Opacus lists its cells' parameters, a head its decoder's bias.
     """

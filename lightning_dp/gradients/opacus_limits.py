@@ -72,7 +72,7 @@ def _has_rule(layer: nn.Module) -> bool:
 
 
 def _wrong_or_none(module: nn.Module) -> Iterator[str]:
-    """For each layer that Opacus would give a wrong gradient, or none: its name, why, and the cure."""
+    """Name each layer that Opacus would give a wrong gradient, or none, with the reason and the cure."""
     for name, layer in module.named_modules():
         if any(param.requires_grad for param in layer.parameters(recurse=False)):
             for reason in _reasons(layer):

@@ -144,7 +144,7 @@ class Recorder:
         return rule_of(layer, self._rules)
 
     def _parameters_of(self, layer: nn.Module) -> list[nn.Parameter]:
-        """Those that its calls use."""
+        """Return the parameters that its calls use."""
         if self._rule_of(layer) is multihead_attention:
             return attention.parameters_of(cast(nn.MultiheadAttention, layer))
         return own_parameters(layer)

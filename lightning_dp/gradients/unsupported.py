@@ -117,7 +117,7 @@ def is_compiled(layer: nn.Module) -> bool:
 
 
 def refuse_compiled(name: str, layer: nn.Module) -> None:
-    """Inside a compiled module hooks do not see the graph that is differentiated."""
+    """Refuse compiled modules: hooks do not see the graph inside that is differentiated."""
     if is_compiled(layer):
         raise UnsupportedModelError(
             f"{name or 'The module'} is compiled, and hooks do not see into the graph that runs. Fit it "
