@@ -11,185 +11,9 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
-__all__ = ["FirstStep", "SameParameters", "changed", "fingerprints"]
-
+__all__ = ["FirstStep", "SameParameters", "changed", "checksums"]
 
 _CHUNK = 2**16  # entries at a time: what a fingerprint costs in memory
-
-
-def fingerprints(tensors: Mapping[str, Tensor]) -> dict[str, int]:
-    """A hash of each tensor; any change of a bit alters it, except with probability 2⁻³².
-
-    The sum of the entries' bits with fixed random weights, modulo 2⁶⁴. A copy would double the
-    memory of a frozen backbone, and version counters do not see what is written to ``p.data``.
-    Tensors of special classes (quantised weights) and lazy ones are left out.
-
-    Example:
-        >>> weight = torch.ones(3)
-        >>> before = fingerprints({"weight": weight})
-        >>> weight[1] += 1e-7
-        >>> changed(before, fingerprints({"weight": weight}))
-        ('weight',)
-    """
-    plain = {
-        name: tensor.detach()
-        for name, tensor in tensors.items()
-        if not is_lazy(tensor) and type(tensor.data) is Tensor
-    }
-    longest = max((tensor.nbytes // _width(tensor) for tensor in plain.values()), default=0)
-    weights = _weights(min(longest, _CHUNK))
-    return {name: int(_fingerprint(tensor, weights)) for name, tensor in plain.items()}
-
-
-def _fingerprint(tensor: Tensor, weights: Tensor) -> Tensor:
-    bits = tensor.flatten().view({1: torch.uint8, 2: torch.int16, 4: torch.int32}[_width(tensor)])
-    weights = weights[: len(bits)].to(tensor.device)
-    total = torch.zeros((), dtype=torch.int64, device=tensor.device)
-    for part in torch.split(bits, _CHUNK):
-        total = total * 6364136223846793005 + (part * weights[: len(part)]).sum()
-    return total
-
-
-def _width(tensor: Tensor) -> int:
-    """Bytes that are taken as one number; of 8 the sign could cancel."""
-    return min(4, tensor.element_size())
-
-
-def _weights(count: int) -> Tensor:
-    generator = torch.Generator().manual_seed(0)
-    return torch.randint(-(2**62), 2**62, (count,), generator=generator) * 2 + 1
-
-
-def changed(before: Mapping[str, int], after: Mapping[str, int]) -> tuple[str, ...]:
-    """Names of the tensors whose fingerprints differ."""
-    return tuple(name for name in before if before[name] != after[name])
-
-
-class FirstStep:
-    """Watches which parameters the first step changes, and who changes them.
-
-    All it looks at is public: weights, learning rates and gradients after the noise.
-
-    - ``training_step`` changes no parameter: what it writes comes from records, without noise.
-    - The optimizer changes no frozen parameter.
-    - It changes every trained one, unless its learning rate or its private gradient is zero. A
-      warm-up from zero and steps in a few coordinates are waited for.
-    - Nothing else changes a frozen one before the second step.
-
-    Args:
-        module: the user's model.
-        optimizer: its optimizer.
-    """
-
-    def __init__(self, module: nn.Module, optimizer: Optimizer) -> None:
-        own = {id(param) for group in optimizer.param_groups for param in group["params"]}
-        self._all = dict(module.named_parameters())
-        self._frozen = {name: p for name, p in self._all.items() if not p.requires_grad}
-        self._waiting = {
-            name: p for name, p in self._all.items() if p.requires_grad and id(p) in own
-        }
-        self._is_first = True  # until the optimizer has stepped
-        self._saw_forward = False
-        self._before_forward: dict[str, int] | None = None
-        self._before_update: dict[str, int] | None = None
-        self._after_update: dict[str, int] | None = None
-
-    def enter_forward(self) -> None:
-        """``training_step`` begins."""
-        if not self._saw_forward:
-            self._saw_forward = True
-            self._before_forward = fingerprints(self._all)
-
-    def leave_forward(self) -> None:
-        """The loss is there: ``training_step`` returned, or it called ``manual_backward``.
-
-        Raises:
-            MisconfigurationException: if a parameter is not what it was.
-        """
-        before, self._before_forward = self._before_forward, None
-        if before is None:
-            return
-        written = changed(before, fingerprints(self._all))
-        if written:
-            raise MisconfigurationException(
-                f"training_step changed the parameters {_some(written)} itself (a codebook or "
-                "statistic kept as a parameter, a layer that rescales its weights in forward). "
-                "What it writes can come from the records, without noise, and ε would not hold: "
-                "discard these weights. "
-                "If it is a function of other weights only (a teacher that follows the student), "
-                "write it in on_train_batch_end."
-            )
-
-    def enter_update(self) -> None:
-        """The private gradients are in place, and the optimizer is about to use them."""
-        if self._is_first or self._waiting:
-            watched = {**(self._frozen if self._is_first else {}), **self._waiting}
-            self._before_update = fingerprints(watched)
-
-    def leave_update(self, optimizer: Optimizer) -> list[str]:
-        """The optimizer has stepped. Returns what the user should be warned of.
-
-        Raises:
-            MisconfigurationException: if it changed a frozen parameter.
-        """
-        before, self._before_update = self._before_update, None
-        if before is None:
-            return []
-        after = fingerprints({name: self._all[name] for name in before})
-        moved = changed(before, after)
-        if self._is_first:
-            self._is_first = False
-            self._after_update = {name: after[name] for name in self._frozen if name in after}
-            _refuse_frozen([name for name in moved if name in self._frozen], optimizer)
-        asked = [name for name in self._waiting if _is_asked(self._waiting[name], optimizer)]
-        for name in asked:
-            del self._waiting[name]
-        stuck = [name for name in asked if name in before and name not in moved]
-        if not stuck:
-            return []
-        return [
-            f"{type(optimizer).__name__} did not move the parameters {_some(stuck)}, though their "
-            "learning rate and private gradients are not zero: the step is too small for their "
-            "precision, or the optimizer steps copies of them. They are charged for all the same: "
-            "raise the learning rate, or freeze them with requires_grad_(False) before fit."
-        ]
-
-    def between_steps(self) -> list[str]:
-        """The second batch begins. Returns what the user should be warned of."""
-        before, self._after_update = self._after_update, None
-        if before is None:
-            return []
-        written = changed(before, fingerprints({name: self._frozen[name] for name in before}))
-        if not written:
-            return []
-        return [
-            f"The frozen parameters {_some(written)} changed between two steps, by a hook or a "
-            "callback. ε covers them if they are computed from other weights (a teacher that "
-            "follows the student); if they are computed from records, it does not hold."
-        ]
-
-
-def _refuse_frozen(moved: list[str], optimizer: Optimizer) -> None:
-    if moved:
-        raise MisconfigurationException(
-            f"The step of {type(optimizer).__name__} changed the frozen parameters {_some(moved)} "
-            "(weight decay without a gradient, an old gradient that was left in p.grad, or "
-            "on_before_optimizer_step). Give the optimizer trainable parameters only: "
-            "[p for p in self.parameters() if p.requires_grad]."
-        )
-
-
-def _is_asked(param: nn.Parameter, optimizer: Optimizer) -> bool:
-    """True if a step must move it: neither its learning rate nor its private gradient is zero."""
-    if param.grad is None or not bool(param.grad.any()):
-        return False
-    rates = [g.get("lr") for g in optimizer.param_groups if any(p is param for p in g["params"])]
-    return any(rate is None or float(rate) != 0 for rate in rates)
-
-
-def _some(names: tuple[str, ...] | list[str]) -> str:
-    more = f" and {len(names) - 5} more" if len(names) > 5 else ""
-    return f"{list(names[:5])}{more}"
 
 
 class SameParameters:
@@ -246,3 +70,179 @@ class SameParameters:
 
 def _trained(optimizer: Optimizer) -> tuple[nn.Parameter, ...]:
     return tuple(p for g in optimizer.param_groups for p in g["params"] if p.requires_grad)
+
+
+class FirstStep:
+    """Watches which parameters the first step changes, and who changes them.
+
+    All it looks at is public: weights, learning rates and gradients after the noise.
+
+    - ``training_step`` changes no parameter: what it writes comes from records, without noise.
+    - The optimizer changes no frozen parameter.
+    - It changes every trained one; one whose learning rate or private gradient is still zero (in
+      warm-up, or in a step of a few coordinates) is checked later.
+    - Nothing else changes a frozen one before the second step.
+
+    Args:
+        module: the user's model.
+        optimizer: its optimizer.
+    """
+
+    def __init__(self, module: nn.Module, optimizer: Optimizer) -> None:
+        own = {id(param) for group in optimizer.param_groups for param in group["params"]}
+        self._all = dict(module.named_parameters())
+        # What each check still has to look at, and what it was then; empty when the check is over.
+        self._unseen = self._all
+        self._frozen = {name: p for name, p in self._all.items() if not p.requires_grad}
+        self._waiting = {
+            name: p for name, p in self._all.items() if p.requires_grad and id(p) in own
+        }
+        self._before_forward: dict[str, int] = {}
+        self._before_update: dict[str, int] = {}
+        self._after_update: dict[str, int] = {}
+
+    def enter_forward(self) -> None:
+        """``training_step`` begins."""
+        if self._unseen:
+            self._before_forward, self._unseen = checksums(self._unseen), {}
+
+    def leave_forward(self) -> None:
+        """The loss is there: ``training_step`` returned, or it called ``manual_backward``.
+
+        Raises:
+            MisconfigurationException: if a parameter is not what it was.
+        """
+        before, self._before_forward = self._before_forward, {}
+        written = self._changed_since(before)
+        if written:
+            raise MisconfigurationException(
+                f"training_step changed the parameters {_some(written)} itself (a codebook or "
+                "statistic kept as a parameter, a layer that rescales its weights in forward). "
+                "What it writes can come from the records, without noise, and ε would not hold: "
+                "discard these weights. "
+                "If it is a function of other weights only (a teacher that follows the student), "
+                "write it in on_train_batch_end."
+            )
+
+    def enter_update(self) -> None:
+        """The private gradients are in place, and the optimizer is about to use them."""
+        if watched := {**self._frozen, **self._waiting}:
+            self._before_update = checksums(watched)
+
+    def leave_update(self, optimizer: Optimizer) -> list[str]:
+        """The optimizer has stepped. Returns what the user should be warned of.
+
+        Raises:
+            MisconfigurationException: if it changed a frozen parameter.
+        """
+        before, self._before_update = self._before_update, {}
+        if not before:
+            return []
+        moved = self._changed_since(before)
+        frozen, self._frozen = self._frozen, {}
+        _refuse_frozen([name for name in moved if name in frozen], optimizer)
+        # None of them moved, so what they were is what they are.
+        self._after_update = {name: before[name] for name in frozen if name in before}
+        asked = [name for name in self._waiting if _is_asked(self._waiting[name], optimizer)]
+        for name in asked:
+            del self._waiting[name]
+        stuck = [name for name in asked if name in before and name not in moved]
+        if not stuck:
+            return []
+        return [
+            f"{type(optimizer).__name__} did not move the parameters {_some(stuck)}, though their "
+            "learning rate and private gradients are not zero: the step is too small for their "
+            "precision, or the optimizer steps copies of them. They are charged for all the same: "
+            "raise the learning rate, or freeze them with requires_grad_(False) before fit."
+        ]
+
+    def between_steps(self) -> list[str]:
+        """The second batch begins. Returns what the user should be warned of."""
+        before, self._after_update = self._after_update, {}
+        written = self._changed_since(before)
+        if not written:
+            return []
+        return [
+            f"The frozen parameters {_some(written)} changed between two steps, by a hook or a "
+            "callback. ε covers them if they are computed from other weights (a teacher that "
+            "follows the student); if they are computed from records, it does not hold."
+        ]
+
+    def _changed_since(self, before: Mapping[str, int]) -> tuple[str, ...]:
+        """Return the names of the parameters that are not what they were."""
+        return changed(before, checksums({name: self._all[name] for name in before}))
+
+
+def _refuse_frozen(moved: list[str], optimizer: Optimizer) -> None:
+    if moved:
+        raise MisconfigurationException(
+            f"The step of {type(optimizer).__name__} changed the frozen parameters {_some(moved)} "
+            "(weight decay without a gradient, an old gradient that was left in p.grad, or "
+            "on_before_optimizer_step). Give the optimizer trainable parameters only: "
+            "[p for p in self.parameters() if p.requires_grad]."
+        )
+
+
+def _is_asked(param: nn.Parameter, optimizer: Optimizer) -> bool:
+    """True if a step must move it: neither its learning rate nor its private gradient is zero."""
+    if param.grad is None or not bool(param.grad.any()):
+        return False
+    rates = [g.get("lr") for g in optimizer.param_groups if any(p is param for p in g["params"])]
+    return any(rate is None or float(rate) != 0 for rate in rates)
+
+
+def _some(names: tuple[str, ...] | list[str]) -> str:
+    more = f" and {len(names) - 5} more" if len(names) > 5 else ""
+    return f"{list(names[:5])}{more}"
+
+
+def checksums(tensors: Mapping[str, Tensor]) -> dict[str, int]:
+    """Return a hash of each tensor; any change of a bit alters it, except with probability 2⁻³².
+
+    The sum of the entries' bits with fixed random weights, modulo 2⁶⁴. A copy would double the
+    memory of a frozen backbone, and version counters do not see what is written to ``p.data``.
+    Tensors of special classes (quantised weights) and lazy ones are left out.
+
+    Example:
+        >>> weight = torch.ones(3)
+        >>> before = checksums({"weight": weight})
+        >>> weight[1] += 1e-7
+        >>> changed(before, checksums({"weight": weight}))
+        ('weight',)
+    """
+    if not tensors:
+        return {}
+    plain = {
+        name: tensor.detach()
+        for name, tensor in tensors.items()
+        if not is_lazy(tensor) and type(tensor.data) is Tensor
+    }
+    longest = max((tensor.nbytes // _width(tensor) for tensor in plain.values()), default=0)
+    weights = _weights(min(longest, _CHUNK))
+    return {name: int(_checksum(tensor, weights)) for name, tensor in plain.items()}
+
+
+def _checksum(tensor: Tensor, weights: Tensor) -> Tensor:
+    bits = tensor.flatten().view({1: torch.uint8, 2: torch.int16, 4: torch.int32}[_width(tensor)])
+    weights = weights[: len(bits)].to(tensor.device)
+    total = torch.zeros((), dtype=torch.int64, device=tensor.device)
+    # All parts have the same weights; the odd factor tells apart parts that change places.
+    for part in torch.split(bits, _CHUNK):
+        total = total * 6364136223846793005 + (part * weights[: len(part)]).sum()
+    return total
+
+
+def _width(tensor: Tensor) -> int:
+    """Return how many bytes are taken as one number; of 8 the sign could cancel."""
+    return min(4, tensor.element_size())
+
+
+def _weights(count: int) -> Tensor:
+    """Return odd weights: an odd number times a difference of bits is not 0 modulo 2⁶⁴."""
+    generator = torch.Generator().manual_seed(0)
+    return torch.randint(-(2**62), 2**62, (count,), generator=generator) * 2 + 1
+
+
+def changed(before: Mapping[str, int], after: Mapping[str, int]) -> tuple[str, ...]:
+    """Return the names of the tensors whose checksums differ."""
+    return tuple(name for name in before if before[name] != after[name])

@@ -16,7 +16,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from lightning_dp import CubicNewton, Diff2, LaplacianSmoothing
 from lightning_dp._warnings import PrivacyWarning
 from lightning_dp.callbacks import DifferentialPrivacy
-from lightning_dp.strategies.weights import changed, fingerprints
+from lightning_dp.strategies.weights import changed, checksums
 
 
 @pytest.fixture
@@ -50,7 +50,7 @@ class Act(Callback):
         setattr(self, hook, lambda trainer, module, *_: act(module.net))
 
 
-# -- fingerprints ----------------------------------------------------------------------------------
+# -- checksums ----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -59,24 +59,24 @@ class Act(Callback):
 def test_any_changed_entry_changes_the_fingerprint(dtype):
     tensor = torch.randn(3, 4).to(dtype).t()  # not contiguous
 
-    before = fingerprints({"t": tensor})
-    assert changed(before, fingerprints({"t": tensor.clone()})) == ()
+    before = checksums({"t": tensor})
+    assert changed(before, checksums({"t": tensor.clone()})) == ()
     for row in range(4):
         for column in range(3):
             other = tensor.clone()
             other[row, column] = -other[row, column]
-            assert changed(before, fingerprints({"t": other})) == ("t",)
+            assert changed(before, checksums({"t": other})) == ("t",)
 
 
 def test_changes_that_keep_the_sum_are_seen():
     tensor = torch.arange(3_000_000.0)  # longer than the parts in which it is read
-    before = fingerprints({"t": tensor})
+    before = checksums({"t": tensor})
     for i, j in ((0, 1), (5, 2_500_000), (0, 2**20)):
         swapped = tensor.clone()
         swapped[i], swapped[j] = tensor[j], tensor[i]
-        assert changed(before, fingerprints({"t": swapped})) == ("t",)
+        assert changed(before, checksums({"t": swapped})) == ("t",)
     signs = torch.ones(2, dtype=torch.float64)
-    assert changed(fingerprints({"t": signs}), fingerprints({"t": -signs})) == ("t",)
+    assert changed(checksums({"t": signs}), checksums({"t": -signs})) == ("t",)
 
 
 # -- the optimizer has the parameters of the model -------------------------------------------------
