@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -15,13 +16,14 @@ from lightning_dp.callbacks.privacy_report_files import PrivacyReportFiles
 from lightning_dp.config import EngineName, PrivacyConfig
 from lightning_dp.estimators import AbstractEstimator
 from lightning_dp.postprocessing import AbstractPostProcessor
-from lightning_dp.report import PrivacyReport
-from lightning_dp.report.of_run import report
 from lightning_dp.run import PrivateRun
 from lightning_dp.sampling import AbstractSampling, Poisson
 from lightning_dp.schedules import AbstractSchedule, Constant
 from lightning_dp.strategies import install
 from lightning_dp.strategies.checks import check_launcher
+
+if TYPE_CHECKING:
+    from lightning_dp.report import PrivacyReport
 
 __all__ = ["DifferentialPrivacy"]
 
@@ -155,4 +157,6 @@ class DifferentialPrivacy(Callback):
 
     def report(self) -> PrivacyReport:
         """Return the claims that this run allows; ``print`` it, or take ``to_dict()``."""
+        from lightning_dp.report.of_run import report
+
         return report(self._run)

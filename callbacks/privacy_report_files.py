@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from lightning.pytorch import Trainer
 from lightning.pytorch.utilities import rank_zero_info
 
 from lightning_dp._warnings import warn
-from lightning_dp.report.content import PrivacyReport
-from lightning_dp.report.files import write_report
-from lightning_dp.report.of_run import report
 from lightning_dp.run import PrivateRun
 from lightning_dp.strategies import PrivacyCallback
+
+if TYPE_CHECKING:
+    from lightning_dp.report import PrivacyReport
 
 __all__ = ["PrivacyReportFiles"]
 
@@ -60,6 +61,8 @@ class PrivacyReportFiles(PrivacyCallback):
         self._is_open = False
         if run.voided is not None:
             return None  # the error says it; nothing is written after it
+        from lightning_dp.report.of_run import report
+
         content = report(run)
         written, failure = self._write(content)
         where = failure or ("none in a fast_dev_run" if written is None else str(written))
@@ -68,6 +71,8 @@ class PrivacyReportFiles(PrivacyCallback):
 
     def _write(self, content: PrivacyReport) -> tuple[Path | None, str | None]:
         """Return the file that was written, and what went wrong."""
+        from lightning_dp.report.files import write_report
+
         if self._folder is None:
             return None, None
         try:

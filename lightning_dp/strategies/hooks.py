@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from lightning.pytorch import Callback, Trainer
 
-from lightning_dp.report import PrivacyReport
 from lightning_dp.run import PrivateRun
+
+if TYPE_CHECKING:
+    from lightning_dp.report import PrivacyReport
 
 __all__ = ["PrivacyCallback", "among"]
 

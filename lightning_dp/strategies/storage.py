@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from lightning.pytorch import Trainer
 
 from lightning_dp._files import local_folder
-from lightning_dp.report.content import PrivacyReport
-from lightning_dp.report.files import CHECKPOINT_KEY, in_checkpoint
 from lightning_dp.run import PrivateRun
+
+if TYPE_CHECKING:
+    from lightning_dp.report import PrivacyReport
 
 __all__ = ["default_folder", "record_in", "write_record"]
 
@@ -32,18 +33,27 @@ def default_folder(trainer: Trainer) -> Path:
 
 
 def write_record(
-    checkpoint: dict[str, Any], run: PrivateRun, content: PrivacyReport | None
-) -> None:
-    """Put the record into a checkpoint.
+    checkpoint: dict[str, Any], run: PrivateRun, *, is_writer: bool
+) -> PrivacyReport | None:
+    """Put the record into a checkpoint that is about to be saved.
 
     Args:
-        checkpoint: is about to be saved.
-        run: whose state it holds.
-        content: the report, on the process that writes the file.
+        checkpoint: what Lightning saves.
+        run: whose state it will hold.
+        is_writer: on the process that writes the file the record has the report in it.
+
+    Returns:
+        The report there; None on other processes.
     """
+    from lightning_dp.report.files import CHECKPOINT_KEY, in_checkpoint
+    from lightning_dp.report.of_run import report
+
     checkpoint[CHECKPOINT_KEY] = run.state_dict()
-    if content is not None:
-        checkpoint[CHECKPOINT_KEY]["report"] = in_checkpoint(content)
+    if not is_writer:
+        return None
+    content = report(run)
+    checkpoint[CHECKPOINT_KEY]["report"] = in_checkpoint(content)
+    return content
 
 
 def record_in(checkpoint: Any, path: Any) -> dict[str, Any]:
@@ -52,6 +62,8 @@ def record_in(checkpoint: Any, path: Any) -> dict[str, Any]:
     Raises:
         ValueError: if it holds none.
     """
+    from lightning_dp.report.files import CHECKPOINT_KEY
+
     if not isinstance(checkpoint, Mapping) or CHECKPOINT_KEY not in checkpoint:
         raise ValueError(
             f"The checkpoint {path} holds no privacy ledger: what it has spent is "

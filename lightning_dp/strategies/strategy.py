@@ -24,7 +24,6 @@ from lightning_dp.boundary import Query
 from lightning_dp.gradients import AbstractGradientEngine, UnsupportedModelError
 from lightning_dp.gradients.passes import is_differentiable
 from lightning_dp.mechanism import Mechanism
-from lightning_dp.report.of_run import report
 from lightning_dp.run import PrivateRun
 from lightning_dp.strategies.checks import (
     check_optimizers,
@@ -340,8 +339,7 @@ class DifferentialPrivacyStrategy(Strategy):
             raise VoidedRunError(run.voided)
         if fit is not None:
             fit.monitors.check()
-        content = report(run) if self.is_global_zero else None  # who writes the file
-        write_record(checkpoint, run, content)
+        content = write_record(checkpoint, run, is_writer=self.is_global_zero)
         if content is not None:
             for callback in self._callbacks:
                 callback.on_privacy_save(run, content)
