@@ -24,9 +24,9 @@ import numpy as np
 from opacus_accountants import OpacusPRVAccountant, OpacusRDPAccountant
 
 from lightning_dp.accounting import PLDAccountant, PoissonGaussian, StreamingRDPAccountant
-from lightning_dp.accounting._curve import epsilon_curve
 from lightning_dp.accounting.base import AbstractAccountant
 from lightning_dp.accounting.events import History
+from lightning_dp.accounting.pld import epsilon_curve
 
 DELTA = 1e-5
 TIMEOUT = 300  # seconds for one measurement

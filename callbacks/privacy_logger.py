@@ -11,7 +11,6 @@ import torch
 from lightning.pytorch import Trainer
 from numpy.typing import NDArray
 
-from lightning_dp.accounting import PLDAccountant
 from lightning_dp.accounting.rounding import epsilon_text, float32_above
 from lightning_dp.run import PrivateRun
 from lightning_dp.strategies import PrivacyCallback
@@ -118,7 +117,7 @@ class _Curve:
 
     def _stretch(self, place: int, run: PrivateRun) -> slice:
         """Return the nodes from a place on that together cost little more than one."""
-        if not isinstance(run.config.accountant, PLDAccountant):
+        if not run.config.accountant.shares_curve:
             return slice(place, place + 1)
         longest = max(_SHORT, int(_TOGETHER * self._nodes[place]))
         return slice(place, max(place + 1, int(np.searchsorted(self._nodes, longest))))

@@ -17,11 +17,11 @@ from lightning_dp._described import check_same
 from lightning_dp._files import local_folder
 from lightning_dp._noise import NoiseSource
 from lightning_dp._world import World
-from lightning_dp.accounting._curve import epsilon_curve
 from lightning_dp.accounting._grouping import coarse, coarse_pairs
 from lightning_dp.accounting.base import CachedAccountant
 from lightning_dp.accounting.events import History
 from lightning_dp.accounting.ledger import Ledger
+from lightning_dp.accounting.pld import epsilon_curve
 from lightning_dp.config import PrivacyConfig
 from lightning_dp.mechanism import Mechanism
 from lightning_dp.plan import Budget, costliest_events

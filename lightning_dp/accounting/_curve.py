@@ -11,16 +11,15 @@ import math
 from dataclasses import dataclass, replace
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import NDArray
 from scipy.sparse import csc_matrix
 
 from lightning_dp.accounting._composition import Composed, ComposedLengths, CountsOf
-from lightning_dp.accounting._grid import Target, plan_grid, pmf_maker
+from lightning_dp.accounting._grid import GridSearch, Target, plan_grid, pmf_maker
 from lightning_dp.accounting._grouping import Cell
-from lightning_dp.accounting.base import AbstractAccountant, Relation, check_delta, check_relation
+from lightning_dp.accounting.base import Relation, check_relation
 from lightning_dp.accounting.events import AbstractEvent, History
 from lightning_dp.accounting.gdp import gdp_epsilon
-from lightning_dp.accounting.pld import PLDAccountant
 from lightning_dp.accounting.steps import EventPlan, FloatArray, Steps, merge, pairs_of
 
 _MAX_POINTS = 2e7  # of the transforms of a group
@@ -29,64 +28,11 @@ _MAX_RATIO = 4.0  # of the longest to the shortest of them
 _NEAR = 0.7  # of the next longer length's epsilon: losses below are left out at first
 
 
-def epsilon_curve(
-    plan: EventPlan,
-    at_steps: ArrayLike,
-    delta: float,
-    relation: Relation = "add_remove",
-    accountant: AbstractAccountant | None = None,
-    spent: History = (),
-) -> FloatArray:
-    """epsilon after each of several numbers of steps of a plan, in one go.
-
-    Args:
-        plan: one event for all steps, or a function from the step 0, 1, ... to its event.
-        at_steps: numbers of steps, each at least 0, in any order.
-        delta: in (0, 1).
-        relation: ``"add_remove"`` or ``"replace_one"``.
-        accountant: :class:`PLDAccountant` by default, for which lengths share their work.
-        spent: what ran before.
-
-    Returns:
-        For each n in ``at_steps`` an upper bound of the epsilon of ``spent`` and the first n
-        steps. It does not fall with n.
-
-    Raises:
-        ValueError: if an argument is illegal.
-
-    Example:
-        >>> from lightning_dp.accounting import PoissonGaussian
-        >>> epsilon_curve(PoissonGaussian(1.0, 0.01), [0, 100, 1000], delta=1e-5).round(2)
-        array([0.  , 0.72, 1.83])
-    """
-    check_delta(delta)
-    check_relation(relation)
-    lengths = _check_lengths(at_steps)
-    judge = PLDAccountant() if accountant is None else accountant
-    distinct, places = np.unique(lengths, return_inverse=True)
-    run = Run.of(plan, distinct, spent)
-    if not isinstance(judge, PLDAccountant) or np.any(run.noise_multipliers == 0.0):
-        values = np.array([judge.epsilon(run.history(k), delta, relation) for k in range(run.size)])
-    else:
-        values = _Together(judge, delta, relation).values(run)
-    return np.asarray(np.maximum.accumulate(values)[places].reshape(lengths.shape))
-
-
-def _check_lengths(at_steps: ArrayLike) -> IntArray:
-    """Return legal numbers of steps, or raise."""
-    lengths = np.asarray(at_steps)
-    if lengths.size == 0:
-        return lengths.astype(np.int64)
-    if not np.issubdtype(lengths.dtype, np.integer) or not np.all(lengths >= 0):
-        raise ValueError(f"at_steps must be integers of at least 0, got {at_steps!r}.")
-    return lengths.astype(np.int64)
-
-
-class _Together:
+class Together:
     """The lengths of one run, in groups that share a grid."""
 
-    def __init__(self, accountant: PLDAccountant, delta: float, relation: Relation) -> None:
-        self._accountant, self._delta, self._relation = accountant, delta, relation
+    def __init__(self, search: GridSearch, delta: float, relation: Relation) -> None:
+        self._search, self._delta, self._relation = search, delta, relation
         self._target = Target(log_delta=math.log(delta))
 
     def values(self, run: Run) -> FloatArray:
@@ -139,21 +85,21 @@ class _Together:
 
     def _compose(self, run: Run, backward: bool, least: float) -> ComposedLengths:
         """All lengths, on a grid for the last one with a window that suits the others too."""
-        accountant, relation, steps = self._accountant, self._relation, run.steps()
-        rough = accountant.rough(steps, relation)
-        plan, value = accountant.settle(rough, self._target, relation, backward, least)
+        search, relation, steps = self._search, self._relation, run.steps()
+        rough = search.rough(steps, relation)
+        plan, value = search.settle(rough, self._target, relation, backward, least)
         if value <= least:  # this direction does not count
-            rtol = accountant.rtol
+            rtol = search.rtol
             plan = plan_grid(rough, self._target, rtol, relation, backward, 0.0, math.inf)
         low, high = plan.grid.ends
         plan = replace(plan, grid=replace(plan.grid, ends=(low - (high - low) / 2, high)))
-        mixture = accountant.fine(steps, plan, relation, _MAX_POINTS)
+        mixture = search.fine(steps, plan, relation, _MAX_POINTS)
         make = pmf_maker(mixture, plan, relation, backward)
         return ComposedLengths(mixture, make, plan.grid, run.counts_of())
 
     def _alone(self, run: Run, backward: bool, least: float) -> float:
         """epsilon of the last length on a separate grid."""
-        return self._accountant.one_direction(
+        return self._search.one_direction(
             run.steps(), self._target, self._relation, backward, least
         )
 
@@ -175,8 +121,7 @@ class Run:
     """Distinct ``(z, q)``, and items ``(pair, count)`` in the order of time.
 
     ``pairs[i]`` is the number of the pair of item i; ``ends[k]`` items belong to the k-th length of
-    interest. Lengths increase. ``events`` are the first items; those after them are the plan's,
-    where it is a function of the step.
+    interest. Lengths increase.
     """
 
     noise_multipliers: FloatArray
@@ -184,8 +129,6 @@ class Run:
     pairs: IntArray
     counts: FloatArray
     ends: IntArray
-    events: list[tuple[AbstractEvent, int]]
-    plan: EventPlan
 
     @classmethod
     def of(cls, plan: EventPlan, lengths: IntArray, spent: History) -> Run:
@@ -211,21 +154,12 @@ class Run:
             np.asarray(numbers.reshape(-1), dtype=np.int64),
             np.append(counts, np.ones(more[0].size)),
             ends,
-            items,
-            plan,
         )
 
     @property
     def size(self) -> int:
         """Number of lengths."""
         return int(self.ends.size)
-
-    def history(self, k: int) -> History:
-        """The history of the k-th length."""
-        end = int(self.ends[k])
-        if isinstance(self.plan, AbstractEvent):
-            return self.events[:end]
-        return [*self.events, *((self.plan(t), 1) for t in range(end - len(self.events)))]
 
     def sums(self, values: FloatArray) -> FloatArray:
         """Sum of ``values`` of the items for each length."""
@@ -241,8 +175,6 @@ class Run:
             np.asarray(numbers, dtype=np.int64),
             self.counts[:end],
             self.ends[first:last],
-            self.events,
-            self.plan,
         )
 
     def steps(self) -> Steps:

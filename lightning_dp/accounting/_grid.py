@@ -20,14 +20,15 @@ from lightning_dp.accounting._composition import (
     Composed,
     Grid,
     MomentTable,
+    compose,
     log_largest_weight,
     mixture_bound,
     useful_tilts,
     window,
 )
-from lightning_dp.accounting._grouping import Mixture
+from lightning_dp.accounting._grouping import Mixture, as_mixture, rounded
 from lightning_dp.accounting._pmf import LossPmf, cached_discretise, discretise, support
-from lightning_dp.accounting.steps import FloatArray
+from lightning_dp.accounting.steps import FloatArray, Steps
 
 _POSITIVE = np.geomspace(1e-3, 1e7, 45)
 _COARSE = np.concatenate((-_POSITIVE[::-3], [0.0], _POSITIVE[::3]))
@@ -38,6 +39,13 @@ _LONGEST = 2**21
 _LOG_OUTSIDE = math.log(1e-12)
 _LOG_LOSS = 3.0  # of accuracy, relative to the best tilt
 _LOG_TRUNCATED = -14.0  # of the mass of delta that may be moved to infinity
+_EXACT = 32  # so few distinct steps are never grouped
+_ROUGH_SPACING = 0.8
+_ROUGH_ROUNDING = 0.05
+_MAX_ROUNDS = 8
+_RARE = 0.3  # of Chernoff's bound: a few rare losses make all of the cost
+_LEAST_NOISE = 1e-3  # below it amplification is not worth the grid
+_ALL_POINTS = 5e7  # of all nodes together: about a second, for each direction
 _BEYOND = 9.0  # a loss so far above epsilon counts as 1 - e^-9 anyway
 
 
@@ -73,7 +81,98 @@ class Target:
 
 
 @dataclass(frozen=True)
-class Plan:
+class GridSearch:
+    """Finds a grid that is fine enough, and reads the wanted value on it.
+
+    Args:
+        rtol: relative accuracy of epsilon with respect to the grid.
+        spacing: relative distance of the noise multipliers between which is interpolated.
+    """
+
+    rtol: float
+    spacing: float
+
+    def worst_direction(self, steps: Steps, target: Target, relation: str, without: float) -> float:
+        """The larger value of removing a record and of adding one; exchanging one is symmetric."""
+        merged = merge_full_batch(steps)
+        if merged.noise_multipliers.min() < _LEAST_NOISE:
+            return without
+        value = self.one_direction(merged, target, relation, False, least=0.0)
+        if relation == "add_remove":
+            value = max(value, self.one_direction(merged, target, relation, True, least=value))
+        return value
+
+    def one_direction(
+        self, steps: Steps, target: Target, relation: str, backward: bool, least: float
+    ) -> float:
+        """The value of one direction, or a lower one if it is at most ``least``."""
+        rough = self.rough(steps, relation)
+        plan, value = self.settle(rough, target, relation, backward, least)
+        if steps.counts.size <= _EXACT or value <= least:
+            return value
+        mixture = self.fine(steps, plan, relation, _ALL_POINTS)
+        composed = compose(mixture, pmf_maker(mixture, plan, relation, backward), plan.grid)
+        return float(min(value, target.read(composed)))
+
+    def rough(self, steps: Steps, relation: str) -> Mixture:
+        """Few nodes, to find the grid with; the steps themselves if they are few."""
+        if steps.counts.size <= _EXACT:
+            return as_mixture(steps, relation, _ROUGH_SPACING, _EXACT)
+        return as_mixture(rounded(steps, _ROUGH_ROUNDING), relation, _ROUGH_SPACING, 1)
+
+    def fine(self, steps: Steps, plan: GridPlan, relation: str, most_points: float) -> Mixture:
+        """Nodes at the wanted distance, or as near as the number of grid points allows."""
+        spacing = self.spacing
+        while True:
+            mixture = as_mixture(steps, relation, spacing, _EXACT)
+            few = grid_points(mixture, plan, relation) <= most_points
+            if mixture.is_exact or few or spacing >= _ROUGH_SPACING:
+                return mixture
+            spacing *= 1.2
+
+    def settle(
+        self, mixture: Mixture, target: Target, relation: str, backward: bool, least: float
+    ) -> tuple[GridPlan, float]:
+        """A grid that is fine enough, and the value on it or on a finer one.
+
+        The first grid has the accuracy wanted for Chernoff's bound. Where that is far above the
+        value, the grid is refined until the value settles.
+        """
+        value = math.inf
+        plan = plan_grid(mixture, target, self.rtol, relation, backward, least, math.inf)
+        finer = plan
+        for _ in range(_MAX_ROUNDS):
+            bound = target.value_of_bound(finer.bound)
+            if bound <= least:
+                return finer, bound
+            composed = compose(mixture, pmf_maker(mixture, finer, relation, backward), finer.grid)
+            last, value = value, min(value, target.read(composed), bound)
+            if last - value <= target.tolerance(value, self.rtol):
+                return plan, value
+            plan = finer
+            is_rare = len(mixture.nodes) == 1 and value < _RARE * bound
+            if value <= least or finer.is_long(is_rare) or target.trusts(bound, value):
+                break
+            coarsest = plan.grid.h / 4
+            finer = plan_grid(mixture, target, self.rtol, relation, backward, least, coarsest)
+        return plan, value
+
+
+def merge_full_batch(steps: Steps) -> Steps:
+    """Full-batch Gaussians are together one Gaussian, exactly."""
+    full = steps.sample_rates == 1.0
+    if np.count_nonzero(full) == 0:
+        return steps
+    z = 1 / math.sqrt(math.fsum(steps.counts[full] / steps.noise_multipliers[full] ** 2))
+    return Steps(
+        np.append(steps.noise_multipliers[~full], z),
+        np.append(steps.sample_rates[~full], 1.0),
+        np.append(steps.counts[~full], 1.0),
+    )
+
+
+@dataclass(frozen=True)
+class GridPlan:
     """A grid, the truncation of the pmfs, and Chernoff's bound: of epsilon, or of log delta."""
 
     grid: Grid
@@ -90,7 +189,7 @@ class Plan:
 
 
 def pmf_maker(
-    mixture: Mixture, plan: Plan, relation: str, backward: bool
+    mixture: Mixture, plan: GridPlan, relation: str, backward: bool
 ) -> Callable[[int], LossPmf]:
     """A function from a node to its pmf on the grid of a plan; remembered when there are few."""
     make = cached_discretise if len(mixture.nodes) <= 4 else discretise
@@ -102,7 +201,7 @@ def pmf_maker(
     return pmf
 
 
-def grid_points(mixture: Mixture, plan: Plan, relation: str) -> float:
+def grid_points(mixture: Mixture, plan: GridPlan, relation: str) -> float:
     """Number of grid points of all pmfs and transforms together, a measure of time."""
     window_width = plan.grid.ends[1] - plan.grid.ends[0]
     total = 0.0
@@ -120,7 +219,7 @@ def plan_grid(
     backward: bool,
     least: float,
     coarsest: float,
-) -> Plan:
+) -> GridPlan:
     """Refine a coarse grid until connecting the dots costs at most ``rtol`` of ``epsilon``.
 
     Args:
@@ -138,7 +237,7 @@ def plan_grid(
     while True:
         reach = max(sum(support(z, q, log_tail, relation)) for z, q in mixture.nodes)
         h = h if h > 0 else min(_snap(reach / 512), coarsest, 1.0)
-        plan = Plan(Grid(h, 0.0, (0.0, 0.0), _POSITIVE), log_tail, limit, math.inf, reach)
+        plan = GridPlan(Grid(h, 0.0, (0.0, 0.0), _POSITIVE), log_tail, limit, math.inf, reach)
         pmfs, infinity = _pmfs(mixture, plan, relation, backward)
         moments = _moments(pmfs, h, _POSITIVE)
         bounds = mixture_bound(mixture, moments)
@@ -160,7 +259,7 @@ def plan_grid(
     epsilon = bound if target.epsilon is None else target.epsilon
     tilt, ends = _narrowest(tilts, bounds, min(epsilon, 1e6), 4 / h)
     useful = useful_tilts(tilts, bounds, tilt, ends)
-    return Plan(Grid(h, tilt, ends, tilts[useful]), log_tail, limit, bound, reach)
+    return GridPlan(Grid(h, tilt, ends, tilts[useful]), log_tail, limit, bound, reach)
 
 
 def _fine_enough(rtol: float, scale: float, tilt: float, steps: float, reach: float) -> float:
@@ -170,7 +269,7 @@ def _fine_enough(rtol: float, scale: float, tilt: float, steps: float, reach: fl
 
 
 def _pmfs(
-    mixture: Mixture, plan: Plan, relation: str, backward: bool
+    mixture: Mixture, plan: GridPlan, relation: str, backward: bool
 ) -> tuple[list[LossPmf], float]:
     """The pmfs of all nodes, and the mass at infinity of all steps together."""
     make = pmf_maker(mixture, plan, relation, backward)

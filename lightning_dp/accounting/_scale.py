@@ -7,15 +7,17 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
+import numpy as np
+from scipy.optimize import brentq
+
 from lightning_dp.accounting._composition import ComposedLengths
-from lightning_dp.accounting._grid import Target, pmf_maker
+from lightning_dp.accounting._grid import GridSearch, Target, merge_full_batch, pmf_maker
 from lightning_dp.accounting._grouping import Mixture, as_mixture, few_alike
-from lightning_dp.accounting.base import AbstractStepsAccountant, Relation
-from lightning_dp.accounting.pld import PLDAccountant, merge_full_batch
-from lightning_dp.accounting.rdp import StreamingRDPAccountant
+from lightning_dp.accounting.base import Relation, check_relation
+from lightning_dp.accounting.gdp import mu_of_budget
 from lightning_dp.accounting.steps import Steps, joined
 
-__all__ = ["Approach", "solve"]
+__all__ = ["Goal", "solve"]
 
 
 _RTOL = 4e-3
@@ -32,11 +34,12 @@ _Estimate = Callable[[float], float]
 
 
 @dataclass(frozen=True)
-class Approach:
-    """The scale that is looked for, at which a judge's epsilon meets a budget.
+class Goal:
+    """The scale that is looked for, at which an accountant's epsilon meets a budget.
+
+    The accountant is slow, so the scale is approached by quick estimates of its epsilon.
 
     Args:
-        judge: whose epsilon counts.
         spent: what ran before.
         shapes: the steps at scale 1.
         budget: epsilon and delta.
@@ -44,25 +47,26 @@ class Approach:
         tolerance: relative.
     """
 
-    judge: AbstractStepsAccountant
     spent: Steps
     shapes: Steps
     budget: tuple[float, float]
     relation: Relation
     tolerance: float
 
-    def near(self, cost: _Estimate, start: float) -> tuple[float, float]:
-        """A scale whose cost is likely to be within the tolerance, and the slope there.
+    def near(self, cost: _Estimate, estimate: _Estimate, scale: float) -> tuple[float, float]:
+        """Return a scale whose cost is likely to be within the tolerance, and the slope there.
 
         Args:
-            cost: the judge's epsilon at a scale.
-            start: a guess.
+            cost: the accountant's epsilon at a scale.
+            estimate: of it.
+            scale: a guess.
         """
         epsilon, tolerance = self.budget[0], self.tolerance
-        estimate, scale = self._estimate(start)
         slope = _slope(estimate, scale)
         aim = epsilon * (1 - tolerance / 2)
         wanted = aim * (1 - _OVER)
+        # Solve for the estimate, ask once what the cost is there, and correct the estimate by the
+        # ratio: it varies so slowly with the scale that the second answer is nearly always right.
         for _ in range(2):
             scale = solve(estimate, scale, wanted * (1 + tolerance / 16), tolerance / 8, slope)
             value = cost(scale)
@@ -71,27 +75,30 @@ class Approach:
             wanted = aim * estimate(scale) / value
         return scale, slope
 
-    def _estimate(self, start: float) -> tuple[_Estimate, float]:
-        """An estimate of the cost that is smooth in the scale, and where it is near the budget."""
+    def asking(self, epsilon_of: Callable[[Steps, float, Relation], float]) -> _Estimate:
+        """Return an estimate from few steps that cost nearly the same together."""
+        steps_of, delta = self._few(), self.budget[1]
+        return lru_cache(maxsize=None)(
+            lambda scale: epsilon_of(steps_of(scale), delta, self.relation)
+        )
+
+    def rough(self, estimate: _Estimate, target: float) -> float:
+        """Return a scale at which an estimate is not far from a target."""
+        return solve(estimate, self._normal(), target, _NEAR)
+
+    def on_grids(self, search: GridSearch, bound: _Estimate) -> tuple[_Estimate, float]:
+        """Return an estimate that is smooth in the scale, and a scale where it is near the budget.
+
+        Args:
+            search: what the accountant does for each scale.
+            bound: a quick upper bound, to begin with.
+        """
         epsilon, delta = self.budget
-        spent, shapes = few_alike(self.spent), few_alike(self.shapes)
-
-        def steps_of(scale: float) -> Steps:
-            return joined(spent, shapes.scaled(scale))
-
-        def asking(accountant: AbstractStepsAccountant) -> _Estimate:
-            return lru_cache(maxsize=None)(
-                lambda scale: accountant.epsilon_of(steps_of(scale), delta, self.relation)
-            )
-
-        if not isinstance(self.judge, PLDAccountant):
-            estimate = asking(self.judge)
-            return estimate, solve(estimate, start, epsilon, _NEAR)
-        bound = asking(StreamingRDPAccountant())
-        scale = solve(bound, start, 1.1 * epsilon, _NEAR)
-        rough = replace(self.judge, rtol=max(_RTOL, self.judge.rtol))
+        steps_of = self._few()
+        scale = self.rough(bound, 1.1 * epsilon)
+        coarser = replace(search, rtol=max(_RTOL, search.rtol))
         for _ in range(_MOST_GRIDS):  # a grid is good near the scale that it was made for
-            grid = _Grid(rough, Target(math.log(delta)), self.relation, steps_of(scale))
+            grid = _Grid(coarser, Target(math.log(delta)), self.relation, steps_of(scale))
             estimate = lru_cache(maxsize=None)(grid.reader(steps_of))
             value = estimate(scale)
             if not 0 < value < math.inf or abs(value / epsilon - 1) < _NEAR:
@@ -99,6 +106,29 @@ class Approach:
             move = math.log(epsilon / value) / _slope(estimate, scale)
             scale *= math.exp(min(max(move, -_FARTHEST), _FARTHEST))
         return estimate, scale
+
+    def _few(self) -> Callable[[float], Steps]:
+        """Return a function from a scale to few steps that cost nearly what all do."""
+        spent, shapes = few_alike(self.spent), few_alike(self.shapes)
+        return lambda scale: joined(spent, shapes.scaled(scale))
+
+    def _normal(self) -> float:
+        """Return the scale by the central limit theorem: sum_t q_t^2 (e^(1/z_t^2) - 1) = mu^2."""
+        epsilon, delta = self.budget
+        mu = math.log(mu_of_budget(epsilon, delta) / check_relation(self.relation))
+        shapes = self.shapes
+        log_rates = 2 * np.log(shapes.sample_rates)
+
+        def excess(log_scale: float) -> float:
+            x = np.exp(-2 * log_scale) / shapes.noise_multipliers**2
+            log_terms = log_rates + x + np.log(-np.expm1(-x)) + np.log(shapes.counts)
+            return 0.5 * float(np.logaddexp.reduce(log_terms)) - mu
+
+        low = float(np.log(1e-2 / shapes.noise_multipliers.min()))
+        high = low + math.log(1e10)
+        if not excess(low) > 0 > excess(high):
+            return shapes.mu
+        return math.exp(float(brentq(excess, low, high, xtol=1e-3)))
 
 
 def _slope(estimate: _Estimate, scale: float) -> float:
@@ -114,10 +144,10 @@ class _Grid:
     """Epsilon for removing a record on one grid, of which the error is known and varies smoothly."""
 
     def __init__(
-        self, accountant: PLDAccountant, target: Target, relation: Relation, steps: Steps
+        self, search: GridSearch, target: Target, relation: Relation, steps: Steps
     ) -> None:
         self._target, self._relation = target, relation
-        self._plan, _ = accountant.settle(self._mixture(steps), target, relation, False, 0.0)
+        self._plan, _ = search.settle(self._mixture(steps), target, relation, False, 0.0)
         low, high = self._plan.grid.ends
         while (high - low) / self._plan.grid.h < _MOST_POINTS:
             here = self._at(steps, 1.0)

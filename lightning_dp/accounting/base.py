@@ -5,14 +5,30 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import Literal
+from typing import ClassVar, Literal
+
+import numpy as np
+from numpy.typing import NDArray
 
 from lightning_dp._validate import number
 from lightning_dp.accounting.charges import counted
 from lightning_dp.accounting.events import AbstractEvent, History, check_entry
-from lightning_dp.accounting.steps import Steps
+from lightning_dp.accounting.steps import (
+    CheckedHistory,
+    EventPlan,
+    FloatArray,
+    Steps,
+    first_events,
+)
 
-__all__ = ["CachedAccountant"]
+__all__ = [
+    "AbstractAccountant",
+    "CachedAccountant",
+    "Relation",
+    "check_delta",
+    "check_epsilon",
+    "check_relation",
+]
 
 
 Relation = Literal["add_remove", "replace_one"]
@@ -47,13 +63,59 @@ class AbstractAccountant(ABC):
     def delta(self, history: History, epsilon: float, relation: Relation = "add_remove") -> float:
         """Return the least delta that this accountant can show at ``epsilon >= 0``."""
 
+    # What follows has defaults that ask :meth:`epsilon`, and may be done faster.
 
-class AbstractStepsAccountant(AbstractAccountant):
-    """An accountant that also takes merged steps, of which there may be very many."""
+    shares_curve: ClassVar[bool] = False
+    """True if many lengths of a :meth:`curve` together cost little more than the longest one."""
 
-    @abstractmethod
-    def epsilon_of(self, steps: Steps, delta: float, relation: Relation) -> float:
-        """Like :meth:`epsilon`."""
+    def epsilon_after(
+        self, spent: CheckedHistory, steps: Steps, delta: float, relation: Relation
+    ) -> float:
+        """Return the least epsilon of what was spent and further steps, of which there may be many."""
+        return self.epsilon([*spent.events, *steps.events()], delta, relation)
+
+    def curve(
+        self,
+        plan: EventPlan,
+        lengths: NDArray[np.int64],
+        delta: float,
+        relation: Relation = "add_remove",
+        spent: History = (),
+    ) -> FloatArray:
+        """Return the least epsilon of what was spent and the first n steps of a plan, for each n.
+
+        Args:
+            plan: one event for all steps, or a function from the step to its event.
+            lengths: increasing numbers n of steps.
+            delta, relation: as for :meth:`epsilon`.
+            spent: what ran before.
+        """
+        found = [self.epsilon([*spent, *first_events(plan, n)], delta, relation) for n in lengths]
+        return np.array(found, dtype=float)
+
+    def first_scale(
+        self,
+        cost: Callable[[float], float],
+        spent: CheckedHistory,
+        shapes: Steps,
+        budget: tuple[float, float],
+        relation: Relation,
+        tolerance: float,
+    ) -> tuple[float, float]:
+        """Return where to begin to search for the scale of the noise that meets a budget.
+
+        Args:
+            cost: epsilon at a scale.
+            spent: what ran before.
+            shapes: the steps at scale 1.
+            budget: epsilon and delta.
+            relation: the neighbouring relation.
+            tolerance: of epsilon, relative.
+
+        Returns:
+            A scale, and a guess of the slope of log epsilon in the logarithm of the scale there.
+        """
+        return shapes.mu, -1.0
 
 
 def check_delta(delta: float) -> float:
@@ -79,17 +141,17 @@ def check_relation(relation: str) -> float:
     raise ValueError(f"relation must be 'add_remove' or 'replace_one', got {relation!r}.")
 
 
-_MOST = 16
+_MOST = 16  # answers of a cache
 
 
 class CachedAccountant(AbstractAccountant):
-    """The answers of another accountant, of which the latest few are kept.
+    """Keeps the latest few answers of another accountant.
 
     Histories are the same if they have the same events equally often: their order has no meaning. So
     the ε of a whole plan, of which every step makes another part the past, is computed once.
 
     Args:
-        accountant: who answers.
+        accountant: the one that computes them.
 
     Example:
         >>> from lightning_dp.accounting import Gaussian, PLDAccountant
@@ -109,12 +171,12 @@ class CachedAccountant(AbstractAccountant):
         return self._accountant.name
 
     def epsilon(self, history: History, delta: float, relation: Relation = "add_remove") -> float:
-        """Return the accountant's ε, computed or remembered."""
+        """Return the accountant's ε, computed or kept."""
         key = ("epsilon", _key(history), delta, relation)
         return self._answer(key, lambda: self._accountant.epsilon(history, delta, relation))
 
     def delta(self, history: History, epsilon: float, relation: Relation = "add_remove") -> float:
-        """Return the accountant's δ, computed or remembered."""
+        """Return the accountant's δ, computed or kept."""
         key = ("delta", _key(history), epsilon, relation)
         return self._answer(key, lambda: self._accountant.delta(history, epsilon, relation))
 

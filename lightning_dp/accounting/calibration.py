@@ -2,17 +2,15 @@
 
 import math
 from collections.abc import Callable, Sequence
-from functools import lru_cache
+from functools import cache
 
 import numpy as np
-from scipy.optimize import brentq
 
 from lightning_dp._validate import number, whole
 from lightning_dp._warnings import warn
-from lightning_dp.accounting._scale import Approach, solve
+from lightning_dp.accounting._scale import solve
 from lightning_dp.accounting.base import (
     AbstractAccountant,
-    AbstractStepsAccountant,
     Relation,
     check_delta,
     check_relation,
@@ -20,18 +18,15 @@ from lightning_dp.accounting.base import (
 from lightning_dp.accounting.events import (
     AbstractEvent,
     History,
-    RepeatAndSelect,
     sampled_gaussian,
 )
-from lightning_dp.accounting.gdp import mu_of_budget
 from lightning_dp.accounting.pld import PLDAccountant
 from lightning_dp.accounting.rounding import epsilon_text
 from lightning_dp.accounting.steps import (
+    CheckedHistory,
     EventPlan,
     PlannedSteps,
     Steps,
-    joined,
-    merge,
     merge_arrays,
 )
 
@@ -50,7 +45,7 @@ def calibrate(
     accountant: AbstractAccountant | None = None,
     spent: History = (),
 ) -> float:
-    """The smallest scale ``c`` of a noise schedule that keeps to a budget.
+    """Return the smallest scale ``c`` of a noise schedule that keeps to a budget.
 
     Step ``t`` uses noise multiplier ``c * shape(t)``: the result satisfies
     ``(1 - 1e-3) epsilon <= E(c) <= epsilon``, where ``E(c)`` is the accountant's epsilon at ``delta`` of
@@ -96,33 +91,14 @@ def calibrate(
             f"delta {delta:.3g}: nothing is left for further steps. Raise epsilon."
         )
 
-    values, rates, counts = shapes.noise_multipliers, shapes.sample_rates, shapes.counts
-    cost = _Cost(spent, delta, relation)
+    before = CheckedHistory.of(spent)
 
-    ask = lru_cache(maxsize=None)(lambda scale: cost.of(judge, shapes.scaled(scale)))
-    start, slope = math.sqrt(math.fsum(counts / values**2)), -1.0
-    if isinstance(judge, AbstractStepsAccountant) and cost.merged is not None and np.any(rates < 1):
-        start = _normal_scale(shapes, epsilon, delta, relation)
-        goal = Approach(judge, cost.merged, shapes, (epsilon, delta), relation, _TOLERANCE)
-        start, slope = goal.near(ask, start)
-    return solve(ask, start, epsilon, _TOLERANCE, slope)
+    @cache
+    def cost(scale: float) -> float:
+        return judge.epsilon_after(before, shapes.scaled(scale), delta, relation)
 
-
-def _normal_scale(shapes: Steps, epsilon: float, delta: float, relation: Relation) -> float:
-    """The scale by the central limit theorem: sum_t q_t^2 (e^(1/z_t^2) - 1) = mu^2. A start, no more."""
-    mu = math.log(mu_of_budget(epsilon, delta) / check_relation(relation))
-    log_rates = 2 * np.log(shapes.sample_rates)
-
-    def excess(log_scale: float) -> float:
-        x = np.exp(-2 * log_scale) / shapes.noise_multipliers**2
-        log_terms = log_rates + x + np.log(-np.expm1(-x)) + np.log(shapes.counts)
-        return 0.5 * float(np.logaddexp.reduce(log_terms)) - mu
-
-    low = float(np.log(1e-2 / shapes.noise_multipliers.min()))
-    high = low + math.log(1e10)
-    if not excess(low) > 0 > excess(high):
-        return math.sqrt(math.fsum(shapes.counts / shapes.noise_multipliers**2))
-    return math.exp(float(brentq(excess, low, high, xtol=1e-3)))
+    start, slope = judge.first_scale(cost, before, shapes, (epsilon, delta), relation, _TOLERANCE)
+    return solve(cost, start, epsilon, _TOLERANCE, slope)
 
 
 def calibrate_history(
@@ -132,7 +108,7 @@ def calibrate_history(
     relation: Relation = "add_remove",
     accountant: AbstractAccountant | None = None,
 ) -> float:
-    """The smallest scale ``c`` of the noise of a whole procedure that keeps to a budget.
+    """Return the smallest scale ``c`` of the noise of a whole procedure that keeps to a budget.
 
     For what :func:`calibrate` has no words for: a search by :class:`RepeatAndSelect`, a sweep and a
     last run. Satisfies ``(1 - 1e-3) epsilon <= E(c) <= epsilon``, where ``E(c)`` is the accountant's
@@ -182,9 +158,9 @@ def affordable_steps(
     accountant: AbstractAccountant | None = None,
     spent: History = (),
 ) -> int:
-    """The largest number of steps of a plan that fits into a budget.
+    """Return the largest number of steps of a plan that fits into a budget.
 
-    Returns the largest ``n <= limit`` for which the accountant's epsilon at ``delta`` of ``spent``
+    It is the largest ``n <= limit`` for which the accountant's epsilon at ``delta`` of ``spent``
     followed by the first ``n`` events of the plan is at most ``epsilon``; 0 if none fits. The number
     depends on the plan only, so stopping there is a stop fixed in advance.
 
@@ -208,12 +184,12 @@ def affordable_steps(
     limit = whole("limit", limit, 0)
     epsilon, delta = _check_budget(epsilon, delta, relation)
     judge = PLDAccountant() if accountant is None else accountant
-    first, before = PlannedSteps(plan), _Cost(spent, delta, relation)
+    first, before = PlannedSteps(plan), CheckedHistory.of(spent)
 
     def cost(n: int) -> float:
         if isinstance(plan, AbstractEvent):
             return judge.epsilon([*spent, (plan, n)], delta, relation)
-        return before.of(judge, first.first(n))
+        return judge.epsilon_after(before, first.first(n), delta, relation)
 
     if not cost(0) <= epsilon:
         return 0
@@ -280,7 +256,7 @@ def _shape_counts(
 
 
 def _check_that_delta_is_small(delta: float, steps: Steps) -> None:
-    """Say it where delta permits to publish a record that is drawn, and refuse where that is all."""
+    """Warn where delta permits to publish a record that is drawn, and refuse where that is all."""
     rates = steps.sample_rates
     with np.errstate(divide="ignore"):
         part = -math.expm1(float(np.sum(steps.counts * np.log1p(-rates))))  # in a step or more
@@ -297,25 +273,6 @@ def _check_that_delta_is_small(delta: float, steps: Steps) -> None:
             "permit to publish every record of a batch as it is. Choose a delta well below 1 / "
             "(number of records)."
         )
-
-
-class _Cost:
-    """epsilon of what was spent and further steps."""
-
-    def __init__(self, spent: History, delta: float, relation: Relation) -> None:
-        self._spent, self._delta, self._relation = spent, delta, relation
-        # A search is no Gaussian that could be merged.
-        only_steps = not any(isinstance(event, RepeatAndSelect) for event, _ in spent)
-        self.merged = merge(spent) if only_steps else None
-
-    def of(self, accountant: AbstractAccountant, steps: Steps) -> float:
-        """Ask once; in arrays, where the accountant takes them."""
-        if isinstance(accountant, AbstractStepsAccountant) and self.merged is not None:
-            return accountant.epsilon_of(joined(self.merged, steps), self._delta, self._relation)
-        columns = (steps.noise_multipliers, steps.sample_rates, steps.counts)
-        rows = zip(*(column.tolist() for column in columns), strict=True)
-        events = [(sampled_gaussian(z, q), int(count)) for z, q, count in rows]
-        return accountant.epsilon([*self._spent, *events], self._delta, self._relation)
 
 
 def _check_budget(epsilon: float, delta: float, relation: Relation) -> tuple[float, float]:

@@ -101,9 +101,7 @@ def mu_of(steps: Steps, relation: str) -> float:
     factor = check_relation(relation)
     if steps.counts.size == 0:
         return 0.0
-    if steps.has_noiseless:
-        return math.inf
-    return factor * math.sqrt(math.fsum(steps.counts / steps.noise_multipliers**2))
+    return factor * steps.mu
 
 
 def mu_of_budget(epsilon: float, delta: float) -> float:

@@ -1,36 +1,43 @@
 """The reporting accountant: numerical privacy loss distributions with an automatic grid."""
 
+from __future__ import annotations
+
 import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 import numpy as np
+from numpy.typing import ArrayLike, NDArray
 
 from lightning_dp._validate import normalise, number
-from lightning_dp.accounting._composition import compose
-from lightning_dp.accounting._grid import Plan, Target, grid_points, plan_grid, pmf_maker
-from lightning_dp.accounting._grouping import Mixture, as_mixture, rounded
+from lightning_dp.accounting._curve import Run, Together
+from lightning_dp.accounting._grid import GridSearch, Target
+from lightning_dp.accounting._scale import Goal
 from lightning_dp.accounting.base import (
-    AbstractStepsAccountant,
+    AbstractAccountant,
     Relation,
     check_delta,
     check_epsilon,
     check_relation,
 )
-from lightning_dp.accounting.events import History
+from lightning_dp.accounting.events import AbstractEvent, History
 from lightning_dp.accounting.gdp import gdp_delta, gdp_epsilon, mu_of
-from lightning_dp.accounting.steps import Steps, merge
+from lightning_dp.accounting.rdp import StreamingRDPAccountant
+from lightning_dp.accounting.steps import (
+    CheckedHistory,
+    EventPlan,
+    FloatArray,
+    Steps,
+    joined,
+    merge,
+)
 
-_EXACT = 32  # so few distinct steps are never grouped
-_ROUGH_SPACING = 0.8
-_ROUGH_ROUNDING = 0.05
-_MAX_ROUNDS = 8
-_RARE = 0.3  # of Chernoff's bound: a few rare losses make all of the cost
-_LEAST_NOISE = 1e-3  # below it amplification is not worth the grid
-_MAX_POINTS = 5e7  # of all nodes together: about a second, for each direction
+__all__ = ["PLDAccountant", "delta", "epsilon", "epsilon_curve"]
 
 
 @dataclass(frozen=True)
-class PLDAccountant(AbstractStepsAccountant):
+class PLDAccountant(AbstractAccountant):
     """Numerical accounting of any sequence of (subsampled) Gaussian releases: tight, never below.
 
     The privacy loss of every distinct ``(z, q)`` is put on a grid pessimistically, the steps are
@@ -64,6 +71,8 @@ class PLDAccountant(AbstractStepsAccountant):
         3.07
     """
 
+    shares_curve: ClassVar[bool] = True
+
     rtol: float = 2.5e-4
     spacing: float = 0.04
 
@@ -73,6 +82,10 @@ class PLDAccountant(AbstractStepsAccountant):
             raise ValueError(f"rtol must be in (0, 0.1], got {self.rtol}.")
         if not 0 < self.spacing <= 1:
             raise ValueError(f"spacing must be in (0, 1], got {self.spacing}.")
+
+    @property
+    def _search(self) -> GridSearch:
+        return GridSearch(self.rtol, self.spacing)
 
     @property
     def name(self) -> str:
@@ -93,16 +106,7 @@ class PLDAccountant(AbstractStepsAccountant):
         without = gdp_epsilon(mu_of(steps, relation), delta)
         if without == 0.0 or math.isinf(without) or np.all(steps.sample_rates == 1.0):
             return without
-        return min(without, self._worst_direction(steps, target, relation, without))
-
-    def removal_epsilon(self, steps: Steps, delta: float, relation: Relation) -> float:
-        """:meth:`epsilon_of` for removing a record, which is the larger one for usual runs."""
-        target = Target(log_delta=math.log(delta))
-        without = gdp_epsilon(mu_of(steps, relation), delta)
-        merged = merge_full_batch(steps)
-        if steps.has_noiseless or merged.noise_multipliers.min() < _LEAST_NOISE:
-            return without
-        return min(without, self.one_direction(merged, target, relation, False, least=0.0))
+        return min(without, self._search.worst_direction(steps, target, relation, without))
 
     def delta(self, history: History, epsilon: float, relation: Relation = "add_remove") -> float:
         """Return the least delta at ``epsilon``; see the class."""
@@ -114,84 +118,145 @@ class PLDAccountant(AbstractStepsAccountant):
         without = gdp_delta(mu_of(steps, relation), epsilon)
         if steps.has_noiseless or without == 0.0 or np.all(steps.sample_rates == 1.0):
             return without
-        return min(without, self._worst_direction(steps, target, relation, without))
+        return min(without, self._search.worst_direction(steps, target, relation, without))
 
-    def _worst_direction(
-        self, steps: Steps, target: Target, relation: Relation, without: float
+    def epsilon_after(
+        self, spent: CheckedHistory, steps: Steps, delta: float, relation: Relation
     ) -> float:
-        """The larger value of removing a record and of adding one; exchanging one is symmetric."""
-        merged = merge_full_batch(steps)
-        if merged.noise_multipliers.min() < _LEAST_NOISE:
-            return without
-        value = self.one_direction(merged, target, relation, False, least=0.0)
-        if relation == "add_remove":
-            value = max(value, self.one_direction(merged, target, relation, True, least=value))
-        return value
+        """Return the least epsilon of what was spent and further steps."""
+        if spent.searches:
+            return super().epsilon_after(spent, steps, delta, relation)
+        return self.epsilon_of(joined(spent.steps, steps), delta, relation)
 
-    def one_direction(
-        self, steps: Steps, target: Target, relation: Relation, backward: bool, least: float
-    ) -> float:
-        """The value of one direction, or a lower one if it is at most ``least``."""
-        rough = self.rough(steps, relation)
-        plan, value = self.settle(rough, target, relation, backward, least)
-        if steps.counts.size <= _EXACT or value <= least:
-            return value
-        mixture = self.fine(steps, plan, relation, _MAX_POINTS)
-        composed = compose(mixture, pmf_maker(mixture, plan, relation, backward), plan.grid)
-        return float(min(value, target.read(composed)))
+    def curve(
+        self,
+        plan: EventPlan,
+        lengths: NDArray[np.int64],
+        delta: float,
+        relation: Relation = "add_remove",
+        spent: History = (),
+    ) -> FloatArray:
+        """Return epsilon after each length; those that are close share their work."""
+        run = Run.of(plan, lengths, spent)
+        if np.any(run.noise_multipliers == 0.0):
+            return super().curve(plan, lengths, delta, relation, spent)
+        return Together(self._search, delta, relation).values(run)
 
-    def rough(self, steps: Steps, relation: Relation) -> Mixture:
-        """Few nodes, to find the grid with; the steps themselves if they are few."""
-        if steps.counts.size <= _EXACT:
-            return as_mixture(steps, relation, _ROUGH_SPACING, _EXACT)
-        return as_mixture(rounded(steps, _ROUGH_ROUNDING), relation, _ROUGH_SPACING, 1)
-
-    def fine(self, steps: Steps, plan: Plan, relation: Relation, most_points: float) -> Mixture:
-        """Nodes at the wanted distance, or as near as the number of grid points allows."""
-        spacing = self.spacing
-        while True:
-            mixture = as_mixture(steps, relation, spacing, _EXACT)
-            few = grid_points(mixture, plan, relation) <= most_points
-            if mixture.is_exact or few or spacing >= _ROUGH_SPACING:
-                return mixture
-            spacing *= 1.2
-
-    def settle(
-        self, mixture: Mixture, target: Target, relation: Relation, backward: bool, least: float
-    ) -> tuple[Plan, float]:
-        """A grid that is fine enough, and the value on it or on a finer one.
-
-        The first grid has the accuracy wanted for Chernoff's bound. Where that is far above the
-        value, the grid is refined until the value settles.
-        """
-        value = math.inf
-        plan = plan_grid(mixture, target, self.rtol, relation, backward, least, math.inf)
-        finer = plan
-        for _ in range(_MAX_ROUNDS):
-            bound = target.value_of_bound(finer.bound)
-            if bound <= least:
-                return finer, bound
-            composed = compose(mixture, pmf_maker(mixture, finer, relation, backward), finer.grid)
-            last, value = value, min(value, target.read(composed), bound)
-            if last - value <= target.tolerance(value, self.rtol):
-                return plan, value
-            plan = finer
-            is_rare = len(mixture.nodes) == 1 and value < _RARE * bound
-            if value <= least or finer.is_long(is_rare) or target.trusts(bound, value):
-                break
-            coarsest = plan.grid.h / 4
-            finer = plan_grid(mixture, target, self.rtol, relation, backward, least, coarsest)
-        return plan, value
+    def first_scale(
+        self,
+        cost: Callable[[float], float],
+        spent: CheckedHistory,
+        shapes: Steps,
+        budget: tuple[float, float],
+        relation: Relation,
+        tolerance: float,
+    ) -> tuple[float, float]:
+        """Return a scale that nearly meets the budget, by estimates on one grid."""
+        if spent.searches or np.all(shapes.sample_rates == 1):
+            return super().first_scale(cost, spent, shapes, budget, relation, tolerance)
+        goal = Goal(spent.steps, shapes, budget, relation, tolerance)
+        bound = goal.asking(StreamingRDPAccountant().epsilon_of)
+        return goal.near(cost, *goal.on_grids(self._search, bound))
 
 
-def merge_full_batch(steps: Steps) -> Steps:
-    """Full-batch Gaussians are together one Gaussian, exactly."""
-    full = steps.sample_rates == 1.0
-    if np.count_nonzero(full) == 0:
-        return steps
-    z = 1 / math.sqrt(math.fsum(steps.counts[full] / steps.noise_multipliers[full] ** 2))
-    return Steps(
-        np.append(steps.noise_multipliers[~full], z),
-        np.append(steps.sample_rates[~full], 1.0),
-        np.append(steps.counts[~full], 1.0),
-    )
+Events = AbstractEvent | Sequence[AbstractEvent | tuple[AbstractEvent, int]]
+
+
+def epsilon(events: Events, delta: float, relation: Relation = "add_remove") -> float:
+    """Return the epsilon of a sequence of events, by :class:`PLDAccountant`.
+
+    Args:
+        events: an event, or a sequence of events and ``(event, count)`` pairs.
+        delta: in (0, 1).
+        relation: ``"add_remove"`` or ``"replace_one"``.
+
+    Returns:
+        epsilon >= 0, never below the truth; ``inf`` when a step has no noise.
+
+    Raises:
+        ValueError: if an argument is illegal.
+
+    Example:
+        >>> from lightning_dp.accounting import PoissonGaussian
+        >>> round(epsilon([(PoissonGaussian(1.0, 0.01), 1000)], delta=1e-5), 2)
+        1.83
+    """
+    return PLDAccountant().epsilon(_history(events), delta, relation)
+
+
+def delta(events: Events, epsilon: float, relation: Relation = "add_remove") -> float:
+    """Return the delta of a sequence of events at ``epsilon``, by :class:`PLDAccountant`.
+
+    Args:
+        events: an event, or a sequence of events and ``(event, count)`` pairs.
+        epsilon: at least 0.
+        relation: ``"add_remove"`` or ``"replace_one"``.
+
+    Returns:
+        delta in [0, 1], never below the truth; 1 when a step has no noise.
+
+    Raises:
+        ValueError: if an argument is illegal.
+
+    Example:
+        >>> from lightning_dp.accounting import Gaussian
+        >>> round(delta(Gaussian(1.0), epsilon=1.0), 6)
+        0.126937
+    """
+    return PLDAccountant().delta(_history(events), epsilon, relation)
+
+
+def epsilon_curve(
+    plan: EventPlan,
+    at_steps: ArrayLike,
+    delta: float,
+    relation: Relation = "add_remove",
+    accountant: AbstractAccountant | None = None,
+    spent: History = (),
+) -> FloatArray:
+    """Return epsilon after each of several numbers of steps of a plan, in one go.
+
+    Args:
+        plan: one event for all steps, or a function from the step 0, 1, ... to its event.
+        at_steps: numbers of steps, each at least 0, in any order.
+        delta: in (0, 1).
+        relation: ``"add_remove"`` or ``"replace_one"``.
+        accountant: :class:`PLDAccountant` by default, for which lengths share their work.
+        spent: what ran before.
+
+    Returns:
+        For each n in ``at_steps`` an upper bound of the epsilon of ``spent`` and the first n
+        steps. It does not fall with n.
+
+    Raises:
+        ValueError: if an argument is illegal.
+
+    Example:
+        >>> from lightning_dp.accounting import PoissonGaussian
+        >>> epsilon_curve(PoissonGaussian(1.0, 0.01), [0, 100, 1000], delta=1e-5).round(2)
+        array([0.  , 0.72, 1.83])
+    """
+    check_delta(delta)
+    check_relation(relation)
+    lengths = _check_lengths(at_steps)
+    judge = PLDAccountant() if accountant is None else accountant
+    distinct, places = np.unique(lengths, return_inverse=True)
+    values = judge.curve(plan, distinct, delta, relation, spent)
+    return np.asarray(np.maximum.accumulate(values)[places].reshape(lengths.shape))
+
+
+def _check_lengths(at_steps: ArrayLike) -> NDArray[np.int64]:
+    """Return legal numbers of steps, or raise."""
+    lengths = np.asarray(at_steps)
+    if lengths.size == 0:
+        return lengths.astype(np.int64)
+    if not np.issubdtype(lengths.dtype, np.integer) or not np.all(lengths >= 0):
+        raise ValueError(f"at_steps must be integers of at least 0, got {at_steps!r}.")
+    return lengths.astype(np.int64)
+
+
+def _history(events: Events) -> History:
+    """Return events and pairs as pairs."""
+    if isinstance(events, AbstractEvent):
+        return [(events, 1)]
+    return [(e, 1) if isinstance(e, AbstractEvent) else e for e in events]

@@ -11,16 +11,17 @@ from scipy.special import gammaln
 
 from lightning_dp.accounting._composition import mixture_bound
 from lightning_dp.accounting._grouping import as_mixture
+from lightning_dp.accounting._scale import Goal
 from lightning_dp.accounting.base import (
-    AbstractStepsAccountant,
+    AbstractAccountant,
     Relation,
     check_delta,
     check_epsilon,
     check_relation,
 )
-from lightning_dp.accounting.events import History, RepeatAndSelect, check_entry
+from lightning_dp.accounting.events import History, RepeatAndSelect
 from lightning_dp.accounting.search import success_rate
-from lightning_dp.accounting.steps import FloatArray, Steps, merge
+from lightning_dp.accounting.steps import CheckedHistory, FloatArray, Steps, joined, merge
 
 __all__ = ["renyi_divergence", "total_divergence"]
 
@@ -34,7 +35,7 @@ _Converter = Callable[[FloatArray, FloatArray], FloatArray]
 
 
 @dataclass(frozen=True)
-class StreamingRDPAccountant(AbstractStepsAccountant):
+class StreamingRDPAccountant(AbstractAccountant):
     """Sums of Renyi divergences over a table of orders, converted to (epsilon, delta) at the end.
 
     ``epsilon = min_a sum_t rho_t(a) + log(1 - 1/a) - (log delta + log a) / (a - 1)`` (Canonne, Kamath
@@ -65,6 +66,30 @@ class StreamingRDPAccountant(AbstractStepsAccountant):
     def epsilon_of(self, steps: Steps, delta: float, relation: Relation) -> float:
         """Return the best epsilon over the orders for merged steps."""
         return self._epsilon(RenyiCurve(steps, relation, ()), delta)
+
+    def epsilon_after(
+        self, spent: CheckedHistory, steps: Steps, delta: float, relation: Relation
+    ) -> float:
+        """Return the best epsilon over the orders for what was spent and further steps."""
+        if spent.searches:
+            return super().epsilon_after(spent, steps, delta, relation)
+        return self.epsilon_of(joined(spent.steps, steps), delta, relation)
+
+    def first_scale(
+        self,
+        cost: Callable[[float], float],
+        spent: CheckedHistory,
+        shapes: Steps,
+        budget: tuple[float, float],
+        relation: Relation,
+        tolerance: float,
+    ) -> tuple[float, float]:
+        """Return a scale that nearly meets the budget, by estimates from few steps."""
+        if spent.searches or np.all(shapes.sample_rates == 1):
+            return super().first_scale(cost, spent, shapes, budget, relation, tolerance)
+        goal = Goal(spent.steps, shapes, budget, relation, tolerance)
+        estimate = goal.asking(self.epsilon_of)
+        return goal.near(cost, estimate, goal.rough(estimate, budget[0]))
 
     def _epsilon(self, curve: RenyiCurve, delta: float) -> float:
         check_delta(delta)
@@ -97,16 +122,13 @@ class RenyiCurve:
 
     @classmethod
     def of(cls, history: History, relation: Relation) -> RenyiCurve:
-        entries = [check_entry(entry) for entry in history]
-        gaussians = [(e, n) for e, n in entries if not isinstance(e, RepeatAndSelect)]
+        checked = CheckedHistory.of(history)
         searches = [
-            (event, cls.of(event.runs, relation), count)
-            for event, count in entries
-            if isinstance(event, RepeatAndSelect) and count
+            (event, cls.of(event.runs, relation), count) for event, count in checked.searches
         ]
         # The best of runs that ask nothing of the data asks nothing either.
         asking = tuple(search for search in searches if not search[1].is_empty)
-        return cls(merge(gaussians), relation, asking)
+        return cls(checked.steps, relation, asking)
 
     @property
     def is_empty(self) -> bool:

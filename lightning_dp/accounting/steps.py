@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable
@@ -11,14 +12,22 @@ from typing import TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_dp.accounting.events import AbstractEvent, History, check_entry
+from lightning_dp.accounting.events import (
+    AbstractEvent,
+    History,
+    RepeatAndSelect,
+    check_entry,
+    sampled_gaussian,
+)
 
 __all__ = [
     "AbstractPairPlan",
+    "CheckedHistory",
     "EventPlan",
     "FloatArray",
     "PlannedSteps",
     "Steps",
+    "first_events",
     "joined",
     "merge",
     "merge_arrays",
@@ -46,14 +55,27 @@ class Steps:
         """True if a step has no noise at all."""
         return bool(np.any(self.noise_multipliers == 0.0))
 
+    @property
+    def mu(self) -> float:
+        """``sqrt(sum_t z_t^-2)``: that of the steps read as full batches, under add/remove."""
+        if self.has_noiseless:
+            return math.inf
+        return math.sqrt(math.fsum(self.counts / self.noise_multipliers**2))
+
     def scaled(self, scale: float) -> Steps:
-        """The steps with their noise times a number; one that overflows is the largest number."""
+        """Return the steps with their noise times a number; what overflows is the largest number."""
         with np.errstate(over="ignore"):  # which is less noise
             noise = np.minimum(self.noise_multipliers * scale, sys.float_info.max)
         return Steps(noise, self.sample_rates, self.counts)
 
+    def events(self) -> list[tuple[AbstractEvent, int]]:
+        """Return the steps as a history."""
+        columns = (self.noise_multipliers, self.sample_rates, self.counts)
+        rows = zip(*(column.tolist() for column in columns), strict=True)
+        return [(sampled_gaussian(z, q), int(count)) for z, q, count in rows]
+
     def at(self, places: NDArray[np.intp]) -> Steps:
-        """Some of the steps."""
+        """Return some of the steps."""
         return Steps(self.noise_multipliers[places], self.sample_rates[places], self.counts[places])
 
 
@@ -80,28 +102,55 @@ def merge_arrays(
 
 
 def joined(first: Steps, second: Steps) -> Steps:
-    """The steps of both."""
+    """Return the steps of both."""
     parts = [(s.noise_multipliers, s.sample_rates, s.counts) for s in (first, second)]
     return merge_arrays(*(np.concatenate(pair) for pair in zip(*parts, strict=True)))
 
 
+@dataclass(frozen=True)
+class CheckedHistory:
+    """A history whose steps were merged once, for accountants that are asked often.
+
+    Args:
+        events: the history as it was given.
+        steps: its steps, merged.
+        searches: what is no Gaussian that could be merged, with counts above 0.
+    """
+
+    events: History
+    steps: Steps
+    searches: tuple[tuple[RepeatAndSelect, int], ...]
+
+    @classmethod
+    def of(cls, history: History) -> CheckedHistory:
+        """Check a history, and merge it."""
+        steps: list[tuple[AbstractEvent, int]] = []
+        searches: list[tuple[RepeatAndSelect, int]] = []
+        for event, count in map(check_entry, history):
+            if not isinstance(event, RepeatAndSelect):
+                steps.append((event, count))
+            elif count:
+                searches.append((event, count))
+        return cls(history, merge(steps), tuple(searches))
+
+
 class AbstractPairPlan(ABC):
-    """A function from the step 0, 1, ... to its event that also tells many steps at once."""
+    """A function from the step 0, 1, ... to its event that also gives many steps at once."""
 
     @abstractmethod
     def __call__(self, step: int) -> AbstractEvent:
-        """The event of a step."""
+        """Return the event of a step."""
 
     @abstractmethod
     def pairs(self, first: int, last: int) -> tuple[FloatArray, FloatArray]:
-        """(z, q) of the steps ``first <= t < last``, those of their events."""
+        """Return (z, q) of the steps ``first <= t < last``, those of their events."""
 
 
 EventPlan: TypeAlias = AbstractPairPlan | Callable[[int], AbstractEvent] | AbstractEvent
 
 
 class PlannedSteps:
-    """The first steps of a plan, remembered as far as they were asked for.
+    """The first steps of a plan, kept as far as they were asked for.
 
     Args:
         plan: one event for all steps, or a function from the step to its event.
@@ -113,7 +162,7 @@ class PlannedSteps:
         self._rates = np.zeros(0)
 
     def first(self, n: int) -> Steps:
-        """The first ``n`` steps, merged."""
+        """Return the first ``n`` steps, merged."""
         if isinstance(self._plan, AbstractEvent):
             z, q = self._plan.pair
             return merge_arrays(np.array([z]), np.array([q]), np.array([float(n)]))
@@ -128,8 +177,15 @@ class PlannedSteps:
 def pairs_of(
     plan: AbstractPairPlan | Callable[[int], AbstractEvent], first: int, last: int
 ) -> tuple[FloatArray, FloatArray]:
-    """(z, q) of the steps ``first <= t < last`` of a plan."""
+    """Return (z, q) of the steps ``first <= t < last`` of a plan."""
     if isinstance(plan, AbstractPairPlan):
         return plan.pairs(first, last)
     pairs = np.array([plan(step).pair for step in range(first, last)], dtype=float).reshape(-1, 2)
     return pairs[:, 0], pairs[:, 1]
+
+
+def first_events(plan: EventPlan, n: int) -> list[tuple[AbstractEvent, int]]:
+    """Return the events of the first ``n`` steps of a plan."""
+    if isinstance(plan, AbstractEvent):
+        return [(plan, n)]
+    return [(plan(step), 1) for step in range(n)]

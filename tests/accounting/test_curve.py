@@ -10,9 +10,10 @@ import pytest
 
 import lightning_dp.accounting as accounting
 from lightning_dp.accounting import Gaussian, PoissonGaussian, StreamingRDPAccountant
-from lightning_dp.accounting._curve import _Together, epsilon_curve
+from lightning_dp.accounting._curve import Together
 from lightning_dp.accounting.events import AbstractEvent
 from lightning_dp.accounting.gdp import gdp_epsilon
+from lightning_dp.accounting.pld import epsilon_curve
 
 LENGTHS = [0, 1, 2, 3, 10, 40, 41, 150, 400, 1500]
 _RNG = np.random.default_rng(0)
@@ -59,7 +60,7 @@ def test_a_curve_is_one_evaluation_for_each_length(
 @pytest.mark.parametrize("worse", [False, True])
 def test_the_worse_direction_counts(monkeypatch: pytest.MonkeyPatch, worse: bool) -> None:
     monkeypatch.setattr(
-        _Together,
+        Together,
         "_group",
         lambda self, run, backward, least: np.full(run.size, 0.2 if backward == worse else 0.1),
     )

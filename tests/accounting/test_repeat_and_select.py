@@ -272,7 +272,7 @@ def test_the_event_survives_json_and_the_ledger(tmp_path, shape):
         ({"runs": [[{"event": "Gaussian", "noise_multiplier": 1.0}, 1.5]]}, "count must be"),
         ({"mean": "10"}, "mean=.* must be a real number"),
         ({"shape": "poisson"}, "shape=.* must be a real number"),
-        ({"extra": 1}, "exactly the keys"),
+        ({"extra": 1}, "unknown field .extra"),
     ],
 )
 def test_a_malformed_dictionary_is_refused(change, message):

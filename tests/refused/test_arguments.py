@@ -35,10 +35,10 @@ from lightning_dp.accounting import (
     draw_number_of_runs,
     epsilon,
 )
-from lightning_dp.accounting._curve import epsilon_curve
 from lightning_dp.accounting.calibration import affordable_steps
 from lightning_dp.accounting.events import PoissonRound
 from lightning_dp.accounting.gdp import gdp_delta, gdp_epsilon
+from lightning_dp.accounting.pld import epsilon_curve
 from lightning_dp.audit.bounds import one_run_p_value
 from lightning_dp.boundary import Query
 from lightning_dp.callbacks import DifferentialPrivacy, PrivateSingleDeviceStrategy
