@@ -256,7 +256,7 @@ class Oracle:
         return engine.take(divide_by, touched)
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def oracle() -> Oracle:
     return Oracle()
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import pytest
@@ -161,7 +162,7 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor]]] = {
     ),
     "transformer_decoder": (lambda: Decoder(), images(4, 6)),
     "lstm": (lambda: Recurrent(DPLSTM(6, 3, batch_first=True)), images(4, 6)),
-    "gru_on_many_steps": (lambda: Recurrent(DPGRU(6, 2, bidirectional=True)), images(20, 6)),
+    "gru_on_many_steps": (lambda: Recurrent(DPGRU(6, 2, bidirectional=True)), images(10, 6)),
     "multihead_of_opacus": (
         lambda: Recurrent(DPMultiheadAttention(6, 2, add_bias_kv=True)), images(4, 6),
     ),
@@ -296,15 +297,30 @@ class Both(nn.Module):
         return self.one(x) + self.other(x)
 
 
-@pytest.fixture(params=CASES)
-def model_and_batch(
-    request: pytest.FixtureRequest, layer_engine: Bookkeeping
-) -> tuple[nn.Module, Tensor]:
-    if layer_engine.name == "functional" and request.param.startswith(("multi", "transformer")):
-        pytest.skip("torch.func does not see the records of attention layers")
+def made(name: str) -> tuple[nn.Module, Tensor]:
+    """The model of a case and its batch, the same at each call."""
     torch.manual_seed(0)
-    make, batch = CASES[request.param]
+    make, batch = CASES[name]
     return make(), batch()
+
+
+@pytest.fixture(params=CASES)
+def layer_case(request: pytest.FixtureRequest, layer_engine: Bookkeeping) -> str:
+    name: str = request.param
+    if layer_engine.name == "functional" and name.startswith(("multi", "transformer")):
+        pytest.skip("torch.func does not see the records of attention layers")
+    return name
+
+
+@pytest.fixture
+def model_and_batch(layer_case: str) -> tuple[nn.Module, Tensor]:
+    return made(layer_case)
+
+
+@pytest.fixture(scope="session")
+def slow() -> Callable[[Callable[..., Tensor], str], Tensor]:
+    """An oracle's answer for a case, worked out once for all engines and tests."""
+    return cache(lambda oracle, name: oracle(*made(name)))
 
 
 @pytest.fixture(params=["whole", "sliced"])

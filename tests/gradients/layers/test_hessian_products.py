@@ -68,15 +68,19 @@ def direction_for(module: nn.Module) -> Tensor:
     return torch.cat([param.detach().reshape(-1) for param in params_of(other)])
 
 
+def products_along_a_direction(module: nn.Module, batch: Tensor) -> Tensor:
+    return products_one_by_one(module, batch, direction_for(module))
+
+
 @pytest.mark.usefixtures("memory")
 @pytest.mark.parametrize("weights", [(-0.5, 2.0), pytest.param((0.0, 1.0), marks=pytest.mark.slow)])
 def test_hessian_vector_products_equal_the_loop(
-    layer_engine, model_and_batch, weights, along, oracle
+    layer_engine, layer_case, model_and_batch, weights, along, oracle, slow
 ):
     module, batch = model_and_batch
     u = direction_for(module)
-    products = products_one_by_one(module, batch, u)
-    expected = weights[0] * oracle.one_by_one(module, batch) + weights[1] * products
+    products = slow(products_along_a_direction, layer_case)
+    expected = weights[0] * slow(oracle.one_by_one, layer_case) + weights[1] * products
     layer_engine.attach(module, params_of(module))
 
     gradients = along(layer_engine, module, batch, u, *weights)
@@ -92,11 +96,12 @@ def test_hessian_vector_products_equal_the_loop(
 
 @pytest.mark.parametrize("keep", [1, 7])
 def test_restricted_gradients_and_products_are_columns_of_the_loop(
-    layer_engine, model_and_batch, keep, along, oracle
+    layer_engine, layer_case, model_and_batch, keep, along, oracle, slow
 ):
     module, batch = model_and_batch
     u = direction_for(module)
-    expected = oracle.one_by_one(module, batch) + products_one_by_one(module, batch, u)
+    gradients_here = slow(oracle.one_by_one, layer_case)
+    expected = gradients_here + slow(products_along_a_direction, layer_case)
     places = torch.arange(expected.shape[1])
     places = places[-keep:] if keep == 1 else places[3::keep][:-1]
     layer_engine.attach(module, params_of(module))
@@ -111,7 +116,7 @@ def test_restricted_gradients_and_products_are_columns_of_the_loop(
     only = (
         oracle.run(layer_engine, module, batch).restrict(places).weighted_sum(torch.ones(RECORDS))
     )
-    wanted = oracle.one_by_one(module, batch)[:, places].sum(0)
+    wanted = gradients_here[:, places].sum(0)
     assert (only.double() - wanted).norm() <= 2e-5 * size
 
 

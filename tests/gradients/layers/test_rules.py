@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
+from functools import cache
+from typing import Any
 
 import pytest
 import torch
@@ -24,6 +27,11 @@ def moved(module: nn.Module, by: float) -> nn.Module:
     return other
 
 
+@cache
+def nearby_rows(oracle: Any) -> Callable[[nn.Module, Tensor], Tensor]:
+    return lambda module, batch: oracle.one_by_one(moved(module, 0.1), batch)
+
+
 def at(module: nn.Module, other: nn.Module) -> dict[str, Tensor]:
     kept = {name: param.detach().clone() for name, param in module.named_parameters()}
     module.load_state_dict(other.state_dict())
@@ -31,9 +39,11 @@ def at(module: nn.Module, other: nn.Module) -> dict[str, Tensor]:
 
 
 @pytest.mark.usefixtures("memory")
-def test_norms_and_clipped_sums_equal_the_loop(layer_engine, model_and_batch, oracle):
+def test_norms_and_clipped_sums_equal_the_loop(
+    layer_engine, layer_case, model_and_batch, oracle, slow
+):
     module, batch = model_and_batch
-    expected = oracle.one_by_one(module, batch)
+    expected = slow(oracle.one_by_one, layer_case)
     layer_engine.attach(module, oracle.trained(module))
 
     gradients = oracle.run(layer_engine, module, batch)
@@ -49,12 +59,15 @@ def test_norms_and_clipped_sums_equal_the_loop(layer_engine, model_and_batch, or
 
 @pytest.mark.usefixtures("memory")
 @pytest.mark.parametrize(
-    "weights", [(1.0, -0.3), (0.0, 2.0), pytest.param((1.0, -1.0), marks=pytest.mark.slow)]
+    "weights",
+    [(1.0, -0.3), *(pytest.param(w, marks=pytest.mark.slow) for w in ((0.0, 2.0), (1.0, -1.0)))],
 )
-def test_combinations_at_two_points_equal_the_loop(layer_engine, model_and_batch, weights, oracle):
+def test_combinations_at_two_points_equal_the_loop(
+    layer_engine, layer_case, model_and_batch, weights, oracle, slow
+):
     module, batch = model_and_batch
     other = moved(module, 0.1)
-    rows, other_rows = (oracle.one_by_one(each, batch) for each in (module, other))
+    rows, other_rows = slow(oracle.one_by_one, layer_case), slow(nearby_rows(oracle), layer_case)
     expected = weights[0] * rows + weights[1] * other_rows
     layer_engine.attach(module, oracle.trained(module))
     here = oracle.run(layer_engine, module, batch, combined=True)
