@@ -90,6 +90,12 @@ def test_a_page_shows_public_names_only(page):
             assert {(home, name.strip()) for name in names.split(",")} <= set(NAMES)
 
 
+def test_some_page_names_each_of_them():
+    pages = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")]
+    text = "".join(page.read_text("utf-8") for page in pages if page.name != "parts.md")
+    assert [name for _, name in NAMES if not re.search(rf"\b{name}\b", text)] == []
+
+
 def loaded_by(code: str) -> set[str]:
     """The top-level modules that a fresh interpreter has loaded after running ``code``."""
     report = "import sys; print(*{name.partition('.')[0] for name in sys.modules})"
