@@ -1,6 +1,6 @@
-"""Checks of what a client is asked: models that are its own, and queries that are the plan's.
+"""Checks before a charge: the server's module, model and query are those that were agreed on.
 
-All of it is public, and looked at before anything is charged.
+All of it is public.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import json
 import logging
 import math
 import zlib
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -36,6 +36,15 @@ __all__ = [
 _SMALLEST, _LARGEST = 1e-15, 1e15
 _TOLERANCE = 1e-6  # of the server's arithmetic
 _ROUNDING = 1 - 1e-12
+
+_Described: TypeAlias = list[tuple[str, str]]  # names, and what is compared of each
+
+_log = logging.getLogger("lightning_dp.federated")
+_SHOWN = 3
+_CURE = (
+    "Build the same module everywhere: load its frozen weights from one file, or seed its "
+    "construction with torch.manual_seed."
+)
 
 
 def check_point(records: Records, point: Tensor, name: str = "The model") -> None:
@@ -186,12 +195,7 @@ def _equal(a: Tensor | None, b: Tensor | None) -> bool:
     return a.shape == b.shape and a.dtype == b.dtype and torch.equal(a, b)
 
 
-_log = logging.getLogger("lightning_dp.federated")
-_SHOWN = 3
-_CURE = (
-    "Build the same module everywhere: load its frozen weights from one file, or seed its "
-    "construction with torch.manual_seed."
-)
+# -- modules -----------------------------------------------------------------------------------
 
 
 def fingerprint(module: nn.Module) -> str:
@@ -223,9 +227,6 @@ def check_fingerprint(of_the_server: str, here: str) -> None:
         )
     if other := _differing(theirs["buffers"], ours["buffers"]):
         _log.warning("The buffers %s are not those of the server's module. %s", other, _CURE)
-
-
-_Described = list[tuple[str, str]]
 
 
 def _read(text: str) -> dict[str, _Described]:

@@ -255,7 +255,7 @@ class _Rounds(AbstractRounds):
     def events(self, i: int) -> Sequence[AbstractEvent]:
         z = self.privacy.noise(i)
         if self.records.unit == "client":  # its presence is not a matter of chance
-            return [Gaussian(z)]
+            return [Gaussian(z)]  # so sampling amplifies nothing
         return [Poisson().event(z, self._rate(i))]
 
     # -- before the charge -------------------------------------------------------------------

@@ -117,7 +117,9 @@ class AsyncServer(AbstractServer):
         self._applied = [0] * self.num_clients
         self._known = [-1] * self.num_clients  # the k of the model that a client has, -1: none
         self._left: set[int] = set()
-        self._round, self._behind = 0, self.num_clients  # k, and how many clients are at it
+        # k, and how many clients are at it: counted, so that an update costs the same for any
+        # number of clients.
+        self._round, self._behind = 0, self.num_clients
 
     # -- what there is -----------------------------------------------------------------------
 

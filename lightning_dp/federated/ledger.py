@@ -167,6 +167,7 @@ class ReleaseLedger:
             except (VoidedRunError, UnsupportedModelError) as error:
                 files.void(round_, spending, getattr(error, "reason", str(error)))
                 raise
+            # On disk before it leaves: from now on this round has this release and no other.
             oldest = round_ - spending.retain + 1
             kept = {place: sent for place, sent in files.kept.items() if place[0] >= oldest}
             if keep:
@@ -366,7 +367,8 @@ class _OpenRun:
                 now, begun=round_, parts=0, seed=seed, dataset=self._dataset, charged=charged
             )
             self.write(now, self.kept, self.note)
-        # Whatever of the round's events is not in the journal yet.
+        # The seed is on disk, and now the charge: a process that dies between makes the same batch,
+        # and finds in the journal whatever of the round's events was written already.
         events = spending.events(round_)
         self._journal.extend({Round(self._run, round_).key: [(event, 1) for event in events]})
         if now.parts == 0:

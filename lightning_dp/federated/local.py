@@ -227,6 +227,7 @@ class LocalRecords:
                 total = total.plus(self._answer(passes, asked, batch, size, number))
         if self.unit == "record":
             return total
+        # The client's sum is the only "record" of a second sum, whose bound is the query's.
         whole = MaterialisedGradients([total.value], [total.value.unsqueeze(0)], 1.0)
         return bounded_sum(whole, query.clip_norm)
 

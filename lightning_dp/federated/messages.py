@@ -1,4 +1,4 @@
-"""Messages as bytes that are safe to read, and the replies of clients, of which no byte is trusted."""
+"""Messages as bytes that are safe to read, and replies, of which no byte is trusted."""
 
 from __future__ import annotations
 
@@ -180,6 +180,9 @@ def _check(kind: object, facts: object) -> None:
             raise ValueError("a fact is neither a number nor a string")
         if isinstance(value, int) and not abs(value) < _LARGEST_NUMBER:
             raise ValueError("a whole number is too large")
+
+
+# -- replies -----------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)

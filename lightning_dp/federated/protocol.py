@@ -24,6 +24,8 @@ __all__ = [
     "noised_sum",
 ]
 
+_POISSON = Poisson()
+
 
 class Records(Protocol):
     """One client's data set, as far as a protocol knows it.
@@ -141,7 +143,7 @@ class AbstractClient(ABC):
         """Numbers about this client that may be seen: among them ``epsilon``, spent so far."""
 
 
-_POISSON = Poisson()
+# -- what clients do with their records --------------------------------------------------------
 
 
 def draw(

@@ -25,6 +25,14 @@ from lightning_dp.accounting.steps import Steps
 
 __all__ = ["Events", "Spending", "affordable_rounds", "check_budget", "fits_beside"]
 
+Events: TypeAlias = Callable[[int], Sequence[AbstractEvent]]
+Budget: TypeAlias = tuple[float, float, Relation]
+
+# Rényi orders to choose from: closer together where they are small, as for large budgets.
+_ORDERS = np.concatenate(
+    [np.arange(11, 100) / 10, np.unique(np.round(np.geomspace(10, 4096, 120)))]
+)
+
 
 @dataclass(frozen=True)
 class Spending:
@@ -60,18 +68,10 @@ class Spending:
 
     @cached_property
     def fingerprint(self) -> str:
-        """The same for the same plan and budget."""
+        """A text that is the same for the same plan and budget, and for no other."""
         plan = [[event.to_dict() for event in self.events(i)] for i in range(self.rounds)]
         budget = [self.run, str(self.target_epsilon), self.target_delta, self.relation, plan]
         return hashlib.sha256(json.dumps(budget, sort_keys=True).encode()).hexdigest()
-
-
-Events: TypeAlias = Callable[[int], Sequence[AbstractEvent]]
-Budget: TypeAlias = tuple[float, float, Relation]
-
-_ORDERS = np.concatenate(
-    [np.arange(11, 100) / 10, np.unique(np.round(np.geomspace(10, 4096, 120)))]
-)
 
 
 def check_budget(target_epsilon: float, target_delta: float, relation: Relation) -> None:
@@ -117,14 +117,18 @@ def fits_beside(charges: Sequence[AbstractEvent], budget: Budget, spent: History
     if math.isinf(epsilon) or not charges:
         return True
     whole = counted([*spent, *((event, 1) for event in charges)])
-    if len(whole) == 1:
+    if len(whole) == 1:  # whoever asks next, it is the same event once more
         return PLDAccountant().epsilon(whole, delta, relation) <= epsilon
     if any(event.pair[0] == 0 for event, _ in whole):
-        return False
+        return False  # a release without noise fits into no finite ε
     guard = GDPGuard(epsilon, delta, relation, [])
     if all(event.pair[1] == 1 for event, _ in whole):
+        # Gaussians, also chosen adaptively, are one with 1/z² = Σ 1/z_i², as long as it stays
+        # below μ² of the budget.
         factor = check_relation(relation)
         return math.fsum(n * (factor / e.pair[0]) ** 2 for e, n in whole) <= guard.mu**2
+    # Divergences of one order add up over adaptive rounds. The order is fixed by the budget: one
+    # chosen afterwards would depend on what was released.
     order = _order(guard.mu, delta)
     pairs = np.array([event.pair for event, _ in whole])
     steps = Steps(pairs[:, 0], pairs[:, 1], np.array([float(n) for _, n in whole]))

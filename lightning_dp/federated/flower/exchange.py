@@ -31,6 +31,19 @@ _CAUSES = {
     8: "its app crashed",
 }
 
+_PAYLOAD, _BYTES, _FACTS = "payload", "bytes", "facts"
+# How NumPy begins a file of bytes: matched, not evaluated. Groups: the header's length, theirs.
+_HEADER = re.compile(
+    rb"\x93NUMPY\x01\x00(..)\{'descr': '\|u1', 'fortran_order': False, 'shape': \((\d{1,18}),\), \} *\n",
+    re.DOTALL,
+)
+_HEADER_BEGINS = 10
+_LONGEST_NAME, _LONGEST_TEXT, _MOST_FACTS = 100, 1000, 100
+_LARGEST_NUMBER = 2**63
+_NUMBERS = ("epsilon", "delta")
+
+_Record = TypeVar("_Record", ArrayRecord, ConfigRecord)
+
 
 @dataclass(frozen=True)
 class Outcome:
@@ -271,18 +284,7 @@ class Exchange:
         return found
 
 
-_PAYLOAD, _BYTES, _FACTS = "payload", "bytes", "facts"
-# How NumPy begins a file of bytes: matched, not evaluated. Groups: the header's length, theirs.
-_HEADER = re.compile(
-    rb"\x93NUMPY\x01\x00(..)\{'descr': '\|u1', 'fortran_order': False, 'shape': \((\d{1,18}),\), \} *\n",
-    re.DOTALL,
-)
-_HEADER_BEGINS = 10
-_LONGEST_NAME, _LONGEST_TEXT, _MOST_FACTS = 100, 1000, 100
-_LARGEST_NUMBER = 2**63
-_NUMBERS = ("epsilon", "delta")
-
-_Record = TypeVar("_Record", ArrayRecord, ConfigRecord)
+# -- the content of a message ------------------------------------------------------------------
 
 
 def pack(payload: bytes, facts: Mapping[str, int | float | str | bool]) -> RecordDict:
