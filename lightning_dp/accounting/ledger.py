@@ -20,6 +20,8 @@ from lightning_dp.accounting.journal import (
 
 __all__ = ["Ledger", "read_state"]
 
+_FIELDS = {"id", "journal", "runs"}  # of a state; none of them has a default
+
 
 class Ledger:
     """Every charge ever made against one training set, in memory and in a journal on disk.
@@ -176,11 +178,20 @@ class Ledger:
 
 
 def read_state(state: dict[str, Any]) -> tuple[str, Path | None, Charges]:
-    """Id, place of the journal and charges of a :meth:`Ledger.state_dict`, which others may have edited.
+    """Read id, place of the journal and charges of a state, which somebody may have edited.
+
+    Args:
+        state: as :meth:`Ledger.state_dict` gives it.
 
     Raises:
-        JournalError: if it is damaged, or would name a file that is no journal of this ledger.
+        JournalError: if it is damaged, has a field of a later version, or would name a file that is
+            no journal of this ledger.
     """
+    if isinstance(state, dict) and (unknown := sorted(map(repr, {*state} - _FIELDS))):
+        raise JournalError(
+            f"The checkpoint's privacy ledger has an unknown field {unknown[0]}. A later version of "
+            "lightning-dp may have written it, and it may change what was spent: use that version."
+        )
     try:
         ledger_id, journal, runs = state["id"], state["journal"], Charges.from_dict(state["runs"])
     except (KeyError, TypeError, ValueError, AttributeError) as error:

@@ -109,3 +109,17 @@ def test_recovering_from_nothing_is_refused(tmp_path):
 def test_a_constant_run_is_one_entry_in_a_checkpoint(books):
     ledger = books.ledger_with(None, *[A] * 5000)
     assert ledger.state_dict()["runs"] == {"run-1": [[A.to_dict(), 5000]]}
+
+
+def test_a_field_that_is_not_known_may_change_what_was_spent(tmp_path, books):
+    state = books.ended(books.ledger_with(None, A)).state_dict()
+    with pytest.raises(JournalError, match="unknown field 'refunds'"):
+        books.restored({**state, "refunds": 1}, tmp_path)
+
+
+@pytest.mark.parametrize("field", ["id", "journal", "runs"])
+def test_a_field_that_is_missing_is_damage(tmp_path, books, field):
+    state = books.ended(books.ledger_with(None, A)).state_dict()
+    del state[field]
+    with pytest.raises(JournalError, match=f"ledger is damaged: KeyError.'{field}'"):
+        books.restored(state, tmp_path)
