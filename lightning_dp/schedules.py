@@ -103,25 +103,6 @@ class AbstractAdaptiveSchedule(AbstractSchedule):
     def observe(self, state: State, released: Tensor) -> State: ...
 
 
-def condition_number(name: str, value: object, *, of: str | None = None) -> float:
-    """Return a finite number greater than 1: at κ = 1, all noise but the last step's is free."""
-    result = number(name, value, of=of)
-    if not 1 < result < math.inf:
-        raise ValueError(
-            f"{shown(name, value, of)} must be finite and greater than 1: it is M / mu, smoothness "
-            "over the PL constant."
-        )
-    return result
-
-
-def momentum_weight(name: str, value: object, *, of: str | None = None) -> float:
-    """Return a number in [0, 1)."""
-    result = number(name, value, of=of)
-    if not 0 <= result < 1:
-        raise ValueError(f"{shown(name, value, of)} must be in [0, 1).")
-    return result
-
-
 @dataclass(frozen=True)
 class Constant(AbstractSchedule):
     """s(t) = 1.
@@ -137,35 +118,6 @@ class Constant(AbstractSchedule):
 
     def __call__(self, step: int) -> float:
         return 1.0
-
-
-@dataclass(frozen=True)
-class Cosine(AbstractSchedule):
-    """s(t) = end + (1 - end) (1 + cos(π t / steps)) / 2 for t < steps; ``end`` from there on.
-
-    Args:
-        steps: T >= 1, after which the noise stays at ``end`` times the first step's.
-        end: greater than 0; below 1 decays, above 1 grows.
-
-    Raises:
-        ValueError: for values outside these bounds.
-
-    Example:
-        >>> schedule = Cosine(steps=10, end=0.5)
-        >>> [round(schedule(t), 4) for t in (0, 5, 10, 1000)]
-        [1.0, 0.75, 0.5, 0.5]
-    """
-
-    steps: int
-    end: float
-
-    def __post_init__(self) -> None:
-        normalise(self, whole, "steps", of="Cosine")
-        normalise(self, positive, "end", of="Cosine")
-
-    def __call__(self, step: int) -> float:
-        angle = math.pi * min(1.0, step / self.steps)
-        return float(self.end + (1 - self.end) * (1 + math.cos(angle)) / 2)
 
 
 @dataclass(frozen=True)
@@ -193,6 +145,33 @@ class Exponential(AbstractSchedule):
 
     def __call__(self, step: int) -> float:
         return math.exp(-self.rate * step)
+
+
+@dataclass(frozen=True)
+class StepDecay(AbstractSchedule):
+    """s(t) = factor^⌊t / every⌋.
+
+    Args:
+        every: steps between two changes, at least 1.
+        factor: what the noise is multiplied by, greater than 0.
+
+    Raises:
+        ValueError: for values outside these bounds.
+
+    Example:
+        >>> [StepDecay(every=10, factor=0.5)(t) for t in (0, 9, 10, 25)]
+        [1.0, 1.0, 0.5, 0.25]
+    """
+
+    every: int
+    factor: float
+
+    def __post_init__(self) -> None:
+        normalise(self, whole, "every", of="StepDecay")
+        normalise(self, positive, "factor", of="StepDecay")
+
+    def __call__(self, step: int) -> float:
+        return float(self.factor ** (step // self.every))
 
 
 @dataclass(frozen=True)
@@ -227,30 +206,80 @@ class Polynomial(AbstractSchedule):
 
 
 @dataclass(frozen=True)
-class StepDecay(AbstractSchedule):
-    """s(t) = factor^⌊t / every⌋.
+class Cosine(AbstractSchedule):
+    """s(t) = end + (1 - end) (1 + cos(π t / steps)) / 2 for t < steps; ``end`` from there on.
 
     Args:
-        every: steps between two changes, at least 1.
-        factor: what the noise is multiplied by, greater than 0.
+        steps: T >= 1, after which the noise stays at ``end`` times the first step's.
+        end: greater than 0; below 1 decays, above 1 grows.
 
     Raises:
         ValueError: for values outside these bounds.
 
     Example:
-        >>> [StepDecay(every=10, factor=0.5)(t) for t in (0, 9, 10, 25)]
-        [1.0, 1.0, 0.5, 0.25]
+        >>> schedule = Cosine(steps=10, end=0.5)
+        >>> [round(schedule(t), 4) for t in (0, 5, 10, 1000)]
+        [1.0, 0.75, 0.5, 0.5]
     """
 
-    every: int
-    factor: float
+    steps: int
+    end: float
 
     def __post_init__(self) -> None:
-        normalise(self, whole, "every", of="StepDecay")
-        normalise(self, positive, "factor", of="StepDecay")
+        normalise(self, whole, "steps", of="Cosine")
+        normalise(self, positive, "end", of="Cosine")
 
     def __call__(self, step: int) -> float:
-        return float(self.factor ** (step // self.every))
+        angle = math.pi * min(1.0, step / self.steps)
+        return float(self.end + (1 - self.end) * (1 + math.cos(angle)) / 2)
+
+
+@dataclass(frozen=True)
+class FromInfluence(AbstractSchedule):
+    r"""s(t) = (q_t / q_0)^(-1/4): minimises Σ q_t σ_t² at equal Σ 1/σ_t².
+
+    "On Dynamic Noise Influence in Differential Private Learning" (anonymous submission),
+    Lemma 4.1: the minimum of :math:`\sum_t q_t \sigma_t^2` under :math:`\sum_t 1/\sigma_t^2 = R` is
+    (Σ √q_t)² / R, at :math:`\sigma_t^2 = \frac{1}{R} \sum_i \sqrt{q_i / q_t}`. The gain over constant
+    noise is :math:`T^2 \mathrm{Var}(\sqrt{q_t}) / R`.
+
+    Args:
+        influence: q_0, ..., q_(T-1), each finite and greater than 0: how much the variance of step
+            t's noise adds to the final loss; only ratios matter. **Taken from private data, it is a
+            query to them that no ε covers**: use public data, theory, or an earlier release.
+
+    Raises:
+        ValueError: for values outside these bounds; when called for a step >= T.
+
+    Example:
+        >>> [FromInfluence((1.0, 16.0))(t) for t in (0, 1)]    # noise is halved where it hurts most
+        [1.0, 0.5]
+    """
+
+    influence: tuple[float, ...]
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.influence, tuple):
+            raise ValueError(
+                f"FromInfluence(influence={type(self.influence).__name__}) must be a tuple of "
+                "numbers: FromInfluence(tuple(values))."
+            )
+        if not self.influence:
+            raise ValueError("FromInfluence(influence=()) must hold one value for each step.")
+        checked = tuple(
+            positive(f"influence[{step}]", value, of="FromInfluence")
+            for step, value in enumerate(self.influence)
+        )
+        object.__setattr__(self, "influence", checked)
+
+    def __call__(self, step: int) -> float:
+        if not 0 <= step < len(self.influence):
+            raise ValueError(
+                f"FromInfluence has {len(self.influence)} values and none for step {step}: give one "
+                "for each step of the run."
+            )
+        # Lagrange: q_t = λ / σ_t⁴ at the minimum. In logarithms, no power of a q_t can overflow.
+        return math.exp((math.log(self.influence[0]) - math.log(self.influence[step])) / 4)
 
 
 @dataclass(frozen=True)
@@ -284,11 +313,12 @@ class DynamicGD(AbstractSchedule):
         normalise(self, condition_number, "kappa", of="DynamicGD")
 
     def __call__(self, step: int) -> float:
+        # FromInfluence's (q_t / q_0)^(-1/4) for q_t ∝ γ^(-t); log1p keeps γ's digits for a large κ.
         return math.exp(step / 4 * math.log1p(-1 / self.kappa))
 
     @staticmethod
     def recommended_steps(kappa: float, alpha: float) -> int:
-        """T = ⌈2κ ln(1 + 1/(κα))⌉, Theorem 4.3.
+        """Return T = ⌈2κ ln(1 + 1/(κα))⌉, Theorem 4.3.
 
         The proof's minimiser (its Eq. 26) is ⌈2 ln(1 + (1 - √γ)²/α) / ln(1/γ)⌉, which is smaller
         by about 2κ ln(4κ): the theorem puts 1/κ in the place of (1 - √γ)².
@@ -362,7 +392,7 @@ class DynamicMomentum(AbstractSchedule):
 
     @property
     def turning_step(self) -> int:
-        """T̂: runs of at most this many steps have noise that grows."""
+        """T̂, up to which the noise of a run grows."""
         return _turning_step(self.kappa, self.eta0, self.beta)
 
     def __call__(self, step: int) -> float:
@@ -371,7 +401,7 @@ class DynamicMomentum(AbstractSchedule):
 
     @staticmethod
     def recommended_steps(kappa: float, eta0: float, alpha: float) -> int:
-        """T = ⌈(2κ/η0) ln(1 + η0/(κα))⌉, Theorem 4.6 (there up to a constant factor).
+        """Return T = ⌈(2κ/η0) ln(1 + η0/(κα))⌉, Theorem 4.6 (there up to a constant factor).
 
         Args:
             kappa: κ > 1.
@@ -387,14 +417,15 @@ class DynamicMomentum(AbstractSchedule):
 
 @lru_cache(maxsize=16)
 def _turning_step(kappa: float, eta0: float, beta: float) -> int:
-    """Search for T̂; it is asked for at every step."""
+    """Find T̂ by bisection, once: the schedule asks for it at every step."""
 
     def is_averaging(t: int) -> bool:
-        """γ^(t-1) >= (1-β) / (1-β^t), in logarithms."""
+        """Tell whether γ^(t-1) >= (1-β) / (1-β^t), in logarithms."""
         excess = math.log1p(-(beta**t)) - math.log1p(-beta)
         return (t - 1) * math.log1p(-eta0 / kappa) + excess >= 0
 
-    # Lemma B.7: γ^(t-1) (1-β^t) rises, then falls, and holds with equality at t = 1.
+    # Lemma B.7: γ^(t-1) (1-β^t) rises and then falls, and is 1-β at t = 1. So the inequality holds up
+    # to T̂ and never again: double t until it fails, then halve the gap.
     high = 2
     while is_averaging(high):
         high *= 2
@@ -405,48 +436,20 @@ def _turning_step(kappa: float, eta0: float, beta: float) -> int:
     return low
 
 
-@dataclass(frozen=True)
-class FromInfluence(AbstractSchedule):
-    r"""s(t) = (q_t / q_0)^(-1/4): minimises Σ q_t σ_t² at equal Σ 1/σ_t².
-
-    "On Dynamic Noise Influence in Differential Private Learning" (anonymous submission),
-    Lemma 4.1: the minimum of :math:`\sum_t q_t \sigma_t^2` under :math:`\sum_t 1/\sigma_t^2 = R` is
-    (Σ √q_t)² / R, at :math:`\sigma_t^2 = \frac{1}{R} \sum_i \sqrt{q_i / q_t}`. The gain over constant
-    noise is :math:`T^2 \mathrm{Var}(\sqrt{q_t}) / R`.
-
-    Args:
-        influence: q_0, ..., q_(T-1), each finite and greater than 0: how much the variance of step
-            t's noise adds to the final loss; only ratios matter. **Taken from private data, it is a
-            query to them that no ε covers**: use public data, theory, or an earlier release.
-
-    Raises:
-        ValueError: for values outside these bounds; when called for a step >= T.
-
-    Example:
-        >>> [FromInfluence((1.0, 16.0))(t) for t in (0, 1)]    # noise is halved where it hurts most
-        [1.0, 0.5]
-    """
-
-    influence: tuple[float, ...]
-
-    def __post_init__(self) -> None:
-        if not isinstance(self.influence, tuple):
-            raise ValueError(
-                f"FromInfluence(influence={type(self.influence).__name__}) must be a tuple of "
-                "numbers: FromInfluence(tuple(values))."
-            )
-        if not self.influence:
-            raise ValueError("FromInfluence(influence=()) must hold one value for each step.")
-        checked = tuple(
-            positive(f"influence[{step}]", value, of="FromInfluence")
-            for step, value in enumerate(self.influence)
+def condition_number(name: str, value: object, *, of: str | None = None) -> float:
+    """Return a finite number greater than 1: at κ = 1, all noise but the last step's is free."""
+    result = number(name, value, of=of)
+    if not 1 < result < math.inf:
+        raise ValueError(
+            f"{shown(name, value, of)} must be finite and greater than 1: it is M / mu, smoothness "
+            "over the PL constant."
         )
-        object.__setattr__(self, "influence", checked)
+    return result
 
-    def __call__(self, step: int) -> float:
-        if not 0 <= step < len(self.influence):
-            raise ValueError(
-                f"FromInfluence has {len(self.influence)} values and none for step {step}: give one "
-                "for each step of the run."
-            )
-        return math.exp((math.log(self.influence[0]) - math.log(self.influence[step])) / 4)
+
+def momentum_weight(name: str, value: object, *, of: str | None = None) -> float:
+    """Return a number in [0, 1)."""
+    result = number(name, value, of=of)
+    if not 0 <= result < 1:
+        raise ValueError(f"{shown(name, value, of)} must be in [0, 1).")
+    return result
