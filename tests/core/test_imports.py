@@ -90,9 +90,9 @@ def test_the_modules_were_found():
         ),
         ("flwr", ("federated.flower", "testing")),
         ("pytorch_lightning", ()),
-        ("lightning_dp.callbacks", ("callbacks",)),
+        ("lightning_dp.callbacks", ("callbacks", "audit")),
         ("callbacks", ()),
-        ("lightning_dp.strategies", ("strategies", "callbacks", "audit", "federated.local")),
+        ("lightning_dp.strategies", ("strategies", "callbacks", "audit")),
     ],
 )
 def test_a_library_is_imported_in_its_place_only(library, places):
