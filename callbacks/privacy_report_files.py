@@ -36,7 +36,7 @@ class PrivacyReportFiles(PrivacyCallback):
 
     def __init__(self) -> None:
         self._folder: Path | None = None  # no files
-        self._is_open = False  # a fit has begun and its end was not told
+        self._is_open = False  # a fit has begun, and the line about its end was not printed
         self._has_warned = False
 
     def on_privacy_start(self, trainer: Trainer, run: PrivateRun, folder: Path) -> None:
@@ -61,6 +61,7 @@ class PrivacyReportFiles(PrivacyCallback):
         self._is_open = False
         if run.voided is not None:
             return None  # the error says it; nothing is written after it
+
         from lightning_dp.report.of_run import report
 
         content = report(run)

@@ -28,12 +28,12 @@ class RandomIterate(L.Callback):
     def __init__(self) -> None:
         self._seen = 0  # iterates of this run
         self._global_step = 0  # at the latest of them
-        self._kept: dict[str, Tensor] | None = None
+        self._kept: dict[str, Tensor] = {}  # the weights after one of them
         self._generator = random.Random()
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         if trainer.ckpt_path is None:
-            self._seen, self._global_step, self._kept = 0, trainer.global_step, None
+            self._seen, self._global_step, self._kept = 0, trainer.global_step, {}
         # All processes must make the same choices, whatever seed_everything says.
         self._generator.seed(trainer.strategy.broadcast(secrets.randbits(128)))
 
@@ -53,7 +53,7 @@ class RandomIterate(L.Callback):
             self._kept = {name: value.clone() for name, value in pl_module.state_dict().items()}
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        if self._kept is not None:
+        if self._kept:
             with torch.no_grad():
                 pl_module.load_state_dict(self._kept)
 

@@ -80,7 +80,7 @@ def check_training_step(module: LightningModule) -> None:
 
 
 def check_loader(loader: object) -> DataLoader[Any]:
-    """The loader, if batches of it can be replaced by private ones."""
+    """Return the loader, if its batches can be replaced by private ones."""
     if not isinstance(loader, DataLoader):
         raise MisconfigurationException(
             f"The training data comes from {type(loader).__name__}, not from a "

@@ -161,7 +161,7 @@ def check_optimizers(optimizers: Sequence[Optimizer], module: LightningModule) -
 
 
 def weak_settings(config: PrivacyConfig, batches: BatchPlan) -> Iterator[str]:
-    """A sentence for each setting of a run under which ε says less than its user may think."""
+    """Yield a warning for each setting under which ε says less than its user may think."""
     delta, records = config.target_delta, batches.num_records
     if not delta * records < 1:
         yield (
@@ -180,5 +180,5 @@ def weak_settings(config: PrivacyConfig, batches: BatchPlan) -> Iterator[str]:
 
 
 def _well_below(records: int) -> float:
-    """A power of ten that is at most a tenth of 1/N."""
+    """Return a power of ten that is at most a tenth of 1/N."""
     return float(f"1e-{len(str(records)) + 1}")

@@ -101,7 +101,7 @@ class _PlaceInEpoch:
 
 
 def _limit(chunks: int, limit_train_batches: float | int | None) -> int:
-    """The number of chunks of an epoch that Lightning will use."""
+    """Return the number of chunks of an epoch that Lightning will use."""
     if isinstance(limit_train_batches, int):
         return min(chunks, limit_train_batches)
     return chunks if limit_train_batches is None else int(chunks * limit_train_batches)

@@ -47,7 +47,7 @@ _process = _Process()
 
 
 class EarlierTraining:
-    """Says at the start of a fit if another ledger trained the model; knows it again later.
+    """Warns at the start of a fit if another ledger trained the model, and recognises the model later.
 
     A model is known by its modules (the same object, or another one around the same parts), and by
     the weights that a ledger released: those of copies, of loaded checkpoints, and, by the journals
@@ -153,7 +153,7 @@ def _sum(spent: History, run: PrivateRun) -> str:
 
 
 def _about(found: Neighbours, folder: Path | None, run: PrivateRun) -> str:
-    """The line about other journals in the folder."""
+    """Return the line about other journals in the folder."""
     many = "another journal" if found.count == 1 else f"{found.count} other journals"
     lines = [f"privacy: {many} in {folder}."]
     try:

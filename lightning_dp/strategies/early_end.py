@@ -12,6 +12,7 @@ from lightning_dp._warnings import warn
 from lightning_dp._world import World
 from lightning_dp.accounting.events import VoidedRunError
 from lightning_dp.accounting.rounding import epsilon_text
+from lightning_dp.mechanism import Mechanism
 from lightning_dp.run import PrivateRun
 
 __all__ = ["BUDGET_REACHED", "Agreement", "Place", "end_before_first_step", "end_training"]
@@ -29,15 +30,14 @@ def end_training(trainer: Trainer, run: PrivateRun, reason: str = BUDGET_REACHED
         run.stop_reason = reason
 
 
-def end_before_first_step(trainer: Trainer, run: PrivateRun) -> None:
+def end_before_first_step(trainer: Trainer, run: PrivateRun, mechanism: Mechanism) -> None:
     """Stop the Trainer where the budget does not allow one step, and warn."""
-    assert run.mechanism is not None
     end_training(
         trainer,
         run,
         f"the budget (ε = {run.config.target_epsilon} at δ = {run.config.target_delta}, "
         f"{epsilon_text(run.epsilon)} of it spent) does not allow one step with noise multiplier "
-        f"{run.mechanism.next_noise_multiplier:.4g}; raise target_epsilon or the noise",
+        f"{mechanism.next_noise_multiplier:.4g}; raise target_epsilon or the noise",
     )
     if trainer.is_global_zero:
         warn(f"No training step was made: {run.stop_reason}.")
@@ -50,16 +50,16 @@ _APART = (
 
 
 class Place(IntEnum):
-    """The meeting places of ranks in the course of a step."""
+    """Meeting places of the ranks in a step."""
 
     NO_RELEASE = 0
     RELEASE = 1
 
 
 class Agreement:
-    """Called on every rank with what it found: all go on, or the run is void on all of them.
+    """The decision of all ranks to go on, or to end a void run; each calls it with what it found.
 
-    One small sum at each place. A rank that comes to another place than the others is a fault too,
+    It takes one small sum at each place. A rank that comes to another place than the others is a fault too,
     where it would be a dead-lock.
 
     Args:
@@ -103,15 +103,16 @@ class Agreement:
         raise VoidedRunError(reason)
 
     def _common(self, fault: str | None, place: Place) -> str | None:
-        """The first rank's fault on every rank; None if there is none anywhere."""
+        """Return the first rank's fault on every rank; None if there is none anywhere."""
         rank, size = self._world.rank, self._world.size
         if size == 1:
             return fault
-        told = torch.zeros(len(Place) + size, device=self._device)
-        told[place] = 1.0
-        told[len(Place) + rank] = float(fault is not None)
-        together = self._world.all_reduce(told).tolist()
-        if round(together[place]) != size:
+        # One vector for both questions: how many ranks are at each place, and which ones are at fault.
+        marks = torch.zeros(len(Place) + size, device=self._device)
+        marks[place] = 1.0
+        marks[len(Place) + rank] = float(fault is not None)
+        marks_of_all = self._world.all_reduce(marks).tolist()
+        if round(marks_of_all[place]) != size:
             return _APART
-        faulty = [each for each in range(size) if together[len(Place) + each]]
+        faulty = [each for each in range(size) if marks_of_all[len(Place) + each]]
         return self._broadcast(fault, faulty[0]) if faulty else None

@@ -1,4 +1,4 @@
-"""Hooks of callbacks that hear of the privacy side of a fit."""
+"""Hooks for callbacks that follow the privacy side of a fit."""
 
 from __future__ import annotations
 

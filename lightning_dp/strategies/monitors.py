@@ -93,7 +93,7 @@ class Monitors:
                 )
 
     def _stepped_by_hand(self) -> Iterator[str]:
-        """Plateau schedulers that Lightning does not step."""
+        """Yield the kinds of plateau schedulers that Lightning does not step."""
         module = self._trainer.lightning_module
         returned = [config.scheduler for config in self._trainer.lr_scheduler_configs]
         stepped = {id(each) for each in returned} if module.automatic_optimization else set()
@@ -102,7 +102,7 @@ class Monitors:
                 yield type(scheduler).__name__
 
     def _acting(self) -> Iterator[tuple[str, str, str]]:
-        """A callback with its argument, what it does with a metric, and the metric's name."""
+        """Yield a callback with its argument, what it does with a metric, and the metric's name."""
         for callback in self._trainer.callbacks:  # type: ignore[attr-defined]
             kind = type(callback).__name__
             if isinstance(monitor := getattr(callback, "monitor", None), str):
@@ -131,5 +131,5 @@ def _is_public(name: str) -> bool:
 
 
 def _names(meta: Any) -> set[str]:
-    """Under which names Lightning hands out a metric."""
+    """Return the names under which Lightning hands out a metric."""
     return {meta.name, meta.forked_name(True), meta.forked_name(False)}

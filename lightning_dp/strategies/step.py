@@ -105,12 +105,12 @@ class PrivateStep:
         return self._passes.description
 
     def watching(self) -> AbstractContextManager[None]:
-        """Inside, the engine sees what the model does."""
+        """Let the engine see what the model does, inside."""
         return self._passes.watching()
 
     @contextmanager
     def without_engine(self) -> Iterator[None]:
-        """Inside, between two batches, the model is without the engine."""
+        """Leave the model without the engine, inside; between two batches."""
         self._passes.take_engine_off()
         try:
             yield
@@ -182,7 +182,7 @@ class PrivateStep:
         self._passes.drop()
 
     def suspect(self, found: Sequence[Tensor], fault: str) -> None:
-        """Note the same in case one of these is true, which is looked at when the step ends."""
+        """Note the same for the case that one of these is true; they are read when the step ends."""
         chunk = self._batch.chunk
         if chunk is not None and chunk.size:
             self._batch.suspicions += [(each, fault) for each in found]
@@ -299,7 +299,7 @@ def _has_rounds(mechanism: Mechanism) -> bool:
 
 @contextmanager
 def _without_trainer(module: LightningModule) -> Iterator[None]:
-    """Copies of the module that an engine makes must not copy the whole trainer."""
+    """Keep the Trainer out of copies of the module that an engine makes, inside."""
     trainer = module.trainer
     module.trainer = None
     try:

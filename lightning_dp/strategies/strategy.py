@@ -69,7 +69,7 @@ class DifferentialPrivacyStrategy(Strategy):
 
         Args:
             run: configuration and ledger.
-            callbacks: hear of the run, too; one gives way to one of its kind that the Trainer has.
+            callbacks: hear of the run; one gives way to one of its kind among the Trainer's.
         """
         if self._run is not None and self._run is not run:
             raise ValueError(
@@ -80,7 +80,7 @@ class DifferentialPrivacyStrategy(Strategy):
 
     @property
     def private_run(self) -> PrivateRun:
-        """Ledger, ε and report of this strategy."""
+        """Configuration and ledger; ε and the report are read from it."""
         if self._run is None:
             raise ValueError(
                 f"{type(self).__name__} has no privacy configuration: give it "
@@ -148,9 +148,12 @@ class DifferentialPrivacyStrategy(Strategy):
         return engine
 
     def configure_ddp(self) -> None:
-        """No DDP wrapper: its reducer would all-reduce raw gradients. Rank 0's weights for all."""
-        both = (*self._module.parameters(), *self._module.buffers())  # not only what is saved
-        for tensor in both:
+        """Give all ranks the weights of rank 0, without DDP's wrapper.
+
+        Its reducer would add up raw gradients over the ranks.
+        """
+        # Not the state_dict: it leaves some buffers out.
+        for tensor in (*self._module.parameters(), *self._module.buffers()):
             torch.distributed.broadcast(tensor.detach(), 0)
 
     def process_dataloader(self, dataloader: object) -> object:
@@ -180,7 +183,7 @@ class DifferentialPrivacyStrategy(Strategy):
         for callback in self._callbacks:
             callback.on_privacy_start(trainer, run, fit.folder)
         if planned_steps and run.exhausted:
-            end_before_first_step(trainer, run)
+            end_before_first_step(trainer, run, self._mechanism)
 
     def _world(self) -> World:
         return World(self.global_rank, self.world_size, self._sum_over_ranks, self.broadcast)
@@ -284,7 +287,7 @@ class DifferentialPrivacyStrategy(Strategy):
         return loss
 
     def _undo_loss_division(self) -> float:
-        """Lightning divides the loss by accumulate_grad_batches in automatic optimization."""
+        """Return the number by which Lightning divides the loss: not in manual optimization."""
         return float(self._trainer.accumulate_grad_batches) if self._is_automatic else 1.0
 
     @property

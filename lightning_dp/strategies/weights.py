@@ -102,12 +102,12 @@ class FirstStep:
         self._after_update: dict[str, int] = {}
 
     def enter_forward(self) -> None:
-        """``training_step`` begins."""
+        """Look at all parameters as ``training_step`` begins, the first time."""
         if self._unseen:
             self._before_forward, self._unseen = checksums(self._unseen), {}
 
     def leave_forward(self) -> None:
-        """The loss is there: ``training_step`` returned, or it called ``manual_backward``.
+        """Compare them when the loss is there: after ``training_step``, or in ``manual_backward``.
 
         Raises:
             MisconfigurationException: if a parameter is not what it was.
@@ -125,12 +125,12 @@ class FirstStep:
             )
 
     def enter_update(self) -> None:
-        """The private gradients are in place, and the optimizer is about to use them."""
+        """Look at what the optimizer is about to move, or must not move."""
         if watched := {**self._frozen, **self._waiting}:
             self._before_update = checksums(watched)
 
     def leave_update(self, optimizer: Optimizer) -> list[str]:
-        """The optimizer has stepped. Returns what the user should be warned of.
+        """Compare it after the step; return what the user should be warned of.
 
         Raises:
             MisconfigurationException: if it changed a frozen parameter.
@@ -157,7 +157,7 @@ class FirstStep:
         ]
 
     def between_steps(self) -> list[str]:
-        """The second batch begins. Returns what the user should be warned of."""
+        """Compare the frozen parameters at the second batch; return what the user should be warned of."""
         before, self._after_update = self._after_update, {}
         written = self._changed_since(before)
         if not written:
