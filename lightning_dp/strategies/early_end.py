@@ -59,8 +59,8 @@ class Place(IntEnum):
 class Agreement:
     """The decision of all ranks to go on, or to end a void run; each calls it with what it found.
 
-    It takes one small sum at each place. A rank that comes to another place than the others is a fault too,
-    where it would be a dead-lock.
+    It takes one small sum at each place. A rank at another place than the others is a fault, where it
+    would be a dead-lock.
 
     Args:
         run: is voided if real records failed a check on any rank.
