@@ -91,25 +91,15 @@ def plot_charges(
     ax: Axes | None = None,
     metrics: Mapping[str, Sequence[tuple[int, float]]] | None = None,
 ) -> Axes:
-    """Draw ε over the steps that were charged against the budget, and the noise of each step.
-
-    Most users call :meth:`lightning_dp.report.PrivacyReport.plot`, which knows all arguments.
+    """Draw what :meth:`lightning_dp.report.PrivacyReport.plot` does.
 
     Args:
         runs: the charges of each run, in the order of time.
         delta, relation, accountant: of ε.
-        budget: a line at the target ε.
+        budget: the target ε, for a line.
         claim: ε from the first step on, where it is not that of the charges.
         title: of the picture.
-        ax: where to draw; a new figure by default.
-        metrics: by name, pairs (step, value); they get a panel above, in a new figure.
-
-    Returns:
-        the axes of ε. That of σ_t is the last of its figure's axes.
-
-    Raises:
-        ImportError: without matplotlib.
-        ValueError: if nothing was charged, or ``metrics`` are given with ``ax``.
+        ax, metrics: of the method.
     """
     if metrics and ax is not None:
         raise ValueError("metrics get a separate panel: leave out ax, or draw them yourself.")

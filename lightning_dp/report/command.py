@@ -211,7 +211,7 @@ def _lines_of(checked: Checked, in_full: bool) -> Iterator[str]:
         yield str(document.report)
         yield "-- checked"
     else:
-        yield from (f"charged: {line}" for line in charged(document.history()))
+        yield from (f"charged: {line}" for line in charged(document.events.history()))
     yield (
         f"its own events: ε = {epsilon_text(checked.epsilon)} at δ = {document.delta:g} "
         f"({document.relation}), {checked.steps} steps"

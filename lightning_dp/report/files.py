@@ -16,7 +16,6 @@ import torch
 from lightning_dp._files import FILE_MODE, replaced
 from lightning_dp.accounting.base import Relation, check_delta, check_relation
 from lightning_dp.accounting.charges import Charges
-from lightning_dp.accounting.events import AbstractEvent
 from lightning_dp.accounting.journal import (
     is_journal_name,
     is_ledger_id,
@@ -136,10 +135,6 @@ class Document:
     seeded: bool = False
     report: PrivacyReport | None = None
     steps_made: int = 0
-
-    def history(self) -> list[tuple[AbstractEvent, int]]:
-        """Return all events with their counts, over all runs."""
-        return self.events.history()
 
 
 def in_checkpoint(report: PrivacyReport) -> dict[str, Any]:
