@@ -30,7 +30,7 @@ class _ForwardOnly(nn.Module):
 
 
 def any_layer(layer: nn.Module, *tensors: Tensor) -> Uses:
-    """Every parameter that sits on the layer itself, of one call.
+    """Return the gradients per record of the layer's own parameters, of one call.
 
     The tensors are those that the layer was called with, and the gradient of its output.
 
@@ -56,7 +56,7 @@ def any_layer_along(
     gradient: tuple[Tensor, Tensor | None],
     directions: Mapping[int, Tensor],
 ) -> list[tuple[Tensor, Tensor, Tensor]]:
-    """Every parameter of the layer with each record's gradient and Hessian-vector product.
+    """Return each parameter of the layer with the records' gradients and Hessian-vector products.
 
     Args:
         layer: of one call.
@@ -92,7 +92,7 @@ def any_layer_along(
 
 
 def _own(layer: nn.Module) -> dict[str, nn.Parameter]:
-    """The trained parameters that only its own calls use, by their name in ``_ForwardOnly``."""
+    """Return the trained parameters that only its own calls use, by their name in ``_ForwardOnly``."""
     own = set(own_parameters(layer))
     named = layer.named_parameters(recurse=False)
     return {f"layer.{name}": param for name, param in named if param.requires_grad and param in own}
@@ -104,7 +104,7 @@ def _gradients(
     *record: Tensor,
     others: Mapping[str, Tensor] | None = None,
 ) -> dict[str, Tensor]:
-    """The gradients of one record, which the layer sees as a batch of one."""
+    """Return the gradients of one record, which the layer sees as a batch of one."""
     *inputs, gradient = (each.unsqueeze(0) for each in record)
 
     def forward(params: dict[str, Tensor]) -> Tensor:

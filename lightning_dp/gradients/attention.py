@@ -71,7 +71,7 @@ class AttentionCall:
         random_state: Tensor | None,
         is_along: bool,
     ) -> tuple[AttentionCall, tuple[Tensor, ...]]:
-        """The call, and the tensors that went in.
+        """Return the call, and the tensors that went in.
 
         Raises:
             UnsupportedModelError: if they have no dimension of the records.
@@ -134,12 +134,12 @@ def random_state(layer: nn.MultiheadAttention) -> Tensor | None:
 
 
 def parameters_of(layer: nn.MultiheadAttention) -> list[nn.Parameter]:
-    """Every parameter that the forward pass uses: ``out_proj`` is not called as a module."""
+    """Return every parameter that the forward pass uses: ``out_proj`` is not called as a module."""
     return [part for each in (layer, layer.out_proj) for part in each.parameters(recurse=False)]
 
 
 def refuse_attention(name: str, layer: nn.MultiheadAttention) -> None:
-    """Options under which the rule does not hold. Raises UnsupportedModelError."""
+    """Refuse options under which the rule does not hold. Raises UnsupportedModelError."""
     if not layer.batch_first:
         raise UnsupportedModelError(
             f"{name} ({type(layer).__name__}) has batch_first=False, which hides its records in the "
@@ -156,7 +156,7 @@ def refuse_attention(name: str, layer: nn.MultiheadAttention) -> None:
 def multihead_attention(
     layer: nn.MultiheadAttention, *tensors: Tensor, call: AttentionCall
 ) -> Uses:
-    """Every parameter of one call.
+    """Return every parameter with its use in one call.
 
     The layer hands its parameters to one function, so what its linear maps see has to be made
     again: the projections q, k, v of the inputs, the same attention with the same dropout, and
@@ -199,7 +199,7 @@ def multihead_attention(
 def _run_again(
     layer: nn.MultiheadAttention, inputs: list[Tensor], gradient: Tensor, call: AttentionCall
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """The input of ``out_proj``, and the gradients of q, k, v and of added keys and values."""
+    """Return the input of ``out_proj``, and the gradients of q, k, v and of added keys and values."""
     dtypes = call.dtypes.items()
     named = {name: each.to(dtype) for (name, dtype), each in zip(dtypes, inputs, strict=True)}
     sources = named["query"], named["key"], named["value"]
@@ -223,7 +223,7 @@ def _run_again(
 
 
 def _extra(layer: nn.MultiheadAttention) -> list[Tensor]:
-    """The key and the value that ``add_bias_kv=True`` adds to those of the records."""
+    """Return the key and the value that ``add_bias_kv=True`` adds to those of the records."""
     return [each for each in (layer.bias_k, layer.bias_v) if each is not None]
 
 
@@ -237,7 +237,7 @@ def _weights(layer: nn.MultiheadAttention) -> list[Tensor]:
 def _mask(
     layer: nn.MultiheadAttention, named: Mapping[str, Tensor], call: AttentionCall
 ) -> Tensor | None:
-    """The mask that is added to the scores, of shape (n or 1, heads or 1, L or 1, S)."""
+    """Return the mask that is added to the scores, of shape (n or 1, heads or 1, L or 1, S)."""
     query, padding, mask = (named.get(k) for k in ("query", "key_padding_mask", "attn_mask"))
     assert query is not None
     if mask is not None and _hints_at_causal(named, call):
@@ -268,7 +268,7 @@ def _added(mask: Tensor, dtype: torch.dtype) -> Tensor:
 def _attend(
     layer: nn.MultiheadAttention, leaves: list[Tensor], mask: Tensor | None, call: AttentionCall
 ) -> Tensor:
-    """softmax(q kᵀ/√width + mask) v of all heads: shape (n, L, features)."""
+    """Return softmax(q kᵀ/√width + mask) v of all heads: shape (n, L, features)."""
     q, k, v, *extra = leaves
     if extra:
         k, v = torch.cat([k, extra[0]], 1), torch.cat([v, extra[1]], 1)

@@ -63,7 +63,7 @@ def as_unsupported(name: str, layer: nn.Module) -> Iterator[None]:
 
 
 def number_of_records(rows_seen: Collection[int]) -> int:
-    """n, from the numbers of rows that the layers saw; 0 if there are none.
+    """Return n from the numbers of rows that the layers saw; 0 if there are none.
 
     Raises:
         UnsupportedModelError: if they differ, since rows are not records then.
@@ -117,7 +117,7 @@ class AbstractGradientEngine(ABC):
 
     @abstractmethod
     def take(self, scale: float, touched: Mapping[str, nn.Parameter]) -> AbstractPerSampleGradients:
-        """The per-sample gradients of the last backward pass; they are handed over once.
+        """Hand over, once, the per-sample gradients of the last backward pass.
 
         The loss must have been the mean over the records of the batch.
 
@@ -135,7 +135,7 @@ class AbstractGradientEngine(ABC):
         direction: Tensor,
         weights: tuple[float, float],
     ) -> AbstractPerSampleGradients:
-        """w g_i + w' H_i u of each record, from one more run.
+        """Return w g_i + w' H_i u of each record, from one more run.
 
         Args:
             run_again: runs the batch and returns the loss, the mean over the records.

@@ -73,7 +73,7 @@ class Bookkeeping(AbstractGradientEngine):
             self._differentiate(loss, calls, graph.innermost, keep_graph, combined)
 
     def _calls_of(self, loss: Tensor) -> tuple[list[LayerCall], Survey]:
-        """The calls that the loss depends on; what is found of them will be of this pass."""
+        """Return the calls that the loss depends on; what is found of them will be of this pass."""
         self._found = None
         calls, graph = self._attached.take(loss)
         self._found = {id(p): ParameterGradients([], p.shape, self._memory) for p in self._params}
@@ -139,9 +139,10 @@ class Bookkeeping(AbstractGradientEngine):
     def along(
         self, run_again: Callable[[], Tensor], direction: Tensor, weights: tuple[float, float]
     ) -> BookkeptGradients:
-        """One forward and backward pass in dual numbers; each layer's gradient is a bilinear form,
+        """Return w g_i + w' H_i u from one forward and backward pass in dual numbers.
 
-        so that its derivative is two calls of the same form (:meth:`AbstractForm.along`).
+        Each layer's gradient is a bilinear form, so that its derivative along the direction is two
+        uses of the same form (:meth:`AbstractForm.along`).
         """
         assert self._module is not None
         self.drop()
@@ -199,7 +200,7 @@ class Bookkeeping(AbstractGradientEngine):
 
 
 def _at_least_float32(tensor: Tensor) -> Tensor:
-    """Half precision as float32; integers and float64 as they are."""
+    """Return half precision as float32; integers and float64 as they are."""
     if tensor.dtype in (torch.float16, torch.bfloat16):
         return tensor.float()
     return tensor
@@ -217,7 +218,7 @@ _KEEP_BYTES = 32 << 20
 
 
 class BookkeptGradients(AbstractPerSampleGradients):
-    """For each parameter what its layers saw and what came back.
+    """Gradients per record that are never made: for each parameter, what its layers saw and got back.
 
     Args:
         params: the trained parameters, in the order of flat vectors.

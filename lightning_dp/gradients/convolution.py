@@ -110,7 +110,7 @@ class Convolution(AbstractForm):
         )  # overlapping patches
 
     def squared_norms(self, uses: Sequence[Use], *, may_keep: bool) -> Tensor | None:
-        """From inner products of patches and of output gradients, where these are few.
+        """Return squared norms from inner products of patches and of output gradients, if these are few.
 
         ‖Σ_s u_s p_sᵀ‖² = Σ_st (u_s · u_t)(p_s · p_t) over output positions s and t. The products of
         patches are sums of those of single positions: nothing of the patches' size is made.
@@ -137,7 +137,7 @@ class Convolution(AbstractForm):
         return reduce(lambda so_far, each: above_what_vanishes(so_far, *each), scaled, squares)
 
     def _squares_of(self, parts: Sequence[tuple[Tensor, Tensor, Tensor]]) -> Tensor:
-        """‖Σ weight f(v, u)‖² of each record, over (v, u, weight)."""
+        """Return ‖Σ weight f(v, u)‖² of each record, over (v, u, weight)."""
         total = torch.zeros_like(parts[0][2])
         lengths = torch.zeros_like(total)
         # ‖Σ_a f_a‖² = Σ_a ‖f_a‖² + 2 Σ_(b<a) f_a · f_b over the uses a and b of the weight.
@@ -155,7 +155,7 @@ class Convolution(AbstractForm):
         return above_rounding(total, lengths, parts[0][1].dtype)
 
     def _patch_products(self, v: Tensor, w: Tensor, size: torch.Size) -> Tensor:
-        """Inner products of every patch of v with every patch of w, shape (n, positions²)."""
+        """Return inner products of every patch of v with every patch of w, shape (n, positions²)."""
         v, w = self._padded(v), self._padded(w)
         # A patch is the positions at all offsets of the kernel, so p_s · q_t is the sum over offsets k
         # of v[s + k] · w[t + k]: products of single positions, read at places shifted together.
@@ -178,7 +178,7 @@ class Convolution(AbstractForm):
 
 
 def convolution(layer: nn.Conv1d | nn.Conv2d | nn.Conv3d, inputs: Tensor, gradient: Tensor) -> Uses:
-    """Weight and bias of one call."""
+    """Return weight and bias with their uses in one call."""
     padding, around = layer.padding, layer._reversed_padding_repeated_twice
     if isinstance(padding, str) or layer.padding_mode != "zeros":
         mode = "constant" if layer.padding_mode == "zeros" else layer.padding_mode

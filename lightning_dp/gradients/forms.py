@@ -44,7 +44,7 @@ _ROUNDING = 32
 
 
 def above_rounding(squares: Tensor, lengths: Tensor, dtype: torch.dtype) -> Tensor:
-    """‖Σ_s a_s‖² of each record, and not less than rounding may hide.
+    """Return ‖Σ_s a_s‖² of each record, and not less than rounding may hide.
 
     Terms that cancel leave errors of the size of (Σ_s ‖a_s‖)², and a norm that came out too small
     would let a record through that is longer than its bound.
@@ -73,7 +73,7 @@ class Scaled:
 
     @classmethod
     def of(cls, tensor: Tensor) -> Scaled:
-        """The unit is the largest entry; 1 for all where no product can leave the range."""
+        """Divide each record's part by its largest entry; by 1 where all products stay in range."""
         if tensor.device.type == "cpu" and len(tensor):  # elsewhere, a look waits for the device
             norms = torch.linalg.vector_norm(as_rows(tensor), dim=1)
             least, most = (float(each) for each in norms.aminmax())
@@ -85,7 +85,7 @@ class Scaled:
 
 
 def sum_of_products(products: Tensor) -> Tensor:
-    """‖Σ_s a_s‖² of each record from its (T, T) inner products, by :func:`above_rounding`.
+    """Return ‖Σ_s a_s‖² of each record from its (T, T) inner products, by :func:`above_rounding`.
 
     Float32 products, summed in float64: the products in float64 would double the work.
     """
@@ -94,7 +94,7 @@ def sum_of_products(products: Tensor) -> Tensor:
 
 
 def above_what_vanishes(squares: Tensor, *factors: Scaled) -> Tensor:
-    """Squared norms, and not less than what may have vanished in inner products of the factors."""
+    """Return squared norms, and not less than what may have vanished in inner products of the factors."""
     least = reduce(torch.mul, (each.norms for each in factors))
     return torch.maximum(squares, (_HIDDEN * least).square_())
 
@@ -111,7 +111,7 @@ class AbstractForm(ABC):
 
     @abstractmethod
     def rows(self, v: Tensor, u: Tensor, out: Tensor | None = None) -> Tensor:
-        """f(v_i, u_i) of each record: shape (n, *parameter shape).
+        """Return f(v_i, u_i) of each record: shape (n, *parameter shape).
 
         Args:
             out: memory for them, if :meth:`writes_out`.
@@ -123,10 +123,10 @@ class AbstractForm(ABC):
 
     @abstractmethod
     def weighted_sum(self, v: Tensor, u: Tensor, weights: Tensor) -> Tensor:
-        """Σ_i weights_i f(v_i, u_i), of the parameter's shape or flat, without making the rows."""
+        """Return Σ_i weights_i f(v_i, u_i), of the parameter's shape or flat, without making the rows."""
 
     def both(self, here: Use, there: Use) -> list[Use]:
-        """f(v, u) + f(v', u') as uses that lose no digits where v and v' are close.
+        """Return f(v, u) + f(v', u') as uses that lose no digits where v and v' are close.
 
         What is done depends on where the tensors are, not on the values in them.
         """
@@ -138,7 +138,7 @@ class AbstractForm(ABC):
         return [replace(here, v=here.v - there.v), total]
 
     def joined(self, uses: Sequence[Use]) -> list[Use]:
-        """The same sum over fewer uses, where that is no more work than each of them by itself."""
+        """Return the same sum over fewer uses, where that is no more work than each of them by itself."""
         return list(uses)
 
     def along(
@@ -147,7 +147,7 @@ class AbstractForm(ABC):
         u: tuple[Tensor, Tensor | None],
         weights: tuple[float, float],
     ) -> list[Use]:
-        """w f + w' (the derivative of f along a direction), by the product rule.
+        """Return w f + w' (the derivative of f along a direction), by the product rule.
 
         = f(v, w u + w' u̇) + f(v̇, w' u), the derivatives v̇ and u̇ given with v and u, or None
         where they are zero.
@@ -157,7 +157,7 @@ class AbstractForm(ABC):
         return uses if moved is None else [*uses, Use(self, moved, weights[1] * u[0])]
 
     def entries(self, v: Tensor, u: Tensor, shape: torch.Size, places: Tensor) -> Tensor:
-        """f(v_i, u_i) of each record at some places of the flat parameter: shape (n, k).
+        """Return f(v_i, u_i) of each record at some places of the flat parameter: shape (n, k).
 
         Args:
             shape: of the parameter.
@@ -168,11 +168,11 @@ class AbstractForm(ABC):
         return torch.cat([as_rows(self.rows(*part))[:, places] for part in parts])
 
     def lengths(self, v: Tensor, u: Tensor) -> Tensor:
-        """A bound on Σ_s ‖a_s‖ where f(v_i, u_i) = Σ_s a_s is computed, float64, shape (n,)."""
+        """Return a bound on Σ_s ‖a_s‖ where f(v_i, u_i) = Σ_s a_s is computed, float64, shape (n,)."""
         return factor_norms(v) * factor_norms(u)
 
     def squared_norms(self, uses: Sequence[Use], *, may_keep: bool) -> Tensor | None:
-        """‖Σ_uses f(v_i, u_i)‖² of each record as float64, where that is cheaper than the rows.
+        """Return ‖Σ_uses f(v_i, u_i)‖² of each record as float64; None where the rows are cheaper.
 
         Args:
             uses: as :meth:`joined` leaves them.
@@ -195,12 +195,12 @@ class Use:
         return self.u.nbytes + (0 if self.v is self.u else self.v.nbytes)
 
     def of(self, records: Tensor | slice) -> Use:
-        """The same for some of the records."""
+        """Return the same for some of the records."""
         return replace(self, v=self.v[records], u=self.u[records])
 
 
 def joined_positions(uses: Sequence[Use]) -> Use:
-    """Uses of one form, of (n, T, ...) tensors, as one use with the positions of all."""
+    """Return uses of one form, of (n, T, ...) tensors, as one use with the positions of all."""
     if len(uses) == 1:
         return uses[0]
     v, u = (torch.cat(parts, dim=1) for parts in zip(*((c.v, c.u) for c in uses), strict=True))
@@ -217,7 +217,7 @@ class Rows(AbstractForm):
 
     @classmethod
     def use(cls, u: Tensor) -> Use:
-        """A use of which the gradients are known: of a bias, say."""
+        """Return a use of which the gradients are known: of a bias, say."""
         return Use(cls(), u, u)
 
     def rows(self, v: Tensor, u: Tensor, out: Tensor | None = None) -> Tensor:
@@ -249,7 +249,7 @@ class Rows(AbstractForm):
 
 
 def _weighted(u: tuple[Tensor, Tensor | None], weights: tuple[float, float]) -> Tensor:
-    """w u + w' u̇."""
+    """Return w u + w' u̇."""
     value, moved = u
     total = value if weights[0] == 1 else weights[0] * value
     return total if moved is None else torch.add(total, moved, alpha=weights[1])

@@ -40,7 +40,7 @@ class _Holder(nn.Module):
 def run_along(
     module: nn.Module, params: Sequence[nn.Parameter], direction: Tensor, run: Callable[[], T]
 ) -> T:
-    """``run()`` with every trained parameter a dual number: its value, and its part of the direction.
+    """Call ``run()`` with every trained parameter a dual number: its value and its part of the direction.
 
     Every tensor that is computed inside carries its derivative along the direction, those of a
     backward pass too (forward-over-reverse; run it with ``create_graph=True``, since some fused
@@ -68,7 +68,7 @@ def run_along(
 
 
 def split(tensor: Tensor) -> Dual:
-    """Value and derivative, both cut off from the graph; inside :func:`run_along` only."""
+    """Return value and derivative, both cut off from the graph; inside :func:`run_along` only."""
     value, derivative = forward_ad.unpack_dual(tensor)  # type: ignore[no-untyped-call]
     return value.detach(), None if derivative is None else derivative.detach()
 
@@ -81,7 +81,7 @@ def uses_along(
     directions: dict[int, Tensor],
     weights: tuple[float, float],
 ) -> Uses:
-    """The answer of a rule for one call, for w g + w' H u in the place of the gradient g.
+    """Return the uses of one call by its rule, for w g + w' H u in the place of the gradient g.
 
     Args:
         rule: of the layer.

@@ -1,4 +1,4 @@
-"""``nn.Linear``, also on sequences: the gradient of the weight is an outer product."""
+"""The forms and rules of linear layers, embeddings, norm layers and Opacus' ``SequenceBias``."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class OuterProduct(AbstractForm):
         return True
 
     def joined(self, uses: Sequence[Use]) -> list[Use]:
-        """One call on the positions of all of them, the time steps of a recurrent layer."""
+        """Return one use with the positions of all of them, the time steps of a recurrent layer."""
         return [joined_positions(uses)]
 
     def entries(self, v: Tensor, u: Tensor, shape: torch.Size, places: Tensor) -> Tensor:
@@ -76,7 +76,7 @@ class OuterProduct(AbstractForm):
         return norms.view(u.shape[:2]).sum(1)
 
     def squared_norms(self, uses: Sequence[Use], *, may_keep: bool) -> Tensor | None:
-        """From the T x T inner products of the vectors, if they are fewer than the entries.
+        """Return squared norms from the T x T inner products of the vectors, if these are fewer.
 
         ‖Σ_s u_s v_sᵀ‖² = Σ_st (u_s · u_t)(v_s · v_t).
         """
@@ -103,7 +103,7 @@ def _squares_of_products(u: Tensor, v: Tensor) -> Tensor:
 
 
 def linear(layer: nn.Linear, inputs: Tensor, gradient: Tensor) -> Uses:
-    """Weight and bias of one call; any dimensions between the first and the last are positions."""
+    """Return weight and bias with their uses in one call; middle dimensions are positions."""
     v = inputs.reshape(len(inputs), -1, inputs.shape[-1])
     u = gradient.reshape(len(gradient), -1, gradient.shape[-1])
     return [(layer.weight, Use(OuterProduct(), v, u)), (layer.bias, Rows.use(u.sum(1)))]
@@ -125,7 +125,7 @@ class Lookup(AbstractForm):
         return table.index_add_(0, v.flatten(), scaled.flatten(0, 1))
 
     def both(self, here: Use, there: Use) -> list[Use]:
-        """A position that looks up the same row at both points counts once, with the sum of its u."""
+        """Count a position that looks up the same row at both points once, with the sum of its u."""
         moved = (here.v != there.v).unsqueeze(2)
         own = here.u.masked_fill(~moved, 0.0)
         return [replace(here, u=own), replace(there, u=there.u + here.u.masked_fill(moved, 0.0))]
@@ -137,7 +137,7 @@ class Lookup(AbstractForm):
         return factor_norms(u) * math.sqrt(u.shape[1])
 
     def squared_norms(self, uses: Sequence[Use], *, may_keep: bool) -> Tensor | None:
-        """Σ over positions s, t of equal rows of u_s · u_t: nothing of the table's size."""
+        """Return Σ over positions s, t of equal rows of u_s · u_t: nothing of the table's size."""
         (use,) = uses
         v, u = use.v, use.u
         size = max(1, PRODUCTS // v.shape[1] ** 2)
@@ -156,7 +156,7 @@ def _squares_of_lookup(u: Tensor, v: Tensor) -> Tensor:
 
 
 def embedding(layer: nn.Embedding, inputs: Tensor, gradient: Tensor) -> Uses:
-    """The table of one call."""
+    """Return the table with its use in one call."""
     v = inputs.reshape(len(inputs), -1)
     u = gradient.reshape(*v.shape, layer.embedding_dim)
     if layer.padding_idx is not None:
@@ -190,7 +190,7 @@ class Scale(AbstractForm):
 
 
 def layer_norm(layer: nn.LayerNorm, inputs: Tensor, gradient: Tensor) -> Uses:
-    """Weight and bias of one call."""
+    """Return weight and bias with their uses in one call."""
     v = F.layer_norm(inputs, layer.normalized_shape, eps=layer.eps)
     return _uses_of_scale(
         layer, v, gradient, range(1, gradient.dim() - len(layer.normalized_shape))
@@ -198,14 +198,14 @@ def layer_norm(layer: nn.LayerNorm, inputs: Tensor, gradient: Tensor) -> Uses:
 
 
 def rms_norm(layer: nn.RMSNorm, inputs: Tensor, gradient: Tensor) -> Uses:
-    """The weight of one call."""
+    """Return the weight with its use in one call."""
     shape = list(layer.normalized_shape)
     v = F.rms_norm(inputs, shape, eps=layer.eps)
     return _uses_of_scale(layer, v, gradient, range(1, gradient.dim() - len(shape)))[:1]
 
 
 def group_norm(layer: nn.GroupNorm, inputs: Tensor, gradient: Tensor) -> Uses:
-    """Weight and bias of one call; one entry for each channel, the second dimension."""
+    """Return weight and bias with their uses in one call; one entry for each channel."""
     v = F.group_norm(inputs, layer.num_groups, eps=layer.eps)
     return _uses_of_scale(layer, v, gradient, range(2, gradient.dim()))
 
@@ -215,7 +215,7 @@ def instance_norm(
     inputs: Tensor,
     gradient: Tensor,
 ) -> Uses:
-    """Weight and bias of one call; one entry for each channel, the second dimension."""
+    """Return weight and bias with their uses in one call; one entry for each channel."""
     return _uses_of_scale(
         layer, F.instance_norm(inputs, eps=layer.eps), gradient, range(2, gradient.dim())
     )
@@ -229,5 +229,5 @@ def _uses_of_scale(layer: Any, v: Tensor, u: Tensor, sum_over: range) -> Uses:
 
 
 def sequence_bias(layer: SequenceBias, inputs: Tensor, gradient: Tensor) -> Uses:
-    """The bias of one call, from the gradient of the last position; records come first here."""
+    """Return the bias with its use in one call: it is the last position."""
     return [(layer.bias, Rows.use(gradient[:, -1]))]

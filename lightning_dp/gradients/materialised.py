@@ -86,13 +86,13 @@ class MaterialisedGradients(AbstractPerSampleGradients):
 
 
 def restricted(parts: Sequence[Tensor], scale: float) -> MaterialisedGradients:
-    """Gradients at some coordinates only, from the columns that belong to each parameter."""
+    """Return gradients at some coordinates only, from the columns that belong to each parameter."""
     rows = torch.cat(list(parts), dim=1)
     return MaterialisedGradients([rows.new_empty(rows.shape[1])], [rows], scale)
 
 
 def _plus(so_far: Tensor | None, gradient: Tensor, factor: float) -> Tensor:
-    """``so_far + factor * gradient``, in the memory of the first where it is plain memory.
+    """Return ``so_far + factor * gradient``, in the memory of the first where it is plain memory.
 
     These are the largest tensors of a step: another one costs more than the sum.
     """

@@ -103,7 +103,7 @@ class OpacusHooks(AbstractGradientEngine):
             raise UncoveredParameterError(missing)
 
     def _refuse_unfinished(self, capture: OpacusCapture) -> None:
-        """Opacus pairs forward and backward passes last-in-first-out; a lone one shifts them."""
+        """Refuse a lone forward pass: Opacus pairs passes last-in-first-out, and it would shift them."""
         lone = [name for name, module in self._all_modules if capture.is_waiting(module)]
         if lone:
             raise UnsupportedModelError(
@@ -213,7 +213,7 @@ class OpacusCapture(GradSampleHooks):  # type: ignore[misc]
 
     @contextmanager
     def _lent_to(self, module: nn.Module) -> Iterator[None]:
-        """Put what is remembered of a module and its parameters, inside, where Opacus looks for it."""
+        """Inside, what is remembered of a module and its parameters is where Opacus looks for it."""
         owners: list[nn.Module | nn.Parameter] = [module, *module.parameters()]
         for each in owners:
             vars(each).update(self._kept.get(each, {}))

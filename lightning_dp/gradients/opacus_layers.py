@@ -60,7 +60,7 @@ class _AbstractInside(ABC):
 
 
 class _InAttention(_AbstractInside):
-    """Its projections see what ``batch_first`` says, (positions, records, features) by default."""
+    """A pass of attention, whose projections see (positions, records, ...) without ``batch_first``."""
 
     def __init__(self, layer: DPMultiheadAttention) -> None:
         self._arrange: Arrange = as_it_is if layer.batch_first else _from_the_second
@@ -77,7 +77,7 @@ class _InAttention(_AbstractInside):
 
 
 class _InRecurrent(_AbstractInside):
-    """Its linear layers are called once for each time step, with those records that have one."""
+    """A recurrent pass: linear layers are called for each time step, with the records that have one."""
 
     def __init__(self, layer: DPRNNBase, given: Tensor | PackedSequence) -> None:
         self._name = type(layer).__name__
@@ -169,7 +169,7 @@ def own_parameters(layer: nn.Module) -> list[nn.Parameter]:
 
 
 def refuse(name: str, layer: nn.Module, has_rule: bool) -> None:
-    """Layers of Opacus that were changed, or are not known here. Raises UnsupportedModelError.
+    """Refuse layers of Opacus that were changed, or are not known here. Raises UnsupportedModelError.
 
     Args:
         name: of the layer in the model.

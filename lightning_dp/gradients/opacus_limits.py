@@ -99,7 +99,7 @@ def _reasons(layer: nn.Module) -> Iterator[str]:
 
 
 def _listed_twice(module: nn.Module) -> Iterator[str]:
-    """Opacus would count such a parameter twice or once too little; of different layers it adds up."""
+    """Name each layer of which Opacus would count a parameter twice, or once too little."""
     places: dict[nn.Parameter, list[tuple[str, nn.Module]]] = {}
     for path, layer in module.named_modules(remove_duplicate=False):
         if isinstance(layer, DPRNNBase):

@@ -25,7 +25,7 @@ class ScratchPool:
         self._free: dict[tuple[torch.Size, torch.dtype, torch.device], list[Tensor]] = {}
 
     def take(self, count: int, shape: torch.Size, like: Tensor) -> Tensor:
-        """A tensor of at least ``count`` rows of a shape; batches differ in size."""
+        """Return a tensor of at least ``count`` rows of a shape; batches differ in size."""
         free = self._free.get((shape, like.dtype, like.device))
         tensor = free.pop() if free else None
         if tensor is None or len(tensor) < count:
@@ -33,6 +33,7 @@ class ScratchPool:
         return tensor
 
     def give_back(self, tensor: Tensor) -> None:
+        """Let others take the tensor."""
         key = (tensor.shape[1:], tensor.dtype, tensor.device)
         self._free.setdefault(key, []).append(tensor)
 
@@ -84,7 +85,7 @@ class ParameterGradients:
             self.uses.append(use)
 
     def squared_norms(self, keep_bytes: int = 0) -> Tensor:
-        """Squared L2 norm of each record's gradient, shape (n,), float64.
+        """Return the squared L2 norm of each record's gradient, shape (n,), float64.
 
         Args:
             keep_bytes: memory that may be kept for the sum.
@@ -112,7 +113,7 @@ class ParameterGradients:
         return above_rounding(squares, lengths, self.uses[0].u.dtype)
 
     def _rows(self, *uses: Use) -> Tensor:
-        """The gradients of all records, in memory that is used again if the form can."""
+        """Return the gradients of all records, in memory that is used again if the form can."""
         first = uses[0]
         if len(uses) > 1 or not first.form.writes_out(first.v, first.u):
             return _sum_of_rows(uses)
@@ -121,7 +122,7 @@ class ParameterGradients:
         return first.form.rows(first.v, first.u, out[: len(first.u)])
 
     def weighted_sum(self, weights: Tensor, records: Tensor | None = None) -> Tensor:
-        """Σ_i weights_i g_i, flat; to be asked for once.
+        """Return Σ_i weights_i g_i, flat; to be asked for once.
 
         Args:
             weights: of the records.
@@ -142,14 +143,14 @@ class ParameterGradients:
         return total
 
     def entries(self, places: Tensor) -> Tensor:
-        """g_i at some places of the flat parameter: shape (n, places)."""
+        """Return g_i at some places of the flat parameter: shape (n, places)."""
         parts = (use.form.entries(use.v, use.u, self._shape, places) for use in self.uses)
         return reduce(torch.add, parts)
 
     def combine(
         self, weight: float, others: Sequence[tuple[float, ParameterGradients]]
     ) -> ParameterGradients:
-        """Per record ``weight * g + Σ weight_k * g_k``; the others at other points."""
+        """Return per record ``weight * g + Σ weight_k * g_k``; the others at other points."""
         uses = [_times(use, weight) for use in _joined(self.uses) if weight]
         for other_weight, other in others:
             new = [_times(use, other_weight) for use in _joined(other.uses)]
@@ -170,7 +171,7 @@ def _is_rows_of(use: Use, count: int) -> bool:
 
 
 def _joined(uses: Sequence[Use]) -> list[Use]:
-    """Calls of the same form together, where the form does that; all saw the same records."""
+    """Join uses of the same form, where the form does that; all saw the same records."""
     if len(uses) == 1:
         return list(uses)
     forms = dict.fromkeys(use.form for use in uses)
@@ -182,7 +183,7 @@ def _times(use: Use, weight: float) -> Use:
 
 
 def _both(here: Use, there: Use) -> list[Use]:
-    """The sum of two uses, at different points."""
+    """Return the sum of two uses, at different points."""
     alike = here.form == there.form and here.v.shape == there.v.shape
     if not alike or here.u.shape != there.u.shape:
         return [here, there]

@@ -103,7 +103,7 @@ class RandomState:
 
 @contextmanager
 def at_point(params: Sequence[nn.Parameter], point: Tensor) -> Iterator[None]:
-    """The parameters hold the flat vector ``point``; afterwards they are what they were."""
+    """Inside, the parameters hold the flat vector ``point``; afterwards they are what they were."""
     kept = [param.data for param in params]
     for param, data in zip(params, unflatten(point, params), strict=True):
         param.data = data.to(param.device)
@@ -239,7 +239,7 @@ class RecordPasses:
         self._engine.drop()
 
     def allow_step(self) -> None:
-        """The gradients are private now: let the next optimizer step pass."""
+        """Let the next optimizer step pass: the gradients are private now."""
         self._raw.allow_step()
 
     def answer(

@@ -1,4 +1,4 @@
-"""Raw gradients are dropped the moment they appear, so nobody can see or use one."""
+"""A guard that drops raw gradients the moment they appear, so that nobody can see or use one."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class RawGradientHookError(RuntimeError):
 
 
 def _refuse_foreign_hooks(parameters: Iterable[tuple[str, nn.Parameter]]) -> None:
-    """Tensor hooks run before a gradient can be dropped: nobody may have one on a parameter."""
+    """Refuse hooks on parameters: they run before a gradient can be dropped."""
     hooked = [
         name
         for name, parameter in parameters
@@ -87,15 +87,16 @@ class RawGradientGuard:
         self._step_allowed = self._depth > 0
 
     def allow_step(self) -> None:
-        """The gradients are private now: let the next optimizer step pass."""
+        """Let the next optimizer step pass: the gradients are private now."""
         self._step_allowed = True
 
     def touched(self) -> dict[str, nn.Parameter]:
-        """The parameters that got a raw gradient since the last call, by name."""
+        """Return the parameters that got a raw gradient since the last call, by name."""
         touched, self._touched = self._touched, {}
         return touched
 
     def remove(self) -> None:
+        """Take the guard's hooks off."""
         for handle in self._handles:
             handle.remove()
         self._handles = []

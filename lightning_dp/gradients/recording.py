@@ -46,7 +46,7 @@ class LayerCall:
     moved: tuple[Dual, ...] = ()  # along a direction: the inputs with their derivatives
 
     def take_inputs(self) -> tuple[Tensor, ...]:
-        """The inputs, which are not held any longer. Raises if they are not what they were."""
+        """Hand over the inputs, which are not held any longer. Raises if they are not what they were."""
         inputs, self.inputs = self.inputs, ()
         if [each._version for each in inputs] != self.versions:
             raise UnsupportedModelError(
@@ -150,7 +150,7 @@ class Recorder:
         return own_parameters(layer)
 
     def _used_by_a_call(self, layer: nn.Module) -> list[int]:
-        """The parameters' ids; by rule, one that is both weight and bias is used twice."""
+        """Return the parameters' ids; by rule, one that is both weight and bias is used twice."""
         if self._rule_of(layer) in (any_layer, multihead_attention):
             return [id(param) for param in self._parameters_of(layer)]
         found = (getattr(layer, name, None) for name in ("weight", "bias"))
@@ -162,7 +162,7 @@ class Recorder:
         return not self._is_along and not (len(now) == len(held) and all(map(is_, now, held)))
 
     def _ignore(self, layer: nn.Module, output: Any) -> None:
-        """A call with other parameters than the layer's own, which the loss must not depend on."""
+        """Remember a call with other parameters than the layer's own: the loss must not depend on it."""
         if isinstance(output, Tensor) and output.grad_fn is not None:
             self._unseen[output.grad_fn] = (
                 f"{self._layer_names[layer] or 'The module'} ({type(layer).__name__}) was called with "
@@ -236,7 +236,7 @@ class Recorder:
         self._calls.append(call)
 
     def take(self, loss: Tensor) -> tuple[list[LayerCall], Survey]:
-        """The recorded calls that the loss depends on, if they are all that it depends on.
+        """Hand over the recorded calls that the loss depends on, if they are all that it depends on.
 
         Raises:
             UnsupportedModelError: if a call was not understood.
@@ -254,7 +254,7 @@ class Recorder:
         return calls, graph
 
     def _refuse_uncovered(self, calls: Sequence[LayerCall], graph: Survey) -> None:
-        """Every use of a parameter in the graph must be a recorded call of its layer."""
+        """Refuse a use of a parameter in the graph that is not a recorded call of its layer."""
         recorded = Counter[int]()
         for call in calls:
             own = self._own[call.layer]
@@ -285,7 +285,7 @@ class Survey:
 
 
 def survey(root: Any, calls: Collection[Any], stop: Collection[Any] = ()) -> Survey:
-    """Walk a graph once.
+    """Find in one walk of a graph where parameters are used and which recorded calls it contains.
 
     A transpose, a cast or a norm of a parameter alone is still the parameter; the node that brings
     it together with something else is one use of it, and so is a recorded call of a layer. A layer

@@ -52,7 +52,7 @@ RULES: Mapping[type[nn.Module], Rule] = {
 
 
 def rule_of(layer: nn.Module, rules: Mapping[type[nn.Module], Rule] = RULES) -> Rule:
-    """The rule of a layer's type, or of the one whose forward pass it inherits."""
+    """Return the rule of a layer's type, or of the one whose forward pass it inherits."""
     for kind in type(layer).__mro__:
         if kind in rules and type(layer).forward is getattr(kind, "forward", None):
             return rules[kind]
@@ -60,7 +60,7 @@ def rule_of(layer: nn.Module, rules: Mapping[type[nn.Module], Rule] = RULES) -> 
 
 
 def refuse_options(name: str, layer: nn.Module, rule: Rule) -> None:
-    """Options under which a layer's gradient is not what its rule says."""
+    """Refuse options under which a layer's gradient is not what its rule says."""
     if isinstance(layer, nn.Embedding):
         for option in ("max_norm", "scale_grad_by_freq", "sparse"):
             if getattr(layer, option):
