@@ -47,12 +47,12 @@ class DifferentialPrivacy(Callback):
         noise_multiplier: z >= 0; the noise on the sum has standard deviation z·C. The scale of
             ``noise_schedule``. 0 trains without privacy (ε is inf).
         noise_schedule: how the noise changes over steps; default constant.
-        estimator: what is asked of the data; default DP-SGD's mean of clipped gradients.
+        estimator: forms the question to the data; default DP-SGD's mean of clipped gradients.
         postprocessing: applied to the private gradient, in order.
         sampling: ``Poisson()`` or ``FullBatch()``.
         relation: "add_remove" or "replace_one".
         accountant: computes ε.
-        engine: who computes gradients per record: "bookkeeping" (clipped sums from one
+        engine: computes gradients per record: "bookkeeping" (clipped sums from one
             backward pass, fast), "hooks" (Opacus), "functional" (torch.func, knows no layer types,
             slow); "auto" takes the first where it covers the model, else the second.
         ledger_dir: folder of the privacy journal, on this machine; default

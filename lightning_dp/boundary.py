@@ -174,7 +174,7 @@ class Query:
 
     @property
     def passes(self) -> tuple[Pass, ...]:
-        """The passes to run: one for each point, and one for each further direction there.
+        """The passes to run, one for each point and one for each further direction there.
 
         A gradient and a Hessian-vector product at the same point come from one pass.
         """

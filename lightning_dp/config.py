@@ -39,18 +39,18 @@ class PrivacyConfig:
         max_grad_norm: C > 0, the clip norm of one record's gradient; 1.0 if neither it nor an
             ``estimator`` is given.
         noise_schedule: how the noise multiplier changes over steps; default constant.
-        estimator: what is asked of the data; default ``MeanGradient(max_grad_norm)``, DP-SGD.
+        estimator: forms the question to the data; default ``MeanGradient(max_grad_norm)``, DP-SGD.
         postprocessing: applied in order to the private estimate.
         sampling: ``Poisson()`` (default) or ``FullBatch()``.
         relation: neighbouring data sets differ by adding or removing a record ("add_remove"), or
             by replacing one ("replace_one").
         accountant: computes ε; default the tight numerical one.
-        engine: who computes gradients per record: "bookkeeping" (clipped sums from one
+        engine: computes gradients per record: "bookkeeping" (clipped sums from one
             backward pass, fast), "hooks" (Opacus), "functional" (torch.func, knows no layer types,
             slow); "auto" takes the first where it covers the model, else the second.
         ledger_dir: folder of the privacy journal, on this machine; default
             ``<default_root_dir>/privacy``. A relative one begins where the process is now.
-        isolation_probe: whether a synthetic batch is used, before the first step, to check that no
+        isolation_probe: use a synthetic batch, before the first step, to check that no
             record changes another's gradient (:func:`lightning_dp.audit.check_isolation`).
         seed: makes noise and batches repeatable. For tests only: nothing is private with it, and
             every report says so.

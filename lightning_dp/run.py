@@ -107,7 +107,7 @@ class PrivateRun:
 
     @property
     def is_under_way(self) -> bool:
-        """True from :meth:`start` to :meth:`stop`: the plan is declared, and the journal open."""
+        """True from :meth:`start` to :meth:`stop`; the plan is declared, and the journal open."""
         return self._fit is not None and self._fit.is_under_way
 
     @property

@@ -50,7 +50,7 @@ class AbstractSchedule(ABC):
 
     @property
     def chosen(self) -> Choice:
-        """The time at which the noise is chosen: "in advance", except for adaptive schedules."""
+        """The time at which the noise is chosen; "in advance", except for adaptive schedules."""
         return "in advance"
 
     @property

@@ -268,7 +268,7 @@ class Voided(AbstractEvent):
 
     @property
     def pair(self) -> tuple[float, float]:
-        """``(0.0, 1.0)``: no noise, on all records."""
+        """``(0.0, 1.0)``, for no noise, on all records."""
         return 0.0, 1.0
 
     @property
@@ -336,7 +336,7 @@ class RepeatAndSelect(AbstractEvent):
 
     @property
     def pair(self) -> tuple[float, float]:
-        """Raises ValueError: no single Gaussian costs the same."""
+        """Raises ValueError, since no single Gaussian costs the same."""
         raise ValueError(
             "RepeatAndSelect is bounded by Rényi divergences only: use StreamingRDPAccountant()."
         )

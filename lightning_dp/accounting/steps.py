@@ -57,7 +57,7 @@ class Steps:
 
     @property
     def mu(self) -> float:
-        """``sqrt(sum_t z_t^-2)``: that of the steps read as full batches, under add/remove."""
+        """``sqrt(sum_t z_t^-2)``; that of the steps read as full batches, under add/remove."""
         if self.has_noiseless:
             return math.inf
         return math.sqrt(math.fsum(self.counts / self.noise_multipliers**2))

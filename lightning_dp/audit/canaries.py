@@ -72,7 +72,7 @@ class AuditReport:
 
     @property
     def is_violated(self) -> bool:
-        """True if the claim is refuted: the lower bound is above what is claimed."""
+        """True if the claim is refuted, since the lower bound is above it."""
         return self.lower_bound > self.epsilon
 
     def __str__(self) -> str:

@@ -122,7 +122,7 @@ class CubicNewton(AbstractEstimator):
 
     @property
     def queries_per_step(self) -> int:
-        """The queries of a step on its one batch: one for each inner step, or one in all."""
+        """The queries of a step on its one batch, one for each inner step, or one in all."""
         return 1 if self.fresh_batches else self.inner_steps
 
     @property

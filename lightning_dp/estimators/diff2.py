@@ -111,7 +111,7 @@ class Diff2(AbstractEstimator):
 
     @property
     def u(self) -> float:
-        """The split as a number: 1/u of the budget is for the restarts."""
+        """The split as a number; 1/u of the budget is for the restarts."""
         if self.restart_every == 1:
             return 1.0
         if self.split == "optimal":

@@ -50,7 +50,7 @@ class RoundPlan(Protocol):
 
     @property
     def lag(self) -> int:
-        """d: a client begins round i only when every client has done round i - d."""
+        """d; a client begins round i only when every client has done round i - d."""
 
     def check(self, size: int, num_clients: int) -> None:
         """Raise ValueError unless it is for so many parameters and clients."""
@@ -129,12 +129,12 @@ class AsyncServer(AbstractServer):
 
     @property
     def applied(self) -> list[int]:
-        """The number of each client's updates in v̂: those of rounds 0, 1, ...."""
+        """The number of each client's updates in v̂, those of rounds 0, 1, ...."""
         return list(self._applied)
 
     @property
     def round(self) -> int:
-        """k: the rounds below are in v̂, of every client that has not left."""
+        """k; the rounds below are in v̂, of every client that has not left."""
         return self._round
 
     def _look_for_end_of_round(self) -> None:

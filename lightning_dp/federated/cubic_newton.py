@@ -130,7 +130,7 @@ class CubicNewtonPlan:
 
     @property
     def lag(self) -> int:
-        """1: synchronous."""
+        """1, since rounds are synchronous."""
         return 1
 
     def check(self, size: int, num_clients: int) -> None:

@@ -136,7 +136,7 @@ class LocalRecords:
 
     @property
     def point(self) -> Tensor:
-        """The module's trained parameters as a flat vector: a copy."""
+        """A copy of the module's trained parameters as a flat vector."""
         return flatten(self.params)
 
     @cached_property

@@ -41,7 +41,7 @@ class Records(Protocol):
 
     @property
     def unit(self) -> str:
-        """The unit whose part is clipped: each "record", or the "client", its whole sum as one."""
+        """The unit whose part is clipped, each "record", or the "client" with its whole sum as one."""
 
     def bounded_sum(self, query: Query, records: Sequence[int]) -> BoundedSum:
         """Return the sum of the query over these records, each clipped; sensitive until it is noised."""
@@ -70,7 +70,7 @@ class AbstractServer(ABC):
     @property
     @abstractmethod
     def point(self) -> Tensor:
-        """The global model: its trained parameters as one flat vector, a copy."""
+        """A copy of the global model, its trained parameters as one flat vector."""
 
     @property
     @abstractmethod
@@ -140,7 +140,7 @@ class AbstractClient(ABC):
     @property
     @abstractmethod
     def facts(self) -> dict[str, Any]:
-        """Numbers about this client that may be seen: among them ``epsilon``, spent so far."""
+        """Numbers about this client that may be seen, among them ``epsilon``, spent so far."""
 
 
 # -- what clients do with their records --------------------------------------------------------

@@ -24,7 +24,7 @@ class TargetMean:
 
     @property
     def ignores_some(self) -> Tensor:
-        """True if a target is the ignored one: then others decide what the sum is divided by."""
+        """True if a target is the ignored one; then others decide what the sum is divided by."""
         index = int(self.node._saved_ignore_index)
         index -= 2**64 if index >= 2**63 else 0  # torch shows it without its sign
         targets: Tensor = self.node._saved_target
@@ -32,7 +32,7 @@ class TargetMean:
 
     @property
     def has_class_weights(self) -> bool:
-        """True if classes weigh differently: then the labels of others decide."""
+        """True if classes weigh differently; then the labels of others decide."""
         weight = self.node._saved_weight
         return weight is not None and not bool((weight == weight.flatten()[0]).all())
 

@@ -117,12 +117,12 @@ class DifferentialPrivacyStrategy(Strategy):
 
     @cached_property
     def _folder(self) -> Path:
-        """The folder of a new journal: found once in a fit, since the process may change folders."""
+        """The folder of a new journal; found once in a fit, since the process may change folders."""
         return self.private_run.ledger_dir or default_folder(self._trainer)
 
     @cached_property
     def _accumulate(self) -> int:
-        """``accumulate_grad_batches`` as the user set it: during the fit it is the plan's."""
+        """``accumulate_grad_batches`` as the user set it; during the fit it is the plan's."""
         return self._trainer.accumulate_grad_batches
 
     def setup(self, trainer: Trainer) -> None:

@@ -57,6 +57,17 @@ def questions(code: str) -> list[str]:
     ]
 
 
+def types_by_mistake(code: str) -> list[str]:
+    """Summaries of properties with a colon: Sphinx would print what stands before it as the type."""
+    return [
+        f"line {node.lineno}: {summary}"
+        for node in ast.walk(ast.parse(code))
+        if isinstance(node, ast.FunctionDef)
+        and any(isinstance(d, ast.Name) and "property" in d.id for d in node.decorator_list)
+        and ": " in (summary := (ast.get_docstring(node) or "").partition("\n")[0])
+    ]
+
+
 def turns(found: Iterator[tuple[int, str]]) -> list[str]:
     """Turns of phrase that a reader stumbles over."""
     return [
@@ -70,6 +81,7 @@ def turns(found: Iterator[tuple[int, str]]) -> list[str]:
 def test_a_module_is_written_plainly(path):
     code = path.read_text("utf-8")
     assert questions(code) == []
+    assert types_by_mistake(code) == []
     assert turns(texts(code)) == []
 
 
@@ -85,4 +97,5 @@ def test_what_is_avoided_is_found():
     )
     assert [each.split()[2] for each in questions(code)] == ["What", "Whether"]
     assert sorted(each.split("'")[1] for each in turns(texts(code))) == ["anew", "cannot be had"]
+    assert types_by_mistake('@property\ndef f(self):\n    """A number: 1."""\n') != []
     assert questions('"""Somewhat plain."""\nname = "What is said"\n') == []
