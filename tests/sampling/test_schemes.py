@@ -1,4 +1,4 @@
-"""What every sampling scheme promises."""
+"""One contract for all sampling schemes, and the plan of full batches."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 
 from lightning_dp._noise import random_generator
 from lightning_dp.accounting import Gaussian
-from lightning_dp.sampling import AbstractSampling, FullBatch, Poisson
+from lightning_dp.sampling import AbstractSampling, BatchPlan, FullBatch, Poisson
 
 SAMPLINGS: dict[str, Callable[[], AbstractSampling]] = {"poisson": Poisson, "full": FullBatch}
 
@@ -21,7 +21,7 @@ def sampling(request: pytest.FixtureRequest) -> AbstractSampling:
 
 
 class TestContract:
-    """What every sampling scheme promises."""
+    """The promises of every sampling scheme."""
 
     @pytest.mark.parametrize("shard_size", [0, 1, 2, 313])
     @pytest.mark.parametrize("rate", [0.001, 0.3, 1.0])
@@ -66,3 +66,30 @@ class TestContract:
 
     def test_the_repr_is_the_call_that_made_it(self, sampling):
         assert eval(repr(sampling)) == sampling
+
+
+# -- full batches: one step per epoch ------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("changes", "chunks"),
+    [
+        ({}, 20),
+        ({"batch_size": 300}, 4),
+        ({"batch_size": 5000}, 1),
+        ({"batch_size": 300, "accumulate": 4}, 4),
+        ({"batch_size": 300, "world_size": 2}, 2),
+        ({"batch_size": 100, "world_size": 3}, 4),  # shards of 334, 333, 333
+    ],
+)
+def test_full_batch_plan_has_one_step_per_epoch_in_as_many_chunks_as_needed(
+    changes, chunks, plan_of
+):
+    assert plan_of(FullBatch(), **changes) == BatchPlan(1000, 1.0, chunks, 1)
+
+
+def test_full_batch_contradicting_the_trainer_is_refused(plan_of):
+    with pytest.raises(
+        ValueError, match=r"accumulate_grad_batches=3\) contradicts .* make 4 chunks"
+    ):
+        plan_of(FullBatch(), batch_size=300, accumulate=3)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import pickle
 from collections.abc import Callable
 
+import numpy as np
 import pytest
 
 from lightning_dp import schedules
@@ -45,6 +47,10 @@ CASES: dict[str, tuple[AbstractSchedule, Callable[[int], float]]] = {
         Polynomial(steps=50, end=3.0, power=2.0),
         lambda t: 3.0 - 2.0 * ((50 - t) / 50) ** 2 if t < 50 else 3.0,
     ),
+    "straight": (
+        Polynomial(steps=100, end=0.25),
+        lambda t: 1.0 - 0.75 * t / 100 if t < 100 else 0.25,
+    ),
     "dynamic_gd": (DynamicGD(kappa=100.0), lambda t: math.prod([0.99**0.25] * t)),
     "dynamic_momentum_short": (
         DynamicMomentum(kappa=100.0, eta0=1.0, beta=0.9, steps=200),
@@ -68,7 +74,7 @@ def case(request: pytest.FixtureRequest) -> tuple[AbstractSchedule, Callable[[in
 
 
 class TestContract:
-    """What every schedule promises."""
+    """The promises of every schedule."""
 
     def test_it_equals_its_slow_twin(self, case):
         schedule, twin = case
@@ -87,6 +93,12 @@ class TestContract:
         backwards = [schedule(step) for step in reversed(STEPS)]
         assert forwards == backwards[::-1]
         assert vars(schedule) == vars(dataclasses.replace(schedule))
+
+    def test_a_resumed_one_goes_on_where_it_was(self, case):
+        """It holds no state: a copy made of its configuration alone says the same."""
+        resumed = pickle.loads(pickle.dumps(case[0]))
+        assert resumed == case[0]
+        assert [resumed(step) for step in STEPS] == [case[0](step) for step in STEPS]
 
     def test_it_starts_at_1(self, case):
         """So that the scale of a plan is the noise of its first step."""
@@ -109,24 +121,53 @@ def test_every_schedule_is_tested():
     assert concrete == {type(schedule) for schedule, _ in CASES.values()}
 
 
-@pytest.mark.parametrize("rate", [math.nan, math.inf, -math.inf])
-def test_an_exponential_rate_that_is_not_finite_is_refused(rate):
-    with pytest.raises(ValueError, match=rf"Exponential\(rate={rate}\) must be a finite number"):
-        Exponential(rate=rate)
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: Exponential(math.nan), r"Exponential\(rate=nan\) must be a finite number"),
+        (lambda: Exponential(math.inf), r"Exponential\(rate=inf\) must be a finite number"),
+        (lambda: Exponential(-math.inf), r"Exponential\(rate=-inf\) must be a finite number"),
+        (lambda: StepDecay(0, 0.5), r"StepDecay\(every=0\) must be a whole number of at least 1"),
+        (lambda: StepDecay(-1, 0.5), r"StepDecay\(every=-1\) must be a whole number"),
+        (lambda: StepDecay(math.nan, 0.5), r"StepDecay\(every=nan\) must be a whole number"),
+        (lambda: StepDecay(1, 0.0), r"StepDecay\(factor=0.0\) must be finite"),
+        (lambda: StepDecay(1, -0.5), r"StepDecay\(factor=-0.5\) must be finite"),
+        (lambda: StepDecay(1, math.nan), r"StepDecay\(factor=nan\) must be finite"),
+        (lambda: StepDecay(1, math.inf), r"StepDecay\(factor=inf\) must be finite"),
+        (lambda: Polynomial(steps=0, end=0.5), r"Polynomial\(steps=0\)"),
+        (lambda: Polynomial(steps=math.nan, end=0.5), r"Polynomial\(steps=nan\)"),
+        (lambda: Polynomial(steps=9, end=0.0), r"Polynomial\(end=0.0\)"),
+        (lambda: Polynomial(steps=9, end=math.nan), r"Polynomial\(end=nan\)"),
+        (lambda: Polynomial(steps=9, end=0.5, power=math.nan), r"Polynomial\(power=nan\)"),
+        (lambda: Cosine(steps=True, end=0.5), r"Cosine\(steps=True\)"),
+        (lambda: Cosine(steps=9, end=math.inf), r"Cosine\(end=inf\)"),
+        (lambda: DynamicGD(kappa=1.0), r"DynamicGD\(kappa=1.0\)"),
+        (lambda: DynamicGD(kappa=math.nan), r"DynamicGD\(kappa=nan\)"),
+        (lambda: DynamicGD.recommended_steps(9.0, math.nan), r"recommended_steps\(alpha=nan\)"),
+        (lambda: DynamicMomentum(9.0, 10.0, 0.1, 5), r"eta0=10.0\).*below kappa=9.0"),
+        (lambda: DynamicMomentum(9.0, math.nan, 0.1, 5), r"eta0=nan"),
+        (lambda: DynamicMomentum(10.0, 1.0, 0.95, 5), r"beta=0.95\) must be below gamma.*0.9 "),
+        (lambda: DynamicMomentum(10.0, 1.0, math.nan, 5), r"beta=nan"),
+        (lambda: FromInfluence(()), r"influence=\(\)"),
+        (lambda: FromInfluence((1.0, -2.0)), r"influence\[1\]=-2.0"),
+        (lambda: FromInfluence((math.nan,)), r"influence\[0\]=nan"),
+        (lambda: FromInfluence([1.0]), r"influence=list"),
+    ],
+)
+def test_a_bad_argument_is_refused_by_name_and_value(make, message):
+    with pytest.raises(ValueError, match=message):
+        make()
 
 
-@pytest.mark.parametrize("every", [0, -1, math.nan])
-def test_an_interval_below_one_step_is_refused(every):
-    with pytest.raises(
-        ValueError, match=rf"StepDecay\(every={every}\) must be a whole number of at least 1"
-    ):
-        StepDecay(every=every, factor=0.5)
+def test_an_influence_has_no_value_beyond_its_length():
+    with pytest.raises(ValueError, match="has 2 values and none for step 2"):
+        FromInfluence((1.0, 2.0))(2)
 
 
-@pytest.mark.parametrize("factor", [0.0, -0.5, math.nan, math.inf])
-def test_a_factor_that_is_not_positive_is_refused(factor):
-    with pytest.raises(ValueError, match=rf"StepDecay\(factor={factor}\) must be finite"):
-        StepDecay(every=1, factor=factor)
+def test_influence_of_any_number_type_becomes_plain_floats():
+    schedule = FromInfluence(tuple(np.array([1.0, 16.0])))
+    assert repr(schedule) == "FromInfluence(influence=(1.0, 16.0))"
+    assert schedule == FromInfluence((1, 16))
 
 
 def test_a_plan_names_the_step_at_which_a_growing_schedule_overflows():
