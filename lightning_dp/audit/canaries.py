@@ -242,7 +242,11 @@ def _judge(
     margins = (seen[single] - 0.5) * linear[single, None]
     at_steps = _errors(margins > step_threshold(alike), included)
 
+    # Each test refutes some amounts of noise, and the least of what is left holds. They share the
+    # probability of failure, so that all of them hold together (a union bound).
     scale = _scale(least_misses_in_steps, (alike,), at_steps, failure / 3, _MOST_SCALE)
+    # Over the whole run, by the likelihood ratio under the claim, and by the sum with weights 1/z²,
+    # called in above half of what is expected there if the canary is in.
     for called_in in (ratios.sum(0) > 0, linear @ seen > half):
         errors = _errors(called_in[None, :], included)
         scale = _scale(least_misses_in_run, (event, kinds), errors, failure / 3, scale)
