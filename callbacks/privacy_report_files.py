@@ -23,7 +23,7 @@ class PrivacyReportFiles(PrivacyCallback):
     """Writes the report where people look for it.
 
     - In the logger's folder (``lightning_logs/version_0``, which the folder of checkpoints is in);
-      without a logger, or if it has no folder of this machine, by the journal. Never among
+      without a logger, or if it has no folder of this machine, next to the journal. Never among
       checkpoints: people load every file there, and each checkpoint holds the report anyway.
     - Before each checkpoint is saved, so it is never older than one, and at the end of the fit,
       also by the budget, an exception or Ctrl-C. Nothing in a ``fast_dev_run``, which leaves no

@@ -100,7 +100,7 @@ def audit(
     m canaries are added to the data set; a fair coin says for each whether it is in. Those that are
     in go through everything that a record goes through: sampling, chunks, the combination of
     points, clipping, the sum, noise. Their gradients are replaced at the boundary by
-    ±10 C along a coordinate of each, and an attacker who knows the coordinates reads the noised
+    ±10 C along one coordinate each, and an attacker who knows the coordinates reads the noised
     sums there. On correct code ``lower_bound <= epsilon`` with probability ``confidence``.
 
     - *White box.* Wrong calls at single steps and over whole runs bound how much noise there can

@@ -100,7 +100,7 @@ class AbstractServer(ABC):
             reply: from anybody: everything in it is checked before anything changes.
 
         Returns:
-            Whether it was applied: not one that came twice or too late, nor one that says that the
+            True if it was applied; not one that came twice or too late, nor one that says that the
             client lost the model. An engine that hears nothing else for long gives up.
 
         Raises:
