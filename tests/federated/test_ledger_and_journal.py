@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import itertools
+import json
 import os
 import shutil
+import zlib
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -163,19 +167,31 @@ def test_a_round_that_was_charged_and_did_not_leave_is_all_that_a_journal_may_be
     assert "old copy" in refused(tmp_path)
 
 
-def test_files_of_an_older_version_are_read(tmp_path):
-    """They do not say how much was charged."""
-    import json
-    import zlib
-
-    ledger = ledger_of(tmp_path)
-    left = ledger.release(spending(), 0, 0, noise)
-    path = release_of(tmp_path)
+def rewrite_header(path: Path, change: Callable[[dict[str, Any]], None]) -> None:
+    """Change the fields of a release file as another version would have written them."""
     line, _, rest = path.read_bytes().partition(b"\n")
     header = json.loads(line.rpartition(b" ")[0])
-    del header[1]["dataset"], header[1]["charged"]
+    change(header[1])
     text = json.dumps(header).encode()
     path.write_bytes(text + f" {zlib.crc32(text):08x}\n".encode() + rest)
+
+
+def test_a_field_that_is_absent_has_its_default(tmp_path):
+    """Older versions did not write how much was charged."""
+    ledger = ledger_of(tmp_path)
+    left = ledger.release(spending(), 0, 0, noise)
+    rewrite_header(
+        release_of(tmp_path), lambda fields: (fields.pop("dataset"), fields.pop("charged"))
+    )
     assert ledger.release(spending(), 0, 0, noise) == left
     ledger.release(spending(), 1, 0, noise)
     assert sum(n for _, n in ledger.history()) == 4
+
+
+def test_a_field_that_is_unknown_is_refused_by_name(tmp_path):
+    """It may say that more was spent."""
+    ledger_of(tmp_path).release(spending(), 0, 0, noise)
+    rewrite_header(release_of(tmp_path), lambda fields: fields.update(amplified=True))
+    assert "unknown fields: ['amplified']" in refused(tmp_path)
+    with pytest.raises(JournalError, match="amplified"):
+        ledger_of(tmp_path).epsilon(1e-5)
