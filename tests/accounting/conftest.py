@@ -1,10 +1,11 @@
-"""Slow, obvious oracles: nothing here is shared with the package."""
+"""Slow, obvious oracles, which share nothing with the package; ledgers with charges in them."""
 
 from __future__ import annotations
 
 import logging
 import math
 from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,6 +16,10 @@ from scipy import fft
 from scipy.optimize import brentq
 from scipy.special import ndtr
 from scipy.stats import norm
+
+from lightning_dp.accounting.events import AbstractEvent
+from lightning_dp.accounting.journal import read_journal
+from lightning_dp.accounting.ledger import Ledger
 
 logging.getLogger().setLevel(logging.ERROR)
 
@@ -159,3 +164,45 @@ def oracle() -> SimpleNamespace:
         dp_accounting_epsilons,
     ]
     return SimpleNamespace(**{f.__name__: f for f in functions})
+
+
+class Books:
+    """Makes ledgers, and looks into them."""
+
+    @staticmethod
+    def ledger_with(directory: Path | None, *events: AbstractEvent, run: str = "run-1") -> Ledger:
+        """A ledger whose run is under way, with these charges."""
+        ledger = Ledger()
+        ledger.begin(run, directory)
+        for event in events:
+            ledger.charge(event)
+        return ledger
+
+    @staticmethod
+    def ended(ledger: Ledger) -> Ledger:
+        ledger.end()
+        return ledger
+
+    @staticmethod
+    def restored(state: dict[str, Any], directory: Path) -> Ledger:
+        ledger = Ledger()
+        ledger.restore(state, directory)
+        return ledger
+
+    @staticmethod
+    def journal_of(ledger: Ledger) -> Path:
+        assert ledger.journal_path is not None
+        return ledger.journal_path
+
+    @staticmethod
+    def counts(ledger: Ledger) -> dict[AbstractEvent, int]:
+        return dict(ledger.history())
+
+    @staticmethod
+    def steps_in(path: Path) -> int:
+        return read_journal(path)[1].total
+
+
+@pytest.fixture
+def books() -> type[Books]:
+    return Books
