@@ -40,7 +40,7 @@ class NoisePlan:
         scale: the noise multiplier where the shape is 1; 0 trains without privacy.
         shape: the noise schedule.
         sampling: the sampling scheme that turns (z_t, q_t) into a privacy event.
-        sample_rate: q.
+        sample_rate: q, the sampling rate.
         estimator: what is asked at every step.
 
     Example:

@@ -48,9 +48,9 @@ def one_run_p_value(
     (Steinke, Nasr and Jagielski 2023, arXiv:2305.08846v1, Theorem 5.2 and Appendix D).
 
     Args:
-        canaries: m.
+        canaries: m, their number.
         guesses: r; their number and their choice may depend on the coins through the output alone.
-        correct: v.
+        correct: v, the right ones among them.
         epsilon: >= 0.
         delta: in [0, 1].
 

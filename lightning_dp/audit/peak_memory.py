@@ -78,7 +78,7 @@ class PhysicalBatch:
         batch_size: for the DataLoader.
         accumulate_grad_batches: for the Trainer.
         sample_rate: q, unchanged.
-        num_records: N.
+        num_records: N, the size of the data set.
         chunk: records in the largest physical batch, except with probability ``chance`` per step.
         chance: that probability.
         predicted: bytes at the peak with that many.

@@ -264,7 +264,7 @@ def inner_step(
         slope: g + H v_s, or an estimate of it.
         step: s = 0, 1, ...
         strong_convexity: μ.
-        hessian_lipschitz: M.
+        hessian_lipschitz: M, as in the estimator.
         max_step_size: an upper bound on η_s; None for none.
         bounds: least and largest v, entry by entry; None projects nothing.
 

@@ -232,8 +232,8 @@ class Diff2(AbstractEstimator):
 
         Args:
             target_epsilon, target_delta: the budget.
-            steps: R.
-            num_records: n.
+            steps: R, their number.
+            num_records: n, the size of the data set.
             size: d, the number of trained parameters.
             sample_rate: q; 1 is the full batch, for which the theorem speaks.
             max_grad_norm: G, a bound on the norm of one record's gradient.

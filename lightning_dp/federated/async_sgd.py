@@ -41,7 +41,7 @@ class AsyncPlan:
     """The plan that server and clients of asynchronous SGD agree on before round 0.
 
     Args:
-        rounds: T.
+        rounds: T, their number.
         sizes: s_i, the gradients that a client of share 1 computes in round i, in expectation.
         steps: η_t; the round's step size is η̄_i = η_t at t = s_0 + ... + s_(i-1).
         lag: d >= 1: a client begins round i only when every client has done round i - d. 1 is

@@ -46,7 +46,7 @@ class RoundPlan(Protocol):
 
     @property
     def rounds(self) -> int:
-        """T."""
+        """T, the number of rounds."""
 
     @property
     def lag(self) -> int:

@@ -123,9 +123,9 @@ class BVRLSGD:
         Args:
             diff2: the server's estimator, on full batches.
             noise_multiplier: z of its restarts, on the sum over all workers.
-            rounds: R.
+            rounds: R, their number.
             worker: whose records, 0, ..., P - 1.
-            workers: P.
+            workers: P, their number.
         """
         worker = whole("worker", worker, 0, workers - 1)
         steps = [noise_multiplier * diff2.relative_noise(t) for t in range(rounds)]

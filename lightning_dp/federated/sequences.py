@@ -215,7 +215,7 @@ def delay_is_permissible(
     Args:
         sizes: s_i, over all clients together.
         delay: τ, increasing.
-        lag: d.
+        lag: d, in rounds.
         rounds: how many rounds to look at.
 
     Raises:

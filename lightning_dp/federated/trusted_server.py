@@ -114,7 +114,7 @@ class TrustedServer:
         """Make this many steps, or as many as the budget allows; all ranks end with one model.
 
         Args:
-            rounds: R.
+            rounds: R, their number.
             directory: where rank 0 makes the folder ``privacy`` of the journal, without a
                 ``ledger_dir``.
 

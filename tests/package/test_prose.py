@@ -68,6 +68,15 @@ def types_by_mistake(code: str) -> list[str]:
     ]
 
 
+def vanishing(code: str) -> list[str]:
+    """Descriptions of one letter: "q." begins a list for Sphinx, which then prints nothing."""
+    return [
+        f"line {line}: {each}"
+        for line, text in docstrings(code)
+        for each in re.findall(r"^(?: +\w+(?:, \w+)*: )?[A-Za-z]\.$", text, re.MULTILINE)
+    ]
+
+
 def turns(found: Iterator[tuple[int, str]]) -> list[str]:
     """Turns of phrase that a reader stumbles over."""
     return [
@@ -81,7 +90,7 @@ def turns(found: Iterator[tuple[int, str]]) -> list[str]:
 def test_a_module_is_written_plainly(path):
     code = path.read_text("utf-8")
     assert questions(code) == []
-    assert types_by_mistake(code) == []
+    assert types_by_mistake(code) + vanishing(code) == []
     assert turns(texts(code)) == []
 
 
@@ -98,4 +107,5 @@ def test_what_is_avoided_is_found():
     assert [each.split()[2] for each in questions(code)] == ["What", "Whether"]
     assert sorted(each.split("'")[1] for each in turns(texts(code))) == ["anew", "cannot be had"]
     assert types_by_mistake('@property\ndef f(self):\n    """A number: 1."""\n') != []
+    assert vanishing('"""T."""\n"""A plan.\n\n    Args:\n        rate: q.\n    """\n')[1:] != []
     assert questions('"""Somewhat plain."""\nname = "What is said"\n') == []
