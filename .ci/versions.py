@@ -3,7 +3,7 @@
     python .ci/versions.py                                     # the newest three pairs
     python .ci/versions.py --pair 2.6.6 2.15.0 --pair 2.6.0 2.13.0
     python .ci/versions.py --dry-run                           # only say which
-    python .ci/versions.py -- tests/trainer -x                 # what follows -- goes to pytest
+    python .ci/versions.py -- tests/strategies -x                 # what follows -- goes to pytest
 
 Each pair gets a virtual environment of its own, made from the project's files alone and removed
 after use. The newest Lightning meets both torches, the newest torch both Lightnings. PyPI's torch

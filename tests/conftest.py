@@ -232,6 +232,32 @@ def make_fit(make_trainer: Callable[..., L.Trainer]) -> Callable[..., Fit]:
 
 
 @pytest.fixture
+def at_each_step() -> Callable[[Callable[[L.Trainer, Any], None]], L.Callback]:
+    """A callback that calls a function after every chunk."""
+
+    class Calls(L.Callback):
+        def __init__(self, function: Callable[[L.Trainer, Any], None]) -> None:
+            self.function = function
+
+        def on_train_batch_end(
+            self, trainer: L.Trainer, pl_module: Any, *args: Any, **kwargs: Any
+        ) -> None:
+            self.function(trainer, pl_module)
+
+    return Calls
+
+
+@pytest.fixture
+def weights() -> Callable[[nn.Module], Tensor]:
+    """All parameters as one flat vector of their own."""
+
+    def flat(module: nn.Module) -> Tensor:
+        return torch.cat([p.detach().flatten().clone() for p in module.parameters()])
+
+    return flat
+
+
+@pytest.fixture
 def import_paper(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], ModuleType]]:
     """Imports a module of examples/papers by name; it and its neighbours are forgotten afterwards."""
     monkeypatch.syspath_prepend(str(PAPERS))

@@ -57,22 +57,6 @@ def recording(classifier: type[Any]) -> type[Any]:
 
 
 @pytest.fixture
-def at_each_step() -> Callable[[Callable[[L.Trainer, Any], None]], L.Callback]:
-    """A callback that calls a function after every chunk."""
-
-    class Calls(L.Callback):
-        def __init__(self, function: Callable[[L.Trainer, Any], None]) -> None:
-            self.function = function
-
-        def on_train_batch_end(
-            self, trainer: L.Trainer, pl_module: Any, *args: Any, **kwargs: Any
-        ) -> None:
-            self.function(trainer, pl_module)
-
-    return Calls
-
-
-@pytest.fixture
 def charges(tmp_path: Path) -> Callable[[], list[Any]]:
     """The events in the run's journal on the disk, in order."""
 
@@ -82,16 +66,6 @@ def charges(tmp_path: Path) -> Callable[[], list[Any]]:
         return [event for run in runs.values() for event, n in run for _ in range(n)]
 
     return read
-
-
-@pytest.fixture
-def weights() -> Callable[[nn.Module], Tensor]:
-    """All parameters as one flat vector of their own."""
-
-    def flat(module: nn.Module) -> Tensor:
-        return torch.cat([p.detach().flatten().clone() for p in module.parameters()])
-
-    return flat
 
 
 @pytest.fixture
