@@ -10,14 +10,20 @@ from __future__ import annotations
 import math
 import numbers
 import reprlib
+from collections.abc import Sequence
 from typing import Any, Protocol, SupportsFloat, cast
 
 __all__ = [
     "Check",
+    "above_0",
+    "between",
+    "explained",
+    "finite",
     "flag",
     "normalise",
     "not_negative",
     "number",
+    "one_of",
     "optional",
     "positive",
     "probability",
@@ -81,12 +87,73 @@ def not_negative(name: str, value: object, *, of: str | None = None) -> float:
     return result
 
 
+def finite(name: str, value: object, *, of: str | None = None) -> float:
+    """Return a finite number."""
+    result = number(name, value, of=of)
+    if not math.isfinite(result):
+        raise ValueError(f"{shown(name, value, of)} must be a finite number.")
+    return result
+
+
+def above_0(name: str, value: object, *, of: str | None = None) -> float:
+    """Return a number greater than 0, which may be infinite: a clip norm."""
+    result = number(name, value, of=of)
+    if not result > 0:
+        raise ValueError(f"{shown(name, value, of)} must be greater than 0.")
+    return result
+
+
 def probability(name: str, value: object, *, of: str | None = None) -> float:
     """Return a number above 0 and below 1."""
     result = number(name, value, of=of)
     if not 0 < result < 1:
         raise ValueError(f"{shown(name, value, of)} must be between 0 and 1.")
     return result
+
+
+def between(interval: str) -> Check:
+    """Return a check that a number is in an interval, written as in mathematics.
+
+    Example:
+        >>> between("(0, 1]")("sample_rate", 1.5)
+        Traceback (most recent call last):
+        ValueError: sample_rate=1.5 must be in (0, 1].
+    """
+    low, high = (float(end) for end in interval[1:-1].split(","))
+
+    def checked(name: str, value: object, *, of: str | None = None) -> float:
+        result = number(name, value, of=of)
+        is_above = result >= low if interval[0] == "[" else result > low
+        is_below = result <= high if interval[-1] == "]" else result < high
+        if not (is_above and is_below):
+            raise ValueError(f"{shown(name, value, of)} must be in {interval}.")
+        return result
+
+    return checked
+
+
+def one_of(choices: Sequence[str]) -> Check:
+    """Return a check that an argument is one of some words."""
+
+    def checked(name: str, value: object, *, of: str | None = None) -> str:
+        if not (isinstance(value, str) and value in choices):
+            words = ", ".join(map(repr, choices))
+            raise ValueError(f"{shown(name, value, of)} must be one of {words}.")
+        return value
+
+    return checked
+
+
+def explained(check: Check, why: str) -> Check:
+    """Return a check whose message goes on with a reason, or a cure."""
+
+    def checked(name: str, value: object, *, of: str | None = None) -> Any:
+        try:
+            return check(name, value, of=of)
+        except ValueError as error:
+            raise ValueError(f"{error} {why}") from None
+
+    return checked
 
 
 def whole(

@@ -39,7 +39,7 @@ import torch
 from torch import Tensor
 
 from lightning_dp._noise import NoiseSource
-from lightning_dp._validate import normalise, number
+from lightning_dp._validate import above_0, finite, normalise, not_negative
 from lightning_dp._world import World
 from lightning_dp.functional import clip_factors
 
@@ -82,9 +82,7 @@ class Term:
     direction: Tensor | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
-        normalise(self, number, "weight", of="Term")
-        if not math.isfinite(self.weight):
-            raise ValueError(f"Term(weight={self.weight}) must be a finite number.")
+        normalise(self, finite, "weight", of="Term")
 
 
 @dataclass(frozen=True)
@@ -135,15 +133,10 @@ class Query:
 
     def __post_init__(self) -> None:
         self._check_coordinates()
-        normalise(self, number, "clip_norm", "noise_multiplier", of="Query")
+        normalise(self, above_0, "clip_norm", of="Query")
+        normalise(self, not_negative, "noise_multiplier", of="Query")
         if not self.terms:
             raise ValueError("Query(terms=()) asks nothing; give at least one Term.")
-        if not self.clip_norm > 0:
-            raise ValueError(f"Query(clip_norm={self.clip_norm}) must be greater than 0.")
-        if not (self.noise_multiplier >= 0 and math.isfinite(self.noise_multiplier)):
-            raise ValueError(
-                f"Query(noise_multiplier={self.noise_multiplier}) must be a finite number >= 0."
-            )
         if math.isinf(self.clip_norm) and self.noise_multiplier > 0:
             raise ValueError(
                 f"An infinite clip norm bounds nothing, so noise_multiplier="
@@ -324,8 +317,7 @@ class Release:
 
     def mean(self, expected_batch_size: float) -> Release:
         """Return the sum over B, the *expected* batch size: the realised one is private."""
-        if not expected_batch_size > 0:
-            raise ValueError(f"expected_batch_size={expected_batch_size} must be greater than 0.")
+        expected_batch_size = above_0("expected_batch_size", expected_batch_size)
         return Release(self.value / expected_batch_size, self.noise_std / expected_batch_size)
 
 
@@ -338,8 +330,7 @@ def add_noise(
     Rank 0 adds the noise *before* the ranks' sums are added up, and every rank gets the same
     release. The un-noised total exists nowhere.
     """
-    if not (noise_multiplier >= 0 and math.isfinite(noise_multiplier)):
-        raise ValueError(f"noise_multiplier={noise_multiplier} must be a finite number >= 0.")
+    noise_multiplier = not_negative("noise_multiplier", noise_multiplier)
     if noise_multiplier == 0:  # explicitly not private; keeps an infinite clip norm meaningful
         return Release(world.all_reduce(total.value), 0.0)
     noise_std = noise_multiplier * total.clip_norm

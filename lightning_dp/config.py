@@ -9,7 +9,18 @@ from dataclasses import dataclass, field
 from typing import Literal, TypeAlias, get_args
 
 from lightning_dp._described import Data, check_same, described
-from lightning_dp._validate import flag, normalise, number, optional, seed
+from lightning_dp._validate import (
+    above_0,
+    explained,
+    flag,
+    normalise,
+    not_negative,
+    one_of,
+    optional,
+    positive,
+    probability,
+    seed,
+)
 from lightning_dp.accounting.base import AbstractAccountant, Relation
 from lightning_dp.accounting.pld import PLDAccountant
 from lightning_dp.estimators import AbstractEstimator, MeanGradient
@@ -88,27 +99,17 @@ class PrivacyConfig:
 
     def _check_types(self) -> None:
         """Refuse what is not of an argument's type, and keep plain values."""
-        normalise(self, number, "target_delta")
-        normalise(self, optional(number), "target_epsilon", "noise_multiplier", "max_grad_norm")
+        normalise(self, explained(probability, "Choose it well below 1 / N."), "target_delta")
+        no_privacy = "For training without privacy, leave it out and give noise_multiplier=0."
+        normalise(self, explained(optional(positive), no_privacy), "target_epsilon")
+        normalise(self, optional(not_negative), "noise_multiplier")
+        normalise(self, optional(above_0), "max_grad_norm")
         normalise(self, optional(seed), "seed")
         normalise(self, flag, "isolation_probe")
         normalise(self, optional(_folder), "ledger_dir")
         normalise(self, _sequence, "postprocessing")
 
     def _check_budget(self) -> None:
-        if not 0 < self.target_delta < 1:
-            raise ValueError(
-                f"target_delta={self.target_delta} must be between 0 and 1 (well below 1 / N)."
-            )
-        if self.target_epsilon is not None and not 0 < self.target_epsilon < math.inf:
-            raise ValueError(
-                f"target_epsilon={self.target_epsilon} must be finite and greater than 0. "
-                "For training without privacy, leave it out and give noise_multiplier=0."
-            )
-        if self.noise_multiplier is not None and not 0 <= self.noise_multiplier < math.inf:
-            raise ValueError(
-                f"noise_multiplier={self.noise_multiplier} must be finite and at least 0."
-            )
         if self.target_epsilon is None and self.noise_multiplier is None:
             raise ValueError(
                 "Neither target_epsilon nor noise_multiplier is given: say how private the training "
@@ -129,10 +130,8 @@ class PrivacyConfig:
                 raise TypeError(
                     f"{name}={value!r} must be an object derived from {kind.__name__}.{cure}"
                 )
-        if not (isinstance(self.relation, str) and self.relation in get_args(Relation)):
-            raise ValueError(f"relation={self.relation!r} must be 'add_remove' or 'replace_one'.")
-        if not (isinstance(self.engine, str) and self.engine in get_args(EngineName)):
-            raise ValueError(f"engine={self.engine!r} must be one of {get_args(EngineName)}.")
+        normalise(self, one_of(get_args(Relation)), "relation")
+        normalise(self, one_of(get_args(EngineName)), "engine")
 
     def _check_schedule(self) -> None:
         if self.is_adaptive and self.target_epsilon is None:

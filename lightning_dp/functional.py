@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from lightning_dp._validate import not_negative, number
+from lightning_dp._validate import above_0, not_negative
 
 __all__ = [
     "clip_factors",
@@ -134,8 +134,7 @@ def clip_factors(norms: Tensor, clip_norm: float) -> Tensor:
         >>> clip_factors(torch.tensor([0.5, 2.0, float("nan")]), clip_norm=1.0)
         tensor([1.0000, 0.5000, 0.0000])
     """
-    if not number("clip_norm", clip_norm) > 0:
-        raise ValueError(f"clip_norm={clip_norm} must be greater than 0.")
+    clip_norm = above_0("clip_norm", clip_norm)
     factors = (clip_norm / norms.double()).clamp_(max=1.0).to(norms.dtype)
     return torch.where(torch.isfinite(norms), factors, torch.zeros_like(norms))
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lightning_dp._validate import normalise, not_negative, number
+from lightning_dp._validate import between, flag, normalise, not_negative
 from lightning_dp.boundary import State
 from lightning_dp.functional import laplacian_smoothing
 
@@ -55,9 +55,7 @@ class Momentum(AbstractPostProcessor):
     beta: float
 
     def __post_init__(self) -> None:
-        normalise(self, number, "beta", of="Momentum")
-        if not 0 <= self.beta < 1:
-            raise ValueError(f"Momentum(beta={self.beta}) must be in [0, 1).")
+        normalise(self, between("[0, 1)"), "beta", of="Momentum")
 
     def init(self, params: Sequence[Tensor]) -> State:
         return {"average": torch.zeros(sum(param.numel() for param in params)), "steps": 0}
@@ -106,6 +104,7 @@ class LaplacianSmoothing(AbstractPostProcessor):
 
     def __post_init__(self) -> None:
         normalise(self, not_negative, "sigma", of="LaplacianSmoothing")
+        normalise(self, flag, "per_parameter", of="LaplacianSmoothing")
 
     def init(self, params: Sequence[Tensor]) -> State:
         return {"sizes": [param.numel() for param in params]} if self.per_parameter else {}

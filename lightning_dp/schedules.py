@@ -15,7 +15,7 @@ from typing import Literal, TypeAlias
 
 from torch import Tensor
 
-from lightning_dp._validate import normalise, number, positive, shown, whole
+from lightning_dp._validate import between, finite, normalise, number, positive, shown, whole
 from lightning_dp.boundary import State
 
 __all__ = [
@@ -139,9 +139,7 @@ class Exponential(AbstractSchedule):
     rate: float
 
     def __post_init__(self) -> None:
-        normalise(self, number, "rate", of="Exponential")
-        if not math.isfinite(self.rate):
-            raise ValueError(f"Exponential(rate={self.rate}) must be a finite number.")
+        normalise(self, finite, "rate", of="Exponential")
 
     def __call__(self, step: int) -> float:
         return math.exp(-self.rate * step)
@@ -449,7 +447,4 @@ def condition_number(name: str, value: object, *, of: str | None = None) -> floa
 
 def momentum_weight(name: str, value: object, *, of: str | None = None) -> float:
     """Return a number in [0, 1)."""
-    result = number(name, value, of=of)
-    if not 0 <= result < 1:
-        raise ValueError(f"{shown(name, value, of)} must be in [0, 1).")
-    return result
+    return between("[0, 1)")(name, value, of=of)

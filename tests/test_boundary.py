@@ -35,7 +35,9 @@ def test_a_clip_norm_that_is_not_positive_is_refused(clip_norm):
 
 @pytest.mark.parametrize("noise", [-1.0, math.nan, math.inf])
 def test_a_noise_multiplier_that_means_nothing_is_refused(noise):
-    with pytest.raises(ValueError, match=rf"Query\(noise_multiplier={noise}\) must be a finite"):
+    with pytest.raises(
+        ValueError, match=rf"Query\(noise_multiplier={noise}\) must be finite and at least 0"
+    ):
         Query((Term(),), 1.0, noise)
 
 

@@ -6,7 +6,7 @@ from functools import cache
 
 import numpy as np
 
-from lightning_dp._validate import number, whole
+from lightning_dp._validate import number, positive, whole
 from lightning_dp._warnings import warn
 from lightning_dp.accounting._scale import solve
 from lightning_dp.accounting.base import (
@@ -277,7 +277,6 @@ def _check_that_delta_is_small(delta: float, steps: Steps) -> None:
 
 def _check_budget(epsilon: float, delta: float, relation: Relation) -> tuple[float, float]:
     """Return a legal budget, or raise."""
-    if not 0 < number("epsilon", epsilon) < math.inf:
-        raise ValueError(f"epsilon must be finite and above 0, got {epsilon}.")
+    epsilon = positive("epsilon", epsilon)
     check_relation(relation)
-    return float(epsilon), check_delta(delta)
+    return epsilon, check_delta(delta)

@@ -6,7 +6,7 @@ import numpy as np
 from scipy.optimize import brentq
 from scipy.special import erfcx, ndtr
 
-from lightning_dp._validate import number
+from lightning_dp._validate import between, number, positive
 from lightning_dp.accounting.base import check_delta, check_epsilon, check_relation
 from lightning_dp.accounting.steps import FloatArray, Steps
 
@@ -50,9 +50,7 @@ def gdp_delta(mu: float, epsilon: float) -> float:
         >>> round(gdp_delta(mu=1.0, epsilon=1.0), 6)
         0.126937
     """
-    epsilon, mu = check_epsilon(epsilon), number("mu", mu)
-    if not mu >= 0:
-        raise ValueError(f"mu must be at least 0, got {mu}.")
+    epsilon, mu = check_epsilon(epsilon), between("[0, inf]")("mu", mu)
     if mu == 0:
         return 0.0
     if math.isinf(mu):
@@ -106,8 +104,7 @@ def mu_of(steps: Steps, relation: str) -> float:
 
 def mu_of_budget(epsilon: float, delta: float) -> float:
     """The largest μ with δ(ε; μ) <= δ."""
-    if not 0 < epsilon < math.inf:
-        raise ValueError(f"epsilon={epsilon} must be finite and greater than 0.")
+    epsilon = positive("epsilon", epsilon)
     high = 1.0
     while gdp_delta(high, epsilon) <= delta:
         high *= 2

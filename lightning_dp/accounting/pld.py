@@ -10,7 +10,7 @@ from typing import ClassVar
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from lightning_dp._validate import normalise, number
+from lightning_dp._validate import between, normalise
 from lightning_dp.accounting._curve import Run, Together
 from lightning_dp.accounting._grid import GridSearch, Target
 from lightning_dp.accounting._scale import Goal
@@ -77,11 +77,8 @@ class PLDAccountant(AbstractAccountant):
     spacing: float = 0.04
 
     def __post_init__(self) -> None:
-        normalise(self, number, "rtol", "spacing")
-        if not 0 < self.rtol <= 0.1:
-            raise ValueError(f"rtol must be in (0, 0.1], got {self.rtol}.")
-        if not 0 < self.spacing <= 1:
-            raise ValueError(f"spacing must be in (0, 1], got {self.spacing}.")
+        normalise(self, between("(0, 0.1]"), "rtol")
+        normalise(self, between("(0, 1]"), "spacing")
 
     @property
     def _search(self) -> GridSearch:

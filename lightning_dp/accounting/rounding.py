@@ -7,6 +7,8 @@ from decimal import ROUND_CEILING, Context
 
 import numpy as np
 
+from lightning_dp._validate import number, whole
+
 __all__ = ["epsilon_text", "float32_above"]
 
 
@@ -17,10 +19,11 @@ def epsilon_text(epsilon: float, digits: int = 4) -> str:
         >>> epsilon_text(2.99712), epsilon_text(3.0), epsilon_text(0.00123456), epsilon_text(float("inf"))
         ('2.998', '3', '0.001235', 'inf')
     """
+    epsilon, digits = number("epsilon", epsilon), whole("digits", digits)
     if not math.isfinite(epsilon):
         return f"{epsilon}"
     # By the shortest text that reads back as this float: 0.1 is 0.1, not 0.1 + 5.6e-18.
-    above = Context(prec=digits, rounding=ROUND_CEILING).create_decimal(repr(float(epsilon)))
+    above = Context(prec=digits, rounding=ROUND_CEILING).create_decimal(repr(epsilon))
     return f"{float(above):.{digits}g}"
 
 

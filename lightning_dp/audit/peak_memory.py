@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import logging
-import math
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -16,7 +15,7 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch.utils.data import DataLoader
 
-from lightning_dp._validate import number, whole
+from lightning_dp._validate import explained, optional, positive, whole
 from lightning_dp.config import PrivacyConfig
 from lightning_dp.isolation.passes import Passes
 from lightning_dp.isolation.probe import pool_that_runs
@@ -201,8 +200,7 @@ def suggest_physical_batch(
         )
     accumulate_grad_batches = whole("accumulate_grad_batches", accumulate_grad_batches)
     world_size = whole("world_size", world_size)
-    if memory is not None and not 0 < number("memory", memory) < math.inf:
-        raise ValueError(f"memory={memory} must be a finite number of bytes above 0.")
+    memory = optional(explained(positive, "It is in bytes."))("memory", memory)
     logical = int(loader.batch_size or 0) * accumulate_grad_batches
     pairs = factorisations(logical)
     num_records = len(loader.dataset)  # type: ignore[arg-type]

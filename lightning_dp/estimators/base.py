@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_dp._validate import flag, normalise, number, whole
+from lightning_dp._validate import between, flag, normalise, whole
 from lightning_dp.boundary import Query, Release, State
 
 __all__ = ["AbstractEstimator", "Traits", "share_of_noise"]
@@ -56,10 +56,8 @@ class Traits:
 
     def __post_init__(self) -> None:
         normalise(self, whole, "period", "queries_per_step", of="Traits")
-        normalise(self, number, "longest_silence", of="Traits")
+        normalise(self, between("[0, inf]"), "longest_silence", of="Traits")
         normalise(self, flag, "uses_hessian", "estimates_gradient", of="Traits")
-        if not self.longest_silence >= 0:
-            raise ValueError(f"Traits(longest_silence={self.longest_silence}) must be at least 0.")
 
 
 class AbstractEstimator(ABC):

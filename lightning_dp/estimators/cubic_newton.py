@@ -12,10 +12,10 @@ from torch import Tensor
 from torch.optim import SGD, Optimizer
 
 from lightning_dp._validate import (
+    between,
     flag,
     normalise,
     not_negative,
-    number,
     optional,
     positive,
     seed,
@@ -108,10 +108,8 @@ class CubicNewton(AbstractEstimator):
         normalise(self, whole, "inner_steps")
         normalise(self, optional(whole), "keep")
         normalise(self, seed, "mask_seed")
-        normalise(self, optional(number), "keep_fraction")
+        normalise(self, optional(between("(0, 1]")), "keep_fraction")
         normalise(self, flag, "fresh_batches")
-        if self.keep_fraction is not None and not 0 < self.keep_fraction <= 1:
-            raise ValueError(f"keep_fraction={self.keep_fraction} must be above 0 and at most 1.")
         if self.keep is not None and self.keep_fraction is not None:
             raise ValueError(
                 f"keep={self.keep} and keep_fraction={self.keep_fraction} both say how many "

@@ -10,7 +10,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from lightning_dp._validate import normalise, number, optional, positive, whole
+from lightning_dp._validate import between, normalise, number, optional, positive, whole
 from lightning_dp._warnings import warn
 from lightning_dp.accounting.base import Relation
 from lightning_dp.accounting.calibration import calibrate
@@ -80,10 +80,8 @@ class Diff2(AbstractEstimator):
     def __post_init__(self) -> None:
         normalise(self, whole, "restart_every")
         normalise(self, positive, "max_grad_norm", "diff_norm")
-        normalise(self, number, "restart_rate")
+        normalise(self, between("[1, inf)"), "restart_rate")
         normalise(self, optional(number), "step_length")
-        if not 1 <= self.restart_rate < math.inf:
-            raise ValueError(f"restart_rate={self.restart_rate} must be finite and at least 1.")
         self._check_split()
 
     def _check_split(self) -> None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from lightning_dp._validate import normalise, number
+from lightning_dp._validate import above_0, normalise
 from lightning_dp.boundary import Query, Release, State, Term
 from lightning_dp.estimators.base import AbstractEstimator, Traits
 
@@ -37,9 +37,7 @@ class MeanGradient(AbstractEstimator):
     max_grad_norm: float = 1.0
 
     def __post_init__(self) -> None:
-        normalise(self, number, "max_grad_norm")
-        if not self.max_grad_norm > 0:
-            raise ValueError(f"max_grad_norm={self.max_grad_norm} must be greater than 0.")
+        normalise(self, above_0, "max_grad_norm")
 
     @property
     def traits(self) -> Traits:

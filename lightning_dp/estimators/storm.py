@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from lightning_dp._validate import normalise, number, positive
+from lightning_dp._validate import between, normalise, positive
 from lightning_dp.boundary import Query, Release, State, Term
 from lightning_dp.estimators.base import AbstractEstimator, Traits
 from lightning_dp.estimators.points import distance
@@ -47,9 +47,7 @@ class Storm(AbstractEstimator):
     diff_norm: float = 1.0
 
     def __post_init__(self) -> None:
-        normalise(self, number, "momentum", of="Storm")
-        if not 0 < self.momentum <= 1:
-            raise ValueError(f"Storm(momentum={self.momentum}) must be in (0, 1].")
+        normalise(self, between("(0, 1]"), "momentum", of="Storm")
         normalise(self, positive, "max_grad_norm", "diff_norm")
 
     @property

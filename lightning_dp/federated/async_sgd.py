@@ -13,7 +13,16 @@ import torch
 from torch import Tensor
 
 from lightning_dp._noise import NoiseSource
-from lightning_dp._validate import normalise, not_negative, number, optional, positive, seed, whole
+from lightning_dp._validate import (
+    above_0,
+    normalise,
+    not_negative,
+    number,
+    optional,
+    positive,
+    seed,
+    whole,
+)
 from lightning_dp.accounting import Gaussian
 from lightning_dp.accounting.base import Relation
 from lightning_dp.accounting.events import AbstractEvent
@@ -140,10 +149,8 @@ class ClientPrivacy:
     seed: int | None = None
 
     def __post_init__(self) -> None:
-        normalise(self, number, "max_grad_norm")
+        normalise(self, above_0, "max_grad_norm")
         normalise(self, optional(seed), "seed")
-        if not self.max_grad_norm > 0:
-            raise ValueError(f"max_grad_norm={self.max_grad_norm} must be greater than 0.")
         if not callable(self.noise_multiplier):
             normalise(self, not_negative, "noise_multiplier")
         check_budget(self.target_epsilon, self.target_delta, self.relation)

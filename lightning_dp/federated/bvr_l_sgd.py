@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from lightning_dp._validate import normalise, not_negative, number, positive, whole
+from lightning_dp._validate import between, normalise, not_negative, positive, whole
 from lightning_dp.accounting.events import AbstractEvent, History
 from lightning_dp.boundary import Query, Release, State, Term
 from lightning_dp.estimators.diff2 import Diff2
@@ -66,9 +66,7 @@ class BVRLSGD:
         normalise(self, positive, "learning_rate", "diff_norm")
         normalise(self, whole, "local_steps")
         normalise(self, not_negative, "noise_multiplier")
-        normalise(self, number, "sample_rate")
-        if not 0 < self.sample_rate <= 1:
-            raise ValueError(f"sample_rate={self.sample_rate} must be in (0, 1].")
+        normalise(self, between("(0, 1]"), "sample_rate")
 
     # -- one round of one worker -----------------------------------------------------------
 

@@ -12,7 +12,16 @@ from torch import Tensor
 
 from lightning_dp import _validate
 from lightning_dp._noise import NoiseSource
-from lightning_dp._validate import flag, normalise, not_negative, number, optional, positive, whole
+from lightning_dp._validate import (
+    between,
+    flag,
+    normalise,
+    not_negative,
+    number,
+    optional,
+    positive,
+    whole,
+)
 from lightning_dp.accounting import Gaussian
 from lightning_dp.accounting.base import Relation
 from lightning_dp.accounting.events import AbstractEvent
@@ -91,8 +100,7 @@ class CubicNewtonPlan:
 
     def sampling(self, sample_rate: float) -> AbstractSampling:
         """Return the sampling scheme of a rate in (0, 1], where 1 takes all records."""
-        if not 0 < number("sample_rate", sample_rate) <= 1:
-            raise ValueError(f"sample_rate={sample_rate} must be in (0, 1].")
+        sample_rate = between("(0, 1]")("sample_rate", sample_rate)
         return FullBatch() if sample_rate == 1 else Poisson()
 
     def events(self, noise_multiplier: float, sample_rate: float = 1.0) -> list[AbstractEvent]:

@@ -8,7 +8,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from lightning_dp._validate import normalise, not_negative, number, positive, whole, whole_from_0
+from lightning_dp._validate import between, normalise, not_negative, positive, whole, whole_from_0
 
 __all__ = [
     "AbstractSampleSizes",
@@ -58,9 +58,7 @@ class PolynomialSizes(AbstractSampleSizes):
     def __post_init__(self) -> None:
         normalise(self, not_negative, "a", "b", of="PolynomialSizes")
         normalise(self, whole_from_0, "first", of="PolynomialSizes")
-        normalise(self, number, "c")
-        if not 0 <= self.c <= 1:
-            raise ValueError(f"c={self.c} must be in [0, 1].")
+        normalise(self, between("[0, 1]"), "c")
         _check_first(self)
 
     def __call__(self, i: int) -> int:
@@ -126,9 +124,7 @@ class PowerSizes(AbstractSampleSizes):
         normalise(self, whole, "num_records")
         normalise(self, positive, "rate")
         normalise(self, not_negative, "offset", of="PowerSizes")
-        normalise(self, number, "power")
-        if not 0 <= self.power <= 1:
-            raise ValueError(f"power={self.power} must be in [0, 1].")
+        normalise(self, between("[0, 1]"), "power")
         _check_first(self)
 
     def __call__(self, i: int) -> int:
@@ -176,9 +172,7 @@ class DelaySizes(AbstractSampleSizes):
 
     def __post_init__(self) -> None:
         normalise(self, whole, "lag")
-        normalise(self, number, "exponent")
-        if not 1 < self.exponent < math.inf:
-            raise ValueError(f"exponent={self.exponent} must be finite and greater than 1.")
+        normalise(self, between("(1, inf)"), "exponent")
         normalise(self, not_negative, "offset", "least_delay", of="DelaySizes")
         x = (self.offset + 1) / (self.lag + 1)
         if not self.slow(self._power(x)) > 0:

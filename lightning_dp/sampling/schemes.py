@@ -10,7 +10,15 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.stats import binom
 
-from lightning_dp._validate import number, positive, probability, whole
+from lightning_dp._validate import (
+    between,
+    normalise,
+    number,
+    positive,
+    probability,
+    whole,
+    whole_from_0,
+)
 from lightning_dp.accounting.events import AbstractEvent, Gaussian, sampled_gaussian
 
 __all__ = [
@@ -39,6 +47,11 @@ class BatchPlan:
     sample_rate: float
     chunks_per_step: int
     steps_per_epoch: int
+
+    def __post_init__(self) -> None:
+        normalise(self, whole, "num_records", "chunks_per_step", of="BatchPlan")
+        normalise(self, whole_from_0, "steps_per_epoch", of="BatchPlan")
+        normalise(self, between("(0, 1]"), "sample_rate", of="BatchPlan")
 
     @property
     def expected_batch_size(self) -> float:

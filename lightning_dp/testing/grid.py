@@ -13,7 +13,7 @@ from flwr.serverapp import Grid, ServerApp
 from flwr.supercore.run import Run
 from flwr.supercore.task_identity import TaskIdentity
 
-from lightning_dp._validate import normalise, whole
+from lightning_dp._validate import between, normalise, whole
 
 __all__ = ["Faults", "LoopbackGrid"]
 
@@ -47,11 +47,7 @@ class Faults:
     restarted: float = 0.0
 
     def __post_init__(self) -> None:
-        for each in fields(self):
-            if not 0 <= getattr(self, each.name) <= 1:
-                raise ValueError(
-                    f"Faults({each.name}={getattr(self, each.name)}) must be a probability."
-                )
+        normalise(self, between("[0, 1]"), *(each.name for each in fields(self)), of="Faults")
 
 
 @dataclass

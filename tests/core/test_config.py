@@ -27,7 +27,7 @@ def config(**changes: Any) -> PrivacyConfig:
         *(("target_epsilon", v, "must be finite") for v in (0.0, -1.0, math.inf, math.nan)),
         *(("noise_multiplier", v, "must be finite") for v in (-0.1, math.inf, math.nan)),
         *(("max_grad_norm", v, "must be greater than 0") for v in (0.0, -1.0, math.nan)),
-        ("relation", "swap", "must be 'add_remove' or 'replace_one'"),
+        ("relation", "swap", "must be one of 'add_remove', 'replace_one'"),
         ("engine", "ghost", "must be one of .'auto', 'bookkeeping', 'hooks', 'functional'."),
     ],
 )

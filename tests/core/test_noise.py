@@ -91,7 +91,9 @@ def test_a_sum_without_a_bound_is_not_noised():
 
 @pytest.mark.parametrize("multiplier", [-0.1, math.nan, math.inf])
 def test_a_noise_multiplier_that_means_nothing_is_refused(multiplier):
-    with pytest.raises(ValueError, match=f"noise_multiplier={multiplier} must be a finite"):
+    with pytest.raises(
+        ValueError, match=f"noise_multiplier={multiplier} must be finite and at least 0"
+    ):
         add_noise(BoundedSum(torch.zeros(2), 1.0), multiplier, NoiseSource(), World())
 
 

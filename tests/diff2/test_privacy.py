@@ -325,7 +325,7 @@ def test_diverged_parameters_are_refused_before_the_charge(estimator, value):
         ({"max_grad_norm": math.inf}, "max_grad_norm=inf must be finite"),
         ({"diff_norm": -1.0}, r"diff_norm=-1\.0 must be finite and greater than 0"),
         ({"diff_norm": math.nan}, "diff_norm=nan must be"),
-        ({"restart_rate": 0.5}, r"restart_rate=0\.5 must be finite and at least 1"),
+        ({"restart_rate": 0.5}, r"restart_rate=0\.5 must be in \[1, inf\)"),
         ({"split": 1.0}, r"split=1\.0 must be 'paper', 'optimal', or a finite number above 1"),
         ({"split": math.nan}, "split=nan must be"),
         ({"split": "best"}, "split='best' must be"),
