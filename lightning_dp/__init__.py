@@ -7,8 +7,9 @@ Lightning, so that ``lightning_dp.accounting`` can be used without them.
 
 from __future__ import annotations
 
-import importlib
 from typing import TYPE_CHECKING
+
+from lightning_dp._lazy import names_from
 
 __all__ = [
     "AbstractEstimator",
@@ -59,7 +60,8 @@ if TYPE_CHECKING:  # the same names for type checkers and editors, which do not 
         StepDecay,
     )
 else:
-    _HOMES = (  # searched in this order: what is quick to import comes first
+    __getattr__ = names_from(
+        __name__,
         "_warnings",
         "boundary",
         "sampling",
@@ -70,13 +72,6 @@ else:
         "callbacks",
     )
 
-    def __getattr__(name: str) -> object:
-        """Import a public name from its home when it is first asked for (PEP 562)."""
-        for home in _HOMES if name in __all__ else ():
-            module = importlib.import_module(f"lightning_dp.{home}")
-            if name in module.__all__:
-                return globals().setdefault(name, getattr(module, name))
-        raise AttributeError(f"module 'lightning_dp' has no attribute {name!r}")
 
-    def __dir__() -> list[str]:
-        return sorted({*globals(), *__all__})
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

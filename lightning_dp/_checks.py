@@ -18,7 +18,6 @@ from torch.utils.data import (
 )
 
 from lightning_dp.gradients.unsupported import refuse_sharded
-from lightning_dp.sampling.repeats import find_repeat
 
 __all__ = ["check_loader", "check_model", "check_training_mode", "check_training_step"]
 
@@ -104,6 +103,8 @@ def check_loader(loader: object) -> DataLoader[Any]:
     _check_sampler(loader)
     if len(loader.dataset) < 1:  # type: ignore[arg-type]
         raise MisconfigurationException("The training set is empty.")
+    from lightning_dp.sampling.repeats import find_repeat
+
     if (repeat := find_repeat(loader.dataset)) is not None:
         raise MisconfigurationException(
             f"Index {repeat.index} of {repeat.source} is reached {repeat.count} times in the training "

@@ -10,9 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from lightning_dp.accounting import StreamingRDPAccountant, calibrate
+from lightning_dp.accounting import StreamingRDPAccountant
 from lightning_dp.accounting.base import AbstractAccountant
-from lightning_dp.accounting.calibration import affordable_steps
 from lightning_dp.accounting.events import AbstractEvent, History
 from lightning_dp.accounting.guards import AbstractGuard, FixedGuard, GDPGuard, RDPGuard
 from lightning_dp.accounting.steps import AbstractPairPlan, FloatArray, PlannedSteps
@@ -191,6 +190,8 @@ class Budget:
         if not epsilon < 0.999 * config.target_epsilon or planned_steps < 1:
             return math.inf  # nothing is left, and no finite noise fits into it
         plan, end = self.plan(1.0), step + int(planned_steps)
+        from lightning_dp.accounting.calibration import calibrate
+
         return calibrate(
             plan.relative_noises(step, end).tolist(),
             plan.rate(0) if plan.traits.period == 1 else lambda later: plan.rate(step + later),
@@ -231,6 +232,8 @@ class Budget:
     ) -> int:
         config = self.config
         assert config.target_epsilon is not None
+        from lightning_dp.accounting.calibration import affordable_steps
+
         return affordable_steps(
             plan.events_from(step),
             int(min(planned_steps, _ENDLESS)),

@@ -17,7 +17,6 @@ from lightning_dp._described import check_same
 from lightning_dp._files import local_folder
 from lightning_dp._noise import NoiseSource
 from lightning_dp._world import World
-from lightning_dp.accounting._grouping import coarse, coarse_pairs
 from lightning_dp.accounting.base import CachedAccountant
 from lightning_dp.accounting.events import History
 from lightning_dp.accounting.ledger import Ledger
@@ -189,6 +188,8 @@ class PrivateRun:
         Of many distinct steps, those with nearly the same noise count as the one with the least: it
         is for information, and must not take long.
         """
+        from lightning_dp.accounting._grouping import coarse, coarse_pairs
+
         mechanism, more = self.mechanism, self.remaining_steps
         if mechanism is None or self.is_adaptive or not math.isfinite(more):
             return None

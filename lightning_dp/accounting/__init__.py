@@ -1,16 +1,13 @@
-"""Events, accountants and calibration: the questions asked of the data, and their cost."""
+"""Events, accountants and calibration: the questions asked of the data, and their cost.
 
-from lightning_dp.accounting.calibration import calibrate, calibrate_history
-from lightning_dp.accounting.events import (
-    Gaussian,
-    PoissonGaussian,
-    RepeatAndSelect,
-)
-from lightning_dp.accounting.journals import recover_journal, sweep_history
-from lightning_dp.accounting.pld import PLDAccountant, delta, epsilon
-from lightning_dp.accounting.rdp import StreamingRDPAccountant
-from lightning_dp.accounting.rounding import epsilon_text
-from lightning_dp.accounting.search import draw_number_of_runs
+Each name is imported when it is first asked for: a training needs few of them.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from lightning_dp._lazy import names_from
 
 __all__ = [
     "Gaussian",
@@ -27,3 +24,24 @@ __all__ = [
     "recover_journal",
     "sweep_history",
 ]
+
+if TYPE_CHECKING:
+    from lightning_dp.accounting.calibration import calibrate, calibrate_history
+    from lightning_dp.accounting.events import (
+        Gaussian,
+        PoissonGaussian,
+        RepeatAndSelect,
+    )
+    from lightning_dp.accounting.journals import recover_journal, sweep_history
+    from lightning_dp.accounting.pld import PLDAccountant, delta, epsilon
+    from lightning_dp.accounting.rdp import StreamingRDPAccountant
+    from lightning_dp.accounting.rounding import epsilon_text
+    from lightning_dp.accounting.search import draw_number_of_runs
+else:
+    __getattr__ = names_from(
+        __name__, "events", "pld", "rdp", "calibration", "rounding", "search", "journals"
+    )
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -5,15 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from lightning_dp._validate import between, normalise
-from lightning_dp.accounting._curve import Run, Together
-from lightning_dp.accounting._grid import GridSearch, Target
-from lightning_dp.accounting._scale import Goal
 from lightning_dp.accounting.base import (
     AbstractAccountant,
     Relation,
@@ -32,6 +29,11 @@ from lightning_dp.accounting.steps import (
     joined,
     merge,
 )
+
+# The numerical parts are loaded by the first ε that needs them: a callback is made, and a model is
+# refused, without.
+if TYPE_CHECKING:
+    from lightning_dp.accounting._grid import GridSearch
 
 __all__ = ["PLDAccountant", "delta", "epsilon", "epsilon_curve"]
 
@@ -82,6 +84,8 @@ class PLDAccountant(AbstractAccountant):
 
     @property
     def _search(self) -> GridSearch:
+        from lightning_dp.accounting._grid import GridSearch
+
         return GridSearch(self.rtol, self.spacing)
 
     @property
@@ -95,6 +99,8 @@ class PLDAccountant(AbstractAccountant):
 
     def epsilon_of(self, steps: Steps, delta: float, relation: Relation) -> float:
         """Return the least epsilon at ``delta`` of merged steps."""
+        from lightning_dp.accounting._grid import Target
+
         target = Target(log_delta=math.log(check_delta(delta)))
         check_relation(relation)
         if steps.counts.size == 0:
@@ -107,6 +113,8 @@ class PLDAccountant(AbstractAccountant):
 
     def delta(self, history: History, epsilon: float, relation: Relation = "add_remove") -> float:
         """Return the least delta at ``epsilon``; see the class."""
+        from lightning_dp.accounting._grid import Target
+
         target = Target(epsilon=check_epsilon(epsilon))
         check_relation(relation)
         steps = merge(history)
@@ -134,6 +142,8 @@ class PLDAccountant(AbstractAccountant):
         spent: History = (),
     ) -> FloatArray:
         """Return epsilon after each length; those that are close share their work."""
+        from lightning_dp.accounting._curve import Run, Together
+
         run = Run.of(plan, lengths, spent)
         if np.any(run.noise_multipliers == 0.0):
             return super().curve(plan, lengths, delta, relation, spent)
@@ -149,6 +159,8 @@ class PLDAccountant(AbstractAccountant):
         tolerance: float,
     ) -> tuple[float, float]:
         """Return a scale that nearly meets the budget, by estimates on one grid."""
+        from lightning_dp.accounting._scale import Goal
+
         if spent.searches or np.all(shapes.sample_rates == 1):
             return super().first_scale(cost, spent, shapes, budget, relation, tolerance)
         goal = Goal(spent.steps, shapes, budget, relation, tolerance)

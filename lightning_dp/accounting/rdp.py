@@ -9,9 +9,6 @@ from dataclasses import dataclass
 import numpy as np
 from scipy.special import gammaln
 
-from lightning_dp.accounting._composition import mixture_bound
-from lightning_dp.accounting._grouping import as_mixture
-from lightning_dp.accounting._scale import Goal
 from lightning_dp.accounting.base import (
     AbstractAccountant,
     Relation,
@@ -87,6 +84,8 @@ class StreamingRDPAccountant(AbstractAccountant):
         """Return a scale that nearly meets the budget, by estimates from few steps."""
         if spent.searches or np.all(shapes.sample_rates == 1):
             return super().first_scale(cost, spent, shapes, budget, relation, tolerance)
+        from lightning_dp.accounting._scale import Goal
+
         goal = Goal(spent.steps, shapes, budget, relation, tolerance)
         estimate = goal.asking(self.epsilon_of)
         return goal.near(cost, estimate, goal.rough(estimate, budget[0]))
@@ -306,6 +305,9 @@ def total_divergence(steps: Steps, relation: Relation, orders: FloatArray) -> Fl
     if full.all():
         return total
     sampled = Steps(steps.noise_multipliers[~full], steps.sample_rates[~full], steps.counts[~full])
+    from lightning_dp.accounting._composition import mixture_bound
+    from lightning_dp.accounting._grouping import as_mixture
+
     mixture = as_mixture(sampled, relation, _SPACING, _EXACT)
     z, q = np.array(mixture.nodes).T
     for i, order in enumerate(orders):

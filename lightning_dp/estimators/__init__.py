@@ -1,11 +1,13 @@
-"""Estimators: the questions asked of the data, and the gradients made from the answers."""
+"""Estimators: the questions asked of the data, and the gradients made from the answers.
 
-from lightning_dp.boundary import State
-from lightning_dp.estimators.base import AbstractEstimator, Traits, share_of_noise
-from lightning_dp.estimators.cubic_newton import CubicNewton
-from lightning_dp.estimators.diff2 import Diff2
-from lightning_dp.estimators.mean_gradient import MeanGradient
-from lightning_dp.estimators.storm import Storm
+Each name is imported when it is first asked for: a training needs one estimator.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from lightning_dp._lazy import names_from
 
 __all__ = [
     "AbstractEstimator",
@@ -17,3 +19,17 @@ __all__ = [
     "Traits",
     "share_of_noise",
 ]
+
+if TYPE_CHECKING:
+    from lightning_dp.boundary import State
+    from lightning_dp.estimators.base import AbstractEstimator, Traits, share_of_noise
+    from lightning_dp.estimators.cubic_newton import CubicNewton
+    from lightning_dp.estimators.diff2 import Diff2
+    from lightning_dp.estimators.mean_gradient import MeanGradient
+    from lightning_dp.estimators.storm import Storm
+else:
+    __getattr__ = names_from(__name__, "base", "mean_gradient", "diff2", "storm", "cubic_newton")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

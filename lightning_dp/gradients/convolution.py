@@ -32,7 +32,7 @@ _PATCH_ENTRIES = 1 << 19
 # Writing down a record's patches pays if each of their entries is used for enough output channels.
 # Of 667 shapes on one core, this bound comes within 4 % of the faster way in the geometric mean, and
 # within a factor of 2.3 of it in the worst; either way alone is 8 to 17 times slower somewhere.
-_PATCHES_PER_CHANNEL = 640
+_PATCHES_PER_CHANNEL = 512
 
 
 @dataclass(frozen=True)

@@ -150,27 +150,25 @@ def test_without_noise_and_clipping_one_round_is_the_newton_step(make_trainer):
         target_delta=1e-5,
         noise_multiplier=0.0,
         sampling=FullBatch(),
-        estimator=CubicNewton(smallest, 0.0, 150, 1e6, 1e6),
-        isolation_probe=False,
+        estimator=CubicNewton(smallest, 0.0, 400, 1e6, 1e6),
     )
     model = Quadratic()
     make_trainer(max_epochs=1, callbacks=[privacy]).fit(
         model, DataLoader(TensorDataset(x, y), batch_size=30)
     )
-    torch.testing.assert_close(model.net.weight[0], exact, rtol=0, atol=5e-3)
+    torch.testing.assert_close(model.net.weight[0], exact, rtol=0, atol=1e-3)
 
 
 def test_rounds_without_noise_reach_the_optimum(fit, optimum):
-    estimator = CubicNewton(0.5, 0.1, 20, 1e3, 1e3, weight_decay=0.02)
+    estimator = CubicNewton(0.5, 0.1, 40, 1e3, 1e3, weight_decay=0.02)
     fit(
         estimator,
         noise_multiplier=0.0,
         sampling=FullBatch(),
         batch_size=RECORDS,
-        trainer={"max_epochs": 20},
+        trainer={"max_epochs": 25},
     )
-    assert np.linalg.norm(fit.start - optimum(0.02)) > 1
-    np.testing.assert_allclose(fit.model.flat.numpy(), optimum(0.02), rtol=0, atol=2e-3)
+    np.testing.assert_allclose(fit.model.flat.numpy(), optimum(0.02), rtol=0, atol=1e-4)
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""Cubic Newton rounds next to what else is in a training run."""
+"""Cubic Newton rounds beside what else is in a training run."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ def test_a_run_resumed_after_any_step_is_the_run_that_was_not_interrupted(
     """With fresh batches a checkpoint may be inside a round."""
     estimator = CubicNewton(0.7, 1.5, 3, 0.8, 0.4, keep=keep, fresh_batches=fresh)
     options = {"sampling": FullBatch(), "noise_multiplier": 0.0, "batch_size": 20}
-    options["trainer"] = {"max_epochs": 5}
+    options["trainer"] = {"max_epochs": 7}
     saving = ModelCheckpoint(tmp_path, "{step}", save_top_k=-1, every_n_train_steps=1)
     whole = fit(estimator, callbacks=(saving,), **options).model.flat
-    for step in range(1, 5):
+    for step in range(1, 7):
         path: Path = tmp_path / f"step={step}.ckpt"
         resumed = fit(estimator, ckpt_path=path, **options)
         torch.testing.assert_close(resumed.model.flat, whole, rtol=0, atol=0)
-        assert resumed.privacy._run.mechanism.step == 5
+        assert resumed.privacy._run.mechanism.step == 7
 
 
 def test_what_is_saved_inside_a_round_are_released_values(fit, tmp_path):
@@ -112,7 +112,7 @@ def test_dropout_is_the_same_in_all_passes_and_records_count_once(classifier, bl
     assert not torch.equal(masks[0][0], masks[1][0])
     assert model.seen == [240]
     fitted = trainer.strategy._fit
-    assert fitted is None or not fitted.step._batch.answered
+    assert fitted is None or not fitted.step._kept
 
 
 def test_the_chunks_of_a_batch_are_forgotten_after_its_round(fit):
@@ -120,7 +120,7 @@ def test_the_chunks_of_a_batch_are_forgotten_after_its_round(fit):
         kept: ClassVar[list[int]] = []
 
         def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
-            self.kept.append(len(trainer.strategy._fit.step._batch.answered))
+            self.kept.append(len(trainer.strategy._fit.step._kept))
 
     trainer = {"max_epochs": 1, "accumulate_grad_batches": 3}
     options = {"noise_multiplier": 1.0, "batch_size": 8, "trainer": trainer}
@@ -172,7 +172,6 @@ def test_bfloat16_autocast(classifier, mlp, blobs, make_trainer, keep_fraction):
             noise_multiplier=0.0,
             sampling=FullBatch(),
             estimator=CubicNewton(2.0, 1.0, 4, 10.0, 10.0, keep_fraction=keep_fraction),
-            isolation_probe=False,
         )
         options = {"max_epochs": 3, "precision": precision}
         make_trainer(callbacks=[privacy], **options).fit(model, DataLoader(blobs, 240))
@@ -193,9 +192,8 @@ def test_engines_agree(classifier, mlp, blobs, make_trainer):
             seed=3,
             engine=engine,
             estimator=CubicNewton(2.0, 1.0, 4, keep=11),
-            isolation_probe=False,
         )
-        trainer = make_trainer(max_epochs=1, callbacks=[privacy])
+        trainer = make_trainer(max_epochs=2, callbacks=[privacy])
         trainer.fit(model, DataLoader(blobs, 24))
         results.append(nn.utils.parameters_to_vector(model.parameters()).detach())
     torch.testing.assert_close(results[0], results[1], rtol=0, atol=1e-4)

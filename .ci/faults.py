@@ -1,0 +1,121 @@
+"""Plants faults in the privacy core, one at a time, and says whether the default tests see them.
+
+    python .ci/faults.py                    # all faults, each against its tests; some minutes
+    python .ci/faults.py --only half_noise
+
+A fault is a few characters put into the package, in a copy of the project, behind a text that stands
+there once. The first test that fails is printed. The exit status is the number of faults that no
+test saw. A text that is no longer there, or twice, ends the script: write the fault again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+
+TESTS = [
+    "tests/core",
+    "tests/mechanism",
+    "tests/test_guards.py",
+    "tests/sampling",
+    "tests/ledger",
+    "tests/accounting",
+    "tests/test_two_points.py",
+    "tests/trainer/test_sensitivity.py",
+]
+
+
+@dataclass(frozen=True)
+class Fault:
+    """``added`` is put behind ``text``, which stands once in the files that are named so."""
+
+    name: str
+    text: str
+    added: str
+    file: str = ""
+
+
+FAULTS = (
+    Fault("half_noise", "noise_std = noise_multiplier * total.clip_norm", "/ 2"),
+    Fault("twice_the_clip_norm", "(clip_norm / norms.double())", "* 2"),
+    Fault("skipped_charge", "self.ledger.charge(event)", "if self.step % 2 == 0 else None"),
+    Fault("optimistic_rounding", "room = delta * (1 - 1e-9)", "* 1.1"),
+    Fault("one_step_too_many", "return self._remaining >= 1", "or self._remaining == 0"),
+    Fault("mean_over_half_the_batch", "Release(self.value / expected_batch_size", "* 2"),
+    Fault("renyi_without_its_logarithm", "(log_delta + np.log(orders)", "* 2"),
+    Fault("twice_the_rate_drawn", "rng.binomial(shard_size, sample_rate", "** 0.5"),
+    Fault("half_the_rate_charged", "subsampled(noise_multiplier, sample_rate", "/ 2", "schemes"),
+    Fault("clip_after_the_sum", "held = norms", "* 0 + norms.mean()"),
+    Fault("noise_on_other_ranks_only", "if world.is_lead", "is False", "boundary"),
+    Fault("non_finite_records_count", "torch.where(torch.isfinite(norms)", "| True"),
+    Fault("noise_drawn_ahead_serves_twice", "ahead, self._ahead = self._ahead,", "self._ahead or"),
+    Fault("charge_in_memory_only", "self._journal.append(self._run, number, event)", "if 0 else 0"),
+    Fault("weaker_queries_pass", "if not together >= least", "/ 2"),
+)
+
+
+def package_file(root: Path, fault: Fault) -> Path:
+    paths = [p for folder in ("lightning_dp", "callbacks") for p in (root / folder).rglob("*.py")]
+    found = [
+        path for path in paths if fault.file in path.name and fault.text in path.read_text("utf-8")
+    ]
+    count = sum(path.read_text(encoding="utf-8").count(fault.text) for path in found)
+    if count != 1:
+        sys.exit(f"{fault.name}: {fault.text!r} stands {count} times in the package, not once.")
+    return found[0]
+
+
+def planted(fault: Fault, scratch: Path, tests: list[str]) -> str:
+    """The first test that fails, or "" if none does."""
+    root = scratch / fault.name
+    keep = shutil.ignore_patterns(
+        ".git", "__pycache__", "venv", "*.egg-info", "build", ".mypy_cache"
+    )
+    shutil.copytree(ROOT, root, ignore=keep)
+    path = package_file(root, fault)
+    text = path.read_text(encoding="utf-8")
+    path.write_text(text.replace(fault.text, f"{fault.text} {fault.added}"), encoding="utf-8")
+    # An editable install finds what is not in the copy: so the copy has all of it.
+    (root / "lightning_dp" / "callbacks").symlink_to(root / "callbacks")
+    environment = {**os.environ, "PYTHONPATH": str(root)}
+    command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *tests]
+    done = subprocess.run(
+        command, cwd=root, env=environment, capture_output=True, text=True, check=False
+    )
+    failed = re.search(r"^(?:FAILED|ERROR) (\S+)", done.stdout, flags=re.M)
+    shutil.rmtree(root)
+    if done.returncode == 0:
+        return ""
+    return failed.group(1) if failed else f"exit {done.returncode}: {done.stdout[-300:]}"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Plant faults, one at a time.")
+    parser.add_argument("--only", choices=[fault.name for fault in FAULTS])
+    parser.add_argument("tests", nargs="*", default=TESTS, help="what pytest runs")
+    chosen = parser.parse_args()
+    faults = [fault for fault in FAULTS if chosen.only in (None, fault.name)]
+    unseen = 0
+    with tempfile.TemporaryDirectory() as scratch:
+        for fault in faults:
+            begin = time.perf_counter()
+            seen = planted(fault, Path(scratch), list(chosen.tests))
+            unseen += not seen
+            seconds = time.perf_counter() - begin
+            print(f"{fault.name:32} {seconds:4.0f} s  {seen or 'NOT SEEN'}", flush=True)
+    print(f"{len(faults) - unseen} of {len(faults)} faults were seen.")
+    sys.exit(unseen)
+
+
+if __name__ == "__main__":
+    main()

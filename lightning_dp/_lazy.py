@@ -1,0 +1,31 @@
+"""Names of a package that are imported when they are first asked for (PEP 562)."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Callable, Sequence
+
+__all__ = ["names_from"]
+
+
+def names_from(package: str, *homes: str) -> Callable[[str], object]:
+    """Return a ``__getattr__`` that finds the names in ``__all__`` of a package in its modules.
+
+    The homes are searched in their order, so those that are quick to import come first.
+
+    Example:
+        >>> find = names_from("lightning_dp", "boundary", "schedules")
+        >>> find("Query").__module__
+        'lightning_dp.boundary'
+    """
+
+    def find(name: str) -> object:
+        public: Sequence[str] = vars(sys.modules[package])["__all__"]
+        for home in homes if name in public else ():
+            module = importlib.import_module(f"{package}.{home}")
+            if hasattr(module, name):
+                return vars(sys.modules[package]).setdefault(name, getattr(module, name))
+        raise AttributeError(f"module {package!r} has no attribute {name!r}")
+
+    return find

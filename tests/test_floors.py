@@ -1,0 +1,218 @@
+"""Every file stands on a floor, and imports what stands below it only.
+
+Counted are all imports: those inside functions, those for type checkers, and the modules that a
+package names for loading later.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from functools import lru_cache
+from pathlib import Path
+
+import pytest
+
+import lightning_dp
+import lightning_dp.callbacks
+
+PACKAGE = Path(lightning_dp.__file__).parent
+CALLBACKS = Path(lightning_dp.callbacks.__file__).parent
+
+# From the ground up. Rooms of one floor do not import each other; "gradients" is a room with its
+# whole folder. The root holds lazy names of everything, and nobody imports it.
+FLOORS = (
+    ("_validate", "_warnings", "_lazy"),
+    ("_files", "_described"),
+    ("functional", "_world", "_noise", "sparsify"),
+    ("boundary",),
+    ("accounting",),
+    ("sampling", "estimators"),
+    ("schedules", "postprocessing"),
+    ("config",),
+    ("plan",),
+    ("mechanism",),
+    ("run",),
+    ("_training_step",),
+    ("gradients",),
+    ("_checks", "isolation"),
+    ("metrics", "plotting"),
+    ("report",),
+    ("strategies", "federated"),
+    ("testing",),
+    ("callbacks",),
+    ("audit",),
+)
+LIGHTNING = ("strategies", "callbacks", "audit", "isolation")
+NUMPY_ONLY = {*FLOORS[0], "_files", "accounting"}
+FLOOR_OF = {room: number for number, floor in enumerate(FLOORS) for room in floor}
+
+
+def modules() -> dict[str, Path]:
+    """Every module of the package by its dotted name, with its file."""
+    found = {}
+    for root, prefix in ((PACKAGE, "lightning_dp"), (CALLBACKS, "lightning_dp.callbacks")):
+        for path in sorted(root.rglob("*.py")):
+            parts = path.relative_to(root).with_suffix("").parts
+            found[".".join([prefix, *(part for part in parts if part != "__init__")])] = path
+    return found
+
+
+MODULES = modules()
+
+
+def room_of(module: str) -> str:
+    return module.split(".")[1] if "." in module else ""
+
+
+def named(path: Path) -> Iterator[str]:
+    """Dotted names of all imports in a file, wherever they stand, and of modules named in text."""
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path} imports relatively"
+            assert node.module is not None
+            yield node.module
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+        elif isinstance(node, ast.Constant) and str(node.value).startswith("lightning_dp."):
+            yield str(node.value)
+
+
+@lru_cache
+def names_in(path: Path) -> frozenset[str]:
+    return frozenset(named(path))
+
+
+def imported_modules(name: str) -> set[str]:
+    """The modules of this package that a module imports; of a package and its part, the part."""
+    found = {target for target in names_in(MODULES[name]) if target in MODULES} - {name}
+    return {
+        target for target in found if not any(other.startswith(f"{target}.") for other in found)
+    }
+
+
+IMPORTS = {name: imported_modules(name) for name in MODULES}
+
+
+def importers_of(library: str) -> set[str]:
+    return {
+        name
+        for name, path in MODULES.items()
+        if any(target == library or target.startswith(f"{library}.") for target in names_in(path))
+    }
+
+
+def inside(*places: str) -> set[str]:
+    return {
+        name
+        for name in MODULES
+        for place in places
+        if name == f"lightning_dp.{place}" or name.startswith(f"lightning_dp.{place}.")
+    }
+
+
+def test_every_room_stands_on_a_floor():
+    assert {room_of(name) for name in MODULES} - {""} == set(FLOOR_OF)
+
+
+def test_the_picture_in_the_docs_shows_the_floors():
+    text = (Path(__file__).parents[1] / "docs/architecture.md").read_text(encoding="utf-8")
+    drawn = {
+        room: int(floor)
+        for floor, row in re.findall(r"^ *(\d+) \|(.*?)\|", text, re.MULTILINE)
+        for room in row.split()
+    }
+    assert set(drawn) == set(FLOOR_OF)
+    higher = [(a, b) for a in drawn for b in drawn if drawn[a] > drawn[b]]
+    assert [(a, b) for a, b in higher if FLOOR_OF[a] < FLOOR_OF[b]] == []
+
+
+@pytest.mark.parametrize("name", sorted(set(MODULES) - {"lightning_dp"}))
+def test_no_import_climbs(name):
+    own = FLOOR_OF[room_of(name)]
+    climbing = {
+        target
+        for target in IMPORTS[name]
+        if room_of(target) != room_of(name)
+        and not (target != "lightning_dp" and FLOOR_OF[room_of(target)] < own)
+    }
+    assert not climbing
+
+
+def test_no_file_imports_itself_through_others():
+    """A package's ``__init__`` stands above its files: none of them imports it."""
+    unfinished, done = [], set()
+
+    def visit(name: str) -> None:
+        assert name not in unfinished, f"a circle: {' -> '.join([*unfinished, name])}"
+        if name not in done:
+            unfinished.append(name)
+            for target in sorted(IMPORTS[name]):
+                visit(target)
+            unfinished.pop()
+            done.add(name)
+
+    for name in sorted(MODULES):
+        visit(name)
+
+
+@pytest.mark.parametrize(
+    ("library", "places"),
+    [
+        ("opacus", ("gradients",)),
+        ("torch", (*set(FLOOR_OF) - NUMPY_ONLY, "accounting.journals")),  # it reads a checkpoint
+        ("lightning", (*LIGHTNING, "federated.local", "_checks", "_training_step")),
+        ("flwr", ("federated.flower", "testing")),
+        ("pytorch_lightning", ()),
+        ("dp_accounting", ()),
+        ("callbacks", ()),
+    ],
+)
+def test_a_library_is_imported_in_its_place_only(library, places):
+    assert importers_of(library) <= inside(*places)
+
+
+def loaded_by(statement: str, *blocked: str) -> set[str]:
+    """The modules loaded by a statement in a new process, in which some cannot be loaded."""
+    code = f"""
+import sys
+class Blocked:
+    def find_spec(self, name, path=None, target=None):
+        if name in {blocked!r}:
+            raise ModuleNotFoundError(name)
+sys.meta_path.insert(0, Blocked())
+{statement}
+print(*sys.modules)
+"""
+    command = [sys.executable, "-c", code]
+    return set(subprocess.run(command, capture_output=True, text=True, check=True).stdout.split())
+
+
+def test_accounting_works_without_torch():
+    statement = """
+from lightning_dp.accounting import PoissonGaussian, calibrate, epsilon
+assert 0.7 < epsilon([(PoissonGaussian(1.0, 0.01), 100)], delta=1e-5) < 0.8
+"""
+    assert "torch" not in loaded_by(statement, "torch", "lightning", "opacus")
+
+
+def test_the_root_loads_none_of_its_names_before_it_is_asked():
+    loaded = loaded_by("import lightning_dp")
+    assert not loaded & {"torch", "lightning", "opacus", "flwr", "scipy"}
+    assert "lightning_dp.callbacks" in loaded_by("from lightning_dp import DifferentialPrivacy")
+
+
+def test_the_callback_loads_few_modules():
+    loaded = loaded_by("import lightning_dp.callbacks")
+    assert (
+        sum(room_of(name) in FLOOR_OF for name in loaded if name.startswith("lightning_dp.")) <= 59
+    )
+
+
+def test_the_report_command_loads_no_federation():
+    loaded = loaded_by("import lightning_dp.report.command")
+    assert not [name for name in loaded if name.startswith(("lightning_dp.federated", "flwr"))]
