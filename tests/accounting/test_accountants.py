@@ -12,6 +12,16 @@ from lightning_dp.accounting.events import PoissonRound
 HISTORY = [(PoissonGaussian(1.1, 0.02), 150), (PoissonGaussian(0.9, 0.01), 200)]
 
 
+@pytest.fixture(scope="module")
+def bracket(oracle):
+    """Lower and upper bounds of dp_accounting for HISTORY."""
+    pairs = [(event.pair, count) for event, count in HISTORY]
+    return [
+        oracle.dp_accounting_epsilons([1e-5], pairs, 1e-4, pessimistic=pessimistic)[0]
+        for pessimistic in (False, True)
+    ]
+
+
 class AccountantContract:
     """What `AbstractAccountant` promises."""
 
@@ -35,10 +45,8 @@ class AccountantContract:
         assert self.epsilon([*HISTORY, (event, 1)]) == math.inf
         assert self.accountant.delta([*HISTORY, (event, 1)], 1.0) == 1.0
 
-    def test_never_below_the_lower_oracle_nor_far_above_the_upper(self, oracle):
-        pairs = [(event.pair, count) for event, count in HISTORY]
-        (low,) = oracle.dp_accounting_epsilons([1e-5], pairs, 1e-4, pessimistic=False)
-        (high,) = oracle.dp_accounting_epsilons([1e-5], pairs, 1e-4, pessimistic=True)
+    def test_never_below_the_lower_oracle_nor_far_above_the_upper(self, bracket):
+        low, high = bracket
         assert low < self.epsilon(HISTORY) < high * 1.35
 
     def test_full_batch_is_never_below_gdp(self):
@@ -130,10 +138,8 @@ class AccountantContract:
             self.epsilon(HISTORY, relation="zero_out")
 
 
-class TestRemembered(AccountantContract):
-    accountant = CachedAccountant(
-        PLDAccountant()
-    )  # one for all tests: no answer is taken for another
+class TestCached(AccountantContract):
+    accountant = CachedAccountant(PLDAccountant())  # one for all: no answer is taken for another
 
 
 class TestPLD(AccountantContract):
@@ -144,13 +150,14 @@ class TestStreamingRDP(AccountantContract):
     accountant = StreamingRDPAccountant()
 
 
+@pytest.mark.slow  # a tool of comparison
 @pytest.mark.filterwarnings("ignore:Optimal order is")
 class TestOpacusRDP(AccountantContract):
     accountant = OpacusRDPAccountant()
     poisson_replace_one = False
 
 
-@pytest.mark.slow  # the other accountants meet the contract in every run
+@pytest.mark.slow  # a tool of comparison
 @pytest.mark.filterwarnings("ignore:divide by zero")
 class TestOpacusPRV(AccountantContract):
     accountant = OpacusPRVAccountant(eps_error=0.05)

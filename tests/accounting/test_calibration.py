@@ -142,8 +142,8 @@ def test_calibration_with_many_distinct_values():
 
 
 def test_a_delta_above_the_sample_rate_is_said():
-    with pytest.warns(PrivacyWarning, match="not below the sample rate 1e-06"):
-        calibrate([1.0] * 100, 1e-6, 100, 1.0, 1e-5)
+    with pytest.warns(PrivacyWarning, match="not below the sample rate 0.05"):
+        calibrate([1.0] * 10, 0.05, 10, 2.0, 0.06)
 
 
 @pytest.mark.parametrize("steps", [1, 5])

@@ -39,10 +39,16 @@ def direct(
     return accounting.epsilon([*spent, *((plan(t), 1) for t in range(steps))], delta, relation)
 
 
-@pytest.mark.parametrize("name", PLANS)
+SETTINGS = [("add_remove", 1e-5, []), ("replace_one", 1e-10, []), ("add_remove", 1e-6, SPENT)]
+
+
 @pytest.mark.parametrize(
-    ("relation", "delta", "spent"),
-    [("add_remove", 1e-5, []), ("replace_one", 1e-10, []), ("add_remove", 1e-6, SPENT)],
+    ("name", "relation", "delta", "spent"),
+    [
+        pytest.param(name, *setting, marks=[] if i % 3 == k else [pytest.mark.slow])
+        for i, name in enumerate(PLANS)
+        for k, setting in enumerate(SETTINGS)
+    ],
 )
 def test_a_curve_is_one_evaluation_for_each_length(
     name: str, relation: str, delta: float, spent: list[tuple[AbstractEvent, int]]

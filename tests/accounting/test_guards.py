@@ -129,7 +129,7 @@ def steps_that_fit(folder: Path, planned: int, **options: Any) -> tuple[int, Pri
 
 
 def test_the_rdp_guard_affords_all_steps_that_the_noise_was_calibrated_for(tmp_path):
-    assert steps_that_fit(tmp_path, 6000, target_epsilon=3.0)[0] == 6000
+    assert steps_that_fit(tmp_path, 1000, target_epsilon=3.0)[0] == 1000
 
 
 @pytest.mark.parametrize("planned", [3000, 20_000, math.inf])
@@ -165,7 +165,7 @@ def test_fixed_counts_the_ledger():
 
 
 def fit(
-    classifier: Any, mlp: Any, loader: Any, make_trainer: Any, epochs: int = 30, **arguments: Any
+    classifier: Any, mlp: Any, loader: Any, make_trainer: Any, epochs: int = 6, **arguments: Any
 ) -> Any:
     privacy = DifferentialPrivacy(target_delta=DELTA, isolation_probe=False, **arguments)
     trainer = make_trainer(max_epochs=epochs, callbacks=[privacy])
@@ -200,9 +200,10 @@ def test_adaptive_noise_keeps_to_the_budget_and_claims_all_of_it(
         mlp,
         loader,
         make_trainer,
+        epochs=10,
         target_epsilon=BUDGET,
         sampling=sampling,
-        noise_schedule=ByNorm(least=0.5),
+        noise_schedule=ByNorm(least=0.7),
     )
     used = {event.pair[0] for event, _ in privacy._run.ledger.history()}
     assert len(used) > 3  # it really adapted
@@ -227,7 +228,7 @@ def test_an_envelope_is_charged_as_planned(classifier, mlp, loader, make_trainer
         noise_multiplier=1.5,
         noise_schedule=ByNorm(least=1.0, envelope=True),
     )
-    assert privacy._run.ledger.history() == [(PoissonGaussian(1.5, 0.1), 300)]
+    assert privacy._run.ledger.history() == [(PoissonGaussian(1.5, 0.1), 60)]
 
 
 def test_adaptive_noise_without_a_budget_is_refused():
