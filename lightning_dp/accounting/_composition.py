@@ -26,9 +26,9 @@ from lightning_dp.accounting._pmf import LossPmf
 from lightning_dp.accounting.steps import FloatArray
 
 CountsOf = Callable[[Cell], FloatArray]  # a row for each length, growing; a column for each member
-_MOST_OUTSIDE = 1e-6
+_MOST_OUTSIDE = 1e-6  # of the tilted mass; more is worth a wider window
 _MOST_POINTS = 2**23
-_NEGLIGIBLE = -46.0  # log of 1e-20
+_NEGLIGIBLE = -46.0  # log of 1e-20: of the modulus of a frequency that is left out
 
 
 @dataclass(frozen=True)
@@ -108,11 +108,15 @@ class ComposedLengths:
         """The k-th length; losses that are not above a number may be left out, to save time."""
         grid, n, steps = self._grid, self.points, float(self.steps[k])
         values, error = self._product.result(k, n)
+        # Frequencies that were left out are below e^_NEGLIGIBLE.
         spectrum = np.zeros(n // 2 + 1, dtype=complex)
         spectrum[self._active] = values
+        # A mass below 0 is an error of rounding; 0 in its place can only raise delta, as g >= 0.
         tilted = np.roll(np.maximum(fft.irfft(spectrum, n), 0.0), -(self._start % n))
+        # In turn: what was left out, of n points; the mass that the finite transform has wrapped
+        # around, at its true place or at a wrong one; rounding of the masses and of the transform.
         error += n * math.exp(_NEGLIGIBLE) + self.outside(k) + 1e-14 * (steps + math.log2(n))
-        log_norm = float(self._log_norm[k]) + 1e-13 * steps  # rounding of the log moments
+        log_norm = float(self._log_norm[k]) + 1e-13 * steps  # their rounding, upwards as delta is
         cut = min(max(math.floor(max(above, self._ends[0]) / grid.h) - self._start, 0), n - 2)
         start, infinity = self._start + cut, min(float(self._infinity[k]), 1.0)
         return Composed(start, grid.h, tilted[cut:], grid.tilt, log_norm, infinity, error)
@@ -143,7 +147,7 @@ class _Nodes:
             for node in corners - self.kept.keys():
                 self.kept[node] = self._transform(node)[active]
             squares = [phi.real**2 + phi.imag**2 for phi in (self.kept[c] for c in corners)]
-            shortest = 0.5 * float(counts_of(cell)[0].sum())
+            shortest = 0.5 * float(counts_of(cell)[0].sum())  # half, of the logarithm of a square
             bound += shortest * np.log(np.maximum(np.max(squares, axis=0), _TINY))
             matter = bound > _NEGLIGIBLE
             if np.mean(matter) < (0.8 if number < len(self._cells) else 1.0):
@@ -158,7 +162,9 @@ class _Nodes:
         self.infinity[node] = pmf.infinity
         x = (pmf.start + np.arange(pmf.probabilities.size)) * self._grid.h
         exponent = self._grid.tilt * x - self.moments[node, -1]
+        # The tilted masses sum to 1, so an exponent above 700 meets a mass of 0.
         tilted = pmf.probabilities * np.exp(np.minimum(exponent, 700.0))
+        # A transform of n points sees losses modulo n h: the pmf is wrapped before, not cut.
         shift = pmf.start % self._n
         rows = -(-(shift + tilted.size) // self._n)
         wrapped = np.zeros(rows * self._n)
@@ -183,21 +189,26 @@ class Composed:
 
     def epsilon(self, delta: float) -> float:
         """The least epsilon inside the window whose delta, errors included, is at most ``delta``."""
+        # Infinite losses count in full at every epsilon; 1e-9 is for the rounding of the sums here.
         room = delta * (1 - 1e-9) - self.infinity
         if not room > 0:
             return math.inf
+        # All is relative to the median of the tilted loss, so that nothing overflows near it.
         x = (self.start + np.arange(self.tilted.size, dtype=float)) * self.h
         center = float(x[int(np.argmax(np.cumsum(self.tilted) >= 0.5 * self.tilted.sum()))])
         above, weighted, error = self._suffix_sums(x, center)
         target = room * math.exp(min(self.tilt * center - self.log_norm, 700.0))
+        # delta(x) = sum_(y > x) p(y) (1 - e^(x - y)) at every grid point. It falls with x, so the
+        # first point that meets the target is the right one.
         values = above - np.exp(np.minimum(x - center, 300.0)) * weighted + error
         met = np.flatnonzero(values <= target)
         if met.size == 0:
             return math.inf
         k = int(met[0])
-        if k == 0:
+        if k == 0:  # no smaller epsilon is claimed: the window knows no loss below it
             return max(float(x[0]), 0.0)
-        # Inside (x[k-1], x[k]] the sums do not change: above - e^(e - center) weighted = target.
+        # Inside (x[k-1], x[k]] the sums do not change: above - e^(e - center) weighted = target,
+        # with the error at the left end, where it is larger.
         left = above[k - 1] - (target - error[k - 1])
         if not (weighted[k - 1] > 0 and left > 0):
             return max(float(x[k]), 0.0)
@@ -206,7 +217,7 @@ class Composed:
 
     def delta(self, epsilon: float) -> float:
         """delta at ``epsilon``, errors included."""
-        if epsilon < self.start * self.h:
+        if epsilon < self.start * self.h:  # the window knows no loss below it
             return 1.0
         x = (self.start + np.arange(self.tilted.size)) * self.h
         beyond = x > epsilon
@@ -233,6 +244,7 @@ class Composed:
         weighted = np.append(np.cumsum(shrunk[::-1])[::-1][1:], 0.0)
         largest = math.exp(float(log_largest_weight(self.tilt)))
         error = self.error * largest * np.exp(np.minimum(exponent, 600.0))
+        # Where an exponent was cut off, the sums are no bound: such a point never meets a target.
         error[exponent > 600.0] = np.inf
         error[x - center < -100.0] = np.inf
         return above, weighted, error
@@ -287,11 +299,13 @@ class CharacteristicProduct:
         """The product of a length, and a bound of the sum of the errors of its transform of size n."""
         values = np.asarray(np.exp(self._logs[:, k]), dtype=np.complex128)
         size = np.abs(values)
-        # One factor is off by at most eta: the product by steps * eta * |product / factor|.
+        # One factor is off by at most eta: the product by steps * eta * |product / factor|, where the
+        # product of the others is at most 1, as each factor is a characteristic function.
         eta = _UNIT * (8 + math.log2(n))
         rest = np.minimum(size / np.maximum(self._least, _TINY), 1.0)
         relative = self._steps[k] * eta * rest + (self._truncation + eta) * size
-        # The l1 norm of the error is at most sqrt(n) times its l2 norm: the l2 norm of the spectrum.
+        # The l1 norm of the error is at most sqrt(n) times its l2 norm, which is by Parseval that of
+        # the spectrum over sqrt(n); half of a real function's spectrum is given, so it counts twice.
         return values, math.sqrt(2 * float(relative @ relative))
 
 
@@ -313,11 +327,12 @@ def sum_of_logs(
     sizes = {key: np.abs(du ** key[0] * dv ** key[1]).max() for key in linear}
     radius = sum((sizes[key] * np.abs(term) for key, term in linear.items()), np.zeros(base.size))
     total = float(counts[-1].sum())
+    # Where the remainder of the series to _MAX_ORDER, over all steps, is negligible.
     small = radius <= min((_TRUNCATION * (_MAX_ORDER + 1) / total) ** (1 / (_MAX_ORDER + 1)), 0.5)
     order, truncation = _series_order(float(radius[small].max(initial=0.0)), total)
     near = {key: term[small] for key, term in linear.items()}
     result = np.empty((base.size, counts.shape[0]), dtype=complex)
-    least = np.abs(base) * (1 - radius)
+    least = np.abs(base) * (1 - radius)  # |x (1 + y)| >= |x| (1 - |y|)
     result[small] = _series(np.log(base[small]), near, (du, dv), counts, order)
     if not small.all():
         rest = [value[~small] for value in values]
@@ -369,6 +384,7 @@ def _series_order(radius: float, steps: float) -> tuple[int, float]:
     """Terms of ``log(1 + y)``, |y| <= radius, and the remainder over all steps."""
     remainder = 0.0
     for order in range(1, _MAX_ORDER + 1):
+        # |log(1 + y) - its series| <= sum_(k > order) |y|^k / k.
         remainder = steps * radius ** (order + 1) / ((order + 1) * (1 - radius))
         if remainder <= _TRUNCATION:
             break
@@ -428,6 +444,7 @@ _BLOCK = 256
 
 def log_largest_weight(tilt: FloatArray | float) -> FloatArray:
     """``log max_y e^(-tilt y) (1 - e^-y) = -tilt log(1 + 1/tilt) - log(1 + tilt)``, tilt > 0."""
+    # The derivative vanishes at e^-y = tilt / (1 + tilt).
     return np.asarray(-tilt * np.log1p(1 / np.asarray(tilt)) - np.log1p(tilt))
 
 
@@ -435,6 +452,7 @@ class MomentTable:
     """Computes ``log sum_x p(x) e^(t x)`` at fixed tilts for many pmfs on one grid, without overflow."""
 
     def __init__(self, h: float, tilts: FloatArray) -> None:
+        # A pmf is read from the end at which e^(t x) is largest, so that powers only shrink.
         self._down = tilts <= 0
         self._sides = [_block(h * tilts[self._down]), _block(-h * tilts[~self._down])]
 
@@ -465,7 +483,10 @@ def _from_start(p: FloatArray, start: int, rates: FloatArray, powers: FloatArray
 
 
 def cumulant_bound(cell: Cell, counts: FloatArray, moments: FloatArray) -> FloatArray:
-    """An upper bound of the K(t) of the steps of a cell, by Jensen's inequality.
+    """Return an upper bound of the K(t) of the steps of a cell.
+
+    By Jensen's inequality ``sum_t log(w_t . m) <= T log(mean_t w_t . m)``: the tilts are many, and
+    a sum over all steps for each of them would take longer than the composition.
 
     Args:
         cell: whose steps.
@@ -480,7 +501,7 @@ def cumulant_bound(cell: Cell, counts: FloatArray, moments: FloatArray) -> Float
         return np.asarray(total * moments[0])
     top = moments.max(axis=0)
     share = counts @ cell.weights() / np.maximum(total, 1.0)
-    share[total[:, 0] == 0] = 0.25
+    share[total[:, 0] == 0] = 0.25  # any weights: they are multiplied by 0 steps
     return np.asarray(total * (top + np.log(share @ np.exp(moments - top))))
 
 
@@ -505,6 +526,8 @@ def outside(
     tilts: FloatArray, bounds: FloatArray, tilt: float, log_norm: float, ends: tuple[float, float]
 ) -> float:
     """Chernoff's bound of the mass of the tilted distribution outside the losses ``ends``."""
+    # The tilted loss has the cumulants K(tilt + gap) - K(tilt), so that
+    # P(X > x) <= e^(K(t) - K(tilt) - gap x) for t above the tilt, and P(X < x) likewise below.
     gap = tilts - tilt
     right, left = gap > 0, gap < 0
     above = float(np.min((bounds - log_norm - gap * ends[1])[right]))
@@ -532,6 +555,8 @@ def useful_tilts(
     """Places of the tilts that bound what is outside a window, also of a wider one or fewer steps."""
     gap = tilts - tilt
     places = np.arange(tilts.size)
+    # Few tilts are enough, and moments at all of them, for every node, would cost much: of each
+    # side the one that is best at the end of the window, and its neighbours.
     kept: set[int] = set()
     for side, end in ((places[gap > 0], ends[1]), (places[gap < 0], ends[0])):
         for wider in (0.0, 0.5, 1.5):

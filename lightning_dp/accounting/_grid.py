@@ -30,19 +30,19 @@ from lightning_dp.accounting._grouping import Mixture, as_mixture, rounded
 from lightning_dp.accounting._pmf import LossPmf, cached_discretise, discretise, support
 from lightning_dp.accounting.steps import FloatArray, Steps
 
-_POSITIVE = np.geomspace(1e-3, 1e7, 45)
+_POSITIVE = np.geomspace(1e-3, 1e7, 45)  # tilts
 _COARSE = np.concatenate((-_POSITIVE[::-3], [0.0], _POSITIVE[::3]))
 _NEAR = np.geomspace(0.3, 8.0, 18)
-_MAX_POINTS = 2**20
-_LONG = 2**18
-_LONGEST = 2**21
-_LOG_OUTSIDE = math.log(1e-12)
+_MAX_POINTS = 2**20  # of the pmf of one step
+_LONG = 2**18  # points of a grid that is not refined any more ...
+_LONGEST = 2**21  # ... and of one on which rare losses make all of the cost
+_LOG_OUTSIDE = math.log(1e-12)  # of the tilted mass outside the window
 _LOG_LOSS = 3.0  # of accuracy, relative to the best tilt
 _LOG_TRUNCATED = -14.0  # of the mass of delta that may be moved to infinity
 _EXACT = 32  # so few distinct steps are never grouped
-_ROUGH_SPACING = 0.8
-_ROUGH_ROUNDING = 0.05
-_MAX_ROUNDS = 8
+_ROUGH_SPACING = 0.8  # of the nodes with which a grid is looked for
+_ROUGH_ROUNDING = 0.05  # of their noise and rates
+_MAX_ROUNDS = 8  # of grids, each finer than the one before
 _RARE = 0.3  # of Chernoff's bound: a few rare losses make all of the cost
 _LEAST_NOISE = 1e-3  # below it amplification is not worth the grid
 _ALL_POINTS = 5e7  # of all nodes together: about a second, for each direction
@@ -93,7 +93,7 @@ class GridSearch:
     spacing: float
 
     def worst_direction(self, steps: Steps, target: Target, relation: str, without: float) -> float:
-        """The larger value of removing a record and of adding one; exchanging one is symmetric."""
+        """Return the larger value of removing and adding a record; exchanging one is symmetric."""
         merged = merge_full_batch(steps)
         if merged.noise_multipliers.min() < _LEAST_NOISE:
             return without
@@ -105,7 +105,8 @@ class GridSearch:
     def one_direction(
         self, steps: Steps, target: Target, relation: str, backward: bool, least: float
     ) -> float:
-        """The value of one direction, or a lower one if it is at most ``least``."""
+        """Return the value of one direction, or a lower one if it is at most ``least``."""
+        # The rough reading costs more than the steps do: its value is a bound, and its grid will do.
         rough = self.rough(steps, relation)
         plan, value = self.settle(rough, target, relation, backward, least)
         if steps.counts.size <= _EXACT or value <= least:
@@ -133,7 +134,7 @@ class GridSearch:
     def settle(
         self, mixture: Mixture, target: Target, relation: str, backward: bool, least: float
     ) -> tuple[GridPlan, float]:
-        """A grid that is fine enough, and the value on it or on a finer one.
+        """Return a grid that is fine enough, and the value on it or on a finer one.
 
         The first grid has the accuracy wanted for Chernoff's bound. Where that is far above the
         value, the grid is refined until the value settles.
@@ -146,6 +147,7 @@ class GridSearch:
             if bound <= least:
                 return finer, bound
             composed = compose(mixture, pmf_maker(mixture, finer, relation, backward), finer.grid)
+            # Each of them is an upper bound, so the least one is.
             last, value = value, min(value, target.read(composed), bound)
             if last - value <= target.tolerance(value, self.rtol):
                 return plan, value
@@ -233,25 +235,30 @@ def plan_grid(
     """
     log_steps = math.log(mixture.total)
     log_tail = _tail(-30.0 if target.log_delta is None else target.log_delta, log_steps)
+    least = least if target.epsilon is None else 0.0
     limit, h = math.inf, 0.0
-    while True:
+    while (
+        True
+    ):  # grid, moments, best tilt and epsilon depend on each other: refine until they agree
         reach = max(sum(support(z, q, log_tail, relation)) for z, q in mixture.nodes)
         h = h if h > 0 else min(_snap(reach / 512), coarsest, 1.0)
         plan = GridPlan(Grid(h, 0.0, (0.0, 0.0), _POSITIVE), log_tail, limit, math.inf, reach)
         pmfs, infinity = _pmfs(mixture, plan, relation, backward)
         moments = _moments(pmfs, h, _POSITIVE)
         bounds = mixture_bound(mixture, moments)
+        # Beyond a few 1 / h connecting the dots alone makes the moments large, as said above.
         best, bound = _chernoff(_POSITIVE, bounds, target, infinity, 4 / h)
         tilt = float(_POSITIVE[best])
         epsilon = bound if target.epsilon is None else target.epsilon
-        least = least if target.epsilon is None else 0.0
+        # Accuracy relative to epsilon; where epsilon is nearly 0, to the width of the loss.
         scale = max(epsilon, least, 0.1 * _deviation(bounds, best), 1e-9)
         wanted = _fine_enough(rtol, scale, tilt, _spread(mixture, pmfs, moments[:, best]), reach)
         if h <= wanted:
             break
+        # On a coarse grid all of this is rough, so the wanted spacing is approached in turns.
         h = max(_snap(wanted), h / 32)
         limit = -_snap(-(epsilon + _BEYOND)) if math.isfinite(epsilon) else math.inf
-        if target.log_delta is None:
+        if target.log_delta is None:  # delta is not known before: truncate relative to its bound
             log_tail = _tail(max(min(bound, 0.0), -600.0), log_steps)
     tilts = np.concatenate((-tilt * _NEAR, _COARSE, tilt * _NEAR))
     bounds = mixture_bound(mixture, _moments(pmfs, h, tilts))
@@ -263,7 +270,8 @@ def plan_grid(
 
 
 def _fine_enough(rtol: float, scale: float, tilt: float, steps: float, reach: float) -> float:
-    """The spacing at which connecting the dots of some steps costs ``rtol`` of epsilon."""
+    """Return the spacing at which connecting the dots of some steps costs ``rtol`` of epsilon."""
+    # steps (tilt + 1) h^2 / 8 <= rtol scale, by the docstring of the module.
     wanted = math.sqrt(8 * rtol * scale / ((tilt + 1) * steps))
     return max(wanted, min(reach, scale + _BEYOND) / _MAX_POINTS)
 
@@ -275,6 +283,7 @@ def _pmfs(
     make = pmf_maker(mixture, plan, relation, backward)
     pmfs = [make(node) for node in range(len(mixture.nodes))]
     cells = mixture.cells
+    # A step is a mixture of its corners, and so has at most the largest of their masses there.
     return pmfs, sum(c.total * max(pmfs[k].infinity for k in c.corners) for c in cells)
 
 

@@ -42,9 +42,9 @@ from lightning_dp.accounting.steps import FloatArray, Steps, merge_arrays
 __all__ = ["coarse", "coarse_pairs", "few_alike"]
 
 
-_ROUND_UP = 1e-11
+_ROUND_UP = 1e-11  # of a weight, for its rounding
 _MOST_CELLS = 4096
-_FEW_RATES = 4
+_FEW_RATES = 4  # so few are kept apart
 _UNIT = 2.0**-52
 IntArray = NDArray[np.intp]
 
@@ -126,8 +126,11 @@ def as_mixture(steps: Steps, relation: str, spacing: float, exact: int) -> Mixtu
         return _side_by_side(parts, places)
     k = 2.0 if relation == "replace_one" else 1.0
     mu = 1.0 / steps.noise_multipliers
+    # The lattice may be placed at will. The weights must be linear in the coordinates in which
+    # the profile is convex: q, and TV(mu) = 1 - 2 Phi(-k mu / 2), up to a linear map.
     rows = _lattice(_flatten(mu), spacing, _unflatten)
     columns = _lattice(np.log(steps.sample_rates), 1.4 * spacing, np.exp)
+    # Rounding must not leave a step outside: beyond the last node it would be read as cheaper.
     rows[-1] = max(rows[-1], float(mu.max()))
     columns[-1] = min(max(columns[-1], float(steps.sample_rates.max())), 1.0)
     i, u = _locate(-ndtr(-k * mu / 2), -ndtr(-k * rows / 2))
@@ -142,6 +145,7 @@ def rounded(steps: Steps, spacing: float) -> Steps:
         z = np.exp(spacing * np.floor(np.log(steps.noise_multipliers) / spacing))
         q = np.exp(spacing * np.ceil(np.log(steps.sample_rates) / spacing))
     few = np.unique(steps.sample_rates).size <= _FEW_RATES
+    # exp and log round either way: 1e-12 more, and never beyond the step itself.
     z = np.minimum(z * (1 - 1e-12), steps.noise_multipliers)
     q = steps.sample_rates if few else np.clip(q * (1 + 1e-12), steps.sample_rates, 1.0)
     return merge_arrays(z, q, steps.counts)
@@ -169,7 +173,10 @@ def _side_by_side(mixtures: list[Mixture], places: list[IntArray]) -> Mixture:
 
 
 def _flatten(mu: FloatArray) -> FloatArray:
-    """A coordinate along which equal distances give similar relative errors."""
+    """Return a coordinate along which equal distances give similar relative errors.
+
+    The cost of a step goes as a power of mu for small mu, and as e^(mu^2) for large ones.
+    """
     return np.asarray(np.where(mu <= 1, np.log(mu), (np.square(mu) - 1) / 2))
 
 
@@ -194,6 +201,7 @@ def _locate(values: FloatArray, nodes: FloatArray) -> tuple[IntArray, FloatArray
     if nodes.size == 1:
         return np.zeros(values.size, dtype=int), np.zeros(values.size)
     index = np.clip(np.searchsorted(nodes, values, side="right") - 1, 0, nodes.size - 2)
+    # The upper node is the more expensive one, so its weight is rounded up.
     distance = values - nodes[index] + 8 * _UNIT * np.abs(nodes[index])
     weight = distance / (nodes[index + 1] - nodes[index])
     return index, np.clip(weight + _ROUND_UP, 0.0, 1.0)

@@ -168,12 +168,15 @@ def discretise(
     delta, error = profile(grid, z, q, relation)
     other_grid = np.arange(max(1, math.ceil(min(other_reach, limit) / h)) + 1, dtype=float) * h
     other_delta, other_error = other(other_grid, z, q, relation)
+    # Straight lines between points of a convex function lie above it, and a constant after the
+    # last point does, too: the profile of the pmf is nowhere below the true one.
     high = _second_differences(delta, error, h)
     low = _second_differences(other_delta, other_error, h)
     # At loss 0: the slope on the right minus the slope on the left, where the left part of the
     # profile follows from the reversed pair, delta(-e) = 1 - e^-e + e^-e delta_reversed(e).
     drop = (delta[0] - delta[1]) + (math.exp(h) * other_delta[0] - other_delta[1])
     middle = 1 - drop / math.expm1(h) + 8 * (error[0] + other_error[0]) / math.expm1(h) + _UNIT
+    # The reversed pair has its mass under Q; under P it is e^-loss of that.
     weights = np.exp(-other_grid[1:])
     probabilities = np.concatenate(((low * weights)[::-1], [max(middle, 0.0)], high))
     probabilities.flags.writeable = False
@@ -188,7 +191,8 @@ def _second_differences(delta: FloatArray, error: FloatArray, h: float) -> Float
 
     The mass at e is e^e times the change of the slope of delta as a function of e^e.
     """
-    slope = np.diff(delta, append=delta[-1]) / math.expm1(h)  # times e^-(left end)
+    # delta(gamma) = sum_x p(x) (1 - gamma e^-x)+ has the slope -sum_(e^x > gamma) p(x) e^-x.
+    slope = np.diff(delta, append=delta[-1]) / math.expm1(h)  # times e^(left end)
     masses = slope[1:] - slope[:-1] * math.exp(h)
     # Each difference of delta carries two rounding errors; those on the left are the largest.
     return np.asarray(np.maximum(masses, 0.0) + 4 * math.exp(h) * error[:-1] / math.expm1(h))
