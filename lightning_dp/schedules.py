@@ -447,4 +447,5 @@ def condition_number(name: str, value: object, *, of: str | None = None) -> floa
 
 def momentum_weight(name: str, value: object, *, of: str | None = None) -> float:
     """Return a number in [0, 1)."""
-    return between("[0, 1)")(name, value, of=of)
+    weight: float = between("[0, 1)")(name, value, of=of)
+    return weight

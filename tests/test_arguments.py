@@ -8,7 +8,6 @@ import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from decimal import Decimal
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -46,7 +45,7 @@ from lightning_dp.accounting.gdp import gdp_delta, gdp_epsilon
 from lightning_dp.accounting.pld import epsilon_curve
 from lightning_dp.audit.bounds import one_run_p_value
 from lightning_dp.boundary import Query
-from lightning_dp.callbacks import DifferentialPrivacy, PrivateSingleDeviceStrategy
+from lightning_dp.callbacks import DifferentialPrivacy
 from lightning_dp.estimators import Storm, Traits
 from lightning_dp.federated import (
     AsyncClient,
@@ -461,43 +460,6 @@ def test_equal_numbers_of_other_libraries_are_taken(door):
 def test_equal_configurations_are_written_alike(left, right):
     assert left == right
     assert repr(left) == repr(right)
-
-
-def test_a_folder_is_a_string_or_a_path():
-    make = {"target_epsilon": 3.0, "target_delta": 1e-5}
-    for bad in (3, b"folder", True, ["folder"], object()):
-        with pytest.raises(TypeError, match=r"ledger_dir=.* must be a folder"):
-            DifferentialPrivacy(**make, ledger_dir=bad)
-    with pytest.raises(ValueError, match="ledger_dir='' names no folder"):
-        DifferentialPrivacy(**make, ledger_dir="")
-    here = DifferentialPrivacy(**make, ledger_dir=Path("somewhere"))
-    assert here.config.ledger_dir == "somewhere"
-
-
-def test_post_processors_come_in_a_list():
-    make = {"target_epsilon": 3.0, "target_delta": 1e-5}
-    for bad in (Momentum(0.5), "momentum", {"beta": 0.5}, {Momentum(0.5)}, None, 3):
-        with pytest.raises(TypeError, match=r"postprocessing=.* must be a list"):
-            DifferentialPrivacy(**make, postprocessing=bad)
-    taken = DifferentialPrivacy(**make, postprocessing=iter([Momentum(0.5)]))
-    assert taken.config.postprocessing == (Momentum(0.5),)
-
-
-@pytest.mark.parametrize("name", ["relation", "engine"])
-@pytest.mark.parametrize("value", [None, 1, True, [], {}, np.array(["auto", "hooks"]), "AUTO"])
-def test_a_choice_is_one_of_its_words(name, value):
-    with pytest.raises(ValueError, match=f"^{name}="):
-        DifferentialPrivacy(3.0, target_delta=1e-5, **{name: value})
-
-
-@pytest.mark.parametrize(
-    "value",
-    [{"target_epsilon": 3.0}, 3.0, DifferentialPrivacy(3.0, target_delta=1e-5)],
-    ids=["a dict", "a number", "the callback"],
-)
-def test_a_strategy_takes_a_privacy_configuration_only(value):
-    with pytest.raises(TypeError, match=r"^privacy=.* must be a PrivacyConfig"):
-        PrivateSingleDeviceStrategy(privacy=value)
 
 
 # -- the table is complete -----------------------------------------------------------------------

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import dataclasses
 import math
-from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -157,25 +157,26 @@ def test_a_sum_of_another_party_has_the_bound_that_was_asked_for():
 # -- no way round it -----------------------------------------------------------------------------
 
 
-def calls(source: str) -> Iterator[str]:
+def calls(source: str) -> set[str]:
     """The names of the functions that some code calls: ``f`` of ``f()``, and of ``x.f()``."""
+    found = set()
     for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.Call):
-            if isinstance(node.func, ast.Name):
-                yield node.func.id
-            if isinstance(node.func, ast.Attribute):
-                yield node.func.attr
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name | ast.Attribute):
+            found.add(node.func.id if isinstance(node.func, ast.Name) else node.func.attr)
+    return found
+
+
+@cache
+def calls_of_the_package() -> dict[str, set[str]]:
+    """The names of the functions that each file of the package calls."""
+    folders = [Path(str(each.__file__)).parent for each in (lightning_dp, lightning_dp.callbacks)]
+    files = [(folder, file) for folder in folders for file in folder.rglob("*.py")]
+    return {file.relative_to(folder).as_posix(): calls(file.read_text()) for folder, file in files}
 
 
 def callers(name: str) -> set[str]:
     """The files of the package in which a function of this name is called."""
-    found = set()
-    for package in (lightning_dp, lightning_dp.callbacks):
-        folder = Path(str(package.__file__)).parent
-        for file in folder.rglob("*.py"):
-            if name in calls(file.read_text()):
-                found.add(file.relative_to(folder).as_posix())
-    return found
+    return {file for file, names in calls_of_the_package().items() if name in names}
 
 
 @pytest.mark.parametrize("name", ["BoundedSum", "Release"])
@@ -190,4 +191,4 @@ def test_only_the_boundary_draws_noise():
 
 def test_a_constructor_call_would_be_found():
     source = "x = [boundary.BoundedSum(v, 1.0)]\ndef f(): return Release(v, 0.0).mean(3)"
-    assert {"BoundedSum", "Release"} <= set(calls(source))
+    assert {"BoundedSum", "Release"} <= calls(source)

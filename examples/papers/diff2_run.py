@@ -118,7 +118,7 @@ def plan_of(setting: Setting, noise: Noise, epsilon: float, rounds: int, records
             estimator = Diff2(setting.interval, setting.clip, setting.diff, u)
     elif noise != "none":
         relation = "replace_one" if noise == "exact" else "add_remove"
-        scale = calibrate(estimator.relative_noise, 1.0, rounds, epsilon, DELTA, relation)
+        scale = calibrate(estimator.traits.relative_noise, 1.0, rounds, epsilon, DELTA, relation)
     return NoisePlan(scale, Constant(), FullBatch(), 1.0, estimator)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import io
 import math
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,7 @@ import torch
 
 from lightning_dp import Constant, FullBatch, MeanGradient, Momentum, Poisson, PrivacyConfig
 from lightning_dp.accounting import StreamingRDPAccountant
+from lightning_dp.callbacks import DifferentialPrivacy, PrivateSingleDeviceStrategy
 from lightning_dp.schedules import Exponential
 
 
@@ -150,3 +152,40 @@ def test_an_argument_that_a_fingerprint_does_not_have_had_its_default():
 def test_an_argument_that_nobody_knows_is_refused_by_name():
     with pytest.raises(ValueError, match=r"has temperature=3 in its configuration, which this"):
         config().check_same({**config().fingerprint(), "temperature": 3})
+
+
+def test_a_folder_is_a_string_or_a_path():
+    make = {"target_epsilon": 3.0, "target_delta": 1e-5}
+    for bad in (3, b"folder", True, ["folder"], object()):
+        with pytest.raises(TypeError, match=r"ledger_dir=.* must be a folder"):
+            DifferentialPrivacy(**make, ledger_dir=bad)
+    with pytest.raises(ValueError, match="ledger_dir='' names no folder"):
+        DifferentialPrivacy(**make, ledger_dir="")
+    here = DifferentialPrivacy(**make, ledger_dir=Path("somewhere"))
+    assert here.config.ledger_dir == "somewhere"
+
+
+def test_post_processors_come_in_a_list():
+    make = {"target_epsilon": 3.0, "target_delta": 1e-5}
+    for bad in (Momentum(0.5), "momentum", {"beta": 0.5}, {Momentum(0.5)}, None, 3):
+        with pytest.raises(TypeError, match=r"postprocessing=.* must be a list"):
+            DifferentialPrivacy(**make, postprocessing=bad)
+    taken = DifferentialPrivacy(**make, postprocessing=iter([Momentum(0.5)]))
+    assert taken.config.postprocessing == (Momentum(0.5),)
+
+
+@pytest.mark.parametrize("name", ["relation", "engine"])
+@pytest.mark.parametrize("value", [None, 1, True, [], {}, np.array(["auto", "hooks"]), "AUTO"])
+def test_a_choice_is_one_of_its_words(name, value):
+    with pytest.raises(ValueError, match=f"^{name}="):
+        DifferentialPrivacy(3.0, target_delta=1e-5, **{name: value})
+
+
+@pytest.mark.parametrize(
+    "value",
+    [{"target_epsilon": 3.0}, 3.0, DifferentialPrivacy(3.0, target_delta=1e-5)],
+    ids=["a dict", "a number", "the callback"],
+)
+def test_a_strategy_takes_a_privacy_configuration_only(value):
+    with pytest.raises(TypeError, match=r"^privacy=.* must be a PrivacyConfig"):
+        PrivateSingleDeviceStrategy(privacy=value)
