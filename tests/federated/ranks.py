@@ -28,7 +28,7 @@ COLLECTIVES = ("broadcast", "gather", "all_gather", "reduce", "all_reduce", "sca
 
 
 class Net(L.LightningModule):
-    """Each rank starts from weights of its own; rank 0's count."""
+    """Each rank starts from its own weights; rank 0's count."""
 
     def __init__(self, rank: int) -> None:
         super().__init__()

@@ -150,9 +150,23 @@ def test_noise_and_batches_are_a_function_of_the_seed_and_of_nothing_else(
     first = [reply("one", i, 7) for i in range(2)]
     assert [reply("two", i, 7) for i in range(2)] == first
     (a, b), c = first, reply("three", 0, 8)
-    tensors = [*(Message.from_bytes(each).tensors for each in (a, b, c, reply("four", 0, None)))]
-    values = {tuple(each.tolist()) for found in tensors for each in found.values()}
-    assert len(values) == 4
+    unseeded = [reply(name, 0, None) for name in ("four", "five")]
+    tensors = [Message.from_bytes(each).tensors for each in (a, b, c, *unseeded)]
+    assert len({tuple(each.tolist()) for found in tensors for each in found.values()}) == 5
+
+
+@pytest.mark.parametrize("seed", [None, 7])
+def test_every_release_has_its_own_noise(protocol, log_cosh, tmp_path, seed):
+    """Records whose gradient is 0, so that nothing but the noise is sent."""
+
+    class Silent(log_cosh):
+        def gradients(self, point, records):
+            return torch.zeros(len(records), SIZE, dtype=torch.float64)
+
+    clients = [protocol.make(Silent(), tmp_path / name, seed=seed) for name in ("one", "other")]
+    replies = [client.answer(protocol.request(i)) for client in clients for i in range(3)]
+    sent = [value for reply in replies for value in Message.from_bytes(reply).tensors.values()]
+    assert len({tuple(value.tolist()) for value in sent}) == (6 if seed is None else 3)
 
 
 def test_rounds_that_are_over_are_not_made_again(protocol, log_cosh, tmp_path):

@@ -1,4 +1,4 @@
-"""A small plan, clients that can be made anew, and a server that is watched."""
+"""A small plan, clients that can be made again, and a server that is watched."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def start() -> torch.Tensor:
 
 
 def factory(log_cosh, folder, the_plan, noise=2.0, **changes):
-    """Makes client c anew, on the ledger that it had."""
+    """Makes client c again, on the ledger that it had."""
     privacy = {"max_grad_norm": 1.0, "noise_multiplier": noise, "target_epsilon": math.inf}
     privacy |= changes.pop("privacy", {})
 

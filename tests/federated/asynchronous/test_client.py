@@ -76,6 +76,17 @@ def test_a_process_for_every_message_is_one_client(small, log_cosh, tmp_path):
         torch.testing.assert_close(found.tensor("update"), expected.tensor("update"))
 
 
+def test_a_client_whose_latest_release_is_not_of_the_round_before_has_lost_the_model(
+    small, log_cosh, tmp_path
+):
+    """Its own model would lack what it did meanwhile, by another ledger."""
+    client = small.factory(log_cosh, tmp_path, small.plan(lag=4))(0)
+    assert small.drive(client, 0, 0).kind == "lost"
+    assert small.drive(client, 0, 0, small.start()).kind == "update"
+    assert small.drive(client, 2, 0).kind == "lost"
+    assert [small.drive(client, i, 0).kind for i in (1, 2)] == ["update", "update"]
+
+
 def test_asked_again_the_same_bytes_come_also_from_a_new_process(small, log_cosh, tmp_path):
     make = small.factory(log_cosh, tmp_path, small.plan(lag=2))
     facts = {"run": "trial", "round": 0, "counter": 0}

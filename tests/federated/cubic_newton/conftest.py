@@ -114,7 +114,7 @@ class Federation:
         return ReleaseLedger(self.folder, f"client {client}")
 
     def client(self, client: int, records: Any = None) -> CubicNewtonClient:
-        """Made anew, on the ledger that it had."""
+        """Made again, on the ledger that it had."""
         seed = None if self.seed is None else self.seed + client
         return CubicNewtonClient(
             *(records or Logistic(client), self.plan, self.ledger(client)),

@@ -208,7 +208,7 @@ def test_one_run_name_goes_with_every_message_and_another_run_has_another(run, t
 
 
 def test_never_two_messages_are_in_flight_to_a_node(client, tmp_path):
-    """The grid refuses a second one; a server that ignores what is under way shows it."""
+    """The grid refuses a second one; a server that ignores what is in flight shows it."""
     grid = LoopbackGrid(client, 2, Faults(late=1.0), {})
     node = next(iter(grid.get_node_ids()))
     content = RecordDict({"facts": ConfigRecord({})})

@@ -96,7 +96,7 @@ client.query()(lambda message, context: honest(message, context))
 
 @client.train()
 def answer(message: Message, context: Context) -> Message:
-    """Honestly; the client that is hostile sends four replies of its own first."""
+    """Honestly; the client that is hostile sends four replies that make no sense first."""
     reply = honest(message, context)
     if context.node_config["partition-id"] != context.run_config.get("hostile", -1):
         return reply
