@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
 import os
+import pkgutil
 import shutil
 import subprocess
 import sys
@@ -11,6 +14,8 @@ import zipfile
 from pathlib import Path
 
 import pytest
+
+import lightning_dp
 
 PARTS = (".ci", "benchmarks", "callbacks", "docs", "examples", "lightning_dp", "tests")
 MADE = ("__pycache__", "venv", "*.egg-info", "*.pyc", "lightning_logs", "privacy", "_build")
@@ -137,3 +142,15 @@ def test_the_running_installation_has_one_class_of_the_callback_outside_the_chec
     for path in (*root.glob("callbacks/*.py"), *root.glob("lightning_dp/**/*.py")):
         text = path.read_text("utf-8")
         assert "import callbacks" not in text and "from callbacks" not in text, path
+
+
+def test_every_name_that_a_module_exports_is_there_once():
+    has_flower = importlib.util.find_spec("flwr") is not None  # it needs Python 3.11
+    of_flower = ("lightning_dp.federated.flower", "lightning_dp.testing")
+    for found in pkgutil.walk_packages(lightning_dp.__path__, "lightning_dp."):
+        if found.name.startswith(of_flower) and not has_flower:
+            continue
+        module = importlib.import_module(found.name)
+        names = getattr(module, "__all__", [])
+        assert sorted(names) == sorted(set(names)), found.name
+        assert [name for name in names if not hasattr(module, name)] == [], found.name
