@@ -15,7 +15,7 @@ import types
 from collections.abc import Callable, Mapping, Sequence, Set
 from typing import Any, SupportsFloat, TypeAlias, cast
 
-__all__ = ["Data", "check_same", "described"]
+__all__ = ["Data", "check_same", "described", "refuse_unknown"]
 
 Data: TypeAlias = Any  # None, bool, int, float, str, and lists and dicts of them
 
@@ -110,7 +110,7 @@ def check_same(
     Raises:
         ValueError: naming the argument, with both values; or a field that nobody here knows.
     """
-    _refuse_unknown("its configuration", before, set(now))
+    refuse_unknown("its configuration", before, set(now))
     for name, value in now.items():
         was = before[name] if name in before else described(default(name))
         if not _is_same(was, value):
@@ -127,7 +127,7 @@ def _is_same(was: Data, value: object) -> bool:
         if not isinstance(was, dict) or was.get(_CLASS) != type(value).__qualname__:
             return False
         fields = _fields(value)
-        _refuse_unknown(type(value).__qualname__, was, {_CLASS, *(f.name for f in fields)})
+        refuse_unknown(type(value).__qualname__, was, {_CLASS, *(f.name for f in fields)})
         return all(
             _is_same(was[f.name] if f.name in was else described(_default(f)), _get(value, f))
             for f in fields
@@ -160,7 +160,12 @@ def _is_equal(was: Data, now: Data) -> bool:
     return bool(was == now)
 
 
-def _refuse_unknown(of: str, was: Mapping[str, Data], known: set[str]) -> None:
+def refuse_unknown(of: str, was: Mapping[str, Data], known: Set[str]) -> None:
+    """Refuse a field of a checkpoint that nobody here knows: it may change what was spent.
+
+    Raises:
+        ValueError: naming the field and the version that can read it.
+    """
     if unknown := sorted(set(was) - known):
         raise ValueError(
             f"The checkpoint has {unknown[0]}={_text(was[unknown[0]])} in {of}, which this version "

@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
+from lightning_dp._described import refuse_unknown
 from lightning_dp._noise import NoiseSource
 from lightning_dp._world import World
 from lightning_dp.accounting.events import AbstractEvent, History, PoissonRound, event_from_dict
@@ -310,6 +311,7 @@ class Mechanism:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from a state of :meth:`state_dict`."""
+        refuse_unknown("its mechanism", state, self.state_dict().keys())
         told = state["estimator"]
         if told is not None:
             self._driver = Driver(self.plan.estimator, told, int(state["step"]))

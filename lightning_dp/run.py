@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import secrets
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_dp._described import check_same
+from lightning_dp._described import check_same, refuse_unknown
 from lightning_dp._files import local_folder
 from lightning_dp._noise import NoiseSource
 from lightning_dp._world import World
@@ -377,6 +377,8 @@ class PrivateRun:
                 f"The checkpoint's privacy record has version {state['version']}; this is {_VERSION}. "
                 "Resume it with the version of lightning_dp that wrote it."
             )
+        refuse_unknown("its privacy record", state, {*self.state_dict(), "report"})
+        refuse_unknown("its batches", state["batches"] or {}, {f.name for f in fields(BatchPlan)})
         self.config.check_same(state["config"])
         scale, given = state["noise_scale"], self.config.noise_multiplier
         if scale is not None and given is not None:

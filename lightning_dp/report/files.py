@@ -15,12 +15,13 @@ import torch
 
 from lightning_dp._files import FILE_MODE, replaced
 from lightning_dp.accounting.base import Relation, check_delta, check_relation
-from lightning_dp.accounting.charges import Charges
+from lightning_dp.accounting.charges import Charges, JournalError
 from lightning_dp.accounting.journal import (
     is_journal_name,
     is_ledger_id,
     read_journal,
 )
+from lightning_dp.accounting.ledger import read_state
 from lightning_dp.accounting.release_file import (
     check_nothing_is_missing,
     progress_of_all,
@@ -195,16 +196,20 @@ def _load(path: Path) -> dict[str, Any]:
 
 
 def _checkpoint(path: Path, record: dict[str, Any]) -> Document:
-    ledger, mechanism = record["ledger"], record["mechanism"]
+    mechanism = record["mechanism"]
+    try:
+        ledger_id, journal, events = read_state(record["ledger"])
+    except JournalError as error:
+        raise ValueError(f"{path}: {error}") from None
     unasked = 0 if mechanism is None else sum(count for _, count in mechanism["unasked"])
     relation: Relation = record["config"]["relation"]
     check_relation(relation)
     return Document(
         path=path,
         kind="checkpoint",
-        ledger_id=str(ledger["id"]),
-        journal=_journal(path, ledger["journal"]),
-        events=Charges.from_dict(ledger["runs"]),
+        ledger_id=ledger_id,
+        journal=journal,
+        events=events,
         delta=check_delta(record["config"]["target_delta"]),
         relation=relation,
         seeded=bool(record["seeded"]),
