@@ -9,6 +9,10 @@ window are relative to delta itself and not to 1. (The tilt is the saddle point 
 arXiv 2208.09595v1; here the sum is exact and all errors are added.)
 
 Several lengths of one run share the transforms: their products differ in the counts only.
+
+The parts, from the outside in: the composition on a grid (:class:`ComposedLengths`), what is read
+from it (:class:`Composed`), the product of characteristic functions
+(:class:`CharacteristicProduct`), and the exponential moments with Chernoff's bounds, K(t).
 """
 
 from __future__ import annotations
@@ -25,10 +29,34 @@ from lightning_dp.accounting._grouping import Cell, Mixture
 from lightning_dp.accounting._pmf import LossPmf
 from lightning_dp.accounting.steps import FloatArray
 
+__all__ = [
+    "Composed",
+    "ComposedLengths",
+    "CountsOf",
+    "Grid",
+    "MomentTable",
+    "compose",
+    "log_largest_weight",
+    "mixture_bound",
+    "sum_of_logs",
+    "useful_tilts",
+    "window",
+]
+
+ComplexArray = NDArray[np.complex128]
+IntArray = NDArray[np.intp]
 CountsOf = Callable[[Cell], FloatArray]  # a row for each length, growing; a column for each member
+_Polynomial = dict[tuple[int, int], ComplexArray]  # by the powers of (du, dv)
+
 _MOST_OUTSIDE = 1e-6  # of the tilted mass; more is worth a wider window
 _MOST_POINTS = 2**23
 _NEGLIGIBLE = -46.0  # log of 1e-20: of the modulus of a frequency that is left out
+_UNIT = 2.0**-52  # the rounding of one operation, relative
+_MAX_ORDER = 6  # of the series of a logarithm
+_TRUNCATION = 1e-10  # of that series, over all steps
+_FEW = 64  # members of a cell for which the series does not pay
+_TINY = 1e-300
+_BLOCK = 256  # grid points that share their powers
 
 
 @dataclass(frozen=True)
@@ -250,16 +278,6 @@ class Composed:
         return above, weighted, error
 
 
-ComplexArray = NDArray[np.complex128]
-IntArray = NDArray[np.intp]
-_Polynomial = dict[tuple[int, int], ComplexArray]
-_UNIT = 2.0**-52
-_MAX_ORDER = 6
-_TRUNCATION = 1e-10
-_FEW = 64  # members of a cell for which the series does not pay
-_TINY = 1e-300
-
-
 class CharacteristicProduct:
     """Running products of characteristic functions: a row for each frequency, a column for each length.
 
@@ -437,9 +455,6 @@ def _times(left: _Polynomial, right: _Polynomial) -> _Polynomial:
             known = product.get((i + k, j + m))
             product[i + k, j + m] = term if known is None else known + term
     return product
-
-
-_BLOCK = 256
 
 
 def log_largest_weight(tilt: FloatArray | float) -> FloatArray:

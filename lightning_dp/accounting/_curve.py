@@ -22,6 +22,8 @@ from lightning_dp.accounting.events import AbstractEvent, History
 from lightning_dp.accounting.gdp import gdp_epsilon
 from lightning_dp.accounting.steps import EventPlan, FloatArray, Steps, merge, pairs_of
 
+__all__ = ["Run", "Together"]
+
 _MAX_POINTS = 2e7  # of the transforms of a group
 _MAX_TOGETHER = 64  # lengths that share a grid
 _MAX_RATIO = 4.0  # of the longest to the shortest of them

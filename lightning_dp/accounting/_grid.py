@@ -30,6 +30,8 @@ from lightning_dp.accounting._grouping import Mixture, as_mixture, rounded
 from lightning_dp.accounting._pmf import LossPmf, cached_discretise, discretise, support
 from lightning_dp.accounting.steps import FloatArray, Steps
 
+__all__ = ["GridSearch", "Target", "merge_full_batch", "plan_grid", "pmf_maker"]
+
 _POSITIVE = np.geomspace(1e-3, 1e7, 45)  # tilts
 _COARSE = np.concatenate((-_POSITIVE[::-3], [0.0], _POSITIVE[::3]))
 _NEAR = np.geomspace(0.3, 8.0, 18)

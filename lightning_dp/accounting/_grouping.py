@@ -16,6 +16,10 @@ Let D(epsilon; mu, q) be the profile of one subsampled Gaussian, mu = 1/z. At ev
 So a step inside a rectangle of the (TV, q) plane is dominated by the mixture of the rectangle's
 corners with bilinear weights. The error is of second order in the size of the rectangle, whereas
 rounding z down and q up would cost the first order.
+
+Two cruder readings stand here for estimates: :func:`coarse` rounds events down (never cheaper, at
+most 2 % less noise), and :func:`few_alike` keeps the sums of all smooth functions of the noise (no
+bound at all).
 """
 
 from __future__ import annotations
@@ -39,14 +43,22 @@ from lightning_dp.accounting.events import (
 )
 from lightning_dp.accounting.steps import FloatArray, Steps, merge_arrays
 
-__all__ = ["coarse", "coarse_pairs", "few_alike"]
+__all__ = ["Cell", "Mixture", "as_mixture", "coarse", "coarse_pairs", "few_alike", "rounded"]
 
+IntArray = NDArray[np.intp]
 
 _ROUND_UP = 1e-11  # of a weight, for its rounding
 _MOST_CELLS = 4096
 _FEW_RATES = 4  # so few are kept apart
 _UNIT = 2.0**-52
-IntArray = NDArray[np.intp]
+
+_FEW_EVENTS = 50  # so few are not rounded
+_RATIO = math.log(1.02)  # of noise multipliers that count as one
+
+_NODES = 12  # of a quadrature, for each rate
+_ALL_NODES = 24  # of all rates together
+_MOST_RATES = 4
+_TINY = 1e-12
 
 
 @dataclass(frozen=True)
@@ -234,10 +246,6 @@ def _cells(
     return Mixture(nodes, cells)
 
 
-_FEW_EVENTS = 50
-_RATIO = math.log(1.02)
-
-
 def coarse(history: History) -> History:
     """Return events of which the given ones are at most as costly; the same ones if they are few.
 
@@ -276,12 +284,6 @@ def _rounded_down(steps: Counter[tuple[float, float]]) -> History:
     return [(sampled_gaussian(least, rate), total) for (_, rate), (least, total) in counts.items()]
 
 
-_NODES = 12
-_ALL_NODES = 24  # of all rates together
-_MOST_RATES = 4
-_TINY = 1e-12
-
-
 def few_alike(steps: Steps) -> Steps:
     """Return few steps with the sum of every smooth function of the noise; all, of many rates.
 
@@ -317,16 +319,16 @@ def _gauss(x: FloatArray, weights: FloatArray, most: int) -> tuple[FloatArray, F
     place = (x - middle) / reach
     vectors = [np.sqrt(weights / total)]
     diagonal: list[float] = []
-    beside: list[float] = []
+    off_diagonal: list[float] = []
     for _ in range(most):
         new = place * vectors[-1]
         diagonal.append(float(new @ vectors[-1]))
         for _ in range(2):  # once more, for rounding
             for vector in vectors:
                 new = new - (new @ vector) * vector
-        beside.append(float(np.linalg.norm(new)))
-        if beside[-1] < _TINY:
+        off_diagonal.append(float(np.linalg.norm(new)))
+        if off_diagonal[-1] < _TINY:
             break
-        vectors.append(new / beside[-1])
-    nodes, basis = eigh_tridiagonal(np.array(diagonal), np.array(beside[: len(diagonal) - 1]))
+        vectors.append(new / off_diagonal[-1])
+    nodes, basis = eigh_tridiagonal(np.array(diagonal), np.array(off_diagonal[: len(diagonal) - 1]))
     return middle + reach * nodes, total * basis[0] ** 2

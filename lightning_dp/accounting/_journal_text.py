@@ -15,7 +15,6 @@ from lightning_dp.accounting.events import AbstractEvent, event_from_dict
 
 __all__ = ["Written", "charge_line", "header_line", "read_text", "weights_line"]
 
-
 _FORMAT = "lightning-dp-journal-2"
 _FORMATS = ("lightning-dp-journal-1", _FORMAT)  # the first one has charges only
 _WEIGHTS = "weights"

@@ -20,6 +20,16 @@ from scipy.special import erfcx, ndtr, ndtri_exp
 from lightning_dp.accounting.gdp import gaussian_profile
 from lightning_dp.accounting.steps import FloatArray
 
+__all__ = [
+    "LossPmf",
+    "backward_profile",
+    "cached_discretise",
+    "discretise",
+    "forward_profile",
+    "replacement_profile",
+    "support",
+]
+
 _UNIT = 2.0**-52
 
 
@@ -168,8 +178,8 @@ def discretise(
     delta, error = profile(grid, z, q, relation)
     other_grid = np.arange(max(1, math.ceil(min(other_reach, limit) / h)) + 1, dtype=float) * h
     other_delta, other_error = other(other_grid, z, q, relation)
-    # Straight lines between points of a convex function lie above it, and a constant after the
-    # last point does, too: the profile of the pmf is nowhere below the true one.
+    # Straight lines between points of a convex function lie above it, and so does a constant
+    # after the last point, since it falls: the profile of the pmf is nowhere below the true one.
     high = _second_differences(delta, error, h)
     low = _second_differences(other_delta, other_error, h)
     # At loss 0: the slope on the right minus the slope on the left, where the left part of the

@@ -19,7 +19,6 @@ from lightning_dp.accounting.steps import Steps, joined
 
 __all__ = ["Goal", "solve"]
 
-
 _RTOL = 4e-3
 _SPACING = 0.2
 _EXACT = 32

@@ -30,8 +30,8 @@ __all__ = [
     "check_relation",
 ]
 
-
 Relation = Literal["add_remove", "replace_one"]
+_MOST = 16  # answers of a cache
 
 
 class AbstractAccountant(ABC):
@@ -139,9 +139,6 @@ def check_relation(relation: str) -> float:
     if relation == "replace_one":
         return 2.0
     raise ValueError(f"relation must be 'add_remove' or 'replace_one', got {relation!r}.")
-
-
-_MOST = 16  # answers of a cache
 
 
 class CachedAccountant(AbstractAccountant):

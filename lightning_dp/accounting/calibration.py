@@ -1,5 +1,7 @@
 """From a budget to the noise: the smallest scale of a shape, the largest number of steps."""
 
+from __future__ import annotations
+
 import math
 from collections.abc import Callable, Sequence
 from functools import cache
@@ -29,6 +31,8 @@ from lightning_dp.accounting.steps import (
     Steps,
     merge_arrays,
 )
+
+__all__ = ["affordable_steps", "calibrate", "calibrate_history"]
 
 _TOLERANCE = 1e-3
 _LARGEST_SCALE = 1e6

@@ -1,5 +1,7 @@
 """Exact formulas for Gaussian mechanisms without subsampling (mu-GDP)."""
 
+from __future__ import annotations
+
 import math
 
 import numpy as np
@@ -9,6 +11,8 @@ from scipy.special import erfcx, ndtr
 from lightning_dp._validate import between, number, positive
 from lightning_dp.accounting.base import check_delta, check_epsilon, check_relation
 from lightning_dp.accounting.steps import FloatArray, Steps
+
+__all__ = ["gaussian_profile", "gdp_delta", "gdp_epsilon", "mu_of", "mu_of_budget"]
 
 _SQRT_HALF_PI = math.sqrt(math.pi / 2)
 

@@ -34,7 +34,6 @@ __all__ = [
     "read_written",
 ]
 
-
 _LINES_AT_ONCE = 4096
 
 

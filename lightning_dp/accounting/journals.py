@@ -26,6 +26,11 @@ from lightning_dp.accounting.ledger import Ledger, read_state
 
 __all__ = ["Neighbours", "neighbours", "recover_journal", "sweep_history", "union"]
 
+_READ = 4_000_000  # bytes that are read record by record: a fifth of a second
+_LOOKED_AT = 400_000_000  # bytes in which weights are looked for
+_WEIGHTS = re.compile(rb'\n\[null,"weights",\[([^\]]*)\]')
+_MOST = 10_000_000  # lines
+
 
 def sweep_history(paths: str | Path | Iterable[str | Path]) -> list[tuple[AbstractEvent, int]]:
     """All that was asked of one data set by several trainings, each run counted once.
@@ -95,11 +100,6 @@ def _add(union: Ledger, file: Path) -> None:
     if state is None:
         raise ValueError(f"{file} is not a checkpoint of a private run.")
     union.restore(state, file.parent)
-
-
-_READ = 4_000_000  # bytes that are read record by record: a fifth of a second
-_LOOKED_AT = 400_000_000  # bytes in which weights are looked for
-_WEIGHTS = re.compile(rb'\n\[null,"weights",\[([^\]]*)\]')
 
 
 @dataclass
@@ -193,9 +193,6 @@ def _journals(folder: Path) -> Iterator[tuple[Path, int]]:
 def _weights_in(content: bytes) -> Iterator[str]:
     for match in _WEIGHTS.finditer(content):
         yield from match[1].decode("ascii", "replace").replace('"', "").split(",")
-
-
-_MOST = 10_000_000  # lines
 
 
 def recover_journal(

@@ -20,15 +20,25 @@ from lightning_dp.accounting.events import History, RepeatAndSelect
 from lightning_dp.accounting.search import success_rate
 from lightning_dp.accounting.steps import CheckedHistory, FloatArray, Steps, joined, merge
 
-__all__ = ["renyi_divergence", "total_divergence"]
+__all__ = [
+    "RenyiCurve",
+    "StreamingRDPAccountant",
+    "best_order",
+    "renyi_divergence",
+    "total_divergence",
+]
 
+_Divergence = Callable[[FloatArray], FloatArray]
+_Converter = Callable[[FloatArray, FloatArray], FloatArray]
 
 _LARGEST_ORDER = 2.0**16
 _RATIO = 1.2  # of a - 1 from an order to the next; what is between is looked at near the best one
 _ALWAYS = 64.0  # orders up to here are always looked at
-_AT_ONCE = 8
-_Divergence = Callable[[FloatArray], FloatArray]
-_Converter = Callable[[FloatArray, FloatArray], FloatArray]
+_AT_ONCE = 8  # orders
+
+_CHUNK = 2_000_000  # entries of an array
+_EXACT = 256  # so few distinct steps are summed one by one
+_SPACING = 0.02  # relative distance of the noise multipliers between which is interpolated
 
 
 @dataclass(frozen=True)
@@ -142,7 +152,7 @@ class RenyiCurve:
         total = total_divergence(self.steps, self.relation, orders)
         for event, run, count in self.searches:
             bound = _poisson_search if event.shape == math.inf else _negative_binomial_search
-            # Renyi divergences grow with the order, so a bound holds for smaller orders, too.
+            # Renyi divergences grow with the order, so a bound also holds for smaller orders.
             values = bound(event, run, orders)
             total = total + count * np.minimum.accumulate(values[::-1])[::-1]
         return total
@@ -250,11 +260,6 @@ def _rounded(orders: FloatArray) -> FloatArray:
 
 
 _TABLE = _rounded(1 + 0.02 * _RATIO ** np.arange(math.log(_LARGEST_ORDER / 0.02, _RATIO)))
-
-
-_CHUNK = 2_000_000
-_EXACT = 256  # so few distinct steps are summed one by one
-_SPACING = 0.02  # relative distance of the noise multipliers between which is interpolated
 
 
 def renyi_divergence(

@@ -32,7 +32,6 @@ __all__ = [
     "write_release_file",
 ]
 
-
 _FORMAT = "lightning-dp-releases-1"
 _LONGEST_HEADER = 1 << 20
 _LONGEST_NAME = 1000

@@ -12,7 +12,6 @@ from lightning_dp._validate import number
 
 __all__ = ["check_distribution", "draw_number_of_runs", "success_rate"]
 
-
 _LEAST_LOG_RATE = -700.0
 
 

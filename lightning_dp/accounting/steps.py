@@ -31,8 +31,8 @@ __all__ = [
     "joined",
     "merge",
     "merge_arrays",
+    "pairs_of",
 ]
-
 
 FloatArray: TypeAlias = NDArray[np.float64]
 
