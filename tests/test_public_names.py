@@ -110,6 +110,13 @@ def test_importing_the_package_loads_neither_torch_nor_lightning():
     assert not loaded & {"torch", "lightning", "pytorch_lightning", "opacus", "flwr", "numpy"}
 
 
+def test_epsilon_is_computed_without_torch():
+    code = "from lightning_dp.accounting import *; epsilon(PoissonGaussian(1.0, 0.01), 1e-5)"
+    loaded = loaded_by(code)
+    assert "scipy" in loaded
+    assert not loaded & {"torch", "lightning", "opacus"}
+
+
 def test_a_name_of_the_root_loads_what_it_needs_only():
     loaded = loaded_by("from lightning_dp import Diff2, Exponential, FullBatch, Momentum")
     assert "torch" in loaded
