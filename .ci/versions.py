@@ -5,7 +5,7 @@
     python .ci/versions.py --dry-run                           # only say which
     python .ci/versions.py -- tests/strategies -x                 # what follows -- goes to pytest
 
-Each pair gets a virtual environment of its own, made from the project's files alone and removed
+Each pair gets a fresh virtual environment, made from the project's files alone and removed
 after use. The newest Lightning meets both torches, the newest torch both Lightnings. PyPI's torch
 takes some 5 GB of disk with its CUDA libraries; PIP_INDEX_URL and PIP_FIND_LINKS say where a CPU
 build is. Ends with a table; the exit status is the number of pairs that failed.
