@@ -17,8 +17,7 @@ from lightning_dp.accounting.guards import AbstractGuard, FixedGuard, GDPGuard, 
 from lightning_dp.accounting.steps import AbstractPairPlan, FloatArray, PlannedSteps
 from lightning_dp.boundary import State
 from lightning_dp.config import PrivacyConfig
-from lightning_dp.estimators.base import AbstractEstimator, Traits
-from lightning_dp.estimators.mean_gradient import MeanGradient
+from lightning_dp.estimators.base import AbstractEstimator, MeanGradient, Traits
 from lightning_dp.sampling import AbstractSampling, BatchPlan, Poisson
 from lightning_dp.schedules import AbstractSchedule
 

@@ -14,21 +14,18 @@ __all__ = [
     "CubicNewton",
     "Diff2",
     "MeanGradient",
-    "State",
     "Storm",
     "Traits",
     "share_of_noise",
 ]
 
 if TYPE_CHECKING:
-    from lightning_dp.boundary import State
-    from lightning_dp.estimators.base import AbstractEstimator, Traits, share_of_noise
+    from lightning_dp.estimators.base import AbstractEstimator, MeanGradient, Traits, share_of_noise
     from lightning_dp.estimators.cubic_newton import CubicNewton
     from lightning_dp.estimators.diff2 import Diff2
-    from lightning_dp.estimators.mean_gradient import MeanGradient
     from lightning_dp.estimators.storm import Storm
 else:
-    __getattr__ = names_from(__name__, "base", "mean_gradient", "diff2", "storm", "cubic_newton")
+    __getattr__ = names_from(__name__, "base", "diff2", "storm", "cubic_newton")
 
 
 def __dir__() -> list[str]:

@@ -1,4 +1,7 @@
-"""Estimators ask the data a question, and turn the noised answer into a gradient estimate."""
+"""Estimators ask the data a question, and turn the noised answer into a gradient estimate.
+
+The base of all, DP-SGD's own, and what several of them share.
+"""
 
 from __future__ import annotations
 
@@ -7,13 +10,15 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_dp._validate import between, flag, normalise, whole
-from lightning_dp.boundary import Query, Release, State
+from lightning_dp._validate import above_0, between, flag, normalise, whole
+from lightning_dp.boundary import Query, Release, State, Term
+from lightning_dp.functional import flatten
 
-__all__ = ["AbstractEstimator", "Traits", "share_of_noise"]
+__all__ = ["AbstractEstimator", "MeanGradient", "Traits", "distance", "share_of_noise"]
 
 
 def _always_1(step: int) -> float:
@@ -131,6 +136,52 @@ class AbstractEstimator(ABC):
         """
 
 
+@dataclass(frozen=True)
+class MeanGradient(AbstractEstimator):
+    r"""(Σ_i clip_C(g_i(x_t)) + N(0, z²C² I)) / B, B the expected batch size.
+
+    The gradient estimate of DP-SGD (Abadi et al. 2016, arXiv:1607.00133, Algorithm 1), with the
+    expected instead of the realised batch size.
+
+    Args:
+        max_grad_norm: C > 0, the clip norm of one record's gradient. Infinite only together with
+            ``noise_multiplier=0``.
+
+    Raises:
+        ValueError: if ``max_grad_norm`` is not greater than 0.
+
+    Example:
+        >>> query = MeanGradient(max_grad_norm=0.5).ask({}, [], step=0, noise_multiplier=1.0)
+        >>> query.clip_norm, query.noise_multiplier
+        (0.5, 1.0)
+    """
+
+    max_grad_norm: float = 1.0
+
+    def __post_init__(self) -> None:
+        normalise(self, above_0, "max_grad_norm")
+
+    @property
+    def traits(self) -> Traits:
+        return Traits(longest_silence=0, clip_norms=(self.max_grad_norm,))
+
+    def init(self, params: Sequence[Tensor]) -> State:
+        return {}
+
+    def ask(
+        self, state: State, params: Sequence[Tensor], step: int, noise_multiplier: float
+    ) -> Query:
+        return Query((Term(),), self.max_grad_norm, noise_multiplier)
+
+    def recall(self, query: Query, step: int, part: int) -> State:
+        return {}
+
+    def tell(
+        self, state: State, params: Sequence[Tensor], step: int, released: Release
+    ) -> tuple[Tensor, State]:
+        return released.value, state
+
+
 def share_of_noise(noise_multiplier: float, queries: int) -> float:
     """Return z_s of each of n like queries on one batch that together are one with multiplier z.
 
@@ -142,3 +193,20 @@ def share_of_noise(noise_multiplier: float, queries: int) -> float:
         3.0
     """
     return noise_multiplier * math.sqrt(queries) * (1.0 + 1e-14 * (queries > 1))
+
+
+def distance(params: Sequence[Tensor], point: Tensor) -> float:
+    """‖x - point‖, x the parameters as one flat vector.
+
+    Raises:
+        RuntimeError: if it is not finite: no difference of gradients could be bounded by it.
+    """
+    step = flatten(params) - point
+    norm = float(torch.linalg.vector_norm(step, dtype=torch.float64))
+    if not math.isfinite(norm):
+        raise RuntimeError(
+            "The parameters are no longer finite, so a difference of gradients has no bound: "
+            "training has diverged. Lower the learning rate, diff_norm, or restart_every "
+            "(Diff2.recommend() proposes values)."
+        )
+    return norm

@@ -15,8 +15,7 @@ from lightning_dp._warnings import warn
 from lightning_dp.accounting.base import Relation
 from lightning_dp.accounting.calibration import calibrate
 from lightning_dp.boundary import Query, Release, State, Term
-from lightning_dp.estimators.base import AbstractEstimator, Traits
-from lightning_dp.estimators.points import distance
+from lightning_dp.estimators.base import AbstractEstimator, Traits, distance
 from lightning_dp.functional import flatten
 
 __all__ = ["Diff2", "Recommendation"]

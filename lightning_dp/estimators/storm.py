@@ -9,8 +9,7 @@ from torch import Tensor
 
 from lightning_dp._validate import between, normalise, positive
 from lightning_dp.boundary import Query, Release, State, Term
-from lightning_dp.estimators.base import AbstractEstimator, Traits
-from lightning_dp.estimators.points import distance
+from lightning_dp.estimators.base import AbstractEstimator, Traits, distance
 from lightning_dp.functional import flatten
 
 __all__ = ["Storm"]

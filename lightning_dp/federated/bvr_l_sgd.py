@@ -9,8 +9,8 @@ from torch import Tensor
 from lightning_dp._validate import between, normalise, not_negative, positive, whole
 from lightning_dp.accounting.events import AbstractEvent, History
 from lightning_dp.boundary import Query, Release, State, Term
+from lightning_dp.estimators.base import distance
 from lightning_dp.estimators.diff2 import Diff2
-from lightning_dp.estimators.points import distance
 from lightning_dp.sampling import Poisson
 
 __all__ = ["BVRLSGD"]
