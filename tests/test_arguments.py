@@ -80,7 +80,6 @@ from lightning_dp.schedules import (
     DynamicGD,
     DynamicMomentum,
     Exponential,
-    FromInfluence,
     Polynomial,
     StepDecay,
 )
@@ -439,27 +438,6 @@ def test_equal_numbers_of_other_libraries_are_taken(door):
         return np.int64(value) if isinstance(value, int) else np.float64(value)
 
     door.call(**door.others, **{name: other(name, value) for name, value in door.good.items()})
-
-
-@pytest.mark.parametrize(
-    ("left", "right"),
-    [
-        (MeanGradient(1), MeanGradient(np.float64(1.0))),
-        (Diff2(3, split=2), Diff2(np.int64(3), split=2.0)),
-        (Diff2(3.0), Diff2(3)),
-        (Storm(np.float32(0.5), 2), Storm(0.5, 2.0)),
-        (Exponential(1), Exponential(np.float64(1))),
-        (Cosine(10.0, 1), Cosine(np.int64(10), 1.0)),
-        (StepDecay(np.int32(2), 1), StepDecay(2.0, 1.0)),
-        (FromInfluence((1, np.float64(2))), FromInfluence((1.0, 2.0))),
-        (Momentum(0), Momentum(0.0)),
-        (LaplacianSmoothing(1), LaplacianSmoothing(np.float64(1.0))),
-        (CubicNewton(1, 1, 5.0), CubicNewton(1.0, np.float64(1), np.int64(5))),
-    ],
-)
-def test_equal_configurations_are_written_alike(left, right):
-    assert left == right
-    assert repr(left) == repr(right)
 
 
 # -- the table is complete -----------------------------------------------------------------------

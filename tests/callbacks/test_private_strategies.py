@@ -1,24 +1,37 @@
-"""Privacy by a strategy instead of a callback; never by both."""
+"""Privacy by a strategy, with or without a callback."""
 
 from __future__ import annotations
 
-import pytest
+from pathlib import Path
+
+from lightning.pytorch.loggers import CSVLogger
 
 from lightning_dp import PrivacyConfig
-from lightning_dp.callbacks import DifferentialPrivacy, PrivateSingleDeviceStrategy
+from lightning_dp.callbacks import PrivateSingleDeviceStrategy
+from lightning_dp.report.files import read_report
+from lightning_dp.report.of_run import report
 
 DELTA = 1e-5
 
 
-def test_the_strategy_door(classifier, mlp, loader, make_trainer):
+def test_the_strategy_door_shows_and_writes_what_the_callback_does(
+    classifier, mlp, loader, make_trainer, tmp_path
+):
     config = PrivacyConfig(target_epsilon=2.0, target_delta=DELTA)
     strategy = PrivateSingleDeviceStrategy("cpu", privacy=config)
-    trainer = make_trainer(max_epochs=2, strategy=strategy)
+    logger = CSVLogger(tmp_path)
+    trainer = make_trainer(max_epochs=2, strategy=strategy, logger=logger, log_every_n_steps=20)
 
     trainer.fit(classifier(mlp()), loader)
 
-    assert trainer.global_step == strategy.private_run.steps == 20
-    assert 0.99 * 2.0 < strategy.private_run.epsilon <= 2.0
+    run = strategy.private_run
+    assert trainer.global_step == run.steps == 20
+    assert 0.99 * 2.0 < run.epsilon <= 2.0
+    assert "privacy/epsilon" in trainer.callback_metrics
+    assert trainer.progress_bar_metrics["privacy/epsilon"].endswith("/2")
+    assert "privacy/epsilon" in Path(logger.log_dir, "metrics.csv").read_text()
+    (path,) = Path(logger.log_dir).glob("privacy_report-*.json")
+    assert read_report(path) == report(run)
 
 
 def test_the_registered_strategy_with_the_callback(privacy, classifier, mlp, loader, make_trainer):
@@ -28,31 +41,3 @@ def test_the_registered_strategy_with_the_callback(privacy, classifier, mlp, loa
 
     assert type(trainer.strategy) is PrivateSingleDeviceStrategy
     assert trainer.global_step == privacy.steps == 10
-
-
-def test_the_registered_strategy_without_a_configuration_is_refused(
-    classifier, mlp, loader, make_trainer
-):
-    trainer = make_trainer(max_epochs=1, strategy="private_single_device")
-
-    with pytest.raises(ValueError, match=r"no privacy configuration.*PrivacyConfig"):
-        trainer.fit(classifier(mlp()), loader)
-
-
-def test_privacy_configured_twice_is_refused(privacy, classifier, mlp, loader, make_trainer):
-    config = PrivacyConfig(target_epsilon=2.0, target_delta=DELTA)
-    strategy = PrivateSingleDeviceStrategy("cpu", privacy=config)
-
-    with pytest.raises(ValueError, match="Privacy is configured twice"):
-        make_trainer(strategy=strategy, callbacks=[privacy]).fit(classifier(mlp()), loader)
-
-    assert privacy.steps == strategy.private_run.steps == 0
-
-
-def test_two_callbacks_are_refused(privacy, classifier, mlp, loader, make_trainer):
-    other = DifferentialPrivacy(noise_multiplier=1.0, target_delta=DELTA)
-
-    with pytest.raises((ValueError, RuntimeError)):  # Lightning refuses equal callbacks first
-        make_trainer(callbacks=[privacy, other]).fit(classifier(mlp()), loader)
-
-    assert privacy.steps == other.steps == 0

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from lightning_dp import AbstractSampling, CubicNewton, Diff2, FullBatch, PrivacyConfig
-from lightning_dp.accounting.events import AbstractEvent, Gaussian, VoidedRunError
+from lightning_dp.accounting.events import AbstractEvent, Gaussian
 from lightning_dp.accounting.journal import read_journal
 from lightning_dp.callbacks import DifferentialPrivacy, PrivateDDPStrategy
 from lightning_dp.sampling import BatchPlan
@@ -322,103 +322,19 @@ def resumed(folder: Path) -> dict[str, Any]:
     return results
 
 
-def lengths(folder: Path) -> dict[str, Any]:
-    """The ranks have data sets of different length."""
-    model = Model(rank())
-    try:
-        fit(model, records(60 + rank()), 3, {"noise_multiplier": 1.0}, folder, max_epochs=1)
-    finally:
-        torch.save(len(model.chunks), folder / f"chunks-{rank()}.pt")
-    return {}
+Scenario = Callable[[Path], dict[str, Any]]
 
 
-def no_journal(folder: Path) -> dict[str, Any]:
-    """The journal of a checkpoint is gone: only rank 0 looks for it."""
-    saving = ModelCheckpoint(folder, "{step}", save_top_k=-1, every_n_train_steps=1)
-    privacy = {"noise_multiplier": 1.0}
-    options = {"max_steps": 2}
-    fit(Model(rank()), records(60), 3, privacy, folder, saving, **options)
-    torch.distributed.barrier()
-    if rank() == 0:
-        for journal in (folder / "privacy").glob("*.journal"):
-            journal.unlink()
-    torch.distributed.barrier()
-    model = Model(rank())
-    try:
-        fit(model, records(60), 3, privacy, folder, ckpt_path=folder / "step=2.ckpt", max_steps=4)
-    finally:
-        torch.save(len(model.chunks), folder / f"chunks-{rank()}.pt")
-    return {}
-
-
-class Skips(Model):
-    """Rank 1 gives no loss at its third batch."""
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor | None:  # type: ignore[override]
-        loss = super().training_step(batch, batch_idx)
-        return None if self.global_step == 2 and rank() == 1 else loss
-
-
-class SkipsByHand(Model):
-    """Rank 1 does not step at its third batch, nor goes back."""
-
-    def __init__(self, rank: int) -> None:
-        super().__init__(rank)
-        self.automatic_optimization = False
-
-    def training_step(self, batch: Any, batch_idx: int) -> None:  # type: ignore[override]
-        loss = super().training_step(batch, batch_idx)
-        if self.global_step == 2 and rank() == 1:
-            return
-        self.manual_backward(loss)
-        self.optimizers().step()  # type: ignore[union-attr]
-
-
-def voided(folder: Path, kind: type[Model] = Skips) -> dict[str, Any]:
-    """What one rank's records show ends both; each says what it knows."""
-    privacy = DifferentialPrivacy(
-        target_delta=1e-5, noise_multiplier=1.0, isolation_probe=False, sampling=WholeSet()
-    )
-    saving = ModelCheckpoint(folder, "{step}", save_top_k=-1, save_on_exception=True)
-    model, error = kind(rank()), ""
-    try:
-        fit(model, records(60), 3, None, folder, saving, privacy, max_epochs=1)
-    except VoidedRunError as raised:
-        error = str(raised)
-    return {"error": error, "epsilon": privacy.epsilon, "steps": privacy.steps}
-
-
-def voided_apart(folder: Path) -> dict[str, Any]:
-    return voided(folder, SkipsByHand)
-
-
-SCENARIOS: dict[str, Callable[[Path], dict[str, Any]]] = {
-    function.__name__: function
-    for function in (
-        plain,
-        clipped,
-        diff2,
-        cubic,
-        noise,
-        sparse,
-        calibrated,
-        resumed,
-        lengths,
-        no_journal,
-        voided,
-        voided_apart,
-    )
-}
-
-
-def main() -> None:
+def main(*scenarios: Scenario) -> None:
+    """Run those that the command line names."""
     torch.set_num_threads(1)
+    by_name = {scenario.__name__: scenario for scenario in scenarios}
     folder = Path(sys.argv[1])
     for name in sys.argv[2:]:
         (folder / name).mkdir(exist_ok=True)
-        result = SCENARIOS[name](folder / name)
+        result = by_name[name](folder / name)
         torch.save(result, folder / f"{name}-{rank()}.pt")
 
 
 if __name__ == "__main__":
-    main()
+    main(plain, clipped, diff2, cubic, noise, sparse, calibrated, resumed)

@@ -15,7 +15,6 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-from lightning.fabric.utilities.exceptions import MisconfigurationException
 from scipy import stats
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -24,15 +23,13 @@ from lightning_dp import CubicNewton, FullBatch
 from lightning_dp.accounting import PLDAccountant
 from lightning_dp.accounting.events import PoissonGaussian
 from lightning_dp.callbacks import DifferentialPrivacy
-from lightning_dp.strategies.checks import (
-    check_strategy,
-)
 
 JOBS = Path(__file__).parent / "jobs.py"
+FAILING = Path(__file__).parent / "failing_jobs.py"
 Ranks = list[dict[str, Any]]
 
 
-def launch(folder: Path, *scenarios: str) -> subprocess.CompletedProcess[str]:
+def launch(folder: Path, *scenarios: str, jobs: Path = JOBS) -> subprocess.CompletedProcess[str]:
     """Run scenarios in one two-process job."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -40,7 +37,7 @@ def launch(folder: Path, *scenarios: str) -> subprocess.CompletedProcess[str]:
     distributed = {"LOCAL_RANK", "NODE_RANK", "WORLD_SIZE", "MASTER_ADDR", "RANK"}
     inherited = {name: value for name, value in os.environ.items() if name not in distributed}
     return subprocess.run(
-        [sys.executable, JOBS, folder, *scenarios],
+        [sys.executable, jobs, folder, *scenarios],
         env={**inherited, "MASTER_PORT": port, "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
@@ -366,7 +363,7 @@ def test_ledgers_of_both_ranks_hold_all_runs_of_the_journal(job: Path) -> None:
 def test_error_of_one_rank_ends_the_job_before_any_step(
     tmp_path: Path, scenario: str, message: str
 ) -> None:
-    done = launch(tmp_path, scenario)
+    done = launch(tmp_path, scenario, jobs=FAILING)
     assert done.returncode != 0
     assert message in done.stderr
     for rank in (0, 1):
@@ -382,7 +379,7 @@ def test_error_of_one_rank_ends_the_job_before_any_step(
 def test_what_one_rank_finds_in_its_records_ends_both_ranks(
     tmp_path: Path, scenario: str, message: str
 ) -> None:
-    done = launch(tmp_path, scenario)
+    done = launch(tmp_path, scenario, jobs=FAILING)
     assert done.returncode == 0, done.stderr[-5000:]
 
     for result in results(tmp_path, scenario):
@@ -392,12 +389,3 @@ def test_what_one_rank_finds_in_its_records_ends_both_ranks(
     (journal,) = tmp_path.rglob("*.journal")
     assert message in journal.read_text()
     assert not list(tmp_path.rglob("*.ckpt"))
-
-
-@pytest.mark.parametrize("name", ["ddp_spawn", "ddp_fork", "ddp_notebook"])
-def test_launchers_that_spawn_or_fork_are_refused(tmp_path: Path, name: str) -> None:
-    trainer = L.Trainer(
-        accelerator="cpu", devices=2, strategy=name, logger=False, default_root_dir=tmp_path
-    )
-    with pytest.raises(MisconfigurationException, match=r"spawn or fork.*Use strategy='ddp'"):
-        check_strategy(trainer.strategy)
