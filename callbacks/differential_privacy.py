@@ -19,8 +19,6 @@ from lightning_dp.postprocessing import AbstractPostProcessor
 from lightning_dp.run import PrivateRun
 from lightning_dp.sampling import AbstractSampling, Poisson
 from lightning_dp.schedules import AbstractSchedule, Constant
-from lightning_dp.strategies import install
-from lightning_dp.strategies.checks import check_launcher
 
 if TYPE_CHECKING:
     from lightning_dp.report import PrivacyReport
@@ -118,6 +116,8 @@ class DifferentialPrivacy(Callback):
         What users see of the run is the work of two callbacks that the strategy calls:
         :class:`PrivacyLogger` and :class:`PrivacyReportFiles`.
         """
+        from lightning_dp.strategies.install import install  # all that trains
+
         if stage == "fit":
             install(trainer, self._run, *self._visible)
 
@@ -125,6 +125,8 @@ class DifferentialPrivacy(Callback):
         self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
     ) -> None:
         """Refuse launchers that copy the process here as well: :meth:`setup` ran in the copies only."""
+        from lightning_dp.strategies.checks import check_launcher
+
         if trainer.state.fn == TrainerFn.FITTING and isinstance(exception, Exception):
             try:
                 check_launcher(trainer.strategy)

@@ -1,4 +1,4 @@
-"""The strategy door: strategies that train privately, by class and by registered name."""
+"""The strategy door: strategies that train privately."""
 
 from __future__ import annotations
 
@@ -8,14 +8,13 @@ import torch
 from lightning.pytorch.strategies import (
     DDPStrategy,
     SingleDeviceStrategy,
-    StrategyRegistry,
 )
 
 from lightning_dp.callbacks.privacy_logger import PrivacyLogger
 from lightning_dp.callbacks.privacy_report_files import PrivacyReportFiles
 from lightning_dp.config import PrivacyConfig
 from lightning_dp.run import PrivateRun
-from lightning_dp.strategies import DifferentialPrivacyStrategy
+from lightning_dp.strategies.strategy import DifferentialPrivacyStrategy
 
 __all__ = ["PrivateDDPStrategy", "PrivateSingleDeviceStrategy"]
 
@@ -68,12 +67,3 @@ class PrivateDDPStrategy(DifferentialPrivacyStrategy, DDPStrategy):
         super().__init__(process_group_backend=process_group_backend, timeout=timeout)
         if privacy is not None:
             self.use_privacy(PrivateRun(privacy), PrivacyLogger(), PrivacyReportFiles())
-
-
-for _strategy in (PrivateSingleDeviceStrategy, PrivateDDPStrategy):
-    if _strategy.strategy_name not in StrategyRegistry:
-        StrategyRegistry.register(
-            _strategy.strategy_name,
-            _strategy,
-            description="Private training, configured by the DifferentialPrivacy callback",
-        )

@@ -37,7 +37,8 @@ from lightning_dp.callbacks import PrivacyLogger
 from lightning_dp.config import PrivacyConfig
 from lightning_dp.gradients import AbstractGradientEngine
 from lightning_dp.run import PrivateRun
-from lightning_dp.strategies import DifferentialPrivacyStrategy, install
+from lightning_dp.strategies.install import install
+from lightning_dp.strategies.strategy import DifferentialPrivacyStrategy
 
 __all__ = ["AuditReport", "audit"]
 

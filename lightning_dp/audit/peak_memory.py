@@ -24,7 +24,7 @@ from lightning_dp.run import PrivateRun
 from lightning_dp.sampling import FullBatch
 from lightning_dp.sampling.schemes import factorisations, largest_chunk
 from lightning_dp.schedules import Constant
-from lightning_dp.strategies import install
+from lightning_dp.strategies.install import install
 
 __all__ = [
     "MemoryLine",

@@ -9,7 +9,8 @@ import torch
 from lightning_dp import PrivacyConfig
 from lightning_dp.callbacks import PrivacyLogger
 from lightning_dp.run import PrivateRun
-from lightning_dp.strategies import PrivacyCallback, install
+from lightning_dp.strategies.hooks import PrivacyCallback
+from lightning_dp.strategies.install import install
 
 
 class Hears(PrivacyCallback):
