@@ -169,7 +169,7 @@ def test_a_server_app_runs_on_it_with_the_run_config():
 
 @pytest.mark.parametrize("bad", [-0.1, 1.5, float("nan")])
 def test_faults_are_probabilities(bad):
-    with pytest.raises(ValueError, match=r"Faults\(lost=.*probability"):
+    with pytest.raises(ValueError, match=r"Faults\(lost=.*\) must be in \[0, 1\]"):
         Faults(lost=bad)
 
 
