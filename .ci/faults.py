@@ -24,11 +24,9 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 
 TESTS = [
-    "tests/core",
+    "tests/test_files.py",
     "tests/mechanism",
-    "tests/test_guards.py",
     "tests/sampling",
-    "tests/ledger",
     "tests/accounting",
     "tests/test_two_points.py",
     "tests/trainer/test_sensitivity.py",
@@ -54,12 +52,14 @@ FAULTS = (
     Fault("mean_over_half_the_batch", "Release(self.value / expected_batch_size", "* 2"),
     Fault("renyi_without_its_logarithm", "(log_delta + np.log(orders)", "* 2"),
     Fault("twice_the_rate_drawn", "rng.binomial(shard_size, sample_rate", "** 0.5"),
-    Fault("half_the_rate_charged", "subsampled(noise_multiplier, sample_rate", "/ 2", "schemes"),
+    Fault(
+        "half_the_rate_charged", "sampled_gaussian(noise_multiplier, sample_rate", "/ 2", "schemes"
+    ),
     Fault("clip_after_the_sum", "held = norms", "* 0 + norms.mean()"),
     Fault("noise_on_other_ranks_only", "if world.is_lead", "is False", "boundary"),
     Fault("non_finite_records_count", "torch.where(torch.isfinite(norms)", "| True"),
     Fault("noise_drawn_ahead_serves_twice", "ahead, self._ahead = self._ahead,", "self._ahead or"),
-    Fault("charge_in_memory_only", "self._journal.append(self._run, number, event)", "if 0 else 0"),
+    Fault("charge_in_memory_only", "self._charges.length(self._run), event)", "if 0 else 0"),
     Fault("weaker_queries_pass", "if not together >= least", "/ 2"),
 )
 

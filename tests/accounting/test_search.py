@@ -245,7 +245,7 @@ def test_calibration_refuses_what_no_noise_can_do():
     fixed = [(RepeatAndSelect(RUN, 10, 1), 1)]
     with pytest.raises(ValueError, match="no noise keeps history within epsilon=1 "):
         calibrate_history(lambda z: [*fixed, (Gaussian(z), 1)], 1.0, 1e-5, accountant=ACCOUNTANT)
-    with pytest.raises(ValueError, match="epsilon must be"):
+    with pytest.raises(ValueError, match="epsilon=nan must be"):
         calibrate_history(lambda z: [(Gaussian(z), 1)], math.nan, 1e-5)
 
 
