@@ -4,11 +4,14 @@ Installed as ``lightning_dp.callbacks``. The two strategies, which bring all tha
 when they are first asked for, by class or by the names that Lightning registers for them.
 """
 
+from __future__ import annotations
+
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from lightning.pytorch.strategies import StrategyRegistry
 
+from lightning_dp._lazy import names_from
 from lightning_dp.callbacks.differential_privacy import DifferentialPrivacy
 from lightning_dp.callbacks.privacy_logger import PrivacyLogger
 from lightning_dp.callbacks.privacy_report_files import PrivacyReportFiles
@@ -19,6 +22,8 @@ if TYPE_CHECKING:
         PrivateDDPStrategy,
         PrivateSingleDeviceStrategy,
     )
+else:
+    __getattr__ = names_from(__name__, "private_strategies")
 
 __all__ = [
     "DifferentialPrivacy",
@@ -35,16 +40,10 @@ _STRATEGIES = {
 }
 
 
-def __getattr__(name: str) -> Any:
-    if name not in _STRATEGIES.values():
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+def _make(kind: str) -> Any:
     from lightning_dp.callbacks import private_strategies
 
-    return getattr(private_strategies, name)
-
-
-def _make(kind: str) -> Any:
-    return __getattr__(kind)()
+    return getattr(private_strategies, kind)()
 
 
 for _name, _kind in _STRATEGIES.items():
