@@ -28,8 +28,8 @@ TESTS = [
     "tests/mechanism",
     "tests/sampling",
     "tests/accounting",
-    "tests/test_two_points.py",
-    "tests/trainer/test_sensitivity.py",
+    "tests/estimators/test_two_points.py",
+    "tests/strategies/test_sensitivity.py",
 ]
 
 
