@@ -61,9 +61,9 @@ def train(classifier, mlp, blobs, make_trainer):
 
 def test_every_step_is_as_likely(train):
     counts = [0] * 3
-    for _ in range(90):
+    for _ in range(45):
         counts[train(max_steps=3) - 1] += 1
-    assert stats.chisquare(counts).pvalue > 1e-4  # [90, 0, 0] or never the last: < 1e-8
+    assert stats.chisquare(counts).pvalue > 1e-4  # [45, 0, 0] or never the last: < 2e-5
 
 
 def test_batches_that_are_accumulated_are_no_iterates(train):
@@ -72,7 +72,7 @@ def test_batches_that_are_accumulated_are_no_iterates(train):
 
 def test_a_second_fit_chooses_among_its_own_iterates(classifier, mlp, blobs, make_trainer):
     ends = []
-    for _ in range(24):
+    for _ in range(20):
         model, iterates = classifier(mlp()), Iterates()
         privacy = private()
         trainer = make_trainer(
@@ -85,7 +85,7 @@ def test_a_second_fit_chooses_among_its_own_iterates(classifier, mlp, blobs, mak
         trainer.fit(model, loader)
         assert trainer.global_step == 5
         ends.append(chosen(model, iterates))
-    assert set(ends) == {4, 5}  # all 24 alike: probability 1e-7; None: the weights before the fit
+    assert set(ends) == {4, 5}  # all 20 alike: probability 2e-6; None: the weights before the fit
 
 
 def test_a_resumed_run_goes_on_from_the_latest_and_remembers_the_kept(train, tmp_path):
