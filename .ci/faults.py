@@ -59,7 +59,7 @@ FAULTS = (
     Fault("noise_on_other_ranks_only", "if world.is_lead", "is False", "boundary"),
     Fault("non_finite_records_count", "torch.where(torch.isfinite(norms)", "| True"),
     Fault("noise_drawn_ahead_serves_twice", "ahead, self._ahead = self._ahead,", "self._ahead or"),
-    Fault("charge_in_memory_only", "self._charges.length(self._run), event)", "if 0 else 0"),
+    Fault("charge_in_memory_only", "self._charges.length(self._run), event)", "if 0 else None"),
     Fault("weaker_queries_pass", "if not together >= least", "/ 2"),
 )
 
