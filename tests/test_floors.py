@@ -176,43 +176,10 @@ def test_a_library_is_imported_in_its_place_only(library, places):
     assert importers_of(library) <= inside(*places)
 
 
-def loaded_by(statement: str, *blocked: str) -> set[str]:
-    """The modules loaded by a statement in a new process, in which some cannot be loaded."""
-    code = f"""
-import sys
-class Blocked:
-    def find_spec(self, name, path=None, target=None):
-        if name in {blocked!r}:
-            raise ModuleNotFoundError(name)
-sys.meta_path.insert(0, Blocked())
-{statement}
-print(*sys.modules)
-"""
-    command = [sys.executable, "-c", code]
-    return set(subprocess.run(command, capture_output=True, text=True, check=True).stdout.split())
-
-
-def test_accounting_works_without_torch():
-    statement = """
-from lightning_dp.accounting import PoissonGaussian, calibrate, epsilon
-assert 0.7 < epsilon([(PoissonGaussian(1.0, 0.01), 100)], delta=1e-5) < 0.8
-"""
-    assert "torch" not in loaded_by(statement, "torch", "lightning", "opacus")
-
-
-def test_the_root_loads_none_of_its_names_before_it_is_asked():
-    loaded = loaded_by("import lightning_dp")
-    assert not loaded & {"torch", "lightning", "opacus", "flwr", "scipy"}
-    assert "lightning_dp.callbacks" in loaded_by("from lightning_dp import DifferentialPrivacy")
-
-
 def test_the_callback_loads_few_modules():
-    loaded = loaded_by("import lightning_dp.callbacks")
-    assert (
-        sum(room_of(name) in FLOOR_OF for name in loaded if name.startswith("lightning_dp.")) <= 59
-    )
-
-
-def test_the_report_command_loads_no_federation():
-    loaded = loaded_by("import lightning_dp.report.command")
-    assert not [name for name in loaded if name.startswith(("lightning_dp.federated", "flwr"))]
+    code = "from lightning_dp import DifferentialPrivacy; import sys; print(*sys.modules)"
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    loaded = {name for name in done.stdout.split() if name.startswith("lightning_dp")}
+    assert "lightning_dp.callbacks" in loaded
+    assert len(loaded) <= 50

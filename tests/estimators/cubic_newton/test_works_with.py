@@ -112,7 +112,7 @@ def test_dropout_is_the_same_in_all_passes_and_records_count_once(classifier, bl
     assert not torch.equal(masks[0][0], masks[1][0])
     assert model.seen == [240]
     fitted = trainer.strategy._fit
-    assert fitted is None or not fitted.step._kept
+    assert fitted is None or not fitted.step._batch.answered
 
 
 def test_the_chunks_of_a_batch_are_forgotten_after_its_round(fit):
@@ -120,7 +120,7 @@ def test_the_chunks_of_a_batch_are_forgotten_after_its_round(fit):
         kept: ClassVar[list[int]] = []
 
         def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
-            self.kept.append(len(trainer.strategy._fit.step._kept))
+            self.kept.append(len(trainer.strategy._fit.step._batch.answered))
 
     trainer = {"max_epochs": 1, "accumulate_grad_batches": 3}
     options = {"noise_multiplier": 1.0, "batch_size": 8, "trainer": trainer}

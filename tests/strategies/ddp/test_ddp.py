@@ -357,7 +357,7 @@ def test_ledgers_of_both_ranks_hold_all_runs_of_the_journal(job: Path) -> None:
     ("scenario", "message"),
     [
         ("lengths", "Rank 1 has a training set of 61 records, rank 0 one of 60"),
-        ("no_journal", "is missing (also in"),
+        pytest.param("no_journal", "is missing (also in", marks=pytest.mark.slow),
     ],
 )
 def test_error_of_one_rank_ends_the_job_before_any_step(
