@@ -45,7 +45,7 @@ class Fault:
 
 FAULTS = (
     Fault("half_noise", "noise_std = noise_multiplier * total.clip_norm", "/ 2"),
-    Fault("twice_the_clip_norm", "(clip_norm / norms.double())", "* 2"),
+    Fault("twice_the_clip_norm", "factors = (clip_norm", "* 2"),
     Fault("skipped_charge", "self.ledger.charge(event)", "if self.step % 2 == 0 else None"),
     Fault("optimistic_rounding", "room = delta * (1 - 1e-9)", "* 1.1"),
     Fault("one_step_too_many", "return self._remaining >= 1", "or self._remaining == 0"),
@@ -84,7 +84,9 @@ def planted(fault: Fault, scratch: Path, tests: list[str]) -> str:
     shutil.copytree(ROOT, root, ignore=keep)
     path = package_file(root, fault)
     text = path.read_text(encoding="utf-8")
-    path.write_text(text.replace(fault.text, f"{fault.text} {fault.added}"), encoding="utf-8")
+    text = text.replace(fault.text, f"{fault.text} {fault.added}")
+    compile(text, str(path), "exec")  # what is no Python would be seen by any test
+    path.write_text(text, encoding="utf-8")
     # An editable install finds what is not in the copy: so the copy has all of it.
     (root / "lightning_dp" / "callbacks").symlink_to(root / "callbacks")
     environment = {**os.environ, "PYTHONPATH": str(root)}

@@ -174,7 +174,7 @@ def assert_in_bracket(
         assert high < width * low  # the bracket says something
 
 
-@pytest.mark.parametrize("seed", range(1, 5))
+@pytest.mark.parametrize("seed", range(1, 3))
 def test_random_histories_lie_in_the_bracket_of_dp_accounting(
     oracle: SimpleNamespace, seed: int
 ) -> None:
@@ -182,7 +182,7 @@ def test_random_histories_lie_in_the_bracket_of_dp_accounting(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", range(5, 30))
+@pytest.mark.parametrize("seed", range(3, 30))
 def test_many_random_histories_lie_in_the_bracket_of_dp_accounting(
     oracle: SimpleNamespace, seed: int
 ) -> None:
@@ -192,7 +192,7 @@ def test_many_random_histories_lie_in_the_bracket_of_dp_accounting(
 @pytest.mark.parametrize(
     ("history", "delta"),
     [
-        ([((0.8, 0.02), 500)], 1e-9),
+        pytest.param([((0.8, 0.02), 500)], 1e-9, marks=pytest.mark.slow),
         ([((1.2, 0.01), 300), ((1.0, 0.02), 300), ((0.9, 0.005), 400)], 1e-5),
         ([((3.0, 0.5), 100), ((5.0, 0.9), 10), ((4.0, 1.0), 5)], 1e-6),
     ],

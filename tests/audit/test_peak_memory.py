@@ -57,7 +57,13 @@ def line(**arguments):
 
 
 @pytest.mark.parametrize(
-    "arguments", [{}, {"engine": "hooks"}, {"estimator": Diff2(restart_every=2)}], ids=str
+    "arguments",
+    [
+        {},
+        pytest.param({"engine": "hooks"}, marks=pytest.mark.slow),
+        pytest.param({"estimator": Diff2(restart_every=2)}, marks=pytest.mark.slow),
+    ],
+    ids=str,
 )
 @pytest.mark.filterwarnings("ignore:Diff2. the noise")
 def test_a_line_from_small_batches_predicts_a_large_one_within_a_tenth(arguments):

@@ -40,7 +40,14 @@ def sampled_rates(events):
     return {event.sample_rate for event in events}
 
 
-@pytest.mark.parametrize(("accumulate", "num_workers"), [(1, 0), (4, 0), (4, 2)])
+@pytest.mark.parametrize(
+    ("accumulate", "num_workers"),
+    [
+        pytest.param(1, 0, marks=pytest.mark.slow),
+        pytest.param(4, 0, marks=pytest.mark.slow),
+        (4, 2),
+    ],
+)
 def test_batches_are_poisson_over_epochs(
     accumulate, num_workers, numbered, recording, mlp, make_trainer, charges
 ):
@@ -67,7 +74,7 @@ def test_batches_are_poisson_over_epochs(
     assert_poisson(model.batches, sample_rate)
 
 
-@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize("num_workers", [0, pytest.param(2, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     ("limits", "chunks_of_steps"),
     [

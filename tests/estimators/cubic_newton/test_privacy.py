@@ -186,8 +186,15 @@ ADVERSARIES = {
 N = 21
 
 
-@pytest.mark.parametrize("net", [linear, two_layers])
-@pytest.mark.parametrize("keep", [None, 3])
+@pytest.mark.parametrize(
+    ("keep", "net"),
+    [
+        pytest.param(None, linear, marks=pytest.mark.slow),
+        (3, linear),
+        (None, two_layers),
+        pytest.param(3, two_layers, marks=pytest.mark.slow),
+    ],
+)
 def test_one_record_moves_each_inner_query_by_at_most_its_bound(make_trainer, keep, net):
     newton = CubicNewton(1.0, 1.0, 2, max_grad_norm=0.7, max_hessian_norm=0.3, keep=keep)
     size = sum(param.numel() for param in net().parameters())

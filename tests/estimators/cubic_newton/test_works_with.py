@@ -27,8 +27,15 @@ def plain_sgd(params: Any) -> torch.optim.Optimizer:
 # -- resume --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("fresh", [False, True])
-@pytest.mark.parametrize("keep", [None, 2])
+@pytest.mark.parametrize(
+    ("keep", "fresh"),
+    [
+        (None, False),
+        pytest.param(2, False, marks=pytest.mark.slow),
+        pytest.param(None, True, marks=pytest.mark.slow),
+        (2, True),
+    ],
+)
 def test_a_run_resumed_after_any_step_is_the_run_that_was_not_interrupted(
     fit, tmp_path, fresh, keep
 ):
