@@ -13,6 +13,7 @@ import ast
 import io
 import subprocess
 import sys
+import tempfile
 import tokenize
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -131,7 +132,8 @@ def public_names() -> set[str]:
 
 def output_of(code: str) -> str:
     command = [sys.executable, "-c", code]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False)
+    with tempfile.TemporaryDirectory() as scratch:  # a fit writes its journal where it runs
+        done = subprocess.run(command, capture_output=True, text=True, cwd=scratch, check=False)
     if done.returncode:
         sys.exit(done.stderr)
     return done.stdout.strip().splitlines()[-1]
