@@ -1,4 +1,4 @@
-"""What pytest does not collect where it cannot be imported."""
+"""Files that pytest does not collect where they cannot be imported."""
 
 import importlib.util
 

@@ -1,4 +1,4 @@
-"""What the book-keeping engine costs by itself: without the Trainer, the ledger and the noise.
+"""The cost of the book-keeping engine by itself: without the Trainer, the ledger and the noise.
 
     python benchmarks/engine.py [--quick] [--models MLP CNN ...]
 

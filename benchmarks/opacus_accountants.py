@@ -34,7 +34,7 @@ class OpacusRDPAccountant(AbstractAccountant):
 
     @property
     def name(self) -> str:
-        """What a report prints."""
+        """The name in reports."""
         return "Opacus RDP"
 
     def epsilon(self, history: History, delta: float, relation: Relation = "add_remove") -> float:
@@ -76,7 +76,7 @@ class OpacusPRVAccountant(AbstractAccountant):
 
     @property
     def name(self) -> str:
-        """What a report prints."""
+        """The name in reports."""
         return "Opacus PRV"
 
     def epsilon(self, history: History, delta: float, relation: Relation = "add_remove") -> float:

@@ -1,4 +1,4 @@
-"""What drawing one Poisson batch of 256 from 10 million records costs, beside Opacus' sampler.
+"""The cost of drawing one Poisson batch of 256 from 10 million records, next to Opacus' sampler.
 
     python benchmarks/sampling.py [--quick]
 
@@ -26,7 +26,7 @@ GOAL = 100e-6
 
 
 def seconds(draw: Callable[[], object], times: int) -> list[float]:
-    """How long each of so many draws takes, the first few left out."""
+    """Return the seconds of each of so many draws, the first few left out."""
     taken = []
     for _ in range(times + 3):
         start = time.perf_counter()

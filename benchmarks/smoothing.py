@@ -1,4 +1,4 @@
-"""What Laplacian smoothing costs, beside the draw of the noise and other ways to compute it.
+"""The cost of Laplacian smoothing, next to the draw of the noise and other ways to compute it.
 
     python benchmarks/smoothing.py [--quick]
 

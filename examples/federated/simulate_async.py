@@ -1,4 +1,4 @@
-"""How long would it take? Asynchronous rounds against synchronous ones, on a virtual clock.
+"""The time that asynchronous and synchronous rounds would take, on a virtual clock.
 
     python examples/federated/simulate_async.py [--clients 10000] [--lag 4]
 

@@ -1,8 +1,9 @@
-"""Refusals and warnings before the first step, with the cause and the cure."""
+"""Refusals and warnings about Trainer, strategy, optimizer and settings, with cause and cure."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningModule, Trainer
@@ -35,6 +36,7 @@ __all__ = [
     "check_strategy",
     "check_trainer",
     "check_trainer_and_strategy",
+    "evaluated_once",
     "weak_settings",
 ]
 
@@ -182,3 +184,24 @@ def weak_settings(config: PrivacyConfig, batches: BatchPlan) -> Iterator[str]:
 def _well_below(records: int) -> float:
     """Return a power of ten that is at most a tenth of 1/N."""
     return float(f"1e-{len(str(records)) + 1}")
+
+
+def evaluated_once(closure: Callable[[], Any], optimizer: Optimizer) -> Callable[[], Any]:
+    """Return the closure, which raises when the optimizer calls it a second time.
+
+    Raises:
+        RuntimeError: (the closure) naming the optimizer.
+    """
+    evaluated = False
+
+    def once() -> Any:
+        nonlocal evaluated
+        if evaluated:
+            raise RuntimeError(
+                f"{type(optimizer).__name__} evaluated its closure twice; each evaluation would "
+                "use the data again. Use an optimizer that evaluates it once."
+            )
+        evaluated = True
+        return closure()
+
+    return once

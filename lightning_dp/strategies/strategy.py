@@ -28,6 +28,7 @@ from lightning_dp.run import PrivateRun
 from lightning_dp.strategies.checks import (
     check_optimizers,
     check_trainer,
+    evaluated_once,
     weak_settings,
 )
 from lightning_dp.strategies.data import (
@@ -92,7 +93,7 @@ class DifferentialPrivacyStrategy(Strategy):
     def _module(self) -> LightningModule:
         if self.lightning_module is None:
             raise RuntimeError(
-                f"{type(self).__name__} has no LightningModule: fit one by a Trainer."
+                f"{type(self).__name__} has no LightningModule: fit one with a Trainer."
             )
         return self.lightning_module
 
@@ -302,7 +303,7 @@ class DifferentialPrivacyStrategy(Strategy):
         self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any
     ) -> Any:
         mechanism, fit, run = self._mechanism, self._now, self.private_run
-        once = _evaluated_once(closure, optimizer)
+        once = evaluated_once(closure, optimizer)
 
         def private_closure() -> Any:
             result = once()
@@ -381,24 +382,3 @@ class DifferentialPrivacyStrategy(Strategy):
     def __getstate__(self) -> dict[str, Any]:
         """For copies and pickles: nothing of a fit, which holds what is not noised yet."""
         return {**super().__getstate__(), "_fit": None}
-
-
-def _evaluated_once(closure: Callable[[], Any], optimizer: Optimizer) -> Callable[[], Any]:
-    """Return the closure, which raises when the optimizer calls it a second time.
-
-    Raises:
-        RuntimeError: (the closure) naming the optimizer.
-    """
-    evaluated = False
-
-    def once() -> Any:
-        nonlocal evaluated
-        if evaluated:
-            raise RuntimeError(
-                f"{type(optimizer).__name__} evaluated its closure twice; each evaluation would "
-                "use the data again. Use an optimizer that evaluates it once."
-            )
-        evaluated = True
-        return closure()
-
-    return once
