@@ -59,6 +59,13 @@ class DifferentialPrivacy(Callback):
             another's gradient and that the model keeps none in weights or buffers, else refuse it.
             The batch has the shapes of the first one and none of its values; see
             :func:`lightning_dp.audit.check_isolation`.
+        loss_graph_check: at every step, refuse a loss whose autograd graph mixes records by more
+            than sums with constant coefficients.
+        spot_checks: at random steps, run the batch once more with some records exchanged, and end
+            the run if that moves another's gradient or changes what the model keeps.
+        gradient_edits: your declaration of what is done to the private gradient before the
+            optimizer uses it, as a function of released values alone; the report prints it. Without
+            it every edit but Lightning's own clipping is refused.
         seed: repeatable noise and batches, for tests; the report says that nothing is private.
 
     Raises:
@@ -88,6 +95,9 @@ class DifferentialPrivacy(Callback):
         engine: EngineName = "auto",
         ledger_dir: str | None = None,
         isolation_probe: bool = True,
+        loss_graph_check: bool = True,
+        spot_checks: bool = True,
+        gradient_edits: str | None = None,
         seed: int | None = None,
     ) -> None:
         self._run = PrivateRun(
@@ -105,6 +115,9 @@ class DifferentialPrivacy(Callback):
                 engine=engine,
                 ledger_dir=ledger_dir,
                 isolation_probe=isolation_probe,
+                loss_graph_check=loss_graph_check,
+                spot_checks=spot_checks,
+                gradient_edits=gradient_edits,
                 seed=seed,
             )
         )

@@ -63,6 +63,14 @@ class PrivacyConfig:
             ``<default_root_dir>/privacy``. A relative one begins where the process is now.
         isolation_probe: use a synthetic batch, before the first step, to check that no
             record changes another's gradient (:func:`lightning_dp.audit.check_isolation`).
+        loss_graph_check: at every step, refuse a loss whose autograd graph mixes records by more
+            than sums with constant coefficients.
+        spot_checks: at random steps, run the batch once more with some records exchanged, and end
+            the run if that moves another's gradient or changes what the model keeps.
+        gradient_edits: your declaration of what is done to the private gradient before the
+            optimizer uses it ("centralised per layer", say), as a function of released values
+            alone. Without it every edit but Lightning's own clipping is refused; with it, the report
+            prints it.
         seed: makes noise and batches repeatable. For tests only: nothing is private with it, and
             every report says so.
 
@@ -87,6 +95,9 @@ class PrivacyConfig:
     engine: EngineName = "auto"
     ledger_dir: str | None = None
     isolation_probe: bool = True
+    loss_graph_check: bool = True
+    spot_checks: bool = True
+    gradient_edits: str | None = None
     seed: int | None = None
 
     def __post_init__(self) -> None:
@@ -105,7 +116,9 @@ class PrivacyConfig:
         normalise(self, optional(not_negative), "noise_multiplier")
         normalise(self, optional(above_0), "max_grad_norm")
         normalise(self, optional(seed), "seed")
-        normalise(self, flag, "isolation_probe")
+        for name in ("isolation_probe", "loss_graph_check", "spot_checks"):
+            normalise(self, flag, name)
+        normalise(self, optional(_declaration), "gradient_edits")
         normalise(self, optional(_folder), "ledger_dir")
         normalise(self, _sequence, "postprocessing")
 
@@ -218,6 +231,15 @@ def _folder(name: str, value: object, *, of: str | None = None) -> str:
     if not folder:
         raise ValueError(f"{name}='' names no folder. Leave it out for the default one.")
     return folder
+
+
+def _declaration(name: str, value: object, *, of: str | None = None) -> str:
+    """Return one line of a user's own words, which a report will print."""
+    if not isinstance(value, str):
+        raise TypeError(f"{name}={value!r} must be a text that says what is done.")
+    if not value.strip() or len(value.splitlines()) != 1:
+        raise ValueError(f"{name}={value!r} must be one line that says what is done.")
+    return value.strip()
 
 
 def _sequence(name: str, value: object, *, of: str | None = None) -> tuple[object, ...]:

@@ -110,10 +110,13 @@ CONFIGURATION = {
     "noise_multiplier": 1.0,
     "seed": 3,
     "isolation_probe": True,
+    "loss_graph_check": True,
+    "spot_checks": True,
 }
+FLAGS = ("isolation_probe", "loss_graph_check", "spot_checks")
 DOORS = [
-    Door(DifferentialPrivacy, CONFIGURATION, whole=("seed",), flags=("isolation_probe",)),
-    Door(PrivacyConfig, CONFIGURATION, whole=("seed",), flags=("isolation_probe",)),
+    Door(DifferentialPrivacy, CONFIGURATION, whole=("seed",), flags=FLAGS),
+    Door(PrivacyConfig, CONFIGURATION, whole=("seed",), flags=FLAGS),
     Door(
         BatchPlan,
         {"num_records": 9, "sample_rate": 0.5, "chunks_per_step": 1, "steps_per_epoch": 2},
