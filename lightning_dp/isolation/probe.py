@@ -12,6 +12,13 @@ from torch import Tensor
 
 from lightning_dp.gradients import UnsupportedModelError
 from lightning_dp.isolation.coupling import CURES, Pair, common_factor, mixing_module, moved
+from lightning_dp.isolation.kinds import (
+    NO_KINDS,
+    SyntheticKind,
+    SyntheticKinds,
+    base_kind,
+    parts_of,
+)
 from lightning_dp.isolation.nesting import number_of_rows
 from lightning_dp.isolation.passes import Answer, NotProbed, Passes
 from lightning_dp.isolation.state_leaks import KEPT, tensors_that_keep_records
@@ -57,6 +64,8 @@ class Isolation:
             own functions: each real batch must be watched for ignored ones.
         sentinels: for losses written by hand, the places of tensors in a batch and the values in
             them that may not occur.
+        kinds: synthetic records that the model took, and that moved no other's gradient. Empty
+            where the records were given.
     """
 
     outcome: Outcome
@@ -66,6 +75,7 @@ class Isolation:
     is_doubtful: bool = False
     is_mean_of_targets: bool = False
     sentinels: tuple[tuple[int, int], ...] = ()
+    kinds: SyntheticKinds = NO_KINDS
 
     def __str__(self) -> str:
         if self.outcome == "not probed":
@@ -175,13 +185,15 @@ def probe_isolation(
 def _probe_synthetic(passes: Passes, like: Any) -> Isolation:
     """Probe with the first synthetic records on which there is something to compare."""
     failure: NotProbed | None = None
-    for pool in _pools_that_run(passes, like):
+    for pool, kind in _pools_that_run(passes, like):
         try:
             found = _probe(passes, pool, _RECORDS)
         except NotProbed as error:  # other class numbers may give a gradient
             failure = failure or error
             continue
-        return found if found.outcome != "isolated" else _with_condition(passes, pool)
+        if found.outcome != "isolated":
+            return found
+        return replace(_with_condition(passes, pool), kinds=SyntheticKinds((kind,)))
     assert failure is not None
     raise failure
 
@@ -213,11 +225,12 @@ def _on_cpu(batch: Any) -> Any:
 
 def pool_that_runs(passes: Passes, like: Any) -> Any:
     """Make 8 synthetic records with as many class numbers as the model takes; raise what it raises."""
-    return next(_pools_that_run(passes, like))
+    pool, _ = next(_pools_that_run(passes, like))
+    return pool
 
 
-def _pools_that_run(passes: Passes, like: Any) -> Iterator[Any]:
-    """Make at least one pool of synthetic records on which the model runs."""
+def _pools_that_run(passes: Passes, like: Any) -> Iterator[tuple[Any, SyntheticKind]]:
+    """Make at least one pool of synthetic records on which the model runs, with their kind."""
     failure: Exception | None = None
     is_any = False
     for classes, first in _CLASSES:
@@ -228,7 +241,7 @@ def _pools_that_run(passes: Passes, like: Any) -> Iterator[Any]:
             failure = error
         else:
             is_any = True
-            yield pool
+            yield pool, base_kind(parts_of(like), classes, first)
     if is_any or failure is None:
         return
     if has_other_rows(like):

@@ -1,0 +1,315 @@
+"""Kinds of synthetic records: which values stand in them, and which of them a model takes."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lightning_dp.isolation.nesting import map_leaves, map_rows, number_of_rows
+
+__all__ = [
+    "NO_KINDS",
+    "Part",
+    "SyntheticKind",
+    "SyntheticKinds",
+    "Values",
+    "base_kind",
+    "exchange_rows",
+    "kinds_that_run",
+    "parts_of",
+]
+
+_LEAST = 1e-3  # of numbers between 0 and 1, so that their logarithm is finite
+_NO_NUMBERS = "OSUMm"  # kinds of NumPy's dtypes: objects, texts, times
+
+
+@dataclass(frozen=True)
+class Values:
+    """What stands in one tensor of a synthetic record.
+
+    Args:
+        low, high: real numbers between them, drawn uniformly.
+        steps: if not 0, one of so many evenly spaced numbers from ``low`` to ``high``, both
+            included; with 1 always ``low``.
+
+    Example:
+        >>> Values(0, 7, 8).draw((1000,), torch.Generator()).unique().tolist()
+        [0.0, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0]
+        >>> Values(-100, -100, 1).draw((2,), torch.Generator()).tolist()
+        [-100.0, -100.0]
+    """
+
+    low: float = 0.0
+    high: float = 1.0
+    steps: int = 0
+
+    def draw(self, shape: Sequence[int], generator: torch.Generator) -> Tensor:
+        """Draw numbers of a shape, in float64 on the CPU."""
+        drawn = torch.rand(tuple(shape), generator=generator, dtype=torch.float64)
+        if not self.steps:
+            return self.low + (self.high - self.low) * drawn.clamp_(min=_LEAST)
+        if self.steps == 1:
+            return torch.full_like(drawn, self.low)
+        width = (self.high - self.low) / (self.steps - 1)
+        return self.low + width * (drawn * self.steps).floor_()
+
+    def fit(self, dtype: torch.dtype) -> bool:
+        """Tell whether a tensor of this dtype can hold them."""
+        if dtype.is_floating_point:
+            return True
+        least, largest = (0, 1) if dtype == torch.bool else _range(dtype)
+        return self.steps > 0 and least <= self.low <= self.high <= largest
+
+
+def _range(dtype: torch.dtype) -> tuple[int, int]:
+    if dtype.is_complex:
+        return 0, -1
+    return torch.iinfo(dtype).min, torch.iinfo(dtype).max
+
+
+UNIT = Values()
+EITHER = Values(0, 1, 2)
+
+
+@dataclass(frozen=True)
+class Part:
+    """A tensor, or an array of numbers, with one row per record.
+
+    Args:
+        dtype: of its numbers.
+        shape: of one row.
+    """
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    @property
+    def is_real(self) -> bool:
+        """True if it holds real numbers."""
+        return self.dtype.is_floating_point
+
+    @property
+    def is_single(self) -> bool:
+        """True if it holds one number per record."""
+        return math.prod(self.shape) == 1
+
+
+@dataclass(frozen=True)
+class SyntheticKind:
+    """One kind of synthetic records.
+
+    Args:
+        values: what stands in each part of a batch, in the order of :func:`parts_of`. In parts
+            beyond them, and in those whose dtype cannot hold them, what fits all models: real
+            numbers between 0 and 1, whole numbers 0 and 1.
+    """
+
+    values: tuple[Values, ...] = ()
+
+    def of(self, place: int, dtype: torch.dtype) -> Values:
+        """Return what stands in the part at a place."""
+        if place < len(self.values) and self.values[place].fit(dtype):
+            return self.values[place]
+        return UNIT if dtype.is_floating_point else EITHER
+
+    def at(self, place: int, values: Values) -> SyntheticKind:
+        """Return the same kind with other values in one part."""
+        return replace(self, values=(*self.values[:place], values, *self.values[place + 1 :]))
+
+
+@dataclass(frozen=True)
+class SyntheticKinds:
+    """The kinds of synthetic records that a model took without an error.
+
+    Args:
+        ran: with the tamest first.
+        left_out: what could not be tried, in words without values; for reports.
+    """
+
+    ran: tuple[SyntheticKind, ...] = ()
+    left_out: tuple[str, ...] = ()
+
+
+NO_KINDS = SyntheticKinds()
+
+
+def base_kind(parts: Sequence[Part], classes: int, first_class: int = 0) -> SyntheticKind:
+    """Return the tamest kind, with so many class numbers in whole numbers that stand alone."""
+    labels = Values(first_class, first_class + classes - 1, classes)
+
+    def of(part: Part) -> Values:
+        is_label = part.is_single and not part.shape and labels.fit(part.dtype)
+        return UNIT if part.is_real else labels if is_label else EITHER
+
+    return SyntheticKind(tuple(of(part) for part in parts))
+
+
+def parts_of(batch: Any) -> tuple[Part, ...]:
+    """Return the parts of a batch that hold numbers, one row per record, in the order of the nesting."""
+    found: list[Part] = []
+
+    def note(part: Any) -> Any:
+        if (like := _like(part)) is not None:
+            found.append(Part(like.dtype, tuple(like.shape[1:])))
+        return part
+
+    map_rows(batch, max(number_of_rows(batch), 1), note, lambda leaf: leaf)
+    return tuple(found)
+
+
+def _like(part: Any) -> Tensor | None:
+    """Return a tensor with the dtype and the shape of a part that holds numbers, else None."""
+    if isinstance(part, Tensor):
+        return part
+    if isinstance(part, np.ndarray) and part.dtype.kind not in _NO_NUMBERS:
+        return torch.from_numpy(np.empty((0, *part.shape[1:]), part.dtype))
+    return None
+
+
+def exchange_rows(
+    batch: Any, rows: Sequence[int], kind: SyntheticKind, generator: torch.Generator
+) -> Any:
+    """Return a batch with synthetic records of one kind in some rows; the batch itself is unchanged.
+
+    No value of a number is read. Devices, dtypes, shapes and nesting stay as they are. Texts and
+    other objects cannot be made up: a row gets those of the next row that is not exchanged, or where
+    all are, of the next row. Parts without one row per record are shared, and stay.
+
+    Args:
+        batch: with one row per record in its tensors, arrays and lists.
+        rows: whose records are replaced.
+        kind: what stands in them.
+        generator: on the CPU; what is drawn depends on it, on the shapes and on the kind alone.
+
+    Example:
+        >>> x, y = exchange_rows((torch.ones(3, 2), torch.ones(3)), [1],
+        ...                      SyntheticKind((Values(-1, -1, 1),)), torch.Generator())
+        >>> x.tolist()
+        [[1.0, 1.0], [-1.0, -1.0], [1.0, 1.0]]
+    """
+    n = number_of_rows(batch)
+    given = _givers(n, rows)
+    places = itertools.count()
+
+    def of_rows(part: Any) -> Any:
+        if isinstance(part, Tensor):
+            return _exchanged(part, rows, kind.of(next(places), part.dtype), generator)
+        if isinstance(part, np.ndarray):
+            if (like := _like(part)) is None:
+                return part[[given.get(row, row) for row in range(n)]]
+            values = kind.of(next(places), like.dtype)
+            new = part.copy()
+            new[list(rows)] = values.draw((len(rows), *part.shape[1:]), generator).numpy()
+            return new
+        return type(part)(
+            _made_up(part[given[row]], generator) if row in given else thing
+            for row, thing in enumerate(part)
+        )
+
+    return map_rows(batch, max(n, 1), of_rows, lambda leaf: leaf)
+
+
+def _givers(n: int, rows: Sequence[int]) -> dict[int, int]:
+    """Return for each exchanged row the one whose texts it gets."""
+    others = [row for row in range(n) if row not in rows] or list(range(n))
+    return {row: next((other for other in others if other > row), others[0]) for row in rows}
+
+
+def _exchanged(
+    part: Tensor, rows: Sequence[int], values: Values, generator: torch.Generator
+) -> Tensor:
+    shape = (len(rows), *part.shape[1:])
+    if part.is_complex():
+        drawn = torch.randn(shape, generator=generator, dtype=part.dtype)
+    else:
+        drawn = values.draw(shape, generator)
+    new = part.detach().clone()
+    new[torch.tensor(list(rows), device=new.device)] = drawn.to(new.device, new.dtype)
+    return new
+
+
+def _made_up(thing: Any, generator: torch.Generator) -> Any:
+    """Return what a record of a list becomes: its numbers are made up, its texts are kept."""
+
+    def made(leaf: Any) -> Any:
+        if isinstance(leaf, Tensor) and not leaf.is_complex():
+            values = UNIT if leaf.is_floating_point() else EITHER
+            return values.draw(leaf.shape, generator).to(leaf.device, leaf.dtype)
+        if isinstance(leaf, bool | int):
+            return type(leaf)(EITHER.draw((), generator).item())
+        if isinstance(leaf, float):
+            return UNIT.draw((), generator).item()
+        return leaf
+
+    return map_leaves(thing, made)
+
+
+_SCALES = {  # real numbers of other scales than 0 to 1
+    "0": Values(0, 0, 1),
+    "-1": Values(-1, -1, 1),
+    "0 or 1": EITHER,
+    "-1 or 1": Values(-1, 1, 2),
+    "0 to 255": Values(0, 255),
+    "tiny numbers": Values(0, 1e-6),
+    "large numbers": Values(-1000, 1000),
+    "NaN": Values(math.nan, math.nan, 1),
+    "inf": Values(math.inf, math.inf, 1),
+}
+_WHOLE = (0, 1, -1, 255, -100)
+
+
+def kinds_that_run(
+    runs: Callable[[Any], bool], batch: Any, base: SyntheticKind, whole: Sequence[int] = ()
+) -> SyntheticKinds:
+    """Try kinds of synthetic records, one after the other, in half of the records of a batch.
+
+    Real numbers are tried in all parts at once, and where that raises in each alone; whole numbers
+    in one part after the other.
+
+    Args:
+        runs: tells whether a model takes a batch.
+        batch: at least 2 synthetic records that it takes.
+        base: their kind.
+        whole: further whole numbers to try.
+    """
+    rows = range(number_of_rows(batch) // 2)
+
+    def takes(kind: SyntheticKind) -> bool:
+        return runs(exchange_rows(batch, rows, kind, torch.Generator().manual_seed(0)))
+
+    ran, left_out = [base], []
+    for name, kinds in _tries(parts_of(batch), base, whole):
+        taken = [kind for kind in kinds[:1] if takes(kind)]
+        taken = taken or [kind for kind in kinds[1:] if takes(kind)]
+        ran += taken
+        if not taken:
+            left_out.append(name)
+    return SyntheticKinds(tuple(dict.fromkeys(ran)), tuple(dict.fromkeys(left_out)))
+
+
+def _tries(
+    parts: Sequence[Part], base: SyntheticKind, whole: Sequence[int]
+) -> Iterator[tuple[str, list[SyntheticKind]]]:
+    """Name what is to be tried: a kind, and kinds to try one by one where the first does not run."""
+    values = tuple(base.of(place, part.dtype) for place, part in enumerate(parts))
+    base = SyntheticKind(values)
+    reals = [place for place, part in enumerate(parts) if part.is_real]
+    for name, each in _SCALES.items():
+        every = SyntheticKind(
+            tuple(each if place in reals else other for place, other in enumerate(values))
+        )
+        alone = [base.at(place, each) for place in reals] if len(reals) > 1 else []
+        if reals:
+            yield name, [every, *alone]
+    for place, part in enumerate(parts):
+        for number in dict.fromkeys((*_WHOLE, *whole)):
+            each = Values(number, number, 1)
+            if not part.is_real and each.fit(part.dtype):
+                yield f"whole number {number}", [base.at(place, each)]
