@@ -15,23 +15,29 @@ from typing import Any
 import numpy as np
 import torch
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.loggers.logger import DummyLogger
 from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor, nn
 from torch.nn.modules.dropout import _DropoutNd
-from torch.optim import Optimizer
 
 from lightning_dp._training_step import call_training_step, loss_in
 from lightning_dp.gradients import RecordPasses
 from lightning_dp.gradients.module_hooks import ModuleHooks
 from lightning_dp.gradients.passes import is_differentiable
 from lightning_dp.isolation.ignored import target_means
+from lightning_dp.isolation.stand_ins import ByHand, NotProbed, Now, StandInTrainer
 
-__all__ = ["Answer", "Call", "NotProbed", "Passes", "same"]
-
-
-class NotProbed(RuntimeError):
-    """Nothing can be said; the message holds no value of any data."""
+__all__ = [
+    "Answer",
+    "Call",
+    "NotProbed",
+    "Passes",
+    "begin",
+    "empty",
+    "loss_of",
+    "prepared",
+    "same",
+    "seed",
+]
 
 
 @dataclass(frozen=True)
@@ -87,13 +93,23 @@ class Passes:
         engine: name of the gradient engine.
         trained: names of the trained parameters.
         trainer: whose public state ``training_step`` may read, or None.
+        now: the moment of the run that each pass takes place in.
     """
 
     def __init__(
-        self, module: LightningModule, engine: str, trained: Sequence[str], trainer: Trainer | None
+        self,
+        module: LightningModule,
+        engine: str,
+        trained: Sequence[str],
+        trainer: Trainer | None,
+        now: Now = Now(),
     ) -> None:
-        self._module, self._engine, self._trained = module, engine, tuple(trained)
-        self._trainer = trainer
+        self.module, self.engine, self.trained = module, engine, tuple(trained)
+        self.trainer, self.now = trainer, now
+
+    def at(self, now: Now) -> Passes:
+        """Return passes of the same model that take place at another moment of its run."""
+        return Passes(self.module, self.engine, self.trained, self.trainer, now)
 
     @contextlib.contextmanager
     def quietly(self) -> Iterator[None]:
@@ -112,9 +128,9 @@ class Passes:
 
     def written_by(self, batch: Any) -> dict[str, Tensor]:
         """Return the weights and buffers that a forward pass changes, as they are after it."""
-        own = dict(_state_of(self._module))
+        own = dict(_state_of(self.module))
         with self._copy() as module:
-            _seed()
+            seed()
             self._loss(module, batch)
             return {
                 name: after.detach().clone()
@@ -136,13 +152,13 @@ class Passes:
     def _run(
         self, module: LightningModule, batch: Any, weights: Tensor, watch_modules: bool
     ) -> Answer:
-        params = [dict(module.named_parameters())[name] for name in self._trained]
+        params = [dict(module.named_parameters())[name] for name in self.trained]
         calls: list[Call] = []
         if watch_modules:
             _watch(module, calls)
-        passes = RecordPasses(module, params, self._engine)
+        passes = RecordPasses(module, params, self.engine)
         noticed: list[tuple[bool, int, bool]] = []  # before the graph is freed
-        before = _seed()
+        before = seed()
 
         def forward() -> Tensor:
             loss = self._loss(module, batch)
@@ -171,33 +187,68 @@ class Passes:
 
     @contextlib.contextmanager
     def _copy(self) -> Iterator[LightningModule]:
-        module = copy.deepcopy(self._module).cpu()  # Lightning leaves the trainer out
-        if any(p.dtype in (torch.float16, torch.bfloat16) for p in module.parameters()):
-            module.float()
-        for part in module.modules():
-            if isinstance(part, _DropoutNd):
-                part.p = 0.0  # the masks of a smaller batch would be others
-        for param in module.parameters():
-            param.grad = None
-        module.log = _ignore  # type: ignore[method-assign]
-        if self._trainer is not None:
-            module.trainer = _Mute(self._trainer)  # type: ignore[assignment]
+        trainer = StandInTrainer(self.trainer, self.now)
+        module = prepared(copy.deepcopy(self.module), trainer)  # Lightning leaves its trainer out
         try:
+            if self.now.is_pretended:
+                begin(module, self.now)
             yield module
-        finally:  # modules are full of cycles: the memory of a dozen copies must not wait for gc
-            for tensor in (*module.parameters(), *module.buffers()):
-                tensor.data = tensor.new_empty(0)
+        finally:
+            empty(module)
 
     def _loss(self, module: LightningModule, batch: Any) -> Tensor:
-        by_hand = None if module.automatic_optimization else _ByHand(module)
-        loss = loss_in(call_training_step(module, batch, 0))
-        if by_hand is not None and (loss := by_hand.loss) is None:
-            raise NotProbed(
-                "manual optimization: training_step calls no self.manual_backward(loss)"
-            )
-        if not is_differentiable(loss):
-            raise NotProbed("training_step returns no loss")
-        return loss
+        by_hand = None if module.automatic_optimization else ByHand(module)
+        output = call_training_step(module, batch, self.now.batch_idx)
+        return loss_of(output, by_hand)
+
+
+def prepared(module: LightningModule, trainer: StandInTrainer) -> LightningModule:
+    """Make a copy of a model ready for passes on the CPU that leave nothing anywhere."""
+    module.cpu()
+    if any(p.dtype in (torch.float16, torch.bfloat16) for p in module.parameters()):
+        module.float()
+    for part in module.modules():
+        if isinstance(part, _DropoutNd):
+            part.p = 0.0  # the masks of a smaller batch would be others
+        if isinstance(part, LightningModule):
+            part.log = trainer.log  # type: ignore[method-assign]
+    for param in module.parameters():
+        param.grad = None
+    module.trainer = trainer  # type: ignore[assignment]
+    return module
+
+
+def begin(module: LightningModule, now: Now) -> None:
+    """Bring a copy to a pretended moment, as the Trainer's hook for a new epoch does."""
+    for (part, name), value in now.counters.items():
+        owner = module.get_submodule(part)
+        known = getattr(owner, name)
+        setattr(owner, name, known * 0 + value if isinstance(known, Tensor) else value)
+    module.on_train_epoch_start()
+
+
+def empty(module: LightningModule) -> None:
+    """Free the memory of a copy: modules are full of cycles, and a dozen must not wait for gc."""
+    for tensor in (*module.parameters(), *module.buffers()):
+        tensor.data = tensor.new_empty(0)
+
+
+def loss_of(output: Any, by_hand: ByHand | None) -> Tensor:
+    """Return the loss of a step.
+
+    Args:
+        output: what ``training_step`` returned.
+        by_hand: what it was given for its optimizer, in manual optimization.
+
+    Raises:
+        NotProbed: if there is none to go back from.
+    """
+    loss = loss_in(output)
+    if by_hand is not None and (loss := by_hand.loss) is None:
+        raise NotProbed("manual optimization: training_step calls no self.manual_backward(loss)")
+    if not is_differentiable(loss):
+        raise NotProbed("training_step returns no loss")
+    return loss
 
 
 def same(a: Tensor, b: Tensor) -> bool:
@@ -212,29 +263,7 @@ def _state_of(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     yield from module.named_buffers()
 
 
-class _Mute:
-    """A Trainer to read from, whose loggers do nothing."""
-
-    def __init__(self, trainer: Trainer) -> None:
-        self._real = trainer
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._real, name)
-
-    @property
-    def loggers(self) -> list[Any]:
-        return [DummyLogger() for _ in self._real.loggers]
-
-    @property
-    def logger(self) -> Any:
-        return DummyLogger() if self._real.loggers else None
-
-
-def _ignore(*args: Any, **kwargs: Any) -> None:
-    return None
-
-
-def _seed() -> tuple[Any, ...]:
+def seed() -> tuple[Any, ...]:
     """Begin with the same random numbers in every pass; CUDA's generators are not touched."""
     random.seed(0)
     np.random.seed(0)
@@ -265,53 +294,3 @@ def _watch(module: nn.Module, calls: list[Call]) -> None:
     hooks = ModuleHooks()  # copies that training_step makes are other modules
     for name, part in module.named_modules():
         hooks.add(part, partial(part.register_forward_hook, with_kwargs=True), hook(name))
-
-
-class _ByHand:
-    """Stand-in for the optimizer and the backward pass in manual optimization of a copy of a module.
-
-    Args:
-        module: a copy; what it calls to optimize is replaced on it.
-    """
-
-    def __init__(self, module: LightningModule) -> None:
-        self._losses: list[Tensor] = []
-        still = _Still(module.parameters(), {"lr": 0.1})
-        module.optimizers = lambda use_pl_optimizer=True: still  # type: ignore[method-assign,assignment]
-        module.lr_schedulers = lambda: _Nothing()  # type: ignore[method-assign,assignment,return-value]
-        module.manual_backward = self._note  # type: ignore[method-assign]
-        for name in ("toggle_optimizer", "untoggle_optimizer", "clip_gradients"):
-            setattr(module, name, _ignore)
-
-    def _note(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
-        self._losses.append(loss)
-
-    @property
-    def loss(self) -> Tensor | None:
-        """The loss that was given to ``manual_backward``; None if none was."""
-        return sum(self._losses[1:], self._losses[0]) if self._losses else None
-
-
-class _Still(Optimizer):
-    """An optimizer whose steps change nothing."""
-
-    @property
-    def optimizer(self) -> Optimizer:
-        """The optimizer inside, where LightningOptimizer has it."""
-        return self
-
-    def step(self, closure: Any = None) -> Any:
-        return None if closure is None else closure()
-
-    def toggle_model(self, *args: Any, **kwargs: Any) -> _Nothing:
-        return _Nothing()
-
-
-class _Nothing:
-    """A learning rate scheduler, or a context, that does nothing."""
-
-    def step(self, *args: Any, **kwargs: Any) -> None: ...
-
-    def __enter__(self) -> None: ...
-
-    def __exit__(self, *unused: object) -> None: ...

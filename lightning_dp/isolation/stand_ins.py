@@ -1,0 +1,263 @@
+"""What a copy of a model sees of its Trainer: to read from, with nothing behind it that acts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.loggers.logger import DummyLogger
+from torch import Tensor
+from torch.optim import Optimizer
+from torchmetrics import Metric
+
+__all__ = ["ByHand", "NotProbed", "Now", "StandInTrainer", "StillOptimizer", "ignore"]
+
+
+class NotProbed(RuntimeError):
+    """Nothing can be said; the message holds no value of any data."""
+
+
+@dataclass(frozen=True)
+class Now:
+    """The moment of a run that a pass takes place in.
+
+    Args:
+        epoch, step: ``current_epoch`` and ``global_step``; None for the Trainer's own.
+        batch_idx: the number of the batch in its epoch.
+        counters: values of the module's own counters, by the dotted names of module and attribute.
+    """
+
+    epoch: int | None = None
+    step: int | None = None
+    batch_idx: int = 0
+    counters: Mapping[tuple[str, str], int] = field(default_factory=dict)
+
+    @property
+    def is_pretended(self) -> bool:
+        """True if it is another moment than the run's own."""
+        return self != Now()
+
+    def __str__(self) -> str:
+        pretended = {"current_epoch": self.epoch, "global_step": self.step}
+        pretended |= {"batch_idx": self.batch_idx or None}
+        pretended |= {".".join(filter(None, name)): n for name, n in self.counters.items()}
+        return ", ".join(f"{name} = {n}" for name, n in pretended.items() if n is not None)
+
+
+class StandInTrainer:
+    """A Trainer to read from, which acts on nothing; it notes what is read of it.
+
+    What a copy logs can be read back from ``callback_metrics`` and its kin, as in a Trainer.
+
+    Args:
+        real: whose public state is shown; None if there is none.
+        now: the moment that it shows.
+    """
+
+    def __init__(self, real: Trainer | None, now: Now) -> None:
+        self._real = real
+        self._now = now
+        self._logged: dict[str, Any] = {}
+        self.read: set[str] = set()
+        self.steps_made = 0
+        self.epochs_made = 0
+        self.optimizers: list[Any] = []
+        self.copied_callbacks: dict[int, Any] = {}  # by the id of the real ones
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or "_real" not in vars(self):  # under construction
+            raise AttributeError(name)
+        self.read.add(name)
+        if self._real is None:
+            raise RuntimeError("The module is not attached to a Trainer.")
+        return getattr(self._real, name)
+
+    def log(self, name: str, value: Any, *args: Any, **kwargs: Any) -> None:
+        """Take the place of ``LightningModule.log``."""
+        value = value.detach() if isinstance(value, Tensor) else value
+        self._logged |= {name: value, f"{name}_step": value, f"{name}_epoch": value}
+
+    @property
+    def current_epoch(self) -> int:
+        """The pretended epoch, or the Trainer's."""
+        self.read.add("current_epoch")
+        first = self._now.epoch
+        if first is None:
+            first = 0 if self._real is None else self._real.current_epoch
+        return first + self.epochs_made
+
+    @property
+    def global_step(self) -> int:
+        """The pretended step, or the Trainer's."""
+        self.read.add("global_step")
+        first = self._now.step
+        if first is None:
+            first = 0 if self._real is None else self._real.global_step
+        return first + self.steps_made
+
+    @property
+    def callback_metrics(self) -> dict[str, Any]:
+        """What the Trainer has, and what the copy logged."""
+        return self._metrics("callback_metrics")
+
+    @property
+    def logged_metrics(self) -> dict[str, Any]:
+        """The same."""
+        return self._metrics("logged_metrics")
+
+    @property
+    def progress_bar_metrics(self) -> dict[str, Any]:
+        """The same."""
+        return self._metrics("progress_bar_metrics")
+
+    def _metrics(self, name: str) -> dict[str, Any]:
+        self.read.add(name)
+        known = {} if self._real is None else dict(getattr(self._real, name))
+        return known | {key: _as_logged(value) for key, value in self._logged.items()}
+
+    @property
+    def callbacks(self) -> list[Any]:
+        """The copies of the user's own, and the others as they are."""
+        self.read.add("callbacks")
+        real = [] if self._real is None else self._real.callbacks  # type: ignore[attr-defined]
+        return [self.copied_callbacks.get(id(each), each) for each in real]
+
+    @property
+    def loggers(self) -> list[Any]:
+        """As many as the Trainer has, all mute."""
+        return [DummyLogger() for _ in (self._real.loggers if self._real else ())]
+
+    @property
+    def logger(self) -> Any:
+        """The first of them."""
+        return next(iter(self.loggers), None)
+
+    @property
+    def train_dataloader(self) -> Any:
+        """The loader without its records: they are for charged steps only."""
+        self.read.add("train_dataloader")
+        return None if self._real is None else _Unread(self._real.train_dataloader)
+
+    @property
+    def lr_scheduler_configs(self) -> list[Any]:
+        """One scheduler that does nothing for each of the Trainer's."""
+        configs = self._real.lr_scheduler_configs if self._real else ()
+        return [SimpleNamespace(scheduler=StillScheduler(self.optimizers)) for _ in configs]
+
+    @property
+    def progress_bar_callback(self) -> None:
+        """None: nothing is printed."""
+
+    def save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
+        """Save nothing."""
+
+
+def _as_logged(value: Any) -> Any:
+    if isinstance(value, Metric):
+        value = value.compute()
+    return value if isinstance(value, Tensor) else torch.as_tensor(value)
+
+
+def ignore(*args: Any, **kwargs: Any) -> None:
+    """Do nothing, whatever the arguments."""
+    return None
+
+
+class _Unread:
+    """A loader without its records."""
+
+    def __init__(self, loader: Any) -> None:
+        self._loader = loader
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return getattr(self._loader, name)
+
+    def __len__(self) -> int:
+        return len(self._loader)
+
+    def __iter__(self) -> Any:
+        raise NotProbed("the model iterates the training loader, whose records are for charged steps")
+
+
+class ByHand:
+    """Stand-in for the optimizer and the backward pass in manual optimization of a copy of a module.
+
+    Args:
+        module: a copy; what it calls to optimize is replaced on it.
+        optimizer: what it gets for its optimizer; by default one that does nothing.
+    """
+
+    def __init__(self, module: LightningModule, optimizer: Optimizer | None = None) -> None:
+        self._losses: list[Tensor] = []
+        still = optimizer or StillOptimizer([{"params": list(module.parameters())}])
+        schedule = StillScheduler([still])
+        module.optimizers = lambda use_pl_optimizer=True: still  # type: ignore[method-assign,assignment]
+        module.lr_schedulers = lambda: schedule  # type: ignore[method-assign,assignment,return-value]
+        module.manual_backward = self._note  # type: ignore[method-assign]
+        for name in ("toggle_optimizer", "untoggle_optimizer", "clip_gradients"):
+            setattr(module, name, ignore)
+
+    def _note(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        self._losses.append(loss)
+
+    @property
+    def loss(self) -> Tensor | None:
+        """The loss that was given to ``manual_backward``; None if none was."""
+        return sum(self._losses[1:], self._losses[0]) if self._losses else None
+
+
+class StillOptimizer(Optimizer):
+    """An optimizer whose steps change nothing.
+
+    Args:
+        groups: with parameters, and settings that a module may read and write.
+    """
+
+    def __init__(self, groups: Iterable[Mapping[str, Any]]) -> None:
+        super().__init__([{"lr": 0.1, **group} for group in groups], {})
+
+    @property
+    def optimizer(self) -> Optimizer:
+        """The optimizer inside, where LightningOptimizer has it."""
+        return self
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Run the closure, if there is one."""
+        return None if closure is None else closure()
+
+    def toggle_model(self, *args: Any, **kwargs: Any) -> _Nothing:
+        """Return a context that does nothing."""
+        return _Nothing()
+
+
+class StillScheduler:
+    """A learning rate scheduler that does nothing but remember what it is stepped with.
+
+    Args:
+        optimizers: one.
+    """
+
+    def __init__(self, optimizers: Sequence[Optimizer]) -> None:
+        self._optimizers = optimizers
+        self.last_epoch = 0
+
+    def step(self, *args: Any, **kwargs: Any) -> None:
+        """Do nothing."""
+
+    def get_last_lr(self) -> list[float]:
+        """Return the rates as they are."""
+        return [group["lr"] for each in self._optimizers for group in each.param_groups]
+
+
+class _Nothing:
+    """A context that does nothing."""
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, *unused: object) -> None: ...
