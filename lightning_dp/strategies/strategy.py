@@ -305,11 +305,10 @@ class DifferentialPrivacyStrategy(Strategy):
         mechanism, fit, run = self._mechanism, self._now, self.private_run
         once = evaluated_once(closure, optimizer)
 
-        def private_closure() -> Any:
-            result = once()
+        def private_closure() -> None:
+            once()  # its loss has no noise: an optimizer that sets its step size by it must not see it
             fit.step.release(mechanism, optimizer, fit.agree)
             fit.first.enter_update()
-            return result
 
         output = super().optimizer_step(optimizer, private_closure, model, **kwargs)
         self._warn(fit.first.leave_update(optimizer))

@@ -166,3 +166,21 @@ def test_moving_average_of_the_weights(privacy, classifier, mlp, loader, make_tr
     for later in seen[1:]:
         expected = 0.8 * expected + 0.2 * later
     torch.testing.assert_close(weights(model), expected)
+
+
+class _Listener(torch.optim.SGD):
+    """Keeps what its closure gives it, as one that sets its step size by the loss would use it."""
+
+    def step(self, closure=None):
+        self.heard = closure()
+        return super().step()
+
+
+def test_an_optimizer_is_not_told_the_loss(privacy, classifier, mlp, loader, make_trainer):
+    model = classifier(mlp(), lambda params: _Listener(params, lr=0.1))
+    trainer = make_trainer(max_epochs=1, callbacks=[privacy])
+
+    trainer.fit(model, loader)
+
+    assert trainer.optimizers[0].heard is None
+    assert privacy.steps == trainer.global_step
