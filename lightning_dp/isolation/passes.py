@@ -24,7 +24,7 @@ from lightning_dp.gradients import RecordPasses
 from lightning_dp.gradients.module_hooks import ModuleHooks
 from lightning_dp.gradients.passes import is_differentiable
 from lightning_dp.isolation.ignored import target_means
-from lightning_dp.isolation.stand_ins import ByHand, NotProbed, Now, StandInTrainer
+from lightning_dp.isolation.stand_ins import RUN, ByHand, NotProbed, Now, StandInTrainer
 
 __all__ = [
     "Answer",
@@ -102,7 +102,7 @@ class Passes:
         engine: str,
         trained: Sequence[str],
         trainer: Trainer | None,
-        now: Now = Now(),
+        now: Now = RUN,
     ) -> None:
         self.module, self.engine, self.trained = module, engine, tuple(trained)
         self.trainer, self.now = trainer, now

@@ -1,4 +1,4 @@
-"""What a copy of a model sees of its Trainer: to read from, with nothing behind it that acts."""
+"""Stand-ins for a Trainer, its optimizers and schedulers, in copies of a model: nothing acts."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torchmetrics import Metric
 
-__all__ = ["ByHand", "NotProbed", "Now", "StandInTrainer", "StillOptimizer", "ignore"]
+__all__ = ["RUN", "ByHand", "NotProbed", "Now", "StandInTrainer", "StillOptimizer", "ignore"]
 
 
 class NotProbed(RuntimeError):
@@ -39,13 +39,16 @@ class Now:
     @property
     def is_pretended(self) -> bool:
         """True if it is another moment than the run's own."""
-        return self != Now()
+        return self != RUN
 
     def __str__(self) -> str:
         pretended = {"current_epoch": self.epoch, "global_step": self.step}
         pretended |= {"batch_idx": self.batch_idx or None}
         pretended |= {".".join(filter(None, name)): n for name, n in self.counters.items()}
         return ", ".join(f"{name} = {n}" for name, n in pretended.items() if n is not None)
+
+
+RUN = Now()  # the run's own moment
 
 
 class StandInTrainer:
@@ -101,7 +104,7 @@ class StandInTrainer:
 
     @property
     def callback_metrics(self) -> dict[str, Any]:
-        """What the Trainer has, and what the copy logged."""
+        """The metrics of the Trainer, and those that the copy logged."""
         return self._metrics("callback_metrics")
 
     @property
@@ -182,7 +185,9 @@ class _Unread:
         return len(self._loader)
 
     def __iter__(self) -> Any:
-        raise NotProbed("the model iterates the training loader, whose records are for charged steps")
+        raise NotProbed(
+            "the model iterates the training loader, whose records are for charged steps"
+        )
 
 
 class ByHand:
