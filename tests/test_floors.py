@@ -36,6 +36,8 @@ FLOORS = (
     ("plan",),
     ("mechanism",),
     ("run",),
+    ("_held", "_user_code"),
+    ("_module_state",),
     ("_training_step",),
     ("gradients",),
     ("_checks", "isolation"),
@@ -165,7 +167,10 @@ def test_no_file_imports_itself_through_others():
     [
         ("opacus", ("gradients",)),
         ("torch", (*set(FLOOR_OF) - NUMPY_ONLY, "accounting.journals")),  # it reads a checkpoint
-        ("lightning", (*LIGHTNING, "federated.local", "_checks", "_training_step")),
+        (
+            "lightning",
+            (*LIGHTNING, "federated.local", "_checks", "_training_step", "_module_state"),
+        ),
         ("flwr", ("federated.flower", "testing")),
         ("pytorch_lightning", ()),
         ("dp_accounting", ()),
