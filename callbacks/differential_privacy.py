@@ -52,7 +52,8 @@ class DifferentialPrivacy(Callback):
         accountant: computes ε.
         engine: computes gradients per record: "bookkeeping" (clipped sums from one
             backward pass, fast), "hooks" (Opacus), "functional" (torch.func, knows no layer types,
-            slow); "auto" takes the first where it covers the model, else the second.
+            slow), "one_by_one" (each record alone through ``collate_fn`` and ``training_step``: any
+            model, slowest); "auto" takes the first where it covers the model, else the second.
         ledger_dir: folder of the privacy journal, on this machine; default
             ``<default_root_dir>/privacy``. A relative one begins where the process is now.
         isolation_probe: before the first step, check on a synthetic batch that no record changes

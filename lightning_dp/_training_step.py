@@ -12,7 +12,7 @@ from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signatu
 from torch import Tensor
 from torchmetrics import Metric
 
-__all__ = ["call_training_step", "loss_in", "muted", "with_loss"]
+__all__ = ["apart", "call_training_step", "loss_in", "muted", "with_loss"]
 
 
 def call_training_step(module: LightningModule, batch: Any, batch_idx: int) -> Any:
@@ -59,6 +59,16 @@ def muted(module: LightningModule) -> Iterator[None]:
         with torch.no_grad():
             for buffer, value in buffers:
                 buffer.copy_(value)
+
+
+@contextmanager
+def apart(module: LightningModule) -> Iterator[None]:
+    """Inside, a record runs alone: as :func:`muted`, and torchmetrics have counted nothing yet."""
+    with muted(module):
+        for part in module.modules():
+            if isinstance(part, Metric):
+                part.reset()
+        yield
 
 
 def _ignore(*args: Any, **kwargs: Any) -> None:

@@ -30,7 +30,7 @@ from lightning_dp.schedules import AbstractSchedule, Constant
 
 __all__ = ["EngineName", "PrivacyConfig"]
 
-EngineName: TypeAlias = Literal["auto", "bookkeeping", "hooks", "functional"]
+EngineName: TypeAlias = Literal["auto", "bookkeeping", "hooks", "functional", "one_by_one"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,7 +58,8 @@ class PrivacyConfig:
         accountant: computes ε; default the tight numerical one.
         engine: computes gradients per record: "bookkeeping" (clipped sums from one
             backward pass, fast), "hooks" (Opacus), "functional" (torch.func, knows no layer types,
-            slow); "auto" takes the first where it covers the model, else the second.
+            slow), "one_by_one" (each record alone through ``collate_fn`` and ``training_step``: any
+            model, slowest); "auto" takes the first where it covers the model, else the second.
         ledger_dir: folder of the privacy journal, on this machine; default
             ``<default_root_dir>/privacy``. A relative one begins where the process is now.
         isolation_probe: use a synthetic batch, before the first step, to check that no
@@ -186,6 +187,11 @@ class PrivacyConfig:
     def is_adaptive(self) -> bool:
         """True if the noise is chosen at run time, without a plan that bounds it."""
         return self.noise_schedule.chosen == "at run time"
+
+    @property
+    def runs_each_record_alone(self) -> bool:
+        """True if each record is a batch of its own for the user's code."""
+        return self.engine == "one_by_one"
 
     def resolved_estimator(self) -> AbstractEstimator:
         """The estimator that is used."""

@@ -148,6 +148,11 @@ def _check(privacy: PrivacyConfig, num_canaries: int, confidence: float) -> None
         raise ValueError(f"num_canaries={num_canaries} must be at least 10.")
     if privacy.noise_multiplier == 0:
         raise ValueError("noise_multiplier=0 claims nothing, so there is nothing to audit.")
+    if privacy.runs_each_record_alone:
+        raise ValueError(
+            "engine='one_by_one' has no chunk to put canaries in. Audit with engine='functional': what "
+            "is audited comes after the gradients, and is the same for all engines."
+        )
     estimator = privacy.resolved_estimator()
     if estimator.traits.queries_per_step > 1 or estimator.traits.uses_hessian:
         raise ValueError(f"{estimator} asks several queries per step, which are not audited.")

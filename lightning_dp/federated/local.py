@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import cached_property
 from typing import Any, Literal, TypeAlias, get_args
@@ -17,7 +18,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_dp._checks import check_loader, check_model, check_training_mode, check_training_step
-from lightning_dp._training_step import call_training_step, loss_in, muted
+from lightning_dp._training_step import apart, call_training_step, loss_in, muted
 from lightning_dp._validate import optional, whole
 from lightning_dp.accounting.events import VoidedRunError
 from lightning_dp.boundary import (
@@ -31,7 +32,12 @@ from lightning_dp.functional import flatten, unflatten
 from lightning_dp.gradients import RecordPasses, Replay
 from lightning_dp.gradients.materialised import MaterialisedGradients
 from lightning_dp.gradients.passes import UNANSWERED, at_point
-from lightning_dp.isolation.synthetic import NoSyntheticBatch, ValidLabels, synthetic_pool
+from lightning_dp.isolation.synthetic import (
+    NoSyntheticBatch,
+    ValidLabels,
+    synthetic_pool,
+    take_rows,
+)
 
 __all__ = ["LocalRecords"]
 
@@ -73,7 +79,8 @@ class LocalRecords:
             nothing but the noise tells whether the client took part. Sampling records amplifies
             nothing then.
         engine: the computation of gradients per record; as in ``PrivacyConfig``.
-        chunk_size: records at a time; default the loader's batch size, else 64.
+        chunk_size: records at a time; default the loader's batch size, else 64. Under
+            engine="one_by_one" it is 1.
         device: where the module runs.
         try_first: before the first charge, run a copy of the module once on made-up records of the
             shapes of yours, so that a mistake in ``training_step`` costs nothing. False for a
@@ -123,9 +130,12 @@ class LocalRecords:
         self._module = module.to(device)
         self._device = torch.device(device)
         self._engine_name, self._try_first = engine, try_first
+        self._one_record = False
         self.params = tuple(param for param in module.parameters() if param.requires_grad)
         with self._passes() as passes:
             self.engine = passes.description
+            if passes.one_record:
+                self._one_record, self._chunk_size = True, 1
             self.has_products = passes.has_products
             """True if queries with Hessian-vector products can be answered."""
 
@@ -179,27 +189,29 @@ class LocalRecords:
             chunk_size=self._chunk_size,
             device=self._device,
         )
-        with isolate_rng(), copied._passes() as passes, muted(copied._module), torch.enable_grad():
+        with isolate_rng(), copied._passes() as passes, copied._muted(), torch.enable_grad():
             batch, _ = next(copied._chunks(list(range(min(2, self.num_records)))))
             try:
                 made_up = synthetic_pool(batch, _MADE_UP, classes=2)
             except NoSyntheticBatch:
                 return  # of such a batch, nothing can be made up
+            if self._one_record:
+                made_up = take_rows(made_up, [0])
             with ValidLabels():
                 copied._try(passes, self._module.transfer_batch_to_device(made_up, self._device, 0))
 
     def _try(self, passes: RecordPasses, made_up: Any) -> None:
         query = Query((Term(),), clip_norm=1.0, noise_multiplier=1.0)
         try:
-            self._answer(passes, query, made_up, _MADE_UP, 0)
-        except VoidedRunError:
-            raise MisconfigurationException(
-                f"training_step gives no loss that depends on the trained parameters. {_NOT_CHARGED}"
-            ) from None
+            found = self._answer(passes, query, made_up, 1 if self._one_record else _MADE_UP, 0)
         except Exception as error:
             if hasattr(error, "add_note"):  # Python 3.11
                 error.add_note(_NOT_CHARGED)
             raise
+        if found is None:
+            raise MisconfigurationException(
+                f"training_step gives no loss that depends on the trained parameters. {_NOT_CHARGED}"
+            )
 
     def bounded_sum(self, query: Query, records: Sequence[int]) -> BoundedSum:
         """Return the sum of the query over these records, none of which may occur twice.
@@ -222,9 +234,13 @@ class LocalRecords:
         of_all = replace(query, clip_norm=math.inf, noise_multiplier=0.0)
         asked = query if self.unit == "record" else of_all
         total = BoundedSum.empty(asked, [self.point])
-        with self._passes() as passes, muted(self._module), torch.enable_grad():
+        with self._passes() as passes, self._muted(), torch.enable_grad():
             for number, (batch, size) in enumerate(self._chunks(records)):
-                total = total.plus(self._answer(passes, asked, batch, size, number))
+                found = self._answer(passes, asked, batch, size, number)
+                if found is not None:
+                    total = total.plus(found)
+                elif not self._one_record:  # alone, a record without a loss contributes zero
+                    raise VoidedRunError(UNANSWERED.format(type(self._module).__name__))
         if self.unit == "record":
             return total
         # The client's sum is the only "record" of a second sum, whose bound is the query's.
@@ -251,16 +267,13 @@ class LocalRecords:
 
     def _answer(
         self, passes: RecordPasses, query: Query, batch: Any, size: int, number: int
-    ) -> BoundedSum:
-        """Answer a query from one batch."""
+    ) -> BoundedSum | None:
+        """Answer a query from one batch; None if it gives no gradient."""
 
         def forward() -> Any:
             return loss_in(call_training_step(self._module, batch, number))
 
-        found = passes.answer(query, Replay(forward, size))
-        if found is None:
-            raise VoidedRunError(UNANSWERED.format(type(self._module).__name__))
-        return found
+        return passes.answer(query, Replay(forward, size))
 
     def _passes(self) -> RecordPasses:
         """Watch the module, until the result is detached: nothing of it is left there then."""
@@ -269,9 +282,19 @@ class LocalRecords:
             self.params,
             self._engine_name,
             backward=self._module.backward,
-            # Weights that training_step changes in place are copies.
-            quietly=lambda: at_point(self.params, self.point),
+            quietly=self._quietly,
         )
+
+    def _muted(self) -> AbstractContextManager[None]:
+        """Leave no trace of all chunks; of records that run alone, each is apart from the others."""
+        return nullcontext() if self._one_record else muted(self._module)
+
+    @contextmanager
+    def _quietly(self) -> Iterator[None]:
+        # Weights that training_step changes in place are copies.
+        alone = apart(self._module) if self._one_record else nullcontext()
+        with at_point(self.params, self.point), alone:
+            yield
 
 
 def _check_module(module: nn.Module) -> None:

@@ -92,6 +92,9 @@ class AbstractGradientEngine(ABC):
     runs_backward: ClassVar[bool] = False
     """True if :meth:`backward` takes the place of ``loss.backward()``."""
 
+    one_record: ClassVar[bool] = False
+    """True if it answers for batches of a single record, so that each one must run alone."""
+
     @abstractmethod
     def attach(self, module: nn.Module, params: Sequence[nn.Parameter]) -> None:
         """Start watching.

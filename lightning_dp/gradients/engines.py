@@ -25,6 +25,7 @@ def attach_engine(
     """
     # Opacus takes a second to import, and a command that only reads a report needs no engine.
     from lightning_dp.gradients.bookkeeping import Bookkeeping
+    from lightning_dp.gradients.one_by_one import OneByOne
     from lightning_dp.gradients.opacus_hooks import OpacusHooks
 
     engines: dict[str, Callable[[], AbstractGradientEngine]] = {
@@ -32,6 +33,7 @@ def attach_engine(
         "bookkeeping": Bookkeeping,
         "functional": lambda: Bookkeeping(rules={}),
         "hooks": OpacusHooks,
+        "one_by_one": OneByOne,
     }
     if name not in engines:
         raise ValueError(f"engine={name!r} is not one of {sorted(engines)}.")

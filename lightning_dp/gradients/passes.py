@@ -83,6 +83,20 @@ class RandomState:
         self._python, self._numpy = random.getstate(), np.random.get_state()
         self._cuda = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
 
+    @classmethod
+    def seeded(cls, device: torch.device, seed: int) -> RandomState:
+        """Return the states that a seed makes, from 0 to 2³² - 1; those of now stay."""
+        now = cls(device)
+        random.seed(seed)
+        np.random.seed(seed)
+        torch.default_generator.manual_seed(seed)
+        if device.type == "cuda":
+            with torch.cuda.device(device):
+                torch.cuda.manual_seed(seed)
+        there = cls(device)
+        now._restore()
+        return there
+
     def _restore(self) -> None:
         torch.set_rng_state(self._cpu)
         random.setstate(self._python)
@@ -203,6 +217,11 @@ class RecordPasses:
     def runs_backward(self) -> bool:
         """True if :meth:`backward` takes the place of ``loss.backward()``."""
         return self._engine.runs_backward
+
+    @property
+    def one_record(self) -> bool:
+        """True if each record must be a chunk of its own."""
+        return self._engine.one_record
 
     @contextmanager
     def watching(self) -> Iterator[None]:

@@ -4,6 +4,11 @@ Every private run probes its model at the first batch (``isolation_probe=True``)
 yourself, import :func:`lightning_dp.audit.check_isolation`.
 """
 
-from lightning_dp.isolation.probe import Isolation, check_isolation, probe_isolation
+from lightning_dp.isolation.probe import (
+    BY_CONSTRUCTION,
+    Isolation,
+    check_isolation,
+    probe_isolation,
+)
 
-__all__ = ["Isolation", "check_isolation", "probe_isolation"]
+__all__ = ["BY_CONSTRUCTION", "Isolation", "check_isolation", "probe_isolation"]

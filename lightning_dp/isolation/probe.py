@@ -32,7 +32,9 @@ from lightning_dp.isolation.synthetic import (
     take_rows,
 )
 
-__all__ = ["Isolation", "check_isolation", "pool_that_runs", "probe_isolation"]
+__all__ = ["BY_CONSTRUCTION", "Isolation", "check_isolation", "pool_that_runs", "probe_isolation"]
+
+BY_CONSTRUCTION = "by construction: each record runs alone (engine='one_by_one')"
 
 
 Outcome = Literal["isolated", "coupled", "kept", "refused", "not probed"]
@@ -135,6 +137,8 @@ def check_isolation(
         >>> check_isolation(Model(), batch).reason[:48]
         'the loss divides by something that other records'
     """
+    if engine == "one_by_one":
+        return Isolation("isolated", condition=BY_CONSTRUCTION)
     passes = _passes(module, engine, trained, trainer)
     with passes.quietly():
         try:
@@ -174,6 +178,8 @@ def probe_isolation(
         like: a batch of the training loader. The other arguments are those of
             :func:`check_isolation`.
     """
+    if engine == "one_by_one":
+        return Isolation("isolated", condition=BY_CONSTRUCTION)
     passes = _passes(module, engine, trained, trainer)
     with passes.quietly(), ValidLabels():
         try:

@@ -161,7 +161,7 @@ class PrivacyReport:
         ]
         if self.stop_reason is not None:
             parts.append(self.stop_reason)
-        if not self.isolation.startswith("probed"):
+        if not self.isolation.startswith(("probed", "by construction")):
             parts.append("isolation of records was not checked")
         if where is not None:
             parts.append(f"report: {where}")

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from torch.utils.data import DataLoader, Sampler
@@ -34,6 +35,24 @@ class Chunk:
     first: bool
     sample_rate: float
     last: bool = True
+
+
+class _BothWays(NamedTuple):
+    """A batch, and a batch of each of its records alone."""
+
+    together: Any
+    alone: list[Any]
+
+
+@dataclass(frozen=True)
+class _EachAlone:
+    """A collate function that also makes a batch of each record, of which no other is a part."""
+
+    collate: Callable[[list[Any]], Any]
+
+    def __call__(self, records: list[Any]) -> _BothWays:
+        alone = [self.collate([copy.deepcopy(record)]) for record in records]  # it may empty them
+        return _BothWays(self.collate(records), alone)
 
 
 class ChunkSampler(Sampler[list[int]]):
@@ -137,6 +156,7 @@ class PrivateDataLoader(DataLoader[Any]):
         sampler: chooses the chunks.
         position: the place in the epoch of the next chunk; asked when a pass draws its first one.
         admit: called before each chunk is read; raises if it may not be.
+        each_alone: also make a batch of each record, by the same collate function.
     """
 
     def __init__(
@@ -145,12 +165,14 @@ class PrivateDataLoader(DataLoader[Any]):
         sampler: ChunkSampler,
         position: Callable[[], int] = int,
         admit: Callable[[], None] = _admit_always,
+        *,
+        each_alone: bool = False,
     ) -> None:
         super().__init__(
             loader.dataset,
             batch_sampler=sampler,
             num_workers=loader.num_workers,
-            collate_fn=loader.collate_fn,
+            collate_fn=_EachAlone(loader.collate_fn) if each_alone else loader.collate_fn,
             pin_memory=loader.pin_memory,
             timeout=loader.timeout,
             worker_init_fn=loader.worker_init_fn,
@@ -163,13 +185,18 @@ class PrivateDataLoader(DataLoader[Any]):
         self._position = position
         self._admit = admit
         self.current: Chunk | None = None
+        self.alone: list[Any] = []
+        """A batch of each record of the current chunk, if they are wanted."""
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
         self._admit()  # before workers read ahead
         # Only now: Lightning makes iterators before it knows where it goes on.
         self._chunks.resume_at = self._position()
         for batch in super().__iter__():
-            if batch is None:
+            self.alone = []
+            if isinstance(batch, _BothWays):
+                batch, self.alone = batch
+            if batch is None or any(each is None for each in self.alone):
                 raise TypeError(
                     "The collate_fn of the training loader returned None. Records of a private "
                     "batch cannot be left out on the way: return a batch for every list of records."
@@ -180,7 +207,7 @@ class PrivateDataLoader(DataLoader[Any]):
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave the current chunk out of copies and pickles: its size tells who is in the batch."""
-        return {**vars(self), "current": None}
+        return {**vars(self), "current": None, "alone": []}
 
     def state_dict(self) -> dict[str, Any]:
         """Return nothing; that the method exists tells Lightning that runs resume mid-epoch."""

@@ -10,6 +10,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Trainer
 from lightning.pytorch.loops import fetchers, training_epoch_loop
 from lightning.pytorch.utilities import combined_loader
+from lightning.pytorch.utilities.model_helpers import is_overridden
 
 from lightning_dp._checks import check_loader
 from lightning_dp._world import World
@@ -17,7 +18,13 @@ from lightning_dp.mechanism import Mechanism
 from lightning_dp.run import PrivateRun
 from lightning_dp.sampling.loader import Chunk, ChunkSampler, PrivateDataLoader
 
-__all__ = ["check_rate", "chunk_in_hand", "make_private_loader", "private_loader_of"]
+__all__ = [
+    "before_transfer",
+    "check_rate",
+    "chunk_in_hand",
+    "make_private_loader",
+    "private_loader_of",
+]
 
 
 def make_private_loader(
@@ -62,7 +69,13 @@ def make_private_loader(
         first_step=_StepOfRun(run),
     )
     position = _PlaceInEpoch(trainer.fit_loop.epoch_loop.batch_progress)
-    return PrivateDataLoader(checked, sampler, position=position, admit=_check_asker)
+    return PrivateDataLoader(
+        checked,
+        sampler,
+        position=position,
+        admit=_check_asker,
+        each_alone=run.config.runs_each_record_alone,
+    )
 
 
 def private_loader_of(trainer: Trainer) -> PrivateDataLoader:
@@ -152,6 +165,15 @@ def chunk_in_hand(loader: PrivateDataLoader, batch_idx: int) -> Chunk:
             "Something fetches batches ahead or skips them; private batches go one by one."
         )
     return chunk
+
+
+def before_transfer(trainer: Trainer, batch: Any) -> Any:
+    """Return a batch after the user's hook for batches that are not on the device yet."""
+    of_data = getattr(trainer, "datamodule", None)
+    name = "on_before_batch_transfer"
+    is_of_data = of_data is not None and is_overridden(name, of_data)
+    owner: Any = of_data if is_of_data else trainer.lightning_module
+    return owner.on_before_batch_transfer(batch, 0)
 
 
 def check_rate(chunk: Chunk, mechanism: Mechanism) -> None:

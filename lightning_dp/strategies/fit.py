@@ -11,6 +11,7 @@ from lightning.pytorch import Trainer
 from lightning_dp._world import World
 from lightning_dp.gradients.passes import WrapEngine
 from lightning_dp.run import PrivateRun
+from lightning_dp.strategies.alone import RecordsAlone
 from lightning_dp.strategies.earlier_training import EarlierTraining
 from lightning_dp.strategies.early_end import Agreement
 from lightning_dp.strategies.monitors import Monitors
@@ -33,6 +34,7 @@ class Fit:
         monitors: watches who acts on metrics of the training data.
         earlier: knows which ledgers trained the model before.
         agree: ends the fit on all ranks, or on none.
+        alone: runs the records of a batch one by one, if the engine asks for it.
     """
 
     folder: Path
@@ -42,6 +44,7 @@ class Fit:
     monitors: Monitors
     earlier: EarlierTraining
     agree: Agreement
+    alone: RecordsAlone
 
 
 def begin_fit(
@@ -74,4 +77,5 @@ def begin_fit(
         Monitors(trainer, run),
         EarlierTraining(module, run),
         Agreement(run, world, device, strategy.broadcast, leave),
+        RecordsAlone(module),
     )

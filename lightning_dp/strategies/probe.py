@@ -13,7 +13,7 @@ from torch import Tensor
 from lightning_dp._warnings import warn
 from lightning_dp._world import World
 from lightning_dp.gradients import UnsupportedModelError
-from lightning_dp.isolation import Isolation, probe_isolation
+from lightning_dp.isolation import BY_CONSTRUCTION, Isolation, probe_isolation
 from lightning_dp.isolation.ignored import target_means
 from lightning_dp.isolation.synthetic import leaves_of
 from lightning_dp.run import PrivateRun
@@ -51,6 +51,9 @@ class Probe:
 
     def at_first_batch(self, batch: Any) -> None:
         """Refuse a model that couples records, once in a fit and before anything is charged."""
+        if self._step.one_record:
+            self._run.isolation = BY_CONSTRUCTION
+            return
         if not self._is_due:
             return
         self._is_due = False

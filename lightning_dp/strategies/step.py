@@ -14,7 +14,7 @@ from lightning.pytorch import LightningModule
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_dp._training_step import muted
+from lightning_dp._training_step import apart, muted
 from lightning_dp.boundary import AbstractPerSampleGradients, Query
 from lightning_dp.estimators import AbstractEstimator
 from lightning_dp.functional import unflatten
@@ -33,6 +33,11 @@ _TOO_EARLY = (
     "optimizer.step() was called before all chunks of the batch were there. A batch is handed out in "
     "accumulate_grad_batches chunks (with FullBatch(): in batches of the loader's batch_size); step "
     "once, after the last of them."
+)
+
+_SILENT = (
+    "{} gave no gradient for any record of the first batch (training_step returns no loss, or one "
+    "that does not depend on trained parameters), so it would train on noise alone. Return the loss."
 )
 
 
@@ -92,7 +97,7 @@ class PrivateStep:
                 engine,
                 optimizer=optimizer,
                 backward=module.backward,
-                quietly=partial(muted, module),
+                quietly=partial(apart if engine == "one_by_one" else muted, module),
                 wrap=wrap,
             )
         self._batch = _Accounts()
@@ -103,6 +108,11 @@ class PrivateStep:
     def engine_description(self) -> str:
         """The engine and the layers that it covers, in words."""
         return self._passes.description
+
+    @property
+    def one_record(self) -> bool:
+        """True if each record must run alone, by :meth:`answer_each`."""
+        return self._passes.one_record
 
     def watching(self) -> AbstractContextManager[None]:
         """Let the engine see what the model does, inside."""
@@ -173,6 +183,47 @@ class PrivateStep:
         batch.owed -= chunk.size
         self._give(mechanism, mechanism.query, replay, gradients)
 
+    def answer_each(
+        self, mechanism: Mechanism, forwards: Sequence[Forward], *, is_first: bool
+    ) -> None:
+        """Run each record of the chunk alone, and give its part to the mechanism.
+
+        Each record has random numbers of its own, so that none depends on what others draw. One
+        without a loss contributes zero: which ones do that is for each of them alone to decide.
+
+        Args:
+            mechanism: has begun a step.
+            forwards: run one record each and return its loss; one of a stand-in for an empty chunk.
+            is_first: nothing was released yet; then some record must have a gradient.
+        """
+        batch, chunk, query = self._batch, self._batch.chunk, mechanism.query
+        if chunk is None:
+            raise RuntimeError("training_step ran twice for one batch.")
+        batch.chunk = None
+        seeds = _seeds(len(forwards))
+        replays = [
+            Replay(forward, 1, RandomState.seeded(self._device, seed))
+            for forward, seed in zip(forwards, seeds, strict=True)
+        ]
+        if not chunk.size or query is None:
+            self._run_for_nothing(replays)
+            return
+        if len(replays) != chunk.size:
+            raise OtherRowsError
+        if _has_rounds(mechanism):
+            batch.answered += replays
+        batch.owed -= chunk.size
+        found = [self._give(mechanism, query, replay) for replay in replays]
+        if is_first and not any(found):
+            self.note(_SILENT.format(type(self._module).__name__))
+
+    def _run_for_nothing(self, replays: Sequence[Replay]) -> None:
+        """Run records of which nothing is asked: they log, as ever."""
+        for replay in replays:
+            assert replay.randomness is not None
+            with replay.randomness.again():
+                self._passes.run(replay.forward)
+
     def note(self, fault: str) -> None:
         """Note that real records failed a check: nothing of this batch may be released.
 
@@ -207,11 +258,16 @@ class PrivateStep:
         query: Query,
         replay: Replay,
         here: AbstractPerSampleGradients | None = None,
-    ) -> None:
+    ) -> bool:
         """Answer a query from one chunk; it stays owed if not each of its records has a gradient.
+
+        But a record that runs alone and has none contributes zero.
 
         Args:
             here: its gradients at the present parameters, where they are known already.
+
+        Returns:
+            True if there were gradients.
         """
         if query.runs_again and not self._module.automatic_optimization:
             raise MisconfigurationException(
@@ -223,10 +279,11 @@ class PrivateStep:
         except OtherRowsError:
             self.note(OTHER_ROWS)
             found = None
-        if found is None:
-            self._batch.owed += replay.size
-        else:
+        if found is not None:
             mechanism.answer(found)
+        elif not self.one_record:
+            self._batch.owed += replay.size
+        return found is not None
 
     def _answer_again(self, mechanism: Mechanism, agree: Callable[[str | None], None]) -> None:
         """Answer a further query from all chunks of the batch."""
@@ -248,6 +305,12 @@ class PrivateStep:
                 f"{estimator} needs Hessian-vector products, which Opacus' hooks do not have (engine: "
                 f"{self.engine_description}). Use engine='bookkeeping', and change a layer that it "
                 "does not cover."
+            )
+        if self.one_record and not self._module.automatic_optimization:
+            raise MisconfigurationException(
+                "engine='one_by_one' runs training_step once for each record, and manual optimization "
+                "would step the optimizer each time. Use automatic optimization: return the loss, and "
+                "leave manual_backward and the optimizer out of training_step."
             )
         runs_again = estimator.traits.uses_hessian or estimator.traits.queries_per_step > 1
         if runs_again and not self._module.automatic_optimization:
@@ -291,6 +354,12 @@ class PrivateStep:
 
 def _nothing() -> None:
     """Return no loss: there was no forward pass."""
+
+
+def _seeds(count: int) -> list[int]:
+    """Return a seed for each record; the global generator moves on alike for every number of them."""
+    generator = torch.Generator().manual_seed(int(torch.randint(2**62, ())))
+    return [int(seed) for seed in torch.randint(2**32, (count,), generator=generator)]
 
 
 def _has_rounds(mechanism: Mechanism) -> bool:

@@ -32,6 +32,7 @@ from lightning_dp.strategies.checks import (
     weak_settings,
 )
 from lightning_dp.strategies.data import (
+    before_transfer,
     check_rate,
     chunk_in_hand,
     make_private_loader,
@@ -172,7 +173,8 @@ class DifferentialPrivacyStrategy(Strategy):
         super().on_train_start()
         trainer, run, fit = self._trainer, self.private_run, self._now
         private_loader_of(trainer)
-        check_training_mode(trainer.lightning_module)
+        if not fit.step.one_record:
+            check_training_mode(trainer.lightning_module)
         assert run.batches is not None
         self._warn(weak_settings(run.config, run.batches))
         fit.monitors.begin()
@@ -229,6 +231,8 @@ class DifferentialPrivacyStrategy(Strategy):
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         mechanism, fit = self._mechanism, self._now
+        if fit.step.one_record:
+            return self._one_by_one(*args, **kwargs)
         if args:
             fit.probe.watch_batch(args[0])
         fit.step.before_forward(mechanism, partial(self._forward_again, args, kwargs))
@@ -246,6 +250,28 @@ class DifferentialPrivacyStrategy(Strategy):
             fit.agree(fit.step.fault(mechanism), Place.NO_RELEASE)
         return output
 
+    def _one_by_one(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
+        """Run ``training_step`` and the backward pass for each record of the batch alone."""
+        fit, step = self._now, self._now.step
+        records = private_loader_of(self._trainer).alone
+        forwards = fit.alone.forwards(partial(self._forward_alone, args, kwargs), records)
+        fit.first.enter_forward()
+        is_first = self.private_run.steps <= 1
+        try:
+            step.answer_each(self._mechanism, forwards, is_first=is_first)
+        except UnsupportedModelError as error:
+            if is_first:
+                raise
+            step.note(str(error))
+        fit.first.leave_forward()
+        fit.monitors.check()
+        return fit.alone.together(self.root_device)
+
+    def _forward_alone(self, args: tuple[Any, ...], kwargs: dict[str, Any], record: Any) -> Any:
+        """Run ``training_step`` on a batch of one record, which is not on the device yet."""
+        record = before_transfer(self._trainer, self.precision_plugin.convert_input(record))
+        return super().training_step(self.batch_to_device(record), *args, **kwargs)
+
     def backward(
         self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any
     ) -> Tensor:
@@ -253,6 +279,8 @@ class DifferentialPrivacyStrategy(Strategy):
         fit.first.leave_forward()  # in manual optimization training_step has not returned yet
         if not is_differentiable(closure_loss):
             return closure_loss  # a chunk with records stays without an answer
+        if fit.step.one_record:  # they had theirs; this is for the hooks
+            return super().backward(closure_loss, optimizer, *args, **kwargs)
         fit.probe.watch_loss(closure_loss)
         try:
             return self._answer(closure_loss, optimizer, *args, **kwargs)
