@@ -27,7 +27,7 @@ CALLBACKS = Path(lightning_dp.callbacks.__file__).parent
 FLOORS = (
     ("_validate", "_warnings", "_lazy"),
     ("_files", "_described"),
-    ("functional", "_world", "_noise", "sparsify"),
+    ("functional", "_world", "_noise", "_fingerprint", "sparsify"),
     ("boundary",),
     ("accounting",),
     ("sampling", "estimators"),

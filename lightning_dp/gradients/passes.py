@@ -257,9 +257,17 @@ class RecordPasses:
         """Forget what passes left."""
         self._engine.drop()
 
-    def allow_step(self) -> None:
-        """Let the next optimizer step pass: the gradients are private now."""
-        self._raw.allow_step()
+    def expect_step(self) -> None:
+        """Stand after all other hooks of the optimizer, whose step is next."""
+        self._raw.expect_step()
+
+    def allow_step(self, check: Callable[[], None] | None = None) -> None:
+        """Let the next optimizer step pass: the gradients are private now.
+
+        Args:
+            check: is called once, right before the optimizer uses them.
+        """
+        self._raw.allow_step(check)
 
     def answer(
         self, query: Query, chunk: Replay, *, first: AbstractPerSampleGradients | None = None

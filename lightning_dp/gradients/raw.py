@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from torch import Tensor, nn
@@ -10,6 +10,12 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 __all__ = ["RawGradientGuard", "RawGradientHookError"]
+
+
+_NOT_PRIVATE = (
+    "optimizer.step() was called with gradients that were not made private. Call it through "
+    "Lightning: automatic optimization, or self.optimizers().step() in training_step."
+)
 
 
 class RawGradientHookError(RuntimeError):
@@ -36,7 +42,7 @@ class RawGradientGuard:
     """Keeps un-noised gradients away from ``p.grad`` and from the optimizer.
 
     - The gradient that autograd accumulates into a trainable parameter is dropped at once.
-    - An optimizer step that was not allowed by :meth:`allow_step` raises.
+    - An optimizer step that was not allowed by :meth:`allow_step` raises, before it moves anything.
 
     Args:
         parameters: name and parameter, every one that can get a gradient.
@@ -52,8 +58,11 @@ class RawGradientGuard:
         optimizer: Optimizer | None = None,
     ) -> None:
         self._touched: dict[str, nn.Parameter] = {}
+        self._optimizer = optimizer
         self._step_allowed = False
+        self._check: Callable[[], None] | None = None  # before the step that is allowed
         self._depth = 0  # of step() calls: a subclass that calls super().step() has two
+        self._entry: RemovableHandle | None = None
         parameters = list(parameters)
         _refuse_foreign_hooks(parameters)
         self._handles: list[RemovableHandle] = [
@@ -64,8 +73,8 @@ class RawGradientGuard:
             if parameter.requires_grad
         ]
         if optimizer is not None:
-            self._handles.append(optimizer.register_step_pre_hook(self._enter_step))
-            self._handles.append(optimizer.register_step_post_hook(self._check_step))
+            self._handles.append(optimizer.register_step_post_hook(self._leave_step))
+            self.expect_step()
 
     def _dropper(self, name: str, parameter: nn.Parameter) -> Any:
         def drop(_: Tensor) -> None:
@@ -74,21 +83,58 @@ class RawGradientGuard:
 
         return drop
 
-    def _enter_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        self._depth += 1
+    def expect_step(self) -> None:
+        """Stand after all other hooks of the optimizer, which may exchange its closure."""
+        if self._optimizer is not None:
+            self._take_entry_off()
+            self._entry = self._optimizer.register_step_pre_hook(self._enter_step)
+            self._depth = 0  # also after a step that ended in an error
 
-    def _check_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        self._depth -= 1
+    def _take_entry_off(self) -> None:
+        if self._entry is not None:
+            self._entry.remove()
+            self._entry = None
+
+    def _enter_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
+        """Look at the gradients when the optimizer is about to use them: after its closure ran."""
+        self._depth += 1
+        is_positional = len(args) > 1  # the first one is the optimizer
+        closure = args[1] if is_positional else kwargs.get("closure")
+        if closure is None:
+            self._before_update()
+            return None
+
+        def looked_at() -> Any:
+            result = closure()
+            self._before_update()
+            return result
+
+        if is_positional:
+            return (args[0], looked_at, *args[2:]), kwargs
+        return args, {**kwargs, "closure": looked_at}
+
+    def _before_update(self) -> None:
         if not self._step_allowed:
-            raise RuntimeError(
-                "optimizer.step() ran with gradients that were not made private. Call it through "
-                "Lightning: automatic optimization, or self.optimizers().step() in training_step."
-            )
+            raise RuntimeError(_NOT_PRIVATE)
+        check, self._check = self._check, None
+        if check is not None:
+            self._step_allowed = False  # if it raises
+            check()
+            self._step_allowed = True
+
+    def _leave_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        self._depth -= 1
+        if not self._step_allowed:  # a closure was given and not called
+            raise RuntimeError(_NOT_PRIVATE)
         self._step_allowed = self._depth > 0
 
-    def allow_step(self) -> None:
-        """Let the next optimizer step pass: the gradients are private now."""
-        self._step_allowed = True
+    def allow_step(self, check: Callable[[], None] | None = None) -> None:
+        """Let the next optimizer step pass: the gradients are private now.
+
+        Args:
+            check: is called once, after everything else that runs before the optimizer reads them.
+        """
+        self._step_allowed, self._check = True, check
 
     def touched(self) -> dict[str, nn.Parameter]:
         """Return the parameters that got a raw gradient since the last call, by name."""
@@ -97,6 +143,7 @@ class RawGradientGuard:
 
     def remove(self) -> None:
         """Take the guard's hooks off."""
+        self._take_entry_off()
         for handle in self._handles:
             handle.remove()
         self._handles = []

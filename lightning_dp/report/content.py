@@ -46,6 +46,8 @@ class PrivacyReport:
         seeded: True if any part of the run had a test ``seed``: repeatable, and so not private.
         isolation: of the check that no record changes another's gradient: probed, not probed (why),
             or opted out.
+        gradient_edits: the user's own words for what was done to the private gradient before the
+            optimizer used it; None where nothing but Lightning's clipping was allowed.
         guard: how the budget is guarded.
         accountant: which accountant computed the numbers.
         accountant_settings: its settings.
@@ -72,6 +74,7 @@ class PrivacyReport:
     private: bool
     seeded: bool
     isolation: str = "unknown"
+    gradient_edits: str | None = None
     guard: str = "unknown"
     accountant: str = "unknown"
     accountant_settings: dict[str, float | None] = field(default_factory=dict)
@@ -207,7 +210,16 @@ class PrivacyReport:
             Fact(self.accountant, "accountant"),
             Fact(self.guard, "budget guard"),
             Fact(self.isolation, "isolation"),
+            *self._declared(),
             Fact("yes, so nothing is private" if self.seeded else "none", "test seed"),
+        ]
+
+    def _declared(self) -> list[Fact]:
+        """Return what rests on the user's word."""
+        if self.gradient_edits is None:
+            return []
+        return [
+            Fact(f"{self.gradient_edits} (declared by the user, not checked)", "gradient edits")
         ]
 
     def _charged(self) -> list[Fact]:

@@ -44,6 +44,7 @@ def report(run: PrivateRun) -> PrivacyReport:
         private=math.isfinite(epsilon) and not run.is_seeded,
         seeded=run.is_seeded,
         isolation=run.isolation,
+        gradient_edits=config.gradient_edits,
         guard=FixedGuard.description if run.mechanism is None else run.mechanism.guard.description,
         accountant=config.accountant.name,
         accountant_settings=_settings(config.accountant),

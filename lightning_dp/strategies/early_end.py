@@ -6,6 +6,7 @@ from collections.abc import Callable
 from enum import IntEnum
 
 import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Trainer
 
 from lightning_dp._warnings import warn
@@ -54,6 +55,7 @@ class Place(IntEnum):
 
     NO_RELEASE = 0
     RELEASE = 1
+    UPDATE = 2
 
 
 class Agreement:
@@ -90,12 +92,16 @@ class Agreement:
 
         Raises:
             VoidedRunError: on all ranks.
+            MisconfigurationException: instead, if the very first release was not used yet: there is
+                nothing to withdraw.
         """
         if (voided := self._run.voided) is not None:  # and somebody caught the error
             raise VoidedRunError(voided)
         reason = self._common(fault, place)
         if reason is None:
             return
+        if place is Place.UPDATE and self._run.steps <= 1:
+            raise MisconfigurationException(reason)
         try:
             self._run.void(reason)
         finally:  # also if the disk is full

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lightning.pytorch import Trainer
+from lightning.pytorch.plugins import Precision
 
 from lightning_dp._world import World
 from lightning_dp.gradients.passes import WrapEngine
@@ -14,6 +15,7 @@ from lightning_dp.run import PrivateRun
 from lightning_dp.strategies.alone import RecordsAlone
 from lightning_dp.strategies.earlier_training import EarlierTraining
 from lightning_dp.strategies.early_end import Agreement
+from lightning_dp.strategies.edits import GradientEdits, watched
 from lightning_dp.strategies.monitors import Monitors
 from lightning_dp.strategies.probe import Probe
 from lightning_dp.strategies.step import PrivateStep
@@ -35,6 +37,8 @@ class Fit:
         earlier: knows which ledgers trained the model before.
         agree: ends the fit on all ranks, or on none.
         alone: runs the records of a batch one by one, if the engine asks for it.
+        edits: compares the gradient that the optimizer uses with what was released.
+        plugin: the strategy's precision plugin, whose clipping is seen.
     """
 
     folder: Path
@@ -45,6 +49,8 @@ class Fit:
     earlier: EarlierTraining
     agree: Agreement
     alone: RecordsAlone
+    edits: GradientEdits
+    plugin: Precision
 
 
 def begin_fit(
@@ -69,6 +75,7 @@ def begin_fit(
     (optimizer,), device = strategy.optimizers, strategy.root_device
     step = PrivateStep(module, optimizer, run.config.engine, device, wrap)
     run.engine = step.engine_description
+    edits = GradientEdits(trainer, step.params, is_declared=run.config.gradient_edits is not None)
     return Fit(
         folder,
         step,
@@ -78,4 +85,6 @@ def begin_fit(
         EarlierTraining(module, run),
         Agreement(run, world, device, strategy.broadcast, leave),
         RecordsAlone(module),
+        edits,
+        watched(strategy.precision_plugin, edits),
     )

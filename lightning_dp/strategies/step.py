@@ -320,14 +320,23 @@ class PrivateStep:
             )
         estimator.check(self._optimizer)
 
+    def expect_update(self) -> None:
+        """Be the last to look at the gradients when the optimizer steps next."""
+        self._passes.expect_step()
+
     def release(
-        self, mechanism: Mechanism, optimizer: Optimizer, agree: Callable[[str | None], None]
-    ) -> None:
-        """Give every trained parameter its private gradient.
+        self,
+        mechanism: Mechanism,
+        optimizer: Optimizer,
+        agree: Callable[[str | None], None],
+        check: Callable[[], None],
+    ) -> Tensor:
+        """Give every trained parameter its private gradient; return them as one vector.
 
         Args:
             agree: called with the fault of this process, if any, before anything is noised; it
                 raises on all ranks if one of them has a fault.
+            check: called when the optimizer is about to use the gradients.
         """
         if not mechanism.is_begun:
             raise RuntimeError(
@@ -344,7 +353,8 @@ class PrivateStep:
             self._batch.answered.clear()
         for param, gradient in zip(self.params, unflatten(estimate, self.params), strict=True):
             param.grad = gradient
-        self._passes.allow_step()
+        self._passes.allow_step(check)
+        return estimate
 
     def detach(self) -> None:
         """Leave the model as it was."""

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.plugins import Precision
 from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.model_helpers import is_overridden
@@ -126,6 +127,15 @@ class DifferentialPrivacyStrategy(Strategy):
     def _accumulate(self) -> int:
         """``accumulate_grad_batches`` as the user set it; during the fit it is the plan's."""
         return self._trainer.accumulate_grad_batches
+
+    @property
+    def precision_plugin(self) -> Precision:
+        plugin = super().precision_plugin
+        return plugin if self._fit is None else self._fit.plugin
+
+    @precision_plugin.setter
+    def precision_plugin(self, plugin: Precision | None) -> None:
+        Strategy.precision_plugin.fset(self, plugin)  # type: ignore[attr-defined]
 
     def setup(self, trainer: Trainer) -> None:
         if trainer.state.fn != TrainerFn.FITTING:
@@ -335,9 +345,14 @@ class DifferentialPrivacyStrategy(Strategy):
 
         def private_closure() -> None:
             once()  # its loss has no noise: an optimizer that sets its step size by it must not see it
-            fit.step.release(mechanism, optimizer, fit.agree)
+            released = fit.step.release(mechanism, optimizer, fit.agree, check_update)
+            fit.edits.begin(released)
             fit.first.enter_update()
 
+        def check_update() -> None:
+            fit.agree(fit.edits.fault(optimizer), Place.UPDATE)
+
+        fit.step.expect_update()
         output = super().optimizer_step(optimizer, private_closure, model, **kwargs)
         self._warn(fit.first.leave_update(optimizer))
         if run.is_over_early:

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
-__all__ = ["FirstStep", "SameParameters", "changed", "checksums"]
+from lightning_dp._fingerprint import fingerprint
 
-_CHUNK = 2**16  # entries at a time: what a fingerprint costs in memory
+__all__ = ["FirstStep", "SameParameters", "changed", "checksums"]
 
 
 class SameParameters:
@@ -197,11 +196,10 @@ def _some(names: tuple[str, ...] | list[str]) -> str:
 
 
 def checksums(tensors: Mapping[str, Tensor]) -> dict[str, int]:
-    """Return a hash of each tensor; any change of a bit alters it, except with probability 2⁻³².
+    """Return a fingerprint of each tensor; a change alters it, except with probability 2⁻³².
 
-    The sum of the entries' bits with fixed random weights, modulo 2⁶⁴. A copy would double the
-    memory of a frozen backbone, and version counters do not see what is written to ``p.data``.
-    Tensors of special classes (quantised weights) and lazy ones are left out.
+    A copy would double the memory of a frozen backbone, and version counters do not see what is
+    written to ``p.data``. Tensors of special classes (quantised weights) and lazy ones are left out.
 
     Example:
         >>> weight = torch.ones(3)
@@ -210,37 +208,11 @@ def checksums(tensors: Mapping[str, Tensor]) -> dict[str, int]:
         >>> changed(before, checksums({"weight": weight}))
         ('weight',)
     """
-    if not tensors:
-        return {}
-    plain = {
-        name: tensor.detach()
+    return {
+        name: int(fingerprint([tensor]))
         for name, tensor in tensors.items()
         if not is_lazy(tensor) and type(tensor.data) is Tensor
     }
-    longest = max((tensor.nbytes // _width(tensor) for tensor in plain.values()), default=0)
-    weights = _weights(min(longest, _CHUNK))
-    return {name: int(_checksum(tensor, weights)) for name, tensor in plain.items()}
-
-
-def _checksum(tensor: Tensor, weights: Tensor) -> Tensor:
-    bits = tensor.flatten().view({1: torch.uint8, 2: torch.int16, 4: torch.int32}[_width(tensor)])
-    weights = weights[: len(bits)].to(tensor.device)
-    total = torch.zeros((), dtype=torch.int64, device=tensor.device)
-    # All parts have the same weights; the odd factor tells apart parts that change places.
-    for part in torch.split(bits, _CHUNK):
-        total = total * 6364136223846793005 + (part * weights[: len(part)]).sum()
-    return total
-
-
-def _width(tensor: Tensor) -> int:
-    """Return how many bytes are taken as one number; of 8 the sign could cancel."""
-    return min(4, tensor.element_size())
-
-
-def _weights(count: int) -> Tensor:
-    """Return odd weights: an odd number times a difference of bits is not 0 modulo 2⁶⁴."""
-    generator = torch.Generator().manual_seed(0)
-    return torch.randint(-(2**62), 2**62, (count,), generator=generator) * 2 + 1
 
 
 def changed(before: Mapping[str, int], after: Mapping[str, int]) -> tuple[str, ...]:

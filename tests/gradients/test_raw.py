@@ -34,7 +34,9 @@ def test_an_optimizer_step_that_was_not_allowed_raises_and_one_is_allowed_once(g
     guard.allow_step()
     optimizer.step()
 
-    with pytest.raises(RuntimeError, match=r"optimizer.step\(\) ran with gradients that were not"):
+    with pytest.raises(
+        RuntimeError, match=r"optimizer.step\(\) was called with gradients that were not"
+    ):
         optimizer.step()
 
 

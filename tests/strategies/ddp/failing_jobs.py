@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from jobs import Model, WholeSet, fit, main, rank, records
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor
 
@@ -66,6 +67,20 @@ class SkipsByHand(Model):
         self.optimizers().step()  # type: ignore[union-attr]
 
 
+class Edits(Model):
+    """Rank 1 changes the private gradient of a step."""
+
+    at = 2
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        if self.global_step == self.at and rank() == 1:
+            self.net[0].weight.grad.mul_(2)  # type: ignore[union-attr,operator]
+
+
+class EditsAtOnce(Edits):
+    at = 0
+
+
 def voided(folder: Path, kind: type[Model] = Skips) -> dict[str, Any]:
     """What one rank's records show ends both; each says what it knows."""
     privacy = DifferentialPrivacy(
@@ -75,7 +90,7 @@ def voided(folder: Path, kind: type[Model] = Skips) -> dict[str, Any]:
     model, error = kind(rank()), ""
     try:
         fit(model, records(60), 3, None, folder, saving, privacy, max_epochs=1)
-    except VoidedRunError as raised:
+    except (VoidedRunError, MisconfigurationException) as raised:
         error = str(raised)
     return {"error": error, "epsilon": privacy.epsilon, "steps": privacy.steps}
 
@@ -84,5 +99,13 @@ def voided_apart(folder: Path) -> dict[str, Any]:
     return voided(folder, SkipsByHand)
 
 
+def edited(folder: Path) -> dict[str, Any]:
+    return voided(folder, Edits)
+
+
+def edited_at_once(folder: Path) -> dict[str, Any]:
+    return voided(folder, EditsAtOnce)
+
+
 if __name__ == "__main__":
-    main(lengths, no_journal, voided, voided_apart)
+    main(lengths, no_journal, voided, voided_apart, edited, edited_at_once)

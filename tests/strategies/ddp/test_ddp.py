@@ -374,7 +374,11 @@ def test_error_of_one_rank_ends_the_job_before_any_step(
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("scenario", "message"),
-    [("voided", "Skips gave no gradient"), ("voided_apart", "the ranks diverged")],
+    [
+        ("voided", "Skips gave no gradient"),
+        ("voided_apart", "the ranks diverged"),
+        ("edited", "is not what was released"),
+    ],
 )
 def test_what_one_rank_finds_in_its_records_ends_both_ranks(
     tmp_path: Path, scenario: str, message: str
@@ -389,3 +393,14 @@ def test_what_one_rank_finds_in_its_records_ends_both_ranks(
     (journal,) = tmp_path.rglob("*.journal")
     assert message in journal.read_text()
     assert not list(tmp_path.rglob("*.ckpt"))
+
+
+@pytest.mark.slow
+def test_an_edit_of_the_first_step_on_one_rank_refuses_the_model_on_both(tmp_path: Path) -> None:
+    done = launch(tmp_path, "edited_at_once", jobs=FAILING)
+    assert done.returncode == 0, done.stderr[-5000:]
+
+    for result in results(tmp_path, "edited_at_once"):
+        assert "is not what was released" in result["error"]
+        assert result["steps"] == 1
+        assert result["epsilon"] < math.inf

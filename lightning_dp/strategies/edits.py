@@ -1,0 +1,196 @@
+"""The gradient that the optimizer uses is the one that was released, or one that Lightning clipped."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any, TypeAlias
+
+import torch
+from lightning.pytorch import Trainer
+from lightning.pytorch.plugins import Precision
+from lightning.pytorch.utilities.enums import GradClipAlgorithmType
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lightning_dp._fingerprint import fingerprint
+
+__all__ = ["GradientEdits", "watched"]
+
+Clipping: TypeAlias = tuple[float, GradClipAlgorithmType]
+
+_EDITED = (
+    "The gradient that the optimizer is about to use is not what was released: {}. Between the two "
+    "may write: {}. An edit that looks at the batch, its loss or a metric makes the step follow the "
+    "records without noise, and ε would not hold. To clip the private gradient, {}. Another function "
+    "of released values alone is to be declared, and is then printed in the report: "
+    "DifferentialPrivacy(gradient_edits='what is done')."
+)
+_FROZEN = (
+    "{} is about to move the frozen parameters {}, which have a gradient (an old one that was left in "
+    "p.grad, or one that a hook wrote). Give the optimizer trainable parameters only: "
+    "[p for p in self.parameters() if p.requires_grad]."
+)
+_CLIP = {
+    True: "set Trainer(gradient_clip_val=..., gradient_clip_algorithm=...)",
+    False: "call self.clip_gradients() with constants in training_step, before optimizer.step()",
+}
+_BEFORE_STEP = "on_before_optimizer_step"
+_HOOKS = (_BEFORE_STEP, "configure_gradient_clipping", "optimizer_step")
+_CLIPS = ("clip_gradients", "clip_grad_by_norm", "clip_grad_by_value", "main_params")
+
+
+class GradientEdits:
+    """Compares ``p.grad``, when the optimizer is about to use it, with what was released.
+
+    - Compared are the bits, by a fingerprint of all gradients: no copy is kept, and what is written
+      to ``p.grad.data`` is seen too.
+    - Lightning's own clipping, done at each step as at the first one, is no edit. Where it is asked
+      for before the release, as in manual optimization, it is done after it.
+    - Declared edits are not looked for.
+
+    Args:
+        trainer: whose hooks run between release and step.
+        parameters: the trained ones.
+        is_declared: the user has said which edits are made.
+    """
+
+    def __init__(
+        self, trainer: Trainer, parameters: Sequence[nn.Parameter], *, is_declared: bool
+    ) -> None:
+        self._trainer = trainer
+        self._parameters = parameters
+        self._is_declared = is_declared
+        self._released: Tensor | None = None  # one vector; None where no release waits for its step
+        self._gradients: list[tuple[Tensor | None, int]] = []  # with their places in memory
+        self._expected: Tensor | None = None  # fingerprint; None where nothing is compared
+        self._is_edited: Tensor | bool = False  # before it was clipped
+        self._asked: dict[Clipping, Callable[[], None]] = {}  # before the release
+        self._clipped: list[Clipping] = []  # since the release
+        self._usual: list[Clipping] | None = None  # what the first step clipped
+
+    def begin(self, released: Tensor) -> None:
+        """Remember what was put into ``p.grad``, and clip it if that was asked for.
+
+        Args:
+            released: the vector that the gradients are views of, or were cast from.
+        """
+        self._released, self._is_edited, self._clipped = released, False, []
+        self._gradients = [(param.grad, _place(param.grad)) for param in self._parameters]
+        self._expected = None if self._is_declared else self._now()
+        asked, self._asked = self._asked, {}
+        for clipping, clip in asked.items():
+            self.clip(clipping, clip)
+
+    def clip(self, clipping: Clipping, clip: Callable[[], None]) -> None:
+        """Clip as Lightning does, and expect what it gives; before a release, wait for it."""
+        if clipping[0] <= 0:
+            return  # asks for nothing
+        if self._released is None:
+            self._asked[clipping] = clip
+            return
+        is_compared = self._expected is not None and not self._is_other()
+        if is_compared:
+            self._is_edited = (self._now() != self._expected) | self._is_edited
+        clip()
+        self._clipped.append(clipping)
+        if is_compared:
+            self._expected = self._now()
+
+    def fault(self, optimizer: Optimizer) -> str | None:
+        """Return why the optimizer may not use the gradients; None if it may. Once a release."""
+        found = None if self._expected is None else self._found()
+        if self._usual is None:
+            self._usual = self._clipped
+        self._released, self._expected, self._gradients = None, None, []
+        if found is None:
+            return self._of_frozen(optimizer)
+        cure = _CLIP[self._trainer.lightning_module.automatic_optimization]
+        return _EDITED.format(found, ", ".join(self._writers(optimizer)), cure)
+
+    def _found(self) -> str | None:
+        if self._is_other():
+            return "a parameter lost it, or got one of another kind"
+        if bool((self._now() != self._expected) | self._is_edited):
+            return "it was written to"
+        if self._usual not in (None, self._clipped):
+            return "clip_gradients() was called otherwise than in the first step"
+        return None
+
+    def _of_frozen(self, optimizer: Optimizer) -> str | None:
+        """Return why frozen parameters would move."""
+        trained = {id(param) for param in self._parameters}
+        moved = {
+            id(param)
+            for param in (each for group in optimizer.param_groups for each in group["params"])
+            if id(param) not in trained and param.grad is not None and bool(param.grad.any())
+        }
+        module = self._trainer.lightning_module
+        names = [name for name, param in module.named_parameters() if id(param) in moved]
+        return _FROZEN.format(type(optimizer).__name__, names[:5]) if moved else None
+
+    def _is_other(self) -> bool:
+        """Tell by kinds alone that a parameter has another gradient."""
+        return any(
+            param.grad is None
+            or param.grad.layout != torch.strided
+            or (param.grad.shape, param.grad.dtype) != (param.shape, param.dtype)
+            for param in self._parameters
+        )
+
+    def _now(self) -> Tensor:
+        """Return the fingerprint of the gradients; of the vector while they still are its parts."""
+        assert self._released is not None
+        now = [param.grad for param in self._parameters if param.grad is not None]
+        are_its_parts = all(
+            each is put and each.data_ptr() == place and each.dtype == self._released.dtype
+            for each, (put, place) in zip(now, self._gradients, strict=True)
+        )
+        return fingerprint([self._released] if are_its_parts else now)
+
+    def _writers(self, optimizer: Optimizer) -> Iterator[str]:
+        """Yield, by the model's public structure, whatever can write to it in between."""
+        module, trainer = self._trainer.lightning_module, self._trainer
+        for hook in _HOOKS:
+            if is_overridden(hook, module):
+                yield f"{type(module).__name__}.{hook}"
+        for callback in trainer.callbacks:  # type: ignore[attr-defined]
+            if is_overridden(_BEFORE_STEP, callback):
+                yield f"{type(callback).__name__}.{_BEFORE_STEP}"
+        if not _is_lightnings(kind := type(trainer.precision_plugin)):
+            yield f"{kind.__name__}"
+        yield f"hooks of {type(optimizer).__name__}.step"
+
+
+def _place(gradient: Tensor | None) -> int:
+    return 0 if gradient is None else gradient.data_ptr()
+
+
+def watched(plugin: Precision, edits: GradientEdits) -> Precision:
+    """Return the plugin with a ``clip_gradients`` that tells of its calls.
+
+    It is of a subclass, with the attributes of the plugin, not copies of them. A plugin that clips in
+    its own way is returned as it is: what it does is an edit.
+    """
+    kind: Any = type(plugin)
+    if not all(_is_lightnings(getattr(kind, name)) for name in _CLIPS):
+        return plugin
+
+    def clip_gradients(
+        self: Precision,
+        optimizer: Optimizer,
+        clip_val: float = 0.0,
+        gradient_clip_algorithm: GradClipAlgorithmType = GradClipAlgorithmType.NORM,
+    ) -> None:
+        clip = partial(plugin.clip_gradients, optimizer, clip_val, gradient_clip_algorithm)
+        edits.clip((clip_val, gradient_clip_algorithm), clip)
+
+    names = {"__module__": kind.__module__, "clip_gradients": clip_gradients}
+    seen: Precision = object.__new__(type(kind.__name__, (kind,), names))
+    seen.__dict__ = vars(plugin)
+    return seen
+
+
+def _is_lightnings(part: Any) -> bool:
+    return str(part.__module__).partition(".")[0] == "lightning"

@@ -1,0 +1,519 @@
+"""The optimizer uses what was released; every other gradient ends the run before a weight moves."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.plugins import Precision
+from torch import Tensor, nn
+from torch.optim.lr_scheduler import StepLR
+
+from lightning_dp.accounting.events import VoidedRunError
+from lightning_dp.callbacks import DifferentialPrivacy
+from lightning_dp.report import PrivacyReport
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*already private")
+
+REFUSED = r"(?s)not what was released.*gradient_edits="
+Edit = Callable[[Any], None]
+
+
+def trained(model: Any) -> list[nn.Parameter]:
+    return [param for param in model.parameters() if param.requires_grad]
+
+
+# -- edits: each changes the gradients of a model ------------------------------------------------
+
+
+def scales(model: Any) -> None:
+    for param in trained(model):
+        param.grad.mul_(0.5)
+
+
+def zeroes_when_the_loss_spikes(model: Any) -> None:
+    if model.loss > 0.1:
+        scales(model)
+
+
+def writes_past_the_version_counter(model: Any) -> None:
+    trained(model)[0].grad.data.mul_(0.5)
+
+
+def exchanges_the_memory(model: Any) -> None:
+    trained(model)[0].grad.data = torch.ones_like(trained(model)[0])
+
+
+def replaces(model: Any) -> None:
+    trained(model)[0].grad = torch.ones_like(trained(model)[0])
+
+
+def takes_one_away(model: Any) -> None:
+    trained(model)[-1].grad = None
+
+
+def makes_one_sparse(model: Any) -> None:
+    trained(model)[0].grad = (2 * trained(model)[0].grad).to_sparse()
+
+
+def adds_a_raw_penalty(model: Any) -> None:
+    for param in trained(model):
+        param.grad += 0.1 * model.loss * param.detach()
+
+
+def flips_signs(model: Any) -> None:
+    trained(model)[0].grad.neg_()
+
+
+def flips_signs_of_a_column(model: Any) -> None:
+    trained(model)[0].grad[:, 1].neg_()
+
+
+def turns_round(model: Any) -> None:
+    trained(model)[0].grad.copy_(trained(model)[0].grad.flip(0))
+
+
+def adds_next_to_nothing(model: Any) -> None:
+    trained(model)[1].grad[0] *= 1.001
+
+
+def exchanges_two_parameters(model: Any) -> None:
+    first, second = trained(model)[1], trained(model)[1].grad.flip(0)
+    first.grad = second
+
+
+def clips_by_hand(model: Any) -> None:
+    nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+
+
+def moves_a_frozen_weight(model: Any) -> None:
+    model.frozen.grad = torch.ones_like(model.frozen)
+
+
+EDITS = [
+    scales,
+    zeroes_when_the_loss_spikes,
+    writes_past_the_version_counter,
+    exchanges_the_memory,
+    replaces,
+    takes_one_away,
+    makes_one_sparse,
+    adds_a_raw_penalty,
+    flips_signs,
+    flips_signs_of_a_column,
+    turns_round,
+    adds_next_to_nothing,
+    exchanges_two_parameters,
+    clips_by_hand,
+]
+
+# -- places: where code of the user runs between release and update ------------------------------
+
+
+@dataclass
+class Setting:
+    """What a place needs of a fit."""
+
+    model: Any
+    callbacks: list[L.Callback]
+    plugins: list[Any]
+
+
+def in_the_module(setting: Setting, edit: Edit) -> None:
+    setting.model.on_before_optimizer_step = lambda optimizer: edit(setting.model)
+
+
+def in_a_callback(setting: Setting, edit: Edit) -> None:
+    class Edits(L.Callback):
+        def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
+            edit(pl_module)
+
+    setting.callbacks.append(Edits())
+
+
+def in_clipping(setting: Setting, edit: Edit) -> None:
+    setting.model.configure_gradient_clipping = lambda optimizer, *_, **__: edit(setting.model)
+
+
+def in_optimizer_step(setting: Setting, edit: Edit) -> None:
+    """The closure of the user runs in ours, so only what stands in the optimizer's can edit."""
+
+    def optimizer_step(epoch: int, batch: int, optimizer: Any, closure: Any) -> None:
+        handle = optimizer.optimizer.register_step_pre_hook(wraps(setting.model, edit))
+        optimizer.step(closure=closure)
+        handle.remove()
+
+    setting.model.optimizer_step = optimizer_step
+
+
+def wraps(model: Any, edit: Edit) -> Any:
+    """A hook of an optimizer that exchanges the closure."""
+
+    def hook(optimizer: Any, args: Any, kwargs: Any) -> Any:
+        closure = kwargs["closure"]
+
+        def edited() -> Any:
+            result = closure()
+            edit(model)
+            return result
+
+        return args, {**kwargs, "closure": edited}
+
+    return hook
+
+
+def in_a_hook_of_the_optimizer(setting: Setting, edit: Edit) -> None:
+    class Hooks(L.Callback):
+        def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+            trainer.optimizers[0].register_step_pre_hook(wraps(pl_module, edit))
+
+    setting.callbacks.append(Hooks())
+
+
+def in_a_hook_that_runs_the_closure(setting: Setting, edit: Edit) -> None:
+    def hook(optimizer: Any, args: Any, kwargs: Any) -> Any:
+        kwargs["closure"]()
+        edit(setting.model)
+        return args, {**kwargs, "closure": None}
+
+    class Hooks(L.Callback):
+        def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+            trainer.optimizers[0].register_step_pre_hook(hook)
+
+    setting.callbacks.append(Hooks())
+
+
+def around_step(setting: Setting, edit: Edit) -> None:
+    """As schedulers do it: the attribute of the instance wraps the method."""
+    make = setting.model.configure_optimizers
+
+    def configure_optimizers() -> Any:
+        optimizer = make()
+        scheduler = StepLR(optimizer, 5)
+        step = optimizer.step
+
+        def wrapped(closure: Any) -> Any:
+            loss = closure()
+            edit(setting.model)
+            step()
+            return loss
+
+        optimizer.step = wrapped
+        return [optimizer], [scheduler]
+
+    setting.model.configure_optimizers = configure_optimizers
+
+
+def in_a_precision_plugin(setting: Setting, edit: Edit) -> None:
+    class Edits(Precision):
+        def optimizer_step(self, optimizer: Any, model: Any, closure: Any, **kwargs: Any) -> Any:
+            self._wrap_closure(model, optimizer, closure)
+            edit(model)
+            return optimizer.step(**kwargs)
+
+    setting.plugins.append(Edits())
+
+
+def in_the_clipping_of_a_plugin(setting: Setting, edit: Edit) -> None:
+    class Edits(Precision):
+        def clip_gradients(self, optimizer: Any, *unused: Any, **also: Any) -> None:
+            edit(setting.model)
+
+    setting.plugins.append(Edits())
+
+
+PLACES = [
+    in_the_module,
+    in_a_callback,
+    in_clipping,
+    in_optimizer_step,
+    in_a_hook_of_the_optimizer,
+    in_a_hook_that_runs_the_closure,
+    around_step,
+    in_a_precision_plugin,
+    in_the_clipping_of_a_plugin,
+]
+
+
+@pytest.fixture
+def run(classifier, mlp, loader, make_trainer, weights):
+    """``run(place, edit, ...)``: two steps of a small network, whose noise is always the same."""
+
+    class Model(classifier):
+        def __init__(self) -> None:
+            super().__init__(mlp())
+            self.frozen = nn.Parameter(torch.zeros(2), requires_grad=False)
+
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            loss = super().training_step(batch, batch_idx)
+            self.loss = loss.detach()
+            if self.automatic_optimization:
+                return loss
+            return self.by_hand(loss)
+
+        def by_hand(self, loss: Tensor) -> None:
+            optimizer = self.optimizers()
+            optimizer.zero_grad()
+            self.manual_backward(loss)
+            self.before_step()
+            optimizer.step()
+
+        def before_step(self) -> None:
+            pass
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD(self.parameters(), lr=0.5)
+
+    def fit(
+        place: Callable[[Setting, Edit], None] = lambda setting, edit: None,
+        edit: Edit = lambda model: None,
+        *,
+        change: Callable[[Any], None] = lambda model: None,
+        trainer: dict[str, Any] | None = None,
+        **privacy: Any,
+    ) -> Tensor:
+        setting = Setting(Model(), [], [])
+        change(setting.model)
+        place(setting, edit)
+        run.model = setting.model
+        run.start = weights(setting.model)
+        settings = {"noise_multiplier": 0.5, "target_delta": 1e-5, "isolation_probe": False}
+        run.privacy = DifferentialPrivacy(seed=1, **settings, **privacy)
+        options = {"max_steps": 2, "plugins": setting.plugins, **(trainer or {})}
+        run.trainer = make_trainer(callbacks=[*setting.callbacks, run.privacy], **options)
+        torch.manual_seed(0)
+        run.trainer.fit(setting.model, loader)
+        return weights(setting.model)
+
+    run = fit
+    return run
+
+
+@pytest.fixture
+def plain(run) -> Tensor:
+    """The weights after one step that nobody edits."""
+    if "weights" not in _PLAIN:
+        _PLAIN["weights"] = run(trainer={"max_steps": 1})
+    return _PLAIN["weights"]
+
+
+_PLAIN: dict[str, Tensor] = {}
+
+
+@pytest.fixture
+def assert_refused_at_once(run, weights) -> Callable[..., None]:
+    """The first step is charged, nothing moves, and the message has the cure."""
+
+    def check(*arguments: Any, match: str = REFUSED, **options: Any) -> None:
+        with pytest.raises(MisconfigurationException, match=match):
+            run(*arguments, **options)
+        assert run.privacy.steps == 1
+        assert math.isfinite(run.privacy.epsilon)
+        assert torch.equal(weights(run.model), run.start)
+
+    return check
+
+
+@pytest.fixture
+def assert_voided(run, weights) -> Callable[..., None]:
+    """The second step does not reach the weights, and ε of the first one is withdrawn."""
+
+    def check(*arguments: Any, match: str = REFUSED, **options: Any) -> None:
+        after_one_step = run(*arguments, trainer={"max_steps": 1}, **options)
+        with pytest.raises(VoidedRunError, match=match):
+            run(*arguments, **options)
+        assert run.privacy.steps == 2
+        assert math.isinf(run.privacy.epsilon)
+        assert torch.equal(weights(run.model), after_one_step)
+
+    return check
+
+
+def by_hand(model: Any) -> None:
+    model.automatic_optimization = False
+
+
+# -- what is refused -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("edit", EDITS)
+def test_an_edit_changes_the_training_and_is_refused(edit, run, plain, assert_refused_at_once):
+    declared = run(in_the_module, edit, gradient_edits="some", trainer={"max_steps": 1})
+    assert not torch.equal(declared, plain)
+
+    assert_refused_at_once(in_the_module, edit, match=f"{REFUSED}|Model.on_before_optimizer_step")
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_an_edit_is_refused_wherever_it_is_made(place, run, plain, assert_refused_at_once):
+    declared = run(place, scales, gradient_edits="some", trainer={"max_steps": 1})
+    assert not torch.equal(declared, plain)
+
+    assert_refused_at_once(place, scales)
+
+
+def test_an_edit_in_manual_optimization_is_refused(assert_refused_at_once):
+    assert_refused_at_once(
+        in_the_module, scales, change=by_hand, match=r"call self.clip_gradients\(\) with constants"
+    )
+
+
+def test_an_edit_of_a_later_step_voids_the_run(assert_voided):
+    def later(model: Any) -> None:
+        if model.global_step == 1:
+            scales(model)
+
+    assert_voided(in_a_callback, later)
+
+
+def test_a_gradient_of_a_frozen_parameter_is_refused(assert_refused_at_once):
+    def moves_a_frozen_weight(model: Any) -> None:
+        model.frozen.grad = torch.ones_like(model.frozen)
+
+    assert_refused_at_once(
+        in_the_module, moves_a_frozen_weight, match=r"SGD is about to move the frozen.*\['frozen'\]"
+    )
+
+
+def test_an_edit_is_not_hidden_by_the_clipping_after_it(assert_refused_at_once):
+    assert_refused_at_once(in_the_module, scales, trainer={"gradient_clip_val": 1e-3})
+
+
+def test_an_error_that_was_caught_does_not_let_the_next_step_pass(run, weights):
+    def change(model: Any) -> None:
+        by_hand(model)
+        original = model.by_hand
+
+        def stubborn(loss: Tensor) -> None:
+            with contextlib.suppress(MisconfigurationException):
+                original(loss)
+            model.optimizers().optimizer.step()
+
+        model.by_hand = stubborn
+
+    with pytest.raises(RuntimeError, match="gradients that were not made private"):
+        run(in_the_module, scales, change=change)
+    assert torch.equal(weights(run.model), run.start)
+
+
+# -- what is allowed -----------------------------------------------------------------------------
+
+
+def reads_the_norm(model: Any) -> None:
+    model.norm = torch.stack([param.grad.norm() for param in trained(model)]).norm()
+
+
+def copies(model: Any) -> None:
+    trained(model)[0].grad = trained(model)[0].grad.clone()
+
+
+def clips_at_a_norm_that_is_never_reached(model: Any) -> None:
+    nn.utils.clip_grad_norm_(model.parameters(), 1e9)
+
+
+@pytest.mark.parametrize(
+    "harmless", [reads_the_norm, copies, clips_at_a_norm_that_is_never_reached]
+)
+def test_what_changes_nothing_passes(harmless, run, plain):
+    assert torch.equal(run(in_the_module, harmless, trainer={"max_steps": 1}), plain)
+
+
+@pytest.mark.parametrize("algorithm", ["norm", "value"])
+def test_lightnings_clipping_passes_and_clips_the_private_gradient(algorithm, run, plain):
+    clip = {"gradient_clip_val": 1e-3, "gradient_clip_algorithm": algorithm}
+
+    automatic = run(trainer=clip)
+
+    moved = (automatic - run.start).abs()
+    assert 0 < moved.max() <= 2 * 0.5 * 1e-3 * (1 + 1e-5)  # two steps of lr 0.5
+    assert torch.equal(run(in_clipping, clips_as_documented, trainer=clip), automatic)
+
+
+def clips_as_documented(model: Any) -> None:
+    trainer = model.trainer
+    algorithm = trainer.gradient_clip_algorithm or "norm"
+    model.clip_gradients(trainer.optimizers[0], trainer.gradient_clip_val or 1e-3, algorithm)
+
+
+@pytest.mark.parametrize("algorithm", ["norm", "value"])
+def test_clip_gradients_clips_the_private_gradient_in_manual_optimization(algorithm, run):
+    """It is called when there is no gradient yet, since the release is part of the step."""
+
+    def change(model: Any) -> None:
+        by_hand(model)
+        model.before_step = lambda: model.clip_gradients(model.optimizers(), 1e-3, algorithm)
+
+    clipped = run(change=change)
+
+    clip = {"gradient_clip_val": 1e-3, "gradient_clip_algorithm": algorithm}
+    assert torch.equal(clipped, run(trainer=clip))
+
+
+def test_clip_gradients_with_constants_of_the_module_passes(run):
+    own = run(in_clipping, clips_as_documented)
+
+    assert torch.equal(own, run(trainer={"gradient_clip_val": 1e-3}))
+
+
+def clips_at_the_loss(model: Any) -> None:
+    model.clip_gradients(model.trainer.optimizers[0], 1e-3 * float(model.loss), "norm")
+
+
+def clips_at_the_second_step(model: Any) -> None:
+    if model.global_step:
+        model.clip_gradients(model.trainer.optimizers[0], 1e-3, "norm")
+
+
+@pytest.mark.parametrize("clips", [clips_at_the_loss, clips_at_the_second_step])
+def test_clipping_that_is_not_that_of_the_first_step_voids_the_run(clips, assert_voided):
+    assert_voided(in_clipping, clips, match="otherwise than in the first step")
+
+
+def test_a_clipping_that_the_module_leaves_out_all_along_passes(run, plain):
+    clip = {"gradient_clip_val": 1e-3, "max_steps": 1}
+
+    assert torch.equal(run(in_clipping, lambda model: None, trainer=clip), plain)
+
+
+def test_a_plugin_keeps_its_class_name_and_its_attributes(run, make_trainer):
+    seen = []
+
+    def look(model: Any) -> None:
+        plugin = model.trainer.precision_plugin
+        plugin.marked = True
+        seen.append(type(plugin).__qualname__)
+
+    run(in_the_module, look, trainer={"max_steps": 1})
+
+    assert seen == ["Precision"]
+    assert run.trainer.precision_plugin.marked
+    assert type(run.trainer.precision_plugin) is Precision
+
+
+# -- what is declared ----------------------------------------------------------------------------
+
+
+def test_a_declared_edit_is_printed_by_the_report(run):
+    run(in_the_module, scales, gradient_edits="halved", trainer={"max_steps": 1})
+
+    report = run.privacy.report()
+
+    line = "gradient edits: halved (declared by the user, not checked)"
+    assert line in str(report)
+    assert "halved (declared by the user, not checked)" in report.markdown()
+    assert report.to_dict()["gradient_edits"] == "halved"
+    assert PrivacyReport.from_dict(report.to_dict()) == report
+
+
+def test_without_a_declaration_the_report_says_nothing_of_edits(run):
+    run(trainer={"max_steps": 1})
+
+    assert "gradient edits" not in str(run.privacy.report())
+    assert run.privacy.report().to_dict()["gradient_edits"] is None
