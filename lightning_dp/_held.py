@@ -165,6 +165,17 @@ class HeldRandom(Held):
         else:
             owner.set_state(self._state)
 
+    def reseed(self) -> None:
+        """Begin anew with a seed from torch's global generator."""
+        seed = int(torch.randint(2**32, ()))
+        owner = self.owner
+        if isinstance(owner, np.random.Generator):
+            owner.bit_generator.state = type(owner.bit_generator)(seed).state
+        elif isinstance(owner, torch.Generator):
+            owner.manual_seed(seed)
+        else:
+            owner.seed(seed)
+
     def differs(self, other: Any) -> bool:
         return bool(self._digest != other._digest)
 

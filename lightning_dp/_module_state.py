@@ -121,6 +121,12 @@ class ModuleState:
             except Exception:  # an object with a mind of its own
                 continue
 
+    def reseed(self) -> None:
+        """Begin anew every random generator among it, with seeds from torch's global one."""
+        for part in self._parts:
+            if isinstance(part, HeldRandom):
+                part.reseed()
+
     def differences(self, other: ModuleState) -> tuple[Difference, ...]:
         """Return where this state and another one differ, of the same module or of a copy of it.
 

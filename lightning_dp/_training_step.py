@@ -12,6 +12,8 @@ from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signatu
 from torch import Tensor
 from torchmetrics import Metric
 
+from lightning_dp._module_state import ModuleState
+
 __all__ = ["apart", "call_training_step", "loss_in", "muted", "with_loss"]
 
 
@@ -62,13 +64,24 @@ def muted(module: LightningModule) -> Iterator[None]:
 
 
 @contextmanager
-def apart(module: LightningModule) -> Iterator[None]:
-    """Inside, a record runs alone: as :func:`muted`, and torchmetrics have counted nothing yet."""
-    with muted(module):
-        for part in module.modules():
-            if isinstance(part, Metric):
-                part.reset()
-        yield
+def apart(module: LightningModule, before: ModuleState) -> Iterator[None]:
+    """Inside, a record runs alone, as :func:`muted`; afterwards nothing tells that it did.
+
+    torchmetrics have counted nothing yet, and random generators of the module begin with seeds from
+    the global ones.
+
+    Args:
+        before: the state that every record begins with, of this module and of what it uses.
+    """
+    try:
+        with muted(module):
+            for part in module.modules():
+                if isinstance(part, Metric):
+                    part.reset()
+            before.reseed()
+            yield
+    finally:
+        before.restore()
 
 
 def _ignore(*args: Any, **kwargs: Any) -> None:

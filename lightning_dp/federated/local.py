@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, Literal, TypeAlias, get_args
 
 import torch
@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_dp._checks import check_loader, check_model, check_training_mode, check_training_step
+from lightning_dp._module_state import ModuleState
 from lightning_dp._training_step import apart, call_training_step, loss_in, muted
 from lightning_dp._validate import optional, whole
 from lightning_dp.accounting.events import VoidedRunError
@@ -125,17 +126,17 @@ class LocalRecords:
             records = DataLoader(records, batch_size=chunk_size or _CHUNK_SIZE)
         self._loader = check_loader(records)
         self._chunk_size = chunk_size or self._loader.batch_size or _CHUNK_SIZE
+        if engine == "one_by_one":
+            self._chunk_size = 1
         _check_module(module)
         self.unit: Unit = unit
         self._module = module.to(device)
         self._device = torch.device(device)
         self._engine_name, self._try_first = engine, try_first
-        self._one_record = False
+        self._one_record = engine == "one_by_one"
         self.params = tuple(param for param in module.parameters() if param.requires_grad)
         with self._passes() as passes:
             self.engine = passes.description
-            if passes.one_record:
-                self._one_record, self._chunk_size = True, 1
             self.has_products = passes.has_products
             """True if queries with Hessian-vector products can be answered."""
 
@@ -282,7 +283,7 @@ class LocalRecords:
             self.params,
             self._engine_name,
             backward=self._module.backward,
-            quietly=self._quietly,
+            quietly=partial(self._quietly, ModuleState.of(self._module)),
         )
 
     def _muted(self) -> AbstractContextManager[None]:
@@ -290,9 +291,9 @@ class LocalRecords:
         return nullcontext() if self._one_record else muted(self._module)
 
     @contextmanager
-    def _quietly(self) -> Iterator[None]:
+    def _quietly(self, before: ModuleState) -> Iterator[None]:
         # Weights that training_step changes in place are copies.
-        alone = apart(self._module) if self._one_record else nullcontext()
+        alone = apart(self._module, before) if self._one_record else nullcontext()
         with at_point(self.params, self.point), alone:
             yield
 

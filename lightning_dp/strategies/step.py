@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
-from functools import partial
 from typing import TypeAlias
 
 import torch
@@ -14,6 +13,7 @@ from lightning.pytorch import LightningModule
 from torch import Tensor
 from torch.optim import Optimizer
 
+from lightning_dp._module_state import ModuleState
 from lightning_dp._training_step import apart, muted
 from lightning_dp.boundary import AbstractPerSampleGradients, Query
 from lightning_dp.estimators import AbstractEstimator
@@ -88,6 +88,7 @@ class PrivateStep:
         self.parameters = SameParameters(module, optimizer)
         self.params = self.parameters.trained
         self._module = module
+        self._before_records: ModuleState | None = None  # while they run alone
         self._device = device
         self._optimizer = optimizer
         with _without_trainer(module):
@@ -97,7 +98,7 @@ class PrivateStep:
                 engine,
                 optimizer=optimizer,
                 backward=module.backward,
-                quietly=partial(apart if engine == "one_by_one" else muted, module),
+                quietly=self._quietly,
                 wrap=wrap,
             )
         self._batch = _Accounts()
@@ -108,6 +109,23 @@ class PrivateStep:
     def engine_description(self) -> str:
         """The engine and the layers that it covers, in words."""
         return self._passes.description
+
+    @contextmanager
+    def _quietly(self) -> Iterator[None]:
+        """Leave no trace of a run in the module."""
+        module, before = self._module, self._before_records
+        with muted(module) if before is None else apart(module, before):
+            yield
+
+    @contextmanager
+    def _each_alone(self) -> Iterator[None]:
+        """Let each record begin with the state of now, inside, if they run alone."""
+        if self.one_record:
+            self._before_records = ModuleState.of(self._module, self._module.trainer.callbacks)  # type: ignore[attr-defined]
+        try:
+            yield
+        finally:
+            self._before_records = None
 
     @property
     def one_record(self) -> bool:
@@ -213,16 +231,18 @@ class PrivateStep:
         if _has_rounds(mechanism):
             batch.answered += replays
         batch.owed -= chunk.size
-        found = [self._give(mechanism, query, replay) for replay in replays]
+        with self._each_alone():
+            found = [self._give(mechanism, query, replay) for replay in replays]
         if is_first and not any(found):
             self.note(_SILENT.format(type(self._module).__name__))
 
     def _run_for_nothing(self, replays: Sequence[Replay]) -> None:
         """Run records of which nothing is asked: they log, as ever."""
-        for replay in replays:
-            assert replay.randomness is not None
-            with replay.randomness.again():
-                self._passes.run(replay.forward)
+        with self._each_alone():
+            for replay in replays:
+                assert replay.randomness is not None
+                with replay.randomness.again():
+                    self._passes.run(replay.forward)
 
     def note(self, fault: str) -> None:
         """Note that real records failed a check: nothing of this batch may be released.
@@ -290,8 +310,9 @@ class PrivateStep:
         query = mechanism.query
         if query is None:
             raise RuntimeError("No further query was asked.")
-        for replay in self._batch.answered:
-            self._give(mechanism, query, replay)
+        with self._each_alone():
+            for replay in self._batch.answered:
+                self._give(mechanism, query, replay)
         agree(self.fault(mechanism))
 
     def check(self, estimator: AbstractEstimator) -> None:

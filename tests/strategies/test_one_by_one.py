@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+from collections import deque
 from collections.abc import Callable, Sequence
+from queue import SimpleQueue
 from typing import Any
 
 import lightning as L
@@ -157,6 +159,7 @@ def clipped_by_a_loop(model: L.LightningModule, data: Any, collate: Any = None) 
         loss = loss["loss"] if isinstance(loss, dict) else loss
         if loss is None:
             continue
+        SEEN[:] = [0.0]
         loss.backward()
         grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in alone.parameters()]
         flat = torch.cat([grad.double().flatten() for grad in grads])
@@ -255,11 +258,17 @@ def test_without_noise_and_clipping_it_is_plain_training(make_trainer, fit, weig
     torch.testing.assert_close(weights(private), weights(plain), rtol=0, atol=1e-6)
 
 
+SEEN: list[float] = [0.0]
+
+
 class Remembers(Base):
     """Everything that may pass from one record to the next."""
 
     def build(self) -> None:
         super().build()
+        SEEN[:] = [0.0]
+        self.last, self.queue = 0.0, deque([0.0], maxlen=4)
+        self.generator = torch.Generator().manual_seed(0)
         self.register_buffer("largest", torch.zeros(()))
         self.mean = torchmetrics.MeanMetric()
 
@@ -268,9 +277,13 @@ class Remembers(Base):
         loss = F.cross_entropy(self.net(x), y)
         self.mean.update(loss.detach())
         self.largest.copy_(torch.maximum(self.largest, loss.detach()))
+        kept = self.last + sum(self.queue) + SEEN[-1]
+        self.last = float(loss)
+        self.queue.append(float(loss))
+        SEEN.append(float(loss))
         seen = self.trainer.callback_metrics.get("seen", torch.zeros(())) if self._trainer else 0
         self.log("seen", loss.detach(), on_step=True)
-        return loss * (1 + self.largest + self.mean.compute() + seen)
+        return loss * (1 + self.largest + self.mean.compute() + seen + kept)
 
     def log(self, *args: Any, **kwargs: Any) -> None:
         if self._trainer:
@@ -282,7 +295,25 @@ def test_no_record_sees_what_another_left(released_sum):
     expected = clipped_by_a_loop(Remembers(), records())
     model = Remembers()
     torch.testing.assert_close(released_sum(model), expected, rtol=0, atol=1e-5)
-    assert not model.largest
+    assert not model.largest and not model.last and sum(model.queue) == 0
+
+
+def test_generators_of_the_module_draw_anew_for_each_record(fit):
+    draws: SimpleQueue[float] = SimpleQueue()  # no snapshot holds what is in it
+
+    class Own(Base):
+        def build(self) -> None:
+            super().build()
+            self.generator = torch.Generator().manual_seed(0)
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            draws.put(float(torch.rand((), generator=self.generator)))
+            return super().training_step(batch, batch_idx)
+
+    estimator = Diff2(9, C, 0.5, split=2.0)
+    fit(Own(), estimator=estimator, max_grad_norm=None, trainer={"max_steps": 2}, batch_size=N)
+    drawn = [draws.get() for _ in range(draws.qsize())]
+    assert drawn[N::2] == drawn[N + 1 :: 2] and len(set(drawn)) == 2 * N
 
 
 def test_what_a_record_draws_does_not_depend_on_the_others(released_sum):
@@ -306,15 +337,16 @@ def test_what_a_record_draws_does_not_depend_on_the_others(released_sum):
 
 
 def test_both_points_of_a_difference_see_the_same_random_numbers(fit):
-    drawn: list[float] = []
+    draws: SimpleQueue[float] = SimpleQueue()  # no snapshot holds what is in it
 
     class Draws(Base):
         def training_step(self, batch: Any, batch_idx: int) -> Any:
-            drawn.append(float(torch.rand(())))
+            draws.put(float(torch.rand(())))
             return super().training_step(batch, batch_idx)
 
     estimator = Diff2(9, C, 0.5, split=2.0)
     fit(Draws(), estimator=estimator, max_grad_norm=None, trainer={"max_steps": 2}, batch_size=N)
+    drawn = [draws.get() for _ in range(draws.qsize())]
     second = drawn[N:]
     assert second[0::2] == second[1::2] and len(set(drawn)) == 2 * N
 
