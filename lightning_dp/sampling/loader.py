@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import copy
 from collections import deque
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -28,6 +28,7 @@ class Chunk:
         first: True if a logical batch begins with it.
         sample_rate: q with which its logical batch was drawn.
         last: True if the logical batch ends with it.
+        records: their indices in the data set; of a stand-in too. Sensitive.
     """
 
     index: int
@@ -35,6 +36,7 @@ class Chunk:
     first: bool
     sample_rate: float
     last: bool = True
+    records: Sequence[int] = field(default=(), repr=False)
 
 
 class _BothWays(NamedTuple):
@@ -119,8 +121,10 @@ class ChunkSampler(Sampler[list[int]]):
             parts = [drawn] if chunks == 1 else np.array_split(drawn, chunks)
             for offset, part in enumerate(parts):
                 first, last = offset == 0, offset == chunks - 1
-                self.pending.append(Chunk(position + offset, len(part), first, rate, last))
-                yield part.tolist() or [0]
+                records = part.tolist() or [0]
+                size = len(part)
+                self.pending.append(Chunk(position + offset, size, first, rate, last, records))
+                yield list(records)
             position, step = end, step + 1
 
     def _end_of_step(self, position: int) -> int:

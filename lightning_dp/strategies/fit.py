@@ -18,6 +18,7 @@ from lightning_dp.strategies.early_end import Agreement
 from lightning_dp.strategies.edits import GradientEdits, watched
 from lightning_dp.strategies.monitors import Monitors
 from lightning_dp.strategies.probe import Probe
+from lightning_dp.strategies.records import Records
 from lightning_dp.strategies.step import PrivateStep
 from lightning_dp.strategies.weights import FirstStep
 
@@ -33,6 +34,7 @@ class Fit:
         step: the accounts of the current step, and the model under its engine.
         first: watches which parameters the first step changes.
         probe: watches batches for what couples records.
+        records: tries and watches what happens to records before ``training_step``.
         monitors: watches who acts on metrics of the training data.
         earlier: knows which ledgers trained the model before.
         agree: ends the fit on all ranks, or on none.
@@ -45,6 +47,7 @@ class Fit:
     step: PrivateStep
     first: FirstStep
     probe: Probe
+    records: Records
     monitors: Monitors
     earlier: EarlierTraining
     agree: Agreement
@@ -81,6 +84,7 @@ def begin_fit(
         step,
         FirstStep(module, optimizer),
         Probe(module, step, run, world),
+        Records(module, step, run, world),
         Monitors(trainer, run),
         EarlierTraining(module, run),
         Agreement(run, world, device, strategy.broadcast, leave),

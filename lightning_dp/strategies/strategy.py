@@ -211,7 +211,8 @@ class DifferentialPrivacyStrategy(Strategy):
         super().on_train_batch_start(batch, batch_idx)
         run, mechanism, fit = self.private_run, self._mechanism, self._now
         fit.monitors.check()
-        chunk = chunk_in_hand(private_loader_of(self._trainer), batch_idx)
+        loader = private_loader_of(self._trainer)
+        chunk = chunk_in_hand(loader, batch_idx)
         if chunk.first and mechanism.is_begun:
             fit.agree(fit.step.fault(mechanism), Place.NO_RELEASE)
             self._replan_after_waste()
@@ -223,11 +224,13 @@ class DifferentialPrivacyStrategy(Strategy):
             fit.step.parameters.check_model()
             self._warn(fit.first.between_steps())
         fit.probe.at_first_batch(batch)
+        fit.records.at_first_batch(loader, chunk)
         check_rate(chunk, mechanism)
         fit.step.begin(chunk)
         if chunk.first:
             mechanism.ask(fit.step.params)
             self.barrier("privacy charge")  # on the disk before any rank touches the batch
+        fit.records.after_charge(loader, chunk)
 
     def _replan_after_waste(self) -> None:
         """Find again what the budget affords of the plan, after a charge that was spent on nothing."""

@@ -1,0 +1,342 @@
+"""The trial of a ``collate_fn``, and of what follows it, on synthetic samples."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any, Literal, TypeAlias
+
+from lightning_dp.isolation.copies import Copies, quiet, random_state, seeded
+from lightning_dp.isolation.rows import Difference, OtherRows, layout_of
+from lightning_dp.isolation.samples import (
+    WORDS,
+    NoSyntheticSample,
+    SampleMaker,
+    Values,
+    lengths_in,
+    size_of,
+)
+
+__all__ = ["Collate", "Trial", "check_collate_fn", "try_collate"]
+
+Collate: TypeAlias = Callable[[list[Any]], Any]
+
+_SAMPLES = 4
+_SEEDS = 16  # a draw with probability 1/4 is missed once in a hundred
+_LARGEST, _BYTES = 256, 2**24  # of a batch that is made up
+_OTHER = 1001  # added to the number of a sample to exchange it: odd, so that labels differ
+
+CURES = {
+    "rows": (
+        "mixes samples: what it makes of one sample changes when another one does (mixup or cutmix "
+        "across the batch, statistics of the batch, shuffled labels, packing, other samples as "
+        "negatives). Mix within one sample, normalise with constants, and do the rest in "
+        "__getitem__ with a draw of its own"
+    ),
+    "shared": (
+        "hands out {where}, a value for the whole batch that is computed from its samples: whatever "
+        "uses it lets records change each other's gradients. Leave it out; a constant, or one value "
+        "for each record, may stay"
+    ),
+    "state": (
+        "keeps what it saw: what it makes of a sample depends on the batches before (a running mean, "
+        "a cache of samples, a vocabulary that grows). Normalise with constants that are fixed before "
+        "the training, and keep nothing from batch to batch"
+    ),
+    "other rows": (
+        "makes batches in which rows are not records (several samples packed into one row, or one cut "
+        "into several). Make one row of each sample, padded to the longest"
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Trial:
+    """Outcome of a trial; no value of any record has a part in it.
+
+    Args:
+        outcome: "apart": each row is a function of one sample; "mixed"; "untried".
+        reason: what was seen with the cure, or why nothing was; "" if apart.
+        drops: True if it leaves out samples that are None or hold NaN.
+    """
+
+    outcome: Literal["apart", "mixed", "untried"]
+    reason: str = ""
+    drops: bool = False
+
+
+class _Untried(RuntimeError):
+    """Nothing can be said; the message holds no value."""
+
+
+def check_collate_fn(collate_fn: Collate, sample: Any, batch_size: int = 32) -> Trial:
+    r"""Tell whether a ``collate_fn`` makes of each sample a row that depends on that sample alone.
+
+    A batch of synthetic samples is collated twice, with one of them exchanged, from the same random
+    state. The rows of the others must be equal, in whatever order. Tried with several random states,
+    kinds of values, lengths and sizes, and after other batches. Padding to the longest is no mixing.
+
+    Args:
+        collate_fn: a copy is called where it can be copied, some hundred times.
+        sample: one of the data set; its types, shapes and dtypes are used, texts may be.
+        batch_size: the size of batches in the training.
+
+    Returns:
+        The outcome: ``"apart"``, ``"mixed"`` or ``"untried"``, with the reason.
+
+    Example:
+        >>> import torch
+        >>> from torch.utils.data import default_collate
+        >>> sample = torch.zeros(3), 1
+        >>> check_collate_fn(default_collate, sample).outcome
+        'apart'
+        >>> def normalised(samples):
+        ...     x, y = default_collate(samples)
+        ...     return x - x.mean(0), y
+        >>> check_collate_fn(normalised, sample).outcome
+        'mixed'
+    """
+    return try_collate(Copies(collate_fn, keep_datasets=True).fresh, sample, batch_size)
+
+
+def try_collate(fresh: Callable[[], Collate], sample: Any, batch_size: int) -> Trial:
+    """Try what :func:`check_collate_fn` says on anything that makes batches of lists of samples.
+
+    Args:
+        fresh: returns what makes batches, each time in the state in which it is now.
+        sample, batch_size: see there.
+    """
+    with quiet():
+        try:
+            try:
+                trial = _Pairs(fresh, sample)
+            except OtherRows:
+                return Trial("mixed", CURES["other rows"])
+            fault = trial.fault(min(batch_size, _LARGEST, _BYTES // (1 + size_of(sample))))
+            if fault is not None:
+                return Trial("mixed", fault)
+            if trial.is_blind:
+                return Trial("untried", "its random draws depend on the samples")
+            return Trial("apart", drops=trial.drops())
+        except (_Untried, NoSyntheticSample) as error:
+            return Trial("untried", str(error))
+        except Exception as error:
+            return Trial("untried", f"{type(error).__name__} on made-up samples")
+
+
+@dataclass(frozen=True)
+class _Spec:
+    """A synthetic sample that is made anew for each batch, since a ``collate_fn`` may change it."""
+
+    i: int
+    values: Values = "plain"
+    lengths: dict[int, int] = field(default_factory=dict)
+    dim: int = 0
+
+
+class _Pairs:
+    """Collates pairs of batches that differ in one sample."""
+
+    def __init__(self, fresh: Callable[[], Collate], sample: Any) -> None:
+        self._fresh, self._sample = fresh, sample
+        self._collate = fresh()
+        self._is_random = False
+        self._drawn: object = None  # random states after the latest batch
+        self._compared = 0
+        self._maker = self._maker_that_works()
+        one, two = (self._run(_plain(n), 0) for n in (_SAMPLES, 2 * _SAMPLES))
+        self._layout = layout_of(one, two, _SAMPLES)
+        if not self._layout.has_rows:
+            raise _Untried("nothing in a batch has a row for each record")
+
+    @property
+    def _seeds(self) -> range:
+        return range(2 if self._is_random else 1)
+
+    @property
+    def is_blind(self) -> bool:
+        """True if no pair could be compared."""
+        return not self._compared
+
+    def fault(self, batch_size: int) -> str | None:
+        """Return what mixes samples, with the cure; None if nothing does."""
+        try:
+            found = next((f for f in self._differences(batch_size) if f is not None), None)
+        except OtherRows:
+            return CURES["other rows"]
+        if found is not None:
+            return CURES[found.kind].format(where=f"batch{found.where}")
+        return CURES["state"] if self._keeps_state() else None
+
+    def drops(self) -> bool:
+        """Tell whether samples are left out that are None or hold NaN."""
+        for samples in (
+            [_Spec(i, "none" if i else "plain") for i in range(_SAMPLES)],
+            [_Spec(i, "missing" if i else "plain") for i in range(_SAMPLES)],
+        ):
+            try:
+                batch = self._run(samples, 0, self._fresh())
+                self._layout.difference(batch, batch, (_SAMPLES, _SAMPLES), exchanged=0)
+            except OtherRows:
+                return True
+            except _Refused:
+                continue
+        return False
+
+    def _differences(self, batch_size: int) -> Iterator[Difference | None]:
+        for seed in range(_SEEDS):
+            if seed < _SAMPLES or self._is_random:  # else all seeds are alike
+                yield self._exchanged(_plain(_SAMPLES), seed % _SAMPLES, seed)
+        if batch_size > _SAMPLES:
+            for seed in self._seeds:
+                yield self._exchanged(_plain(batch_size), seed * (batch_size - 1), seed)
+        for values, other in _KINDS:
+            specs = [_Spec(i, values) for i in range(_SAMPLES)]
+            yield from self._changed(specs, 2, _Spec(_OTHER, other))
+        for values in ("missing", "none"):  # something may take the place of one without values
+            specs = [_Spec(i, values if i == 1 else "plain") for i in range(_SAMPLES)]
+            for place in (0, 2, 3):
+                yield from self._changed(specs, place, _Spec(_OTHER))
+        for dim in (0, -1):
+            yield from self._with_lengths(dim)
+        if not self._is_random:  # else fewer records draw other numbers
+            yield self._left_out()
+
+    def _changed(self, specs: list[_Spec], place: int, new: _Spec) -> Iterator[Difference | None]:
+        for seed in self._seeds:
+            try:
+                yield self._pair(specs, [*specs[:place], new, *specs[place + 1 :]], seed)
+            except OtherRows:  # such samples are left out
+                continue
+            except _Refused:
+                return
+
+    def _with_lengths(self, dim: int) -> Iterator[Difference | None]:
+        """Exchange a sample for a longer one: first there is a longer one still, then there is not."""
+        lengths = lengths_in(self._sample, dim)
+
+        def long(i: int, more: int) -> _Spec:
+            return _Spec(i, "plain", {WORDS: more, **{n: n + more for n in lengths}}, dim)
+
+        specs = [long(0, 6), long(1, 2), long(2, 0), long(3, 3)]
+        for new, ragged in ((long(_OTHER, 4), False), (long(_OTHER, 9), True)):
+            for seed in self._seeds:
+                others = [*specs[:2], new, *specs[3:]]
+                try:
+                    yield self._pair(specs, others, seed, ragged=ragged, of_lengths=True)
+                except _Refused:
+                    return
+
+    def _exchanged(self, specs: list[_Spec], j: int, seed: int) -> Difference | None:
+        others = [replace(s, i=s.i + _OTHER * (s.i == j)) for s in specs]
+        try:
+            return self._pair(specs, others, seed)
+        except _Refused:
+            return None
+
+    def _left_out(self) -> Difference | None:
+        try:
+            return self._pair(_plain(_SAMPLES), _plain(_SAMPLES - 1), 0, exchanged=0)
+        except _Refused:
+            return None
+
+    def _pair(
+        self,
+        a: list[_Spec],
+        b: list[_Spec],
+        seed: int,
+        *,
+        exchanged: int = 1,
+        ragged: bool = False,
+        of_lengths: bool = False,
+    ) -> Difference | None:
+        def difference(one: Any, other: Any) -> Difference | None:
+            compare = partial(
+                self._layout.difference, one, other, (len(a), len(b)), exchanged=exchanged
+            )
+            found = compare(ragged=ragged, of_lengths=of_lengths)
+            if found is None or found.kind != "rows" or of_lengths:
+                return found
+            return compare(ragged=True)  # the values may say where records end
+
+        one, drawn = self._run(a, seed), self._drawn
+        other = self._run(b, seed)
+        if drawn != self._drawn:
+            self._is_random = True
+            return None  # the two drew other random numbers
+        self._compared += 1
+        if difference(one, other) is None:
+            return None
+        # Is it the exchange, or what the call before has left?
+        one, same, other = (self._run(each, seed, self._fresh()) for each in (a, a, b))
+        self._check_repeats(one, same, len(a))
+        return difference(one, other)
+
+    def _check_repeats(self, one: Any, same: Any, n: int) -> None:
+        if self._layout.difference(one, same, (n, n), exchanged=0) is not None:
+            raise _Untried("it makes other batches of the same samples and random state")
+
+    def _keeps_state(self) -> bool:
+        """Tell whether a batch depends on the one before it."""
+        specs, first = _plain(_SAMPLES), _plain(_SAMPLES)
+        second = [_Spec(s.i + _OTHER, "wide") for s in specs]
+
+        def after(earlier: list[_Spec]) -> Any:
+            collate = self._fresh()
+            self._run(earlier, 1, collate)
+            return self._run(specs, 0, collate)
+
+        one, other, again = after(first), after(second), after(first)
+        sizes = (_SAMPLES, _SAMPLES)
+        if self._layout.difference(one, other, sizes, exchanged=0) is None:
+            return False
+        self._check_repeats(one, again, _SAMPLES)
+        return True
+
+    def _made(self, specs: Sequence[_Spec]) -> list[Any]:
+        return [self._maker.make(s.i, s.values, s.lengths, s.dim) for s in specs]
+
+    def _run(self, specs: list[_Spec], seed: int, collate: Collate | None = None) -> Any:
+        collate = collate or self._collate
+        samples = self._made(specs)
+        try:
+            with seeded(seed, collate):
+                before = random_state(collate)
+                batch = collate(samples)
+        except Exception as error:
+            raise _Refused(type(error).__name__) from None
+        self._drawn = random_state(collate)
+        self._is_random = self._is_random or self._drawn != before
+        return batch
+
+    def _maker_that_works(self) -> SampleMaker:
+        failure = ""
+        for classes in (8, 2):
+            for keeps_text in (False, True):
+                self._maker = SampleMaker(self._sample, classes, keeps_text)
+                try:
+                    self._run(_plain(_SAMPLES), 0)
+                except _Refused as error:
+                    failure = failure or str(error)
+                    continue
+                return self._maker
+        raise _Untried(f"it raised {failure} on made-up samples")
+
+
+class _Refused(Exception):
+    """What makes batches raised an exception; the message is its type."""
+
+
+_KINDS: tuple[tuple[Values, Values], ...] = (
+    ("equal", "plain"),
+    ("missing", "plain"),
+    ("plain", "low"),
+    ("plain", "high"),
+    ("low", "high"),
+    ("wide", "wide"),
+)
+
+
+def _plain(n: int) -> list[_Spec]:
+    return [_Spec(i) for i in range(n)]

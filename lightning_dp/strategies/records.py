@@ -1,0 +1,127 @@
+"""What happens to records before ``training_step``: tried once, then watched at a few steps."""
+
+from __future__ import annotations
+
+import secrets
+from typing import Any
+
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch import LightningModule
+from torch.utils.data import _utils, default_collate
+
+from lightning_dp._warnings import warn
+from lightning_dp._world import World
+from lightning_dp.isolation.collation import Trial, try_collate
+from lightning_dp.isolation.copies import Copies, quiet
+from lightning_dp.isolation.drawn import MIXED, NotRepeatable, fetch, mixes_samples
+from lightning_dp.isolation.transfer import TransferHooks
+from lightning_dp.run import PrivateRun
+from lightning_dp.sampling.loader import Chunk, PrivateDataLoader
+from lightning_dp.strategies.step import PrivateStep
+
+__all__ = ["Records"]
+
+_OTHERS = 2  # records that are drawn with the one that is looked at
+_RARELY = 50  # steps between two looks, on average
+
+
+class Records:
+    """Refuses a ``collate_fn`` or a hook that mixes samples; watches a data set that would.
+
+    Args:
+        module: the user's model.
+        step: is told of a fault that real records show.
+        run: is told the outcome.
+        world: the processes; the outcome of the lead one holds for all.
+    """
+
+    def __init__(
+        self, module: LightningModule, step: PrivateStep, run: PrivateRun, world: World
+    ) -> None:
+        self._module, self._step, self._run, self._world = module, step, run, world
+        self._tries = run.config.isolation_probe
+        self._watches = run.config.spot_checks
+        self._steps = 0
+
+    def at_first_batch(self, loader: PrivateDataLoader, chunk: Chunk) -> None:
+        """Refuse what mixes samples, once in a fit and before anything is charged.
+
+        Raises:
+            MisconfigurationException: with the cure.
+        """
+        if not self._tries:
+            return
+        self._tries = False
+        is_lead = self._world.is_lead
+        name, trial = self._world.broadcast(self._tried(loader, chunk) if is_lead else None)
+        if trial.outcome == "mixed":
+            raise MisconfigurationException(
+                f"{name} {trial.reason}. (Found on synthetic samples. If it is wrong, leave the check "
+                "out with isolation_probe=False.)"
+            )
+        if trial.outcome == "untried":
+            self._run.isolation += f"; {name} was not tried ({trial.reason})"
+        if trial.drops and is_lead:
+            warn(
+                f"{name} leaves out samples that are None or hold NaN. If your data have such, the "
+                "run ends at the first batch with one, and its ε is withdrawn: take them out of the "
+                "data set before the training."
+            )
+
+    def after_charge(self, loader: PrivateDataLoader, chunk: Chunk) -> None:
+        """Note a fault if, in a charged batch, a sample depends on the others; at a few steps only."""
+        due = self._watches and chunk.first and self._is_due()
+        if not due or not chunk.size or not self._watches:
+            return
+        record, *others = _some(chunk.records, 1 + _OTHERS)
+        try:
+            found = bool(others) and mixes_samples(loader.dataset, record, others)
+        except NotRepeatable:
+            self._watches = False
+            self._run.isolation += "; whether samples depend on each other was not seen"
+            return
+        if found:
+            self._step.note(MIXED.format(type(loader.dataset).__name__) + ".")
+
+    def _is_due(self) -> bool:
+        """Decide by public chance alone: surely at the first step, often at the start, then rarely."""
+        self._steps += 1
+        return secrets.randbelow(min(self._steps, _RARELY)) == 0
+
+    def _tried(self, loader: PrivateDataLoader, chunk: Chunk) -> tuple[str, Trial]:
+        """Return what was tried, as code, and the outcome."""
+        collate = loader.collate_fn
+        trainer = self._module.trainer
+        hooks = TransferHooks(self._module, trainer.datamodule, trainer)  # type: ignore[attr-defined]
+        name = f"collate_fn ({_name(collate)})"
+        if collate is default_collate and _is_torchs_own() and not hooks.overridden:
+            return name, Trial("apart")
+        with quiet():
+            try:
+                (sample,) = fetch(Copies(loader.dataset).fresh(), chunk.records[:1])
+            except Exception as error:  # a data set that gives each record once
+                reason = f"{type(error).__name__} where a record was read again"
+                return name, Trial("untried", reason)
+        assert self._run.batches is not None
+        chunks = self._world.size * self._run.batches.chunks_per_step
+        size = max(1, round(self._run.batches.expected_batch_size / chunks))
+        copies = Copies(collate, keep_datasets=True)
+        trial = try_collate(copies.fresh, sample, size)
+        if trial.outcome != "apart" or not hooks.overridden:
+            return name, trial
+        return " and ".join(hooks.overridden), hooks.tried(copies, sample, size)
+
+
+def _some(records: Any, count: int) -> list[int]:
+    """Return different records of a batch, by chance that no seed of the user's decides."""
+    return secrets.SystemRandom().sample(list(records), min(count, len(records)))
+
+
+def _name(function: Any) -> str:
+    return getattr(function, "__qualname__", type(function).__name__)
+
+
+def _is_torchs_own() -> bool:
+    """Tell whether nobody has taught ``default_collate`` further types."""
+    makers = _utils.collate.default_collate_fn_map.values()
+    return all(str(getattr(each, "__module__", "")).startswith("torch.") for each in makers)
