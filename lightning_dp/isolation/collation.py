@@ -18,7 +18,7 @@ from lightning_dp.isolation.samples import (
     size_of,
 )
 
-__all__ = ["Collate", "Trial", "check_collate_fn", "try_collate"]
+__all__ = ["Collate", "EachAlone", "Trial", "check_collate_fn", "try_collate"]
 
 Collate: TypeAlias = Callable[[list[Any]], Any]
 
@@ -64,6 +64,16 @@ class Trial:
     outcome: Literal["apart", "mixed", "untried"]
     reason: str = ""
     drops: bool = False
+
+
+@dataclass(frozen=True)
+class EachAlone:
+    """Makes one batch of each sample, as where each record is to run alone."""
+
+    collate: Collate
+
+    def __call__(self, samples: list[Any]) -> list[Any]:
+        return [self.collate([sample]) for sample in samples]
 
 
 class _Untried(RuntimeError):

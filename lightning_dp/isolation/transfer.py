@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -55,12 +55,24 @@ class TransferHooks:
                 return owner
         return None
 
-    def tried(self, collate: Copies, sample: Any, batch_size: int) -> Trial:
-        """Try the hooks as they are now, and as they are late in a run."""
+    def tried(
+        self,
+        collate: Copies,
+        sample: Any,
+        batch_size: int,
+        wrap: Callable[[Collate], Collate],
+    ) -> Trial:
+        """Try the hooks as they are now, and as they are late in a run.
+
+        Args:
+            collate: of the function that comes before them.
+            sample, batch_size: see :func:`check_collate_fn`.
+            wrap: calls it all as the run does.
+        """
         trial = Trial("apart")
         for now in (self.now, _LATE):
             at = replace(self, now=now)
-            trial = try_collate(partial(at.fresh, collate), sample, batch_size)
+            trial = try_collate(partial(_wrapped, wrap, at, collate), sample, batch_size)
             if trial.outcome != "apart":
                 return trial
         return trial
@@ -85,6 +97,10 @@ class TransferHooks:
         if new is not owner:
             new.trainer = trainer
         return new
+
+
+def _wrapped(wrap: Callable[[Collate], Collate], hooks: TransferHooks, collate: Copies) -> Collate:
+    return wrap(hooks.fresh(collate))
 
 
 class _Chain:

@@ -185,6 +185,7 @@ class PrivateDataLoader(DataLoader[Any]):
             prefetch_factor=loader.prefetch_factor,
             persistent_workers=loader.persistent_workers,
         )
+        self.collate_of_user = loader.collate_fn
         self._chunks = sampler
         self._position = position
         self._admit = admit

@@ -11,7 +11,7 @@ from torch.utils.data import _utils, default_collate
 
 from lightning_dp._warnings import warn
 from lightning_dp._world import World
-from lightning_dp.isolation.collation import Trial, try_collate
+from lightning_dp.isolation.collation import Collate, EachAlone, Trial, try_collate
 from lightning_dp.isolation.copies import Copies, quiet
 from lightning_dp.isolation.drawn import MIXED, NotRepeatable, fetch, mixes_samples
 from lightning_dp.isolation.transfer import TransferHooks
@@ -90,7 +90,7 @@ class Records:
 
     def _tried(self, loader: PrivateDataLoader, chunk: Chunk) -> tuple[str, Trial]:
         """Return what was tried, as code, and the outcome."""
-        collate = loader.collate_fn
+        collate = loader.collate_of_user
         trainer = self._module.trainer
         hooks = TransferHooks(self._module, trainer.datamodule, trainer)  # type: ignore[attr-defined]
         name = f"collate_fn ({_name(collate)})"
@@ -106,15 +106,20 @@ class Records:
         chunks = self._world.size * self._run.batches.chunks_per_step
         size = max(1, round(self._run.batches.expected_batch_size / chunks))
         copies = Copies(collate, keep_datasets=True)
-        trial = try_collate(copies.fresh, sample, size)
+        wrap = EachAlone if self._run.config.runs_each_record_alone else _together
+        trial = try_collate(lambda: wrap(copies.fresh()), sample, size)
         if trial.outcome != "apart" or not hooks.overridden:
             return name, trial
-        return " and ".join(hooks.overridden), hooks.tried(copies, sample, size)
+        return " and ".join(hooks.overridden), hooks.tried(copies, sample, size, wrap)
 
 
 def _some(records: Any, count: int) -> list[int]:
     """Return different records of a batch, by chance that no seed of the user's decides."""
     return secrets.SystemRandom().sample(list(records), min(count, len(records)))
+
+
+def _together(collate: Collate) -> Collate:
+    return collate
 
 
 def _name(function: Any) -> str:

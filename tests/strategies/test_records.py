@@ -71,6 +71,20 @@ def test_without_the_probe_it_is_not_tried(make_trainer):
     assert privacy.report().isolation == "opted out"
 
 
+def test_records_that_run_alone_may_not_meet_in_what_is_kept(make_trainer):
+    class Mixes:
+        before = 0.0
+
+        def __call__(self, samples):
+            x, y = default_collate(samples)
+            x, self.before = x + self.before, x.mean()
+            return x, y
+
+    assert math.isfinite(fit(make_trainer, collate=mixup, engine="one_by_one").epsilon)
+    with pytest.raises(MisconfigurationException, match="Mixes"):
+        fit(make_trainer, collate=Mixes(), engine="one_by_one")
+
+
 def test_an_ordinary_one_is_called_as_often_as_there_are_batches_in_its_own_state(make_trainer):
     class Counting:
         calls = 0
