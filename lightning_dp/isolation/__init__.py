@@ -4,11 +4,7 @@ Every private run probes its model at the first batch (``isolation_probe=True``)
 yourself, import :func:`lightning_dp.audit.check_isolation`.
 """
 
-from lightning_dp.isolation.probe import (
-    BY_CONSTRUCTION,
-    Isolation,
-    check_isolation,
-    probe_isolation,
-)
+from lightning_dp.isolation.outcome import BY_CONSTRUCTION, Isolation
+from lightning_dp.isolation.probe import check_isolation, probe_isolation
 
 __all__ = ["BY_CONSTRUCTION", "Isolation", "check_isolation", "probe_isolation"]

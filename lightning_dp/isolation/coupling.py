@@ -8,12 +8,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lightning_dp.isolation.passes import Answer, Call
+from lightning_dp.isolation.answers import Answer, Call
 
 __all__ = ["CURES", "Pair", "common_factor", "mixing_module", "moved"]
 
-_TOLERANCE = 1e-3  # of float32, with room for sums in another order
-_FLOOR = 1e-3  # below this part of the largest gradient, rounding is all there may be
+_SAME_SIZE = 1e-4  # of float32, where each row is computed as it was
+_OTHER_SIZE = 1e-3  # ... with room for sums in another order
+_FLOOR = 1e-2  # below this part of a record's largest entry, rounding is all there may be
+_LEAST_NORM = 1e-3  # the same of the largest norm
 
 CURES = {
     "module": (
@@ -37,6 +39,12 @@ CURES = {
         "of the batch). Use a loss of single records, or let one record of the data set hold "
         "everything that is compared"
     ),
+    "no loss": (
+        "training_step gives no loss, or no gradient, because of what one record holds (a number "
+        "that is not finite, a size or a label out of its usual range), so this record decides "
+        "whether the others count. Return the loss as it is: records whose gradients are not "
+        "finite count as zero, and the others are kept"
+    ),
     "rows": (
         "the layers see another number of rows than there are records. The model must keep records "
         "in the first dimension of every layer's input, one row each"
@@ -46,16 +54,16 @@ CURES = {
 
 @dataclass(frozen=True)
 class Pair:
-    """Two batches that differ in one record, with the answers about all their other records.
+    """What modules saw of two batches that differ in some records.
 
     Args:
-        before, after: the answers, for the same weights of the others.
+        before, after: the calls in the two batches.
         rows_before, rows_after: where the others stand in each batch, in the same order.
         sizes: the number of records in each batch.
     """
 
-    before: Answer
-    after: Answer
+    before: Sequence[Call]
+    after: Sequence[Call]
     rows_before: Sequence[int]
     rows_after: Sequence[int]
     sizes: tuple[int, int]
@@ -64,16 +72,23 @@ class Pair:
 def moved(before: Answer, after: Answer, factor: float = 1.0) -> bool:
     """Tell whether more than rounding lies between the second answer and ``factor`` times the first.
 
-    Each record's norm is compared, and the weighted sum parameter by parameter.
+    Between batches of one size there is hardly any.
+
+    Each record's norm is compared, and its gradient parameter by parameter. A second answer with
+    other records than the first is another one.
     """
-    if _differ(before.norms * factor, after.norms, floor=0.0):
+    if before.norms.shape != after.norms.shape or len(before.parts) != len(after.parts):
         return True
-    scale = max(float(_largest(part)) for part in after.parts if part.numel())
-    return any(
-        _differ(a if factor == 1 else a * factor, b, floor=_FLOOR * scale)
-        for a, b in zip(before.parts, after.parts, strict=True)
-        if a.numel()
-    )
+    tolerance = _SAME_SIZE if before.count == after.count else _OTHER_SIZE
+    norms = before.norms.double() * factor, after.norms.double()
+    least = _LEAST_NORM * torch.maximum(*norms).amax()
+    if _differ(norms[0][:, None], norms[1][:, None], least, tolerance):
+        return True
+    pairs = [(a * factor, b) for a, b in zip(before.parts, after.parts, strict=True) if a.numel()]
+    if not pairs:
+        return False
+    floor = _FLOOR * torch.stack([_largest(a) for a, _ in pairs]).amax(0)
+    return any(_differ(a, b, floor, tolerance) for a, b in pairs)
 
 
 def common_factor(before: Answer, after: Answer) -> float | None:
@@ -85,7 +100,7 @@ def common_factor(before: Answer, after: Answer) -> float | None:
 
 def mixing_module(pair: Pair) -> Call | None:
     """Find the first module that gave the other records other outputs for the same inputs."""
-    for a, b in zip(pair.before.calls, pair.after.calls, strict=False):
+    for a, b in zip(pair.before, pair.after, strict=False):
         if a.name != b.name:
             return None
         changed = [_rows_moved(pair, x, y) for x, y in zip(a.inputs, b.inputs, strict=False)]
@@ -101,20 +116,21 @@ def _rows_moved(pair: Pair, a: Tensor, b: Tensor) -> bool:
         a, b = a[list(pair.rows_before)], b[list(pair.rows_after)]
     if a.shape != b.shape:
         return True
-    return _differ(a, b, floor=0.0)
-
-
-def _differ(a: Tensor, b: Tensor, floor: float) -> bool:
-    if not a.numel():
-        return False
     if a.is_complex():
         a, b = torch.view_as_real(a), torch.view_as_real(b)
+    return _differ(a.reshape(1, -1), b.reshape(1, -1), 0.0, _OTHER_SIZE)
+
+
+def _differ(a: Tensor, b: Tensor, floor: Tensor | float, tolerance: float) -> bool:
+    """Compare matrices row by row, each row by its own scale."""
+    if not a.numel():
+        return False
     if not a.dtype == b.dtype == torch.float32:  # the usual one stays as it is: it may be large
         a, b = a.double(), b.double()
     scale = torch.maximum(_largest(a), _largest(b))
-    return not bool(_largest(a - b) <= _TOLERANCE * (scale + floor))
+    return not bool((_largest(a - b) <= tolerance * (scale + floor)).all())
 
 
 def _largest(a: Tensor) -> Tensor:
-    largest: Tensor = torch.linalg.vector_norm(a, ord=torch.inf)
+    largest: Tensor = torch.linalg.vector_norm(a, ord=torch.inf, dim=1)
     return largest

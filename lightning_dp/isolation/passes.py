@@ -5,14 +5,12 @@ from __future__ import annotations
 import contextlib
 import copy
 import io
-import random
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
-import numpy as np
 import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities.seed import isolate_rng
@@ -23,67 +21,32 @@ from lightning_dp._training_step import call_training_step, loss_in
 from lightning_dp.gradients import RecordPasses
 from lightning_dp.gradients.module_hooks import ModuleHooks
 from lightning_dp.gradients.passes import is_differentiable
+from lightning_dp.isolation.answers import Answer, Call, answer_about
 from lightning_dp.isolation.ignored import target_means
+from lightning_dp.isolation.model_copies import ModelCopies
+from lightning_dp.isolation.randomness import SameFirstRows, random_state, seed
 from lightning_dp.isolation.stand_ins import RUN, ByHand, NotProbed, Now, StandInTrainer
 
 __all__ = [
-    "Answer",
-    "Call",
-    "NotProbed",
+    "NoLoss",
     "Passes",
     "begin",
     "empty",
     "loss_of",
     "prepared",
     "same",
-    "seed",
 ]
 
 
-@dataclass(frozen=True)
-class Call:
-    """One call of a module, with what went in and came out of it.
-
-    Args:
-        name, kind: of the module; "" is the LightningModule itself.
-        inputs, outputs: tensors only.
-    """
-
-    name: str
-    kind: str
-    inputs: list[Tensor]
-    outputs: list[Tensor]
-
-
-@dataclass(frozen=True)
-class Answer:
-    """The answer of the gradient engine to one batch.
-
-    Args:
-        count: rows that the layers saw.
-        norms: of the records that were asked for, shape (m,).
-        parts: their weighted sum, one flat tensor per parameter.
-        is_random: True if the pass drew random numbers.
-        calls: of all modules in the order in which they ended, if they were asked for.
-        means: number of means over targets that the loss is made from
-            (:mod:`lightning_dp.isolation.ignored`).
-        has_class_weights: True if one of them weighs its classes.
-    """
-
-    count: int
-    norms: Tensor = field(repr=False)
-    parts: tuple[Tensor, ...] = field(repr=False)
-    is_random: bool = False
-    calls: tuple[Call, ...] = field(default=(), repr=False)
-    means: int = 0
-    has_class_weights: bool = False
+class NoLoss(NotProbed):
+    """A step gave nothing to go back from."""
 
 
 class Passes:
     """Runs batches through fresh copies of a model on the CPU, and leaves nothing anywhere.
 
-    Every pass begins with a new deep copy of the model and the same random numbers, so it depends
-    on its batch alone; buffers, metrics, attributes and hooks of the model itself are never
+    Every pass begins with a new copy of the model and known random numbers, so it depends on its
+    batch alone; buffers, metrics, attributes and hooks of the model itself are never
     touched. ``log`` and the loggers are mute, the output of ``print`` is dropped, and the global
     random states are put back. On the CPU, since there a number out of range raises an error (on a
     GPU it ends the process), and since products are not rounded to fewer digits.
@@ -106,10 +69,13 @@ class Passes:
     ) -> None:
         self.module, self.engine, self.trained = module, engine, tuple(trained)
         self.trainer, self.now = trainer, now
+        self._copies = ModelCopies(module)
 
     def at(self, now: Now) -> Passes:
         """Return passes of the same model that take place at another moment of its run."""
-        return Passes(self.module, self.engine, self.trained, self.trainer, now)
+        other = copy.copy(self)
+        other.now = now
+        return other
 
     @contextlib.contextmanager
     def quietly(self) -> Iterator[None]:
@@ -138,57 +104,61 @@ class Passes:
                 if name not in own or not same(own[name].detach().cpu().to(after.dtype), after)
             }
 
-    def run(self, batch: Any, weights: Tensor, *, watch_modules: bool = False) -> Answer:
+    def run(
+        self,
+        batch: Any,
+        n: int,
+        *,
+        seed_number: int = 0,
+        same_first_rows: bool = False,
+        watch_modules: bool = False,
+    ) -> Answer:
         """Run one forward and backward pass.
 
         Args:
             batch: with n records.
-            weights: shape (n,); of the records with weight 0 nothing is said.
+            n: how many there are.
+            seed_number: of the random numbers that it begins with.
+            same_first_rows: the first rows of what torch draws do not depend on the number of rows.
             watch_modules: keep what goes in and out of every module.
-        """
-        with self._copy() as module:
-            return self._run(module, batch, weights, watch_modules)
 
-    def _run(
-        self, module: LightningModule, batch: Any, weights: Tensor, watch_modules: bool
-    ) -> Answer:
+        Raises:
+            NoLoss: if training_step gives nothing to go back from.
+        """
+        draws = SameFirstRows() if same_first_rows else contextlib.nullcontext()
+        with self._copy() as module:
+            calls: list[Call] = []
+            if watch_modules:
+                _watch(module, calls)
+            with draws:
+                answer = self._run(module, batch, n, seed_number)
+            return replace(answer, calls=tuple(calls))
+
+    def _run(self, module: LightningModule, batch: Any, n: int, seed_number: int) -> Answer:
         params = [dict(module.named_parameters())[name] for name in self.trained]
-        calls: list[Call] = []
-        if watch_modules:
-            _watch(module, calls)
         passes = RecordPasses(module, params, self.engine)
-        noticed: list[tuple[bool, int, bool]] = []  # before the graph is freed
-        before = seed()
+        noticed: list[tuple[bool, list[bool]]] = []  # before the graph is freed
+        before = seed(seed_number)
 
         def forward() -> Tensor:
             loss = self._loss(module, batch)
-            means = target_means(loss)
-            weighs = any(mean.has_class_weights for mean in means)
-            noticed.append((before != _state(), len(means), weighs))
+            weighs = [mean.has_class_weights for mean in target_means(loss)]
+            noticed.append((before != random_state(), weighs))
             return loss
 
         gradients = passes.run(forward)
-        ((is_random, means, has_class_weights),) = noticed
-        count = 0 if gradients is None else gradients.count
-        if gradients is None or count != len(weights):
-            return Answer(count, torch.zeros(0), (), is_random, tuple(calls))
-        norms = gradients.norms().detach()
-        total = gradients.weighted_sum(weights.to(norms.dtype)).detach()
-        parts = torch.split(total, [param.numel() for param in params])
-        return Answer(
-            count,
-            norms[weights != 0],
-            parts,
-            is_random,
-            tuple(calls),
-            means,
-            has_class_weights,
+        ((is_random, weighs),) = noticed
+        return replace(
+            answer_about(gradients, params, n),
+            is_random=is_random,
+            means=len(weighs),
+            has_class_weights=any(weighs),
         )
 
     @contextlib.contextmanager
     def _copy(self) -> Iterator[LightningModule]:
         trainer = StandInTrainer(self.trainer, self.now)
-        module = prepared(copy.deepcopy(self.module), trainer)  # Lightning leaves its trainer out
+        module = prepared(self._copies.make(), trainer)  # Lightning leaves its trainer out
         try:
             if self.now.is_pretended:
                 begin(module, self.now)
@@ -241,13 +211,13 @@ def loss_of(output: Any, by_hand: ByHand | None) -> Tensor:
         by_hand: what it was given for its optimizer, in manual optimization.
 
     Raises:
-        NotProbed: if there is none to go back from.
+        NoLoss: if there is none to go back from.
     """
     loss = loss_in(output)
     if by_hand is not None and (loss := by_hand.loss) is None:
-        raise NotProbed("manual optimization: training_step calls no self.manual_backward(loss)")
+        raise NoLoss("manual optimization: training_step calls no self.manual_backward(loss)")
     if not is_differentiable(loss):
-        raise NotProbed("training_step returns no loss")
+        raise NoLoss("training_step returns no loss")
     return loss
 
 
@@ -261,19 +231,6 @@ def same(a: Tensor, b: Tensor) -> bool:
 def _state_of(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     yield from module.named_parameters()
     yield from module.named_buffers()
-
-
-def seed() -> tuple[Any, ...]:
-    """Begin with the same random numbers in every pass; CUDA's generators are not touched."""
-    random.seed(0)
-    np.random.seed(0)
-    torch.default_generator.manual_seed(0)
-    return _state()
-
-
-def _state() -> tuple[Any, ...]:
-    numpy: Any = np.random.get_state()
-    return random.getstate(), numpy[1].tobytes(), numpy[2], torch.get_rng_state().numpy().tobytes()
 
 
 def _watch(module: nn.Module, calls: list[Call]) -> None:

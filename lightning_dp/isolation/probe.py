@@ -3,25 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, Literal
+from dataclasses import replace
+from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
-from torch import Tensor
 
 from lightning_dp.gradients import UnsupportedModelError
-from lightning_dp.isolation.coupling import CURES, Pair, common_factor, mixing_module, moved
-from lightning_dp.isolation.kinds import (
-    NO_KINDS,
-    SyntheticKind,
-    SyntheticKinds,
-    base_kind,
-    parts_of,
-)
+from lightning_dp.isolation.comparison import Comparisons
+from lightning_dp.isolation.kinds import SyntheticKind, SyntheticKinds, base_kind, parts_of
 from lightning_dp.isolation.nesting import number_of_rows
-from lightning_dp.isolation.passes import Answer, NotProbed, Passes
-from lightning_dp.isolation.state_leaks import KEPT, tensors_that_keep_records
+from lightning_dp.isolation.outcome import BY_CONSTRUCTION, ISOLATED, Isolation
+from lightning_dp.isolation.passes import Passes
+from lightning_dp.isolation.positions import probe_positions
+from lightning_dp.isolation.stand_ins import NotProbed
+from lightning_dp.isolation.state_leaks import probe_state
 from lightning_dp.isolation.synthetic import (
     NoSyntheticBatch,
     ValidLabels,
@@ -31,61 +27,14 @@ from lightning_dp.isolation.synthetic import (
     synthetic_pool,
     take_rows,
 )
+from lightning_dp.isolation.targets import probe_targets
 
-__all__ = ["BY_CONSTRUCTION", "Isolation", "check_isolation", "pool_that_runs", "probe_isolation"]
+__all__ = ["check_isolation", "pool_that_runs", "probe_isolation"]
 
-BY_CONSTRUCTION = "by construction: each record runs alone (engine='one_by_one')"
-
-
-Outcome = Literal["isolated", "coupled", "kept", "refused", "not probed"]
 
 _RECORDS = 4
 # How many class numbers, from which on: models may have few, and lengths may not be 0.
 _CLASSES = ((8, 0), (4, 0), (3, 0), (2, 0), (2, 1), (1, 1))
-_IGNORED = (-100, -1)  # torch's default ignore_index, and what others write by hand
-
-CONDITION = "provided that no target is ignored (ignore_index=-100)"
-_NOTHING = 1e-30  # engines add a little to norms, so that a bound holds
-_WATCHED = " (every batch is watched for ignored targets)"
-
-
-@dataclass(frozen=True)
-class Isolation:
-    """Outcome of a probe; nothing in it comes from a value of the data, except by your own call.
-
-    Args:
-        outcome: "isolated"; "coupled" (a record moved another's gradient); "kept" (records are
-            written into weights or buffers); "refused" (the gradient engine cannot tell the
-            records apart); "not probed".
-        reason: why, with the cure; "" if isolated. Of an exception of the model its type only.
-        modules: names of the modules through which records are coupled, or of the tensors.
-        condition: further assumption that the verdict rests on; "" if there is none.
-        is_doubtful: True if that often fails: records have several targets each, as where padding
-            is ignored.
-        is_mean_of_targets: True if the loss is a mean over the targets of all records, by torch's
-            own functions: each real batch must be watched for ignored ones.
-        sentinels: for losses written by hand, the places of tensors in a batch and the values in
-            them that may not occur.
-        kinds: synthetic records that the model took, and that moved no other's gradient. Empty
-            where the records were given.
-    """
-
-    outcome: Outcome
-    reason: str = ""
-    modules: tuple[str, ...] = ()
-    condition: str = ""
-    is_doubtful: bool = False
-    is_mean_of_targets: bool = False
-    sentinels: tuple[tuple[int, int], ...] = ()
-    kinds: SyntheticKinds = NO_KINDS
-
-    def __str__(self) -> str:
-        if self.outcome == "not probed":
-            return f"not probed ({self.reason})"
-        verdict = "isolated" if self.outcome == "isolated" else f"FAILED: {self.reason}"
-        watched = _WATCHED if self.is_mean_of_targets or self.sentinels else ""
-        condition = f", {self.condition}" if self.condition else ""
-        return f"probed, {verdict}{watched}{condition}"
 
 
 def check_isolation(
@@ -101,7 +50,7 @@ def check_isolation(
     For every position j the gradients :math:`\hat g_i`, i ≠ j, that the engine attributes to the
     other records must be the same if record j is replaced by another one, and if it is left out:
     then :math:`\hat g_i` is a function of record i alone, and clipping it bounds what a record can
-    do. Each record's norm and a weighted sum of the gradients are compared. And what
+    do. Each record's norm, and some entries of its gradient in each parameter, are compared. And what
     ``training_step`` writes into weights and buffers must be the same after other records: it
     leaves without noise.
 
@@ -145,7 +94,7 @@ def check_isolation(
             rows = number_of_rows(batch)
             if rows < 4:
                 raise NotProbed(f"the batch has {rows} records; at least 4 are needed")
-            return _probe(passes, _on_cpu(batch), min(_RECORDS, rows // 2))
+            return _probe(Comparisons(passes), _on_cpu(batch), min(_RECORDS, rows // 2))
         except Exception as error:
             return _not_probed(error)
 
@@ -192,16 +141,27 @@ def _probe_synthetic(passes: Passes, like: Any) -> Isolation:
     """Probe with the first synthetic records on which there is something to compare."""
     failure: NotProbed | None = None
     for pool, kind in _pools_that_run(passes, like):
+        comparisons = Comparisons(passes)
         try:
-            found = _probe(passes, pool, _RECORDS)
+            found = _probe(comparisons, pool, _RECORDS)
         except NotProbed as error:  # other class numbers may give a gradient
             failure = failure or error
             continue
         if found.outcome != "isolated":
             return found
-        return replace(_with_condition(passes, pool), kinds=SyntheticKinds((kind,)))
+        found = probe_targets(comparisons, pool, _RECORDS)
+        return replace(found, kinds=SyntheticKinds((kind,)))
     assert failure is not None
     raise failure
+
+
+def _probe(comparisons: Comparisons, pool: Any, n: int) -> Isolation:
+    """Compare what n records of a pool do to each other, and to what outlives a step."""
+    for layer in (probe_positions, probe_state):
+        found = layer(comparisons, pool, n)
+        if found.outcome != "isolated":
+            return found
+    return ISOLATED
 
 
 def _passes(
@@ -256,143 +216,3 @@ def _pools_that_run(passes: Passes, like: Any) -> Iterator[tuple[Any, SyntheticK
             f"{type(failure).__name__}"
         )
     raise failure
-
-
-def _weights(records: int) -> Tensor:
-    """Return uneven weights, so that movements of several records do not cancel."""
-    # Multiples of the golden ratio modulo 1 are spread evenly, and no two of them are equal.
-    return 1.0 + torch.arange(records, dtype=torch.float64).mul(0.618).remainder(1.0)
-
-
-def _probe(passes: Passes, pool: Any, n: int) -> Isolation:
-    """Leave out the record at every position in turn; replace it where that cannot be compared."""
-    for j in range(n):
-        found = _probe_position(passes, pool, n, j)
-        if found.outcome != "isolated":
-            return found
-    if names := tensors_that_keep_records(passes, pool, n):
-        return Isolation("kept", f"{KEPT}: {', '.join(names[:5])}", names)
-    return Isolation("isolated")
-
-
-def _probe_position(passes: Passes, pool: Any, n: int, j: int) -> Isolation:
-    others = [i for i in range(n) if i != j]
-    weights = _weights(n)
-    weights[j] = 0.0
-    before = _run(passes, pool, range(n), weights)
-    removed = _Change(others, weights[others], range(n - 1))
-    replaced = _Change([n + j if i == j else i for i in range(n)], weights, others)
-    change = replaced if before.is_random else removed
-    try:
-        after = _run(passes, pool, change.rows, change.weights)
-    except UnsupportedModelError:
-        raise
-    except Exception:  # some models run on an even number of records only
-        change = replaced
-        after = _run(passes, pool, change.rows, change.weights)
-    if n != before.count or after.count != len(change.rows):
-        return Isolation("coupled", CURES["rows"])
-    if not moved(before, after):
-        return Isolation("isolated")
-    a, b = (
-        passes.run(take_rows(pool, rows), w, watch_modules=True)
-        for rows, w in ((range(n), weights), (change.rows, change.weights))
-    )
-    pair = Pair(a, b, others, change.places, (n, len(change.rows)))
-    return _diagnose(pair, passes, pool)
-
-
-@dataclass(frozen=True)
-class _Change:
-    """A batch with one record fewer or another one: its records, weights, and where the others are."""
-
-    rows: Sequence[int]
-    weights: Tensor
-    places: Sequence[int]
-
-
-def _run(passes: Passes, pool: Any, rows: Sequence[int], weights: Tensor) -> Answer:
-    answer = passes.run(take_rows(pool, rows), weights)
-    if answer.count == len(rows) and not bool(torch.isfinite(answer.norms).all()):
-        raise NotProbed("gradients are not finite on the synthetic batch")
-    if answer.count == 0 or (
-        answer.count == len(rows) and not bool((answer.norms > _NOTHING).any())
-    ):
-        raise NotProbed("the batch gives no gradient")
-    return answer
-
-
-def _diagnose(pair: Pair, passes: Passes, pool: Any) -> Isolation:
-    module = mixing_module(pair)
-    if module is not None:
-        name = f"{module.name} ({module.kind})" if module.name else module.kind
-        return Isolation("coupled", f"{name} {CURES['module']}", (module.name or module.kind,))
-    # All gradients scaled alike: the loss is divided by something that the changed record moves.
-    factor = common_factor(pair.before, pair.after)
-    if factor is None:
-        return Isolation("coupled", CURES["pairs"])
-    # The engine takes the loss for a mean and multiplies by the number of records. If it is a sum,
-    # that factor stays: m / n between the two batches, whatever the records are.
-    n, m = pair.sizes
-    is_sum = m < n and abs(factor * n / m - 1) < 1e-3 and not _any_value_moves(passes, pool, n)
-    return Isolation("coupled", CURES["sum" if is_sum else "denominator"])
-
-
-def _any_value_moves(passes: Passes, pool: Any, n: int) -> bool:
-    """Tell whether replacing a record moves others: of a sum, only their number does."""
-    for j in range(n):
-        weights = _weights(n)
-        weights[j] = 0.0
-        rows = [n + j if i == j else i for i in range(n)]
-        if moved(_run(passes, pool, range(n), weights), _run(passes, pool, rows, weights)):
-            return True
-    return False
-
-
-def _with_condition(passes: Passes, pool: Any) -> Isolation:
-    """Find what an ignored target would do: where torch's own losses divide, and by trying.
-
-    Trying writes it into each tensor of whole numbers that may hold it.
-    """
-    found = _mean_of_targets(passes, pool)
-    if found.outcome != "isolated":
-        return found
-    rows, weights = list(range(_RECORDS)), _weights(_RECORDS)
-    weights[0] = 0.0
-    for place, leaf in enumerate(leaves_of(pool)):
-        if leaf.dtype not in (torch.int64, torch.int32, torch.int16) or not leaf.dim():
-            continue
-        several = leaf[0].numel() > 1
-        for sentinel in _IGNORED:
-            ignored = leaf.clone()
-            ignored[0].view(-1)[1 if several else 0 :: 2] = sentinel
-            try:
-                before = passes.run(take_rows(pool, rows), weights)
-                after = passes.run(take_rows(replace_leaf(pool, place, ignored), rows), weights)
-            except Exception:  # this tensor cannot hold it
-                continue
-            if after.count == _RECORDS and moved(before, after):
-                by_hand = () if found.is_mean_of_targets else ((place, sentinel),)
-                found = replace(
-                    found,
-                    condition=CONDITION,
-                    is_doubtful=found.is_doubtful or several,
-                    sentinels=(*found.sentinels, *by_hand),
-                )
-    return found
-
-
-def _mean_of_targets(passes: Passes, pool: Any) -> Isolation:
-    """Tell whether the loss is one mean over all targets, rather than one for each record."""
-    whole = passes.run(take_rows(pool, range(_RECORDS)), _weights(_RECORDS))
-    if not whole.means:
-        return Isolation("isolated")
-    try:
-        fewer = passes.run(take_rows(pool, range(_RECORDS - 1)), _weights(_RECORDS - 1))
-    except Exception:  # some models run on an even number of records only
-        fewer = whole
-    if fewer.means != whole.means:  # their number grows with that of the records
-        return Isolation("isolated")
-    if whole.has_class_weights:
-        return Isolation("coupled", CURES["denominator"])
-    return Isolation("isolated", condition=CONDITION, is_mean_of_targets=True)

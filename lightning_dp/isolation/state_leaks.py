@@ -4,19 +4,31 @@ from __future__ import annotations
 
 from typing import Any
 
+from lightning_dp.isolation.comparison import Comparisons
+from lightning_dp.isolation.outcome import ISOLATED, Isolation
 from lightning_dp.isolation.passes import Passes, same
 from lightning_dp.isolation.synthetic import take_rows
 
-__all__ = ["KEPT", "tensors_that_keep_records"]
+__all__ = ["probe_state"]
 
-KEPT = (
+_KEPT = (
     "training_step writes what it sees of the records into weights or buffers (running statistics, a "
     "codebook, a centre, counts of tokens), without noise: they are in every checkpoint, and steer "
     "later steps. Leave them fixed, compute them from weights, or make them parameters that are trained"
 )
 
 
-def tensors_that_keep_records(passes: Passes, pool: Any, n: int) -> tuple[str, ...]:
+def probe_state(comparisons: Comparisons, pool: Any, n: int) -> Isolation:
+    """Compare the weights and buffers that steps leave behind, after other records.
+
+    Args:
+        pool: with at least 2n records.
+    """
+    names = _tensors_that_keep_records(comparisons.passes, pool, n)
+    return Isolation("kept", f"{_KEPT}: {', '.join(names[:5])}", names) if names else ISOLATED
+
+
+def _tensors_that_keep_records(passes: Passes, pool: Any, n: int) -> tuple[str, ...]:
     """Name the weights and buffers whose values after n records depend on the records.
 
     All passes begin with the same state and the same random numbers. A record n times over shows

@@ -1,0 +1,58 @@
+"""The outcome of an isolation probe."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from lightning_dp.isolation.kinds import NO_KINDS, SyntheticKinds
+
+__all__ = ["BY_CONSTRUCTION", "CONDITION", "ISOLATED", "Isolation", "Outcome"]
+
+Outcome = Literal["isolated", "coupled", "kept", "refused", "not probed"]
+
+BY_CONSTRUCTION = "by construction: each record runs alone (engine='one_by_one')"
+CONDITION = "provided that no target is ignored (ignore_index=-100)"
+_WATCHED = " (every batch is watched for ignored targets)"
+
+
+@dataclass(frozen=True)
+class Isolation:
+    """Outcome of a probe; nothing in it comes from a value of the data, except by your own call.
+
+    Args:
+        outcome: "isolated"; "coupled" (a record moved another's gradient); "kept" (records are
+            written into weights or buffers); "refused" (the gradient engine cannot tell the
+            records apart); "not probed".
+        reason: why, with the cure; "" if isolated. Of an exception of the model its type only.
+        modules: names of the modules through which records are coupled, or of the tensors.
+        condition: further assumption that the verdict rests on; "" if there is none.
+        is_doubtful: True if that often fails: records have several targets each, as where padding
+            is ignored.
+        is_mean_of_targets: True if the loss is a mean over the targets of all records, by torch's
+            own functions: each real batch must be watched for ignored ones.
+        sentinels: for losses written by hand, the places of tensors in a batch and the values in
+            them that may not occur.
+        kinds: synthetic records that the model took, and that moved no other's gradient. Empty
+            where the records were given.
+    """
+
+    outcome: Outcome
+    reason: str = ""
+    modules: tuple[str, ...] = ()
+    condition: str = ""
+    is_doubtful: bool = False
+    is_mean_of_targets: bool = False
+    sentinels: tuple[tuple[int, int], ...] = ()
+    kinds: SyntheticKinds = NO_KINDS
+
+    def __str__(self) -> str:
+        if self.outcome == "not probed":
+            return f"not probed ({self.reason})"
+        verdict = "isolated" if self.outcome == "isolated" else f"FAILED: {self.reason}"
+        watched = _WATCHED if self.is_mean_of_targets or self.sentinels else ""
+        condition = f", {self.condition}" if self.condition else ""
+        return f"probed, {verdict}{watched}{condition}"
+
+
+ISOLATED = Isolation("isolated")

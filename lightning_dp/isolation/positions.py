@@ -1,0 +1,81 @@
+"""Each record in turn left out, or replaced: do the gradients of the others move?"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from lightning_dp.gradients import UnsupportedModelError
+from lightning_dp.isolation.comparison import Batch, Change, Comparisons
+from lightning_dp.isolation.coupling import CURES, common_factor
+from lightning_dp.isolation.outcome import ISOLATED, Isolation
+
+__all__ = ["probe_positions"]
+
+
+def probe_positions(comparisons: Comparisons, pool: Any, n: int) -> Isolation:
+    """Leave out the record at every position in turn; then replace every second one.
+
+    A record is replaced, too, where leaving it out cannot be compared.
+
+    Where the model draws random numbers, it draws others for each position.
+
+    Args:
+        pool: at least 2n records; the first n are the batch, the others the replacements.
+    """
+    for j in range(n):
+        found = _at(comparisons, pool, n, j)
+        if found.outcome != "isolated":
+            return found
+    for first in (0, 1):
+        found = comparisons.outcome(_every_second(pool, n, first))
+        if found.outcome != "isolated":
+            return found
+    return ISOLATED
+
+
+def _at(comparisons: Comparisons, pool: Any, n: int, j: int) -> Isolation:
+    removed, replaced = _removed(pool, n, j), _replaced(pool, n, j)
+    if comparisons.answer(replaced.before, j).is_random:
+        return comparisons.outcome(replaced)
+    try:
+        found = comparisons.outcome(removed)
+    except UnsupportedModelError:
+        raise
+    except Exception:  # some models run on an even number of records only
+        return comparisons.outcome(replaced)
+    if found.reason == CURES["denominator"] and _is_sum(comparisons, pool, n, removed):
+        return Isolation("coupled", CURES["sum"])
+    return found
+
+
+def _removed(pool: Any, n: int, j: int) -> Change:
+    others = [i for i in range(n) if i != j]
+    return Change(Batch.of(pool, range(n)), Batch.of(pool, others), others, range(n - 1), j)
+
+
+def _replaced(pool: Any, n: int, j: int) -> Change:
+    rows = [n + j if i == j else i for i in range(n)]
+    others = [i for i in range(n) if i != j]
+    return Change(Batch.of(pool, range(n)), Batch.of(pool, rows), others, others, j)
+
+
+def _every_second(pool: Any, n: int, first: int) -> Change:
+    changed = range(first, n, 2)
+    rows = [n + i if i in changed else i for i in range(n)]
+    others = [i for i in range(n) if i not in changed]
+    return Change(Batch.of(pool, range(n)), Batch.of(pool, rows), others, others)
+
+
+def _is_sum(comparisons: Comparisons, pool: Any, n: int, removed: Change) -> bool:
+    """Tell whether the others move since there are fewer records, and not by any of their values.
+
+    The engine takes the loss for a mean and multiplies by the number of records. If it is a sum,
+    that factor stays: m / n between the two batches, whatever the records are.
+    """
+    here = comparisons.answer(removed.before).about(removed.rows_before)
+    there = comparisons.answer(removed.after).about(removed.rows_after)
+    factor = common_factor(here, there)
+    if factor is None or abs(factor * n / (n - 1) - 1) >= 1e-3:
+        return False
+    replaced = (comparisons.outcome(_replaced(pool, n, j)) for j in range(n))
+    return all(found.outcome == "isolated" for found in replaced)
