@@ -13,6 +13,7 @@ COMMANDS = {
     "memory.py": ["--models", "logistic regression"],
     "overhead.py": [],
     "engine.py": ["--quick", "--models", "logistic regression"],
+    "isolation.py": ["time", "--quick", "MLP"],
 }
 
 
@@ -26,4 +27,4 @@ def test_it_runs(script, root):
         timeout=500,
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    assert any(word in done.stdout for word in ("goal", "MiB", "ns a value"))
+    assert any(word in done.stdout for word in ("goal", "MiB", "ns a value", "ratio"))

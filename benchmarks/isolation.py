@@ -1,0 +1,139 @@
+"""Checks of isolation: their time, off and on in turn, and what they see of a list of bad modules.
+
+    python benchmarks/isolation.py time               # a few minutes
+    python benchmarks/isolation.py time --quick       # one short run each
+    python benchmarks/isolation.py seen [NAME ...]    # what each bad module meets, checks on
+    python benchmarks/isolation.py bounds [NAME ...]  # ε claimed and shown by 60 + 60 fits, checks off
+
+"start" is from ``fit`` to the end of the first step, "step" the mean of all steps after it: spot
+checks, more frequent at the start, are in it. Runs alternate, on one thread; the median counts. The
+modules are those of ``tests/audit/zoo``; names are parts of theirs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+import tempfile
+import time
+import warnings
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import torch
+from models import MODELS, Model
+from step import Clock, Module
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_dp.callbacks import DifferentialPrivacy
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "audit"))
+
+NAMES = ("MLP", "ResNet", "transformer")
+OFF: dict[str, Any] = {
+    "isolation_probe": False,
+    "loss_graph_check": False,
+    "spot_checks": False,
+    "gradient_edits": "none",
+}
+EACH: dict[str, dict[str, Any]] = {
+    "off": OFF,
+    "probe": {**OFF, "isolation_probe": True},
+    "loss graph": {**OFF, "loss_graph_check": True},
+    "spot checks": {**OFF, "spot_checks": True},
+    "used": {key: value for key, value in OFF.items() if key != "gradient_edits"},
+    "on": {},
+}
+
+
+def fit(model: Model, steps: int, checks: dict[str, Any]) -> tuple[float, float]:
+    """Seconds until the first step is done, and for each step after it."""
+    clock, size = Clock(), model.batch_size * 20
+    data = TensorDataset(model.records(size), torch.randint(10, (size,)))
+    with tempfile.TemporaryDirectory() as folder:
+        privacy = DifferentialPrivacy(
+            noise_multiplier=1.0, target_delta=1e-6, ledger_dir=folder, **checks
+        )
+        trainer = L.Trainer(
+            accelerator="cpu",
+            max_steps=steps,
+            callbacks=[privacy, clock],
+            logger=False,
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+            default_root_dir=folder,
+        )
+        loader = DataLoader(data, model.batch_size, shuffle=True)
+        begin = time.perf_counter()
+        trainer.fit(Module(model.make()), loader)
+    return clock.ends[0] - begin, (clock.ends[-1] - clock.ends[0]) / (len(clock.ends) - 1)
+
+
+def times(names: list[str], steps: int, rounds: int) -> None:
+    print(f"{'model':14s}{'checks':>13s}{'start s':>9s}{'step ms':>9s}{'ratio':>7s}")
+    for name in names:
+        model = MODELS[name]
+        fit(model, 3, OFF)  # caches
+        found: dict[str, list[tuple[float, float]]] = {each: [] for each in EACH}
+        for _ in range(rounds):
+            for each, checks in EACH.items():
+                found[each].append(fit(model, steps, checks))
+        medians = {
+            each: tuple(statistics.median(part) for part in zip(*pairs, strict=True))
+            for each, pairs in found.items()
+        }
+        for each, (start, step) in medians.items():
+            ratio = step / medians["off"][1]
+            print(f"{name:14s}{each:>13s}{start:9.2f}{1e3 * step:9.2f}{ratio:7.3f}", flush=True)
+
+
+def seen(names: list[str]) -> None:
+    from zoo.cases import BAD, checked_fit
+
+    for name in chosen(BAD, names):
+        try:
+            checked_fit(BAD[name], BAD[name].neighbours(64)[0])
+            said = "NOT SEEN"
+        except Exception as error:
+            said = f"{type(error).__name__}: {error}".replace("\n", " ")[:160]
+        print(f"{name:36s}{BAD[name].seen_by:18s}{said}", flush=True)
+
+
+def bounds(names: list[str]) -> None:
+    from two_points import two_points
+    from zoo.cases import BAD
+
+    for name in chosen(BAD, names):
+        print(f"{name:36s}{two_points(BAD[name])}", flush=True)
+
+
+def chosen(cases: dict[str, Any], names: list[str]) -> list[str]:
+    import zoo  # fills the list
+
+    assert zoo.BAD is cases
+    return [name for name in cases if not names or any(part in name for part in names)]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("what", choices=["time", "seen", "bounds"])
+    parser.add_argument("names", nargs="*", help="parts of names")
+    parser.add_argument("--quick", action="store_true", help="one run of 10 steps each")
+    parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--rounds", type=int, default=5)
+    arguments = parser.parse_intermixed_args()
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    if arguments.what == "time":
+        names = [n for n in NAMES if not arguments.names or n in arguments.names]
+        steps, rounds = (10, 1) if arguments.quick else (arguments.steps, arguments.rounds)
+        times(names, steps, rounds)
+    else:
+        {"seen": seen, "bounds": bounds}[arguments.what](arguments.names)
+
+
+if __name__ == "__main__":
+    main()
