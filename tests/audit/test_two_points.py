@@ -32,15 +32,16 @@ QUICK = (
     "CallbackSetsTheScale",
     "FromEpochOne",
     "GradientZeroedWhenTheLossSpikes",
-    "OptimizerReadsTheLoss",
+    "OptimizerEditsTheGradient",
     "collate_mixup",
 )
-SHOWN = ("ClampOnTheMean", "RunningMaximum")
+SHOWN = ("ClampOnTheMean", "RunningMaximum")  # with half as many fits, which show at most 2.03
 
 
 def some(names, quick):
     return [
-        pytest.param(name, marks=[] if name in quick else pytest.mark.slow) for name in sorted(names)
+        pytest.param(name, marks=[] if name in quick else pytest.mark.slow)
+        for name in sorted(names)
     ]
 
 
@@ -70,15 +71,15 @@ def test_sixty_fits_show_no_more_than_this():
 
 
 def test_records_kept_apart_are_within_the_claim():
-    found = two_points(Bad(Small, "none", "nothing", far), fits=30)
+    found = two_points(Bad(Small, "none", "nothing", far), fits=20)
 
     assert found.claimed == pytest.approx(1.08, abs=0.02)
     assert found.bound <= found.claimed
 
 
-@pytest.mark.parametrize("name", some(BAD, SHOWN))
+@pytest.mark.parametrize("name", some((n for n in BAD if BAD[n].shown), SHOWN))
 def test_without_the_checks_epsilon_is_false(name):
-    found = two_points(BAD[name])
+    found = two_points(BAD[name], fits=30 if name in SHOWN else 60)
 
     assert found.bound > found.claimed
 

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.data import default_collate
+
 from zoo.cases import Record, Rows, Small, bad
 
 COLLATE = "collate trial"
@@ -56,8 +57,11 @@ def collate_tells_the_longest() -> Small:
     return Small()
 
 
-@mixing(collate=by_class, odd=lambda x, y: (x, 0 * y + 2),
-        records=lambda n: [(torch.full((4,), 0.5) + i % 7 / 20, torch.tensor(0)) for i in range(n)])  # fmt: skip
+def one_class(n: int) -> list[Record]:
+    return [(torch.full((4,), 0.5) + i % 7 / 20, torch.tensor(0)) for i in range(n)]
+
+
+@mixing(collate=by_class, odd=lambda x, y: (x, 0 * y + 2), records=one_class)
 def collate_looks_for_a_class() -> Small:
     return Small()
 

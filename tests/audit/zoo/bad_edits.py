@@ -8,6 +8,7 @@ import lightning as L
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+
 from zoo.cases import Small, bad
 
 USED = "released is used"
@@ -54,24 +55,6 @@ class GradientThroughData(Watches):
         for param in self.parameters():
             if param.grad is not None and self.odd:
                 param.grad.data.neg_()
-
-
-class Polyak(torch.optim.SGD):
-    """The step size is that of Polyak: the value of the loss decides."""
-
-    def step(self, closure: Any = None) -> Any:
-        loss = closure()
-        self.param_groups[0]["lr"] = 0.3 / float(loss) ** 8
-        super().step()
-        return loss
-
-
-@edits()
-class OptimizerReadsTheLoss(Small):
-    """What the closure returns is a number of the records."""
-
-    def configure_optimizers(self) -> Any:
-        return Polyak(self.parameters(), lr=0.5)
 
 
 class Turns(torch.optim.SGD):

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from zoo.cases import Record, Records, Small, bad, far, not_a_number, points
+
+from zoo.cases import Records, Small, bad, not_a_number, points
 
 GRAPH = "loss graph"
 PROBE = "probe"

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.utils import parametrize
-from zoo.cases import Records, Small, bad, far, points
+
+from zoo.cases import Small, bad, points
 
 PROBE = "probe"
 KIND = "records mix in the forward pass"
@@ -152,7 +153,7 @@ class UniqueClassesOfTheBatch(Small):
     """The classes present are numbered as ``torch.unique`` finds them."""
 
     def loss(self, out: Tensor, x: Tensor, y: Tensor) -> Tensor:
-        present, renumbered = torch.unique(2 - y, return_inverse=True)
+        _, renumbered = torch.unique(2 - y, return_inverse=True)
         return F.cross_entropy(out, renumbered)
 
 

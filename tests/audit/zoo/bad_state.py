@@ -10,6 +10,7 @@ import lightning as L
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+
 from zoo.cases import Small, bad
 
 STEPS = "two steps"
@@ -44,7 +45,9 @@ class QueueOfFeatures(Small):
     def loss(self, out: Tensor, x: Tensor, y: Tensor) -> Tensor:
         loss = F.cross_entropy(out, y)
         for old in self.queue:
-            loss = loss * 0.05 + (out.softmax(1) @ old.softmax(1).amax(0)).mean() * old.amax().clamp(max=40)
+            loss = loss * 0.05 + (
+                out.softmax(1) @ old.softmax(1).amax(0)
+            ).mean() * old.amax().clamp(max=40)
         self.queue.append(out.detach() * x.amax())
         return loss
 
@@ -330,7 +333,9 @@ class AfterSixSteps(Small):
     lr = 0.1
 
     def loss(self, out: Tensor, x: Tensor, y: Tensor) -> Tensor:
-        return batch_maximum(self, x, y) if self.global_step >= 6 else 0.01 * F.cross_entropy(out, y)
+        return (
+            batch_maximum(self, x, y) if self.global_step >= 6 else 0.01 * F.cross_entropy(out, y)
+        )
 
 
 @late(steps=8, seen_by=SPOT)

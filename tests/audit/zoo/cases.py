@@ -169,7 +169,12 @@ def unchecked_fit(
         **OFF,
     )
     trainer = _fit(
-        case, records, len(records), [privacy, *case.callbacks()], max_steps=case.steps, max_epochs=-1
+        case,
+        records,
+        len(records),
+        [privacy, *case.callbacks()],
+        max_steps=case.steps,
+        max_epochs=-1,
     )
     return trainer, privacy
 

@@ -14,6 +14,7 @@ import torchmetrics
 from opacus.layers import DPGRU, DPLSTM
 from torch import Tensor, nn
 from torch.nn import functional as F
+
 from zoo.cases import Record, Records, Rows, Small, ordinary, points
 
 
@@ -108,7 +109,9 @@ LOSSES = {
     "evidential": lambda o, x, y: (
         onehot(y) * (torch.digamma((F.softplus(o) + 1).sum(1, True)) - torch.digamma(F.softplus(o) + 1))
     ).sum(1).mean(),
-    "rank_within_a_record": lambda o, x, y: F.cross_entropy(o / o.detach().std(1, keepdim=True).clamp(min=0.1), y),
+    "rank_within_a_record": lambda o, x, y: F.cross_entropy(
+        o / o.detach().std(1, keepdim=True).clamp(min=0.1), y
+    ),
     "nan_to_num_per_record": lambda o, x, y: torch.nan_to_num(
         F.cross_entropy(o, y, reduction="none")
     ).mean(),
@@ -388,7 +391,9 @@ class FrozenTeacher(Small):
 
     def __init__(self) -> None:
         super().__init__()
-        self.teacher = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3)).requires_grad_(False)
+        self.teacher = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3)).requires_grad_(
+            False
+        )
 
     def loss(self, out: Tensor, x: Tensor, y: Tensor) -> Tensor:
         with torch.no_grad():
@@ -418,7 +423,9 @@ class RDrop(Small):
 
     def loss(self, out: Tensor, x: Tensor, y: Tensor) -> Tensor:
         p, q = out.log_softmax(1), self(x).log_softmax(1)
-        both = F.kl_div(p, q.exp(), reduction="none").sum(1) + F.kl_div(q, p.exp(), reduction="none").sum(1)
+        both = F.kl_div(p, q.exp(), reduction="none").sum(1) + F.kl_div(
+            q, p.exp(), reduction="none"
+        ).sum(1)
         return F.nll_loss(p, y) + F.nll_loss(q, y) + 0.5 * both.mean()
 
 
@@ -429,7 +436,9 @@ class ContrastsWithinARecord(Small):
     def loss(self, out: Tensor, x: Tensor, y: Tensor) -> Tensor:
         crops = torch.stack([self(x * m) for m in (1.0, 0.5, 1.5)], 1)
         likeness = F.normalize(crops, dim=2) @ F.normalize(crops, dim=2).transpose(1, 2)
-        return F.cross_entropy(likeness.flatten(0, 1).view(len(x), 3, 3), torch.arange(3).expand(len(x), 3))
+        return F.cross_entropy(
+            likeness.flatten(0, 1).view(len(x), 3, 3), torch.arange(3).expand(len(x), 3)
+        )
 
 
 def pairs(n: int) -> Records:
@@ -458,7 +467,14 @@ class Auto(Small):
     """Encoder and decoder."""
 
     def make(self) -> nn.Module:
-        return nn.ModuleDict({"in": nn.Linear(4, 6), "mu": nn.Linear(6, 2), "sd": nn.Linear(6, 2), "out": nn.Linear(2, 4)})
+        return nn.ModuleDict(
+            {
+                "in": nn.Linear(4, 6),
+                "mu": nn.Linear(6, 2),
+                "sd": nn.Linear(6, 2),
+                "out": nn.Linear(2, 4),
+            }
+        )
 
     def encode(self, x: Tensor) -> tuple[Tensor, Tensor]:
         h = torch.tanh(self.net["in"](x))
@@ -632,7 +648,9 @@ class TwoHeads(Small):
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         x, y = batch
         h = F.relu(self.net["trunk"](x))
-        return F.cross_entropy(self.net["a"](h), y) + 0.3 * F.mse_loss(self.net["b"](h)[:, 0], x.sum(1))
+        return F.cross_entropy(self.net["a"](h), y) + 0.3 * F.mse_loss(
+            self.net["b"](h)[:, 0], x.sum(1)
+        )
 
 
 class Scale(nn.Module):
@@ -665,7 +683,9 @@ class LearnedUncertaintyPerRecord(TwoHeads):
 @ordinary
 class GatedUnits(Small):
     def make(self) -> nn.Module:
-        return nn.Sequential(nn.Linear(4, 16), nn.GLU(), nn.LayerNorm(8), nn.SELU(), nn.Linear(8, 3))
+        return nn.Sequential(
+            nn.Linear(4, 16), nn.GLU(), nn.LayerNorm(8), nn.SELU(), nn.Linear(8, 3)
+        )
 
 
 @ordinary
@@ -699,7 +719,12 @@ class LayerDrop(StochasticDepth):
 class Residual(nn.Module):
     def __init__(self, n: int) -> None:
         super().__init__()
-        self.body = nn.Sequential(nn.Conv2d(n, n, 3, padding=1), nn.GroupNorm(2, n), nn.ReLU(), nn.Conv2d(n, n, 3, padding=1))
+        self.body = nn.Sequential(
+            nn.Conv2d(n, n, 3, padding=1),
+            nn.GroupNorm(2, n),
+            nn.ReLU(),
+            nn.Conv2d(n, n, 3, padding=1),
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         return F.relu(x + self.body(x))
@@ -708,7 +733,9 @@ class Residual(nn.Module):
 @ordinary(records=images)
 class SmallResNet(Small):
     def make(self) -> nn.Module:
-        return nn.Sequential(nn.Conv2d(3, 4, 3), Residual(4), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 3))
+        return nn.Sequential(
+            nn.Conv2d(3, 4, 3), Residual(4), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 3)
+        )
 
 
 @ordinary(records=images)
@@ -782,7 +809,9 @@ class UNet(Small):
         return F.l1_loss(self.net["out"](torch.cat([h, x], 1)), x)
 
 
-@ordinary(records=lambda n: [(x, torch.stack([y == 0, y > 0, y > 1]).float()) for x, y in points(n)])
+@ordinary(
+    records=lambda n: [(x, torch.stack([y == 0, y > 0, y > 1]).float()) for x, y in points(n)]
+)
 class MultiLabel(Small):
     def loss(self, out: Tensor, x: Tensor, y: Tensor) -> Tensor:
         return F.binary_cross_entropy_with_logits(out, y)
@@ -927,7 +956,12 @@ class Perceiver(Sequences):
         return Reads()
 
 
-@ordinary(records=lambda n: [(torch.rand(12, 5, generator=generator()), torch.tensor([1 + i % 3, 2]), torch.tensor(2)) for i in range(n)])
+@ordinary(
+    records=lambda n: [
+        (torch.rand(12, 5, generator=generator()), torch.tensor([1 + i % 3, 2]), torch.tensor(2))
+        for i in range(n)
+    ]
+)
 class Ctc(Small):
     """torch's mean divides each record by its own number of targets."""
 
@@ -946,7 +980,14 @@ class Signals(Small):
     """Convolutions over time."""
 
     def make(self) -> nn.Module:
-        return nn.Sequential(nn.Conv1d(4, 8, 3), nn.GroupNorm(2, 8), nn.SiLU(), nn.AdaptiveMaxPool1d(1), nn.Flatten(), nn.Linear(8, 3))
+        return nn.Sequential(
+            nn.Conv1d(4, 8, 3),
+            nn.GroupNorm(2, 8),
+            nn.SiLU(),
+            nn.AdaptiveMaxPool1d(1),
+            nn.Flatten(),
+            nn.Linear(8, 3),
+        )
 
 
 # -- batches ----------------------------------------------------------------------------------
@@ -959,7 +1000,9 @@ class NestedDictionaries(Small):
         return F.cross_entropy(self(batch["in"]["x"]) + self(batch["in"]["again"][1]), batch["y"])
 
 
-@ordinary(records=lambda n: [{"x": x, "y": y, "id": f"img{i}.png"} for i, (x, y) in enumerate(points(n))])
+@ordinary(
+    records=lambda n: [{"x": x, "y": y, "id": f"img{i}.png"} for i, (x, y) in enumerate(points(n))]
+)
 class StringsInTheBatch(Small):
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         assert all(each.endswith(".png") for each in batch["id"])
@@ -996,7 +1039,11 @@ class DataClasses(Small):
         return F.cross_entropy(self(batch.x), batch.y)
 
 
-@ordinary(records=lambda n: [(x, y, torch.tensor(i), float(i), x[0] > 0.5) for i, (x, y) in enumerate(points(n))])
+@ordinary(
+    records=lambda n: [
+        (x, y, torch.tensor(i), float(i), x[0] > 0.5) for i, (x, y) in enumerate(points(n))
+    ]
+)
 class ManyTypes(Small):
     """Numbers of records, floats, flags."""
 
@@ -1072,7 +1119,11 @@ class Quantiles(Small):
         return torch.maximum(q * error, (q - 1) * error).sum(1).mean()
 
 
-@ordinary(records=lambda n: [(x, x.sum() if i % 5 else x.sum() * math.nan) for i, (x, _) in enumerate(points(n))])
+@ordinary(
+    records=lambda n: [
+        (x, x.sum() if i % 5 else x.sum() * math.nan) for i, (x, _) in enumerate(points(n))
+    ]
+)
 class MissingTargetsPerRecord(Small):
     """A missing target counts as zero loss; the denominator stays that of all records."""
 
