@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from lightning_dp.gradients.base import (
+    ALONE,
     AbstractGradientEngine,
     UncoveredParameterError,
     UnsupportedModelError,
@@ -12,6 +13,7 @@ from lightning_dp.gradients.passes import OtherRowsError, RecordPasses, Replay
 from lightning_dp.gradients.raw import RawGradientGuard, RawGradientHookError
 
 __all__ = [
+    "ALONE",
     "AbstractGradientEngine",
     "OtherRowsError",
     "RawGradientGuard",

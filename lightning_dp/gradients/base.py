@@ -13,12 +13,16 @@ from torch import Tensor, nn
 from lightning_dp.boundary import AbstractPerSampleGradients
 
 __all__ = [
+    "ALONE",
     "AbstractGradientEngine",
     "UncoveredParameterError",
     "UnsupportedModelError",
     "as_unsupported",
     "number_of_records",
 ]
+
+ALONE = "Or run each record alone with engine='one_by_one' (slow)."
+"""The last cure of what cannot be taken apart into records."""
 
 
 class UnsupportedModelError(TypeError):
@@ -33,7 +37,7 @@ class UncoveredParameterError(UnsupportedModelError):
             f"Parameters {list(names)} received a gradient but no gradient per record. They are used "
             "outside the forward() of the module that owns them (for a parameter directly on the "
             "LightningModule: call self(x)), their module is in eval mode or compiled, or its "
-            "layer is not called as a module. Move them into a separate layer."
+            f"layer is not called as a module. Move them into a separate layer. {ALONE}"
         )
 
 
@@ -58,7 +62,7 @@ def as_unsupported(name: str, layer: nn.Module) -> Iterator[None]:
             f"{name or 'The module'} ({type(layer).__name__}): per-record gradients cannot be "
             f"computed from its calls ({type(error).__name__}). Give its parameters to layers of "
             "torch.nn that are called with one tensor, records first, or freeze it with "
-            "requires_grad_(False)."
+            f"requires_grad_(False). {ALONE}"
         ) from error
 
 
@@ -72,7 +76,7 @@ def number_of_records(rows_seen: Collection[int]) -> int:
         raise UnsupportedModelError(
             "Some layers see more rows than there are records (the model folds another dimension "
             "into the batch, or is not batch-first), so a record's gradient cannot be bounded. "
-            "Keep records in the first dimension of every layer's input, one row each."
+            f"Keep records in the first dimension of every layer's input, one row each. {ALONE}"
         )
     return max(rows_seen, default=0)
 

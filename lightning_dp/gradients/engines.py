@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 from torch import nn
 
-from lightning_dp.gradients.base import AbstractGradientEngine, UnsupportedModelError
+from lightning_dp.gradients.base import ALONE, AbstractGradientEngine, UnsupportedModelError
 from lightning_dp.gradients.unsupported import refuse_special
 
 __all__ = ["attach_engine"]
@@ -43,12 +43,16 @@ def attach_engine(
         engine.attach(module, params)
     except UnsupportedModelError as reason:
         if name != "auto":
-            raise
+            raise UnsupportedModelError(_or_alone(str(reason))) from reason
         engine = OpacusHooks()
         try:
             engine.attach(module, params)
         except UnsupportedModelError as error:
             message = f"{error} Book-keeping does not cover this model either: {reason}"
-            raise UnsupportedModelError(message) from reason
+            raise UnsupportedModelError(_or_alone(message)) from reason
         return engine, f"{engine.name}, since book-keeping does not cover this model: {reason}"
     return engine, engine.name
+
+
+def _or_alone(message: str) -> str:
+    return message if ALONE in message else f"{message} {ALONE}"

@@ -21,7 +21,7 @@ from lightning_dp.boundary import (
     bounded_sum,
 )
 from lightning_dp.functional import unflatten
-from lightning_dp.gradients.base import AbstractGradientEngine, UnsupportedModelError
+from lightning_dp.gradients.base import ALONE, AbstractGradientEngine, UnsupportedModelError
 from lightning_dp.gradients.engines import attach_engine
 from lightning_dp.gradients.raw import RawGradientGuard
 
@@ -46,7 +46,7 @@ UNANSWERED = (
 OTHER_ROWS = (
     "the model saw more or fewer rows than the batch has records, so a record's gradient cannot be "
     "bounded. The collate_fn must make exactly one row of each record, and the model must keep "
-    "records in the first dimension."
+    f"records in the first dimension. {ALONE}"
 )
 
 _PLAIN = Pass(point=None, direction=None, gradient=1.0, product=0.0)

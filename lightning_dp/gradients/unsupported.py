@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
 from torch.nn.parameter import is_lazy
 
-from lightning_dp.gradients.base import UnsupportedModelError
+from lightning_dp.gradients.base import ALONE, UnsupportedModelError
 
 __all__ = [
     "is_compiled",
@@ -105,7 +105,7 @@ def refuse_without_records(name: str, layer: nn.Module, given: Any) -> None:
             f"{name or 'The module'} ({type(layer).__name__}) was called with a tensor of "
             f"{given.dim()} dimensions, where {least} are needed: the first one is of the records. "
             "Call it once with all records of the batch, without a loop over them; for one record, "
-            "with x.unsqueeze(0)."
+            f"with x.unsqueeze(0). {ALONE}"
         )
 
 

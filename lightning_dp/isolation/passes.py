@@ -17,6 +17,7 @@ from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor, nn
 from torch.nn.modules.dropout import _DropoutNd
 
+from lightning_dp._module_state import ModuleState
 from lightning_dp._training_step import call_training_step, loss_in
 from lightning_dp.gradients import RecordPasses
 from lightning_dp.gradients.module_hooks import ModuleHooks
@@ -103,6 +104,18 @@ class Passes:
                 for name, after in _state_of(module)
                 if name not in own or not same(own[name].detach().cpu().to(after.dtype), after)
             }
+
+    def changed_by(self, batch: Any) -> tuple[str, ...]:
+        """Name the buffers, attributes and variables that a forward pass changes."""
+        with self._copy() as module:
+            seed()
+            before = ModuleState.of(module)
+            try:
+                self._loss(module, batch)
+                found = before.differences(ModuleState.of(module))
+            finally:
+                before.restore()  # variables are not of the copy
+        return tuple(each.name for each in found if each.kind in ("buffer", "attribute"))
 
     def run(
         self,

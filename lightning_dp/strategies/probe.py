@@ -12,10 +12,12 @@ from torch import Tensor
 
 from lightning_dp._warnings import warn
 from lightning_dp._world import World
-from lightning_dp.gradients import UnsupportedModelError
+from lightning_dp.gradients import ALONE, UnsupportedModelError
 from lightning_dp.isolation import BY_CONSTRUCTION, Isolation, probe_isolation
 from lightning_dp.isolation.ignored import target_means
+from lightning_dp.isolation.passes import Passes
 from lightning_dp.isolation.synthetic import leaves_of
+from lightning_dp.isolation.undone import UNDONE, changed_by_a_record
 from lightning_dp.run import PrivateRun
 from lightning_dp.strategies.step import PrivateStep
 
@@ -30,6 +32,7 @@ _IGNORED = (
 _SYNTHETIC = (
     "(Found on a synthetic batch. If it is wrong, leave the check out with isolation_probe=False.)"
 )
+_ALONE = f"{ALONE} A loss that compares records then compares a record with itself."
 
 
 class Probe:
@@ -53,16 +56,27 @@ class Probe:
         """Refuse a model that couples records, once in a fit and before anything is charged."""
         if self._step.one_record:
             self._run.isolation = BY_CONSTRUCTION
-            return
         if not self._is_due:
             return
         self._is_due = False
+        if self._step.one_record:
+            self._warn_of_undone_state(batch)
+            return
         found = self._world.broadcast(
             _probe(self._module, batch, self._step, self._run.config.engine)
         )
         self._run.isolation = str(found)
-        _raise_or_warn(found, may_warn=self._world.is_lead)
+        _raise_or_warn(found, self._module, may_warn=self._world.is_lead)
         self._ignored = _IgnoredTargets(found.is_mean_of_targets, found.sentinels)
+
+    def _warn_of_undone_state(self, batch: Any) -> None:
+        if not self._world.is_lead:
+            return
+        with self._step.without_engine():
+            passes = Passes(self._module, "one_by_one", (), self._module.trainer)
+            names = changed_by_a_record(passes, batch)
+        if names:
+            warn(UNDONE.format(", ".join(names[:5])))
 
     def watch_batch(self, batch: Any) -> None:
         """Suspect a batch of what would couple its records, by its values."""
@@ -89,7 +103,7 @@ def _probe(module: LightningModule, batch: Any, step: PrivateStep, engine: str) 
         )
 
 
-def _raise_or_warn(found: Isolation, *, may_warn: bool) -> None:
+def _raise_or_warn(found: Isolation, module: LightningModule, *, may_warn: bool) -> None:
     """Go on, with a warning where the data decide, or raise.
 
     Raises:
@@ -104,12 +118,13 @@ def _raise_or_warn(found: Isolation, *, may_warn: bool) -> None:
             "your data has such targets, the run ends at the first batch that has one, and its ε "
             "is withdrawn: take the mean of each record first, then the mean over the records."
         )
+    alone = f" {_ALONE}" if module.automatic_optimization else ""  # which it needs
     if found.outcome == "refused":
         raise UnsupportedModelError(found.reason)
     if found.outcome == "coupled":
         raise MisconfigurationException(
             f"Records of one batch change each other's gradients: {found.reason}. Clipping "
-            f"does not bound what a record does then, and ε would not hold. {_SYNTHETIC}"
+            f"does not bound what a record does then, and ε would not hold.{alone} {_SYNTHETIC}"
         )
     if found.outcome == "not probed":
         raise MisconfigurationException(
@@ -117,7 +132,7 @@ def _raise_or_warn(found: Isolation, *, may_warn: bool) -> None:
             "other's gradients (a contrastive loss, statistics of the batch) is unknown, and if they "
             "do, ε does not hold. Look at it with lightning_dp.audit.check_isolation() on "
             "records that are not private; then leave the probe out with isolation_probe=False, "
-            "which the report says."
+            f"which the report says.{alone}"
         )
     if found.outcome == "kept":
         raise MisconfigurationException(f"ε would not hold: {found.reason}. {_SYNTHETIC}")

@@ -294,7 +294,8 @@ def test_no_record_sees_what_another_left(released_sum):
     """The oracle begins with a copy of the model for each record."""
     expected = clipped_by_a_loop(Remembers(), records())
     model = Remembers()
-    torch.testing.assert_close(released_sum(model), expected, rtol=0, atol=1e-5)
+    total = released_sum(model, isolation_probe=False)
+    torch.testing.assert_close(total, expected, rtol=0, atol=1e-5)
     assert not model.largest and not model.last and sum(model.queue) == 0
 
 
@@ -311,7 +312,8 @@ def test_generators_of_the_module_draw_anew_for_each_record(fit):
             return super().training_step(batch, batch_idx)
 
     estimator = Diff2(9, C, 0.5, split=2.0)
-    fit(Own(), estimator=estimator, max_grad_norm=None, trainer={"max_steps": 2}, batch_size=N)
+    options = {"isolation_probe": False, "trainer": {"max_steps": 2}, "batch_size": N}
+    fit(Own(), estimator=estimator, max_grad_norm=None, **options)
     drawn = [draws.get() for _ in range(draws.qsize())]
     assert drawn[N::2] == drawn[N + 1 :: 2] and len(set(drawn)) == 2 * N
 
@@ -345,7 +347,8 @@ def test_both_points_of_a_difference_see_the_same_random_numbers(fit):
             return super().training_step(batch, batch_idx)
 
     estimator = Diff2(9, C, 0.5, split=2.0)
-    fit(Draws(), estimator=estimator, max_grad_norm=None, trainer={"max_steps": 2}, batch_size=N)
+    options = {"isolation_probe": False, "trainer": {"max_steps": 2}, "batch_size": N}
+    fit(Draws(), estimator=estimator, max_grad_norm=None, **options)
     drawn = [draws.get() for _ in range(draws.qsize())]
     second = drawn[N:]
     assert second[0::2] == second[1::2] and len(set(drawn)) == 2 * N
@@ -553,3 +556,29 @@ def test_no_second_derivative_is_refused_with_a_cure(fit):
 
     with pytest.raises(UnsupportedModelError, match="an estimator without Hessians"):
         fit(NoSecond(), estimator=ESTIMATORS["cubic_newton"](), max_grad_norm=None)
+
+
+REFUSED = [RawParameters, TiedByFunction, OneRowOfPositions, Contrastive, Coupled]
+
+
+@pytest.mark.parametrize("kind", REFUSED)
+def test_refusals_of_other_engines_name_this_one(kind, fit):
+    """That it is a cure, another test shows."""
+    with pytest.raises(Exception, match=r"Or run each record alone with engine='one_by_one'"):
+        fit(kind(), engine="auto")
+
+
+def test_state_that_will_be_undone_is_named_before_the_first_step(fit):
+    class Anneals(Base):
+        def build(self) -> None:
+            super().build()
+            self.calls = 0
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            self.calls += 1
+            return super().training_step(batch, batch_idx)
+
+    model = Anneals()
+    with pytest.warns(UserWarning, match=r"training_step changes calls\. .*self\.global_step"):
+        fit(model)
+    assert model.calls == 0
