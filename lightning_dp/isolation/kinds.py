@@ -1,10 +1,10 @@
-"""Kinds of synthetic records: which values stand in them, and which of them a model takes."""
+"""Kinds of synthetic records: which values stand in them, in the place of rows of any batch."""
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -15,6 +15,7 @@ from torch import Tensor
 from lightning_dp.isolation.nesting import map_leaves, map_rows, number_of_rows
 
 __all__ = [
+    "EITHER",
     "NO_KINDS",
     "Part",
     "SyntheticKind",
@@ -22,7 +23,6 @@ __all__ = [
     "Values",
     "base_kind",
     "exchange_rows",
-    "kinds_that_run",
     "parts_of",
 ]
 
@@ -126,15 +126,13 @@ class SyntheticKind:
 
 @dataclass(frozen=True)
 class SyntheticKinds:
-    """The kinds of synthetic records that a model took without an error.
+    """The kinds of synthetic records that a model took without an error, and that moved no others.
 
     Args:
         ran: with the tamest first.
-        left_out: what could not be tried, in words without values; for reports.
     """
 
     ran: tuple[SyntheticKind, ...] = ()
-    left_out: tuple[str, ...] = ()
 
 
 NO_KINDS = SyntheticKinds()
@@ -231,7 +229,9 @@ def _exchanged(
     else:
         drawn = values.draw(shape, generator)
     new = part.detach().clone()
-    new[torch.tensor(list(rows), device=new.device)] = drawn.to(new.device, new.dtype)
+    new[torch.tensor(list(rows), dtype=torch.int64, device=new.device)] = drawn.to(
+        new.device, new.dtype
+    )
     return new
 
 
@@ -249,67 +249,3 @@ def _made_up(thing: Any, generator: torch.Generator) -> Any:
         return leaf
 
     return map_leaves(thing, made)
-
-
-_SCALES = {  # real numbers of other scales than 0 to 1
-    "0": Values(0, 0, 1),
-    "-1": Values(-1, -1, 1),
-    "0 or 1": EITHER,
-    "-1 or 1": Values(-1, 1, 2),
-    "0 to 255": Values(0, 255),
-    "tiny numbers": Values(0, 1e-6),
-    "large numbers": Values(-1000, 1000),
-    "NaN": Values(math.nan, math.nan, 1),
-    "inf": Values(math.inf, math.inf, 1),
-}
-_WHOLE = (0, 1, -1, 255, -100)
-
-
-def kinds_that_run(
-    runs: Callable[[Any], bool], batch: Any, base: SyntheticKind, whole: Sequence[int] = ()
-) -> SyntheticKinds:
-    """Try kinds of synthetic records, one after the other, in half of the records of a batch.
-
-    Real numbers are tried in all parts at once, and where that raises in each alone; whole numbers
-    in one part after the other.
-
-    Args:
-        runs: tells whether a model takes a batch.
-        batch: at least 2 synthetic records that it takes.
-        base: their kind.
-        whole: further whole numbers to try.
-    """
-    rows = range(number_of_rows(batch) // 2)
-
-    def takes(kind: SyntheticKind) -> bool:
-        return runs(exchange_rows(batch, rows, kind, torch.Generator().manual_seed(0)))
-
-    ran, left_out = [base], []
-    for name, kinds in _tries(parts_of(batch), base, whole):
-        taken = [kind for kind in kinds[:1] if takes(kind)]
-        taken = taken or [kind for kind in kinds[1:] if takes(kind)]
-        ran += taken
-        if not taken:
-            left_out.append(name)
-    return SyntheticKinds(tuple(dict.fromkeys(ran)), tuple(dict.fromkeys(left_out)))
-
-
-def _tries(
-    parts: Sequence[Part], base: SyntheticKind, whole: Sequence[int]
-) -> Iterator[tuple[str, list[SyntheticKind]]]:
-    """Name what is to be tried: a kind, and kinds to try one by one where the first does not run."""
-    values = tuple(base.of(place, part.dtype) for place, part in enumerate(parts))
-    base = SyntheticKind(values)
-    reals = [place for place, part in enumerate(parts) if part.is_real]
-    for name, each in _SCALES.items():
-        every = SyntheticKind(
-            tuple(each if place in reals else other for place, other in enumerate(values))
-        )
-        alone = [base.at(place, each) for place in reals] if len(reals) > 1 else []
-        if reals:
-            yield name, [every, *alone]
-    for place, part in enumerate(parts):
-        for number in dict.fromkeys((*_WHOLE, *whole)):
-            each = Values(number, number, 1)
-            if not part.is_real and each.fit(part.dtype):
-                yield f"whole number {number}", [base.at(place, each)]

@@ -35,6 +35,7 @@ class Isolation:
             them that may not occur.
         kinds: synthetic records that the model took, and that moved no other's gradient. Empty
             where the records were given.
+        left_out: what could not be tried, in words without values.
     """
 
     outcome: Outcome
@@ -45,6 +46,7 @@ class Isolation:
     is_mean_of_targets: bool = False
     sentinels: tuple[tuple[int, int], ...] = ()
     kinds: SyntheticKinds = NO_KINDS
+    left_out: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         if self.outcome == "not probed":
@@ -52,7 +54,8 @@ class Isolation:
         verdict = "isolated" if self.outcome == "isolated" else f"FAILED: {self.reason}"
         watched = _WATCHED if self.is_mean_of_targets or self.sentinels else ""
         condition = f", {self.condition}" if self.condition else ""
-        return f"probed, {verdict}{watched}{condition}"
+        left_out = f" (not tried: {'; '.join(self.left_out)})" if self.left_out else ""
+        return f"probed, {verdict}{watched}{left_out}{condition}"
 
 
 ISOLATED = Isolation("isolated")

@@ -11,7 +11,7 @@ from lightning.pytorch import LightningModule, Trainer
 
 from lightning_dp.gradients import UnsupportedModelError
 from lightning_dp.isolation.comparison import Comparisons
-from lightning_dp.isolation.kinds import SyntheticKind, SyntheticKinds, base_kind, parts_of
+from lightning_dp.isolation.kinds import SyntheticKind, base_kind, parts_of
 from lightning_dp.isolation.nesting import number_of_rows
 from lightning_dp.isolation.outcome import BY_CONSTRUCTION, ISOLATED, Isolation
 from lightning_dp.isolation.passes import Passes
@@ -28,6 +28,7 @@ from lightning_dp.isolation.synthetic import (
     take_rows,
 )
 from lightning_dp.isolation.targets import probe_targets
+from lightning_dp.isolation.values import probe_values
 
 __all__ = ["check_isolation", "pool_that_runs", "probe_isolation"]
 
@@ -150,7 +151,12 @@ def _probe_synthetic(passes: Passes, like: Any) -> Isolation:
         if found.outcome != "isolated":
             return found
         found = probe_targets(comparisons, pool, _RECORDS)
-        return replace(found, kinds=SyntheticKinds((kind,)))
+        if found.outcome != "isolated":
+            return found
+        other = probe_values(comparisons, pool, _RECORDS, kind)
+        if other.outcome != "isolated":
+            return other
+        return replace(found, kinds=other.kinds, left_out=other.left_out)
     assert failure is not None
     raise failure
 

@@ -10,11 +10,12 @@ import torch
 from lightning_dp.isolation.comparison import Batch, Change, Comparisons
 from lightning_dp.isolation.coupling import CURES
 from lightning_dp.isolation.outcome import CONDITION, ISOLATED, Isolation
+from lightning_dp.isolation.own_numbers import padding_numbers
 from lightning_dp.isolation.synthetic import leaves_of, replace_leaf, take_rows
 
 __all__ = ["probe_targets"]
 
-_IGNORED = (-100, -1)  # torch's default ignore_index, and what others write by hand
+_IGNORED = (-100, -1, 255)  # torch's default ignore_index, and what others write by hand
 
 
 def probe_targets(comparisons: Comparisons, pool: Any, n: int) -> Isolation:
@@ -26,11 +27,13 @@ def probe_targets(comparisons: Comparisons, pool: Any, n: int) -> Isolation:
     if found.outcome != "isolated":
         return found
     before = Batch.of(pool, range(n))
+    own = (number for number in padding_numbers(comparisons.passes.module) if number < 0)
+    sentinels = tuple(dict.fromkeys((*_IGNORED, *own)))
     for place, leaf in enumerate(leaves_of(pool)):
         if leaf.dtype not in (torch.int64, torch.int32, torch.int16) or not leaf.dim():
             continue
         several = leaf[0].numel() > 1
-        for sentinel in _IGNORED:
+        for sentinel in sentinels:
             ignored = leaf.clone()
             ignored[0].view(-1)[1 if several else 0 :: 2] = sentinel
             after = take_rows(replace_leaf(pool, place, ignored), range(n))

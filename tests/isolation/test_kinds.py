@@ -13,7 +13,6 @@ from lightning_dp.isolation.kinds import (
     Values,
     base_kind,
     exchange_rows,
-    kinds_that_run,
     parts_of,
 )
 
@@ -94,23 +93,6 @@ def test_the_tamest_kind_has_class_numbers_where_there_is_one_a_record():
     assert set(drawn["y"].tolist()) == {1, 2, 3}
     assert 0 < drawn["x"].min() < drawn["x"].max() < 1
     assert set(drawn["image"].unique().tolist()) == {0, 1}
-
-
-def test_what_raises_is_left_out_and_said():
-    def takes(tried):
-        return bool((tried["y"] >= 0).all()) and not tried["x"].isnan().any()
-
-    given = {"x": torch.ones(4, 2), "z": torch.ones(4), "y": torch.zeros(4).long()}
-    kinds = kinds_that_run(takes, given, SyntheticKind(), whole=[17])
-
-    assert set(kinds.left_out) == {"whole number -1", "whole number -100"}
-    assert kinds.ran[0] == SyntheticKind()
-    assert all(takes(exchange_rows(given, [0, 1], kind, generator())) for kind in kinds.ran)
-    assert any(kind.of(2, torch.int64).low == 17 for kind in kinds.ran)
-    nan = [
-        kind for kind in kinds.ran if kind.of(1, torch.float32).low != kind.of(1, torch.float32).low
-    ]
-    assert len(nan) == 1  # alone in z, since x does not take it
 
 
 @pytest.mark.parametrize("classes", [3, 2])

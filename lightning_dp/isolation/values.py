@@ -1,0 +1,169 @@
+"""Records with other values: labels that are equal, numbers of other scales, NaN, the last class."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from lightning_dp.gradients import UnsupportedModelError
+from lightning_dp.isolation.comparison import Batch, Change, Comparisons
+from lightning_dp.isolation.kinds import (
+    EITHER,
+    Part,
+    SyntheticKind,
+    SyntheticKinds,
+    Values,
+    exchange_rows,
+    parts_of,
+)
+from lightning_dp.isolation.outcome import Isolation
+from lightning_dp.isolation.own_numbers import last_numbers, padding_numbers
+from lightning_dp.isolation.synthetic import take_rows
+
+__all__ = ["probe_values"]
+
+# Real numbers of other scales than 0 to 1; what stands together is tried in one batch.
+_SCALES = {
+    "0 and -1": (Values(0, 0, 1), Values(-1, -1, 1)),
+    "0 to 255, and tiny numbers": (Values(0, 255), Values(0, 1e-6)),
+    "large numbers": (Values(-1000, 1000),),
+    "NaN": (Values(math.nan, math.nan, 1),),
+    "inf": (Values(math.inf, math.inf, 1),),
+}
+_LABELS = (Values(0, 1, 2), Values(-1, 1, 2))  # of real numbers
+_PIXELS = Values(0, 255, 256)
+
+
+@dataclass(frozen=True)
+class _Try:
+    """Something to be tried.
+
+    Args:
+        kinds: of the exchanged records, in turn.
+        alone: kinds that are tried one by one where the model does not take those.
+        name: for the report, if it takes none of them.
+        base: kinds of all records, in turn, among which they are exchanged; none: the tamest.
+    """
+
+    kinds: tuple[SyntheticKind, ...]
+    alone: tuple[SyntheticKind, ...] = ()
+    name: str = ""
+    base: tuple[SyntheticKind, ...] = ()
+
+
+def probe_values(comparisons: Comparisons, pool: Any, n: int, tamest: SyntheticKind) -> Isolation:
+    """Exchange records for others with other values; what the model does not take is left out.
+
+    Args:
+        pool: synthetic records, the first n of which are the batch.
+        n: at least 4.
+        tamest: their kind.
+    """
+    ran, left_out = [tamest], []
+    last = last_numbers(comparisons.passes, pool, tamest)
+    padding = padding_numbers(comparisons.passes.module)
+    for number, each in enumerate(_tries(parts_of(pool), tamest, last, padding)):
+        base = _base(pool, n, each.base)
+        taken = []
+        for kinds in (each.kinds, *((kind,) for kind in each.alone)):
+            if taken == list(each.kinds):
+                break
+            found = _exchanged(comparisons, base, kinds, number)
+            if found is None:
+                continue
+            if found.outcome != "isolated":
+                return found
+            taken += kinds
+        if each.name and not taken:
+            left_out.append(each.name)
+        ran += taken
+    kinds = SyntheticKinds(tuple(dict.fromkeys(ran)))
+    return Isolation("isolated", kinds=kinds, left_out=tuple(left_out))
+
+
+def _base(pool: Any, n: int, kinds: Sequence[SyntheticKind]) -> Batch:
+    if not kinds:
+        return Batch.of(pool, range(n))
+    records = _with(take_rows(pool, range(n)), range(n), kinds, 0)
+    return Batch(records, n, (id(pool), kinds))
+
+
+def _exchanged(
+    comparisons: Comparisons, base: Batch, kinds: Sequence[SyntheticKind], number: int
+) -> Isolation | None:
+    """Exchange half of the records; None if the model does not take the new ones."""
+    rows = range(1, base.n - 1) if number % 2 else [*range(base.n // 4), *range(-(base.n // 4), 0)]
+    rows = [row % base.n for row in rows]
+    after = _with(base.records, rows, kinds, number)
+    try:
+        return comparisons.outcome(Change.exchanged(base, after, rows))
+    except UnsupportedModelError:
+        raise
+    except Exception:
+        return None
+
+
+def _with(batch: Any, rows: Sequence[int], kinds: Sequence[SyntheticKind], number: int) -> Any:
+    generator = torch.Generator().manual_seed(number)
+    for place, kind in enumerate(kinds):
+        batch = exchange_rows(batch, rows[place :: len(kinds)], kind, generator)
+    return batch
+
+
+def _tries(
+    parts: Sequence[Part], tamest: SyntheticKind, last: Sequence[int], padding: Sequence[int]
+) -> Iterator[_Try]:
+    """List what is tried for a batch with these parts."""
+    yield from _of_labels(parts, tamest)
+    for place, part in enumerate(parts):
+        if not part.is_real:
+            numbers = dict.fromkeys((0, 1, last[place], *(n for n in padding if n >= 0)))
+            yield from _of_whole_numbers(place, part, tamest, tuple(numbers), last[place])
+    reals = [place for place, part in enumerate(parts) if part.is_real]
+    for name, scales in _SCALES.items() if reals else ():
+        every = tuple(_everywhere(tamest, reals, values) for values in scales)
+        each = tuple(tamest.at(place, v) for v in scales for place in reals)
+        alone = (*(every if len(every) > 1 else ()), *(each if len(reals) > 1 else ()))
+        yield _Try(every, alone, name)
+
+
+def _everywhere(kind: SyntheticKind, places: Sequence[int], values: Values) -> SyntheticKind:
+    for place in places:
+        kind = kind.at(place, values)
+    return kind
+
+
+def _of_labels(parts: Sequence[Part], tamest: SyntheticKind) -> Iterator[_Try]:
+    """List records with equal labels, and those whose real labels are two numbers."""
+    singles = [p for p, part in enumerate(parts) if part.is_single and not part.is_real]
+    if singles:
+        first = tamest.values[singles[0]].low
+        equal = _everywhere(tamest, singles, Values(first, first, 1))
+        yield _Try((equal,), base=(equal,))
+        yield _Try((tamest,), base=(equal,))
+    sizes = [math.prod(part.shape) for part in parts]
+    reals = [p for p, part in enumerate(parts) if part.is_real]
+    largest = max(reals, key=lambda p: (sizes[p], -p), default=-1)
+    labels = [p for p in reals if parts[p].is_single or p != largest]
+    for values in _LABELS if labels else ():
+        ends = [Values(number, number, 1) for number in (values.low, values.high)]
+        base = tuple(_everywhere(tamest, labels, end) for end in ends)
+        yield _Try(base[::-1], base=base)
+
+
+def _of_whole_numbers(
+    place: int, part: Part, tamest: SyntheticKind, numbers: Sequence[int], last: int
+) -> Iterator[_Try]:
+    """List some numbers in a part of whole numbers, and all up to the last one."""
+    ends = [Values(number, number, 1) for number in numbers]
+    between = Values(0, last, last + 1)
+    if part.dtype == torch.uint8 and not part.is_single:
+        ends, between = [EITHER, Values(255, 255, 1)], _PIXELS
+    kinds = [tamest.at(place, values) for values in (*ends, between) if values.fit(part.dtype)]
+    for first in range(0, len(kinds), 2):
+        pair = tuple(kinds[first : first + 2])
+        yield _Try(pair, pair if len(pair) > 1 else ())
