@@ -56,6 +56,7 @@ class Place(IntEnum):
     NO_RELEASE = 0
     RELEASE = 1
     UPDATE = 2
+    SAVE = 3
 
 
 class Agreement:

@@ -32,6 +32,13 @@ _FROZEN = (
     "p.grad, or one that a hook wrote). Give the optimizer trainable parameters only: "
     "[p for p in self.parameters() if p.requires_grad]."
 )
+_MOMENTS = (
+    "The state of {} (momentum and other moments) was written to between two steps. Written by the "
+    "batch, its loss or a metric, it makes the step follow the records without noise, and ε would "
+    "not hold. Leave it to the optimizer; what is done by released values or step numbers alone is to "
+    "be declared, and is then printed in the report: "
+    "DifferentialPrivacy(gradient_edits='what is done')."
+)
 _CLIP = {
     True: "set Trainer(gradient_clip_val=..., gradient_clip_algorithm=...)",
     False: "call self.clip_gradients() with constants in training_step, before optimizer.step()",
@@ -69,6 +76,8 @@ class GradientEdits:
         self._asked: dict[Clipping, Callable[[], None]] = {}  # before the release
         self._clipped: list[Clipping] = []  # since the release
         self._usual: list[Clipping] | None = None  # what the first step clipped
+        self._state: list[tuple[Tensor, int]] = []  # of the optimizer, with versions
+        self._has_other_state = False
 
     def begin(self, released: Tensor) -> None:
         """Remember what was put into ``p.grad``, and clip it if that was asked for.
@@ -98,6 +107,16 @@ class GradientEdits:
         if is_compared:
             self._expected = self._now()
 
+    def note_state(self, optimizer: Optimizer) -> None:
+        """Remember the optimizer's moments: until it steps again, nobody else may write to them."""
+        self._state = list(_versions(optimizer))
+
+    def look_at_state(self, optimizer: Optimizer) -> None:
+        """Compare them when a step begins: what a step itself does to them first is its own."""
+        now = {id(tensor): version for tensor, version in _versions(optimizer)}
+        if any(now.get(id(tensor)) != version for tensor, version in self._state):
+            self._has_other_state = True
+
     def fault(self, optimizer: Optimizer) -> str | None:
         """Return why the optimizer may not use the gradients; None if it may. Once a release."""
         found = None if self._expected is None else self._found()
@@ -105,7 +124,7 @@ class GradientEdits:
             self._usual = self._clipped
         self._released, self._expected, self._gradients = None, None, []
         if found is None:
-            return self._of_frozen(optimizer)
+            return self._of_frozen(optimizer) or self._of_state(optimizer)
         cure = _CLIP[self._trainer.lightning_module.automatic_optimization]
         return _EDITED.format(found, ", ".join(self._writers(optimizer)), cure)
 
@@ -129,6 +148,12 @@ class GradientEdits:
         module = self._trainer.lightning_module
         names = [name for name, param in module.named_parameters() if id(param) in moved]
         return _FROZEN.format(type(optimizer).__name__, names[:5]) if moved else None
+
+    def _of_state(self, optimizer: Optimizer) -> str | None:
+        """Return why the optimizer's moments are not its own."""
+        self.look_at_state(optimizer)
+        is_fault = self._has_other_state and not self._is_declared
+        return _MOMENTS.format(type(optimizer).__name__) if is_fault else None
 
     def _is_other(self) -> bool:
         """Tell by kinds alone that a parameter has another gradient."""
@@ -165,6 +190,14 @@ class GradientEdits:
 
 def _place(gradient: Tensor | None) -> int:
     return 0 if gradient is None else gradient.data_ptr()
+
+
+def _versions(optimizer: Optimizer) -> Iterator[tuple[Tensor, int]]:
+    """Yield the tensors of an optimizer's state, with the numbers of times they were written to."""
+    for state in optimizer.state.values():
+        for value in state.values() if isinstance(state, dict) else ():
+            if isinstance(value, Tensor) and not value.is_inference():
+                yield value, value._version
 
 
 def watched(plugin: Precision, edits: GradientEdits) -> Precision:

@@ -20,7 +20,8 @@ from lightning_dp.strategies.monitors import Monitors
 from lightning_dp.strategies.probe import Probe
 from lightning_dp.strategies.records import Records
 from lightning_dp.strategies.step import PrivateStep
-from lightning_dp.strategies.weights import FirstStep
+from lightning_dp.strategies.verbatim import LatestBatch
+from lightning_dp.strategies.weights import FirstStep, LaterSteps
 
 __all__ = ["Fit", "begin_fit"]
 
@@ -33,6 +34,7 @@ class Fit:
         folder: where a new journal goes.
         step: the accounts of the current step, and the model under its engine.
         first: watches which parameters the first step changes.
+        later: watches which ones training_step writes to in the steps after it.
         probe: watches batches for what couples records.
         records: tries and watches what happens to records before ``training_step``.
         monitors: watches who acts on metrics of the training data.
@@ -41,11 +43,13 @@ class Fit:
         alone: runs the records of a batch one by one, if the engine asks for it.
         edits: compares the gradient that the optimizer uses with what was released.
         plugin: the strategy's precision plugin, whose clipping is seen.
+        latest: looks for records in checkpoints.
     """
 
     folder: Path
     step: PrivateStep
     first: FirstStep
+    later: LaterSteps
     probe: Probe
     records: Records
     monitors: Monitors
@@ -54,6 +58,7 @@ class Fit:
     alone: RecordsAlone
     edits: GradientEdits
     plugin: Precision
+    latest: LatestBatch
 
 
 def begin_fit(
@@ -83,6 +88,7 @@ def begin_fit(
         folder,
         step,
         FirstStep(module, optimizer),
+        LaterSteps(module),
         Probe(module, step, run, world),
         Records(module, step, run, world),
         Monitors(trainer, run),
@@ -91,4 +97,5 @@ def begin_fit(
         RecordsAlone(module),
         edits,
         watched(strategy.precision_plugin, edits),
+        LatestBatch(),
     )

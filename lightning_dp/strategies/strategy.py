@@ -248,11 +248,13 @@ class DifferentialPrivacyStrategy(Strategy):
             return self._one_by_one(*args, **kwargs)
         if args:
             fit.probe.watch_batch(args[0])
+            fit.latest.see(args[0])
         fit.step.before_forward(mechanism, partial(self._forward_again, args, kwargs))
         fit.first.enter_forward()
+        fit.later.enter_forward()
         with fit.step.watching():
             output = super().training_step(*args, **kwargs)
-        fit.first.leave_forward()
+        self._leave_forward()
         fit.monitors.check()
         if self._is_automatic:
             # Lightning's own errors, in some settings, would end the run without withdrawing ε; a
@@ -269,6 +271,7 @@ class DifferentialPrivacyStrategy(Strategy):
         records = private_loader_of(self._trainer).alone
         forwards = fit.alone.forwards(partial(self._forward_alone, args, kwargs), records)
         fit.first.enter_forward()
+        fit.later.enter_forward()
         is_first = self.private_run.steps <= 1
         try:
             step.answer_each(self._mechanism, forwards, is_first=is_first)
@@ -276,7 +279,7 @@ class DifferentialPrivacyStrategy(Strategy):
             if is_first:
                 raise
             step.note(str(error))
-        fit.first.leave_forward()
+        self._leave_forward()
         fit.monitors.check()
         return fit.alone.together(self.root_device)
 
@@ -285,11 +288,18 @@ class DifferentialPrivacyStrategy(Strategy):
         record = before_transfer(self._trainer, self.precision_plugin.convert_input(record))
         return super().training_step(self.batch_to_device(record), *args, **kwargs)
 
+    def _leave_forward(self) -> None:
+        """Compare the parameters with what they were when training_step began."""
+        fit = self._now
+        fit.first.leave_forward()
+        if (fault := fit.later.fault()) is not None:
+            fit.step.note(fault)
+
     def backward(
         self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any
     ) -> Tensor:
         fit = self._now
-        fit.first.leave_forward()  # in manual optimization training_step has not returned yet
+        self._leave_forward()  # in manual optimization training_step has not returned yet
         if not is_differentiable(closure_loss):
             return closure_loss  # a chunk with records stays without an answer
         if fit.step.one_record:  # they had theirs; this is for the hooks
@@ -347,6 +357,7 @@ class DifferentialPrivacyStrategy(Strategy):
         once = evaluated_once(closure, optimizer)
 
         def private_closure() -> None:
+            fit.edits.note_state(optimizer)  # an optimizer may begin its step before
             once()  # its loss has no noise: an optimizer that sets its step size by it must not see it
             released = fit.step.release(mechanism, optimizer, fit.agree, check_update)
             fit.edits.begin(released)
@@ -355,9 +366,11 @@ class DifferentialPrivacyStrategy(Strategy):
         def check_update() -> None:
             fit.agree(fit.edits.fault(optimizer), Place.UPDATE)
 
+        fit.edits.look_at_state(optimizer)
         fit.step.expect_update()
         output = super().optimizer_step(optimizer, private_closure, model, **kwargs)
         self._warn(fit.first.leave_update(optimizer))
+        fit.edits.note_state(optimizer)
         if run.is_over_early:
             end_training(self._trainer, run)
         for callback in self._callbacks:
@@ -388,6 +401,7 @@ class DifferentialPrivacyStrategy(Strategy):
             raise VoidedRunError(run.voided)
         if fit is not None:
             fit.monitors.check()
+            fit.agree(fit.latest.fault(checkpoint), Place.SAVE)
         content = write_record(checkpoint, run, is_writer=self.is_global_zero)
         if content is not None:
             for callback in self._callbacks:

@@ -12,7 +12,14 @@ from torch.optim import Optimizer
 
 from lightning_dp._fingerprint import fingerprint
 
-__all__ = ["FirstStep", "SameParameters", "changed", "checksums"]
+__all__ = ["FirstStep", "LaterSteps", "SameParameters", "changed", "checksums"]
+
+_WRITTEN = (
+    "training_step changed the parameters {} itself (a codebook or statistic kept as a parameter, a "
+    "layer that rescales its weights in forward). What it writes can come from the records, without "
+    "noise, and ε would not hold: discard these weights. If it is a function of other weights only (a "
+    "teacher that follows the student), write it in on_train_batch_end."
+)
 
 
 class SameParameters:
@@ -114,14 +121,7 @@ class FirstStep:
         before, self._before_forward = self._before_forward, {}
         written = self._changed_since(before)
         if written:
-            raise MisconfigurationException(
-                f"training_step changed the parameters {_some(written)} itself (a codebook or "
-                "statistic kept as a parameter, a layer that rescales its weights in forward). "
-                "What it writes can come from the records, without noise, and ε would not hold: "
-                "discard these weights. "
-                "If it is a function of other weights only (a teacher that follows the student), "
-                "write it in on_train_batch_end."
-            )
+            raise MisconfigurationException(_WRITTEN.format(_some(written)))
 
     def enter_update(self) -> None:
         """Look at what the optimizer is about to move, or must not move."""
@@ -170,6 +170,46 @@ class FirstStep:
     def _changed_since(self, before: Mapping[str, int]) -> tuple[str, ...]:
         """Return the names of the parameters that are not what they were."""
         return changed(before, checksums({name: self._all[name] for name in before}))
+
+
+class LaterSteps:
+    """Watches whether ``training_step`` writes to a parameter that it let alone at the first batch.
+
+    At every step, and so by version counters and addresses only: what is written to ``p.data`` is not
+    seen, and what was written without a change at the first batch is no fault later.
+
+    Args:
+        module: the user's model.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._all = dict(module.named_parameters())
+        self._before: dict[str, tuple[int, int]] | None = None
+        self._usual: frozenset[str] | None = None  # written to at the first batch
+
+    def enter_forward(self) -> None:
+        """Look at all parameters as ``training_step`` begins."""
+        self._before = self._marks()
+
+    def fault(self) -> str | None:
+        """Compare them when the loss is there; return why the step may not be released."""
+        before, self._before = self._before, None
+        if before is None:
+            return None
+        now = self._marks()
+        written = frozenset(name for name in now if now[name] != before[name])
+        if self._usual is None:
+            self._usual = written
+        new = sorted(written - self._usual)
+        return _WRITTEN.format(_some(new)) if new else None
+
+    def _marks(self) -> dict[str, tuple[int, int]]:
+        """Return what changes when a parameter is written to, or gets other memory."""
+        return {
+            name: (param._version, param.data_ptr())
+            for name, param in self._all.items()
+            if not is_lazy(param) and type(param.data) is Tensor and not param.is_inference()
+        }
 
 
 def _refuse_frozen(moved: list[str], optimizer: Optimizer) -> None:

@@ -248,7 +248,7 @@ def run(classifier, mlp, loader, make_trainer, weights):
 
     class Model(classifier):
         def __init__(self) -> None:
-            super().__init__(mlp())
+            super().__init__(mlp(), lambda params: torch.optim.SGD(params, lr=0.5))
             self.frozen = nn.Parameter(torch.zeros(2), requires_grad=False)
 
         def training_step(self, batch: Any, batch_idx: int) -> Tensor:
@@ -267,9 +267,6 @@ def run(classifier, mlp, loader, make_trainer, weights):
 
         def before_step(self) -> None:
             pass
-
-        def configure_optimizers(self) -> Any:
-            return torch.optim.SGD(self.parameters(), lr=0.5)
 
     def fit(
         place: Callable[[Setting, Edit], None] = lambda setting, edit: None,
@@ -401,6 +398,60 @@ def test_an_error_that_was_caught_does_not_let_the_next_step_pass(run, weights):
     with pytest.raises(RuntimeError, match="gradients that were not made private"):
         run(in_the_module, scales, change=change)
     assert torch.equal(weights(run.model), run.start)
+
+
+def adam(params: Any) -> torch.optim.Optimizer:
+    return torch.optim.Adam(params, lr=0.1)
+
+
+def damps_moments(model: Any) -> None:
+    for state in model.trainer.optimizers[0].state.values():
+        state["exp_avg"].mul_(0.5)
+
+
+def forgets_moments(model: Any) -> None:
+    model.trainer.optimizers[0].state.clear()
+
+
+def replaces_moments(model: Any) -> None:
+    for state in model.trainer.optimizers[0].state.values():
+        state["exp_avg"] = state["exp_avg"] * 0.5
+
+
+def between_steps(setting: Setting, edit: Edit) -> None:
+    setting.model.on_train_batch_end = lambda *_: edit(setting.model)
+
+
+@pytest.mark.parametrize("edit", [damps_moments, forgets_moments, replaces_moments])
+@pytest.mark.parametrize("place", [between_steps, in_the_module])
+def test_an_edit_of_the_moments_of_the_optimizer_voids_the_run(place, edit, run, assert_voided):
+    def change(model: Any) -> None:
+        model.make_optimizer = adam
+
+    assert_voided(place, edit, change=change, match="state of Adam.*between two steps")
+    run(place, edit, change=change, gradient_edits="moments are damped")
+
+
+class CountsFirst(torch.optim.SGD):
+    """Writes to its state before it evaluates its closure, and edits gradients after it."""
+
+    def step(self, closure: Any = None) -> Any:
+        for param in self.param_groups[0]["params"]:
+            self.state[param].setdefault("count", torch.zeros(())).add_(1)
+        loss = closure()
+        for param in self.param_groups[0]["params"]:
+            if param.grad is not None:
+                param.grad.mul_(0.5)
+        super().step()
+        return loss
+
+
+def test_what_an_optimizer_does_in_its_own_step_is_its_own(run, plain):
+    def change(model: Any) -> None:
+        model.make_optimizer = lambda params: CountsFirst(params, lr=1.0)
+
+    assert torch.equal(run(change=change, trainer={"max_steps": 1}), plain)
+    run(change=change)
 
 
 # -- what is allowed -----------------------------------------------------------------------------

@@ -15,6 +15,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from lightning_dp import CubicNewton, Diff2, LaplacianSmoothing
 from lightning_dp._warnings import PrivacyWarning
+from lightning_dp.accounting.events import VoidedRunError
 from lightning_dp.callbacks import DifferentialPrivacy
 from lightning_dp.strategies.weights import changed, checksums
 
@@ -267,3 +268,52 @@ def test_other_estimates_are_no_alarm(privacy, fit):
 
 def test_averaged_weights_are_no_alarm(fit):
     assert fit(lambda params: SGD(params, lr=0.1), EMAWeightAveraging()).steps == 3
+
+
+# -- later steps -------------------------------------------------------------------------------
+
+
+def test_a_parameter_that_training_step_writes_to_later_voids_the_run(fit, classifier):
+    class Late(classifier):
+        def training_step(self, batch, batch_idx):
+            if self.global_step == 1:
+                with torch.no_grad():
+                    self.net[2].bias.add_(batch[0].mean())
+            return super().training_step(batch, batch_idx)
+
+    with pytest.raises(
+        VoidedRunError, match=r"training_step changed the parameters \['net\.2\.bias'\]"
+    ):
+        fit(kind=Late)
+
+    assert fit.steps == 2
+
+
+def test_a_frozen_parameter_that_gets_other_memory_later_voids_the_run(fit, classifier):
+    class Late(classifier):
+        def training_step(self, batch, batch_idx):
+            if self.global_step == 1:
+                self.net[0].weight.data = self.net[0].weight.data + batch[0].mean()
+            return super().training_step(batch, batch_idx)
+
+    with pytest.raises(VoidedRunError, match=r"training_step changed.*net\.0\.weight"):
+        fit(kind=Late)
+
+
+def test_what_is_written_without_a_change_at_the_first_batch_is_no_alarm(fit, classifier):
+    class Bounded(classifier):
+        def training_step(self, batch, batch_idx):
+            with torch.no_grad():
+                self.net[2].weight.clamp_(-0.5, 0.5)
+            return super().training_step(batch, batch_idx)
+
+    fit(kind=Bounded)
+
+
+def test_weights_that_are_bounded_between_steps_are_no_alarm(fit, classifier):
+    class Bounded(classifier):
+        def on_train_batch_end(self, *args):
+            with torch.no_grad():
+                self.net[2].weight.clamp_(-0.01, 0.01)
+
+    fit(kind=Bounded)
