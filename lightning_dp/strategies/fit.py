@@ -20,7 +20,7 @@ from lightning_dp.strategies.monitors import Monitors
 from lightning_dp.strategies.probe import Probe
 from lightning_dp.strategies.records import Records
 from lightning_dp.strategies.step import PrivateStep
-from lightning_dp.strategies.verbatim import LatestBatch
+from lightning_dp.strategies.verbatim import LatestBatches
 from lightning_dp.strategies.weights import FirstStep, LaterSteps
 
 __all__ = ["Fit", "begin_fit"]
@@ -58,7 +58,7 @@ class Fit:
     alone: RecordsAlone
     edits: GradientEdits
     plugin: Precision
-    latest: LatestBatch
+    latest: LatestBatches
 
 
 def begin_fit(
@@ -97,5 +97,5 @@ def begin_fit(
         RecordsAlone(module),
         edits,
         watched(strategy.precision_plugin, edits),
-        LatestBatch(),
+        LatestBatches(),
     )

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lightning_dp.isolation.synthetic import leaves_of
 
-__all__ = ["LatestBatch"]
+__all__ = ["LatestBatches"]
 
 _DISTINCT = 8  # numbers in a row that nothing else has by chance: no masks, no padding
 _KEPT = 16 << 20  # bytes of a batch that are kept until the next one
@@ -26,27 +26,30 @@ _FOUND = (
 )
 
 
-class LatestBatch:
-    """Looks for the records of the latest batch in a checkpoint.
+class LatestBatches:
+    """Looks for the records of the latest two batches in a checkpoint.
+
+    Of two, since a callback that saves comes before the module's own hook for the end of a batch.
 
     Compared are rows of real numbers of which enough are distinct, bit for bit: what is found is a
     record. What was computed from records is not found here.
     """
 
     def __init__(self) -> None:
-        self._rows: list[Tensor] = []
+        self._rows: deque[list[Tensor]] = deque(maxlen=2)
 
     def see(self, batch: Any) -> None:
         """Remember a batch, or its first records if it is large."""
-        self._rows = [
+        rows = [
             leaf if leaf.nbytes <= _KEPT else leaf[: len(leaf) * _KEPT // leaf.nbytes].clone()
             for leaf in leaves_of(batch)
             if leaf.is_floating_point() and leaf.dim() > 1 and leaf[:1].numel() >= _DISTINCT
         ]
+        self._rows.append(rows)
 
     def fault(self, checkpoint: Mapping[str, Any]) -> str | None:
         """Return why a checkpoint may not be saved, naming its entries; None if it may."""
-        sought = [(rows.shape[1:], _distinct(rows)) for rows in self._rows]
+        sought = [(rows.shape[1:], _distinct(rows)) for batch in self._rows for rows in batch]
         found: dict[str, None] = {}
         for name, tensor in _entries(checkpoint):
             for shape, rows in sought:

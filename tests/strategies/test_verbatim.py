@@ -78,12 +78,6 @@ class Objects(Model):
         self.cache = TensorDataset(x[:2], x[:2])
 
 
-class Weight(Model):
-    def keep(self, x: Tensor) -> None:
-        with torch.no_grad():
-            self.net.weight[2] = x[0]
-
-
 class Means(Model):
     """Not found here: it is no record any more."""
 
@@ -122,7 +116,6 @@ def fit(make_trainer, tmp_path):
     [
         (Queue, "the buffer or weight 'queue'"),
         (Double, "the buffer or weight 'one'"),
-        (Weight, "the buffer or weight 'net.weight'"),
         (Listed, r"checkpoint\['cache'\]"),
         (Arrays, r"checkpoint\['cache'\]"),
         (Objects, r"checkpoint\['cache'\]"),
