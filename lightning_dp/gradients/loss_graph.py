@@ -1,0 +1,198 @@
+r"""The check of a loss by its autograd graph: records meet in sums with constant coefficients only."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, nn
+from torch.autograd.function import BackwardCFunction
+
+from lightning_dp.gradients import flow_arithmetic as arithmetic
+from lightning_dp.gradients import flow_of_parts as of_parts
+from lightning_dp.gradients.flow_arithmetic import Outcome, Rule
+from lightning_dp.gradients.record_flow import (
+    NOTHING,
+    ROWS,
+    CoupledLossError,
+    Deferred,
+    Flow,
+    Given,
+    Meeting,
+    name_of,
+    refuse_over_records,
+)
+
+__all__ = ["CoupledLossError", "check_loss_graph"]
+
+
+def check_loss_graph(loss: Tensor, records: int) -> None:
+    r"""Refuse a loss that is not :math:`\sum_i c_i f_i` with f_i of record i alone and constant c_i.
+
+    Seen in the graph alone, whatever the values are: where does the dimension of the records go?
+    Nodes that take rows to rows may be anything. A node that goes over the records may be a sum or
+    a mean, and after it only sums, constant factors and changes of shape may come. Values that are
+    known to be of one record (``losses[3]``) may go through anything, too.
+
+    The dimension of the records is that whose size is a multiple of their number. Where several
+    are, or none, nothing is refused until it is clear again: a batch of another size tells, and
+    the other checks of isolation look at values. A coefficient without a gradient is taken for a
+    constant.
+
+    Args:
+        loss: before its backward pass.
+        records: n, the number of records it was computed from.
+
+    Raises:
+        CoupledLossError: naming the node and the cure.
+
+    Example:
+        >>> import torch
+        >>> layer = torch.nn.Linear(3, 2)
+        >>> losses = layer(torch.ones(4, 3)).pow(2).mean(1)
+        >>> check_loss_graph(losses.clamp(max=9.0).mean(), 4)
+        >>> try:
+        ...     check_loss_graph(losses.mean().clamp(max=9.0), 4)
+        ... except CoupledLossError as error:
+        ...     str(error)[:60]
+        'The loss takes clamp (ClampBackward1) of what mean (MeanBack'
+    """
+    if records < 2 or loss.grad_fn is None:
+        return
+    last = _Walk(records).to(loss.grad_fn)
+    if isinstance(last, Deferred):
+        refuse_over_records(last.node)
+
+
+class _Walk:
+    """One walk through a graph, from what it begins with to the loss.
+
+    Args:
+        records: their number.
+    """
+
+    def __init__(self, records: int) -> None:
+        self._records = records
+        self._flows: dict[Any, Outcome] = {}
+
+    def to(self, root: Any) -> Flow:
+        """Follow the records to a node, and return what its first output holds."""
+        flows, edges = self._flows, dict[Any, Any]()
+        stack = [root]
+        while stack:
+            node = stack[-1]
+            if node in flows:
+                stack.pop()
+                continue
+            if node not in edges:
+                edges[node] = into = node.next_functions
+                if waiting := [e for e, _ in into if e is not None and e not in flows]:
+                    stack.extend(waiting)
+                    continue
+            flows[node] = self._flow(node, edges[node])
+            stack.pop()
+        return self._of(root, 0)
+
+    def _of(self, node: Any, number: int) -> Flow:
+        flow = self._flows[node]
+        return flow[number] if isinstance(flow, list) else flow
+
+    def _flow(self, node: Any, edges: Any) -> Outcome:
+        """Return what a node holds, from what its inputs hold."""
+        if not edges:
+            return self._of_leaf(node)
+        rule, goes_row_by_row = _rules[type(node)]
+        flows = [None if e is None else self._of(e, number) for e, number in edges]
+        if goes_row_by_row and ROWS in flows and all(f in (ROWS, NOTHING, None) for f in flows):
+            return ROWS
+        for flow in flows:
+            if isinstance(flow, Deferred) and rule not in _UNDO:
+                is_alone = len(flows) - flows.count(None) == 1 and flow.exponent is None
+                if is_alone and rule in _KEEP_PAIRS:
+                    return flow
+                refuse_over_records(flow.node)
+        inputs = tuple(
+            None if flow is None else Given(flow, e._input_metadata[number].shape)
+            for (e, number), flow in zip(edges, flows, strict=True)
+        )
+        return rule(Meeting(node, inputs, self._records))
+
+    def _of_leaf(self, node: Any) -> Flow:
+        """Tell parameters from data of which the user wants a gradient."""
+        variable = getattr(node, "variable", None)
+        if variable is None or isinstance(variable, nn.Parameter):
+            return NOTHING
+        return ROWS if any(size % self._records == 0 for size in variable.shape) else NOTHING
+
+
+def _own_function(meeting: Meeting) -> Outcome:
+    """Follow a Function that somebody wrote: of what is in it, nothing is known."""
+    is_hook = (
+        type(meeting.node).__name__ == "BackwardHookFunctionBackward"
+    )  # torch's own, an identity
+    return arithmetic.linear(meeting) if is_hook else arithmetic.anything(meeting)
+
+
+# Of pairs of records, a diagonal is left, and of a norm its power; constant factors keep pairs.
+_UNDO = (arithmetic.power, of_parts.diagonal)
+_KEEP_PAIRS = (arithmetic.linear, arithmetic.product, arithmetic.quotient)
+
+_BY_NAME = {
+    arithmetic.linear: "Add Sub Rsub Neg ToCopy Clone Copy Alias View UnsafeView ReshapeAlias Unsqueeze "
+    "Squeeze Permute Transpose T Expand Repeat AsStrided ConstantPadNd Real Imag ViewAsReal "
+    "ViewAsComplex Conj ConjPhysical Triu Tril ToDense Unfold Rot90",
+    arithmetic.product: "Mul",
+    arithmetic.quotient: "Div",
+    arithmetic.power: "Pow",
+    arithmetic.interpolated: "Lerp",
+    arithmetic.total: "Sum",
+    arithmetic.mean: "Mean",
+    arithmetic.by_more_than_sums: "Max Min Amax Amin Aminmax Median Nanmedian Mode Kthvalue Topk Prod "
+    "Std Var StdMean VarMean Logsumexp Nansum",
+    arithmetic.norm: "Norm LinalgVectorNorm",
+    arithmetic.along: "Softmax SafeSoftmax LogSoftmax Sort Cumprod Cummax Cummin Logcumsumexp",
+    arithmetic.running_sum: "Cumsum FftC2C FftR2C FftC2R",
+    arithmetic.loss_function: "NllLoss NllLoss2D MseLoss SmoothL1Loss HuberLoss BinaryCrossEntropy "
+    "BinaryCrossEntropyWithLogits SoftMarginLoss MultiMarginLoss MultilabelMarginLoss",
+    arithmetic.layer_norm: "NativeLayerNorm FusedRmsNorm",
+    arithmetic.batch_norm: "NativeBatchNorm CudnnBatchNorm MiopenBatchNorm",
+    arithmetic.matrix_product: "Mm Bmm Mv Dot Vdot Addmm Addmv Addbmm Baddbmm",
+    arithmetic.matrix_function: "LinalgSvd LinalgQr LinalgEig LinalgEigh LinalgInvEx LinalgDet "
+    "LinalgSlogdet LinalgCholeskyEx LinalgSolveEx LinalgLuFactorEx LinalgLu LinalgLstsq "
+    "LinalgMatrixExp LinalgPinv LinalgSolveTriangular CholeskySolve CholeskyInverse",
+    arithmetic.distances: "Cdist EuclideanDist",
+    of_parts.part: "Select Slice",
+    of_parts.parts: "Unbind Split SplitWithSizes UnsafeSplit UnsafeSplitWithSizes",
+    of_parts.whole: "Stack Cat IndexPut IndexCopy IndexFill Scatter MaskedScatter SelectScatter "
+    "SliceScatter",
+    of_parts.written: "CopySlices",
+    of_parts.added_at: "IndexAdd ScatterAdd Put",
+    of_parts.chosen: "Index IndexSelect Gather MaskedSelect Take",
+    of_parts.moved: "Roll Flip",
+    of_parts.diagonal: "Diagonal Trace",
+}
+# One row of the output for each of the input, whatever the shapes: nothing to look at.
+_ROW_BY_ROW = frozenset(
+    (
+        *("Relu", "Gelu", "Silu", "Tanh", "Sigmoid", "LeakyRelu", "Elu", "Hardtanh", "Hardswish"),
+        *("Exp", "Log", "Sqrt", "Rsqrt", "Abs", "Clamp", "Pow", "Neg", "ToCopy", "Clone", "Alias"),
+        *("Convolution", "MaxPool2DWithIndices", "AvgPool2D", "AdaptiveAvgPool2D", "NativeDropout"),
+    )
+)
+
+
+class _Rules(dict[type, tuple[Rule, bool]]):
+    """For each type of node the rule, and whether it goes row by row; looked up by name once."""
+
+    def __missing__(self, kind: type) -> tuple[Rule, bool]:
+        if issubclass(kind, BackwardCFunction):
+            return _own_function, False  # not kept: such classes come and go
+        name = name_of(kind)
+        rule = _by_name.get(name, arithmetic.anything)
+        if name.startswith("ScaledDotProduct"):
+            rule = arithmetic.attention
+        self[kind] = rule, name in _ROW_BY_ROW
+        return self[kind]
+
+
+_by_name = {name: rule for rule, names in _BY_NAME.items() for name in names.split()}
+_rules = _Rules()
