@@ -86,6 +86,8 @@ class LocalRecords:
         try_first: before the first charge, run a copy of the module once on made-up records of the
             shapes of yours, so that a mistake in ``training_step`` costs nothing. False for a
             module that such records break.
+        loss_graph_check: refuse a loss whose autograd graph mixes records by more than sums with
+            constant coefficients; of a whole client, they may be mixed.
 
     Raises:
         MisconfigurationException: for a model or data whose records cannot be told apart.
@@ -118,6 +120,7 @@ class LocalRecords:
         chunk_size: int | None = None,
         device: str | torch.device = "cpu",
         try_first: bool = True,
+        loss_graph_check: bool = True,
     ) -> None:
         if unit not in get_args(Unit):
             raise ValueError(f"unit={unit!r} must be one of {get_args(Unit)}.")
@@ -133,6 +136,7 @@ class LocalRecords:
         self._module = module.to(device)
         self._device = torch.device(device)
         self._engine_name, self._try_first = engine, try_first
+        self._checks_graph = loss_graph_check and unit == "record"
         self._one_record = engine == "one_by_one"
         self.params = tuple(param for param in module.parameters() if param.requires_grad)
         with self._passes() as passes:
@@ -189,6 +193,7 @@ class LocalRecords:
             engine=self._engine_name,
             chunk_size=self._chunk_size,
             device=self._device,
+            loss_graph_check=self._checks_graph,
         )
         with isolate_rng(), copied._passes() as passes, copied._muted(), torch.enable_grad():
             batch, _ = next(copied._chunks(list(range(min(2, self.num_records)))))
@@ -284,6 +289,7 @@ class LocalRecords:
             self._engine_name,
             backward=self._module.backward,
             quietly=partial(self._quietly, ModuleState.of(self._module)),
+            loss_graph_check=self._checks_graph,
         )
 
     def _muted(self) -> AbstractContextManager[None]:

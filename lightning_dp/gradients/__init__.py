@@ -9,12 +9,14 @@ from lightning_dp.gradients.base import (
     UnsupportedModelError,
 )
 from lightning_dp.gradients.engines import attach_engine
+from lightning_dp.gradients.loss_graph import CoupledLossError
 from lightning_dp.gradients.passes import OtherRowsError, RecordPasses, Replay
 from lightning_dp.gradients.raw import RawGradientGuard, RawGradientHookError
 
 __all__ = [
     "ALONE",
     "AbstractGradientEngine",
+    "CoupledLossError",
     "OtherRowsError",
     "RawGradientGuard",
     "RawGradientHookError",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from typing import TypeAlias
 
@@ -10,7 +9,6 @@ from lightning_dp.gradients.record_flow import (
     MOVED,
     NOTHING,
     ROWS,
-    Deferred,
     Flow,
     Given,
     Meeting,
@@ -18,7 +16,6 @@ from lightning_dp.gradients.record_flow import (
     OneRecord,
     SomeRows,
     kind_of,
-    refuse_over_records,
 )
 
 __all__ = [
@@ -109,7 +106,9 @@ def product(meeting: Meeting) -> Outcome:
     """Follow a product of two: linear in one, if the other one is nothing of the records."""
     if meeting.mixture is not None:
         return _of_mixture(meeting, meeting.mixture, meeting.inputs)
-    return Deferred(meeting.node) if _stands_crosswise(meeting) else together(meeting)
+    if _stands_crosswise(meeting):
+        meeting.refuse_over_records()
+    return together(meeting)
 
 
 def _of_mixture(
@@ -134,13 +133,8 @@ def quotient(meeting: Meeting) -> Outcome:
 
 
 def power(meeting: Meeting) -> Outcome:
-    """Follow a power: the first one is linear, and one undoes a norm."""
-    exponent, first = meeting.saved("exponent"), meeting.inputs[0]
-    if first is not None and isinstance(first.flow, Deferred):
-        if exponent is not None and exponent == first.flow.exponent:
-            return Mixed(meeting.node)
-        refuse_over_records(first.flow.node)
-    return linear(meeting) if exponent == 1 else anything(meeting)
+    """Follow a power, of which the first is linear."""
+    return linear(meeting) if meeting.saved("exponent") == 1 else anything(meeting)
 
 
 def interpolated(meeting: Meeting) -> Outcome:
@@ -186,15 +180,12 @@ def by_more_than_sums(meeting: Meeting) -> Outcome:
 
 
 def norm(meeting: Meeting) -> Outcome:
-    """Follow a norm; of one over records, the power may be a sum again."""
-    saved = (meeting.saved("ord"), meeting.saved("p"), 2)  # Norm without p is the usual one
-    order = next(each for each in saved if each is not None)
-    if meeting.mixture is None and any(meeting.goes_over(each) for each in meeting.given):
-        if order == 1:
-            return Mixed(meeting.node)
-        if 0 < order < math.inf:
-            return Deferred(meeting.node, float(order))
-    return by_more_than_sums(meeting)
+    """Follow a norm: that of order 1 is a sum; others are not, even if they are squared.
+
+    A record that is not finite would make all gradients so.
+    """
+    is_sum = 1 in (meeting.saved("ord"), meeting.saved("p"))
+    return total(meeting) if is_sum and meeting.mixture is None else by_more_than_sums(meeting)
 
 
 def along(meeting: Meeting) -> Outcome:
@@ -270,10 +261,9 @@ def matrix_function(meeting: Meeting) -> Outcome:
 def distances(meeting: Meeting) -> Outcome:
     """Follow ``cdist``: of rows of one record, not of records."""
     meeting.refuse_mixture()
-    if len(meeting.given) > 1 and all(
-        meeting.place_in(each) == len(each.shape) - 2 for each in meeting.given
-    ):
-        return Deferred(meeting.node)
+    at_rows = [meeting.place_in(each) == len(each.shape) - 2 for each in meeting.given]
+    if len(at_rows) > 1 and all(at_rows):
+        meeting.refuse_over_records()
     return together(meeting)
 
 
@@ -286,8 +276,9 @@ def matrix_product(meeting: Meeting) -> Outcome:
     kinds = {_side(meeting, each, dim) for each, dim in ((a, -1), (b, -2))} - {None}
     if kinds == {"summed"}:
         return Mixed(meeting.node)
-    both = all(each is not None and each.is_rows for each in (a, b))
-    return Deferred(meeting.node) if kinds == {"paired"} and both else together(meeting)
+    if kinds == {"paired"} and all(each is not None and each.is_rows for each in (a, b)):
+        meeting.refuse_over_records()
+    return together(meeting)
 
 
 def _side(meeting: Meeting, factor: Given | None, summed: int) -> str | None:

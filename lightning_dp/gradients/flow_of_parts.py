@@ -4,22 +4,20 @@ from __future__ import annotations
 
 import torch
 
-from lightning_dp.gradients.flow_arithmetic import Outcome, anything, linear, together
+from lightning_dp.gradients.flow_arithmetic import Outcome, linear, together
 from lightning_dp.gradients.record_flow import (
     MOVED,
     ROWS,
-    Deferred,
     Flow,
     Meeting,
     Mixed,
     OneRecord,
     SomeRows,
     kind_of,
-    refuse_over_records,
     signed,
 )
 
-__all__ = ["added_at", "chosen", "diagonal", "moved", "part", "parts", "whole", "written"]
+__all__ = ["added_at", "chosen", "moved", "part", "parts", "whole", "written"]
 
 
 def part(meeting: Meeting) -> Outcome:
@@ -125,13 +123,3 @@ def moved(meeting: Meeting) -> Outcome:
     (given,) = meeting.given
     dims = [signed(d) % max(1, len(given.shape)) for d in meeting.saved("dims") or ()]
     return MOVED if given.flow is ROWS and meeting.record_place(given) in dims else given.flow
-
-
-def diagonal(meeting: Meeting) -> Outcome:
-    """Follow a diagonal: of pairs, those of a record with itself."""
-    first = meeting.inputs[0]
-    if first is None or not isinstance(first.flow, Deferred):
-        return linear(meeting) if meeting.mixture is not None else anything(meeting)
-    if first.flow.exponent is not None:
-        refuse_over_records(first.flow.node)
-    return Mixed(meeting.node) if kind_of(meeting.node) == "Trace" else ROWS

@@ -14,12 +14,10 @@ from lightning_dp.gradients.record_flow import (
     NOTHING,
     ROWS,
     CoupledLossError,
-    Deferred,
     Flow,
     Given,
     Meeting,
     name_of,
-    refuse_over_records,
 )
 
 __all__ = ["CoupledLossError", "check_loss_graph"]
@@ -58,9 +56,7 @@ def check_loss_graph(loss: Tensor, records: int) -> None:
     """
     if records < 2 or loss.grad_fn is None:
         return
-    last = _Walk(records).to(loss.grad_fn)
-    if isinstance(last, Deferred):
-        refuse_over_records(last.node)
+    _Walk(records).to(loss.grad_fn)
 
 
 class _Walk:
@@ -74,8 +70,8 @@ class _Walk:
         self._records = records
         self._flows: dict[Any, Outcome] = {}
 
-    def to(self, root: Any) -> Flow:
-        """Follow the records to a node, and return what its first output holds."""
+    def to(self, root: Any) -> None:
+        """Follow the records to a node."""
         flows, edges = self._flows, dict[Any, Any]()
         stack = [root]
         while stack:
@@ -90,7 +86,6 @@ class _Walk:
                     continue
             flows[node] = self._flow(node, edges[node])
             stack.pop()
-        return self._of(root, 0)
 
     def _of(self, node: Any, number: int) -> Flow:
         flow = self._flows[node]
@@ -104,12 +99,6 @@ class _Walk:
         flows = [None if e is None else self._of(e, number) for e, number in edges]
         if goes_row_by_row and ROWS in flows and all(f in (ROWS, NOTHING, None) for f in flows):
             return ROWS
-        for flow in flows:
-            if isinstance(flow, Deferred) and rule not in _UNDO:
-                is_alone = len(flows) - flows.count(None) == 1 and flow.exponent is None
-                if is_alone and rule in _KEEP_PAIRS:
-                    return flow
-                refuse_over_records(flow.node)
         inputs = tuple(
             None if flow is None else Given(flow, e._input_metadata[number].shape)
             for (e, number), flow in zip(edges, flows, strict=True)
@@ -132,14 +121,10 @@ def _own_function(meeting: Meeting) -> Outcome:
     return arithmetic.linear(meeting) if is_hook else arithmetic.anything(meeting)
 
 
-# Of pairs of records, a diagonal is left, and of a norm its power; constant factors keep pairs.
-_UNDO = (arithmetic.power, of_parts.diagonal)
-_KEEP_PAIRS = (arithmetic.linear, arithmetic.product, arithmetic.quotient)
-
 _BY_NAME = {
     arithmetic.linear: "Add Sub Rsub Neg ToCopy Clone Copy Alias View UnsafeView ReshapeAlias Unsqueeze "
     "Squeeze Permute Transpose T Expand Repeat AsStrided ConstantPadNd Real Imag ViewAsReal "
-    "ViewAsComplex Conj ConjPhysical Triu Tril ToDense Unfold Rot90",
+    "ViewAsComplex Conj ConjPhysical Triu Tril Diagonal ToDense Unfold Rot90",
     arithmetic.product: "Mul",
     arithmetic.quotient: "Div",
     arithmetic.power: "Pow",
@@ -168,7 +153,6 @@ _BY_NAME = {
     of_parts.added_at: "IndexAdd ScatterAdd Put",
     of_parts.chosen: "Index IndexSelect Gather MaskedSelect Take",
     of_parts.moved: "Roll Flip",
-    of_parts.diagonal: "Diagonal Trace",
 }
 # One row of the output for each of the input, whatever the shapes: nothing to look at.
 _ROW_BY_ROW = frozenset(

@@ -23,6 +23,7 @@ from lightning_dp.boundary import (
 from lightning_dp.functional import unflatten
 from lightning_dp.gradients.base import ALONE, AbstractGradientEngine, UnsupportedModelError
 from lightning_dp.gradients.engines import attach_engine
+from lightning_dp.gradients.loss_graph import check_loss_graph
 from lightning_dp.gradients.raw import RawGradientGuard
 
 __all__ = [
@@ -158,6 +159,8 @@ class RecordPasses:
         backward: goes back from a loss, for engines that watch ``loss.backward()``.
         quietly: is entered around each run of a chunk, so that it leaves no trace in the model.
         wrap: puts something between the engine and the clipping.
+        loss_graph_check: refuse losses that mix records, by their graph
+            (:func:`~lightning_dp.gradients.loss_graph.check_loss_graph`).
 
     Raises:
         UnsupportedModelError: if no engine can handle the model.
@@ -174,7 +177,9 @@ class RecordPasses:
         backward: Callable[[Tensor], object] = Tensor.backward,
         quietly: Callable[[], AbstractContextManager[None]] = nullcontext,
         wrap: WrapEngine = lambda engine: engine,
+        loss_graph_check: bool = True,
     ) -> None:
+        self._checks_graph = loss_graph_check
         self._module, self._params, self._engine_name = module, params, engine
         self._go_back, self._quietly, self._wrap = backward, quietly, wrap
         self._engine, self.description = self._attached()
@@ -232,6 +237,18 @@ class RecordPasses:
         finally:
             self._engine.rest()
 
+    def check_loss(self, loss: Tensor, size: int) -> None:
+        """Refuse a loss that mixes records by more than sums, before its backward pass.
+
+        Args:
+            size: the number of records that it was computed from.
+
+        Raises:
+            CoupledLossError: naming the node of the graph, and the cure.
+        """
+        if self._checks_graph:
+            check_loss_graph(loss, size)
+
     def backward(self, loss: Tensor, *, keep_graph: bool = False, combined: bool = False) -> None:
         """Run the backward pass of a loss as the engine does it.
 
@@ -285,6 +302,7 @@ class RecordPasses:
 
         Raises:
             OtherRowsError: if the model saw more or fewer rows than there are records.
+            CoupledLossError: if the loss mixes them by more than sums.
             UnsupportedModelError: if the engine cannot tell the records apart.
         """
         found = self.gradients(query, chunk, first=first)
@@ -304,10 +322,10 @@ class RecordPasses:
                 found: AbstractPerSampleGradients | None = first
             elif randomness is None:
                 randomness = RandomState(self._params[0].device)
-                found = self.run(chunk.forward, each, combined=combined)
+                found = self.run(chunk.forward, each, size=chunk.size, combined=combined)
             else:
                 with randomness.again():
-                    found = self.run(chunk.forward, each, combined=combined)
+                    found = self.run(chunk.forward, each, size=chunk.size, combined=combined)
             if found is None or not _is_of_all(found, chunk):
                 return None
             # A pass along a direction has its two weights in it.
@@ -317,24 +335,31 @@ class RecordPasses:
         return total if query.coordinates is None else total.restrict(query.coordinates)
 
     def run(
-        self, forward: Callable[[], Tensor | None], each: Pass = _PLAIN, *, combined: bool = False
+        self,
+        forward: Callable[[], Tensor | None],
+        each: Pass = _PLAIN,
+        *,
+        size: int = 0,
+        combined: bool = False,
     ) -> AbstractPerSampleGradients | None:
         """Run one pass over some records; None if there is nothing to go back from.
 
         Args:
             forward: as in :class:`Replay`.
             each: where, and along which direction; by default each record's gradient here.
+            size: how many records they are; 0 leaves the loss's graph unchecked.
             combined: with the gradients of another pass.
         """
         there = nullcontext() if each.point is None else at_point(self._params, each.point)
         with self._quietly(), there, torch.enable_grad():
             if each.direction is not None:
-                return self._along(each.direction, (each.gradient, each.product), forward)
+                return self._along(each.direction, (each.gradient, each.product), forward, size)
             with self.watching():
                 loss = forward()
             if not is_differentiable(loss):
                 self._engine.drop()
                 return None
+            self.check_loss(loss, size)
             if self._engine.runs_backward:
                 self.backward(loss, combined=combined)
             else:
@@ -346,10 +371,12 @@ class RecordPasses:
         direction: Tensor,
         weights: tuple[float, float],
         forward: Callable[[], Tensor | None],
+        size: int,
     ) -> AbstractPerSampleGradients | None:
         def sure() -> Tensor:
             if not is_differentiable(loss := forward()):
                 raise _NoLoss
+            self.check_loss(loss, size)
             return loss
 
         try:

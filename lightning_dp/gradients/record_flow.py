@@ -11,14 +11,13 @@ from typing import Any, NoReturn, TypeAlias
 
 import torch
 
-from lightning_dp.gradients.base import UnsupportedModelError
+from lightning_dp.gradients.base import ALONE, UnsupportedModelError
 
 __all__ = [
     "MOVED",
     "NOTHING",
     "ROWS",
     "CoupledLossError",
-    "Deferred",
     "Flow",
     "Given",
     "Meeting",
@@ -27,7 +26,6 @@ __all__ = [
     "SomeRows",
     "kind_of",
     "name_of",
-    "refuse_over_records",
     "signed",
 ]
 
@@ -80,20 +78,7 @@ class SomeRows:
     is_chosen: bool = False
 
 
-@dataclass(frozen=True)
-class Deferred:
-    """A coupling that the next node can undo: pairs whose diagonal is taken, a norm that is squared.
-
-    Args:
-        node: to be named if it is not undone.
-        exponent: of the power that undoes it; None for pairs.
-    """
-
-    node: Any
-    exponent: float | None = None
-
-
-Flow: TypeAlias = _Named | Mixed | OneRecord | SomeRows | Deferred
+Flow: TypeAlias = _Named | Mixed | OneRecord | SomeRows
 
 
 @dataclass(frozen=True)
@@ -234,29 +219,24 @@ class Meeting:
             f"The loss takes {words(self.node)} of what {words(self.mixture.maker)} makes of several "
             "records, so that records change each other's gradients. Take it of each record's own "
             "value (reduction='none'), and then the mean over the records, with nothing but sums "
-            "and constant factors after it."
+            f"and constant factors after it. {ALONE}"
         )
 
     def refuse_over_records(self) -> NoReturn:
         """Refuse a node that brings several records together by more than sums."""
-        refuse_over_records(self.node)
+        raise CoupledLossError(
+            f"The loss takes {words(self.node)} over several records, which is more than their sum, "
+            "so that records change each other's gradients. Take it within each record, over the "
+            f"other dimensions, and then the mean over the records; leave out terms between records. {ALONE}"
+        )
 
     def refuse_number(self) -> NoReturn:
         """Refuse a mean over as many rows as the data choose."""
         raise CoupledLossError(
             f"The loss takes {words(self.node)} over rows that a mask or an index chose, so that it "
             "divides by a number that all records decide. Multiply each row's loss by the mask "
-            "instead, and take the mean over all rows: (losses * mask).mean()."
+            f"instead, and take the mean over all rows: (losses * mask).mean(). {ALONE}"
         )
-
-
-def refuse_over_records(node: Any) -> NoReturn:
-    """Refuse a node that brings several records together by more than sums."""
-    raise CoupledLossError(
-        f"The loss takes {words(node)} over several records, which is more than their sum, so that "
-        "records change each other's gradients. Take it within each record, over the other "
-        "dimensions, and then the mean over the records; leave out terms between records."
-    )
 
 
 def words(node: Any) -> str:

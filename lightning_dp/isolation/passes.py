@@ -58,6 +58,7 @@ class Passes:
         trained: names of the trained parameters.
         trainer: whose public state ``training_step`` may read, or None.
         now: the moment of the run that each pass takes place in.
+        loss_graph_check: refuse losses that mix records, by their graph.
     """
 
     def __init__(
@@ -67,7 +68,10 @@ class Passes:
         trained: Sequence[str],
         trainer: Trainer | None,
         now: Now = RUN,
+        *,
+        loss_graph_check: bool = True,
     ) -> None:
+        self._checks_graph = loss_graph_check
         self.module, self.engine, self.trained = module, engine, tuple(trained)
         self.trainer, self.now = trainer, now
         self._copies = ModelCopies(module)
@@ -76,6 +80,12 @@ class Passes:
         """Return passes of the same model that take place at another moment of its run."""
         other = copy.copy(self)
         other.now = now
+        return other
+
+    def without_graph(self) -> Passes:
+        """Return passes of the same model that do not look at the loss's graph."""
+        other = copy.copy(self)
+        other._checks_graph = False
         return other
 
     @contextlib.contextmanager
@@ -149,7 +159,7 @@ class Passes:
 
     def _run(self, module: LightningModule, batch: Any, n: int, seed_number: int) -> Answer:
         params = [dict(module.named_parameters())[name] for name in self.trained]
-        passes = RecordPasses(module, params, self.engine)
+        passes = RecordPasses(module, params, self.engine, loss_graph_check=self._checks_graph)
         noticed: list[tuple[bool, list[bool]]] = []  # before the graph is freed
         before = seed(seed_number)
 
@@ -159,7 +169,7 @@ class Passes:
             noticed.append((before != random_state(), weighs))
             return loss
 
-        gradients = passes.run(forward)
+        gradients = passes.run(forward, size=n)
         ((is_random, weighs),) = noticed
         return replace(
             answer_about(gradients, params, n),

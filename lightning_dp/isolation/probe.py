@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
 
-from lightning_dp.gradients import UnsupportedModelError
+from lightning_dp.gradients import CoupledLossError, UnsupportedModelError
 from lightning_dp.isolation.comparison import Comparisons
 from lightning_dp.isolation.kinds import SyntheticKind, base_kind, parts_of
 from lightning_dp.isolation.nesting import number_of_rows
@@ -45,6 +45,7 @@ def check_isolation(
     engine: str = "auto",
     trained: Sequence[str] | None = None,
     trainer: Trainer | None = None,
+    loss_graph_check: bool = True,
 ) -> Isolation:
     r"""Probe with the records of a batch that you give: they are used, with their values.
 
@@ -70,6 +71,7 @@ def check_isolation(
         engine: the gradient engine whose answers are compared.
         trained: names of the parameters to look at; default all that require a gradient.
         trainer: what ``self.trainer`` is in ``training_step``; its loggers are mute.
+        loss_graph_check: look at the loss's graph too, as a run does at every step.
 
     Example:
         >>> class Model(LightningModule):
@@ -89,15 +91,9 @@ def check_isolation(
     """
     if engine == "one_by_one":
         return Isolation("isolated", condition=BY_CONSTRUCTION)
-    passes = _passes(module, engine, trained, trainer)
+    passes = _passes(module, engine, trained, trainer, loss_graph_check)
     with passes.quietly():
-        try:
-            rows = number_of_rows(batch)
-            if rows < 4:
-                raise NotProbed(f"the batch has {rows} records; at least 4 are needed")
-            return _probe(Comparisons(passes), _on_cpu(batch), min(_RECORDS, rows // 2))
-        except Exception as error:
-            return _not_probed(error)
+        return _outcome(passes, _probe_given, batch)
 
 
 def probe_isolation(
@@ -107,6 +103,7 @@ def probe_isolation(
     engine: str = "auto",
     trained: Sequence[str] | None = None,
     trainer: Trainer | None = None,
+    loss_graph_check: bool = True,
 ) -> Isolation:
     """Probe with synthetic records: of ``like``, only shapes, dtypes and nesting are used.
 
@@ -130,12 +127,31 @@ def probe_isolation(
     """
     if engine == "one_by_one":
         return Isolation("isolated", condition=BY_CONSTRUCTION)
-    passes = _passes(module, engine, trained, trainer)
+    passes = _passes(module, engine, trained, trainer, loss_graph_check)
     with passes.quietly(), ValidLabels():
-        try:
-            return _probe_synthetic(passes, like)
-        except Exception as error:
-            return _not_probed(error)
+        return _outcome(passes, _probe_synthetic, like)
+
+
+def _outcome(passes: Passes, probe: Callable[[Passes, Any], Isolation], batch: Any) -> Isolation:
+    """Return what a probe finds: of a coupling that the graph shows, the modules if there are any."""
+    try:
+        return probe(passes, batch)
+    except CoupledLossError as error:
+        reason = str(error).removesuffix(".")
+    except Exception as error:
+        return _not_probed(error)
+    found = _outcome(passes.without_graph(), probe, batch)
+    if found.outcome == "coupled":
+        return found
+    return Isolation("coupled", reason[0].lower() + reason[1:])
+
+
+def _probe_given(passes: Passes, batch: Any) -> Isolation:
+    """Probe with half of the given records; the others are the replacements."""
+    rows = number_of_rows(batch)
+    if rows < 4:
+        raise NotProbed(f"the batch has {rows} records; at least 4 are needed")
+    return _probe(Comparisons(passes), _on_cpu(batch), min(_RECORDS, rows // 2))
 
 
 def _probe_synthetic(passes: Passes, like: Any) -> Isolation:
@@ -171,11 +187,15 @@ def _probe(comparisons: Comparisons, pool: Any, n: int) -> Isolation:
 
 
 def _passes(
-    module: LightningModule, engine: str, trained: Sequence[str] | None, trainer: Trainer | None
+    module: LightningModule,
+    engine: str,
+    trained: Sequence[str] | None,
+    trainer: Trainer | None,
+    loss_graph_check: bool,
 ) -> Passes:
     if trained is None:
         trained = [name for name, param in module.named_parameters() if param.requires_grad]
-    return Passes(module, engine, trained, trainer)
+    return Passes(module, engine, trained, trainer, loss_graph_check=loss_graph_check)
 
 
 def _not_probed(error: Exception) -> Isolation:

@@ -81,7 +81,8 @@ def begin_fit(
     """
     module, strategy = trainer.lightning_module, trainer.strategy
     (optimizer,), device = strategy.optimizers, strategy.root_device
-    step = PrivateStep(module, optimizer, run.config.engine, device, wrap)
+    checks = run.config.loss_graph_check
+    step = PrivateStep(module, optimizer, run.config.engine, device, wrap, checks)
     run.engine = step.engine_description
     edits = GradientEdits(trainer, step.params, is_declared=run.config.gradient_edits is not None)
     return Fit(

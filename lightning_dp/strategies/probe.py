@@ -12,6 +12,7 @@ from torch import Tensor
 
 from lightning_dp._warnings import warn
 from lightning_dp._world import World
+from lightning_dp.config import PrivacyConfig
 from lightning_dp.gradients import ALONE, UnsupportedModelError
 from lightning_dp.isolation import BY_CONSTRUCTION, Isolation, probe_isolation
 from lightning_dp.isolation.ignored import target_means
@@ -62,9 +63,7 @@ class Probe:
         if self._step.one_record:
             self._warn_of_undone_state(batch)
             return
-        found = self._world.broadcast(
-            _probe(self._module, batch, self._step, self._run.config.engine)
-        )
+        found = self._world.broadcast(_probe(self._module, batch, self._step, self._run.config))
         self._run.isolation = str(found)
         _raise_or_warn(found, self._module, may_warn=self._world.is_lead)
         self._ignored = _IgnoredTargets(found.is_mean_of_targets, found.sentinels)
@@ -90,16 +89,19 @@ class Probe:
         self._step.suspect(found, _IGNORED.format(type(self._module).__name__))
 
 
-def _probe(module: LightningModule, batch: Any, step: PrivateStep, engine: str) -> Isolation:
+def _probe(
+    module: LightningModule, batch: Any, step: PrivateStep, config: PrivacyConfig
+) -> Isolation:
     """Probe the model with synthetic records of the batch's shapes; nothing of it is changed."""
     trained = {id(param) for param in step.params}
     with step.without_engine():
         return probe_isolation(
             module,
             batch,
-            engine=engine,
+            engine=config.engine,
             trained=[name for name, p in module.named_parameters() if id(p) in trained],
             trainer=module.trainer,
+            loss_graph_check=config.loss_graph_check,
         )
 
 

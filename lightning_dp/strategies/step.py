@@ -75,6 +75,7 @@ class PrivateStep:
         engine: name of the gradient engine.
         device: where the model runs.
         wrap: puts something between the engine and the clipping.
+        loss_graph_check: refuse losses that mix records, by their graph.
     """
 
     def __init__(
@@ -84,6 +85,7 @@ class PrivateStep:
         engine: str,
         device: torch.device,
         wrap: WrapEngine = lambda engine: engine,
+        loss_graph_check: bool = True,
     ) -> None:
         self.parameters = SameParameters(module, optimizer)
         self.params = self.parameters.trained
@@ -100,6 +102,7 @@ class PrivateStep:
                 backward=module.backward,
                 quietly=self._quietly,
                 wrap=wrap,
+                loss_graph_check=loss_graph_check,
             )
         self._batch = _Accounts()
         self._forward_again: Forward = _nothing  # the chunk's forward pass
@@ -171,6 +174,15 @@ class PrivateStep:
     def runs_backward(self) -> bool:
         """True if :meth:`backward` takes the place of ``loss.backward()``."""
         return self._passes.runs_backward
+
+    def check_loss(self, loss: Tensor) -> None:
+        """Refuse a loss that mixes the chunk's records by more than sums.
+
+        Raises:
+            CoupledLossError: naming the node of its graph, and the cure.
+        """
+        if self._batch.chunk is not None:
+            self._passes.check_loss(loss, self._batch.chunk.size)
 
     def backward(self, loss: Tensor, query: Query | None, *, keep_graph: bool) -> None:
         """Run the backward pass as the engine does it."""

@@ -306,6 +306,7 @@ class DifferentialPrivacyStrategy(Strategy):
             return super().backward(closure_loss, optimizer, *args, **kwargs)
         fit.probe.watch_loss(closure_loss)
         try:
+            fit.step.check_loss(closure_loss)
             return self._answer(closure_loss, optimizer, *args, **kwargs)
         except UnsupportedModelError as error:  # shown by the records of this chunk
             if self.private_run.steps <= 1:
