@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -149,6 +149,9 @@ class CanaryEngine(AbstractGradientEngine):
 
     def backward(self, loss: Tensor, *, keep_graph: bool = False, combined: bool = False) -> None:
         self._engine.backward(loss, keep_graph=keep_graph, combined=combined)
+
+    def outputs_of_layers(self) -> Collection[Any]:
+        return self._engine.outputs_of_layers()
 
     def take(self, scale: float, touched: Mapping[str, nn.Parameter]) -> AbstractPerSampleGradients:
         return self._canaries.plant(self._engine.take(scale, touched))

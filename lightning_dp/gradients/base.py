@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -121,6 +121,13 @@ class AbstractGradientEngine(ABC):
                 what they are made from.
         """
         raise NotImplementedError(f"{type(self).__name__} watches loss.backward().")
+
+    def outputs_of_layers(self) -> Collection[Any]:
+        """Return the graph nodes that made the outputs of trained layers in the last forward pass.
+
+        Full backward hooks on modules show by themselves where their outputs are.
+        """
+        return ()
 
     @abstractmethod
     def take(self, scale: float, touched: Mapping[str, nn.Parameter]) -> AbstractPerSampleGradients:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial, reduce
 from typing import Any
 
@@ -71,6 +71,9 @@ class Bookkeeping(AbstractGradientEngine):
         calls, graph = self._calls_of(loss)
         with self._attached.paused():
             self._differentiate(loss, calls, graph.innermost, keep_graph, combined)
+
+    def outputs_of_layers(self) -> Collection[Any]:
+        return self._attached.outputs()
 
     def _calls_of(self, loss: Tensor) -> tuple[list[LayerCall], Survey]:
         """Return the calls that the loss depends on; what is found of them will be of this pass."""

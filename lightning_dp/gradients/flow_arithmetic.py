@@ -15,7 +15,6 @@ from lightning_dp.gradients.record_flow import (
     Mixed,
     OneRecord,
     SomeRows,
-    kind_of,
 )
 
 __all__ = [
@@ -46,16 +45,12 @@ __all__ = [
 Outcome: TypeAlias = Flow | list[Flow]  # a list for nodes with several outputs
 Rule: TypeAlias = Callable[[Meeting], Outcome]
 
-_LOOKUPS = {"Embedding", "EmbeddingBag", "Index", "IndexSelect", "Gather"}
-
 
 def together(meeting: Meeting, *, is_linear: bool = False) -> Flow:
     """Return what an entry of the output holds, if it is made of one entry of each input."""
     flows = {each.flow for each in meeting.given}
     if not flows:
-        # Data meet parameters for the first time, or a table of them is looked up.
-        reads = any(e is None for e in meeting.inputs) or kind_of(meeting.node) in _LOOKUPS
-        return ROWS if reads and meeting.has_rows else NOTHING
+        return NOTHING
     if len(flows) == 1:
         return flows.pop()
     if any(isinstance(flow, SomeRows) and flow.size is None for flow in flows):
@@ -71,10 +66,13 @@ def anything(meeting: Meeting) -> Outcome:
     """Follow a node of which nothing is known: a function of rows, and of nothing that is mixed."""
     meeting.refuse_mixture()
     flow = together(meeting)
-    are_lost = flow is ROWS and not meeting.has_rows
-    if are_lost and any(meeting.record_place(each) is not None for each in meeting.given):
-        meeting.refuse_over_records()
-    return flow
+    if flow is not ROWS or meeting.has_rows:
+        return flow
+    for each in meeting.given:
+        place, rank = meeting.record_place(each), len(meeting.shape)
+        if place is not None and (rank < len(each.shape) or meeting.shape[place] == 1):
+            meeting.refuse_over_records()
+    return SomeRows()
 
 
 # -- entry by entry --------------------------------------------------------------------------
@@ -259,10 +257,10 @@ def matrix_function(meeting: Meeting) -> Outcome:
 
 
 def distances(meeting: Meeting) -> Outcome:
-    """Follow ``cdist``: of rows of one record, not of records."""
+    """Follow ``cdist`` and ``pdist``: of rows of one record, not of records."""
     meeting.refuse_mixture()
     at_rows = [meeting.place_in(each) == len(each.shape) - 2 for each in meeting.given]
-    if len(at_rows) > 1 and all(at_rows):
+    if len(at_rows) == len(meeting.inputs) and all(at_rows):
         meeting.refuse_over_records()
     return together(meeting)
 

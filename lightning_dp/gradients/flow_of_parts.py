@@ -17,7 +17,7 @@ from lightning_dp.gradients.record_flow import (
     signed,
 )
 
-__all__ = ["added_at", "chosen", "moved", "part", "parts", "whole", "written"]
+__all__ = ["added_at", "chosen", "moved", "packed", "part", "parts", "whole", "written"]
 
 
 def part(meeting: Meeting) -> Outcome:
@@ -52,7 +52,9 @@ def _piece(meeting: Meeting, shape: torch.Size, start: int, size: int) -> Flow:
     is_of_rows = meeting.place_in(given) == meeting.dim
     if given.flow is ROWS and is_of_rows and given.shape[meeting.dim] == meeting.n > size:
         return OneRecord(start % meeting.n) if size == 1 else SomeRows(size)
-    if given.is_rows and meeting.places(shape):
+    # Where the dimension might be that of the rows, another one might be taken for it afterwards.
+    is_across = meeting.dim not in meeting.places(given.shape) or is_of_rows
+    if given.is_rows and is_across and meeting.places(shape):
         return given.flow
     is_whole = isinstance(given.flow, SomeRows) and not is_of_rows
     return given.flow if is_whole and meeting.place_in(given) is not None else SomeRows()
@@ -94,7 +96,7 @@ def chosen(meeting: Meeting) -> Outcome:
     if isinstance(given.flow, OneRecord):
         return given.flow
     if not given.is_rows or place is None:
-        return given.flow if given.is_rows and meeting.has_rows else SomeRows()
+        return SomeRows()
     if meeting.has_rows and not _has_mask_at(meeting, place):
         return given.flow
     size = meeting.shape[min(place, len(meeting.shape) - 1)] if meeting.shape else 1
@@ -114,6 +116,13 @@ def _has_mask_at(meeting: Meeting, place: int) -> bool:
             return True
         dim += each.dim() if is_mask else 1
     return False
+
+
+def packed(meeting: Meeting) -> Outcome:
+    """Follow ``pack_padded_sequence``: rows of all records, as many as their lengths say."""
+    if not meeting.given or meeting.mixture is not None:
+        return linear(meeting)
+    return SomeRows(meeting.shape[0], is_chosen=True)
 
 
 def moved(meeting: Meeting) -> Outcome:

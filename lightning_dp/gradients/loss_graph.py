@@ -2,6 +2,7 @@ r"""The check of a loss by its autograd graph: records meet in sums with constan
 
 from __future__ import annotations
 
+from collections.abc import Collection, Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -23,7 +24,7 @@ from lightning_dp.gradients.record_flow import (
 __all__ = ["CoupledLossError", "check_loss_graph"]
 
 
-def check_loss_graph(loss: Tensor, records: int) -> None:
+def check_loss_graph(loss: Tensor, records: int, outputs: Collection[Any]) -> None:
     r"""Refuse a loss that is not :math:`\sum_i c_i f_i` with f_i of record i alone and constant c_i.
 
     Seen in the graph alone, whatever the values are: where does the dimension of the records go?
@@ -39,24 +40,26 @@ def check_loss_graph(loss: Tensor, records: int) -> None:
     Args:
         loss: before its backward pass.
         records: n, the number of records it was computed from.
+        outputs: the graph nodes that made the outputs of trained layers: there the rows begin.
+            Tensors with a gradient that are no parameters have rows, too.
 
     Raises:
         CoupledLossError: naming the node and the cure.
 
     Example:
         >>> import torch
-        >>> layer = torch.nn.Linear(3, 2)
-        >>> losses = layer(torch.ones(4, 3)).pow(2).mean(1)
-        >>> check_loss_graph(losses.clamp(max=9.0).mean(), 4)
+        >>> output = torch.nn.Linear(3, 2)(torch.ones(4, 3))
+        >>> losses = output.pow(2).mean(1)
+        >>> check_loss_graph(losses.clamp(max=9.0).mean(), 4, {output.grad_fn})
         >>> try:
-        ...     check_loss_graph(losses.mean().clamp(max=9.0), 4)
+        ...     check_loss_graph(losses.mean().clamp(max=9.0), 4, {output.grad_fn})
         ... except CoupledLossError as error:
         ...     str(error)[:60]
         'The loss takes clamp (ClampBackward1) of what mean (MeanBack'
     """
     if records < 2 or loss.grad_fn is None:
         return
-    _Walk(records).to(loss.grad_fn)
+    _Walk(records, outputs).to(loss.grad_fn)
 
 
 class _Walk:
@@ -64,10 +67,11 @@ class _Walk:
 
     Args:
         records: their number.
+        outputs: the nodes at which rows begin.
     """
 
-    def __init__(self, records: int) -> None:
-        self._records = records
+    def __init__(self, records: int, outputs: Collection[Any]) -> None:
+        self._records, self._outputs = records, outputs
         self._flows: dict[Any, Outcome] = {}
 
     def to(self, root: Any) -> None:
@@ -84,7 +88,10 @@ class _Walk:
                 if waiting := [e for e, _ in into if e is not None and e not in flows]:
                     stack.extend(waiting)
                     continue
-            flows[node] = self._flow(node, edges[node])
+            flow = self._flow(node, edges[node])
+            if flow is NOTHING and (node in self._outputs or type(node).__name__ == _HOOK):
+                flow = self._with_rows(node._input_metadata[0].shape)
+            flows[node] = flow
             stack.pop()
 
     def _of(self, node: Any, number: int) -> Flow:
@@ -110,15 +117,22 @@ class _Walk:
         variable = getattr(node, "variable", None)
         if variable is None or isinstance(variable, nn.Parameter):
             return NOTHING
-        return ROWS if any(size % self._records == 0 for size in variable.shape) else NOTHING
+        return self._with_rows(variable.shape)
+
+    def _with_rows(self, shape: Sequence[int]) -> Flow:
+        """Return rows for a shape that has them first, or after the time."""
+        first = shape[: max(1, min(2, len(shape) - 1))]
+        return ROWS if any(size and size % self._records == 0 for size in first) else NOTHING
+
+
+# A module's full backward hooks stand behind its output, and in front of its inputs: an identity.
+_HOOK = "BackwardHookFunctionBackward"
 
 
 def _own_function(meeting: Meeting) -> Outcome:
     """Follow a Function that somebody wrote: of what is in it, nothing is known."""
-    is_hook = (
-        type(meeting.node).__name__ == "BackwardHookFunctionBackward"
-    )  # torch's own, an identity
-    return arithmetic.linear(meeting) if is_hook else arithmetic.anything(meeting)
+    is_identity = type(meeting.node).__name__ == _HOOK
+    return arithmetic.linear(meeting) if is_identity else arithmetic.anything(meeting)
 
 
 _BY_NAME = {
@@ -144,7 +158,7 @@ _BY_NAME = {
     arithmetic.matrix_function: "LinalgSvd LinalgQr LinalgEig LinalgEigh LinalgInvEx LinalgDet "
     "LinalgSlogdet LinalgCholeskyEx LinalgSolveEx LinalgLuFactorEx LinalgLu LinalgLstsq "
     "LinalgMatrixExp LinalgPinv LinalgSolveTriangular CholeskySolve CholeskyInverse",
-    arithmetic.distances: "Cdist EuclideanDist",
+    arithmetic.distances: "Cdist EuclideanDist Pdist",
     of_parts.part: "Select Slice",
     of_parts.parts: "Unbind Split SplitWithSizes UnsafeSplit UnsafeSplitWithSizes",
     of_parts.whole: "Stack Cat IndexPut IndexCopy IndexFill Scatter MaskedScatter SelectScatter "
@@ -152,6 +166,7 @@ _BY_NAME = {
     of_parts.written: "CopySlices",
     of_parts.added_at: "IndexAdd ScatterAdd Put",
     of_parts.chosen: "Index IndexSelect Gather MaskedSelect Take",
+    of_parts.packed: "PackPaddedSequence",
     of_parts.moved: "Roll Flip",
 }
 # One row of the output for each of the input, whatever the shapes: nothing to look at.

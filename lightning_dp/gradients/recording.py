@@ -235,6 +235,10 @@ class Recorder:
         call = LayerCall(name, layer, rule, inputs, versions, sources, edge, arrange, moved)
         self._calls.append(call)
 
+    def outputs(self) -> set[Any]:
+        """Return the graph nodes of the outputs of all calls so far."""
+        return {call.edge.node for call in self._calls} | self._unseen.keys()
+
     def take(self, loss: Tensor) -> tuple[list[LayerCall], Survey]:
         """Hand over the recorded calls that the loss depends on, if they are all that it depends on.
 

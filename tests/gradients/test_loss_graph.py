@@ -26,7 +26,7 @@ def batch(seed: int = 0) -> Batch:
 
 def refused(loss: Loss, of: Batch) -> str | None:
     try:
-        check_loss_graph(loss(of), of.n)
+        check_loss_graph(loss(of), of.n, ())
     except CoupledLossError as error:
         return str(error)
     return None
