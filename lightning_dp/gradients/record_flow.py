@@ -227,7 +227,8 @@ class Meeting:
         raise CoupledLossError(
             f"The loss takes {words(self.node)} over several records, which is more than their sum, "
             "so that records change each other's gradients. Take it within each record, over the "
-            f"other dimensions, and then the mean over the records; leave out terms between records. {ALONE}"
+            "other dimensions, and then the mean over the records; leave out terms between records. "
+            f"{ALONE}"
         )
 
     def refuse_number(self) -> NoReturn:
