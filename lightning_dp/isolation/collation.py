@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Literal, TypeAlias
 
-from lightning_dp.isolation.copies import Copies, quiet, random_state, seeded
+from lightning_dp.isolation.copies import Copies, ReadsDataset, quiet, random_state, seeded
 from lightning_dp.isolation.rows import Difference, OtherRows, layout_of
 from lightning_dp.isolation.samples import (
     WORDS,
@@ -43,6 +43,10 @@ CURES = {
         "keeps what it saw: what it makes of a sample depends on the batches before (a running mean, "
         "a cache of samples, a vocabulary that grows). Normalise with constants that are fixed before "
         "the training, and keep nothing from batch to batch"
+    ),
+    "data set": (
+        "reads records of the data set: which ones are in a batch is then not what was drawn, and not "
+        "what ε is computed for. Use nothing but the samples that it is given"
     ),
     "other rows": (
         "makes batches in which rows are not records (several samples packed into one row, or one cut "
@@ -107,7 +111,7 @@ def check_collate_fn(collate_fn: Collate, sample: Any, batch_size: int = 32) -> 
         >>> check_collate_fn(normalised, sample).outcome
         'mixed'
     """
-    return try_collate(Copies(collate_fn, keep_datasets=True).fresh, sample, batch_size)
+    return try_collate(Copies(collate_fn, closes_datasets=True).fresh, sample, batch_size)
 
 
 def try_collate(fresh: Callable[[], Collate], sample: Any, batch_size: int) -> Trial:
@@ -129,6 +133,8 @@ def try_collate(fresh: Callable[[], Collate], sample: Any, batch_size: int) -> T
             if trial.is_blind:
                 return Trial("untried", "its random draws depend on the samples")
             return Trial("apart", drops=trial.drops())
+        except ReadsDataset:
+            return Trial("mixed", CURES["data set"])
         except (_Untried, NoSyntheticSample) as error:
             return Trial("untried", str(error))
         except Exception as error:
@@ -314,6 +320,8 @@ class _Pairs:
             with seeded(seed, collate):
                 before = random_state(collate)
                 batch = collate(samples)
+        except ReadsDataset:
+            raise
         except Exception as error:
             raise _Refused(type(error).__name__) from None
         self._drawn = random_state(collate)

@@ -19,7 +19,7 @@ from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
-__all__ = ["Copies", "quiet", "random_state", "seeded"]
+__all__ = ["Copies", "ReadsDataset", "quiet", "random_state", "seeded"]
 
 _LARGE = 100_000  # bytes of data, or things in a list: what is longer holds records, not state
 _MOST = 2**24  # bytes that are copied
@@ -45,11 +45,11 @@ class Copies:
 
     Args:
         original: an object or a function.
-        keep_datasets: share data sets too.
+        closes_datasets: share the data sets too, and let no record of them be read.
     """
 
-    def __init__(self, original: Any, *, keep_datasets: bool = False) -> None:
-        self._original, self._keep_datasets = original, keep_datasets
+    def __init__(self, original: Any, *, closes_datasets: bool = False) -> None:
+        self._original, self._closes_datasets = original, closes_datasets
 
     def fresh(self) -> Any:
         """Return a new copy; the original itself if it cannot be copied."""
@@ -59,10 +59,15 @@ class Copies:
         if isinstance(thing, types.FunctionType):
             return self._function(thing) if thing.__closure__ else thing
         if isinstance(thing, types.MethodType):
-            return types.MethodType(thing.__func__, self._copied(thing.__self__, top=True))
+            owner = self._copied(thing.__self__, top=True)
+            return types.MethodType(thing.__func__, self._closed(owner))
         if top and hasattr(thing, "__dict__") and not isinstance(thing, _SHARED):
             return self._object(thing)
         return self._state(thing)
+
+    def _closed(self, thing: Any) -> Any:
+        is_closed = self._closes_datasets and isinstance(thing, Dataset)
+        return _ClosedDataset(thing) if is_closed else thing
 
     def _object(self, thing: Any) -> Any:
         try:
@@ -83,7 +88,7 @@ class Copies:
 
     def _state(self, thing: Any) -> Any:
         """Return a copy of all that is small."""
-        stream, shared = _Bounded(), _Shared(self._keep_datasets)
+        stream, shared = _Bounded(), _Shared(self._closes_datasets)
         try:
             _Pickler(stream, shared).dump(thing)
             stream.seek(0)
@@ -99,6 +104,30 @@ def _cell(cell: types.CellType, copied: Callable[[Any], Any]) -> types.CellType:
         return types.CellType()
 
 
+class ReadsDataset(RuntimeError):
+    """Somebody asked a closed data set for a record."""
+
+
+class _ClosedDataset:
+    """A data set with everything but its records."""
+
+    def __init__(self, real: Any) -> None:
+        self._real = real
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or "_real" not in vars(self):  # under construction
+            raise AttributeError(name)
+        return getattr(self._real, name)
+
+    def __len__(self) -> int:
+        return len(self._real)
+
+    def __getitem__(self, index: Any) -> Any:
+        raise ReadsDataset
+
+    __getitems__ = __iter__ = __getitem__
+
+
 class _Bounded(io.BytesIO):
     """A stream for what is small."""
 
@@ -111,12 +140,18 @@ class _Bounded(io.BytesIO):
 class _Shared(list[Any]):
     """What a copy shares with its original."""
 
-    def __init__(self, keep_datasets: bool) -> None:
+    def __init__(self, closes_datasets: bool) -> None:
         super().__init__()
-        self.kinds = (*_SHARED, Dataset) if keep_datasets else _SHARED
+        self._closes_datasets = closes_datasets
+
+    def add(self, thing: Any) -> int:
+        """Return the number of a thing that is to be shared."""
+        is_closed = self._closes_datasets and isinstance(thing, Dataset)
+        self.append(_ClosedDataset(thing) if is_closed else thing)
+        return len(self) - 1
 
     def holds(self, thing: Any) -> bool:
-        if isinstance(thing, self.kinds):
+        if isinstance(thing, (*_SHARED, Dataset) if self._closes_datasets else _SHARED):
             return True
         if isinstance(thing, Tensor | np.ndarray):
             return thing.nbytes > _LARGE
@@ -129,10 +164,7 @@ class _Pickler(pickle.Pickler):
         self._shared = shared
 
     def persistent_id(self, obj: Any) -> int | None:
-        if not self._shared.holds(obj):
-            return None
-        self._shared.append(obj)
-        return len(self._shared) - 1
+        return self._shared.add(obj) if self._shared.holds(obj) else None
 
 
 class _Unpickler(pickle.Unpickler):

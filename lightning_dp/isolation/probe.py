@@ -59,8 +59,8 @@ def check_isolation(
     If the batch is private, so is the outcome (it is computed without noise): look at it yourself,
     and do not publish it. :func:`probe_isolation` uses no values and has no such limit.
 
-    Not covered: ``collate_fn``, the hooks that move a batch to the device, branches of
-    ``training_step`` that these records do not take. The mean over other losses than what
+    Not covered: ``collate_fn`` (:func:`~lightning_dp.audit.check_collate_fn` looks at it), the hooks
+    that move a batch to the device, branches of ``training_step`` that these records do not take. The mean over other losses than what
     ``training_step`` returns is not seen. Where the forward pass draws random numbers by other
     means than ``nn.Dropout``, records are only replaced, not left out.
 

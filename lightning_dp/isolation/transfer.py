@@ -93,7 +93,7 @@ class TransferHooks:
     def _copied(self, owner: Any, trainer: StandInTrainer) -> Any:
         if isinstance(owner, LightningModule):
             return prepared(copy.deepcopy(owner), trainer)  # Lightning leaves its trainer out
-        new = Copies(owner, keep_datasets=True).fresh()
+        new = Copies(owner, closes_datasets=True).fresh()
         if new is not owner:
             new.trainer = trainer
         return new

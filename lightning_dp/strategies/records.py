@@ -105,7 +105,7 @@ class Records:
         assert self._run.batches is not None
         chunks = self._world.size * self._run.batches.chunks_per_step
         size = max(1, round(self._run.batches.expected_batch_size / chunks))
-        copies = Copies(collate, keep_datasets=True)
+        copies = Copies(collate, closes_datasets=True)
         wrap = EachAlone if self._run.config.runs_each_record_alone else _together
         trial = try_collate(lambda: wrap(copies.fresh()), sample, size)
         if trial.outcome != "apart" or not hooks.overridden:

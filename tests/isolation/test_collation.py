@@ -13,7 +13,7 @@ import pytest
 import torch
 from PIL import Image
 from torch.nn.utils.rnn import pack_sequence, pad_sequence
-from torch.utils.data import default_collate
+from torch.utils.data import Subset, TensorDataset, default_collate
 
 from lightning_dp.isolation.collation import check_collate_fn
 
@@ -190,12 +190,43 @@ def own_generator():
     return collate
 
 
+class Source(TensorDataset):
+    """With a method that makes batches with other rows of it."""
+
+    def collate(self, samples):
+        return default_collate([(x, self[random.randrange(len(self))][0], y) for x, y in samples])
+
+    def harmless(self, samples):
+        x, y = default_collate(samples)
+        return x / self.tensors[0].shape[1], y, torch.full((len(samples),), len(self))
+
+
+SOURCE = Source(torch.randn(30, 5), torch.zeros(30))
+
+
+def with_other_rows(source):
+    def collate(samples):
+        return default_collate(
+            [(x, source[random.randrange(len(source))][0], y) for x, y in samples]
+        )
+
+    return collate
+
+
+class Reads:
+    def __init__(self):
+        self.inner = {"source": Subset(SOURCE, range(20))}
+
+    def __call__(self, samples):
+        return default_collate([*samples[:-1], self.inner["source"][random.randrange(20)]])
+
+
 MIXED = [
     mixup, rare_mixup, Wrapped(cutmix), normalised, scaled_by_the_largest, shuffled_labels,
     sorts_one_part, truncated, packed, packed_into_blocks, negatives, random_negatives, imputed,
     replaces_missing_samples, vocabulary, class_weights, statistic, number_of_tokens,
     relative_positions, scaled_if_bright, equal_labels, divided_by_their_number, RunningMean(),
-    Earlier().method, closure(), own_generator(),
+    Earlier().method, closure(), own_generator(), SOURCE.collate, with_other_rows(SOURCE), Reads(),
 ]  # fmt: skip
 
 
@@ -435,7 +466,7 @@ APART = [
     (graphs, {"x": torch.zeros(4, 3), "edges": torch.zeros(2, 6, dtype=torch.int64)}),
     (noisy, SAMPLE), (one_flip_for_all, IMAGE), (two_views, SAMPLE), (each_normalised, SAMPLE),
     (log_only, SAMPLE), (WithGenerator(), SAMPLE), (one_hot, SAMPLE), (weighted, SAMPLE),
-    (numpy_batch, SAMPLE), (memoised(), SAMPLE), (list, SAMPLE),
+    (numpy_batch, SAMPLE), (memoised(), SAMPLE), (list, SAMPLE), (SOURCE.harmless, SAMPLE),
 ]  # fmt: skip
 
 
