@@ -32,7 +32,7 @@ CURES = {
         "mixes samples: what it makes of one sample changes when another one does (mixup or cutmix "
         "across the batch, statistics of the batch, shuffled labels, packing, other samples as "
         "negatives). Mix within one sample, normalise with constants, and do the rest in "
-        "__getitem__ with a draw of its own"
+        "__getitem__, drawn for each sample"
     ),
     "shared": (
         "hands out {where}, a value for the whole batch that is computed from its samples: whatever "
@@ -343,7 +343,7 @@ class _Pairs:
 
 
 class _Refused(Exception):
-    """What makes batches raised an exception; the message is its type."""
+    """The function that makes batches raised an exception; the message is its type."""
 
 
 _KINDS: tuple[tuple[Values, Values], ...] = (

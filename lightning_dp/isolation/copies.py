@@ -21,8 +21,8 @@ from torch.utils.data import Dataset
 
 __all__ = ["Copies", "ReadsDataset", "quiet", "random_state", "seeded"]
 
-_LARGE = 100_000  # bytes of data, or things in a list: what is longer holds records, not state
-_MOST = 2**24  # bytes that are copied
+_LARGE, _LONG = 100_000, 1000  # bytes of data, things in a list: of more, it holds records
+_MOST = 2**20  # bytes of a copy
 _DEPTH = 6  # of objects inside objects that are looked into for a generator
 
 _GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
@@ -138,7 +138,7 @@ class _Bounded(io.BytesIO):
 
 
 class _Shared(list[Any]):
-    """What a copy shares with its original."""
+    """The things that a copy shares with its original."""
 
     def __init__(self, closes_datasets: bool) -> None:
         super().__init__()
@@ -155,7 +155,9 @@ class _Shared(list[Any]):
             return True
         if isinstance(thing, Tensor | np.ndarray):
             return thing.nbytes > _LARGE
-        return isinstance(thing, str | bytes | list | tuple | dict | set) and len(thing) > _LARGE
+        if isinstance(thing, str | bytes):
+            return len(thing) > _LARGE
+        return isinstance(thing, list | tuple | dict | set) and len(thing) > _LONG
 
 
 class _Pickler(pickle.Pickler):

@@ -12,8 +12,8 @@ __all__ = ["MIXED", "NotRepeatable", "fetch", "mixes_samples"]
 
 MIXED = (
     "{} gives other samples of a record after, or together with, other records: it mixes samples, or "
-    "keeps what it saw (the sample before, a position, a running statistic, counts). Make a sample of "
-    "its own record, constants and random numbers"
+    "keeps what it saw (the sample before, a position, a running statistic, counts). Make each "
+    "sample of one record, constants and random numbers"
 )
 _SEED = 0
 
@@ -32,7 +32,7 @@ def mixes_samples(dataset: Any, record: int, others: Sequence[int]) -> bool:
     """Tell whether a record's sample depends on what else was drawn, before it or with it.
 
     It is read alone, after others, and in one call with others, always by a fresh copy of the data
-    set and from the same random state, that of its own generators too. Neither the data set (where
+    set and from the same random state, also of the generators that it holds. Neither the data set (where
     it can be copied) nor the global random states change.
 
     Args:

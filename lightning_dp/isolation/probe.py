@@ -60,9 +60,9 @@ def check_isolation(
     and do not publish it. :func:`probe_isolation` uses no values and has no such limit.
 
     Not covered: ``collate_fn`` (:func:`~lightning_dp.audit.check_collate_fn` looks at it), the hooks
-    that move a batch to the device, branches of ``training_step`` that these records do not take. The mean over other losses than what
-    ``training_step`` returns is not seen. Where the forward pass draws random numbers by other
-    means than ``nn.Dropout``, records are only replaced, not left out.
+    that move a batch to the device, branches of ``training_step`` that these records do not take.
+    The mean over other losses than what ``training_step`` returns is not seen. Where the forward pass
+    draws random numbers by other means than ``nn.Dropout``, records are only replaced, not left out.
 
     Args:
         module: in training mode; a copy of it is run, about 12 times.

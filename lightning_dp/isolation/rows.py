@@ -22,7 +22,7 @@ class OtherRows(ValueError):
 
 @dataclass(frozen=True)
 class Difference:
-    """What moved although its record did not.
+    """Something that moved although its record did not.
 
     Args:
         kind: "rows": the rows of other records; "shared": a value that has no row per record.
@@ -52,7 +52,7 @@ class _Leaf:
 
 @dataclass(frozen=True)
 class Layout:
-    """Where the records are in the batches of one function: found from two sizes, n and 2n.
+    """The places of the records in the batches of one function: found from two sizes, n and 2n.
 
     A tensor or list has the records along the dimension that doubles with their number.
     """

@@ -26,7 +26,7 @@ HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch
 
 @dataclass(frozen=True)
 class TransferHooks:
-    """What a user's model or data module does to a batch between ``collate_fn`` and ``training_step``.
+    """The work of a user's model or data module on a batch between ``collate_fn`` and ``training_step``.
 
     Args:
         module: the model.
@@ -42,7 +42,7 @@ class TransferHooks:
 
     @property
     def overridden(self) -> tuple[str, ...]:
-        """The hooks that do something of their own, as code."""
+        """The hooks that are not Lightning's, as code."""
         owners = [(self._owner(hook), hook) for hook in HOOKS]
         return tuple(
             f"{type(owner).__name__}.{hook}" for owner, hook in owners if owner is not None

@@ -1,4 +1,4 @@
-"""What happens to records before ``training_step``: tried once, then watched at a few steps."""
+"""The way of records to ``training_step``: tried once, then watched at a few steps."""
 
 from __future__ import annotations
 
