@@ -143,7 +143,7 @@ def try_collate(fresh: Callable[[], Collate], sample: Any, batch_size: int) -> T
 
 @dataclass(frozen=True)
 class _Spec:
-    """A synthetic sample that is made anew for each batch, since a ``collate_fn`` may change it."""
+    """A synthetic sample that is made again for each batch, since a ``collate_fn`` may change it."""
 
     i: int
     values: Values = "plain"
