@@ -166,7 +166,7 @@ class HeldRandom(Held):
             owner.set_state(self._state)
 
     def reseed(self) -> None:
-        """Begin anew with a seed from torch's global generator."""
+        """Begin with a new seed, from torch's global generator."""
         seed = int(torch.randint(2**32, ()))
         owner = self.owner
         if isinstance(owner, np.random.Generator):

@@ -122,7 +122,7 @@ class ModuleState:
                 continue
 
     def reseed(self) -> None:
-        """Begin anew every random generator among it, with seeds from torch's global one."""
+        """Give every random generator among it a new seed, from torch's global one."""
         for part in self._parts:
             if isinstance(part, HeldRandom):
                 part.reseed()

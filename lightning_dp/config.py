@@ -190,7 +190,7 @@ class PrivacyConfig:
 
     @property
     def runs_each_record_alone(self) -> bool:
-        """True if each record is a batch of its own for the user's code."""
+        """True if the user's code is given batches of one record each."""
         return self.engine == "one_by_one"
 
     def resolved_estimator(self) -> AbstractEstimator:

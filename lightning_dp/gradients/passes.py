@@ -225,7 +225,7 @@ class RecordPasses:
 
     @property
     def one_record(self) -> bool:
-        """True if each record must be a chunk of its own."""
+        """True if chunks must hold one record each."""
         return self._engine.one_record
 
     @contextmanager

@@ -218,7 +218,7 @@ class PrivateStep:
     ) -> None:
         """Run each record of the chunk alone, and give its part to the mechanism.
 
-        Each record has random numbers of its own, so that none depends on what others draw. One
+        Each record draws from another seed, so that none depends on what others draw. One
         without a loss contributes zero: which ones do that is for each of them alone to decide.
 
         Args:

@@ -14,6 +14,7 @@ COMMANDS = {
     "overhead.py": [],
     "engine.py": ["--quick", "--models", "logistic regression"],
     "isolation.py": ["time", "--quick", "MLP"],
+    "alone.py": ["--models", "logistic regression"],
 }
 
 
@@ -27,4 +28,6 @@ def test_it_runs(script, root):
         timeout=500,
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    assert any(word in done.stdout for word in ("goal", "MiB", "ns a value", "ratio"))
+    assert any(
+        word in done.stdout for word in ("goal", "MiB", "ns a value", "ratio", "ms a record")
+    )

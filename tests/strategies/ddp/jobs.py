@@ -322,6 +322,35 @@ def resumed(folder: Path) -> dict[str, Any]:
     return results
 
 
+class LogsOnly(Model):
+    """Logs over the ranks, whatever their numbers of records are."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        self.log("train_loss", loss, sync_dist=True)
+        return loss
+
+
+def alone(folder: Path) -> dict[str, Any]:
+    """Each record alone, and all together; then on batches of which many chunks are empty."""
+    results: dict[str, Any] = {}
+    for engine in ("auto", "one_by_one"):
+        model = Model(rank())
+        privacy = {"estimator": Diff2(3, 1.2, 0.4), "noise_multiplier": 0.0, "engine": engine}
+        options = {"isolation_probe": False, "sampling": FullBatch()}
+        fit(model, records(21), 4, {**privacy, **options}, folder, max_epochs=3)
+        results[engine] = model.flat()
+    noisy = LogsOnly(rank())
+    privacy = {"noise_multiplier": 1.0, "engine": "one_by_one", "isolation_probe": False}
+    options = {"max_steps": 8, "accumulate_grad_batches": 2}
+    trainer, _ = fit(noisy, records(40), 1, privacy, folder, **options)
+    return {
+        **results,
+        "flat": noisy.flat(),
+        "loss": float(trainer.callback_metrics["train_loss"]),
+    }
+
+
 Scenario = Callable[[Path], dict[str, Any]]
 
 
@@ -337,4 +366,4 @@ def main(*scenarios: Scenario) -> None:
 
 
 if __name__ == "__main__":
-    main(plain, clipped, diff2, cubic, noise, sparse, calibrated, resumed)
+    main(plain, clipped, diff2, cubic, noise, sparse, calibrated, resumed, alone)

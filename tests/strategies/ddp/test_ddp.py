@@ -49,7 +49,7 @@ def launch(folder: Path, *scenarios: str, jobs: Path = JOBS) -> subprocess.Compl
 def job(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Where every scenario that ends well has left its results."""
     folder = tmp_path_factory.mktemp("job")
-    scenarios = "plain clipped diff2 cubic noise sparse calibrated resumed"
+    scenarios = "plain clipped diff2 cubic noise sparse calibrated resumed alone"
     done = launch(folder, *scenarios.split())
     assert done.returncode == 0, done.stderr[-5000:]
     return folder
@@ -97,7 +97,7 @@ def test_ranks_start_from_the_weights_and_buffers_of_rank_0(job: Path) -> None:
     assert torch.equal(other["at_start"], lead["before"])
 
 
-@pytest.mark.parametrize("scenario", ["plain", "clipped", "sparse", "calibrated"])
+@pytest.mark.parametrize("scenario", ["plain", "clipped", "sparse", "calibrated", "alone"])
 def test_ranks_end_with_equal_weights(job: Path, scenario: str) -> None:
     lead, other = results(job, scenario)
     assert torch.equal(lead["flat"], other["flat"])
@@ -116,6 +116,12 @@ def test_no_noise_and_no_clipping_is_plain_training_in_one_process(job: Path) ->
     torch.testing.assert_close(lead["flat"], flat(net), rtol=0, atol=1e-6)
     assert (lead["flat"] - of_net(lead)[:43]).norm() > 0.5
     assert lead["steps"] == 5
+
+
+def test_records_that_run_alone_make_the_same_steps(job: Path) -> None:
+    lead, other = results(job, "alone")
+    torch.testing.assert_close(lead["one_by_one"], lead["auto"], rtol=0, atol=1e-6)
+    assert lead["loss"] == other["loss"] > 0
 
 
 def test_there_is_no_ddp_wrapper(job: Path) -> None:
