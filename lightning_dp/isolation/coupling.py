@@ -45,6 +45,16 @@ CURES = {
         "whether the others count. Return the loss as it is: records whose gradients are not "
         "finite count as zero, and the others are kept"
     ),
+    "steps": (
+        "what the model keeps of a step's records outside its trained weights (a running maximum or "
+        "mean, a queue of features, the last batch, a logged metric that is read back) changes the "
+        "gradients of the next step. Compute it from the weights, fix it in advance, or leave it "
+        "to logging"
+    ),
+    "settings": (
+        "a hook changes gradients, the learning rate or other settings of the optimizer by what it saw "
+        "of the records, without noise. Fix them in advance, or as functions of released values"
+    ),
     "rows": (
         "the layers see another number of rows than there are records. The model must keep records "
         "in the first dimension of every layer's input, one row each"

@@ -28,11 +28,15 @@ class ModelCopies:
         self._module = module
         self._shared: dict[int, Tensor] = {}
 
-    def make(self) -> LightningModule:
-        """Return a copy; those of before must not be used any more."""
+    def make(self, memo: dict[int, Any] | None = None) -> LightningModule:
+        """Return a copy; those of before must not be used any more.
+
+        Args:
+            memo: of ``copy.deepcopy``, with what else has its copy already.
+        """
         params = [param for param in self._module.parameters() if type(param) is nn.Parameter]
         is_half = any(param.dtype in _HALF for param in params)
-        memo: dict[int, Any] = {}
+        memo = {} if memo is None else memo
         for param in params:
             shared = nn.Parameter(self._weight(param, is_half), param.requires_grad)
             memo[id(param)] = shared

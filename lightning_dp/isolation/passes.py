@@ -75,6 +75,7 @@ class Passes:
         self.module, self.engine, self.trained = module, engine, tuple(trained)
         self.trainer, self.now = trainer, now
         self._copies = ModelCopies(module)
+        self._outside: ModuleState | None = None
 
     def at(self, now: Now) -> Passes:
         """Return passes of the same model that take place at another moment of its run."""
@@ -96,7 +97,22 @@ class Passes:
         """
         with isolate_rng(), warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
             warnings.simplefilter("ignore")
+            self._outside = ModuleState.of(self.module, self.callbacks)
             yield
+
+    @property
+    def callbacks(self) -> list[Any]:
+        """The Trainer's."""
+        return [] if self.trainer is None else list(self.trainer.callbacks)  # type: ignore[attr-defined]
+
+    def copied(self, memo: dict[int, Any] | None = None) -> LightningModule:
+        """Return a deep copy of the model; those of before must not be used any more."""
+        return self._copies.make(memo)
+
+    def put_back(self) -> None:
+        """Put back what copies share with the model: globals, closures, attributes of classes."""
+        if self._outside is not None:
+            self._outside.restore()
 
     def loss(self, batch: Any) -> None:
         """Run the forward pass only. Raises whatever the model raises."""
@@ -188,6 +204,7 @@ class Passes:
             yield module
         finally:
             empty(module)
+            self.put_back()
 
     def _loss(self, module: LightningModule, batch: Any) -> Tensor:
         by_hand = None if module.automatic_optimization else ByHand(module)

@@ -28,6 +28,7 @@ from lightning_dp.isolation.synthetic import (
     take_rows,
 )
 from lightning_dp.isolation.targets import probe_targets
+from lightning_dp.isolation.two_steps import probe_steps
 from lightning_dp.isolation.values import probe_values
 
 __all__ = ["check_isolation", "pool_that_runs", "probe_isolation"]
@@ -172,6 +173,9 @@ def _probe_synthetic(passes: Passes, like: Any) -> Isolation:
         other = probe_values(comparisons, pool, _RECORDS, kind)
         if other.outcome != "isolated":
             return other
+        later = probe_steps(passes, pool, _RECORDS)
+        if later.outcome != "isolated":
+            return later
         return replace(found, kinds=other.kinds, left_out=other.left_out)
     assert failure is not None
     raise failure

@@ -65,6 +65,7 @@ class StandInTrainer:
         self._real = real
         self._now = now
         self._logged: dict[str, Any] = {}
+        self._of_epoch: dict[str, list[tuple[bool, Any]]] = {}
         self.read: set[str] = set()
         self.steps_made = 0
         self.epochs_made = 0
@@ -79,10 +80,34 @@ class StandInTrainer:
             raise RuntimeError("The module is not attached to a Trainer.")
         return getattr(self._real, name)
 
-    def log(self, name: str, value: Any, *args: Any, **kwargs: Any) -> None:
+    def __deepcopy__(self, memo: dict[int, Any]) -> StandInTrainer:
+        return self  # copies of a copy see the same Trainer
+
+    def log(
+        self,
+        name: str,
+        value: Any,
+        prog_bar: bool = False,
+        logger: bool | None = None,
+        on_step: bool | None = None,
+        on_epoch: bool | None = None,
+        **kwargs: Any,
+    ) -> None:
         """Take the place of ``LightningModule.log``."""
+        on_step = not on_epoch if on_step is None else on_step
         value = value.detach() if isinstance(value, Tensor) else value
-        self._logged |= {name: value, f"{name}_step": value, f"{name}_epoch": value}
+        if on_step:
+            self._logged |= {name: value, f"{name}_step": value}
+        if on_epoch:
+            self._of_epoch.setdefault(name, []).append((on_step, value))
+
+    def end_epoch(self) -> None:
+        """Begin the next epoch; what was logged for this one can be read from now on."""
+        self.epochs_made += 1
+        for name, values in self._of_epoch.items():
+            mean = sum(_as_logged(value) for _, value in values) / len(values)
+            self._logged |= {f"{name}_epoch": mean} if values[0][0] else {name: mean}
+        self._of_epoch.clear()
 
     @property
     def current_epoch(self) -> int:
@@ -141,7 +166,7 @@ class StandInTrainer:
 
     @property
     def train_dataloader(self) -> Any:
-        """The loader without its records: they are for charged steps only."""
+        """The loader without its records, which are for charged steps only."""
         self.read.add("train_dataloader")
         return None if self._real is None else _Unread(self._real.train_dataloader)
 
@@ -153,7 +178,7 @@ class StandInTrainer:
 
     @property
     def progress_bar_callback(self) -> None:
-        """None: nothing is printed."""
+        """None, so that nothing is printed."""
 
     def save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
         """Save nothing."""
@@ -208,6 +233,10 @@ class ByHand:
         for name in ("toggle_optimizer", "untoggle_optimizer", "clip_gradients"):
             setattr(module, name, ignore)
 
+    def forget(self) -> None:
+        """Begin another step."""
+        self._losses.clear()
+
     def _note(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
         self._losses.append(loss)
 
@@ -251,9 +280,11 @@ class StillScheduler:
     def __init__(self, optimizers: Sequence[Optimizer]) -> None:
         self._optimizers = optimizers
         self.last_epoch = 0
+        self.steps: list[str] = []
 
     def step(self, *args: Any, **kwargs: Any) -> None:
-        """Do nothing."""
+        """Remember the arguments."""
+        self.steps.append(repr((args, kwargs)))
 
     def get_last_lr(self) -> list[float]:
         """Return the rates as they are."""

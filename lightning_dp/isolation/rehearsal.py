@@ -1,0 +1,206 @@
+"""Whole training steps of a copy of a model, with its own hooks and callbacks, in Lightning's order."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, LightningModule
+from lightning.pytorch.callbacks import LambdaCallback
+from torch import Tensor
+
+from lightning_dp._training_step import call_training_step
+from lightning_dp.gradients import RecordPasses
+from lightning_dp.isolation.answers import Answer, answer_about
+from lightning_dp.isolation.passes import Passes, begin, empty, loss_of, prepared
+from lightning_dp.isolation.randomness import seed
+from lightning_dp.isolation.stand_ins import (
+    ByHand,
+    StandInTrainer,
+    StillOptimizer,
+    StillScheduler,
+)
+
+__all__ = ["Rehearsal", "rehearsal"]
+
+_LIBRARIES = frozenset(sys.stdlib_module_names) | {
+    "lightning",
+    "lightning_dp",
+    "pytorch_lightning",
+    "torchmetrics",
+}
+
+
+@contextlib.contextmanager
+def rehearsal(passes: Passes) -> Iterator[Rehearsal]:
+    """Make a copy of a model and of the user's callbacks, which is gone afterwards.
+
+    Both are copied together, so that what they share, and what they hold of the Trainer, is the
+    same in the copies.
+    """
+    trainer = StandInTrainer(passes.trainer, passes.now)
+    module, callbacks = _copies(passes, trainer)
+    try:
+        yield Rehearsal(passes, prepared(module, trainer), trainer, callbacks)
+    finally:
+        empty(module)
+        passes.put_back()
+
+
+class Rehearsal:
+    """Steps of one copy: gradients per record, then the hooks around them in Lightning's order.
+
+    All that follows the backward pass is the same in each rehearsal, whatever the records: ``p.grad``
+    holds a fixed random vector, and no optimizer moves a weight. A hook that raises here is left
+    out, since not everything of a Trainer is there.
+
+    Args:
+        passes: whose model it is.
+        module: the copy, which nobody else uses.
+        trainer: what it sees of its Trainer.
+        callbacks: copies of the user's own.
+    """
+
+    def __init__(
+        self,
+        passes: Passes,
+        module: LightningModule,
+        trainer: StandInTrainer,
+        callbacks: Sequence[Callback],
+    ) -> None:
+        self.module, self.trainer, self.callbacks = module, trainer, callbacks
+        self._passes = passes
+        self._batch_idx = passes.now.batch_idx
+        parameters = dict(module.named_parameters())
+        self._trained = [parameters[name] for name in passes.trained]
+        self.optimizer = StillOptimizer(self._groups())
+        self.scheduler = StillScheduler([self.optimizer])
+        trainer.optimizers = [self.optimizer]
+        module.optimizers = lambda use_pl_optimizer=True: self.optimizer  # type: ignore[method-assign,assignment]
+        module.lr_schedulers = lambda: self.scheduler  # type: ignore[method-assign,assignment,return-value]
+        self.settings: list[str] = []  # of each step
+        self._by_hand = ByHand(module, self.optimizer)
+        if passes.now.is_pretended:
+            begin(module, passes.now)
+            self._callback_hook("on_train_epoch_start")
+
+    def step(self, batch: Any, n: int, engine: RecordPasses) -> Answer:
+        """Make one step; as :meth:`Passes.run`, with all hooks."""
+        outputs: list[Any] = []
+
+        def forward() -> Tensor:
+            loss, output = self.forward(batch)
+            outputs.append(output)
+            return loss
+
+        gradients = engine.run(forward, size=n)
+        self._end_of_step(batch, outputs[0])
+        return answer_about(gradients, self._trained, n)
+
+    def engine(self) -> RecordPasses:
+        """Attach the gradient engine to the copy, for all its steps."""
+        return RecordPasses(self.module, self._trained, self._passes.engine, loss_graph_check=False)
+
+    def forward(self, batch: Any) -> tuple[Tensor, Any]:
+        """Run everything before the backward pass; return the loss and what a Trainer makes of it."""
+        if not self.trainer.steps_made:
+            seed()  # once: what a step draws may depend on its records, and moves the next
+        self._hook("on_train_batch_start", batch, self._batch_idx)
+        is_by_hand = not self.module.automatic_optimization
+        self._by_hand.forget()
+        output = call_training_step(self.module, batch, self._batch_idx)
+        loss = loss_of(output, self._by_hand if is_by_hand else None)
+        if not is_by_hand:
+            self._hook("on_before_zero_grad", self.optimizer)
+            self._hook("on_before_backward", loss)
+        for param in self._trained:
+            param.grad = None
+        kept = dict(output) if isinstance(output, Mapping) else {}
+        return loss, kept | ({} if is_by_hand else {"loss": loss.detach().clone()})
+
+    def forward_only(self, batch: Any) -> None:
+        """Make a step without a backward pass."""
+        _, output = self.forward(batch)
+        self._end_of_step(batch, output)
+
+    def _end_of_step(self, batch: Any, output: Any) -> None:
+        if self.module.automatic_optimization:
+            self._hook("on_after_backward")
+            generator = torch.Generator().manual_seed(self.trainer.steps_made)
+            for param in self._trained:
+                param.grad = torch.randn(param.shape, generator=generator, dtype=param.dtype)
+            self._hook("on_before_optimizer_step", self.optimizer)
+            self.settings.append(self._settings())
+        self.trainer.steps_made += 1
+        self._hook("on_train_batch_end", output, batch, self._batch_idx)
+        self._batch_idx += 1
+
+    def _settings(self) -> str:
+        """Return a checksum of what the optimizer would use: gradients, rates, scheduler's input."""
+        grads = [None if p.grad is None else _checksum(p.grad) for p in self._trained]
+        groups = [
+            {key: value for key, value in group.items() if key != "params"}
+            for group in self.optimizer.param_groups
+        ]
+        return repr((grads, groups, self.scheduler.steps))
+
+    def new_epoch(self) -> None:
+        """End the epoch and begin the next one."""
+        self._hook("on_train_epoch_end")
+        with contextlib.suppress(Exception):  # a metric that cannot be averaged
+            self.trainer.end_epoch()
+        self._batch_idx = 0
+        self._hook("on_train_epoch_start")
+
+    def _hook(self, name: str, *args: Any) -> None:
+        self._callback_hook(name, *args)
+        with contextlib.suppress(Exception):
+            getattr(self.module, name)(*args)
+
+    def _callback_hook(self, name: str, *args: Any) -> None:
+        for callback in self.callbacks:
+            with contextlib.suppress(Exception):
+                getattr(callback, name)(self.trainer, self.module, *args)
+
+    def _groups(self) -> list[dict[str, Any]]:
+        """Return the parameter groups of the real optimizer, with the copy's parameters."""
+        real = self._passes.trainer.optimizers if self._passes.trainer is not None else []
+        names = {id(p): name for name, p in self._passes.module.named_parameters()}
+        own = dict(self.module.named_parameters())
+        groups = [
+            {key: copy.copy(value) for key, value in group.items() if key != "params"}
+            | {"params": [own[names[id(p)]] for p in group["params"] if id(p) in names]}
+            for optimizer in real
+            for group in optimizer.param_groups
+        ]
+        return groups if any(group["params"] for group in groups) else [{"params": self._trained}]
+
+
+def _copies(passes: Passes, trainer: StandInTrainer) -> tuple[LightningModule, list[Callback]]:
+    real = passes.trainer
+    own = [each for each in passes.callbacks if _is_users(each)]
+    memo: dict[int, Any] = {}
+    if real is not None:
+        shared = (real.strategy, real.train_dataloader, *real.loggers)
+        memo = {id(each): each for each in shared} | {id(real): trainer}
+    twin = passes.copied(memo)
+    for callback in own:
+        with contextlib.suppress(Exception):  # it holds a file, or a lock
+            trainer.copied_callbacks[id(callback)] = copy.deepcopy(callback, memo)
+    return twin, list(trainer.copied_callbacks.values())
+
+
+def _checksum(gradient: Tensor) -> tuple[float, float]:
+    return float(gradient.double().sum()), float(torch.linalg.vector_norm(gradient))
+
+
+def _is_users(callback: Callback) -> bool:
+    """Tell whether all of a callback is the user's: others save files, print and stop runs."""
+    if isinstance(callback, LambdaCallback):
+        return True
+    kinds = [kind for kind in type(callback).__mro__ if kind not in (Callback, object)]
+    return not any(kind.__module__.partition(".")[0] in _LIBRARIES for kind in kinds)
