@@ -88,15 +88,15 @@ class Held(ABC):
 
 
 class HeldTensor(Held):
-    """The values of a tensor."""
+    """The values of a tensor, or the tensor itself if no copy is wanted."""
 
-    def __init__(self, owner: Tensor, kind: Kind, budget: Budget) -> None:
+    def __init__(self, owner: Tensor, kind: Kind, budget: Budget, copy: bool) -> None:
         super().__init__(owner, kind)
         self._needs_gradient = owner.requires_grad
         self._values: Tensor | None = None
         if kind in ("buffer", "parameter") or budget.nbytes >= owner.nbytes <= _LARGE:
             budget.nbytes -= owner.nbytes
-            self._values = owner.detach().clone()
+            self._values = owner.detach().clone() if copy else owner.detach()
 
     def put_back(self) -> None:
         owner, values = self.owner, self._values
@@ -107,9 +107,13 @@ class HeldTensor(Held):
         with torch.no_grad():
             if owner.shape != values.shape or owner.dtype != values.dtype:
                 owner.data = values.clone()
-            # One that is part of a graph is left alone where it can be, or autograd would object.
-            elif owner.grad_fn is None or not same_tensor(owner.detach(), values):
+            # A tensor that is as it was is left alone: writing counts as a change for autograd.
+            elif not same_tensor(owner.detach(), values):
                 owner.detach().copy_(values)
+
+    def drop(self) -> None:
+        """Keep the values by reference only, from now on."""
+        self._values = None
 
     def differs(self, other: Any) -> bool:
         mine, its = self._values, other._values

@@ -92,7 +92,12 @@ class ModuleState:
 
     @classmethod
     def of(
-        cls, module: nn.Module, callbacks: Iterable[object] = (), *, parameters: bool = False
+        cls,
+        module: nn.Module,
+        callbacks: Iterable[object] = (),
+        *,
+        parameters: bool = False,
+        copies: bool = True,
     ) -> ModuleState:
         """Take a snapshot.
 
@@ -101,14 +106,22 @@ class ModuleState:
             callbacks: of its Trainer; those that are Lightning's own are left out.
             parameters: also of the values of parameters. Frozen ones are kept by reference where
                 they are many times those that are trained.
+            copies: of buffers and parameters; without them the snapshot is good for comparing at
+                once, not for going back to.
         """
-        walk = _Walk(_copied(module) if parameters else frozenset())
+        walk = _Walk(_copied(module) if parameters else frozenset(), copies)
         walk.take("", "", module)
         for number, callback in enumerate(callbacks):
             if not is_library(type(callback)):
                 walk.take(f"callback {number}", type(callback).__name__, callback)
         walk.finish()
         return cls(walk.roots, walk.known.values())
+
+    def drop_parameters(self) -> None:
+        """Keep the values of parameters by reference only, from now on: they take memory."""
+        for part in self._parts:
+            if isinstance(part, HeldTensor) and part.kind == "parameter":
+                part.drop()
 
     def restore(self) -> None:
         """Put everything back into the same objects: containers, values of tensors, names.
@@ -182,14 +195,15 @@ class _Walk:
     """One walk through everything that a module keeps.
 
     Args:
-        parameters: ids of those whose values are copied.
+        parameters: ids of those whose values are held.
+        copies: of buffers and parameters.
     """
 
-    def __init__(self, parameters: frozenset[int]) -> None:
+    def __init__(self, parameters: frozenset[int], copies: bool) -> None:
         self.roots: dict[str, tuple[str, Held]] = {}
         self.known: dict[int | str, Held] = {}  # by the ids of objects, which they keep alive
         self._types: set[type] = set()
-        self._parameters = parameters
+        self._parameters, self._copies = parameters, copies
         self._budget = Budget(_OBJECTS, _BYTES)
         self._work: deque[tuple[Held, int]] = deque()
 
@@ -232,10 +246,11 @@ class _Walk:
 
     def _new(self, thing: Any, kind: Kind) -> Held | None:
         if isinstance(thing, nn.Parameter):
-            is_copied = id(thing) in self._parameters or kind == "metric"
-            return HeldTensor(thing, "parameter", self._budget) if is_copied else None
+            if id(thing) not in self._parameters:
+                return None
+            return HeldTensor(thing, "parameter", self._budget, self._copies)
         if isinstance(thing, Tensor):
-            return HeldTensor(thing, kind, self._budget)
+            return HeldTensor(thing, kind, self._budget, self._copies or kind != "buffer")
         if isinstance(thing, np.ndarray):
             return HeldArray(thing, kind, self._budget)
         if isinstance(thing, HeldRandom.KINDS):

@@ -87,6 +87,7 @@ class PrivateRun:
         self.not_covered: tuple[str, ...] = ()  # of this run, besides what holds for all
         self.engine: str = config.engine  # what "auto" turned out to be, once it is known
         self.isolation = "not probed (no batch yet)" if config.isolation_probe else "opted out"
+        self.spot_checks = 0  # steps with one, in all fits of this object
         self.is_seeded = config.seed is not None  # for good: also a run resumed without the seed
         self._fit: _Fit | None = None  # the latest one; None before the first
         self._resumed: dict[str, Any] | None = None  # a checkpoint's record, until a fit begins

@@ -199,6 +199,7 @@ def _run(
         estimator=WatchedEstimator(privacy.resolved_estimator(), canaries, batch_size),
         max_grad_norm=None,
         isolation_probe=False,
+        spot_checks=False,
         ledger_dir=folder,
     )
     run = PrivateRun(config)

@@ -302,6 +302,7 @@ def _peak(
             noise_schedule=Constant(),
             sampling=FullBatch(),
             isolation_probe=False,
+            spot_checks=False,
             ledger_dir=folder,
         )
         fit = Trainer(

@@ -56,6 +56,16 @@ class MaterialisedGradients(AbstractPerSampleGradients):
             parts.append(weights.to(dtype) @ rows)
         return torch.cat(parts)
 
+    def entries(self) -> Tensor:
+        """Return each record's gradient as a row, shape (n, d): for few coordinates only."""
+        parts = [
+            torch.zeros(self._count, param.numel(), dtype=param.dtype, device=param.device)
+            if gradient is None
+            else as_rows(gradient)
+            for param, gradient in zip(self._params, self._gradients, strict=True)
+        ]
+        return torch.cat(parts, dim=1) * self._scale
+
     def restrict(self, coordinates: Tensor) -> MaterialisedGradients:
         parts, start = [], 0
         for param, gradient in zip(self._params, self._gradients, strict=True):

@@ -98,6 +98,20 @@ class RandomState:
         now._restore()
         return there
 
+    def is_now(self) -> bool:
+        """Tell whether as many random numbers were drawn by then as by now."""
+        now = RandomState(self._device)
+        mine, its = (
+            (each._cpu, *([] if each._cuda is None else [each._cuda])) for each in (self, now)
+        )
+        (kind, keys, *rest), (kind_now, keys_now, *rest_now) = self._numpy, now._numpy
+        return (
+            all(torch.equal(a, b) for a, b in zip(mine, its, strict=True))
+            and self._python == now._python
+            and (kind, rest) == (kind_now, rest_now)
+            and bool(np.array_equal(keys, keys_now))
+        )
+
     def _restore(self) -> None:
         torch.set_rng_state(self._cpu)
         random.setstate(self._python)
@@ -272,6 +286,7 @@ class RecordPasses:
 
     def drop(self) -> None:
         """Forget what passes left."""
+        self._raw.touched()
         self._engine.drop()
 
     def expect_step(self) -> None:

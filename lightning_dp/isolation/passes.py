@@ -36,6 +36,7 @@ __all__ = [
     "loss_of",
     "prepared",
     "same",
+    "watch_calls",
 ]
 
 
@@ -168,7 +169,7 @@ class Passes:
         with self._copy() as module:
             calls: list[Call] = []
             if watch_modules:
-                _watch(module, calls)
+                watch_calls(module, calls)
             with draws:
                 answer = self._run(module, batch, n, seed_number)
             return replace(answer, calls=tuple(calls))
@@ -273,7 +274,9 @@ def _state_of(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     yield from module.named_buffers()
 
 
-def _watch(module: nn.Module, calls: list[Call]) -> None:
+def watch_calls(module: nn.Module, calls: list[Call]) -> ModuleHooks:
+    """Note every call of every module, until the hooks are taken off."""
+
     def tensors(values: Any) -> list[Tensor]:
         if isinstance(values, Mapping):
             values = list(values.values())
@@ -291,3 +294,4 @@ def _watch(module: nn.Module, calls: list[Call]) -> None:
     hooks = ModuleHooks()  # copies that training_step makes are other modules
     for name, part in module.named_modules():
         hooks.add(part, partial(part.register_forward_hook, with_kwargs=True), hook(name))
+    return hooks

@@ -48,6 +48,7 @@ class PrivacyReport:
             or opted out.
         gradient_edits: the user's own words for what was done to the private gradient before the
             optimizer used it; None where nothing but Lightning's clipping was allowed.
+        spot_checks: at how many steps of the run a batch was run once more, with records exchanged.
         guard: how the budget is guarded.
         accountant: which accountant computed the numbers.
         accountant_settings: its settings.
@@ -74,6 +75,7 @@ class PrivacyReport:
     private: bool
     seeded: bool
     isolation: str = "unknown"
+    spot_checks: str = "unknown"
     gradient_edits: str | None = None
     guard: str = "unknown"
     accountant: str = "unknown"
@@ -210,6 +212,7 @@ class PrivacyReport:
             Fact(self.accountant, "accountant"),
             Fact(self.guard, "budget guard"),
             Fact(self.isolation, "isolation"),
+            Fact(self.spot_checks, "spot checks"),
             *self._declared(),
             Fact("yes, so nothing is private" if self.seeded else "none", "test seed"),
         ]

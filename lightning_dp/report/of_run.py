@@ -45,6 +45,7 @@ def report(run: PrivateRun) -> PrivacyReport:
         private=math.isfinite(epsilon) and not run.is_seeded,
         seeded=run.is_seeded,
         isolation=run.isolation,
+        spot_checks=_spot_checks(run),
         gradient_edits=config.gradient_edits,
         guard=FixedGuard.description if run.mechanism is None else run.mechanism.guard.description,
         accountant=config.accountant.name,
@@ -62,6 +63,15 @@ def report(run: PrivateRun) -> PrivacyReport:
         journal=None if journal is None else str(journal),
         events=run.ledger.runs,
     )
+
+
+def _spot_checks(run: PrivateRun) -> str:
+    """Return a line made of the plan alone: what checks found ends a run, and is not said."""
+    if not run.config.spot_checks:
+        return "opted out"
+    if run.config.engine == "one_by_one":
+        return "not needed: each record runs alone"
+    return f"at {run.spot_checks} step{'' if run.spot_checks == 1 else 's'} since the last resume"
 
 
 def _mechanism(run: PrivateRun) -> dict[str, str]:

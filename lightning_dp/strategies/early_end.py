@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from enum import IntEnum
+from typing import NoReturn
 
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
@@ -57,6 +58,7 @@ class Place(IntEnum):
     RELEASE = 1
     UPDATE = 2
     SAVE = 3
+    SPOT_CHECK = 4
 
 
 class Agreement:
@@ -103,6 +105,20 @@ class Agreement:
             return
         if place is Place.UPDATE and self._run.steps <= 1:
             raise MisconfigurationException(reason)
+        self._end(reason)
+
+    def anyone(self, found: bool, place: Place) -> bool:
+        """Tell every rank whether one of them found something.
+
+        Raises:
+            VoidedRunError: on all ranks, if one of them is at another place.
+        """
+        reason = self._common("" if found else None, place)
+        if reason is not None and reason != "":
+            self._end(reason)
+        return reason is not None
+
+    def _end(self, reason: str) -> NoReturn:
         try:
             self._run.void(reason)
         finally:  # also if the disk is full

@@ -19,6 +19,7 @@ from lightning_dp.strategies.edits import GradientEdits, watched
 from lightning_dp.strategies.monitors import Monitors
 from lightning_dp.strategies.probe import Probe
 from lightning_dp.strategies.records import Records
+from lightning_dp.strategies.spot_checks import RunChunk, SpotChecks
 from lightning_dp.strategies.step import PrivateStep
 from lightning_dp.strategies.verbatim import LatestBatches
 from lightning_dp.strategies.weights import FirstStep, LaterSteps
@@ -37,6 +38,7 @@ class Fit:
         later: watches which ones training_step writes to in the steps after it.
         probe: watches batches for what couples records.
         records: tries and watches what happens to records before ``training_step``.
+        spots: runs batches of some steps once more.
         monitors: watches who acts on metrics of the training data.
         earlier: knows which ledgers trained the model before.
         agree: ends the fit on all ranks, or on none.
@@ -52,6 +54,7 @@ class Fit:
     later: LaterSteps
     probe: Probe
     records: Records
+    spots: SpotChecks
     monitors: Monitors
     earlier: EarlierTraining
     agree: Agreement
@@ -68,6 +71,7 @@ def begin_fit(
     folder: Path,
     wrap: WrapEngine,
     leave: Callable[[], None],
+    run_chunk: RunChunk,
 ) -> Fit:
     """Attach the gradient engine to the model, and put the parts together.
 
@@ -78,6 +82,7 @@ def begin_fit(
         folder: where a new journal goes.
         wrap: puts something between the engine and the clipping.
         leave: called when the run is void.
+        run_chunk: runs training_step.
     """
     module, strategy = trainer.lightning_module, trainer.strategy
     (optimizer,), device = strategy.optimizers, strategy.root_device
@@ -85,13 +90,15 @@ def begin_fit(
     step = PrivateStep(module, optimizer, run.config.engine, device, wrap, checks)
     run.engine = step.engine_description
     edits = GradientEdits(trainer, step.params, is_declared=run.config.gradient_edits is not None)
+    probe = Probe(module, step, run, world)
     return Fit(
         folder,
         step,
         FirstStep(module, optimizer),
         LaterSteps(module),
-        Probe(module, step, run, world),
+        probe,
         Records(module, step, run, world),
+        SpotChecks(trainer, step, run, probe, run_chunk),
         Monitors(trainer, run),
         EarlierTraining(module, run),
         Agreement(run, world, device, strategy.broadcast, leave),

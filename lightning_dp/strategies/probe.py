@@ -16,6 +16,7 @@ from lightning_dp.config import PrivacyConfig
 from lightning_dp.gradients import ALONE, UnsupportedModelError
 from lightning_dp.isolation import BY_CONSTRUCTION, Isolation, probe_isolation
 from lightning_dp.isolation.ignored import target_means
+from lightning_dp.isolation.kinds import NO_KINDS
 from lightning_dp.isolation.passes import Passes
 from lightning_dp.isolation.synthetic import leaves_of
 from lightning_dp.isolation.undone import UNDONE, changed_by_a_record
@@ -52,6 +53,7 @@ class Probe:
         self._module, self._step, self._run, self._world = module, step, run, world
         self._is_due = run.config.isolation_probe
         self._ignored = _IgnoredTargets()
+        self.kinds = NO_KINDS  # of synthetic records, which the model took
 
     def at_first_batch(self, batch: Any) -> None:
         """Refuse a model that couples records, once in a fit and before anything is charged."""
@@ -66,6 +68,7 @@ class Probe:
         found = self._world.broadcast(_probe(self._module, batch, self._step, self._run.config))
         self._run.isolation = str(found)
         _raise_or_warn(found, self._module, may_warn=self._world.is_lead)
+        self.kinds = found.kinds
         self._ignored = _IgnoredTargets(found.is_mean_of_targets, found.sentinels)
 
     def _warn_of_undone_state(self, batch: Any) -> None:

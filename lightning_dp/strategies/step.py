@@ -27,6 +27,7 @@ from lightning_dp.strategies.weights import SameParameters
 __all__ = ["PrivateStep"]
 
 Forward: TypeAlias = Callable[[], Tensor | None]
+Look: TypeAlias = Callable[[AbstractPerSampleGradients], AbstractPerSampleGradients]
 
 
 _TOO_EARLY = (
@@ -105,6 +106,7 @@ class PrivateStep:
                 loss_graph_check=loss_graph_check,
             )
         self._batch = _Accounts()
+        self._look: Look | None = None  # at the gradients of the next chunk
         self._forward_again: Forward = _nothing  # the chunk's forward pass
         self._randomness: RandomState | None = None  # of the chunk, if a query runs it again
 
@@ -151,6 +153,7 @@ class PrivateStep:
 
     def begin(self, chunk: Chunk) -> None:
         """Open the accounts of the next physical batch."""
+        self._look = None
         if self._batch.chunk is not None:
             self._passes.drop()  # what a batch without a backward pass left
         if chunk.first:
@@ -169,6 +172,25 @@ class PrivateStep:
         self._forward_again = forward_again
         if (query is not None and query.runs_again) or _has_rounds(mechanism):
             self._randomness = RandomState(self._device)
+
+    def run_once_more(self, forward: Forward) -> AbstractPerSampleGradients | None:
+        """Return the gradients of records that nobody is answered from; None if there are none.
+
+        Args:
+            forward: runs them and returns their loss.
+        """
+        try:
+            return self._passes.run(forward)
+        finally:
+            self._passes.drop()
+
+    def look_at_gradients(self, look: Look) -> None:
+        """Show the gradients of the chunk in hand, when they are there and before they are clipped.
+
+        Args:
+            look: returns them, or something that stands for them.
+        """
+        self._look = look
 
     @property
     def runs_backward(self) -> bool:
@@ -211,6 +233,9 @@ class PrivateStep:
         if _has_rounds(mechanism):
             batch.answered.append(replay)
         batch.owed -= chunk.size
+        if self._look is not None:
+            (look, self._look) = self._look, None
+            gradients = look(gradients)
         self._give(mechanism, mechanism.query, replay, gradients)
 
     def answer_each(

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from functools import cached_property, partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -152,7 +153,8 @@ class DifferentialPrivacyStrategy(Strategy):
         check_model(self._module)
         # A void run leaves the model at once: an error in on_exception would end the teardown.
         leave = self._leave_the_model
-        self._fit = begin_fit(trainer, run, self._world(), folder, self.wrap_engine, leave)
+        world, wrap = self._world(), self.wrap_engine
+        self._fit = begin_fit(trainer, run, world, folder, wrap, leave, self._forward_again)
         self._fit.step.check(run.config.resolved_estimator())
 
     def wrap_engine(self, engine: AbstractGradientEngine) -> AbstractGradientEngine:
@@ -231,6 +233,7 @@ class DifferentialPrivacyStrategy(Strategy):
             mechanism.ask(fit.step.params)
             self.barrier("privacy charge")  # on the disk before any rank touches the batch
         fit.records.after_charge(loader, chunk)
+        fit.spots.at_chunk(chunk)
 
     def _replan_after_waste(self) -> None:
         """Find again what the budget affords of the plan, after a charge that was spent on nothing."""
@@ -249,6 +252,7 @@ class DifferentialPrivacyStrategy(Strategy):
         if args:
             fit.probe.watch_batch(args[0])
             fit.latest.see(args[0])
+        fit.spots.before_forward(args)
         fit.step.before_forward(mechanism, partial(self._forward_again, args, kwargs))
         fit.first.enter_forward()
         fit.later.enter_forward()
@@ -292,6 +296,7 @@ class DifferentialPrivacyStrategy(Strategy):
         """Compare the parameters with what they were when training_step began."""
         fit = self._now
         fit.first.leave_forward()
+        fit.spots.leave_forward()
         if (fault := fit.later.fault()) is not None:
             fit.step.note(fault)
 
@@ -347,7 +352,9 @@ class DifferentialPrivacyStrategy(Strategy):
     def _is_automatic(self) -> bool:
         return self._module.automatic_optimization
 
-    def _forward_again(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
+    def _forward_again(
+        self, args: tuple[Any, ...], kwargs: Mapping[str, Any] = MappingProxyType({})
+    ) -> Tensor | None:
         loss: Tensor | None = loss_in(super().training_step(*args, **kwargs))
         return loss
 
@@ -360,6 +367,7 @@ class DifferentialPrivacyStrategy(Strategy):
         def private_closure() -> None:
             fit.edits.note_state(optimizer)  # an optimizer may begin its step before
             once()  # its loss has no noise: an optimizer that sets its step size by it must not see it
+            fit.spots.settle(fit.agree)
             released = fit.step.release(mechanism, optimizer, fit.agree, check_update)
             fit.edits.begin(released)
             fit.first.enter_update()

@@ -81,6 +81,17 @@ class EditsAtOnce(Edits):
     at = 0
 
 
+class Mixes(Model):
+    """Rank 1 mixes its records at its third batch; all ranks meet in each step."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        index, x, y = batch
+        self.seen = self.all_gather(x.sum().detach())
+        if self.global_step == 2 and rank() == 1:
+            x = x + 3 * x.mean(0)
+        return super().training_step((index, x, y), batch_idx)
+
+
 def voided(folder: Path, kind: type[Model] = Skips) -> dict[str, Any]:
     """What one rank's records show ends both; each says what it knows."""
     privacy = DifferentialPrivacy(
@@ -99,6 +110,10 @@ def voided_apart(folder: Path) -> dict[str, Any]:
     return voided(folder, SkipsByHand)
 
 
+def mixed(folder: Path) -> dict[str, Any]:
+    return voided(folder, Mixes)
+
+
 def edited(folder: Path) -> dict[str, Any]:
     return voided(folder, Edits)
 
@@ -108,4 +123,4 @@ def edited_at_once(folder: Path) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    main(lengths, no_journal, voided, voided_apart, edited, edited_at_once)
+    main(lengths, no_journal, voided, voided_apart, mixed, edited, edited_at_once)

@@ -384,6 +384,7 @@ def test_error_of_one_rank_ends_the_job_before_any_step(
         ("voided", "Skips gave no gradient"),
         ("voided_apart", "the ranks diverged"),
         ("edited", "is not what was released"),
+        ("mixed", "found by a spot check"),
     ],
 )
 def test_what_one_rank_finds_in_its_records_ends_both_ranks(

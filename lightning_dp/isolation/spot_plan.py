@@ -1,0 +1,132 @@
+"""When a batch is run once more, and which of its records are exchanged then: public randomness."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from lightning_dp.isolation.kinds import SyntheticKind, SyntheticKinds, exchange_rows
+from lightning_dp.isolation.nesting import map_leaves, number_of_rows
+from lightning_dp.isolation.synthetic import take_rows
+
+__all__ = ["Exchange", "SpotPlan", "copied"]
+
+_EARLY = frozenset({0, 1, 2, 4, 8, 16, 32})
+_ONE_IN = 80
+# The first steps of epochs are checked while there are no more checks than these.
+_ALLOWANCE, _ONE_IN_AT_MOST = 18, 60
+_SINGLE = 4  # of so many checks, in one a single record is exchanged; in the others half of them
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """A batch with some of its records exchanged.
+
+    Args:
+        batch: the new batch; nothing in it is shared with the old one but what is no tensor.
+        others: the rows that are as they were.
+    """
+
+    batch: Any
+    others: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class SpotPlan:
+    """The spot checks of a run, as a function of its public name: the same on all ranks.
+
+    Args:
+        name: of the run; nobody can know it when the model is written.
+    """
+
+    name: str
+
+    def is_due(self, step: int, made: int, *, begins_epoch: bool) -> bool:
+        """Tell whether a step is checked.
+
+        At steps 0, 1, 2, 4, 8, 16 and 32, at one in 80 of all, and at the first of each epoch, as
+        long as these are not too many.
+
+        Args:
+            step: steps since the fit began.
+            made: checks so far.
+            begins_epoch: True at the first step of an epoch.
+
+        Example:
+            >>> plan = SpotPlan("a run")
+            >>> [step for step in range(200) if plan.is_due(step, 0, begins_epoch=False)][:8]
+            [0, 1, 2, 4, 8, 16, 32, 61]
+        """
+        if step in _EARLY or self._number(step, "due") % _ONE_IN == 0:
+            return True
+        return begins_epoch and made < _ALLOWANCE + step // _ONE_IN_AT_MOST
+
+    def chunk(self, step: int, chunks: int) -> int:
+        """Return which chunk of the step's batch is run once more."""
+        return self._number(step, "chunk") % chunks
+
+    def places(self, step: int, sizes: list[int], parameters: int, entries: int) -> torch.Tensor:
+        """Return places in flat gradients that are compared: sorted, distinct.
+
+        Args:
+            sizes: of the trained parameters.
+            parameters: at most so many of them, drawn anew at each step.
+            entries: of each at most so many.
+        """
+        generator = self._generator(step, "places")
+        starts = torch.tensor([0, *sizes]).cumsum(0)
+        chosen = torch.randperm(len(sizes), generator=generator)[:parameters]
+        found = [
+            starts[i] + torch.randint(sizes[i], (min(entries, sizes[i]),), generator=generator)
+            for i in chosen.tolist()
+            if sizes[i]
+        ]
+        return torch.cat(found).unique()
+
+    def exchange(
+        self, batch: Any, step: int, made: int, kinds: SyntheticKinds, attempt: int = 0
+    ) -> Exchange:
+        """Exchange half of the records, or one, for synthetic ones or for others of the same batch.
+
+        Args:
+            batch: with at least one record.
+            step: steps since the fit began.
+            made: checks so far; kinds of records take turns.
+            kinds: those that the model took in the probe; the tamest if there are none.
+            attempt: draws other records.
+        """
+        generator = self._generator(step, f"records {attempt}")
+        n = number_of_rows(batch)
+        order = torch.randperm(n, generator=generator).tolist()
+        size = 1 if made % _SINGLE == _SINGLE - 1 else max(1, n // 2)
+        rows, others = sorted(order[:size]), tuple(sorted(order[size:]))
+        if made % 2 == 0 or not others:
+            known = kinds.ran or (SyntheticKind(),)
+            kind = known[made // 2 % len(known)]
+            return Exchange(exchange_rows(copied(batch), rows, kind, generator), others)
+        takes = list(range(n))
+        for row in rows:
+            takes[row] = others[int(torch.randint(len(others), (), generator=generator))]
+        return Exchange(take_rows(copied(batch), takes), others)
+
+    def _number(self, step: int, what: str) -> int:
+        text = f"{self.name}/{step}/{what}".encode()
+        return int.from_bytes(hashlib.sha256(text).digest()[:7], "big")
+
+    def _generator(self, step: int, what: str) -> torch.Generator:
+        return torch.Generator().manual_seed(self._number(step, what))
+
+
+def copied(batch: Any) -> Any:
+    """Return a batch in new containers, whose tensors and arrays can be changed in place."""
+
+    def new(leaf: Any) -> Any:
+        if isinstance(leaf, torch.Tensor):
+            return leaf.detach().clone()
+        return leaf.copy() if isinstance(leaf, np.ndarray) else leaf
+
+    return map_leaves(batch, new)

@@ -1,0 +1,384 @@
+"""Spot checks on the real run: at random steps a batch is run once more with records exchanged."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, TypeAlias
+
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from torch import Tensor
+
+from lightning_dp._module_state import ModuleState
+from lightning_dp.boundary import AbstractPerSampleGradients
+from lightning_dp.gradients.passes import RandomState
+from lightning_dp.isolation.coupling import Pair, mixing_module
+from lightning_dp.isolation.nesting import number_of_rows
+from lightning_dp.isolation.passes import Answer, Call, watch_calls
+from lightning_dp.isolation.record_gradients import Glimpse, Tolerance, glimpse, moved
+from lightning_dp.isolation.spot_plan import Exchange, SpotPlan, copied
+from lightning_dp.isolation.stand_ins import RUN, ByHand, StandInTrainer, StillOptimizer
+from lightning_dp.isolation.state_leaks import KEPT
+from lightning_dp.run import PrivateRun
+from lightning_dp.sampling.loader import Chunk
+from lightning_dp.strategies.early_end import Agreement, Place
+from lightning_dp.strategies.known_norms import KnownNorms
+from lightning_dp.strategies.probe import Probe
+from lightning_dp.strategies.step import PrivateStep
+
+__all__ = ["SpotChecks"]
+
+# Runs training_step, as the strategy does it, and returns the loss.
+RunChunk: TypeAlias = Callable[[tuple[Any, ...]], Tensor | None]
+
+_MOVED = (
+    "{}: when some records of a batch are exchanged for others, gradients of the rest move{}, so "
+    "clipping does not bound what a record does (found by a spot check). Use a loss of single records, "
+    "layers that treat each record alone, and nothing that was kept from other records; "
+    "lightning_dp.audit.check_isolation() shows more, on records that are not private."
+)
+_THROUGH = ", first in the outputs of {}"
+_ATTEMPTS = 6
+_PARAMETERS, _ENTRIES = 8, 32  # of so many parameters, so many entries are compared
+
+
+@dataclass(frozen=True)
+class _Seen:
+    """What one pass did; sensitive.
+
+    Args:
+        gradients: None if it gave none.
+        drawn: the random states when its loss was there.
+        state: what the module kept then.
+        calls: of modules, if they were watched.
+    """
+
+    gradients: Glimpse | None
+    drawn: RandomState
+    state: ModuleState
+    calls: tuple[Call, ...] = field(default=(), repr=False)
+
+
+@dataclass
+class _Check:
+    """One check, from the pass with exchanged records to the end of the step.
+
+    Args:
+        args: of ``training_step``.
+        exchange: the batch of the first pass; None if there is nothing to compare.
+        start, randomness: the state of everything before it.
+        seen: by it; None if it could not be made.
+        real: the gradients of the real records; None before.
+        real_state: the state when the real loss was there; None before.
+        kept: names of tensors that differ then.
+        is_suspect: True if something moved.
+    """
+
+    args: tuple[Any, ...]
+    exchange: Exchange | None
+    start: ModuleState
+    randomness: RandomState
+    seen: _Seen | None = None
+    real: Glimpse | None = None
+    real_state: ModuleState | None = None
+    kept: tuple[str, ...] = ()
+    is_suspect: bool = False
+
+
+class SpotChecks:
+    """Runs batches of some steps once more, before they are run, with some records exchanged.
+
+    The gradients of the other records must not move, and neither may buffers and weights as they
+    are after the forward pass. Before a fault is noted, the real batch is run again, and must give
+    what it gave; then with further records exchanged, which must move gradients too: numbers that
+    come from outside (the clock, unseeded generators) or a tie are no fault. Where a pass raises or
+    draws another number of random numbers, nothing is said.
+
+    Nothing of a pass is left anywhere: not in the module, its metrics, logs and generators, nor in
+    the global random states, gradients, or the Trainer.
+
+    Args:
+        trainer: of the fit.
+        step: the model's side of the fit's steps.
+        run: counts the steps with a check.
+        probe: knows which synthetic records the model takes.
+        run_chunk: runs ``training_step`` under the strategy's precision.
+    """
+
+    def __init__(
+        self,
+        trainer: Trainer,
+        step: PrivateStep,
+        run: PrivateRun,
+        probe: Probe,
+        run_chunk: RunChunk,
+    ) -> None:
+        self._trainer, self._step, self._run, self._probe = trainer, step, run, probe
+        self._run_chunk = run_chunk
+        self._module = trainer.lightning_module
+        self._sizes = [param.numel() for param in step.params]
+        self._first: int | None = None  # the plan's step at which the fit began
+        self._made = 0
+        self._due: Chunk | None = None  # the chunk in hand, if it is to be run once more
+        self._check: _Check | None = None
+
+    # -- what the strategy says ------------------------------------------------------------
+
+    def at_chunk(self, chunk: Chunk) -> None:
+        """Find out whether this chunk is run once more; the same on all ranks."""
+        run, self._due = self._run, None
+        if chunk.first:
+            self._check = None
+        if not run.config.spot_checks or run.batches is None or self._step.one_record:
+            return
+        self._first = run.step if self._first is None else self._first
+        since, chunks = run.step - self._first, run.batches.chunks_per_step
+        if chunk.index % chunks != self._plan.chunk(since, chunks):
+            return
+        if self._plan.is_due(since, self._made, begins_epoch=chunk.index < chunks):
+            self._due = chunk
+            self._made += 1
+            run.spot_checks += 1
+
+    def before_forward(self, args: tuple[Any, ...]) -> None:
+        """Run the chunk once more, with some of its records exchanged, if it is due."""
+        chunk, self._due = self._due, None
+        if chunk is None:
+            return
+        start = ModuleState.of(self._module, self._callbacks, parameters=True)
+        exchange = self._exchange(args[0], chunk.size)
+        randomness = RandomState(self._trainer.strategy.root_device)
+        self._check = check = _Check(args, exchange, start, randomness)
+        check.seen = self._pass(check, exchange, watch=False)
+        start.drop_parameters()
+        if exchange is not None and check.seen is not None:
+            self._step.look_at_gradients(self._look)
+
+    def leave_forward(self) -> None:
+        """Compare what the module keeps when the real loss is there; once in a step."""
+        check = self._check
+        if check is None or check.seen is None or check.real_state is not None:
+            return
+        if not check.seen.drawn.is_now():
+            check.seen = None  # how many random numbers are drawn depends on records
+            return
+        check.real_state = ModuleState.of(
+            self._module, self._callbacks, parameters=True, copies=False
+        )
+        check.kept = _kept(check.seen.state, check.real_state)
+        check.seen.state.drop_parameters()
+
+    def settle(self, agree: Agreement) -> None:
+        """Look closer at what moved, on all ranks, before the step is released.
+
+        Raises:
+            VoidedRunError: if the ranks are apart.
+        """
+        check, self._check = self._check, None
+        if check is not None and agree.anyone(check.is_suspect, Place.SPOT_CHECK):
+            self._judge(check)
+
+    # -- one check -------------------------------------------------------------------------
+
+    @property
+    def _plan(self) -> SpotPlan:
+        return SpotPlan(self._run.ledger.id)
+
+    @property
+    def _since(self) -> int:
+        return self._run.step - (self._first or 0)
+
+    @property
+    def _callbacks(self) -> Sequence[object]:
+        callbacks: Sequence[object] = self._trainer.callbacks  # type: ignore[attr-defined]
+        return callbacks
+
+    def _state(self) -> ModuleState:
+        return ModuleState.of(self._module, self._callbacks, parameters=True)
+
+    def _exchange(self, batch: Any, size: int, attempt: int = 0) -> Exchange | None:
+        """Return the batch with records exchanged; None if rows are no records, or there are none."""
+        try:
+            if not size or number_of_rows(batch) != size:
+                return None
+            found = self._plan.exchange(
+                batch, self._since, self._made - 1, self._probe.kinds, attempt
+            )
+        except Exception:  # a batch of a user's own making
+            return None
+        return found
+
+    def _look(self, gradients: AbstractPerSampleGradients) -> AbstractPerSampleGradients:
+        """Compare the gradients of the real records, before they are clipped."""
+        check, query = self._check, self._run.mechanism and self._run.mechanism.query
+        if check is None or check.seen is None or check.exchange is None:
+            return gradients
+        known = gradients if query is None or query.runs_again else KnownNorms(gradients)
+        try:
+            check.real = self._glimpse(known)
+            is_moved = self._moved(check.real, check.seen, check.exchange)
+            check.is_suspect = is_moved or bool(check.kept)
+        except Exception:  # an engine without entries; nothing can be said
+            check.is_suspect = False
+        return known
+
+    def _judge(self, check: _Check) -> None:
+        """Note a fault, if the real batch gives the same again and other exchanges move it too.
+
+        All ranks make the same passes, whatever they found: user code may meet in them.
+        """
+        control = self._pass_again(check, None)
+        is_open = check.is_suspect and self._repeats(check, control)
+        if is_open and control is not None and check.real_state is not None:
+            kept = set(check.kept) - set(_kept(control.state, check.real_state))
+            if kept:
+                self._step.note(f"{KEPT} (found by a spot check): {', '.join(sorted(kept)[:5])}")
+                is_open = False
+        for attempt in range(1, _ATTEMPTS):  # a tie does not come again
+            if self._is_single and not is_open:
+                return
+            exchange = self._exchange(check.args[0], self._records(check), attempt)
+            again = self._pass_again(check, exchange)
+            if not is_open or exchange is None or again is None or check.real is None:
+                continue
+            if control is not None and self._moved(check.real, again, exchange):
+                where = _first_that_mixes(control, again, exchange.others)
+                self._step.note(_MOVED.format(type(self._module).__name__, where))
+                is_open = False
+
+    def _repeats(self, check: _Check, control: _Seen | None) -> bool:
+        """Tell whether the real batch gives the same gradients once more."""
+        if check.real is None or control is None or control.gradients is None:
+            return False
+        everyone = tuple(range(len(check.real.norms)))
+        return not moved(check.real, control.gradients, everyone, self._tolerance)
+
+    @property
+    def _is_single(self) -> bool:
+        return self._trainer.world_size == 1
+
+    def _records(self, check: _Check) -> int:
+        return 0 if check.exchange is None else number_of_rows(check.args[0])
+
+    def _moved(self, real: Glimpse, seen: _Seen, exchange: Exchange) -> bool:
+        if seen.gradients is None:  # then records decide whether the others are answered
+            return bool(exchange.others)
+        return moved(real, seen.gradients, exchange.others, self._tolerance)
+
+    @property
+    def _tolerance(self) -> Tolerance:
+        norms = self._run.config.resolved_estimator().traits.clip_norms
+        is_half = "16" in str(self._trainer.precision) or any(
+            param.dtype in (torch.float16, torch.bfloat16) for param in self._step.params
+        )
+        scale = max(norms, default=1.0)
+        return Tolerance(relative=0.2, scale=scale) if is_half else Tolerance(scale=scale)
+
+    # -- one pass --------------------------------------------------------------------------
+
+    def _pass_again(self, check: _Check, exchange: Exchange | None) -> _Seen | None:
+        """Run a batch from where the check began, and come back."""
+        now = self._state()
+        try:
+            with check.randomness.again():
+                check.start.restore()
+                return self._pass(check, exchange, watch=True)
+        finally:
+            now.restore()
+
+    def _pass(self, check: _Check, exchange: Exchange | None, *, watch: bool) -> _Seen | None:
+        """Run a batch from the present state, leaving nothing; None if it raises.
+
+        Args:
+            exchange: the batch; None for the real one.
+            watch: keep what goes in and out of modules.
+        """
+        batch = copied(check.args[0]) if exchange is None else exchange.batch
+        calls: list[Call] = []
+        noted: list[tuple[RandomState, ModuleState]] = []
+        device = self._trainer.strategy.root_device
+
+        def at_loss() -> None:
+            noted.append((RandomState(device), self._state()))
+
+        with _nowhere(self._module, self._trainer, device):
+            hooks = watch_calls(self._module, calls) if watch else None
+            try:
+                forward = partial(self._forward, (batch, *check.args[1:]), at_loss)
+                found = self._step.run_once_more(forward)
+                gradients = None if found is None else self._glimpse(found)
+                return _Seen(gradients, *noted[0], tuple(calls))
+            except Exception:  # of the model, which may hold anything
+                return None
+            finally:
+                if hooks is not None:
+                    hooks.take_off()
+                check.start.restore()
+
+    def _forward(self, args: tuple[Any, ...], at_loss: Callable[[], None]) -> Tensor | None:
+        """Return the loss of a chunk, and say when it is there."""
+        module = self._module
+        if module.automatic_optimization:
+            loss = self._run_chunk(args)
+            at_loss()
+            return loss
+        groups = (group for each in self._trainer.optimizers for group in each.param_groups)
+        by_hand = ByHand(module, StillOptimizer([dict(group) for group in groups]))
+        note = module.manual_backward
+
+        def note_and_say(loss: Tensor, *args: Any, **kwargs: Any) -> None:
+            note(loss)
+            at_loss()
+
+        module.manual_backward = note_and_say  # type: ignore[method-assign]
+        self._run_chunk(args)
+        return by_hand.loss
+
+    def _glimpse(self, gradients: AbstractPerSampleGradients) -> Glimpse:
+        places = self._plan.places(self._since, self._sizes, _PARAMETERS, _ENTRIES)
+        return glimpse(gradients, places.to(self._step.params[0].device), sum(self._sizes))
+
+
+@contextlib.contextmanager
+def _nowhere(module: LightningModule, trainer: Trainer, device: torch.device) -> Iterator[None]:
+    """Inside, what is printed and logged goes nowhere; random states and gradients stay as they are."""
+    mute = StandInTrainer(trainer, RUN)
+    mute.optimizers = trainer.optimizers
+    gradients = [(param, param.grad) for param in module.parameters()]
+    level = logging.root.manager.disable
+    with RandomState(device).again(), contextlib.redirect_stdout(io.StringIO()):
+        try:
+            for param, _ in gradients:
+                param.grad = None
+            logging.disable()
+            module.trainer = mute  # type: ignore[assignment]
+            yield
+        finally:
+            module.trainer = trainer
+            logging.disable(level)
+            for param, gradient in gradients:
+                param.grad = gradient
+
+
+def _kept(seen: ModuleState, real: ModuleState) -> tuple[str, ...]:
+    """Return the names of buffers and weights that differ."""
+    differences = seen.differences(real)
+    return tuple(each.name for each in differences if each.kind in ("buffer", "parameter"))
+
+
+def _first_that_mixes(before: _Seen, after: _Seen, others: tuple[int, ...]) -> str:
+    """Name the first module that gave the others other outputs for the same inputs, if one did."""
+    try:
+        n = 0 if before.gradients is None else len(before.gradients.norms)
+        a, b = (Answer(n, torch.zeros(0), (), calls=each.calls) for each in (before, after))
+        call = mixing_module(Pair(a, b, others, others, (n, n)))
+    except Exception:  # outputs of any kind
+        return ""
+    if call is None or not call.name:
+        return ""
+    return _THROUGH.format(f"{call.name} ({call.kind})")
