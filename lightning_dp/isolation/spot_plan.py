@@ -85,7 +85,8 @@ class SpotPlan:
             for i in chosen.tolist()
             if sizes[i]
         ]
-        return torch.cat(found).unique()
+        found_once: torch.Tensor = torch.cat(found).unique()  # type: ignore[no-untyped-call]
+        return found_once
 
     def exchange(
         self, batch: Any, step: int, made: int, kinds: SyntheticKinds, attempt: int = 0

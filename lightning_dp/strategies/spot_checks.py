@@ -17,13 +17,13 @@ from torch import Tensor
 from lightning_dp._module_state import ModuleState
 from lightning_dp.boundary import AbstractPerSampleGradients
 from lightning_dp.gradients.passes import RandomState
+from lightning_dp.isolation.answers import Call
 from lightning_dp.isolation.coupling import Pair, mixing_module
 from lightning_dp.isolation.nesting import number_of_rows
-from lightning_dp.isolation.passes import Answer, Call, watch_calls
+from lightning_dp.isolation.passes import watch_calls
 from lightning_dp.isolation.record_gradients import Glimpse, Tolerance, glimpse, moved
 from lightning_dp.isolation.spot_plan import Exchange, SpotPlan, copied
 from lightning_dp.isolation.stand_ins import RUN, ByHand, StandInTrainer, StillOptimizer
-from lightning_dp.isolation.state_leaks import KEPT
 from lightning_dp.run import PrivateRun
 from lightning_dp.sampling.loader import Chunk
 from lightning_dp.strategies.early_end import Agreement, Place
@@ -41,6 +41,11 @@ _MOVED = (
     "clipping does not bound what a record does (found by a spot check). Use a loss of single records, "
     "layers that treat each record alone, and nothing that was kept from other records; "
     "lightning_dp.audit.check_isolation() shows more, on records that are not private."
+)
+_KEPT = (
+    "training_step writes what it sees of the records into weights or buffers, without noise: {} "
+    "(found by a spot check). They are in every checkpoint, and steer later steps. Leave them fixed, "
+    "compute them from weights, or make them parameters that are trained."
 )
 _THROUGH = ", first in the outputs of {}"
 _ATTEMPTS = 6
@@ -215,7 +220,8 @@ class SpotChecks:
 
     def _look(self, gradients: AbstractPerSampleGradients) -> AbstractPerSampleGradients:
         """Compare the gradients of the real records, before they are clipped."""
-        check, query = self._check, self._run.mechanism and self._run.mechanism.query
+        check, mechanism = self._check, self._run.mechanism
+        query = None if mechanism is None else mechanism.query
         if check is None or check.seen is None or check.exchange is None:
             return gradients
         known = gradients if query is None or query.runs_again else KnownNorms(gradients)
@@ -237,7 +243,7 @@ class SpotChecks:
         if is_open and control is not None and check.real_state is not None:
             kept = set(check.kept) - set(_kept(control.state, check.real_state))
             if kept:
-                self._step.note(f"{KEPT} (found by a spot check): {', '.join(sorted(kept)[:5])}")
+                self._step.note(_KEPT.format(", ".join(sorted(kept)[:5])))
                 is_open = False
         for attempt in range(1, _ATTEMPTS):  # a tie does not come again
             if self._is_single and not is_open:
@@ -375,8 +381,7 @@ def _first_that_mixes(before: _Seen, after: _Seen, others: tuple[int, ...]) -> s
     """Name the first module that gave the others other outputs for the same inputs, if one did."""
     try:
         n = 0 if before.gradients is None else len(before.gradients.norms)
-        a, b = (Answer(n, torch.zeros(0), (), calls=each.calls) for each in (before, after))
-        call = mixing_module(Pair(a, b, others, others, (n, n)))
+        call = mixing_module(Pair(before.calls, after.calls, others, others, (n, n)))
     except Exception:  # outputs of any kind
         return ""
     if call is None or not call.name:
