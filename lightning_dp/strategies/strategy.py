@@ -272,6 +272,7 @@ class DifferentialPrivacyStrategy(Strategy):
     def _one_by_one(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
         """Run ``training_step`` and the backward pass for each record of the batch alone."""
         fit, step = self._now, self._now.step
+        fit.latest.see(batch)
         records = private_loader_of(self._trainer).alone
         forwards = fit.alone.forwards(partial(self._forward_alone, args, kwargs), records)
         fit.first.enter_forward()
