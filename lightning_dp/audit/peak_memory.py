@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader
 from lightning_dp._validate import explained, optional, positive, whole
 from lightning_dp.config import PrivacyConfig
 from lightning_dp.isolation.passes import Passes
-from lightning_dp.isolation.probe import pool_that_runs
+from lightning_dp.isolation.pools import pool_that_runs
 from lightning_dp.isolation.synthetic import ValidLabels, take_rows
 from lightning_dp.run import PrivateRun
 from lightning_dp.sampling import FullBatch

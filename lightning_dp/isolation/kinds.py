@@ -17,13 +17,16 @@ from lightning_dp.isolation.nesting import map_leaves, map_rows, number_of_rows
 __all__ = [
     "EITHER",
     "NO_KINDS",
+    "REAL_LABELS",
     "Part",
     "SyntheticKind",
     "SyntheticKinds",
     "Values",
     "base_kind",
+    "exchange_in_turn",
     "exchange_rows",
     "parts_of",
+    "real_labels",
 ]
 
 _LEAST = 1e-3  # of numbers between 0 and 1, so that their logarithm is finite
@@ -76,6 +79,7 @@ def _range(dtype: torch.dtype) -> tuple[int, int]:
 
 UNIT = Values()
 EITHER = Values(0, 1, 2)
+REAL_LABELS = (EITHER, Values(-1, 1, 2))
 
 
 @dataclass(frozen=True)
@@ -123,6 +127,13 @@ class SyntheticKind:
         """Return the same kind with other values in one part."""
         return replace(self, values=(*self.values[:place], values, *self.values[place + 1 :]))
 
+    def everywhere(self, places: Sequence[int], values: Values) -> SyntheticKind:
+        """Return the same kind with other values in some parts."""
+        kind = self
+        for place in places:
+            kind = kind.at(place, values)
+        return kind
+
 
 @dataclass(frozen=True)
 class SyntheticKinds:
@@ -136,6 +147,13 @@ class SyntheticKinds:
 
 
 NO_KINDS = SyntheticKinds()
+
+
+def real_labels(parts: Sequence[Part]) -> list[int]:
+    """Return the places of real numbers that may be labels: all but the largest part, and single ones."""
+    reals = [place for place, part in enumerate(parts) if part.is_real]
+    largest = max(reals, key=lambda place: math.prod(parts[place].shape), default=-1)
+    return [place for place in reals if parts[place].is_single or place != largest]
 
 
 def base_kind(parts: Sequence[Part], classes: int, first_class: int = 0) -> SyntheticKind:
@@ -212,6 +230,16 @@ def exchange_rows(
         )
 
     return map_rows(batch, max(n, 1), of_rows, lambda leaf: leaf)
+
+
+def exchange_in_turn(
+    batch: Any, rows: Sequence[int], kinds: Sequence[SyntheticKind], seed: int
+) -> Any:
+    """Do the same with one kind after the other, row by row."""
+    generator = torch.Generator().manual_seed(seed)
+    for place, kind in enumerate(kinds):
+        batch = exchange_rows(batch, rows[place :: len(kinds)], kind, generator)
+    return batch
 
 
 def _givers(n: int, rows: Sequence[int]) -> dict[int, int]:

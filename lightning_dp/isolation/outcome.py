@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from lightning_dp.isolation.kinds import NO_KINDS, SyntheticKinds
 
-__all__ = ["BY_CONSTRUCTION", "CONDITION", "ISOLATED", "Isolation", "Outcome"]
+__all__ = ["BY_CONSTRUCTION", "CONDITION", "ISOLATED", "Isolation", "Outcome", "first_failure"]
 
 Outcome = Literal["isolated", "coupled", "kept", "refused", "not probed"]
 
@@ -59,3 +60,21 @@ class Isolation:
 
 
 ISOLATED = Isolation("isolated")
+
+
+def first_failure(found: Iterable[Isolation]) -> Isolation:
+    """Return the first outcome that is not "isolated", else all of them in one."""
+    total = ISOLATED
+    for each in found:
+        if each.outcome != "isolated":
+            return each
+        total = replace(
+            total,
+            condition=total.condition or each.condition,
+            is_doubtful=total.is_doubtful or each.is_doubtful,
+            is_mean_of_targets=total.is_mean_of_targets or each.is_mean_of_targets,
+            sentinels=total.sentinels + each.sentinels,
+            kinds=each.kinds if each.kinds.ran else total.kinds,
+            left_out=total.left_out + each.left_out,
+        )
+    return total

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 
 from lightning_dp.gradients import UnsupportedModelError
 from lightning_dp.isolation.comparison import Batch, Change, Comparisons
 from lightning_dp.isolation.coupling import CURES, common_factor
 from lightning_dp.isolation.outcome import ISOLATED, Isolation
+from lightning_dp.isolation.stand_ins import NotProbed
 
 __all__ = ["probe_positions"]
+
+_SEED = 100  # with which random numbers begin
 
 
 def probe_positions(comparisons: Comparisons, pool: Any, n: int) -> Isolation:
@@ -35,8 +40,8 @@ def probe_positions(comparisons: Comparisons, pool: Any, n: int) -> Isolation:
 
 def _at(comparisons: Comparisons, pool: Any, n: int, j: int) -> Isolation:
     removed, replaced = _removed(pool, n, j), _replaced(pool, n, j)
-    if comparisons.answer(replaced.before, j).is_random:
-        return comparisons.outcome(replaced)
+    if comparisons.answer(replaced.before).is_random:
+        return _under_other_numbers(comparisons, replaced, j)
     try:
         found = comparisons.outcome(removed)
     except UnsupportedModelError:
@@ -48,15 +53,24 @@ def _at(comparisons: Comparisons, pool: Any, n: int, j: int) -> Isolation:
     return found
 
 
+def _under_other_numbers(comparisons: Comparisons, change: Change, j: int) -> Isolation:
+    """Compare under random numbers of its own, and of some other's where they leave no gradient."""
+    *first, last = (replace(change, seed_number=_SEED + j + more) for more in (0, 50, 100, 150))
+    for each in first:
+        with suppress(NotProbed):
+            return comparisons.outcome(each)
+    return comparisons.outcome(last)
+
+
 def _removed(pool: Any, n: int, j: int) -> Change:
     others = [i for i in range(n) if i != j]
-    return Change(Batch.of(pool, range(n)), Batch.of(pool, others), others, range(n - 1), j)
+    return Change(Batch.of(pool, range(n)), Batch.of(pool, others), others, range(n - 1))
 
 
 def _replaced(pool: Any, n: int, j: int) -> Change:
     rows = [n + j if i == j else i for i in range(n)]
     others = [i for i in range(n) if i != j]
-    return Change(Batch.of(pool, range(n)), Batch.of(pool, rows), others, others, j)
+    return Change(Batch.of(pool, range(n)), Batch.of(pool, rows), others, others)
 
 
 def _every_second(pool: Any, n: int, first: int) -> Change:

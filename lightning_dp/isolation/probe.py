@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,32 +11,31 @@ from lightning.pytorch import LightningModule, Trainer
 
 from lightning_dp.gradients import CoupledLossError, UnsupportedModelError
 from lightning_dp.isolation.comparison import Comparisons
-from lightning_dp.isolation.kinds import SyntheticKind, base_kind, parts_of
+from lightning_dp.isolation.draws import probe_draws
+from lightning_dp.isolation.kinds import SyntheticKind
 from lightning_dp.isolation.nesting import number_of_rows
-from lightning_dp.isolation.outcome import BY_CONSTRUCTION, ISOLATED, Isolation
+from lightning_dp.isolation.outcome import BY_CONSTRUCTION, Isolation, first_failure
+from lightning_dp.isolation.own_numbers import last_numbers
 from lightning_dp.isolation.passes import Passes
+from lightning_dp.isolation.pools import pools_that_run
 from lightning_dp.isolation.positions import probe_positions
+from lightning_dp.isolation.sizes import probe_size
 from lightning_dp.isolation.stand_ins import NotProbed
 from lightning_dp.isolation.state_leaks import probe_state
 from lightning_dp.isolation.synthetic import (
     NoSyntheticBatch,
     ValidLabels,
-    has_other_rows,
     leaves_of,
     replace_leaf,
-    synthetic_pool,
-    take_rows,
 )
 from lightning_dp.isolation.targets import probe_targets
 from lightning_dp.isolation.two_steps import probe_steps
 from lightning_dp.isolation.values import probe_values
 
-__all__ = ["check_isolation", "pool_that_runs", "probe_isolation"]
+__all__ = ["check_isolation", "probe_isolation"]
 
 
 _RECORDS = 4
-# How many class numbers, from which on: models may have few, and lengths may not be 0.
-_CLASSES = ((8, 0), (4, 0), (3, 0), (2, 0), (2, 1), (1, 1))
 
 
 def check_isolation(
@@ -105,6 +104,7 @@ def probe_isolation(
     trained: Sequence[str] | None = None,
     trainer: Trainer | None = None,
     loss_graph_check: bool = True,
+    expected: int = 0,
 ) -> Isolation:
     """Probe with synthetic records: of ``like``, only shapes, dtypes and nesting are used.
 
@@ -115,22 +115,25 @@ def probe_isolation(
     whole numbers are 0 and 1. (Shapes may tell lengths, where records are padded to the longest.)
     A model that raises on such a batch is "not probed"; that is no verdict.
 
+    Then some of these records are exchanged for others: of other scales, with NaN or infinity, with
+    equal labels, the last class, or the number that the model takes for padding; under random
+    numbers that take rare branches, if it draws any; and among as many records as a batch of the run
+    has. What the model does not take is left out.
+
     Whether your targets hold the value -100, torch's ``ignore_index``, cannot be known without
     looking. If ignoring a target changes the others' gradients, the outcome carries a
     ``condition``.
 
-    A token mean is caught through a mask of 0 and 1, or an ``ignore_index`` of 0 or 1; class weights
-    if they differ among the classes tried.
-
     Args:
         like: a batch of the training loader. The other arguments are those of
             :func:`check_isolation`.
+        expected: the number of records in a batch of the run; 0 if there is none.
     """
     if engine == "one_by_one":
         return Isolation("isolated", condition=BY_CONSTRUCTION)
     passes = _passes(module, engine, trained, trainer, loss_graph_check)
     with passes.quietly(), ValidLabels():
-        return _outcome(passes, _probe_synthetic, like)
+        return _outcome(passes, partial(_probe_synthetic, expected=expected), like)
 
 
 def _outcome(passes: Passes, probe: Callable[[Passes, Any], Isolation], batch: Any) -> Isolation:
@@ -155,39 +158,34 @@ def _probe_given(passes: Passes, batch: Any) -> Isolation:
     return _probe(Comparisons(passes), _on_cpu(batch), min(_RECORDS, rows // 2))
 
 
-def _probe_synthetic(passes: Passes, like: Any) -> Isolation:
+def _probe_synthetic(passes: Passes, like: Any, expected: int) -> Isolation:
     """Probe with the first synthetic records on which there is something to compare."""
     failure: NotProbed | None = None
-    for pool, kind in _pools_that_run(passes, like):
-        comparisons = Comparisons(passes)
+    for pool, kind in pools_that_run(passes, like):
         try:
-            found = _probe(comparisons, pool, _RECORDS)
+            return first_failure(_layers(passes, pool, kind, expected))
         except NotProbed as error:  # other class numbers may give a gradient
             failure = failure or error
-            continue
-        if found.outcome != "isolated":
-            return found
-        found = probe_targets(comparisons, pool, _RECORDS)
-        if found.outcome != "isolated":
-            return found
-        other = probe_values(comparisons, pool, _RECORDS, kind)
-        if other.outcome != "isolated":
-            return other
-        later = probe_steps(passes, pool, _RECORDS)
-        if later.outcome != "isolated":
-            return later
-        return replace(found, kinds=other.kinds, left_out=other.left_out)
     assert failure is not None
     raise failure
 
 
+def _layers(passes: Passes, pool: Any, kind: SyntheticKind, expected: int) -> Iterator[Isolation]:
+    """Probe with synthetic records of one kind, layer by layer; each may rely on those before."""
+    n, comparisons = _RECORDS, Comparisons(passes)
+    yield _probe(comparisons, pool, n)
+    yield probe_draws(comparisons, pool, n)
+    yield probe_targets(comparisons, pool, n)
+    last = last_numbers(passes, pool, kind)
+    yield probe_values(comparisons, pool, n, kind, last)
+    yield probe_size(comparisons, pool, n, kind, last, expected)
+    yield probe_steps(passes, pool, n)
+
+
 def _probe(comparisons: Comparisons, pool: Any, n: int) -> Isolation:
     """Compare what n records of a pool do to each other, and to what outlives a step."""
-    for layer in (probe_positions, probe_state):
-        found = layer(comparisons, pool, n)
-        if found.outcome != "isolated":
-            return found
-    return ISOLATED
+    layers = (probe_positions, probe_state)
+    return first_failure(layer(comparisons, pool, n) for layer in layers)
 
 
 def _passes(
@@ -217,32 +215,3 @@ def _on_cpu(batch: Any) -> Any:
         value = leaf.detach().cpu()
         batch = replace_leaf(batch, place, value.float() if half else value)
     return batch
-
-
-def pool_that_runs(passes: Passes, like: Any) -> Any:
-    """Make 8 synthetic records with as many class numbers as the model takes; raise what it raises."""
-    pool, _ = next(_pools_that_run(passes, like))
-    return pool
-
-
-def _pools_that_run(passes: Passes, like: Any) -> Iterator[tuple[Any, SyntheticKind]]:
-    """Make at least one pool of synthetic records on which the model runs, with their kind."""
-    failure: Exception | None = None
-    is_any = False
-    for classes, first in _CLASSES:
-        pool = synthetic_pool(like, 2 * _RECORDS, classes, first)
-        try:
-            passes.loss(take_rows(pool, range(2 * _RECORDS)))
-        except Exception as error:
-            failure = error
-        else:
-            is_any = True
-            yield pool, base_kind(parts_of(like), classes, first)
-    if is_any or failure is None:
-        return
-    if has_other_rows(like):
-        raise NoSyntheticBatch(
-            "the batch has tensors without one row for each record, and the model raised "
-            f"{type(failure).__name__}"
-        )
-    raise failure

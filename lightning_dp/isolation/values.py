@@ -13,15 +13,17 @@ from lightning_dp.gradients import UnsupportedModelError
 from lightning_dp.isolation.comparison import Batch, Change, Comparisons
 from lightning_dp.isolation.kinds import (
     EITHER,
+    REAL_LABELS,
     Part,
     SyntheticKind,
     SyntheticKinds,
     Values,
-    exchange_rows,
+    exchange_in_turn,
     parts_of,
+    real_labels,
 )
 from lightning_dp.isolation.outcome import Isolation
-from lightning_dp.isolation.own_numbers import last_numbers, padding_numbers
+from lightning_dp.isolation.own_numbers import padding_numbers
 from lightning_dp.isolation.synthetic import take_rows
 
 __all__ = ["probe_values"]
@@ -34,7 +36,6 @@ _SCALES = {
     "NaN": (Values(math.nan, math.nan, 1),),
     "inf": (Values(math.inf, math.inf, 1),),
 }
-_LABELS = (Values(0, 1, 2), Values(-1, 1, 2))  # of real numbers
 _PIXELS = Values(0, 255, 256)
 
 
@@ -55,16 +56,18 @@ class _Try:
     base: tuple[SyntheticKind, ...] = ()
 
 
-def probe_values(comparisons: Comparisons, pool: Any, n: int, tamest: SyntheticKind) -> Isolation:
+def probe_values(
+    comparisons: Comparisons, pool: Any, n: int, tamest: SyntheticKind, last: Sequence[int]
+) -> Isolation:
     """Exchange records for others with other values; what the model does not take is left out.
 
     Args:
         pool: synthetic records, the first n of which are the batch.
         n: at least 4.
         tamest: their kind.
+        last: for each part of the batch the largest whole number that the model takes.
     """
     ran, left_out = [tamest], []
-    last = last_numbers(comparisons.passes, pool, tamest)
     padding = padding_numbers(comparisons.passes.module)
     for number, each in enumerate(_tries(parts_of(pool), tamest, last, padding)):
         base = _base(pool, n, each.base)
@@ -88,7 +91,7 @@ def probe_values(comparisons: Comparisons, pool: Any, n: int, tamest: SyntheticK
 def _base(pool: Any, n: int, kinds: Sequence[SyntheticKind]) -> Batch:
     if not kinds:
         return Batch.of(pool, range(n))
-    records = _with(take_rows(pool, range(n)), range(n), kinds, 0)
+    records = exchange_in_turn(take_rows(pool, range(n)), range(n), kinds, 0)
     return Batch(records, n, (id(pool), kinds))
 
 
@@ -98,20 +101,13 @@ def _exchanged(
     """Exchange half of the records; None if the model does not take the new ones."""
     rows = range(1, base.n - 1) if number % 2 else [*range(base.n // 4), *range(-(base.n // 4), 0)]
     rows = [row % base.n for row in rows]
-    after = _with(base.records, rows, kinds, number)
+    after = exchange_in_turn(base.records, rows, kinds, number)
     try:
         return comparisons.outcome(Change.exchanged(base, after, rows))
     except UnsupportedModelError:
         raise
     except Exception:
         return None
-
-
-def _with(batch: Any, rows: Sequence[int], kinds: Sequence[SyntheticKind], number: int) -> Any:
-    generator = torch.Generator().manual_seed(number)
-    for place, kind in enumerate(kinds):
-        batch = exchange_rows(batch, rows[place :: len(kinds)], kind, generator)
-    return batch
 
 
 def _tries(
@@ -125,16 +121,10 @@ def _tries(
             yield from _of_whole_numbers(place, part, tamest, tuple(numbers), last[place])
     reals = [place for place, part in enumerate(parts) if part.is_real]
     for name, scales in _SCALES.items() if reals else ():
-        every = tuple(_everywhere(tamest, reals, values) for values in scales)
+        every = tuple(tamest.everywhere(reals, values) for values in scales)
         each = tuple(tamest.at(place, v) for v in scales for place in reals)
         alone = (*(every if len(every) > 1 else ()), *(each if len(reals) > 1 else ()))
         yield _Try(every, alone, name)
-
-
-def _everywhere(kind: SyntheticKind, places: Sequence[int], values: Values) -> SyntheticKind:
-    for place in places:
-        kind = kind.at(place, values)
-    return kind
 
 
 def _of_labels(parts: Sequence[Part], tamest: SyntheticKind) -> Iterator[_Try]:
@@ -142,16 +132,13 @@ def _of_labels(parts: Sequence[Part], tamest: SyntheticKind) -> Iterator[_Try]:
     singles = [p for p, part in enumerate(parts) if part.is_single and not part.is_real]
     if singles:
         first = tamest.values[singles[0]].low
-        equal = _everywhere(tamest, singles, Values(first, first, 1))
+        equal = tamest.everywhere(singles, Values(first, first, 1))
         yield _Try((equal,), base=(equal,))
         yield _Try((tamest,), base=(equal,))
-    sizes = [math.prod(part.shape) for part in parts]
-    reals = [p for p, part in enumerate(parts) if part.is_real]
-    largest = max(reals, key=lambda p: (sizes[p], -p), default=-1)
-    labels = [p for p in reals if parts[p].is_single or p != largest]
-    for values in _LABELS if labels else ():
+    labels = real_labels(parts)
+    for values in REAL_LABELS if labels else ():
         ends = [Values(number, number, 1) for number in (values.low, values.high)]
-        base = tuple(_everywhere(tamest, labels, end) for end in ends)
+        base = tuple(tamest.everywhere(labels, end) for end in ends)
         yield _Try(base[::-1], base=base)
 
 

@@ -12,7 +12,6 @@ from torch import Tensor
 
 from lightning_dp._warnings import warn
 from lightning_dp._world import World
-from lightning_dp.config import PrivacyConfig
 from lightning_dp.gradients import ALONE, UnsupportedModelError
 from lightning_dp.isolation import BY_CONSTRUCTION, Isolation, probe_isolation
 from lightning_dp.isolation.ignored import target_means
@@ -65,7 +64,9 @@ class Probe:
         if self._step.one_record:
             self._warn_of_undone_state(batch)
             return
-        found = self._world.broadcast(_probe(self._module, batch, self._step, self._run.config))
+        found = self._world.broadcast(
+            _probe(self._module, batch, self._step, self._run, self._world.size)
+        )
         self._run.isolation = str(found)
         _raise_or_warn(found, self._module, may_warn=self._world.is_lead)
         self.kinds = found.kinds
@@ -93,18 +94,22 @@ class Probe:
 
 
 def _probe(
-    module: LightningModule, batch: Any, step: PrivateStep, config: PrivacyConfig
+    module: LightningModule, batch: Any, step: PrivateStep, run: PrivateRun, processes: int
 ) -> Isolation:
     """Probe the model with synthetic records of the batch's shapes; nothing of it is changed."""
+    plan = run.batches
+    chunks = 1 if plan is None else plan.chunks_per_step * processes
+    expected = 0 if plan is None else round(plan.expected_batch_size / chunks)
     trained = {id(param) for param in step.params}
     with step.without_engine():
         return probe_isolation(
             module,
             batch,
-            engine=config.engine,
+            engine=run.config.engine,
             trained=[name for name, p in module.named_parameters() if id(p) in trained],
             trainer=module.trainer,
-            loss_graph_check=config.loss_graph_check,
+            expected=expected,
+            loss_graph_check=run.config.loss_graph_check,
         )
 
 

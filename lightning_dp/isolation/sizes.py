@@ -1,0 +1,91 @@
+"""Batches of the size that a run has: branches that four records do not take."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from lightning_dp.gradients import UnsupportedModelError
+from lightning_dp.isolation.comparison import Batch, Change, Comparisons
+from lightning_dp.isolation.kinds import SyntheticKind, Values, exchange_rows, parts_of
+from lightning_dp.isolation.outcome import ISOLATED, Isolation
+from lightning_dp.isolation.synthetic import take_rows
+
+__all__ = ["probe_size"]
+
+_OPERATIONS = 1e11  # of a forward pass: a second or two of one core
+_NUMBERS = 2**29  # in the gradients of all records, where an engine makes them
+_MOST = 1024
+
+
+def probe_size(
+    comparisons: Comparisons,
+    pool: Any,
+    n: int,
+    tamest: SyntheticKind,
+    last: Sequence[int],
+    expected: int,
+) -> Isolation:
+    """Exchange half of the records of a batch as large as those of the run; leave out the last one.
+
+    As many as a few seconds allow: what was tried instead is said.
+
+    Args:
+        pool: synthetic records, the first n of which are the usual batch.
+        tamest: their kind.
+        last: for each part of the batch the largest whole number that the model takes.
+        expected: the number of records in a batch.
+    """
+    size = min(expected, _affordable(comparisons, pool, n))
+    left_out = (f"{expected} records at once, but {max(size, n)}",) if size < expected else ()
+    if size <= n:
+        return Isolation("isolated", left_out=left_out)
+    kind = _all_classes(pool, tamest, last)
+    records = take_rows(pool, [row % (2 * n) for row in range(size)])
+    generator = torch.Generator().manual_seed(0)
+    before = Batch(exchange_rows(records, range(size), kind, generator), size, (id(pool), size))
+    rows = range(0, size, 2)
+    after = exchange_rows(before.records, rows, kind, generator)
+    try:
+        found = comparisons.outcome(Change.exchanged(before, after, rows))
+        if found.outcome == "isolated" and not comparisons.answer(before).is_random:
+            found = _last_left_out(comparisons, before)
+    except UnsupportedModelError:
+        raise
+    except Exception:
+        return Isolation("isolated", left_out=(f"{size} records at once",))
+    return found if found.outcome != "isolated" else Isolation("isolated", left_out=left_out)
+
+
+def _last_left_out(comparisons: Comparisons, before: Batch) -> Isolation:
+    others = range(before.n - 1)
+    try:
+        return comparisons.outcome(Change(before, Batch.of(before.records, others), others, others))
+    except UnsupportedModelError:
+        raise
+    except Exception:  # some models run on an even number of records only
+        return ISOLATED
+
+
+def _all_classes(pool: Any, tamest: SyntheticKind, last: Sequence[int]) -> SyntheticKind:
+    """Return a kind with all class numbers that the model takes, where there is one per record."""
+    kind = tamest
+    for place, part in enumerate(parts_of(pool)):
+        if not part.is_real and part.is_single:
+            low = int(tamest.of(place, part.dtype).low)
+            kind = kind.at(place, Values(low, last[place], last[place] - low + 1))
+    return kind
+
+
+def _affordable(comparisons: Comparisons, pool: Any, n: int) -> int:
+    """Return how many records a pass may have."""
+    passes = comparisons.passes
+    with FlopCounterMode(display=False) as counter:
+        passes.loss(take_rows(pool, range(n)))
+    operations = counter.get_total_flops() / n
+    own = dict(passes.module.named_parameters())
+    numbers = sum(own[name].numel() for name in passes.trained)
+    return int(min(_MOST, _OPERATIONS / max(operations, 1), _NUMBERS / max(numbers, 1)))
