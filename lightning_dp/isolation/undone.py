@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from lightning_dp.isolation.passes import Passes
-from lightning_dp.isolation.probe import pool_that_runs
+from lightning_dp.isolation.pools import pool_that_runs
 from lightning_dp.isolation.synthetic import ValidLabels, take_rows
 
 __all__ = ["UNDONE", "changed_by_a_record"]
