@@ -88,8 +88,7 @@ def test_without_the_checks_epsilon_is_false(name):
 def test_with_the_checks_a_fit_is_refused_or_voided(name, request):
     if name in NOT_SEEN:
         request.applymarker(pytest.mark.xfail(reason=NOT_SEEN[name], strict=False))
-    case = BAD[name]
-    for records in case.neighbours(64)[:1]:
-        with warnings.catch_warnings(), pytest.raises(REFUSALS):
-            warnings.simplefilter("ignore")
-            checked_fit(case, records)
+    with warnings.catch_warnings(), pytest.raises(REFUSALS):
+        warnings.simplefilter("ignore")
+        for records in BAD[name].neighbours(64):  # an edit may show with the odd record only
+            checked_fit(BAD[name], records)
