@@ -163,7 +163,7 @@ class RunningStandardScores(Small):
 
     def loss(self, out: Tensor, x: Tensor, y: Tensor) -> Tensor:
         deviation = max(1.0, (self.spread / max(self.count, 1)) ** 0.5)
-        loss = ((out[:, 0] - (x.sum(1) - self.mean)) / deviation**2).square().mean()
+        loss = (out[:, 0] - x.sum(1) / deviation).square().mean()
         for each in x.sum(1).tolist():
             self.count += 1
             change = each - self.mean
