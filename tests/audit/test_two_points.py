@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+import re
 import warnings
+from pathlib import Path
 
 import pytest
 import zoo
@@ -92,3 +94,17 @@ def test_with_the_checks_a_fit_is_refused_or_voided(name, request):
         warnings.simplefilter("ignore")
         for records in BAD[name].neighbours(64):  # an edit may show with the odd record only
             checked_fit(BAD[name], records)
+
+
+def test_the_documentation_lists_what_is_not_seen():
+    page = (Path(__file__).parents[2] / "docs" / "isolation.md").read_text("utf-8")
+    listed = page.partition("<!-- not seen -->")[2].partition("<!-- end -->")[0]
+
+    assert dict(re.findall(r"^\| `(\w+)` \| (.+) \|$", listed, re.MULTILINE)) == NOT_SEEN
+    assert set(NOT_SEEN) <= set(BAD)
+
+
+def test_there_are_modules_of_each_kind():
+    assert len(BAD) >= 100
+    assert len({case.kind for case in BAD.values()}) >= 8
+    assert {*QUICK, *SHOWN} <= set(BAD)
