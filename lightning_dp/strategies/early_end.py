@@ -86,24 +86,24 @@ class Agreement:
         self._run, self._world, self._device = run, world, device
         self._broadcast, self._leave = broadcast, leave
 
-    def __call__(self, fault: str | None, place: Place = Place.RELEASE) -> None:
+    def __call__(self, fault: str | None, place: Place = Place.RELEASE, *, unused: int = 0) -> None:
         """Go on, or end the run.
 
         Args:
             fault: what this rank found, or None.
             place: where it is.
+            unused: charges of which nothing was used so far.
 
         Raises:
             VoidedRunError: on all ranks.
-            MisconfigurationException: instead, if the very first release was not used yet: there is
-                nothing to withdraw.
+            MisconfigurationException: instead, if those are all charges: there is nothing to withdraw.
         """
         if (voided := self._run.voided) is not None:  # and somebody caught the error
             raise VoidedRunError(voided)
         reason = self._common(fault, place)
         if reason is None:
             return
-        if place is Place.UPDATE and self._run.steps <= 1:
+        if self._run.steps <= unused:
             raise MisconfigurationException(reason)
         self._end(reason)
 

@@ -39,11 +39,19 @@ _MOMENTS = (
     "be declared, and is then printed in the report: "
     "DifferentialPrivacy(gradient_edits='what is done')."
 )
+_SKIPPED = (
+    "optimizer.step() was called for some batches and not for others. Which ones can come from the "
+    "records (a loss that spikes, a gradient that is not finite), and a step that is left out has no "
+    "noise, so ε would not hold. Call it once for every batch; accumulate with "
+    "Trainer(accumulate_grad_batches=...). If numbers of steps alone decide, it is to be declared, and "
+    "is then printed in the report: DifferentialPrivacy(gradient_edits='what is left out')."
+)
 _CLIP = {
     True: "set Trainer(gradient_clip_val=..., gradient_clip_algorithm=...)",
     False: "call self.clip_gradients() with constants in training_step, before optimizer.step()",
 }
 _BEFORE_STEP = "on_before_optimizer_step"
+_SCALES = ("grad_scale", "found_inf")  # what fused optimizers read besides p.grad
 _HOOKS = (_BEFORE_STEP, "configure_gradient_clipping", "optimizer_step")
 _CLIPS = ("clip_gradients", "clip_grad_by_norm", "clip_grad_by_value", "main_params")
 
@@ -55,6 +63,7 @@ class GradientEdits:
       to ``p.grad.data`` is seen too.
     - Lightning's own clipping, done at each step as at the first one, is no edit. Where it is asked
       for before the release, as in manual optimization, it is done after it.
+    - The moments of the optimizer are its own, and it steps for each batch, or for none.
     - Declared edits are not looked for.
 
     Args:
@@ -78,6 +87,8 @@ class GradientEdits:
         self._usual: list[Clipping] | None = None  # what the first step clipped
         self._state: list[tuple[Tensor, int]] = []  # of the optimizer, with versions
         self._has_other_state = False
+        self.skipped = 0
+        """Batches that were charged and answered, and not stepped for."""
 
     def begin(self, released: Tensor) -> None:
         """Remember what was put into ``p.grad``, and clip it if that was asked for.
@@ -107,6 +118,12 @@ class GradientEdits:
         if is_compared:
             self._expected = self._now()
 
+    def skip(self) -> str | None:
+        """Count a batch without its step; return why the run may not go on."""
+        self.skipped += 1
+        is_fault = self._usual is not None and not self._is_declared
+        return _SKIPPED if is_fault else None
+
     def note_state(self, optimizer: Optimizer) -> None:
         """Remember the optimizer's moments: until it steps again, nobody else may write to them."""
         self._state = list(_versions(optimizer))
@@ -119,16 +136,24 @@ class GradientEdits:
 
     def fault(self, optimizer: Optimizer) -> str | None:
         """Return why the optimizer may not use the gradients; None if it may. Once a release."""
-        found = None if self._expected is None else self._found()
+        found = None if self._expected is None else self._found(optimizer)
+        is_late = self._usual is None and self.skipped and not self._is_declared
         if self._usual is None:
             self._usual = self._clipped
         self._released, self._expected, self._gradients = None, None, []
+        if is_late:
+            return _SKIPPED
         if found is None:
             return self._of_frozen(optimizer) or self._of_state(optimizer)
         cure = _CLIP[self._trainer.lightning_module.automatic_optimization]
         return _EDITED.format(found, ", ".join(self._writers(optimizer)), cure)
 
-    def _found(self) -> str | None:
+    def _found(self, optimizer: Optimizer) -> str | None:
+        groups = [each for group in optimizer.param_groups for each in group["params"]]
+        if not {id(param) for param in self._parameters} <= {id(param) for param in groups}:
+            return "a parameter was taken out of the optimizer"
+        if any(getattr(optimizer, name, None) is not None for name in _SCALES):
+            return "the optimizer was told to scale it or to leave it out"
         if self._is_other():
             return "a parameter lost it, or got one of another kind"
         if bool((self._now() != self._expected) | self._is_edited):

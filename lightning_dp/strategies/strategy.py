@@ -216,7 +216,7 @@ class DifferentialPrivacyStrategy(Strategy):
         loader = private_loader_of(self._trainer)
         chunk = chunk_in_hand(loader, batch_idx)
         if chunk.first and mechanism.is_begun:
-            fit.agree(fit.step.fault(mechanism), Place.NO_RELEASE)
+            self._agree_without_step()
             self._replan_after_waste()
         if chunk.first and run.exhausted:
             end_training(self._trainer, run)
@@ -234,6 +234,14 @@ class DifferentialPrivacyStrategy(Strategy):
             self.barrier("privacy charge")  # on the disk before any rank touches the batch
         fit.records.after_charge(loader, chunk)
         fit.spots.at_chunk(chunk)
+
+    def _agree_without_step(self) -> None:
+        """Go on, or end the run, where a batch was charged and the optimizer did not step."""
+        fit, mechanism = self._now, self._mechanism
+        fault = fit.step.fault(mechanism)
+        if fit.step.is_unreleased(mechanism):
+            fault = fault or fit.edits.skip()
+        fit.agree(fault, Place.NO_RELEASE)
 
     def _replan_after_waste(self) -> None:
         """Find again what the budget affords of the plan, after a charge that was spent on nothing."""
@@ -374,7 +382,7 @@ class DifferentialPrivacyStrategy(Strategy):
             fit.first.enter_update()
 
         def check_update() -> None:
-            fit.agree(fit.edits.fault(optimizer), Place.UPDATE)
+            fit.agree(fit.edits.fault(optimizer), Place.UPDATE, unused=fit.edits.skipped + 1)
 
         fit.edits.look_at_state(optimizer)
         fit.step.expect_update()
@@ -397,7 +405,7 @@ class DifferentialPrivacyStrategy(Strategy):
         trainer, run, fit = self._trainer, self.private_run, self._now
         fit.monitors.check()
         if self._mechanism.is_begun:
-            fit.agree(fit.step.fault(self._mechanism), Place.NO_RELEASE)
+            self._agree_without_step()
         for callback in self._callbacks:
             callback.on_privacy_end(trainer, run)
 

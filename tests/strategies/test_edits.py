@@ -16,6 +16,7 @@ from lightning.pytorch.plugins import Precision
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import StepLR
 
+from lightning_dp._warnings import PrivacyWarning
 from lightning_dp.accounting.events import VoidedRunError
 from lightning_dp.callbacks import DifferentialPrivacy
 from lightning_dp.report import PrivacyReport
@@ -379,6 +380,19 @@ def test_a_gradient_of_a_frozen_parameter_is_refused(assert_refused_at_once):
     )
 
 
+def takes_a_parameter_out(model: Any) -> None:
+    model.trainer.optimizers[0].param_groups[0]["params"].pop(-1)
+
+
+def scales_in_the_optimizer(model: Any) -> None:
+    model.trainer.optimizers[0].grad_scale = torch.tensor(2.0)
+
+
+@pytest.mark.parametrize("edit", [takes_a_parameter_out, scales_in_the_optimizer])
+def test_the_optimizer_is_told_nothing_else_between_release_and_step(edit, assert_refused_at_once):
+    assert_refused_at_once(in_the_module, edit)
+
+
 def test_an_edit_is_not_hidden_by_the_clipping_after_it(assert_refused_at_once):
     assert_refused_at_once(in_the_module, scales, trainer={"gradient_clip_val": 1e-3})
 
@@ -430,6 +444,67 @@ def test_an_edit_of_the_moments_of_the_optimizer_voids_the_run(place, edit, run,
 
     assert_voided(place, edit, change=change, match="state of Adam.*between two steps")
     run(place, edit, change=change, gradient_edits="moments are damped")
+
+
+def steps_if(model: Any, condition: Callable[[Any], bool]) -> None:
+    """In manual optimization."""
+    by_hand(model)
+
+    def step(loss: Tensor) -> None:
+        model.manual_backward(loss)
+        if condition(model):
+            model.optimizers().step()
+
+    model.by_hand = step
+
+
+SKIPPED = r"some batches and not for others.*gradient_edits="
+
+
+def test_a_step_that_is_left_out_voids_the_run(run, weights):
+    only_the_first = {"change": lambda m: steps_if(m, lambda model: model.global_step == 0)}
+
+    with pytest.raises(VoidedRunError, match=SKIPPED):
+        run(trainer={"max_steps": -1, "max_epochs": 1}, **only_the_first)
+    assert run.privacy.steps == 2
+
+
+def test_a_step_left_out_of_optimizer_step_voids_the_run(run):
+    def change(model: Any) -> None:
+        def optimizer_step(epoch: int, batch_idx: int, optimizer: Any, closure: Any) -> None:
+            closure()
+            if batch_idx != 1:
+                optimizer.step()
+
+        model.optimizer_step = optimizer_step
+
+    with pytest.raises(VoidedRunError, match=SKIPPED):
+        run(change=change)
+
+
+def test_a_first_step_after_batches_without_one_is_refused(run, weights):
+    def change(model: Any) -> None:
+        model.batches = 0
+
+        def every_third(model: Any) -> bool:
+            model.batches += 1
+            return model.batches % 3 == 0
+
+        steps_if(model, every_third)
+
+    whole = {"trainer": {"max_steps": -1, "max_epochs": 1}, "change": change}
+    with (
+        pytest.raises(MisconfigurationException, match=SKIPPED),
+        pytest.warns(PrivacyWarning, match="charged and never released"),
+    ):
+        run(**whole)
+    assert run.privacy.steps == 3
+    assert math.isfinite(run.privacy.epsilon)
+    assert torch.equal(weights(run.model), run.start)
+
+    with pytest.warns(PrivacyWarning, match="charged and never released"):
+        run(gradient_edits="every third batch is stepped for", **whole)
+    assert not torch.equal(weights(run.model), run.start)
 
 
 class CountsFirst(torch.optim.SGD):
