@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeAlias
 
@@ -51,6 +52,7 @@ _CLIP = {
     False: "call self.clip_gradients() with constants in training_step, before optimizer.step()",
 }
 _BEFORE_STEP = "on_before_optimizer_step"
+_ENTRIES = 2**18  # that a fingerprint takes; of larger models only so many
 _SCALES = ("grad_scale", "found_inf")  # what fused optimizers read besides p.grad
 _HOOKS = (_BEFORE_STEP, "configure_gradient_clipping", "optimizer_step")
 _CLIPS = ("clip_gradients", "clip_grad_by_norm", "clip_grad_by_value", "main_params")
@@ -59,8 +61,9 @@ _CLIPS = ("clip_gradients", "clip_grad_by_norm", "clip_grad_by_value", "main_par
 class GradientEdits:
     """Compares ``p.grad``, when the optimizer is about to use it, with what was released.
 
-    - Compared are the bits, by a fingerprint of all gradients: no copy is kept, and what is written
-      to ``p.grad.data`` is seen too.
+    - It must be the same tensor, in the same memory, and nobody may have written to it: version
+      counters tell. What they miss (``p.grad.data``, NumPy) a fingerprint of the bits shows, of all
+      entries, or of a few hundred thousand where there are more, others at each step. No copy is kept.
     - Lightning's own clipping, done at each step as at the first one, is no edit. Where it is asked
       for before the release, as in manual optimization, it is done after it.
     - The moments of the optimizer are its own, and it steps for each batch, or for none.
@@ -78,10 +81,10 @@ class GradientEdits:
         self._trainer = trainer
         self._parameters = parameters
         self._is_declared = is_declared
-        self._released: Tensor | None = None  # one vector; None where no release waits for its step
-        self._gradients: list[tuple[Tensor | None, int]] = []  # with their places in memory
-        self._expected: Tensor | None = None  # fingerprint; None where nothing is compared
-        self._is_edited: Tensor | bool = False  # before it was clipped
+        self._waits = False  # a release for its step
+        self._steps = 0
+        self._expected: _Gradients | None = None  # None where nothing is compared
+        self._is_edited = False  # before it was clipped
         self._asked: dict[Clipping, Callable[[], None]] = {}  # before the release
         self._clipped: list[Clipping] = []  # since the release
         self._usual: list[Clipping] | None = None  # what the first step clipped
@@ -90,14 +93,10 @@ class GradientEdits:
         self.skipped = 0
         """Batches that were charged and answered, and not stepped for."""
 
-    def begin(self, released: Tensor) -> None:
-        """Remember what was put into ``p.grad``, and clip it if that was asked for.
-
-        Args:
-            released: the vector that the gradients are views of, or were cast from.
-        """
-        self._released, self._is_edited, self._clipped = released, False, []
-        self._gradients = [(param.grad, _place(param.grad)) for param in self._parameters]
+    def begin(self) -> None:
+        """Remember what was put into ``p.grad``, and clip it if that was asked for."""
+        self._waits, self._is_edited, self._clipped = True, False, []
+        self._steps += 1
         self._expected = None if self._is_declared else self._now()
         asked, self._asked = self._asked, {}
         for clipping, clip in asked.items():
@@ -107,16 +106,18 @@ class GradientEdits:
         """Clip as Lightning does, and expect what it gives; before a release, wait for it."""
         if clipping[0] <= 0:
             return  # asks for nothing
-        if self._released is None:
+        if not self._waits:
             self._asked[clipping] = clip
             return
-        is_compared = self._expected is not None and not self._is_other()
-        if is_compared:
-            self._is_edited = (self._now() != self._expected) | self._is_edited
+        if self._expected is not None:
+            self._is_edited = self._is_edited or self._now().differ(self._expected)
         clip()
         self._clipped.append(clipping)
-        if is_compared:
+        if self._expected is not None:
             self._expected = self._now()
+
+    def _now(self) -> _Gradients:
+        return _Gradients.of(self._parameters, self._steps)
 
     def skip(self) -> str | None:
         """Count a batch without its step; return why the run may not go on."""
@@ -136,11 +137,12 @@ class GradientEdits:
 
     def fault(self, optimizer: Optimizer) -> str | None:
         """Return why the optimizer may not use the gradients; None if it may. Once a release."""
-        found = None if self._expected is None else self._found(optimizer)
+        expected = self._expected
+        found = None if expected is None else self._found(optimizer, expected)
         is_late = self._usual is None and self.skipped and not self._is_declared
         if self._usual is None:
             self._usual = self._clipped
-        self._released, self._expected, self._gradients = None, None, []
+        self._waits, self._expected = False, None
         if is_late:
             return _SKIPPED
         if found is None:
@@ -148,16 +150,14 @@ class GradientEdits:
         cure = _CLIP[self._trainer.lightning_module.automatic_optimization]
         return _EDITED.format(found, ", ".join(self._writers(optimizer)), cure)
 
-    def _found(self, optimizer: Optimizer) -> str | None:
+    def _found(self, optimizer: Optimizer, expected: _Gradients) -> str | None:
         groups = [each for group in optimizer.param_groups for each in group["params"]]
         if not {id(param) for param in self._parameters} <= {id(param) for param in groups}:
             return "a parameter was taken out of the optimizer"
         if any(getattr(optimizer, name, None) is not None for name in _SCALES):
             return "the optimizer was told to scale it or to leave it out"
-        if self._is_other():
-            return "a parameter lost it, or got one of another kind"
-        if bool((self._now() != self._expected) | self._is_edited):
-            return "it was written to"
+        if self._is_edited or self._now().differ(expected):
+            return "it was written to, or replaced"
         if self._usual not in (None, self._clipped):
             return "clip_gradients() was called otherwise than in the first step"
         return None
@@ -180,25 +180,6 @@ class GradientEdits:
         is_fault = self._has_other_state and not self._is_declared
         return _MOMENTS.format(type(optimizer).__name__) if is_fault else None
 
-    def _is_other(self) -> bool:
-        """Tell by kinds alone that a parameter has another gradient."""
-        return any(
-            param.grad is None
-            or param.grad.layout != torch.strided
-            or (param.grad.shape, param.grad.dtype) != (param.shape, param.dtype)
-            for param in self._parameters
-        )
-
-    def _now(self) -> Tensor:
-        """Return the fingerprint of the gradients; of the vector while they still are its parts."""
-        assert self._released is not None
-        now = [param.grad for param in self._parameters if param.grad is not None]
-        are_its_parts = all(
-            each is put and each.data_ptr() == place and each.dtype == self._released.dtype
-            for each, (put, place) in zip(now, self._gradients, strict=True)
-        )
-        return fingerprint([self._released] if are_its_parts else now)
-
     def _writers(self, optimizer: Optimizer) -> Iterator[str]:
         """Yield, by the model's public structure, whatever can write to it in between."""
         module, trainer = self._trainer.lightning_module, self._trainer
@@ -213,8 +194,48 @@ class GradientEdits:
         yield f"hooks of {type(optimizer).__name__}.step"
 
 
-def _place(gradient: Tensor | None) -> int:
-    return 0 if gradient is None else gradient.data_ptr()
+@dataclass(frozen=True)
+class _Gradients:
+    """All that tells whether gradients are the same, without a copy of them.
+
+    Args:
+        marks: of each one its id, the place in memory, and how often it was written to.
+        bits: fingerprint of some of their entries, on their device.
+        held: the tensors, so that ids stay theirs.
+    """
+
+    marks: tuple[tuple[int, ...], ...]
+    bits: Tensor
+    held: tuple[Tensor | None, ...]
+
+    @classmethod
+    def of(cls, parameters: Sequence[nn.Parameter], step: int) -> _Gradients:
+        """Look at the gradients of a step; over some steps, all entries have their turn."""
+        found = tuple(param.grad for param in parameters)
+        return cls(tuple(map(_mark, found)), fingerprint(list(_sample(found, step))), found)
+
+    def differ(self, others: _Gradients) -> bool:
+        """Tell whether these are not those, without waiting for a device where marks tell."""
+        return self.marks != others.marks or bool(self.bits != others.bits)
+
+
+def _mark(gradient: Tensor | None) -> tuple[int, ...]:
+    if gradient is None or gradient.layout != torch.strided:
+        return (id(gradient),)
+    writes = 0 if gradient.is_inference() else gradient._version
+    return id(gradient), gradient.data_ptr(), writes
+
+
+def _sample(gradients: Sequence[Tensor | None], step: int) -> Iterator[Tensor]:
+    """Yield entries of the gradients, evenly spread; at once of those that share their memory."""
+    vectors: dict[int, Tensor] = {}
+    for each in gradients:
+        if each is not None and each.layout == torch.strided:
+            whole = each if each._base is None else each._base
+            vectors[id(whole)] = whole
+    stride = max(1, sum(each.numel() for each in vectors.values()) // _ENTRIES)
+    for each in vectors.values():
+        yield each.detach().reshape(-1)[step % stride % max(1, each.numel()) :: stride]
 
 
 def _versions(optimizer: Optimizer) -> Iterator[tuple[Tensor, int]]:

@@ -388,8 +388,8 @@ class PrivateStep:
         optimizer: Optimizer,
         agree: Callable[[str | None], None],
         check: Callable[[], None],
-    ) -> Tensor:
-        """Give every trained parameter its private gradient; return them as one vector.
+    ) -> None:
+        """Give every trained parameter its private gradient.
 
         Args:
             agree: called with the fault of this process, if any, before anything is noised; it
@@ -412,7 +412,6 @@ class PrivateStep:
         for param, gradient in zip(self.params, unflatten(estimate, self.params), strict=True):
             param.grad = gradient
         self._passes.allow_step(check)
-        return estimate
 
     def detach(self) -> None:
         """Leave the model as it was."""

@@ -377,8 +377,8 @@ class DifferentialPrivacyStrategy(Strategy):
             fit.edits.note_state(optimizer)  # an optimizer may begin its step before
             once()  # its loss has no noise: an optimizer that sets its step size by it must not see it
             fit.spots.settle(fit.agree)
-            released = fit.step.release(mechanism, optimizer, fit.agree, check_update)
-            fit.edits.begin(released)
+            fit.step.release(mechanism, optimizer, fit.agree, check_update)
+            fit.edits.begin()
             fit.first.enter_update()
 
         def check_update() -> None:

@@ -20,6 +20,7 @@ from lightning_dp._warnings import PrivacyWarning
 from lightning_dp.accounting.events import VoidedRunError
 from lightning_dp.callbacks import DifferentialPrivacy
 from lightning_dp.report import PrivacyReport
+from lightning_dp.strategies import edits
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*already private")
 
@@ -544,11 +545,27 @@ def clips_at_a_norm_that_is_never_reached(model: Any) -> None:
     nn.utils.clip_grad_norm_(model.parameters(), 1e9)
 
 
-@pytest.mark.parametrize(
-    "harmless", [reads_the_norm, copies, clips_at_a_norm_that_is_never_reached]
-)
-def test_what_changes_nothing_passes(harmless, run, plain):
-    assert torch.equal(run(in_the_module, harmless, trainer={"max_steps": 1}), plain)
+def test_reading_the_gradients_is_no_edit(run, plain):
+    assert torch.equal(run(in_the_module, reads_the_norm, trainer={"max_steps": 1}), plain)
+
+
+@pytest.mark.parametrize("harmless", [copies, clips_at_a_norm_that_is_never_reached])
+def test_an_edit_is_refused_at_once_also_where_it_changes_nothing_yet(
+    harmless, assert_refused_at_once
+):
+    """Else a clipping by hand would end the run at the first step whose norm it bounds."""
+    assert_refused_at_once(in_the_module, harmless)
+
+
+def test_all_entries_have_their_turn_where_there_are_many(monkeypatch, run):
+    monkeypatch.setattr(edits, "_ENTRIES", 16)
+
+    def past_the_version_counter(model: Any) -> None:
+        trained(model)[0].grad.data[0, 0] += 1.0
+
+    run(in_a_callback, reads_the_norm)
+    with pytest.raises((MisconfigurationException, VoidedRunError), match=REFUSED):
+        run(in_a_callback, past_the_version_counter, trainer={"max_steps": 10})
 
 
 @pytest.mark.parametrize("algorithm", ["norm", "value"])
