@@ -2,28 +2,27 @@
 
     python benchmarks/edits.py
 
-Nanoseconds a value for one fingerprint (a step makes two) beside one draw of noise, and milliseconds
-a step with the comparison and without it, in turn, on one thread; least and largest ratios beside
-the median.
+Processor microseconds a step for each model, beside one draw of its noise: two looks at the gradients,
+and their comparison. Processor nanoseconds a value for a fingerprint of all of them.
 """
 
 from __future__ import annotations
 
-import statistics
-import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
-from models import MODELS, Model
-from step import _fit, measure, quiet, ratios
+from models import MODELS
+from step import quiet
+from torch import nn
 
 from lightning_dp._fingerprint import fingerprint
 from lightning_dp._noise import NoiseSource
-from lightning_dp.callbacks import DifferentialPrivacy
+from lightning_dp.functional import unflatten
+from lightning_dp.strategies.edits import Gradients
 
-ROUNDS, STEPS, VALUES, TURNS = 7, 30, 4_000_000, 9
+VALUES, TURNS = 4_000_000, 15
 
 
 def processor_seconds(function: Callable[[], object]) -> float:
@@ -36,37 +35,32 @@ def processor_seconds(function: Callable[[], object]) -> float:
     return min(times)
 
 
-def private(model: Model, steps: int, *, compares: bool) -> float:
-    """Seconds a step of the Trainer with the callback."""
-    with tempfile.TemporaryDirectory() as journal:
-        privacy = DifferentialPrivacy(
-            noise_multiplier=1.0,
-            target_delta=1e-6,
-            ledger_dir=journal,
-            isolation_probe=False,
-            spot_checks=False,
-            gradient_edits=None if compares else "none",
-        )
-        return _fit(model, steps, [privacy])
+def with_gradients(net: nn.Module) -> list[nn.Parameter]:
+    """The parameters, whose gradients are parts of one vector."""
+    parameters = list(net.parameters())
+    released = torch.randn(sum(param.numel() for param in parameters))
+    for param, gradient in zip(parameters, unflatten(released, parameters), strict=True):
+        param.grad = gradient
+    return parameters
+
+
+def compare(parameters: Sequence[nn.Parameter], step: int) -> bool:
+    """What one step does."""
+    released = Gradients.of(parameters, step)
+    return Gradients.of(parameters, step).differ(released)
 
 
 def main() -> None:
     quiet()
-    values, source, cpu = torch.randn(VALUES), NoiseSource(), torch.device("cpu")
-    for name, function in {
-        "fingerprint": partial(fingerprint, [values]),
-        "noise": partial(source.normal, VALUES, cpu),
-    }.items():
-        print(f"{name}: {1e9 * processor_seconds(function) / VALUES:.2f} ns a value")
-    one = [torch.randn(1000)]
-    print(f"fingerprint of 1000 values: {1e6 * processor_seconds(lambda: fingerprint(one)):.0f} µs")
-    for name in ("logistic regression", "MLP"):
-        runs = {"off": partial(private, compares=False), "on": partial(private, compares=True)}
-        times = measure(runs, MODELS[name], STEPS, ROUNDS)
-        off, on = (1e3 * statistics.median(times[each]) for each in ("off", "on"))
-        low, *_, high = found = ratios(times, "off")["on"]
-        middle = statistics.median(found)
-        print(f"{name}: {off:.2f} ms off, {on:.2f} ms on: {middle:.3f} ({low:.2f} to {high:.2f})")
+    source, cpu = NoiseSource(), torch.device("cpu")
+    nanoseconds = 1e9 / VALUES * processor_seconds(partial(fingerprint, [torch.randn(VALUES)]))
+    print(f"a fingerprint: {nanoseconds:.2f} ns a value")
+    for name, model in MODELS.items():
+        parameters = with_gradients(model.make())
+        values = sum(param.numel() for param in parameters)
+        compared = 1e6 * processor_seconds(partial(compare, parameters, 3))
+        noise = 1e6 * processor_seconds(partial(source.normal, values, cpu))
+        print(f"{name}, {values} values: {compared:.0f} µs a step, noise {noise:.0f} µs")
 
 
 if __name__ == "__main__":

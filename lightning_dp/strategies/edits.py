@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 
 from lightning_dp._fingerprint import fingerprint
 
-__all__ = ["GradientEdits", "watched"]
+__all__ = ["GradientEdits", "Gradients", "watched"]
 
 Clipping: TypeAlias = tuple[float, GradClipAlgorithmType]
 
@@ -52,7 +52,7 @@ _CLIP = {
     False: "call self.clip_gradients() with constants in training_step, before optimizer.step()",
 }
 _BEFORE_STEP = "on_before_optimizer_step"
-_ENTRIES = 2**18  # that a fingerprint takes; of larger models only so many
+_ENTRIES = 2**16  # that a fingerprint takes; of larger models only so many
 _SCALES = ("grad_scale", "found_inf")  # what fused optimizers read besides p.grad
 _HOOKS = (_BEFORE_STEP, "configure_gradient_clipping", "optimizer_step")
 _CLIPS = ("clip_gradients", "clip_grad_by_norm", "clip_grad_by_value", "main_params")
@@ -63,7 +63,7 @@ class GradientEdits:
 
     - It must be the same tensor, in the same memory, and nobody may have written to it: version
       counters tell. What they miss (``p.grad.data``, NumPy) a fingerprint of the bits shows, of all
-      entries, or of a few hundred thousand where there are more, others at each step. No copy is kept.
+      entries, or of every k-th where there are more than 65,536, others at each step. No copy is kept.
     - Lightning's own clipping, done at each step as at the first one, is no edit. Where it is asked
       for before the release, as in manual optimization, it is done after it.
     - The moments of the optimizer are its own, and it steps for each batch, or for none.
@@ -83,7 +83,7 @@ class GradientEdits:
         self._is_declared = is_declared
         self._waits = False  # a release for its step
         self._steps = 0
-        self._expected: _Gradients | None = None  # None where nothing is compared
+        self._expected: Gradients | None = None  # None where nothing is compared
         self._is_edited = False  # before it was clipped
         self._asked: dict[Clipping, Callable[[], None]] = {}  # before the release
         self._clipped: list[Clipping] = []  # since the release
@@ -116,8 +116,8 @@ class GradientEdits:
         if self._expected is not None:
             self._expected = self._now()
 
-    def _now(self) -> _Gradients:
-        return _Gradients.of(self._parameters, self._steps)
+    def _now(self) -> Gradients:
+        return Gradients.of(self._parameters, self._steps)
 
     def skip(self) -> str | None:
         """Count a batch without its step; return why the run may not go on."""
@@ -150,7 +150,7 @@ class GradientEdits:
         cure = _CLIP[self._trainer.lightning_module.automatic_optimization]
         return _EDITED.format(found, ", ".join(self._writers(optimizer)), cure)
 
-    def _found(self, optimizer: Optimizer, expected: _Gradients) -> str | None:
+    def _found(self, optimizer: Optimizer, expected: Gradients) -> str | None:
         groups = [each for group in optimizer.param_groups for each in group["params"]]
         if not {id(param) for param in self._parameters} <= {id(param) for param in groups}:
             return "a parameter was taken out of the optimizer"
@@ -195,7 +195,7 @@ class GradientEdits:
 
 
 @dataclass(frozen=True)
-class _Gradients:
+class Gradients:
     """All that tells whether gradients are the same, without a copy of them.
 
     Args:
@@ -209,12 +209,12 @@ class _Gradients:
     held: tuple[Tensor | None, ...]
 
     @classmethod
-    def of(cls, parameters: Sequence[nn.Parameter], step: int) -> _Gradients:
+    def of(cls, parameters: Sequence[nn.Parameter], step: int) -> Gradients:
         """Look at the gradients of a step; over some steps, all entries have their turn."""
         found = tuple(param.grad for param in parameters)
         return cls(tuple(map(_mark, found)), fingerprint(list(_sample(found, step))), found)
 
-    def differ(self, others: _Gradients) -> bool:
+    def differ(self, others: Gradients) -> bool:
         """Tell whether these are not those, without waiting for a device where marks tell."""
         return self.marks != others.marks or bool(self.bits != others.bits)
 
