@@ -16,7 +16,7 @@ from lightning_dp.isolation.synthetic import take_rows
 __all__ = ["Exchange", "SpotPlan", "copied"]
 
 _EARLY = frozenset({0, 1, 2, 4, 8, 16, 32})
-_ONE_IN = 80
+_ONE_IN = 60
 # The first steps of epochs are checked while there are no more checks than these.
 _ALLOWANCE, _ONE_IN_AT_MOST = 18, 60
 _SINGLE = 4  # of so many checks, in one a single record is exchanged; in the others half of them
@@ -48,7 +48,7 @@ class SpotPlan:
     def is_due(self, step: int, made: int, *, begins_epoch: bool) -> bool:
         """Tell whether a step is checked.
 
-        At steps 0, 1, 2, 4, 8, 16 and 32, at one in 80 of all, and at the first of each epoch, as
+        At steps 0, 1, 2, 4, 8, 16 and 32, at one in 60 of all, and at the first of each epoch, as
         long as these are not too many.
 
         Args:
@@ -59,7 +59,7 @@ class SpotPlan:
         Example:
             >>> plan = SpotPlan("a run")
             >>> [step for step in range(200) if plan.is_due(step, 0, begins_epoch=False)][:8]
-            [0, 1, 2, 4, 8, 16, 32, 61]
+            [0, 1, 2, 4, 8, 16, 32, 66]
         """
         if step in _EARLY or self._number(step, "due") % _ONE_IN == 0:
             return True

@@ -71,7 +71,8 @@ def _spot_checks(run: PrivateRun) -> str:
         return "opted out"
     if run.config.engine == "one_by_one":
         return "not needed: each record runs alone"
-    return f"at {run.spot_checks} step{'' if run.spot_checks == 1 else 's'} since the last resume"
+    steps = f"{run.spot_checks} step{'' if run.spot_checks == 1 else 's'}"
+    return f"at {steps} since the last resume, as far as the model can be run once more"
 
 
 def _mechanism(run: PrivateRun) -> dict[str, str]:
