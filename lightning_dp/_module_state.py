@@ -275,6 +275,8 @@ class _Walk:
 
     def _module(self, module: nn.Module, kind: Kind) -> Held:
         self._class_of(type(module))
+        for hook in _hooks_of(module):
+            self._held(hook, kind, 1, self._new)
         own = vars(module)
         hidden = _INTERNAL if isinstance(module, LightningModule) else _INTERNAL_OF_TORCH
 
@@ -349,6 +351,12 @@ class _Walk:
         self.roots[key] = name, held
         self.known[key] = held
         self._work.append((held, 0))
+
+
+def _hooks_of(module: nn.Module) -> Iterator[Any]:
+    """Yield what runs at the calls of a module, besides its own code."""
+    for name in ("_forward_pre_hooks", "_forward_hooks"):
+        yield from vars(module).get(name, {}).values()
 
 
 def _read_only(content: dict[str, Any]) -> Names:

@@ -245,6 +245,16 @@ def test_the_trainer_and_the_hooks_are_no_state():
     assert model._trainer is not None
 
 
+def test_what_hooks_of_users_keep_is_held():
+    model, features = Model(), []
+    model.layers.register_forward_hook(lambda *args: features.append(1))
+    before = ModuleState.of(model)
+    model.layers(torch.zeros(2, 2))
+    assert any(each.name.endswith("features") for each in before.differences(ModuleState.of(model)))
+    before.restore()
+    assert features == []
+
+
 def test_a_frozen_backbone_is_not_copied():
     backbone = nn.Linear(4096, 4200).requires_grad_(False)
     model = nn.Sequential(backbone, nn.Linear(4, 1))
