@@ -5,13 +5,22 @@ from __future__ import annotations
 import copy
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from datetime import date
+from enum import Enum
+from pathlib import PurePath
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor, nn
 
-__all__ = ["is_rows", "map_leaves", "map_rows", "number_of_rows"]
+__all__ = ["is_rows", "kinds_of_objects", "map_leaves", "map_rows", "number_of_rows"]
 
+# Leaves that hold nothing in which a tensor could be.
+_PLAIN = (
+    *(Tensor, np.ndarray, np.generic, str, bytes, int, float, complex, type(None)),
+    *(type, Enum, PurePath, date, torch.dtype, torch.device, torch.Size, nn.Module),
+)
 _DEPTH = 6  # of objects inside objects that are looked into for a tensor
 
 
@@ -64,6 +73,27 @@ def number_of_rows(batch: Any) -> int:
     count(batch)
     common = (tensors or lists).most_common(1)
     return common[0][0] if common and common[0][1] else 0
+
+
+def kinds_of_objects(batch: Any) -> tuple[str, ...]:
+    """Return the names of the types in a batch that are neither containers nor plain values.
+
+    What such objects hold is not looked into.
+
+    Example:
+        >>> from pathlib import Path
+        >>> kinds_of_objects({"x": [1.0, "a"], "file": Path("a"), "shape": (1, 2), "seen": {1}})
+        ('set',)
+    """
+    found: set[str] = set()
+
+    def note(leaf: Any) -> Any:
+        if not isinstance(leaf, _PLAIN):
+            found.add(type(leaf).__name__)
+        return leaf
+
+    map_leaves(batch, note)
+    return tuple(sorted(found))
 
 
 def _holds_rows(part: Any, n: int) -> bool:

@@ -13,7 +13,7 @@ from lightning_dp.gradients import CoupledLossError, UnsupportedModelError
 from lightning_dp.isolation.comparison import Comparisons
 from lightning_dp.isolation.draws import probe_draws
 from lightning_dp.isolation.kinds import SyntheticKind
-from lightning_dp.isolation.nesting import number_of_rows
+from lightning_dp.isolation.nesting import kinds_of_objects, number_of_rows
 from lightning_dp.isolation.outcome import BY_CONSTRUCTION, Isolation, first_failure
 from lightning_dp.isolation.own_numbers import last_numbers
 from lightning_dp.isolation.passes import Passes
@@ -173,6 +173,8 @@ def _probe_synthetic(passes: Passes, like: Any, expected: int) -> Isolation:
 def _layers(passes: Passes, pool: Any, kind: SyntheticKind, expected: int) -> Iterator[Isolation]:
     """Probe with synthetic records of one kind, layer by layer; each may rely on those before."""
     n, comparisons = _RECORDS, Comparisons(passes)
+    if names := kinds_of_objects(pool):
+        yield Isolation("isolated", left_out=(f"what objects of {', '.join(names)} hold",))
     yield _probe(comparisons, pool, n)
     yield probe_draws(comparisons, pool, n)
     yield probe_targets(comparisons, pool, n)

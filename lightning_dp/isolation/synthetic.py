@@ -97,7 +97,7 @@ def synthetic_pool(batch: Any, records: int, classes: int, first_class: int = 0)
     every tensor, if there are two classes.
 
     Texts and other leaves that are no numbers (None, paths, objects) cannot be made up: they are
-    passed through, those of the records in turn.
+    passed through, those of the records in turn, so that a record's partner has another one.
 
     Args:
         batch: tensors with one row per record and lists of one thing per record, in dicts, lists,
@@ -131,10 +131,15 @@ class _Made:
             return self._tensor(part, (self.records, *part.shape[1:]))
         if isinstance(part, np.ndarray):
             if part.dtype.kind in "OSUMm":  # no numbers
-                return part[np.arange(self.records) % len(part)]
+                return part[[self._giver(i, len(part)) for i in range(self.records)]]
             like = torch.from_numpy(np.empty((1, *part.shape[1:]), part.dtype))
             return self._tensor(like, (self.records, *part.shape[1:])).numpy().astype(part.dtype)
-        return type(part)(self._row(part[i % len(part)], i) for i in range(self.records))
+        rows = (part[self._giver(i, len(part))] for i in range(self.records))
+        return type(part)(self._row(row, i) for i, row in enumerate(rows))
+
+    def _giver(self, i: int, n: int) -> int:
+        """Return whose text the i-th record gets: not its partner's, if there are two."""
+        return (i + (i >= self.records // 2)) % n
 
     def _row(self, thing: Any, i: int) -> Any:
         """Make the i-th of a list of one thing per record."""

@@ -172,6 +172,34 @@ def test_lengths_are_not_zero_where_they_may_not_be(model_class):
     )
 
 
+def test_objects_that_are_not_looked_into_are_named_in_the_outcome(model_class, make_network):
+    class Boxed:
+        __slots__ = ("scale",)
+
+        def __init__(self) -> None:
+            self.scale = torch.ones(3)
+
+    model = model_class(make_network(), lambda out, box: (out * box.scale).square().mean())
+
+    found = probe_isolation(model, (torch.zeros(4, 6), Boxed()))
+
+    assert str(found) == "probed, isolated (not tried: what objects of Boxed hold)"
+
+
+def test_a_records_partner_has_another_text(model_class, make_network):
+    """A loss that compares the texts of records: each may occur once in a batch of four."""
+
+    class Reads(model_class):
+        def training_step(self, batch, batch_idx):
+            x, texts = batch
+            first = torch.tensor([text == min(texts) for text in texts])
+            return (self.net(x).square().mean(1) * (1 + first.float())).mean()
+
+    batch = torch.zeros(4, 6), ["d", "c", "b", "a"]
+
+    assert probe_isolation(Reads(make_network(), None), batch).outcome == "coupled"
+
+
 class NoTensors:
     """A batch of which nothing is known."""
 
