@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TypeAlias
 
 from lightning_dp.gradients.record_flow import (
@@ -109,9 +109,7 @@ def product(meeting: Meeting) -> Outcome:
     return together(meeting)
 
 
-def _of_mixture(
-    meeting: Meeting, mixture: Mixed, factors: tuple[Given | None, ...] | list[Given | None]
-) -> Outcome:
+def _of_mixture(meeting: Meeting, mixture: Mixed, factors: Sequence[Given | None]) -> Outcome:
     """Follow a mixture that is multiplied by a constant, or by a parameter outside of layers."""
     others = [each for each in factors if each is not None and each.flow is not mixture]
     mixed = [each for each in factors if each is not None and each.flow is mixture]

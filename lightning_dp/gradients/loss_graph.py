@@ -72,6 +72,7 @@ class _Walk:
 
     def __init__(self, records: int, outputs: Collection[Any]) -> None:
         self._records, self._outputs = records, outputs
+        self._layers = {_behind_a_view(node) for node in outputs}
         self._flows: dict[Any, Outcome] = {}
 
     def to(self, root: Any) -> None:
@@ -80,49 +81,57 @@ class _Walk:
         stack = [root]
         while stack:
             node = stack[-1]
-            if node in flows:
-                stack.pop()
-                continue
             if node not in edges:
                 edges[node] = into = node.next_functions
-                if waiting := [e for e, _ in into if e is not None and e not in flows]:
-                    stack.extend(waiting)
+                waiting = [e for e, _ in into if e is not None and e not in flows]
+                if waiting:
+                    stack += waiting
                     continue
-            flow = self._flow(node, edges[node])
-            if flow is NOTHING and (node in self._outputs or type(node).__name__ == _HOOK):
-                flow = self._with_rows(node._input_metadata[0].shape)
-            flows[node] = flow
             stack.pop()
-
-    def _of(self, node: Any, number: int) -> Flow:
-        flow = self._flows[node]
-        return flow[number] if isinstance(flow, list) else flow
+            if node not in flows:
+                flows[node] = self._flow(node, edges[node])
 
     def _flow(self, node: Any, edges: Any) -> Outcome:
         """Return what a node holds, from what its inputs hold."""
-        if not edges:
-            return self._of_leaf(node)
-        rule, goes_row_by_row = _rules[type(node)]
-        flows = [None if e is None else self._of(e, number) for e, number in edges]
-        if goes_row_by_row and ROWS in flows and all(f in (ROWS, NOTHING, None) for f in flows):
-            return ROWS
-        inputs = tuple(
-            None if flow is None else Given(flow, e._input_metadata[number].shape)
+        rule, is_entry_by_entry = _rules[type(node)]
+        flows = [NOTHING if e is None else self._flows[e] for e, _ in edges]
+        rows = flows.count(ROWS)
+        if rows + flows.count(NOTHING) == len(
+            flows
+        ):  # as nearly everywhere: no need to look closer
+            if not rows:
+                return self._beginning(node, edges)
+            if rows == 1 and (is_entry_by_entry or (rule in _LAYERS and node in self._layers)):
+                return ROWS
+        inputs = [
+            None if e is None else Given(_at(flow, number), e._input_metadata[number].shape)
             for (e, number), flow in zip(edges, flows, strict=True)
-        )
+        ]
         return rule(Meeting(node, inputs, self._records))
 
-    def _of_leaf(self, node: Any) -> Flow:
-        """Tell parameters from data of which the user wants a gradient."""
-        variable = getattr(node, "variable", None)
-        if variable is None or isinstance(variable, nn.Parameter):
-            return NOTHING
-        return self._with_rows(variable.shape)
+    def _beginning(self, node: Any, edges: Any) -> Flow:
+        """Return rows where they begin: at a layer's output, or in data that have a gradient."""
+        if not edges:
+            variable = getattr(node, "variable", None)
+            is_data = variable is not None and not isinstance(variable, nn.Parameter)
+            return self._with_rows(variable.shape) if is_data else NOTHING
+        begins = node in self._outputs or type(node).__name__ == _HOOK
+        return self._with_rows(node._input_metadata[0].shape) if begins else NOTHING
 
     def _with_rows(self, shape: Sequence[int]) -> Flow:
         """Return rows for a shape that has them first, or after the time."""
         first = shape[: max(1, min(2, len(shape) - 1))]
         return ROWS if any(size and size % self._records == 0 for size in first) else NOTHING
+
+
+def _behind_a_view(node: Any) -> Any:
+    """Return the node that computes a layer's output: a linear one has a view behind it."""
+    is_view = _rules[type(node)][0] is arithmetic.linear and len(node.next_functions) == 1
+    return node.next_functions[0][0] if is_view else node
+
+
+def _at(flow: Outcome, number: int) -> Flow:
+    return flow[number] if isinstance(flow, list) else flow
 
 
 # A module's full backward hooks stand behind its output, and in front of its inputs: an identity.
@@ -169,18 +178,20 @@ _BY_NAME = {
     of_parts.packed: "PackPaddedSequence",
     of_parts.moved: "Roll Flip",
 }
-# One row of the output for each of the input, whatever the shapes: nothing to look at.
-_ROW_BY_ROW = frozenset(
+# Of rows alone, these make rows, whatever the shapes are.
+_ENTRY_BY_ENTRY = frozenset(
     (
         *("Relu", "Gelu", "Silu", "Tanh", "Sigmoid", "LeakyRelu", "Elu", "Hardtanh", "Hardswish"),
-        *("Exp", "Log", "Sqrt", "Rsqrt", "Abs", "Clamp", "Pow", "Neg", "ToCopy", "Clone", "Alias"),
-        *("Convolution", "MaxPool2DWithIndices", "AvgPool2D", "AdaptiveAvgPool2D", "NativeDropout"),
+        *("Exp", "Log", "Sqrt", "Rsqrt", "Abs", "Clamp", "Convolution", "MaxPool2DWithIndices"),
+        *("AvgPool2D", "AdaptiveAvgPool2D", "NativeDropout"),
     )
 )
+_LAYERS = {arithmetic.matrix_product, arithmetic.layer_norm}
+_OF_ONE = {arithmetic.linear, arithmetic.product, arithmetic.quotient, arithmetic.power}
 
 
 class _Rules(dict[type, tuple[Rule, bool]]):
-    """For each type of node the rule, and whether it goes row by row; looked up by name once."""
+    """For each type of node the rule, and whether it makes rows of the rows of one input."""
 
     def __missing__(self, kind: type) -> tuple[Rule, bool]:
         if issubclass(kind, BackwardCFunction):
@@ -189,7 +200,7 @@ class _Rules(dict[type, tuple[Rule, bool]]):
         rule = _by_name.get(name, arithmetic.anything)
         if name.startswith("ScaledDotProduct"):
             rule = arithmetic.attention
-        self[kind] = rule, name in _ROW_BY_ROW
+        self[kind] = rule, rule in _OF_ONE or name in _ENTRY_BY_ENTRY
         return self[kind]
 
 

@@ -6,8 +6,8 @@ import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
-from typing import Any, NoReturn, TypeAlias
+from functools import cache, cached_property
+from typing import Any, NamedTuple, NoReturn, TypeAlias
 
 import torch
 
@@ -34,7 +34,7 @@ class CoupledLossError(UnsupportedModelError):
     """The loss mixes records by more than sums with constant coefficients."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class _Named:
     name: str
 
@@ -81,8 +81,7 @@ class SomeRows:
 Flow: TypeAlias = _Named | Mixed | OneRecord | SomeRows
 
 
-@dataclass(frozen=True)
-class Given:
+class Given(NamedTuple):
     """One differentiable input of a graph node: what it holds, and its shape."""
 
     flow: Flow
@@ -100,9 +99,14 @@ class Given:
 _BASE = re.compile(r"Backward[s\d]*(_copy)?$")  # nodes of a backward pass have the word twice
 
 
+@cache
+def _without_end(name: str) -> str:
+    return _BASE.sub("", name)
+
+
 def name_of(kind: type) -> str:
     """Return the name of what a type of node differentiates."""
-    return _BASE.sub("", kind.__name__)
+    return _without_end(kind.__name__)
 
 
 def kind_of(node: Any) -> str:
@@ -115,7 +119,6 @@ def signed(number: int) -> int:
     return number - 2**64 if number >= 2**63 else number
 
 
-@dataclass(frozen=True)
 class Meeting:
     """A node of the graph, with what meets there.
 
@@ -125,9 +128,8 @@ class Meeting:
         n: the number of records.
     """
 
-    node: Any
-    inputs: tuple[Given | None, ...]
-    n: int
+    def __init__(self, node: Any, inputs: Sequence[Given | None], n: int) -> None:
+        self.node, self.inputs, self.n = node, inputs, n
 
     @cached_property
     def given(self) -> tuple[Given, ...]:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import nullcontext
 
 import pytest
 import torch
-from torch import Tensor
+import torch.nn.functional as F
+from torch import Tensor, nn
 
-from lightning_dp.gradients import CoupledLossError
+from lightning_dp.gradients import CoupledLossError, RecordPasses
 from lightning_dp.gradients.loss_graph import check_loss_graph
 from tests.gradients.loss_cases import CLASSES, COUPLED, SEPARATE, STEPS, Batch, Loss
 
@@ -74,3 +76,93 @@ def test_a_loss_that_couples_is_refused(name):
 def test_a_loss_that_does_not_couple_passes(name):
     assert not couples(SEPARATE[name])
     assert refused(SEPARATE[name], batch()) is None
+
+
+@pytest.mark.parametrize("records", [0, 1])
+def test_one_record_alone_may_do_anything(records):
+    output = torch.ones(1, CLASSES, requires_grad=True) * 2
+    check_loss_graph(output.mean().clamp(max=1.0), records, {output.grad_fn})
+
+
+ENGINES = ["bookkeeping", "functional", "hooks"]
+
+
+def network() -> nn.Module:
+    torch.manual_seed(0)
+    parts = nn.Conv1d(2, 8, 3), nn.GroupNorm(2, 8), nn.ReLU(), nn.Flatten(), nn.Linear(24, CLASSES)
+    return nn.Sequential(*parts)
+
+
+class Gates(nn.Module):
+    """A layer of one's own, with a softmax of weights that are of no record."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(2 * N, CLASSES))
+        self.register_buffer("temperature", torch.tensor(2.0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        shares = (self.weight / self.temperature).softmax(0)
+        return x * (shares * shares.logsumexp(0)).sum(0)
+
+
+class Centred(nn.Module):
+    """A layer whose rows are not the records' own."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x - x.mean(0)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize(
+    ("last", "loss", "is_coupled"),
+    [
+        (nn.Identity(), lambda out, y: F.cross_entropy(out, y), False),
+        (nn.Identity(), lambda out, y: F.cross_entropy(out, y).clamp(max=9.0), True),
+        (nn.Identity(), lambda out, y: F.mse_loss(out, torch.zeros(N, CLASSES)).sqrt(), True),
+        (Gates(), lambda out, y: F.cross_entropy(out, y), False),
+        (Centred(), lambda out, y: F.cross_entropy(out, y), True),
+        (nn.Sequential(Centred(), nn.Linear(CLASSES, CLASSES)), lambda out, y: out.mean(), True),
+    ],
+    ids=["plain", "clamped", "rmse", "gates", "centred", "centred_before_a_layer"],
+)
+def test_every_engine_is_guarded(engine, last, loss, is_coupled):
+    net = nn.Sequential(network(), last)
+    x, y = torch.randn(N, 2, 5), torch.arange(N) % CLASSES
+    outcome = pytest.raises(CoupledLossError) if is_coupled else nullcontext()
+    with RecordPasses(net, list(net.parameters()), engine) as passes, outcome:
+        found = passes.run(lambda: loss(net(x), y), size=N)
+        assert found is not None
+        assert found.count == N
+
+
+def test_it_can_be_left_out():
+    net = network()
+    with RecordPasses(net, list(net.parameters()), "auto", loss_graph_check=False) as passes:
+        x = torch.randn(N, 2, 5)
+        assert passes.run(lambda: net(x).pow(2).mean().sqrt(), size=N) is not None
+
+
+def test_the_message_names_the_node_and_what_was_there_before():
+    out = torch.ones(N, CLASSES, requires_grad=True).exp()
+    with pytest.raises(
+        CoupledLossError, match="^The loss takes nan_to_num .NanToNumBackward0. of "
+    ):
+        check_loss_graph((out.mean() * 2).nan_to_num(), N, {out.grad_fn})
+
+
+@pytest.mark.parametrize("n", range(2, 13))
+def test_a_number_of_records_that_is_another_size_too_refuses_nothing(n):
+    """Sizes of time and classes that n divides: rows cannot be told from them."""
+    net = nn.TransformerEncoderLayer(8, 2, 12, dropout=0.0, batch_first=True)
+    head = nn.Linear(8, 12)
+    out = head(net(torch.randn(n, 12, 8)))
+    outputs = [each.grad_fn for each in (out,)]
+    for loss in (
+        F.cross_entropy(out.flatten(0, 1), torch.arange(12 * n) % 12),
+        torch.stack([each.pow(2).mean(0).sqrt().mean() for each in out]).mean(),
+        out.transpose(0, 1)[2].softmax(1).logsumexp(1).mean(),
+        (out @ out.transpose(1, 2)).softmax(2).pow(2).sum() / n,
+        out.mean(1).softmax(1).max(1).values.mean(),
+    ):
+        check_loss_graph(loss, n, outputs)
