@@ -113,8 +113,9 @@ class _Walk:
         """Return rows where they begin: at a layer's output, or in data that have a gradient."""
         if not edges:
             variable = getattr(node, "variable", None)
-            is_data = variable is not None and not isinstance(variable, nn.Parameter)
-            return self._with_rows(variable.shape) if is_data else NOTHING
+            if variable is None or isinstance(variable, nn.Parameter):
+                return NOTHING
+            return self._with_rows(variable.shape)
         begins = node in self._outputs or type(node).__name__ == _HOOK
         return self._with_rows(node._input_metadata[0].shape) if begins else NOTHING
 
