@@ -7,7 +7,7 @@ different labels, under the first random numbers.
 from __future__ import annotations
 
 from collections import UserDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import lightning as L
@@ -55,6 +55,12 @@ def alone() -> tuple[Tensor]:
 
 def losses(model: Step, x: Tensor, y: Tensor) -> Tensor:
     return F.cross_entropy(model.net(x), y, reduction="none")
+
+
+def some(names: Iterable[str], nth: int) -> list[Any]:
+    """Let every nth be tried each time, and the others with the slow tests."""
+    slow = pytest.mark.slow
+    return [pytest.param(n, marks=[slow] if i % nth else []) for i, n in enumerate(names)]
 
 
 # -- coupled ------------------------------------------------------------------------------------
@@ -225,7 +231,7 @@ COUPLED: dict[str, tuple[Callable[[], Step], Callable[[], Any]]] = {
 }
 
 
-@pytest.mark.parametrize("name", COUPLED)
+@pytest.mark.parametrize("name", some(COUPLED, 3))
 def test_what_couples_records_of_some_values_is_refused(name: str) -> None:
     make, batch = COUPLED[name]
 
@@ -528,7 +534,7 @@ ISOLATED: dict[str, tuple[Callable[[], Step], Callable[[], Any]]] = (
 )
 
 
-@pytest.mark.parametrize("name", ISOLATED)
+@pytest.mark.parametrize("name", some(ISOLATED, 5))
 def test_ordinary_models_pass(name: str) -> None:
     make, batch = ISOLATED[name]
 
