@@ -79,7 +79,7 @@ def answer_about(
     places, sizes = _places(tuple(param.shape for param in params))
     some = gradients.restrict(places)
     rows = torch.stack([some.weighted_sum(one).detach() for one in torch.eye(n, dtype=norms.dtype)])
-    return Answer(count, norms, rows.split(sizes, dim=1))
+    return Answer(count, norms, torch.split(rows, sizes, dim=1))
 
 
 @lru_cache(maxsize=8)
@@ -93,7 +93,7 @@ def _places(shapes: tuple[torch.Size, ...]) -> tuple[Tensor, list[int]]:
         rows, columns = torch.arange(_CORNER)[:, None], torch.arange(min(_CORNER, width))
         corner = (rows * width + columns).flatten()
         anywhere = torch.randint(max(size, 1), (_ANYWHERE,), generator=generator)
-        places = torch.cat([corner, anywhere]).unique()
+        places = torch.unique(torch.cat([corner, anywhere]))
         found.append(places[places < size] + start)
         start += size
     return torch.cat(found), [len(places) for places in found]

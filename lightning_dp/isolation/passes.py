@@ -165,7 +165,9 @@ class Passes:
         Raises:
             NoLoss: if training_step gives nothing to go back from.
         """
-        draws = SameFirstRows() if same_first_rows else contextlib.nullcontext()
+        draws: Any = contextlib.nullcontext()
+        if same_first_rows:
+            draws = SameFirstRows()  # type: ignore[no-untyped-call]
         with self._copy() as module:
             calls: list[Call] = []
             if watch_modules:
@@ -222,7 +224,7 @@ def prepared(module: LightningModule, trainer: StandInTrainer) -> LightningModul
         if isinstance(part, _DropoutNd):
             part.p = 0.0  # the masks of a smaller batch would be others
         if isinstance(part, LightningModule):
-            part.log = trainer.log  # type: ignore[method-assign]
+            part.log = trainer.log  # type: ignore[method-assign,assignment]
     for param in module.parameters():
         param.grad = None
     module.trainer = trainer  # type: ignore[assignment]

@@ -46,7 +46,7 @@ def random_state() -> tuple[Any, ...]:
 _ROWS = 32  # torch draws are made for so many rows at least
 
 
-class SameFirstRows(TorchDispatchMode):
+class SameFirstRows(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Inside, the first rows of all that torch draws are the same however many rows are drawn.
 
     So the last record of a batch can be left out, and the others still meet the same random numbers,

@@ -67,11 +67,12 @@ def probe_values(
         tamest: their kind.
         last: for each part of the batch the largest whole number that the model takes.
     """
-    ran, left_out = [tamest], []
+    ran: list[SyntheticKind] = [tamest]
+    left_out: list[str] = []
     padding = padding_numbers(comparisons.passes.module)
     for number, each in enumerate(_tries(parts_of(pool), tamest, last, padding)):
         base = _base(pool, n, each.base)
-        taken = []
+        taken: list[SyntheticKind] = []
         for kinds in (each.kinds, *((kind,) for kind in each.alone)):
             if taken == list(each.kinds):
                 break
@@ -84,8 +85,8 @@ def probe_values(
         if each.name and not taken:
             left_out.append(each.name)
         ran += taken
-    kinds = SyntheticKinds(tuple(dict.fromkeys(ran)))
-    return Isolation("isolated", kinds=kinds, left_out=tuple(left_out))
+    known = SyntheticKinds(tuple(dict.fromkeys(ran)))
+    return Isolation("isolated", kinds=known, left_out=tuple(left_out))
 
 
 def _base(pool: Any, n: int, kinds: Sequence[SyntheticKind]) -> Batch:
