@@ -17,7 +17,17 @@ from lightning_dp.gradients.record_flow import (
     signed,
 )
 
-__all__ = ["added_at", "chosen", "moved", "packed", "part", "parts", "whole", "written"]
+__all__ = [
+    "added_at",
+    "chosen",
+    "moved",
+    "packed",
+    "part",
+    "parts",
+    "reduced_at",
+    "whole",
+    "written",
+]
 
 
 def part(meeting: Meeting) -> Outcome:
@@ -85,6 +95,15 @@ def added_at(meeting: Meeting) -> Outcome:
     """Follow ``index_add`` and its like: if rows go to fewer places, they are summed there."""
     flow = whole(meeting)
     return Mixed(meeting.node) if flow is ROWS and not meeting.has_rows else flow
+
+
+def reduced_at(meeting: Meeting) -> Outcome:
+    """Follow ``scatter_reduce`` and its like: means and maxima of the rows that go to one place."""
+    meeting.refuse_mixture()
+    flow = whole(meeting)
+    if flow is ROWS and not meeting.has_rows:
+        meeting.refuse_over_records()
+    return flow
 
 
 def chosen(meeting: Meeting) -> Outcome:

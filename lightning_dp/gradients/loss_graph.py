@@ -175,6 +175,7 @@ _BY_NAME = {
     "SliceScatter",
     of_parts.written: "CopySlices",
     of_parts.added_at: "IndexAdd ScatterAdd Put",
+    of_parts.reduced_at: "ScatterReduce IndexReduce SegmentReduce",
     of_parts.chosen: "Index IndexSelect Gather MaskedSelect Take",
     of_parts.packed: "PackPaddedSequence",
     of_parts.moved: "Roll Flip",

@@ -259,6 +259,9 @@ COUPLED: dict[str, Loss] = {
     "means_of_classes": lambda b: (
         torch.stack([b.out[b.y == c].sum(0) for c in range(2)]).pow(2).sum()
     ),
+    "largest_of_classes": lambda b: (
+        torch.zeros(CLASSES).scatter_reduce(0, b.y, b.losses, "amax").sum()
+    ),
     "sums_of_classes": lambda b: torch.zeros(CLASSES).index_add(0, b.y, b.losses).pow(2).sum(),
 }
 
