@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
@@ -13,14 +14,15 @@ from lightning_dp.gradients import CoupledLossError, UnsupportedModelError
 from lightning_dp.isolation.comparison import Comparisons
 from lightning_dp.isolation.draws import probe_draws
 from lightning_dp.isolation.kinds import SyntheticKind
+from lightning_dp.isolation.later import probe_later, probe_shortly
 from lightning_dp.isolation.nesting import kinds_of_objects, number_of_rows
-from lightning_dp.isolation.outcome import BY_CONSTRUCTION, Isolation, first_failure
+from lightning_dp.isolation.outcome import BY_CONSTRUCTION, ISOLATED, Isolation, first_failure
 from lightning_dp.isolation.own_numbers import last_numbers
 from lightning_dp.isolation.passes import Passes
 from lightning_dp.isolation.pools import pools_that_run
 from lightning_dp.isolation.positions import probe_positions
 from lightning_dp.isolation.sizes import probe_size
-from lightning_dp.isolation.stand_ins import NotProbed
+from lightning_dp.isolation.stand_ins import NoCollectives, NotProbed
 from lightning_dp.isolation.state_leaks import probe_state
 from lightning_dp.isolation.synthetic import (
     NoSyntheticBatch,
@@ -32,7 +34,7 @@ from lightning_dp.isolation.targets import probe_targets
 from lightning_dp.isolation.two_steps import probe_steps
 from lightning_dp.isolation.values import probe_values
 
-__all__ = ["check_isolation", "probe_isolation"]
+__all__ = ["check_isolation", "probe_again", "probe_isolation"]
 
 
 _RECORDS = 4
@@ -136,6 +138,32 @@ def probe_isolation(
         return _outcome(passes, partial(_probe_synthetic, expected=expected), like)
 
 
+def probe_again(
+    module: LightningModule,
+    like: Any,
+    *,
+    engine: str = "auto",
+    trained: Sequence[str] | None = None,
+    trainer: Trainer | None = None,
+    alone: bool = False,
+) -> Isolation:
+    """Probe in short a model that was probed before, in its present state.
+
+    Nothing is refused that cannot be probed now.
+
+    Args:
+        alone: no other process takes part, so that nothing may be asked of one. The other arguments
+            are those of :func:`probe_isolation`.
+    """
+    passes = _passes(module, engine, trained, trainer, False)
+    with passes.quietly(), ValidLabels(), NoCollectives() if alone else contextlib.nullcontext():
+        try:
+            pool, _ = next(pools_that_run(passes, like))
+        except Exception:
+            return ISOLATED
+        return probe_shortly(passes, pool, _RECORDS)
+
+
 def _outcome(passes: Passes, probe: Callable[[Passes, Any], Isolation], batch: Any) -> Isolation:
     """Return what a probe finds: of a coupling that the graph shows, the modules if there are any."""
     try:
@@ -182,6 +210,7 @@ def _layers(passes: Passes, pool: Any, kind: SyntheticKind, expected: int) -> It
     yield probe_values(comparisons, pool, n, kind, last)
     yield probe_size(comparisons, pool, n, kind, last, expected)
     yield probe_steps(passes, pool, n)
+    yield probe_later(passes, pool, n)
 
 
 def _probe(comparisons: Comparisons, pool: Any, n: int) -> Isolation:

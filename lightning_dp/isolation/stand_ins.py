@@ -12,9 +12,19 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.loggers.logger import DummyLogger
 from torch import Tensor
 from torch.optim import Optimizer
+from torch.utils._python_dispatch import TorchDispatchMode
 from torchmetrics import Metric
 
-__all__ = ["RUN", "ByHand", "NotProbed", "Now", "StandInTrainer", "StillOptimizer", "ignore"]
+__all__ = [
+    "RUN",
+    "ByHand",
+    "NoCollectives",
+    "NotProbed",
+    "Now",
+    "StandInTrainer",
+    "StillOptimizer",
+    "ignore",
+]
 
 
 class NotProbed(RuntimeError):
@@ -289,6 +299,22 @@ class StillScheduler:
     def get_last_lr(self) -> list[float]:
         """Return the rates as they are."""
         return [group["lr"] for each in self._optimizers for group in each.param_groups]
+
+
+class NoCollectives(TorchDispatchMode):
+    """Inside, operations over several processes raise: the others are not there."""
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        """Run an operation of this process."""
+        if func.namespace in ("c10d", "_c10d_functional"):
+            raise NotProbed("the model asks other processes")
+        return func(*args, **(kwargs or {}))
 
 
 class _Nothing:

@@ -17,6 +17,8 @@ from lightning_dp.isolation import BY_CONSTRUCTION, Isolation, probe_isolation
 from lightning_dp.isolation.ignored import target_means
 from lightning_dp.isolation.kinds import NO_KINDS
 from lightning_dp.isolation.passes import Passes
+from lightning_dp.isolation.phases import Phases
+from lightning_dp.isolation.probe import probe_again
 from lightning_dp.isolation.synthetic import leaves_of
 from lightning_dp.isolation.undone import UNDONE, changed_by_a_record
 from lightning_dp.run import PrivateRun
@@ -32,6 +34,10 @@ _IGNORED = (
 )
 _SYNTHETIC = (
     "(Found on a synthetic batch. If it is wrong, leave the check out with isolation_probe=False.)"
+)
+_LATER = (
+    "{}: since its attributes changed (a phase, a weight, a counter), records of one batch change each "
+    "other's gradients or what outlives the step, on synthetic records: {}."
 )
 _ALONE = f"{ALONE} A loss that compares records then compares a record with itself."
 
@@ -53,6 +59,7 @@ class Probe:
         self._is_due = run.config.isolation_probe
         self._ignored = _IgnoredTargets()
         self.kinds = NO_KINDS  # of synthetic records, which the model took
+        self._phases: Phases | None = None
 
     def at_first_batch(self, batch: Any) -> None:
         """Refuse a model that couples records, once in a fit and before anything is charged."""
@@ -71,6 +78,28 @@ class Probe:
         _raise_or_warn(found, self._module, may_warn=self._world.is_lead)
         self.kinds = found.kinds
         self._ignored = _IgnoredTargets(found.is_mean_of_targets, found.sentinels)
+        if found.outcome == "isolated":
+            self._phases = Phases(self._module)
+
+    def at_new_phase(self, batch: Any) -> None:
+        """Probe in short again when the model's public attributes say that something new begins.
+
+        What is found voids the run with this step. No process asks another whether it is due: they
+        may see other attributes.
+        """
+        if self._phases is None or not self._phases.is_new():
+            return
+        with self._step.without_engine():
+            found = probe_again(
+                self._module,
+                batch,
+                engine=self._run.config.engine,
+                trained=_trained(self._module, self._step),
+                trainer=self._module.trainer,
+                alone=self._world.size > 1,
+            )
+        if found.outcome in ("coupled", "kept"):
+            self._step.note(_LATER.format(type(self._module).__name__, found.reason))
 
     def _warn_of_undone_state(self, batch: Any) -> None:
         if not self._world.is_lead:
@@ -107,10 +136,17 @@ def _probe(
             batch,
             engine=run.config.engine,
             trained=[name for name, p in module.named_parameters() if id(p) in trained],
+            engine=config.engine,
+            trained=_trained(module, step),
             trainer=module.trainer,
             expected=expected,
             loss_graph_check=run.config.loss_graph_check,
         )
+
+
+def _trained(module: LightningModule, step: PrivateStep) -> list[str]:
+    trained = {id(param) for param in step.params}
+    return [name for name, param in module.named_parameters() if id(param) in trained]
 
 
 def _raise_or_warn(found: Isolation, module: LightningModule, *, may_warn: bool) -> None:

@@ -230,6 +230,7 @@ class DifferentialPrivacyStrategy(Strategy):
         check_rate(chunk, mechanism)
         fit.step.begin(chunk)
         if chunk.first:
+            fit.probe.at_new_phase(batch)
             mechanism.ask(fit.step.params)
             self.barrier("privacy charge")  # on the disk before any rank touches the batch
         fit.records.after_charge(loader, chunk)
