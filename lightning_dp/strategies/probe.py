@@ -129,14 +129,11 @@ def _probe(
     plan = run.batches
     chunks = 1 if plan is None else plan.chunks_per_step * processes
     expected = 0 if plan is None else round(plan.expected_batch_size / chunks)
-    trained = {id(param) for param in step.params}
     with step.without_engine():
         return probe_isolation(
             module,
             batch,
             engine=run.config.engine,
-            trained=[name for name, p in module.named_parameters() if id(p) in trained],
-            engine=config.engine,
             trained=_trained(module, step),
             trainer=module.trainer,
             expected=expected,
