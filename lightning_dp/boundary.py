@@ -210,6 +210,9 @@ class AbstractPerSampleGradients(ABC):
         """
         raise NotImplementedError(f"{type(self).__name__} cannot be restricted to coordinates.")
 
+    def discard(self) -> None:  # noqa: B027 (most hold no memory that others use again)
+        """Give back what is used again, where no sum is going to be asked for."""
+
     @abstractmethod
     def combine(
         self, weight: float, others: Sequence[tuple[float, AbstractPerSampleGradients]]

@@ -272,6 +272,10 @@ class BookkeptGradients(AbstractPerSampleGradients):
                 parts.append(total if total.dtype == dtype else total.to(dtype))
         return torch.cat(parts)
 
+    def discard(self) -> None:
+        for gradient in self._used:
+            gradient.discard()
+
     def restrict(self, coordinates: Tensor) -> AbstractPerSampleGradients:
         parts, start = [], 0
         sizes = [param.numel() for param in self._params]

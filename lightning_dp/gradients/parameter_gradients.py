@@ -138,12 +138,22 @@ class ParameterGradients:
             uses = [use.of(records) for use in uses]
         sums = [c.form.weighted_sum(c.v, c.u, weights.to(c.u.dtype)) for c in uses]
         total = reduce(torch.add, (each.reshape(-1) for each in sums))
+        self._give_back()
+        return total
+
+    def discard(self) -> None:
+        """Give back the memory that is used again; nothing can be asked for after it."""
+        self.uses, self._kept = [], None
+        self._give_back()
+
+    def _give_back(self) -> None:
         while self._borrowed:
             self._memory.give_back(self._borrowed.pop())
-        return total
 
     def entries(self, places: Tensor) -> Tensor:
         """Return g_i at some places of the flat parameter: shape (n, places)."""
+        if self._kept is not None:
+            return self._kept.flatten(1)[:, places]
         parts = (use.form.entries(use.v, use.u, self._shape, places) for use in self.uses)
         return reduce(torch.add, parts)
 

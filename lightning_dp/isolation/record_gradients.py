@@ -56,11 +56,12 @@ def glimpse(gradients: AbstractPerSampleGradients, places: Tensor, size: int) ->
         places: k places of flat gradients: sorted, distinct.
         size: the number of all entries.
     """
+    norms = gradients.norms().detach().double()  # first: what is made for them may be kept
     few = gradients.restrict(places)
     if not isinstance(few, MaterialisedGradients):
         raise TypeError(f"{type(few).__name__} has no entries to look at.")
     entries = few.entries().detach().double()
-    return Glimpse(gradients.norms().detach().double(), entries, entries.shape[1] / size)
+    return Glimpse(norms, entries, entries.shape[1] / size)
 
 
 def moved(before: Glimpse, after: Glimpse, rows: tuple[int, ...], tolerance: Tolerance) -> bool:

@@ -318,6 +318,8 @@ class SpotChecks:
                 forward = partial(self._forward, (batch, *check.args[1:]), at_loss)
                 found = self._step.run_once_more(forward)
                 gradients = None if found is None else self._glimpse(found)
+                if found is not None:
+                    found.discard()
                 return _Seen(gradients, *noted[0], tuple(calls))
             except Exception:  # of the model, which may hold anything
                 return None
