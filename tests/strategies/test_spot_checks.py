@@ -69,7 +69,7 @@ def fit(make_trainer):
 
 class BranchOnRealValues(Base):
     def loss(self, x, y):
-        return super().loss(x / x.max() if x.max() > 1 else x, y)
+        return super().loss(x / x.mean() if x.max() > 1 else x, y)
 
 
 class Centred(Base):
