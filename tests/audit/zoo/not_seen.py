@@ -3,14 +3,14 @@
 __all__ = ["NOT_SEEN"]
 
 NOT_SEEN: dict[str, str] = {
-    "data_set_with_memory": "its memory is full after the first batch, and a copy of it gives the same samples alone",
+    "data_set_with_memory": "its memory is full after the first batch, and changes no sample then",
     "data_set_reads_another_row": "the data set reads other rows itself",
     "data_set_fitted_to_all_records": "the data set read all rows when it was made",
     "OptimizerEditsTheGradient": "the user's optimizer edits between its closure and its update",
     "LearningRateByTheLoss": "settings of the optimizer are not compared with a schedule",
     "PlateauByHand": "settings of the optimizer are not compared with a schedule",
     "StepLeftOut": "weights are put back after the optimizer's step",
-    "WeightsWrittenThroughData": "a hook writes weights outside the optimizer's step, only if a record is odd",
+    "WeightsWrittenThroughData": "a hook writes weights after the step, only if a record is odd",
     "MomentumByTheLoss": "settings of the optimizer are not compared with a schedule",
     "ManualStepSize": "settings of the optimizer are not compared with a schedule",
     "OnlyInLargeBatches": "needs large values in a large batch",
