@@ -100,7 +100,10 @@ class RandomState:
 
     def is_now(self) -> bool:
         """Tell whether as many random numbers were drawn by then as by now."""
-        now = RandomState(self._device)
+        return self.is_same(RandomState(self._device))
+
+    def is_same(self, now: RandomState) -> bool:
+        """Tell the same of another moment."""
         mine, its = (
             (each._cpu, *([] if each._cuda is None else [each._cuda])) for each in (self, now)
         )

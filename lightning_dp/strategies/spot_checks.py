@@ -245,17 +245,20 @@ class SpotChecks:
             if kept:
                 self._step.note(_KEPT.format(", ".join(sorted(kept)[:5])))
                 is_open = False
+        where: str | None = None
         for attempt in range(1, _ATTEMPTS):  # a tie does not come again
             if self._is_single and not is_open:
                 return
             exchange = self._exchange(check.args[0], self._records(check), attempt)
             again = self._pass_again(check, exchange)
-            if not is_open or exchange is None or again is None or check.real is None:
+            if exchange is None or again is None or check.real is None or control is None:
                 continue
-            if control is not None and self._moved(check.real, again, exchange):
+            # Where the number of random numbers depends on records, who gets which does too.
+            is_open = is_open and control.drawn.is_same(again.drawn)
+            if where is None and self._moved(check.real, again, exchange):
                 where = _first_that_mixes(control, again, exchange.others)
-                self._step.note(_MOVED.format(type(self._module).__name__, where))
-                is_open = False
+        if is_open and where is not None:
+            self._step.note(_MOVED.format(type(self._module).__name__, where))
 
     def _repeats(self, check: _Check, control: _Seen | None) -> bool:
         """Tell whether the real batch gives the same gradients once more."""

@@ -456,7 +456,7 @@ ORDINARY = [
 ]
 
 
-NOT_PROBED = (Unseeded, RaisesOnOthers)
+NOT_PROBED = (Unseeded, RaisesOnOthers, Half)
 QUICK = [Diffusion, Augments, Unseeded, DrawsByRecord, Experts, Half, NanRecords, WideRange]
 
 
