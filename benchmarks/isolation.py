@@ -13,6 +13,7 @@ modules are those of ``tests/audit/zoo``; names are parts of theirs.
 from __future__ import annotations
 
 import argparse
+import logging
 import statistics
 import sys
 import tempfile
@@ -126,6 +127,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     arguments = parser.parse_intermixed_args()
     warnings.simplefilter("ignore")
+    logging.disable(logging.WARNING)
     torch.set_num_threads(1)
     if arguments.what == "time":
         names = [n for n in NAMES if not arguments.names or n in arguments.names]

@@ -31,13 +31,12 @@ QUICK = (
     "NoisySum",
     "StandardisedAdvantages",
     "RunningMaximum",
-    "CallbackSetsTheScale",
+    "QueueOfFeatures",
     "FromEpochOne",
     "GradientZeroedWhenTheLossSpikes",
-    "OptimizerEditsTheGradient",
     "collate_mixup",
 )
-SHOWN = ("ClampOnTheMean", "RunningMaximum")  # with half as many fits, which show at most 2.03
+SHOWN = ("ClampOnTheMean", "RunningMaximum")  # with fewer fits, which show at most 1.79
 
 
 def some(names, quick):
@@ -73,7 +72,7 @@ def test_sixty_fits_show_no_more_than_this():
 
 
 def test_records_kept_apart_are_within_the_claim():
-    found = two_points(Bad(Small, "none", "nothing", far), fits=20)
+    found = two_points(Bad(Small, "none", "nothing", far), fits=15)
 
     assert found.claimed == pytest.approx(1.08, abs=0.02)
     assert found.bound <= found.claimed
@@ -81,7 +80,7 @@ def test_records_kept_apart_are_within_the_claim():
 
 @pytest.mark.parametrize("name", some((n for n in BAD if BAD[n].shown), SHOWN))
 def test_without_the_checks_epsilon_is_false(name):
-    found = two_points(BAD[name], fits=30 if name in SHOWN else 60)
+    found = two_points(BAD[name], fits=24 if name in SHOWN else 60)
 
     assert found.bound > found.claimed
 
@@ -107,4 +106,4 @@ def test_the_documentation_lists_what_is_not_seen():
 def test_there_are_modules_of_each_kind():
     assert len(BAD) >= 100
     assert len({case.kind for case in BAD.values()}) >= 8
-    assert {*QUICK, *SHOWN} <= set(BAD)
+    assert {*QUICK, *SHOWN} <= set(BAD) - set(NOT_SEEN)
