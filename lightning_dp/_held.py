@@ -1,4 +1,4 @@
-"""What one object of a user's program holds: kept, compared, and put back into the same object."""
+"""The content of one object of a user's program: kept, compared, and put back into the same object."""
 
 from __future__ import annotations
 
@@ -43,14 +43,14 @@ _ABSENT = object()
 
 @dataclass
 class Budget:
-    """How much may still be looked into and copied."""
+    """The number of items that may still be looked into and copied."""
 
     objects: int
     nbytes: int
 
 
 class Held(ABC):
-    """What one object holds by itself; objects inside it are parts, held on their own.
+    """The content of one object itself; objects inside it are parts, held separately.
 
     Args:
         owner: the object.
@@ -307,7 +307,7 @@ class Names:
 
 
 class HeldNames(Held):
-    """What the names of a namespace mean: attributes, global variables, variables of closures.
+    """The values of the names of a namespace: attributes, global variables, variables of closures.
 
     Args:
         owner: whose names they are.

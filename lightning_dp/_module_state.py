@@ -131,7 +131,7 @@ class ModuleState:
         for part in self._parts:
             try:
                 part.put_back()
-            except Exception:  # an object with a mind of its own
+            except Exception:  # an object that does not let itself be changed
                 continue
 
     def reseed(self) -> None:
@@ -236,7 +236,7 @@ class _Walk:
             return None
         try:
             held = new(thing, kind)
-        except Exception:  # an object with a mind of its own
+        except Exception:  # an object that does not let itself be changed
             return None
         if held is not None:
             self.known[id(thing)] = held

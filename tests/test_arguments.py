@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 from dynamic_noise_influence import quadratic_influence
+from lightning.pytorch import LightningModule
 
 from lightning_dp import (
     BatchPlan,
@@ -43,6 +44,7 @@ from lightning_dp.accounting.calibration import affordable_steps
 from lightning_dp.accounting.events import PoissonRound
 from lightning_dp.accounting.gdp import gdp_delta, gdp_epsilon
 from lightning_dp.accounting.pld import epsilon_curve
+from lightning_dp.audit import check_collate_fn, check_isolation
 from lightning_dp.audit.bounds import one_run_p_value
 from lightning_dp.boundary import Query
 from lightning_dp.callbacks import DifferentialPrivacy
@@ -114,6 +116,19 @@ CONFIGURATION = {
     "spot_checks": True,
 }
 FLAGS = ("isolation_probe", "loss_graph_check", "spot_checks")
+
+
+class OneLayer(LightningModule):
+    """Enough of a module to be probed."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(3, 2)
+
+    def training_step(self, batch, index):
+        return self.layer(batch).square().mean()
+
+
 DOORS = [
     Door(DifferentialPrivacy, CONFIGURATION, whole=("seed",), flags=FLAGS),
     Door(PrivacyConfig, CONFIGURATION, whole=("seed",), flags=FLAGS),
@@ -396,6 +411,18 @@ DOORS += [
             "records": Ten(),
             "ledger": object(),
         },
+    ),
+    Door(
+        check_collate_fn,
+        {"batch_size": 4},
+        whole=("batch_size",),
+        others={"collate_fn": torch.stack, "sample": torch.zeros(3)},
+    ),
+    Door(
+        check_isolation,
+        {"loss_graph_check": True},
+        flags=("loss_graph_check",),
+        others={"module": OneLayer(), "batch": torch.zeros(4, 3)},
     ),
     Door(Aggregator, {"num_children": 2}, whole=("num_children",)),
     Door(

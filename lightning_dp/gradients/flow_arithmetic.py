@@ -1,4 +1,4 @@
-"""How sums, products and other arithmetic pass on what they are given of the records."""
+"""The flow of records through sums, products and other arithmetic."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How parts of tensors, and wholes made of parts, pass on what they are given of the records."""
+"""The flow of records through parts of tensors, and through wholes made of parts."""
 
 from __future__ import annotations
 

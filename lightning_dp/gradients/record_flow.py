@@ -1,4 +1,4 @@
-"""What a value in an autograd graph holds of the records: rows, one record, or a mixture of them."""
+"""The records that a value in an autograd graph depends on: rows, one record, or a mixture of them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a gradient engine says about each record of a batch, in little memory."""
+"""The answer of a gradient engine about each record of a batch, in little memory."""
 
 from __future__ import annotations
 

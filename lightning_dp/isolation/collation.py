@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Literal, TypeAlias
 
+from lightning_dp._validate import whole
 from lightning_dp.isolation.copies import Copies, ReadsDataset, quiet, random_state, seeded
 from lightning_dp.isolation.rows import Difference, OtherRows, layout_of
 from lightning_dp.isolation.samples import (
@@ -99,6 +100,9 @@ def check_collate_fn(collate_fn: Collate, sample: Any, batch_size: int = 32) -> 
     Returns:
         The outcome: ``"apart"``, ``"mixed"`` or ``"untried"``, with the reason.
 
+    Raises:
+        ValueError: if ``batch_size`` is no whole number of at least 1.
+
     Example:
         >>> import torch
         >>> from torch.utils.data import default_collate
@@ -111,7 +115,8 @@ def check_collate_fn(collate_fn: Collate, sample: Any, batch_size: int = 32) -> 
         >>> check_collate_fn(normalised, sample).outcome
         'mixed'
     """
-    return try_collate(Copies(collate_fn, closes_datasets=True).fresh, sample, batch_size)
+    size = whole("batch_size", batch_size, of="check_collate_fn")
+    return try_collate(Copies(collate_fn, closes_datasets=True).fresh, sample, size)
 
 
 def try_collate(fresh: Callable[[], Collate], sample: Any, batch_size: int) -> Trial:

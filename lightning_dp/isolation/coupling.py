@@ -64,7 +64,7 @@ CURES = {
 
 @dataclass(frozen=True)
 class Pair:
-    """What modules saw of two batches that differ in some records.
+    """The calls of modules in two batches that differ in some records.
 
     Args:
         before, after: the calls in the two batches.

@@ -35,7 +35,7 @@ _NO_NUMBERS = "OSUMm"  # kinds of NumPy's dtypes: objects, texts, times
 
 @dataclass(frozen=True)
 class Values:
-    """What stands in one tensor of a synthetic record.
+    """The kind of values in one tensor of a synthetic record.
 
     Args:
         low, high: real numbers between them, drawn uniformly.

@@ -60,7 +60,7 @@ def _at(comparisons: Comparisons, pool: Any, n: int, j: int) -> Isolation:
 
 
 def _under_other_numbers(comparisons: Comparisons, change: Change, j: int) -> Isolation:
-    """Compare under random numbers of its own, and of some other's where they leave no gradient."""
+    """Compare under other random numbers, and again where they leave no gradient."""
     *first, last = (replace(change, seed_number=_SEED + j + more) for more in (0, 50, 100, 150))
     for each in first:
         with suppress(NotProbed):

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from lightning.pytorch import LightningModule, Trainer
 
+from lightning_dp._validate import flag
 from lightning_dp.gradients import CoupledLossError, UnsupportedModelError
 from lightning_dp.isolation.comparison import Comparisons
 from lightning_dp.isolation.draws import probe_draws
@@ -91,6 +92,7 @@ def check_isolation(
         >>> check_isolation(Model(), batch).reason[:48]
         'the loss divides by something that other records'
     """
+    flag("loss_graph_check", loss_graph_check, of="check_isolation")
     if engine == "one_by_one":
         return Isolation("isolated", condition=BY_CONSTRUCTION)
     passes = _passes(module, engine, trained, trainer, loss_graph_check)

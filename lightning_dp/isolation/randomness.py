@@ -15,7 +15,7 @@ __all__ = ["EXTREME_SEEDS", "SameFirstRows", "random_state", "seed"]
 
 # Seeds of Python's, NumPy's and torch's generators whose first three numbers between 0 and 1 are all
 # small, all large, small and large in turn, or the first of which is very small or very large: what
-# training_step does with a probability of its own, it does for one of them, and for another not.
+# training_step does with some probability, it does for one of them, and for another not.
 _SEEDS = (
     (0, 0, 0),
     (8916, 59792, 18381),

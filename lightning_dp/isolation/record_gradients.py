@@ -15,7 +15,7 @@ __all__ = ["Glimpse", "Tolerance", "glimpse", "moved"]
 
 @dataclass(frozen=True)
 class Glimpse:
-    """What is kept of each record's gradient to compare it; sensitive.
+    """The part of each record's gradient that is kept to compare it; sensitive.
 
     Args:
         norms: of whole gradients, shape (n,), float64.
@@ -30,7 +30,7 @@ class Glimpse:
 
 @dataclass(frozen=True)
 class Tolerance:
-    """How far a gradient may move without being said to have moved; public.
+    """The distance that a gradient may move without being said to have moved; public.
 
     Args:
         relative: to the record's own gradient. Rounding moves it by 1e-6 where batches of other

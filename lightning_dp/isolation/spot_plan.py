@@ -1,4 +1,4 @@
-"""When a batch is run once more, and which of its records are exchanged then: public randomness."""
+"""The steps whose batch is run once more, and the records exchanged in it: public randomness."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ class SpotPlan:
 
         Args:
             sizes: of the trained parameters.
-            parameters: at most so many of them, drawn anew at each step.
+            parameters: at most so many of them, drawn again at each step.
             entries: of each at most so many.
         """
         generator = self._generator(step, "places")

@@ -19,7 +19,7 @@ _NOT_COVERED = (
     "metrics logged from the training data (train_loss) and their effect on decisions",
     "validation on private data, and choices made by looking at it",
     "tuning runs, other fits of other callbacks on the same data",
-    "losses that couple the records of a batch in ways that the isolation probe does not see",
+    "losses that couple the records of a batch in ways that the checks of isolation do not see",
     "samples for which the data set reads other records than their own (mixup in __getitem__)",
     "floating-point rounding and timing",
 )
