@@ -301,8 +301,11 @@ class StillScheduler:
         return [group["lr"] for each in self._optimizers for group in each.param_groups]
 
 
-class NoCollectives(TorchDispatchMode):
+class NoCollectives(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Inside, operations over several processes raise: the others are not there."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(
         self,

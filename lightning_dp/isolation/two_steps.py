@@ -183,7 +183,7 @@ def _equal(a: Any, b: Any, depth: int = 8) -> bool:
     if isinstance(a, Tensor):
         return same(a, b)
     if isinstance(a, np.ndarray):
-        return a.tobytes() == b.tobytes()
+        return bool(a.tobytes() == b.tobytes())
     if isinstance(a, set | frozenset | bool | int | float | complex | str | bytes):
         return repr(a) == repr(b)
     if isinstance(a, list | tuple | deque):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningModule, Trainer
@@ -28,9 +28,14 @@ from torch.optim import LBFGS, Optimizer
 from lightning_dp._checks import check_training_step
 from lightning_dp._warnings import warn
 from lightning_dp.config import PrivacyConfig
+from lightning_dp.estimators import AbstractEstimator
 from lightning_dp.sampling import BatchPlan, Poisson
 
+if TYPE_CHECKING:
+    from lightning_dp.strategies.step import PrivateStep
+
 __all__ = [
+    "check_estimator",
     "check_launcher",
     "check_optimizers",
     "check_strategy",
@@ -160,6 +165,35 @@ def check_optimizers(optimizers: Sequence[Optimizer], module: LightningModule) -
             f"never move: {left[:5]}. Give them to the optimizer, or freeze them with "
             "requires_grad_(False), which also makes the steps cheaper."
         )
+
+
+def check_estimator(
+    estimator: AbstractEstimator, step: PrivateStep, module: LightningModule, optimizer: Optimizer
+) -> None:
+    """Refuse what the estimator or the engine cannot train, before anything is charged.
+
+    Raises:
+        MisconfigurationException: naming the cure.
+    """
+    traits, is_automatic = estimator.traits, module.automatic_optimization
+    if traits.uses_hessian and not step.has_products:
+        raise MisconfigurationException(
+            f"{estimator} needs Hessian-vector products, which Opacus' hooks do not have (engine: "
+            f"{step.engine_description}). Use engine='bookkeeping', and change a layer that it does "
+            "not cover."
+        )
+    if step.one_record and not is_automatic:
+        raise MisconfigurationException(
+            "engine='one_by_one' runs training_step once for each record, and manual optimization "
+            "would step the optimizer each time. Use automatic optimization: return the loss, and "
+            "leave manual_backward and the optimizer out of training_step."
+        )
+    if (traits.uses_hessian or traits.queries_per_step > 1) and not is_automatic:
+        raise MisconfigurationException(
+            f"{estimator} must run training_step several times on a batch, which manual optimization "
+            "does not allow. Use automatic optimization."
+        )
+    estimator.check(optimizer)
 
 
 def weak_settings(config: PrivacyConfig, batches: BatchPlan) -> Iterator[str]:

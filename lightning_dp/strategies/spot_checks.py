@@ -54,7 +54,7 @@ _PARAMETERS, _ENTRIES = 8, 32  # of so many parameters, so many entries are comp
 
 @dataclass(frozen=True)
 class _Seen:
-    """What one pass did; sensitive.
+    """The outcome of one pass; sensitive.
 
     Args:
         gradients: None if it gave none.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, field
 from typing import TypeAlias
 
 import torch
@@ -16,12 +15,12 @@ from torch.optim import Optimizer
 from lightning_dp._module_state import ModuleState
 from lightning_dp._training_step import apart, muted
 from lightning_dp.boundary import AbstractPerSampleGradients, Query
-from lightning_dp.estimators import AbstractEstimator
 from lightning_dp.functional import unflatten
 from lightning_dp.gradients import OtherRowsError, RecordPasses, Replay
-from lightning_dp.gradients.passes import OTHER_ROWS, UNANSWERED, RandomState, WrapEngine
+from lightning_dp.gradients.passes import OTHER_ROWS, RandomState, WrapEngine
 from lightning_dp.mechanism import Mechanism
 from lightning_dp.sampling.loader import Chunk
+from lightning_dp.strategies.accounts import BatchAccounts
 from lightning_dp.strategies.weights import SameParameters
 
 __all__ = ["PrivateStep"]
@@ -40,28 +39,6 @@ _SILENT = (
     "{} gave no gradient for any record of the first batch (training_step returns no loss, or one "
     "that does not depend on trained parameters), so it would train on noise alone. Return the loss."
 )
-
-
-@dataclass
-class _Accounts:
-    """The accounts of one logical batch, from its first chunk on.
-
-    Args:
-        chunk: was handed out last; None once its backward pass was answered.
-        is_whole: all chunks of the batch were handed out.
-        owed: records that were handed out and have no answer yet.
-        faults: reasons for which the batch may not be released.
-        suspicions: faults that hold if a tensor is true; looked at late, so that no device is
-            waited for.
-        answered: the chunks of a step that asks several queries.
-    """
-
-    chunk: Chunk | None = None
-    is_whole: bool = False
-    owed: int = 0
-    faults: list[str] = field(default_factory=list)
-    suspicions: list[tuple[Tensor, str]] = field(default_factory=list)
-    answered: list[Replay] = field(default_factory=list)
 
 
 class PrivateStep:
@@ -105,7 +82,7 @@ class PrivateStep:
                 wrap=wrap,
                 loss_graph_check=loss_graph_check,
             )
-        self._batch = _Accounts()
+        self._batch = BatchAccounts()
         self._look: Look | None = None  # at the gradients of the next chunk
         self._forward_again: Forward = _nothing  # the chunk's forward pass
         self._randomness: RandomState | None = None  # of the chunk, if a query runs it again
@@ -133,6 +110,11 @@ class PrivateStep:
             self._before_records = None
 
     @property
+    def has_products(self) -> bool:
+        """True if the engine can compute Hessian-vector products."""
+        return self._passes.has_products
+
+    @property
     def one_record(self) -> bool:
         """True if each record must run alone, by :meth:`answer_each`."""
         return self._passes.one_record
@@ -157,9 +139,8 @@ class PrivateStep:
         if self._batch.chunk is not None:
             self._passes.drop()  # what a batch without a backward pass left
         if chunk.first:
-            self._batch = _Accounts()
-        self._batch.chunk, self._batch.is_whole = chunk, chunk.last
-        self._batch.owed += chunk.size
+            self._batch = BatchAccounts()
+        self._batch.hand_out(chunk)
 
     def before_forward(self, mechanism: Mechanism, forward_again: Forward) -> None:
         """Remember what further passes over the chunk need: its forward pass and its randomness.
@@ -291,19 +272,12 @@ class PrivateStep:
 
     def suspect(self, found: Sequence[Tensor], fault: str) -> None:
         """Note the same for the case that one of these is true; they are read when the step ends."""
-        chunk = self._batch.chunk
-        if chunk is not None and chunk.size:
-            self._batch.suspicions += [(each, fault) for each in found]
+        self._batch.suspect(found, fault)
 
     def fault(self, mechanism: Mechanism) -> str | None:
         """Return why what was answered so far may not be released; None if it may."""
-        batch, is_asked = self._batch, mechanism.query is not None
-        suspicions, batch.suspicions = batch.suspicions, []
-        if is_asked:
-            batch.faults += [fault for found, fault in suspicions if found]
-        if batch.faults:
-            return batch.faults[0]
-        return UNANSWERED.format(type(self._module).__name__) if is_asked and batch.owed else None
+        name, is_asked = type(self._module).__name__, mechanism.query is not None
+        return self._batch.fault(name, is_asked=is_asked)
 
     def is_unreleased(self, mechanism: Mechanism) -> bool:
         """Tell whether all chunks of the batch were handed out, and its optimizer step was left out."""
@@ -352,32 +326,6 @@ class PrivateStep:
                 self._give(mechanism, query, replay)
         agree(self.fault(mechanism))
 
-    def check(self, estimator: AbstractEstimator) -> None:
-        """Refuse what the estimator cannot train, before anything is charged.
-
-        Raises:
-            MisconfigurationException: naming the cure.
-        """
-        if estimator.traits.uses_hessian and not self._passes.has_products:
-            raise MisconfigurationException(
-                f"{estimator} needs Hessian-vector products, which Opacus' hooks do not have (engine: "
-                f"{self.engine_description}). Use engine='bookkeeping', and change a layer that it "
-                "does not cover."
-            )
-        if self.one_record and not self._module.automatic_optimization:
-            raise MisconfigurationException(
-                "engine='one_by_one' runs training_step once for each record, and manual optimization "
-                "would step the optimizer each time. Use automatic optimization: return the loss, and "
-                "leave manual_backward and the optimizer out of training_step."
-            )
-        runs_again = estimator.traits.uses_hessian or estimator.traits.queries_per_step > 1
-        if runs_again and not self._module.automatic_optimization:
-            raise MisconfigurationException(
-                f"{estimator} must run training_step several times on a batch, which manual "
-                "optimization does not allow. Use automatic optimization."
-            )
-        estimator.check(self._optimizer)
-
     def expect_update(self) -> None:
         """Be the last to look at the gradients when the optimizer steps next."""
         self._passes.expect_step()
@@ -416,7 +364,7 @@ class PrivateStep:
     def detach(self) -> None:
         """Leave the model as it was."""
         self._passes.detach()
-        self._batch, self._forward_again = _Accounts(), _nothing
+        self._batch, self._forward_again = BatchAccounts(), _nothing
 
 
 def _nothing() -> None:

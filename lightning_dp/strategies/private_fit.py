@@ -1,0 +1,259 @@
+"""The private fit around its steps: its parts, its loader, its checkpoints and its end."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from functools import cached_property
+from pathlib import Path
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
+
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.plugins import Precision
+from lightning.pytorch.strategies import Strategy
+from lightning.pytorch.trainer.states import TrainerFn
+from torch import Tensor
+
+from lightning_dp._checks import check_model, check_training_mode
+from lightning_dp._training_step import loss_in
+from lightning_dp._warnings import warn
+from lightning_dp._world import World
+from lightning_dp.accounting.events import VoidedRunError
+from lightning_dp.gradients import AbstractGradientEngine
+from lightning_dp.mechanism import Mechanism
+from lightning_dp.run import PrivateRun
+from lightning_dp.strategies.checks import (
+    check_estimator,
+    check_optimizers,
+    check_trainer,
+    weak_settings,
+)
+from lightning_dp.strategies.data import make_private_loader, private_loader_of
+from lightning_dp.strategies.early_end import Place, end_before_first_step
+from lightning_dp.strategies.hooks import PrivacyCallback, among
+from lightning_dp.strategies.storage import default_folder, record_in, write_record
+
+if TYPE_CHECKING:
+    from lightning_dp.strategies.fit import Fit
+
+__all__ = ["PrivateFitStrategy"]
+
+
+class PrivateFitStrategy(Strategy):
+    """Sets up, saves and ends the private fits of the strategy it is mixed into.
+
+    Its subclass has the steps.
+    """
+
+    global_rank: int
+    world_size: int
+
+    _run: PrivateRun | None = None  # until it is given
+    _given: tuple[PrivacyCallback, ...] = ()  # with the run
+    _callbacks: tuple[PrivacyCallback, ...] = ()  # of the latest fit: checkpoints may follow it
+    _fit: Fit | None = None  # between fits
+
+    # -- set-up ----------------------------------------------------------------------------
+
+    def use_privacy(self, run: PrivateRun, *callbacks: PrivacyCallback) -> None:
+        """Train under this configuration and charge this ledger.
+
+        Args:
+            run: configuration and ledger.
+            callbacks: hear of the run; one gives way to one of its kind among the Trainer's.
+        """
+        if self._run is not None and self._run is not run:
+            raise ValueError(
+                "Privacy is configured twice: on the strategy (privacy=...) and by a "
+                "DifferentialPrivacy callback, or by two callbacks. Keep one of them."
+            )
+        self._run, self._given = run, callbacks
+
+    @property
+    def private_run(self) -> PrivateRun:
+        """Configuration and ledger; ε and the report are read from it."""
+        if self._run is None:
+            raise ValueError(
+                f"{type(self).__name__} has no privacy configuration: give it "
+                "privacy=PrivacyConfig(...), or add the DifferentialPrivacy callback."
+            )
+        return self._run
+
+    @property
+    def _module(self) -> LightningModule:
+        if self.lightning_module is None:
+            raise RuntimeError(
+                f"{type(self).__name__} has no LightningModule: fit one with a Trainer."
+            )
+        return self.lightning_module
+
+    @property
+    def _trainer(self) -> Trainer:
+        return self._module.trainer
+
+    @property
+    def _now(self) -> Fit:
+        """The current fit."""
+        if self._fit is None:
+            raise RuntimeError(f"{type(self).__name__} trains only while its Trainer fits a model.")
+        return self._fit
+
+    @property
+    def _mechanism(self) -> Mechanism:
+        if self.private_run.mechanism is None:
+            raise RuntimeError(
+                "A private step needs a plan, which is declared when training starts."
+            )
+        return self.private_run.mechanism
+
+    @cached_property
+    def _folder(self) -> Path:
+        """The folder of a new journal; found once in a fit, since the process may change folders."""
+        return self.private_run.ledger_dir or default_folder(self._trainer)
+
+    @cached_property
+    def _accumulate(self) -> int:
+        """``accumulate_grad_batches`` as the user set it; during the fit it is the plan's."""
+        return self._trainer.accumulate_grad_batches
+
+    @property
+    def precision_plugin(self) -> Precision:
+        plugin = super().precision_plugin
+        return plugin if self._fit is None else self._fit.plugin
+
+    @precision_plugin.setter
+    def precision_plugin(self, plugin: Precision | None) -> None:
+        Strategy.precision_plugin.fset(self, plugin)  # type: ignore[attr-defined]
+
+    def setup(self, trainer: Trainer) -> None:
+        if trainer.state.fn != TrainerFn.FITTING:
+            super().setup(trainer)
+            return
+        from lightning_dp.strategies.fit import begin_fit  # all that only a fit needs
+
+        run = self.private_run
+        check_trainer(trainer)
+        folder = self._folder
+        self._callbacks = among(trainer, self._given)
+        super().setup(trainer)
+        check_optimizers(self.optimizers, self._module)
+        check_model(self._module)
+        # A void run leaves the model at once: an error in on_exception would end the teardown.
+        leave = self._leave_the_model
+        world, wrap = self._world(), self.wrap_engine
+        self._fit = begin_fit(trainer, run, world, folder, wrap, leave, self._forward_again)
+        estimator, (optimizer,) = run.config.resolved_estimator(), self.optimizers
+        check_estimator(estimator, self._fit.step, self._module, optimizer)
+
+    def wrap_engine(self, engine: AbstractGradientEngine) -> AbstractGradientEngine:
+        """Put something between the gradient engine and the clipping: an audit's canaries."""
+        return engine
+
+    def configure_ddp(self) -> None:
+        """Give all ranks the weights of rank 0, without DDP's wrapper.
+
+        Its reducer would add up raw gradients over the ranks.
+        """
+        # Not the state_dict: it leaves some buffers out.
+        for tensor in (*self._module.parameters(), *self._module.buffers()):
+            torch.distributed.broadcast(tensor.detach(), 0)
+
+    def process_dataloader(self, dataloader: object) -> object:
+        dataloader = super().process_dataloader(dataloader)
+        trainer = self._trainer
+        if not (trainer.training and trainer.state.fn == TrainerFn.FITTING):
+            return dataloader
+        run = self.private_run
+        loader = make_private_loader(dataloader, trainer, self._accumulate, run, self._world())
+        assert run.batches is not None
+        trainer.accumulate_grad_batches = run.batches.chunks_per_step  # FullBatch() has its own
+        return loader
+
+    def on_train_start(self) -> None:
+        super().on_train_start()
+        trainer, run, fit = self._trainer, self.private_run, self._now
+        private_loader_of(trainer)
+        if not fit.step.one_record:
+            check_training_mode(trainer.lightning_module)
+        assert run.batches is not None
+        self._warn(weak_settings(run.config, run.batches))
+        fit.monitors.begin()
+        planned_steps = max(0, trainer.estimated_stepping_batches - trainer.global_step)
+        folder = None if trainer.fast_dev_run else fit.folder  # type: ignore[attr-defined]
+        run.start(planned_steps, self._world(), folder, trainer.global_step)
+        if self.is_global_zero:
+            fit.earlier.begin(folder)
+        for callback in self._callbacks:
+            callback.on_privacy_start(trainer, run, fit.folder)
+        if planned_steps and run.exhausted:
+            end_before_first_step(trainer, run, self._mechanism)
+
+    def _world(self) -> World:
+        return World(self.global_rank, self.world_size, self._sum_over_ranks, self.broadcast)
+
+    def _sum_over_ranks(self, vector: Tensor) -> Tensor:
+        total: Tensor = self.reduce(vector, reduce_op="sum")
+        return total
+
+    def _warn(self, messages: Iterable[str]) -> None:
+        for message in messages:
+            if self.is_global_zero:
+                warn(message)
+
+    def _forward_again(
+        self, args: tuple[Any, ...], kwargs: Mapping[str, Any] = MappingProxyType({})
+    ) -> Tensor | None:
+        loss: Tensor | None = loss_in(super().training_step(*args, **kwargs))
+        return loss
+
+    # -- checkpoints and the end -----------------------------------------------------------
+
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None
+    ) -> None:
+        run, fit = self.private_run, self._fit
+        if run.voided is not None:
+            raise VoidedRunError(run.voided)
+        if fit is not None:
+            fit.monitors.check()
+            fit.agree(fit.latest.fault(checkpoint), Place.SAVE)
+        content = write_record(checkpoint, run, is_writer=self.is_global_zero)
+        if content is not None:
+            for callback in self._callbacks:
+                callback.on_privacy_save(run, content)
+        if fit is not None and self.is_global_zero:
+            fit.earlier.released(checkpoint.get("state_dict", {}))
+        super().save_checkpoint(checkpoint, filepath, storage_options)
+
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> Any:
+        checkpoint = super().load_checkpoint(checkpoint_path, weights_only)
+        if self._trainer.state.fn != TrainerFn.FITTING:
+            return checkpoint
+        record = record_in(checkpoint, checkpoint_path)
+        self.private_run.load_state_dict(record, self._folder, self._world())
+        return checkpoint
+
+    def _leave_the_model(self) -> None:
+        if self._fit is not None:
+            self._fit.step.detach()
+            if self.is_global_zero:
+                self._fit.earlier.released()
+        if self._run is not None:
+            self._run.stop()
+
+    def teardown(self) -> None:
+        fit = self._fit
+        self._leave_the_model()
+        if "_accumulate" in vars(self):
+            self._trainer.accumulate_grad_batches = self._accumulate
+        for name in ("_fit", "_folder", "_accumulate"):
+            vars(self).pop(name, None)
+        super().teardown()
+        if fit is not None:
+            for callback in self._callbacks:
+                callback.on_privacy_teardown(self._trainer, self.private_run)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For copies and pickles: nothing of a fit, which holds what is not noised yet."""
+        return {**super().__getstate__(), "_fit": None}
