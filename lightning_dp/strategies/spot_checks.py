@@ -16,7 +16,7 @@ from torch import Tensor
 
 from lightning_dp._module_state import ModuleState
 from lightning_dp.boundary import AbstractPerSampleGradients
-from lightning_dp.gradients.passes import RandomState
+from lightning_dp.gradients.random_state import RandomState
 from lightning_dp.isolation.answers import Call
 from lightning_dp.isolation.coupling import Pair, mixing_module
 from lightning_dp.isolation.nesting import number_of_rows

@@ -17,7 +17,8 @@ from lightning_dp._training_step import apart, muted
 from lightning_dp.boundary import AbstractPerSampleGradients, Query
 from lightning_dp.functional import unflatten
 from lightning_dp.gradients import OtherRowsError, RecordPasses, Replay
-from lightning_dp.gradients.passes import OTHER_ROWS, RandomState, WrapEngine
+from lightning_dp.gradients.passes import OTHER_ROWS, WrapEngine
+from lightning_dp.gradients.random_state import RandomState
 from lightning_dp.mechanism import Mechanism
 from lightning_dp.sampling.loader import Chunk
 from lightning_dp.strategies.accounts import BatchAccounts

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from lightning_dp.boundary import Query, Term
 from lightning_dp.gradients import OtherRowsError, RecordPasses, Replay, UnsupportedModelError
 from lightning_dp.gradients.one_by_one import OneByOne
-from lightning_dp.gradients.passes import RandomState
+from lightning_dp.gradients.random_state import RandomState
 
 
 class Attention(nn.Module):
