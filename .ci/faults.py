@@ -30,6 +30,11 @@ TESTS = [
     "tests/accounting",
     "tests/estimators/test_two_points.py",
     "tests/strategies/test_sensitivity.py",
+    "tests/test_fingerprint.py",
+    "tests/gradients/test_loss_graph.py",
+    "tests/isolation/test_record_gradients.py",
+    "tests/isolation/test_kinds.py",
+    "tests/isolation/test_two_steps.py",
 ]
 
 
@@ -61,6 +66,11 @@ FAULTS = (
     Fault("noise_drawn_ahead_serves_twice", "ahead, self._ahead = self._ahead,", "self._ahead or"),
     Fault("charge_in_memory_only", "self._charges.length(self._run), event)", "if 0 else None"),
     Fault("weaker_queries_pass", "if not together >= least", "/ 2"),
+    Fault("clamped_losses_pass", '"ViewAsComplex Conj ConjPhysical', 'Clamp "  "'),
+    Fault("spot_checks_compare_nothing", "if not rows", "or True", "record_gradients"),
+    Fault("constant_fingerprint", "total = total * _MULTIPLIER + mixed.sum()", "* 0"),
+    Fault("two_steps_without_hooks", "self._end_of_step(batch, outputs[0])", "if 0 else None"),
+    Fault("nothing_exchanged", "return _exchanged(part, rows", "[:0]"),
 )
 
 
