@@ -6,6 +6,7 @@ import signal
 
 import pytest
 import torch
+from lightning.pytorch import Trainer
 from torch import nn
 
 from lightning_dp import FullBatch
@@ -32,8 +33,11 @@ def failing(classifier):
         error = None
         where = "after forward"
 
+        def is_to_fail(self):
+            return self.error is not None and isinstance(self._trainer, Trainer)  # not when probed
+
         def training_step(self, batch, batch_idx):
-            fails = self.error is not None and batch_idx == 3
+            fails = self.is_to_fail() and batch_idx == 3
             if fails and self.where == "before forward":
                 raise self.error
             loss = super().training_step(batch, batch_idx)
@@ -42,11 +46,11 @@ def failing(classifier):
             return loss
 
         def on_after_backward(self):
-            if self.error is not None and self.where == "after backward":
+            if self.is_to_fail() and self.where == "after backward":
                 raise self.error
 
         def on_before_optimizer_step(self, optimizer):
-            if self.error is not None and self.where == "before the step":
+            if self.is_to_fail() and self.where == "before the step":
                 raise self.error
 
     return Fails
