@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from lightning_dp.boundary import AbstractPerSampleGradients
+from lightning_dp.gradients.materialised import MaterialisedGradients
 
 __all__ = ["Answer", "Call", "answer_about"]
 
@@ -77,9 +78,15 @@ def answer_about(
         return Answer(count, torch.zeros(0), ())
     norms = gradients.norms().detach()
     places, sizes = _places(tuple(param.shape for param in params))
-    some = gradients.restrict(places)
-    rows = torch.stack([some.weighted_sum(one).detach() for one in torch.eye(n, dtype=norms.dtype)])
+    rows = _rows(gradients.restrict(places), torch.eye(n, dtype=norms.dtype))
     return Answer(count, norms, torch.split(rows, sizes, dim=1))
+
+
+def _rows(some: AbstractPerSampleGradients, ones: Tensor) -> Tensor:
+    """Return each record's gradient at some places, shape (n, k)."""
+    if isinstance(some, MaterialisedGradients):
+        return some.entries().detach()
+    return torch.stack([some.weighted_sum(one).detach() for one in ones])
 
 
 @lru_cache(maxsize=8)

@@ -26,6 +26,7 @@ from lightning_dp.isolation.two_steps import probe_steps
 __all__ = ["probe_later", "probe_shortly"]
 
 _MOMENTS = 40  # that are looked at
+_FEW = 4  # the same, where passes take long
 _PROBES = 6  # among them that do something new, and are probed
 _BORDERS = 8  # numbers in the user's code that may be the number of an epoch or a step
 _LARGEST = 10_000_000
@@ -44,7 +45,7 @@ def probe_shortly(passes: Passes, pool: Any, n: int) -> Isolation:
     return found if found.outcome == "coupled" else probe_steps(passes, pool, n, steps=2)
 
 
-def probe_later(passes: Passes, pool: Any, n: int) -> Isolation:
+def probe_later(passes: Passes, pool: Any, n: int, *, in_short: bool = False) -> Isolation:
     """Probe at other moments of the run, of those in which a step does something new.
 
     Which moments there are depends on what the code reads (the epoch, the step, the number of the
@@ -53,13 +54,16 @@ def probe_later(passes: Passes, pool: Any, n: int) -> Isolation:
 
     Args:
         pool: 2n records.
+        in_short: look at the first moments only.
     """
     batches = [take_rows(pool, range(i, 2 * n, 2)) for i in (0, 1)]
     look = _look(passes, batches)
     if look is None:
         return ISOLATED
     known, probes = {look.operations}, 0
-    for now in list(_moments(passes, look))[:_MOMENTS]:
+    moments = list(_moments(passes, look))[:_MOMENTS]
+    few = moments[:_FEW] if in_short else moments
+    for now in few:
         there = passes.at(now)
         seen = _look(there, batches)
         if seen is None or seen.operations in known:
@@ -69,9 +73,10 @@ def probe_later(passes: Passes, pool: Any, n: int) -> Isolation:
         if found.outcome != "isolated":
             return Isolation(found.outcome, f"{found.reason} (seen with {now})", found.modules)
         probes += 1
-        if probes == _PROBES:
+        if probes == (1 if in_short else _PROBES):
             break
-    return ISOLATED
+    left_out = ("most epochs and steps to come",) if len(few) < len(moments) else ()
+    return Isolation("isolated", left_out=left_out)
 
 
 class _Look(TorchFunctionMode):

@@ -7,6 +7,7 @@ import copy
 import io
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -27,6 +28,7 @@ from lightning_dp.isolation.ignored import target_means
 from lightning_dp.isolation.model_copies import ModelCopies
 from lightning_dp.isolation.randomness import SameFirstRows, random_state, seed
 from lightning_dp.isolation.stand_ins import RUN, ByHand, NotProbed, Now, StandInTrainer
+from lightning_dp.isolation.synthetic import ValidLabels
 
 __all__ = [
     "NoLoss",
@@ -60,6 +62,7 @@ class Passes:
         trainer: whose public state ``training_step`` may read, or None.
         now: the moment of the run that each pass takes place in.
         loss_graph_check: refuse losses that mix records, by their graph.
+        made_up: labels are, so that not every loss can take them as they are.
     """
 
     def __init__(
@@ -71,7 +74,9 @@ class Passes:
         now: Now = RUN,
         *,
         loss_graph_check: bool = True,
+        made_up: bool = False,
     ) -> None:
+        self._made_up = made_up
         self._checks_graph = loss_graph_check
         self.module, self.engine, self.trained = module, engine, tuple(trained)
         self.trainer, self.now = trainer, now
@@ -105,6 +110,10 @@ class Passes:
     def callbacks(self) -> list[Any]:
         """The Trainer's."""
         return [] if self.trainer is None else list(self.trainer.callbacks)  # type: ignore[attr-defined]
+
+    def valid_labels(self) -> AbstractContextManager[object]:
+        """Return a context for the user's code, in which made-up labels are as losses need them."""
+        return ValidLabels() if self._made_up else contextlib.nullcontext()
 
     def copied(self, memo: dict[int, Any] | None = None) -> LightningModule:
         """Return a deep copy of the model; those of before must not be used any more."""
@@ -177,7 +186,8 @@ class Passes:
             return replace(answer, calls=tuple(calls))
 
     def _run(self, module: LightningModule, batch: Any, n: int, seed_number: int) -> Answer:
-        params = [dict(module.named_parameters())[name] for name in self.trained]
+        own = dict(module.named_parameters())
+        params = [own[name] for name in self.trained]
         passes = RecordPasses(module, params, self.engine, loss_graph_check=self._checks_graph)
         noticed: list[tuple[bool, list[bool]]] = []  # before the graph is freed
         before = seed(seed_number)
@@ -188,7 +198,8 @@ class Passes:
             noticed.append((before != random_state(), weighs))
             return loss
 
-        gradients = passes.run(forward, size=n)
+        with self.valid_labels():
+            gradients = passes.run(forward, size=n)
         ((is_random, weighs),) = noticed
         return replace(
             answer_about(gradients, params, n),
@@ -203,7 +214,8 @@ class Passes:
         module = prepared(self._copies.make(), trainer)  # Lightning leaves its trainer out
         try:
             if self.now.is_pretended:
-                begin(module, self.now)
+                with self.valid_labels():
+                    begin(module, self.now)
             yield module
         finally:
             empty(module)
@@ -211,7 +223,8 @@ class Passes:
 
     def _loss(self, module: LightningModule, batch: Any) -> Tensor:
         by_hand = None if module.automatic_optimization else ByHand(module)
-        output = call_training_step(module, batch, self.now.batch_idx)
+        with self.valid_labels():
+            output = call_training_step(module, batch, self.now.batch_idx)
         return loss_of(output, by_hand)
 
 
@@ -268,6 +281,8 @@ def same(a: Tensor, b: Tensor) -> bool:
     """True if all entries are equal; NaN is equal to itself."""
     if a.shape != b.shape or a.dtype != b.dtype:
         return False
+    if torch.equal(a, b):  # in the memory of no third tensor
+        return True
     return bool(((a == b) | ((a != a) & (b != b))).all())
 
 

@@ -39,9 +39,9 @@ def probe_positions(comparisons: Comparisons, pool: Any, n: int) -> Isolation:
 
 
 def probe_one_position(comparisons: Comparisons, pool: Any, n: int) -> Isolation:
-    """Leave out the first record, and replace every second one: the same in few passes."""
-    found = _at(comparisons, pool, n, 0)
-    return found if found.outcome != "isolated" else comparisons.outcome(_every_second(pool, n, 1))
+    """Leave out the last record, and replace every second one: the same in few passes."""
+    found = _at(comparisons, pool, n, n - 1)
+    return found if found.outcome != "isolated" else comparisons.outcome(_every_second(pool, n, 0))
 
 
 def _at(comparisons: Comparisons, pool: Any, n: int, j: int) -> Isolation:

@@ -14,6 +14,7 @@ from lightning_dp._validate import flag
 from lightning_dp.gradients import CoupledLossError, UnsupportedModelError
 from lightning_dp.isolation.comparison import Comparisons
 from lightning_dp.isolation.draws import probe_draws
+from lightning_dp.isolation.effort import Effort
 from lightning_dp.isolation.kinds import SyntheticKind
 from lightning_dp.isolation.later import probe_later, probe_shortly
 from lightning_dp.isolation.nesting import kinds_of_objects, number_of_rows
@@ -21,13 +22,12 @@ from lightning_dp.isolation.outcome import BY_CONSTRUCTION, ISOLATED, Isolation,
 from lightning_dp.isolation.own_numbers import last_numbers
 from lightning_dp.isolation.passes import Passes
 from lightning_dp.isolation.pools import pools_that_run
-from lightning_dp.isolation.positions import probe_positions
+from lightning_dp.isolation.positions import probe_one_position, probe_positions
 from lightning_dp.isolation.sizes import probe_size
 from lightning_dp.isolation.stand_ins import NoCollectives, NotProbed
 from lightning_dp.isolation.state_leaks import probe_state
 from lightning_dp.isolation.synthetic import (
     NoSyntheticBatch,
-    ValidLabels,
     leaves_of,
     replace_leaf,
 )
@@ -122,7 +122,9 @@ def probe_isolation(
     Then some of these records are exchanged for others: of other scales, with NaN or infinity, with
     equal labels, the last class, or the number that the model takes for padding; under random
     numbers that take rare branches, if it draws any; and among as many records as a batch of the run
-    has. What the model does not take is left out.
+    has. What the model does not take is left out. Where a pass takes long (beyond 1e10 operations,
+    by shapes), fewer are made: one record is left out instead of each, and of other values, steps
+    and later moments the first are tried; what is not is said.
 
     Whether your targets hold the value -100, torch's ``ignore_index``, cannot be known without
     looking. If ignoring a target changes the others' gradients, the outcome carries a
@@ -135,8 +137,8 @@ def probe_isolation(
     """
     if engine == "one_by_one":
         return Isolation("isolated", condition=BY_CONSTRUCTION)
-    passes = _passes(module, engine, trained, trainer, loss_graph_check)
-    with passes.quietly(), ValidLabels():
+    passes = _passes(module, engine, trained, trainer, loss_graph_check, made_up=True)
+    with passes.quietly():
         return _outcome(passes, partial(_probe_synthetic, expected=expected), like)
 
 
@@ -157,8 +159,8 @@ def probe_again(
         alone: no other process takes part, so that nothing may be asked of one. The other arguments
             are those of :func:`probe_isolation`.
     """
-    passes = _passes(module, engine, trained, trainer, False)
-    with passes.quietly(), ValidLabels(), NoCollectives() if alone else contextlib.nullcontext():
+    passes = _passes(module, engine, trained, trainer, False, made_up=True)
+    with passes.quietly(), NoCollectives() if alone else contextlib.nullcontext():
         try:
             pool, _ = next(pools_that_run(passes, like))
         except Exception:
@@ -203,21 +205,23 @@ def _probe_synthetic(passes: Passes, like: Any, expected: int) -> Isolation:
 def _layers(passes: Passes, pool: Any, kind: SyntheticKind, expected: int) -> Iterator[Isolation]:
     """Probe with synthetic records of one kind, layer by layer; each may rely on those before."""
     n, comparisons = _RECORDS, Comparisons(passes)
+    effort = Effort.of(passes, pool, n)
+    is_long = effort.is_long(n)
     if names := kinds_of_objects(pool):
         yield Isolation("isolated", left_out=(f"what objects of {', '.join(names)} hold",))
-    yield _probe(comparisons, pool, n)
+    yield _probe(comparisons, pool, n, in_short=is_long)
     yield probe_draws(comparisons, pool, n)
     yield probe_targets(comparisons, pool, n)
     last = last_numbers(passes, pool, kind)
-    yield probe_values(comparisons, pool, n, kind, last)
-    yield probe_size(comparisons, pool, n, kind, last, expected)
-    yield probe_steps(passes, pool, n)
-    yield probe_later(passes, pool, n)
+    yield probe_values(comparisons, pool, n, kind, last, in_short=is_long)
+    yield probe_size(comparisons, pool, n, kind, last, expected, effort.records)
+    yield probe_steps(passes, pool, n, steps=2 if is_long else 3)
+    yield probe_later(passes, pool, n, in_short=is_long)
 
 
-def _probe(comparisons: Comparisons, pool: Any, n: int) -> Isolation:
+def _probe(comparisons: Comparisons, pool: Any, n: int, *, in_short: bool = False) -> Isolation:
     """Compare what n records of a pool do to each other, and to what outlives a step."""
-    layers = (probe_positions, probe_state)
+    layers = (probe_one_position if in_short else probe_positions, probe_state)
     return first_failure(layer(comparisons, pool, n) for layer in layers)
 
 
@@ -227,10 +231,14 @@ def _passes(
     trained: Sequence[str] | None,
     trainer: Trainer | None,
     loss_graph_check: bool,
+    *,
+    made_up: bool = False,
 ) -> Passes:
     if trained is None:
         trained = [name for name, param in module.named_parameters() if param.requires_grad]
-    return Passes(module, engine, trained, trainer, loss_graph_check=loss_graph_check)
+    return Passes(
+        module, engine, trained, trainer, loss_graph_check=loss_graph_check, made_up=made_up
+    )
 
 
 def _not_probed(error: Exception) -> Isolation:

@@ -27,6 +27,8 @@ from lightning_dp.isolation.stand_ins import (
 
 __all__ = ["Rehearsal", "rehearsal"]
 
+_PERIOD = 4099  # of the random vector that stands for gradients: a prime, so that rows differ
+
 _LIBRARIES = frozenset(sys.stdlib_module_names) | {
     "lightning",
     "lightning_dp",
@@ -97,7 +99,8 @@ class Rehearsal:
             outputs.append(output)
             return loss
 
-        gradients = engine.run(forward, size=n)
+        with self._passes.valid_labels():
+            gradients = engine.run(forward, size=n)
         self._end_of_step(batch, outputs[0])
         return answer_about(gradients, self._trained, n)
 
@@ -124,24 +127,35 @@ class Rehearsal:
 
     def forward_only(self, batch: Any) -> None:
         """Make a step without a backward pass."""
-        _, output = self.forward(batch)
+        with self._passes.valid_labels():
+            _, output = self.forward(batch)
         self._end_of_step(batch, output)
 
     def _end_of_step(self, batch: Any, output: Any) -> None:
         if self.module.automatic_optimization:
             self._hook("on_after_backward")
             generator = torch.Generator().manual_seed(self.trainer.steps_made)
+            numbers = torch.randn(_PERIOD, generator=generator)
             for param in self._trained:
-                param.grad = torch.randn(param.shape, generator=generator, dtype=param.dtype)
+                param.grad = _repeated(numbers, param)
             self._hook("on_before_optimizer_step", self.optimizer)
             self.settings.append(self._settings())
         self.trainer.steps_made += 1
         self._hook("on_train_batch_end", output, batch, self._batch_idx)
         self._batch_idx += 1
 
+    @property
+    def _may_edit(self) -> bool:
+        """True if there is code of the user's that could change gradients before the optimizer."""
+        hooks = ("on_after_backward", "on_before_optimizer_step")
+        own = (getattr(self.module, name) for name in hooks)
+        base = [getattr(LightningModule, name) for name in hooks]
+        return bool(self.callbacks) or [getattr(f, "__func__", None) for f in own] != base
+
     def _settings(self) -> str:
         """Return a checksum of what the optimizer would use: gradients, rates, scheduler's input."""
-        grads = [None if p.grad is None else _checksum(p.grad) for p in self._trained]
+        looked_at = self._trained if self._may_edit else []
+        grads = [None if p.grad is None else _checksum(p.grad) for p in looked_at]
         groups = [
             {key: value for key, value in group.items() if key != "params"}
             for group in self.optimizer.param_groups
@@ -158,12 +172,12 @@ class Rehearsal:
 
     def _hook(self, name: str, *args: Any) -> None:
         self._callback_hook(name, *args)
-        with contextlib.suppress(Exception):
+        with contextlib.suppress(Exception), self._passes.valid_labels():
             getattr(self.module, name)(*args)
 
     def _callback_hook(self, name: str, *args: Any) -> None:
         for callback in self.callbacks:
-            with contextlib.suppress(Exception):
+            with contextlib.suppress(Exception), self._passes.valid_labels():
                 getattr(callback, name)(self.trainer, self.module, *args)
 
     def _groups(self) -> list[dict[str, Any]]:
@@ -194,8 +208,14 @@ def _copies(passes: Passes, trainer: StandInTrainer) -> tuple[LightningModule, l
     return twin, list(trainer.copied_callbacks.values())
 
 
-def _checksum(gradient: Tensor) -> tuple[float, float]:
-    return float(gradient.double().sum()), float(torch.linalg.vector_norm(gradient))
+def _repeated(numbers: Tensor, like: Tensor) -> Tensor:
+    """Return the same few numbers over and over, in the shape of a parameter."""
+    times = -(-like.numel() // len(numbers))
+    return numbers.to(like.dtype).repeat(times)[: like.numel()].view(like.shape)
+
+
+def _checksum(gradient: Tensor) -> tuple[complex, float]:
+    return complex(gradient.sum()), float(torch.linalg.vector_norm(gradient))
 
 
 def _is_users(callback: Callback) -> bool:

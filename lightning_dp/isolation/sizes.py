@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch.utils.flop_counter import FlopCounterMode
 
 from lightning_dp.gradients import UnsupportedModelError
 from lightning_dp.isolation.comparison import Batch, Change, Comparisons
@@ -16,10 +15,6 @@ from lightning_dp.isolation.synthetic import take_rows
 
 __all__ = ["probe_size"]
 
-_OPERATIONS = 1e11  # of a forward pass: a second or two of one core
-_NUMBERS = 2**29  # in the gradients of all records, where an engine makes them
-_MOST = 1024
-
 
 def probe_size(
     comparisons: Comparisons,
@@ -28,6 +23,7 @@ def probe_size(
     tamest: SyntheticKind,
     last: Sequence[int],
     expected: int,
+    most: int,
 ) -> Isolation:
     """Exchange half of the records of a batch as large as those of the run; leave out the last one.
 
@@ -38,8 +34,9 @@ def probe_size(
         tamest: their kind.
         last: for each part of the batch the largest whole number that the model takes.
         expected: the number of records in a batch.
+        most: how many a pass may have.
     """
-    size = min(expected, _affordable(comparisons, pool, n))
+    size = min(expected, most)
     left_out = (f"{expected} records at once, but {max(size, n)}",) if size < expected else ()
     if size <= n:
         return Isolation("isolated", left_out=left_out)
@@ -78,14 +75,3 @@ def _all_classes(pool: Any, tamest: SyntheticKind, last: Sequence[int]) -> Synth
             low = int(tamest.of(place, part.dtype).low)
             kind = kind.at(place, Values(low, last[place], last[place] - low + 1))
     return kind
-
-
-def _affordable(comparisons: Comparisons, pool: Any, n: int) -> int:
-    """Return how many records a pass may have."""
-    passes = comparisons.passes
-    with FlopCounterMode(display=False) as counter:
-        passes.loss(take_rows(pool, range(n)))
-    operations = counter.get_total_flops() / n
-    own = dict(passes.module.named_parameters())
-    numbers = sum(own[name].numel() for name in passes.trained)
-    return int(min(_MOST, _OPERATIONS / max(operations, 1), _NUMBERS / max(numbers, 1)))

@@ -201,14 +201,14 @@ class ValidLabels(TorchFunctionMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         named = dict(kwargs or {})
-        if func in (F.ctc_loss, torch.ctc_loss):
-            named.update(zip(_NAMES, args, strict=False))
-            rest, args = args[len(_NAMES) :], ()
-            given = _valid(named["log_probs"], named["targets"], int(named.pop("blank", 0)))
-            for name in _NAMES[:4]:
-                named.pop(name, None)
-            args = (*given, *rest)
-        return func(*args, **named)
+        if func is not F.ctc_loss and func is not torch.ctc_loss:
+            return func(*args, **named)
+        named.update(zip(_NAMES, args, strict=False))
+        rest = args[len(_NAMES) :]
+        given = _valid(named["log_probs"], named["targets"], int(named.pop("blank", 0)))
+        for name in _NAMES[:4]:
+            named.pop(name, None)
+        return func(*given, *rest, **named)
 
 
 def _valid(log_probs: Tensor, targets: Tensor, blank: int) -> tuple[Any, ...]:

@@ -37,6 +37,7 @@ _SCALES = {
     "inf": (Values(math.inf, math.inf, 1),),
 }
 _PIXELS = Values(0, 255, 256)
+_FEW = 2  # tries, where passes take long
 
 
 @dataclass(frozen=True)
@@ -57,7 +58,13 @@ class _Try:
 
 
 def probe_values(
-    comparisons: Comparisons, pool: Any, n: int, tamest: SyntheticKind, last: Sequence[int]
+    comparisons: Comparisons,
+    pool: Any,
+    n: int,
+    tamest: SyntheticKind,
+    last: Sequence[int],
+    *,
+    in_short: bool = False,
 ) -> Isolation:
     """Exchange records for others with other values; what the model does not take is left out.
 
@@ -66,11 +73,15 @@ def probe_values(
         n: at least 4.
         tamest: their kind.
         last: for each part of the batch the largest whole number that the model takes.
+        in_short: make the first tries only.
     """
     ran: list[SyntheticKind] = [tamest]
     left_out: list[str] = []
     padding = padding_numbers(comparisons.passes.module)
-    for number, each in enumerate(_tries(parts_of(pool), tamest, last, padding)):
+    tries = list(_tries(parts_of(pool), tamest, last, padding))
+    if in_short and len(tries) > _FEW:
+        left_out.append("records with most other values")
+    for number, each in enumerate(tries[:_FEW] if in_short else tries):
         base = _base(pool, n, each.base)
         taken: list[SyntheticKind] = []
         for kinds in (each.kinds, *((kind,) for kind in each.alone)):
