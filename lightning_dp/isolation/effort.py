@@ -21,7 +21,7 @@ _MOST = 1024
 
 @dataclass(frozen=True)
 class Effort:
-    """What a pass of a model takes; the same in every process and every run.
+    """Work of a pass of a model: the same in every process and every run.
 
     Args:
         operations: of the forward pass, for one record.
@@ -53,6 +53,6 @@ class Effort:
 
     @property
     def records(self) -> int:
-        """How many records a single pass may have."""
+        """The largest number of records for a single pass."""
         most = _OPERATIONS / max(self.operations, 1), _NUMBERS / max(self.trained, 1)
         return int(min(_MOST, *most))
