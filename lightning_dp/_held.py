@@ -92,6 +92,7 @@ class HeldTensor(Held):
 
     def __init__(self, owner: Tensor, kind: Kind, budget: Budget, copy: bool) -> None:
         super().__init__(owner, kind)
+        self.shape = owner.shape
         self._needs_gradient = owner.requires_grad
         self._values: Tensor | None = None
         if kind in ("buffer", "parameter") or budget.nbytes >= owner.nbytes <= _LARGE:

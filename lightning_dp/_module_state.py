@@ -57,10 +57,12 @@ class Difference:
         kind: "parameter", "buffer", "metric" (anything in a torchmetrics part), "random" (a random
             generator) or "attribute" (of a module, a class, an object or a callback; a global
             variable, or a variable of a closure).
+        is_resized: True for a tensor of another shape.
     """
 
     name: str
     kind: Kind
+    is_resized: bool = False
 
 
 class ModuleState:
@@ -160,7 +162,7 @@ class ModuleState:
                 continue
             met.add((id(mine), id(its)))
             for each in _differing(mine, its, name):
-                found[Difference(each, mine.kind)] = None
+                found[Difference(each, mine.kind, _is_resized(mine, its))] = None
             work += [
                 (part, its.parts[key], mine.name_of(name, key))
                 for key, part in mine.parts.items()
@@ -176,6 +178,12 @@ def _differing(mine: Held, its: Held, name: str) -> list[str]:
         return mine.differing(its, name)
     except Exception:  # nothing can be said of objects that do not compare
         return []
+
+
+def _is_resized(mine: Held, its: Held) -> bool:
+    if not (isinstance(mine, HeldTensor) and isinstance(its, HeldTensor)):
+        return False
+    return mine.shape != its.shape
 
 
 def _copied(module: nn.Module) -> frozenset[int]:

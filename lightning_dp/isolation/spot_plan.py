@@ -13,12 +13,13 @@ from lightning_dp.isolation.kinds import SyntheticKind, SyntheticKinds, exchange
 from lightning_dp.isolation.nesting import map_leaves, number_of_rows
 from lightning_dp.isolation.synthetic import take_rows
 
-__all__ = ["Exchange", "SpotPlan", "copied"]
+__all__ = ["Exchange", "PartsSeen", "SpotPlan", "copied"]
 
 _EARLY = frozenset({0, 1, 2, 4, 8, 16, 32})
 _ONE_IN = 60
 # The first steps of epochs are checked while there are no more checks than these.
 _ALLOWANCE, _ONE_IN_AT_MOST = 18, 60
+_ALIKE = 3  # batches of one size, after which the same number of rows is no coincidence
 _SINGLE = 4  # of so many checks, in one a single record is exchanged; in the others half of them
 
 
@@ -103,7 +104,8 @@ class SpotPlan:
         generator = self._generator(step, f"records {attempt}")
         n = number_of_rows(batch)
         order = torch.randperm(n, generator=generator).tolist()
-        size = 1 if made % _SINGLE == _SINGLE - 1 else max(1, n // 2)
+        is_single = made % _SINGLE == _SINGLE - 1 and not attempt
+        size = 1 if is_single else max(1, n // 2)
         rows, others = sorted(order[:size]), tuple(sorted(order[size:]))
         if made % 2 == 0 or not others:
             known = kinds.ran or (SyntheticKind(),)
@@ -120,6 +122,50 @@ class SpotPlan:
 
     def _generator(self, step: int, what: str) -> torch.Generator:
         return torch.Generator().manual_seed(self._number(step, what))
+
+
+class PartsSeen:
+    """Tells parts of batches with one row per record from others that once have as many rows.
+
+    Batches of other sizes show it: sequences in front, masks and weights that all records share.
+    """
+
+    def __init__(self) -> None:
+        self._lengths: list[int] = []
+        self._sizes: set[int] = set()
+        self._batches = self._size = 0
+        self._others: set[int] = set()  # places of parts that have no row per record
+
+    def see(self, batch: Any, size: int) -> None:
+        """Look at the lengths of a batch's parts.
+
+        Args:
+            size: the number of its records.
+        """
+        lengths: list[int] = []
+
+        def note(leaf: Any) -> Any:
+            if isinstance(leaf, torch.Tensor | np.ndarray):
+                lengths.append(len(leaf) if leaf.ndim else -1)
+            return leaf
+
+        map_leaves(batch, note)
+        if len(lengths) != len(self._lengths):
+            self._sizes.clear()
+            self._others.clear()
+            self._batches = 0
+        self._lengths = lengths
+        self._batches += 1
+        self._sizes.add(size)
+        self._size = size
+        self._others |= {place for place, length in enumerate(lengths) if length != size}
+
+    @property
+    def are_known(self) -> bool:
+        """True if each part of the last batch that has as many rows as records holds records."""
+        alike = {i for i, length in enumerate(self._lengths) if length == self._size}
+        is_enough = len(self._sizes) > 1 or self._batches >= _ALIKE
+        return is_enough and not alike & self._others
 
 
 def copied(batch: Any) -> Any:

@@ -6,29 +6,37 @@ import contextlib
 import io
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeAlias
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor
+from torch.utils.data import default_collate
 
 from lightning_dp._module_state import ModuleState
 from lightning_dp.boundary import AbstractPerSampleGradients
 from lightning_dp.gradients.random_state import RandomState
 from lightning_dp.isolation.answers import Call
-from lightning_dp.isolation.coupling import Pair, mixing_module
 from lightning_dp.isolation.nesting import number_of_rows
 from lightning_dp.isolation.passes import watch_calls
-from lightning_dp.isolation.record_gradients import Glimpse, Tolerance, glimpse, moved
-from lightning_dp.isolation.spot_plan import Exchange, SpotPlan, copied
+from lightning_dp.isolation.record_gradients import Glimpse, Movement, Tolerance, glimpse, moved
+from lightning_dp.isolation.spot_plan import Exchange, PartsSeen, SpotPlan, copied
 from lightning_dp.isolation.stand_ins import RUN, ByHand, StandInTrainer, StillOptimizer
 from lightning_dp.run import PrivateRun
 from lightning_dp.sampling.loader import Chunk
+from lightning_dp.strategies.data import private_loader_of
 from lightning_dp.strategies.early_end import Agreement, Place
 from lightning_dp.strategies.known_norms import KnownNorms
 from lightning_dp.strategies.probe import Probe
+from lightning_dp.strategies.spot_evidence import (
+    Check,
+    Evidence,
+    Seen,
+    drew,
+    first_that_mixes,
+    is_table,
+)
 from lightning_dp.strategies.step import PrivateStep
 
 __all__ = ["SpotChecks"]
@@ -47,62 +55,21 @@ _KEPT = (
     "(found by a spot check). They are in every checkpoint, and steer later steps. Leave them fixed, "
     "compute them from weights, or make them parameters that are trained."
 )
-_THROUGH = ", first in the outputs of {}"
-_ATTEMPTS = 6
+# A fault shows in so many of the further exchanges; a tie does not come again.
+_ATTEMPTS, _MUST_MOVE = 10, 3
 _PARAMETERS, _ENTRIES = 8, 32  # of so many parameters, so many entries are compared
-
-
-@dataclass(frozen=True)
-class _Seen:
-    """The outcome of one pass; sensitive.
-
-    Args:
-        gradients: None if it gave none.
-        drawn: the random states when its loss was there.
-        state: what the module kept then.
-        calls: of modules, if they were watched.
-    """
-
-    gradients: Glimpse | None
-    drawn: RandomState
-    state: ModuleState
-    calls: tuple[Call, ...] = field(default=(), repr=False)
-
-
-@dataclass
-class _Check:
-    """One check, from the pass with exchanged records to the end of the step.
-
-    Args:
-        args: of ``training_step``.
-        exchange: the batch of the first pass; None if there is nothing to compare.
-        start, randomness: the state of everything before it.
-        seen: by it; None if it could not be made.
-        real: the gradients of the real records; None before.
-        real_state: the state when the real loss was there; None before.
-        kept: names of tensors that differ then.
-        is_suspect: True if something moved.
-    """
-
-    args: tuple[Any, ...]
-    exchange: Exchange | None
-    start: ModuleState
-    randomness: RandomState
-    seen: _Seen | None = None
-    real: Glimpse | None = None
-    real_state: ModuleState | None = None
-    kept: tuple[str, ...] = ()
-    is_suspect: bool = False
 
 
 class SpotChecks:
     """Runs batches of some steps once more, before they are run, with some records exchanged.
 
     The gradients of the other records must not move, and neither may buffers and weights as they
-    are after the forward pass. Before a fault is noted, the real batch is run again, and must give
-    what it gave; then with further records exchanged, which must move gradients too: numbers that
-    come from outside (the clock, unseeded generators) or a tie are no fault. Where a pass raises or
-    draws another number of random numbers, nothing is said.
+    are after the forward pass. Before a fault is noted, further records are exchanged, of which some
+    must show it too; before and after each the real batch is run again, and must give what it gave:
+    numbers that come from outside (the clock, unseeded generators, iterators) or a tie are no fault.
+    Where a pass raises or draws another number of random numbers, nothing is said; nor where it is
+    not known which parts of a batch have one row per record. Records may be put in another order,
+    and tables of the batch's length that are never saved may be kept.
 
     Nothing of a pass is left anywhere: not in the module, its metrics, logs and generators, nor in
     the global random states, gradients, or the Trainer.
@@ -129,14 +96,16 @@ class SpotChecks:
         self._sizes = [param.numel() for param in step.params]
         self._first: int | None = None  # the plan's step at which the fit began
         self._made = 0
-        self._due: Chunk | None = None  # the chunk in hand, if it is to be run once more
-        self._check: _Check | None = None
+        self._size = 0  # of the chunk in hand
+        self._due: Chunk | None = None  # the same, if it is to be run once more
+        self._parts = PartsSeen()
+        self._check: Check | None = None
 
     # -- what the strategy says ------------------------------------------------------------
 
     def at_chunk(self, chunk: Chunk) -> None:
         """Find out whether this chunk is run once more; the same on all ranks."""
-        run, self._due = self._run, None
+        run, self._due, self._size = self._run, None, max(chunk.size, 1)
         if chunk.first:
             self._check = None
         if not run.config.spot_checks or run.batches is None or self._step.one_record:
@@ -153,12 +122,14 @@ class SpotChecks:
     def before_forward(self, args: tuple[Any, ...]) -> None:
         """Run the chunk once more, with some of its records exchanged, if it is due."""
         chunk, self._due = self._due, None
+        if args and self._run.config.spot_checks:
+            self._parts.see(args[0], self._size)
         if chunk is None:
             return
         start = ModuleState.of(self._module, self._callbacks, parameters=True)
         exchange = self._exchange(args[0], chunk.size)
         randomness = RandomState(self._trainer.strategy.root_device)
-        self._check = check = _Check(args, exchange, start, randomness)
+        self._check = check = Check(args, exchange, start, randomness)
         check.seen = self._pass(check, exchange, watch=False)
         start.drop_parameters()
         if exchange is not None and check.seen is not None:
@@ -175,7 +146,10 @@ class SpotChecks:
         check.real_state = ModuleState.of(
             self._module, self._callbacks, parameters=True, copies=False
         )
-        check.kept = _kept(check.seen.state, check.real_state)
+        if drew(check.seen.state, check.real_state):
+            check.seen = None
+            return
+        check.kept = self._kept(check.seen.state, check.real_state)
         check.seen.state.drop_parameters()
 
     def settle(self, agree: Agreement) -> None:
@@ -186,7 +160,7 @@ class SpotChecks:
         """
         check, self._check = self._check, None
         if check is not None and agree.anyone(check.is_suspect, Place.SPOT_CHECK):
-            self._judge(check)
+            self._judge(check, agree)
 
     # -- one check -------------------------------------------------------------------------
 
@@ -209,7 +183,7 @@ class SpotChecks:
     def _exchange(self, batch: Any, size: int, attempt: int = 0) -> Exchange | None:
         """Return the batch with records exchanged; None if rows are no records, or there are none."""
         try:
-            if not size or number_of_rows(batch) != size:
+            if not size or number_of_rows(batch) != size or not self._has_known_parts:
                 return None
             found = self._plan.exchange(
                 batch, self._since, self._made - 1, self._probe.kinds, attempt
@@ -217,6 +191,12 @@ class SpotChecks:
         except Exception:  # a batch of a user's own making
             return None
         return found
+
+    @property
+    def _has_known_parts(self) -> bool:
+        """True if it is known of each part of the batch whether its rows are records."""
+        loader = private_loader_of(self._trainer)
+        return loader.collate_of_user is default_collate or self._parts.are_known
 
     def _look(self, gradients: AbstractPerSampleGradients) -> AbstractPerSampleGradients:
         """Compare the gradients of the real records, before they are clipped."""
@@ -227,56 +207,84 @@ class SpotChecks:
         known = gradients if query is None or query.runs_again else KnownNorms(gradients)
         try:
             check.real = self._glimpse(known)
-            is_moved = self._moved(check.real, check.seen, check.exchange)
-            check.is_suspect = is_moved or bool(check.kept)
+            movement = self._moved(check.real, check.seen, check.exchange)
+            check.is_suspect = movement > Movement.ORDER or bool(check.kept)
         except Exception:  # an engine without entries; nothing can be said
             check.is_suspect = False
         return known
 
-    def _judge(self, check: _Check) -> None:
-        """Note a fault, if the real batch gives the same again and other exchanges move it too.
+    def _judge(self, check: Check, agree: Agreement) -> None:
+        """Note a fault, if other exchanges show it too, and the real batch between them never does.
 
         All ranks make the same passes, whatever they found: user code may meet in them.
         """
-        control = self._pass_again(check, None)
-        is_open = check.is_suspect and self._repeats(check, control)
-        if is_open and control is not None and check.real_state is not None:
-            kept = set(check.kept) - set(_kept(control.state, check.real_state))
-            if kept:
-                self._step.note(_KEPT.format(", ".join(sorted(kept)[:5])))
-                is_open = False
-        where: str | None = None
-        for attempt in range(1, _ATTEMPTS):  # a tie does not come again
-            if self._is_single and not is_open:
+        evidence = Evidence(is_open=check.is_suspect, kept=set(check.kept))
+        for attempt in range(1, _ATTEMPTS + 1):
+            if not agree.anyone(evidence.is_open, Place.SPOT_CHECK):
                 return
+            control = self._pass_again(check, None)
             exchange = self._exchange(check.args[0], self._records(check), attempt)
             again = self._pass_again(check, exchange)
-            if exchange is None or again is None or check.real is None or control is None:
-                continue
-            # Where the number of random numbers depends on records, who gets which does too.
-            is_open = is_open and control.drawn.is_same(again.drawn)
-            if where is None and self._moved(check.real, again, exchange):
-                where = _first_that_mixes(control, again, exchange.others)
-        if is_open and where is not None:
-            self._step.note(_MOVED.format(type(self._module).__name__, where))
+            if not self._repeats(check, control):
+                evidence.is_open = False
+            elif exchange is not None and again is not None:
+                self._weigh(evidence, check, exchange, control, again)
+        if self._repeats(check, self._pass_again(check, None)):
+            self._note(evidence)
 
-    def _repeats(self, check: _Check, control: _Seen | None) -> bool:
+    def _weigh(
+        self,
+        evidence: Evidence,
+        check: Check,
+        exchange: Exchange,
+        control: Seen | None,
+        again: Seen,
+    ) -> None:
+        """Add what one exchange shows, after a control pass that gave what the real one gave."""
+        if check.real is None or check.real_state is None or control is None:
+            return
+        evidence.kept -= set(self._kept(control.state, check.real_state))
+        evidence.changed.update(self._kept(again.state, control.state))
+        # Where the number of random numbers depends on records, who gets which does too.
+        evidence.is_open &= control.draws_as(again)
+        movement = self._moved(check.real, again, exchange)
+        evidence.movements[movement] += 1
+        if movement > Movement.ORDER and evidence.where is None:
+            evidence.where = first_that_mixes(control, again, exchange.others)
+
+    def _note(self, evidence: Evidence) -> None:
+        """Note what all passes together show."""
+        if not evidence.is_open:
+            return
+        kept = sorted(name for name in evidence.kept if evidence.changed[name] >= _MUST_MOVE)
+        if kept:
+            self._step.note(_KEPT.format(", ".join(kept[:5])))
+        elif evidence.moved >= _MUST_MOVE:
+            name = type(self._module).__name__
+            self._step.note(_MOVED.format(name, evidence.where or ""))
+
+    def _kept(self, seen: ModuleState, real: ModuleState) -> tuple[str, ...]:
+        """Return the names of buffers and weights that differ, tables of positions apart."""
+        differences = seen.differences(real)
+        return tuple(
+            each.name
+            for each in differences
+            if each.kind in ("buffer", "parameter") and not is_table(self._module, each)
+        )
+
+    def _repeats(self, check: Check, control: Seen | None) -> bool:
         """Tell whether the real batch gives the same gradients once more."""
         if check.real is None or control is None or control.gradients is None:
             return False
         everyone = tuple(range(len(check.real.norms)))
-        return not moved(check.real, control.gradients, everyone, self._tolerance)
+        return moved(check.real, control.gradients, everyone, self._tolerance) == Movement.NONE
 
-    @property
-    def _is_single(self) -> bool:
-        return self._trainer.world_size == 1
-
-    def _records(self, check: _Check) -> int:
+    def _records(self, check: Check) -> int:
         return 0 if check.exchange is None else number_of_rows(check.args[0])
 
-    def _moved(self, real: Glimpse, seen: _Seen, exchange: Exchange) -> bool:
+    def _moved(self, real: Glimpse, seen: Seen, exchange: Exchange) -> Movement:
         if seen.gradients is None:  # then records decide whether the others are answered
-            return bool(exchange.others)
+            return Movement.MOVED if exchange.others else Movement.NONE
         return moved(real, seen.gradients, exchange.others, self._tolerance)
 
     @property
@@ -290,7 +298,7 @@ class SpotChecks:
 
     # -- one pass --------------------------------------------------------------------------
 
-    def _pass_again(self, check: _Check, exchange: Exchange | None) -> _Seen | None:
+    def _pass_again(self, check: Check, exchange: Exchange | None) -> Seen | None:
         """Run a batch from where the check began, and come back."""
         now = self._state()
         try:
@@ -300,7 +308,7 @@ class SpotChecks:
         finally:
             now.restore()
 
-    def _pass(self, check: _Check, exchange: Exchange | None, *, watch: bool) -> _Seen | None:
+    def _pass(self, check: Check, exchange: Exchange | None, *, watch: bool) -> Seen | None:
         """Run a batch from the present state, leaving nothing; None if it raises.
 
         Args:
@@ -323,7 +331,7 @@ class SpotChecks:
                 gradients = None if found is None else self._glimpse(found)
                 if found is not None:
                     found.discard()
-                return _Seen(gradients, *noted[0], tuple(calls))
+                return Seen(gradients, *noted[0], tuple(calls))
             except Exception:  # of the model, which may hold anything
                 return None
             finally:
@@ -374,21 +382,3 @@ def _nowhere(module: LightningModule, trainer: Trainer, device: torch.device) ->
             logging.disable(level)
             for param, gradient in gradients:
                 param.grad = gradient
-
-
-def _kept(seen: ModuleState, real: ModuleState) -> tuple[str, ...]:
-    """Return the names of buffers and weights that differ."""
-    differences = seen.differences(real)
-    return tuple(each.name for each in differences if each.kind in ("buffer", "parameter"))
-
-
-def _first_that_mixes(before: _Seen, after: _Seen, others: tuple[int, ...]) -> str:
-    """Name the first module that gave the others other outputs for the same inputs, if one did."""
-    try:
-        n = 0 if before.gradients is None else len(before.gradients.norms)
-        call = mixing_module(Pair(before.calls, after.calls, others, others, (n, n)))
-    except Exception:  # outputs of any kind
-        return ""
-    if call is None or not call.name:
-        return ""
-    return _THROUGH.format(f"{call.name} ({call.kind})")

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from lightning_dp.gradients.materialised import MaterialisedGradients
-from lightning_dp.isolation.record_gradients import Glimpse, Tolerance, glimpse, moved
+from lightning_dp.isolation.record_gradients import Glimpse, Movement, Tolerance, glimpse, moved
 
 N, D = 8, 400
 EVERYONE = tuple(range(N))
@@ -85,3 +85,21 @@ def test_one_in_many_may_move():
     everyone = tuple(range(640))
     assert not moved(seen(rows), seen(few), everyone, Tolerance())
     assert moved(seen(rows), seen(many), everyone, Tolerance())
+
+
+def test_records_in_another_order_did_not_move():
+    generator = torch.Generator().manual_seed(5)
+    entries = torch.randn(12, 20, generator=generator, dtype=torch.float64)
+    order = torch.randperm(12, generator=generator)
+    other = entries.clone()
+    other[6:] = torch.randn(6, 20, generator=generator, dtype=torch.float64)
+    rows, tolerance = tuple(range(6)), Tolerance()
+
+    def seen(gradients):
+        return Glimpse(gradients.norm(dim=1), gradients, 1.0)
+
+    assert moved(seen(entries), seen(other), rows, tolerance) == Movement.NONE
+    assert moved(seen(entries), seen(other[order]), rows, tolerance) == Movement.ORDER
+    assert moved(seen(entries[order]), seen(other[order]), rows, tolerance) == Movement.ORDER
+    assert moved(seen(entries), seen(other * 1.1), rows, tolerance) == Movement.MOVED
+    assert moved(seen(entries), seen(other[order] * 1.1), rows, tolerance) == Movement.MOVED
