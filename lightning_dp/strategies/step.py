@@ -36,6 +36,11 @@ _TOO_EARLY = (
     "once, after the last of them."
 )
 
+_AGAIN = (
+    "Backward ran more than once for one batch, or after its optimizer step: a record would count "
+    "twice. Add the losses up and call backward once per batch."
+)
+
 _SILENT = (
     "{} gave no gradient for any record of the first batch (training_step returns no loss, or one "
     "that does not depend on trained parameters), so it would train on noise alone. Return the loss."
@@ -190,6 +195,8 @@ class PrivateStep:
 
     def backward(self, loss: Tensor, query: Query | None, *, keep_graph: bool) -> None:
         """Run the backward pass as the engine does it."""
+        if self._batch.chunk is None:
+            raise RuntimeError(_AGAIN)
         combined = query is not None and len(query.passes) > 1
         self._passes.backward(loss, keep_graph=keep_graph, combined=combined)
 
@@ -202,10 +209,7 @@ class PrivateStep:
         """
         batch, chunk = self._batch, self._batch.chunk
         if chunk is None or not mechanism.is_begun:
-            raise RuntimeError(
-                "Backward ran more than once for one batch, or after its optimizer step: a record "
-                "would count twice. Add the losses up and call backward once per batch."
-            )
+            raise RuntimeError(_AGAIN)
         batch.chunk = None
         if (gradients := self._passes.take(scale)) is None:
             return  # nothing was back-propagated, so the records stay without an answer

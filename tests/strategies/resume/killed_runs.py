@@ -76,30 +76,36 @@ class Model(L.LightningModule):
         self.round = round_
         self.net = nn.Linear(6, 3)
 
+    def reached(self, place: str) -> None:
+        """Die here, if this is the place, and the model is the one that trains, no copy of it."""
+        if isinstance(self._trainer, L.Trainer):
+            self.round.reached(place, self.global_step)
+
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         if self.trainer.fit_loop.epoch_loop.batch_idx % self.round.accumulate == 0:
-            self.round.reached("charged", self.global_step)
+            self.reached("charged")
         if self.round.place == "random":
             time.sleep(0.003)
         loss = nn.functional.cross_entropy(self.net(batch[0]), batch[1])
-        self.round.reached("training_step", self.global_step)
+        self.reached("training_step")
         return loss
 
     def on_after_backward(self) -> None:
-        self.round.reached("backward", self.global_step)
+        self.reached("backward")
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        self.round.reached("before charge", self.global_step)
-        if (self.round.place, self.round.step) == ("disk full", self.global_step):
+        self.reached("before charge")
+        is_real = isinstance(self._trainer, L.Trainer)
+        if is_real and (self.round.place, self.round.step) == ("disk full", self.global_step):
             (journal,) = (self.round.path / "privacy").glob("*.journal")
             hard = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
             resource.setrlimit(resource.RLIMIT_FSIZE, (journal.stat().st_size + 7, hard))
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-        self.round.reached("batch end", self.global_step)
+        self.reached("batch end")
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        self.round.reached("saving", self.global_step)
+        self.reached("saving")
 
     def configure_optimizers(self) -> Any:
         optimizer = LoggedSGD(self.parameters(), lr=0.1)
