@@ -119,6 +119,10 @@ class ModuleState:
         walk.finish()
         return cls(walk.roots, walk.known.values())
 
+    def holds(self, thing: object) -> bool:
+        """Tell whether an object is among what the module keeps."""
+        return any(part.owner is thing for part in self._parts)
+
     def drop_parameters(self) -> None:
         """Keep the values of parameters by reference only, from now on: they take memory."""
         for part in self._parts:

@@ -108,6 +108,10 @@ class Comparisons:
         if after.count != change.after.n:
             return Isolation("coupled", CURES["rows"])
         here, there = before.about(change.rows_before), after.about(change.rows_after)
+        if not bool((here.norms > _NOTHING).any()):
+            if bool((there.norms > _NOTHING).any()):  # all records alike give none, for instance
+                return Isolation("coupled", CURES["pairs"])
+            raise NotProbed("the batch gives no gradient")
         if moved(here, there):
             return self._diagnosed(change, here, there)
         return ISOLATED
@@ -120,8 +124,6 @@ class Comparisons:
             norms = before.norms[list(change.rows_before)]
             if not bool(torch.isfinite(norms).all()):
                 raise NotProbed("gradients are not finite on the synthetic batch")
-            if not bool((norms > _NOTHING).any()):
-                raise NotProbed("the batch gives no gradient")
         elif not before.count:
             raise NotProbed("the batch gives no gradient")
         try:

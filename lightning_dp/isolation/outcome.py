@@ -37,6 +37,7 @@ class Isolation:
         kinds: synthetic records that the model took, and that moved no other's gradient. Empty
             where the records were given.
         left_out: what could not be tried, in words without values.
+        notes: facts for the report, in words without values, that are no fault.
     """
 
     outcome: Outcome
@@ -48,6 +49,7 @@ class Isolation:
     sentinels: tuple[tuple[int, int], ...] = ()
     kinds: SyntheticKinds = NO_KINDS
     left_out: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         if self.outcome == "not probed":
@@ -56,7 +58,8 @@ class Isolation:
         watched = _WATCHED if self.is_mean_of_targets or self.sentinels else ""
         condition = f", {self.condition}" if self.condition else ""
         left_out = f" (not tried: {'; '.join(self.left_out)})" if self.left_out else ""
-        return f"probed, {verdict}{watched}{left_out}{condition}"
+        notes = "".join(f"; {note}" for note in self.notes)
+        return f"probed, {verdict}{watched}{left_out}{condition}{notes}"
 
 
 ISOLATED = Isolation("isolated")
@@ -76,5 +79,6 @@ def first_failure(found: Iterable[Isolation]) -> Isolation:
             sentinels=total.sentinels + each.sentinels,
             kinds=each.kinds if each.kinds.ran else total.kinds,
             left_out=total.left_out + each.left_out,
+            notes=tuple(dict.fromkeys(total.notes + each.notes)),
         )
     return total

@@ -26,6 +26,7 @@ from lightning_dp.gradients.passes import is_differentiable
 from lightning_dp.isolation.answers import Answer, Call, answer_about
 from lightning_dp.isolation.ignored import target_means
 from lightning_dp.isolation.model_copies import ModelCopies
+from lightning_dp.isolation.overrides import backward_loss
 from lightning_dp.isolation.randomness import SameFirstRows, random_state, seed
 from lightning_dp.isolation.stand_ins import RUN, ByHand, NotProbed, Now, StandInTrainer
 from lightning_dp.isolation.synthetic import ValidLabels
@@ -82,6 +83,7 @@ class Passes:
         self.trainer, self.now = trainer, now
         self._copies = ModelCopies(module)
         self._outside: ModuleState | None = None
+        self._reached: ModuleState | None = None
 
     def at(self, now: Now) -> Passes:
         """Return passes of the same model that take place at another moment of its run."""
@@ -118,6 +120,12 @@ class Passes:
     def copied(self, memo: dict[int, Any] | None = None) -> LightningModule:
         """Return a deep copy of the model; those of before must not be used any more."""
         return self._copies.make(memo)
+
+    def shares(self, thing: object) -> bool:
+        """Tell whether the model reaches an object, by a closure or a global variable for instance."""
+        if self._reached is None:
+            self._reached = ModuleState.of(self.module, copies=False)
+        return self._reached.holds(thing)
 
     def put_back(self) -> None:
         """Put back what copies share with the model: globals, closures, attributes of classes."""
@@ -189,23 +197,26 @@ class Passes:
         own = dict(module.named_parameters())
         params = [own[name] for name in self.trained]
         passes = RecordPasses(module, params, self.engine, loss_graph_check=self._checks_graph)
-        noticed: list[tuple[bool, list[bool]]] = []  # before the graph is freed
+        noticed: list[tuple[bool, list[bool], bool]] = []  # before the graph is freed
         before = seed(seed_number)
 
         def forward() -> Tensor:
             loss = self._loss(module, batch)
-            weighs = [mean.has_class_weights for mean in target_means(loss)]
-            noticed.append((before != random_state(), weighs))
+            means = target_means(loss)
+            weighs = [mean.has_class_weights for mean in means]
+            ignores = any(bool(mean.ignores_some) for mean in means)
+            noticed.append((before != random_state(), weighs, ignores))
             return loss
 
         with self.valid_labels():
             gradients = passes.run(forward, size=n)
-        ((is_random, weighs),) = noticed
+        ((is_random, weighs, ignores),) = noticed
         return replace(
             answer_about(gradients, params, n),
             is_random=is_random,
             means=len(weighs),
             has_class_weights=any(weighs),
+            ignores_some=ignores,
         )
 
     @contextlib.contextmanager
@@ -225,7 +236,7 @@ class Passes:
         by_hand = None if module.automatic_optimization else ByHand(module)
         with self.valid_labels():
             output = call_training_step(module, batch, self.now.batch_idx)
-        return loss_of(output, by_hand)
+        return backward_loss(module, loss_of(output, by_hand))
 
 
 def prepared(module: LightningModule, trainer: StandInTrainer) -> LightningModule:

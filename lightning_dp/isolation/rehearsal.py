@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,7 +16,14 @@ from torch import Tensor
 from lightning_dp._training_step import call_training_step
 from lightning_dp.gradients import RecordPasses
 from lightning_dp.isolation.answers import Answer, answer_about
-from lightning_dp.isolation.passes import Passes, begin, empty, loss_of, prepared
+from lightning_dp.isolation.overrides import (
+    backward_loss,
+    configure_clipping,
+    moves_weights,
+    optimize,
+    schedule,
+)
+from lightning_dp.isolation.passes import NoLoss, Passes, begin, empty, loss_of, prepared
 from lightning_dp.isolation.randomness import seed
 from lightning_dp.isolation.stand_ins import (
     ByHand,
@@ -57,7 +64,8 @@ class Rehearsal:
     """Steps of one copy: gradients per record, then the hooks around them in Lightning's order.
 
     All that follows the backward pass is the same in each rehearsal, whatever the records: ``p.grad``
-    holds a fixed random vector, and no optimizer moves a weight. A hook that raises here is left
+    holds a fixed random vector. Optimizers move weights only where ``optimizer_step`` is the
+    module's own. A hook that raises here is left
     out, since not everything of a Trainer is there.
 
     Args:
@@ -79,12 +87,14 @@ class Rehearsal:
         self._batch_idx = passes.now.batch_idx
         parameters = dict(module.named_parameters())
         self._trained = [parameters[name] for name in passes.trained]
-        self.optimizer = StillOptimizer(self._groups())
+        self.optimizer = StillOptimizer(self._groups(), moves=moves_weights(module))
         self.scheduler = StillScheduler([self.optimizer])
-        trainer.optimizers = [self.optimizer]
+        trainer.optimizers, trainer.scheduler = [self.optimizer], self.scheduler
         module.optimizers = lambda use_pl_optimizer=True: self.optimizer  # type: ignore[method-assign,assignment]
         module.lr_schedulers = lambda: self.scheduler  # type: ignore[method-assign,assignment,return-value]
         self.settings: list[str] = []  # of each step
+        self.steering: list[str] = []  # the run, after each step
+        self._used: list[Any] = []
         self._by_hand = ByHand(module, self.optimizer)
         if passes.now.is_pretended:
             begin(module, passes.now)
@@ -92,27 +102,75 @@ class Rehearsal:
 
     def step(self, batch: Any, n: int, engine: RecordPasses) -> Answer:
         """Make one step; as :meth:`Passes.run`, with all hooks."""
-        outputs: list[Any] = []
+        answers: list[Answer] = []
 
-        def forward() -> Tensor:
-            loss, output = self.forward(batch)
-            outputs.append(output)
-            return loss
+        def run() -> Any:
+            outputs: list[Any] = []
 
-        with self._passes.valid_labels():
-            gradients = engine.run(forward, size=n)
-        self._end_of_step(batch, outputs[0])
-        return answer_about(gradients, self._trained, n)
+            def forward() -> Tensor:
+                loss, output = self._forward(batch)
+                outputs.append(output)
+                return loss
+
+            with self._passes.valid_labels():
+                gradients = engine.run(forward, size=n)
+            answers.append(answer_about(gradients, self._trained, n))
+            return outputs[0]
+
+        self._make(batch, run)
+        return answers[0]
+
+    def forward_only(self, batch: Any) -> None:
+        """Make a step without a backward pass."""
+
+        def run() -> Any:
+            with self._passes.valid_labels():
+                return self._forward(batch)[1]
+
+        self._make(batch, run)
 
     def engine(self) -> RecordPasses:
         """Attach the gradient engine to the copy, for all its steps."""
         return RecordPasses(self.module, self._trained, self._passes.engine, loss_graph_check=False)
 
-    def forward(self, batch: Any) -> tuple[Tensor, Any]:
-        """Run everything before the backward pass; return the loss and what a Trainer makes of it."""
+    def _make(self, batch: Any, run: Callable[[], Any]) -> None:
+        """Make a step in Lightning's order, of which ``run`` is the forward and backward pass."""
         if not self.trainer.steps_made:
             seed()  # once: what a step draws may depend on its records, and moves the next
-        self._hook("on_train_batch_start", batch, self._batch_idx)
+        if -1 in self._hook("on_train_batch_start", batch, self._batch_idx):
+            raise NoLoss("on_train_batch_start leaves out the batch")
+        if self.module.automatic_optimization:
+            output = optimize(
+                self.module,
+                self.trainer.current_epoch,
+                self._batch_idx,
+                self.optimizer,
+                lambda: self._with_gradients(run),
+            )
+        else:
+            output = run()
+        schedule(self.module, self.trainer)
+        self.trainer.steps_made += 1
+        self._hook("on_train_batch_end", output, batch, self._batch_idx)
+        self._note()
+        self._batch_idx += 1
+
+    def _with_gradients(self, run: Callable[[], Any]) -> Any:
+        """Run, then put known gradients where the optimizer finds them."""
+        output = run()
+        self._hook("on_after_backward")
+        generator = torch.Generator().manual_seed(self.trainer.steps_made)
+        numbers = torch.randn(_PERIOD, generator=generator)
+        for param in self._trained:
+            param.grad = _repeated(numbers, param)
+        self._hook("on_before_optimizer_step", self.optimizer)
+        configure_clipping(self.module, self.optimizer, self.trainer)
+        looked_at = self._trained if self._may_edit else []
+        self._used = [None if p.grad is None else _checksum(p.grad) for p in looked_at]
+        return output
+
+    def _forward(self, batch: Any) -> tuple[Tensor, Any]:
+        """Run everything before the backward pass; return the loss and what a Trainer makes of it."""
         is_by_hand = not self.module.automatic_optimization
         self._by_hand.forget()
         output = call_training_step(self.module, batch, self._batch_idx)
@@ -123,57 +181,48 @@ class Rehearsal:
         for param in self._trained:
             param.grad = None
         kept = dict(output) if isinstance(output, Mapping) else {}
-        return loss, kept | ({} if is_by_hand else {"loss": loss.detach().clone()})
+        kept |= {} if is_by_hand else {"loss": loss.detach().clone()}
+        return backward_loss(self.module, loss), kept
 
-    def forward_only(self, batch: Any) -> None:
-        """Make a step without a backward pass."""
-        with self._passes.valid_labels():
-            _, output = self.forward(batch)
-        self._end_of_step(batch, output)
-
-    def _end_of_step(self, batch: Any, output: Any) -> None:
-        if self.module.automatic_optimization:
-            self._hook("on_after_backward")
-            generator = torch.Generator().manual_seed(self.trainer.steps_made)
-            numbers = torch.randn(_PERIOD, generator=generator)
-            for param in self._trained:
-                param.grad = _repeated(numbers, param)
-            self._hook("on_before_optimizer_step", self.optimizer)
-            self.settings.append(self._settings())
-        self.trainer.steps_made += 1
-        self._hook("on_train_batch_end", output, batch, self._batch_idx)
-        self._batch_idx += 1
+    def _note(self) -> None:
+        """Remember what steers the run, and what the optimizer uses."""
+        self.settings.append(self._settings())
+        self.steering.append(self.trainer.steering())
 
     @property
     def _may_edit(self) -> bool:
         """True if there is code of the user's that could change gradients before the optimizer."""
-        hooks = ("on_after_backward", "on_before_optimizer_step")
+        hooks = ("on_after_backward", "on_before_optimizer_step", "configure_gradient_clipping")
         own = (getattr(self.module, name) for name in hooks)
         base = [getattr(LightningModule, name) for name in hooks]
         return bool(self.callbacks) or [getattr(f, "__func__", None) for f in own] != base
 
     def _settings(self) -> str:
-        """Return a checksum of what the optimizer would use: gradients, rates, scheduler's input."""
-        looked_at = self._trained if self._may_edit else []
-        grads = [None if p.grad is None else _checksum(p.grad) for p in looked_at]
+        """Return all that the optimizer uses: checksums of gradients, rates, schedulers' inputs."""
         groups = [
             {key: value for key, value in group.items() if key != "params"}
             for group in self.optimizer.param_groups
         ]
-        return repr((grads, groups, self.scheduler.steps))
+        asked = self.optimizer.steps, self.scheduler.steps, self._by_hand.clipped
+        return repr((self._used, groups, asked, self.trainer.rules()))
 
     def new_epoch(self) -> None:
         """End the epoch and begin the next one."""
-        self._hook("on_train_epoch_end")
         with contextlib.suppress(Exception):  # a metric that cannot be averaged
             self.trainer.end_epoch()
+        self._hook("on_train_epoch_end")
+        self.trainer.epochs_made += 1
         self._batch_idx = 0
+        schedule(self.module, self.trainer)
         self._hook("on_train_epoch_start")
+        self._note()
 
-    def _hook(self, name: str, *args: Any) -> None:
+    def _hook(self, name: str, *args: Any) -> list[Any]:
+        """Call a hook of the callbacks and of the module; return what it returns."""
         self._callback_hook(name, *args)
         with contextlib.suppress(Exception), self._passes.valid_labels():
-            getattr(self.module, name)(*args)
+            return [value for value in [getattr(self.module, name)(*args)] if type(value) is int]
+        return []
 
     def _callback_hook(self, name: str, *args: Any) -> None:
         for callback in self.callbacks:
@@ -203,6 +252,9 @@ def _copies(passes: Passes, trainer: StandInTrainer) -> tuple[LightningModule, l
         memo = {id(each): each for each in shared} | {id(real): trainer}
     twin = passes.copied(memo)
     for callback in own:
+        if id(callback) not in memo and passes.shares(callback):
+            trainer.copied_callbacks[id(callback)] = callback  # put back afterwards
+            continue
         with contextlib.suppress(Exception):  # it holds a file, or a lock
             trainer.copied_callbacks[id(callback)] = copy.deepcopy(callback, memo)
     return twin, list(trainer.copied_callbacks.values())

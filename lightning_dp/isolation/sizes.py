@@ -9,11 +9,19 @@ import torch
 
 from lightning_dp.gradients import UnsupportedModelError
 from lightning_dp.isolation.comparison import Batch, Change, Comparisons
-from lightning_dp.isolation.kinds import SyntheticKind, Values, exchange_rows, parts_of
+from lightning_dp.isolation.kinds import (
+    SyntheticKind,
+    Values,
+    exchange_in_turn,
+    exchange_rows,
+    parts_of,
+)
 from lightning_dp.isolation.outcome import ISOLATED, Isolation
 from lightning_dp.isolation.synthetic import take_rows
 
 __all__ = ["probe_size"]
+
+_LARGE = Values(-1000, 1000)
 
 
 def probe_size(
@@ -45,9 +53,17 @@ def probe_size(
     generator = torch.Generator().manual_seed(0)
     before = Batch(exchange_rows(records, range(size), kind, generator), size, (id(pool), size))
     rows = range(0, size, 2)
-    after = exchange_rows(before.records, rows, kind, generator)
+    reals = [place for place, part in enumerate(parts_of(pool)) if part.is_real]
     try:
-        found = comparisons.outcome(Change.exchanged(before, after, rows))
+        try:  # a few of them large
+            kinds = (kind, kind.everywhere(reals, _LARGE)) if reals else (kind,)
+            after = exchange_in_turn(before.records, rows, kinds, 0)
+            found = comparisons.outcome(Change.exchanged(before, after, rows))
+        except UnsupportedModelError:
+            raise
+        except Exception:
+            after = exchange_rows(before.records, rows, kind, generator)
+            found = comparisons.outcome(Change.exchanged(before, after, rows))
         if found.outcome == "isolated" and not comparisons.answer(before).is_random:
             found = _last_left_out(comparisons, before)
     except UnsupportedModelError:

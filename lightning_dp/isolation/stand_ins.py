@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.loggers.logger import DummyLogger
+from lightning.pytorch.loops.loop import _Loop as LightningLoop
 from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -25,6 +26,11 @@ __all__ = [
     "StillOptimizer",
     "ignore",
 ]
+
+
+_STOPS = ("should_stop", "limit_train_batches")
+_MOVE = 1e-3
+_RULES = ("accumulate_grad_batches", "gradient_clip_val", "gradient_clip_algorithm")
 
 
 class NotProbed(RuntimeError):
@@ -80,7 +86,10 @@ class StandInTrainer:
         self.steps_made = 0
         self.epochs_made = 0
         self.optimizers: list[Any] = []
+        self.scheduler: Any = None
         self.copied_callbacks: dict[int, Any] = {}  # by the id of the real ones
+        self._loop: Any = None
+        self._own = {*vars(self), "_own"}
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") or "_real" not in vars(self):  # under construction
@@ -112,8 +121,7 @@ class StandInTrainer:
             self._of_epoch.setdefault(name, []).append((on_step, value))
 
     def end_epoch(self) -> None:
-        """Begin the next epoch; what was logged for this one can be read from now on."""
-        self.epochs_made += 1
+        """End the epoch; what was logged for it can be read from now on."""
         for name, values in self._of_epoch.items():
             mean = sum(_as_logged(value) for _, value in values) / len(values)
             self._logged |= {f"{name}_epoch": mean} if values[0][0] else {name: mean}
@@ -184,7 +192,29 @@ class StandInTrainer:
     def lr_scheduler_configs(self) -> list[Any]:
         """One scheduler that does nothing for each of the Trainer's."""
         configs = self._real.lr_scheduler_configs if self._real else ()
-        return [SimpleNamespace(scheduler=StillScheduler(self.optimizers)) for _ in configs]
+        still = self.scheduler or StillScheduler(self.optimizers)
+        return [SimpleNamespace(scheduler=still, monitor=each.monitor) for each in configs]
+
+    @property
+    def fit_loop(self) -> Any:
+        """The Trainer's loop to read from; what is written stays here."""
+        self.read.add("fit_loop")
+        if self._loop is None and self._real is not None:
+            self._loop = _Loop(self._real.fit_loop)
+        return self._loop
+
+    def steering(self) -> str:
+        """Return what says when training stops."""
+        written = {name: value for name, value in self._written().items() if name in _STOPS}
+        return repr((written, None if self._loop is None else self._loop.written()))
+
+    def rules(self) -> str:
+        """Return what says how a step is made."""
+        written = self._written()
+        return repr({name: written[name] for name in _RULES if name in written})
+
+    def _written(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self).items() if name not in self._own}
 
     @property
     def progress_bar_callback(self) -> None:
@@ -203,6 +233,29 @@ def _as_logged(value: Any) -> Any:
 def ignore(*args: Any, **kwargs: Any) -> None:
     """Do nothing, whatever the arguments."""
     return None
+
+
+class _Loop:
+    """A Trainer's loop to read from; what is written to it stays here."""
+
+    def __init__(self, real: Any) -> None:
+        vars(self)["_real"], vars(self)["_inner"] = real, {}
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or "_real" not in vars(self):
+            raise AttributeError(name)
+        value = getattr(self._real, name)
+        if isinstance(value, LightningLoop):
+            return self._inner.setdefault(name, _Loop(value))
+        return value
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Loop:
+        return self
+
+    def written(self) -> dict[str, Any]:
+        """Return what was written, by names."""
+        own = {name: value for name, value in vars(self).items() if name not in ("_real", "_inner")}
+        return own | {name: loop.written() for name, loop in self._inner.items()}
 
 
 class _Unread:
@@ -240,12 +293,17 @@ class ByHand:
         module.optimizers = lambda use_pl_optimizer=True: still  # type: ignore[method-assign,assignment]
         module.lr_schedulers = lambda: schedule  # type: ignore[method-assign,assignment,return-value]
         module.manual_backward = self._note  # type: ignore[method-assign]
-        for name in ("toggle_optimizer", "untoggle_optimizer", "clip_gradients"):
+        module.clip_gradients = self._note_clipping  # type: ignore[method-assign]
+        for name in ("toggle_optimizer", "untoggle_optimizer"):
             setattr(module, name, ignore)
+        self.clipped: list[str] = []
 
     def forget(self) -> None:
         """Begin another step."""
         self._losses.clear()
+
+    def _note_clipping(self, optimizer: Any, *args: Any, **kwargs: Any) -> None:
+        self.clipped.append(repr((args, kwargs)))
 
     def _note(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
         self._losses.append(loss)
@@ -257,14 +315,17 @@ class ByHand:
 
 
 class StillOptimizer(Optimizer):
-    """An optimizer whose steps change nothing.
+    """An optimizer whose steps change nothing, or everything a little by its gradient.
 
     Args:
         groups: with parameters, and settings that a module may read and write.
+        moves: whether weights move.
     """
 
-    def __init__(self, groups: Iterable[Mapping[str, Any]]) -> None:
+    def __init__(self, groups: Iterable[Mapping[str, Any]], *, moves: bool = False) -> None:
         super().__init__([{"lr": 0.1, **group} for group in groups], {})
+        self._moves = moves
+        self.steps = 0
 
     @property
     def optimizer(self) -> Optimizer:
@@ -273,7 +334,13 @@ class StillOptimizer(Optimizer):
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Run the closure, if there is one."""
-        return None if closure is None else closure()
+        output = None if closure is None else closure()
+        self.steps += 1
+        for group in self.param_groups if self._moves else ():
+            for param in group["params"]:
+                if param.grad is not None:
+                    param.data.sub_(param.grad, alpha=_MOVE)
+        return output
 
     def toggle_model(self, *args: Any, **kwargs: Any) -> _Nothing:
         """Return a context that does nothing."""

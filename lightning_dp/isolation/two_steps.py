@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from typing import Any, TypeAlias
 
 import numpy as np
-from torch import Tensor
+from lightning.pytorch import LightningModule, Trainer
+from torch import Tensor, nn
 from torchmetrics import Metric
 
+from lightning_dp._user_code import is_library
 from lightning_dp.isolation.answers import Answer
 from lightning_dp.isolation.coupling import CURES, moved
-from lightning_dp.isolation.outcome import ISOLATED, Isolation
-from lightning_dp.isolation.passes import Passes, same
+from lightning_dp.isolation.outcome import ISOLATED, Isolation, first_failure
+from lightning_dp.isolation.passes import NoLoss, Passes, same
 from lightning_dp.isolation.rehearsal import Rehearsal, rehearsal
+from lightning_dp.isolation.stand_ins import StandInTrainer
 from lightning_dp.isolation.synthetic import leaves_of, replace_leaf, take_rows
 
 __all__ = ["probe_steps"]
@@ -25,7 +30,17 @@ _KEPT = (
     "without noise. Leave it out, or keep it in a plain attribute, for logging only"
 )
 # Factor of exchanged records, so that a maximum moves, and a minimum; step that begins an epoch.
-_VARIANTS = ((10.0, 2), (-3.0, 1))
+_VARIANTS = ((1000.0, 2), (-300.0, 1))
+_AGAIN, _SECONDS = (
+    60,
+    2.0,
+)  # how often the first batch comes, where it leaves something, and how long
+_PLAIN = (bool, int, float, complex, str, type(None))
+_STOPS = "when training ends follows the records, which ε does not cover"
+_FOLLOW = "attributes follow the records, and moved no gradient: {}"
+
+_INTERNAL = frozenset(vars(LightningModule())) | {"log", "optimizers", "lr_schedulers"}
+_INTERNAL |= {"manual_backward", "clip_gradients", "toggle_optimizer", "untoggle_optimizer"}
 
 _Kept: TypeAlias = tuple[Mapping[str, Any], ...]
 
@@ -38,11 +53,17 @@ class _Run:
         answers: of each step; for one that raised, the type of its exception.
         settings: of the optimizer, after the hooks of each step.
         kept: weights, buffers and entries of a checkpoint, by name; after the first step and the last.
+        steering: what says when training ends, after each step.
+        attributes: of the module's own, by name: plain ones after the first step, all at the end.
+        seconds: of the fastest step.
     """
 
     answers: tuple[Answer | str, ...]
     settings: tuple[str, ...]
     kept: _Kept
+    steering: tuple[str, ...]
+    attributes: _Kept = field(repr=False)
+    seconds: float
 
 
 def probe_steps(passes: Passes, pool: Any, n: int, steps: int = 3) -> Isolation:
@@ -59,59 +80,119 @@ def probe_steps(passes: Passes, pool: Any, n: int, steps: int = 3) -> Isolation:
     try:
         return _probe_steps(passes, pool, n, steps)
     except Exception:  # hooks need a real Trainer: the next checks will see
-        return ISOLATED
+        return Isolation("isolated", left_out=("steps with their hooks, one after the other",))
 
 
 def _probe_steps(passes: Passes, pool: Any, n: int, steps: int) -> Isolation:
+    notes: tuple[str, ...] = ()
     for factor, border in _VARIANTS[: steps - 1]:
-        first = _run(passes, _batches(pool, n, None, steps), n, border)
-        found = ISOLATED
-        for scale in (factor, 1.0):
+        plan = _Plan(passes, pool, n, steps, border)
+        first = plan.run(None)
+        found = plan.found(first, factor)
+        if found.outcome == "isolated" and found.notes and not notes:  # may it matter later?
+            times = max(1, min(_AGAIN, int(_SECONDS / max(first.seconds, 1e-6))))
+            again = replace(plan, times=times)
+            found = first_failure((found, again.found(again.run(None), factor)))
+        if found.outcome != "isolated":
+            return found
+        notes += found.notes
+    return Isolation("isolated", notes=tuple(dict.fromkeys(notes)))
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """Steps of a copy.
+
+    Args:
+        passes, pool, n, steps: as for :func:`probe_steps`.
+        border: the step that begins an epoch.
+        times: how often the first batch comes.
+    """
+
+    passes: Passes
+    pool: Any
+    n: int
+    steps: int
+    border: int
+    times: int = 1
+
+    def run(self, factor: float | None, *, everywhere: bool = True) -> _Run:
+        """Make the steps; with a factor, after another first batch."""
+        batches = _batches(self.pool, self.n, factor, self.steps, everywhere=everywhere)
+        return _run(self.passes, batches, self.n, self.border, self.times)
+
+    def found(self, first: _Run, factor: float) -> Isolation:
+        """Compare steps with those after other records, of the first kind that the model takes."""
+        for scale, everywhere in ((factor, True), (factor, False), (10.0, True), (1.0, True)):
             try:
-                other = _run(passes, _batches(pool, n, scale, steps), n, border)
+                other = self.run(scale, everywhere=everywhere)
+            except NoLoss:  # where the other records have one
+                return Isolation("coupled", CURES["no loss"])
             except Exception:  # values out of range
                 continue
             found = _compared(first, other)
-            break
-        if found != ISOLATED:
-            again = _run(passes, _batches(pool, n, None, steps), n, border)
+            if found == ISOLATED:
+                return found
             # What differs by itself (clocks) tells nothing of records.
-            return ISOLATED if _compared(first, again) != ISOLATED else found
-    return ISOLATED
+            return ISOLATED if _compared(first, self.run(None)) != ISOLATED else found
+        return ISOLATED
 
 
-def _batches(pool: Any, n: int, factor: float | None, steps: int) -> list[Any]:
-    """Return the batches of all steps; with a factor, half of the first is exchanged and scaled."""
+def _batches(
+    pool: Any, n: int, factor: float | None, steps: int, *, everywhere: bool = True
+) -> list[Any]:
+    """Return the batches of all steps; with a factor, half of the first is exchanged and scaled.
+
+    Args:
+        everywhere: real numbers in all tensors; else those in the largest one.
+    """
     half = n // 2
     if factor is None:
         first = take_rows(pool, range(n))
     else:
         first = take_rows(pool, [*range(n, n + half), *range(half, n)])
-        for place, leaf in enumerate(leaves_of(first)):
-            if leaf.is_floating_point() and leaf.dim() and len(leaf) == n:
-                scaled = leaf.clone()
-                scaled[:half] *= factor
-                first = replace_leaf(first, place, scaled)
+        leaves = leaves_of(first)
+        reals = [
+            place
+            for place, leaf in enumerate(leaves)
+            if leaf.is_floating_point() and leaf.dim() and len(leaf) == n
+        ]
+        if not everywhere:
+            reals = sorted(reals, key=lambda place: leaves[place].numel())[-1:]
+        for place in reals:
+            scaled = leaves[place].clone()
+            scaled[:half] *= factor
+            first = replace_leaf(first, place, scaled)
     return [first, *(take_rows(pool, range(1 - i, 2 * n, 2)) for i in range(steps - 1))]
 
 
-def _run(passes: Passes, batches: Sequence[Any], n: int, border: int) -> _Run:
+def _run(passes: Passes, batches: Sequence[Any], n: int, border: int, times: int) -> _Run:
     """Make one step for each batch, with a new epoch at the border; steps after the first may raise."""
     answers: list[Answer | str] = []
     with rehearsal(passes) as copy:
         engine = copy.engine()
+        clock = [time.perf_counter()]
         answers.append(copy.step(batches[0], n, engine).about(range(n // 2, n)))
+        clock.append(time.perf_counter())
+        plain = {name: each for name, each in _attributes(copy.module) if type(each) in _PLAIN}
         kept = [dict(_kept(passes, copy))]
-        for i, batch in enumerate(batches[1:], 1):
+        for i, batch in enumerate([*[batches[0]] * (times - 1), *batches[1:]], 2 - times):
             try:
+                if i < 1:
+                    copy.forward_only(batch)
+                    continue
                 if i == border:
                     copy.new_epoch()
                 answers.append(copy.step(batch, n, engine))
+                clock.append(time.perf_counter())
             except Exception as error:
                 answers.append(type(error).__name__)
                 break
         kept.append(dict(_kept(passes, copy)))
-        return _Run(tuple(answers), tuple(copy.settings), tuple(kept))
+        settings, steering = tuple(copy.settings), tuple(copy.steering)
+        attributes = plain, dict(_attributes(copy.module))
+        seconds = min(b - a for a, b in pairwise(clock))
+        return _Run(tuple(answers), settings, tuple(kept), steering, attributes, seconds)
 
 
 def _compared(one: _Run, other: _Run) -> Isolation:
@@ -126,7 +207,25 @@ def _compared(one: _Run, other: _Run) -> Isolation:
         return Isolation("coupled", CURES["steps"])
     if one.settings != other.settings:
         return Isolation("coupled", CURES["settings"])
-    return ISOLATED
+    return replace(ISOLATED, notes=tuple(_notes(one, other)))
+
+
+def _notes(one: _Run, other: _Run) -> Iterator[str]:
+    """Yield facts for the report: what follows records and does not move a gradient."""
+    if one.steering != other.steering:
+        yield _STOPS
+    if names := _differing(one.attributes, other.attributes):
+        yield _FOLLOW.format(", ".join(names[:5]))
+
+
+def _attributes(module: LightningModule) -> Iterator[tuple[str, Any]]:
+    """Yield the user's own attributes of all parts that are not torch's, Lightning's or torchmetrics'."""
+    for name, part in module.named_modules():
+        if is_library(type(part)):
+            continue
+        for key, value in vars(part).items():
+            if key not in _INTERNAL and not isinstance(value, nn.Module | Trainer | StandInTrainer):
+                yield ".".join(filter(None, (name, key))), value
 
 
 def _differing(one: _Kept, other: _Kept) -> tuple[str, ...]:

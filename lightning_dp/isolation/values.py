@@ -132,6 +132,7 @@ def _tries(
             numbers = dict.fromkeys((0, 1, last[place], *(n for n in padding if n >= 0)))
             yield from _of_whole_numbers(place, part, tamest, tuple(numbers), last[place])
     reals = [place for place, part in enumerate(parts) if part.is_real]
+    yield from _of_equal_records(parts, tamest)
     for name, scales in _SCALES.items() if reals else ():
         every = tuple(tamest.everywhere(reals, values) for values in scales)
         each = tuple(tamest.at(place, v) for v in scales for place in reals)
@@ -152,6 +153,18 @@ def _of_labels(parts: Sequence[Part], tamest: SyntheticKind) -> Iterator[_Try]:
         ends = [Values(number, number, 1) for number in (values.low, values.high)]
         base = tuple(tamest.everywhere(labels, end) for end in ends)
         yield _Try(base[::-1], base=base)
+
+
+def _of_equal_records(parts: Sequence[Part], tamest: SyntheticKind) -> Iterator[_Try]:
+    """List a batch whose records are all equal, and one of zeros, where some become others."""
+    for real in (0.5, 0.0):
+        values = tuple(
+            Values(real, real, 1)
+            if part.is_real
+            else Values(first := tamest.of(place, part.dtype).low, first, 1)
+            for place, part in enumerate(parts)
+        )
+        yield _Try((tamest,), base=(SyntheticKind(values),))
 
 
 def _of_whole_numbers(
