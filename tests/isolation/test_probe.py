@@ -53,7 +53,9 @@ def test_a_fit_refuses_it_before_anything_is_charged(coupled, make_trainer):
 
 
 def test_the_check_may_be_left_out(class_weighted, loader, make_trainer):
-    privacy = DifferentialPrivacy(noise_multiplier=1.0, target_delta=1e-5, isolation_probe=False)
+    privacy = DifferentialPrivacy(
+        noise_multiplier=1.0, target_delta=1e-5, isolation_probe=False, spot_checks=False
+    )
 
     make_trainer(max_steps=2, callbacks=[privacy]).fit(class_weighted, loader)
 
