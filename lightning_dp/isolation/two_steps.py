@@ -89,7 +89,7 @@ def _probe_steps(passes: Passes, pool: Any, n: int, steps: int) -> Isolation:
         plan = _Plan(passes, pool, n, steps, border)
         first = plan.run(None)
         found = plan.found(first, factor)
-        if found.outcome == "isolated" and found.notes and not notes:  # may it matter later?
+        if found.outcome == "isolated" and found.notes:  # may it matter later?
             times = max(1, min(_AGAIN, int(_SECONDS / max(first.seconds, 1e-6))))
             again = replace(plan, times=times)
             found = first_failure((found, again.found(again.run(None), factor)))
