@@ -146,6 +146,15 @@ class ModuleState:
             if isinstance(part, HeldRandom):
                 part.reseed()
 
+    @property
+    def has_generators(self) -> bool:
+        """True if a random generator is among what the module keeps."""
+        return any(isinstance(part, HeldRandom) for part in self._parts)
+
+    def drew(self, other: ModuleState) -> bool:
+        """Tell whether a random generator is elsewhere in another state."""
+        return any(each.kind == "random" for each in self.differences(other))
+
     def differences(self, other: ModuleState) -> tuple[Difference, ...]:
         """Return where this state and another one differ, of the same module or of a copy of it.
 

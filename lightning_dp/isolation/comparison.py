@@ -9,7 +9,14 @@ from typing import Any
 import torch
 
 from lightning_dp.isolation.answers import Answer
-from lightning_dp.isolation.coupling import CURES, Pair, common_factor, mixing_module, moved
+from lightning_dp.isolation.coupling import (
+    CURES,
+    Pair,
+    common_factor,
+    mixing_module,
+    moved,
+    reordered,
+)
 from lightning_dp.isolation.outcome import ISOLATED, Isolation
 from lightning_dp.isolation.passes import NoLoss, Passes
 from lightning_dp.isolation.stand_ins import NotProbed
@@ -112,7 +119,8 @@ class Comparisons:
             if bool((there.norms > _NOTHING).any()):  # all records alike give none, for instance
                 return Isolation("coupled", CURES["pairs"])
             raise NotProbed("the batch gives no gradient")
-        if moved(here, there):
+        changed = change.after.n - len(change.rows_after)
+        if moved(here, there) and not reordered(before, after, changed):
             return self._diagnosed(change, here, there)
         return ISOLATED
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lightning_dp.isolation.answers import Answer, Call
 
-__all__ = ["CURES", "Pair", "common_factor", "mixing_module", "moved"]
+__all__ = ["CURES", "Pair", "common_factor", "mixing_module", "moved", "reordered"]
 
 _SAME_SIZE = 1e-4  # of float32, where each row is computed as it was
 _OTHER_SIZE = 1e-3  # ... with room for sums in another order
@@ -99,6 +99,31 @@ def moved(before: Answer, after: Answer, factor: float = 1.0) -> bool:
         return False
     floor = _FLOOR * torch.stack([_largest(a) for a, _ in pairs]).amax(0)
     return any(_differ(a, b, floor, tolerance) for a, b in pairs)
+
+
+_FEW = 64  # rows that are compared with each other
+
+
+def reordered(before: Answer, after: Answer, changed: int) -> bool:
+    """Tell whether all gradients but so many are in both answers, in other rows.
+
+    A model may sort or shuffle its records: their sum is the same.
+
+    Args:
+        changed: how many records of the second batch are not in the first.
+    """
+    rows = range(len(before.norms))
+    if len(after.norms) > _FEW or before.count != len(rows) or after.count != len(after.norms):
+        return False
+    left, missing = list(rows), 0
+    for i in range(len(after.norms)):
+        own = after.about([i])
+        there = next((row for row in left if not moved(before.about([row]), own)), None)
+        if there is None:
+            missing += 1
+        else:
+            left.remove(there)
+    return missing <= changed
 
 
 def common_factor(before: Answer, after: Answer) -> float | None:

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-__all__ = ["is_rows", "kinds_of_objects", "map_leaves", "map_rows", "number_of_rows"]
+__all__ = ["copied", "is_rows", "kinds_of_objects", "map_leaves", "map_rows", "number_of_rows"]
 
 # Leaves that hold nothing in which a tensor could be.
 _PLAIN = (
@@ -27,6 +27,17 @@ _DEPTH = 6  # of objects inside objects that are looked into for a tensor
 def map_leaves(batch: Any, function: Callable[[Any], Any]) -> Any:
     """Return the same nesting in new containers, with each leaf replaced; the batch is unchanged."""
     return _rebuilt(batch, lambda part: map_leaves(part, function), function)
+
+
+def copied(batch: Any) -> Any:
+    """Return a batch in new containers, whose tensors and arrays can be changed in place."""
+
+    def new(leaf: Any) -> Any:
+        if isinstance(leaf, Tensor):
+            return leaf.detach().clone()
+        return leaf.copy() if isinstance(leaf, np.ndarray) else leaf
+
+    return map_leaves(batch, new)
 
 
 def map_rows(

@@ -7,7 +7,6 @@ import copy
 import io
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -26,10 +25,19 @@ from lightning_dp.gradients.passes import is_differentiable
 from lightning_dp.isolation.answers import Answer, Call, answer_about
 from lightning_dp.isolation.ignored import target_means
 from lightning_dp.isolation.model_copies import ModelCopies
+from lightning_dp.isolation.nesting import copied
 from lightning_dp.isolation.overrides import backward_loss
 from lightning_dp.isolation.randomness import SameFirstRows, random_state, seed
-from lightning_dp.isolation.stand_ins import RUN, ByHand, NotProbed, Now, StandInTrainer
-from lightning_dp.isolation.synthetic import ValidLabels
+from lightning_dp.isolation.stand_ins import (
+    RUN,
+    ByHand,
+    NotProbed,
+    Now,
+    StandInTrainer,
+    StillOptimizer,
+    give_optimizer,
+)
+from lightning_dp.isolation.synthetic import NoHalfPrecision, ValidLabels
 
 __all__ = [
     "NoLoss",
@@ -82,6 +90,7 @@ class Passes:
         self.module, self.engine, self.trained = module, engine, tuple(trained)
         self.trainer, self.now = trainer, now
         self._copies = ModelCopies(module)
+        self._is_half = is_half(module)
         self._outside: ModuleState | None = None
         self._reached: ModuleState | None = None
 
@@ -113,9 +122,15 @@ class Passes:
         """The Trainer's."""
         return [] if self.trainer is None else list(self.trainer.callbacks)  # type: ignore[attr-defined]
 
-    def valid_labels(self) -> AbstractContextManager[object]:
-        """Return a context for the user's code, in which made-up labels are as losses need them."""
-        return ValidLabels() if self._made_up else contextlib.nullcontext()
+    @contextlib.contextmanager
+    def valid_labels(self) -> Iterator[None]:
+        """Keep made-up labels as losses need them, and numbers in float32, in the user's code inside."""
+        with contextlib.ExitStack() as stack:
+            if self._made_up:
+                stack.enter_context(ValidLabels())
+            if self._is_half:
+                stack.enter_context(NoHalfPrecision())
+            yield
 
     def copied(self, memo: dict[int, Any] | None = None) -> LightningModule:
         """Return a deep copy of the model; those of before must not be used any more."""
@@ -126,6 +141,20 @@ class Passes:
         if self._reached is None:
             self._reached = ModuleState.of(self.module, copies=False)
         return self._reached.holds(thing)
+
+    def groups_of(self, module: LightningModule) -> list[dict[str, Any]]:
+        """Return the parameter groups of the real optimizer, with a copy's parameters."""
+        real = [] if self.trainer is None else self.trainer.optimizers
+        names = {id(p): name for name, p in self.module.named_parameters()}
+        own = dict(module.named_parameters())
+        groups = [
+            {key: copy.copy(value) for key, value in group.items() if key != "params"}
+            | {"params": [own[names[id(p)]] for p in group["params"] if id(p) in names]}
+            for optimizer in real
+            for group in optimizer.param_groups
+        ]
+        trained = [own[name] for name in self.trained]
+        return groups if any(group["params"] for group in groups) else [{"params": trained}]
 
     def put_back(self) -> None:
         """Put back what copies share with the model: globals, closures, attributes of classes."""
@@ -198,14 +227,18 @@ class Passes:
         params = [own[name] for name in self.trained]
         passes = RecordPasses(module, params, self.engine, loss_graph_check=self._checks_graph)
         noticed: list[tuple[bool, list[bool], bool]] = []  # before the graph is freed
-        before = seed(seed_number)
+        before, own_before = seed(seed_number), self._own_generators(module)
 
         def forward() -> Tensor:
             loss = self._loss(module, batch)
+            own_after = self._own_generators(module)
+            has_drawn = before != random_state() or (
+                own_before is not None and own_after is not None and own_before.drew(own_after)
+            )
             means = target_means(loss)
             weighs = [mean.has_class_weights for mean in means]
             ignores = any(bool(mean.ignores_some) for mean in means)
-            noticed.append((before != random_state(), weighs, ignores))
+            noticed.append((has_drawn, weighs, ignores))
             return loss
 
         with self.valid_labels():
@@ -219,10 +252,17 @@ class Passes:
             ignores_some=ignores,
         )
 
+    def _own_generators(self, module: LightningModule) -> ModuleState | None:
+        """Return the state of a copy, if the model keeps random generators."""
+        if self._outside is None or not self._outside.has_generators:
+            return None
+        return ModuleState.of(module, copies=False)
+
     @contextlib.contextmanager
     def _copy(self) -> Iterator[LightningModule]:
         trainer = StandInTrainer(self.trainer, self.now)
         module = prepared(self._copies.make(), trainer)  # Lightning leaves its trainer out
+        give_optimizer(module, trainer, StillOptimizer(self.groups_of(module)))
         try:
             if self.now.is_pretended:
                 with self.valid_labels():
@@ -235,14 +275,14 @@ class Passes:
     def _loss(self, module: LightningModule, batch: Any) -> Tensor:
         by_hand = None if module.automatic_optimization else ByHand(module)
         with self.valid_labels():
-            output = call_training_step(module, batch, self.now.batch_idx)
+            output = call_training_step(module, copied(batch), self.now.batch_idx)
         return backward_loss(module, loss_of(output, by_hand))
 
 
 def prepared(module: LightningModule, trainer: StandInTrainer) -> LightningModule:
     """Make a copy of a model ready for passes on the CPU that leave nothing anywhere."""
     module.cpu()
-    if any(p.dtype in (torch.float16, torch.bfloat16) for p in module.parameters()):
+    if is_half(module):
         module.float()
     for part in module.modules():
         if isinstance(part, _DropoutNd):
@@ -253,6 +293,11 @@ def prepared(module: LightningModule, trainer: StandInTrainer) -> LightningModul
         param.grad = None
     module.trainer = trainer  # type: ignore[assignment]
     return module
+
+
+def is_half(module: nn.Module) -> bool:
+    """Tell whether parameters are of half precision."""
+    return any(param.dtype in (torch.float16, torch.bfloat16) for param in module.parameters())
 
 
 def begin(module: LightningModule, now: Now) -> None:

@@ -29,7 +29,7 @@ from lightning_dp.isolation.stand_ins import (
     ByHand,
     StandInTrainer,
     StillOptimizer,
-    StillScheduler,
+    give_optimizer,
 )
 
 __all__ = ["Rehearsal", "rehearsal"]
@@ -87,11 +87,8 @@ class Rehearsal:
         self._batch_idx = passes.now.batch_idx
         parameters = dict(module.named_parameters())
         self._trained = [parameters[name] for name in passes.trained]
-        self.optimizer = StillOptimizer(self._groups(), moves=moves_weights(module))
-        self.scheduler = StillScheduler([self.optimizer])
-        trainer.optimizers, trainer.scheduler = [self.optimizer], self.scheduler
-        module.optimizers = lambda use_pl_optimizer=True: self.optimizer  # type: ignore[method-assign,assignment]
-        module.lr_schedulers = lambda: self.scheduler  # type: ignore[method-assign,assignment,return-value]
+        self.optimizer = StillOptimizer(passes.groups_of(module), moves=moves_weights(module))
+        self.scheduler = give_optimizer(module, trainer, self.optimizer)
         self.settings: list[str] = []  # of each step
         self.steering: list[str] = []  # the run, after each step
         self._used: list[Any] = []
@@ -228,19 +225,6 @@ class Rehearsal:
         for callback in self.callbacks:
             with contextlib.suppress(Exception), self._passes.valid_labels():
                 getattr(callback, name)(self.trainer, self.module, *args)
-
-    def _groups(self) -> list[dict[str, Any]]:
-        """Return the parameter groups of the real optimizer, with the copy's parameters."""
-        real = self._passes.trainer.optimizers if self._passes.trainer is not None else []
-        names = {id(p): name for name, p in self._passes.module.named_parameters()}
-        own = dict(self.module.named_parameters())
-        groups = [
-            {key: copy.copy(value) for key, value in group.items() if key != "params"}
-            | {"params": [own[names[id(p)]] for p in group["params"] if id(p) in names]}
-            for optimizer in real
-            for group in optimizer.param_groups
-        ]
-        return groups if any(group["params"] for group in groups) else [{"params": self._trained}]
 
 
 def _copies(passes: Passes, trainer: StandInTrainer) -> tuple[LightningModule, list[Callback]]:

@@ -10,10 +10,10 @@ import numpy as np
 import torch
 
 from lightning_dp.isolation.kinds import SyntheticKind, SyntheticKinds, exchange_rows
-from lightning_dp.isolation.nesting import map_leaves, number_of_rows
+from lightning_dp.isolation.nesting import copied, map_leaves, number_of_rows
 from lightning_dp.isolation.synthetic import take_rows
 
-__all__ = ["Exchange", "PartsSeen", "SpotPlan", "copied"]
+__all__ = ["Exchange", "PartsSeen", "SpotPlan"]
 
 _EARLY = frozenset({0, 1, 2, 4, 8, 16, 32})
 _ONE_IN = 60
@@ -166,14 +166,3 @@ class PartsSeen:
         alike = {i for i, length in enumerate(self._lengths) if length == self._size}
         is_enough = len(self._sizes) > 1 or self._batches >= _ALIKE
         return is_enough and not alike & self._others
-
-
-def copied(batch: Any) -> Any:
-    """Return a batch in new containers, whose tensors and arrays can be changed in place."""
-
-    def new(leaf: Any) -> Any:
-        if isinstance(leaf, torch.Tensor):
-            return leaf.detach().clone()
-        return leaf.copy() if isinstance(leaf, np.ndarray) else leaf
-
-    return map_leaves(batch, new)

@@ -24,6 +24,7 @@ __all__ = [
     "Now",
     "StandInTrainer",
     "StillOptimizer",
+    "give_optimizer",
     "ignore",
 ]
 
@@ -276,6 +277,17 @@ class _Unread:
         raise NotProbed(
             "the model iterates the training loader, whose records are for charged steps"
         )
+
+
+def give_optimizer(
+    module: LightningModule, trainer: StandInTrainer, optimizer: StillOptimizer
+) -> StillScheduler:
+    """Give a copy and its Trainer stand-ins for optimizer and scheduler; return the second."""
+    scheduler = StillScheduler([optimizer])
+    trainer.optimizers, trainer.scheduler = [optimizer], scheduler
+    module.optimizers = lambda use_pl_optimizer=True: optimizer  # type: ignore[method-assign,assignment]
+    module.lr_schedulers = lambda: scheduler  # type: ignore[method-assign,assignment,return-value]
+    return scheduler
 
 
 class ByHand:

@@ -15,6 +15,7 @@ from torch.overrides import TorchFunctionMode
 from lightning_dp.isolation.nesting import map_leaves, map_rows, number_of_rows
 
 __all__ = [
+    "NoHalfPrecision",
     "NoSyntheticBatch",
     "ValidLabels",
     "has_other_rows",
@@ -209,6 +210,33 @@ class ValidLabels(TorchFunctionMode):
         for name in _NAMES[:4]:
             named.pop(name, None)
         return func(*given, *rest, **named)
+
+
+_HALF = (torch.float16, torch.bfloat16)
+
+
+class NoHalfPrecision(TorchFunctionMode):
+    """Inside, what would become half precision becomes float32, as the copies of such models are.
+
+    Gradients of half precision move by a per cent by rounding alone.
+    """
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        if func in (Tensor.half, Tensor.bfloat16):
+            return args[0].float()
+        named = {name: _single(each) for name, each in (kwargs or {}).items()}
+        return func(*map(_single, args), **named)
+
+
+def _single(argument: Any) -> Any:
+    is_half = isinstance(argument, torch.dtype) and argument in _HALF
+    return torch.float32 if is_half else argument
 
 
 def _valid(log_probs: Tensor, targets: Tensor, blank: int) -> tuple[Any, ...]:

@@ -18,10 +18,10 @@ from lightning_dp._module_state import ModuleState
 from lightning_dp.boundary import AbstractPerSampleGradients
 from lightning_dp.gradients.random_state import RandomState
 from lightning_dp.isolation.answers import Call
-from lightning_dp.isolation.nesting import number_of_rows
+from lightning_dp.isolation.nesting import copied, number_of_rows
 from lightning_dp.isolation.passes import watch_calls
 from lightning_dp.isolation.record_gradients import Glimpse, Movement, Tolerance, glimpse, moved
-from lightning_dp.isolation.spot_plan import Exchange, PartsSeen, SpotPlan, copied
+from lightning_dp.isolation.spot_plan import Exchange, PartsSeen, SpotPlan
 from lightning_dp.isolation.stand_ins import RUN, ByHand, StandInTrainer, StillOptimizer
 from lightning_dp.run import PrivateRun
 from lightning_dp.sampling.loader import Chunk
@@ -33,7 +33,6 @@ from lightning_dp.strategies.spot_evidence import (
     Check,
     Evidence,
     Seen,
-    drew,
     first_that_mixes,
     is_table,
 )
@@ -146,7 +145,7 @@ class SpotChecks:
         check.real_state = ModuleState.of(
             self._module, self._callbacks, parameters=True, copies=False
         )
-        if drew(check.seen.state, check.real_state):
+        if check.seen.state.drew(check.real_state):
             check.seen = None
             return
         check.kept = self._kept(check.seen.state, check.real_state)

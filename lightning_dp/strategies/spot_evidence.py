@@ -15,7 +15,7 @@ from lightning_dp.isolation.coupling import Pair, mixing_module
 from lightning_dp.isolation.record_gradients import Glimpse, Movement
 from lightning_dp.isolation.spot_plan import Exchange
 
-__all__ = ["Check", "Evidence", "Seen", "drew", "first_that_mixes", "is_table"]
+__all__ = ["Check", "Evidence", "Seen", "first_that_mixes", "is_table"]
 
 _THROUGH = ", first in the outputs of {}"
 
@@ -38,7 +38,7 @@ class Seen:
 
     def draws_as(self, other: Seen) -> bool:
         """Tell whether another pass drew as many random numbers, of each generator."""
-        return self.drawn.is_same(other.drawn) and not drew(self.state, other.state)
+        return self.drawn.is_same(other.drawn) and not self.state.drew(other.state)
 
 
 @dataclass
@@ -90,11 +90,6 @@ class Check:
     real_state: ModuleState | None = None
     kept: tuple[str, ...] = ()
     is_suspect: bool = False
-
-
-def drew(before: ModuleState, after: ModuleState) -> bool:
-    """Tell whether a random generator that the module keeps is elsewhere."""
-    return any(each.kind == "random" for each in before.differences(after))
 
 
 def is_table(module: LightningModule, each: Difference) -> bool:

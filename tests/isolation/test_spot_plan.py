@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from lightning_dp.isolation.kinds import SyntheticKind, SyntheticKinds, Values
-from lightning_dp.isolation.spot_plan import SpotPlan, copied
+from lightning_dp.isolation.nesting import copied
+from lightning_dp.isolation.spot_plan import SpotPlan
 
 SEVENS = SyntheticKinds((SyntheticKind((Values(7, 7, 1), Values(7, 7, 1))),))
 
