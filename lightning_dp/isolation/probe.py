@@ -209,6 +209,8 @@ def _layers(passes: Passes, pool: Any, kind: SyntheticKind, expected: int) -> It
     is_long = effort.is_long(n)
     if names := kinds_of_objects(pool):
         yield Isolation("isolated", left_out=(f"what objects of {', '.join(names)} hold",))
+    if is_long:
+        yield Isolation("isolated", left_out=("each position, and a third step",))
     yield _probe(comparisons, pool, n, in_short=is_long)
     yield probe_draws(comparisons, pool, n)
     yield probe_targets(comparisons, pool, n)
