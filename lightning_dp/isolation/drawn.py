@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from lightning_dp.isolation.copies import Copies, quiet, random_state, seeded
-from lightning_dp.isolation.rows import normal, same_parts
+from lightning_dp.isolation.rows import normal_form, same_parts
 
 __all__ = ["MIXED", "NotRepeatable", "fetch", "mixes_samples"]
 
@@ -86,4 +86,4 @@ class _Reader:
             start = random_state(dataset)
             sample = fetch(dataset, records)[place]
             self._is_random = self._is_random or random_state(dataset) != start
-        return normal(sample)
+        return normal_form(sample)

@@ -75,7 +75,7 @@ class Movement(IntEnum):
     """The difference between two answers, in the gradients of the records that stayed."""
 
     NONE = 0
-    """They are equal, but for rounding."""
+    """They are equal up to rounding."""
     ORDER = 1
     """They are there, in other rows: the model sorts or shuffles its records."""
     UNCLEAR = 2

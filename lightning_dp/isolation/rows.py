@@ -13,7 +13,7 @@ from torch.nn.utils.rnn import PackedSequence, pad_packed_sequence
 
 from lightning_dp.isolation.samples import is_container
 
-__all__ = ["Difference", "Layout", "OtherRows", "layout_of", "normal", "same_parts"]
+__all__ = ["Difference", "Layout", "OtherRows", "layout_of", "normal_form", "same_parts"]
 
 
 class OtherRows(ValueError):
@@ -93,7 +93,7 @@ class Layout:
         Raises:
             OtherRows: if a batch has other rows than it should.
         """
-        a, b = normal(a), normal(b)
+        a, b = normal_form(a), normal_form(b)
         rows = [self._rows(batch, size) for batch, size in zip((a, b), sizes, strict=True)]
         if _unmatched(*rows, ragged=ragged) > exchanged:
             return Difference("rows")
@@ -127,10 +127,10 @@ def layout_of(a: Any, b: Any, n: int) -> Layout:
     Raises:
         OtherRows: if some part has rows, and they cannot be dealt out to the records.
     """
-    return Layout(tuple(_leaves(normal(a), normal(b), n, ())))
+    return Layout(tuple(_leaves(normal_form(a), normal_form(b), n, ())))
 
 
-def normal(batch: Any) -> Any:
+def normal_form(batch: Any) -> Any:
     """Return a batch without tensors of special kinds: packed, nested and sparse ones spread out."""
     if isinstance(batch, PackedSequence):
         padded, lengths = pad_packed_sequence(batch, batch_first=True)
@@ -142,12 +142,12 @@ def normal(batch: Any) -> Any:
     if isinstance(batch, np.ndarray):
         return torch.from_numpy(batch) if batch.dtype.kind in "biuf" else batch.tolist()
     if isinstance(batch, list | tuple) and not hasattr(batch, "_fields"):
-        return [normal(each) for each in batch]
+        return [normal_form(each) for each in batch]
     if not is_container(batch):
         return batch
     fields = getattr(batch, "_asdict", None)  # of a named tuple
     parts = fields() if fields else batch if isinstance(batch, Mapping) else vars(batch)
-    return {name: normal(parts[name]) for name in parts}
+    return {name: normal_form(parts[name]) for name in parts}
 
 
 def _leaves(a: Any, b: Any, n: int, path: tuple[Any, ...]) -> Iterator[_Leaf]:

@@ -61,7 +61,7 @@ class Evidence:
 
     @property
     def moved(self) -> int:
-        """How many exchanges moved gradients."""
+        """The number of exchanges that moved gradients."""
         orders = self.movements[Movement.ORDER] > 0
         return self.movements[Movement.MOVED] + (not orders) * self.movements[Movement.UNCLEAR]
 

@@ -242,6 +242,7 @@ def checksums(tensors: Mapping[str, Tensor]) -> dict[str, int]:
     written to ``p.data``. Tensors of special classes (quantised weights) and lazy ones are left out.
 
     Example:
+        >>> import torch
         >>> weight = torch.ones(3)
         >>> before = checksums({"weight": weight})
         >>> weight[1] += 1e-7
