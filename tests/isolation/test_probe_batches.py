@@ -78,7 +78,7 @@ def with_names(model_class, make_network):
 
 
 @pytest.mark.parametrize("make", BATCHES)
-@pytest.mark.parametrize("pairs", [False, True])
+@pytest.mark.parametrize("pairs", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_texts_and_classes_of_a_users_own_are_no_obstacle(make, pairs, with_names):
     with_names.pairs = pairs
     batch = make(torch.zeros(5, 6), [f"img{i}.png" for i in range(5)], torch.zeros(5).long())
