@@ -113,7 +113,7 @@ class RecordPasses:
         quietly: is entered around each run of a chunk, so that it leaves no trace in the model.
         wrap: puts something between the engine and the clipping.
         loss_graph_check: refuse losses that mix records, by their graph
-            (:func:`~lightning_dp.gradients.loss_graph.check_loss_graph`).
+            (``check_loss_graph``).
 
     Raises:
         UnsupportedModelError: if no engine can handle the model.
