@@ -619,6 +619,7 @@ def test_a_check_leaves_no_trace(fit, make):
         assert torch.equal(states[2], other_states[2])
 
 
+@pytest.mark.slow  # alone: other tests of one process may turn the log off
 def test_nothing_is_printed_or_logged_twice(fit, capsys, caplog):
     class Talks(Base):
         def loss(self, x, y):
