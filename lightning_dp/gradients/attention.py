@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import reduce
 from typing import Any
@@ -17,6 +16,7 @@ from torch.nn import functional as F
 from lightning_dp.gradients.base import UnsupportedModelError
 from lightning_dp.gradients.forms import Rows, Use, Uses
 from lightning_dp.gradients.layers import OuterProduct
+from lightning_dp.gradients.surroundings import Surroundings, generator_state
 
 __all__ = [
     "AttentionCall",
@@ -45,8 +45,7 @@ class AttentionCall:
         needs_weights: whether the weights were asked for; they are computed in another way then.
         is_causal: as it was given.
         dropout: probability, 0 in eval mode.
-        random_state: of the device's generator before the call; None if it drew nothing.
-        autocast: the type that it computed in; None without autocast.
+        surroundings: its random numbers and its precision.
         output: what came out.
         is_along: what comes out of a rule carries a derivative along a direction.
     """
@@ -56,8 +55,7 @@ class AttentionCall:
     needs_weights: bool
     is_causal: bool
     dropout: float
-    random_state: Tensor | None
-    autocast: torch.dtype | None
+    surroundings: Surroundings
     output: Tensor
     is_along: bool
 
@@ -86,51 +84,24 @@ class AttentionCall:
                 f"{type(layer).__name__} was called with tensors of {three[0].dim()} dimensions. "
                 "Use it with (records, positions, features)."
             )
-        device = output.device.type
         call = cls(
             dtypes={name: each.dtype for name, each in tensors.items()},
             sources=tuple(next(j for j in range(3) if three[j] is each) for each in three),  # type: ignore[arg-type]
             needs_weights=given["need_weights"],
             is_causal=given["is_causal"],
             dropout=layer.dropout if layer.training else 0.0,
-            random_state=random_state,
-            autocast=torch.get_autocast_dtype(device)
-            if torch.is_autocast_enabled(device)
-            else None,
+            surroundings=Surroundings.now(output.device, random_state),
             output=output.detach(),
             is_along=is_along,
         )
         return call, tuple(tensors.values())
-
-    @contextmanager
-    def as_it_was(self) -> Iterator[None]:
-        """Inside, random numbers and precision are those of the call; nothing of it stays."""
-        device = self.output.device
-        states: Any = nullcontext()
-        if self.random_state is not None:
-            accelerators = [] if device.type == "cpu" else [device]
-            kind = "cuda" if device.type == "cpu" else device.type
-            states = torch.random.fork_rng(accelerators, device_type=kind)
-        precision = torch.autocast(
-            device.type, self.autocast, enabled=self.autocast is not None, cache_enabled=False
-        )
-        with states, precision:
-            if self.random_state is not None and device.type == "cpu":
-                torch.set_rng_state(self.random_state)
-            elif self.random_state is not None:
-                torch.get_device_module(device).set_rng_state(self.random_state, device)
-            yield
 
 
 def random_state(layer: nn.MultiheadAttention) -> Tensor | None:
     """Return the state of the generator that the layer will draw from; None if it draws nothing."""
     if not layer.training or not layer.dropout > 0:
         return None
-    device = layer.out_proj.weight.device
-    if device.type == "cpu":
-        return torch.get_rng_state()
-    state: Tensor = torch.get_device_module(device).get_rng_state(device)
-    return state
+    return generator_state(layer.out_proj.weight.device)
 
 
 def parameters_of(layer: nn.MultiheadAttention) -> list[nn.Parameter]:
@@ -205,7 +176,7 @@ def _run_again(
     sources = named["query"], named["key"], named["value"]
     bias = layer.in_proj_bias
     biases: Any = (None, None, None) if bias is None else bias.chunk(3)
-    with call.as_it_was():
+    with call.surroundings.again():
         with torch.no_grad():
             projected = zip(sources, _weights(layer), biases, strict=True)
             leaves = [F.linear(*each) for each in projected]
