@@ -38,6 +38,7 @@ __all__ = [
     "StepDecay",
     "Storm",
     "Term",
+    "rows_of_records",
 ]
 
 if TYPE_CHECKING:  # the same names for type checkers and editors, which do not run __getattr__
@@ -46,6 +47,7 @@ if TYPE_CHECKING:  # the same names for type checkers and editors, which do not 
     from lightning_dp.callbacks import DifferentialPrivacy
     from lightning_dp.config import PrivacyConfig
     from lightning_dp.estimators import AbstractEstimator, CubicNewton, Diff2, MeanGradient, Storm
+    from lightning_dp.gradients.row_owners import rows_of_records
     from lightning_dp.postprocessing import AbstractPostProcessor, LaplacianSmoothing, Momentum
     from lightning_dp.sampling import AbstractSampling, BatchPlan, FullBatch, Poisson
     from lightning_dp.schedules import (
@@ -70,6 +72,7 @@ else:
         "postprocessing",
         "config",
         "callbacks",
+        "gradients.row_owners",
     )
 
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from lightning_dp.boundary import AbstractPerSampleGradients
 from lightning_dp.functional import unflatten
 from lightning_dp.gradients.base import AbstractGradientEngine, as_unsupported, number_of_records
-from lightning_dp.gradients.forms import Uses
+from lightning_dp.gradients.forms import Uses, uses_of_records
 from lightning_dp.gradients.hessian import Dual, run_along, split, uses_along
 from lightning_dp.gradients.materialised import restricted
 from lightning_dp.gradients.parameter_gradients import ParameterGradients, ScratchPool
@@ -130,11 +130,12 @@ class Bookkeeping(AbstractGradientEngine):
         if gradient is not None:
             with as_unsupported(call.name, call.layer):
                 tensors = [call.arrange(_at_least_float32(each)) for each in (*inputs, gradient)]
-                uses = call.rule(call.layer, *tensors)
-                self._count_in(uses, combined)
+                self._count_in(call, call.rule(call.layer, *tensors), combined)
 
-    def _count_in(self, uses: Uses, combined: bool) -> None:
+    def _count_in(self, call: LayerCall, uses: Uses, combined: bool) -> None:
         assert self._found is not None
+        if call.folding is not None:
+            uses = uses_of_records(uses, call.folding)
         for param, use in uses:
             if (found := self._found.get(id(param))) is not None:
                 found.add(use, combined=combined)
@@ -161,7 +162,7 @@ class Bookkeeping(AbstractGradientEngine):
                 with as_unsupported(call.name, call.layer):
                     *inputs, back = (_arranged(call, each) for each in (*call.moved, gradient))
                     uses = uses_along(call.rule, call.layer, inputs, back, of, weights)
-                    self._count_in(uses, combined=False)
+                    self._count_in(call, uses, combined=False)
         return self.take(1.0, {})
 
     def _duals_of(self, loss: Tensor) -> list[tuple[LayerCall, Dual]]:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from lightning_dp.gradients.folding import AbstractFolding
 from lightning_dp.gradients.forms import (
     PRODUCTS,
     AbstractForm,
@@ -38,6 +39,8 @@ _PATCHES_PER_CHANNEL = 512
 @dataclass(frozen=True)
 class Convolution(AbstractForm):
     """The weight gradient of a convolution of (n, in, *size) with output gradient (n, out, *size).
+
+    Where a record has f rows, both have a second dimension for them: (n, f, in, *size).
 
     The records' gradients are those of one convolution with n times as many groups, one record
     after the other in the channels, or products with the patches of the input: which of the two is
@@ -66,27 +69,33 @@ class Convolution(AbstractForm):
         """Tell from the shapes if matrix products are likely to be faster than convolutions."""
         if v.device.type != "cpu" or self.groups > 1 or len(self.stride) != 2:
             return False
-        patches = math.prod(self.weight_shape[1:]) * u.shape[2:].numel()
+        patches = math.prod(self.weight_shape[1:]) * u.shape[-len(self.stride) :].numel()
         return patches <= _PATCHES_PER_CHANNEL * self.weight_shape[0]
 
     def _matrix_products(self, v: Tensor, u: Tensor, out: Tensor) -> None:
         """Multiply all patches of the input, a few records at a time so that they stay in the cache."""
-        entries = math.prod(self.weight_shape[1:])
-        size = max(1, _PATCH_ENTRIES // (entries * math.prod(u.shape[2:])))
-        as_matrices, u = out.view(len(u), -1, entries), u.flatten(2)
+        entries, v, u = math.prod(self.weight_shape[1:]), self._of_rows(v), self._of_rows(u)
+        frames, u = u.shape[1], u.flatten(3)
+        size = max(1, _PATCH_ENTRIES // (entries * frames * u.shape[3]))
+        as_matrices = out.view(len(u), -1, entries)
         options = (self.weight_shape[2:], self.dilation, self.padding, self.stride)
         for part in (slice(start, start + size) for start in range(0, len(u), size)):
-            patches = F.unfold(v[part], *options)
-            torch.bmm(u[part], patches.transpose(1, 2), out=as_matrices[part])
+            patches = F.unfold(v[part].flatten(0, 1), *options).transpose(1, 2)
+            if frames == 1:
+                torch.bmm(u[part, 0], patches, out=as_matrices[part])
+            else:  # the positions of all rows of a record in one product
+                positions = patches.reshape(-1, frames * u.shape[3], entries)
+                torch.bmm(u[part].transpose(1, 2).flatten(2), positions, out=as_matrices[part])
 
     def _convolutions(self, v: Tensor, u: Tensor, out: Tensor) -> None:
         """Run the records as groups of a convolution, some of them at a time."""
-        # (n, in, ...) as (1, n·in, ...): with n times as many groups no channel of one record meets
-        # one of another, so the weight gradient has a block for each record.
+        # (n, f, in, ...) as (f, n·in, ...): with n times as many groups no channel of one record
+        # meets one of another, so the weight gradient has a block for each record.
         start = 0
+        v, u = self._of_rows(v), self._of_rows(u)
         for x, y in zip(torch.split(v, _TOGETHER), torch.split(u, _TOGETHER), strict=True):
             n = len(x)
-            x, y = (part.reshape(1, -1, *part.shape[2:]) for part in (x, y))
+            x, y = (part.transpose(0, 1).flatten(1, 2) for part in (x, y))
             shape = (n * self.weight_shape[0], *self.weight_shape[1:])
             rows = self._backward(x, y, shape, n * self.groups)
             out[start : start + n] = rows.view(n, *self.weight_shape)
@@ -94,7 +103,16 @@ class Convolution(AbstractForm):
 
     def weighted_sum(self, v: Tensor, u: Tensor, weights: Tensor) -> Tensor:
         scaled = u * weights.view(-1, *[1] * (u.dim() - 1))
+        v, scaled = (self._of_rows(each).flatten(0, 1) for each in (v, scaled))
         return self._backward(v, scaled, self.weight_shape, self.groups)
+
+    def of_records(self, use: Use, folding: AbstractFolding) -> list[Use]:
+        return [Use(self, folding.apart(use.v), folding.apart(use.u))]
+
+    def _of_rows(self, tensor: Tensor) -> Tensor:
+        """Return shape (n, f, channels, *size), f = 1 where a record has one row."""
+        has_rows = tensor.dim() == 3 + len(self.stride)
+        return tensor if has_rows else tensor.unsqueeze(1)
 
     def _backward(self, v: Tensor, u: Tensor, shape: tuple[int, ...], groups: int) -> Tensor:
         weight = v.new_empty(1).expand(shape)  # only its shape is looked at
@@ -115,6 +133,8 @@ class Convolution(AbstractForm):
         ‖Σ_s u_s p_sᵀ‖² = Σ_st (u_s · u_t)(p_s · p_t) over output positions s and t. The products of
         patches are sums of those of single positions: nothing of the patches' size is made.
         """
+        # A weight that several rows of a record use is a weight that is used several times.
+        uses = [row for use in uses for row in self._one_for_each_row(use)]
         v, u = uses[0].v, uses[0].u
         if len(self.stride) != 2 or self.groups > 1 or any(c.v.shape != v.shape for c in uses):
             return None
@@ -126,6 +146,10 @@ class Convolution(AbstractForm):
         size = max(1, PRODUCTS // inner**2)
         parts = (slice(start, start + size) for start in range(0, len(u), size))
         return torch.cat([self._squares([use.of(part) for use in uses]) for part in parts])
+
+    def _one_for_each_row(self, use: Use) -> list[Use]:
+        v, u = self._of_rows(use.v), self._of_rows(use.u)
+        return [Use(self, v[:, k], u[:, k]) for k in range(u.shape[1])]
 
     def _squares(self, uses: Sequence[Use]) -> Tensor:
         scaled = [(Scaled.of(use.v), Scaled.of(use.u)) for use in uses]

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from lightning_dp.functional import as_rows, factor_norms, squared_row_norms
+from lightning_dp.gradients.folding import AbstractFolding
 
 __all__ = [
     "PRODUCTS",
@@ -24,7 +25,9 @@ __all__ = [
     "above_rounding",
     "above_what_vanishes",
     "joined_positions",
+    "joined_rows",
     "sum_of_products",
+    "uses_of_records",
 ]
 
 
@@ -141,6 +144,18 @@ class AbstractForm(ABC):
         """Return the same sum over fewer uses, where that is no more work than each of them by itself."""
         return list(uses)
 
+    def of_records(self, use: Use, folding: AbstractFolding) -> list[Use]:
+        """Return the sum over the rows of each record, as uses of n records.
+
+        By default one use for each row of a record, as if the layer had been called once for each.
+
+        Args:
+            use: of this form, of N rows.
+            folding: tells which rows are whose.
+        """
+        v, u = folding.apart(use.v), folding.apart(use.u)
+        return [Use(self, v[:, k], u[:, k]) for k in range(u.shape[1])]
+
     def along(
         self,
         v: tuple[Tensor, Tensor | None],
@@ -207,8 +222,18 @@ def joined_positions(uses: Sequence[Use]) -> Use:
     return replace(uses[0], v=v, u=u)
 
 
+def joined_rows(use: Use, folding: AbstractFolding) -> Use:
+    """Return a use of (N, T, ...) tensors as one of (n, f·T, ...): positions of all rows of a record."""
+    return replace(use, v=folding.apart(use.v).flatten(1, 2), u=folding.apart(use.u).flatten(1, 2))
+
+
 # Every parameter of a layer, with its use in one call of the layer.
 Uses: TypeAlias = list[tuple[Tensor | None, Use]]
+
+
+def uses_of_records(uses: Uses, folding: AbstractFolding) -> Uses:
+    """Return what a rule gave for N rows as uses of the n records to which they belong."""
+    return [(param, part) for param, use in uses for part in use.form.of_records(use, folding)]
 
 
 @dataclass(frozen=True)
@@ -231,6 +256,9 @@ class Rows(AbstractForm):
 
     def joined(self, uses: Sequence[Use]) -> list[Use]:
         return [self.use(reduce(torch.add, (use.u for use in uses)))]
+
+    def of_records(self, use: Use, folding: AbstractFolding) -> list[Use]:
+        return [self.use(folding.sums(use.u))]
 
     def along(
         self,

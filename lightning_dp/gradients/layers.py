@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lightning_dp.functional import factor_norms
+from lightning_dp.gradients.folding import AbstractFolding
 from lightning_dp.gradients.forms import (
     PRODUCTS,
     AbstractForm,
@@ -22,6 +23,7 @@ from lightning_dp.gradients.forms import (
     Uses,
     above_what_vanishes,
     joined_positions,
+    joined_rows,
     sum_of_products,
 )
 
@@ -57,6 +59,9 @@ class OuterProduct(AbstractForm):
     def joined(self, uses: Sequence[Use]) -> list[Use]:
         """Return one use with the positions of all of them, the time steps of a recurrent layer."""
         return [joined_positions(uses)]
+
+    def of_records(self, use: Use, folding: AbstractFolding) -> list[Use]:
+        return [joined_rows(use, folding)]
 
     def entries(self, v: Tensor, u: Tensor, shape: torch.Size, places: Tensor) -> Tensor:
         times, (row, column) = v.shape[1], (places // shape[1], places % shape[1])
@@ -133,6 +138,9 @@ class Lookup(AbstractForm):
     def joined(self, uses: Sequence[Use]) -> list[Use]:
         return [joined_positions(uses)]
 
+    def of_records(self, use: Use, folding: AbstractFolding) -> list[Use]:
+        return [joined_rows(use, folding)]
+
     def lengths(self, v: Tensor, u: Tensor) -> Tensor:
         return factor_norms(u) * math.sqrt(u.shape[1])
 
@@ -187,6 +195,10 @@ class Scale(AbstractForm):
     def weighted_sum(self, v: Tensor, u: Tensor, weights: Tensor) -> Tensor:
         total: Tensor = torch.tensordot(weights, self.rows(v, u), dims=1)
         return total
+
+    def of_records(self, use: Use, folding: AbstractFolding) -> list[Use]:
+        form = Scale((1, *(dimension + 1 for dimension in self.sum_over)))
+        return [Use(form, folding.apart(use.v), folding.apart(use.u))]
 
 
 def layer_norm(layer: nn.LayerNorm, inputs: Tensor, gradient: Tensor) -> Uses:

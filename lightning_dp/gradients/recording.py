@@ -18,9 +18,11 @@ from lightning_dp.gradients import attention
 from lightning_dp.gradients.any_layer import any_layer
 from lightning_dp.gradients.attention import AttentionCall, multihead_attention
 from lightning_dp.gradients.base import UncoveredParameterError, UnsupportedModelError
+from lightning_dp.gradients.folding import AbstractFolding
 from lightning_dp.gradients.hessian import Dual, split
 from lightning_dp.gradients.module_hooks import ModuleHooks
 from lightning_dp.gradients.opacus_layers import Arrange, OpacusLayers, own_parameters
+from lightning_dp.gradients.row_owners import folding_in_force
 from lightning_dp.gradients.rules import Rule, refuse_options, rule_of
 from lightning_dp.gradients.unsupported import (
     refuse_compiled,
@@ -42,7 +44,8 @@ class LayerCall:
     versions: list[int]
     sources: set[Any]  # the graph nodes that made the inputs
     edge: GradientEdge
-    arrange: Arrange  # makes of its tensors such with records first, a row for each
+    arrange: Arrange  # makes of its tensors such with rows first
+    folding: AbstractFolding | None  # whose the rows are; None if they are the records
     moved: tuple[Dual, ...] = ()  # along a direction: the inputs with their derivatives
 
     def take_inputs(self) -> tuple[Tensor, ...]:
@@ -232,7 +235,10 @@ class Recorder:
         edge = get_gradient_edge(output)
         moved = tuple(split(each) for each in given) if self._is_along else ()
         name = self._layer_names[layer]
-        call = LayerCall(name, layer, rule, inputs, versions, sources, edge, arrange, moved)
+        folding = folding_in_force()
+        call = LayerCall(
+            name, layer, rule, inputs, versions, sources, edge, arrange, folding, moved
+        )
         self._calls.append(call)
 
     def outputs(self) -> set[Any]:

@@ -255,6 +255,12 @@ class Oracle:
         touched = self.back(engine, module, loss, combined=combined)
         return engine.take(divide_by, touched)
 
+    @staticmethod
+    def run_loss(engine: Bookkeeping, forward: Callable[[], Tensor]) -> Any:
+        """The same for anything that runs the model and returns the mean over the records."""
+        engine.backward(forward())
+        return engine.take(1.0, {})
+
 
 @pytest.fixture(scope="session")
 def oracle() -> Oracle:

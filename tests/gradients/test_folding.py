@@ -1,0 +1,159 @@
+"""Rows that are not records: every form, summed over the rows of each record, against plain loops."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial, reduce
+
+import pytest
+import torch
+from torch import Tensor
+
+from lightning_dp.gradients.base import UnsupportedModelError
+from lightning_dp.gradients.convolution import Convolution
+from lightning_dp.gradients.folding import AbstractFolding, Folded, Owned
+from lightning_dp.gradients.forms import Rows, Use, uses_of_records
+from lightning_dp.gradients.layers import Lookup, OuterProduct, Scale
+from lightning_dp.gradients.parameter_gradients import ParameterGradients
+
+RECORDS = 3
+RAGGED = torch.tensor([2, 0, 0, 2, 2, 0, 2])  # the record in the middle has no row
+
+FOLDINGS: dict[str, tuple[AbstractFolding, list[int]]] = {
+    "one row": (Folded(RECORDS), [0, 1, 2]),
+    "record by record": (Folded(RECORDS, inner=2), [0, 0, 1, 1, 2, 2]),
+    "frame by frame": (Folded(RECORDS, outer=5), [0, 1, 2] * 5),
+    "both": (Folded(RECORDS, outer=2, inner=2), [0, 0, 1, 1, 2, 2] * 2),
+    "ragged": (Owned(RECORDS, RAGGED), RAGGED.tolist()),
+}
+
+
+def uses_of(form: object, v: tuple[int, ...], u: tuple[int, ...], rows: int) -> Use:
+    values = torch.randn(rows, *v)
+    if isinstance(form, Lookup):
+        values = torch.randint(form.rows_of_table, (rows, *v))
+    return Use(form, values, torch.randn(rows, *u))
+
+
+def convolution(
+    weight: tuple[int, ...], inputs: tuple[int, ...], outputs: tuple[int, ...], *, groups: int = 1
+) -> Callable[[int], Use]:
+    ones = (1,) * len(outputs)
+    form = Convolution(weight, ones, (0,) * len(ones), ones, groups)
+    return partial(uses_of, form, (weight[1] * groups, *inputs), (weight[0], *outputs))
+
+
+FORMS: dict[str, tuple[tuple[int, ...], Callable[[int], Use]]] = {
+    "outer product": ((4, 3), partial(uses_of, OuterProduct(), (1, 3), (1, 4))),
+    "outer product, wide": ((40, 30), partial(uses_of, OuterProduct(), (2, 30), (2, 40))),
+    "outer product, long": ((4, 3), partial(uses_of, OuterProduct(), (40, 3), (40, 4))),
+    "lookup": ((5, 4), partial(uses_of, Lookup(5), (6,), (6, 4))),
+    "scale": ((4,), partial(uses_of, Scale(()), (4,), (4,))),
+    "scale of positions": ((4,), partial(uses_of, Scale((2, 3)), (4, 2, 3), (4, 2, 3))),
+    "conv1d": ((4, 2, 3), convolution((4, 2, 3), (7,), (5,))),
+    "conv2d, patches": ((4, 2, 3, 3), convolution((4, 2, 3, 3), (6, 6), (4, 4))),
+    "conv2d, groups": ((4, 1, 3, 3), convolution((4, 1, 3, 3), (6, 6), (4, 4), groups=2)),
+    "conv2d, large maps": ((2, 9, 5, 5), convolution((2, 9, 5, 5), (20, 20), (16, 16))),
+    "conv2d, small maps": ((32, 24, 3, 3), convolution((32, 24, 3, 3), (4, 4), (2, 2))),
+    "conv3d": ((4, 2, 1, 2, 2), convolution((4, 2, 1, 2, 2), (2, 3, 3), (2, 2, 2))),
+}
+
+
+def slow(uses: list[tuple[Use, list[int]]], shape: tuple[int, ...]) -> Tensor:
+    """Row after row in float64, each added to its owner."""
+    total = torch.zeros(RECORDS, *shape, dtype=torch.float64)
+    for use, owners in uses:
+        v = use.v.double() if use.v.is_floating_point() else use.v
+        for row, owner in enumerate(owners):
+            part = slice(row, row + 1)
+            total[owner] += use.form.rows(v[part], use.u.double()[part])[0]
+    return total
+
+
+def of_records(use: Use, folding: AbstractFolding) -> list[Use]:
+    return [part for _, part in uses_of_records([(None, use)], folding)]
+
+
+def check(gradients: ParameterGradients, expected: Tensor) -> None:
+    flat = expected.flatten(1)
+    assert gradients.counts == {RECORDS}
+    places = torch.tensor([0, flat.shape[1] - 1, 2])
+    torch.testing.assert_close(
+        gradients.entries(places).double(), flat[:, places], rtol=1e-4, atol=1e-5
+    )
+    norms = flat.norm(dim=1)
+    torch.testing.assert_close(gradients.squared_norms().sqrt(), norms, rtol=1e-5, atol=1e-5)
+    weights = torch.tensor([0.5, -1.0, 2.0])
+    total = gradients.weighted_sum(weights).double()
+    wanted = weights.double() @ flat
+    assert (total - wanted).norm() <= 1e-5 * wanted.norm()
+
+
+@pytest.mark.parametrize("folding", FOLDINGS)
+@pytest.mark.parametrize("form", FORMS)
+def test_rows_of_a_record_are_summed_before_the_norm(form, folding):
+    torch.manual_seed(0)
+    shape, make = FORMS[form]
+    of, owners = FOLDINGS[folding]
+    use = make(len(owners))
+    expected = slow([(use, owners)], shape)
+    check(ParameterGradients(of_records(use, of), torch.Size(shape)), expected)
+
+    added = ParameterGradients([], torch.Size(shape))
+    for part in of_records(use, of):
+        added.add(part, combined=False)
+    check(added, expected)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_uses_with_other_numbers_of_rows_are_one_gradient(form):
+    torch.manual_seed(0)
+    shape, make = FORMS[form]
+    cases = [(make(len(owners)), of, owners) for of, owners in FOLDINGS.values()]
+    parts = [part for use, of, _ in cases for part in of_records(use, of)]
+    expected = slow([(use, owners) for use, _, owners in cases], shape)
+    check(ParameterGradients(parts, torch.Size(shape)), expected)
+
+
+@pytest.mark.parametrize("folding", FOLDINGS)
+@pytest.mark.parametrize("form", FORMS)
+def test_combinations_of_close_points_keep_their_digits(form, folding):
+    torch.manual_seed(0)
+    shape, make = FORMS[form]
+    of, owners = FOLDINGS[folding]
+    use = make(len(owners))
+    v = use.v * (1 + 1e-4 * torch.randn(use.v.shape)) if use.v.is_floating_point() else use.v
+    near = Use(use.form, v, use.u * (1 + 1e-4 * torch.randn(use.u.shape)))
+    here, there = (
+        ParameterGradients(of_records(each, of), torch.Size(shape)) for each in (use, near)
+    )
+    both = here.combine(1.0, [(-1.0, there)])
+    exact = slow([(use, owners)], shape) - slow([(near, owners)], shape)
+    found = reduce(torch.add, (c.form.rows(c.v, c.u) for c in both.uses)).double()
+    assert (found - exact).norm() <= 1e-4 * exact.norm()
+
+
+def test_rows_of_a_gradient_are_added():
+    u = torch.randn(7, 2, 3)
+    (use,) = of_records(Rows.use(u), Owned(RECORDS, RAGGED))
+    expected = slow([(Rows.use(u), RAGGED.tolist())], (2, 3))
+    torch.testing.assert_close(use.u.double(), expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("folding", FOLDINGS)
+def test_another_number_of_rows_is_refused(folding):
+    of, owners = FOLDINGS[folding]
+    for rows in (len(owners) + 1, len(owners) - 1):
+        for way in (of.apart, of.sums):
+            with pytest.raises(UnsupportedModelError, match="another number of rows"):
+                way(torch.ones(rows, 2))
+
+
+@pytest.mark.parametrize(
+    "folding", [Folded(0, outer=2, inner=3), Owned(0, torch.tensor([]).long())]
+)
+def test_no_record_at_all(folding):
+    use = Use(OuterProduct(), torch.ones(0, 2, 3), torch.ones(0, 2, 4))
+    (part,) = of_records(use, folding)
+    assert part.form.rows(part.v, part.u).shape == (0, 4, 3)
+    assert folding.sums(torch.ones(0, 2)).shape == (0, 2)
