@@ -14,7 +14,10 @@ __all__ = ["Variables", "is_library", "own_functions", "plain_function"]
 # Their classes and functions are no user's: what they keep in classes and global variables is
 # theirs. (Everything else counts as the user's.)
 _LIBRARIES = frozenset(sys.stdlib_module_names) | {
+    "_pytest",  # an assert of a test's module leads there
     "accelerate",
+    "diffusers",
+    "einops",
     "huggingface_hub",
     "lightning",
     "lightning_dp",
@@ -27,6 +30,8 @@ _LIBRARIES = frozenset(sys.stdlib_module_names) | {
     "pandas",
     "peft",
     "PIL",
+    "pluggy",
+    "pytest",
     "pytorch_lightning",
     "rich",
     "safetensors",
