@@ -42,7 +42,7 @@ class Folded(AbstractFolding):
     """As many rows for each record: the one with index (o · n + i) · inner + k belongs to record i.
 
     Args:
-        records: n.
+        records: n, their number.
         outer: how many values o takes: 1 where the rows of a record follow each other, f for
             ``x.transpose(0, 1).flatten(0, 1)``, where the records of a frame do.
         inner: how many values k takes.
@@ -79,7 +79,7 @@ class Owned(AbstractFolding):
     """Rows with an owner each, as many of a record as it has.
 
     Args:
-        records: n.
+        records: n, their number.
         owners: shape (N,), whole numbers from 0 to n - 1.
 
     Example:

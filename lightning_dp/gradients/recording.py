@@ -18,6 +18,7 @@ from lightning_dp.gradients import attention
 from lightning_dp.gradients.any_layer import any_layer
 from lightning_dp.gradients.attention import AttentionCall, multihead_attention
 from lightning_dp.gradients.base import UncoveredParameterError, UnsupportedModelError
+from lightning_dp.gradients.embedding_bag import embedding_bag, tensors_of_bags
 from lightning_dp.gradients.folding import AbstractFolding
 from lightning_dp.gradients.hessian import Dual, split
 from lightning_dp.gradients.module_hooks import ModuleHooks
@@ -186,6 +187,8 @@ class Recorder:
         if self._is_exchanged(layer):
             self._ignore(layer, output)
             return
+        if rule is embedding_bag:
+            args, kwargs = tensors_of_bags(cast(nn.EmbeddingBag, layer), args, kwargs), {}
         if rule is multihead_attention:
             self._watch_attention(cast(nn.MultiheadAttention, layer), args, kwargs, output)
         elif kwargs or not args or not all(isinstance(each, Tensor) for each in (*args, output)):

@@ -14,6 +14,7 @@ from lightning_dp.gradients.any_layer import any_layer
 from lightning_dp.gradients.attention import multihead_attention, refuse_attention
 from lightning_dp.gradients.base import UnsupportedModelError
 from lightning_dp.gradients.convolution import convolution
+from lightning_dp.gradients.embedding_bag import embedding_bag
 from lightning_dp.gradients.forms import Uses
 from lightning_dp.gradients.layers import (
     embedding,
@@ -40,6 +41,7 @@ RULES: Mapping[type[nn.Module], Rule] = {
     nn.Conv2d: convolution,
     nn.Conv3d: convolution,
     nn.Embedding: embedding,
+    nn.EmbeddingBag: embedding_bag,
     nn.LayerNorm: layer_norm,
     nn.GroupNorm: group_norm,
     nn.InstanceNorm1d: instance_norm,
@@ -61,10 +63,12 @@ def rule_of(layer: nn.Module, rules: Mapping[type[nn.Module], Rule] = RULES) -> 
 
 def refuse_options(name: str, layer: nn.Module, rule: Rule) -> None:
     """Refuse options under which a layer's gradient is not what its rule says."""
-    if isinstance(layer, nn.Embedding):
+    if isinstance(layer, nn.Embedding | nn.EmbeddingBag):
         for option in ("max_norm", "scale_grad_by_freq", "sparse"):
             if getattr(layer, option):
-                raise UnsupportedModelError(f"{name} (Embedding) has {option} set. {_CURE}")
+                raise UnsupportedModelError(
+                    f"{name} ({type(layer).__name__}) has {option} set. {_CURE}"
+                )
     opacus_layers.refuse(name, layer, rule is not any_layer)
     hides_records = isinstance(layer, nn.RNNBase | nn.MultiheadAttention)
     if hides_records and rule is not multihead_attention:

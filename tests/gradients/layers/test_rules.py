@@ -123,7 +123,8 @@ def test_an_empty_sum_is_zero(layer_engine, oracle):
 
 def test_every_rule_is_tested(layer_models):
     tested = {type(part) for make, _ in layer_models.values() for part in make().modules()}
-    assert set(RULES) <= tested
+    # Bags have a file of their own: torch has no second derivative of them.
+    assert set(RULES) - {nn.EmbeddingBag} <= tested
 
 
 def test_bfloat16_is_summed_in_float32(layer_engine, layer_models, oracle):
