@@ -67,6 +67,10 @@ class DifferentialPrivacy(Callback):
         gradient_edits: your declaration of what is done to the private gradient before the
             optimizer uses it, as a function of released values alone; the report prints it. Without
             it every edit but Lightning's own clipping is refused.
+        private_optimizer: where ``configure_optimizers`` gives several (manual optimization), the one
+            that is trained on the records: its place, or the dotted path of a module whose
+            parameters it holds ("discriminator"). The others are public: their steps may use
+            released and synthetic values only, and are not charged.
         seed: repeatable noise and batches, for tests; the report says that nothing is private.
 
     Raises:
@@ -99,6 +103,7 @@ class DifferentialPrivacy(Callback):
         loss_graph_check: bool = True,
         spot_checks: bool = True,
         gradient_edits: str | None = None,
+        private_optimizer: int | str | None = None,
         seed: int | None = None,
     ) -> None:
         self._run = PrivateRun(
@@ -119,6 +124,7 @@ class DifferentialPrivacy(Callback):
                 loss_graph_check=loss_graph_check,
                 spot_checks=spot_checks,
                 gradient_edits=gradient_edits,
+                private_optimizer=private_optimizer,
                 seed=seed,
             )
         )

@@ -20,6 +20,7 @@ from lightning_dp._validate import (
     positive,
     probability,
     seed,
+    whole_from_0,
 )
 from lightning_dp.accounting.base import AbstractAccountant, Relation
 from lightning_dp.accounting.pld import PLDAccountant
@@ -72,6 +73,10 @@ class PrivacyConfig:
             optimizer uses it ("centralised per layer", say), as a function of released values
             alone. Without it every edit but Lightning's own clipping is refused; with it, the report
             prints it.
+        private_optimizer: where ``configure_optimizers`` gives several (manual optimization), the one
+            that is trained on the records: its place, or the dotted path of a module whose
+            parameters it holds ("discriminator"). The others are public: their steps may use
+            released and synthetic values only, and are not charged.
         seed: makes noise and batches repeatable. For tests only: nothing is private with it, and
             every report says so.
 
@@ -99,6 +104,7 @@ class PrivacyConfig:
     loss_graph_check: bool = True
     spot_checks: bool = True
     gradient_edits: str | None = None
+    private_optimizer: int | str | None = None
     seed: int | None = None
 
     def __post_init__(self) -> None:
@@ -120,6 +126,7 @@ class PrivacyConfig:
         for name in ("isolation_probe", "loss_graph_check", "spot_checks"):
             normalise(self, flag, name)
         normalise(self, optional(_declaration), "gradient_edits")
+        normalise(self, optional(_place), "private_optimizer")
         normalise(self, optional(_folder), "ledger_dir")
         normalise(self, _sequence, "postprocessing")
 
@@ -212,6 +219,7 @@ class PrivacyConfig:
             "noise_schedule": self.noise_schedule,
             "postprocessing": self.postprocessing,
             "sampling": self.sampling,
+            "private_optimizer": self.private_optimizer,
         }
 
     def fingerprint(self) -> dict[str, Data]:
@@ -237,6 +245,15 @@ def _folder(name: str, value: object, *, of: str | None = None) -> str:
     if not folder:
         raise ValueError(f"{name}='' names no folder. Leave it out for the default one.")
     return folder
+
+
+def _place(name: str, value: object, *, of: str | None = None) -> int | str:
+    """Return the place of an optimizer, or the dotted path of a module."""
+    if isinstance(value, str):
+        if not value or not all(part.isidentifier() or part.isdigit() for part in value.split(".")):
+            raise ValueError(f"{name}={value!r} must be the dotted path of a module.")
+        return value
+    return whole_from_0(name, value, of=of)
 
 
 def _declaration(name: str, value: object, *, of: str | None = None) -> str:

@@ -86,6 +86,7 @@ class PrivateRun:
         self.stop_reason: str | None = None
         self.not_covered: tuple[str, ...] = ()  # of this run, besides what holds for all
         self.engine: str = config.engine  # what "auto" turned out to be, once it is known
+        self.optimizers: str | None = None  # which one is private, where there are several
         self.isolation = "not probed (no batch yet)" if config.isolation_probe else "opted out"
         self.spot_checks = 0  # steps with one, in all fits of this object
         self.is_seeded = config.seed is not None  # for good: also a run resumed without the seed
@@ -224,6 +225,11 @@ class PrivateRun:
     def step(self) -> int:
         """The step of the plan that is next, or running."""
         return 0 if self.mechanism is None else self.mechanism.step
+
+    @property
+    def step_to_continue(self) -> int:
+        """The steps of the plan made before: in the checkpoint that is resumed, or by the latest fit."""
+        return self.step if self._resumed is None else int(self._resumed["mechanism"]["step"])
 
     def rate(self, step: int) -> float:
         """Return q at a step of the plan."""

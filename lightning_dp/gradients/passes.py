@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import TypeAlias, TypeGuard
@@ -109,6 +109,7 @@ class RecordPasses:
         params: the trained parameters, in the order of flat vectors.
         engine: name of the gradient engine.
         optimizer: whose steps raise unless :meth:`allow_step` allowed them; None where nobody steps.
+        public: parameters that are trained on no records; their gradients are let through.
         backward: goes back from a loss, for engines that watch ``loss.backward()``.
         quietly: is entered around each run of a chunk, so that it leaves no trace in the model.
         wrap: puts something between the engine and the clipping.
@@ -127,6 +128,7 @@ class RecordPasses:
         engine: str,
         *,
         optimizer: Optimizer | None = None,
+        public: Collection[nn.Parameter] = (),
         backward: Callable[[Tensor], object] = Tensor.backward,
         quietly: Callable[[], AbstractContextManager[None]] = nullcontext,
         wrap: WrapEngine = lambda engine: engine,
@@ -137,7 +139,9 @@ class RecordPasses:
         self._go_back, self._quietly, self._wrap = backward, quietly, wrap
         self._engine, self.description = self._attached()
         try:
-            self._raw = RawGradientGuard(module.named_parameters(), optimizer)
+            others = {id(param) for param in public}
+            watched = ((n, p) for n, p in module.named_parameters() if id(p) not in others)
+            self._raw = RawGradientGuard(watched, optimizer)
         except Exception:
             self._engine.detach()
             raise

@@ -45,7 +45,7 @@ class RawGradientGuard:
     - An optimizer step that was not allowed by :meth:`allow_step` raises, before it moves anything.
 
     Args:
-        parameters: name and parameter, every one that can get a gradient.
+        parameters: name and parameter, every one that can get a gradient from records.
         optimizer: whose steps are watched; None where nobody steps.
 
     Raises:

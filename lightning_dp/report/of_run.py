@@ -86,6 +86,7 @@ def _mechanism(run: PrivateRun) -> dict[str, str]:
         "post-processing": repr(list(config.postprocessing)),
         "sampling": repr(config.sampling),
         "gradient engine": run.engine,
+        **({} if run.optimizers is None else {"private optimizer": run.optimizers}),
     }
 
 

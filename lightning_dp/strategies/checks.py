@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from lightning.fabric.utilities.exceptions import MisconfigurationException
@@ -23,7 +23,7 @@ from lightning.pytorch.strategies import (
 )
 from lightning.pytorch.strategies.single_xla import SingleDeviceXLAStrategy
 from lightning.pytorch.strategies.xla import XLAStrategy
-from torch.optim import LBFGS, Optimizer
+from torch.optim import Optimizer
 
 from lightning_dp._checks import check_training_step
 from lightning_dp._warnings import warn
@@ -37,7 +37,6 @@ if TYPE_CHECKING:
 __all__ = [
     "check_estimator",
     "check_launcher",
-    "check_optimizers",
     "check_strategy",
     "check_trainer",
     "check_trainer_and_strategy",
@@ -128,49 +127,19 @@ def check_launcher(strategy: Strategy) -> None:
         )
 
 
-def check_optimizers(optimizers: Sequence[Optimizer], module: LightningModule) -> None:
-    """Refuse anything but one optimizer that steps once over parameters of this module."""
-    if not optimizers or not optimizers[0].param_groups:
-        raise MisconfigurationException(
-            "configure_optimizers gives no optimizer, so nothing would be trained. Return one "
-            "optimizer over the parameters to train."
-        )
-    if len(optimizers) != 1:
-        raise MisconfigurationException(
-            f"configure_optimizers gives {len(optimizers)} optimizers; private training needs "
-            "exactly one. Put all parameters into parameter groups of one optimizer."
-        )
-    optimizer = optimizers[0]
-    if isinstance(optimizer, LBFGS):
-        raise MisconfigurationException(
-            "LBFGS evaluates the loss several times per step, each time on the data. "
-            "Use SGD, Adam or another optimizer that evaluates it once."
-        )
-    own = {id(parameter) for parameter in module.parameters()}
-    trained = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
-    if any(id(parameter) not in own for parameter in trained):
-        raise MisconfigurationException(
-            "The optimizer holds a parameter that is not a parameter of the LightningModule, so its "
-            "per-record gradients cannot be computed. Register it on the module."
-        )
-    if not trained:
-        raise MisconfigurationException(
-            "The optimizer holds no trainable parameter (requires_grad is False everywhere)."
-        )
-    held = {id(parameter) for parameter in trained}
-    left = [n for n, p in module.named_parameters() if p.requires_grad and id(p) not in held]
-    if left:
-        warn(
-            f"{len(left)} trainable parameters are in no parameter group of the optimizer and will "
-            f"never move: {left[:5]}. Give them to the optimizer, or freeze them with "
-            "requires_grad_(False), which also makes the steps cheaper."
-        )
-
-
 def check_estimator(
-    estimator: AbstractEstimator, step: PrivateStep, module: LightningModule, optimizer: Optimizer
+    estimator: AbstractEstimator,
+    step: PrivateStep,
+    module: LightningModule,
+    optimizer: Optimizer,
+    *,
+    several: bool = False,
 ) -> None:
     """Refuse what the estimator or the engine cannot train, before anything is charged.
+
+    Args:
+        optimizer: the private one.
+        several: there are public ones beside it.
 
     Raises:
         MisconfigurationException: naming the cure.
@@ -181,6 +150,12 @@ def check_estimator(
             f"{estimator} needs Hessian-vector products, which Opacus' hooks do not have (engine: "
             f"{step.engine_description}). Use engine='bookkeeping', and change a layer that it does "
             "not cover."
+        )
+    if several and not step.runs_backward:
+        raise MisconfigurationException(
+            "With several optimizers, a public loss goes back through the private model, and Opacus' "
+            f"hooks would take it for the records' (engine: {step.engine_description}). Use "
+            "engine='bookkeeping', or 'functional' for layers without a rule."
         )
     if step.one_record and not is_automatic:
         raise MisconfigurationException(

@@ -246,8 +246,8 @@ def _versions(optimizer: Optimizer) -> Iterator[tuple[Tensor, int]]:
                 yield value, value._version
 
 
-def watched(plugin: Precision, edits: GradientEdits) -> Precision:
-    """Return the plugin with a ``clip_gradients`` that tells of its calls.
+def watched(plugin: Precision, edits: GradientEdits, private: Optimizer) -> Precision:
+    """Return the plugin with a ``clip_gradients`` that tells of its calls for the private optimizer.
 
     It is of a subclass, with the attributes of the plugin, not copies of them. A plugin that clips in
     its own way is returned as it is: what it does is an edit.
@@ -263,7 +263,10 @@ def watched(plugin: Precision, edits: GradientEdits) -> Precision:
         gradient_clip_algorithm: GradClipAlgorithmType = GradClipAlgorithmType.NORM,
     ) -> None:
         clip = partial(plugin.clip_gradients, optimizer, clip_val, gradient_clip_algorithm)
-        edits.clip((clip_val, gradient_clip_algorithm), clip)
+        if getattr(optimizer, "optimizer", optimizer) is private:  # in Lightning's wrapper, or bare
+            edits.clip((clip_val, gradient_clip_algorithm), clip)
+        else:
+            clip()
 
     names = {"__module__": kind.__module__, "clip_gradients": clip_gradients}
     seen: Precision = object.__new__(type(kind.__name__, (kind,), names))

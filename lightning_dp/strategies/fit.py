@@ -11,12 +11,14 @@ from lightning.pytorch.plugins import Precision
 
 from lightning_dp._world import World
 from lightning_dp.gradients.passes import WrapEngine
+from lightning_dp.gradients.waiting import WaitingLosses
 from lightning_dp.run import PrivateRun
 from lightning_dp.strategies.alone import RecordsAlone
 from lightning_dp.strategies.earlier_training import EarlierTraining
 from lightning_dp.strategies.early_end import Agreement
 from lightning_dp.strategies.edits import GradientEdits, watched
 from lightning_dp.strategies.monitors import Monitors
+from lightning_dp.strategies.optimizers import Optimizers
 from lightning_dp.strategies.probe import Probe
 from lightning_dp.strategies.records import Records
 from lightning_dp.strategies.spot_checks import RunChunk, SpotChecks
@@ -46,6 +48,8 @@ class Fit:
         edits: compares the gradient that the optimizer uses with what was released.
         plugin: the strategy's precision plugin, whose clipping is seen.
         latest: looks for records in checkpoints.
+        optimizers: the private one, and public ones beside it.
+        losses: those of a step with several optimizers.
     """
 
     folder: Path
@@ -62,6 +66,8 @@ class Fit:
     edits: GradientEdits
     plugin: Precision
     latest: LatestBatches
+    optimizers: Optimizers
+    losses: WaitingLosses
 
 
 def begin_fit(
@@ -72,30 +78,32 @@ def begin_fit(
     wrap: WrapEngine,
     leave: Callable[[], None],
     run_chunk: RunChunk,
+    optimizers: Optimizers,
 ) -> Fit:
     """Attach the gradient engine to the model, and put the parts together.
 
     Args:
-        trainer: its model and its one optimizer are set up and checked.
+        trainer: its model and its optimizers are set up and checked.
         run: is told which engine was chosen.
         world: the processes of the job.
         folder: where a new journal goes.
         wrap: puts something between the engine and the clipping.
         leave: called when the run is void.
         run_chunk: runs training_step.
+        optimizers: which one is private.
     """
     module, strategy = trainer.lightning_module, trainer.strategy
-    (optimizer,), device = strategy.optimizers, strategy.root_device
-    checks = run.config.loss_graph_check
-    step = PrivateStep(module, optimizer, run.config.engine, device, wrap, checks)
-    run.engine = step.engine_description
+    optimizer, public = optimizers.private, optimizers.public_parameters
+    device, checks = strategy.root_device, run.config.loss_graph_check
+    step = PrivateStep(module, optimizer, run.config.engine, device, wrap, checks, public)
+    run.engine, run.optimizers = step.engine_description, optimizers.description
     edits = GradientEdits(trainer, step.params, is_declared=run.config.gradient_edits is not None)
     probe = Probe(module, step, run, world)
     return Fit(
         folder,
         step,
-        FirstStep(module, optimizer),
-        LaterSteps(module),
+        FirstStep(module, optimizer, public),
+        LaterSteps(module, public),
         probe,
         Records(module, step, run, world),
         SpotChecks(trainer, step, run, probe, run_chunk),
@@ -104,6 +112,8 @@ def begin_fit(
         Agreement(run, world, device, strategy.broadcast, leave),
         RecordsAlone(module),
         edits,
-        watched(strategy.precision_plugin, edits),
+        watched(strategy.precision_plugin, edits, optimizer),
         LatestBatches(),
+        optimizers,
+        WaitingLosses(step.params, public),
     )

@@ -25,13 +25,13 @@ from lightning_dp.mechanism import Mechanism
 from lightning_dp.run import PrivateRun
 from lightning_dp.strategies.checks import (
     check_estimator,
-    check_optimizers,
     check_trainer,
     weak_settings,
 )
 from lightning_dp.strategies.data import make_private_loader, private_loader_of
 from lightning_dp.strategies.early_end import Place, end_before_first_step
 from lightning_dp.strategies.hooks import PrivacyCallback, among
+from lightning_dp.strategies.optimizers import find_optimizers
 from lightning_dp.strategies.storage import default_folder, record_in, write_record
 
 if TYPE_CHECKING:
@@ -137,14 +137,23 @@ class PrivateFitStrategy(Strategy):
         folder = self._folder
         self._callbacks = among(trainer, self._given)
         super().setup(trainer)
-        check_optimizers(self.optimizers, self._module)
+        named = run.config.private_optimizer
+        optimizers = find_optimizers(self.optimizers, self._module, named, self.world_size)
         check_model(self._module)
         # A void run leaves the model at once: an error in on_exception would end the teardown.
         leave = self._leave_the_model
         world, wrap = self._world(), self.wrap_engine
-        self._fit = begin_fit(trainer, run, world, folder, wrap, leave, self._forward_again)
-        estimator, (optimizer,) = run.config.resolved_estimator(), self.optimizers
-        check_estimator(estimator, self._fit.step, self._module, optimizer)
+        self._fit = begin_fit(
+            trainer, run, world, folder, wrap, leave, self._forward_again, optimizers
+        )
+        estimator = run.config.resolved_estimator()
+        check_estimator(
+            estimator,
+            self._fit.step,
+            self._module,
+            optimizers.private,
+            several=bool(optimizers.public),
+        )
 
     def wrap_engine(self, engine: AbstractGradientEngine) -> AbstractGradientEngine:
         """Put something between the gradient engine and the clipping: an audit's canaries."""
@@ -179,15 +188,30 @@ class PrivateFitStrategy(Strategy):
         assert run.batches is not None
         self._warn(weak_settings(run.config, run.batches))
         fit.monitors.begin()
-        planned_steps = max(0, trainer.estimated_stepping_batches - trainer.global_step)
+        steps_before = self._steps_before()
+        planned_steps = self._planned_steps(steps_before)
         folder = None if trainer.fast_dev_run else fit.folder  # type: ignore[attr-defined]
-        run.start(planned_steps, self._world(), folder, trainer.global_step)
+        run.start(planned_steps, self._world(), folder, steps_before)
         if self.is_global_zero:
             fit.earlier.begin(folder)
         for callback in self._callbacks:
             callback.on_privacy_start(trainer, run, fit.folder)
         if planned_steps and run.exhausted:
             end_before_first_step(trainer, run, self._mechanism)
+
+    def _steps_before(self) -> int:
+        """Return the private steps that this Trainer has made: it counts those of all optimizers."""
+        steps = self._trainer.global_step
+        return self.private_run.step_to_continue if steps and self._now.optimizers.public else steps
+
+    def _planned_steps(self, steps_before: int) -> float:
+        """Return the private steps that it is still going to make, or more where that is not known."""
+        trainer = self._trainer
+        planned = trainer.estimated_stepping_batches - steps_before
+        if self._now.optimizers.public and trainer.max_steps != -1:
+            # Of the steps that are left, all may be private ones.
+            planned = min(planned, trainer.max_steps - trainer.global_step)
+        return max(0, planned)
 
     def _world(self) -> World:
         return World(self.global_rank, self.world_size, self._sum_over_ranks, self.broadcast)

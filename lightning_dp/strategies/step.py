@@ -9,7 +9,7 @@ from typing import TypeAlias
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningModule
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_dp._module_state import ModuleState
@@ -55,11 +55,12 @@ class PrivateStep:
 
     Args:
         module: the user's model.
-        optimizer: its one optimizer.
+        optimizer: the one that is trained on records.
         engine: name of the gradient engine.
         device: where the model runs.
         wrap: puts something between the engine and the clipping.
         loss_graph_check: refuse losses that mix records, by their graph.
+        public: parameters of other optimizers, which are trained on no records.
     """
 
     def __init__(
@@ -70,8 +71,9 @@ class PrivateStep:
         device: torch.device,
         wrap: WrapEngine = lambda engine: engine,
         loss_graph_check: bool = True,
+        public: Sequence[nn.Parameter] = (),
     ) -> None:
-        self.parameters = SameParameters(module, optimizer)
+        self.parameters = SameParameters(module, optimizer, public)
         self.params = self.parameters.trained
         self._module = module
         self._before_records: ModuleState | None = None  # while they run alone
@@ -83,6 +85,7 @@ class PrivateStep:
                 self.params,
                 engine,
                 optimizer=optimizer,
+                public=public,
                 backward=module.backward,
                 quietly=self._quietly,
                 wrap=wrap,
@@ -199,6 +202,10 @@ class PrivateStep:
             raise RuntimeError(_AGAIN)
         combined = query is not None and len(query.passes) > 1
         self._passes.backward(loss, keep_graph=keep_graph, combined=combined)
+
+    def awaits(self, mechanism: Mechanism) -> bool:
+        """True if a backward pass is still to answer for the chunk in hand."""
+        return mechanism.is_begun and self._batch.chunk is not None
 
     def answer(self, mechanism: Mechanism, scale: float) -> None:
         """Bound what the backward pass left, and give it to the mechanism.

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
 import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
 from torch.optim import Optimizer
@@ -50,12 +52,13 @@ class DifferentialPrivacyStrategy(PrivateFitStrategy):
             end_training(self._trainer, run)
             raise StopIteration  # what Lightning raises itself to leave the epoch
         if chunk.first:
-            fit.step.parameters.check_optimizer(self.optimizers[0])
+            fit.step.parameters.check_optimizer(fit.optimizers.private)
             fit.step.parameters.check_model()
             self._warn(fit.first.between_steps())
         fit.probe.at_first_batch(batch)
         fit.records.at_first_batch(loader, chunk)
         check_rate(chunk, mechanism)
+        fit.losses.drop()
         fit.step.begin(chunk)
         if chunk.first:
             fit.probe.at_new_phase(batch)
@@ -95,6 +98,7 @@ class DifferentialPrivacyStrategy(PrivateFitStrategy):
         fit.later.enter_forward()
         with fit.step.watching():
             output = super().training_step(*args, **kwargs)
+        self._answer_waiting()
         self._leave_forward()
         fit.monitors.check()
         if self._is_automatic:
@@ -142,20 +146,62 @@ class DifferentialPrivacyStrategy(PrivateFitStrategy):
         self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any
     ) -> Tensor:
         fit = self._now
+        if fit.optimizers.public:
+            return self._backward_of_several(closure_loss, args, kwargs)
         self._leave_forward()  # in manual optimization training_step has not returned yet
         if not is_differentiable(closure_loss):
             return closure_loss  # a chunk with records stays without an answer
         if fit.step.one_record:  # they had theirs; this is for the hooks
             return super().backward(closure_loss, optimizer, *args, **kwargs)
         fit.probe.watch_loss(closure_loss)
-        try:
+        with self._noting_refusals():
             fit.step.check_loss(closure_loss)
             return self._answer(closure_loss, optimizer, *args, **kwargs)
-        except UnsupportedModelError as error:  # shown by the records of this chunk
+        return closure_loss
+
+    @contextmanager
+    def _noting_refusals(self) -> Iterator[None]:
+        """Note a refusal that the records of a chunk show, or raise it: before anything is released."""
+        try:
+            yield
+        except UnsupportedModelError as error:
             if self.private_run.steps <= 1:
-                raise  # nothing was released, so there is nothing to withdraw
-            fit.step.note(str(error))
-            return closure_loss
+                raise
+            self._now.step.note(str(error))
+
+    def _backward_of_several(
+        self, loss: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Tensor:
+        """Go back to public parameters; what reaches private ones waits for their optimizer."""
+        fit, module, plugin = self._now, self._module, self.precision_plugin
+        if args or kwargs.keys() - {"retain_graph"} or is_overridden("backward", module):
+            raise MisconfigurationException(
+                "With several optimizers, a loss goes back as self.manual_backward(loss): without "
+                "arguments but retain_graph, and without a backward() of the LightningModule's own."
+            )
+        fit.spots.leave_forward()
+        if not is_differentiable(loss):
+            return loss
+        waits = fit.step.awaits(self._mechanism) and fit.losses.reaches_private(loss)
+        if waits:
+            self._leave_forward()
+        self.pre_backward(loss)
+        loss = plugin.pre_backward(loss, module)
+        fit.losses.add(loss, waits=waits)
+        loss = plugin.post_backward(loss, module)
+        self.post_backward(loss)
+        return loss
+
+    def _answer_waiting(self) -> None:
+        """Answer from the losses of a step with several optimizers, in one backward pass."""
+        fit, mechanism = self._now, self._mechanism
+        if (loss := fit.losses.take()) is None or not fit.step.awaits(mechanism):
+            return
+        fit.probe.watch_loss(loss)
+        with self._noting_refusals():
+            fit.step.check_loss(loss)
+            fit.step.backward(loss, mechanism.query, keep_graph=False)
+            fit.step.answer(mechanism, 1.0)
 
     def _answer(
         self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any
@@ -194,11 +240,14 @@ class DifferentialPrivacyStrategy(PrivateFitStrategy):
         self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any
     ) -> Any:
         mechanism, fit, run = self._mechanism, self._now, self.private_run
+        if any(optimizer is each for each in fit.optimizers.public):
+            return super().optimizer_step(optimizer, closure, model, **kwargs)
         once = evaluated_once(closure, optimizer)
 
         def private_closure() -> None:
             fit.edits.note_state(optimizer)  # an optimizer may begin its step before
             once()  # its loss has no noise: an optimizer that sets its step size by it must not see it
+            self._answer_waiting()
             fit.spots.settle(fit.agree)
             fit.step.release(mechanism, optimizer, fit.agree, check_update)
             fit.edits.begin()

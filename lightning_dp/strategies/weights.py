@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningModule
@@ -27,15 +27,20 @@ class SameParameters:
 
     Args:
         module: the user's model.
-        optimizer: its one optimizer.
+        optimizer: its private optimizer.
+        public: parameters of others, which they may switch off and on as they like.
     """
 
-    def __init__(self, module: LightningModule, optimizer: Optimizer) -> None:
+    def __init__(
+        self, module: LightningModule, optimizer: Optimizer, public: Sequence[nn.Parameter] = ()
+    ) -> None:
         self.trained = _trained(optimizer)
         """The parameters that the optimizer moves, in its order."""
         self._module = module
         self._all = tuple(module.parameters())
-        self._trainable = [param.requires_grad for param in self._all]
+        others = {id(param) for param in public}
+        self._fixed = [param for param in self._all if id(param) not in others]
+        self._trainable = [param.requires_grad for param in self._fixed]
 
     def check_optimizer(self, optimizer: Optimizer) -> None:
         """Refuse an optimizer that moves others.
@@ -47,7 +52,7 @@ class SameParameters:
         changed = len(now) != len(self.trained) or any(
             a is not b for a, b in zip(now, self.trained, strict=True)
         )
-        if changed or [param.requires_grad for param in self._all] != self._trainable:
+        if changed or [param.requires_grad for param in self._fixed] != self._trainable:
             raise RuntimeError(
                 "The set of trained parameters changed during fit (a fine-tuning callback, "
                 "add_param_group or requires_grad_?): new ones would be trained without privacy. "
@@ -91,12 +96,15 @@ class FirstStep:
 
     Args:
         module: the user's model.
-        optimizer: its optimizer.
+        optimizer: its private optimizer.
+        public: parameters of others, which ``training_step`` moves by stepping them.
     """
 
-    def __init__(self, module: nn.Module, optimizer: Optimizer) -> None:
+    def __init__(
+        self, module: nn.Module, optimizer: Optimizer, public: Sequence[nn.Parameter] = ()
+    ) -> None:
         own = {id(param) for group in optimizer.param_groups for param in group["params"]}
-        self._all = dict(module.named_parameters())
+        self._all = _without(module, public)
         # What each check still has to look at, and what it was then; empty when the check is over.
         self._unseen = self._all
         self._frozen = {name: p for name, p in self._all.items() if not p.requires_grad}
@@ -180,10 +188,11 @@ class LaterSteps:
 
     Args:
         module: the user's model.
+        public: parameters that ``training_step`` moves by stepping their public optimizers.
     """
 
-    def __init__(self, module: nn.Module) -> None:
-        self._all = dict(module.named_parameters())
+    def __init__(self, module: nn.Module, public: Sequence[nn.Parameter] = ()) -> None:
+        self._all = _without(module, public)
         self._before: dict[str, tuple[int, int]] | None = None
         self._usual: frozenset[str] | None = None  # written to at the first batch
 
@@ -210,6 +219,11 @@ class LaterSteps:
             for name, param in self._all.items()
             if not is_lazy(param) and type(param.data) is Tensor and not param.is_inference()
         }
+
+
+def _without(module: nn.Module, public: Sequence[nn.Parameter]) -> dict[str, nn.Parameter]:
+    others = {id(param) for param in public}
+    return {name: param for name, param in module.named_parameters() if id(param) not in others}
 
 
 def _refuse_frozen(moved: list[str], optimizer: Optimizer) -> None:
