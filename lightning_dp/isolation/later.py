@@ -15,9 +15,10 @@ from torch.overrides import TorchFunctionMode
 from lightning_dp._user_code import is_library, own_functions, plain_function
 from lightning_dp.gradients import CoupledLossError
 from lightning_dp.isolation.comparison import Comparisons
-from lightning_dp.isolation.outcome import ISOLATED, Isolation
+from lightning_dp.isolation.outcome import ISOLATED, Isolation, first_failure
 from lightning_dp.isolation.passes import Passes
 from lightning_dp.isolation.positions import probe_one_position
+from lightning_dp.isolation.public_steps import compare_public_steps
 from lightning_dp.isolation.rehearsal import rehearsal
 from lightning_dp.isolation.stand_ins import Now
 from lightning_dp.isolation.synthetic import take_rows
@@ -42,7 +43,14 @@ def probe_shortly(passes: Passes, pool: Any, n: int) -> Isolation:
         return Isolation("coupled", reason[0].lower() + reason[1:])
     except Exception:  # not at this moment: the next checks will see
         return ISOLATED
-    return found if found.outcome == "coupled" else probe_steps(passes, pool, n, steps=2)
+    if found.outcome == "coupled":
+        return found
+    return first_failure(_of_steps(passes, pool, n))
+
+
+def _of_steps(passes: Passes, pool: Any, n: int) -> Iterator[Isolation]:
+    yield compare_public_steps(passes, pool, n)
+    yield probe_steps(passes, pool, n, steps=2)
 
 
 def probe_later(passes: Passes, pool: Any, n: int, *, in_short: bool = False) -> Isolation:

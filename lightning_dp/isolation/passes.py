@@ -33,9 +33,10 @@ from lightning_dp.isolation.stand_ins import (
     ByHand,
     NotProbed,
     Now,
+    PublicStep,
     StandInTrainer,
-    StillOptimizer,
-    give_optimizer,
+    Stills,
+    give_optimizers,
 )
 from lightning_dp.isolation.synthetic import NoHalfPrecision, ValidLabels
 
@@ -72,6 +73,7 @@ class Passes:
         now: the moment of the run that each pass takes place in.
         loss_graph_check: refuse losses that mix records, by their graph.
         made_up: labels are, so that not every loss can take them as they are.
+        is_count_public: each batch of the run has the same number of records.
     """
 
     def __init__(
@@ -84,8 +86,10 @@ class Passes:
         *,
         loss_graph_check: bool = True,
         made_up: bool = False,
+        is_count_public: bool = False,
     ) -> None:
         self._made_up = made_up
+        self.is_count_public = is_count_public
         self._checks_graph = loss_graph_check
         self.module, self.engine, self.trained = module, engine, tuple(trained)
         self.trainer, self.now = trainer, now
@@ -142,19 +146,32 @@ class Passes:
             self._reached = ModuleState.of(self.module, copies=False)
         return self._reached.holds(thing)
 
-    def groups_of(self, module: LightningModule) -> list[dict[str, Any]]:
-        """Return the parameter groups of the real optimizer, with a copy's parameters."""
+    @property
+    def has_public_optimizers(self) -> bool:
+        """True if the Trainer has several optimizers."""
+        return self.trainer is not None and len(self.trainer.optimizers) > 1
+
+    def stills_of(self, module: LightningModule, *, moves: bool = False) -> Stills:
+        """Return stand-ins for the real optimizers, with a copy's parameters.
+
+        Args:
+            moves: whether their steps move weights.
+        """
         real = [] if self.trainer is None else self.trainer.optimizers
         names = {id(p): name for name, p in self.module.named_parameters()}
         own = dict(module.named_parameters())
         groups = [
-            {key: copy.copy(value) for key, value in group.items() if key != "params"}
-            | {"params": [own[names[id(p)]] for p in group["params"] if id(p) in names]}
+            [
+                {key: copy.copy(value) for key, value in group.items() if key != "params"}
+                | {"params": [own[names[id(p)]] for p in group["params"] if id(p) in names]}
+                for group in optimizer.param_groups
+            ]
             for optimizer in real
-            for group in optimizer.param_groups
         ]
         trained = [own[name] for name in self.trained]
-        return groups if any(group["params"] for group in groups) else [{"params": trained}]
+        if not any(group["params"] for each in groups for group in each):
+            groups = [[{"params": trained}]]
+        return Stills.of(groups, trained, moves=moves)
 
     def put_back(self) -> None:
         """Put back what copies share with the model: globals, closures, attributes of classes."""
@@ -225,7 +242,7 @@ class Passes:
     def _run(self, module: LightningModule, batch: Any, n: int, seed_number: int) -> Answer:
         own = dict(module.named_parameters())
         params = [own[name] for name in self.trained]
-        passes = RecordPasses(module, params, self.engine, loss_graph_check=self._checks_graph)
+        passes = self.attached(module, params, loss_graph_check=self._checks_graph)
         noticed: list[tuple[bool, list[bool], bool]] = []  # before the graph is freed
         before, own_before = seed(seed_number), self._own_generators(module)
 
@@ -252,6 +269,24 @@ class Passes:
             ignores_some=ignores,
         )
 
+    def attached(
+        self, module: LightningModule, params: Sequence[nn.Parameter], *, loss_graph_check: bool
+    ) -> RecordPasses:
+        """Attach the gradient engine to a copy."""
+        public = self.stills_of(module).parameters()
+        return RecordPasses(
+            module, params, self.engine, public=public, loss_graph_check=loss_graph_check
+        )
+
+    def public_steps(self, batch: Any) -> tuple[PublicStep, ...]:
+        """Return the steps that public optimizers make on a batch."""
+        with self._copy() as module, SameFirstRows():  # type: ignore[no-untyped-call]
+            seed()
+            by_hand = ByHand(module, self.stills_of(module))
+            with self.valid_labels():
+                call_training_step(module, copied(batch), self.now.batch_idx)
+            return tuple(by_hand.public_steps)
+
     def _own_generators(self, module: LightningModule) -> ModuleState | None:
         """Return the state of a copy, if the model keeps random generators."""
         if self._outside is None or not self._outside.has_generators:
@@ -262,7 +297,7 @@ class Passes:
     def _copy(self) -> Iterator[LightningModule]:
         trainer = StandInTrainer(self.trainer, self.now)
         module = prepared(self._copies.make(), trainer)  # Lightning leaves its trainer out
-        give_optimizer(module, trainer, StillOptimizer(self.groups_of(module)))
+        give_optimizers(module, trainer, self.stills_of(module).optimizers)
         try:
             if self.now.is_pretended:
                 with self.valid_labels():
@@ -273,7 +308,8 @@ class Passes:
             self.put_back()
 
     def _loss(self, module: LightningModule, batch: Any) -> Tensor:
-        by_hand = None if module.automatic_optimization else ByHand(module)
+        is_automatic = module.automatic_optimization
+        by_hand = None if is_automatic else ByHand(module, self.stills_of(module))
         with self.valid_labels():
             output = call_training_step(module, copied(batch), self.now.batch_idx)
         return backward_loss(module, loss_of(output, by_hand))

@@ -23,6 +23,7 @@ from lightning_dp.isolation.own_numbers import last_numbers
 from lightning_dp.isolation.passes import Passes
 from lightning_dp.isolation.pools import pools_that_run
 from lightning_dp.isolation.positions import probe_one_position, probe_positions
+from lightning_dp.isolation.public_steps import probe_public_steps
 from lightning_dp.isolation.sizes import probe_size
 from lightning_dp.isolation.stand_ins import NoCollectives, NotProbed
 from lightning_dp.isolation.state_leaks import probe_state
@@ -109,6 +110,7 @@ def probe_isolation(
     trainer: Trainer | None = None,
     loss_graph_check: bool = True,
     expected: int = 0,
+    is_count_public: bool = False,
 ) -> Isolation:
     """Probe with synthetic records: of ``like``, only shapes, dtypes and nesting are used.
 
@@ -134,10 +136,19 @@ def probe_isolation(
         like: a batch of the training loader. The other arguments are those of
             :func:`check_isolation`.
         expected: the number of records in a batch of the run; 0 if there is none.
+        is_count_public: each batch has as many; public optimizers may then step by the number.
     """
     if engine == "one_by_one":
         return Isolation("isolated", condition=BY_CONSTRUCTION)
-    passes = _passes(module, engine, trained, trainer, loss_graph_check, made_up=True)
+    passes = _passes(
+        module,
+        engine,
+        trained,
+        trainer,
+        loss_graph_check,
+        made_up=True,
+        is_count_public=is_count_public,
+    )
     with passes.quietly():
         return _outcome(passes, partial(_probe_synthetic, expected=expected), like)
 
@@ -150,6 +161,7 @@ def probe_again(
     trained: Sequence[str] | None = None,
     trainer: Trainer | None = None,
     alone: bool = False,
+    is_count_public: bool = False,
 ) -> Isolation:
     """Probe in short a model that was probed before, in its present state.
 
@@ -159,7 +171,9 @@ def probe_again(
         alone: no other process takes part, so that nothing may be asked of one. The other arguments
             are those of :func:`probe_isolation`.
     """
-    passes = _passes(module, engine, trained, trainer, False, made_up=True)
+    passes = _passes(
+        module, engine, trained, trainer, False, made_up=True, is_count_public=is_count_public
+    )
     with passes.quietly(), NoCollectives() if alone else contextlib.nullcontext():
         try:
             pool, _ = next(pools_that_run(passes, like))
@@ -211,6 +225,7 @@ def _layers(passes: Passes, pool: Any, kind: SyntheticKind, expected: int) -> It
         yield Isolation("isolated", left_out=(f"what objects of {', '.join(names)} hold",))
     if is_long:
         yield Isolation("isolated", left_out=("each position, and a third step",))
+    yield probe_public_steps(passes, pool, n, in_short=is_long)
     yield _probe(comparisons, pool, n, in_short=is_long)
     yield probe_draws(comparisons, pool, n)
     yield probe_targets(comparisons, pool, n)
@@ -235,11 +250,18 @@ def _passes(
     loss_graph_check: bool,
     *,
     made_up: bool = False,
+    is_count_public: bool = False,
 ) -> Passes:
     if trained is None:
         trained = [name for name, param in module.named_parameters() if param.requires_grad]
     return Passes(
-        module, engine, trained, trainer, loss_graph_check=loss_graph_check, made_up=made_up
+        module,
+        engine,
+        trained,
+        trainer,
+        loss_graph_check=loss_graph_check,
+        made_up=made_up,
+        is_count_public=is_count_public,
     )
 
 

@@ -28,8 +28,7 @@ from lightning_dp.isolation.randomness import seed
 from lightning_dp.isolation.stand_ins import (
     ByHand,
     StandInTrainer,
-    StillOptimizer,
-    give_optimizer,
+    give_optimizers,
 )
 
 __all__ = ["Rehearsal", "rehearsal"]
@@ -87,12 +86,13 @@ class Rehearsal:
         self._batch_idx = passes.now.batch_idx
         parameters = dict(module.named_parameters())
         self._trained = [parameters[name] for name in passes.trained]
-        self.optimizer = StillOptimizer(passes.groups_of(module), moves=moves_weights(module))
-        self.scheduler = give_optimizer(module, trainer, self.optimizer)
+        stills = passes.stills_of(module, moves=moves_weights(module))
+        self.optimizer = stills.optimizers[stills.private]
+        self.scheduler = give_optimizers(module, trainer, stills.optimizers)
         self.settings: list[str] = []  # of each step
         self.steering: list[str] = []  # the run, after each step
         self._used: list[Any] = []
-        self._by_hand = ByHand(module, self.optimizer)
+        self._by_hand = ByHand(module, stills)
         if passes.now.is_pretended:
             begin(module, passes.now)
             self._callback_hook("on_train_epoch_start")
@@ -128,7 +128,7 @@ class Rehearsal:
 
     def engine(self) -> RecordPasses:
         """Attach the gradient engine to the copy, for all its steps."""
-        return RecordPasses(self.module, self._trained, self._passes.engine, loss_graph_check=False)
+        return self._passes.attached(self.module, self._trained, loss_graph_check=False)
 
     def _make(self, batch: Any, run: Callable[[], Any]) -> None:
         """Make a step in Lightning's order, of which ``run`` is the forward and backward pass."""

@@ -22,6 +22,7 @@ from lightning_dp.isolation.probe import probe_again
 from lightning_dp.isolation.synthetic import leaves_of
 from lightning_dp.isolation.undone import UNDONE, changed_by_a_record
 from lightning_dp.run import PrivateRun
+from lightning_dp.sampling import FullBatch
 from lightning_dp.strategies.step import PrivateStep
 
 __all__ = ["Probe"]
@@ -97,6 +98,7 @@ class Probe:
                 trained=_trained(self._module, self._step),
                 trainer=self._module.trainer,
                 alone=self._world.size > 1,
+                is_count_public=isinstance(self._run.config.sampling, FullBatch),
             )
         if found.outcome in ("coupled", "kept"):
             self._step.note(_LATER.format(type(self._module).__name__, found.reason))
@@ -138,6 +140,7 @@ def _probe(
             trainer=module.trainer,
             expected=expected,
             loss_graph_check=run.config.loss_graph_check,
+            is_count_public=isinstance(run.config.sampling, FullBatch),
         )
 
 

@@ -22,7 +22,7 @@ from lightning_dp.isolation.nesting import copied, number_of_rows
 from lightning_dp.isolation.passes import watch_calls
 from lightning_dp.isolation.record_gradients import Glimpse, Movement, Tolerance, glimpse, moved
 from lightning_dp.isolation.spot_plan import Exchange, PartsSeen, SpotPlan
-from lightning_dp.isolation.stand_ins import RUN, ByHand, StandInTrainer, StillOptimizer
+from lightning_dp.isolation.stand_ins import RUN, ByHand, StandInTrainer, Stills
 from lightning_dp.run import PrivateRun
 from lightning_dp.sampling.loader import Chunk
 from lightning_dp.strategies.data import private_loader_of
@@ -345,8 +345,9 @@ class SpotChecks:
             loss = self._run_chunk(args)
             at_loss()
             return loss
-        groups = (group for each in self._trainer.optimizers for group in each.param_groups)
-        by_hand = ByHand(module, StillOptimizer([dict(group) for group in groups]))
+        real = self._trainer.optimizers
+        groups = [[dict(group) for group in each.param_groups] for each in real]
+        by_hand = ByHand(module, Stills.of(groups, self._step.params))
         note = module.manual_backward
 
         def note_and_say(loss: Tensor, *args: Any, **kwargs: Any) -> None:
@@ -367,11 +368,11 @@ def _nowhere(module: LightningModule, trainer: Trainer, device: torch.device) ->
     """Inside, what is printed and logged goes nowhere; random states and gradients stay as they are."""
     mute = StandInTrainer(trainer, RUN)
     mute.optimizers = trainer.optimizers
-    gradients = [(param, param.grad) for param in module.parameters()]
+    gradients = [(param, param.grad, param.requires_grad) for param in module.parameters()]
     level = logging.root.manager.disable
     with RandomState(device).again(), contextlib.redirect_stdout(io.StringIO()):
         try:
-            for param, _ in gradients:
+            for param, *_ in gradients:
                 param.grad = None
             logging.disable()
             module.trainer = mute  # type: ignore[assignment]
@@ -379,5 +380,6 @@ def _nowhere(module: LightningModule, trainer: Trainer, device: torch.device) ->
         finally:
             module.trainer = trainer
             logging.disable(level)
-            for param, gradient in gradients:
+            for param, gradient, is_trained in gradients:
                 param.grad = gradient
+                param.requires_grad_(is_trained)  # a toggled optimizer, where a pass raised
