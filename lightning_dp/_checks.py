@@ -19,7 +19,7 @@ from torch.utils.data import (
 
 from lightning_dp.gradients.unsupported import refuse_sharded
 
-__all__ = ["check_loader", "check_model", "check_training_mode", "check_training_step"]
+__all__ = ["check_loader", "check_model", "check_training_step"]
 
 
 def check_model(module: nn.Module) -> None:
@@ -51,21 +51,6 @@ def check_model(module: nn.Module) -> None:
             f"Layers {rescaled} have max_norm set: their forward pass rescales the rows that a batch "
             "looks up, without noise, so the weights tell which rows the records use. Leave max_norm "
             "out; max_grad_norm bounds what a record does."
-        )
-
-
-def check_training_mode(module: nn.Module) -> None:
-    """Refuse trainable layers in eval mode: hooks watch layers in training mode only."""
-    resting = [
-        name
-        for name, part in module.named_modules()
-        if not part.training and any(p.requires_grad for p in part.parameters(recurse=False))
-    ]
-    if resting:
-        raise MisconfigurationException(
-            f"Layers {resting[:5]} are trainable and in eval mode, so their per-record gradients cannot "
-            "be computed (models loaded as pretrained often come like this). Call model.train() before "
-            "fit, or freeze them with requires_grad_(False)."
         )
 
 

@@ -17,7 +17,7 @@ from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
-from lightning_dp._checks import check_loader, check_model, check_training_mode, check_training_step
+from lightning_dp._checks import check_loader, check_model, check_training_step
 from lightning_dp._module_state import ModuleState
 from lightning_dp._training_step import apart, call_training_step, loss_in, muted
 from lightning_dp._validate import optional, whole
@@ -321,4 +321,3 @@ def _check_module(module: nn.Module) -> None:
         )
     check_training_step(module)
     check_model(module)
-    check_training_mode(module)

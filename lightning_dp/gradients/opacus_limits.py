@@ -128,8 +128,14 @@ def refuse_call(name: str, layer: nn.Module, args: tuple[Any, ...], kwargs: dict
     Raises:
         UnsupportedModelError: naming the layer and the cure.
     """
-    if not layer.training or not torch.is_grad_enabled():
+    if not torch.is_grad_enabled():
         return
+    if not layer.training:
+        raise UnsupportedModelError(
+            f"{name or 'The module'} ({type(layer).__name__}) is trained and in eval mode, and Opacus' "
+            "hooks see layers in training mode only. Use engine='bookkeeping', call model.train() "
+            "before fit, or freeze it with requires_grad_(False)."
+        )
     if kwargs or len(args) != 1 or not isinstance(args[0], Tensor):
         raise UnsupportedModelError(
             f"{name or 'The module'} ({type(layer).__name__}) itself has parameters and was called "

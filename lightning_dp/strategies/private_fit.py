@@ -15,7 +15,7 @@ from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 
-from lightning_dp._checks import check_model, check_training_mode
+from lightning_dp._checks import check_model
 from lightning_dp._training_step import loss_in
 from lightning_dp._warnings import warn
 from lightning_dp._world import World
@@ -183,8 +183,6 @@ class PrivateFitStrategy(Strategy):
         super().on_train_start()
         trainer, run, fit = self._trainer, self.private_run, self._now
         private_loader_of(trainer)
-        if not fit.step.one_record:
-            check_training_mode(trainer.lightning_module)
         assert run.batches is not None
         self._warn(weak_settings(run.config, run.batches))
         fit.monitors.begin()

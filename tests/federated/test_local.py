@@ -304,12 +304,10 @@ def test_batch_norm_is_refused(classifier, blobs):
         LocalRecords(module, blobs)
 
 
-@pytest.mark.parametrize("change", ["eval", "frozen", "manual", "hooked", "plain"])
+@pytest.mark.parametrize("change", ["frozen", "manual", "hooked", "plain"])
 def test_modules_that_cannot_be_answered_for_are_refused(module, blobs, change):
     expected: Any = MisconfigurationException
-    if change == "eval":
-        module.eval()
-    elif change == "frozen":
+    if change == "frozen":
         module.requires_grad_(False)
     elif change == "manual":
         module.automatic_optimization = False
@@ -319,7 +317,6 @@ def test_modules_that_cannot_be_answered_for_are_refused(module, blobs, change):
         module.net[0].weight.register_hook(print)
         expected = RawGradientHookError
     message = {
-        "eval": "eval mode",
         "frozen": "no trainable parameter",
         "manual": "manual optimization",
         "hooked": "gradient hooks",

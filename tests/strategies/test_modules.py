@@ -108,6 +108,30 @@ class Direct(L.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.5)
 
 
+def test_parts_in_eval_mode_are_trained_as_they_are(classifier, loader, make_trainer):
+    net = nn.Sequential(nn.Linear(6, 4), nn.Dropout(0.5), nn.Linear(4, 3))
+    net[:2].eval()
+    x, y = loader.dataset.tensors
+    mean = torch.zeros(sum(param.numel() for param in net.parameters()))
+    for i in range(len(x)):
+        loss = nn.functional.cross_entropy(net(x[i : i + 1]), y[i : i + 1])
+        row = torch.cat([p.flatten() for p in torch.autograd.grad(loss, [*net.parameters()])])
+        mean += row * (0.1 / row.norm()).clamp(max=1) / len(x)
+    expected = nn.utils.parameters_to_vector(net.parameters()).detach() - mean
+    silent = DifferentialPrivacy(
+        noise_multiplier=0.0, max_grad_norm=0.1, target_delta=DELTA, sampling=FullBatch()
+    )
+    trainer = make_trainer(max_steps=1, callbacks=[silent])
+
+    model = classifier(net, lambda params: torch.optim.SGD(params, lr=1.0))
+    trainer.fit(model, DataLoader(loader.dataset, batch_size=240))
+
+    torch.testing.assert_close(
+        nn.utils.parameters_to_vector(net.parameters()).detach(), expected, rtol=0, atol=1e-5
+    )
+    assert [part.training for part in net] == [False, False, True]
+
+
 def test_parameters_on_the_module_itself_used_through_self(
     privacy, loader, make_trainer, assert_trained
 ):

@@ -308,14 +308,19 @@ def test_a_parameter_used_outside_forward_is_refused(loader, make_trainer, priva
     )
 
 
-def test_a_trainable_layer_in_eval_mode_is_refused(
-    loader, classifier, make_trainer, privacy, assert_refused
+def test_hooks_refuse_a_trainable_layer_in_eval_mode(
+    loader, classifier, make_trainer, assert_refused
 ):
     model = classifier(nn.Sequential(nn.Linear(6, 4), nn.Linear(4, 3)))
     model.net[0].eval()
+    privacy = DifferentialPrivacy(target_delta=1e-5, noise_multiplier=1.0, engine="hooks")
     trainer = make_trainer(max_epochs=1, callbacks=[privacy])
 
-    assert_refused(lambda: trainer.fit(model, loader), r"\['net\.0'\].*model\.train\(\)", model)
+    assert_refused(
+        lambda: trainer.fit(model, loader),
+        r"net\.0 \(Linear\) is trained and in eval mode.*engine='bookkeeping'.*model\.train\(\)",
+        model,
+    )
 
 
 def test_a_frozen_layer_in_eval_mode_is_fine(loader, classifier, make_trainer, privacy):
