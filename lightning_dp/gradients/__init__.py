@@ -8,7 +8,7 @@ from lightning_dp.gradients.base import (
     UncoveredParameterError,
     UnsupportedModelError,
 )
-from lightning_dp.gradients.engines import attach_engine
+from lightning_dp.gradients.engines import EngineChoice, attach_engine
 from lightning_dp.gradients.loss_graph import CoupledLossError
 from lightning_dp.gradients.passes import OtherRowsError, RecordPasses, Replay
 from lightning_dp.gradients.raw import RawGradientGuard, RawGradientHookError
@@ -17,6 +17,7 @@ __all__ = [
     "ALONE",
     "AbstractGradientEngine",
     "CoupledLossError",
+    "EngineChoice",
     "OtherRowsError",
     "RawGradientGuard",
     "RawGradientHookError",

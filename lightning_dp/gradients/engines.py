@@ -1,15 +1,169 @@
-"""The table of gradient engines, and the choice between them."""
+"""The table of gradient engines: for each name a ladder, of which the first engine that works is used."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import copy
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 
 from torch import nn
 
 from lightning_dp.gradients.base import ALONE, AbstractGradientEngine, UnsupportedModelError
+from lightning_dp.gradients.record_flow import CoupledLossError
 from lightning_dp.gradients.unsupported import refuse_special
 
-__all__ = ["attach_engine"]
+__all__ = ["EngineChoice", "Rung", "attach_engine"]
+
+_LONGEST = 300  # characters of a reason that is told in short
+
+
+@dataclass(frozen=True)
+class Rung:
+    """One engine of a ladder.
+
+    Args:
+        name: in reports and refusals.
+        make: makes the engine.
+        is_own: it is the package's own, whose refusals name what a user can change; those of Opacus'
+            hooks are told in short.
+    """
+
+    name: str
+    make: Callable[[], AbstractGradientEngine]
+    is_own: bool = True
+
+
+# Opacus takes a second to import, and a command that only reads a report needs no engine.
+def _bookkeeping() -> AbstractGradientEngine:
+    from lightning_dp.gradients.bookkeeping import Bookkeeping
+
+    return Bookkeeping()
+
+
+def _functional() -> AbstractGradientEngine:
+    from lightning_dp.gradients.bookkeeping import Bookkeeping
+
+    return Bookkeeping(rules={})
+
+
+def _hooks() -> AbstractGradientEngine:
+    from lightning_dp.gradients.opacus_hooks import OpacusHooks
+
+    return OpacusHooks()
+
+
+def _one_by_one() -> AbstractGradientEngine:
+    from lightning_dp.gradients.one_by_one import OneByOne
+
+    return OneByOne()
+
+
+_BOOKKEEPING = (Rung("bookkeeping", _bookkeeping),)
+_HOOKS = Rung("hooks", _hooks, is_own=False)
+_LADDERS: Mapping[str, tuple[Rung, ...]] = {
+    "auto": (*_BOOKKEEPING, _HOOKS),
+    "bookkeeping": _BOOKKEEPING,
+    "functional": (Rung("functional", _functional),),
+    "hooks": (_HOOKS,),
+    "one_by_one": (Rung("one_by_one", _one_by_one),),
+}
+
+
+class EngineChoice:
+    """The engine that a name stands for: the first of its ladder that can handle the model.
+
+    Whether one can is decided by the model, the shapes of a batch and the graph of its loss. It shows
+    when the engine is attached, on a synthetic batch, or on a real one. The choice only ever goes
+    down, and all who share it go on with the engine that it has come to.
+
+    Args:
+        name: as in ``PrivacyConfig``.
+        own_only: leave out Opacus' hooks, if others are there.
+
+    Raises:
+        ValueError: for a name that is not known.
+
+    Example:
+        >>> choice = EngineChoice("auto")
+        >>> choice.description
+        'bookkeeping'
+        >>> choice.fall(UnsupportedModelError("net.scale was called with rows of (3, 4). Cure."))
+        True
+        >>> EngineChoice("hooks").fall(UnsupportedModelError("There is no other one."))
+        False
+    """
+
+    def __init__(self, name: str, *, own_only: bool = False) -> None:
+        if name not in _LADDERS:
+            raise ValueError(f"engine={name!r} is not one of {sorted(_LADDERS)}.")
+        rungs = _LADDERS[name]
+        able = tuple(rung for rung in rungs if rung.is_own or not own_only)
+        self._rungs = able or rungs
+        self._reasons: tuple[str, ...] = ()  # of the engines above
+
+    @property
+    def can_fall(self) -> bool:
+        """True if there is another engine below."""
+        return len(self._reasons) + 1 < len(self._rungs)
+
+    @property
+    def _rung(self) -> Rung:
+        return self._rungs[len(self._reasons)]
+
+    @property
+    def description(self) -> str:
+        """The engine in use, and why it is not the one before, as a sentence for the report."""
+        if not self._reasons:
+            return self._rung.name
+        above = self._rungs[len(self._reasons) - 1]
+        why = _in_short(self._reasons[-1])
+        return f"{self._rung.name}, since {above.name} does not cover this model: {why}"
+
+    def attach(self, module: nn.Module, params: Sequence[nn.Parameter]) -> AbstractGradientEngine:
+        """Return the first engine from here on that can handle the model, watching it.
+
+        Raises:
+            UnsupportedModelError: if there is none.
+        """
+        refuse_special(module, params)
+        while True:
+            engine = self._rung.make()
+            try:
+                engine.attach(module, params)
+            except UnsupportedModelError as reason:
+                if not self.fall(reason):
+                    raise self.refusal(reason) from reason
+            else:
+                return engine
+
+    def fall(self, reason: UnsupportedModelError) -> bool:
+        """Go on to the next engine, if there is one that may do better.
+
+        A loss that mixes records is no matter of engines.
+        """
+        if isinstance(reason, CoupledLossError) or not self.can_fall:
+            return False
+        self._reasons = (*self._reasons, str(reason))
+        return True
+
+    def here(self) -> EngineChoice:
+        """Return a choice of the engine in use alone."""
+        alone = copy.copy(self)
+        alone._rungs, alone._reasons = (self._rung,), ()
+        return alone
+
+    def refusal(self, last: UnsupportedModelError) -> UnsupportedModelError:
+        """Return the refusal by the last engine, with the reasons of those above in short."""
+        reasons = [*self._reasons, str(last)]
+        rungs = self._rungs[: len(reasons)]
+        told = max((i for i, rung in enumerate(rungs) if rung.is_own), default=len(rungs) - 1)
+        parts = [reasons[told].replace(ALONE, "").rstrip()]
+        for number, (rung, reason) in enumerate(zip(rungs, reasons, strict=True)):
+            short = _in_short(reason)
+            if number != told and not any(short in part for part in parts):
+                parts.append(f"The engine {rung.name!r} does not cover it either: {short}")
+        return UnsupportedModelError(f"{' '.join(parts)} {ALONE}")
 
 
 def attach_engine(
@@ -17,42 +171,15 @@ def attach_engine(
 ) -> tuple[AbstractGradientEngine, str]:
     """Return the engine of that name, watching the module, and a sentence about it for the report.
 
-    "auto" is the book-keeping engine where it covers the model, else Opacus' hooks.
-
     Raises:
         ValueError: for a name that is not known.
-        UnsupportedModelError: if the engine, or with "auto" neither, can handle the model.
+        UnsupportedModelError: if no engine of that name can handle the model.
     """
-    # Opacus takes a second to import, and a command that only reads a report needs no engine.
-    from lightning_dp.gradients.bookkeeping import Bookkeeping
-    from lightning_dp.gradients.one_by_one import OneByOne
-    from lightning_dp.gradients.opacus_hooks import OpacusHooks
-
-    engines: dict[str, Callable[[], AbstractGradientEngine]] = {
-        "auto": Bookkeeping,
-        "bookkeeping": Bookkeeping,
-        "functional": lambda: Bookkeeping(rules={}),
-        "hooks": OpacusHooks,
-        "one_by_one": OneByOne,
-    }
-    if name not in engines:
-        raise ValueError(f"engine={name!r} is not one of {sorted(engines)}.")
-    refuse_special(module, params)
-    engine = engines[name]()
-    try:
-        engine.attach(module, params)
-    except UnsupportedModelError as reason:
-        if name != "auto":
-            raise UnsupportedModelError(_or_alone(str(reason))) from reason
-        engine = OpacusHooks()
-        try:
-            engine.attach(module, params)
-        except UnsupportedModelError as error:
-            message = f"{error} Book-keeping does not cover this model either: {reason}"
-            raise UnsupportedModelError(_or_alone(message)) from reason
-        return engine, f"{engine.name}, since book-keeping does not cover this model: {reason}"
-    return engine, engine.name
+    choice = EngineChoice(name)
+    return choice.attach(module, params), choice.description
 
 
-def _or_alone(message: str) -> str:
-    return message if ALONE in message else f"{message} {ALONE}"
+def _in_short(reason: str) -> str:
+    """Return the first sentence of a reason."""
+    first = re.split(r"(?<=[.:])\s+(?=[A-Z])", reason, maxsplit=1)[0]
+    return first if len(first) <= _LONGEST else f"{first[:_LONGEST]} …"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeAlias, TypeGuard
 
 import torch
@@ -20,8 +20,8 @@ from lightning_dp.boundary import (
 )
 from lightning_dp.functional import unflatten
 from lightning_dp.gradients.base import ALONE, AbstractGradientEngine, UnsupportedModelError
-from lightning_dp.gradients.engines import attach_engine
-from lightning_dp.gradients.loss_graph import check_loss_graph
+from lightning_dp.gradients.engines import EngineChoice
+from lightning_dp.gradients.loss_graph import CoupledLossError, check_loss_graph
 from lightning_dp.gradients.random_state import RandomState
 from lightning_dp.gradients.raw import RawGradientGuard
 
@@ -87,12 +87,13 @@ class Replay:
     """A chunk of records that can be run as often as a query asks.
 
     Args:
-        forward: runs it and returns its loss, the mean over the records; None if it gives none.
+        forward: runs it and returns its loss, the mean over the records, or None if it gives none.
+            None if it cannot be run again.
         size: how many records it has.
         randomness: as its first run found it; None if that run is still to come.
     """
 
-    forward: Callable[[], Tensor | None]
+    forward: Callable[[], Tensor | None] | None
     size: int
     randomness: RandomState | None = None
 
@@ -104,14 +105,20 @@ class RecordPasses:
     with the same randomness, and what each record contributes is combined and restricted before it
     is clipped. The engine's hooks are on the model while it runs forward, and at no other time.
 
+    Where an engine cannot tell the records of a chunk apart, the next one of the choice answers from
+    the same records with the same randomness, and is used from then on. Shapes and graphs decide
+    that. Every engine gives the same sum, so none of several processes has to know of another's.
+
     Args:
         module: the whole model.
         params: the trained parameters, in the order of flat vectors.
-        engine: name of the gradient engine.
+        engine: name of the gradient engine, or a choice that is shared with others.
         optimizer: whose steps raise unless :meth:`allow_step` allowed them; None where nobody steps.
         public: parameters that are trained on no records; their gradients are let through.
         backward: goes back from a loss, for engines that watch ``loss.backward()``.
         quietly: is entered around each run of a chunk, so that it leaves no trace in the model.
+        attaching: is entered around the attachment of an engine.
+        again: is entered around what runs once more since another engine takes over.
         wrap: puts something between the engine and the clipping.
         loss_graph_check: refuse losses that mix records, by their graph
             (``check_loss_graph``).
@@ -125,19 +132,23 @@ class RecordPasses:
         self,
         module: nn.Module,
         params: Sequence[nn.Parameter],
-        engine: str,
+        engine: str | EngineChoice,
         *,
         optimizer: Optimizer | None = None,
         public: Collection[nn.Parameter] = (),
         backward: Callable[[Tensor], object] = Tensor.backward,
         quietly: Callable[[], AbstractContextManager[None]] = nullcontext,
+        attaching: Callable[[], AbstractContextManager[None]] = nullcontext,
+        again: Callable[[], AbstractContextManager[None]] = nullcontext,
         wrap: WrapEngine = lambda engine: engine,
         loss_graph_check: bool = True,
     ) -> None:
         self._checks_graph = loss_graph_check
-        self._module, self._params, self._engine_name = module, params, engine
+        self._module, self._params = module, params
+        self._choice = EngineChoice(engine) if isinstance(engine, str) else engine
         self._go_back, self._quietly, self._wrap = backward, quietly, wrap
-        self._engine, self.description = self._attached()
+        self._attaching, self._again = attaching, again
+        self._engine = self._attached()
         try:
             others = {id(param) for param in public}
             watched = ((n, p) for n, p in module.named_parameters() if id(p) not in others)
@@ -146,10 +157,36 @@ class RecordPasses:
             self._engine.detach()
             raise
 
-    def _attached(self) -> tuple[AbstractGradientEngine, str]:
-        engine, description = attach_engine(self._engine_name, self._module, self._params)
+    def _attached(self) -> AbstractGradientEngine:
+        with self._attaching():
+            engine = self._choice.attach(self._module, self._params)
         engine.rest()
-        return self._wrap(engine), description
+        return self._wrap(engine)
+
+    @property
+    def description(self) -> str:
+        """The engine in use, and why it is not another one, in words."""
+        return self._choice.description
+
+    @property
+    def randomness(self) -> RandomState | None:
+        """Torch's random state of now, if another engine may have to run once more from here."""
+        if not self._choice.can_fall:
+            return None
+        return RandomState(self._params[0].device, torch_only=True)
+
+    def go_down(self, reason: UnsupportedModelError) -> None:
+        """Go on with the next engine of the choice; what passes left is forgotten.
+
+        Raises:
+            UnsupportedModelError: if there is none.
+        """
+        self.drop()
+        if not self._choice.fall(reason):
+            is_told = isinstance(reason, CoupledLossError | OtherRowsError)
+            raise reason if is_told else self._choice.refusal(reason)
+        self._engine.detach()
+        self._engine = self._attached()
 
     def take_engine_off(self) -> None:
         """Leave the model without the engine, until :meth:`put_engine_on`; the guard stays."""
@@ -157,7 +194,7 @@ class RecordPasses:
 
     def put_engine_on(self) -> None:
         """Attach a new engine."""
-        self._engine, self.description = self._attached()
+        self._engine = self._attached()
 
     def detach(self) -> None:
         """Leave the model as it was."""
@@ -270,6 +307,23 @@ class RecordPasses:
         self, query: Query, chunk: Replay, *, first: AbstractPerSampleGradients | None = None
     ) -> AbstractPerSampleGradients | None:
         """Return each record's part before it is clipped; as :meth:`answer`."""
+        if chunk.randomness is None:
+            again = replace(chunk, randomness=self.randomness)
+        else:
+            again = chunk
+        try:
+            return self._gradients(query, chunk, first)
+        except UnsupportedModelError as reason:
+            if chunk.forward is None:
+                raise
+            self.go_down(reason)
+        with self._again():
+            return self.gradients(query, again)
+
+    def _gradients(
+        self, query: Query, chunk: Replay, first: AbstractPerSampleGradients | None
+    ) -> AbstractPerSampleGradients | None:
+        """Return the same by the engine in use."""
         if not chunk.size or not (first is None or _is_of_all(first, chunk)):
             return None
         randomness, passes = chunk.randomness, query.passes
@@ -280,10 +334,10 @@ class RecordPasses:
                 found: AbstractPerSampleGradients | None = first
             elif randomness is None:
                 randomness = RandomState(self._params[0].device)
-                found = self.run(chunk.forward, each, size=chunk.size, combined=combined)
+                found = self._run(chunk.forward, each, chunk.size, combined)
             else:
                 with randomness.again():
-                    found = self.run(chunk.forward, each, size=chunk.size, combined=combined)
+                    found = self._run(chunk.forward, each, chunk.size, combined)
             if found is None or not _is_of_all(found, chunk):
                 return None
             # A pass along a direction has its two weights in it.
@@ -293,21 +347,36 @@ class RecordPasses:
         return total if query.coordinates is None else total.restrict(query.coordinates)
 
     def run(
-        self,
-        forward: Callable[[], Tensor | None],
-        each: Pass = _PLAIN,
-        *,
-        size: int = 0,
-        combined: bool = False,
+        self, forward: Callable[[], Tensor | None], *, size: int = 0, combined: bool = False
+    ) -> AbstractPerSampleGradients | None:
+        """Return each record's gradient here; None if there is nothing to go back from.
+
+        Args:
+            forward: as in :class:`Replay`.
+            size: how many records they are; 0 leaves the loss's graph unchecked.
+            combined: with the gradients of another pass.
+        """
+        randomness = self.randomness
+        try:
+            return self._run(forward, _PLAIN, size, combined)
+        except UnsupportedModelError as reason:
+            if randomness is None:
+                raise
+            self.go_down(reason)
+        with self._again(), randomness.again():
+            return self.run(forward, size=size, combined=combined)
+
+    def _run(
+        self, forward: Callable[[], Tensor | None] | None, each: Pass, size: int, combined: bool
     ) -> AbstractPerSampleGradients | None:
         """Run one pass over some records; None if there is nothing to go back from.
 
         Args:
-            forward: as in :class:`Replay`.
-            each: where, and along which direction; by default each record's gradient here.
-            size: how many records they are; 0 leaves the loss's graph unchecked.
+            each: where, and along which direction.
             combined: with the gradients of another pass.
         """
+        if forward is None:
+            raise RuntimeError("A chunk that cannot be run again was asked for more.")
         there = nullcontext() if each.point is None else at_point(self._params, each.point)
         with self._quietly(), there, torch.enable_grad():
             if each.direction is not None:

@@ -41,6 +41,9 @@ def probe_shortly(passes: Passes, pool: Any, n: int) -> Isolation:
     except CoupledLossError as error:
         reason = str(error).removesuffix(".")
         return Isolation("coupled", reason[0].lower() + reason[1:])
+    except UnsupportedModelError as error:
+        lower = passes.below(error)
+        return ISOLATED if lower is None else probe_shortly(lower, pool, n)
     except Exception:  # not at this moment: the next checks will see
         return ISOLATED
     if found.outcome == "coupled":

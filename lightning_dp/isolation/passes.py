@@ -19,7 +19,12 @@ from torch.nn.modules.dropout import _DropoutNd
 
 from lightning_dp._module_state import ModuleState
 from lightning_dp._training_step import call_training_step, loss_in
-from lightning_dp.gradients import RecordPasses
+from lightning_dp.gradients import (
+    EngineChoice,
+    OtherRowsError,
+    RecordPasses,
+    UnsupportedModelError,
+)
 from lightning_dp.gradients.module_hooks import ModuleHooks
 from lightning_dp.gradients.passes import is_differentiable
 from lightning_dp.isolation.answers import Answer, Call, answer_about
@@ -67,7 +72,8 @@ class Passes:
 
     Args:
         module: the model, without an engine's hooks on it.
-        engine: name of the gradient engine.
+        engine: name of the gradient engine, or a choice that is shared with others. Passes use the
+            engine that it has come to, and no other.
         trained: names of the trained parameters.
         trainer: whose public state ``training_step`` may read, or None.
         now: the moment of the run that each pass takes place in.
@@ -79,7 +85,7 @@ class Passes:
     def __init__(
         self,
         module: LightningModule,
-        engine: str,
+        engine: str | EngineChoice,
         trained: Sequence[str],
         trainer: Trainer | None,
         now: Now = RUN,
@@ -91,7 +97,8 @@ class Passes:
         self._made_up = made_up
         self.is_count_public = is_count_public
         self._checks_graph = loss_graph_check
-        self.module, self.engine, self.trained = module, engine, tuple(trained)
+        self.module, self.trained = module, tuple(trained)
+        self.choice = EngineChoice(engine) if isinstance(engine, str) else engine
         self.trainer, self.now = trainer, now
         self._copies = ModelCopies(module)
         self._is_half = is_half(module)
@@ -109,6 +116,12 @@ class Passes:
         other = copy.copy(self)
         other._checks_graph = False
         return other
+
+    def below(self, reason: UnsupportedModelError) -> Passes | None:
+        """Return passes of the same model with the next engine, where the others keep theirs."""
+        other = copy.copy(self)
+        other.choice = copy.copy(self.choice)
+        return other if other.choice.fall(reason) else None
 
     @contextlib.contextmanager
     def quietly(self) -> Iterator[None]:
@@ -227,6 +240,7 @@ class Passes:
 
         Raises:
             NoLoss: if training_step gives nothing to go back from.
+            UnsupportedModelError: if the engine cannot tell the records apart.
         """
         draws: Any = contextlib.nullcontext()
         if same_first_rows:
@@ -260,6 +274,8 @@ class Passes:
 
         with self.valid_labels():
             gradients = passes.run(forward, size=n)
+        if gradients is not None and gradients.count not in (0, n) and self.choice.can_fall:
+            raise OtherRowsError
         ((is_random, weighs, ignores),) = noticed
         return replace(
             answer_about(gradients, params, n),
@@ -272,10 +288,10 @@ class Passes:
     def attached(
         self, module: LightningModule, params: Sequence[nn.Parameter], *, loss_graph_check: bool
     ) -> RecordPasses:
-        """Attach the gradient engine to a copy."""
+        """Attach the engine that the choice has come to to a copy."""
         public = self.stills_of(module).parameters()
         return RecordPasses(
-            module, params, self.engine, public=public, loss_graph_check=loss_graph_check
+            module, params, self.choice.here(), public=public, loss_graph_check=loss_graph_check
         )
 
     def public_steps(self, batch: Any) -> tuple[PublicStep, ...]:

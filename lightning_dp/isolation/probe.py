@@ -11,7 +11,7 @@ import torch
 from lightning.pytorch import LightningModule, Trainer
 
 from lightning_dp._validate import flag
-from lightning_dp.gradients import CoupledLossError, UnsupportedModelError
+from lightning_dp.gradients import CoupledLossError, EngineChoice, UnsupportedModelError
 from lightning_dp.isolation.comparison import Comparisons
 from lightning_dp.isolation.draws import probe_draws
 from lightning_dp.isolation.effort import Effort
@@ -72,7 +72,8 @@ def check_isolation(
         module: in training mode; a copy of it is run, about 12 times.
         batch: at least 4 records in tensors with one row each; half of the first 8 are the batch,
             the others the replacements.
-        engine: the gradient engine whose answers are compared.
+        engine: the gradient engine whose answers are compared. Where one cannot tell these records
+            apart, all begins again with the next that the name stands for.
         trained: names of the parameters to look at; default all that require a gradient.
         trainer: what ``self.trainer`` is in ``training_step``; its loggers are mute.
         loss_graph_check: look at the loss's graph too, as a run does at every step.
@@ -105,7 +106,7 @@ def probe_isolation(
     module: LightningModule,
     like: Any,
     *,
-    engine: str = "auto",
+    engine: str | EngineChoice = "auto",
     trained: Sequence[str] | None = None,
     trainer: Trainer | None = None,
     loss_graph_check: bool = True,
@@ -134,7 +135,7 @@ def probe_isolation(
 
     Args:
         like: a batch of the training loader. The other arguments are those of
-            :func:`check_isolation`.
+            :func:`check_isolation`; the engine may be a choice that is shared with others.
         expected: the number of records in a batch of the run; 0 if there is none.
         is_count_public: each batch has as many; public optimizers may then step by the number.
     """
@@ -157,7 +158,7 @@ def probe_again(
     module: LightningModule,
     like: Any,
     *,
-    engine: str = "auto",
+    engine: str | EngineChoice = "auto",
     trained: Sequence[str] | None = None,
     trainer: Trainer | None = None,
     alone: bool = False,
@@ -188,6 +189,10 @@ def _outcome(passes: Passes, probe: Callable[[Passes, Any], Isolation], batch: A
         return probe(passes, batch)
     except CoupledLossError as error:
         reason = str(error).removesuffix(".")
+    except UnsupportedModelError as error:  # ours: names of layers and shapes only
+        if passes.choice.fall(error):
+            return _outcome(passes, probe, batch)
+        return Isolation("refused", str(passes.choice.refusal(error)))
     except Exception as error:
         return _not_probed(error)
     found = _outcome(passes.without_graph(), probe, batch)
@@ -244,7 +249,7 @@ def _probe(comparisons: Comparisons, pool: Any, n: int, *, in_short: bool = Fals
 
 def _passes(
     module: LightningModule,
-    engine: str,
+    engine: str | EngineChoice,
     trained: Sequence[str] | None,
     trainer: Trainer | None,
     loss_graph_check: bool,
@@ -267,8 +272,6 @@ def _passes(
 
 def _not_probed(error: Exception) -> Isolation:
     """Return the outcome for an exception: the model's own may hold anything, and stay inside."""
-    if isinstance(error, UnsupportedModelError):  # ours: names of layers only
-        return Isolation("refused", str(error))
     if isinstance(error, NotProbed | NoSyntheticBatch):
         return Isolation("not probed", str(error))
     return Isolation("not probed", f"the model raised {type(error).__name__}")

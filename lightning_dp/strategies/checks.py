@@ -148,13 +148,13 @@ def check_estimator(
     if traits.uses_hessian and not step.has_products:
         raise MisconfigurationException(
             f"{estimator} needs Hessian-vector products, which Opacus' hooks do not have (engine: "
-            f"{step.engine_description}). Use engine='bookkeeping', and change a layer that it does "
+            f"{step.engine.description}). Use engine='bookkeeping', and change a layer that it does "
             "not cover."
         )
     if several and not step.runs_backward:
         raise MisconfigurationException(
             "With several optimizers, a public loss goes back through the private model, and Opacus' "
-            f"hooks would take it for the records' (engine: {step.engine_description}). Use "
+            f"hooks would take it for the records' (engine: {step.engine.description}). Use "
             "engine='bookkeeping', or 'functional' for layers without a rule."
         )
     if step.one_record and not is_automatic:

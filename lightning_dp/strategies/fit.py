@@ -10,6 +10,7 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.plugins import Precision
 
 from lightning_dp._world import World
+from lightning_dp.gradients import EngineChoice
 from lightning_dp.gradients.passes import WrapEngine
 from lightning_dp.gradients.waiting import WaitingLosses
 from lightning_dp.run import PrivateRun
@@ -95,8 +96,11 @@ def begin_fit(
     module, strategy = trainer.lightning_module, trainer.strategy
     optimizer, public = optimizers.private, optimizers.public_parameters
     device, checks = strategy.root_device, run.config.loss_graph_check
-    step = PrivateStep(module, optimizer, run.config.engine, device, wrap, checks, public)
-    run.engine, run.optimizers = step.engine_description, optimizers.description
+    # Opacus' hooks have no Hessian-vector products, and watch one ordinary backward pass.
+    own_only = run.config.resolved_estimator().traits.uses_hessian or bool(public)
+    choice = EngineChoice(run.config.engine, own_only=own_only)
+    step = PrivateStep(module, optimizer, choice, device, wrap, checks, public)
+    run.engine, run.optimizers = choice.description, optimizers.description
     edits = GradientEdits(trainer, step.params, is_declared=run.config.gradient_edits is not None)
     probe = Probe(module, step, run, world)
     return Fit(

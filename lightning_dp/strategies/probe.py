@@ -76,6 +76,7 @@ class Probe:
             _probe(self._module, batch, self._step, self._run, self._world.size)
         )
         self._run.isolation = str(found)
+        self._run.engine = self._step.engine.description  # synthetic records may have shown another
         _raise_or_warn(found, self._module, may_warn=self._world.is_lead)
         self.kinds = found.kinds
         self._ignored = _IgnoredTargets(found.is_mean_of_targets, found.sentinels)
@@ -94,7 +95,7 @@ class Probe:
             found = probe_again(
                 self._module,
                 batch,
-                engine=self._run.config.engine,
+                engine=self._step.engine,
                 trained=_trained(self._module, self._step),
                 trainer=self._module.trainer,
                 alone=self._world.size > 1,
@@ -135,7 +136,7 @@ def _probe(
         return probe_isolation(
             module,
             batch,
-            engine=run.config.engine,
+            engine=step.engine,
             trained=_trained(module, step),
             trainer=module.trainer,
             expected=expected,

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import TypeAlias
 
 import torch
@@ -16,9 +17,16 @@ from lightning_dp._module_state import ModuleState
 from lightning_dp._training_step import apart, muted
 from lightning_dp.boundary import AbstractPerSampleGradients, Query
 from lightning_dp.functional import unflatten
-from lightning_dp.gradients import OtherRowsError, RecordPasses, Replay
+from lightning_dp.gradients import (
+    EngineChoice,
+    OtherRowsError,
+    RecordPasses,
+    Replay,
+    UnsupportedModelError,
+)
 from lightning_dp.gradients.passes import OTHER_ROWS, WrapEngine
 from lightning_dp.gradients.random_state import RandomState
+from lightning_dp.isolation.stand_ins import NoCollectives, NotProbed
 from lightning_dp.mechanism import Mechanism
 from lightning_dp.sampling.loader import Chunk
 from lightning_dp.strategies.accounts import BatchAccounts
@@ -41,6 +49,12 @@ _AGAIN = (
     "twice. Add the losses up and call backward once per batch."
 )
 
+_WAITS = (
+    "A batch has shapes that the gradient engine cannot tell records apart in, and training_step must "
+    "not run again for the next engine, since it waits for other processes (all_gather, all_reduce). "
+    "Leave that out of training_step, or choose the engine: engine='hooks', or engine='one_by_one'."
+)
+
 _SILENT = (
     "{} gave no gradient for any record of the first batch (training_step returns no loss, or one "
     "that does not depend on trained parameters), so it would train on noise alone. Return the loss."
@@ -56,7 +70,7 @@ class PrivateStep:
     Args:
         module: the user's model.
         optimizer: the one that is trained on records.
-        engine: name of the gradient engine.
+        engine: the choice of the gradient engine.
         device: where the model runs.
         wrap: puts something between the engine and the clipping.
         loss_graph_check: refuse losses that mix records, by their graph.
@@ -67,7 +81,7 @@ class PrivateStep:
         self,
         module: LightningModule,
         optimizer: Optimizer,
-        engine: str,
+        engine: EngineChoice,
         device: torch.device,
         wrap: WrapEngine = lambda engine: engine,
         loss_graph_check: bool = True,
@@ -75,31 +89,29 @@ class PrivateStep:
     ) -> None:
         self.parameters = SameParameters(module, optimizer, public)
         self.params = self.parameters.trained
-        self._module = module
+        self._module, self._trainer = module, module.trainer
         self._before_records: ModuleState | None = None  # while they run alone
         self._device = device
         self._optimizer = optimizer
-        with _without_trainer(module):
-            self._passes = RecordPasses(
-                module,
-                self.params,
-                engine,
-                optimizer=optimizer,
-                public=public,
-                backward=module.backward,
-                quietly=self._quietly,
-                wrap=wrap,
-                loss_graph_check=loss_graph_check,
-            )
+        self.engine = engine
+        self._passes = RecordPasses(
+            module,
+            self.params,
+            engine,
+            optimizer=optimizer,
+            public=public,
+            backward=module.backward,
+            quietly=self._quietly,
+            attaching=partial(_without_trainer, module),
+            again=self._unchanged,
+            wrap=wrap,
+            loss_graph_check=loss_graph_check,
+        )
         self._batch = BatchAccounts()
         self._look: Look | None = None  # at the gradients of the next chunk
-        self._forward_again: Forward = _nothing  # the chunk's forward pass
-        self._randomness: RandomState | None = None  # of the chunk, if a query runs it again
-
-    @property
-    def engine_description(self) -> str:
-        """The engine and the layers that it covers, in words."""
-        return self._passes.description
+        self._forward_again: Forward | None = None  # the chunk's forward pass
+        self._randomness: RandomState | None = None  # of the chunk, if it may be run again
+        self._is_passed_on = False  # the chunk is the next engine's
 
     @contextmanager
     def _quietly(self) -> Iterator[None]:
@@ -107,6 +119,23 @@ class PrivateStep:
         module, before = self._module, self._before_records
         with muted(module) if before is None else apart(module, before):
             yield
+
+    @contextmanager
+    def _unchanged(self) -> Iterator[None]:
+        """Leave the module as it is while a chunk runs once more, which other ranks do not do.
+
+        Raises:
+            UnsupportedModelError: if the model waits for other ranks.
+        """
+        now = ModuleState.of(self._module, self._trainer.callbacks)  # type: ignore[attr-defined]
+        is_alone = self._trainer.world_size > 1
+        try:
+            with NoCollectives() if is_alone else nullcontext():
+                yield
+        except NotProbed as error:
+            raise UnsupportedModelError(_WAITS) from error
+        finally:
+            now.restore()
 
     @contextmanager
     def _each_alone(self) -> Iterator[None]:
@@ -139,12 +168,11 @@ class PrivateStep:
         try:
             yield
         finally:
-            with _without_trainer(self._module):
-                self._passes.put_engine_on()
+            self._passes.put_engine_on()
 
     def begin(self, chunk: Chunk) -> None:
         """Open the accounts of the next physical batch."""
-        self._look = None
+        self._look, self._is_passed_on = None, False
         if self._batch.chunk is not None:
             self._passes.drop()  # what a batch without a backward pass left
         if chunk.first:
@@ -159,9 +187,31 @@ class PrivateStep:
             forward_again: runs the chunk once more and returns its loss.
         """
         query = mechanism.query
+        if not self._module.automatic_optimization:
+            return  # the optimizer would step again
         self._forward_again = forward_again
         if (query is not None and query.runs_again) or _has_rounds(mechanism):
             self._randomness = RandomState(self._device)
+        else:
+            self._randomness = self._passes.randomness
+
+    def pass_on(self, reason: UnsupportedModelError) -> None:
+        """Leave the chunk to the next engine, which runs it again, if that can be.
+
+        The step stays charged once and is released once. Shapes and the graph decide; a rank does it
+        without the others, since every engine gives the same sum.
+
+        Raises:
+            UnsupportedModelError: if there is no engine that may do better.
+        """
+        if self._forward_again is None:
+            raise reason
+        self._passes.go_down(reason)
+
+    def begin_again(self) -> None:
+        """Draw the random numbers of the chunk once more from here on."""
+        if self._randomness is not None:
+            self._randomness.restore()
 
     def run_once_more(self, forward: Forward) -> AbstractPerSampleGradients | None:
         """Return the gradients of records that nobody is answered from; None if there are none.
@@ -201,7 +251,22 @@ class PrivateStep:
         if self._batch.chunk is None:
             raise RuntimeError(_AGAIN)
         combined = query is not None and len(query.passes) > 1
-        self._passes.backward(loss, keep_graph=keep_graph, combined=combined)
+        try:
+            self._passes.backward(loss, keep_graph=keep_graph, combined=combined)
+        except UnsupportedModelError as reason:
+            self.pass_on(reason)
+            self._is_passed_on = True
+
+    def _take(self, scale: float) -> AbstractPerSampleGradients | None:
+        """Take what the backward pass left; None if nothing, or if the next engine has to run."""
+        if not self._is_passed_on:
+            try:
+                return self._passes.take(scale)
+            except UnsupportedModelError as reason:
+                self.pass_on(reason)
+                self._is_passed_on = True
+        self._passes.drop()
+        return None
 
     def awaits(self, mechanism: Mechanism) -> bool:
         """True if a backward pass is still to answer for the chunk in hand."""
@@ -218,7 +283,8 @@ class PrivateStep:
         if chunk is None or not mechanism.is_begun:
             raise RuntimeError(_AGAIN)
         batch.chunk = None
-        if (gradients := self._passes.take(scale)) is None:
+        gradients = self._take(scale)
+        if gradients is None and not self._is_passed_on:
             return  # nothing was back-propagated, so the records stay without an answer
         if chunk.size == 0 or mechanism.query is None:
             return  # the gradient of a stand-in record, or one that nobody asked for, ends here
@@ -226,10 +292,11 @@ class PrivateStep:
         if _has_rounds(mechanism):
             batch.answered.append(replay)
         batch.owed -= chunk.size
-        if self._look is not None:
+        if self._look is not None and gradients is not None:
             (look, self._look) = self._look, None
             gradients = look(gradients)
-        self._give(mechanism, mechanism.query, replay, gradients)
+        with self._unchanged() if gradients is None else nullcontext():
+            self._give(mechanism, mechanism.query, replay, gradients)
 
     def answer_each(
         self, mechanism: Mechanism, forwards: Sequence[Forward], *, is_first: bool
@@ -376,11 +443,7 @@ class PrivateStep:
     def detach(self) -> None:
         """Leave the model as it was."""
         self._passes.detach()
-        self._batch, self._forward_again = BatchAccounts(), _nothing
-
-
-def _nothing() -> None:
-    """Return no loss: there was no forward pass."""
+        self._batch, self._forward_again = BatchAccounts(), None
 
 
 def _seeds(count: int) -> list[int]:

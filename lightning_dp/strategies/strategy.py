@@ -96,8 +96,7 @@ class DifferentialPrivacyStrategy(PrivateFitStrategy):
         fit.step.before_forward(mechanism, partial(self._forward_again, args, kwargs))
         fit.first.enter_forward()
         fit.later.enter_forward()
-        with fit.step.watching():
-            output = super().training_step(*args, **kwargs)
+        output = self._watched(*args, **kwargs)
         self._answer_waiting()
         self._leave_forward()
         fit.monitors.check()
@@ -109,6 +108,17 @@ class DifferentialPrivacyStrategy(PrivateFitStrategy):
             # Lightning is going to wait for all ranks, and another one may be at its release.
             fit.agree(fit.step.fault(mechanism), Place.NO_RELEASE)
         return output
+
+    def _watched(self, *args: Any, **kwargs: Any) -> Any:
+        """Run ``training_step`` under the engine; once more under the next, if that one refuses."""
+        step = self._now.step
+        try:
+            with step.watching():
+                return super().training_step(*args, **kwargs)
+        except UnsupportedModelError as reason:
+            step.pass_on(reason)
+        step.begin_again()
+        return self._watched(*args, **kwargs)
 
     def _one_by_one(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
         """Run ``training_step`` and the backward pass for each record of the batch alone."""

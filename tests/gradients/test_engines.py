@@ -143,7 +143,7 @@ def test_auto_falls_back_with_a_reason(oracle):
     module = nn.Sequential(nn.Embedding(7, 4, max_norm=1.0), nn.Linear(4, 3))
     engine, description = attach_engine("auto", module, oracle.trained(module))
     assert isinstance(engine, OpacusHooks)
-    assert description.startswith("hooks, since book-keeping does not cover this model: ")
+    assert description.startswith("hooks, since bookkeeping does not cover this model: ")
     engine.detach()
     with pytest.raises(UnsupportedModelError, match="Use engine='hooks'"):
         attach_engine("bookkeeping", module, oracle.trained(module))

@@ -99,7 +99,7 @@ def train(classifier, blobs, make_trainer):
     [
         (plain, "bookkeeping"),
         (Recurrent, "bookkeeping"),
-        (Attentive, "hooks, since book-keeping does not cover this model: net.own"),
+        (Attentive, "hooks, since bookkeeping does not cover this model: net.own"),
     ],
 )
 def test_auto_takes_an_engine_that_covers_the_model(train, make, description):

@@ -1,0 +1,180 @@
+"""The ladder that an engine's name stands for: who answers where the engines above cannot."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_dp.boundary import AbstractPerSampleGradients, Query, Term
+from lightning_dp.gradients import (
+    ALONE,
+    CoupledLossError,
+    EngineChoice,
+    RecordPasses,
+    Replay,
+    UnsupportedModelError,
+    engines,
+)
+from lightning_dp.gradients.bookkeeping import Bookkeeping
+from lightning_dp.gradients.engines import Rung
+
+QUERY = Query((Term(),), clip_norm=0.5, noise_multiplier=0.0)
+
+
+class Fussy(Bookkeeping):
+    """Refuses batches of other than 4 records, at one of the places where an engine can refuse."""
+
+    place = "backward"
+
+    def _refuse(self, place: str, rows: int) -> None:
+        if place == self.place and rows != 4:
+            raise UnsupportedModelError(f"0 (Linear) saw {rows} rows and not 4. Give it 4.")
+
+    def attach(self, module: nn.Module, params: Any) -> None:
+        super().attach(module, params)
+        self._refuse("attach", 0)
+
+    def backward(self, loss: Tensor, **how: Any) -> None:
+        self._rows = len(self._attached._calls[0].inputs[0])
+        self._refuse("backward", self._rows)
+        super().backward(loss, **how)
+
+    def take(self, scale: float, touched: Mapping[str, nn.Parameter]) -> AbstractPerSampleGradients:
+        self._refuse("take", self._rows)
+        return super().take(scale, touched)
+
+
+@pytest.fixture
+def ladder(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
+    """Put the fussy engine above book-keeping."""
+
+    def make(place: str) -> None:
+        monkeypatch.setattr(Fussy, "place", place)
+        rungs = (Rung("fussy", Fussy), Rung("bookkeeping", Bookkeeping))
+        monkeypatch.setitem(engines._LADDERS, "auto", rungs)  # type: ignore[arg-type]
+
+    return make
+
+
+def net() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 5), nn.Dropout(0.5), nn.Tanh(), nn.Linear(5, 2))
+
+
+def chunk_of(model: nn.Module, rows: int, runs: list[int]) -> Replay:
+    x = torch.randn(rows, 6, generator=torch.Generator().manual_seed(rows))
+
+    def forward() -> Tensor:
+        runs.append(rows)
+        return model(x).square().mean()
+
+    return Replay(forward, rows)
+
+
+@pytest.mark.parametrize("place", ["attach", "backward", "take"])
+def test_the_next_engine_answers_from_the_same_records_and_random_numbers(place, ladder):
+    ladder(place)
+    answers, described, runs = [], [], list[int]()
+    for name in ("bookkeeping", "auto"):
+        model = net()
+        torch.manual_seed(7)
+        with RecordPasses(model, list(model.parameters()), name) as passes:
+            answers.append(
+                [passes.answer(QUERY, chunk_of(model, n, runs)).value for n in (4, 3, 4)]
+            )
+            described.append(passes.description)
+    torch.testing.assert_close(*answers, rtol=0, atol=0)
+    assert described[1].startswith("bookkeeping, since fussy does not cover this model: 0 (Linear)")
+    assert runs == [4, 3, 4] * 2 if place == "attach" else [4, 3, 4, 4, 3, 3, 4]
+
+
+def test_no_random_numbers_are_drawn_by_a_run_that_is_repeated(ladder):
+    ladder("take")
+    states = []
+    for name in ("bookkeeping", "auto"):
+        model = net()
+        torch.manual_seed(7)
+        with RecordPasses(model, list(model.parameters()), name) as passes:
+            passes.answer(QUERY, chunk_of(model, 3, []))
+        states.append(torch.get_rng_state())
+    assert torch.equal(*states)
+
+
+def test_a_combination_is_of_one_engine(ladder):
+    """The first part is known already, by the engine that refuses the second."""
+    ladder("take")
+    model = net()[::2]  # no dropout
+    params = list(model.parameters())
+    moved = nn.utils.parameters_to_vector(params).detach() + 0.1
+    query = Query((Term(), Term(-1.0, moved)), clip_norm=0.1, noise_multiplier=0.0)
+    found = []
+    for name in ("bookkeeping", "auto"):
+        with RecordPasses(model, params, name) as passes:
+            found.append(passes.answer(query, chunk_of(model, 3, [])).value)
+    assert found[0].norm() > 0
+    torch.testing.assert_close(*found, rtol=0, atol=0)
+
+
+def test_what_cannot_run_again_ends_there(ladder):
+    ladder("none")
+    model = net()
+    with RecordPasses(model, list(model.parameters()), "auto") as passes:
+        forward = chunk_of(model, 4, []).forward
+        assert forward is not None
+        assert passes.answer(QUERY, Replay(None, 4), first=passes.run(forward)) is not None
+        with pytest.raises(UnsupportedModelError, match="more or fewer rows"):
+            passes.answer(QUERY, Replay(None, 2), first=passes.run(forward))
+        assert passes.description == "fussy"
+
+
+def test_other_rows_are_tried_by_each_engine(ladder):
+    ladder("none")
+    model = net()
+    with RecordPasses(model, list(model.parameters()), "auto") as passes:
+        with pytest.raises(UnsupportedModelError, match="more or fewer rows than the batch"):
+            passes.answer(QUERY, Replay(chunk_of(model, 4, []).forward, 2))
+        assert passes.description.startswith("bookkeeping, since fussy")
+
+
+def test_a_loss_that_mixes_records_is_no_matter_of_engines(ladder):
+    ladder("none")
+    model = net()
+    x = torch.randn(4, 6)
+    with RecordPasses(model, list(model.parameters()), "auto") as passes:
+        with pytest.raises(CoupledLossError):
+            passes.answer(QUERY, Replay(lambda: model(x).mean(1).std(), 4))
+        assert passes.description == "fussy"
+
+
+def test_a_choice_goes_down_for_all_who_share_it():
+    choice = EngineChoice("auto")
+    alone = choice.here()
+    assert choice.can_fall and not alone.can_fall
+    while choice.fall(UnsupportedModelError("The layer net.x saw rows of (3,). Give it more.")):
+        pass
+    assert choice.description.startswith("hooks, since ")
+    assert choice.description.endswith(": The layer net.x saw rows of (3,).")
+    assert alone.description == "bookkeeping"
+
+
+def test_the_hooks_can_be_left_out():
+    choice = EngineChoice("auto", own_only=True)
+    while choice.fall(UnsupportedModelError("No.")):
+        pass
+    assert not choice.description.startswith("hooks")
+    assert EngineChoice("hooks", own_only=True).description == "hooks"
+
+
+def test_a_refusal_tells_each_engines_reason_shortly():
+    choice, reason = EngineChoice("auto"), "The layer net.x saw rows of (3,). Give it rows of (4,)."
+    while choice.fall(UnsupportedModelError(f"{reason} {ALONE}")):
+        pass
+    last = UnsupportedModelError("Opacus has no rule for net.x. " + "It is long. " * 100)
+    said = str(choice.refusal(last))
+    assert said.startswith(reason) and said.endswith(ALONE) and said.count(ALONE) == 1
+    assert "'hooks' does not cover it either: Opacus has no rule for net.x." in said
+    assert len(said) < 400
