@@ -307,10 +307,7 @@ class RecordPasses:
         self, query: Query, chunk: Replay, *, first: AbstractPerSampleGradients | None = None
     ) -> AbstractPerSampleGradients | None:
         """Return each record's part before it is clipped; as :meth:`answer`."""
-        if chunk.randomness is None:
-            again = replace(chunk, randomness=self.randomness)
-        else:
-            again = chunk
+        begun = self.randomness if chunk.randomness is None else chunk.randomness
         try:
             return self._gradients(query, chunk, first)
         except UnsupportedModelError as reason:
@@ -318,7 +315,7 @@ class RecordPasses:
                 raise
             self.go_down(reason)
         with self._again():
-            return self.gradients(query, again)
+            return self.gradients(query, replace(chunk, randomness=begun))
 
     def _gradients(
         self, query: Query, chunk: Replay, first: AbstractPerSampleGradients | None

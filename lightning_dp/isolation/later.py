@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from lightning_dp._user_code import is_library, own_functions, plain_function
-from lightning_dp.gradients import CoupledLossError
+from lightning_dp.gradients import CoupledLossError, UnsupportedModelError
 from lightning_dp.isolation.comparison import Comparisons
 from lightning_dp.isolation.outcome import ISOLATED, Isolation, first_failure
 from lightning_dp.isolation.passes import Passes

@@ -337,7 +337,7 @@ class PrivateStep:
         """Run records of which nothing is asked: they log, as ever."""
         with self._each_alone():
             for replay in replays:
-                assert replay.randomness is not None
+                assert replay.randomness is not None and replay.forward is not None
                 with replay.randomness.again():
                     self._passes.run(replay.forward)
 

@@ -155,7 +155,7 @@ def test_manual_optimization_ends_where_training_step_cannot_run_again(train):
 
 
 def test_a_spot_check_sees_the_step_of_the_next_engine(train):
-    module, report, _ = train("take", spot_checks=True)
+    module, _, _ = train("take", spot_checks=True)
     expected, _, _ = train(None, spot_checks=True)
     torch.testing.assert_close(list(module.parameters()), list(expected.parameters()))
 
