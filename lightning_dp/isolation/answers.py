@@ -47,7 +47,7 @@ class Answer:
         means: number of means over targets that the loss is made from
             (:mod:`lightning_dp.isolation.ignored`).
         has_class_weights: True if one of them weighs its classes.
-        ignores_some: True if one of them ignores a target of this batch.
+        ignored: for each of them, how many targets every record ignores; None where that differs.
     """
 
     count: int
@@ -57,7 +57,7 @@ class Answer:
     calls: tuple[Call, ...] = field(default=(), repr=False)
     means: int = 0
     has_class_weights: bool = False
-    ignores_some: bool = False
+    ignored: tuple[int | None, ...] = ()
 
     def about(self, records: Sequence[int]) -> Answer:
         """Return the answer about some of the records."""

@@ -22,13 +22,27 @@ class TargetMean:
 
     node: Any
 
-    @property
-    def ignores_some(self) -> Tensor:
-        """True if a target is the ignored one; then others decide what the sum is divided by."""
+    def ignored(self, n: int) -> Tensor:
+        """Return how many targets of each of n records are ignored, records first.
+
+        It is one number for all of them where the targets are not n rows. Where numbers differ,
+        others decide what a record's sum is divided by.
+        """
         index = int(self.node._saved_ignore_index)
         index -= 2**64 if index >= 2**63 else 0  # torch shows it without its sign
-        targets: Tensor = self.node._saved_target
-        return (targets == index).any()
+        is_ignored: Tensor = self.node._saved_target == index
+        rows = n if is_ignored.numel() % n == 0 else 1
+        return is_ignored.reshape(rows, -1).sum(1)
+
+    def ignored_alike(self, n: int) -> int | None:
+        """Return how many targets every one of n records ignores; None where that differs.
+
+        Causal language models ignore one: the last word has no next one.
+        """
+        found = self.ignored(n)
+        if len(found) == 1 < n:
+            return None if bool(found.any()) else 0
+        return int(found[0]) if bool((found == found[0]).all()) else None
 
     @property
     def has_class_weights(self) -> bool:
@@ -43,8 +57,8 @@ def target_means(loss: Tensor) -> list[TargetMean]:
     Example:
         >>> import torch
         >>> output, y = torch.zeros(3, 2, requires_grad=True), torch.tensor([0, 1, -100])
-        >>> [bool(m.ignores_some) for m in target_means(torch.nn.functional.cross_entropy(output, y))]
-        [True]
+        >>> [m.ignored(3).tolist() for m in target_means(torch.nn.functional.cross_entropy(output, y))]
+        [[0, 0, 1]]
     """
     found, seen, stack = [], set(), [loss.grad_fn]
     while stack:

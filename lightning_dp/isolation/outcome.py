@@ -32,6 +32,7 @@ class Isolation:
             is ignored.
         is_mean_of_targets: True if the loss is a mean over the targets of all records, by torch's
             own functions: each real batch must be watched for ignored ones.
+        ignored: how many targets every record ignores by the model's own doing, for each such mean.
         sentinels: for losses written by hand, the places of tensors in a batch and the values in
             them that may not occur.
         kinds: synthetic records that the model took, and that moved no other's gradient. Empty
@@ -46,6 +47,7 @@ class Isolation:
     condition: str = ""
     is_doubtful: bool = False
     is_mean_of_targets: bool = False
+    ignored: tuple[int, ...] = ()
     sentinels: tuple[tuple[int, int], ...] = ()
     kinds: SyntheticKinds = NO_KINDS
     left_out: tuple[str, ...] = ()
@@ -76,6 +78,7 @@ def first_failure(found: Iterable[Isolation]) -> Isolation:
             condition=total.condition or each.condition,
             is_doubtful=total.is_doubtful or each.is_doubtful,
             is_mean_of_targets=total.is_mean_of_targets or each.is_mean_of_targets,
+            ignored=total.ignored or each.ignored,
             sentinels=total.sentinels + each.sentinels,
             kinds=each.kinds if each.kinds.ran else total.kinds,
             left_out=total.left_out + each.left_out,

@@ -257,7 +257,7 @@ class Passes:
         own = dict(module.named_parameters())
         params = [own[name] for name in self.trained]
         passes = self.attached(module, params, loss_graph_check=self._checks_graph)
-        noticed: list[tuple[bool, list[bool], bool]] = []  # before the graph is freed
+        noticed: list[tuple[bool, list[bool], list[int | None]]] = []  # before the graph is freed
         before, own_before = seed(seed_number), self._own_generators(module)
 
         def forward() -> Tensor:
@@ -268,7 +268,7 @@ class Passes:
             )
             means = target_means(loss)
             weighs = [mean.has_class_weights for mean in means]
-            ignores = any(bool(mean.ignores_some) for mean in means)
+            ignores = [mean.ignored_alike(n) for mean in means]
             noticed.append((has_drawn, weighs, ignores))
             return loss
 
@@ -282,7 +282,7 @@ class Passes:
             is_random=is_random,
             means=len(weighs),
             has_class_weights=any(weighs),
-            ignores_some=ignores,
+            ignored=tuple(ignores),
         )
 
     def attached(

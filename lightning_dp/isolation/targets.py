@@ -42,7 +42,7 @@ def probe_targets(comparisons: Comparisons, pool: Any, n: int) -> Isolation:
             except Exception:  # this tensor cannot hold it
                 continue
             if tried.outcome != "isolated":
-                is_seen = comparisons.answer(Batch(after, n)).ignores_some
+                is_seen = None in comparisons.answer(Batch(after, n)).ignored
                 by_hand = () if is_seen else ((place, sentinel),)
                 found = replace(
                     found,
@@ -66,4 +66,7 @@ def _mean_of_targets(comparisons: Comparisons, pool: Any, n: int) -> Isolation:
         return ISOLATED
     if whole.has_class_weights:
         return Isolation("coupled", CURES["denominator"])
-    return Isolation("isolated", condition=CONDITION, is_mean_of_targets=True)
+    # What the model ignores of every synthetic record alike is no record's own doing.
+    pairs = zip(whole.ignored, fewer.ignored, strict=True)
+    ignored = tuple(a if a is not None and a == b else 0 for a, b in pairs)
+    return Isolation("isolated", condition=CONDITION, is_mean_of_targets=True, ignored=ignored)

@@ -79,7 +79,7 @@ class Probe:
         self._run.engine = self._step.engine.description  # synthetic records may have shown another
         _raise_or_warn(found, self._module, may_warn=self._world.is_lead)
         self.kinds = found.kinds
-        self._ignored = _IgnoredTargets(found.is_mean_of_targets, found.sentinels)
+        self._ignored = _IgnoredTargets(found.is_mean_of_targets, found.ignored, found.sentinels)
         if found.outcome == "isolated":
             self._phases = Phases(self._module)
 
@@ -119,7 +119,8 @@ class Probe:
 
     def watch_loss(self, loss: Tensor) -> None:
         """Suspect a batch by its loss, before the backward pass."""
-        self._suspect(self._ignored.in_loss(loss))
+        if n := self._step.records_in_hand:
+            self._suspect(self._ignored.in_loss(loss, n))
 
     def _suspect(self, found: list[Tensor]) -> None:
         self._step.suspect(found, _IGNORED.format(type(self._module).__name__))
@@ -193,15 +194,20 @@ class _IgnoredTargets:
 
     Args:
         is_mean_of_targets: the loss is a mean over targets by torch's own functions.
+        by_model: how many targets of every record the model itself ignores, for each mean.
         sentinels: for losses written by hand, places in a batch and values that may not stand there.
     """
 
     is_mean_of_targets: bool = False
+    by_model: tuple[int, ...] = ()
     sentinels: tuple[tuple[int, int], ...] = ()
 
-    def in_loss(self, loss: Tensor) -> list[Tensor]:
-        """Tell for each mean over targets whether it ignores one; before the backward pass."""
-        return [mean.ignores_some for mean in target_means(loss)] if self.is_mean_of_targets else []
+    def in_loss(self, loss: Tensor, n: int) -> list[Tensor]:
+        """Tell for each mean over targets whether it ignores one more; before the backward pass."""
+        means = target_means(loss) if self.is_mean_of_targets else []
+        allowed = self.by_model if len(self.by_model) == len(means) else (0,) * len(means)
+        pairs = zip(means, allowed, strict=True)
+        return [(mean.ignored(n) != number).any() for mean, number in pairs]
 
     def in_batch(self, batch: Any) -> list[Tensor]:
         """Tell the same for losses written by hand, by the values that the probe tried."""

@@ -237,6 +237,11 @@ class PrivateStep:
         """True if :meth:`backward` takes the place of ``loss.backward()``."""
         return self._passes.runs_backward
 
+    @property
+    def records_in_hand(self) -> int:
+        """The number of records of the chunk that is running; 0 if there is none."""
+        return 0 if self._batch.chunk is None else self._batch.chunk.size
+
     def check_loss(self, loss: Tensor) -> None:
         """Refuse a loss that mixes the chunk's records by more than sums.
 

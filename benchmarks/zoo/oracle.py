@@ -1,0 +1,144 @@
+"""Gradients of the records of a case: through an engine, and by plain autograd."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import parameters_to_vector
+
+from lightning_dp.boundary import AbstractPerSampleGradients, Query, Term, bounded_sum
+from lightning_dp.gradients.passes import RecordPasses, Replay
+from zoo.case import Batch, Case, Training, row
+
+__all__ = ["Found", "compare"]
+
+SMALL = 0.1
+"""A part of the gradient shorter than this share of the whole is measured against that share."""
+
+
+@dataclass(frozen=True)
+class Found:
+    """How far an engine is from plain autograd.
+
+    Args:
+        engine: that answered.
+        clipped: error of the clipped sum, against one record at a time; NaN where a step draws
+            random numbers by itself, so that records alone draw others.
+        total: error of the sum of all gradients, with dropout, against the batch's gradient.
+    """
+
+    engine: str
+    clipped: float
+    total: float
+
+    @property
+    def error(self) -> float:
+        """The larger of both."""
+        return max(e for e in (self.clipped, self.total) if e == e)
+
+
+def compare(case: Case, engine: str = "auto", dropout: float = 0.1) -> Found:
+    """Return the errors of an engine on a case.
+
+    Raises:
+        UnsupportedModelError: if it refuses the model.
+    """
+    total, name = _error_of_total(case, engine, dropout)
+    if _is_random(case):
+        return Found(name, float("nan"), total)
+    return Found(name, _error_of_clipped(case, engine), total)
+
+
+def _trained(module: nn.Module) -> list[nn.Parameter]:
+    return [param for param in module.parameters() if param.requires_grad]
+
+
+def _is_random(case: Case) -> bool:
+    """Tell whether the loss is random without dropout."""
+    module, batch = case.training(), case.batch()
+    buffers = [each.clone() for each in module.buffers()]
+    losses = []
+    for seed in (2, 3):
+        _restore(module, buffers)
+        torch.manual_seed(seed)
+        losses.append(module.training_step(batch, 0))
+    return not torch.equal(*losses)
+
+
+@torch.no_grad()
+def _restore(module: nn.Module, buffers: Sequence[Tensor]) -> None:
+    for buffer, kept in zip(module.buffers(), buffers, strict=True):
+        buffer.copy_(kept)
+
+
+def _error_of_clipped(case: Case, engine: str) -> float:
+    module, batch = case.training(), case.batch()
+    expected, clip_norm = _clipped_one_by_one(module, batch, case.n)
+    gradients, _ = _through(module, batch, case.n, engine)
+    found = bounded_sum(gradients, clip_norm).value.double()
+    return _distance(found, expected, _trained(module))
+
+
+def _error_of_total(case: Case, engine: str, dropout: float) -> tuple[float, str]:
+    module, batch = case.training(dropout=dropout), case.batch()
+    buffers = [each.clone() for each in module.buffers()]
+    torch.manual_seed(4)
+    expected = case.n * _gradient(module, batch)
+    _restore(module, buffers)
+    torch.manual_seed(4)
+    gradients, name = _through(module, batch, case.n, engine)
+    norms = gradients.norms()
+    found = gradients.weighted_sum(torch.ones_like(norms)).double()
+    return _distance(found, expected, _trained(module)), name
+
+
+def _gradient(module: Training, batch: Batch) -> Tensor:
+    params = _trained(module)
+    found = torch.autograd.grad(module.training_step(batch, 0), params, allow_unused=True)
+    each = [torch.zeros_like(p) if g is None else g for p, g in zip(params, found, strict=True)]
+    return _flat(each)
+
+
+def _flat(tensors: Sequence[Tensor]) -> Tensor:
+    """Return one real vector in float64."""
+    real = [torch.view_as_real(t) if t.is_complex() else t for t in tensors]
+    return parameters_to_vector([t.contiguous() for t in real]).double()
+
+
+def _clipped_one_by_one(module: Training, batch: Batch, n: int) -> tuple[Tensor, float]:
+    """Return the clipped sum, and the clip norm: between the norms, so that some are clipped."""
+    buffers = [each.clone() for each in module.buffers()]
+    rows = []
+    for index in range(n):
+        _restore(module, buffers)
+        rows.append(_gradient(module, row(batch, index)))
+    _restore(module, buffers)
+    norms = torch.stack([each.norm() for each in rows])
+    middle = norms.sort().values
+    clip_norm = float((middle[n // 2 - 1] + middle[n // 2]) / 2)
+    factors = (clip_norm / norms).clamp(max=1.0)
+    return (torch.stack(rows) * factors.unsqueeze(1)).sum(0), clip_norm
+
+
+def _through(
+    module: Training, batch: Batch, n: int, engine: str
+) -> tuple[AbstractPerSampleGradients, str]:
+    query = Query((Term(),), clip_norm=1.0, noise_multiplier=0.0)
+    with RecordPasses(module, _trained(module), engine) as passes:
+        found = passes.gradients(query, Replay(lambda: module.training_step(batch, 0), n))
+        assert found is not None, "the step gave no gradient"
+        return found, passes.description
+
+
+def _distance(found: Tensor, expected: Tensor, params: Sequence[nn.Parameter]) -> float:
+    """Return the largest relative error over the parameters."""
+    whole, start, errors = float(expected.norm()), 0, []
+    for param in params:
+        size = param.numel() * (2 if param.is_complex() else 1)
+        there, here = expected[start : start + size], found[start : start + size]
+        errors.append(float((here - there).norm()) / max(float(there.norm()), SMALL * whole))
+        start += size
+    return max(errors)
