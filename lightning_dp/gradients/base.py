@@ -96,6 +96,9 @@ class AbstractGradientEngine(ABC):
     runs_backward: ClassVar[bool] = False
     """True if :meth:`backward` takes the place of ``loss.backward()``."""
 
+    keeps_compiled: ClassVar[bool] = False
+    """True if it is right about models of which frozen modules run compiled: it counts all uses."""
+
     one_record: ClassVar[bool] = False
     """True if it answers for batches of a single record, so that each one must run alone."""
 

@@ -52,6 +52,7 @@ class Bookkeeping(AbstractGradientEngine):
 
     runs_backward = True
     has_products = True
+    keeps_compiled = True
 
     def __init__(self, rules: Mapping[type[nn.Module], Rule] = RULES) -> None:
         self.name = "bookkeeping" if rules else "functional"

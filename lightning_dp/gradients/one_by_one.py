@@ -12,14 +12,14 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from lightning_dp.boundary import AbstractPerSampleGradients
 from lightning_dp.functional import unflatten
 from lightning_dp.gradients.base import AbstractGradientEngine, UnsupportedModelError
+from lightning_dp.gradients.compiled import as_written
 from lightning_dp.gradients.materialised import MaterialisedGradients
 
 __all__ = ["OneByOne"]
 
 _NO_SECOND = (
     "A Hessian-vector product needs the second derivative of every operation, and one has none. "
-    "Fit the model without torch.compile, replace the operation, or use an estimator without "
-    "Hessians."
+    "Replace the operation, or use an estimator without Hessians."
 )
 
 
@@ -60,7 +60,7 @@ class OneByOne(AbstractGradientEngine):
         direction: Tensor,
         weights: tuple[float, float],
     ) -> AbstractPerSampleGradients:
-        with sdpa_kernel(SDPBackend.MATH):  # fused attention has no second derivative
+        with as_written(), sdpa_kernel(SDPBackend.MATH):  # fused attention has no second derivative
             loss = run_again()
             first = torch.autograd.grad(loss, self._params, create_graph=True, allow_unused=True)
             parts = unflatten(direction.to(loss.device), self._params)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -59,8 +58,6 @@ class OpacusHooks(AbstractGradientEngine):
 
     def attach(self, module: nn.Module, params: Sequence[nn.Parameter]) -> None:
         self.detach()
-        if (dynamo := sys.modules.get("torch._dynamo")) is not None:
-            dynamo.reset()  # graphs compiled before the hooks existed would ignore them
         refuse_layers(module)
         for name, part in module.named_modules():
             if isinstance(part, DPRNNBase) and is_trained(part):

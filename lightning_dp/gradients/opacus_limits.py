@@ -16,7 +16,7 @@ from torch.nn.utils.parametrize import is_parametrized
 from torch.nn.utils.rnn import PackedSequence
 
 from lightning_dp.gradients.base import UnsupportedModelError
-from lightning_dp.gradients.unsupported import is_compiled, refuse_without_records
+from lightning_dp.gradients.unsupported import refuse_script, refuse_without_records
 
 __all__ = ["is_trained", "refuse_call", "refuse_in_place", "refuse_layers", "refuse_packed"]
 
@@ -32,6 +32,9 @@ def refuse_layers(module: nn.Module) -> None:
     Raises:
         UnsupportedModelError: naming all of them, why, and the cures.
     """
+    for name, part in module.named_modules():
+        if is_trained(part):
+            refuse_script(name, part)
     reasons = [why for name, part in module.named_modules() for why in _hides_records(name, part)]
     reasons += _wrong_or_none(module)
     if reasons:
@@ -54,11 +57,6 @@ def _hides_records(name: str, part: nn.Module) -> Iterator[str]:
         if not errors and isinstance(part, nn.RNNBase | nn.MultiheadAttention):  # nn.RNN as well
             errors = ["its records are not told apart."]
         yield from (f"{name} ({type(part).__name__}): {error}" for error in errors)
-    if is_compiled(part) and is_trained(part):
-        yield (
-            f"{name or 'The module'} ({type(part).__name__}) is compiled, and hooks do not see "
-            "into the graph that runs: fit the module without torch.compile."
-        )
     is_attention = isinstance(part, DPMultiheadAttention) and is_trained(part)
     if is_attention and (part.add_bias_kv or not part.batch_first):
         yield (

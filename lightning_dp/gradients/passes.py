@@ -20,6 +20,7 @@ from lightning_dp.boundary import (
 )
 from lightning_dp.functional import unflatten
 from lightning_dp.gradients.base import ALONE, AbstractGradientEngine, UnsupportedModelError
+from lightning_dp.gradients.compiled import CompiledParts, as_written
 from lightning_dp.gradients.engines import EngineChoice
 from lightning_dp.gradients.loss_graph import CoupledLossError, check_loss_graph
 from lightning_dp.gradients.random_state import RandomState
@@ -161,12 +162,21 @@ class RecordPasses:
         with self._attaching():
             engine = self._choice.attach(self._module, self._params)
         engine.rest()
+        self._compiled = CompiledParts(
+            self._module, self._params, keeps_frozen=engine.keeps_compiled
+        )
         return self._wrap(engine)
 
     @property
     def description(self) -> str:
-        """The engine in use, and why it is not another one, in words."""
-        return self._choice.description
+        """The engine in use, why it is not another one, and what runs as written, in words."""
+        note = self.compiled_note
+        return self._choice.description if note is None else f"{self._choice.description}; {note}"
+
+    @property
+    def compiled_note(self) -> str | None:
+        """The compiled parts that run as written, in words; None if there are none."""
+        return None if self.one_record else self._compiled.note
 
     @property
     def randomness(self) -> RandomState | None:
@@ -222,14 +232,23 @@ class RecordPasses:
         """True if chunks must hold one record each."""
         return self._engine.one_record
 
+    def as_written(self) -> AbstractContextManager[None]:
+        """Let compiled parts that the engine must see run their own code, inside.
+
+        For forward passes that are watched and for their backward passes, which run parts of them
+        again; an engine that sees no layers needs nothing of it.
+        """
+        return nullcontext() if self._engine.one_record else self._compiled.as_written()
+
     @contextmanager
     def watching(self) -> Iterator[None]:
         """Inside, the engine's hooks are on the model; at no other time, so that copies have none."""
-        self._engine.wake()
-        try:
-            yield
-        finally:
-            self._engine.rest()
+        with self.as_written():
+            self._engine.wake()
+            try:
+                yield
+            finally:
+                self._engine.rest()
 
     def check_loss(self, loss: Tensor, size: int) -> None:
         """Refuse a loss that mixes records by more than sums, before its backward pass.
@@ -250,7 +269,8 @@ class RecordPasses:
             keep_graph: the graph is going to be used once more.
             combined: the gradients will be combined with those of another pass.
         """
-        self._engine.backward(loss, keep_graph=keep_graph, combined=combined)
+        with self.as_written():
+            self._engine.backward(loss, keep_graph=keep_graph, combined=combined)
 
     def take(self, scale: float = 1.0) -> AbstractPerSampleGradients | None:
         """Take what the last backward pass left; None if nothing was back-propagated.
@@ -387,7 +407,8 @@ class RecordPasses:
             if self._engine.runs_backward:
                 self.backward(loss, combined=combined)
             else:
-                self._go_back(loss)
+                with self.as_written():
+                    self._go_back(loss)
             return self.take()
 
     def _along(
@@ -404,7 +425,7 @@ class RecordPasses:
             return loss
 
         try:
-            with self.watching():
+            with as_written(), self.watching():
                 return self._engine.along(sure, direction, weights)
         except _NoLoss:
             self._engine.drop()

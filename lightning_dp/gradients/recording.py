@@ -26,7 +26,7 @@ from lightning_dp.gradients.opacus_layers import Arrange, OpacusLayers, own_para
 from lightning_dp.gradients.row_owners import folding_in_force
 from lightning_dp.gradients.rules import Rule, refuse_options, rule_of
 from lightning_dp.gradients.unsupported import (
-    refuse_compiled,
+    refuse_script,
     refuse_special,
     refuse_without_records,
 )
@@ -90,7 +90,7 @@ class Recorder:
         trained = {id(param) for param in params}
         for name, layer in module.named_modules():
             if any(id(param) in trained for param in layer.parameters()):
-                refuse_compiled(name, layer)
+                refuse_script(name, layer)
                 refuse_options(name, layer, self._rule_of(layer))
         layers = [
             layer

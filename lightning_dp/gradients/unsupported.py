@@ -14,8 +14,7 @@ from torch.nn.parameter import is_lazy
 from lightning_dp.gradients.base import ALONE, UnsupportedModelError
 
 __all__ = [
-    "is_compiled",
-    "refuse_compiled",
+    "refuse_script",
     "refuse_sharded",
     "refuse_special",
     "refuse_without_records",
@@ -109,17 +108,12 @@ def refuse_without_records(name: str, layer: nn.Module, given: Any) -> None:
         )
 
 
-def is_compiled(layer: nn.Module) -> bool:
-    """Tell whether calls of this very module run a compiled graph."""
-    in_place = getattr(layer, "_compiled_call_impl", None) is not None
-    is_script = isinstance(layer, torch.jit.ScriptModule)
-    return in_place or is_script or type(layer).__name__ == "OptimizedModule"
-
-
-def refuse_compiled(name: str, layer: nn.Module) -> None:
-    """Refuse compiled modules: hooks do not see the graph inside that is differentiated."""
-    if is_compiled(layer):
+def refuse_script(name: str, layer: nn.Module) -> None:
+    """Refuse a trained module of TorchScript: hooks do not see into the graph that runs."""
+    if isinstance(layer, torch.jit.ScriptModule):
         raise UnsupportedModelError(
-            f"{name or 'The module'} is compiled, and hooks do not see into the graph that runs. Fit it "
-            "without torch.compile and torch.jit, or freeze it with requires_grad_(False)."
+            f"{name or 'The module'} is a module of TorchScript (torch.jit), and hooks do not see into "
+            "the graph that runs. Train the nn.Module it was made from, and script that after the "
+            "fit; or freeze its parameters: for p in module.parameters(): p.requires_grad_(False). "
+            f"{ALONE}"
         )

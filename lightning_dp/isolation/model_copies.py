@@ -9,6 +9,8 @@ import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 
+from lightning_dp.gradients.compiled import uncompile_copy
+
 __all__ = ["ModelCopies"]
 
 _HALF = (torch.float16, torch.bfloat16)
@@ -44,7 +46,9 @@ class ModelCopies:
         for param in params:
             shared = nn.Parameter(self._weight(param, is_half), param.requires_grad)
             memo[id(param)] = shared
-        return copy.deepcopy(self._module, memo)
+        made = copy.deepcopy(self._module, memo)
+        uncompile_copy(made)
+        return made
 
     def _weight(self, param: nn.Parameter, is_half: bool) -> Tensor:
         """Return the shared memory of a parameter, with its present value."""

@@ -12,6 +12,7 @@ from lightning.pytorch import LightningModule, Trainer
 
 from lightning_dp._validate import flag
 from lightning_dp.gradients import CoupledLossError, EngineChoice, UnsupportedModelError
+from lightning_dp.gradients.compiled import as_written
 from lightning_dp.isolation.comparison import Comparisons
 from lightning_dp.isolation.draws import probe_draws
 from lightning_dp.isolation.effort import Effort
@@ -42,6 +43,7 @@ __all__ = ["check_isolation", "probe_again", "probe_isolation"]
 _RECORDS = 4
 
 
+@as_written()
 def check_isolation(
     module: LightningModule,
     batch: Any,
@@ -102,6 +104,7 @@ def check_isolation(
         return _outcome(passes, _probe_given, batch)
 
 
+@as_written()
 def probe_isolation(
     module: LightningModule,
     like: Any,
@@ -154,6 +157,7 @@ def probe_isolation(
         return _outcome(passes, partial(_probe_synthetic, expected=expected), like)
 
 
+@as_written()
 def probe_again(
     module: LightningModule,
     like: Any,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from lightning_dp.gradients.compiled import as_written
 from lightning_dp.isolation.passes import Passes
 from lightning_dp.isolation.pools import pool_that_runs
 from lightning_dp.isolation.synthetic import ValidLabels, take_rows
@@ -18,6 +19,7 @@ UNDONE = (
 )
 
 
+@as_written()
 def changed_by_a_record(passes: Passes, like: Any) -> tuple[str, ...]:
     """Name buffers and attributes that a synthetic record changes; none where it cannot be tried.
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from lightning.pytorch import Trainer
 from lightning.pytorch.plugins import Precision
+from lightning.pytorch.utilities import rank_zero_info
 
 from lightning_dp._world import World
 from lightning_dp.gradients import EngineChoice
@@ -100,7 +101,9 @@ def begin_fit(
     own_only = run.config.resolved_estimator().traits.uses_hessian or bool(public)
     choice = EngineChoice(run.config.engine, own_only=own_only)
     step = PrivateStep(module, optimizer, choice, device, wrap, checks, public)
-    run.engine, run.optimizers = choice.description, optimizers.description
+    run.engine, run.optimizers = step.engine_description, optimizers.description
+    if step.compiled_note is not None:
+        rank_zero_info(f"privacy: {step.compiled_note}.")
     edits = GradientEdits(trainer, step.params, is_declared=run.config.gradient_edits is not None)
     probe = Probe(module, step, run, world)
     return Fit(

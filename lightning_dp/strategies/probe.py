@@ -76,7 +76,7 @@ class Probe:
             _probe(self._module, batch, self._step, self._run, self._world.size)
         )
         self._run.isolation = str(found)
-        self._run.engine = self._step.engine.description  # synthetic records may have shown another
+        self._run.engine = self._step.engine_description  # synthetic records may have shown another
         _raise_or_warn(found, self._module, may_warn=self._world.is_lead)
         self.kinds = found.kinds
         self._ignored = _IgnoredTargets(found.is_mean_of_targets, found.ignored, found.sentinels)

@@ -161,6 +161,20 @@ class PrivateStep:
         """Let the engine see what the model does, inside."""
         return self._passes.watching()
 
+    @property
+    def engine_description(self) -> str:
+        """The engine, why it is not another one, and what of the model runs as written, in words."""
+        return self._passes.description
+
+    @property
+    def compiled_note(self) -> str | None:
+        """The compiled parts that run as written, in words; None if there are none."""
+        return self._passes.compiled_note
+
+    def as_written(self) -> AbstractContextManager[None]:
+        """Let compiled parts that the engine must see run their own code, inside."""
+        return self._passes.as_written()
+
     @contextmanager
     def without_engine(self) -> Iterator[None]:
         """Leave the model without the engine, inside; between two batches."""

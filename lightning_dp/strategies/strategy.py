@@ -166,7 +166,8 @@ class DifferentialPrivacyStrategy(PrivateFitStrategy):
         fit.probe.watch_loss(closure_loss)
         with self._noting_refusals():
             fit.step.check_loss(closure_loss)
-            return self._answer(closure_loss, optimizer, *args, **kwargs)
+            with fit.step.as_written():  # checkpoints run parts of the model again
+                return self._answer(closure_loss, optimizer, *args, **kwargs)
         return closure_loss
 
     @contextmanager

@@ -210,16 +210,6 @@ def test_attention_without_records_is_refused_in_words(oracle):
     engine.detach()
 
 
-def test_a_frozen_compiled_layer_changes_nothing(layer_engine, oracle):
-    module, batch = nn.Sequential(nn.Linear(6, 4), nn.Linear(4, 3)), oracle.features()
-    module[1].requires_grad_(False)
-    expected = oracle.one_by_one(module, batch)
-    module[1].compile(backend="eager")
-    layer_engine.attach(module, oracle.trained(module))
-    found = oracle.run(layer_engine, module, batch).norms()
-    torch.testing.assert_close(found, expected.norm(dim=1), rtol=1e-5, atol=0)
-
-
 def test_torchs_warning_of_the_first_layer_is_hidden_while_the_engine_is_attached(oracle, mlp):
     """The filters are those of the whole process: the engine leaves them as they were."""
     with warnings.catch_warnings(record=True) as shown:

@@ -93,13 +93,6 @@ def test_gradients_of_a_call_without_records_are_not_added_to_those_of_records(
         oracle.run(layer_engine, module, torch.randn(oracle.records, 6))
 
 
-def test_a_compiled_part_is_refused(layer_engine, oracle):
-    module = nn.Sequential(nn.Linear(6, 4), nn.Linear(4, 3))
-    module[1].compile(backend="eager")
-    with pytest.raises(UnsupportedModelError, match="1 is compiled"):
-        layer_engine.attach(module, oracle.trained(module))
-
-
 class Own(nn.Module):
     """The start of a layer of the user's own, without a rule."""
 

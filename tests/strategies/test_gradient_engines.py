@@ -12,7 +12,6 @@ from torch.utils.data import DataLoader
 
 from lightning_dp import Diff2, FullBatch
 from lightning_dp.callbacks import DifferentialPrivacy
-from lightning_dp.gradients import UnsupportedModelError
 
 pytestmark = pytest.mark.filterwarnings("ignore:Full backward hook is firing")
 
@@ -170,34 +169,3 @@ def test_manual_backward(engine, arguments, classifier, blobs, make_trainer):
         make_trainer(max_epochs=3, callbacks=[privacy]).fit(model, DataLoader(blobs, 240))
         results.append(nn.utils.parameters_to_vector(model.parameters()).detach())
     torch.testing.assert_close(*results, rtol=0, atol=1e-7)
-
-
-@pytest.mark.parametrize("part", ["whole", "inside", "wrapped"])
-def test_a_compiled_trained_module_is_refused_by_the_hooks(part, train):
-    def compiled() -> nn.Module:
-        net = plain()
-        if part == "wrapped":
-            return torch.compile(net, backend="eager")
-        (net if part == "whole" else net[0]).compile(backend="eager")
-        return net
-
-    with pytest.raises(UnsupportedModelError, match=r"is compiled.*without torch\.compile"):
-        train("hooks", compiled)
-
-
-def test_a_compiled_network_is_left_to_the_hooks_or_refused(train):
-    """Opacus' hooks do not see into a compiled module either: then it is an error, not a leak."""
-
-    def compiled() -> nn.Module:
-        net = plain()
-        net.compile(backend="eager")
-        return net
-
-    try:
-        weights, engine = train("auto", compiled)
-    except Exception as error:
-        assert "gradient per record" in str(error) or "compiled" in str(error)
-    else:
-        assert "compiled" in engine
-        expected, _ = train("hooks", plain)
-        torch.testing.assert_close(weights, expected, rtol=0, atol=2e-6)

@@ -148,21 +148,3 @@ def test_parameters_on_the_module_itself_used_otherwise_are_refused_with_the_rea
 ):
     with pytest.raises(TypeError, match=r"'weight'.*no gradient per record.*call self\(x\)"):
         make_trainer(max_epochs=1, callbacks=[privacy]).fit(Direct(through_self=False), loader)
-
-
-@pytest.mark.parametrize("when", ["before", "in configure_model"])
-@pytest.mark.parametrize("engine", ["auto", "hooks"])
-def test_a_compiled_network_is_refused_by_name(
-    when, engine, classifier, mlp, loader, make_trainer, tmp_path
-):
-    class Compiles(classifier):
-        def configure_model(self):
-            if when == "in configure_model":
-                self.net.compile(backend="eager")
-
-    net = mlp()
-    if when == "before":
-        net.compile(backend="eager")
-    privacy = DifferentialPrivacy(target_delta=DELTA, noise_multiplier=1.0, engine=engine)
-    with pytest.raises(TypeError, match=r"net .*is compiled.*without torch\.compile"):
-        make_trainer(max_epochs=1, callbacks=[privacy]).fit(Compiles(net), loader)
