@@ -9,13 +9,11 @@ from functools import partial
 from typing import Any
 
 import torch
-from lightning.pytorch import LightningModule
-from lightning.pytorch.utilities.compile import to_uncompiled
 from torch import nn
 
 from lightning_dp.gradients.module_hooks import ModuleHooks
 
-__all__ = ["CompiledParts", "as_written", "uncompile_copy"]
+__all__ = ["CompiledParts", "as_written"]
 
 _NOTE = "{}: compiled, and run as written in private steps, since hooks do not see into a compiled graph"
 
@@ -131,17 +129,3 @@ def _methods(module: nn.Module) -> list[str]:
             names = [name for name, value in (*vars(part).items(), *items) if _is_function(value)]
             found += [f"{path}.{name}" if path else name for name in names]
     return list(dict.fromkeys(found))
-
-
-def uncompile_copy(module: nn.Module) -> None:
-    """Let a copy of a model run its own code, where Lightning compiled the whole of the original.
-
-    The compiled functions are attributes of the LightningModule, and a copy has those of the
-    original, which run it instead.
-
-    Args:
-        module: the copy.
-    """
-    for part in module.modules():
-        if isinstance(part, LightningModule) and part._compiler_ctx is not None:
-            to_uncompiled(part)

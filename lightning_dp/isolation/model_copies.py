@@ -7,9 +7,8 @@ from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule
+from lightning.pytorch.utilities.compile import to_uncompiled
 from torch import Tensor, nn
-
-from lightning_dp.gradients.compiled import uncompile_copy
 
 __all__ = ["ModelCopies"]
 
@@ -47,7 +46,7 @@ class ModelCopies:
             shared = nn.Parameter(self._weight(param, is_half), param.requires_grad)
             memo[id(param)] = shared
         made = copy.deepcopy(self._module, memo)
-        uncompile_copy(made)
+        _uncompile(made)
         return made
 
     def _weight(self, param: nn.Parameter, is_half: bool) -> Tensor:
@@ -92,3 +91,14 @@ def _look_same(value: Tensor, own: Tensor) -> bool:
     flat, other = value.reshape(-1), own.reshape(-1)
     ends = slice(None, _ENTRIES), slice(-_ENTRIES, None), slice(None, None, len(flat) // _ENTRIES)
     return all(torch.equal(other[part], flat[part].to(other)) for part in ends)
+
+
+def _uncompile(copied: LightningModule) -> None:
+    """Let a copy of a model run its own code, where Lightning compiled the whole of the original.
+
+    The compiled functions are attributes of the LightningModule, and a copy has those of the
+    original, which run it instead.
+    """
+    for part in copied.modules():
+        if isinstance(part, LightningModule) and part._compiler_ctx is not None:
+            to_uncompiled(part)
