@@ -39,6 +39,11 @@ CURES = {
         "of the batch). Use a loss of single records, or let one record of the data set hold "
         "everything that is compared"
     ),
+    "owners": (
+        "training_step mixes or compares records (layers or a loss over the rows of several records), "
+        "or rows_of_records() names other owners than the rows have. Let each record's output depend "
+        "on its own rows alone, and give the owner of each row in the order of the layers' input"
+    ),
     "no loss": (
         "training_step gives no loss, or no gradient, because of what one record holds (a number "
         "that is not finite, a size or a label out of its usual range), so this record decides "
@@ -56,8 +61,9 @@ CURES = {
         "of the records, without noise. Fix them in advance, or as functions of released values"
     ),
     "rows": (
-        "the layers see another number of rows than there are records. The model must keep records "
-        "in the first dimension of every layer's input, one row each"
+        "the layers see another number of rows than there are records. The collate_fn and the model "
+        "must keep records in the first dimension of every layer's input, one row each; where rows "
+        "of a record are in it, say whose they are with lightning_dp.rows_of_records()"
     ),
 }
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -13,7 +14,9 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning_dp._validate import flag
 from lightning_dp.gradients import CoupledLossError, EngineChoice, UnsupportedModelError
 from lightning_dp.gradients.compiled import as_written
+from lightning_dp.isolation.collated import CollatedPool
 from lightning_dp.isolation.comparison import Comparisons
+from lightning_dp.isolation.coupling import CURES
 from lightning_dp.isolation.draws import probe_draws
 from lightning_dp.isolation.effort import Effort
 from lightning_dp.isolation.kinds import SyntheticKind
@@ -41,6 +44,9 @@ __all__ = ["check_isolation", "probe_again", "probe_isolation"]
 
 
 _RECORDS = 4
+_FOLDED = (
+    "other values, larger batches, and real records exchanged, since a record has several rows"
+)
 
 
 @as_written()
@@ -115,6 +121,7 @@ def probe_isolation(
     loss_graph_check: bool = True,
     expected: int = 0,
     is_count_public: bool = False,
+    pools: Iterable[CollatedPool] | None = None,
 ) -> Isolation:
     """Probe with synthetic records: of ``like``, only shapes, dtypes and nesting are used.
 
@@ -141,6 +148,8 @@ def probe_isolation(
             :func:`check_isolation`; the engine may be a choice that is shared with others.
         expected: the number of records in a batch of the run; 0 if there is none.
         is_count_public: each batch has as many; public optimizers may then step by the number.
+        pools: where rows of a batch are not records, and ``like`` tells nothing: synthetic records
+            of which the first are taken on which the model runs.
     """
     if engine == "one_by_one":
         return Isolation("isolated", condition=BY_CONSTRUCTION)
@@ -153,8 +162,11 @@ def probe_isolation(
         made_up=True,
         is_count_public=is_count_public,
     )
+    probe = partial(_probe_synthetic, expected=expected)
+    if pools is not None:
+        probe = partial(_probe_collated, pools=list(pools))
     with passes.quietly():
-        return _outcome(passes, partial(_probe_synthetic, expected=expected), like)
+        return _outcome(passes, probe, like)
 
 
 @as_written()
@@ -223,6 +235,35 @@ def _probe_synthetic(passes: Passes, like: Any, expected: int) -> Isolation:
             failure = failure or error
     assert failure is not None
     raise failure
+
+
+def _probe_collated(passes: Passes, like: Any, pools: Sequence[CollatedPool]) -> Isolation:
+    """Probe with the first samples of which the model takes batches."""
+    failure: Exception = NotProbed("no synthetic sample can be made")
+    for pool in pools:
+        try:
+            passes.loss(pool.take(range(2 * _RECORDS)))
+        except Exception as error:
+            failure = error
+            continue
+        if not pool.is_telling:
+            raise NotProbed("rows of a batch are not records, and samples cannot be made up")
+        return first_failure(_layers_of_collated(passes, pool))
+    raise failure
+
+
+def _layers_of_collated(passes: Passes, pool: CollatedPool) -> Iterator[Isolation]:
+    """Probe with batches in which a record has several rows; each layer may rely on those before."""
+    n, comparisons = _RECORDS, Comparisons(passes)
+    is_long = Effort.of(passes, pool, n).is_long(n)
+    found = _probe(comparisons, pool, n, in_short=is_long)
+    if found.reason == CURES["pairs"]:
+        found = replace(found, reason=CURES["owners"])
+    yield found
+    yield probe_draws(comparisons, pool, n)
+    yield probe_steps(passes, pool, n, steps=2 if is_long else 3)
+    yield probe_later(passes, pool, n, in_short=is_long)
+    yield Isolation("isolated", left_out=(_FOLDED,))
 
 
 def _layers(passes: Passes, pool: Any, kind: SyntheticKind, expected: int) -> Iterator[Isolation]:

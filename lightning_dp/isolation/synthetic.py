@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
+from lightning_dp.isolation.collated import CollatedPool
 from lightning_dp.isolation.nesting import map_leaves, map_rows, number_of_rows
 
 __all__ = [
@@ -62,6 +63,8 @@ def replace_leaf(batch: Any, place: int, value: Tensor) -> Any:
 
 def take_rows(pool: Any, rows: Sequence[int]) -> Any:
     """Return the batch of some records of a pool, in this order; what has no rows stays whole."""
+    if isinstance(pool, CollatedPool):
+        return pool.take(rows)
     index = torch.tensor(list(rows), dtype=torch.int64)
 
     def take(part: Any) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +15,7 @@ from lightning_dp._warnings import warn
 from lightning_dp._world import World
 from lightning_dp.gradients import ALONE, UnsupportedModelError
 from lightning_dp.isolation import BY_CONSTRUCTION, Isolation, probe_isolation
+from lightning_dp.isolation.collated import CollatedPool
 from lightning_dp.isolation.ignored import target_means
 from lightning_dp.isolation.kinds import NO_KINDS
 from lightning_dp.isolation.passes import Passes
@@ -57,30 +59,43 @@ class Probe:
         self, module: LightningModule, step: PrivateStep, run: PrivateRun, world: World
     ) -> None:
         self._module, self._step, self._run, self._world = module, step, run, world
-        self._is_due = run.config.isolation_probe
+        self._is_first = True
         self._ignored = _IgnoredTargets()
+        self.has_folded_rows = False  # rows of a batch are not records
         self.kinds = NO_KINDS  # of synthetic records, which the model took
         self._phases: Phases | None = None
 
-    def at_first_batch(self, batch: Any) -> None:
-        """Refuse a model that couples records, once in a fit and before anything is charged."""
+    def at_first_batch(self, batch: Any, pools: Callable[[], list[CollatedPool] | None]) -> None:
+        """Refuse a model that couples records, once in a fit and before anything is charged.
+
+        Args:
+            batch: of which shapes are used.
+            pools: returns synthetic batches where the rows of one are not records, else None.
+        """
         if self._step.one_record:
             self._run.isolation = BY_CONSTRUCTION
-        if not self._is_due:
+        if not self._is_first:
             return
-        self._is_due = False
+        self._is_first = False
         if self._step.one_record:
-            self._warn_of_undone_state(batch)
+            if self._run.config.isolation_probe:
+                self._warn_of_undone_state(batch)
+            return
+        if not (self._run.config.isolation_probe or self._run.config.spot_checks):
+            return
+        made = pools()
+        self.has_folded_rows = self._world.broadcast(made is not None)
+        if not self._run.config.isolation_probe:
             return
         found = self._world.broadcast(
-            _probe(self._module, batch, self._step, self._run, self._world.size)
+            _probe(self._module, batch, made, self._step, self._run, self._world.size)
         )
         self._run.isolation = str(found)
         self._run.engine = self._step.engine_description  # synthetic records may have shown another
         _raise_or_warn(found, self._module, may_warn=self._world.is_lead)
         self.kinds = found.kinds
         self._ignored = _IgnoredTargets(found.is_mean_of_targets, found.ignored, found.sentinels)
-        if found.outcome == "isolated":
+        if found.outcome == "isolated" and not self.has_folded_rows:
             self._phases = Phases(self._module)
 
     def at_new_phase(self, batch: Any) -> None:
@@ -127,7 +142,12 @@ class Probe:
 
 
 def _probe(
-    module: LightningModule, batch: Any, step: PrivateStep, run: PrivateRun, processes: int
+    module: LightningModule,
+    batch: Any,
+    pools: list[CollatedPool] | None,
+    step: PrivateStep,
+    run: PrivateRun,
+    processes: int,
 ) -> Isolation:
     """Probe the model with synthetic records of the batch's shapes; nothing of it is changed."""
     plan = run.batches
@@ -141,6 +161,7 @@ def _probe(
             trained=_trained(module, step),
             trainer=module.trainer,
             expected=expected,
+            pools=pools,
             loss_graph_check=run.config.loss_graph_check,
             is_count_public=isinstance(run.config.sampling, FullBatch),
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import secrets
+from functools import partial
 from typing import Any
 
 from lightning.fabric.utilities.exceptions import MisconfigurationException
@@ -11,9 +12,11 @@ from torch.utils.data import _utils, default_collate
 
 from lightning_dp._warnings import warn
 from lightning_dp._world import World
+from lightning_dp.isolation.collated import CollatedPool, collated_pools, has_folded_rows
 from lightning_dp.isolation.collation import Collate, EachAlone, Trial, try_collate
 from lightning_dp.isolation.copies import Copies, quiet
 from lightning_dp.isolation.drawn import MIXED, NotRepeatable, fetch, mixes_samples
+from lightning_dp.isolation.samples import size_of
 from lightning_dp.isolation.transfer import TransferHooks
 from lightning_dp.run import PrivateRun
 from lightning_dp.sampling.loader import Chunk, PrivateDataLoader
@@ -21,6 +24,7 @@ from lightning_dp.strategies.step import PrivateStep
 
 __all__ = ["Records"]
 
+_LOOKED_AT = 4  # records, for one whose shapes tell where several rows are
 _OTHERS = 2  # records that are drawn with the one that is looked at
 _RARELY = 50  # steps between two looks, on average
 
@@ -91,17 +95,15 @@ class Records:
     def _tried(self, loader: PrivateDataLoader, chunk: Chunk) -> tuple[str, Trial]:
         """Return what was tried, as code, and the outcome."""
         collate = loader.collate_of_user
-        trainer = self._module.trainer
-        hooks = TransferHooks(self._module, trainer.datamodule, trainer)  # type: ignore[attr-defined]
+        hooks = self._hooks
         name = f"collate_fn ({_name(collate)})"
-        if collate is default_collate and _is_torchs_own() and not hooks.overridden:
+        if self._is_torchs_own(collate, hooks):
             return name, Trial("apart")
-        with quiet():
-            try:
-                (sample,) = fetch(Copies(loader.dataset).fresh(), chunk.records[:1])
-            except Exception as error:  # a data set that gives each record once
-                reason = f"{type(error).__name__} where a record was read again"
-                return name, Trial("untried", reason)
+        try:
+            sample = _sample(loader, chunk)
+        except Exception as error:  # a data set that gives each record once
+            reason = f"{type(error).__name__} where a record was read again"
+            return name, Trial("untried", reason)
         assert self._run.batches is not None
         chunks = self._world.size * self._run.batches.chunks_per_step
         size = max(1, round(self._run.batches.expected_batch_size / chunks))
@@ -111,6 +113,34 @@ class Records:
         if trial.outcome != "apart" or not hooks.overridden:
             return name, trial
         return " and ".join(hooks.overridden), hooks.tried(copies, sample, size, wrap)
+
+    def pools(self, loader: PrivateDataLoader, chunk: Chunk) -> list[CollatedPool] | None:
+        """Return synthetic batches where rows are not records; None where they are, or nobody knows."""
+        collate, hooks = loader.collate_of_user, self._hooks
+        if self._is_torchs_own(collate, hooks) or self._run.config.runs_each_record_alone:
+            return None
+        try:
+            sample = _sample(loader, chunk)
+        except Exception:
+            return None
+        copies = Copies(collate, closes_datasets=True)
+        fresh = partial(hooks.fresh, copies) if hooks.overridden else copies.fresh
+        return list(collated_pools(fresh, sample)) if has_folded_rows(fresh, sample) else None
+
+    @property
+    def _hooks(self) -> TransferHooks:
+        trainer = self._module.trainer
+        return TransferHooks(self._module, trainer.datamodule, trainer)  # type: ignore[attr-defined]
+
+    @staticmethod
+    def _is_torchs_own(collate: Collate, hooks: TransferHooks) -> bool:
+        return collate is default_collate and _is_torchs_own() and not hooks.overridden
+
+
+def _sample(loader: PrivateDataLoader, chunk: Chunk) -> Any:
+    """Return the largest of a few records, of which only types and shapes are used."""
+    with quiet():
+        return max(fetch(Copies(loader.dataset).fresh(), chunk.records[:_LOOKED_AT]), key=size_of)
 
 
 def _some(records: Any, count: int) -> list[int]:

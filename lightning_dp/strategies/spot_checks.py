@@ -182,7 +182,9 @@ class SpotChecks:
     def _exchange(self, batch: Any, size: int, attempt: int = 0) -> Exchange | None:
         """Return the batch with records exchanged; None if rows are no records, or there are none."""
         try:
-            if not size or number_of_rows(batch) != size or not self._has_known_parts:
+            if self._probe.has_folded_rows or not size:
+                return None
+            if number_of_rows(batch) != size or not self._has_known_parts:
                 return None
             found = self._plan.exchange(
                 batch, self._since, self._made - 1, self._probe.kinds, attempt

@@ -55,7 +55,7 @@ class DifferentialPrivacyStrategy(PrivateFitStrategy):
             fit.step.parameters.check_optimizer(fit.optimizers.private)
             fit.step.parameters.check_model()
             self._warn(fit.first.between_steps())
-        fit.probe.at_first_batch(batch)
+        fit.probe.at_first_batch(batch, partial(fit.records.pools, loader, chunk))
         fit.records.at_first_batch(loader, chunk)
         check_rate(chunk, mechanism)
         fit.losses.drop()
