@@ -36,7 +36,7 @@ from lightning_dp.isolation.synthetic import (
     leaves_of,
     replace_leaf,
 )
-from lightning_dp.isolation.targets import probe_targets
+from lightning_dp.isolation.targets import mean_of_targets, probe_targets
 from lightning_dp.isolation.two_steps import probe_steps
 from lightning_dp.isolation.values import probe_values
 
@@ -256,11 +256,13 @@ def _layers_of_collated(passes: Passes, pool: CollatedPool) -> Iterator[Isolatio
     """Probe with batches in which a record has several rows; each layer may rely on those before."""
     n, comparisons = _RECORDS, Comparisons(passes)
     is_long = Effort.of(passes, pool, n).is_long(n)
+    yield probe_public_steps(passes, pool, n, in_short=is_long)
     found = _probe(comparisons, pool, n, in_short=is_long)
     if found.reason == CURES["pairs"]:
         found = replace(found, reason=CURES["owners"])
     yield found
     yield probe_draws(comparisons, pool, n)
+    yield mean_of_targets(comparisons, pool, n)
     yield probe_steps(passes, pool, n, steps=2 if is_long else 3)
     yield probe_later(passes, pool, n, in_short=is_long)
     yield Isolation("isolated", left_out=(_FOLDED,))

@@ -13,7 +13,7 @@ from lightning_dp.isolation.outcome import CONDITION, ISOLATED, Isolation
 from lightning_dp.isolation.own_numbers import padding_numbers
 from lightning_dp.isolation.synthetic import leaves_of, replace_leaf, take_rows
 
-__all__ = ["probe_targets"]
+__all__ = ["mean_of_targets", "probe_targets"]
 
 _IGNORED = (-100, -1, 255)  # torch's default ignore_index, and what others write by hand
 
@@ -23,7 +23,7 @@ def probe_targets(comparisons: Comparisons, pool: Any, n: int) -> Isolation:
 
     Trying writes it into each tensor of whole numbers that may hold it.
     """
-    found = _mean_of_targets(comparisons, pool, n)
+    found = mean_of_targets(comparisons, pool, n)
     if found.outcome != "isolated":
         return found
     before = Batch.of(pool, range(n))
@@ -53,8 +53,12 @@ def probe_targets(comparisons: Comparisons, pool: Any, n: int) -> Isolation:
     return found
 
 
-def _mean_of_targets(comparisons: Comparisons, pool: Any, n: int) -> Isolation:
-    """Tell whether the loss is one mean over all targets, rather than one for each record."""
+def mean_of_targets(comparisons: Comparisons, pool: Any, n: int) -> Isolation:
+    """Tell whether the loss is one mean over all targets, rather than one for each record.
+
+    Args:
+        pool: of at least n records, the first of which are the batch.
+    """
     whole = comparisons.answer(Batch.of(pool, range(n)))
     if not whole.means:
         return ISOLATED
@@ -69,4 +73,4 @@ def _mean_of_targets(comparisons: Comparisons, pool: Any, n: int) -> Isolation:
     # What the model ignores of every synthetic record alike is no record's own doing.
     pairs = zip(whole.ignored, fewer.ignored, strict=True)
     ignored = tuple(a if a is not None and a == b else 0 for a, b in pairs)
-    return Isolation("isolated", condition=CONDITION, is_mean_of_targets=True, ignored=ignored)
+    return Isolation("isolated", condition=CONDITION, ismean_of_targets=True, ignored=ignored)
