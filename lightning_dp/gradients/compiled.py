@@ -6,6 +6,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -116,7 +117,10 @@ def _is_inside_hooks(part: nn.Module) -> bool:
 def _is_function(value: Any) -> bool:
     """Tell whether a function or a method is what ``torch.compile`` returned."""
     function = getattr(value, "__func__", value)
-    is_wrapped = hasattr(function, "_torchdynamo_orig_callable")
+    # Of nothing but functions: some attributes raise when they are asked for what they lack.
+    is_wrapped = isinstance(function, FunctionType) and hasattr(
+        function, "_torchdynamo_orig_callable"
+    )
     return is_wrapped and not getattr(function, "_torchdynamo_disable", False)
 
 

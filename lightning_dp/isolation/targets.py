@@ -73,4 +73,4 @@ def mean_of_targets(comparisons: Comparisons, pool: Any, n: int) -> Isolation:
     # What the model ignores of every synthetic record alike is no record's own doing.
     pairs = zip(whole.ignored, fewer.ignored, strict=True)
     ignored = tuple(a if a is not None and a == b else 0 for a, b in pairs)
-    return Isolation("isolated", condition=CONDITION, ismean_of_targets=True, ignored=ignored)
+    return Isolation("isolated", condition=CONDITION, is_mean_of_targets=True, ignored=ignored)
