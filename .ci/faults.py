@@ -69,7 +69,11 @@ FAULTS = (
     Fault("clamped_losses_pass", '"ViewAsComplex Conj ConjPhysical', 'Clamp "  "'),
     Fault("spot_checks_compare_nothing", "if not rows", "or True", "record_gradients"),
     Fault("constant_fingerprint", "total = total * _MULTIPLIER + mixed.sum()", "* 0"),
-    Fault("two_steps_without_hooks", "self._end_of_step(batch, outputs[0])", "if 0 else None"),
+    Fault(
+        "two_steps_without_hooks",
+        'self._hook("on_train_batch_end", output, batch, self._batch_idx)',
+        "if 0 else None",
+    ),
     Fault("nothing_exchanged", "return _exchanged(part, rows", "[:0]"),
 )
 

@@ -8,7 +8,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -17,6 +17,7 @@ import lightning as L
 import numpy as np
 import pytest
 import torch
+from lightning.fabric.utilities import registry
 from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset
@@ -134,7 +135,8 @@ class Fit:
         **privacy: Any,
     ) -> Fit:
         self.model = self._fresh_model(optimizer or self._sgd)
-        settings = {"target_delta": 1e-5, "estimator": estimator, "isolation_probe": False}
+        unchecked = {"isolation_probe": False, "spot_checks": False}
+        settings = {"target_delta": 1e-5, "estimator": estimator, **unchecked}
         self.privacy = DifferentialPrivacy(**{**settings, **privacy})
         options = {"enable_checkpointing": bool(callbacks), **(trainer or {})}
         self.trainer = self.make_trainer(callbacks=[self.privacy, *callbacks], **options)
@@ -170,6 +172,14 @@ class Recorded(Dataset[tuple[Tensor, Tensor]]):
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
         self.asked.append(index)
         return self.x[index], self.y[index]
+
+
+@pytest.fixture(scope="session", autouse=True)
+def plugins_looked_for_once() -> Iterator[None]:
+    """Every Trainer asks all installed packages for plugins, which takes a seventh of a small fit."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(registry, "entry_points", cache(registry.entry_points))
+        yield
 
 
 @pytest.fixture

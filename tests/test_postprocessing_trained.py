@@ -144,6 +144,7 @@ def twin(
 def train(make_trainer: Any, records: TensorDataset, configure: Any, **arguments: Any) -> Any:
     """Two epochs; the model, its first weights and the callback."""
     options: dict[str, Any] = {"noise_multiplier": 0.0, "max_grad_norm": CLIP, "seed": 5}
+    options |= {"isolation_probe": False, "spot_checks": False}
     privacy = DifferentialPrivacy(**{**options, "target_delta": 1e-5, **arguments})
     model = Softmax(configure)
     start = model.flat()
@@ -321,6 +322,8 @@ def test_a_resumed_run_is_the_run_that_was_not_interrupted(
             target_delta=1e-5,
             sampling=FullBatch(),
             postprocessing=[Momentum(0.5), LaplacianSmoothing(1.0, per_parameter)],
+            isolation_probe=False,
+            spot_checks=False,
         )
         model = Softmax(OPTIMIZERS[name][0])
         trainer = make_trainer(max_epochs=epochs, callbacks=[privacy])
@@ -340,7 +343,11 @@ def test_another_sigma_in_the_checkpoint_is_refused(records, make_trainer, tmp_p
 
     def fit(sigma: float, **more: Any) -> L.Trainer:
         privacy = DifferentialPrivacy(
-            noise_multiplier=2.0, target_delta=1e-5, postprocessing=[LaplacianSmoothing(sigma)]
+            noise_multiplier=2.0,
+            target_delta=1e-5,
+            postprocessing=[LaplacianSmoothing(sigma)],
+            isolation_probe=False,
+            spot_checks=False,
         )
         trainer = make_trainer(max_steps=2 + len(more), callbacks=[privacy])
         trainer.fit(Softmax(OPTIMIZERS["DP-LSSGD"][0]), loader, **more)

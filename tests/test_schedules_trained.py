@@ -56,7 +56,11 @@ def test_the_journal_follows_the_schedule_and_spends_the_target(
 ):
     target = 3.0
     privacy = DifferentialPrivacy(
-        target, target_delta=DELTA, noise_schedule=schedule, isolation_probe=False
+        target,
+        target_delta=DELTA,
+        noise_schedule=schedule,
+        isolation_probe=False,
+        spot_checks=False,
     )
     make_trainer(max_epochs=2, callbacks=[privacy]).fit(classifier(mlp()), loader)
 
@@ -83,6 +87,7 @@ def test_full_batches_follow_it_too_and_add_up_exactly(
         noise_schedule=schedule,
         sampling=FullBatch(),
         isolation_probe=False,
+        spot_checks=False,
     )
     loader = DataLoader(blobs, batch_size=240)
     make_trainer(max_epochs=6, callbacks=[privacy]).fit(classifier(mlp()), loader)
@@ -101,6 +106,7 @@ def test_a_given_noise_multiplier_is_the_noise_of_the_first_step(
         noise_multiplier=1.5,
         noise_schedule=Polynomial(10, 0.5),
         isolation_probe=False,
+        spot_checks=False,
     )
     make_trainer(max_epochs=2, callbacks=[privacy]).fit(classifier(mlp()), loader)
     multipliers = [event.noise_multiplier for event in events(tmp_path)]
@@ -116,6 +122,7 @@ def test_a_resumed_run_goes_on_in_the_schedule(classifier, mlp, loader, make_tra
             noise_multiplier=2.0,
             noise_schedule=schedule,
             isolation_probe=False,
+            spot_checks=False,
         )
         trainer = make_trainer(max_epochs=epochs, callbacks=[privacy])
         trainer.fit(classifier(mlp()), loader, **more)
@@ -131,7 +138,11 @@ def test_an_influence_shorter_than_the_run_is_refused_before_any_data_is_used(
     classifier, mlp, loader, make_trainer, tmp_path
 ):
     privacy = DifferentialPrivacy(
-        3.0, target_delta=DELTA, noise_schedule=FromInfluence((1.0,) * (STEPS - 1))
+        3.0,
+        target_delta=DELTA,
+        noise_schedule=FromInfluence((1.0,) * (STEPS - 1)),
+        isolation_probe=False,
+        spot_checks=False,
     )
     model = classifier(mlp())
     before = [p.detach().clone() for p in model.parameters()]

@@ -35,7 +35,7 @@ TWO_STEPS = [
     [(1.0, 0.7), (0.5, 0.4)],
 ]
 
-MANY_STEPS = [((1.0, 0.05), 3), ((0.8, 0.1), 20), ((2.0, 0.3), 50)]
+MANY_STEPS = [((0.8, 0.1), 20), ((2.0, 0.3), 50)]
 
 
 def each_with_one_relation(values: list[Any]) -> list[Any]:
@@ -174,7 +174,7 @@ def assert_in_bracket(
         assert high < width * low  # the bracket says something
 
 
-@pytest.mark.parametrize("seed", range(1, 3))
+@pytest.mark.parametrize("seed", [1])
 def test_random_histories_lie_in_the_bracket_of_dp_accounting(
     oracle: SimpleNamespace, seed: int
 ) -> None:
@@ -182,7 +182,7 @@ def test_random_histories_lie_in_the_bracket_of_dp_accounting(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", range(3, 30))
+@pytest.mark.parametrize("seed", range(2, 30))
 def test_many_random_histories_lie_in_the_bracket_of_dp_accounting(
     oracle: SimpleNamespace, seed: int
 ) -> None:
@@ -193,7 +193,11 @@ def test_many_random_histories_lie_in_the_bracket_of_dp_accounting(
     ("history", "delta"),
     [
         pytest.param([((0.8, 0.02), 500)], 1e-9, marks=pytest.mark.slow),
-        ([((1.2, 0.01), 300), ((1.0, 0.02), 300), ((0.9, 0.005), 400)], 1e-5),
+        pytest.param(
+            [((1.2, 0.01), 300), ((1.0, 0.02), 300), ((0.9, 0.005), 400)],
+            1e-5,
+            marks=pytest.mark.slow,
+        ),
         ([((3.0, 0.5), 100), ((5.0, 0.9), 10), ((4.0, 1.0), 5)], 1e-6),
     ],
 )

@@ -9,26 +9,19 @@ from zoo.cases import ORDINARY, checked_fit
 from lightning_dp.accounting.events import VoidedRunError
 
 QUICK = (
-    "loss_kl_divergence",
     "loss_gaussian",
-    "loss_focal",
     "loss_sum_over_the_number",
     "loss_clamped_per_record",
     "LogsAndMeasures",
-    "CountsItsSteps",
     "ManualOptimization",
     "MeanTeacher",
-    "AugmentsWithNumpy",
-    "Vae",
     "Diffusion",
     "MixtureWithMasks",
     "MaskedLanguageModel",
-    "TransformerWithPaddingMask",
     "LongShortTerm",
     "SmallResNet",
     "Ctc",
     "StringsInTheBatch",
-    "DataClasses",
     "ClippedByNorm",
     "AugmentedInTheDataSet",
 )

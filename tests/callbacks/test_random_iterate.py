@@ -27,7 +27,9 @@ class Iterates(L.Callback):
 
 
 def private() -> DifferentialPrivacy:
-    return DifferentialPrivacy(target_delta=1e-5, noise_multiplier=1.0, isolation_probe=False)
+    return DifferentialPrivacy(
+        target_delta=1e-5, noise_multiplier=1.0, isolation_probe=False, spot_checks=False
+    )
 
 
 def flat(module: nn.Module) -> Tensor:

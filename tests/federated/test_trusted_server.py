@@ -49,7 +49,7 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> Path:
         )
         for rank in (0, 1)
     ]
-    outputs = [rank.communicate(timeout=120)[0] for rank in ranks]
+    outputs = [rank.communicate(timeout=300)[0] for rank in ranks]
     assert [rank.returncode for rank in ranks] == [0, 0], outputs
     return folder
 

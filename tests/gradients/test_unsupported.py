@@ -71,7 +71,9 @@ def test_a_sharded_model_is_refused_before_anything_is_charged(
 ):
     model = classifier(net())
     fully_shard(model.net, mesh=mesh)
-    privacy = DifferentialPrivacy(target_delta=1e-5, noise_multiplier=1.0, isolation_probe=False)
+    privacy = DifferentialPrivacy(
+        target_delta=1e-5, noise_multiplier=1.0, isolation_probe=False, spot_checks=False
+    )
     with pytest.raises(UnsupportedModelError, match=r"'net\.0\.weight'.* sharded"):
         make_trainer(max_epochs=1, callbacks=[privacy]).fit(model, loader)
     assert not [*tmp_path.rglob("*.jsonl"), *tmp_path.rglob("*journal*")]

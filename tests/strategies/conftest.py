@@ -79,7 +79,9 @@ def small_loader() -> DataLoader[Any]:
 @pytest.fixture
 def privacy() -> DifferentialPrivacy:
     """Little noise, so that training visibly works."""
-    return DifferentialPrivacy(noise_multiplier=0.5, target_delta=1e-5, isolation_probe=False)
+    return DifferentialPrivacy(
+        noise_multiplier=0.5, target_delta=1e-5, isolation_probe=False, spot_checks=False
+    )
 
 
 @pytest.fixture

@@ -119,7 +119,11 @@ def copying(classifier: Any) -> type[Any]:
 def privacy() -> Callable[[str], DifferentialPrivacy]:
     def make(engine: str) -> DifferentialPrivacy:
         return DifferentialPrivacy(
-            noise_multiplier=1.0, target_delta=1e-5, engine=engine, isolation_probe=False
+            noise_multiplier=1.0,
+            target_delta=1e-5,
+            engine=engine,
+            isolation_probe=False,
+            spot_checks=False,
         )  # type: ignore[arg-type]
 
     return make
@@ -232,6 +236,7 @@ def test_copies_that_take_part_in_the_loss_do_not_disturb_the_step(
             engine=engine,  # type: ignore[arg-type]
             isolation_probe=False,
             seed=1,
+            spot_checks=False,
         )
         make_trainer(max_steps=3, callbacks=[private]).fit(model, loader)
         assert private.steps == 3

@@ -19,7 +19,9 @@ DELTA = 1e-5
 def test_a_calibrated_run_makes_every_planned_step_and_spends_the_target(
     classifier, mlp, loader, make_trainer, charges
 ):
-    privacy = DifferentialPrivacy(target_epsilon=1.5, target_delta=DELTA)
+    privacy = DifferentialPrivacy(
+        target_epsilon=1.5, target_delta=DELTA, isolation_probe=False, spot_checks=False
+    )
     trainer = make_trainer(max_epochs=4, callbacks=[privacy])
 
     trainer.fit(classifier(mlp()), loader)
@@ -41,7 +43,9 @@ def test_a_calibrated_run_makes_every_planned_step_and_spends_the_target(
 def test_calibration_knows_the_steps_this_trainer_will_make(
     limits, planned, classifier, mlp, loader, make_trainer
 ):
-    privacy = DifferentialPrivacy(target_epsilon=2.0, target_delta=DELTA)
+    privacy = DifferentialPrivacy(
+        target_epsilon=2.0, target_delta=DELTA, isolation_probe=False, spot_checks=False
+    )
     trainer = make_trainer(callbacks=[privacy], **limits)
 
     trainer.fit(classifier(mlp()), loader)
@@ -55,7 +59,13 @@ def test_calibration_knows_the_steps_this_trainer_will_make(
 def test_training_stops_before_the_first_step_that_would_exceed_the_target(
     minimum, accumulate, classifier, mlp, blobs, make_trainer, charges
 ):
-    privacy = DifferentialPrivacy(target_epsilon=1.0, noise_multiplier=2.0, target_delta=DELTA)
+    privacy = DifferentialPrivacy(
+        target_epsilon=1.0,
+        noise_multiplier=2.0,
+        target_delta=DELTA,
+        isolation_probe=False,
+        spot_checks=False,
+    )
     trainer = make_trainer(
         max_epochs=100, accumulate_grad_batches=accumulate, callbacks=[privacy], **minimum
     )
@@ -72,7 +82,13 @@ def test_training_stops_before_the_first_step_that_would_exceed_the_target(
 
 
 def test_an_endless_trainer_stops_at_the_budget(classifier, mlp, loader, make_trainer):
-    privacy = DifferentialPrivacy(target_epsilon=1.0, noise_multiplier=2.0, target_delta=DELTA)
+    privacy = DifferentialPrivacy(
+        target_epsilon=1.0,
+        noise_multiplier=2.0,
+        target_delta=DELTA,
+        isolation_probe=False,
+        spot_checks=False,
+    )
     trainer = make_trainer(max_epochs=-1, callbacks=[privacy])
 
     trainer.fit(classifier(mlp()), loader)
@@ -91,7 +107,13 @@ def test_final_validation_and_checkpoint_run_after_the_stop(
             if not trainer.sanity_checking:
                 validated_at.append(trainer.global_step)
 
-    privacy = DifferentialPrivacy(target_epsilon=1.0, noise_multiplier=2.0, target_delta=DELTA)
+    privacy = DifferentialPrivacy(
+        target_epsilon=1.0,
+        noise_multiplier=2.0,
+        target_delta=DELTA,
+        isolation_probe=False,
+        spot_checks=False,
+    )
     checkpoint = ModelCheckpoint(
         dirpath=tmp_path, monitor="val_loss", save_last=True, save_top_k=-1
     )
@@ -116,7 +138,13 @@ def test_a_budget_too_small_for_one_step_trains_nothing_and_says_why(
 ):
     model = classifier(mlp())
     before = weights(model)
-    privacy = DifferentialPrivacy(target_epsilon=0.01, noise_multiplier=0.3, target_delta=DELTA)
+    privacy = DifferentialPrivacy(
+        target_epsilon=0.01,
+        noise_multiplier=0.3,
+        target_delta=DELTA,
+        isolation_probe=False,
+        spot_checks=False,
+    )
     trainer = make_trainer(max_epochs=3, min_epochs=2, min_steps=5, callbacks=[privacy])
 
     with pytest.warns(PrivacyWarning, match=r"No training step was made.*ε = 0.01.*does not allow"):
@@ -130,7 +158,9 @@ def test_a_budget_too_small_for_one_step_trains_nothing_and_says_why(
 
 
 def test_calibration_without_a_last_step_is_refused(classifier, mlp, loader, make_trainer):
-    privacy = DifferentialPrivacy(target_epsilon=1.0, target_delta=DELTA)
+    privacy = DifferentialPrivacy(
+        target_epsilon=1.0, target_delta=DELTA, isolation_probe=False, spot_checks=False
+    )
     trainer = make_trainer(max_epochs=-1, callbacks=[privacy])
 
     with pytest.raises(ValueError, match=r"target_epsilon=1.0 alone.*max_epochs=.*max_steps="):
@@ -144,7 +174,12 @@ def test_a_noise_schedule_stops_before_the_step_that_would_exceed_the_target(
 ):
     schedule = Exponential(rate=0.05)
     privacy = DifferentialPrivacy(
-        target_epsilon=2.0, noise_multiplier=3.0, target_delta=DELTA, noise_schedule=schedule
+        target_epsilon=2.0,
+        noise_multiplier=3.0,
+        target_delta=DELTA,
+        noise_schedule=schedule,
+        isolation_probe=False,
+        spot_checks=False,
     )
     trainer = make_trainer(max_epochs=20, callbacks=[privacy])
 
@@ -158,7 +193,13 @@ def test_a_noise_schedule_stops_before_the_step_that_would_exceed_the_target(
 
 
 def test_without_noise_a_target_trains_nothing(classifier, mlp, loader, make_trainer):
-    privacy = DifferentialPrivacy(target_epsilon=1.0, noise_multiplier=0.0, target_delta=DELTA)
+    privacy = DifferentialPrivacy(
+        target_epsilon=1.0,
+        noise_multiplier=0.0,
+        target_delta=DELTA,
+        isolation_probe=False,
+        spot_checks=False,
+    )
     trainer = make_trainer(max_epochs=1, callbacks=[privacy])
 
     with pytest.warns(PrivacyWarning, match="No training step was made"):

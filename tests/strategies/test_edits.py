@@ -283,7 +283,8 @@ def run(classifier, mlp, loader, make_trainer, weights):
         place(setting, edit)
         run.model = setting.model
         run.start = weights(setting.model)
-        settings = {"noise_multiplier": 0.5, "target_delta": 1e-5, "isolation_probe": False}
+        unchecked = {"isolation_probe": False, "spot_checks": False}
+        settings = {"noise_multiplier": 0.5, "target_delta": 1e-5, **unchecked}
         run.privacy = DifferentialPrivacy(seed=1, **settings, **privacy)
         options = {"max_steps": 2, "plugins": setting.plugins, **(trainer or {})}
         run.trainer = make_trainer(callbacks=[*setting.callbacks, run.privacy], **options)

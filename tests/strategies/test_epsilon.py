@@ -30,7 +30,12 @@ def reference_epsilon(events, delta=DELTA, relation=NeighboringRelation.ADD_OR_R
 def test_epsilon_is_within_one_percent_above_dp_accounting(
     noise_multiplier, classifier, mlp, loader, make_trainer, charges
 ):
-    privacy = DifferentialPrivacy(noise_multiplier=noise_multiplier, target_delta=DELTA)
+    privacy = DifferentialPrivacy(
+        noise_multiplier=noise_multiplier,
+        target_delta=DELTA,
+        isolation_probe=False,
+        spot_checks=False,
+    )
 
     make_trainer(max_epochs=3, callbacks=[privacy]).fit(classifier(mlp()), loader)
 
@@ -42,7 +47,9 @@ def test_epsilon_is_within_one_percent_above_dp_accounting(
 def test_epsilon_at_another_delta_belongs_to_the_same_events(
     classifier, mlp, loader, make_trainer, charges
 ):
-    privacy = DifferentialPrivacy(noise_multiplier=1.0, target_delta=DELTA)
+    privacy = DifferentialPrivacy(
+        noise_multiplier=1.0, target_delta=DELTA, isolation_probe=False, spot_checks=False
+    )
 
     make_trainer(max_epochs=2, callbacks=[privacy]).fit(classifier(mlp()), loader)
 
@@ -58,7 +65,12 @@ def test_replace_one_costs_twice_the_noise_in_full_batches(
     noise = {}
     for relation in ("add_remove", "replace_one"):
         privacy = DifferentialPrivacy(
-            target_epsilon=1.0, target_delta=DELTA, relation=relation, sampling=FullBatch()
+            target_epsilon=1.0,
+            target_delta=DELTA,
+            relation=relation,
+            sampling=FullBatch(),
+            isolation_probe=False,
+            spot_checks=False,
         )
         make_trainer(max_epochs=3, callbacks=[privacy]).fit(classifier(mlp()), loader)
         assert 0.99 < privacy.epsilon <= 1.0
@@ -75,6 +87,8 @@ def test_replace_one_costs_more_noise_in_poisson_batches(classifier, mlp, loader
             target_epsilon=1.0,
             target_delta=DELTA,
             relation=relation,
+            isolation_probe=False,
+            spot_checks=False,
         )
         make_trainer(max_epochs=1, callbacks=[privacy]).fit(classifier(mlp()), loader)
         assert 0.99 < privacy.epsilon <= 1.0
@@ -91,7 +105,11 @@ def test_a_noise_schedule_is_what_was_charged_and_meets_the_target(
     rate, classifier, mlp, loader, make_trainer, charges
 ):
     privacy = DifferentialPrivacy(
-        target_epsilon=2.0, target_delta=DELTA, noise_schedule=Exponential(rate=rate)
+        target_epsilon=2.0,
+        target_delta=DELTA,
+        noise_schedule=Exponential(rate=rate),
+        isolation_probe=False,
+        spot_checks=False,
     )
 
     make_trainer(max_epochs=2, callbacks=[privacy]).fit(classifier(mlp()), loader)

@@ -80,6 +80,7 @@ def train(classifier, blobs, make_trainer):
                 "seed": 3,
                 "engine": engine,
                 "isolation_probe": False,
+                "spot_checks": False,
                 **options,
             }
         )
@@ -165,6 +166,7 @@ def test_manual_backward(engine, arguments, classifier, blobs, make_trainer):
             sampling=FullBatch(),
             engine=engine,
             isolation_probe=False,
+            spot_checks=False,
         )
         make_trainer(max_epochs=3, callbacks=[privacy]).fit(model, DataLoader(blobs, 240))
         results.append(nn.utils.parameters_to_vector(model.parameters()).detach())

@@ -62,7 +62,12 @@ def test_frozen_layers_do_not_move_and_take_no_part_of_the_norm(
     classifier, mlp, loader, make_trainer, weights
 ):
     silent = DifferentialPrivacy(
-        noise_multiplier=0.0, max_grad_norm=1e-3, target_delta=DELTA, sampling=FullBatch()
+        noise_multiplier=0.0,
+        max_grad_norm=1e-3,
+        target_delta=DELTA,
+        sampling=FullBatch(),
+        isolation_probe=False,
+        spot_checks=False,
     )
     net = mlp()
     net[0].requires_grad_(False)

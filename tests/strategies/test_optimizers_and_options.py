@@ -128,7 +128,9 @@ def test_fast_dev_run(privacy, classifier, mlp, loader, make_trainer):
 
 
 def test_fast_dev_run_with_a_target(classifier, mlp, loader, make_trainer):
-    privacy = DifferentialPrivacy(target_epsilon=1.0, target_delta=DELTA)
+    privacy = DifferentialPrivacy(
+        target_epsilon=1.0, target_delta=DELTA, isolation_probe=False, spot_checks=False
+    )
 
     make_trainer(fast_dev_run=True, callbacks=[privacy]).fit(classifier(mlp()), loader)
 

@@ -78,6 +78,8 @@ def test_a_step_moves_the_adapters_by_the_clipped_mean_and_nothing_else(
         max_grad_norm=CLIP_NORM,
         sampling=FullBatch(),
         engine="bookkeeping",
+        isolation_probe=False,
+        spot_checks=False,
     )
 
     model = classifier(net, lambda params: SGD(params, lr=1.0))
@@ -91,7 +93,9 @@ def test_a_step_moves_the_adapters_by_the_clipped_mean_and_nothing_else(
 def test_adapters_of_multihead_attention_are_refused(tokens, classifier, make_trainer):
     """peft adds their product to the attention's own weights, outside of any layer of theirs."""
     model = classifier(adapted(["self_attn"], wrapped=False), lambda params: SGD(params, lr=1.0))
-    privacy = DifferentialPrivacy(noise_multiplier=1.0, target_delta=1e-5)
+    privacy = DifferentialPrivacy(
+        noise_multiplier=1.0, target_delta=1e-5, isolation_probe=False, spot_checks=False
+    )
 
     with pytest.raises(Exception, match=r"self_attn\..*lora_A"):
         make_trainer(max_steps=1, callbacks=[privacy]).fit(model, DataLoader(tokens, 6))

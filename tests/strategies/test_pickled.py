@@ -81,7 +81,9 @@ def fitted(make_trainer: Any) -> Callable[..., L.Trainer]:
 
 
 def private(**settings: Any) -> DifferentialPrivacy:
-    return DifferentialPrivacy(target_delta=1e-5, isolation_probe=False, **settings)
+    return DifferentialPrivacy(
+        target_delta=1e-5, isolation_probe=False, spot_checks=False, **settings
+    )
 
 
 @pytest.mark.parametrize("run", RUNS)

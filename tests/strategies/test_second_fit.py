@@ -14,7 +14,9 @@ DELTA = 1e-5
 def test_a_second_fit_goes_on_spending_the_same_ledger(
     classifier, mlp, loader, make_trainer, charges
 ):
-    privacy = DifferentialPrivacy(noise_multiplier=1.0, target_delta=DELTA)
+    privacy = DifferentialPrivacy(
+        noise_multiplier=1.0, target_delta=DELTA, isolation_probe=False, spot_checks=False
+    )
     trainer = make_trainer(max_epochs=2, callbacks=[privacy])
     model = classifier(mlp())
 
@@ -31,7 +33,13 @@ def test_a_second_fit_goes_on_spending_the_same_ledger(
 def test_a_second_fit_of_another_trainer_cannot_exceed_the_budget(
     classifier, mlp, loader, make_trainer, charges
 ):
-    privacy = DifferentialPrivacy(target_epsilon=1.0, noise_multiplier=3.0, target_delta=DELTA)
+    privacy = DifferentialPrivacy(
+        target_epsilon=1.0,
+        noise_multiplier=3.0,
+        target_delta=DELTA,
+        isolation_probe=False,
+        spot_checks=False,
+    )
     model = classifier(mlp())
 
     make_trainer(max_epochs=1, callbacks=[privacy]).fit(model, loader)
@@ -48,7 +56,9 @@ def test_a_second_fit_of_another_trainer_cannot_exceed_the_budget(
 def test_a_second_fit_with_nothing_left_trains_nothing(
     classifier, mlp, loader, make_trainer, weights
 ):
-    privacy = DifferentialPrivacy(target_epsilon=1.0, target_delta=DELTA)
+    privacy = DifferentialPrivacy(
+        target_epsilon=1.0, target_delta=DELTA, isolation_probe=False, spot_checks=False
+    )
     model = classifier(mlp())
     make_trainer(max_epochs=1, callbacks=[privacy]).fit(model, loader)
     before, spent = weights(model), privacy.epsilon
@@ -74,7 +84,9 @@ def test_a_fit_after_an_exception_keeps_what_was_charged(
                 raise ArithmeticError("planted")
             return loss
 
-    privacy = DifferentialPrivacy(noise_multiplier=1.0, target_delta=DELTA)
+    privacy = DifferentialPrivacy(
+        noise_multiplier=1.0, target_delta=DELTA, isolation_probe=False, spot_checks=False
+    )
     trainer = make_trainer(max_epochs=1, callbacks=[privacy])
     model = Fails(mlp())
     with pytest.raises(ArithmeticError, match="planted"):

@@ -70,6 +70,8 @@ def released_sum(make_trainer, weights):
             target_delta=1e-5,
             sampling=FullBatch(),
             engine=engine,
+            isolation_probe=False,
+            spot_checks=False,
         )
         trainer = make_trainer(max_epochs=1, callbacks=[privacy])
         data = TensorDataset(x, torch.arange(len(x)) % 3 if y is None else y)

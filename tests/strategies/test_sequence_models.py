@@ -83,7 +83,8 @@ def test_without_noise_and_clipping_a_model_trains_as_ever(kind, blobs, make_tra
             noise_multiplier=0.0,
             max_grad_norm=1e6,
             sampling=FullBatch(),
-            isolation_probe=False,  # of another test
+            isolation_probe=False,  # of another test,
+            spot_checks=False,
         )
         callbacks = [privacy] if is_private else []
         make_trainer(max_epochs=3, callbacks=callbacks).fit(model, DataLoader(blobs, 240))
@@ -96,7 +97,13 @@ def test_without_noise_and_clipping_a_model_trains_as_ever(kind, blobs, make_tra
 def test_a_model_trains_privately(kind, blobs: TensorDataset, make_trainer):
     torch.manual_seed(0)
     model = kind()
-    privacy = DifferentialPrivacy(target_delta=1e-5, target_epsilon=4.0, max_grad_norm=1.0)
+    privacy = DifferentialPrivacy(
+        target_delta=1e-5,
+        target_epsilon=4.0,
+        max_grad_norm=1.0,
+        isolation_probe=False,
+        spot_checks=False,
+    )
     trainer = make_trainer(max_epochs=2, callbacks=[privacy], accumulate_grad_batches=2)
     trainer.fit(model, DataLoader(blobs, 60))
     assert privacy.report().mechanism["gradient engine"] == "bookkeeping"

@@ -32,7 +32,8 @@ def fit(classifier, mlp, loader, make_trainer):
     ) -> DifferentialPrivacy:
         net = mlp()
         net[0].requires_grad_(False)
-        settings = {"noise_multiplier": 1.0, "target_delta": 1e-5, "isolation_probe": False}
+        unchecked = {"isolation_probe": False, "spot_checks": False}
+        settings = {"noise_multiplier": 1.0, "target_delta": 1e-5, **unchecked}
         private = DifferentialPrivacy(**{**settings, **privacy})
         trainer = make_trainer(max_steps=3, callbacks=[*callbacks, private])
         try:
@@ -183,7 +184,9 @@ def test_an_embedding_that_rescales_its_rows_is_refused(
 ):
     frozen = kind(10, 4, max_norm=1.0).requires_grad_(False)
     model = classifier(nn.ModuleList([frozen, nn.Linear(4, 3)]))
-    privacy = DifferentialPrivacy(noise_multiplier=1.0, target_delta=1e-5)
+    privacy = DifferentialPrivacy(
+        noise_multiplier=1.0, target_delta=1e-5, isolation_probe=False, spot_checks=False
+    )
     with pytest.raises(Exception, match=r"\['net\.0'\] have max_norm set.*Leave max_norm out"):
         make_trainer(max_steps=1, callbacks=[privacy]).fit(model, loader)
 

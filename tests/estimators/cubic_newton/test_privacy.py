@@ -215,6 +215,7 @@ def test_one_record_moves_each_inner_query_by_at_most_its_bound(make_trainer, ke
             sampling=FullBatch(),
             estimator=probe,
             isolation_probe=False,
+            spot_checks=False,
         )
         loader = DataLoader(TensorDataset(x, strength[:, 0], strength[:, 1]), batch_size=8)
         make_trainer(max_epochs=1, callbacks=[privacy]).fit(Anything(net), loader)

@@ -171,7 +171,11 @@ def test_a_model_that_falls_back_to_the_hooks_is_refused_with_the_layer(
     classifier, blobs, make_trainer, tmp_path
 ):
     privacy = DifferentialPrivacy(
-        target_delta=1e-5, noise_multiplier=1.0, estimator=CubicNewton(1.0, 1.0, 3)
+        target_delta=1e-5,
+        noise_multiplier=1.0,
+        estimator=CubicNewton(1.0, 1.0, 3),
+        isolation_probe=False,
+        spot_checks=False,
     )
     model = classifier(Recurrent(), lambda p: torch.optim.SGD(p, lr=1.0))
     trainer = make_trainer(max_epochs=1, callbacks=[privacy])
@@ -191,7 +195,11 @@ def test_manual_optimization_is_refused(classifier, mlp, blobs, make_trainer, tm
     model = Manual(mlp(), lambda p: torch.optim.SGD(p, lr=1.0))
     model.automatic_optimization = False
     privacy = DifferentialPrivacy(
-        target_delta=1e-5, noise_multiplier=1.0, estimator=CubicNewton(1.0, 1.0, 3)
+        target_delta=1e-5,
+        noise_multiplier=1.0,
+        estimator=CubicNewton(1.0, 1.0, 3),
+        isolation_probe=False,
+        spot_checks=False,
     )
     trainer = make_trainer(max_epochs=1, callbacks=[privacy])
     with pytest.raises(MisconfigurationException, match="Use automatic optimization"):
@@ -217,7 +225,12 @@ class Steep(nn.Module):
 def test_steps_that_are_too_long_raise_with_their_cures(classifier, blobs, make_trainer, cure):
     estimator = CubicNewton(1e-3, 10.0, 60, 1e6, 1e9, **(cure or {}))
     privacy = DifferentialPrivacy(
-        target_delta=1e-5, noise_multiplier=0.0, estimator=estimator, sampling=FullBatch()
+        target_delta=1e-5,
+        noise_multiplier=0.0,
+        estimator=estimator,
+        sampling=FullBatch(),
+        isolation_probe=False,
+        spot_checks=False,
     )
     model = classifier(Steep(), lambda p: torch.optim.SGD(p, lr=1.0))
     trainer = make_trainer(max_epochs=1, callbacks=[privacy])

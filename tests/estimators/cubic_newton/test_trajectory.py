@@ -162,6 +162,8 @@ def test_without_noise_and_clipping_one_round_is_the_newton_step(make_trainer):
         noise_multiplier=0.0,
         sampling=FullBatch(),
         estimator=CubicNewton(smallest, 0.0, 400, 1e6, 1e6),
+        isolation_probe=False,
+        spot_checks=False,
     )
     model = Quadratic()
     make_trainer(max_epochs=1, callbacks=[privacy]).fit(

@@ -105,7 +105,8 @@ def test_dropout_is_the_same_in_all_passes_and_records_count_once(classifier, bl
         noise_multiplier=1.0,
         estimator=CubicNewton(1.0, 1.0, 3),
         sampling=FullBatch(),
-        isolation_probe=False,  # its passes would be seen by the hook, too
+        isolation_probe=False,  # its passes would be seen by the hook, too,
+        spot_checks=False,
     )
     trainer = make_trainer(max_epochs=1, callbacks=[privacy])
     trainer.fit(model, DataLoader(blobs, 80))
@@ -184,6 +185,8 @@ def test_bfloat16_autocast(classifier, mlp, blobs, make_trainer, keep_fraction):
             noise_multiplier=0.0,
             sampling=FullBatch(),
             estimator=CubicNewton(2.0, 1.0, 4, 10.0, 10.0, keep_fraction=keep_fraction),
+            isolation_probe=False,
+            spot_checks=False,
         )
         options = {"max_epochs": 3, "precision": precision}
         make_trainer(callbacks=[privacy], **options).fit(model, DataLoader(blobs, 240))
@@ -204,6 +207,8 @@ def test_engines_agree(classifier, mlp, blobs, make_trainer):
             seed=3,
             engine=engine,
             estimator=CubicNewton(2.0, 1.0, 4, keep=11),
+            isolation_probe=False,
+            spot_checks=False,
         )
         trainer = make_trainer(max_epochs=2, callbacks=[privacy])
         trainer.fit(model, DataLoader(blobs, 24))
@@ -292,6 +297,8 @@ def test_a_million_parameters_with_ten_thousand_kept_need_no_gradient_per_record
         target_delta=1e-5,
         noise_multiplier=1.0,
         estimator=CubicNewton(5.0, 1.0, 3, keep=10_000, max_step_size=0.1),
+        isolation_probe=False,
+        spot_checks=False,
     )
     generator = torch.Generator().manual_seed(0)
     data = TensorDataset(torch.randn(128, 1000, generator=generator), torch.arange(128) % 10)

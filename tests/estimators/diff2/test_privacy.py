@@ -357,6 +357,11 @@ def test_the_two_gradients_are_weighted_one_and_minus_one():
 
 def test_callback_takes_it_by_name():
     privacy = DifferentialPrivacy(
-        target_epsilon=3.0, target_delta=DELTA, estimator=Diff2(10), sampling=FullBatch()
+        target_epsilon=3.0,
+        target_delta=DELTA,
+        estimator=Diff2(10),
+        sampling=FullBatch(),
+        isolation_probe=False,
+        spot_checks=False,
     )
     assert "Diff2(restart_every=10" in str(privacy.report())

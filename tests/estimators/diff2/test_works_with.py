@@ -25,6 +25,8 @@ def private(**options: Any) -> DifferentialPrivacy:
             "noise_multiplier": 1.0,
             "estimator": Diff2(3),
             "sampling": FullBatch(),
+            "isolation_probe": False,
+            "spot_checks": False,
             **options,
         }
     )

@@ -41,7 +41,7 @@ def launch(folder: Path, *scenarios: str, jobs: Path = JOBS) -> subprocess.Compl
         env={**inherited, "MASTER_PORT": port, "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=300,
     )
 
 

@@ -100,6 +100,7 @@ class Fit:
             "max_grad_norm": 1.0,
             "noise_multiplier": 1.0,
             "isolation_probe": False,
+            "spot_checks": False,
         }
     )
 

@@ -117,7 +117,13 @@ def train(round_: Round, resume: Path | None) -> None:
     """One process: train to the planned end, or die on the way."""
     torch.manual_seed(0)
     data = TensorDataset(torch.randn(48, 6), torch.arange(48) % 3)
-    privacy = DifferentialPrivacy(target_epsilon=3.0, target_delta=1e-5, max_grad_norm=1.0)
+    privacy = DifferentialPrivacy(
+        target_epsilon=3.0,
+        target_delta=1e-5,
+        max_grad_norm=1.0,
+        isolation_probe=False,
+        spot_checks=False,
+    )
     saving = ModelCheckpoint(
         round_.path, "{step}", save_top_k=-1, every_n_train_steps=round_.save_every
     )

@@ -29,7 +29,11 @@ def test_a_private_chain_of_resumes_goes_where_the_plain_one_goes(
 ) -> None:
     def privacy() -> DifferentialPrivacy:
         return DifferentialPrivacy(
-            noise_multiplier=1.0, target_delta=1e-5, sampling=whole_set, isolation_probe=False
+            noise_multiplier=1.0,
+            target_delta=1e-5,
+            sampling=whole_set,
+            isolation_probe=False,
+            spot_checks=False,
         )
 
     chain = chains.Chain.of(seed)
@@ -67,7 +71,11 @@ def test_fits_of_one_trainer_without_a_checkpoint_go_where_plain_ones_go(
         return places
 
     privacy = DifferentialPrivacy(
-        noise_multiplier=1.0, target_delta=1e-5, sampling=whole_set, isolation_probe=False
+        noise_multiplier=1.0,
+        target_delta=1e-5,
+        sampling=whole_set,
+        isolation_probe=False,
+        spot_checks=False,
     )
     private = steps_and_epochs([privacy])
     assert private == steps_and_epochs([])

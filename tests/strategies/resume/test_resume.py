@@ -322,12 +322,16 @@ def test_same_trainer_goes_back_to_an_older_checkpoint(
 def test_a_run_that_was_seeded_once_is_never_reported_as_private(
     tmp_path, make_trainer, classifier, mlp, loader
 ):
-    seeded = DifferentialPrivacy(noise_multiplier=1.0, target_delta=1e-5, seed=0)
+    seeded = DifferentialPrivacy(
+        noise_multiplier=1.0, target_delta=1e-5, seed=0, isolation_probe=False, spot_checks=False
+    )
     trainer = make_trainer(max_epochs=1, callbacks=[seeded])
     trainer.fit(classifier(mlp()), loader)
     trainer.save_checkpoint(tmp_path / "seeded.ckpt")
 
-    resumed = DifferentialPrivacy(noise_multiplier=1.0, target_delta=1e-5)
+    resumed = DifferentialPrivacy(
+        noise_multiplier=1.0, target_delta=1e-5, isolation_probe=False, spot_checks=False
+    )
     again = make_trainer(max_epochs=2, callbacks=[resumed])
     again.fit(classifier(mlp()), loader, ckpt_path=tmp_path / "seeded.ckpt")
 
