@@ -279,7 +279,7 @@ class LocalRecords:
         def forward() -> Any:
             return loss_in(call_training_step(self._module, batch, number))
 
-        return passes.answer(query, Replay(forward, size))
+        return passes.answer(query, Replay(forward, size, batch=batch))
 
     def _passes(self) -> RecordPasses:
         """Watch the module, until the result is detached: nothing of it is left there then."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, ClassVar
 
 import torch
@@ -124,6 +124,15 @@ class AbstractGradientEngine(ABC):
                 what they are made from.
         """
         raise NotImplementedError(f"{type(self).__name__} watches loss.backward().")
+
+    def following(self, batch: Any, size: int) -> AbstractContextManager[None]:
+        """Follow, inside, the records through a forward pass, for engines that need to know of them.
+
+        Args:
+            batch: goes in.
+            size: how many records it has.
+        """
+        return nullcontext()
 
     def outputs_of_layers(self) -> Collection[Any]:
         """Return the graph nodes that made the outputs of trained layers in the last forward pass.

@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import AbstractContextManager
 from functools import partial, reduce
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from lightning_dp.boundary import AbstractPerSampleGradients
 from lightning_dp.functional import unflatten
 from lightning_dp.gradients.base import AbstractGradientEngine, as_unsupported, number_of_records
-from lightning_dp.gradients.forms import Uses, uses_of_records
+from lightning_dp.gradients.forms import Rows, Uses, uses_of_records
+from lightning_dp.gradients.function_call import Found, FunctionCall
+from lightning_dp.gradients.graph import Survey
 from lightning_dp.gradients.hessian import Dual, run_along, split, uses_along
 from lightning_dp.gradients.materialised import restricted
 from lightning_dp.gradients.parameter_gradients import ParameterGradients, ScratchPool
-from lightning_dp.gradients.recording import LayerCall, Recorder, Survey
+from lightning_dp.gradients.parts import PartGradients
+from lightning_dp.gradients.recording import Call, LayerCall, Recorder
 from lightning_dp.gradients.rules import RULES, Rule
 
 __all__ = ["Bookkeeping", "BookkeptGradients"]
@@ -54,9 +59,11 @@ class Bookkeeping(AbstractGradientEngine):
     has_products = True
     keeps_compiled = True
 
-    def __init__(self, rules: Mapping[type[nn.Module], Rule] = RULES) -> None:
+    def __init__(
+        self, rules: Mapping[type[nn.Module], Rule] = RULES, *, traces: bool = False
+    ) -> None:
         self.name = "bookkeeping" if rules else "functional"
-        self._rules = rules
+        self._rules, self._traces = rules, traces
         self._module: nn.Module | None = None
         self._params: Sequence[nn.Parameter] = ()
         self._recorder: Recorder | None = None
@@ -65,7 +72,7 @@ class Bookkeeping(AbstractGradientEngine):
 
     def attach(self, module: nn.Module, params: Sequence[nn.Parameter]) -> None:
         self.detach()
-        self._recorder = Recorder(module, params, self._rules)
+        self._recorder = Recorder(module, params, self._rules, traces=self._traces)
         self._module, self._params = module, params
 
     def backward(self, loss: Tensor, *, keep_graph: bool = False, combined: bool = False) -> None:
@@ -73,14 +80,18 @@ class Bookkeeping(AbstractGradientEngine):
         with self._attached.paused():
             self._differentiate(loss, calls, graph.innermost, keep_graph, combined)
 
+    def following(self, batch: Any, size: int) -> AbstractContextManager[None]:
+        return self._attached.following(batch, size)
+
     def outputs_of_layers(self) -> Collection[Any]:
         return self._attached.outputs()
 
-    def _calls_of(self, loss: Tensor) -> tuple[list[LayerCall], Survey]:
+    def _calls_of(self, loss: Tensor) -> tuple[list[Call], Survey]:
         """Return the calls that the loss depends on; what is found of them will be of this pass."""
         self._found = None
         calls, graph = self._attached.take(loss)
         self._found = {id(p): ParameterGradients([], p.shape, self._memory) for p in self._params}
+        self._of_parts = PartGradients()
         return calls, graph
 
     @property
@@ -92,51 +103,63 @@ class Bookkeeping(AbstractGradientEngine):
     def _differentiate(
         self,
         loss: Tensor,
-        calls: Sequence[LayerCall],
+        calls: Sequence[Call],
         innermost: set[Any],
         keep_graph: bool,
         combined: bool,
     ) -> None:
-        """Keep what is needed of a layer as soon as the backward pass comes to its output.
+        """Keep what is needed of a call as soon as the backward pass comes to its output.
 
-        It has to go on to the innermost layers' outputs only; there it stops, and gives what came.
+        It has to go on to the innermost calls' outputs only; there it stops, and gives what came.
         What is not needed of a layer is free before the pass comes to the next one.
         """
-        ends = [call for call in calls if call.edge.node in innermost]
+        arriving = [_Arriving(call, partial(self._keep, combined=combined)) for call in calls]
+        ends = [end for each in arriving for end in each.ends_at(innermost)]
         if not ends:
             return
-        handles = []
-        for call in calls:
-            if call.edge.node not in innermost:
-                hook = partial(self._on_gradients, call, combined)
-                handles.append(call.edge.node.register_prehook(hook))
-        edges = [call.edge for call in ends]
+        handles = [handle for each in arriving for handle in each.wait(innermost)]
         try:
+            edges = [edge for _, _, edge in ends]
             found = torch.autograd.grad(loss, edges, retain_graph=keep_graph, allow_unused=True)
         finally:
             for handle in handles:
                 handle.remove()
-        for call, gradient in zip(ends, found, strict=True):
-            self._keep(call, gradient, combined)
+        for (each, place, _), gradient in zip(ends, found, strict=True):
+            each.arrived(place, gradient)
+        for each in arriving:
+            each.finish()
+        self._pull_back(combined)
 
-    def _on_gradients(
-        self, call: LayerCall, combined: bool, gradients: tuple[Tensor | None, ...]
-    ) -> None:
-        self._keep(call, gradients[call.edge.output_nr], combined)
+    def _pull_back(self, combined: bool) -> None:
+        for param, rows in self._of_parts.pull_back({id(p): p for p in self._params}):
+            self._count_in([(param, Rows.use(_at_least_float32(rows)))], combined)
 
     @torch.no_grad()
-    def _keep(self, call: LayerCall, gradient: Tensor | None, combined: bool) -> None:
-        """Keep the parts of one layer call from which the norms and the sum are made."""
-        inputs = call.take_inputs()
+    def _keep(self, call: Call, gradients: Sequence[Tensor | None], combined: bool) -> None:
+        """Keep the parts of one call from which the norms and the sum are made."""
+        if isinstance(call, FunctionCall):
+            if any(each is not None for each in gradients):
+                self._keep_parts(call.per_record(gradients), combined)
+            return
+        inputs, (gradient,) = call.take_inputs(), gradients
         if gradient is not None:
             with as_unsupported(call.name, call.layer):
                 tensors = [call.arrange(_at_least_float32(each)) for each in (*inputs, gradient)]
-                self._count_in(call, call.rule(call.layer, *tensors), combined)
+                self._count_in(_of_records(call, call.rule(call.layer, *tensors)), combined)
 
-    def _count_in(self, call: LayerCall, uses: Uses, combined: bool) -> None:
+    def _keep_parts(self, found: Sequence[Found], combined: bool) -> None:
+        for each in found:
+            part = each.part
+            if each.dim is not None:
+                self._of_parts.add_rows(part, each.dim, each.gradients)
+            elif part.param is not None:
+                use = Rows.use(_at_least_float32(each.gradients))
+                self._count_in([(part.param, use)], combined)
+            else:
+                self._of_parts.add(part, each.gradients)
+
+    def _count_in(self, uses: Uses, combined: bool) -> None:
         assert self._found is not None
-        if call.folding is not None:
-            uses = uses_of_records(uses, call.folding)
         for param, use in uses:
             if (found := self._found.get(id(param))) is not None:
                 found.add(use, combined=combined)
@@ -150,32 +173,53 @@ class Bookkeeping(AbstractGradientEngine):
         uses of the same form (:meth:`AbstractForm.along`).
         """
         assert self._module is not None
-        self.drop()
+        self._found = None
         with self._attached.along_a_direction():
             calls = run_along(
-                self._module, self._params, direction, lambda: self._duals_of(run_again())
+                self._module, self._params, direction, lambda: self._duals_along(run_again)
             )
         parts = unflatten(direction, self._params)
         of = {id(param): part for param, part in zip(self._params, parts, strict=True)}
         with self._attached.paused(), torch.no_grad():
-            for call, gradient in calls:
-                call.take_inputs()
-                with as_unsupported(call.name, call.layer):
-                    *inputs, back = (_arranged(call, each) for each in (*call.moved, gradient))
-                    uses = uses_along(call.rule, call.layer, inputs, back, of, weights)
-                    self._count_in(call, uses, combined=False)
+            for call, gradients in calls:
+                self._keep_along(call, gradients, of, weights)
+            self._pull_back(combined=False)
         return self.take(1.0, {})
 
-    def _duals_of(self, loss: Tensor) -> list[tuple[LayerCall, Dual]]:
-        """Return every call inside dual numbers, with the gradient of its output and its derivative."""
+    def _duals_along(self, run_again: Callable[[], Tensor]) -> list[tuple[Call, list[Dual | None]]]:
+        self._attached.go_along()
+        return self._duals_of(run_again())
+
+    def _keep_along(
+        self,
+        call: Call,
+        gradients: Sequence[Dual | None],
+        of: dict[int, Tensor],
+        weights: tuple[float, float],
+    ) -> None:
+        if isinstance(call, FunctionCall):
+            self._keep_parts(call.along(gradients, weights), combined=False)
+            return
+        (gradient,) = gradients
+        call.take_inputs()
+        if gradient is not None:
+            with as_unsupported(call.name, call.layer):
+                *inputs, back = (_arranged(call, each) for each in (*call.moved, gradient))
+                uses = uses_along(call.rule, call.layer, inputs, back, of, weights)
+                self._count_in(_of_records(call, uses), combined=False)
+
+    def _duals_of(self, loss: Tensor) -> list[tuple[Call, list[Dual | None]]]:
+        """Return every call inside dual numbers, with the gradients of its outputs and derivatives."""
         calls, _ = self._calls_of(loss)
-        if not calls:
+        edges = [edge for call in calls for edge in call.edges if edge is not None]
+        if not edges:
             return []
         with self._attached.paused():
-            edges = [call.edge for call in calls]
             found = torch.autograd.grad(loss, edges, create_graph=True, allow_unused=True)
-        pairs = zip(calls, found, strict=True)
-        return [(call, split(gradient)) for call, gradient in pairs if gradient is not None]
+        duals = iter([None if each is None else split(each) for each in found])
+        return [
+            (call, [None if edge is None else next(duals) for edge in call.edges]) for call in calls
+        ]
 
     def take(self, scale: float, touched: Mapping[str, nn.Parameter]) -> BookkeptGradients:
         found, self._found = self._found, None
@@ -204,11 +248,59 @@ class Bookkeeping(AbstractGradientEngine):
         self._memory = ScratchPool()
 
 
+class _Arriving:
+    """One call, until the gradients of all its outputs have come.
+
+    Args:
+        call: of the graph that is differentiated.
+        done: is called with it and the gradients.
+    """
+
+    def __init__(self, call: Call, done: Callable[[Call, Sequence[Tensor | None]], object]) -> None:
+        self._call, self._done = call, done
+        self._gradients: list[Tensor | None] = [None] * len(call.edges)
+        self._is_done = False
+
+    def ends_at(self, innermost: set[Any]) -> list[tuple[_Arriving, int, Any]]:
+        """Return the outputs where the backward pass stops."""
+        edges = enumerate(self._call.edges)
+        return [(self, i, e) for i, e in edges if e is not None and e.node in innermost]
+
+    def wait(self, innermost: set[Any]) -> list[RemovableHandle]:
+        """Watch the other outputs."""
+        return [
+            edge.node.register_prehook(partial(self._seen, place))
+            for place, edge in enumerate(self._call.edges)
+            if edge is not None and edge.node not in innermost
+        ]
+
+    def _seen(self, place: int, gradients: tuple[Tensor | None, ...]) -> None:
+        edge = self._call.edges[place]
+        assert edge is not None
+        self.arrived(place, gradients[edge.output_nr])
+
+    def arrived(self, place: int, gradient: Tensor | None) -> None:
+        """Take the gradient of one output; with the only one the call is done."""
+        self._gradients[place] = gradient
+        if len(self._gradients) == 1:
+            self.finish()
+
+    def finish(self) -> None:
+        """Hand the gradients on, once."""
+        if not self._is_done:
+            self._is_done = True
+            self._done(self._call, self._gradients)
+
+
 def _at_least_float32(tensor: Tensor) -> Tensor:
     """Return half precision as float32; integers and float64 as they are."""
     if tensor.dtype in (torch.float16, torch.bfloat16):
         return tensor.float()
     return tensor
+
+
+def _of_records(call: LayerCall, uses: Uses) -> Uses:
+    return uses if call.folding is None else uses_of_records(uses, call.folding)
 
 
 def _arranged(call: LayerCall, dual: Dual) -> Dual:

@@ -41,10 +41,16 @@ def _bookkeeping() -> AbstractGradientEngine:
     return Bookkeeping()
 
 
+def _traced() -> AbstractGradientEngine:
+    from lightning_dp.gradients.bookkeeping import Bookkeeping
+
+    return Bookkeeping(traces=True)
+
+
 def _functional() -> AbstractGradientEngine:
     from lightning_dp.gradients.bookkeeping import Bookkeeping
 
-    return Bookkeeping(rules={})
+    return Bookkeeping(rules={}, traces=True)
 
 
 def _hooks() -> AbstractGradientEngine:
@@ -59,7 +65,10 @@ def _one_by_one() -> AbstractGradientEngine:
     return OneByOne()
 
 
-_BOOKKEEPING = (Rung("bookkeeping", _bookkeeping),)
+_BOOKKEEPING = (
+    Rung("bookkeeping", _bookkeeping),
+    Rung("bookkeeping, with the functions where parameters meet records", _traced),
+)
 _HOOKS = Rung("hooks", _hooks, is_own=False)
 _LADDERS: Mapping[str, tuple[Rung, ...]] = {
     "auto": (*_BOOKKEEPING, _HOOKS),

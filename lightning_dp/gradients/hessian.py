@@ -12,9 +12,8 @@ from torch.func import functional_call
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from lightning_dp.functional import unflatten
-from lightning_dp.gradients.any_layer import any_layer, any_layer_along
 from lightning_dp.gradients.base import UnsupportedModelError
-from lightning_dp.gradients.forms import Rows, Uses
+from lightning_dp.gradients.forms import Uses
 from lightning_dp.gradients.rules import Rule
 
 __all__ = ["Dual", "run_along", "split", "uses_along"]
@@ -91,10 +90,6 @@ def uses_along(
         directions: u by ``id`` of the parameter.
         weights: w and w'.
     """
-    if rule is any_layer:
-        # No bilinear form is known of it: gradients and products come ready, record by record.
-        uses = any_layer_along(layer, inputs, gradient, directions)
-        return [(p, Rows.use(weights[0] * g + weights[1] * h)) for p, g, h in uses]
     moving = {name: param for name, param in layer.named_parameters() if id(param) in directions}
     along: Uses = []
     with forward_ad.dual_level(), sdpa_kernel(SDPBackend.MATH):

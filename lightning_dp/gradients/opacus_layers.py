@@ -135,6 +135,11 @@ class OpacusLayers:
                 leave = partial(each.register_forward_hook, always_call=True)
                 self.hooks.add(each, leave, self._leave)
 
+    @property
+    def is_inside(self) -> bool:
+        """True while a layer of Opacus runs."""
+        return self._inside is not None
+
     def _enter(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if isinstance(layer, DPMultiheadAttention):
             self._inside = _InAttention(layer)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from typing import TypeAlias, TypeGuard
+from typing import Any, TypeAlias, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -92,11 +92,13 @@ class Replay:
             None if it cannot be run again.
         size: how many records it has.
         randomness: as its first run found it; None if that run is still to come.
+        batch: what the records are in; None if that is not at hand.
     """
 
     forward: Callable[[], Tensor | None] | None
     size: int
     randomness: RandomState | None = None
+    batch: Any = None
 
 
 class RecordPasses:
@@ -241,12 +243,18 @@ class RecordPasses:
         return nullcontext() if self._engine.one_record else self._compiled.as_written()
 
     @contextmanager
-    def watching(self) -> Iterator[None]:
-        """Inside, the engine's hooks are on the model; at no other time, so that copies have none."""
+    def watching(self, batch: Any = None, size: int = 0) -> Iterator[None]:
+        """Inside, the engine's hooks are on the model; at no other time, so that copies have none.
+
+        Args:
+            batch: goes through the model.
+            size: how many records it has.
+        """
         with self.as_written():
             self._engine.wake()
             try:
-                yield
+                with self._engine.following(batch, size):
+                    yield
             finally:
                 self._engine.rest()
 
@@ -351,10 +359,10 @@ class RecordPasses:
                 found: AbstractPerSampleGradients | None = first
             elif randomness is None:
                 randomness = RandomState(self._params[0].device)
-                found = self._run(chunk.forward, each, chunk.size, combined)
+                found = self._run(chunk, each, combined)
             else:
                 with randomness.again():
-                    found = self._run(chunk.forward, each, chunk.size, combined)
+                    found = self._run(chunk, each, combined)
             if found is None or not _is_of_all(found, chunk):
                 return None
             # A pass along a direction has its two weights in it.
@@ -364,46 +372,51 @@ class RecordPasses:
         return total if query.coordinates is None else total.restrict(query.coordinates)
 
     def run(
-        self, forward: Callable[[], Tensor | None], *, size: int = 0, combined: bool = False
+        self,
+        forward: Callable[[], Tensor | None],
+        *,
+        size: int = 0,
+        batch: Any = None,
+        combined: bool = False,
     ) -> AbstractPerSampleGradients | None:
         """Return each record's gradient here; None if there is nothing to go back from.
 
         Args:
             forward: as in :class:`Replay`.
             size: how many records they are; 0 leaves the loss's graph unchecked.
+            batch: what they are in.
             combined: with the gradients of another pass.
         """
         randomness = self.randomness
         try:
-            return self._run(forward, _PLAIN, size, combined)
+            return self._run(Replay(forward, size, batch=batch), _PLAIN, combined)
         except UnsupportedModelError as reason:
             if randomness is None:
                 raise
             self.go_down(reason)
         with self._again(), randomness.again():
-            return self.run(forward, size=size, combined=combined)
+            return self.run(forward, size=size, batch=batch, combined=combined)
 
-    def _run(
-        self, forward: Callable[[], Tensor | None] | None, each: Pass, size: int, combined: bool
-    ) -> AbstractPerSampleGradients | None:
+    def _run(self, chunk: Replay, each: Pass, combined: bool) -> AbstractPerSampleGradients | None:
         """Run one pass over some records; None if there is nothing to go back from.
 
         Args:
+            chunk: the records.
             each: where, and along which direction.
             combined: with the gradients of another pass.
         """
-        if forward is None:
+        if chunk.forward is None:
             raise RuntimeError("A chunk that cannot be run again was asked for more.")
         there = nullcontext() if each.point is None else at_point(self._params, each.point)
         with self._quietly(), there, torch.enable_grad():
             if each.direction is not None:
-                return self._along(each.direction, (each.gradient, each.product), forward, size)
-            with self.watching():
-                loss = forward()
+                return self._along(each.direction, (each.gradient, each.product), chunk)
+            with self.watching(chunk.batch, chunk.size):
+                loss = chunk.forward()
             if not is_differentiable(loss):
                 self._engine.drop()
                 return None
-            self.check_loss(loss, size)
+            self.check_loss(loss, chunk.size)
             if self._engine.runs_backward:
                 self.backward(loss, combined=combined)
             else:
@@ -415,17 +428,17 @@ class RecordPasses:
         self,
         direction: Tensor,
         weights: tuple[float, float],
-        forward: Callable[[], Tensor | None],
-        size: int,
+        chunk: Replay,
     ) -> AbstractPerSampleGradients | None:
         def sure() -> Tensor:
-            if not is_differentiable(loss := forward()):
+            assert chunk.forward is not None
+            if not is_differentiable(loss := chunk.forward()):
                 raise _NoLoss
-            self.check_loss(loss, size)
+            self.check_loss(loss, chunk.size)
             return loss
 
         try:
-            with as_written(), self.watching():
+            with as_written(), self.watching(chunk.batch, chunk.size):
                 return self._engine.along(sure, direction, weights)
         except _NoLoss:
             self._engine.drop()

@@ -1,40 +1,43 @@
-"""The calls of layers, recorded as the forward pass of a model goes by."""
+"""The calls in which a model uses its parameters, recorded as the forward pass goes by."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 from functools import partial
 from operator import is_
-from typing import Any, cast
+from typing import Any, TypeAlias, cast
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from lightning_dp.gradients import attention
-from lightning_dp.gradients.any_layer import any_layer
 from lightning_dp.gradients.attention import AttentionCall, multihead_attention
 from lightning_dp.gradients.base import UncoveredParameterError, UnsupportedModelError
 from lightning_dp.gradients.embedding_bag import embedding_bag, tensors_of_bags
-from lightning_dp.gradients.folding import AbstractFolding
+from lightning_dp.gradients.folding import AbstractFolding, Folded
+from lightning_dp.gradients.function_call import FunctionCall
+from lightning_dp.gradients.graph import Region, Survey, survey, uncovered
 from lightning_dp.gradients.hessian import Dual, split
+from lightning_dp.gradients.layouts import Layout
 from lightning_dp.gradients.module_hooks import ModuleHooks
 from lightning_dp.gradients.opacus_layers import Arrange, OpacusLayers, own_parameters
 from lightning_dp.gradients.row_owners import folding_in_force
-from lightning_dp.gradients.rules import Rule, refuse_options, rule_of
+from lightning_dp.gradients.rules import Rule, is_by_position, refuse_options, rule_of
+from lightning_dp.gradients.tracing import FunctionTracer
 from lightning_dp.gradients.unsupported import (
     refuse_script,
     refuse_special,
     refuse_without_records,
 )
 
-__all__ = ["LayerCall", "Recorder", "Survey", "survey"]
+__all__ = ["Call", "LayerCall", "Recorder"]
 
 
-@dataclass
+@dataclass(eq=False)
 class LayerCall:
     """One call of a layer, until the backward pass comes to it."""
 
@@ -44,7 +47,7 @@ class LayerCall:
     inputs: tuple[Tensor, ...]
     versions: list[int]
     sources: set[Any]  # the graph nodes that made the inputs
-    edge: GradientEdge
+    edges: list[GradientEdge]  # of the output
     arrange: Arrange  # makes of its tensors such with rows first
     folding: AbstractFolding | None  # whose the rows are; None if they are the records
     moved: tuple[Dual, ...] = ()  # along a direction: the inputs with their derivatives
@@ -60,13 +63,20 @@ class LayerCall:
         return inputs
 
 
+Call: TypeAlias = LayerCall | FunctionCall
+
+
 class Recorder:
     """Forward hooks that record every call of a layer with trained parameters.
+
+    With a tracer, they record the calls that a rule knows; parameters that are used in any other way
+    are found in the functions that are called.
 
     Args:
         module: the whole model.
         params: the trained parameters.
         rules: what is known of layer types.
+        traces: look for uses of parameters in all functions, too.
 
     Raises:
         UnsupportedModelError: naming a layer that is not covered, and the cure.
@@ -77,27 +87,24 @@ class Recorder:
         module: nn.Module,
         params: Sequence[nn.Parameter],
         rules: Mapping[type[nn.Module], Rule],
+        *,
+        traces: bool = False,
     ) -> None:
         self._rules = rules
         self._params = params
         self._calls: list[LayerCall] = []
         self._unseen: dict[Any, str] = {}  # graph nodes of outputs that no rule knows of, and why
         self._random_states: dict[nn.Module, Tensor | None] = {}  # before calls that are running
+        self._marks: list[int] = []  # the tracer's calls before layers that are running
         self._problem: str | None = None
         self._is_watching = True
         self._is_along = False  # a direction
-        refuse_special(module, params)
-        trained = {id(param) for param in params}
-        for name, layer in module.named_modules():
-            if any(id(param) in trained for param in layer.parameters()):
-                refuse_script(name, layer)
-                refuse_options(name, layer, self._rule_of(layer))
-        layers = [
-            layer
-            for layer in module.modules()
-            if any(id(param) in trained for param in self._parameters_of(layer))
-        ]
         self._names = {id(param): name for name, param in module.named_parameters()}
+        self._tracer = (
+            FunctionTracer({self._names[id(p)]: p for p in params}, module) if traces else None
+        )
+        refuse_special(module, params)
+        layers = self._covered_layers(module)
         # Along a direction other tensors stand in the places of the parameters.
         self._own = {layer: self._used_by_a_call(layer) for layer in layers}
         self._held = {layer: tuple(layer._parameters.values()) for layer in layers}
@@ -105,11 +112,33 @@ class Recorder:
         self._opacus_layers = OpacusLayers(module)
         self._hooks = ModuleHooks()
         for layer in layers:
-            # Before the user's hooks, which may change the output.
-            register = partial(layer.register_forward_hook, prepend=True, with_kwargs=True)
-            self._hooks.add(layer, register, self._watch)
-            if self._rule_of(layer) is multihead_attention:
-                self._hooks.add(layer, layer.register_forward_pre_hook, self._before_attention)
+            self._hang_on(layer)
+
+    def _covered_layers(self, module: nn.Module) -> list[nn.Module]:
+        """Return the layers whose calls are recorded by rule."""
+        trained = {id(param) for param in self._params}
+        covered = []
+        for name, layer in module.named_modules():
+            if not any(id(param) in trained for param in layer.parameters()):
+                continue
+            try:
+                refuse_script(name, layer)
+                refuse_options(name, layer, self._rule_of(layer))
+            except UnsupportedModelError:
+                if self._tracer is None:
+                    raise
+                continue
+            if any(id(param) in trained for param in self._parameters_of(layer)):
+                covered.append(layer)
+        return [layer for layer in covered if self._rule_of(layer) is not None]
+
+    def _hang_on(self, layer: nn.Module) -> None:
+        # Before the user's hooks, which may change the output.
+        register = partial(layer.register_forward_hook, prepend=True, with_kwargs=True)
+        self._hooks.add(layer, register, self._watch)
+        is_attention = self._rule_of(layer) is multihead_attention
+        if is_attention or self._tracer is not None:
+            self._hooks.add(layer, layer.register_forward_pre_hook, self._before)
 
     def take_off(self) -> None:
         """Leave the model as it was."""
@@ -124,7 +153,17 @@ class Recorder:
     def drop(self) -> None:
         """Forget what was recorded."""
         self._calls, self._problem = [], None
-        self._unseen, self._random_states = {}, {}
+        self._unseen, self._random_states, self._marks = {}, {}, []
+        if self._tracer is not None:
+            self._tracer.clear()
+
+    @contextmanager
+    def following(self, batch: Any, n: int) -> Iterator[None]:
+        """Follow the records of a batch through the forward pass inside."""
+        if self._tracer is not None:
+            self._tracer.clear()
+        with nullcontext() if self._tracer is None else self._tracer.following(batch, n):
+            yield
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -144,7 +183,12 @@ class Recorder:
         finally:
             self._is_along = False
 
-    def _rule_of(self, layer: nn.Module) -> Rule:
+    def go_along(self) -> None:
+        """Expect dual numbers in the places of the parameters, from now until the next pass."""
+        if self._tracer is not None:
+            self._tracer.go_along()
+
+    def _rule_of(self, layer: nn.Module) -> Rule | None:
         return rule_of(layer, self._rules)
 
     def _parameters_of(self, layer: nn.Module) -> list[nn.Parameter]:
@@ -155,7 +199,7 @@ class Recorder:
 
     def _used_by_a_call(self, layer: nn.Module) -> list[int]:
         """Return the parameters' ids; by rule, one that is both weight and bias is used twice."""
-        if self._rule_of(layer) in (any_layer, multihead_attention):
+        if self._rule_of(layer) is multihead_attention:
             return [id(param) for param in self._parameters_of(layer)]
         found = (getattr(layer, name, None) for name in ("weight", "bias"))
         return [id(param) for param in found if param is not None]
@@ -167,15 +211,19 @@ class Recorder:
 
     def _ignore(self, layer: nn.Module, output: Any) -> None:
         """Remember a call with other parameters than the layer's own: the loss must not depend on it."""
-        if isinstance(output, Tensor) and output.grad_fn is not None:
+        if self._tracer is None and isinstance(output, Tensor) and output.grad_fn is not None:
             self._unseen[output.grad_fn] = (
                 f"{self._layer_names[layer] or 'The module'} ({type(layer).__name__}) was called with "
                 "other parameters than its own (torch.func.functional_call, or a hook that replaces "
                 "them). Call it as it is, or freeze it with requires_grad_(False)."
             )
 
-    def _before_attention(self, layer: nn.MultiheadAttention, args: tuple[Any, ...]) -> None:
-        if self._is_watching and torch.is_grad_enabled():
+    def _before(self, layer: nn.Module, args: tuple[Any, ...]) -> None:
+        if not self._is_watching or not torch.is_grad_enabled():
+            return
+        if self._tracer is not None:
+            self._marks.append(len(self._tracer.calls))
+        if isinstance(layer, nn.MultiheadAttention):
             self._random_states[layer] = attention.random_state(layer)
 
     def _watch(
@@ -183,23 +231,31 @@ class Recorder:
     ) -> None:
         if not self._is_watching or not torch.is_grad_enabled():
             return
-        rule = self._rule_of(layer)
+        mark = self._marks.pop() if self._marks else 0
+        before = len(self._calls)
+        if self._rule_of(layer) is embedding_bag:
+            args, kwargs = tensors_of_bags(cast(nn.EmbeddingBag, layer), args, kwargs), {}
         if self._is_exchanged(layer):
             self._ignore(layer, output)
-            return
-        if rule is embedding_bag:
-            args, kwargs = tensors_of_bags(cast(nn.EmbeddingBag, layer), args, kwargs), {}
-        if rule is multihead_attention:
+        elif self._rule_of(layer) is multihead_attention:
             self._watch_attention(cast(nn.MultiheadAttention, layer), args, kwargs, output)
         elif kwargs or not args or not all(isinstance(each, Tensor) for each in (*args, output)):
-            self._problem = (
+            self._give_up(
                 f"The layer {self._layer_names[layer] or 'of the whole module'} "
                 f"({type(layer).__name__}) itself has parameters, and something else "
                 "than tensors goes in (or by name) or comes out. Give the parameters to a separate "
                 "layer, called with tensors by position and returning one tensor."
             )
         else:
-            self._note(layer, rule, args, output)
+            self._note(layer, self._rule_of(layer), args, output)
+        if self._tracer is not None and len(self._calls) > before:
+            self._tracer.forget_since(mark)
+            self._tracer.add_layer_output(output if isinstance(output, Tensor) else output[0])
+
+    def _give_up(self, problem: str) -> None:
+        """Remember why a call cannot be recorded by rule; a tracer has it by its functions."""
+        if self._tracer is None:
+            self._problem = problem
 
     def _watch_attention(
         self,
@@ -213,131 +269,131 @@ class Recorder:
         try:
             call, tensors = AttentionCall.of(layer, args, kwargs, output, state, self._is_along)
         except UnsupportedModelError as problem:
-            self._problem = str(problem)
+            self._give_up(str(problem))
             return
-        if shares is not None and shares.grad_fn is not None:
+        before = len(self._calls)
+        self._note(layer, partial(multihead_attention, call=call), tensors, output)
+        if shares is not None and shares.grad_fn is not None and len(self._calls) > before:
             self._unseen[shares.grad_fn] = (
                 "The loss depends on the attention weights that nn.MultiheadAttention returns. Use "
                 "its output only, or DPMultiheadAttention of Opacus."
             )
-        self._note(layer, partial(multihead_attention, call=call), tensors, output)
 
     def _note(
-        self, layer: nn.Module, rule: Rule, given: tuple[Tensor, ...], output: Tensor
+        self, layer: nn.Module, rule: Rule | None, given: tuple[Tensor, ...], output: Tensor
     ) -> None:
-        if not output.requires_grad:
+        if not output.requires_grad or rule is None:
             return
         try:
             arrange = self._opacus_layers.arrange(layer, given[0])
         except UnsupportedModelError as problem:
-            self._problem = str(problem)
+            self._give_up(str(problem))
             return
+        folding = folding_in_force()
+        if folding is None and self._tracer is not None and not self._opacus_layers.is_inside:
+            layout = self._traced_layout(self._tracer, layer, given, output)
+            if layout is None:
+                return  # no rule holds for it: the tracer has it by its functions
+            n = self._tracer.n
+            if layout.dim > 0:
+                arrange = partial(layout.rows_first, n=n)
+                layout = Layout(0, inner=layout.rows)
+            folding = None if layout.rows == 1 else Folded(n, layout.outer, layout.inner)
         refuse_without_records(self._layer_names[layer], layer, given[0])
         inputs = tuple(each.detach() for each in given)
         versions, sources = [each._version for each in inputs], {each.grad_fn for each in given}
-        edge = get_gradient_edge(output)
+        edges = [get_gradient_edge(output)]
         moved = tuple(split(each) for each in given) if self._is_along else ()
         name = self._layer_names[layer]
-        folding = folding_in_force()
         call = LayerCall(
-            name, layer, rule, inputs, versions, sources, edge, arrange, folding, moved
+            name, layer, rule, inputs, versions, sources, edges, arrange, folding, moved
         )
         self._calls.append(call)
 
+    def _traced_layout(
+        self, tracer: FunctionTracer, layer: nn.Module, given: tuple[Tensor, ...], output: Tensor
+    ) -> Layout | None:
+        """Return where a call's rows hold the records; None if the layer's rule does not hold there."""
+        rows = given[:1]
+        if isinstance(layer, nn.MultiheadAttention):
+            rows = given[:3]
+        elif isinstance(layer, nn.EmbeddingBag):
+            rows = (output,)
+        layouts = {tracer.layout_of(each) for each in rows}
+        layout = layouts.pop()
+        if layouts or layout is None:
+            return None
+        if layout.dim > 0 and not is_by_position(layer, layout.dim, given[0].dim()):
+            return None
+        return layout
+
     def outputs(self) -> set[Any]:
         """Return the graph nodes of the outputs of all calls so far."""
-        return {call.edge.node for call in self._calls} | self._unseen.keys()
+        return {edge.node for call in self._all() for edge in call.edges if edge is not None} | (
+            self._unseen.keys() | self._unknown().keys()
+        )
 
-    def take(self, loss: Tensor) -> tuple[list[LayerCall], Survey]:
+    def _all(self) -> list[Call]:
+        return [*self._calls, *([] if self._tracer is None else self._tracer.calls)]
+
+    def _unknown(self) -> dict[Any, str]:
+        return {} if self._tracer is None else self._tracer.unknown
+
+    def take(self, loss: Tensor) -> tuple[list[Call], Survey]:
         """Hand over the recorded calls that the loss depends on, if they are all that it depends on.
 
         Raises:
             UnsupportedModelError: if a call was not understood.
             UncoveredParameterError: if a parameter is used outside of them.
         """
-        calls, unseen, problem = self._calls, self._unseen, self._problem
-        self.drop()
+        calls, problem = self._all(), self._problem
+        unseen = {**self._unseen, **self._unknown()}
         if problem is not None:
+            self.drop()
             raise UnsupportedModelError(problem)
-        graph = survey(loss.grad_fn, {call.edge.node for call in calls} | unseen.keys())
+        nodes = {edge.node: call for call in calls for edge in call.edges if edge is not None}
+        graph = survey(loss.grad_fn, nodes.keys() | unseen.keys())
+        self.drop()
         for node in graph.reached & unseen.keys():
             raise UnsupportedModelError(unseen[node])
-        calls = [call for call in calls if call.edge.node in graph.reached]
-        self._refuse_uncovered(calls, graph)
+        reached = {id(nodes[node]) for node in graph.reached}
+        calls = [call for call in calls if id(call) in reached]
+        self._refuse_uncovered(loss, calls, graph)
         return calls, graph
 
-    def _refuse_uncovered(self, calls: Sequence[LayerCall], graph: Survey) -> None:
-        """Refuse a use of a parameter in the graph that is not a recorded call of its layer."""
+    def _refuse_uncovered(self, loss: Tensor, calls: Sequence[Call], graph: Survey) -> None:
+        """Refuse a use of a parameter in the graph that is not a recorded call."""
+        if self._tracer is None:
+            missing = self._miscounted(
+                [call for call in calls if isinstance(call, LayerCall)], graph
+            )
+        else:
+            regions = {
+                edge.node: self._region(call)
+                for call in calls
+                for edge in call.edges
+                if edge is not None
+            }
+            missing = uncovered(loss.grad_fn, regions, {id(param) for param in self._params})
+        names = [self._names[id(param)] for param in self._params if id(param) in missing]
+        if names:
+            raise UncoveredParameterError(names)
+
+    def _region(self, call: Call) -> Region:
+        if isinstance(call, LayerCall):
+            return Region(call.sources, own=self._own[call.layer])
+        return Region(call.sources, known=call.part_sources)
+
+    def _miscounted(self, calls: Sequence[LayerCall], graph: Survey) -> Collection[int]:
+        """Return the parameters that have more or fewer uses than recorded calls of their layers."""
         recorded = Counter[int]()
         for call in calls:
             own = self._own[call.layer]
-            if self._rule_of(call.layer) not in (any_layer, multihead_attention):
+            if self._rule_of(call.layer) is not multihead_attention:
                 recorded.update(own)
             else:
-                inside = survey(call.edge.node, graph.reached, call.sources).uses
+                inside = survey(call.edges[0].node, graph.reached, call.sources).uses
                 recorded.update({key: inside[key] for key in own})
         # Fewer uses than calls: a call used another tensor in the parameter's place.
-        missing = [self._names[id(p)] for p in self._params if graph.uses[id(p)] != recorded[id(p)]]
-        if missing:
-            raise UncoveredParameterError(missing)
-
-
-@dataclass
-class Survey:
-    """The findings in a graph.
-
-    Args:
-        uses: for each parameter, by ``id``, in how many places it meets something else.
-        reached: the recorded calls that the graph contains.
-        innermost: those of them that no other recorded call feeds.
-    """
-
-    uses: Counter[int] = field(default_factory=Counter)
-    reached: set[Any] = field(default_factory=set)
-    innermost: set[Any] = field(default_factory=set)
-
-
-def survey(root: Any, calls: Collection[Any], stop: Collection[Any] = ()) -> Survey:
-    """Find in one walk of a graph where parameters are used and which recorded calls it contains.
-
-    A transpose, a cast or a norm of a parameter alone is still the parameter; the node that brings
-    it together with something else is one use of it, and so is a recorded call of a layer. A layer
-    of the usual kind uses its parameters once in each call, so a larger count than that of the
-    recorded calls tells of a use that nobody recorded.
-
-    Args:
-        root: the graph node where to begin, ``loss.grad_fn``.
-        calls: the nodes of the outputs of recorded layer calls.
-        stop: nodes below which nothing is looked at.
-    """
-    found, boundaries = Survey(), set(calls)
-    owner: dict[Any, int | None] = {}  # of each node: the only parameter it depends on, if any
-    feeds_on_calls: set[Any] = set()
-    stack = [(root, False)]
-    while stack:
-        node, is_finished = stack.pop()
-        if node is None or (node in owner and not is_finished):
-            continue
-        below = [child for child, _ in node.next_functions if child is not None]
-        below = [] if node in stop else below
-        if not is_finished:
-            owner[node] = None
-            stack.append((node, True))
-            stack.extend((child, False) for child in below)
-            continue
-        if any(child in feeds_on_calls or child in boundaries for child in below):
-            feeds_on_calls.add(node)
-        if node in boundaries:
-            found.reached.add(node)
-        if (variable := getattr(node, "variable", None)) is not None:
-            owner[node] = id(variable)
-            continue
-        owners = [owner[child] for child in below]
-        if len(set(owners)) == 1 and node not in boundaries:
-            owner[node] = owners[0]
-        else:
-            found.uses.update(each for each in owners if each is not None)
-    if (last := owner.get(root)) is not None:
-        found.uses[last] += 1
-    found.innermost = found.reached - feeds_on_calls
-    return found
+        uses = ((id(param), graph.uses[id(param)]) for param in self._params)
+        return {key for key, count in uses if count != recorded[key]}

@@ -10,7 +10,6 @@ from torch import nn
 from torch.nn.utils.parametrize import is_parametrized
 
 from lightning_dp.gradients import opacus_layers
-from lightning_dp.gradients.any_layer import any_layer
 from lightning_dp.gradients.attention import multihead_attention, refuse_attention
 from lightning_dp.gradients.base import UnsupportedModelError
 from lightning_dp.gradients.convolution import convolution
@@ -26,7 +25,7 @@ from lightning_dp.gradients.layers import (
     sequence_bias,
 )
 
-__all__ = ["RULES", "Rule", "refuse_options", "rule_of"]
+__all__ = ["RULES", "Rule", "is_by_position", "refuse_options", "rule_of"]
 
 
 _CURE = "Use engine='hooks', or change the layer."
@@ -53,23 +52,46 @@ RULES: Mapping[type[nn.Module], Rule] = {
 }
 
 
-def rule_of(layer: nn.Module, rules: Mapping[type[nn.Module], Rule] = RULES) -> Rule:
-    """Return the rule of a layer's type, or of the one whose forward pass it inherits."""
+def rule_of(layer: nn.Module, rules: Mapping[type[nn.Module], Rule] = RULES) -> Rule | None:
+    """Return the rule of a layer's type, or of the one whose forward pass it inherits; else None."""
     for kind in type(layer).__mro__:
         if kind in rules and type(layer).forward is getattr(kind, "forward", None):
             return rules[kind]
-    return any_layer
+    return None
 
 
-def refuse_options(name: str, layer: nn.Module, rule: Rule) -> None:
-    """Refuse options under which a layer's gradient is not what its rule says."""
+def is_by_position(layer: nn.Module, dim: int, dimensions: int) -> bool:
+    """Tell whether a layer treats each entry of a dimension of its input alike.
+
+    Args:
+        layer: has a rule.
+        dim: the dimension.
+        dimensions: how many the input has.
+    """
+    if isinstance(layer, nn.Embedding):
+        return True
+    if isinstance(layer, nn.Linear):
+        return dim < dimensions - 1
+    if isinstance(layer, nn.LayerNorm | nn.RMSNorm):
+        return dim < dimensions - len(layer.normalized_shape)
+    return False
+
+
+def refuse_options(name: str, layer: nn.Module, rule: Rule | None) -> None:
+    """Refuse options under which a layer's gradient is not what its rule says.
+
+    Args:
+        name: of the layer in the model.
+        layer: any layer.
+        rule: of its type, if there is one.
+    """
     if isinstance(layer, nn.Embedding | nn.EmbeddingBag):
         for option in ("max_norm", "scale_grad_by_freq", "sparse"):
             if getattr(layer, option):
                 raise UnsupportedModelError(
                     f"{name} ({type(layer).__name__}) has {option} set. {_CURE}"
                 )
-    opacus_layers.refuse(name, layer, rule is not any_layer)
+    opacus_layers.refuse(name, layer, rule is not None)
     hides_records = isinstance(layer, nn.RNNBase | nn.MultiheadAttention)
     if hides_records and rule is not multihead_attention:
         raise UnsupportedModelError(f"{name} ({type(layer).__name__}) hides its records. {_CURE}")
@@ -79,10 +101,18 @@ def refuse_options(name: str, layer: nn.Module, rule: Rule) -> None:
         refuse_attention(name, cast(nn.MultiheadAttention, layer))
         return
     names = {name for name, _ in layer.named_parameters(recurse=False)}
-    if rule is not any_layer and not names <= {"weight", "bias"}:
+    if rule is None and own_parameters_are_trained(layer):
+        raise UnsupportedModelError(
+            f"{name or 'The module'} ({type(layer).__name__}) has parameters of its own "
+            f"({sorted(names)}) and no rule is known of its type."
+        )
+    if rule is not None and not names <= {"weight", "bias"}:
         raise UnsupportedModelError(
             f"{name} ({type(layer).__name__}) has parameters that its type does not: "
             f"{sorted(names - {'weight', 'bias'})}. {_CURE}"
         )
-    if rule is any_layer and names and any(True for _ in layer.buffers(recurse=False)):
-        raise UnsupportedModelError(f"{name} ({type(layer).__name__}) has buffers. {_CURE}")
+
+
+def own_parameters_are_trained(layer: nn.Module) -> bool:
+    """Tell whether calls of the layer itself use trained parameters."""
+    return any(param.requires_grad for param in opacus_layers.own_parameters(layer))

@@ -273,7 +273,7 @@ class Passes:
             return loss
 
         with self.valid_labels():
-            gradients = passes.run(forward, size=n)
+            gradients = passes.run(forward, size=n, batch=batch)
         if gradients is not None and gradients.count not in (0, n) and self.choice.can_fall:
             raise OtherRowsError
         ((is_random, weighs, ignores),) = noticed

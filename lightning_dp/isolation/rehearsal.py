@@ -110,7 +110,7 @@ class Rehearsal:
                 return loss
 
             with self._passes.valid_labels():
-                gradients = engine.run(forward, size=n)
+                gradients = engine.run(forward, size=n, batch=batch)
             answers.append(answer_about(gradients, self._trained, n))
             return outputs[0]
 

@@ -327,8 +327,9 @@ class SpotChecks:
         with _nowhere(self._module, self._trainer, device):
             hooks = watch_calls(self._module, calls) if watch else None
             try:
-                forward = partial(self._forward, (batch, *check.args[1:]), at_loss)
-                found = self._step.run_once_more(forward)
+                args = (batch, *check.args[1:])
+                forward = partial(self._forward, args, at_loss)
+                found = self._step.run_once_more(forward, args, len(self._records(check)))
                 gradients = None if found is None else self._glimpse(found)
                 if found is not None:
                     found.discard()

@@ -110,6 +110,7 @@ class PrivateStep:
         self._batch = BatchAccounts()
         self._look: Look | None = None  # at the gradients of the next chunk
         self._forward_again: Forward | None = None  # the chunk's forward pass
+        self._records: object = None  # what goes into it
         self._randomness: RandomState | None = None  # of the chunk, if it may be run again
         self._is_passed_on = False  # the chunk is the next engine's
 
@@ -159,7 +160,8 @@ class PrivateStep:
 
     def watching(self) -> AbstractContextManager[None]:
         """Let the engine see what the model does, inside."""
-        return self._passes.watching()
+        chunk = self._batch.chunk
+        return self._passes.watching(self._records, 1 if chunk is None else max(1, chunk.size))
 
     @property
     def engine_description(self) -> str:
@@ -193,14 +195,16 @@ class PrivateStep:
             self._batch = BatchAccounts()
         self._batch.hand_out(chunk)
 
-    def before_forward(self, mechanism: Mechanism, forward_again: Forward) -> None:
+    def before_forward(self, mechanism: Mechanism, forward_again: Forward, batch: object) -> None:
         """Remember what further passes over the chunk need: its forward pass and its randomness.
 
         Args:
             mechanism: has begun a step.
             forward_again: runs the chunk once more and returns its loss.
+            batch: what ``training_step`` is called with.
         """
         query = mechanism.query
+        self._records = batch
         if not self._module.automatic_optimization:
             return  # the optimizer would step again
         self._forward_again = forward_again
@@ -227,14 +231,18 @@ class PrivateStep:
         if self._randomness is not None:
             self._randomness.restore()
 
-    def run_once_more(self, forward: Forward) -> AbstractPerSampleGradients | None:
+    def run_once_more(
+        self, forward: Forward, batch: object, size: int
+    ) -> AbstractPerSampleGradients | None:
         """Return the gradients of records that nobody is answered from; None if there are none.
 
         Args:
             forward: runs them and returns their loss.
+            batch: what they are in.
+            size: how many they are.
         """
         try:
-            return self._passes.run(forward)
+            return self._passes.run(forward, size=size, batch=batch)
         finally:
             self._passes.drop()
 
@@ -307,7 +315,7 @@ class PrivateStep:
             return  # nothing was back-propagated, so the records stay without an answer
         if chunk.size == 0 or mechanism.query is None:
             return  # the gradient of a stand-in record, or one that nobody asked for, ends here
-        replay = Replay(self._forward_again, chunk.size, self._randomness)
+        replay = Replay(self._forward_again, chunk.size, self._randomness, self._records)
         if _has_rounds(mechanism):
             batch.answered.append(replay)
         batch.owed -= chunk.size
@@ -462,7 +470,7 @@ class PrivateStep:
     def detach(self) -> None:
         """Leave the model as it was."""
         self._passes.detach()
-        self._batch, self._forward_again = BatchAccounts(), None
+        self._batch, self._forward_again, self._records = BatchAccounts(), None, None
 
 
 def _seeds(count: int) -> list[int]:

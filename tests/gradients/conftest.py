@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -12,10 +12,13 @@ import pytest
 import torch
 from opacus.layers import DPLSTM, DPMultiheadAttention
 from torch import Tensor, nn
+from torch.nn.utils.rnn import PackedSequence
+from torch.utils.hooks import RemovableHandle
 
 from lightning_dp.gradients import AbstractGradientEngine
 from lightning_dp.gradients.bookkeeping import Bookkeeping
 from lightning_dp.gradients.opacus_hooks import OpacusHooks
+from lightning_dp.gradients.rules import RULES
 
 RECORDS = 5
 
@@ -155,10 +158,41 @@ def cases() -> dict[str, Case]:
     return CASES
 
 
+class Followed(Bookkeeping):
+    """Book-keeping that follows the records through every call of the model, as passes let it."""
+
+    def __init__(self, rules: Any = RULES) -> None:
+        super().__init__(rules, traces=True)
+        self._handles: list[RemovableHandle] = []
+        self._open: list[Any] = []
+
+    def attach(self, module: nn.Module, params: Sequence[nn.Parameter]) -> None:
+        super().attach(module, params)
+        self._handles = [
+            module.register_forward_pre_hook(self._enter, prepend=True, with_kwargs=True),
+            module.register_forward_hook(self._leave, always_call=True),
+        ]
+
+    def _enter(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        first = next(each for each in (*args, *kwargs.values()) if each is not None)
+        count = int(first.batch_sizes[0]) if isinstance(first, PackedSequence) else len(first)
+        self._open.append(self.following((args, kwargs), count))
+        self._open[-1].__enter__()
+
+    def _leave(self, *unused: Any) -> None:
+        self._open.pop().__exit__(None, None, None)
+
+    def detach(self) -> None:
+        super().detach()
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+
+
 ENGINES: dict[str, Callable[[], AbstractGradientEngine]] = {
     "hooks": OpacusHooks,
-    "bookkeeping": Bookkeeping,
-    "functional": partial(Bookkeeping, rules={}),
+    "bookkeeping": Followed,
+    "functional": partial(Followed, rules={}),
 }
 
 
@@ -171,7 +205,8 @@ def engine(request: pytest.FixtureRequest) -> Iterator[AbstractGradientEngine]:
 
 
 @pytest.fixture(
-    params=[Bookkeeping, partial(Bookkeeping, rules={})], ids=["Bookkeeping", "Functional"]
+    params=[Followed, partial(Followed, rules={})],
+    ids=["Bookkeeping", "Functional"],
 )
 def layer_engine(request: pytest.FixtureRequest) -> Iterator[Bookkeeping]:
     """The engine that goes layer by layer: with its rules, and without any."""

@@ -1,0 +1,375 @@
+"""One call of a function in which a parameter meets records, and its derivative for each record."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge
+from torch.func import jvp, vjp, vmap
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
+
+from lightning_dp.gradients.base import ALONE, UnsupportedModelError
+from lightning_dp.gradients.hessian import Dual
+from lightning_dp.gradients.layouts import Layout, name_of_function
+from lightning_dp.gradients.parts import Part
+from lightning_dp.gradients.surroundings import Surroundings
+
+__all__ = ["Found", "FunctionCall", "Given"]
+
+
+@dataclass(frozen=True)
+class Given:
+    """A tensor that a function was called with.
+
+    Args:
+        place: among the leaves of the arguments.
+        tensor: cut off from the graph.
+        part: if it was computed from parameters alone.
+        layout: of the records that it holds; None for a constant, and for a part.
+        version: of the tensor when the function had been called.
+    """
+
+    place: int
+    tensor: Tensor
+    part: Part | None
+    layout: Layout | None
+    version: int
+
+
+@dataclass(frozen=True)
+class Found:
+    """The gradients per record with respect to a part, of one call.
+
+    Args:
+        part: is used.
+        gradients: shape (n, *part's shape).
+        dim: None if every record uses all of the part; else the dimension in which each record has
+            entries of its own, and gradients are there for these alone.
+    """
+
+    part: Part
+    gradients: Tensor
+    dim: int | None = None
+
+
+@dataclass
+class FunctionCall:
+    """A function with its arguments, until the backward pass comes to its outputs.
+
+    Args:
+        function: of torch.
+        leaves: of ``(args, kwargs)``; tensors are in ``given``.
+        spec: puts the leaves together again.
+        given: the tensors among the leaves.
+        outputs: its tensors, cut off from the graph.
+        layouts: the places of the records in the outputs.
+        edges: of the outputs; None for those without a gradient.
+        sources: the graph nodes that made the tensors among the arguments; those of parts first.
+        part_sources: those that made the parts.
+        n: the number of records.
+        surroundings: for running it again.
+    """
+
+    function: Callable[..., Any]
+    leaves: list[Any]
+    spec: TreeSpec
+    given: list[Given]
+    outputs: list[Tensor]
+    layouts: list[Layout | None]
+    edges: list[GradientEdge | None]
+    sources: set[Any]
+    part_sources: set[Any]
+    n: int
+    surroundings: Surroundings
+    moved: dict[int, Tensor] = field(default_factory=dict)  # along a direction: derivatives
+
+    @property
+    def name(self) -> str:
+        """The names of the parameters and of the function."""
+        names = sorted({name for each in self.parts for name in each.part.names})  # type: ignore[union-attr]
+        more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+        return f"{', '.join(names[:3])}{more} in {name_of_function(self.function)}()"
+
+    @property
+    def parts(self) -> list[Given]:
+        """The tensors that come from parameters alone."""
+        return [each for each in self.given if each.part is not None]
+
+    def check_unchanged(self) -> None:
+        """Raise UnsupportedModelError if a tensor was overwritten after the call."""
+        if any(each.tensor._version != each.version for each in self.given):
+            raise UnsupportedModelError(
+                f"A tensor that met {self.name} was overwritten afterwards. Do not change tensors in "
+                "place between layers."
+            )
+
+    def per_record(self, gradients: Sequence[Tensor | None]) -> list[Found]:
+        """Return the gradients per record of every part, from those of the outputs.
+
+        The function runs once more for each record, as a batch of one, with its own entries of what
+        holds records and all of the rest. What comes out must be what the record had in the outputs.
+
+        Raises:
+            UnsupportedModelError: if it is not, or if torch.func cannot run the function.
+        """
+        self.check_unchanged()
+        backs = self._records_first(gradients)
+        problems = []
+        for own in self._assignments():
+            try:
+                outputs, found = self._run(own, backs)
+            except (RuntimeError, ValueError, IndexError, TypeError) as error:
+                problems.append(error)
+                continue
+            if self._are_recorded([i for i, _ in backs], outputs):
+                return self._found(own, found)
+        raise self._refusal(problems)
+
+    def along(self, gradients: Sequence[Dual | None], weights: tuple[float, float]) -> list[Found]:
+        """Return w c_i + w' ċ_i of every part, with ċ the derivative along a direction.
+
+        Raises:
+            UnsupportedModelError: as :meth:`per_record`; also if a part is no linear function of the
+                parameters, whose own derivative changes along the direction.
+        """
+        for each in self.parts:
+            if each.part is not None and not each.part.is_linear:
+                raise UnsupportedModelError(
+                    f"{self.name}: what is computed from the parameters before it meets the records is "
+                    "no linear function of them, and has no Hessian-vector products here. Use an "
+                    "estimator without Hessians."
+                )
+        values = [None if each is None else each[0] for each in gradients]
+        backs = self._records_first(values)
+        changes = dict(self._records_first([None if e is None else e[1] for e in gradients]))
+        for own in self._assignments():
+            try:
+                outputs, found = self._run(own, backs, changes)
+            except (RuntimeError, ValueError, IndexError, TypeError):
+                continue
+            if self._are_recorded([i for i, _ in backs], outputs):
+                half = len(found) // 2
+                total = [
+                    weights[0] * value + weights[1] * change
+                    for value, change in zip(found[:half], found[half:], strict=True)
+                ]
+                return self._found(own, total)
+        raise self._refusal([])
+
+    def _records_first(self, gradients: Sequence[Tensor | None]) -> list[tuple[int, Tensor]]:
+        return [
+            (i, layout.records_first(back, self.n))
+            for i, (back, layout) in enumerate(zip(gradients, self.layouts, strict=True))
+            if back is not None and layout is not None
+        ]
+
+    def _found(self, own: Mapping[int, Layout], rows: Sequence[Tensor]) -> list[Found]:
+        return [
+            Found(each.part, each_rows, own[each.place].dim if each.place in own else None)
+            for each, each_rows in zip(self.parts, rows, strict=True)
+            if each.part is not None
+        ]
+
+    def _assignments(self) -> Iterator[dict[int, Layout]]:
+        """Yield guesses of which parts and constants hold entries for each record, none first.
+
+        Of a guess that is wrong something else than the recorded output comes out.
+        """
+        yield {}
+        first = next(each for each in self.given if each.layout is not None)
+        layout, dims = first.layout, first.tensor.dim()
+        assert layout is not None
+        others = [each for each in self.given if each.layout is None]
+        tried: list[dict[int, Layout]] = []
+        for rows in dict.fromkeys((layout, replace(layout, outer=1, inner=1))):
+            # Aligned from the last dimension, as entries meet; from the first; then any one.
+            aligned = {
+                each.place: replace(rows, dim=rows.dim + each.tensor.dim() - dims)
+                for each in others
+                if rows.dim + each.tensor.dim() - dims >= 0
+            }
+            tried.append(aligned)
+            for dim in range(max((each.tensor.dim() for each in others), default=0)):
+                tried.append({each.place: replace(rows, dim=dim) for each in others})
+        for guess in tried:
+            fitting = {
+                each.place: guess[each.place]
+                for each in others
+                if each.place in guess and guess[each.place].fits(each.tensor, self.n)
+            }
+            if fitting:
+                yield fitting
+            if len(fitting) > 1:
+                yield from ({place: layout} for place, layout in fitting.items())
+
+    def _run(
+        self,
+        own: Mapping[int, Layout],
+        backs: Sequence[tuple[int, Tensor]],
+        changes: Mapping[int, Tensor] | None = None,
+    ) -> tuple[list[Tensor], list[Tensor]]:
+        """Return each record's outputs, and its gradients of the parts.
+
+        Args:
+            own: parts and constants that hold entries for each record.
+            backs: gradients of outputs.
+            changes: derivatives of these along a direction; those of the gradients follow them then.
+        """
+        layouts = {each.place: each.layout or own.get(each.place) for each in self.given}
+        wanted = [i for i, _ in backs]
+
+        def split(place: int, tensor: Tensor) -> Tensor:
+            layout = layouts[place]
+            return tensor if layout is None else layout.records_first(tensor, self.n)
+
+        batched = [split(each.place, each.tensor) for each in self.given]
+        dims = [None if layouts[each.place] is None else 0 for each in self.given]
+        inputs: list[Any] = [batched, [back for _, back in backs]]
+        in_dims: list[Any] = [dims, 0]
+        if changes is not None:
+            places = [each.place for each in self.given]
+            moved = [i for i, place in enumerate(places) if place in self.moved]
+            inputs += [
+                {i: split(places[i], self.moved[places[i]]) for i in moved},
+                {k: changes[i] for k, i in enumerate(wanted) if i in changes},
+            ]
+            in_dims += [{i: dims[i] for i in moved}, 0]
+
+        def of_record(tensors: list[Tensor], back: list[Tensor], *along: Any) -> Any:
+            if not along:
+                outputs, pull = self._pull(tensors, wanted)
+                return outputs, pull(back)[0]
+            return self._pull_along(tensors, back, *along, wanted=wanted)
+
+        with self.surroundings.again(), torch.enable_grad():
+            try:
+                outputs, found = vmap(of_record, tuple(in_dims), randomness="different")(*inputs)
+            except RuntimeError:
+                outputs, found = self._one_by_one(of_record, inputs, in_dims)
+        return [each.detach() for each in outputs], [each.detach() for each in found]
+
+    def _pull_along(
+        self,
+        tensors: list[Tensor],
+        back: list[Tensor],
+        moved: dict[int, Tensor],
+        changes: dict[int, Tensor],
+        wanted: Sequence[int],
+    ) -> Any:
+        """Return outputs, and the gradients of the parts followed by their derivatives."""
+
+        def gradients(now: dict[int, Tensor], backs: dict[int, Tensor]) -> Any:
+            inside = [now.get(i, each) for i, each in enumerate(tensors)]
+            outputs, pull = self._pull(inside, wanted)
+            return pull([backs.get(k, each) for k, each in enumerate(back)])[0], outputs
+
+        here = {i: tensors[i] for i in moved}, {k: back[k] for k in changes}
+        found, derivatives, outputs = jvp(gradients, here, (moved, changes), has_aux=True)
+        return outputs, [*found, *derivatives]
+
+    def _one_by_one(
+        self, of_record: Callable[..., Any], inputs: Sequence[Any], in_dims: Sequence[Any]
+    ) -> tuple[list[Tensor], list[Tensor]]:
+        """Do the same in a loop, for functions that cannot run for all records at once."""
+        leaves, spec = tree_flatten(list(inputs))
+        dims = [
+            dim
+            for each, given in zip(in_dims, inputs, strict=True)
+            for dim in ([each] * len(given) if each == 0 else _values(each))
+        ]
+        found = []
+        for record in range(self.n):
+            own = [
+                each if dim is None else each[record]
+                for each, dim in zip(leaves, dims, strict=True)
+            ]
+            found.append(of_record(*tree_unflatten(own, spec)))
+        outputs, gradients = zip(*found, strict=True)
+        return (
+            [torch.stack(each) for each in zip(*outputs, strict=True)],
+            [torch.stack(each) for each in zip(*gradients, strict=True)],
+        )
+
+    def _pull(self, tensors: Sequence[Tensor], wanted: Sequence[int]) -> Any:
+        """Run the function on one record; return outputs and the way back to the parts."""
+        of_parts = [i for i, each in enumerate(self.given) if each.part is not None]
+
+        def run(parts: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+            now = list(tensors)
+            for i, part in zip(of_parts, parts, strict=True):
+                now[i] = part
+            outputs = self.called_with(now)
+            kept = [outputs[i] for i in wanted]
+            return kept, kept
+
+        _, pull, outputs = vjp(run, [tensors[i] for i in of_parts], has_aux=True)
+        return outputs, pull
+
+    def called_with(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Call the function with other tensors; return its tensors, as they are recorded."""
+        leaves = list(self.leaves)
+        for each, tensor in zip(self.given, tensors, strict=True):
+            leaves[each.place] = tensor
+        args, kwargs = tree_unflatten(leaves, self.spec)
+        if (target := in_place_target(self.function, args)) is not None:
+            copy = target.clone()
+            result = self.function(copy, *args[1:], **kwargs)
+            return [copy if result is None else result]
+        return [
+            each
+            for each in tree_flatten(self.function(*args, **kwargs))[0]
+            if isinstance(each, Tensor)
+        ]
+
+    def _are_recorded(self, wanted: Sequence[int], outputs: Sequence[Tensor]) -> bool:
+        """Tell whether the records' outputs are what they had in the batch, up to rounding.
+
+        It depends on the function and on the guess. Records with non-finite outputs are left out.
+        """
+        for i, output in zip(wanted, outputs, strict=True):
+            layout = self.layouts[i]
+            assert layout is not None
+            recorded = layout.records_first(self.outputs[i], self.n)
+            if recorded.shape != output.shape:
+                return False
+            if not _agree(recorded.flatten(1), output.flatten(1)):
+                return False
+        return True
+
+    def _refusal(self, problems: Sequence[Exception]) -> UnsupportedModelError:
+        shapes = ", ".join(str(tuple(each.tensor.shape)) for each in self.given)
+        why = f" ({type(problems[0]).__name__})" if problems else ""
+        return UnsupportedModelError(
+            f"{self.name} was called with tensors of shapes {shapes}, and cannot be run record by "
+            f"record with the same result{why}. Let the parameters meet the records in a function that "
+            f"treats each record by itself, with the records in one dimension. {ALONE}"
+        )
+
+
+def _values(dims: Any) -> list[Any]:
+    return list(dims.values()) if isinstance(dims, dict) else list(dims)
+
+
+def in_place_target(function: Callable[..., Any], args: tuple[Any, ...]) -> Tensor | None:
+    """Return the tensor that a function changes; None for one that makes a new one."""
+    name = name_of_function(function)
+    is_in_place = name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))
+    is_in_place |= name.startswith("__i") and name not in ("__invert__", "__int__", "__index__")
+    if is_in_place and args and isinstance(args[0], Tensor):
+        return args[0]
+    return None
+
+
+def _agree(recorded: Tensor, found: Tensor) -> bool:
+    """True if the entries of all finite rows are equal, relative to the largest of their row."""
+    if not recorded.numel():
+        return True
+    tolerance = torch.finfo(recorded.dtype).eps ** 0.5 if recorded.is_floating_point() else 0.0
+    recorded, found = recorded.double(), found.double()
+    largest = recorded.abs().amax(1, keepdim=True)
+    is_equal = (recorded - found).abs() <= tolerance * largest
+    return bool((is_equal | ~torch.isfinite(largest)).all())

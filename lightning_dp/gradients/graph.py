@@ -1,0 +1,115 @@
+"""The graph of a loss: which recorded calls it contains, and whether they are all uses of parameters."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+__all__ = ["Region", "Survey", "survey", "uncovered"]
+
+
+@dataclass
+class Survey:
+    """The findings in a graph.
+
+    Args:
+        uses: for each parameter, by ``id``, in how many places it meets something else.
+        reached: the recorded calls that the graph contains.
+        innermost: those of them that no other recorded call feeds.
+    """
+
+    uses: Counter[int] = field(default_factory=Counter)
+    reached: set[Any] = field(default_factory=set)
+    innermost: set[Any] = field(default_factory=set)
+
+
+def survey(root: Any, calls: Collection[Any], stop: Collection[Any] = ()) -> Survey:
+    """Find in one walk of a graph where parameters are used and which recorded calls it contains.
+
+    A transpose, a cast or a norm of a parameter alone is still the parameter; the node that brings
+    it together with something else is one use of it, and so is a recorded call of a layer. A layer
+    of the usual kind uses its parameters once in each call, so a larger count than that of the
+    recorded calls tells of a use that nobody recorded.
+
+    Args:
+        root: the graph node where to begin, ``loss.grad_fn``.
+        calls: the nodes of the outputs of recorded layer calls.
+        stop: nodes below which nothing is looked at.
+    """
+    found, boundaries = Survey(), set(calls)
+    owner: dict[Any, int | None] = {}  # of each node: the only parameter it depends on, if any
+    feeds_on_calls: set[Any] = set()
+    stack = [(root, False)]
+    while stack:
+        node, is_finished = stack.pop()
+        if node is None or (node in owner and not is_finished):
+            continue
+        below = [child for child, _ in node.next_functions if child is not None]
+        below = [] if node in stop else below
+        if not is_finished:
+            owner[node] = None
+            stack.append((node, True))
+            stack.extend((child, False) for child in below)
+            continue
+        if any(child in feeds_on_calls or child in boundaries for child in below):
+            feeds_on_calls.add(node)
+        if node in boundaries:
+            found.reached.add(node)
+        if (variable := getattr(node, "variable", None)) is not None:
+            owner[node] = id(variable)
+            continue
+        owners = [owner[child] for child in below]
+        if len(set(owners)) == 1 and node not in boundaries:
+            owner[node] = owners[0]
+        else:
+            found.uses.update(each for each in owners if each is not None)
+    if (last := owner.get(root)) is not None:
+        found.uses[last] += 1
+    found.innermost = found.reached - feeds_on_calls
+    return found
+
+
+@dataclass(frozen=True)
+class Region:
+    """The part of a graph that belongs to one recorded call: from its outputs down to its inputs.
+
+    Args:
+        sources: the nodes that made the inputs, where the graph of the rest begins.
+        own: parameters that the call's rule knows of, by ``id``.
+        known: the nodes that made what is computed from parameters alone, and is pulled back.
+    """
+
+    sources: Collection[Any]
+    own: Collection[int] = ()
+    known: Collection[Any] = ()
+
+
+def uncovered(root: Any, regions: Mapping[Any, Region], trained: Collection[int]) -> set[int]:
+    """Return the trained parameters that the loss depends on otherwise than by recorded calls.
+
+    Args:
+        root: the graph node where to begin, ``loss.grad_fn``.
+        regions: of recorded calls, by the graph nodes of their outputs.
+        trained: the parameters, by ``id``.
+    """
+    missing: set[int] = set()
+    seen: set[tuple[Any, int]] = set()
+    stack: list[tuple[Any, Region | None]] = [(root, None)]
+    while stack:
+        node, inside = stack.pop()
+        if node is None or (node, id(inside)) in seen:
+            continue
+        seen.add((node, id(inside)))
+        if inside is not None and node in inside.known:
+            continue
+        if inside is not None and node in inside.sources:
+            inside = None
+        if inside is None:
+            inside = regions.get(node)
+        variable = id(getattr(node, "variable", None))
+        if variable in trained and (inside is None or variable not in inside.own):
+            missing.add(variable)
+        stack += [(child, inside) for child, _ in node.next_functions]
+    return missing
