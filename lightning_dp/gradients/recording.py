@@ -329,15 +329,11 @@ class Recorder:
 
     def outputs(self) -> set[Any]:
         """Return the graph nodes of the outputs of all calls so far."""
-        return {edge.node for call in self._all() for edge in call.edges if edge is not None} | (
-            self._unseen.keys() | self._unknown().keys()
-        )
+        edges = (edge for call in self._all() for edge in call.edges)
+        return {edge.node for edge in edges if edge is not None} | self._unseen.keys()
 
     def _all(self) -> list[Call]:
         return [*self._calls, *([] if self._tracer is None else self._tracer.calls)]
-
-    def _unknown(self) -> dict[Any, str]:
-        return {} if self._tracer is None else self._tracer.unknown
 
     def take(self, loss: Tensor) -> tuple[list[Call], Survey]:
         """Hand over the recorded calls that the loss depends on, if they are all that it depends on.
@@ -347,7 +343,7 @@ class Recorder:
             UncoveredParameterError: if a parameter is used outside of them.
         """
         calls, problem = self._all(), self._problem
-        unseen = {**self._unseen, **self._unknown()}
+        unseen = self._unseen
         if problem is not None:
             self.drop()
             raise UnsupportedModelError(problem)

@@ -71,10 +71,10 @@ class FunctionTracer(TorchFunctionMode):
     def clear(self) -> None:
         """Forget what was seen."""
         self.calls: list[FunctionCall] = []
-        self.unknown: dict[Any, str] = {}  # graph nodes of outputs with lost records, and why
         self._parts: dict[int, Part] = dict(self._trained)
         self._is_along = False
         self._records: Any = WeakTensorKeyDictionary()
+        self._totals: Any = WeakTensorKeyDictionary()  # calls that took sums over the records
         self._recorded: set[Any] = set()  # graph nodes of outputs of recorded calls, and of layers
 
     @contextmanager
@@ -178,9 +178,6 @@ class FunctionTracer(TorchFunctionMode):
 
     def forget_since(self, mark: int) -> None:
         """Drop the calls from a number on: they are inside of a layer that is recorded as one."""
-        for call in self.calls[mark:]:
-            for edge in call.edges:
-                self.unknown.pop(None if edge is None else edge.node, None)
         del self.calls[mark:]
 
     # -- calls -----------------------------------------------------------------------------
@@ -254,8 +251,18 @@ class FunctionTracer(TorchFunctionMode):
             for each, layout in zip(outputs, layouts, strict=True):
                 self._records[each] = layout
                 self._parts.pop(id(each), None)  # a target that was one
-            if any(before.parts) and is_differentiable and torch.is_grad_enabled():
-                self._record(func, args, kwargs, before, outputs, layouts)
+            if not is_differentiable or not torch.is_grad_enabled():
+                return
+            is_meeting = any(before.parts)
+            is_total = len(outputs) == 1 and layouts[0] is None and before.target is None
+            if is_meeting or is_total:
+                call = self._call(func, args, kwargs, before, outputs, layouts)
+                if is_total:
+                    self._totals[outputs[0]] = call
+                if is_meeting:
+                    self.calls.append(call)
+                    nodes = [edge.node for edge in call.edges if edge is not None]
+                    self._recorded.update(nodes)
 
     def _note_parts(
         self, func: Callable[..., Any], before: _Before, outputs: Sequence[Tensor]
@@ -286,7 +293,7 @@ class FunctionTracer(TorchFunctionMode):
             return [layout if layout.fits(before.target, self.n) else None]
         return layouts_after(func, args, kwargs, before.layouts, outputs, self.n)
 
-    def _record(
+    def _call(
         self,
         func: Callable[..., Any],
         args: tuple[Any, ...],
@@ -294,10 +301,9 @@ class FunctionTracer(TorchFunctionMode):
         before: _Before,
         outputs: list[Tensor],
         layouts: list[Layout | None],
-    ) -> None:
+    ) -> FunctionCall:
+        """Return what is needed to run the call again for each record."""
         edges = [get_gradient_edge(each) if each.requires_grad else None for each in outputs]
-        nodes = [edge.node for edge in edges if edge is not None]
-        self._recorded.update(nodes)
         leaves, spec = tree_flatten((args, dict(kwargs)))
         parts = {id(each): part for each, part in zip(before.tensors, before.parts, strict=True)}
         given = [
@@ -305,7 +311,7 @@ class FunctionTracer(TorchFunctionMode):
             for place, each in enumerate(leaves)
             if isinstance(each, Tensor)
         ]
-        sources = dict(zip(map(id, before.tensors), before.sources, strict=True))
+        sources = dict(zip(map(id, before.tensors), before.sources, strict=False))
         of_parts = {sources[key] for key, part in parts.items() if part is not None}
         call = FunctionCall(
             func,
@@ -321,15 +327,7 @@ class FunctionTracer(TorchFunctionMode):
             Surroundings.now(outputs[0].device, before.random_state),
             self._derivatives(before, leaves),
         )
-        for edge, layout in zip(edges, layouts, strict=True):
-            if edge is not None and layout is None:
-                shapes = [tuple(each.shape) for each in before.tensors]
-                self.unknown[edge.node] = (
-                    f"{call.name} was called with tensors of shapes {shapes}, which no longer hold the "
-                    "records in one dimension (a mean over the batch, for instance). Use the parameter "
-                    "before the records are brought together."
-                )
-        self.calls.append(call)
+        return call
 
     def _derivatives(self, before: _Before, leaves: Sequence[Any]) -> dict[int, Tensor]:
         """Return the derivatives along the direction of what goes in, by its place."""
@@ -347,7 +345,8 @@ class FunctionTracer(TorchFunctionMode):
         layout = None if part is not None else dict_of(before.layouts).get(id(tensor))
         if tensor is before.target and before.kept is not None:
             return Given(place, before.kept, part, layout, before.kept._version)
-        return Given(place, tensor.detach(), part, layout, tensor._version)
+        total = self._totals.get(tensor) if layout is None and part is None else None
+        return Given(place, tensor.detach(), part, layout, tensor._version, total)
 
 
 def dict_of(layouts: Sequence[tuple[Tensor, Layout]]) -> dict[int, Layout]:
