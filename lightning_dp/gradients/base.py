@@ -112,6 +112,9 @@ class AbstractGradientEngine(ABC):
     keeps_compiled: ClassVar[bool] = False
     """True if it is right about models of which frozen modules run compiled: it counts all uses."""
 
+    goes_into_parameters = False
+    """True if its last backward pass gave parameters a gradient, as a side effect."""
+
     one_record: ClassVar[bool] = False
     """True if it answers for batches of a single record, so that each one must run alone."""
 

@@ -175,6 +175,18 @@ class Recorder:
             self._is_watching = True
 
     @contextmanager
+    def resumed(self) -> Iterator[None]:
+        """Inside a pause, what runs is recorded: a part of the model that ran without gradients."""
+        is_on, self._is_watching = self._hooks.are_on, True
+        self.put_on()
+        try:
+            yield
+        finally:
+            self._is_watching = False
+            if not is_on:
+                self.take_off()
+
+    @contextmanager
     def along_a_direction(self) -> Iterator[None]:
         """Inside, parameters are dual numbers, and the derivatives of inputs are recorded too."""
         self._is_along = True
