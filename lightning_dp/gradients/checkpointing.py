@@ -9,10 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointFunction
+from torch.utils.hooks import RemovableHandle
 
 __all__ = ["calling", "gradients_of", "has_checkpoints", "is_checkpoint", "joined"]
 
-_KIND: type = CheckpointFunction._backward_cls  # type: ignore[attr-defined]
+_KIND: type = CheckpointFunction._backward_cls
 
 
 def is_checkpoint(node: Any) -> bool:
@@ -69,7 +70,10 @@ def gradients_of(
         before = found[place]
         found[place] = gradient.detach().clone() if before is None else before + gradient.detach()
 
-    hooks = [param.register_hook(partial(add, place)) for place, param in enumerate(params)]
+    hooks: list[RemovableHandle] = [
+        param.register_hook(partial(add, place))  # type: ignore[no-untyped-call]
+        for place, param in enumerate(params)
+    ]
     try:
         torch.autograd.backward(loss, retain_graph=keep_graph)
     finally:

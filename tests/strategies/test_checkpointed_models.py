@@ -38,7 +38,7 @@ class Blocks(nn.Module):
     [
         {"isolation_probe": False, "spot_checks": False},
         {"isolation_probe": True},
-        {"estimator": Diff2(), "sampling": FullBatch(), "isolation_probe": False},
+        {"estimator": Diff2(restart_every=2), "sampling": FullBatch(), "isolation_probe": False},
     ],
     ids=["plain", "probed", "two passes"],
 )
