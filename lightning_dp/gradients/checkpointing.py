@@ -11,7 +11,16 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointFunction
 from torch.utils.hooks import RemovableHandle
 
-__all__ = ["calling", "gradients_of", "has_checkpoints", "is_checkpoint", "joined"]
+from lightning_dp.gradients.base import ALONE
+
+__all__ = ["REENTRANT", "calling", "gradients_of", "has_checkpoints", "is_checkpoint", "joined"]
+
+REENTRANT = (
+    "A parameter is used outside of the known layers, and the model has reentrant activation checkpoints, "
+    "inside of which such uses are not followed. Give torch.utils.checkpoint use_reentrant=False; with "
+    "Hugging Face, gradient_checkpointing_enable(gradient_checkpointing_kwargs={'use_reentrant': "
+    f"False}}). {ALONE}"
+)
 
 _KIND: type = CheckpointFunction._backward_cls
 
