@@ -109,7 +109,7 @@ class AbstractGradientEngine(ABC):
     runs_backward: ClassVar[bool] = False
     """True if :meth:`backward` takes the place of ``loss.backward()``."""
 
-    keeps_compiled: ClassVar[bool] = False
+    keeps_compiled = False
     """True if it is right about models of which frozen modules run compiled: it counts all uses."""
 
     goes_into_parameters = False

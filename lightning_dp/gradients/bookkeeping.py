@@ -15,11 +15,10 @@ from lightning_dp.boundary import AbstractPerSampleGradients
 from lightning_dp.functional import unflatten
 from lightning_dp.gradients.base import (
     AbstractGradientEngine,
-    UnsupportedModelError,
     as_unsupported,
     number_of_records,
 )
-from lightning_dp.gradients.checkpointing import REENTRANT, calling, joined
+from lightning_dp.gradients.checkpointing import calling, joined
 from lightning_dp.gradients.forms import Rows, Uses, uses_of_records
 from lightning_dp.gradients.function_call import Found, FunctionCall
 from lightning_dp.gradients.graph import Survey
@@ -63,13 +62,13 @@ class Bookkeeping(AbstractGradientEngine):
 
     runs_backward = True
     has_products = True
-    keeps_compiled = True
 
     def __init__(
         self, rules: Mapping[type[nn.Module], Rule] = RULES, *, traces: bool = False
     ) -> None:
         self.name = "bookkeeping" if rules else "functional"
         self._rules, self._traces = rules, traces
+        self.keeps_compiled = not traces  # a tracer sees no functions inside
         self._module: nn.Module | None = None
         self._params: Sequence[nn.Parameter] = ()
         self._recorder: Recorder | None = None
@@ -153,8 +152,6 @@ class Bookkeeping(AbstractGradientEngine):
 
         Each of them runs its part of the model again, and a backward pass of its own inside.
         """
-        if self._traces:
-            raise UnsupportedModelError(REENTRANT)
         undo = self._follow(calls, graph, combined)
         try:
             torch.autograd.backward(loss, retain_graph=keep_graph)

@@ -16,10 +16,10 @@ from lightning_dp.gradients.base import ALONE
 __all__ = ["REENTRANT", "calling", "gradients_of", "has_checkpoints", "is_checkpoint", "joined"]
 
 REENTRANT = (
-    "A parameter is used outside of the known layers, and the model has reentrant activation checkpoints, "
-    "inside of which such uses are not followed. Give torch.utils.checkpoint use_reentrant=False; with "
-    "Hugging Face, gradient_checkpointing_enable(gradient_checkpointing_kwargs={'use_reentrant': "
-    f"False}}). {ALONE}"
+    "A parameter is used outside of the known layers, and the model has reentrant activation "
+    "checkpoints, inside of which such uses are not followed. Give torch.utils.checkpoint "
+    "use_reentrant=False; with Hugging Face, gradient_checkpointing_enable("
+    f"gradient_checkpointing_kwargs={{'use_reentrant': False}}). {ALONE}"
 )
 
 _KIND: type = CheckpointFunction._backward_cls

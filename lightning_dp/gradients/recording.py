@@ -17,6 +17,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from lightning_dp.gradients import attention
 from lightning_dp.gradients.attention import AttentionCall, multihead_attention
 from lightning_dp.gradients.base import UncoveredParameterError, UnsupportedModelError
+from lightning_dp.gradients.checkpointing import REENTRANT
 from lightning_dp.gradients.embedding_bag import embedding_bag, tensors_of_bags
 from lightning_dp.gradients.folding import AbstractFolding, Folded
 from lightning_dp.gradients.function_call import FunctionCall
@@ -362,6 +363,8 @@ class Recorder:
         nodes = {edge.node: call for call in calls for edge in call.edges if edge is not None}
         graph = survey(loss.grad_fn, nodes.keys() | unseen.keys())
         self.drop()
+        if graph.checkpoints and self._tracer is not None:
+            raise UnsupportedModelError(REENTRANT)
         for node in graph.reached & unseen.keys():
             raise UnsupportedModelError(unseen[node])
         reached = {id(nodes[node]) for node in graph.reached}

@@ -21,7 +21,6 @@ from lightning_dp.boundary import Query, Term
 from lightning_dp.gradients import (
     RecordPasses,
     Replay,
-    UncoveredParameterError,
     UnsupportedModelError,
 )
 from lightning_dp.gradients.random_state import RandomState
@@ -155,9 +154,20 @@ def compare(
 
 @pytest.mark.parametrize("call", CALLS)
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("engine", ["bookkeeping", "functional"])
-def test_gradients_are_those_without_checkpoints(engine, kind, call, oracle):
-    compare(oracle, *_used(pair(kind, call)), engine)
+def test_gradients_are_those_without_checkpoints(kind, call, oracle):
+    compare(oracle, *_used(pair(kind, call)))
+
+
+@pytest.mark.parametrize("call", ["not reentrant", "to the end"])
+@pytest.mark.parametrize("kind", [Residual, Nested, SeveralTensors, Twice])
+def test_the_same_where_functions_are_followed(kind, call, oracle):
+    compare(oracle, *_used(pair(kind, call)), "functional")
+
+
+def test_functions_inside_of_reentrant_ones_are_refused_with_the_cure(oracle):
+    plain, model = pair(Plain, "reentrant")
+    with pytest.raises(UnsupportedModelError, match=r"use_reentrant=False.*one_by_one"):
+        compare(oracle, plain, model, "functional")
 
 
 def _used(models: tuple[Plain, Plain]) -> tuple[Plain, Plain]:
@@ -246,7 +256,7 @@ def test_a_use_that_nobody_recorded_is_refused(call, oracle):
     batch = torch.randn(oracle.records, WIDTH)
     with (
         RecordPasses(model, oracle.trained(model), "bookkeeping") as runs,
-        pytest.raises(UncoveredParameterError, match=r"blocks\.0\.1\.weight"),
+        pytest.raises(UnsupportedModelError, match=r"blocks\.0\.1\.weight|use_reentrant=False"),
     ):
         runs.run(lambda: oracle.mean_loss(model(batch)))
 
