@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cache
 from typing import Any
 
 import torch
@@ -108,6 +110,19 @@ class FunctionCall:
                 f"A tensor that met {self.name} was overwritten afterwards. Do not change tensors in "
                 "place between layers."
             )
+
+    def keep_own(self, storage: int) -> None:
+        """Copy the tensors of a storage that is about to be overwritten, after checking them."""
+        self.check_unchanged()
+
+        def is_there(tensor: Tensor) -> bool:
+            return tensor.untyped_storage().data_ptr() == storage
+
+        for i, each in enumerate(self.given):
+            if is_there(each.tensor):
+                copy = each.tensor.clone()
+                self.given[i] = replace(each, tensor=copy, version=copy._version)
+        self.outputs = [each.clone() if is_there(each) else each for each in self.outputs]
 
     def per_record(self, gradients: Sequence[Tensor | None]) -> list[Found]:
         """Return the gradients per record of every part, from those of the outputs.
@@ -349,7 +364,7 @@ class FunctionCall:
         for each, tensor in zip(self.given, tensors, strict=True):
             leaves[each.place] = tensor
         args, kwargs = tree_unflatten(leaves, self.spec)
-        if (target := in_place_target(self.function, args)) is not None:
+        if (target := in_place_target(self.function, args, kwargs)) is not None:
             copy = target.clone()
             result = self.function(copy, *args[1:], **kwargs)
             return [copy if result is None else result]
@@ -399,11 +414,25 @@ def _values(dims: Any) -> list[Any]:
     return list(dims.values()) if isinstance(dims, dict) else list(dims)
 
 
-def in_place_target(function: Callable[..., Any], args: tuple[Any, ...]) -> Tensor | None:
+@cache
+def _place_of_inplace(function: Callable[..., Any]) -> int | None:
+    """Return the position of the argument ``inplace``; None for functions without it."""
+    try:
+        names = list(inspect.signature(function).parameters)
+    except (TypeError, ValueError):  # of functions that are not written in Python
+        return None
+    return names.index("inplace") if "inplace" in names else None
+
+
+def in_place_target(
+    function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> Tensor | None:
     """Return the tensor that a function changes; None for one that makes a new one."""
     name = name_of_function(function)
     is_in_place = name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))
     is_in_place |= name.startswith("__i") and name not in ("__invert__", "__int__", "__index__")
+    if not is_in_place and (place := _place_of_inplace(function)) is not None:
+        is_in_place = bool(kwargs.get("inplace", args[place] if len(args) > place else False))
     if is_in_place and args and isinstance(args[0], Tensor):
         return args[0]
     return None

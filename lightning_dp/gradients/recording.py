@@ -356,12 +356,16 @@ class Recorder:
             UncoveredParameterError: if a parameter is used outside of them.
         """
         calls, problem = self._all(), self._problem
+        if self._tracer is not None:
+            problem = problem or self._tracer.problem
         unseen = self._unseen
         if problem is not None:
             self.drop()
             raise UnsupportedModelError(problem)
         nodes = {edge.node: call for call in calls for edge in call.edges if edge is not None}
-        graph = survey(loss.grad_fn, nodes.keys() | unseen.keys())
+        # Below what is computed from parameters alone nothing is a call: it is pulled back as one.
+        parts = {s for call in calls if isinstance(call, FunctionCall) for s in call.part_sources}
+        graph = survey(loss.grad_fn, nodes.keys() | unseen.keys(), parts)
         self.drop()
         if graph.checkpoints and self._tracer is not None:
             raise UnsupportedModelError(REENTRANT)

@@ -14,7 +14,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from lightning_dp.gradients.base import UnsupportedModelError
+from lightning_dp.gradients.base import ALONE, UnsupportedModelError
 from lightning_dp.gradients.function_call import FunctionCall, Given, in_place_target
 from lightning_dp.gradients.hessian import split
 from lightning_dp.gradients.layouts import Layout, layouts_after, name_of_function
@@ -71,6 +71,8 @@ class FunctionTracer(TorchFunctionMode):
     def clear(self) -> None:
         """Forget what was seen."""
         self.calls: list[FunctionCall] = []
+        self.problem: str | None = None  # that came up while it watched
+        self._holders: dict[int, list[FunctionCall]] = {}  # of tensors, by their storage
         self._parts: dict[int, Part] = dict(self._trained)
         self._is_along = False
         self._records: Any = WeakTensorKeyDictionary()
@@ -175,6 +177,10 @@ class FunctionTracer(TorchFunctionMode):
     def add_layer_output(self, tensor: Tensor) -> None:
         """Note the output of a layer whose call is recorded elsewhere."""
         self._recorded.add(tensor.grad_fn)
+        self._parts.pop(id(tensor), None)  # of a state that is a constant, say
+        if tensor not in self._records:
+            layout = Layout()
+            self._records[tensor] = layout if layout.fits(tensor, self.n) else None
 
     def forget_since(self, mark: int) -> None:
         """Drop the calls from a number on: they are inside of a layer that is recorded as one."""
@@ -191,19 +197,37 @@ class FunctionTracer(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         tensors = list(_tensors((args, kwargs)))
-        target = in_place_target(func, args)
+        target = in_place_target(func, args, kwargs)
         if not tensors or name_of_function(func).startswith("new_") or _is_wrapped(tensors):
             result = func(*args, **kwargs)
             self._note_values(func, result)
             if self._made is not None:
                 self._made.update((each, True) for each in _tensors(result))
             return result
-        before = self._before(func, tensors, target)
+        before = None
+        with self._noting_problems(func):
+            before = self._before(tensors, target)
         result = func(*args, **kwargs)
         outputs = [target] if target is not None else list(_tensors(result))
-        if outputs:
-            self._after(func, args, kwargs, before, outputs)
+        if outputs and before is not None:
+            with self._noting_problems(func):
+                self._after(func, args, kwargs, before, outputs)
         return result
+
+    @contextmanager
+    def _noting_problems(self, func: Callable[..., Any]) -> Iterator[None]:
+        """Keep what goes wrong inside from the user's code: the model is refused at its loss."""
+        try:
+            yield
+        except (MemoryError, torch.OutOfMemoryError):
+            raise
+        except UnsupportedModelError as error:
+            self.problem = self.problem or str(error)
+        except Exception as error:
+            self.problem = self.problem or (
+                f"The records could not be followed through {name_of_function(func)}() "
+                f"({type(error).__name__}). {ALONE}"
+            )
 
     def _note_values(self, func: Callable[..., Any], result: Any) -> None:
         """Take tensors that are made of the batch's texts or lists for what holds the records."""
@@ -212,9 +236,10 @@ class FunctionTracer(TorchFunctionMode):
         if self._takes_values and is_made and is_tensor:
             self._records[result] = Layout()
 
-    def _before(
-        self, func: Callable[..., Any], tensors: list[Tensor], target: Tensor | None
-    ) -> _Before:
+    def _before(self, tensors: list[Tensor], target: Tensor | None) -> _Before:
+        if target is not None:
+            for call in self._holders.pop(_storage_of(target), ()):
+                call.keep_own(_storage_of(target))
         known = [self.holds_records(each) for each in tensors]  # of all: it is noted
         parts = [self.part_of(each) for each in tensors]
         layouts = [
@@ -261,6 +286,8 @@ class FunctionTracer(TorchFunctionMode):
                     self._totals[outputs[0]] = call
                 if is_meeting:
                     self.calls.append(call)
+                    for tensor in (*(each.tensor for each in call.given), *call.outputs):
+                        self._holders.setdefault(_storage_of(tensor), []).append(call)
                     nodes = [edge.node for edge in call.edges if edge is not None]
                     self._recorded.update(nodes)
 
@@ -351,6 +378,10 @@ class FunctionTracer(TorchFunctionMode):
 
 def dict_of(layouts: Sequence[tuple[Tensor, Layout]]) -> dict[int, Layout]:
     return {id(tensor): layout for tensor, layout in layouts}
+
+
+def _storage_of(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
 
 
 def _source(tensor: Tensor) -> Any:
