@@ -10,10 +10,12 @@ import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_dp import FullBatch, rows_of_records
 from lightning_dp.callbacks import DifferentialPrivacy
+from lightning_dp.gradients.folding import Folded
+from lightning_dp.isolation import probe_isolation
 
 RECORDS = 24
 
@@ -57,12 +59,47 @@ class Nodes(L.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.5)
 
 
-def fitted(make_trainer: Any, model: Nodes, **options: Any) -> tuple[Nodes, DifferentialPrivacy]:
+class FoldsTime(L.LightningModule):
+    """Moves two time steps of each record into the batch dimension, before or behind a layer."""
+
+    def __init__(self, *, first: bool) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.net, self.head, self.first = nn.Linear(6, 4), nn.Linear(4, 3), first
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, y = batch
+        x = torch.stack([x, x.square()], dim=1)  # (records, time, features)
+        if self.first:
+            hidden = self.net(x.flatten(0, 1)).tanh().unflatten(0, (-1, 2))
+            return cross_entropy(self.head(hidden.mean(1)), y)
+        hidden = self.head(self.net(x).tanh().flatten(0, 1))
+        return cross_entropy(hidden, y.repeat_interleave(2))
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.5)
+
+
+class Views(FoldsTime):
+    """Three augmentations of each record: as many calls, and the mean of their losses."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, y = batch
+        views = (x, x.flip(1), x.square())
+        logits = [self.head(self.net(view).tanh()) for view in views]
+        return torch.stack([cross_entropy(each, y) for each in logits]).mean()
+
+
+def fitted(
+    make_trainer: Any, model: Any, data: Any = None, **options: Any
+) -> tuple[Any, DifferentialPrivacy]:
     privacy = DifferentialPrivacy(
         noise_multiplier=1e-6, max_grad_norm=0.3, target_delta=1e-5, seed=0, **options
     )
-    loader = DataLoader(samples(), batch_size=RECORDS, collate_fn=collate)  # type: ignore[arg-type]
-    make_trainer(callbacks=[privacy], max_epochs=3).fit(model, loader)
+    loader: Any = DataLoader(samples(), batch_size=RECORDS, collate_fn=collate)  # type: ignore[arg-type]
+    if data is not None:
+        loader = DataLoader(data, batch_size=RECORDS)
+    make_trainer(callbacks=[privacy], max_epochs=2).fit(model, loader)
     return model, privacy
 
 
@@ -85,3 +122,32 @@ def test_spot_checks_without_the_probe_exchange_no_rows(make_trainer):
     """Exchanged starts of bags would give the words of one record to another."""
     _, privacy = fitted(make_trainer, Nodes(), isolation_probe=False, sampling=FullBatch())
     assert "opted out" in str(privacy.report())
+
+
+def blobs() -> TensorDataset:
+    generator = torch.Generator().manual_seed(2)
+    return TensorDataset(torch.randn(RECORDS, 6, generator=generator), torch.arange(RECORDS) % 3)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [lambda: FoldsTime(first=True), lambda: FoldsTime(first=False), lambda: Views(first=True)],
+    ids=["time before a layer", "time behind a layer", "augmentations"],
+)
+def test_dense_rows_need_no_hint(make_trainer, make):
+    short: Any = {"isolation_probe": False, "spot_checks": False, "sampling": FullBatch()}
+    slow, _ = fitted(make_trainer, make(), blobs(), engine="one_by_one", **short)
+    fast, _ = fitted(make_trainer, make(), blobs(), **short)
+    for one, other in zip(slow.parameters(), fast.parameters(), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("is_wrong", [True, pytest.param(False, marks=pytest.mark.slow)])
+def test_rows_that_the_engine_gives_to_other_records_are_seen(monkeypatch, is_wrong):
+    """A planted fault: frames of a record taken for the same frame of several records."""
+    if is_wrong:
+        turned = lambda n, outer, inner: Folded(n, inner, outer)  # noqa: E731
+        monkeypatch.setattr("lightning_dp.gradients.recording.Folded", turned)
+    batch = torch.zeros(8, 6), torch.zeros(8, dtype=torch.int64)
+    found = probe_isolation(FoldsTime(first=True), batch)
+    assert found.outcome == ("coupled" if is_wrong else "isolated"), found

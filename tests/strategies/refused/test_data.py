@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-import lightning as L
 import pytest
 import torch
 from lightning.pytorch.utilities import CombinedLoader
@@ -183,40 +182,6 @@ def test_a_collate_function_that_changes_the_number_of_rows_is_refused(
 
     assert privacy.steps == charged
     assert all(map(torch.equal, before, model.parameters()))
-
-
-class FoldsTime(L.LightningModule):
-    """Moves two time steps of each record into the batch dimension, before or behind a layer."""
-
-    def __init__(self, net: torch.nn.Module, head: torch.nn.Module, *, first: bool) -> None:
-        super().__init__()
-        self.net, self.head, self.first = net, head, first
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        x, y = batch
-        x = torch.stack([x, x], dim=1)  # (records, time, features)
-        if self.first:
-            hidden = self.net(x.flatten(0, 1)).unflatten(0, (-1, 2))
-            return torch.nn.functional.cross_entropy(self.head(hidden.mean(1)), y)
-        hidden = self.head(self.net(x).flatten(0, 1))
-        return torch.nn.functional.cross_entropy(hidden, y.repeat_interleave(2))
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), lr=0.1)
-
-
-@pytest.mark.parametrize("first", [True, False])
-def test_time_folded_into_the_batch_is_refused(
-    first, loader, mlp, make_trainer, privacy, assert_refused
-):
-    model = FoldsTime(mlp(), torch.nn.Linear(3, 3), first=first)
-    trainer = make_trainer(max_epochs=1, callbacks=[privacy])
-
-    assert_refused(
-        lambda: trainer.fit(model, loader),
-        "Some layers see more rows than there are records.*Keep records in the first dimension",
-        model,
-    )
 
 
 REPEATS = {
