@@ -47,8 +47,7 @@ class CollatedPool:
     @property
     def is_telling(self) -> bool:
         """True if records differ: what cannot be made up is the same in all of them."""
-        one, other = (_flat(self.take(range(i, i + 4))) for i in (0, 4))
-        return not same_parts(one, other)
+        return not same_parts(*(_flat(self.take(range(i, i + 4))) for i in (0, 4)))
 
 
 def has_folded_rows(fresh: Callable[[], Callable[[list[Any]], Any]], sample: Any) -> bool:

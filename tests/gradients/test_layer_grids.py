@@ -75,6 +75,10 @@ def fault(engine: str, case: Case, reduction: str) -> str | None:
 @pytest.mark.parametrize("engine", EVERY)
 @pytest.mark.parametrize("kind", GRIDS)
 def test_a_sample_of_the_options_has_the_gradients_of_the_loop(kind, engine):
+    if (kind, engine) == ("recurrent", "functional"):
+        pytest.skip(
+            "without a rule for linear layers, each step is traced: minutes, in the slow test"
+        )
     faults = [fault(engine, case, "mean") for case in cases(kind, 5)]
     assert [each for each in faults if each] == []
 
