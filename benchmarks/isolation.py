@@ -7,7 +7,7 @@
 
 "start" is from ``fit`` to the end of the first step, "step" the mean of all steps after it: spot
 checks, more frequent at the start, are in it. Runs alternate, on one thread; the median counts. The
-modules are those of ``tests/audit/zoo``; names are parts of theirs.
+modules are those of ``tests/audit/isolation_zoo``; names are parts of theirs.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ def times(names: list[str], steps: int, rounds: int) -> None:
 
 
 def seen(names: list[str]) -> None:
-    from zoo.cases import BAD, checked_fit
+    from isolation_zoo.cases import BAD, checked_fit
 
     for name in chosen(BAD, names):
         try:
@@ -104,15 +104,15 @@ def seen(names: list[str]) -> None:
 
 
 def bounds(names: list[str]) -> None:
+    from isolation_zoo.cases import BAD
     from two_points import two_points
-    from zoo.cases import BAD
 
     for name in chosen(BAD, names):
         print(f"{name:36s}{two_points(BAD[name])}", flush=True)
 
 
 def chosen(cases: dict[str, Any], names: list[str]) -> list[str]:
-    import zoo  # fills the list
+    import isolation_zoo as zoo  # fills the list
 
     assert zoo.BAD is cases
     return [name for name in cases if not names or any(part in name for part in names)]

@@ -19,10 +19,21 @@ __all__ = [
     "UnsupportedModelError",
     "as_unsupported",
     "number_of_records",
+    "without_alone",
 ]
 
 ALONE = "Or run each record alone with engine='one_by_one' (slow)."
 """The last cure of what cannot be taken apart into records."""
+
+
+def without_alone(refusal: str) -> str:
+    """Return a refusal without that cure, which manual optimization does not have.
+
+    Example:
+        >>> without_alone(f"Layer net.0 is frozen. {ALONE}")
+        'Layer net.0 is frozen.'
+    """
+    return refusal.replace(ALONE, "").rstrip()
 
 
 class UnsupportedModelError(TypeError):
@@ -37,7 +48,9 @@ class UncoveredParameterError(UnsupportedModelError):
             f"Parameters {list(names)} received a gradient but no gradient per record. They are used "
             "outside the forward() of the module that owns them (for a parameter directly on the "
             "LightningModule: call self(x)), their module is in eval mode or compiled, or its "
-            f"layer is not called as a module. Move them into a separate layer. {ALONE}"
+            f"layer is not called as a module, or training_step differentiates a gradient (a penalty "
+            "on it: clip the weights after the step instead). Move them into a separate layer. "
+            f"{ALONE}"
         )
 
 
@@ -96,8 +109,11 @@ class AbstractGradientEngine(ABC):
     runs_backward: ClassVar[bool] = False
     """True if :meth:`backward` takes the place of ``loss.backward()``."""
 
-    keeps_compiled: ClassVar[bool] = False
+    keeps_compiled = False
     """True if it is right about models of which frozen modules run compiled: it counts all uses."""
+
+    goes_into_parameters = False
+    """True if its last backward pass gave parameters a gradient, as a side effect."""
 
     one_record: ClassVar[bool] = False
     """True if it answers for batches of a single record, so that each one must run alone."""

@@ -13,7 +13,12 @@ from torch.utils.hooks import RemovableHandle
 
 from lightning_dp.boundary import AbstractPerSampleGradients
 from lightning_dp.functional import unflatten
-from lightning_dp.gradients.base import AbstractGradientEngine, as_unsupported, number_of_records
+from lightning_dp.gradients.base import (
+    AbstractGradientEngine,
+    as_unsupported,
+    number_of_records,
+)
+from lightning_dp.gradients.checkpointing import calling, joined
 from lightning_dp.gradients.forms import Rows, Uses, uses_of_records
 from lightning_dp.gradients.function_call import Found, FunctionCall
 from lightning_dp.gradients.graph import Survey
@@ -57,13 +62,13 @@ class Bookkeeping(AbstractGradientEngine):
 
     runs_backward = True
     has_products = True
-    keeps_compiled = True
 
     def __init__(
         self, rules: Mapping[type[nn.Module], Rule] = RULES, *, traces: bool = False
     ) -> None:
         self.name = "bookkeeping" if rules else "functional"
         self._rules, self._traces = rules, traces
+        self.keeps_compiled = not traces  # a tracer sees no functions inside
         self._module: nn.Module | None = None
         self._params: Sequence[nn.Parameter] = ()
         self._recorder: Recorder | None = None
@@ -78,7 +83,7 @@ class Bookkeeping(AbstractGradientEngine):
     def backward(self, loss: Tensor, *, keep_graph: bool = False, combined: bool = False) -> None:
         calls, graph = self._calls_of(loss)
         with self._attached.paused():
-            self._differentiate(loss, calls, graph.innermost, keep_graph, combined)
+            self._differentiate(loss, calls, graph, keep_graph, combined)
 
     def following(self, batch: Any, size: int) -> AbstractContextManager[None]:
         return self._attached.following(batch, size)
@@ -104,7 +109,7 @@ class Bookkeeping(AbstractGradientEngine):
         self,
         loss: Tensor,
         calls: Sequence[Call],
-        innermost: set[Any],
+        graph: Survey,
         keep_graph: bool,
         combined: bool,
     ) -> None:
@@ -113,6 +118,11 @@ class Bookkeeping(AbstractGradientEngine):
         It has to go on to the innermost calls' outputs only; there it stops, and gives what came.
         What is not needed of a layer is free before the pass comes to the next one.
         """
+        self.goes_into_parameters = bool(graph.checkpoints)
+        if graph.checkpoints:
+            self._through_checkpoints(loss, calls, graph, keep_graph, combined)
+            return
+        innermost = graph.innermost
         arriving = [_Arriving(call, partial(self._keep, combined=combined)) for call in calls]
         ends = [end for each in arriving for end in each.ends_at(innermost)]
         if not ends:
@@ -129,6 +139,47 @@ class Bookkeeping(AbstractGradientEngine):
         for each in arriving:
             each.finish()
         self._pull_back(combined)
+
+    def _through_checkpoints(
+        self,
+        loss: Tensor,
+        calls: Sequence[Call],
+        graph: Survey,
+        keep_graph: bool,
+        combined: bool,
+    ) -> None:
+        """Do the same in a whole backward pass: with reentrant checkpoints, torch lets none stop.
+
+        Each of them runs its part of the model again, and a backward pass of its own inside.
+        """
+        undo = self._follow(calls, graph, combined)
+        try:
+            torch.autograd.backward(loss, retain_graph=keep_graph)
+        finally:
+            for each in undo:
+                each()
+
+    def _follow(
+        self, calls: Sequence[Call], graph: Survey, combined: bool
+    ) -> list[Callable[[], None]]:
+        """Be told when the backward pass comes to calls and checkpoints; return what undoes it."""
+        undo: list[Callable[[], None]] = []
+        for call in calls:
+            arriving = _Arriving(call, partial(self._keep, combined=combined))
+            undo += [handle.remove for handle in arriving.wait(set())]
+        again = partial(self._run_again, combined)
+        return undo + [calling(node, again) for node in graph.checkpoints]
+
+    def _run_again(self, combined: bool, function: Callable[..., Any], *inputs: Any) -> Any:
+        """Run the part of the model in a reentrant checkpoint, which is then differentiated."""
+        with self._attached.resumed():
+            outputs = function(*inputs)
+        if (root := joined(outputs)) is None:
+            self._attached.drop()
+        else:
+            calls, graph = self._attached.take(root)
+            self._follow(calls, graph, combined)  # in a graph that nobody keeps
+        return outputs
 
     def _pull_back(self, combined: bool) -> None:
         for param, rows in self._of_parts.pull_back({id(p): p for p in self._params}):

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cache
 from typing import Any
 
 import torch
@@ -31,6 +33,7 @@ class Given:
         part: if it was computed from parameters alone.
         layout: of the records that it holds; None for a constant, and for a part.
         version: of the tensor when the function had been called.
+        total: the call that made it a sum over the records, where it holds them no longer.
     """
 
     place: int
@@ -38,6 +41,7 @@ class Given:
     part: Part | None
     layout: Layout | None
     version: int
+    total: FunctionCall | None = None
 
 
 @dataclass(frozen=True)
@@ -107,6 +111,19 @@ class FunctionCall:
                 "place between layers."
             )
 
+    def keep_own(self, storage: int) -> None:
+        """Copy the tensors of a storage that is about to be overwritten, after checking them."""
+        self.check_unchanged()
+
+        def is_there(tensor: Tensor) -> bool:
+            return tensor.untyped_storage().data_ptr() == storage
+
+        for i, each in enumerate(self.given):
+            if is_there(each.tensor):
+                copy = each.tensor.clone()
+                self.given[i] = replace(each, tensor=copy, version=copy._version)
+        self.outputs = [each.clone() if is_there(each) else each for each in self.outputs]
+
     def per_record(self, gradients: Sequence[Tensor | None]) -> list[Found]:
         """Return the gradients per record of every part, from those of the outputs.
 
@@ -118,15 +135,16 @@ class FunctionCall:
         """
         self.check_unchanged()
         backs = self._records_first(gradients)
-        problems = []
+        problems: list[Exception] = []
         for own in self._assignments():
             try:
                 outputs, found = self._run(own, backs)
             except (RuntimeError, ValueError, IndexError, TypeError) as error:
                 problems.append(error)
                 continue
-            if self._are_recorded([i for i, _ in backs], outputs):
-                return self._found(own, found)
+            share = self._share([i for i, _ in backs], outputs)
+            if share is not None:
+                return self._found(own, found if share == 1 else [share * each for each in found])
         raise self._refusal(problems)
 
     def along(self, gradients: Sequence[Dual | None], weights: tuple[float, float]) -> list[Found]:
@@ -151,7 +169,7 @@ class FunctionCall:
                 outputs, found = self._run(own, backs, changes)
             except (RuntimeError, ValueError, IndexError, TypeError):
                 continue
-            if self._are_recorded([i for i, _ in backs], outputs):
+            if self._share([i for i, _ in backs], outputs) == 1:
                 half = len(found) // 2
                 total = [
                     weights[0] * value + weights[1] * change
@@ -162,10 +180,32 @@ class FunctionCall:
 
     def _records_first(self, gradients: Sequence[Tensor | None]) -> list[tuple[int, Tensor]]:
         return [
-            (i, layout.records_first(back, self.n))
+            (
+                i,
+                back.expand(self.n, *back.shape)
+                if layout is None
+                else layout.records_first(back, self.n),
+            )
             for i, (back, layout) in enumerate(zip(gradients, self.layouts, strict=True))
-            if back is not None and layout is not None
+            if back is not None
         ]
+
+    def of_each_record(self) -> Tensor:
+        """Return the values of which the only output is the mean over the records, one for each.
+
+        Raises:
+            UnsupportedModelError: if it is neither a mean nor a sum over the records.
+        """
+        if len(self.outputs) == 1 and self.outputs[0].is_floating_point():
+            try:
+                outputs, _ = self._run(
+                    {}, [(0, self.outputs[0].expand(self.n, *self.outputs[0].shape))]
+                )
+            except (RuntimeError, ValueError, IndexError, TypeError):
+                raise self._refusal([]) from None
+            if (share := self._share([0], outputs)) is not None:
+                return outputs[0] * (share * self.n)
+        raise self._refusal([])
 
     def _found(self, own: Mapping[int, Layout], rows: Sequence[Tensor]) -> list[Found]:
         return [
@@ -180,9 +220,10 @@ class FunctionCall:
         Of a guess that is wrong something else than the recorded output comes out.
         """
         yield {}
-        first = next(each for each in self.given if each.layout is not None)
+        first = next((each for each in self.given if each.layout is not None), None)
+        if first is None or first.layout is None:
+            return
         layout, dims = first.layout, first.tensor.dim()
-        assert layout is not None
         others = [each for each in self.given if each.layout is None]
         tried: list[dict[int, Layout]] = []
         for rows in dict.fromkeys((layout, replace(layout, outer=1, inner=1))):
@@ -222,12 +263,20 @@ class FunctionCall:
         layouts = {each.place: each.layout or own.get(each.place) for each in self.given}
         wanted = [i for i, _ in backs]
 
+        totals = {each.place: each.total for each in self.given if each.total is not None}
+
         def split(place: int, tensor: Tensor) -> Tensor:
             layout = layouts[place]
             return tensor if layout is None else layout.records_first(tensor, self.n)
 
-        batched = [split(each.place, each.tensor) for each in self.given]
-        dims = [None if layouts[each.place] is None else 0 for each in self.given]
+        batched = [
+            split(each.place, each.tensor)
+            if (total := totals.get(each.place)) is None
+            else total.of_each_record()
+            for each in self.given
+        ]
+        is_split = {place for place, layout in layouts.items() if layout is not None} | set(totals)
+        dims = [0 if each.place in is_split else None for each in self.given]
         inputs: list[Any] = [batched, [back for _, back in backs]]
         in_dims: list[Any] = [dims, 0]
         if changes is not None:
@@ -315,7 +364,7 @@ class FunctionCall:
         for each, tensor in zip(self.given, tensors, strict=True):
             leaves[each.place] = tensor
         args, kwargs = tree_unflatten(leaves, self.spec)
-        if (target := in_place_target(self.function, args)) is not None:
+        if (target := in_place_target(self.function, args, kwargs)) is not None:
             copy = target.clone()
             result = self.function(copy, *args[1:], **kwargs)
             return [copy if result is None else result]
@@ -325,20 +374,30 @@ class FunctionCall:
             if isinstance(each, Tensor)
         ]
 
-    def _are_recorded(self, wanted: Sequence[int], outputs: Sequence[Tensor]) -> bool:
-        """Tell whether the records' outputs are what they had in the batch, up to rounding.
+    def _share(self, wanted: Sequence[int], outputs: Sequence[Tensor]) -> float | None:
+        """Return what of its own outputs each record has in the recorded ones; None if they differ.
 
-        It depends on the function and on the guess. Records with non-finite outputs are left out.
+        1 where an output holds the records, or their sum; 1/n of a mean over them. Up to rounding, and
+        without regard to records with non-finite outputs; it depends on the function and the guess.
         """
+        shares = set()
         for i, output in zip(wanted, outputs, strict=True):
-            layout = self.layouts[i]
-            assert layout is not None
-            recorded = layout.records_first(self.outputs[i], self.n)
-            if recorded.shape != output.shape:
-                return False
-            if not _agree(recorded.flatten(1), output.flatten(1)):
-                return False
-        return True
+            layout, recorded = self.layouts[i], self.outputs[i]
+            if layout is None:
+                rows = recorded.reshape(1, -1)
+                total = output.double().sum(0).reshape(1, -1).to(recorded.dtype)
+                if _agree(rows, total / self.n):
+                    shares.add(1 / self.n)
+                elif _agree(rows, total):
+                    shares.add(1.0)
+                else:
+                    return None
+                continue
+            rows = layout.records_first(recorded, self.n)
+            if rows.shape != output.shape or not _agree(rows.flatten(1), output.flatten(1)):
+                return None
+            shares.add(1.0)
+        return shares.pop() if len(shares) == 1 else None
 
     def _refusal(self, problems: Sequence[Exception]) -> UnsupportedModelError:
         shapes = ", ".join(str(tuple(each.tensor.shape)) for each in self.given)
@@ -346,7 +405,8 @@ class FunctionCall:
         return UnsupportedModelError(
             f"{self.name} was called with tensors of shapes {shapes}, and cannot be run record by "
             f"record with the same result{why}. Let the parameters meet the records in a function that "
-            f"treats each record by itself, with the records in one dimension. {ALONE}"
+            "treats each record by itself, with the records in one dimension, before anything but a sum "
+            f"or a mean is taken over them. {ALONE}"
         )
 
 
@@ -354,11 +414,25 @@ def _values(dims: Any) -> list[Any]:
     return list(dims.values()) if isinstance(dims, dict) else list(dims)
 
 
-def in_place_target(function: Callable[..., Any], args: tuple[Any, ...]) -> Tensor | None:
+@cache
+def _place_of_inplace(function: Callable[..., Any]) -> int | None:
+    """Return the position of the argument ``inplace``; None for functions without it."""
+    try:
+        names = list(inspect.signature(function).parameters)
+    except (TypeError, ValueError):  # of functions that are not written in Python
+        return None
+    return names.index("inplace") if "inplace" in names else None
+
+
+def in_place_target(
+    function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> Tensor | None:
     """Return the tensor that a function changes; None for one that makes a new one."""
     name = name_of_function(function)
     is_in_place = name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))
     is_in_place |= name.startswith("__i") and name not in ("__invert__", "__int__", "__index__")
+    if not is_in_place and (place := _place_of_inplace(function)) is not None:
+        is_in_place = bool(kwargs.get("inplace", args[place] if len(args) > place else False))
     if is_in_place and args and isinstance(args[0], Tensor):
         return args[0]
     return None

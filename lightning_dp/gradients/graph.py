@@ -7,6 +7,8 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from lightning_dp.gradients.checkpointing import is_checkpoint
+
 __all__ = ["Region", "Survey", "survey", "uncovered"]
 
 
@@ -18,11 +20,13 @@ class Survey:
         uses: for each parameter, by ``id``, in how many places it meets something else.
         reached: the recorded calls that the graph contains.
         innermost: those of them that no other recorded call feeds.
+        checkpoints: nodes of reentrant activation checkpoints, with parts of the model inside.
     """
 
     uses: Counter[int] = field(default_factory=Counter)
     reached: set[Any] = field(default_factory=set)
     innermost: set[Any] = field(default_factory=set)
+    checkpoints: list[Any] = field(default_factory=list)
 
 
 def survey(root: Any, calls: Collection[Any], stop: Collection[Any] = ()) -> Survey:
@@ -57,6 +61,9 @@ def survey(root: Any, calls: Collection[Any], stop: Collection[Any] = ()) -> Sur
             feeds_on_calls.add(node)
         if node in boundaries:
             found.reached.add(node)
+        if is_checkpoint(node):
+            found.checkpoints.append(node)
+            boundaries.add(node)
         if (variable := getattr(node, "variable", None)) is not None:
             owner[node] = id(variable)
             continue

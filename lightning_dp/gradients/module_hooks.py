@@ -102,6 +102,11 @@ class ModuleHooks:
         hook.put_on()
         self._hooks.append(hook)
 
+    @property
+    def are_on(self) -> bool:
+        """True if they are registered."""
+        return any(hook.handle is not None for hook in self._hooks)
+
     def put_on(self) -> None:
         """Register again those that were taken off."""
         for hook in self._hooks:

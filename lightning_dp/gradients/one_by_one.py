@@ -12,6 +12,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from lightning_dp.boundary import AbstractPerSampleGradients
 from lightning_dp.functional import unflatten
 from lightning_dp.gradients.base import AbstractGradientEngine, UnsupportedModelError
+from lightning_dp.gradients.checkpointing import gradients_of, has_checkpoints
 from lightning_dp.gradients.compiled import as_written
 from lightning_dp.gradients.materialised import MaterialisedGradients
 
@@ -43,9 +44,14 @@ class OneByOne(AbstractGradientEngine):
         self._params = tuple(params)
 
     def backward(self, loss: Tensor, *, keep_graph: bool = False, combined: bool = False) -> None:
-        found = torch.autograd.grad(
-            loss, self._params, retain_graph=keep_graph or None, allow_unused=True
-        )
+        found: Sequence[Tensor | None]
+        self.goes_into_parameters = has_checkpoints(loss.grad_fn)
+        if self.goes_into_parameters:
+            found = gradients_of(loss, self._params, keep_graph=keep_graph)
+        else:
+            found = torch.autograd.grad(
+                loss, self._params, retain_graph=keep_graph or None, allow_unused=True
+            )
         self._found = self._flat(found)
 
     def take(self, scale: float, touched: Mapping[str, nn.Parameter]) -> AbstractPerSampleGradients:

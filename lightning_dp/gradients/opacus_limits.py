@@ -16,6 +16,7 @@ from torch.nn.utils.parametrize import is_parametrized
 from torch.nn.utils.rnn import PackedSequence
 
 from lightning_dp.gradients.base import UnsupportedModelError
+from lightning_dp.gradients.row_owners import folding_in_force
 from lightning_dp.gradients.unsupported import refuse_script, refuse_without_records
 
 __all__ = ["is_trained", "refuse_call", "refuse_in_place", "refuse_layers", "refuse_packed"]
@@ -133,6 +134,11 @@ def refuse_call(name: str, layer: nn.Module, args: tuple[Any, ...], kwargs: dict
             f"{name or 'The module'} ({type(layer).__name__}) is trained and in eval mode, and Opacus' "
             "hooks see layers in training mode only. Use engine='bookkeeping', call model.train() "
             "before fit, or freeze it with requires_grad_(False)."
+        )
+    if folding_in_force() is not None:
+        raise UnsupportedModelError(
+            f"{name or 'The module'} ({type(layer).__name__}) was called inside rows_of_records(), and "
+            "Opacus' hooks take rows for records. Use engine='bookkeeping'."
         )
     if kwargs or len(args) != 1 or not isinstance(args[0], Tensor):
         raise UnsupportedModelError(

@@ -49,6 +49,12 @@ OTHER_ROWS = (
     f"records in the first dimension. {ALONE}"
 )
 
+_INSIDE = (
+    "Parameters {} got a gradient inside of an autograd Function of the model (an activation "
+    "checkpoint that is not torch's own, say), where gradients per record cannot be seen. Use "
+    f"torch.utils.checkpoint.checkpoint(..., use_reentrant=False), or leave it out. {ALONE}"
+)
+
 _PLAIN = Pass(point=None, direction=None, gradient=1.0, product=0.0)
 
 WrapEngine: TypeAlias = Callable[[AbstractGradientEngine], AbstractGradientEngine]
@@ -278,7 +284,11 @@ class RecordPasses:
             combined: the gradients will be combined with those of another pass.
         """
         with self.as_written():
+            self._raw.touched()
             self._engine.backward(loss, keep_graph=keep_graph, combined=combined)
+        inside = self._raw.touched()
+        if inside and not self._engine.goes_into_parameters:
+            raise UnsupportedModelError(_INSIDE.format(sorted(inside)[:5]))
 
     def take(self, scale: float = 1.0) -> AbstractPerSampleGradients | None:
         """Take what the last backward pass left; None if nothing was back-propagated.

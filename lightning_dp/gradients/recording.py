@@ -17,6 +17,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from lightning_dp.gradients import attention
 from lightning_dp.gradients.attention import AttentionCall, multihead_attention
 from lightning_dp.gradients.base import UncoveredParameterError, UnsupportedModelError
+from lightning_dp.gradients.checkpointing import REENTRANT
 from lightning_dp.gradients.embedding_bag import embedding_bag, tensors_of_bags
 from lightning_dp.gradients.folding import AbstractFolding, Folded
 from lightning_dp.gradients.function_call import FunctionCall
@@ -175,6 +176,18 @@ class Recorder:
             self._is_watching = True
 
     @contextmanager
+    def resumed(self) -> Iterator[None]:
+        """Inside a pause, what runs is recorded: a part of the model that ran without gradients."""
+        is_on, self._is_watching = self._hooks.are_on, True
+        self.put_on()
+        try:
+            yield
+        finally:
+            self._is_watching = False
+            if not is_on:
+                self.take_off()
+
+    @contextmanager
     def along_a_direction(self) -> Iterator[None]:
         """Inside, parameters are dual numbers, and the derivatives of inputs are recorded too."""
         self._is_along = True
@@ -329,15 +342,11 @@ class Recorder:
 
     def outputs(self) -> set[Any]:
         """Return the graph nodes of the outputs of all calls so far."""
-        return {edge.node for call in self._all() for edge in call.edges if edge is not None} | (
-            self._unseen.keys() | self._unknown().keys()
-        )
+        edges = (edge for call in self._all() for edge in call.edges)
+        return {edge.node for edge in edges if edge is not None} | self._unseen.keys()
 
     def _all(self) -> list[Call]:
         return [*self._calls, *([] if self._tracer is None else self._tracer.calls)]
-
-    def _unknown(self) -> dict[Any, str]:
-        return {} if self._tracer is None else self._tracer.unknown
 
     def take(self, loss: Tensor) -> tuple[list[Call], Survey]:
         """Hand over the recorded calls that the loss depends on, if they are all that it depends on.
@@ -347,13 +356,19 @@ class Recorder:
             UncoveredParameterError: if a parameter is used outside of them.
         """
         calls, problem = self._all(), self._problem
-        unseen = {**self._unseen, **self._unknown()}
+        if self._tracer is not None:
+            problem = problem or self._tracer.problem
+        unseen = self._unseen
         if problem is not None:
             self.drop()
             raise UnsupportedModelError(problem)
         nodes = {edge.node: call for call in calls for edge in call.edges if edge is not None}
-        graph = survey(loss.grad_fn, nodes.keys() | unseen.keys())
+        # Below what is computed from parameters alone nothing is a call: it is pulled back as one.
+        parts = {s for call in calls if isinstance(call, FunctionCall) for s in call.part_sources}
+        graph = survey(loss.grad_fn, nodes.keys() | unseen.keys(), parts)
         self.drop()
+        if graph.checkpoints and self._tracer is not None:
+            raise UnsupportedModelError(REENTRANT)
         for node in graph.reached & unseen.keys():
             raise UnsupportedModelError(unseen[node])
         reached = {id(nodes[node]) for node in graph.reached}

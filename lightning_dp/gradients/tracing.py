@@ -14,7 +14,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from lightning_dp.gradients.base import UnsupportedModelError
+from lightning_dp.gradients.base import ALONE, UnsupportedModelError
 from lightning_dp.gradients.function_call import FunctionCall, Given, in_place_target
 from lightning_dp.gradients.hessian import split
 from lightning_dp.gradients.layouts import Layout, layouts_after, name_of_function
@@ -71,10 +71,12 @@ class FunctionTracer(TorchFunctionMode):
     def clear(self) -> None:
         """Forget what was seen."""
         self.calls: list[FunctionCall] = []
-        self.unknown: dict[Any, str] = {}  # graph nodes of outputs with lost records, and why
+        self.problem: str | None = None  # that came up while it watched
+        self._holders: dict[int, list[FunctionCall]] = {}  # of tensors, by their storage
         self._parts: dict[int, Part] = dict(self._trained)
         self._is_along = False
         self._records: Any = WeakTensorKeyDictionary()
+        self._totals: Any = WeakTensorKeyDictionary()  # calls that took sums over the records
         self._recorded: set[Any] = set()  # graph nodes of outputs of recorded calls, and of layers
 
     @contextmanager
@@ -175,12 +177,13 @@ class FunctionTracer(TorchFunctionMode):
     def add_layer_output(self, tensor: Tensor) -> None:
         """Note the output of a layer whose call is recorded elsewhere."""
         self._recorded.add(tensor.grad_fn)
+        self._parts.pop(id(tensor), None)  # of a state that is a constant, say
+        if tensor not in self._records:
+            layout = Layout()
+            self._records[tensor] = layout if layout.fits(tensor, self.n) else None
 
     def forget_since(self, mark: int) -> None:
         """Drop the calls from a number on: they are inside of a layer that is recorded as one."""
-        for call in self.calls[mark:]:
-            for edge in call.edges:
-                self.unknown.pop(None if edge is None else edge.node, None)
         del self.calls[mark:]
 
     # -- calls -----------------------------------------------------------------------------
@@ -194,19 +197,37 @@ class FunctionTracer(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         tensors = list(_tensors((args, kwargs)))
-        target = in_place_target(func, args)
+        target = in_place_target(func, args, kwargs)
         if not tensors or name_of_function(func).startswith("new_") or _is_wrapped(tensors):
             result = func(*args, **kwargs)
             self._note_values(func, result)
             if self._made is not None:
                 self._made.update((each, True) for each in _tensors(result))
             return result
-        before = self._before(func, tensors, target)
+        before = None
+        with self._noting_problems(func):
+            before = self._before(tensors, target)
         result = func(*args, **kwargs)
         outputs = [target] if target is not None else list(_tensors(result))
-        if outputs:
-            self._after(func, args, kwargs, before, outputs)
+        if outputs and before is not None:
+            with self._noting_problems(func):
+                self._after(func, args, kwargs, before, outputs)
         return result
+
+    @contextmanager
+    def _noting_problems(self, func: Callable[..., Any]) -> Iterator[None]:
+        """Keep what goes wrong inside from the user's code: the model is refused at its loss."""
+        try:
+            yield
+        except (MemoryError, torch.OutOfMemoryError):
+            raise
+        except UnsupportedModelError as error:
+            self.problem = self.problem or str(error)
+        except Exception as error:
+            self.problem = self.problem or (
+                f"The records could not be followed through {name_of_function(func)}() "
+                f"({type(error).__name__}). {ALONE}"
+            )
 
     def _note_values(self, func: Callable[..., Any], result: Any) -> None:
         """Take tensors that are made of the batch's texts or lists for what holds the records."""
@@ -215,9 +236,10 @@ class FunctionTracer(TorchFunctionMode):
         if self._takes_values and is_made and is_tensor:
             self._records[result] = Layout()
 
-    def _before(
-        self, func: Callable[..., Any], tensors: list[Tensor], target: Tensor | None
-    ) -> _Before:
+    def _before(self, tensors: list[Tensor], target: Tensor | None) -> _Before:
+        if target is not None:
+            for call in self._holders.pop(_storage_of(target), ()):
+                call.keep_own(_storage_of(target))
         known = [self.holds_records(each) for each in tensors]  # of all: it is noted
         parts = [self.part_of(each) for each in tensors]
         layouts = [
@@ -254,8 +276,20 @@ class FunctionTracer(TorchFunctionMode):
             for each, layout in zip(outputs, layouts, strict=True):
                 self._records[each] = layout
                 self._parts.pop(id(each), None)  # a target that was one
-            if any(before.parts) and is_differentiable and torch.is_grad_enabled():
-                self._record(func, args, kwargs, before, outputs, layouts)
+            if not is_differentiable or not torch.is_grad_enabled():
+                return
+            is_meeting = any(before.parts)
+            is_total = len(outputs) == 1 and layouts[0] is None and before.target is None
+            if is_meeting or is_total:
+                call = self._call(func, args, kwargs, before, outputs, layouts)
+                if is_total:
+                    self._totals[outputs[0]] = call
+                if is_meeting:
+                    self.calls.append(call)
+                    for tensor in (*(each.tensor for each in call.given), *call.outputs):
+                        self._holders.setdefault(_storage_of(tensor), []).append(call)
+                    nodes = [edge.node for edge in call.edges if edge is not None]
+                    self._recorded.update(nodes)
 
     def _note_parts(
         self, func: Callable[..., Any], before: _Before, outputs: Sequence[Tensor]
@@ -286,7 +320,7 @@ class FunctionTracer(TorchFunctionMode):
             return [layout if layout.fits(before.target, self.n) else None]
         return layouts_after(func, args, kwargs, before.layouts, outputs, self.n)
 
-    def _record(
+    def _call(
         self,
         func: Callable[..., Any],
         args: tuple[Any, ...],
@@ -294,10 +328,9 @@ class FunctionTracer(TorchFunctionMode):
         before: _Before,
         outputs: list[Tensor],
         layouts: list[Layout | None],
-    ) -> None:
+    ) -> FunctionCall:
+        """Return what is needed to run the call again for each record."""
         edges = [get_gradient_edge(each) if each.requires_grad else None for each in outputs]
-        nodes = [edge.node for edge in edges if edge is not None]
-        self._recorded.update(nodes)
         leaves, spec = tree_flatten((args, dict(kwargs)))
         parts = {id(each): part for each, part in zip(before.tensors, before.parts, strict=True)}
         given = [
@@ -305,7 +338,7 @@ class FunctionTracer(TorchFunctionMode):
             for place, each in enumerate(leaves)
             if isinstance(each, Tensor)
         ]
-        sources = dict(zip(map(id, before.tensors), before.sources, strict=True))
+        sources = dict(zip(map(id, before.tensors), before.sources, strict=False))
         of_parts = {sources[key] for key, part in parts.items() if part is not None}
         call = FunctionCall(
             func,
@@ -321,15 +354,7 @@ class FunctionTracer(TorchFunctionMode):
             Surroundings.now(outputs[0].device, before.random_state),
             self._derivatives(before, leaves),
         )
-        for edge, layout in zip(edges, layouts, strict=True):
-            if edge is not None and layout is None:
-                shapes = [tuple(each.shape) for each in before.tensors]
-                self.unknown[edge.node] = (
-                    f"{call.name} was called with tensors of shapes {shapes}, which no longer hold the "
-                    "records in one dimension (a mean over the batch, for instance). Use the parameter "
-                    "before the records are brought together."
-                )
-        self.calls.append(call)
+        return call
 
     def _derivatives(self, before: _Before, leaves: Sequence[Any]) -> dict[int, Tensor]:
         """Return the derivatives along the direction of what goes in, by its place."""
@@ -347,11 +372,16 @@ class FunctionTracer(TorchFunctionMode):
         layout = None if part is not None else dict_of(before.layouts).get(id(tensor))
         if tensor is before.target and before.kept is not None:
             return Given(place, before.kept, part, layout, before.kept._version)
-        return Given(place, tensor.detach(), part, layout, tensor._version)
+        total = self._totals.get(tensor) if layout is None and part is None else None
+        return Given(place, tensor.detach(), part, layout, tensor._version, total)
 
 
 def dict_of(layouts: Sequence[tuple[Tensor, Layout]]) -> dict[int, Layout]:
     return {id(tensor): layout for tensor, layout in layouts}
+
+
+def _storage_of(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
 
 
 def _source(tensor: Tensor) -> Any:

@@ -52,6 +52,7 @@ def refuse_special(module: nn.Module, params: Sequence[nn.Parameter]) -> None:
         UnsupportedModelError: naming them and the cure.
     """
     refuse_sharded(module)
+    refuse_complex(module, params)
     trained = {id(param) for param in params}
     found = {
         name: type(param.data).__name__
@@ -64,6 +65,22 @@ def refuse_special(module: nn.Module, params: Sequence[nn.Parameter]) -> None:
             f"{_some(list(found))} are trained and of the class {', '.join(kinds)}, whose gradients per "
             "record are not known. Freeze them with requires_grad_(False) and train plain parameters "
             "next to them (LoRA), or make them plain tensors."
+        )
+
+
+def refuse_complex(module: nn.Module, params: Sequence[nn.Parameter]) -> None:
+    """Refuse trained parameters with complex values, which have no place in a vector of real ones.
+
+    Raises:
+        UnsupportedModelError: naming them and the cure.
+    """
+    trained = {id(param) for param in params}
+    named = module.named_parameters()
+    names = [name for name, param in named if id(param) in trained and param.is_complex()]
+    if names:
+        raise UnsupportedModelError(
+            f"{_some(names)} are complex. Keep their real and imaginary parts in one real parameter, "
+            "torch.view_as_real(weight), and use torch.view_as_complex(parameter) in forward()."
         )
 
 

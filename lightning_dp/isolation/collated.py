@@ -47,7 +47,8 @@ class CollatedPool:
     @property
     def is_telling(self) -> bool:
         """True if records differ: what cannot be made up is the same in all of them."""
-        return not same_parts(*(_flat(self.take(range(i, i + 4))) for i in (0, 4)))
+        one, other = (_flat(self.take(range(i, i + 4))) for i in (0, 4))
+        return not same_parts(one, other)
 
 
 def has_folded_rows(fresh: Callable[[], Callable[[list[Any]], Any]], sample: Any) -> bool:

@@ -36,8 +36,12 @@ class Effort:
     @classmethod
     def of(cls, passes: Passes, pool: Any, n: int) -> Effort:
         """Count the operations of a forward pass over the first n records."""
-        with FlopCounterMode(display=False) as counter:
-            passes.loss(take_rows(pool, range(n)))
+        records, counter = take_rows(pool, range(n)), FlopCounterMode(display=False)
+        try:
+            with counter:
+                passes.loss(records)
+        except RuntimeError:  # the counter knows no torch.autograd.grad in the forward pass
+            passes.loss(records)
         sizes = {name: param.numel() for name, param in passes.module.named_parameters()}
         trained = sum(sizes[name] for name in passes.trained)
         return cls(counter.get_total_flops() / n, sum(sizes.values()), trained)

@@ -88,7 +88,10 @@ def private_loader_of(trainer: Trainer) -> PrivateDataLoader:
     if not isinstance(loader, PrivateDataLoader):
         raise MisconfigurationException(
             "train_dataloader gives several loaders (or one inside a list or dict). One ledger "
-            "covers one data set: return a single DataLoader, for several sets over a ConcatDataset."
+            "covers one data set: return a single DataLoader, for several private sets over a "
+            "ConcatDataset. Public data need no ledger: read them from a DataLoader of the module's "
+            "own, and add the gradient of their loss (torch.autograd.grad) to p.grad in "
+            "on_before_optimizer_step, with gradient_edits='adds the gradient of public data'."
         )
     return loader
 

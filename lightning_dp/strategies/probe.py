@@ -14,6 +14,7 @@ from torch import Tensor
 from lightning_dp._warnings import warn
 from lightning_dp._world import World
 from lightning_dp.gradients import ALONE, UnsupportedModelError
+from lightning_dp.gradients.base import without_alone
 from lightning_dp.isolation import BY_CONSTRUCTION, Isolation, probe_isolation
 from lightning_dp.isolation.collated import CollatedPool
 from lightning_dp.isolation.ignored import target_means
@@ -189,7 +190,8 @@ def _raise_or_warn(found: Isolation, module: LightningModule, *, may_warn: bool)
         )
     alone = f" {_ALONE}" if module.automatic_optimization else ""  # which it needs
     if found.outcome == "refused":
-        raise UnsupportedModelError(found.reason)
+        reason = found.reason if module.automatic_optimization else without_alone(found.reason)
+        raise UnsupportedModelError(reason)
     if found.outcome == "coupled":
         raise MisconfigurationException(
             f"Records of one batch change each other's gradients: {found.reason}. Clipping "

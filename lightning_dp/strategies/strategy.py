@@ -16,7 +16,8 @@ from torch.optim import Optimizer
 from lightning_dp._training_step import with_loss
 from lightning_dp._warnings import warn
 from lightning_dp.boundary import Query
-from lightning_dp.gradients import UnsupportedModelError
+from lightning_dp.gradients import CoupledLossError, UnsupportedModelError
+from lightning_dp.gradients.base import without_alone
 from lightning_dp.gradients.passes import is_differentiable
 from lightning_dp.strategies.checks import evaluated_once
 from lightning_dp.strategies.data import (
@@ -177,9 +178,12 @@ class DifferentialPrivacyStrategy(PrivateFitStrategy):
         try:
             yield
         except UnsupportedModelError as error:
-            if self.private_run.steps <= 1:
+            if self.private_run.steps > 1:
+                self._now.step.note(str(error))
+            elif type(error) is CoupledLossError or self._is_automatic:
                 raise
-            self._now.step.note(str(error))
+            else:
+                raise UnsupportedModelError(without_alone(str(error))) from error
 
     def _backward_of_several(
         self, loss: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]

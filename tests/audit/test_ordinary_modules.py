@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import isolation_zoo as zoo
 import pytest
-import zoo
-from zoo.cases import ORDINARY, checked_fit
+from isolation_zoo.cases import ORDINARY, checked_fit
 
 from lightning_dp.accounting.events import VoidedRunError
 

@@ -7,12 +7,12 @@ import re
 import warnings
 from pathlib import Path
 
+import isolation_zoo as zoo
 import pytest
-import zoo
+from isolation_zoo.cases import BAD, Bad, Small, checked_fit, far
+from isolation_zoo.not_seen import NOT_SEEN
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from two_points import epsilon_bound, two_points, upper_rate
-from zoo.cases import BAD, Bad, Small, checked_fit, far
-from zoo.not_seen import NOT_SEEN
 
 from lightning_dp.accounting.events import VoidedRunError
 from lightning_dp.gradients import UnsupportedModelError

@@ -13,8 +13,8 @@ import math
 from dataclasses import dataclass
 
 import torch
+from isolation_zoo.cases import Bad, Records, unchecked_fit
 from torch import Tensor
-from zoo.cases import Bad, Records, unchecked_fit
 
 __all__ = ["TwoPoints", "epsilon_bound", "two_points", "upper_rate"]
 

@@ -149,3 +149,14 @@ def test_an_owner_that_is_no_record_is_refused(owners, engine):
         loss = net(torch.ones(2, 3)).sum()
     with pytest.raises(UnsupportedModelError):
         engine.backward(loss)
+
+
+def test_opacus_hooks_would_take_rows_for_records(hooks):
+    """Also where there happen to be as many."""
+    net = nn.Linear(3, 2)
+    hooks.attach(net, list(net.parameters()))
+    with (
+        pytest.raises(UnsupportedModelError, match=r"inside rows_of_records.*engine='bookkeeping'"),
+        rows_of_records(torch.tensor([1, 0]), 2),
+    ):
+        net(torch.ones(2, 3))

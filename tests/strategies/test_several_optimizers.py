@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn.functional import binary_cross_entropy_with_logits, softplus
 from torch.utils.data import DataLoader, TensorDataset
 
+from lightning_dp import rows_of_records
 from lightning_dp.accounting import PLDAccountant
 from lightning_dp.accounting.journal import read_journal
 from lightning_dp.callbacks import DifferentialPrivacy
@@ -618,3 +619,81 @@ def test_hooks_run_for_each_backward_pass_and_step(fit):
     fit(GAN(), noting, trainer={"max_steps": 2})
 
     assert calls == ["back", "step"] * 2
+
+
+class Penalised(GAN):
+    """WGAN-GP: the penalty differentiates the critic's gradient."""
+
+    def critic_loss(self, x: Tensor) -> Tensor:
+        mixed = (x + self.generator(torch.randn(len(x), 4))).detach().requires_grad_()
+        (slope,) = torch.autograd.grad(self.critic(mixed).sum(), mixed, create_graph=True)
+        return (slope.norm(dim=1) - 1).square().mean() - self.critic(x).mean()
+
+
+@pytest.mark.parametrize("probed", [True, False])
+def test_a_gradient_penalty_is_refused_with_the_cure(probed, fit):
+    with pytest.raises(TypeError, match="a penalty on it: clip the weights") as refusal:
+        fit(Penalised(), isolation_probe=probed)
+
+    assert "one_by_one" not in str(refusal.value)  # which manual optimization does not have
+
+
+class InOneCall(GAN):
+    """Real and generated rows go through the critic together."""
+
+    def critic_loss(self, x: Tensor) -> Tensor:
+        fake = self.generator(torch.randn(len(x), 4)).detach()
+        with rows_of_records(torch.arange(len(x)).repeat(2), len(x)):
+            real, fake = self.critic(torch.cat([x, fake])).chunk(2)
+        return (is_real(real) + is_fake(fake)) / 2
+
+
+def test_real_and_generated_rows_in_one_call_are_pairs_by_a_hint(fit):
+    models = []
+    for kind in (InOneCall, GAN):
+        torch.manual_seed(5)
+        models.append(kind())
+        torch.manual_seed(5)
+        fit(models[-1], noise_multiplier=0.0, max_grad_norm=0.3, seed=3)
+
+    one, two = (model.state_dict() for model in models)
+    for name in one:
+        torch.testing.assert_close(one[name], two[name], rtol=1e-5, atol=1e-6)
+
+
+# -- public data -----------------------------------------------------------------------------------
+
+
+def test_the_gradient_of_public_data_is_added_by_a_declared_edit(
+    classifier, mlp, make_trainer, blobs
+):
+    """As the refusal of several loaders says."""
+    public = [tensor[:12] for tensor in blobs.tensors]
+
+    class Mixed(classifier):  # type: ignore[misc]
+        weight = 0.5
+
+        def on_before_optimizer_step(self, optimizer: Any) -> None:
+            loss = self.weight * nn.functional.cross_entropy(self(public[0]), public[1])
+            parameters = list(self.parameters())
+            gradients = torch.autograd.grad(loss, parameters)
+            self.private = [p.grad.clone() for p in parameters]
+            for parameter, gradient in zip(parameters, gradients, strict=True):
+                parameter.grad += gradient
+            self.before = [p.detach().clone() for p in parameters]
+            self.total = [p.grad.clone() for p in parameters]
+
+    model = Mixed(mlp())
+    privacy = DifferentialPrivacy(
+        noise_multiplier=1.0,
+        target_delta=1e-5,
+        gradient_edits="adds the gradient of public data",
+        isolation_probe=False,
+        spot_checks=False,
+    )
+    make_trainer(max_steps=3, callbacks=[privacy]).fit(model, DataLoader(blobs, batch_size=24))
+
+    assert privacy.steps == 3
+    for now, before, total in zip(model.parameters(), model.before, model.total, strict=True):
+        torch.testing.assert_close(now.detach(), before - 0.1 * total)
+    assert any((a != b).any() for a, b in zip(model.total, model.private, strict=True))

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from zoo.cases import Small, bad
+from isolation_zoo.cases import Small, bad
 
 STEPS = "two steps"
 SPOT = "spot checks"

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.utils import parametrize
 
-from zoo.cases import Small, bad, points
+from isolation_zoo.cases import Small, bad, points
 
 PROBE = "probe"
 KIND = "records mix in the forward pass"

@@ -15,7 +15,7 @@ from opacus.layers import DPGRU, DPLSTM
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from zoo.cases import Record, Records, Rows, Small, ordinary, points
+from isolation_zoo.cases import Record, Records, Rows, Small, ordinary, points
 
 
 def generator() -> torch.Generator:

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.data import default_collate
 
-from zoo.cases import Record, Rows, Small, bad
+from isolation_zoo.cases import Record, Rows, Small, bad
 
 COLLATE = "collate trial"
 KIND = "records mix before the step"

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from zoo.cases import Records, Small, bad, not_a_number, points
+from isolation_zoo.cases import Records, Small, bad, not_a_number, points
 
 GRAPH = "loss graph"
 PROBE = "probe"

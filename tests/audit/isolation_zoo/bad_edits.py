@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from zoo.cases import Small, bad
+from isolation_zoo.cases import Small, bad
 
 USED = "released is used"
 KIND = "the update is edited"

@@ -1,0 +1,9 @@
+"""Ten-line modules: some make ε false as plausible research code does, others must train unhindered.
+
+Importing this fills ``isolation_zoo.cases.BAD`` and ``isolation_zoo.cases.ORDINARY``.
+"""
+
+from isolation_zoo import bad_data, bad_edits, bad_losses, bad_mixing, bad_state, ordinary  # noqa: F401
+from isolation_zoo.cases import BAD, ORDINARY
+
+__all__ = ["BAD", "ORDINARY"]

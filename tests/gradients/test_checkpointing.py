@@ -1,0 +1,317 @@
+"""Activation checkpoints of both kinds, in all places, beside one record at a time without them."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
+    CheckpointImpl,
+    checkpoint_wrapper,
+)
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint, checkpoint_sequential
+
+from lightning_dp.boundary import Query, Term
+from lightning_dp.gradients import (
+    RecordPasses,
+    Replay,
+    UnsupportedModelError,
+)
+from lightning_dp.gradients.random_state import RandomState
+
+WIDTH = 6
+
+
+class Plain(nn.Module):
+    """A model of blocks; how they are called is for its subclasses to say."""
+
+    def __init__(self, call: Callable[..., Any] = lambda f, *args: f(*args)) -> None:
+        super().__init__()
+        self.call = call
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(3)
+        )
+        self.head = nn.Linear(WIDTH, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.body(self.first(x)))
+
+    def body(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = self.call(block, x)
+        return x
+
+
+class Residual(Plain):
+    """Gradients meet in front of a checkpoint and behind it."""
+
+    def body(self, x: Tensor) -> Tensor:
+        start = x
+        for block in self.blocks:
+            x = x + self.call(block, x) * torch.sigmoid(start)
+        return x + self.call(self.blocks[0], start)
+
+
+class Nested(Plain):
+    def body(self, x: Tensor) -> Tensor:
+        def outer(x: Tensor) -> Tensor:
+            y = self.call(self.blocks[0], self.blocks[1](x))
+            return x + self.call(self.blocks[2], y)
+
+        return self.call(outer, torch.tanh(self.call(outer, x)))
+
+
+class SeveralTensors(Plain):
+    """Tuples, arguments that are no tensors, and outputs that nobody uses."""
+
+    def body(self, x: Tensor) -> Tensor:
+        def part(x: Tensor, scale: float, y: Tensor, none: None) -> tuple[Tensor, Tensor, Tensor]:
+            both = self.blocks[0](x) * scale + self.blocks[1](y)
+            return both, self.blocks[2](y), x.detach() * 2
+
+        one, _unused, _ = self.call(part, x, 0.5, torch.sin(x), None)
+        two, three, _ = self.call(part, one, 2.0, x, None)
+        return two + three
+
+
+class Frozen(Plain):
+    """The part in the checkpoint has no trained parameters, or some."""
+
+    def __init__(self, call: Callable[..., Any] = lambda f, *args: f(*args)) -> None:
+        super().__init__(call)
+        self.blocks[0].requires_grad_(False)
+        self.blocks[1][1].requires_grad_(False)
+
+
+class Twice(Plain):
+    """A layer inside of a checkpoint and outside of it."""
+
+    def body(self, x: Tensor) -> Tensor:
+        return self.call(self.blocks[0], self.blocks[0](x)) + self.blocks[1](x)
+
+
+class First(Plain):
+    """Nothing is trained in front of the checkpoint; the input is made to have a gradient."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.clone().requires_grad_()
+        return self.head(self.call(self.blocks[0], self.call(self.blocks[1], x)))
+
+
+class Direct(Plain):
+    """The output of a checkpoint is the input of the next, in every way."""
+
+    def body(self, x: Tensor) -> Tensor:
+        def twice(x: Tensor) -> Tensor:
+            return self.call(lambda x: self.call(self.blocks[0], x), x)
+
+        return self.call(twice, x)
+
+
+class Normal(Plain):
+    def body(self, x: Tensor) -> Tensor:
+        return self.call(nn.Sequential(*self.blocks), x)
+
+
+KINDS = [Plain, Residual, Nested, SeveralTensors, Frozen, Twice, First, Direct, Normal]
+CALLS = {
+    "reentrant": partial(checkpoint, use_reentrant=True),
+    "not reentrant": partial(checkpoint, use_reentrant=False),
+    "to the end": partial(checkpoint, use_reentrant=False, early_stop=False),
+}
+
+
+def pair(kind: type[Plain], call: Any) -> tuple[Plain, Plain]:
+    """A model without checkpoints, and the same one with them."""
+    torch.manual_seed(0)
+    plain, model = kind(), kind(CALLS[call])
+    model.load_state_dict(plain.state_dict())
+    return plain, model
+
+
+def compare(
+    oracle: Any, plain: nn.Module, model: nn.Module, engine: str = "bookkeeping", **passes: Any
+) -> None:
+    torch.manual_seed(1)
+    batch = torch.randn(oracle.records, WIDTH)
+    expected = oracle.one_by_one(plain, batch)
+    with RecordPasses(model, oracle.trained(model), engine, **passes) as runs:
+        found = runs.run(lambda: oracle.mean_loss(model(batch)), size=len(batch))
+    assert found is not None
+    norms = found.norms()
+    torch.testing.assert_close(norms, expected.norm(dim=1), rtol=3e-6, atol=0)
+    clipped = found.weighted_sum((0.1 / norms).clamp(max=1).float())
+    torch.testing.assert_close(clipped, oracle.clipped(expected, 0.1).float(), rtol=3e-5, atol=1e-7)
+    assert all(param.grad is None for param in model.parameters())
+
+
+@pytest.mark.parametrize("call", CALLS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_gradients_are_those_without_checkpoints(kind, call, oracle):
+    compare(oracle, *_used(pair(kind, call)))
+
+
+@pytest.mark.parametrize("call", ["not reentrant", "to the end"])
+@pytest.mark.parametrize("kind", [Residual, Nested, SeveralTensors, Twice])
+def test_the_same_where_functions_are_followed(kind, call, oracle):
+    compare(oracle, *_used(pair(kind, call)), "functional")
+
+
+def test_functions_inside_of_reentrant_ones_are_refused_with_the_cure(oracle):
+    plain, model = pair(Plain, "reentrant")
+    with pytest.raises(UnsupportedModelError, match=r"use_reentrant=False.*one_by_one"):
+        compare(oracle, plain, model, "functional")
+
+
+def _used(models: tuple[Plain, Plain]) -> tuple[Plain, Plain]:
+    """Freeze what a model does not use, which the oracle would miss."""
+    plain, _ = models
+    loss = plain(torch.randn(2, WIDTH)).square().sum()
+    loss.backward()
+    for model in models:
+        for own, other in zip(model.parameters(), plain.parameters(), strict=True):
+            own.requires_grad_(own.requires_grad and other.grad is not None)
+    plain.zero_grad()
+    return models
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_sequences_and_wrappers(reentrant, oracle):
+    class Segments(Plain):
+        def body(self, x: Tensor) -> Tensor:
+            return checkpoint_sequential(list(self.blocks), 2, x, use_reentrant=reentrant)
+
+    plain, _ = pair(Plain, "reentrant")
+    torch.manual_seed(0)
+    compare(oracle, plain, Segments())
+    kind = CheckpointImpl.REENTRANT if reentrant else CheckpointImpl.NO_REENTRANT
+    wrapped = copy.deepcopy(plain)
+    for number, block in enumerate(plain.blocks):
+        wrapped.blocks[number] = checkpoint_wrapper(copy.deepcopy(block), kind)
+    compare(oracle, plain, wrapped)
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_masks_are_those_of_the_forward_pass(call, oracle):
+    """The same random numbers give the same gradients, with checkpoints and without."""
+    plain, model = pair(Residual, call)
+    for each in (plain, model):
+        for block in each.blocks:
+            block.append(nn.Dropout(0.5))
+    batch, found = torch.randn(oracle.records, WIDTH), []
+    state = RandomState.seeded(torch.device("cpu"), 3)
+    for each in (plain, model):
+        with RecordPasses(each, oracle.trained(each), "bookkeeping") as runs, state.again():
+            found.append(runs.run(lambda net=each: oracle.mean_loss(net(batch))).norms())
+    torch.testing.assert_close(*found, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("call", ["reentrant", "not reentrant"])
+def test_two_passes_over_a_batch(call, oracle):
+    """Gradients at two points, combined per record."""
+    found = []
+    for model in pair(Residual, call):
+        params, batch = oracle.trained(model), torch.ones(oracle.records, WIDTH).cumsum(0)
+        point = torch.cat([param.detach().flatten() for param in params]) * 0.9
+        query = Query((Term(), Term(-1.0, point)), 1.0, 0.0)
+        with RecordPasses(model, params, "bookkeeping") as runs:
+            replay = Replay(lambda net=model, x=batch: oracle.mean_loss(net(x)), len(batch))
+            found.append(runs.gradients(query, replay).norms())
+    torch.testing.assert_close(*found, rtol=1e-5, atol=1e-9)
+
+
+@pytest.mark.parametrize("call", ["reentrant", "not reentrant"])
+def test_a_graph_that_is_kept_is_good_for_another_pass(call, oracle):
+    plain, model = pair(Nested, call)
+    batch = torch.randn(oracle.records, WIDTH)
+    with RecordPasses(model, oracle.trained(model), "bookkeeping") as runs:
+        with runs.watching():
+            loss = oracle.mean_loss(model(batch))
+        runs.backward(loss, keep_graph=True)
+        norms = runs.take().norms()
+        loss.backward()
+        assert all(param.grad is None for param in model.parameters())
+    torch.testing.assert_close(
+        norms, oracle.one_by_one(plain, batch).norm(dim=1), rtol=3e-6, atol=0
+    )
+
+
+class UsedInside(Plain):
+    """A parameter meets data inside of a checkpoint, and no layer is called."""
+
+    def body(self, x: Tensor) -> Tensor:
+        return self.call(lambda x: F.linear(x, self.blocks[0][1].weight) + self.blocks[0](x), x)
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_a_use_that_nobody_recorded_is_refused(call, oracle):
+    _, model = pair(UsedInside, call)
+    batch = torch.randn(oracle.records, WIDTH)
+    with (
+        RecordPasses(model, oracle.trained(model), "bookkeeping") as runs,
+        pytest.raises(UnsupportedModelError, match=r"blocks\.0\.1\.weight|use_reentrant=False"),
+    ):
+        runs.run(lambda: oracle.mean_loss(model(batch)))
+
+
+class Backs(torch.autograd.Function):
+    """Somebody's own checkpoint: it goes back into parameters from inside."""
+
+    @staticmethod
+    def forward(ctx: Any, function: Any, x: Tensor) -> Tensor:
+        ctx.function = function
+        ctx.save_for_backward(x)
+        with torch.no_grad():
+            return function(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        x = ctx.saved_tensors[0].detach().requires_grad_()
+        with torch.enable_grad():
+            ctx.function(x).backward(gradient)
+        return None, x.grad
+
+
+def test_a_checkpoint_of_somebody_elses_is_refused(oracle):
+    plain, _ = pair(Plain, "reentrant")
+    model = Plain(Backs.apply)
+    with pytest.raises(UnsupportedModelError, match=r"blocks\.0\.0\.weight.*inside"):
+        compare(oracle, plain, model)
+    assert all(param.grad is None for param in model.parameters())
+
+
+def test_products_with_hessians_are_refused(oracle):
+    _, model = pair(Plain, "reentrant")
+    params = oracle.trained(model)
+    query = Query((Term(direction=torch.ones(sum(p.numel() for p in params))),), 1.0, 0.0)
+    batch = torch.randn(oracle.records, WIDTH)
+    with (
+        RecordPasses(model, params, "bookkeeping") as runs,
+        pytest.raises(UnsupportedModelError, match="one_by_one"),
+    ):
+        runs.gradients(query, Replay(lambda: oracle.mean_loss(model(batch)), len(batch)))
+
+
+def test_nothing_is_left_on_the_model(oracle, anatomy):
+    plain, model = pair(Nested, "reentrant")
+    before = anatomy(model)
+    compare(oracle, plain, model)
+    assert anatomy(model) == before
+
+
+@pytest.mark.parametrize("kind", [Residual, Nested])
+def test_one_record_at_a_time(kind, oracle):
+    plain, model = _used(pair(kind, "reentrant"))
+    batch = torch.randn(oracle.records, WIDTH)
+    norms = []
+    for net in (plain, model):
+        with RecordPasses(net, oracle.trained(net), "one_by_one") as runs:
+            norms.append(runs.run(lambda net=net: net(batch[:1]).square().sum()).norms())
+    torch.testing.assert_close(*norms, rtol=1e-6, atol=0)
