@@ -117,6 +117,11 @@ class EngineChoice:
         return len(self._reasons) + 1 < len(self._rungs)
 
     @property
+    def is_own(self) -> bool:
+        """True if the engine in use is the package's own, and not Opacus' hooks."""
+        return self._rung.is_own
+
+    @property
     def _rung(self) -> Rung:
         return self._rungs[len(self._reasons)]
 

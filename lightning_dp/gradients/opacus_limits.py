@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -15,11 +15,20 @@ from torch.nn.modules.conv import _ConvNd
 from torch.nn.utils.parametrize import is_parametrized
 from torch.nn.utils.rnn import PackedSequence
 
+from lightning_dp.functional import as_rows
 from lightning_dp.gradients.base import UnsupportedModelError
 from lightning_dp.gradients.row_owners import folding_in_force
 from lightning_dp.gradients.unsupported import refuse_script, refuse_without_records
 
-__all__ = ["is_trained", "refuse_call", "refuse_in_place", "refuse_layers", "refuse_packed"]
+__all__ = [
+    "is_trained",
+    "refuse_call",
+    "refuse_layers",
+    "refuse_output",
+    "refuse_overwritten",
+    "refuse_packed",
+    "refuse_wrong_sums",
+]
 
 
 def is_trained(layer: nn.Module) -> bool:
@@ -149,24 +158,86 @@ def refuse_call(name: str, layer: nn.Module, args: tuple[Any, ...], kwargs: dict
     refuse_without_records(name, layer, args[0])
 
 
-def refuse_in_place(name: str, layer: nn.Module, args: tuple[Any, ...]) -> None:
-    """Refuse a layer that is about to overwrite the output of one with Opacus' hooks.
-
-    Args:
-        name: of the layer in the model.
-        layer: works in place.
-        args: what it is called with.
+def refuse_output(name: str, layer: nn.Module, output: Any) -> None:
+    """Refuse a layer whose gradient comes back in several parts.
 
     Raises:
         UnsupportedModelError: naming the layer and the cure.
     """
-    node = args[0].grad_fn if args and isinstance(args[0], Tensor) else None
-    if type(node).__name__ == "BackwardHookFunctionBackward":
+    if not isinstance(output, Tensor):
         raise UnsupportedModelError(
-            f"{name} ({type(layer).__name__}) has inplace=True and would overwrite the output of the "
-            "layer before it, which Opacus' hooks do not allow. Make it with inplace=False, or use "
-            "engine='bookkeeping'."
+            f"{name or 'The module'} ({type(layer).__name__}) itself has parameters and returned a "
+            f"{type(output).__name__}, of which Opacus sees nothing. Give its parameters to a layer "
+            "that returns one tensor."
         )
+
+
+def refuse_overwritten(name: str, layer: nn.Module, given: Tensor, version: int) -> None:
+    """Refuse a call whose input is not what it was.
+
+    Args:
+        version: of the input, when the layer was called.
+
+    Raises:
+        UnsupportedModelError: naming the layer and the cure.
+    """
+    if given._version != version:
+        raise UnsupportedModelError(
+            f"The input of {name or 'the module'} ({type(layer).__name__}), of shape "
+            f"{tuple(given.shape)}, was overwritten after the layer had used it. Do not change tensors "
+            "in place between layers (inplace=True, +=)."
+        )
+
+
+def refuse_wrong_sums(
+    names: Mapping[nn.Parameter, str],
+    found: Mapping[nn.Parameter, Tensor],
+    plain: Mapping[nn.Parameter, Tensor | None],
+) -> None:
+    """Refuse gradients per record whose mean is not the ordinary gradient.
+
+    Tolerances are public: far above what rounding does, and far below what a use that was not seen
+    does. Gradients that are not finite are left out.
+
+    Args:
+        names: of the parameters in the model.
+        found: each record's gradients, shape (n, *parameter shape).
+        plain: the gradients of the mean loss.
+
+    Raises:
+        UnsupportedModelError: naming the parameters and the cure.
+    """
+    pairs = [
+        (name, *_distance_and_length(rows, ordinary))
+        for param, rows in found.items()
+        if len(rows) and (ordinary := plain.get(param)) is not None
+        for name in [names[param]]
+    ]
+    if not pairs:
+        return
+    is_rough = any(_is_rough(rows) for rows in found.values())
+    part, whole = (5e-2, 1e-3) if is_rough else (1e-3, 1e-5)
+    total = torch.stack([length for _, _, length in pairs]).nan_to_num(0.0).norm()
+    wrong = [name for name, distance, length in pairs if distance > part * length + whole * total]
+    if wrong:
+        raise UnsupportedModelError(
+            f"Opacus' hooks see a part only of what is done with the parameters {wrong[:5]}: they are "
+            "also used outside of calls of their layers, or something changes what comes out of these. "
+            "Use each parameter in calls of its layer alone."
+        )
+
+
+def _distance_and_length(rows: Tensor, ordinary: Tensor) -> tuple[Tensor, Tensor]:
+    """Return how far the rows' mean is from the ordinary gradient, and how long they are."""
+    rows, dense = as_rows(rows), ordinary.to_dense() if ordinary.is_sparse else ordinary
+    distance = torch.linalg.vector_norm(rows.double().mean(0) - dense.flatten())
+    return distance, torch.linalg.vector_norm(rows, dim=1, dtype=torch.float64).mean()
+
+
+def _is_rough(rows: Tensor) -> bool:
+    """Tell whether products may be rounded to fewer digits than float32 has."""
+    kind = rows.device.type
+    return rows.dtype.itemsize < 4 or kind != "cpu" or torch.is_autocast_enabled(kind)
 
 
 def refuse_packed(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -151,7 +151,7 @@ def check_estimator(
             f"{step.engine.description}). Use engine='bookkeeping', and change a layer that it does "
             "not cover."
         )
-    if several and not step.runs_backward:
+    if several and not step.engine.is_own:
         raise MisconfigurationException(
             "With several optimizers, a public loss goes back through the private model, and Opacus' "
             f"hooks would take it for the records' (engine: {step.engine.description}). Use "
