@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import random
 from collections.abc import Callable
 
@@ -40,8 +41,10 @@ class Back(torch.autograd.Function):
 
 
 class Turned(nn.Module):
+    """The identity above; for one record it is left out, since torch's convolutions may crash on it."""
+
     def forward(self, x: Tensor) -> Tensor:
-        return Back.apply(x)  # type: ignore[no-any-return]
+        return Back.apply(x) if len(x) > 1 else x  # type: ignore[no-any-return]
 
 
 class Scale(nn.Module):
@@ -81,7 +84,7 @@ INSTANCE = {1: nn.InstanceNorm1d, 2: nn.InstanceNorm2d, 3: nn.InstanceNorm3d}
 def layers(draw: random.Random, places: int) -> list[Callable[[], nn.Module]]:
     """What may stand at a place of a network of 4 channels and 4 entries along each other dimension."""
     groups = draw.choice([1, 2, 4])
-    mode = draw.choice(["zeros", "zeros", "reflect", "circular"])
+    mode = draw.choice(["zeros", "zeros", "reflect"])
     dilation = draw.choice([1, 2])
     kind = CONVOLUTIONS[places]
     return [
@@ -94,7 +97,7 @@ def layers(draw: random.Random, places: int) -> list[Callable[[], nn.Module]]:
         lambda: nn.GroupNorm(2, 4),
         lambda: INSTANCE[places](4, affine=True),
         lambda: nn.LayerNorm([4] * draw.randint(1, places)),
-        lambda: nn.RMSNorm(4),
+        lambda: nn.RMSNorm(4, eps=1e-5),
         lambda: nn.Linear(4, 4),
         lambda: Scale(4),
         lambda: nn.ReLU(inplace=True),
@@ -132,13 +135,15 @@ def try_one(seed: int, oracle: object) -> bool:
     if not trained:
         return False
     try:
-        expected = oracle.one_by_one(net, batch)  # type: ignore[attr-defined]
+        # In plain memory: torch's convolutions may crash on one record that is not.
+        plainly = copy.deepcopy(net).to(memory_format=torch.contiguous_format)
+        expected = oracle.one_by_one(plainly, batch.contiguous())  # type: ignore[attr-defined]
         plain = torch.autograd.grad(oracle.mean_loss(net(batch)), trained)  # type: ignore[attr-defined]
     except RuntimeError:  # overwritten in place what autograd needs
         return False
     ordinary = torch.cat([each.reshape(-1) for each in plain]).double()
     if (ordinary - expected.mean(0)).norm() > 1e-3 * ordinary.norm():
-        return False  # torch's own depthwise convolution is wrong for one record and such gradients
+        return False  # torch itself is wrong here
     engine = OpacusHooks()
     try:
         engine.attach(net, trained)
