@@ -100,7 +100,6 @@ def with_a_parameter() -> nn.Module:
         (lambda: nn.utils.weight_norm(nn.Conv1d(6, 4, 1)), "parameters that its type does not"),
         (with_a_parameter, r"parameters that its type does not: \['gain'\]"),
         (lambda: nn.Conv2d(2, 4, 3, padding_mode="circular", padding=1), "padding_mode='circular'"),
-        (lambda: torch.jit.script(nn.Linear(6, 4)), "is compiled"),
     ],
 )
 def test_layers_that_opacus_takes_for_others_are_refused_at_once(hooks, layer, reason, oracle):
