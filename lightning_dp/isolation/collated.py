@@ -46,7 +46,7 @@ class CollatedPool:
 
     @property
     def is_telling(self) -> bool:
-        """True if records differ: what cannot be made up is the same in all of them."""
+        """True if records differ, as they do unless nothing in a sample can be made up."""
         one, other = (_flat(self.take(range(i, i + 4))) for i in (0, 4))
         return not same_parts(one, other)
 
