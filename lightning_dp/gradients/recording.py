@@ -122,8 +122,8 @@ class Recorder:
         for name, layer in module.named_modules():
             if not any(id(param) in trained for param in layer.parameters()):
                 continue
+            refuse_script(name, layer)
             try:
-                refuse_script(name, layer)
                 refuse_options(name, layer, self._rule_of(layer))
             except UnsupportedModelError:
                 if self._tracer is None:
