@@ -99,7 +99,7 @@ def train(classifier, blobs, make_trainer):
     [
         (plain, "bookkeeping"),
         (Recurrent, "bookkeeping"),
-        (Attentive, "hooks, since bookkeeping does not cover this model: net.own"),
+        (Attentive, "bookkeeping, with the functions where parameters meet records, since "),
     ],
 )
 def test_auto_takes_an_engine_that_covers_the_model(train, make, description):
