@@ -178,3 +178,28 @@ def test_mnist_example_explains_missing_data(given, load, tmp_path, monkeypatch,
     assert "MNIST is missing" in said
     for word in ("--data DIR", "LIGHTNING_DP_DATA", "mnist.npz", "MNIST/raw/", *ARRAYS):
         assert word in said
+
+
+def test_mnist_gan_runs(load, global_settings, tmp_path, monkeypatch, capsys):
+    write_npz(tmp_path)
+    monkeypatch.setitem(sys.modules, "mnist_cnn", load("mnist_cnn"))
+    example = load("mnist_gan")
+    monkeypatch.setattr(example, "WIDTH", 8)
+    monkeypatch.setattr(example, "BATCH_SIZE", 50)
+    monkeypatch.setattr(example, "DifferentialPrivacy", unchecked(example.DifferentialPrivacy))
+    monkeypatch.chdir(tmp_path)
+    options = ("--data", str(tmp_path), "--epochs", "1", "--limit", "200", "--epsilon", "8")
+    monkeypatch.setattr(sys, "argv", ["mnist_gan.py", *options])
+
+    example.main()
+
+    printed = capsys.readouterr().out
+    assert re.search(r"4 steps of the discriminator at ε = (7\.9\d+|8),", printed)
+    assert "private optimizer: Adam of discriminator" in printed
+    (events,) = (tmp_path / "outputs").rglob("events.out.tfevents.*")
+    assert b"samples" in events.read_bytes()
+
+
+def unchecked(privacy: type[Any]) -> Callable[..., Any]:
+    """The callback without checks, which take a minute here."""
+    return lambda **arguments: privacy(**arguments, isolation_probe=False, spot_checks=False)

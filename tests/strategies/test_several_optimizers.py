@@ -491,16 +491,6 @@ class CountsRecords(GAN):
         return is_real(self.critic(self.generator(torch.randn(len(x), 4))))
 
 
-class ByLoss(GAN):
-    """Trains the generator only where the discriminator does well."""
-
-    def training_step(self, batch: Any, batch_idx: int) -> None:
-        self.order = "gd" if self.critic(3 * batch[0]).mean() > self.threshold else "d"
-        super().training_step(batch, batch_idx)
-
-    threshold = 0.0
-
-
 class Encoder(GAN):
     """An autoencoder whose encoder is called public."""
 
