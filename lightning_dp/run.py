@@ -228,7 +228,7 @@ class PrivateRun:
 
     @property
     def step_to_continue(self) -> int:
-        """The steps of the plan made before: in the checkpoint that is resumed, or by the latest fit."""
+        """The steps of the plan that the resumed checkpoint, or the latest fit, has made."""
         return self.step if self._resumed is None else int(self._resumed["mechanism"]["step"])
 
     def rate(self, step: int) -> float:

@@ -32,7 +32,7 @@ def reached(loss: Tensor, parameters: Sequence[nn.Parameter]) -> list[nn.Paramet
 
 
 class WaitingLosses:
-    """What ``backward`` means where one optimizer is private and others are public.
+    """The meaning of ``backward`` where one optimizer is private and others are public.
 
     A loss gives public parameters their ordinary ``p.grad`` at once. If it reaches private ones as
     well, it waits: their gradients, per record, are those of the sum of all losses that came since

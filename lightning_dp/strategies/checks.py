@@ -139,7 +139,7 @@ def check_estimator(
 
     Args:
         optimizer: the private one.
-        several: there are public ones beside it.
+        several: there are public ones as well.
 
     Raises:
         MisconfigurationException: naming the cure.

@@ -50,7 +50,7 @@ class Fit:
         edits: compares the gradient that the optimizer uses with what was released.
         plugin: the strategy's precision plugin, whose clipping is seen.
         latest: looks for records in checkpoints.
-        optimizers: the private one, and public ones beside it.
+        optimizers: the private one and the public ones.
         losses: those of a step with several optimizers.
     """
 

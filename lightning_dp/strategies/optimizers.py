@@ -48,7 +48,7 @@ class Optimizers:
 
     @property
     def public_parameters(self) -> tuple[nn.Parameter, ...]:
-        """What the public ones move."""
+        """The parameters that the public ones move."""
         return tuple(p for each in self.public for p in _trained(each))
 
 
@@ -118,8 +118,8 @@ def _place(
         ) from None
     wanted = {id(p) for p in part.parameters() if p.requires_grad}
     places = [i for i, each in enumerate(optimizers) if wanted & {id(p) for p in _trained(each)}]
-    held = {id(p) for i in places for p in _trained(optimizers[i])}
-    if len(places) != 1 or not wanted <= held:
+    moved = {id(p) for i in places for p in _trained(optimizers[i])}
+    if len(places) != 1 or not wanted <= moved:
         raise MisconfigurationException(
             f"private_optimizer={named!r} must be a module all of whose trainable parameters are in "
             f"one optimizer; {len(places)} hold some of them. Give the optimizer's place in "
