@@ -329,7 +329,7 @@ class SpotChecks:
             try:
                 args = (batch, *check.args[1:])
                 forward = partial(self._forward, args, at_loss)
-                found = self._step.run_once_more(forward, args, len(self._records(check)))
+                found = self._step.run_once_more(forward, args, self._records(check))
                 gradients = None if found is None else self._glimpse(found)
                 if found is not None:
                     found.discard()
