@@ -195,5 +195,5 @@ def attach_engine(
 
 def _in_short(reason: str) -> str:
     """Return the first sentence of a reason."""
-    first = re.split(r"(?<=[.:])\s+(?=[A-Z])", reason, maxsplit=1)[0]
+    first = re.split(r"(?<=[.])\s+(?=[A-Z])", reason, maxsplit=1)[0]
     return first if len(first) <= _LONGEST else f"{first[:_LONGEST]} …"

@@ -49,7 +49,7 @@ def refuse_layers(module: nn.Module) -> None:
     reasons += _wrong_or_none(module)
     if reasons:
         raise UnsupportedModelError(
-            "Opacus cannot compute per-sample gradients for these layers. "
+            "Opacus cannot compute per-sample gradients for these layers: "
             + " ".join(reasons)
             + " Drop-in replacements: opacus.layers.DPLSTM, DPGRU, DPRNN, DPMultiheadAttention; "
             "GroupNorm for BatchNorm; opacus.validators.ModuleValidator.fix(model) replaces them."
