@@ -41,6 +41,7 @@ class Case:
         loss: of the network and a batch; the mean over its records.
         n: how many records the batch has for the error.
         refused: a part of the message, if no engine can take its records apart.
+        timed: the width at which time and memory are measured, and the number of records.
     """
 
     name: str
@@ -50,6 +51,7 @@ class Case:
     loss: Callable[[Any, Batch], Tensor]
     n: int = 4
     refused: str = ""
+    timed: tuple[int, int] = (64, 128)
 
     def training(self, *, width: int = 32, dropout: float = 0.0) -> Training:
         """Return the model under its training step, with parameters that all matter."""

@@ -97,7 +97,7 @@ def _pictures(channels: int, size: int) -> Any:
 
 
 def _case(name: str, make: Any, loss: Any, channels: int = 1, size: int = 16) -> Case:
-    return Case(name, "diffusers", make, _pictures(channels, size), loss)
+    return Case(name, "diffusers", make, _pictures(channels, size), loss, timed=(32, 32))
 
 
 CASES = (

@@ -13,7 +13,7 @@ from lightning_dp.boundary import AbstractPerSampleGradients, Query, Term, bound
 from lightning_dp.gradients.passes import RecordPasses, Replay
 from zoo.case import Batch, Case, Training, row
 
-__all__ = ["Found", "compare"]
+__all__ = ["Found", "compare", "trained"]
 
 SMALL = 0.1
 """A part of the gradient shorter than this share of the whole is measured against that share."""
@@ -52,7 +52,7 @@ def compare(case: Case, engine: str = "auto", dropout: float = 0.1) -> Found:
     return Found(name, _error_of_clipped(case, engine), total)
 
 
-def _trained(module: nn.Module) -> list[nn.Parameter]:
+def trained(module: nn.Module) -> list[nn.Parameter]:
     return [param for param in module.parameters() if param.requires_grad]
 
 
@@ -79,7 +79,7 @@ def _error_of_clipped(case: Case, engine: str) -> float:
     expected, clip_norm = _clipped_one_by_one(module, batch, case.n)
     gradients, _ = _through(module, batch, case.n, engine)
     found = bounded_sum(gradients, clip_norm).value.double()
-    return _distance(found, expected, _trained(module))
+    return _distance(found, expected, trained(module))
 
 
 def _error_of_total(case: Case, engine: str, dropout: float) -> tuple[float, str]:
@@ -92,11 +92,11 @@ def _error_of_total(case: Case, engine: str, dropout: float) -> tuple[float, str
     gradients, name = _through(module, batch, case.n, engine)
     norms = gradients.norms()
     found = gradients.weighted_sum(torch.ones_like(norms)).double()
-    return _distance(found, expected, _trained(module)), name
+    return _distance(found, expected, trained(module)), name
 
 
 def _gradient(module: Training, batch: Batch) -> Tensor:
-    params = _trained(module)
+    params = trained(module)
     found = torch.autograd.grad(module.training_step(batch, 0), params, allow_unused=True)
     each = [torch.zeros_like(p) if g is None else g for p, g in zip(params, found, strict=True)]
     return _flat(each)
@@ -127,7 +127,7 @@ def _through(
     module: Training, batch: Batch, n: int, engine: str
 ) -> tuple[AbstractPerSampleGradients, str]:
     query = Query((Term(),), clip_norm=1.0, noise_multiplier=0.0)
-    with RecordPasses(module, _trained(module), engine) as passes:
+    with RecordPasses(module, trained(module), engine) as passes:
         found = passes.gradients(query, Replay(lambda: module.training_step(batch, 0), n))
         assert found is not None, "the step gave no gradient"
         return found, passes.description

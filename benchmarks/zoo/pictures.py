@@ -168,7 +168,7 @@ def _weight_standardised(width: int, dropout: float) -> nn.Module:
 
 
 def _case(name: str, library: str, make: Any, size: int = 32, **more: Any) -> Case:
-    return Case(name, library, make, partial(images, size=size), classify, **more)
+    return Case(name, library, make, partial(images, size=size), classify, timed=(64, 32), **more)
 
 
 CASES = (
