@@ -200,6 +200,6 @@ CASES = (
     _case("torchvision ResNet, GroupNorm", "torchvision", _torchvision_resnet),
     _case("torchvision MobileNet V2, GroupNorm", "torchvision", _torchvision_mobilenet),
     _case("torchvision EfficientNet, GroupNorm", "torchvision", _torchvision_efficientnet),
-    _case("torchvision ResNet, BatchNorm", "torchvision", _batch_norm, refused="BatchNorm"),
+    _case("torchvision ResNet, BatchNorm", "torchvision", _batch_norm, refused="(?i)batch_?norm"),
     _case("own ResNet, standardised", "torch", _weight_standardised),
 )  # fmt: skip

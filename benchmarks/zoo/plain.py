@@ -299,6 +299,22 @@ class Activations(nn.Module):
         return self.head(((self.mix * self.mask) @ h).sum(1))
 
 
+class InPlace(nn.Module):
+    """Activations and sums in place, on what a parameter has just made."""
+
+    def __init__(self, width: int, p: float) -> None:
+        super().__init__()
+        self.first, self.act = nn.Linear(FEATURES, width), nn.ReLU(inplace=True)
+        self.scale, self.shift = nn.Parameter(torch.ones(width)), nn.Parameter(torch.zeros(width))
+        self.drop, self.head = nn.Dropout(p), nn.Linear(width, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.first(x)
+        result = self.drop(self.scale * h)
+        result += h
+        return self.head(self.act(result + self.shift).mean(1))
+
+
 def _normed(wrap: Callable[[nn.Module], nn.Module]) -> Callable[[int, float], nn.Module]:
     """Return a maker of a small convolutional network with wrapped layers."""
 
@@ -383,6 +399,7 @@ CASES = (
     _case("experts, n = T", Experts, n=LENGTH),
     _case("complex weights, frequencies", Fourier),
     _case("hyper-network", Hyper),
+    _case("in place, after a scale", InPlace),
     _case("PReLU, Swish, mixing of places", Activations),
     _case("weight norm", _normed(parametrizations.weight_norm), records=_SMALL),
     _case("weight norm, old", _normed(_old_weight_norm), records=_SMALL),

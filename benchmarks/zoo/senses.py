@@ -190,7 +190,7 @@ CASES = (
           _pictures(32)),
     _case("CLIP vision", ClipVision, _picture_rows, _head),
     _case("CLIP text", ClipText, _text_rows, _head),
-    _case("CLIP, contrastive", _clip, _text_rows, _contrastive, refused="mixes"),
+    _case("CLIP, contrastive", _clip, _text_rows, _contrastive, refused="change each other"),
     _case("Whisper", _model("WhisperForConditionalGeneration", _whisper), _speech),
     _case("wav2vec 2.0, classes", _model("Wav2Vec2ForSequenceClassification", _wav2vec2), _waves),
     _case("wav2vec 2.0, CTC", _model("Wav2Vec2ForCTC", _wav2vec2), _letters),
