@@ -255,8 +255,9 @@ def main() -> None:
         for column in (name for name in row if name.endswith("failed")):
             print(f"    {column}: {row[column]}", flush=True)
         if arguments.record:
-            earlier = {} if "refused" in row else kept.get(case.name, {})
-            kept[case.name] = {k: v for k, v in {**earlier, **row}.items() if k != "refused" or row}
+            now = {"error", "engine", "refused"} if "error" in arguments.only else {"refused"}
+            earlier = {k: v for k, v in kept.get(case.name, {}).items() if k not in now}
+            kept[case.name] = row if "refused" in row else {**earlier, **row}
             RECORDED.write_text(json.dumps(kept, indent=1) + "\n")
     print(summary(found))
 
