@@ -19,6 +19,7 @@ from lightning_dp.boundary import (
     bounded_sum,
 )
 from lightning_dp.functional import unflatten
+from lightning_dp.gradients.adding_up import check_sum, plain_gradients
 from lightning_dp.gradients.base import ALONE, AbstractGradientEngine, UnsupportedModelError
 from lightning_dp.gradients.compiled import CompiledParts, as_written
 from lightning_dp.gradients.engines import EngineChoice
@@ -131,6 +132,8 @@ class RecordPasses:
         wrap: puts something between the engine and the clipping.
         loss_graph_check: refuse losses that mix records, by their graph
             (``check_loss_graph``).
+        adds_up: refuse an engine whose gradients of records do not add up to that of the loss
+            (``check_sum``), by one more backward pass; for made-up records.
 
     Raises:
         UnsupportedModelError: if no engine can handle the model.
@@ -151,8 +154,9 @@ class RecordPasses:
         again: Callable[[], AbstractContextManager[None]] = nullcontext,
         wrap: WrapEngine = lambda engine: engine,
         loss_graph_check: bool = True,
+        adds_up: bool = False,
     ) -> None:
-        self._checks_graph = loss_graph_check
+        self._checks_graph, self._adds_up = loss_graph_check, adds_up
         self._module, self._params = module, params
         self._choice = EngineChoice(engine) if isinstance(engine, str) else engine
         self._go_back, self._quietly, self._wrap = backward, quietly, wrap
@@ -427,12 +431,18 @@ class RecordPasses:
                 self._engine.drop()
                 return None
             self.check_loss(loss, chunk.size)
+            adds_up = self._adds_up and self._engine.runs_backward
+            plain = plain_gradients(loss, self._params) if adds_up else None
             if self._engine.runs_backward:
                 self.backward(loss, combined=combined)
             else:
                 with self.as_written():
                     self._go_back(loss)
-            return self.take()
+            found = self.take()
+            if plain is not None and found is not None:
+                names = {id(param): name for name, param in self._module.named_parameters()}
+                check_sum(found, plain, self._params, [names[id(p)] for p in self._params])
+            return found
 
     def _along(
         self,

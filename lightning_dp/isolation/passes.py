@@ -101,6 +101,7 @@ class Passes:
         self.choice = EngineChoice(engine) if isinstance(engine, str) else engine
         self.trainer, self.now = trainer, now
         self._copies = ModelCopies(module)
+        self._added_up: set[str] = set()  # engines whose sum was compared
         self._is_half = is_half(module)
         self._outside: ModuleState | None = None
         self._reached: ModuleState | None = None
@@ -256,7 +257,12 @@ class Passes:
     def _run(self, module: LightningModule, batch: Any, n: int, seed_number: int) -> Answer:
         own = dict(module.named_parameters())
         params = [own[name] for name in self.trained]
-        passes = self.attached(module, params, loss_graph_check=self._checks_graph)
+        passes = self.attached(
+            module,
+            params,
+            loss_graph_check=self._checks_graph,
+            adds_up=self.choice.description not in self._added_up,
+        )
         noticed: list[tuple[bool, list[bool], list[int | None]]] = []  # before the graph is freed
         before, own_before = seed(seed_number), self._own_generators(module)
 
@@ -274,6 +280,7 @@ class Passes:
 
         with self.valid_labels():
             gradients = passes.run(forward, size=n, batch=batch)
+        self._added_up.add(self.choice.description)
         if gradients is not None and gradients.count not in (0, n) and self.choice.can_fall:
             raise OtherRowsError
         ((is_random, weighs, ignores),) = noticed
@@ -286,12 +293,22 @@ class Passes:
         )
 
     def attached(
-        self, module: LightningModule, params: Sequence[nn.Parameter], *, loss_graph_check: bool
+        self,
+        module: LightningModule,
+        params: Sequence[nn.Parameter],
+        *,
+        loss_graph_check: bool,
+        adds_up: bool = False,
     ) -> RecordPasses:
         """Attach the engine that the choice has come to to a copy."""
         public = self.stills_of(module).parameters()
         return RecordPasses(
-            module, params, self.choice.here(), public=public, loss_graph_check=loss_graph_check
+            module,
+            params,
+            self.choice.here(),
+            public=public,
+            loss_graph_check=loss_graph_check,
+            adds_up=adds_up,
         )
 
     def public_steps(self, batch: Any) -> tuple[PublicStep, ...]:
