@@ -134,12 +134,14 @@ def check_estimator(
     optimizer: Optimizer,
     *,
     several: bool = False,
+    engine: str = "auto",
 ) -> None:
     """Refuse what the estimator or the engine cannot train, before anything is charged.
 
     Args:
         optimizer: the private one.
         several: there are public ones as well.
+        engine: its name.
 
     Raises:
         MisconfigurationException: naming the cure.
@@ -151,11 +153,10 @@ def check_estimator(
             f"{step.engine.description}). Use engine='bookkeeping', and change a layer that it does "
             "not cover."
         )
-    if several and not step.engine.is_own:
+    if several and engine not in ("auto", "bookkeeping", "one_by_one"):
         raise MisconfigurationException(
-            "With several optimizers, a public loss goes back through the private model, and Opacus' "
-            f"hooks would take it for the records' (engine: {step.engine.description}). Use "
-            "engine='bookkeeping', or 'functional' for layers without a rule."
+            f"engine={engine!r} does not know that generated rows belong to records, nor which loss is "
+            "public, as several optimizers need it. Use engine='bookkeeping'."
         )
     if step.one_record and not is_automatic:
         raise MisconfigurationException(

@@ -153,6 +153,7 @@ class PrivateFitStrategy(Strategy):
             self._module,
             optimizers.private,
             several=bool(optimizers.public),
+            engine=run.config.engine,
         )
 
     def wrap_engine(self, engine: AbstractGradientEngine) -> AbstractGradientEngine:
