@@ -36,13 +36,17 @@ def launch(folder: Path, *scenarios: str, jobs: Path = JOBS) -> subprocess.Compl
         port = str(probe.getsockname()[1])
     distributed = {"LOCAL_RANK", "NODE_RANK", "WORLD_SIZE", "MASTER_ADDR", "RANK"}
     inherited = {name: value for name, value in os.environ.items() if name not in distributed}
-    return subprocess.run(
-        [sys.executable, jobs, folder, *scenarios],
-        env={**inherited, "MASTER_PORT": port, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
+    try:
+        return subprocess.run(
+            [sys.executable, jobs, folder, *scenarios],
+            env={**inherited, "MASTER_PORT": port, "OMP_NUM_THREADS": "1"},
+            capture_output=True,
+            text=True,
+            timeout=200 * (1 + len(scenarios)),  # one takes about 10 s of processor time
+        )
+    except subprocess.TimeoutExpired as late:
+        done = sorted(path.stem for path in folder.glob("*.pt"))
+        pytest.fail(f"Not done after {late.timeout} s, but for {done}: {late.stderr}")
 
 
 @pytest.fixture(scope="module")
