@@ -1,4 +1,4 @@
-"""The sum of the records' gradients beside the gradient of their loss: they are the same."""
+"""The sum of the records' gradients, compared with the gradient of their loss: they are the same."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["check_sum", "plain_gradients"]
 def plain_gradients(loss: Tensor, params: Sequence[nn.Parameter]) -> list[Tensor | None] | None:
     """Return the gradient of the loss by plain autograd, parameter by parameter; the graph stays.
 
-    None where it cannot be had beside another backward pass: of reentrant checkpoints.
+    None where it cannot be computed during another backward pass: of reentrant checkpoints.
     """
     try:
         return list(torch.autograd.grad(loss, params, retain_graph=True, allow_unused=True))

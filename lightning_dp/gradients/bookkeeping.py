@@ -150,7 +150,7 @@ class Bookkeeping(AbstractGradientEngine):
     ) -> None:
         """Do the same in a whole backward pass: with reentrant checkpoints, torch lets none stop.
 
-        Each of them runs its part of the model again, and a backward pass of its own inside.
+        Each of them runs its part of the model again, with another backward pass inside.
         """
         undo = self._follow(calls, graph, combined)
         try:

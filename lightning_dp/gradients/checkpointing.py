@@ -71,7 +71,7 @@ def gradients_of(
 ) -> list[Tensor | None]:
     """Return the gradients of a loss that has reentrant checkpoints, which ``autograd.grad`` refuses.
 
-    They go back into the parameters by passes of their own. Each one's part is taken on the way.
+    They go back into the parameters by separate passes. Each one's part is taken on the way.
     """
     found: list[Tensor | None] = [None] * len(params)
 

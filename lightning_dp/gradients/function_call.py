@@ -52,7 +52,7 @@ class Found:
         part: is used.
         gradients: shape (n, *part's shape).
         dim: None if every record uses all of the part; else the dimension in which each record has
-            entries of its own, and gradients are there for these alone.
+            its entries, and gradients are there for these alone.
     """
 
     part: Part
@@ -375,7 +375,7 @@ class FunctionCall:
         ]
 
     def _share(self, wanted: Sequence[int], outputs: Sequence[Tensor]) -> float | None:
-        """Return what of its own outputs each record has in the recorded ones; None if they differ.
+        """Return the share of its outputs that each record has in the recorded ones; None if they differ.
 
         1 where an output holds the records, or their sum; 1/n of a mean over them. Up to rounding, and
         without regard to records with non-finite outputs; it depends on the function and the guess.

@@ -22,7 +22,7 @@ class Part:
         names: of the parameters that it was made of.
         param: if it is one itself; along a direction, a dual number stands for it.
         repeated: the part that it repeats for each record (``cls.expand(n, -1, -1)``), in the same
-            dimensions but for new first ones; or None.
+            dimensions except for new first ones; or None.
     """
 
     tensor: Tensor
@@ -32,7 +32,7 @@ class Part:
 
     @property
     def is_linear(self) -> bool:
-        """True if it is known to be a linear function of the parameters: a transpose, a slice."""
+        """True if it is known to be linear in the parameters, as a transpose and a slice are."""
         stack = [get_gradient_edge(self.tensor).node]
         while stack:
             node = stack.pop()
@@ -96,7 +96,7 @@ class PartGradients:
         self._found.setdefault(id(part.tensor), []).append(gradients)
 
     def add_rows(self, part: Part, dim: int, gradients: Tensor) -> None:
-        """Count in c_i of a use in which each record has entries of its own in one dimension.
+        """Count in c_i of a use in which each record has its entries in one dimension.
 
         Args:
             part: repeats a smaller one for each record, or has other values for each.

@@ -103,7 +103,7 @@ def refuse_options(name: str, layer: nn.Module, rule: Rule | None) -> None:
     names = {name for name, _ in layer.named_parameters(recurse=False)}
     if rule is None and own_parameters_are_trained(layer):
         raise UnsupportedModelError(
-            f"{name or 'The module'} ({type(layer).__name__}) has parameters of its own "
+            f"{name or 'The module'} ({type(layer).__name__}) has own parameters "
             f"({sorted(names)}) and no rule is known of its type."
         )
     if rule is not None and not names <= {"weight", "bias"}:

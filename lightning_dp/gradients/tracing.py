@@ -28,7 +28,7 @@ _REPEATING = {"expand", "expand_as", "broadcast_to", "repeat", "tile", "repeat_i
 
 @dataclass(frozen=True)
 class _Before:
-    """What is known of a call before it: afterwards a function in place has changed it."""
+    """The state before a call: afterwards a function in place has changed it."""
 
     tensors: list[Tensor]
     parts: list[Part | None]

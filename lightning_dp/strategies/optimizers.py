@@ -18,7 +18,7 @@ _WHICH = (
     "configure_optimizers gives {} optimizers. Say which one is trained on the records, by its place "
     "among them, DifferentialPrivacy(private_optimizer={}), or by a module whose parameters it holds: "
     "private_optimizer={!r}. The others are public, and may use released and synthetic values only (a "
-    "generator's optimizer beside a private discriminator's). If all are trained on the records, put "
+    "generator's optimizer next to a private discriminator's). If all are trained on the records, put "
     "all parameters into parameter groups of one optimizer."
 )
 _DISJOINT = (
