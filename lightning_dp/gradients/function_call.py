@@ -224,7 +224,12 @@ class FunctionCall:
         if first is None or first.layout is None:
             return
         layout, dims = first.layout, first.tensor.dim()
-        others = [each for each in self.given if each.layout is None]
+        # Not a parameter itself: its rows would belong to places in the batch, and to no record.
+        others = [
+            each
+            for each in self.given
+            if each.layout is None and (each.part is None or each.part.param is None)
+        ]
         tried: list[dict[int, Layout]] = []
         for rows in dict.fromkeys((layout, replace(layout, outer=1, inner=1))):
             # Aligned from the last dimension, as entries meet; from the first; then any one.

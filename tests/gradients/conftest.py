@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 from torch.utils.hooks import RemovableHandle
 
+from lightning_dp.boundary import bounded_sum
 from lightning_dp.gradients import AbstractGradientEngine
 from lightning_dp.gradients.bookkeeping import Bookkeeping
 from lightning_dp.gradients.opacus_hooks import OpacusHooks
@@ -165,6 +167,23 @@ class Followed(Bookkeeping):
         super().__init__(rules, traces=True)
         self._handles: list[RemovableHandle] = []
         self._open: list[Any] = []
+        self._is_following = False
+
+    def __deepcopy__(self, memo: Any) -> Followed:
+        return Followed()  # hangs on the copy of a model, and does nothing there
+
+    @contextmanager
+    def following(self, batch: Any, size: int) -> Iterator[None]:
+        """Follow once: calls of the model inside belong to it."""
+        if self._is_following:
+            yield
+            return
+        self._is_following = True
+        try:
+            with super().following(batch, size):
+                yield
+        finally:
+            self._is_following = False
 
     def attach(self, module: nn.Module, params: Sequence[nn.Parameter]) -> None:
         super().attach(module, params)
@@ -174,13 +193,16 @@ class Followed(Bookkeeping):
         ]
 
     def _enter(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        if self._recorder is None:
+            return
         first = next(each for each in (*args, *kwargs.values()) if each is not None)
         count = int(first.batch_sizes[0]) if isinstance(first, PackedSequence) else len(first)
         self._open.append(self.following((args, kwargs), count))
         self._open[-1].__enter__()
 
     def _leave(self, *unused: Any) -> None:
-        self._open.pop().__exit__(None, None, None)
+        if self._open:
+            self._open.pop().__exit__(None, None, None)
 
     def detach(self) -> None:
         super().detach()
@@ -244,19 +266,43 @@ class Oracle:
         target = torch.linspace(-1, 1, output.numel(), dtype=output.dtype).view_as(output)
         return (torch.tanh(output) - target).square().flatten(1).sum(1).mean()
 
-    def one_by_one(self, module: nn.Module, batch: Tensor) -> Tensor:
+    def one_by_one(
+        self, module: nn.Module, batch: Tensor, forward: Callable[..., Tensor] = nn.Module.__call__
+    ) -> Tensor:
         """(n, d): the gradient of each record's own term of the mean loss."""
         module = copy.deepcopy(module).double()
         batch = batch.double() if batch.is_floating_point() else batch
         rows = []
         for position in range(len(batch)):
-            output = module(batch[position : position + 1])
+            output = forward(module, batch[position : position + 1])
             targets = torch.linspace(-1, 1, output.numel() * len(batch), dtype=torch.float64)
             target = targets.view(len(batch), *output.shape[1:])[position]
             loss = (torch.tanh(output[0]) - target).square().sum()
-            parts = torch.autograd.grad(loss, self.trained(module))
+            parts = torch.autograd.grad(loss, self.trained(module), materialize_grads=True)
             rows.append(torch.cat([part.reshape(-1) for part in parts]))
         return torch.stack(rows)
+
+    def is_equal(
+        self,
+        engine: AbstractGradientEngine,
+        module: nn.Module,
+        batch: Tensor,
+        forward: Callable[..., Tensor] = nn.Module.__call__,
+    ) -> bool:
+        """Attach the engine; assert that its norms and clipped sum are those of one at a time."""
+        expected = self.one_by_one(module, batch, forward)
+        norms = expected.norm(dim=1)
+        clip_norm = float(norms.median())
+        engine.attach(module, self.trained(module))
+        with engine.following(batch, len(batch)):
+            loss = self.mean_loss(forward(module, batch))
+        found = engine.take(1.0, self.back(engine, module, loss))
+        torch.testing.assert_close(found.norms(), norms, rtol=1e-5, atol=1e-7)
+        total, wanted = (
+            bounded_sum(found, clip_norm).value.double(),
+            self.clipped(expected, clip_norm),
+        )
+        return bool((total - wanted).norm() <= 1e-5 * wanted.norm())
 
     @staticmethod
     def clipped(rows: Tensor, clip_norm: float) -> Tensor:

@@ -93,7 +93,9 @@ def test_a_parameter_that_was_not_used_has_zeros_in_its_place(engine, oracle):
     batch = oracle.features()
     expected = oracle.one_by_one(module["used"], batch)
     engine.attach(module, oracle.trained(module))
-    touched = oracle.back(engine, module, oracle.mean_loss(module["used"](batch)))
+    with engine.following(batch, len(batch)):
+        loss = oracle.mean_loss(module["used"](batch))
+    touched = oracle.back(engine, module, loss)
 
     gradients = engine.take(1.0, touched)
 
@@ -140,10 +142,11 @@ def test_auto_covers_layers_of_opacus(name, cases, oracle):
 
 
 def test_auto_falls_back_with_a_reason(oracle):
-    module = nn.Sequential(nn.Embedding(7, 4, max_norm=1.0), nn.Linear(4, 3))
+    module = nn.Sequential(nn.Embedding(7, 4, scale_grad_by_freq=True), nn.Linear(4, 3))
     engine, description = attach_engine("auto", module, oracle.trained(module))
-    assert isinstance(engine, OpacusHooks)
-    assert description.startswith("hooks, since bookkeeping does not cover this model: ")
+    assert isinstance(engine, Bookkeeping)
+    assert description.startswith("bookkeeping, with the functions where parameters meet records, ")
+    assert "since bookkeeping does not cover this model: 0 (Embedding) has scale_" in description
     engine.detach()
     with pytest.raises(UnsupportedModelError, match="Use engine='hooks'"):
-        attach_engine("bookkeeping", module, oracle.trained(module))
+        Bookkeeping().attach(module, oracle.trained(module))

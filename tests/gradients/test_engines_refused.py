@@ -69,9 +69,10 @@ def test_forward_and_backward_passes_are_paired_by_the_graph(engine, oracle, mlp
     module, batch = mlp(), oracle.features()
     engine.attach(module, oracle.trained(module))
     expected = oracle.clipped(oracle.one_by_one(module, batch), 0.1)
-    module(oracle.features())  # not part of the loss
-    loss = oracle.mean_loss(module(batch))
-    module(oracle.features())
+    with engine.following(batch, len(batch)):
+        module(oracle.features())  # not part of the loss
+        loss = oracle.mean_loss(module(batch))
+        module(oracle.features())
 
     engine.backward(loss)
 
@@ -91,35 +92,49 @@ class OutsideItsModule(nn.Module):
         return self.net(x) * self.temperature
 
 
-def test_a_parameter_used_outside_its_module_is_refused_by_name(engine, oracle):
-    module = OutsideItsModule()
-    engine.attach(module, oracle.trained(module))
-    loss = oracle.mean_loss(module.scores(oracle.features()))
-
-    with pytest.raises(UnsupportedModelError, match=r"'temperature'.* no gradient per record"):
-        engine.take(1.0, oracle.back(engine, module, loss))
-
-
-def test_a_trainable_weight_used_through_a_function_is_refused_by_name(engine, oracle, mlp):
+def through_a_function(module: nn.Module, x: Tensor) -> Tensor:
     """F.linear(x, layer.weight) goes past the hooks of the layer."""
-    module = mlp()
-    engine.attach(module, oracle.trained(module))
-    hidden = torch.tanh(nn.functional.linear(oracle.features(), module[0].weight))
-    loss = oracle.mean_loss(module[2](hidden))
-
-    with pytest.raises(UnsupportedModelError, match=r"\['0.weight'\]"):
-        engine.take(1.0, oracle.back(engine, module, loss))
+    return module[2](torch.tanh(nn.functional.linear(x, module[0].weight)))
 
 
-def test_a_layer_that_sees_more_rows_than_records_is_refused(engine, oracle):
+def time_in_the_batch(module: nn.Module, x: Tensor) -> Tensor:
     """Folding time into the batch makes one record many rows."""
-    module = nn.ModuleList([nn.Linear(6, 4), nn.Linear(2, 3)])
-    engine.attach(module, oracle.trained(module))
-    hidden = module[0](oracle.features())
-    loss = oracle.mean_loss(module[1](hidden.reshape(-1, 2)))
+    return module[1](module[0](x).reshape(-1, 2)).view(len(x), -1)
 
-    with pytest.raises(UnsupportedModelError, match="first dimension"):
+
+PAST_THE_HOOKS = {
+    "outside": (OutsideItsModule, OutsideItsModule.scores, "'temperature'"),
+    "function": (
+        lambda: nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3)),
+        through_a_function,
+        r"\['0.weight'\]",
+    ),
+    "folded": (
+        lambda: nn.ModuleList([nn.Linear(6, 4), nn.Linear(2, 3)]),
+        time_in_the_batch,
+        "first dimension",
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", [Bookkeeping, OpacusHooks])
+@pytest.mark.parametrize("name", PAST_THE_HOOKS)
+def test_what_goes_past_the_hooks_of_layers_is_refused_by_name(kind, name, oracle):
+    make, forward, message = PAST_THE_HOOKS[name]
+    module, engine = make(), kind()
+
+    with pytest.raises(UnsupportedModelError, match=message):
+        engine.attach(module, oracle.trained(module))
+        loss = oracle.mean_loss(forward(module, oracle.features()))
         engine.take(1.0, oracle.back(engine, module, loss))
+    engine.detach()
+
+
+@pytest.mark.parametrize("name", PAST_THE_HOOKS)
+def test_it_trains_where_functions_are_followed(layer_engine, name, oracle):
+    make, forward, _ = PAST_THE_HOOKS[name]
+    torch.manual_seed(0)
+    assert oracle.is_equal(layer_engine, make(), oracle.features(), forward)
 
 
 class NotCopyable(nn.Module):
@@ -134,6 +149,7 @@ class NotCopyable(nn.Module):
         return x * self.gain
 
 
+@pytest.mark.parametrize("kind", [Bookkeeping, OpacusHooks])
 @pytest.mark.parametrize(
     "make",
     [
@@ -143,10 +159,8 @@ class NotCopyable(nn.Module):
     ],
     ids=["lstm", "buffer", "not_copyable"],
 )
-def test_an_attach_that_raises_leaves_the_model_as_it_was(engine, make, oracle, anatomy):
-    module = make()
-    if isinstance(engine, Bookkeeping) and isinstance(module[1], NotCopyable):
-        pytest.skip("nothing is copied")
+def test_an_attach_that_raises_leaves_the_model_as_it_was(kind, make, oracle, anatomy):
+    module, engine = make(), kind()
     before = anatomy(module)
 
     with pytest.raises(UnsupportedModelError):

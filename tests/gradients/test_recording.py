@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import pytest
@@ -27,18 +28,24 @@ class Watched:
         self.engine.drop()
 
 
-@pytest.fixture
-def parts(layer_engine, oracle) -> Watched:
+def three_layers() -> nn.ModuleDict:
     torch.manual_seed(0)
-    net = nn.ModuleDict(
+    return nn.ModuleDict(
         {
             "lookup": nn.Embedding(7, 6),
             "one": nn.Linear(6, 6, bias=False),
             "two": nn.Linear(6, 7, bias=False),
         }
     )
-    layer_engine.attach(net, oracle.trained(net))
-    return Watched(layer_engine, net)
+
+
+@pytest.fixture
+def parts(oracle) -> Iterator[Watched]:
+    """Layers that are watched by their hooks alone."""
+    engine, net = Bookkeeping(), three_layers()
+    engine.attach(net, oracle.trained(net))
+    yield Watched(engine, net)
+    engine.detach()
 
 
 def test_a_weight_used_again_outside_its_layer_is_refused(parts, oracle):
@@ -65,6 +72,46 @@ def test_a_penalty_on_the_weights_is_refused(parts, oracle):
 def test_a_layer_that_is_not_called_is_refused(parts, oracle):
     x = parts.net["one"](torch.randn(oracle.records, 6))
     parts.refuses(oracle.mean_loss(F.linear(x, parts.net["two"].weight)), "two.weight")
+
+
+def tied(net: nn.ModuleDict, x: Tensor) -> Tensor:
+    return F.linear(net["one"](net["lookup"](x)), net["lookup"].weight)
+
+
+def two_is_not_called(net: nn.ModuleDict, x: Tensor) -> Tensor:
+    return F.linear(net["one"](net["lookup"](x)), net["two"].weight)
+
+
+def residual(net: nn.ModuleDict, x: Tensor) -> Tensor:
+    y = net["one"](net["lookup"](x))
+    return y + torch.tanh(y) * y + net["one"](y)
+
+
+def added_up(net: nn.ModuleDict, x: Tensor) -> Tensor:
+    """The gradient of a sum is one number, expanded."""
+    return net["one"](net["lookup"](x)).sum(1, keepdim=True)
+
+
+@pytest.mark.parametrize("forward", [tied, two_is_not_called, residual, added_up])
+def test_all_of_it_trains_where_functions_are_followed(layer_engine, forward, oracle):
+    x = torch.randint(7, (oracle.records,), generator=torch.Generator().manual_seed(0))
+    assert oracle.is_equal(layer_engine, three_layers(), x, forward)
+
+
+@pytest.mark.filterwarnings("ignore:.*autocast")
+def test_one_copy_of_a_weight_under_autocast_is_followed(layer_engine, oracle):
+    net, x = three_layers(), torch.randint(7, (oracle.records,))
+    layer_engine.attach(net, oracle.trained(net))
+    with layer_engine.following(x, len(x)), torch.autocast("cpu", torch.bfloat16):
+        hidden = net["one"](net["lookup"](x))
+        loss = oracle.mean_loss(F.linear(hidden, net["one"].weight))
+    grads = torch.autograd.grad(
+        loss, oracle.trained(net), retain_graph=True, materialize_grads=True
+    )
+    plain = torch.cat([each.flatten() for each in grads])
+    layer_engine.backward(loss)
+    total = layer_engine.take(1.0, {}).weighted_sum(torch.full((len(x),), 1 / len(x)))
+    assert (total - plain).norm() <= 2e-2 * plain.norm()
 
 
 def test_branches_and_residuals_are_no_second_use(parts, oracle):
@@ -103,17 +150,23 @@ class Scaled(nn.Module):
         return x * self.scale + torch.tanh(self.scale)
 
 
-@pytest.mark.parametrize("before", [True, False])
-def test_a_parameter_of_an_own_layer_used_outside_is_refused(layer_engine, before, oracle):
-    net = nn.Sequential(nn.Linear(6, 6), Scaled())
-    layer_engine.attach(net, oracle.trained(net))
-    x = torch.randn(oracle.records, 6)
-    layer_engine.backward(oracle.mean_loss(net(x)))
-    layer_engine.take(1.0, {})
-    x = x * net[1].scale if before else x
-    y = net(x) if before else net(x) * net[1].scale
+def scaled_before(net: nn.Sequential, x: Tensor) -> Tensor:
+    return net(x * net[1].scale)
+
+
+def scaled_after(net: nn.Sequential, x: Tensor) -> Tensor:
+    return net(x) * net[1].scale
+
+
+@pytest.mark.parametrize("forward", [scaled_before, scaled_after])
+def test_a_parameter_of_an_own_layer_used_outside_is_refused_or_followed(
+    layer_engine, forward, oracle
+):
+    torch.manual_seed(0)
+    net, x = nn.Sequential(nn.Linear(6, 6), Scaled()), torch.randn(oracle.records, 6)
+    assert oracle.is_equal(layer_engine, net, x, forward)
     with pytest.raises(UncoveredParameterError, match=r"'1.scale'"):
-        layer_engine.backward(oracle.mean_loss(y))
+        layer_engine.backward(oracle.mean_loss(forward(net, x)))  # functions were not followed
 
 
 def test_uses_are_counted_where_a_parameter_meets_something_else():
