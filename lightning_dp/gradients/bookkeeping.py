@@ -21,6 +21,7 @@ from lightning_dp.gradients.base import (
 from lightning_dp.gradients.checkpointing import calling, joined
 from lightning_dp.gradients.forms import Rows, Uses, uses_of_records
 from lightning_dp.gradients.function_call import Found, FunctionCall
+from lightning_dp.gradients.function_rules import uses_by_rule
 from lightning_dp.gradients.graph import Survey
 from lightning_dp.gradients.hessian import Dual, run_along, split, uses_along
 from lightning_dp.gradients.materialised import restricted
@@ -190,7 +191,7 @@ class Bookkeeping(AbstractGradientEngine):
         """Keep the parts of one call from which the norms and the sum are made."""
         if isinstance(call, FunctionCall):
             if any(each is not None for each in gradients):
-                self._keep_parts(call.per_record(gradients), combined)
+                self._keep_parts(call, gradients, combined)
             return
         inputs, (gradient,) = call.take_inputs(), gradients
         if gradient is not None:
@@ -198,7 +199,27 @@ class Bookkeeping(AbstractGradientEngine):
                 tensors = [call.arrange(_at_least_float32(each)) for each in (*inputs, gradient)]
                 self._count_in(_of_records(call, call.rule(call.layer, *tensors)), combined)
 
-    def _keep_parts(self, found: Sequence[Found], combined: bool) -> None:
+    def _keep_parts(
+        self, call: FunctionCall, gradients: Sequence[Tensor | None], combined: bool
+    ) -> None:
+        (first, *others) = gradients
+        by_rule = None
+        if not others and first is not None:
+            by_rule = uses_by_rule(call, _at_least_float32(first))
+        if by_rule is None:
+            self._keep_found(call.per_record(gradients), combined)
+            return
+        for given, uses in by_rule:
+            part = given.part
+            assert part is not None
+            if part.param is not None:
+                self._count_in([(part.param, use) for use in uses], combined)
+            else:
+                for use in uses:
+                    rows = use.form.rows(use.v, use.u)
+                    self._of_parts.add(part, rows.reshape(len(rows), *part.tensor.shape))
+
+    def _keep_found(self, found: Sequence[Found], combined: bool) -> None:
         for each in found:
             part = each.part
             if each.dim is not None:
@@ -249,7 +270,7 @@ class Bookkeeping(AbstractGradientEngine):
         weights: tuple[float, float],
     ) -> None:
         if isinstance(call, FunctionCall):
-            self._keep_parts(call.along(gradients, weights), combined=False)
+            self._keep_found(call.along(gradients, weights), combined=False)
             return
         (gradient,) = gradients
         call.take_inputs()

@@ -144,7 +144,7 @@ def layouts_after(
     )
     if joined is not None:
         return [joined if joined.fits(outputs[0], n) else None]
-    found = _with_many(function, args, kwargs, layouts)
+    found = _remembered(function, args, kwargs, layouts)
     if found is None or len(found) != len(outputs):
         return [_by_shape(layouts, each) for each in outputs]
     if found == [None] and (numbers := _record_numbers(args, n)) is not None:
@@ -212,6 +212,46 @@ def _with_many(
         return None
     results = [each for each in _flat(result) if isinstance(each, Tensor)]
     return [_place_of_many([layout for _, layout in layouts], each.shape) for each in results]
+
+
+_known: dict[Any, list[Layout | None] | None] = {}  # what functions do to shapes does not change
+_KNOWN = 1 << 14
+
+
+def _remembered(
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    layouts: Sequence[tuple[Tensor, Layout]],
+) -> list[Layout | None] | None:
+    """Return the answer of :func:`_with_many`, of which the number of records is no part."""
+    places = {id(tensor): layout for tensor, layout in layouts}
+    key = function, _key(args, places), _key(kwargs, places)
+    try:
+        if key in _known:
+            return _known[key]
+    except TypeError:  # an argument that cannot be hashed
+        return _with_many(function, args, kwargs, layouts)
+    if len(_known) >= _KNOWN:
+        _known.clear()
+    _known[key] = found = _with_many(function, args, kwargs, layouts)
+    return found
+
+
+def _key(value: Any, places: Mapping[int, Layout]) -> Any:
+    if isinstance(value, Tensor):
+        layout = places.get(id(value))
+        sizes = list(value.shape)
+        if layout is not None:
+            sizes[layout.dim] = -1
+        return layout, tuple(sizes), value.dtype
+    if isinstance(value, list | tuple):
+        return (type(value), *(_key(each, places) for each in value))
+    if isinstance(value, Mapping):
+        return tuple((name, _key(each, places)) for name, each in value.items())
+    if isinstance(value, slice):
+        return "slice", value.start, value.stop, value.step
+    return type(value), value
 
 
 def _record_numbers(args: tuple[Any, ...], n: int) -> Tensor | None:
