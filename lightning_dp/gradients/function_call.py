@@ -134,6 +134,7 @@ class FunctionCall:
             UnsupportedModelError: if it is not, or if torch.func cannot run the function.
         """
         self.check_unchanged()
+        self._refuse_rows_in_totals()
         backs = self._records_first(gradients)
         problems: list[Exception] = []
         for own in self._assignments():
@@ -146,6 +147,22 @@ class FunctionCall:
             if share is not None:
                 return self._found(own, found if share == 1 else [share * each for each in found])
         raise self._refusal(problems)
+
+    def _refuse_rows_in_totals(self) -> None:
+        """Refuse a mean over rows that were made beside the records, joined with a mean over these.
+
+        Whose rows they are is not known, and with a share of that mean for each record, gradients
+        would follow the number of the others.
+        """
+        if any(each.total is not None for each in self.given) and any(
+            each.part is not None and each.part.has_rows for each in self.given
+        ):
+            raise UnsupportedModelError(
+                f"{self.name} brings the loss of the records together with one of rows that were made "
+                "beside them (noise, negatives), and whose rows these are is not known. Make them like "
+                "the records' tensor (torch.randn_like(x)), or take the loss of each record with its row "
+                f"first, and then the mean. {ALONE}"
+            )
 
     def along(self, gradients: Sequence[Dual | None], weights: tuple[float, float]) -> list[Found]:
         """Return w c_i + w' ċ_i of every part, with ċ the derivative along a direction.

@@ -23,12 +23,14 @@ class Part:
         param: if it is one itself; along a direction, a dual number stands for it.
         repeated: the part that it repeats for each record (``cls.expand(n, -1, -1)``), in the same
             dimensions except for new first ones; or None.
+        has_rows: constants with as many rows as there are records went in: noise drawn for each, say.
     """
 
     tensor: Tensor
     names: frozenset[str]
     param: nn.Parameter | None = None
     repeated: Part | None = None
+    has_rows: bool = False
 
     @property
     def is_linear(self) -> bool:

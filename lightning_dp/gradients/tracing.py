@@ -23,6 +23,32 @@ from lightning_dp.gradients.surroundings import Surroundings, generator_state
 
 __all__ = ["FunctionTracer"]
 
+# Of these no tensor comes.
+_QUESTIONS = {
+    *(
+        "shape",
+        "dtype",
+        "device",
+        "requires_grad",
+        "grad_fn",
+        "ndim",
+        "is_leaf",
+        "is_cuda",
+        "layout",
+    ),
+    *("is_sparse", "is_nested", "is_meta", "is_quantized", "is_mkldnn", "_version", "names"),
+    *(
+        "size",
+        "dim",
+        "stride",
+        "numel",
+        "__len__",
+        "is_floating_point",
+        "is_complex",
+        "is_contiguous",
+    ),
+    *("element_size", "data_ptr", "storage_offset", "has_names", "is_inference", "get_device"),
+}
 _REPEATING = {"expand", "expand_as", "broadcast_to", "repeat", "tile", "repeat_interleave"}
 
 
@@ -196,6 +222,8 @@ class FunctionTracer(TorchFunctionMode):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
+        if name_of_function(func) in _QUESTIONS:
+            return func(*args, **kwargs)
         tensors = list(_tensors((args, kwargs)))
         target = in_place_target(func, args, kwargs)
         if not tensors or name_of_function(func).startswith("new_") or _is_wrapped(tensors):
@@ -295,6 +323,13 @@ class FunctionTracer(TorchFunctionMode):
         self, func: Callable[..., Any], before: _Before, outputs: Sequence[Tensor]
     ) -> None:
         (source, *others) = [part for part in before.parts if part is not None]
+        has_rows = any(part.has_rows for part in (source, *others)) or any(
+            part is None
+            and id(each) not in self._held
+            and self.n > 1
+            and Layout().fits(each, self.n)
+            for each, part in zip(before.tensors, before.parts, strict=True)
+        )
         for each in outputs:
             if not each.requires_grad:
                 continue
@@ -302,7 +337,7 @@ class FunctionTracer(TorchFunctionMode):
             if not others and name_of_function(func) in _REPEATING:
                 repeated = source if _only_repeats(source.tensor, each) else None
             names = frozenset[str]().union(source.names, *(part.names for part in others))
-            self._parts[id(each)] = Part(each, names, repeated=repeated)
+            self._parts[id(each)] = Part(each, names, repeated=repeated, has_rows=has_rows)
 
     def _layouts_after(
         self,
