@@ -8,6 +8,7 @@ import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from decimal import Decimal
+from functools import wraps
 from typing import Any
 
 import numpy as np
@@ -27,6 +28,7 @@ from lightning_dp import (
     Poisson,
     PrivacyConfig,
     Term,
+    rows_of_records,
 )
 from lightning_dp.accounting import (
     Gaussian,
@@ -88,6 +90,13 @@ from lightning_dp.schedules import (
 from lightning_dp.sparsify import random_k, shared_mask
 
 STEPS = [(Gaussian(3.0), 10)]
+
+
+@wraps(rows_of_records)
+def rows_inside(**arguments: Any) -> None:
+    """Enter the context, which looks at its arguments then."""
+    with rows_of_records(**arguments):
+        pass
 
 
 @dataclass(frozen=True)
@@ -191,6 +200,7 @@ DOORS = [
     Door(Momentum, {"beta": 0.9}),
     Door(LaplacianSmoothing, {"sigma": 1.0, "per_parameter": False}, flags=("per_parameter",)),
     Door(laplacian_smoothing, {"sigma": 1.0}, others={"v": torch.ones(3)}),
+    Door(rows_inside, {"records": 2}, whole=("records",), others={"owners": torch.zeros(3).long()}),
     Door(clip_factors, {"clip_norm": 1.0}, others={"norms": torch.ones(3)}),
     Door(Exponential, {"rate": 0.1}),
     Door(Cosine, {"steps": 10, "end": 0.5}, whole=("steps",)),
@@ -477,6 +487,7 @@ PACKAGES = ["", ".callbacks", ".accounting", ".metrics", ".plotting", ".audit", 
 ELSEWHERE = {
     "epsilon_text.epsilon",  # also nan and inf
     *("audit.num_canaries", "audit.confidence", "recover_journal.unrecorded_steps"),
+    *("DifferentialPrivacy.private_optimizer", "PrivacyConfig.private_optimizer"),  # also a path
     "suggest_physical_batch.accumulate_grad_batches",
     *("suggest_physical_batch.memory", "suggest_physical_batch.world_size"),
 }
