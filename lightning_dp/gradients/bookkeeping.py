@@ -43,22 +43,27 @@ class Bookkeeping(AbstractGradientEngine):
     no other way: of convolutions, norm layers and biases, of linear layers on long sequences, of
     weights that layers of different types share. Where they are smaller than what they are made
     from, they take its place as soon as the backward pass has come to the layer; of larger ones at
-    most 32 MiB are kept from the norms to the sum, and beyond that they are made in slices. Layers
-    without a rule have theirs made for all records at once.
+    most 32 MiB are kept from the norms to the sum, and beyond that they are made in slices.
 
     Covers Linear, Conv1d to 3d, Embedding, LayerNorm, GroupNorm, InstanceNorm, RMSNorm,
     MultiheadAttention (run once more by itself), Opacus' DPRNN, DPGRU, DPLSTM (packed sequences too)
-    and DPMultiheadAttention, any other layer with tensors in and one out (slower), layers called
-    several times, and shared parameters.
-    A use of a parameter outside its layer, an input that was overwritten, or layers that see
-    different numbers of rows are detected in every batch.
+    and DPMultiheadAttention, layers called several times, and shared parameters. A use of a parameter
+    outside its layer, an input that was overwritten, or layers that see different numbers of rows are
+    detected in every batch.
+
+    With ``traces``, every function that the forward pass calls is seen, and a parameter may be used
+    anywhere: where it, or what is computed from parameters and constants alone, meets records, the
+    call has its derivative for each record by a rule or by ``torch.func`` on that one function, and
+    the part without records is pulled back, linearly. What holds the records, and in which
+    dimension, is followed from the batch on, so that rows may be folded into it.
 
     Bu, Wang, Zha and Karypis, Differentially Private Optimization on Large Model at Small Cost
     (2023, arXiv:2210.00038), with the graph cut at the layers' outputs.
 
     Args:
-        rules: what is known of layer types. With none, the engine "functional": every layer record
-            by record through ``torch.func``, which is slow and makes each record's gradient.
+        rules: what is known of layer types. With none, the engine "functional": nothing is known but
+            the functions that are called.
+        traces: look for parameters in all functions.
     """
 
     runs_backward = True
