@@ -34,6 +34,7 @@ class Given:
         layout: of the records that it holds; None for a constant, and for a part.
         version: of the tensor when the function had been called.
         total: the call that made it a sum over the records, where it holds them no longer.
+        is_lost: it was computed from records, and in which place it holds whose is not known.
     """
 
     place: int
@@ -42,6 +43,7 @@ class Given:
     layout: Layout | None
     version: int
     total: FunctionCall | None = None
+    is_lost: bool = False
 
 
 @dataclass(frozen=True)
@@ -282,6 +284,8 @@ class FunctionCall:
             backs: gradients of outputs.
             changes: derivatives of these along a direction; those of the gradients follow them then.
         """
+        if any(each.is_lost for each in self.given):
+            raise ValueError("A tensor holds records nobody knows where.")
         layouts = {each.place: each.layout or own.get(each.place) for each in self.given}
         wanted = [i for i, _ in backs]
 

@@ -184,7 +184,7 @@ class FunctionTracer(TorchFunctionMode):
         names = self._names_below(tensor)
         if not names:
             return None  # of parameters that are not trained
-        part = Part(tensor, names, repeated=repeated)
+        part = Part(tensor, names, repeated=repeated, has_rows=True)  # made nobody saw of what
         self._parts[id(tensor)] = part
         return part
 
@@ -408,7 +408,8 @@ class FunctionTracer(TorchFunctionMode):
         if tensor is before.target and before.kept is not None:
             return Given(place, before.kept, part, layout, before.kept._version)
         total = self._totals.get(tensor) if layout is None and part is None else None
-        return Given(place, tensor.detach(), part, layout, tensor._version, total)
+        is_lost = layout is None and total is None and tensor in self._records
+        return Given(place, tensor.detach(), part, layout, tensor._version, total, is_lost)
 
 
 def dict_of(layouts: Sequence[tuple[Tensor, Layout]]) -> dict[int, Layout]:
