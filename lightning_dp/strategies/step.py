@@ -27,6 +27,7 @@ from lightning_dp.gradients import (
 from lightning_dp.gradients.passes import OTHER_ROWS, WrapEngine
 from lightning_dp.gradients.random_state import RandomState
 from lightning_dp.isolation.stand_ins import NoCollectives, NotProbed
+from lightning_dp.isolation.synthetic import leaves_of
 from lightning_dp.mechanism import Mechanism
 from lightning_dp.sampling.loader import Chunk
 from lightning_dp.strategies.accounts import BatchAccounts
@@ -205,6 +206,8 @@ class PrivateStep:
         """
         query = mechanism.query
         self._records = batch
+        if not self.one_record and _is_one_row(batch, self.records_in_hand):
+            self.note(OTHER_ROWS)
         if not self._module.automatic_optimization:
             return  # the optimizer would step again
         self._forward_again = forward_again
@@ -477,6 +480,15 @@ def _seeds(count: int) -> list[int]:
     """Return a seed for each record; the global generator moves on alike for every number of them."""
     generator = torch.Generator().manual_seed(int(torch.randint(2**62, ())))
     return [int(seed) for seed in torch.randint(2**32, (count,), generator=generator)]
+
+
+def _is_one_row(batch: object, size: int) -> bool:
+    """Tell whether a batch of several records holds nothing but tensors of one row.
+
+    An engine would take such a row for one that all records share and no record is in.
+    """
+    tensors = [leaf for leaf in leaves_of(batch) if isinstance(leaf, Tensor) and leaf.dim()]
+    return size > 1 and bool(tensors) and all(len(leaf) == 1 for leaf in tensors)
 
 
 def _has_rounds(mechanism: Mechanism) -> bool:
