@@ -318,7 +318,7 @@ class FunctionCall:
             if not along:
                 outputs, pull = self._pull(tensors, wanted)
                 return outputs, pull(back)[0]
-            return self._pull_along(tensors, back, *along, wanted=wanted)
+            return self._pull_along(wanted, tensors, back, *along)
 
         with self.surroundings.again(), torch.enable_grad():
             try:
@@ -329,11 +329,11 @@ class FunctionCall:
 
     def _pull_along(
         self,
+        wanted: Sequence[int],
         tensors: list[Tensor],
         back: list[Tensor],
         moved: dict[int, Tensor],
         changes: dict[int, Tensor],
-        wanted: Sequence[int],
     ) -> Any:
         """Return outputs, and the gradients of the parts followed by their derivatives."""
 
@@ -343,7 +343,9 @@ class FunctionCall:
             return pull([backs.get(k, each) for k, each in enumerate(back)])[0], outputs
 
         here = {i: tensors[i] for i in moved}, {k: back[k] for k in changes}
-        found, derivatives, outputs = jvp(gradients, here, (moved, changes), has_aux=True)
+        found, derivatives, outputs = jvp(  # type: ignore[misc]
+            gradients, here, (moved, changes), has_aux=True
+        )
         return outputs, [*found, *derivatives]
 
     def _one_by_one(
@@ -381,7 +383,9 @@ class FunctionCall:
             kept = [outputs[i] for i in wanted]
             return kept, kept
 
-        _, pull, outputs = vjp(run, [tensors[i] for i in of_parts], has_aux=True)
+        _, pull, outputs = vjp(  # type: ignore[misc]
+            run, [tensors[i] for i in of_parts], has_aux=True
+        )
         return outputs, pull
 
     def called_with(self, tensors: Sequence[Tensor]) -> list[Tensor]:

@@ -52,7 +52,8 @@ class Layout:
         """Return shape (n, …): each record's part as a tensor of as many dimensions as before."""
         if self.dim == 0 and self.rows == 1:
             return tensor.unsqueeze(1)
-        split = tensor.unflatten(self.dim, (self.outer, n, self.inner))
+        sizes = (self.outer, n, self.inner)
+        split: Tensor = tensor.unflatten(self.dim, sizes)  # type: ignore[no-untyped-call]
         return split.movedim(self.dim + 1, 0).flatten(self.dim + 1, self.dim + 2)
 
     def rows_first(self, tensor: Tensor, n: int) -> Tensor:

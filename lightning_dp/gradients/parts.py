@@ -170,6 +170,6 @@ def _batched(
             for one in gradients
         ]
         return [
-            None if rows[0] is None else torch.stack(rows)  # type: ignore[arg-type]
+            None if rows[0] is None else torch.stack(rows)
             for rows in zip(*each, strict=True)
         ]

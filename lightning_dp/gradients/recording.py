@@ -163,6 +163,8 @@ class Recorder:
         """Follow the records of a batch through the forward pass inside."""
         if self._tracer is not None:
             self._tracer.clear()
+            if self._is_along:  # dual numbers stand there already
+                self._tracer.go_along()
         with nullcontext() if self._tracer is None else self._tracer.following(batch, n):
             yield
 

@@ -167,7 +167,7 @@ class FunctionTracer(TorchFunctionMode):
         """Tell it of a tensor that an unseen function made, by its graph, and remember it."""
         if not tensor.requires_grad or id(tensor) in self._parts or tensor.grad_fn is None:
             return False
-        seen, stack = set(), [tensor.grad_fn]
+        seen, stack = set[Any](), list[Any]([tensor.grad_fn])
         while stack:
             node = stack.pop()
             if node is None or node in seen:
@@ -189,7 +189,8 @@ class FunctionTracer(TorchFunctionMode):
         return part
 
     def _names_below(self, tensor: Tensor) -> frozenset[str]:
-        names, seen, stack = set(), set(), [get_gradient_edge(tensor).node]
+        names, seen = set[str](), set[Any]()
+        stack: list[Any] = [get_gradient_edge(tensor).node]
         while stack:
             node = stack.pop()
             if node is None or node in seen:

@@ -272,7 +272,7 @@ def test_other_rows_than_records_are_an_error(passes, name, engine):
     mine = passes(net, engine)
     for size in (RECORDS - 1, RECORDS + 1):
         with pytest.raises(OtherRowsError, match="The model saw more or fewer rows than the batch"):
-            mine.answer(query, Replay(loss_of(net), size))
+            mine.answer(query, Replay(loss_of(net), size, batch=X))
     first = mine.run(loss_of(net))
     with pytest.raises(OtherRowsError):  # also where the query does not use them
         mine.answer(query, Replay(loss_of(net), RECORDS - 1), first=first)
