@@ -169,7 +169,4 @@ def _batched(
             torch.autograd.grad(tensor, params, one, retain_graph=True, allow_unused=True)
             for one in gradients
         ]
-        return [
-            None if rows[0] is None else torch.stack(rows)
-            for rows in zip(*each, strict=True)
-        ]
+        return [None if rows[0] is None else torch.stack(rows) for rows in zip(*each, strict=True)]

@@ -406,10 +406,12 @@ class FunctionTracer(TorchFunctionMode):
 
     def _given(self, place: int, tensor: Tensor, part: Part | None, before: _Before) -> Given:
         layout = None if part is not None else dict_of(before.layouts).get(id(tensor))
+        is_lost = part is None and layout is None and tensor in self._records
         if tensor is before.target and before.kept is not None:
-            return Given(place, before.kept, part, layout, before.kept._version)
+            version = before.kept._version
+            return Given(place, before.kept, part, layout, version, is_lost=is_lost)
         total = self._totals.get(tensor) if layout is None and part is None else None
-        is_lost = layout is None and total is None and tensor in self._records
+        is_lost = is_lost and total is None
         return Given(place, tensor.detach(), part, layout, tensor._version, total, is_lost)
 
 

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 from lightning_dp.boundary import Query, Term
 from lightning_dp.functional import flatten, unflatten
-from lightning_dp.gradients import OtherRowsError, RecordPasses, Replay
+from lightning_dp.gradients import OtherRowsError, RecordPasses, Replay, UnsupportedModelError
 from lightning_dp.gradients.passes import at_point
 from lightning_dp.gradients.random_state import RandomState
 
@@ -271,8 +271,10 @@ def test_other_rows_than_records_are_an_error(passes, name, engine):
     query = Query(QUERIES[name], 0.2, 0.0)
     mine = passes(net, engine)
     for size in (RECORDS - 1, RECORDS + 1):
-        with pytest.raises(OtherRowsError, match="The model saw more or fewer rows than the batch"):
+        with pytest.raises(UnsupportedModelError, match=r"more or fewer rows|record by record"):
             mine.answer(query, Replay(loss_of(net), size, batch=X))
+    if engine == "functional":
+        return  # it runs nothing without the batch
     first = mine.run(loss_of(net))
     with pytest.raises(OtherRowsError):  # also where the query does not use them
         mine.answer(query, Replay(loss_of(net), RECORDS - 1), first=first)

@@ -225,11 +225,17 @@ class Unrecorded(nn.Module):
         return self.layer(x) + x @ self.layer.weight
 
 
-def test_uses_outside_a_layer_are_found_along_a_direction_too(layer_engine, along):
-    module = Unrecorded()
+def test_uses_outside_a_layer_are_found_along_a_direction_too(layer_engine, along, oracle):
+    torch.manual_seed(0)
+    module, lean, batch = Unrecorded(), Bookkeeping(), torch.randn(RECORDS, 6)
+    expected = oracle.one_by_one(module, batch) + products_along_a_direction(module, batch)
     layer_engine.attach(module, params_of(module))
+    found = along(layer_engine, module, batch, direction_for(module), 1.0, 1.0)
+    torch.testing.assert_close(found.norms(), expected.norm(dim=1), rtol=2e-5, atol=0)
+    layer_engine.detach()
+    lean.attach(module, params_of(module))
     with pytest.raises(UncoveredParameterError, match=r"layer\.weight"):
-        along(layer_engine, module, torch.randn(RECORDS, 6), direction_for(module), 1.0, 1.0)
+        along(lean, module, batch, direction_for(module), 1.0, 1.0)
 
 
 def test_engines_without_products_say_so(along):
