@@ -151,7 +151,7 @@ class FunctionCall:
         raise self._refusal(problems)
 
     def _refuse_rows_in_totals(self) -> None:
-        """Refuse a mean over rows that were made beside the records, joined with a mean over these.
+        """Refuse a mean over rows that do not come from the records, joined with a mean over these.
 
         Whose rows they are is not known, and with a share of that mean for each record, gradients
         would follow the number of the others.
@@ -160,8 +160,8 @@ class FunctionCall:
             each.part is not None and each.part.has_rows for each in self.given
         ):
             raise UnsupportedModelError(
-                f"{self.name} brings the loss of the records together with one of rows that were made "
-                "beside them (noise, negatives), and whose rows these are is not known. Make them like "
+                f"{self.name} brings the loss of the records together with one of rows that do not "
+                "come from them (noise, negatives), and whose rows these are is not known. Make them like "
                 "the records' tensor (torch.randn_like(x)), or take the loss of each record with its row "
                 f"first, and then the mean. {ALONE}"
             )
