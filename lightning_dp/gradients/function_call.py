@@ -161,7 +161,7 @@ class FunctionCall:
         ):
             raise UnsupportedModelError(
                 f"{self.name} brings the loss of the records together with one of rows that do not "
-                "come from them (noise, negatives), and whose rows these are is not known. Make them like "
+                "come from them (noise, negatives), and whose these are is not known. Make them like "
                 "the records' tensor (torch.randn_like(x)), or take the loss of each record with its row "
                 f"first, and then the mean. {ALONE}"
             )
