@@ -558,7 +558,7 @@ def test_no_second_derivative_is_refused_with_a_cure(fit):
         fit(NoSecond(), estimator=ESTIMATORS["cubic_newton"](), max_grad_norm=None)
 
 
-REFUSED = [RawParameters, TiedByFunction, OneRowOfPositions, Contrastive, Coupled]
+REFUSED = [Contrastive, Coupled]
 
 
 @pytest.mark.parametrize("kind", REFUSED)

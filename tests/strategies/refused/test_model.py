@@ -57,17 +57,18 @@ UNSUPPORTED = {
     ),
     "TransformerEncoderLayer": (
         lambda: nn.TransformerEncoderLayer(6, 2, 8),
-        r"net\.self_attn \(MultiheadAttention\).*DPMultiheadAttention.*batch_first=True",
+        r"net\.self_attn \(MultiheadAttention\).*DPMultiheadAttention",
     ),
 }
 
 
 @pytest.mark.parametrize("name", UNSUPPORTED)
-def test_a_layer_without_per_sample_gradients_is_refused_with_its_replacement(
-    name, loader, classifier, make_trainer, privacy, assert_refused
+def test_hooks_refuse_a_layer_without_a_rule_with_its_replacement(
+    name, loader, classifier, make_trainer, assert_refused
 ):
     make, match = UNSUPPORTED[name]
     model = classifier(make())
+    privacy = DifferentialPrivacy(target_delta=1e-5, noise_multiplier=1.0, engine="hooks")
     trainer = make_trainer(max_epochs=1, callbacks=[privacy])
 
     assert_refused(lambda: trainer.fit(model, loader), match, model)
@@ -82,15 +83,9 @@ class WithBuffer(nn.Linear):
         return super().forward(x) + self.seen
 
 
-def test_a_trainable_layer_with_buffers_is_refused(
-    loader, classifier, make_trainer, privacy, assert_refused
-):
-    model = classifier(WithBuffer())
-    trainer = make_trainer(max_epochs=1, callbacks=[privacy])
-
-    assert_refused(
-        lambda: trainer.fit(model, loader), "buffer.*in a module without trainable", model
-    )
+def test_a_trainable_layer_with_a_constant_buffer_is_fine(loader, classifier, make_trainer, privacy):
+    make_trainer(max_epochs=1, callbacks=[privacy]).fit(classifier(WithBuffer()), loader)
+    assert privacy.steps == 10
 
 
 # -- optimizers --------------------------------------------------------------------------------
@@ -269,22 +264,18 @@ def penalises_the_weights(model: Any, batch: Any) -> Tensor:
     return cross_entropy(model.net(batch[0].detach()).detach(), batch[1]) + model.net.weight.sum()
 
 
-@pytest.mark.parametrize(
-    ("loss", "match"),
-    [
-        (
-            bypasses_the_layer,
-            r"'net.weight'.*received a gradient but no gradient per record.*layer",
-        ),
-        (penalises_the_weights, "not back-propagated|no gradient per record"),
-    ],
-)
-def test_a_gradient_that_cannot_be_split_into_records_is_refused(
-    loss, match, loader, make_trainer, privacy, assert_refused
-):
-    model, trainer = Forwards(loss), make_trainer(max_epochs=1, callbacks=[privacy])
+def test_a_weight_used_outside_of_its_layer_is_fine(loader, make_trainer, privacy):
+    make_trainer(max_epochs=1, callbacks=[privacy]).fit(Forwards(bypasses_the_layer), loader)
+    assert privacy.steps == 10
 
-    assert_refused(lambda: trainer.fit(model, loader), match, model)
+
+def test_a_gradient_that_depends_on_no_record_is_refused(
+    loader, make_trainer, privacy, assert_refused
+):
+    model = Forwards(penalises_the_weights)
+    trainer = make_trainer(max_epochs=1, callbacks=[privacy])
+
+    assert_refused(lambda: trainer.fit(model, loader), r"net\.weight", model)
 
 
 class OwnParameter(Optimizers):
@@ -298,14 +289,9 @@ class OwnParameter(Optimizers):
         return cross_entropy(self.net(batch[0]) * self.scale, batch[1])
 
 
-def test_a_parameter_used_outside_forward_is_refused(loader, make_trainer, privacy, assert_refused):
-    model, trainer = OwnParameter(), make_trainer(max_epochs=1, callbacks=[privacy])
-
-    assert_refused(
-        lambda: trainer.fit(model, loader),
-        r"'scale'.*received a gradient but no gradient per record.*call self\(x\)",
-        model,
-    )
+def test_a_parameter_used_outside_forward_is_fine(loader, make_trainer, privacy):
+    make_trainer(max_epochs=1, callbacks=[privacy]).fit(OwnParameter(), loader)
+    assert privacy.steps == 10
 
 
 def test_hooks_refuse_a_trainable_layer_in_eval_mode(
