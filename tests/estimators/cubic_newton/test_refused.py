@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
-from opacus.layers import DPLSTM
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -147,41 +146,6 @@ def test_one_inner_step_needs_no_hessian_and_runs_on_the_hooks(fit):
     by_hooks = fit(estimator, engine="hooks", **options).model.flat
     by_books = fit(estimator, engine="bookkeeping", **options).model.flat
     torch.testing.assert_close(by_hooks, by_books, rtol=0, atol=1e-12)
-
-
-class OwnLSTM(DPLSTM):
-    """Another forward pass than the one that book-keeping knows."""
-
-    def forward(self, *args: Any) -> Any:
-        return super().forward(*args)
-
-
-class Recurrent(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.lstm, self.out = OwnLSTM(6, 4, batch_first=True), nn.Linear(4, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        hidden: Tensor = self.lstm(x[:, None])[0]
-        out: Tensor = self.out(hidden[:, 0])
-        return out
-
-
-def test_a_model_that_falls_back_to_the_hooks_is_refused_with_the_layer(
-    classifier, blobs, make_trainer, tmp_path
-):
-    privacy = DifferentialPrivacy(
-        target_delta=1e-5,
-        noise_multiplier=1.0,
-        estimator=CubicNewton(1.0, 1.0, 3),
-        isolation_probe=False,
-        spot_checks=False,
-    )
-    model = classifier(Recurrent(), lambda p: torch.optim.SGD(p, lr=1.0))
-    trainer = make_trainer(max_epochs=1, callbacks=[privacy])
-    with pytest.raises(MisconfigurationException, match=r"lstm.*engine='bookkeeping'"):
-        trainer.fit(model, DataLoader(blobs, batch_size=24))
-    assert privacy.steps == 0 and not list(tmp_path.rglob("*.journal"))
 
 
 def test_manual_optimization_is_refused(classifier, mlp, blobs, make_trainer, tmp_path):

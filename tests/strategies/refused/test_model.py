@@ -83,7 +83,9 @@ class WithBuffer(nn.Linear):
         return super().forward(x) + self.seen
 
 
-def test_a_trainable_layer_with_a_constant_buffer_is_fine(loader, classifier, make_trainer, privacy):
+def test_a_trainable_layer_with_a_constant_buffer_is_fine(
+    loader, classifier, make_trainer, privacy
+):
     make_trainer(max_epochs=1, callbacks=[privacy]).fit(classifier(WithBuffer()), loader)
     assert privacy.steps == 10
 
