@@ -299,7 +299,7 @@ def _sequence_bias() -> Iterator[Case]:
             layer = SequenceBias(d, is_first)
             return layer if is_first else RecordsSecond(layer)
 
-        refused = {"hooks": "layer alone" if is_first else SECOND}
+        refused = {"hooks": "layer alone"}
         yield Case(options, make, lambda n=n, t=t, d=d: (torch.randn(n, t, d),), refused)
 
 
