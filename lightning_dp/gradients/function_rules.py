@@ -94,9 +94,8 @@ def _products(
 def _of_records(call: FunctionCall, use: Use, layout: Layout) -> list[Use]:
     if layout.rows == 1:
         return [use]
-    inner = layout.rows if layout.dim > 0 or layout.outer == 1 else layout.inner
-    outer = 1 if layout.dim > 0 or layout.outer == 1 else layout.outer
-    return use.form.of_records(use, Folded(call.n, outer, inner))
+    # The rows of a record follow each other, since they were brought first (``rows_first``).
+    return use.form.of_records(use, Folded(call.n, inner=layout.rows))
 
 
 def _with_bias(
