@@ -18,7 +18,6 @@ from lightning_dp.federated.ledger import ReleaseLedger
 from lightning_dp.federated.local import LocalRecords
 from lightning_dp.federated.messages import Message
 from lightning_dp.federated.sequences import InverseSteps
-from lightning_dp.gradients import UnsupportedModelError
 from lightning_dp.isolation.passes import Passes
 
 RECORDS = 4
@@ -175,11 +174,6 @@ class NoKey(Base):
         return {"objective": self.layer(batch[0]).mean()}
 
 
-class Twice(Base):
-    def training_step(self, batch, batch_idx):
-        return self.layer(torch.cat([batch[0], batch[0]])).mean()
-
-
 BUGS = {
     NeedsMore: TypeError,
     NeedsKeyword: TypeError,
@@ -189,7 +183,6 @@ BUGS = {
     NoLoss: Exception,
     Detached: Exception,
     NoKey: Exception,
-    Twice: UnsupportedModelError,
 }
 
 

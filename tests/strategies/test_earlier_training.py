@@ -194,9 +194,11 @@ def test_it_is_said_once_for_each_two_ledgers(classifier, mlp, fit, make):
 
 
 @pytest.fixture
-def lines(caplog) -> Callable[[], list[str]]:
+def lines(caplog, monkeypatch) -> Callable[[], list[str]]:
     """What was said of other journals since the last call."""
     caplog.set_level(logging.INFO)
+    for name in ("lightning.pytorch", "pytorch_lightning"):  # whichever was imported last speaks
+        monkeypatch.setattr(logging.getLogger(name), "propagate", True)
 
     def said() -> list[str]:
         found = [
