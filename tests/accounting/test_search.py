@@ -147,7 +147,10 @@ def test_the_theorems_bound_the_best_of_randomised_responses(p, mean, shape):
 
 
 @pytest.mark.parametrize("shape", [0.0, 0.5, 1.0, 5.0, math.inf])
-@pytest.mark.parametrize("mean", [2.0, 10.0, 100.0])
+@pytest.mark.parametrize(
+    "mean",
+    [pytest.param(2.0, marks=pytest.mark.slow), 10.0, pytest.param(100.0, marks=pytest.mark.slow)],
+)
 def test_epsilon_is_that_of_dp_accounting(mean, shape):
     orders = np.concatenate(([1.02, 1.05], np.arange(1.1, 11.0, 0.05), np.arange(11.0, 120.0)))
     run = dp_event.SelfComposedDpEvent(

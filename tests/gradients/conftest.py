@@ -227,7 +227,7 @@ def engine(request: pytest.FixtureRequest) -> Iterator[AbstractGradientEngine]:
 
 
 @pytest.fixture(
-    params=[Followed, partial(Followed, rules={})],
+    params=[Followed, pytest.param(partial(Followed, rules={}), marks=pytest.mark.slow)],
     ids=["Bookkeeping", "Functional"],
 )
 def layer_engine(request: pytest.FixtureRequest) -> Iterator[Bookkeeping]:

@@ -187,7 +187,9 @@ NETS: dict[str, Callable[[], nn.Module]] = {
 }
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.slow)]
+)
 @pytest.mark.parametrize("name", NETS)
 def test_no_engine_lets_a_record_of_any_size_pass_its_bound(engine, name, dtype, oracle):
     if dtype == torch.bfloat16 and (name == "own" or engine.name == "functional"):

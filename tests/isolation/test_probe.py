@@ -18,8 +18,10 @@ from lightning_dp._warnings import PrivacyWarning
 from lightning_dp.callbacks import DifferentialPrivacy
 from lightning_dp.isolation import check_isolation, probe_isolation
 
+SLOW = pytest.mark.slow
 
-@pytest.mark.parametrize("engine", ["auto", "hooks"])
+
+@pytest.mark.parametrize("engine", ["auto", pytest.param("hooks", marks=SLOW)])
 def test_what_couples_records_is_named(coupled, engine):
     model, batch, words, module = coupled
 
@@ -32,7 +34,10 @@ def test_what_couples_records_is_named(coupled, engine):
         raise AssertionError(found.reason)
 
 
-@pytest.mark.parametrize("engine", ["auto", "hooks", "functional"])
+@pytest.mark.parametrize(
+    "engine",
+    ["auto", pytest.param("hooks", marks=SLOW), pytest.param("functional", marks=SLOW)],
+)
 def test_what_keeps_records_apart_passes(isolated, engine):
     model, batch = isolated
 
