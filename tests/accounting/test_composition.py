@@ -262,6 +262,7 @@ def test_grouping_costs_at_most_half_a_per_cent_and_never_helps(
     assert alone * (1 - 5e-4) <= grouped <= alone * 1.005
 
 
+@pytest.mark.slow
 def test_more_steps_than_are_kept_apart_lie_in_the_bracket_of_dp_accounting(
     oracle: SimpleNamespace,
 ) -> None:

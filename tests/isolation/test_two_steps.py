@@ -690,7 +690,11 @@ def test_one_record_moves_what_later_batches_do_in_lightning(kind, make_trainer)
     assert any(moved if own else moved[1:])
 
 
-@pytest.mark.parametrize("kind", CARRIES, ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize(
+    "kind",
+    [*CARRIES[::2], *(pytest.param(kind, marks=pytest.mark.slow) for kind in CARRIES[1::2])],
+    ids=lambda kind: kind.__name__,
+)
 def test_state_that_moves_gradients_is_refused(kind, probed):
     assert probed(kind).outcome == "coupled"
 
