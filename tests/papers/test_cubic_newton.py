@@ -148,7 +148,7 @@ def test_the_search_computes_what_the_package_runs(example, folder, kept, change
     assert 0 < trace.uplink - 4 * round(7 * kept + 0.1) < 80
 
 
-@pytest.mark.parametrize("kept", [1.0, 0.3])
+@pytest.mark.parametrize("kept", [pytest.param(1.0, marks=pytest.mark.slow), 0.3])
 def test_the_search_has_the_noise_of_the_package(example, folder, kept):
     run = example.cubic_newton_run
     of = example.cubic_newton_data.problem("phishing", str(folder), 4)

@@ -172,6 +172,7 @@ def test_without_noise_and_clipping_one_round_is_the_newton_step(make_trainer):
     torch.testing.assert_close(model.net.weight[0], exact, rtol=0, atol=1e-3)
 
 
+@pytest.mark.slow
 def test_rounds_without_noise_reach_the_optimum(fit, optimum):
     estimator = CubicNewton(0.5, 0.1, 40, 1e3, 1e3, weight_decay=0.02)
     fit(

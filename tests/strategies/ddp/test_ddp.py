@@ -50,11 +50,13 @@ def launch(folder: Path, *scenarios: str, jobs: Path = JOBS) -> subprocess.Compl
 
 
 @pytest.fixture(scope="module")
-def job(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where every scenario that ends well has left its results."""
+def job(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Path:
+    """Where every scenario that ends well, and is asked for, has left its results."""
     folder = tmp_path_factory.mktemp("job")
-    scenarios = "plain clipped diff2 cubic noise sparse calibrated resumed alone"
-    done = launch(folder, *scenarios.split())
+    scenarios = ["plain", "clipped", "noise", "sparse", "resumed"]
+    if any(each.get_closest_marker("slow") for each in request.session.items):
+        scenarios += ["diff2", "cubic", "calibrated", "alone"]
+    done = launch(folder, *scenarios)
     assert done.returncode == 0, done.stderr[-5000:]
     return folder
 
@@ -101,7 +103,11 @@ def test_ranks_start_from_the_weights_and_buffers_of_rank_0(job: Path) -> None:
     assert torch.equal(other["at_start"], lead["before"])
 
 
-@pytest.mark.parametrize("scenario", ["plain", "clipped", "sparse", "calibrated", "alone"])
+@pytest.mark.parametrize(
+    "scenario",
+    ["plain", "clipped", "sparse"]
+    + [pytest.param(name, marks=pytest.mark.slow) for name in ("calibrated", "alone")],
+)
 def test_ranks_end_with_equal_weights(job: Path, scenario: str) -> None:
     lead, other = results(job, scenario)
     assert torch.equal(lead["flat"], other["flat"])
@@ -122,6 +128,7 @@ def test_no_noise_and_no_clipping_is_plain_training_in_one_process(job: Path) ->
     assert lead["steps"] == 5
 
 
+@pytest.mark.slow
 def test_records_that_run_alone_make_the_same_steps(job: Path) -> None:
     lead, other = results(job, "alone")
     torch.testing.assert_close(lead["one_by_one"], lead["auto"], rtol=0, atol=1e-6)
@@ -171,6 +178,7 @@ def test_clipped_step_equals_a_loop_over_the_union_of_the_ranks_records(job: Pat
     assert (lead["flat"] - of_net(lead)[:43]).norm() > 0.2
 
 
+@pytest.mark.slow
 def test_differences_equal_a_loop_over_all_records_in_one_process(job: Path) -> None:
     lead, other = results(job, "diff2")
     x, y = records(51)
@@ -202,6 +210,7 @@ def test_differences_equal_a_loop_over_all_records_in_one_process(job: Path) -> 
     assert (lead["flat"] - of_net(lead)[:43]).norm() > 0.2
 
 
+@pytest.mark.slow
 def test_both_kinds_of_steps_are_charged_with_the_noise_of_their_own(job: Path) -> None:
     for result in results(job, "diff2"):
         ratio = math.sqrt((3 - 1) / (1.25 - 1))
@@ -224,6 +233,7 @@ class Alone(L.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=1.0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", ["round", "fresh"])
 def test_rounds_on_two_ranks_equal_rounds_in_one_process(
     job: Path, make_trainer: Callable[..., L.Trainer], form: str
@@ -241,6 +251,7 @@ def test_rounds_on_two_ranks_equal_rounds_in_one_process(
     assert (lead["flat"] - of_net(lead)[:43]).norm() > 0.2
 
 
+@pytest.mark.slow
 def test_rounds_with_empty_chunks_stay_in_step_and_are_charged_once(job: Path) -> None:
     lead, other = results(job, "cubic")
     assert torch.equal(lead["noisy"], other["noisy"])
@@ -317,6 +328,7 @@ def test_budget_stops_both_ranks_before_the_same_step(job: Path) -> None:
         assert "privacy budget reached" in result["stop_reason"]
 
 
+@pytest.mark.slow
 def test_calibrated_noise_is_the_same_on_both_ranks_and_uses_up_the_budget(job: Path) -> None:
     lead, other = results(job, "calibrated")
     assert lead["noise_multiplier"] == other["noise_multiplier"] > 0.3

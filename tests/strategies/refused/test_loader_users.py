@@ -177,7 +177,7 @@ def test_asking_how_long_it_is_is_no_use_of_records(
     ],
     ids=str,
 )
-@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("workers", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_the_fit_loop_itself_is_always_served(
     options, workers, blobs, classifier, mlp, make_trainer, unprobed
 ):

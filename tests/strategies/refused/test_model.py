@@ -317,7 +317,7 @@ def test_a_frozen_layer_in_eval_mode_is_fine(loader, classifier, make_trainer, p
     assert privacy.steps == 10
 
 
-@pytest.mark.parametrize("engine", ["auto", "hooks"])
+@pytest.mark.parametrize("engine", ["auto", pytest.param("hooks", marks=pytest.mark.slow)])
 def test_a_layer_called_without_records_is_refused_before_a_charge(
     engine, classifier, blobs, make_trainer
 ):
