@@ -197,8 +197,12 @@ def test_it_is_said_once_for_each_two_ledgers(classifier, mlp, fit, make):
 def lines(caplog, monkeypatch) -> Callable[[], list[str]]:
     """What was said of other journals since the last call."""
     caplog.set_level(logging.INFO)
-    for name in ("lightning.pytorch", "pytorch_lightning"):  # whichever was imported last speaks
-        monkeypatch.setattr(logging.getLogger(name), "propagate", True)
+    # Whichever copy of Lightning was imported last speaks; other libraries may have turned it off.
+    for name in ("lightning.pytorch", "pytorch_lightning"):
+        for each in (name, f"{name}.utilities.rank_zero"):
+            caplog.set_level(logging.INFO, logger=each)
+            monkeypatch.setattr(logging.getLogger(each), "propagate", True)
+            monkeypatch.setattr(logging.getLogger(each), "disabled", False)
 
     def said() -> list[str]:
         found = [
