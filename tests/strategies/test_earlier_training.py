@@ -214,6 +214,7 @@ def lines(caplog, monkeypatch) -> Callable[[], list[str]]:
     return said
 
 
+@pytest.mark.slow  # what others did to the loggers of the process decides
 def test_other_journals_in_the_folder_are_said_at_the_start_with_the_sum(
     classifier, mlp, fit, make, lines, tmp_path
 ):
@@ -238,6 +239,7 @@ def test_a_plan_without_an_end_says_what_was_spent(make):
     assert said == f"{spent}, to which this run adds."
 
 
+@pytest.mark.slow  # what others did to the loggers of the process decides
 def test_damaged_and_long_journals_are_named_and_cost_little(
     classifier, mlp, fit, lines, tmp_path, monkeypatch
 ):
