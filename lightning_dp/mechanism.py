@@ -16,7 +16,7 @@ from lightning_dp.accounting.guards import AbstractGuard
 from lightning_dp.accounting.ledger import Ledger
 from lightning_dp.boundary import BoundedSum, Query, Release, State, add_noise
 from lightning_dp.estimators.driver import Driver
-from lightning_dp.plan import NoisePlan
+from lightning_dp.noise_plan import NoisePlan
 from lightning_dp.postprocessing import AbstractPostProcessor
 
 __all__ = ["BudgetExhausted", "Mechanism"]

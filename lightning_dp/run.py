@@ -23,7 +23,7 @@ from lightning_dp.accounting.ledger import Ledger
 from lightning_dp.accounting.pld import epsilon_curve
 from lightning_dp.config import PrivacyConfig
 from lightning_dp.mechanism import Mechanism
-from lightning_dp.plan import Budget, costliest_events
+from lightning_dp.noise_plan import Budget, costliest_events
 from lightning_dp.sampling import BatchPlan
 
 __all__ = ["PrivateRun"]

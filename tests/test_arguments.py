@@ -76,7 +76,7 @@ from lightning_dp.federated.spending import Spending
 from lightning_dp.federated.synchronous import SynchronousServer
 from lightning_dp.functional import clip_factors, laplacian_smoothing
 from lightning_dp.metrics import PrivacyBudget
-from lightning_dp.plan import NoisePlan
+from lightning_dp.noise_plan import NoisePlan
 from lightning_dp.plotting import plot_schedule
 from lightning_dp.sampling.schemes import factorisations, largest_chunk
 from lightning_dp.schedules import (

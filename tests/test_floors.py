@@ -33,7 +33,7 @@ FLOORS = (
     ("sampling", "estimators"),
     ("schedules", "postprocessing"),
     ("config",),
-    ("plan",),
+    ("noise_plan",),
     ("mechanism",),
     ("run",),
     ("_held", "_user_code"),

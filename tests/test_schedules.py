@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from lightning_dp import schedules
-from lightning_dp.plan import NoisePlan
+from lightning_dp.noise_plan import NoisePlan
 from lightning_dp.sampling import Poisson
 from lightning_dp.schedules import (
     AbstractSchedule,

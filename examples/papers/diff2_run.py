@@ -26,7 +26,7 @@ from lightning_dp.estimators import Diff2, MeanGradient, Storm
 from lightning_dp.estimators.base import AbstractEstimator
 from lightning_dp.functional import flatten, unflatten
 from lightning_dp.mechanism import Mechanism
-from lightning_dp.plan import NoisePlan
+from lightning_dp.noise_plan import NoisePlan
 from lightning_dp.sampling import FullBatch
 from lightning_dp.schedules import Constant
 

@@ -24,7 +24,7 @@ from lightning_dp.boundary import bounded_sum
 from lightning_dp.estimators import MeanGradient
 from lightning_dp.functional import unflatten
 from lightning_dp.mechanism import Mechanism
-from lightning_dp.plan import NoisePlan
+from lightning_dp.noise_plan import NoisePlan
 from lightning_dp.sampling import FullBatch
 from lightning_dp.schedules import AbstractSchedule, Constant, FromInfluence
 

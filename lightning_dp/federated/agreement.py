@@ -19,7 +19,7 @@ from lightning_dp.estimators.base import AbstractEstimator, share_of_noise
 from lightning_dp.federated.messages import MessageError
 from lightning_dp.federated.protocol import Records
 from lightning_dp.gradients import UnsupportedModelError
-from lightning_dp.plan import NoisePlan
+from lightning_dp.noise_plan import NoisePlan
 
 __all__ = [
     "check_engine",

@@ -37,7 +37,7 @@ from lightning_dp.federated.synchronous import (
     check_plan,
     query_from,
 )
-from lightning_dp.plan import NoisePlan
+from lightning_dp.noise_plan import NoisePlan
 
 __all__ = ["QueryClient"]
 

@@ -26,7 +26,7 @@ from lightning_dp.federated.messages import (
     read_reply,
 )
 from lightning_dp.federated.protocol import AbstractServer, noise_source
-from lightning_dp.plan import NoisePlan
+from lightning_dp.noise_plan import NoisePlan
 
 __all__ = [
     "ANSWER",

@@ -23,7 +23,7 @@ from lightning_dp.federated.local import LocalRecords
 from lightning_dp.federated.messages import Message, MessageError
 from lightning_dp.federated.query_client import QueryClient
 from lightning_dp.federated.synchronous import SynchronousServer
-from lightning_dp.plan import NoisePlan
+from lightning_dp.noise_plan import NoisePlan
 from lightning_dp.sampling import FullBatch
 from lightning_dp.schedules import Constant
 

@@ -20,7 +20,7 @@ from lightning_dp.estimators import Diff2
 from lightning_dp.federated.bvr_l_sgd import BVRLSGD
 from lightning_dp.gradients.materialised import MaterialisedGradients
 from lightning_dp.mechanism import Mechanism
-from lightning_dp.plan import NoisePlan
+from lightning_dp.noise_plan import NoisePlan
 from lightning_dp.sampling import FullBatch
 from lightning_dp.schedules import Constant
 

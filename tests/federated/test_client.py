@@ -26,7 +26,7 @@ from lightning_dp.federated.messages import Message, MessageError
 from lightning_dp.federated.protocol import AbstractClient
 from lightning_dp.federated.query_client import QueryClient
 from lightning_dp.federated.sequences import InverseSteps
-from lightning_dp.plan import NoisePlan
+from lightning_dp.noise_plan import NoisePlan
 from lightning_dp.schedules import Constant
 
 SIZE, RECORDS, ROUNDS, Z, RATE, DELTA = 4, 30, 6, 2.0, 0.2, 1e-5

@@ -19,7 +19,7 @@ from lightning_dp.federated.bvr_l_sgd import BVRLSGD
 from lightning_dp.federated.messages import Message, MessageError
 from lightning_dp.federated.sequences import ConstantSteps
 from lightning_dp.federated.synchronous import SynchronousServer
-from lightning_dp.plan import NoisePlan
+from lightning_dp.noise_plan import NoisePlan
 from lightning_dp.sampling import FullBatch
 from lightning_dp.schedules import Constant
 

@@ -13,7 +13,7 @@ from lightning_dp.accounting import PoissonGaussian
 from lightning_dp.federated.ledger import ReleaseLedger
 from lightning_dp.federated.query_client import QueryClient
 from lightning_dp.federated.synchronous import SynchronousServer
-from lightning_dp.plan import NoisePlan
+from lightning_dp.noise_plan import NoisePlan
 from lightning_dp.sampling import Poisson
 from lightning_dp.schedules import Constant
 

@@ -18,7 +18,7 @@ from lightning_dp.federated.ledger import ReleaseLedger
 from lightning_dp.federated.messages import Message, MessageError
 from lightning_dp.federated.query_client import QueryClient
 from lightning_dp.federated.synchronous import SynchronousServer
-from lightning_dp.plan import NoisePlan
+from lightning_dp.noise_plan import NoisePlan
 from lightning_dp.sampling import FullBatch, Poisson
 from lightning_dp.schedules import Constant
 

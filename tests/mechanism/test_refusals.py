@@ -11,7 +11,7 @@ import torch
 from lightning_dp.accounting import Gaussian
 from lightning_dp.boundary import BoundedSum
 from lightning_dp.mechanism import BudgetExhausted
-from lightning_dp.plan import NoisePlan
+from lightning_dp.noise_plan import NoisePlan
 from lightning_dp.sampling import FullBatch
 from lightning_dp.schedules import AbstractSchedule, Constant
 

@@ -18,7 +18,7 @@ from lightning_dp.accounting.ledger import Ledger
 from lightning_dp.boundary import BoundedSum, Query, Release, State, Term
 from lightning_dp.estimators import AbstractEstimator, Traits, share_of_noise
 from lightning_dp.mechanism import Mechanism
-from lightning_dp.plan import NoisePlan
+from lightning_dp.noise_plan import NoisePlan
 from lightning_dp.sampling import Poisson
 from lightning_dp.schedules import Constant
 

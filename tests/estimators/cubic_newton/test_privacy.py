@@ -24,7 +24,7 @@ from lightning_dp.boundary import BoundedSum, Query, Release, State, add_noise
 from lightning_dp.callbacks import DifferentialPrivacy
 from lightning_dp.estimators import AbstractEstimator, Traits
 from lightning_dp.mechanism import Mechanism
-from lightning_dp.plan import NoisePlan
+from lightning_dp.noise_plan import NoisePlan
 from lightning_dp.sampling import Poisson
 from lightning_dp.schedules import Constant, Exponential
 

@@ -33,7 +33,7 @@ from lightning_dp.federated.protocol import noise_source
 from lightning_dp.federated.query_client import QueryClient
 from lightning_dp.federated.synchronous import SynchronousServer
 from lightning_dp.functional import flatten, unflatten
-from lightning_dp.plan import NoisePlan
+from lightning_dp.noise_plan import NoisePlan
 from lightning_dp.sampling import Poisson
 from lightning_dp.testing import Faults, LoopbackFederation, LoopbackGrid
 
