@@ -219,7 +219,7 @@ def table(kept: dict[str, dict[str, Any]]) -> str:
 
 
 def summary(kept: dict[str, dict[str, Any]]) -> str:
-    """How many train, how exactly, and how fast."""
+    """Return the number that train, their errors and their times, in words."""
     wrong = {case.name for cases in FAMILIES.values() for case in cases if case.refused}
     rows = {name: row for name, row in kept.items() if name not in wrong}
     exact = sum(row.get("error", 1.0) < 1e-5 for row in rows.values())

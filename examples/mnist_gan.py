@@ -76,7 +76,7 @@ class Discriminator(nn.Module):
 
 
 class GAN(L.LightningModule):
-    """As without privacy, but that the generator draws a fixed number of rows."""
+    """Train as without privacy, but let the generator draw a fixed number of rows."""
 
     def __init__(self) -> None:
         super().__init__()

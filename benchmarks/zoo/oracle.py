@@ -21,7 +21,7 @@ SMALL = 0.1
 
 @dataclass(frozen=True)
 class Found:
-    """How far an engine is from plain autograd.
+    """The distance of an engine from plain autograd.
 
     Args:
         engine: that answered.

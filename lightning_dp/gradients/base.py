@@ -69,14 +69,14 @@ def as_unsupported(name: str, layer: nn.Module) -> Iterator[None]:
     except UnsupportedModelError as error:
         if name in str(error):
             raise
-        raise UnsupportedModelError(f"{name}: {error}") from error
+        raise UnsupportedModelError(f"{name}: {error}") from None
     except Exception as error:
         raise UnsupportedModelError(
             f"{name or 'The module'} ({type(layer).__name__}): per-record gradients cannot be "
             f"computed from its calls ({type(error).__name__}). Give its parameters to layers of "
             "torch.nn that are called with one tensor, records first, or freeze it with "
             f"requires_grad_(False). {ALONE}"
-        ) from error
+        ) from None  # torch's own words tell sizes of a batch, which is private
 
 
 def number_of_records(rows_seen: Collection[int]) -> int:

@@ -227,8 +227,8 @@ class Bookkeeping(AbstractGradientEngine):
     def _keep_found(self, found: Sequence[Found], combined: bool) -> None:
         for each in found:
             part = each.part
-            if each.dim is not None:
-                self._of_parts.add_rows(part, each.dim, each.gradients)
+            if each.own is not None:
+                self._of_parts.add_rows(part, each.own, each.gradients)
             elif part.param is not None:
                 use = Rows.use(_at_least_float32(each.gradients))
                 self._count_in([(part.param, use)], combined)

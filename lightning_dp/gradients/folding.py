@@ -39,7 +39,7 @@ class AbstractFolding(ABC):
 
 @dataclass(frozen=True)
 class Folded(AbstractFolding):
-    """As many rows for each record: the one with index (o · n + i) · inner + k belongs to record i.
+    """Equal numbers of rows: the one with index (o · n + i) · inner + k belongs to record i.
 
     Args:
         records: n, their number.

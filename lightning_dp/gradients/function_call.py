@@ -53,13 +53,13 @@ class Found:
     Args:
         part: is used.
         gradients: shape (n, *part's shape).
-        dim: None if every record uses all of the part; else the dimension in which each record has
-            its entries, and gradients are there for these alone.
+        own: None if every record uses all of the part; else where each record has its entries, and
+            gradients are there for these alone.
     """
 
     part: Part
     gradients: Tensor
-    dim: int | None = None
+    own: Layout | None = None
 
 
 @dataclass
@@ -228,7 +228,7 @@ class FunctionCall:
 
     def _found(self, own: Mapping[int, Layout], rows: Sequence[Tensor]) -> list[Found]:
         return [
-            Found(each.part, each_rows, own[each.place].dim if each.place in own else None)
+            Found(each.part, each_rows, own.get(each.place))
             for each, each_rows in zip(self.parts, rows, strict=True)
             if each.part is not None
         ]
@@ -430,14 +430,22 @@ class FunctionCall:
         return shares.pop() if len(shares) == 1 else None
 
     def _refusal(self, problems: Sequence[Exception]) -> UnsupportedModelError:
-        shapes = ", ".join(str(tuple(each.tensor.shape)) for each in self.given)
+        kinds = ", ".join(map(_kind, self.given))
         why = f" ({type(problems[0]).__name__})" if problems else ""
         return UnsupportedModelError(
-            f"{self.name} was called with tensors of shapes {shapes}, and cannot be run record by "
-            f"record with the same result{why}. Let the parameters meet the records in a function that "
-            "treats each record by itself, with the records in one dimension, before anything but a sum "
-            f"or a mean is taken over them. {ALONE}"
+            f"{self.name} was called with {kinds}, and cannot be run record by record with the same "
+            f"result{why}. Let the parameters meet the records in a function that treats each record by "
+            "itself, with the records in one dimension, before anything but a sum or a mean is taken "
+            f"over them. {ALONE}"
         )
+
+
+def _kind(given: Given) -> str:
+    """Return what a tensor is, in words that hold for every batch: its sizes may tell of the records."""
+    if given.part is not None and given.part.param is not None:
+        return f"a parameter of shape {tuple(given.tensor.shape)}"
+    where = "" if given.layout is None else f" (records in dimension {given.layout.dim})"
+    return f"a tensor of {given.tensor.dim()} dimensions{where}"
 
 
 def _values(dims: Any) -> list[Any]:

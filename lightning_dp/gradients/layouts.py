@@ -56,6 +56,29 @@ class Layout:
         split: Tensor = tensor.unflatten(self.dim, sizes)  # type: ignore[no-untyped-call]
         return split.movedim(self.dim + 1, 0).flatten(self.dim + 1, self.dim + 2)
 
+    def in_whole(self, parts: Tensor) -> Tensor:
+        """Return what a function of the whole tensor has for each record, zero outside of its part.
+
+        Args:
+            parts: shape (n, …), as :meth:`records_first` returns it.
+
+        Returns:
+            shape (n, *shape of the whole tensor).
+
+        Example:
+            >>> parts = torch.tensor([[1, 2], [3, 4]])  # two frames of two records
+            >>> Layout(0, outer=2).in_whole(parts)
+            tensor([[1, 0, 2, 0],
+                    [0, 3, 0, 4]])
+        """
+        n, place = len(parts), self.dim + 1
+        split: Tensor = parts.unflatten(place, (self.outer, self.inner))  # type: ignore[no-untyped-call]
+        sizes = list(split.shape)
+        whole = parts.new_zeros(*sizes[: place + 1], n, *sizes[place + 1 :])
+        each = torch.arange(n, device=parts.device)
+        whole.movedim(place + 1, 1)[each, each] = split
+        return whole.flatten(place, place + 2)
+
     def rows_first(self, tensor: Tensor, n: int) -> Tensor:
         """Return shape (n · rows, …): each record's rows one after another, in the first dimension."""
         if self.dim == 0 and self.outer == 1:

@@ -183,9 +183,8 @@ def refuse_overwritten(name: str, layer: nn.Module, given: Tensor, version: int)
     """
     if given._version != version:
         raise UnsupportedModelError(
-            f"The input of {name or 'the module'} ({type(layer).__name__}), of shape "
-            f"{tuple(given.shape)}, was overwritten after the layer had used it. Do not change tensors "
-            "in place between layers (inplace=True, +=)."
+            f"The input of {name or 'the module'} ({type(layer).__name__}) was overwritten after the "
+            "layer had used it. Do not change tensors in place between layers (inplace=True, +=)."
         )
 
 

@@ -10,6 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
+from lightning_dp.gradients.layouts import Layout
+
 __all__ = ["Part", "PartGradients"]
 
 
@@ -45,38 +47,10 @@ class Part:
 
 
 _LINEAR = {
-    *(
-        "AccumulateGrad",
-        "T",
-        "Transpose",
-        "Permute",
-        "View",
-        "UnsafeView",
-        "ReshapeAlias",
-        "Expand",
-    ),
-    *(
-        "Slice",
-        "Select",
-        "Index",
-        "IndexSelect",
-        "Embedding",
-        "Cat",
-        "Stack",
-        "Unsqueeze",
-        "Squeeze",
-    ),
-    *(
-        "Repeat",
-        "Clone",
-        "Alias",
-        "Split",
-        "SplitWithSizes",
-        "Unbind",
-        "ToCopy",
-        "Neg",
-        "AsStrided",
-    ),
+    *("AccumulateGrad", "T", "Transpose", "Permute", "View", "UnsafeView", "ReshapeAlias"),
+    *("Expand", "Slice", "Select", "Index", "IndexSelect", "Embedding", "Cat", "Stack"),
+    *("Unsqueeze", "Squeeze", "Repeat", "Clone", "Alias", "Split", "SplitWithSizes", "Unbind"),
+    *("ToCopy", "Neg", "AsStrided"),
 }
 _ENTRIES = 1 << 24  # of cotangents with a row for each record that are in memory at once
 
@@ -97,26 +71,19 @@ class PartGradients:
         self._parts[id(part.tensor)] = part
         self._found.setdefault(id(part.tensor), []).append(gradients)
 
-    def add_rows(self, part: Part, dim: int, gradients: Tensor) -> None:
-        """Count in c_i of a use in which each record has its entries in one dimension.
+    def add_rows(self, part: Part, own: Layout, gradients: Tensor) -> None:
+        """Count in c_i of a use in which each record has its own entries.
 
         Args:
             part: repeats a smaller one for each record, or has other values for each.
-            dim: the dimension.
-            gradients: shape (n, *part's shape with the record's entries only); entries that belong to
-                record i are i * k to (i + 1) * k.
+            own: where each record has them.
+            gradients: shape (n, *part's shape with the record's entries only).
         """
         source = part.repeated
         if source is not None:
-            shape = source.tensor.shape
-            self.add(source, sum_to(gradients, shape))
-            return
-        n, own = len(gradients), gradients.shape[dim + 1]
-        whole = gradients.new_zeros(n, *part.tensor.shape)
-        for record in range(n):
-            place = whole[record].narrow(dim, record * own, own)
-            place.copy_(gradients[record])
-        self.add(part, whole)
+            self.add(source, sum_to(gradients, source.tensor.shape))
+        else:
+            self.add(part, own.in_whole(gradients))
 
     def pull_back(self, params: Mapping[int, nn.Parameter]) -> list[tuple[nn.Parameter, Tensor]]:
         """Return the parameters with their gradients per record, shape (n, *parameter's shape).

@@ -50,7 +50,9 @@ def rows_of_records(owners: Tensor, records: int) -> Iterator[None]:
         owners.is_floating_point() or owners.is_complex() or owners.dtype.itemsize == 0
     )
     if not is_whole or owners.dim() != 1:
-        seen = tuple(owners.shape) if isinstance(owners, Tensor) else type(owners).__name__
+        seen = type(owners).__name__
+        if isinstance(owners, Tensor):  # its size may be that of a private batch
+            seen = f"a tensor of {owners.dim()} dimensions and {owners.dtype}"
         raise ValueError(
             f"{where}: owners is {seen}, where a tensor of shape (N,) with the whole number of each "
             "row's record is needed (batch.batch of a batch of graphs)."

@@ -115,7 +115,8 @@ class FunctionTracer(TorchFunctionMode):
             if isinstance(each, Tensor) and each.dim():
                 layout = Layout()
                 self._records[each] = layout if layout.fits(each, n) else None
-        self._takes_values = any(not isinstance(each, Tensor | int | float) for each in leaves)
+        plain = Tensor | int | float | None
+        self._takes_values = batch is None or any(not isinstance(each, plain) for each in leaves)
         with self:
             yield
 
@@ -180,11 +181,11 @@ class FunctionTracer(TorchFunctionMode):
             stack += [child for child, _ in node.next_functions]
         return False
 
-    def _new_part(self, tensor: Tensor, repeated: Part | None = None) -> Part | None:
+    def _new_part(self, tensor: Tensor) -> Part | None:
         names = self._names_below(tensor)
         if not names:
             return None  # of parameters that are not trained
-        part = Part(tensor, names, repeated=repeated, has_rows=True)  # made nobody saw of what
+        part = Part(tensor, names, has_rows=True)  # made nobody saw of what
         self._parts[id(tensor)] = part
         return part
 
@@ -405,7 +406,8 @@ class FunctionTracer(TorchFunctionMode):
         return {i: each for i, each in duals.items() if each is not None}
 
     def _given(self, place: int, tensor: Tensor, part: Part | None, before: _Before) -> Given:
-        layout = None if part is not None else dict_of(before.layouts).get(id(tensor))
+        places = {id(each): place for each, place in before.layouts}
+        layout = None if part is not None else places.get(id(tensor))
         is_lost = part is None and layout is None and tensor in self._records
         if tensor is before.target and before.kept is not None:
             version = before.kept._version
@@ -413,10 +415,6 @@ class FunctionTracer(TorchFunctionMode):
         total = self._totals.get(tensor) if layout is None and part is None else None
         is_lost = is_lost and total is None
         return Given(place, tensor.detach(), part, layout, tensor._version, total, is_lost)
-
-
-def dict_of(layouts: Sequence[tuple[Tensor, Layout]]) -> dict[int, Layout]:
-    return {id(tensor): layout for tensor, layout in layouts}
 
 
 def _storage_of(tensor: Tensor) -> int:

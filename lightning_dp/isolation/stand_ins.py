@@ -181,7 +181,7 @@ class StandInTrainer:
 
     @property
     def loggers(self) -> list[Any]:
-        """As many as the Trainer has, all mute."""
+        """Mute loggers, as many as the Trainer has."""
         return [DummyLogger() for _ in (self._real.loggers if self._real else ())]
 
     @property

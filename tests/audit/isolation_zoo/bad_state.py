@@ -187,7 +187,7 @@ class LossOverItsAverage(Small):
 
 @remembers()
 class LoggedMetricInTheLoss(Small):
-    """What was logged in the step before steers this one."""
+    """A step that is steered by what the one before logged."""
 
     def loss(self, out: Tensor, x: Tensor, y: Tensor) -> Tensor:
         before = self.trainer.callback_metrics.get("peak", torch.tensor(1.0))

@@ -1,4 +1,4 @@
-"""What a round costs, and what one record can do to each of its queries."""
+"""The cost of a round, and the bound on what one record can do to each of its queries."""
 
 from __future__ import annotations
 

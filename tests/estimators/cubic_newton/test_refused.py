@@ -1,4 +1,4 @@
-"""What has no meaning with cubic Newton steps is refused, before anything is charged."""
+"""Refusals of settings that have no meaning with cubic Newton steps, before anything is charged."""
 
 from __future__ import annotations
 
