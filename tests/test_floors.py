@@ -30,7 +30,7 @@ FLOORS = (
     ("functional", "_world", "_noise", "_fingerprint", "sparsify"),
     ("boundary",),
     ("accounting",),
-    ("sampling", "estimators"),
+    ("sampling", "estimators", "plan"),
     ("schedules", "postprocessing"),
     ("config",),
     ("noise_plan",),
@@ -49,7 +49,7 @@ FLOORS = (
     ("audit",),
 )
 LIGHTNING = ("strategies", "callbacks", "audit", "isolation")
-NUMPY_ONLY = {*FLOORS[0], "_files", "accounting"}
+NUMPY_ONLY = {*FLOORS[0], "_files", "accounting", "plan"}
 FLOOR_OF = {room: number for number, floor in enumerate(FLOORS) for room in floor}
 
 

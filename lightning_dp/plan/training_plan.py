@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from lightning_dp._validate import normalise, not_negative, positive, probability, whole
 from lightning_dp.accounting.base import Relation, check_relation
@@ -46,7 +46,7 @@ class TrainingPlan:
     target_epsilon: float
     target_delta: float
     relation: Relation = "add_remove"
-    noise: AbstractNoise = IndependentNoise()
+    noise: AbstractNoise = field(default_factory=IndependentNoise)
 
     def __post_init__(self) -> None:
         normalise(self, whole, "num_records", "batch_size", "steps", of="TrainingPlan")

@@ -1,0 +1,147 @@
+"""A plan says what a run would do: its noise is the run's, and its numbers are the formulas'."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+
+from lightning_dp import FullBatch, Poisson, PrivacyConfig
+from lightning_dp._world import World
+from lightning_dp.accounting import PoissonGaussian, epsilon
+from lightning_dp.plan import TrainingPlan, plan_training
+from lightning_dp.plan.noise import full_batch_noise
+from lightning_dp.run import PrivateRun
+
+BUDGET = {"target_epsilon": 3.0, "target_delta": 1e-5}
+NAN = float("nan")
+
+
+@pytest.mark.parametrize("relation", ["add_remove", "replace_one"])
+@pytest.mark.parametrize(("batch_size", "sampling"), [(100, Poisson()), (4000, FullBatch())])
+def test_the_noise_is_that_of_a_run(batch_size, sampling, relation):
+    run = PrivateRun(PrivacyConfig(**BUDGET, sampling=sampling, relation=relation))
+    batches = sampling.plan(
+        num_records=4000,
+        batch_size=batch_size,
+        accumulate=1,
+        world_size=1,
+        loader_length=math.ceil(4000 / batch_size),
+    )
+    run.use_batches(batches)
+    run.start(3 * batches.steps_per_epoch, World(), directory=None)
+
+    plan = plan_training(4000, batch_size, epochs=3, **BUDGET, relation=relation)
+
+    assert plan.steps == 3 * batches.steps_per_epoch
+    assert plan.sample_rate == batches.sample_rate
+    assert plan.records_per_step == batches.expected_batch_size
+    assert plan.noise_multiplier == pytest.approx(run.noise_multiplier, rel=2e-3)
+
+
+def test_the_budget_is_kept_and_used():
+    plan = plan_training(4000, 100, epochs=3, **BUDGET)
+    spent = epsilon([(PoissonGaussian(plan.noise_multiplier, 0.025), 120)], delta=1e-5)
+    assert 0.998 * 3 <= spent <= 3
+
+
+def test_the_noise_vector_has_its_length():
+    plan = plan_training(4000, 100, epochs=3, **BUDGET)
+    rng = np.random.default_rng(0)
+    drawn = 0.5 * plan.noise_multiplier * rng.standard_normal((50, 10_000)) / 100
+
+    measured = np.linalg.norm(drawn, axis=1).mean()
+
+    assert plan.noise_length(10_000, max_grad_norm=0.5) == pytest.approx(measured, rel=0.01)
+
+
+def test_the_noise_of_the_run_is_that_of_a_mean_over_its_steps():
+    plan = plan_training(4000, 100, epochs=3, **BUDGET)
+    rng = np.random.default_rng(0)
+    releases = plan.noise_multiplier * rng.standard_normal((plan.steps, 10_000)) / 100
+
+    measured = releases.mean(axis=0).std()
+
+    assert plan.noise_of_the_run == pytest.approx(measured, rel=0.03)
+
+
+@pytest.mark.parametrize("relation", ["add_remove", "replace_one"])
+@pytest.mark.parametrize("steps", [1, 10, 1000])
+def test_full_batches_have_no_excess(steps, relation):
+    plan = plan_training(500, 500, steps=steps, **BUDGET, relation=relation)
+    assert plan.excess == pytest.approx(1.0, rel=1e-9)
+    # The mean of all of them has the noise of one release of the sum over 500 records.
+    one = full_batch_noise(3.0, 1e-5, relation)
+    assert plan.noise_of_the_run == pytest.approx(one / 500)
+
+
+def test_replacing_a_record_takes_twice_the_noise_on_full_batches():
+    noise = [full_batch_noise(2.0, 1e-6, each) for each in ("add_remove", "replace_one")]
+    assert noise[1] == pytest.approx(2 * noise[0])
+
+
+def test_the_excess_of_many_steps_is_that_of_the_central_limit():
+    plan = plan_training(100_000, 500, steps=20_000, **BUDGET)
+    z = plan.noise_multiplier
+    assert plan.excess == pytest.approx(z * math.sqrt(math.expm1(z**-2)), rel=0.02)
+    assert plan.excess > 1.05
+
+
+@pytest.mark.parametrize("epochs", [1, 6, 30])
+def test_larger_batches_have_less_noise_for_equally_many_gradients(epochs):
+    plans = [plan_training(20_000, b, epochs=epochs, **BUDGET) for b in (50, 200, 1000, 20_000)]
+    assert sorted((each.excess for each in plans), reverse=True) == [p.excess for p in plans]
+    assert len({round(each.record_gradients) for each in plans}) == 1
+
+
+def test_a_batch_above_the_data_set_is_the_data_set():
+    plan = plan_training(300, 1000, epochs=2, **BUDGET)
+    assert (plan.sample_rate, plan.records_per_step, plan.steps) == (1.0, 300, 2)
+
+
+def test_time_is_gradients_over_speed():
+    assert plan_training(1000, 100, epochs=4, **BUDGET).seconds(records_per_second=50) == 80
+
+
+def test_a_change_keeps_the_epochs_and_calibrates_anew():
+    plan = plan_training(1000, 30, epochs=4, **BUDGET)
+    assert plan.changed(batch_size=120) == plan_training(1000, 120, epochs=4, **BUDGET)
+    assert plan.changed(epochs=5) == plan_training(1000, 30, epochs=5, **BUDGET)
+    assert plan.changed(steps=7) == plan_training(1000, 30, steps=7, **BUDGET)
+    tighter = plan_training(1000, 30, epochs=4, target_epsilon=1.0, target_delta=1e-5)
+    assert plan.changed(target_epsilon=1.0) == tighter
+
+
+@pytest.mark.parametrize(
+    ("changes", "name"),
+    [
+        ({"num_records": 0}, "num_records"),
+        ({"num_records": NAN}, "num_records"),
+        ({"batch_size": 0.5}, "batch_size"),
+        ({"epochs": NAN}, "epochs"),
+        ({"epochs": 0}, "epochs"),
+        ({"epochs": None}, "epochs=None, steps=None"),
+        ({"steps": 3}, "epochs=2, steps=3"),
+        ({"target_epsilon": NAN}, "target_epsilon"),
+        ({"target_delta": NAN}, "target_delta"),
+        ({"target_delta": 1.0}, "target_delta"),
+        ({"relation": "either"}, "relation"),
+    ],
+)
+def test_illegal_arguments_are_named(changes, name):
+    given = {"num_records": 1000, "batch_size": 10, "epochs": 2, **BUDGET, **changes}
+    with pytest.raises(ValueError, match=name):
+        plan_training(**given)
+
+
+def test_numbers_given_to_a_plan_are_checked():
+    plan = plan_training(1000, 100, epochs=1, **BUDGET)
+    with pytest.raises(ValueError, match="noise_multiplier"):
+        TrainingPlan(num_records=9, batch_size=3, steps=1, noise_multiplier=NAN, **BUDGET)
+    with pytest.raises(ValueError, match="records_per_second"):
+        plan.seconds(NAN)
+    with pytest.raises(ValueError, match="max_grad_norm"):
+        plan.noise_length(10, NAN)
+    with pytest.raises(ValueError, match="num_parameters"):
+        plan.noise_length(0)
