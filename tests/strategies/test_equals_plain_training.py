@@ -137,7 +137,13 @@ def test_finite_clip_equals_a_loop_over_single_records(
 ):
     data = numbered(dtype=torch.float64)
     model = recording(mlp().double(), scheduled(sgd))
-    privacy = DifferentialPrivacy(noise_multiplier=0.0, max_grad_norm=0.5, target_delta=1e-5)
+    privacy = DifferentialPrivacy(
+        noise_multiplier=0.0,
+        max_grad_norm=0.5,
+        target_delta=1e-5,
+        isolation_probe=False,
+        spot_checks=False,
+    )
     trainer = make_trainer(max_epochs=1, accumulate_grad_batches=accumulate, callbacks=[privacy])
 
     trainer.fit(model, DataLoader(data, batch_size=6))
@@ -174,7 +180,11 @@ def test_noise_of_the_first_update_has_standard_deviation_z_c_over_b(make_traine
     noise_multiplier, clip_norm, expected_batch_size = 1.7, 0.6, 24
     model, data = Wide(), wide_data()
     privacy = DifferentialPrivacy(
-        noise_multiplier=noise_multiplier, max_grad_norm=clip_norm, target_delta=1e-5
+        noise_multiplier=noise_multiplier,
+        max_grad_norm=clip_norm,
+        target_delta=1e-5,
+        isolation_probe=False,
+        spot_checks=False,
     )
 
     make_trainer(max_steps=1, callbacks=[privacy]).fit(
@@ -195,7 +205,9 @@ def test_equal_seeds_do_not_repeat_noise_or_batches(make_trainer, weights):
     for _ in range(2):
         L.seed_everything(0, workers=True, verbose=False)
         model = Wide()
-        privacy = DifferentialPrivacy(noise_multiplier=1.0, target_delta=1e-5)
+        privacy = DifferentialPrivacy(
+            noise_multiplier=1.0, target_delta=1e-5, isolation_probe=False, spot_checks=False
+        )
         make_trainer(max_steps=3, callbacks=[privacy]).fit(
             model, DataLoader(wide_data(), batch_size=24, shuffle=True)
         )
@@ -211,7 +223,13 @@ def test_a_seed_of_the_callback_repeats_noise_and_batches(make_trainer, weights)
     runs = []
     for _ in range(2):
         model = Wide()
-        privacy = DifferentialPrivacy(noise_multiplier=1.0, target_delta=1e-5, seed=5)
+        privacy = DifferentialPrivacy(
+            noise_multiplier=1.0,
+            target_delta=1e-5,
+            seed=5,
+            isolation_probe=False,
+            spot_checks=False,
+        )
         make_trainer(max_steps=3, callbacks=[privacy]).fit(
             model, DataLoader(wide_data(), batch_size=24, shuffle=True)
         )
