@@ -1,0 +1,269 @@
+r"""The signal beneath the noise of releases: how long it is, and if any of it lasts from step to step.
+
+All is computed from releases r_t and the noise that is known to be in them, so it costs no privacy.
+With s_t the standard deviation of the noise in each of d coordinates, and ξ_t standard normal,
+
+.. math:: r_t = g_t + s_t ξ_t,
+
+where g_t is the mean of the clipped gradients of the batch.
+
+**Length.** :math:`\|r_t\|^2 - d s_t^2` is an estimate of ‖g_t‖² without bias; averaged over n steps
+of small g_t its standard deviation is :math:`s^2\sqrt{2d/n}`.
+
+**Agreement.** Let m_t be a moving average of the releases *before* step t. Then
+
+.. math:: a_t = ⟨r_t, m_t⟩ / (s_t \|m_t\|)
+
+is exactly standard normal, and independent of all earlier ones, if g_t = 0 (or if g_t is orthogonal
+to m_t): m_t is known before ξ_t is drawn, and ξ_t has the same law in every direction. Sums of n of
+them, over √n, are exactly standard normal too, in every dimension. With a gradient that stays the
+same the mean of a_t is :math:`γ^2 w/\sqrt{γ^2 w^2 + w d}`, γ = ‖g‖/s and w the steps that m_t averages:
+in a large model noise is longer than the gradient at every single step (γ² < d), and still the sum
+over T steps is far from 0 as soon as :math:`γ^2 T` is some multiple of :math:`\sqrt{d}`.
+
+The sign of a_t is Pflug's diagnostic of stochastic approximation ("Non-asymptotic confidence bounds
+for stochastic approximation algorithms with constant step size", Monatshefte für Mathematik 110,
+1990): positive while the steps are short of the optimum, negative where they jump across it.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_dp.boundary import Query, Release
+
+__all__ = ["Signal", "SignalTracker", "Stretch"]
+
+_MOST_STRETCHES = 64
+_PENDING = 64  # releases after which numbers are fetched from the device
+_BLOCK = 1 << 18  # entries whose products float32 adds up without loss that matters here
+_MEMORY = 3  # release s has the weight (s/t)^3 in the average at t: the last quarter counts most
+
+
+@dataclass(frozen=True)
+class Stretch:
+    """Sums over successive releases.
+
+    Args:
+        last_step: of the plan, counted from 1.
+        steps: n, how many there are.
+        squared: Σ ‖r_t‖².
+        noise: Σ d s_t², what noise alone would give on average.
+        agreements: how many of them have an a_t: the first release of a fit has none.
+        agreement: Σ a_t.
+    """
+
+    last_step: int = 0
+    steps: int = 0
+    squared: float = 0.0
+    noise: float = 0.0
+    agreements: int = 0
+    agreement: float = 0.0
+
+    def plus(self, later: Stretch) -> Stretch:
+        """Return the sums over both."""
+        return Stretch(
+            max(self.last_step, later.last_step),
+            self.steps + later.steps,
+            self.squared + later.squared,
+            self.noise + later.noise,
+            self.agreements + later.agreements,
+            self.agreement + later.agreement,
+        )
+
+    @property
+    def released_length(self) -> float:
+        """Root mean square of ‖r_t‖."""
+        return math.sqrt(self.squared / self.steps) if self.steps else math.nan
+
+    @property
+    def noise_length(self) -> float:
+        """Root mean square of s_t √d."""
+        return math.sqrt(self.noise / self.steps) if self.steps else math.nan
+
+    @property
+    def signal_length(self) -> float:
+        """The estimate of the root mean square of ‖g_t‖; 0 where noise hides it."""
+        return math.sqrt(max(0.0, self.squared - self.noise) / self.steps) if self.steps else math.nan
+
+    @property
+    def signal_ratio(self) -> float:
+        """The estimated length of the gradient over that of the noise."""
+        return self.signal_length / self.noise_length if self.noise > 0 else math.nan
+
+    @property
+    def z_score(self) -> float:
+        """Σ a_t / √n: standard normal if the releases hold noise alone; NaN without any a_t."""
+        return self.agreement / math.sqrt(self.agreements) if self.agreements else math.nan
+
+
+@dataclass(frozen=True)
+class Signal:
+    """The releases of a run, in stretches of equal numbers of steps, in order.
+
+    Args:
+        stretches: at most 64.
+        size: d, the entries of a release.
+    """
+
+    stretches: tuple[Stretch, ...] = ()
+    size: int = 0
+
+    @property
+    def whole(self) -> Stretch:
+        """The sums over all of them."""
+        return self.between(0, len(self.stretches))
+
+    def between(self, first: int, last: int) -> Stretch:
+        """Return the sums over stretches ``first`` to ``last - 1``."""
+        total = Stretch()
+        for each in self.stretches[first:last]:
+            total = total.plus(each)
+        return total
+
+    def recent(self, steps: int) -> Stretch:
+        """Return the sums over the last stretches that hold at least so many steps."""
+        total = Stretch()
+        for each in reversed(self.stretches):
+            if total.steps >= steps:
+                break
+            total = each.plus(total)
+        return total
+
+
+@dataclass
+class SignalTracker:
+    """Follows the releases of a run; memory for one vector more of the model's size.
+
+    Only answers about a gradient count: differences of gradients (between the restarts of
+    :class:`~lightning_dp.estimators.Diff2`) point elsewhere, and others have another length.
+
+    The average of releases is not saved. A resumed run begins a new one, so a few steps say less;
+    what they say is as exact.
+
+    Example:
+        >>> from lightning_dp.boundary import Term
+        >>> tracker = SignalTracker()
+        >>> for step in range(100):
+        ...     released = Release(torch.full((400,), 0.5) + torch.randn(400), noise_std=1.0)
+        ...     tracker.observe(Query((Term(),), 1.0, 1.0), released, step)
+        >>> bool(tracker.signal().whole.z_score > 5)
+        True
+    """
+
+    _size: int = 0
+    _stretches: list[Stretch] = field(default_factory=list)
+    _width: int = 1  # steps in a stretch
+    _average: Tensor | None = field(default=None, repr=False)
+    _averaged: int = 0  # releases in it
+    _length: float = 0.0  # its squared norm
+    _pending: list[tuple[int, float, int, Tensor, Tensor]] = field(default_factory=list, repr=False)
+
+    def observe(self, query: Query, released: Release, step: int) -> None:
+        """Take a release in; the value is not kept.
+
+        Args:
+            query: what was asked.
+            released: the noised mean, before the estimator or any post-processing saw it.
+            step: of the plan, from 0.
+        """
+        if not (released.noise_std > 0 and _asks_gradient(query)):
+            return
+        value = released.value.detach()
+        if self._average is None or self._average.shape != value.shape:
+            self._flush()
+            self._average, self._averaged, self._length = torch.zeros_like(value), 0, 0.0
+            self._size = value.numel()
+        products = (_product(value, value), _product(value, self._average))
+        self._pending.append((step, released.noise_std, self._averaged, *products))
+        self._average.lerp_(value, _weight(self._averaged))
+        self._averaged += 1
+        if len(self._pending) >= _PENDING:
+            self._flush()
+
+    def signal(self) -> Signal:
+        """Return what is known now."""
+        self._flush()
+        return Signal(tuple(self._stretches), self._size)
+
+    def _flush(self) -> None:
+        """Fetch the numbers of the latest releases from the device, and add them up."""
+        if not self._pending:
+            return
+        fetched = torch.stack([each for *_, a, b in self._pending for each in (a, b)]).tolist()
+        for (*known, _, _), squared, along in zip(
+            self._pending, fetched[::2], fetched[1::2], strict=True
+        ):
+            self._add(*known, squared, along)
+        self._pending = []
+
+    def _add(self, step: int, noise_std: float, averaged: int, squared: float, along: float) -> None:
+        length, weight = self._length, _weight(averaged)
+        self._length = (
+            (1 - weight) ** 2 * length + 2 * weight * (1 - weight) * along + weight**2 * squared
+        )
+        if not math.isfinite(squared):
+            return  # the run has diverged
+        known = averaged > 0 and length > 0
+        self._append(
+            Stretch(
+                step + 1,
+                1,
+                squared,
+                self._size * noise_std**2,
+                int(known),
+                along / (noise_std * math.sqrt(length)) if known else 0.0,
+            )
+        )
+
+    def _append(self, one: Stretch) -> None:
+        """Add one release to the last stretch, or begin another; too many are joined in pairs."""
+        if self._stretches and self._stretches[-1].steps < self._width:
+            self._stretches[-1] = self._stretches[-1].plus(one)
+            return
+        if len(self._stretches) == _MOST_STRETCHES:
+            pairs = zip(self._stretches[::2], self._stretches[1::2], strict=True)
+            self._stretches = [first.plus(second) for first, second in pairs]
+            self._width *= 2
+        self._stretches.append(one)
+
+    # -- state -------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the sums, as plain types."""
+        signal = self.signal()
+        return {
+            "size": signal.size,
+            "width": self._width,
+            "stretches": [list(vars(each).values()) for each in signal.stretches],
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from a state of :meth:`state_dict`."""
+        self._size, self._width = int(state["size"]), int(state["width"])
+        self._stretches = [Stretch(*each) for each in state["stretches"]]
+        self._average, self._averaged, self._length, self._pending = None, 0, 0.0, []
+
+
+def _asks_gradient(query: Query) -> bool:
+    """Tell whether the answer holds a gradient of all parameters, and not only differences."""
+    gradients = [term.weight for term in query.terms if term.direction is None]
+    return query.coordinates is None and abs(sum(gradients)) > 0
+
+
+def _weight(averaged: int) -> float:
+    """Return the weight of the next release in the average of so many before it."""
+    return (1 + _MEMORY) / (averaged + 1 + _MEMORY)
+
+
+def _product(a: Tensor, b: Tensor) -> Tensor:
+    """Return ⟨a, b⟩; one long sum in float32 would lose more than the noise of an average has."""
+    if a.numel() <= _BLOCK:
+        return torch.dot(a, b).double()
+    blocks = zip(torch.split(a, _BLOCK), torch.split(b, _BLOCK), strict=True)
+    return torch.stack([torch.dot(x, y) for x, y in blocks]).sum(dtype=torch.float64)
