@@ -71,6 +71,12 @@ class DifferentialPrivacy(Callback):
             that is trained on the records: its place, or the dotted path of a module whose
             parameters it holds ("discriminator"). The others are public: their steps may use
             released and synthetic values only, and are not charged.
+        advice: say before the first step what noise and batches mean for learning, and afterwards what
+            the releases tell of it; from public numbers and releases alone. Costs one vector of the
+            model's size.
+        count_clipped: also release, noised, how many records of each batch were clipped; logged as
+            ``privacy/share_clipped``. Charged with the gradient as one event, whose noise it makes
+            0.5 % longer.
         seed: repeatable noise and batches, for tests; the report says that nothing is private.
 
     Raises:
@@ -104,6 +110,8 @@ class DifferentialPrivacy(Callback):
         spot_checks: bool = True,
         gradient_edits: str | None = None,
         private_optimizer: int | str | None = None,
+        advice: bool = True,
+        count_clipped: bool = False,
         seed: int | None = None,
     ) -> None:
         self._run = PrivateRun(
@@ -125,6 +133,8 @@ class DifferentialPrivacy(Callback):
                 spot_checks=spot_checks,
                 gradient_edits=gradient_edits,
                 private_optimizer=private_optimizer,
+                advice=advice,
+                count_clipped=count_clipped,
                 seed=seed,
             )
         )

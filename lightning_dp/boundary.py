@@ -11,7 +11,9 @@ record i. Accounting turns that, and how batches are drawn, into ε.
 2. :func:`bounded_sum` is the only function that makes a :class:`BoundedSum` from data. It scales
    each record's vector by a factor that depends on that vector's norm alone, so one record more or
    less moves the sum by a vector of length at most C, whatever the other records are. (That a
-   record's vector depends on that record alone is for the isolation check to find out.)
+   record's vector depends on that record alone is for the isolation check to find out.) If clipped
+   records are counted too, the count is one more entry of the record's vector, and C the bound of
+   the longer vector: it is one Gaussian still, with the same z.
 3. A bounded sum begins in two more ways, each with the trust it needs in its name: with no records
    (:meth:`BoundedSum.empty`), or from a party that is trusted to have bounded it
    (:meth:`BoundedSum.received`). :meth:`BoundedSum.plus` adds sums over disjoint records, so each
@@ -117,19 +119,24 @@ class Query:
         noise_multiplier: z >= 0.
         coordinates: c, int64, sorted and distinct; the answer has one entry for each. ``None`` for
             all. Public: not chosen by looking at data.
+        count_weight: κ >= 0. Above 0 the answer has one entry more, :math:`κ C \sum_i c_i` with
+            c_i = 1 for a record that was clipped and -1 for one that was not, and the noise has
+            standard deviation z·C·√(1 + κ²) in every entry; see :func:`bounded_sum`.
 
     Raises:
         ValueError: for values outside these bounds (NaN included).
 
     Example:
-        >>> Query(terms=(Term(),), clip_norm=1.0, noise_multiplier=1.1).clip_norm
-        1.0
+        >>> query = Query(terms=(Term(),), clip_norm=1.0, noise_multiplier=1.1)
+        >>> query.clip_norm, query.sensitivity
+        (1.0, 1.0)
     """
 
     terms: tuple[Term, ...]
     clip_norm: float
     noise_multiplier: float
     coordinates: Tensor | None = field(default=None, repr=False)
+    count_weight: float = 0.0
 
     def __post_init__(self) -> None:
         self._check_coordinates()
@@ -142,6 +149,15 @@ class Query:
                 f"An infinite clip norm bounds nothing, so noise_multiplier="
                 f"{self.noise_multiplier} has no meaning: set a finite max_grad_norm, "
                 "or noise_multiplier=0 for training without privacy."
+            )
+        self._check_count()
+
+    def _check_count(self) -> None:
+        normalise(self, not_negative, "count_weight", of="Query")
+        if self.count_weight > 0 and (self.coordinates is not None or math.isinf(self.clip_norm)):
+            raise ValueError(
+                f"Query(count_weight={self.count_weight}) counts clipped records beside a whole "
+                "gradient of finite clip norm; leave out coordinates, or the count."
             )
 
     def _check_coordinates(self) -> None:
@@ -158,7 +174,18 @@ class Query:
 
     def size(self, all_coordinates: int) -> int:
         """Return the length of the answer, given d."""
-        return all_coordinates if self.coordinates is None else len(self.coordinates)
+        entries = all_coordinates if self.coordinates is None else len(self.coordinates)
+        return entries + (self.count_weight > 0)
+
+    @property
+    def sensitivity(self) -> float:
+        """The L2 bound of one record's part in the answer: C, with its count C·√(1 + κ²)."""
+        return _with_count(self.clip_norm, self.count_weight)
+
+    @property
+    def is_gradient(self) -> bool:
+        """True if each record's whole gradient at one point is asked for, not a combination."""
+        return self.coordinates is None and len(self.terms) == 1 and self.terms[0].direction is None
 
     @property
     def runs_again(self) -> bool:
@@ -248,8 +275,8 @@ class BoundedSum:
             query: what was asked.
             params: the trainable parameters, for their number, type and device.
         """
-        zeros = _zeros(params)
-        return cls(zeros[: query.size(len(zeros))], query.clip_norm)
+        size = query.size(sum(param.numel() for param in params))
+        return cls(_zeros(params, size), query.sensitivity)
 
     @classmethod
     def received(cls, value: Tensor, query: Query) -> BoundedSum:
@@ -258,7 +285,7 @@ class BoundedSum:
         Nothing here can check that: the guarantee holds if the party that sent ``value`` made it
         by :func:`bounded_sum`, for this query.
         """
-        return cls(value, query.clip_norm)
+        return cls(value, query.sensitivity)
 
     def plus(self, other: BoundedSum) -> BoundedSum:
         """Return the sum over both sets of records, which must be disjoint (chunks of one batch)."""
@@ -270,12 +297,28 @@ class BoundedSum:
         return BoundedSum(self.value + other.value, self.clip_norm)
 
 
-def bounded_sum(gradients: AbstractPerSampleGradients, clip_norm: float) -> BoundedSum:
+def bounded_sum(
+    gradients: AbstractPerSampleGradients, clip_norm: float, count_weight: float = 0.0
+) -> BoundedSum:
     r"""Return :math:`\sum_i g_i \min(1, C/\|g_i\|)`: one record moves it by at most C.
 
     Promises: each record contributes a vector of L2 norm at most ``clip_norm`` (up to rounding);
     a record whose gradient is not finite contributes zero; no record affects another's part. It
     also contributes zero where float32 cannot hold its gradient scaled down.
+
+    **With a count.** For κ > 0 record i contributes the vector of d + 1 entries
+
+    .. math:: v_i = (\mathrm{clip}_C(g_i),\; κ C c_i), \qquad
+        c_i = 1 \text{ if } \|g_i\| > C, \text{ else } -1.
+
+    Both parts depend on record i alone, and
+    :math:`\|v_i\|^2 = \|\mathrm{clip}_C(g_i)\|^2 + κ^2 C^2 \le C^2 (1 + κ^2)`, so the sum is bounded by
+    C' = C√(1 + κ²), which is its ``clip_norm``. :func:`add_noise` takes C' from the sum and adds
+    N(0, z²C'²I) to all d + 1 entries: that is the Gaussian mechanism with multiplier z, one event, for
+    add/remove (and zero-out) of a record. Replacing one moves the sum by at most 2C', as it moves a
+    sum of gradients by at most 2C. So the charge for z is honest, and the price of the count is noise
+    that is √(1 + κ²) times as long in the gradient. A c_i of ±1 instead of 1 and 0 halves the noise
+    of the share: with B expected records it is (1 + Σ c_i / B) / 2, since their number is B on average.
 
     Raises:
         ValueError: if ``clip_norm`` is less than 1e-30.
@@ -293,7 +336,18 @@ def bounded_sum(gradients: AbstractPerSampleGradients, clip_norm: float) -> Boun
     # left out, as one whose norm is not finite.
     held = norms.masked_fill(norms > _LARGEST, math.inf)
     total = gradients.weighted_sum(clip_factors(held, clip_norm) / unit)
-    return BoundedSum(total if unit == 1 else total.mul_(unit), clip_norm)
+    if unit != 1:
+        total.mul_(unit)
+    if count_weight > 0:
+        signs = torch.where(held > clip_norm, 1.0, -1.0).masked_fill(~torch.isfinite(held), 0.0)
+        counted = signs.sum() * (count_weight * clip_norm)
+        total = torch.cat([total, counted.to(total).view(1)])
+    return BoundedSum(total, _with_count(clip_norm, count_weight))
+
+
+def _with_count(clip_norm: float, count_weight: float) -> float:
+    """Return the bound C·√(1 + κ²) of a record's gradient and its count together; C without one."""
+    return clip_norm * math.hypot(1.0, count_weight) if count_weight > 0 else clip_norm
 
 
 @dataclass(frozen=True)
@@ -311,12 +365,23 @@ class Release:
     @classmethod
     def of_nothing(cls, params: Sequence[Tensor]) -> Release:
         """Return zeros without noise: what a step that asked nothing releases."""
-        return cls(_zeros(params), 0.0)
+        return cls(_zeros(params, sum(param.numel() for param in params)), 0.0)
 
     @classmethod
     def received(cls, value: Tensor, noise_std: float) -> Release:
         """Return what other parties noised before they sent it, trusting them to have done so."""
         return cls(value, noise_std)
+
+    def without_count(self, query: Query) -> tuple[Release, Release | None]:
+        """Return the noised sum of gradients, and that of the c_i if the query counts clipped records.
+
+        The latter is one entry, in units of records.
+        """
+        if not query.count_weight > 0:
+            return self, None
+        unit = query.count_weight * query.clip_norm
+        gradient = Release(self.value[:-1], self.noise_std)
+        return gradient, Release(self.value[-1:] / unit, self.noise_std / unit)
 
     def mean(self, expected_batch_size: float) -> Release:
         """Return the sum over B, the *expected* batch size: the realised one is private."""
@@ -356,9 +421,8 @@ def _plus(value: Tensor, noise: Tensor, noise_std: float) -> Tensor:
     return result
 
 
-def _zeros(params: Sequence[Tensor]) -> Tensor:
-    """Return a zero for each entry of the parameters, in at least float32."""
-    size = sum(param.numel() for param in params)
+def _zeros(params: Sequence[Tensor], size: int) -> Tensor:
+    """Return so many zeros where the parameters are, in at least float32."""
     dtype = functools.reduce(torch.promote_types, (p.dtype for p in params), torch.float32)
     return torch.zeros(size, dtype=dtype, device=params[0].device)
 

@@ -77,6 +77,11 @@ class PrivacyConfig:
             that is trained on the records: its place, or the dotted path of a module whose
             parameters it holds ("discriminator"). The others are public: their steps may use
             released and synthetic values only, and are not charged.
+        advice: say before the first step what noise and batches mean for learning, and afterwards what
+            the releases tell of it; from public numbers and releases alone. Costs one vector of the
+            model's size.
+        count_clipped: also release, noised, how many records of each batch were clipped. Charged with the
+            gradient as one event, whose noise it makes 0.5 % longer.
         seed: makes noise and batches repeatable. For tests only: nothing is private with it, and
             every report says so.
 
@@ -105,6 +110,8 @@ class PrivacyConfig:
     spot_checks: bool = True
     gradient_edits: str | None = None
     private_optimizer: int | str | None = None
+    advice: bool = True
+    count_clipped: bool = False
     seed: int | None = None
 
     def __post_init__(self) -> None:
@@ -123,7 +130,13 @@ class PrivacyConfig:
         normalise(self, optional(not_negative), "noise_multiplier")
         normalise(self, optional(above_0), "max_grad_norm")
         normalise(self, optional(seed), "seed")
-        for name in ("isolation_probe", "loss_graph_check", "spot_checks"):
+        for name in (
+            "isolation_probe",
+            "loss_graph_check",
+            "spot_checks",
+            "advice",
+            "count_clipped",
+        ):
             normalise(self, flag, name)
         normalise(self, optional(_declaration), "gradient_edits")
         normalise(self, optional(_place), "private_optimizer")
@@ -178,6 +191,7 @@ class PrivacyConfig:
             )
 
     def _check_clip_norm(self) -> None:
+        self._check_count()
         if self.max_grad_norm is not None and self.estimator is not None:
             raise ValueError(
                 f"max_grad_norm={self.max_grad_norm} is given as well as estimator={self.estimator}, "
@@ -189,6 +203,17 @@ class PrivacyConfig:
                 "max_grad_norm=inf bounds nothing and is allowed only with noise_multiplier=0 "
                 f"(no privacy); here noise_multiplier={self.noise_multiplier}."
             )
+
+    def _check_count(self) -> None:
+        """Refuse to count clipped records where no gradient is clipped at a fixed norm."""
+        traits = self.resolved_estimator().traits
+        is_clipped = traits.estimates_gradient and math.inf not in traits.clip_norms
+        if not self.count_clipped or (is_clipped and traits.queries_per_step == 1):
+            return
+        raise ValueError(
+            f"count_clipped=True counts records whose gradient is clipped, and "
+            f"{self.resolved_estimator()} clips none. Leave it out."
+        )
 
     @property
     def is_adaptive(self) -> bool:
@@ -220,6 +245,7 @@ class PrivacyConfig:
             "postprocessing": self.postprocessing,
             "sampling": self.sampling,
             "private_optimizer": self.private_optimizer,
+            "count_clipped": self.count_clipped,
         }
 
     def fingerprint(self) -> dict[str, Data]:

@@ -18,6 +18,7 @@ from lightning_dp.boundary import BoundedSum, Query, Release, State, add_noise
 from lightning_dp.estimators.driver import Driver
 from lightning_dp.noise_plan import NoisePlan
 from lightning_dp.postprocessing import AbstractPostProcessor
+from lightning_dp.signal import SignalTracker
 
 __all__ = ["BudgetExhausted", "Mechanism"]
 
@@ -73,6 +74,8 @@ class Mechanism:
         num_records: N; the divisor of the mean at step t is B_t = q_t N.
         noise: where the noise comes from.
         world: the processes that share the step.
+        signal: follows the releases; None where nobody asks.
+        count_weight: κ of the count of clipped records in queries for a gradient; 0 counts none.
     """
 
     plan: NoisePlan
@@ -82,6 +85,8 @@ class Mechanism:
     num_records: float
     noise: NoiseSource
     world: World
+    signal: SignalTracker | None = None
+    count_weight: float = 0.0
     _driver: Driver | None = field(default=None, init=False, repr=False)  # None before any step
     _postprocessing_states: list[State] = field(default_factory=list, init=False, repr=False)
     _schedule_state: State = field(default_factory=dict, init=False, repr=False)
@@ -142,7 +147,7 @@ class Mechanism:
         if self._driver is None:
             self._driver = Driver.begin(self.plan.estimator, params)
         chosen = self.next_noise_multiplier
-        query = self._driver.ask(params, chosen, self._as_on_lead)
+        query = self._counting(self._driver.ask(params, chosen, self._as_on_lead))
         charged = self.guard.charged(lambda: self.plan.noise_multiplier(self.step), chosen)
         event = self.plan.event_of(charged, self.step)
         asked = () if query is None else (query,)
@@ -170,6 +175,12 @@ class Mechanism:
         self._enforce(asked, step.charged)
         self._begun = replace(step, asked=asked)
         self._prepare_noise(query, params)
+
+    def _counting(self, query: Query | None) -> Query | None:
+        """Have clipped records counted, where the query is for their gradients at one point."""
+        if query is None or not self.count_weight > 0 or not query.is_gradient:
+            return query
+        return replace(query, count_weight=self.count_weight)
 
     def _as_on_lead(self, query: Query | None) -> Query | None:
         """Return the query with the bound of rank 0: a norm may differ in its last bit elsewhere."""
@@ -211,10 +222,10 @@ class Mechanism:
         if step is None or step.query is None:
             raise RuntimeError("Nothing was asked: Mechanism.ask() must come before answer().")
         # Not even a smaller one: the noise follows rank 0's bound, which must hold on every rank.
-        if part.clip_norm != step.query.clip_norm:
+        if part.clip_norm != step.query.sensitivity:
             raise RuntimeError(
                 f"The answer is bounded by {part.clip_norm}, the query asked for "
-                f"{step.query.clip_norm}."
+                f"{step.query.sensitivity}."
             )
         coordinates = step.query.coordinates
         if coordinates is not None and part.value.numel() != len(coordinates):
@@ -260,9 +271,18 @@ class Mechanism:
             raise RuntimeError("No step was begun: Mechanism.ask() must come before tell().")
         self.drop()  # whatever happens now, the same sum is not released twice
         released = self._release(step, params).mean(self.plan.rate(self.step) * self.num_records)
+        if step.query is not None:
+            released = self._observe(step.query, released)
         self._schedule_state = self.plan.shape.observe(self._schedule_state, released.value)
         estimate, driver = step.driver.tell(params, released)
         return estimate, replace(step, driver=driver, total=None)
+
+    def _observe(self, query: Query, released: Release) -> Release:
+        """Show a release to those who follow them, and return its gradient alone."""
+        gradient, count = released.without_count(query)
+        if self.signal is not None:
+            self.signal.observe(query, gradient, self.step, count)
+        return gradient
 
     def _release(self, step: _Step, params: Sequence[Tensor]) -> Release:
         """Return the noised sum; zeros without noise if nothing was asked."""
@@ -307,6 +327,7 @@ class Mechanism:
             "postprocessing": self._postprocessing_states,
             "schedule": self._schedule_state,
             "unasked": [[event.to_dict(), count] for event, count in self._unasked.items()],
+            "signal": None if self.signal is None else self.signal.state_dict(),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -318,3 +339,5 @@ class Mechanism:
         self._postprocessing_states = list(state["postprocessing"])
         self._schedule_state = state["schedule"]
         self._unasked = {event_from_dict(event): int(n) for event, n in state["unasked"]}
+        if self.signal is not None and state.get("signal") is not None:
+            self.signal.load_state_dict(state["signal"])

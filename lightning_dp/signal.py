@@ -56,6 +56,9 @@ class Stretch:
         noise: Σ d s_t², what noise alone would give on average.
         agreements: how many of them have an a_t: the first release of a fit has none.
         agreement: Σ a_t.
+        counts: how many of them count clipped records too.
+        share: Σ of the shares of clipped records that those released, each with its noise.
+        share_variance: Σ of the variances of the noise in them.
     """
 
     last_step: int = 0
@@ -64,6 +67,9 @@ class Stretch:
     noise: float = 0.0
     agreements: int = 0
     agreement: float = 0.0
+    counts: int = 0
+    share: float = 0.0
+    share_variance: float = 0.0
 
     def plus(self, later: Stretch) -> Stretch:
         """Return the sums over both."""
@@ -74,6 +80,9 @@ class Stretch:
             self.noise + later.noise,
             self.agreements + later.agreements,
             self.agreement + later.agreement,
+            self.counts + later.counts,
+            self.share + later.share,
+            self.share_variance + later.share_variance,
         )
 
     @property
@@ -89,7 +98,9 @@ class Stretch:
     @property
     def signal_length(self) -> float:
         """The estimate of the root mean square of ‖g_t‖; 0 where noise hides it."""
-        return math.sqrt(max(0.0, self.squared - self.noise) / self.steps) if self.steps else math.nan
+        return (
+            math.sqrt(max(0.0, self.squared - self.noise) / self.steps) if self.steps else math.nan
+        )
 
     @property
     def signal_ratio(self) -> float:
@@ -100,6 +111,16 @@ class Stretch:
     def z_score(self) -> float:
         """Σ a_t / √n: standard normal if the releases hold noise alone; NaN without any a_t."""
         return self.agreement / math.sqrt(self.agreements) if self.agreements else math.nan
+
+    @property
+    def share_clipped(self) -> tuple[float, float] | None:
+        """The mean share of clipped records, and the standard deviation of its noise; None uncounted.
+
+        Noise may carry it below 0 or above 1, and so may batches that are smaller or larger than B.
+        """
+        if not self.counts:
+            return None
+        return self.share / self.counts, math.sqrt(self.share_variance) / self.counts
 
 
 @dataclass(frozen=True)
@@ -136,6 +157,25 @@ class Signal:
         return total
 
 
+@dataclass(frozen=True)
+class _Seen:
+    """A release of which the numbers are still on the device.
+
+    Args:
+        step: of the plan.
+        noise_std: s_t.
+        averaged: releases in the average m_t.
+        count_std: of the noise in the count of clipped records; None without one.
+        products: ‖r_t‖², ⟨r_t, m_t⟩ and, with a count, its mean.
+    """
+
+    step: int
+    noise_std: float
+    averaged: int
+    count_std: float | None
+    products: tuple[Tensor, ...]
+
+
 @dataclass
 class SignalTracker:
     """Follows the releases of a run; memory for one vector more of the model's size.
@@ -162,15 +202,18 @@ class SignalTracker:
     _average: Tensor | None = field(default=None, repr=False)
     _averaged: int = 0  # releases in it
     _length: float = 0.0  # its squared norm
-    _pending: list[tuple[int, float, int, Tensor, Tensor]] = field(default_factory=list, repr=False)
+    _pending: list[_Seen] = field(default_factory=list, repr=False)
 
-    def observe(self, query: Query, released: Release, step: int) -> None:
+    def observe(
+        self, query: Query, released: Release, step: int, count: Release | None = None
+    ) -> None:
         """Take a release in; the value is not kept.
 
         Args:
             query: what was asked.
             released: the noised mean, before the estimator or any post-processing saw it.
             step: of the plan, from 0.
+            count: the noised mean of 1 for each clipped record and -1 for each other, one entry.
         """
         if not (released.noise_std > 0 and _asks_gradient(query)):
             return
@@ -179,8 +222,13 @@ class SignalTracker:
             self._flush()
             self._average, self._averaged, self._length = torch.zeros_like(value), 0, 0.0
             self._size = value.numel()
-        products = (_product(value, value), _product(value, self._average))
-        self._pending.append((step, released.noise_std, self._averaged, *products))
+        products = [_product(value, value), _product(value, self._average)]
+        if count is not None:
+            products.append(count.value[0].double())
+        count_std = None if count is None else count.noise_std
+        self._pending.append(
+            _Seen(step, released.noise_std, self._averaged, count_std, tuple(products))
+        )
         self._average.lerp_(value, _weight(self._averaged))
         self._averaged += 1
         if len(self._pending) >= _PENDING:
@@ -192,32 +240,34 @@ class SignalTracker:
         return Signal(tuple(self._stretches), self._size)
 
     def _flush(self) -> None:
-        """Fetch the numbers of the latest releases from the device, and add them up."""
+        """Fetch the numbers of the latest releases from the device at once, and add them up."""
         if not self._pending:
             return
-        fetched = torch.stack([each for *_, a, b in self._pending for each in (a, b)]).tolist()
-        for (*known, _, _), squared, along in zip(
-            self._pending, fetched[::2], fetched[1::2], strict=True
-        ):
-            self._add(*known, squared, along)
+        fetched = iter(torch.stack([x for seen in self._pending for x in seen.products]).tolist())
+        for seen in self._pending:
+            self._add(seen, *(next(fetched) for _ in seen.products))
         self._pending = []
 
-    def _add(self, step: int, noise_std: float, averaged: int, squared: float, along: float) -> None:
-        length, weight = self._length, _weight(averaged)
+    def _add(self, seen: _Seen, squared: float, along: float, count: float = 0.0) -> None:
+        length, weight = self._length, _weight(seen.averaged)
         self._length = (
             (1 - weight) ** 2 * length + 2 * weight * (1 - weight) * along + weight**2 * squared
         )
         if not math.isfinite(squared):
             return  # the run has diverged
-        known = averaged > 0 and length > 0
+        known = seen.averaged > 0 and 0 < length < math.inf and math.isfinite(along)
+        counts = seen.count_std is not None
         self._append(
             Stretch(
-                step + 1,
-                1,
-                squared,
-                self._size * noise_std**2,
-                int(known),
-                along / (noise_std * math.sqrt(length)) if known else 0.0,
+                last_step=seen.step + 1,
+                steps=1,
+                squared=squared,
+                noise=self._size * seen.noise_std**2,
+                agreements=int(known),
+                agreement=along / (seen.noise_std * math.sqrt(length)) if known else 0.0,
+                counts=int(counts),
+                share=(1 + count) / 2 if counts else 0.0,
+                share_variance=((seen.count_std or 0.0) / 2) ** 2,
             )
         )
 

@@ -30,7 +30,7 @@ FLOORS = (
     ("functional", "_world", "_noise", "_fingerprint", "sparsify"),
     ("boundary",),
     ("accounting",),
-    ("sampling", "estimators", "plan"),
+    ("sampling", "estimators", "plan", "signal"),
     ("schedules", "postprocessing"),
     ("config",),
     ("noise_plan",),

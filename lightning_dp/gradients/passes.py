@@ -343,7 +343,9 @@ class RecordPasses:
             UnsupportedModelError: if the engine cannot tell the records apart.
         """
         found = self.gradients(query, chunk, first=first)
-        return None if found is None else bounded_sum(found, query.clip_norm)
+        if found is None:
+            return None
+        return bounded_sum(found, query.clip_norm, query.count_weight)
 
     def gradients(
         self, query: Query, chunk: Replay, *, first: AbstractPerSampleGradients | None = None

@@ -71,7 +71,14 @@ def test_in_the_middle_of_a_step_the_state_holds_released_values_only(trial):
 
     state = mechanism.state_dict()
 
-    assert set(state) == {"step", "estimator", "postprocessing", "schedule", "unasked"}
+    assert set(state) == {
+        "step",
+        "estimator",
+        "postprocessing",
+        "schedule",
+        "unasked",
+        "signal",
+    }
     assert repr(state) == repr(before)
 
 
