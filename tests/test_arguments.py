@@ -123,8 +123,10 @@ CONFIGURATION = {
     "isolation_probe": True,
     "loss_graph_check": True,
     "spot_checks": True,
+    "advice": True,
+    "count_clipped": False,
 }
-FLAGS = ("isolation_probe", "loss_graph_check", "spot_checks")
+FLAGS = ("isolation_probe", "loss_graph_check", "spot_checks", "advice", "count_clipped")
 
 
 class OneLayer(LightningModule):
@@ -215,7 +217,11 @@ DOORS = [
     ),
     Door(DynamicMomentum.recommended_steps, {"kappa": 10.0, "eta0": 1.0, "alpha": 0.1}),
     Door(Term, {"weight": 1.0}),
-    Door(Query, {"clip_norm": 1.0, "noise_multiplier": 1.0}, others={"terms": (Term(),)}),
+    Door(
+        Query,
+        {"clip_norm": 1.0, "noise_multiplier": 1.0, "count_weight": 0.1},
+        others={"terms": (Term(),)},
+    ),
     Door(Gaussian, {"noise_multiplier": 1.0}),
     Door(PoissonGaussian, {"noise_multiplier": 1.0, "sample_rate": 0.1}),
     Door(PoissonRound, {"sample_rate": 0.1}, others={"noise_multipliers": (1.0, 2.0)}),
