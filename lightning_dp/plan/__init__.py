@@ -4,6 +4,15 @@
 Nothing here sees data.
 """
 
+from lightning_dp.plan.learning_rate import learning_rate, weight_size
+from lightning_dp.plan.suggestion import Suggestion, suggest
 from lightning_dp.plan.training_plan import TrainingPlan, plan_training
 
-__all__ = ["TrainingPlan", "plan_training"]
+__all__ = [
+    "Suggestion",
+    "TrainingPlan",
+    "learning_rate",
+    "plan_training",
+    "suggest",
+    "weight_size",
+]
