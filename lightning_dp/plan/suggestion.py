@@ -51,9 +51,11 @@ class Suggestion:
         records_per_second: the speed, in gradients of records; None if it is not known.
 
     Example:
-        >>> found = suggest(22_000, 3.0, target_delta=1e-5)
+        >>> found = suggest(1000, 3.0, records_per_second=100, seconds=20)
         >>> found.best.batch_size, found.best.epochs, found.best.steps, round(found.best.excess, 1)
-        (1024, 8.0, 176, 1.4)
+        (16, 2.0, 126, 3.1)
+        >>> found.is_short_of_time
+        True
     """
 
     best: TrainingPlan
