@@ -84,7 +84,10 @@ class PrivacyReportFiles(PrivacyCallback):
     def _warn(self, failure: str | None) -> None:
         if failure is not None and not self._has_warned:
             self._has_warned = True
-            warn(f"The privacy report {failure}. Training goes on; checkpoints hold it as well.")
+            warn(
+                f"The privacy report {failure}. Training goes on; checkpoints hold it as well.",
+                topic="report-not-written",
+            )
 
 
 def _folder(trainer: Trainer, journal_folder: Path) -> Path:

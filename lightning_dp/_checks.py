@@ -17,9 +17,14 @@ from torch.utils.data import (
     SequentialSampler,
 )
 
+from lightning_dp._refusals import Refusal
 from lightning_dp.gradients.unsupported import refuse_sharded
 
-__all__ = ["check_loader", "check_model", "check_training_step"]
+__all__ = ["MisconfigurationError", "check_loader", "check_model", "check_training_step"]
+
+
+class MisconfigurationError(Refusal, MisconfigurationException):
+    """The model, its data or its Trainer cannot be trained privately as it is."""
 
 
 def check_model(module: nn.Module) -> None:
@@ -35,11 +40,12 @@ def check_model(module: nn.Module) -> None:
         or (isinstance(part, nn.modules.instancenorm._InstanceNorm) and part.track_running_stats)
     ]
     if mixing:
-        raise MisconfigurationException(
+        raise MisconfigurationError(
             f"Layers {mixing} normalise over the batch (BatchNorm, or InstanceNorm with running "
             "statistics): they mix records and keep statistics of the data, also when frozen or "
             "without parameters. Use GroupNorm; in a frozen pretrained backbone use "
-            "torchvision.ops.FrozenBatchNorm2d."
+            "torchvision.ops.FrozenBatchNorm2d.",
+            topic="batch-norm",
         )
     rescaled = [
         name
@@ -47,54 +53,61 @@ def check_model(module: nn.Module) -> None:
         if isinstance(part, nn.Embedding | nn.EmbeddingBag) and part.max_norm is not None
     ]
     if rescaled:
-        raise MisconfigurationException(
+        raise MisconfigurationError(
             f"Layers {rescaled} have max_norm set: their forward pass rescales the rows that a batch "
             "looks up, without noise, so the weights tell which rows the records use. Leave max_norm "
-            "out; max_grad_norm bounds what a record does."
+            "out; max_grad_norm bounds what a record does.",
+            topic="max-norm",
         )
 
 
 def check_training_step(module: LightningModule) -> None:
     """Refuse a ``training_step`` that fetches its batches itself."""
     if "dataloader_iter" in inspect.signature(module.training_step).parameters:
-        raise MisconfigurationException(
+        raise MisconfigurationError(
             "training_step(dataloader_iter) fetches batches itself, so they cannot be charged "
-            "before they are used. Write training_step(batch, batch_idx)."
+            "before they are used. Write training_step(batch, batch_idx).",
+            topic="data-loader",
         )
 
 
 def check_loader(loader: object) -> DataLoader[Any]:
     """Return the loader, if its batches can be replaced by private ones."""
     if not isinstance(loader, DataLoader):
-        raise MisconfigurationException(
+        raise MisconfigurationError(
             f"The training data comes from {type(loader).__name__}, not from a "
-            "torch.utils.data.DataLoader, so its records cannot be sampled. Use a DataLoader."
+            "torch.utils.data.DataLoader, so its records cannot be sampled. Use a DataLoader.",
+            topic="data-loader",
         )
     if isinstance(loader.dataset, IterableDataset):
-        raise MisconfigurationException(
+        raise MisconfigurationError(
             "The training set is an IterableDataset: records without an index cannot be sampled "
-            "independently. Use a map-style dataset (__len__ and __getitem__)."
+            "independently. Use a map-style dataset (__len__ and __getitem__).",
+            topic="data-loader",
         )
     if type(loader).__iter__ is not DataLoader.__iter__:
-        raise MisconfigurationException(
+        raise MisconfigurationError(
             f"{type(loader).__name__} overrides DataLoader.__iter__, and its batches would be lost. "
-            "Use a plain DataLoader; put the work into the dataset or the collate_fn."
+            "Use a plain DataLoader; put the work into the dataset or the collate_fn.",
+            topic="data-loader",
         )
     if loader.batch_size is None:
-        raise MisconfigurationException(
+        raise MisconfigurationError(
             "The training loader has batch_size=None or its own batch_sampler, so the expected "
-            "batch size and the sampling rate are not known. Give DataLoader(batch_size=...)."
+            "batch size and the sampling rate are not known. Give DataLoader(batch_size=...).",
+            topic="data-loader",
         )
     _check_sampler(loader)
     if len(loader.dataset) < 1:  # type: ignore[arg-type]
-        raise MisconfigurationException("The training set is empty.")
+        raise MisconfigurationError("The training set is empty.", topic="data-loader")
     from lightning_dp.sampling.repeats import find_repeat
 
     if (repeat := find_repeat(loader.dataset)) is not None:
-        raise MisconfigurationException(
+        raise MisconfigurationError(
             f"Index {repeat.index} of {repeat.source} is reached {repeat.count} times in the training "
             "set: what one record can do would not be bounded by max_grad_norm. Name each record "
-            "once; make variants of it (augmentation) at random inside __getitem__."
+            "once; make variants of it (augmentation) at random inside __getitem__.",
+            topic="repeated-records",
         )
     return loader
 
@@ -108,8 +121,9 @@ def _check_sampler(loader: DataLoader[Any]) -> None:
     covered: Any = getattr(sampler, "dataset", sampler)
     plain = plain and size == len(covered)
     if not plain or type(loader.batch_sampler) is not BatchSampler:
-        raise MisconfigurationException(
+        raise MisconfigurationError(
             f"The training loader chooses records with {type(sampler).__name__} and "
             f"{type(loader.batch_sampler).__name__}. Private batches are drawn by the sampling "
-            "scheme, every record equally often: give shuffle=True and no sampler or batch_sampler."
+            "scheme, every record equally often: give shuffle=True and no sampler or batch_sampler.",
+            topic="data-loader",
         )

@@ -15,6 +15,8 @@ import types
 from collections.abc import Callable, Mapping, Sequence, Set
 from typing import Any, SupportsFloat, TypeAlias, cast
 
+from lightning_dp._refusals import RefusedSetting
+
 __all__ = ["Data", "check_same", "described", "refuse_unknown"]
 
 Data: TypeAlias = Any  # None, bool, int, float, str, and lists and dicts of them
@@ -114,10 +116,11 @@ def check_same(
     for name, value in now.items():
         was = before[name] if name in before else described(default(name))
         if not _is_same(was, value):
-            raise ValueError(
+            raise RefusedSetting(
                 f"{name} differs from the checkpoint's: it was {_text(was)}, now "
                 f"{_text(described(value))}. A private run is continued with the configuration it "
-                "was started with."
+                "was started with.",
+                topic="other-settings",
             )
 
 
@@ -167,10 +170,11 @@ def refuse_unknown(of: str, was: Mapping[str, Data], known: Set[str]) -> None:
         ValueError: naming the field and the version that can read it.
     """
     if unknown := sorted(set(was) - known):
-        raise ValueError(
+        raise RefusedSetting(
             f"The checkpoint has {unknown[0]}={_text(was[unknown[0]])} in {of}, which this version "
             "does not know. Resume it with the version of lightning_dp, and of your own classes, "
-            "that wrote it."
+            "that wrote it.",
+            topic="other-version",
         )
 
 

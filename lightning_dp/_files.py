@@ -10,6 +10,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
 
+from lightning_dp._refusals import RefusedSetting
+
 __all__ = [
     "FILE_MODE",
     "create_file",
@@ -51,22 +53,25 @@ def local_folder(
     if not text or "\0" in text:
         raise ValueError(f"{argument_name}={text!r} must name a folder.")
     if _URL.match(text):
-        raise ValueError(
+        raise RefusedSetting(
             f"{argument_name}={text!r} is a URL. What was spent must be on a disk of this machine, "
-            "where it can be locked and synced: give a local folder."
+            "where it can be locked and synced: give a local folder.",
+            topic="journal-folder",
         )
     try:
         text.encode()
     except UnicodeEncodeError:
-        raise ValueError(
+        raise RefusedSetting(
             f"{argument_name}={text!r} is not text in UTF-8, so files could not tell where they "
-            "are. Give a folder with another name."
+            "are. Give a folder with another name.",
+            topic="journal-folder",
         ) from None
     try:
         return (base or Path.cwd()) / Path(text).expanduser()
     except RuntimeError:
-        raise ValueError(
-            f"{argument_name}={text!r}: this home folder is not known. Give an absolute path."
+        raise RefusedSetting(
+            f"{argument_name}={text!r}: this home folder is not known. Give an absolute path.",
+            topic="journal-folder",
         ) from None
 
 
@@ -82,9 +87,10 @@ def fixed_folder(argument_name: str, value: str | os.PathLike[str]) -> Path:
     """
     folder = local_folder(argument_name, value)
     if not Path(value).expanduser().is_absolute():
-        raise ValueError(
+        raise RefusedSetting(
             f"{argument_name}={os.fspath(value)!r} is a relative path: a process that is started "
-            f"elsewhere would use another folder. Give the absolute one, such as {str(folder)!r}."
+            f"elsewhere would use another folder. Give the absolute one, such as {str(folder)!r}.",
+            topic="journal-folder",
         )
     return folder
 

@@ -41,6 +41,7 @@ import torch
 from torch import Tensor
 
 from lightning_dp._noise import NoiseSource
+from lightning_dp._refusals import RefusedSetting
 from lightning_dp._validate import above_0, finite, normalise, not_negative
 from lightning_dp._world import World
 from lightning_dp.functional import clip_factors
@@ -403,8 +404,9 @@ def add_noise(
         return Release(world.all_reduce(total.value), 0.0)
     noise_std = noise_multiplier * total.clip_norm
     if not math.isfinite(noise_std):
-        raise ValueError(
-            f"The sum is not bounded (clip norm {total.clip_norm}); refusing to noise it."
+        raise RefusedSetting(
+            f"The sum is not bounded (clip norm {total.clip_norm}); refusing to noise it.",
+            topic="out-of-order",
         )
     value = total.value
     if world.is_lead:  # noise from every rank would add up to n times the variance

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from lightning_dp._described import refuse_unknown
 from lightning_dp._noise import NoiseSource
+from lightning_dp._refusals import Refusal, RefusedRun
 from lightning_dp._world import World
 from lightning_dp.accounting.events import AbstractEvent, History, PoissonRound, event_from_dict
 from lightning_dp.accounting.guards import AbstractGuard
@@ -23,8 +24,11 @@ from lightning_dp.signal import SignalTracker
 __all__ = ["BudgetExhausted", "Mechanism"]
 
 
-class BudgetExhausted(RuntimeError):
+class BudgetExhausted(Refusal, RuntimeError):
     """The next step would exceed the privacy budget; nothing was charged or asked."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(text, topic="budget-exhausted")
 
 
 @dataclass(frozen=True)
@@ -165,9 +169,10 @@ class Mechanism:
     def _ask_again(self, step: _Step, params: Sequence[Tensor]) -> None:
         """Ask the next query of a step, if what the step was charged with covers it too."""
         if not step.asked:
-            raise RuntimeError(
+            raise RefusedRun(
                 f"{self.plan.estimator} asked nothing at step {self.step}, which was not charged, so "
-                "it must have an estimate: a further query has no noise to draw on."
+                "it must have an estimate: a further query has no noise to draw on.",
+                topic="out-of-order",
             )
         query = step.driver.ask(params, step.charged, self._as_on_lead)
         assert query is not None  # of the first part only
@@ -188,9 +193,10 @@ class Mechanism:
             return query
         clip_norm = self.world.broadcast(None if query is None else query.clip_norm)
         if (query is None) != (clip_norm is None):
-            raise RuntimeError(
+            raise RefusedRun(
                 f"Rank {self.world.rank} and rank 0 do not ask the same at step {self.step}: their "
-                "parameters differ. Nothing but the optimizer may change them during fit."
+                "parameters differ. Nothing but the optimizer may change them during fit.",
+                topic="ranks-differ",
             )
         return None if query is None else replace(query, clip_norm=clip_norm)
 
@@ -202,10 +208,11 @@ class Mechanism:
         together = PoissonRound(tuple(query.noise_multiplier for query in queries), 1.0).pair[0]
         if not together >= least:
             on_one = f" with {len(queries)} queries on one batch" if len(queries) > 1 else ""
-            raise RuntimeError(
+            raise RefusedRun(
                 f"{self.plan.estimator} with noise_schedule={self.plan.shape} asked for "
                 f"noise_multiplier={together}{on_one} at step {self.step}, below the planned "
-                f"{least}: the plan is an envelope."
+                f"{least}: the plan is an envelope.",
+                topic="out-of-order",
             )
 
     def _prepare_noise(self, query: Query, params: Sequence[Tensor]) -> None:
@@ -220,18 +227,23 @@ class Mechanism:
         """Add the answer of one chunk; the chunks of a step must hold different records."""
         step = self._begun
         if step is None or step.query is None:
-            raise RuntimeError("Nothing was asked: Mechanism.ask() must come before answer().")
+            raise RefusedRun(
+                "Nothing was asked: Mechanism.ask() must come before answer().",
+                topic="out-of-order",
+            )
         # Not even a smaller one: the noise follows rank 0's bound, which must hold on every rank.
         if part.clip_norm != step.query.sensitivity:
-            raise RuntimeError(
+            raise RefusedRun(
                 f"The answer is bounded by {part.clip_norm}, the query asked for "
-                f"{step.query.sensitivity}."
+                f"{step.query.sensitivity}.",
+                topic="out-of-order",
             )
         coordinates = step.query.coordinates
         if coordinates is not None and part.value.numel() != len(coordinates):
-            raise RuntimeError(
+            raise RefusedRun(
                 f"The answer has {part.value.numel()} entries, the query asked for "
-                f"{len(coordinates)} coordinates."
+                f"{len(coordinates)} coordinates.",
+                topic="out-of-order",
             )
         self._begun = replace(step, total=part if step.total is None else step.total.plus(part))
 
@@ -254,8 +266,9 @@ class Mechanism:
             while estimate is None:
                 self._ask_again(step, params)
                 if answer_again is None:
-                    raise RuntimeError(
-                        f"Nobody answers the further queries of {self.plan.estimator}."
+                    raise RefusedRun(
+                        f"Nobody answers the further queries of {self.plan.estimator}.",
+                        topic="out-of-order",
                     )
                 answer_again()
                 estimate, step = self._tell(params)
@@ -268,7 +281,9 @@ class Mechanism:
         """Noise the answer to the present query, and tell the estimator and the schedule."""
         step = self._begun
         if step is None:
-            raise RuntimeError("No step was begun: Mechanism.ask() must come before tell().")
+            raise RefusedRun(
+                "No step was begun: Mechanism.ask() must come before tell().", topic="out-of-order"
+            )
         self.drop()  # whatever happens now, the same sum is not released twice
         released = self._release(step, params).mean(self.plan.rate(self.step) * self.num_records)
         if step.query is not None:

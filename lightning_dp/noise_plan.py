@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from lightning_dp._refusals import RefusedSetting
 from lightning_dp.accounting import StreamingRDPAccountant
 from lightning_dp.accounting.base import AbstractAccountant
 from lightning_dp.accounting.events import AbstractEvent, History
@@ -180,10 +181,11 @@ class Budget:
             return float(config.noise_multiplier)
         assert config.target_epsilon is not None
         if not math.isfinite(planned_steps):
-            raise ValueError(
+            raise RefusedSetting(
                 f"target_epsilon={config.target_epsilon} alone calibrates the noise for the steps "
                 "of the run, and this Trainer has no last step: give Trainer(max_epochs=...) or "
-                "Trainer(max_steps=...), or give noise_multiplier too."
+                "Trainer(max_steps=...), or give noise_multiplier too.",
+                topic="no-last-step",
             )
         # Calibration meets a target to one part in 1000; what is left below that is nothing.
         if not epsilon < 0.999 * config.target_epsilon or planned_steps < 1:

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from lightning_dp._described import check_same, refuse_unknown
 from lightning_dp._files import local_folder
 from lightning_dp._noise import NoiseSource
+from lightning_dp._refusals import RefusedRun, RefusedSetting
 from lightning_dp._world import World
 from lightning_dp.accounting.base import CachedAccountant
 from lightning_dp.accounting.events import History
@@ -253,10 +254,11 @@ class PrivateRun:
         if self._resumed is not None:
             known = BatchPlan(**self._resumed["batches"])
         if known is not None and known != batches:
-            raise ValueError(
+            raise RefusedSetting(
                 f"The training data or its batches changed during the run: {known} before, "
                 f"{batches} now. The sampling rate is a constant of a private run: keep the number "
-                "of records, the batch size, accumulate_grad_batches and the number of processes."
+                "of records, the batch size, accumulate_grad_batches and the number of processes.",
+                topic="data-changed",
             )
         self.batches = batches
 
@@ -345,7 +347,9 @@ class PrivateRun:
 
     def _budget(self, spent: History) -> Budget:
         if self.batches is None:
-            raise RuntimeError("PrivateRun.use_batches() must come before a plan is made.")
+            raise RefusedRun(
+                "PrivateRun.use_batches() must come before a plan is made.", topic="out-of-order"
+            )
         return Budget(self.config, self.batches, spent)
 
     def _state_to_continue(self, steps_before: int) -> dict[str, Any] | None:
@@ -396,9 +400,10 @@ class PrivateRun:
             JournalError: if the checkpoint's journal is missing or damaged.
         """
         if state["version"] != _VERSION:
-            raise ValueError(
+            raise RefusedSetting(
                 f"The checkpoint's privacy record has version {state['version']}; this is {_VERSION}. "
-                "Resume it with the version of lightning_dp that wrote it."
+                "Resume it with the version of lightning_dp that wrote it.",
+                topic="other-version",
             )
         refuse_unknown("its privacy record", state, {*self.state_dict(), "report"})
         refuse_unknown("its batches", state["batches"] or {}, {f.name for f in fields(BatchPlan)})

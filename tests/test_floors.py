@@ -25,7 +25,8 @@ CALLBACKS = Path(lightning_dp.callbacks.__file__).parent
 # From the ground up. Rooms of one floor do not import each other; "gradients" is a room with its
 # whole folder. The root holds lazy names of everything, and nobody imports it.
 FLOORS = (
-    ("_validate", "_warnings", "_lazy"),
+    ("_refusals",),
+    ("_validate", "_warnings", "_lazy", "help"),
     ("_files", "_described"),
     ("functional", "_world", "_noise", "_fingerprint", "sparsify"),
     ("boundary",),
@@ -49,7 +50,7 @@ FLOORS = (
     ("audit",),
 )
 LIGHTNING = ("strategies", "callbacks", "audit", "isolation")
-NUMPY_ONLY = {*FLOORS[0], "_files", "accounting", "plan"}
+NUMPY_ONLY = {*FLOORS[0], *FLOORS[1], "_files", "accounting", "plan"}
 FLOOR_OF = {room: number for number, floor in enumerate(FLOORS) for room in floor}
 
 

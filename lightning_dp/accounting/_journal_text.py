@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from lightning_dp._refusals import text_of
 from lightning_dp.accounting.charges import Charges, JournalError
 from lightning_dp.accounting.events import AbstractEvent, event_from_dict
 
@@ -55,12 +56,15 @@ class Written:
         charges = self.runs.get(run, ()) if isinstance(run, str) else []
         if not self._is_next(run, number) or (content is None and not charges):
             raise JournalError(
-                f"The privacy journal {self.path} is damaged before line {position}. {_WAY_OUT}"
+                f"The privacy journal {self.path} is damaged before line {position}. {_WAY_OUT}",
+                topic="journal-damaged",
             )
         try:
             event = charges[-1][0] if content is None else event_from_dict(content)
         except (ValueError, TypeError, OverflowError) as error:
-            raise self._damaged(position, f"has no event that can be read: {error}") from None
+            raise self._damaged(
+                position, f"has no event that can be read: {text_of(error)}"
+            ) from None
         self.runs.append(run, event)
 
     def _is_next(self, run: object, number: object) -> bool:
@@ -78,7 +82,8 @@ class Written:
 
     def _damaged(self, position: int, how: str) -> JournalError:
         return JournalError(
-            f"The privacy journal {self.path} is damaged: line {position} {how}. {_WAY_OUT}"
+            f"The privacy journal {self.path} is damaged: line {position} {how}. {_WAY_OUT}",
+            topic="journal-damaged",
         )
 
     def may_go_on_with(self, tail: bytes) -> bool:
@@ -118,7 +123,10 @@ def read_text(path: Path, content: bytes) -> Written:
     """
     *lines, tail = content.split(b"\n")
     if not lines:
-        raise JournalError(f"The privacy journal {path} is empty or not a journal. {_WAY_OUT}")
+        raise JournalError(
+            f"The privacy journal {path} is empty or not a journal. {_WAY_OUT}",
+            topic="journal-damaged",
+        )
     written = _begin(path, lines[0])
     for position, line in enumerate(lines[1:], start=2):
         written.add(_parse(path, position, line), position)
@@ -131,7 +139,8 @@ def read_text(path: Path, content: bytes) -> Written:
     elif not written.may_go_on_with(tail):
         raise JournalError(
             f"The privacy journal {path} is damaged: what follows line {len(lines)} is not the "
-            f"beginning of one record, so whole ones may be lost. {_WAY_OUT}"
+            f"beginning of one record, so whole ones may be lost. {_WAY_OUT}",
+            topic="journal-damaged",
         )
     return written
 
@@ -154,9 +163,14 @@ def weights_line(fingerprints: Sequence[str]) -> bytes:
 def _begin(path: Path, line: bytes) -> Written:
     header = _parse(path, 1, line)
     if not isinstance(header, list) or len(header) != 2 or header[0] not in _FORMATS:
-        raise JournalError(f"{path} is not a privacy journal of this version ({_FORMAT}).")
+        raise JournalError(
+            f"{path} is not a privacy journal of this version ({_FORMAT}).", topic="other-version"
+        )
     if not isinstance(header[1], str):
-        raise JournalError(f"The privacy journal {path} is damaged: line 1 names no ledger.")
+        raise JournalError(
+            f"The privacy journal {path} is damaged: line 1 names no ledger.",
+            topic="journal-damaged",
+        )
     return Written(path, header[1])
 
 
@@ -176,13 +190,15 @@ def _is_whole(line: bytes) -> bool:
 def _parse(path: Path, position: int, line: bytes) -> object:
     if not _is_whole(line):
         raise JournalError(
-            f"The privacy journal {path} is damaged: line {position} fails its checksum. {_WAY_OUT}"
+            f"The privacy journal {path} is damaged: line {position} fails its checksum. {_WAY_OUT}",
+            topic="journal-damaged",
         )
     try:
         record: object = json.loads(line[:-9])
     except (ValueError, RecursionError):
         raise JournalError(
-            f"The privacy journal {path} is damaged: line {position} is not JSON. {_WAY_OUT}"
+            f"The privacy journal {path} is damaged: line {position} is not JSON. {_WAY_OUT}",
+            topic="journal-damaged",
         ) from None
     return record
 

@@ -8,6 +8,7 @@ from functools import cache
 
 import numpy as np
 
+from lightning_dp._refusals import RefusedSetting
 from lightning_dp._validate import number, positive, whole
 from lightning_dp._warnings import warn
 from lightning_dp.accounting._scale import solve
@@ -90,9 +91,10 @@ def calibrate(
     judge = PLDAccountant() if accountant is None else accountant
     already = judge.epsilon(spent, delta, relation)
     if not already < epsilon * (1 - _TOLERANCE):
-        raise ValueError(
+        raise RefusedSetting(
             f"spent already costs epsilon {epsilon_text(already, 6)} of the budget {epsilon:.6g} at "
-            f"delta {delta:.3g}: nothing is left for further steps. Raise epsilon."
+            f"delta {delta:.3g}: nothing is left for further steps. Raise epsilon.",
+            topic="budget-exhausted",
         )
 
     before = CheckedHistory.of(spent)
@@ -144,9 +146,10 @@ def calibrate_history(
     epsilon, delta = _check_budget(epsilon, delta, relation)
     judge = PLDAccountant() if accountant is None else accountant
     if not judge.epsilon(history(_LARGEST_SCALE), delta, relation) <= epsilon:
-        raise ValueError(
+        raise RefusedSetting(
             f"no noise keeps history within epsilon={epsilon:g} at delta={delta:g}: a part of it "
-            "does not depend on the scale, or the number of runs alone costs more. Raise epsilon."
+            "does not depend on the scale, or the number of runs alone costs more. Raise epsilon.",
+            topic="budget-exhausted",
         )
     return solve(
         lambda scale: judge.epsilon(history(scale), delta, relation), 1.0, epsilon, _TOLERANCE
@@ -265,17 +268,19 @@ def _check_that_delta_is_small(delta: float, steps: Steps) -> None:
     with np.errstate(divide="ignore"):
         part = -math.expm1(float(np.sum(steps.counts * np.log1p(-rates))))  # in a step or more
     if not delta < part:
-        raise ValueError(
+        raise RefusedSetting(
             f"delta={delta:g} is not below {part:.3g}, the probability that a record takes part in "
             "any of the steps. At such a delta, publishing the records of every batch would count "
             "as private, and there is no smallest noise. Choose a delta well below 1 / (number of "
-            "records)."
+            "records).",
+            topic="delta-too-large",
         )
     if not delta < rates.min():
         warn(
             f"delta={delta:g} is not below the sample rate {rates.min():.3g}: this budget would "
             "permit to publish every record of a batch as it is. Choose a delta well below 1 / "
-            "(number of records)."
+            "(number of records).",
+            topic="delta-too-large",
         )
 
 

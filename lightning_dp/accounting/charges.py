@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from typing import Any, TypeAlias
 
+from lightning_dp._refusals import Refusal
 from lightning_dp._validate import whole
 from lightning_dp.accounting.events import AbstractEvent, event_from_dict
 
@@ -14,7 +15,7 @@ __all__ = ["Charges", "JournalError", "counted"]
 _Run: TypeAlias = Sequence[tuple[AbstractEvent, int]]
 
 
-class JournalError(RuntimeError):
+class JournalError(Refusal, RuntimeError):
     """The record of what was spent is missing, damaged or in use: training must not go on."""
 
 
@@ -163,6 +164,7 @@ def _longer(run: str, a: _Run, b: _Run) -> _Run:
     )
     if not begins or len(short) > len(long):
         raise JournalError(
-            f"Two records of run {run} contradict each other; neither can be trusted."
+            f"Two records of run {run} contradict each other; neither can be trusted.",
+            topic="journal-behind",
         )
     return long

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields
 from typing import Any, TypeAlias
 
+from lightning_dp._refusals import Refusal, RefusedSetting
 from lightning_dp._validate import number, whole
 from lightning_dp.accounting.search import check_distribution, success_rate
 
@@ -222,7 +223,7 @@ def check_entry(entry: object) -> tuple[AbstractEvent, int]:
         ) from None
 
 
-class VoidedRunError(RuntimeError):
+class VoidedRunError(Refusal, RuntimeError):
     """Real records failed a check, so the run is over for good and ε of it is withdrawn.
 
     Args:
@@ -234,7 +235,8 @@ class VoidedRunError(RuntimeError):
             f"This private run is voided: {reason} The step was not released. That the run ended "
             "here depends on the records, and no ε covers it: ε of all that it released before is "
             "withdrawn, nothing more is saved, and neither it nor an earlier checkpoint of it can "
-            "be resumed. Begin a new run, with a new DifferentialPrivacy and weights from before."
+            "be resumed. Begin a new run, with a new DifferentialPrivacy and weights from before.",
+            topic="voided-run",
         )
         self.reason = reason
 
@@ -380,12 +382,16 @@ def event_from_dict(d: Mapping[str, object]) -> AbstractEvent:
     values = dict(d)
     name = values.pop("event", None)
     if not isinstance(name, str) or name not in _KNOWN:
-        raise ValueError(f"unknown event {name!r} in {dict(d)!r}; known: {sorted(_KNOWN)}.")
+        raise RefusedSetting(
+            f"unknown event {name!r} in {dict(d)!r}; known: {sorted(_KNOWN)}.",
+            topic="other-version",
+        )
     known = {each.name: each.default is MISSING for each in fields(_KNOWN[name])}
     if unknown := [key for key in values if key not in known]:
-        raise ValueError(
+        raise RefusedSetting(
             f"unknown field {unknown[0]!r} of {name} in {dict(d)!r}; known: {sorted(known)}. It may "
-            "have been written by a later version of lightning-dp, and may change what was spent."
+            "have been written by a later version of lightning-dp, and may change what was spent.",
+            topic="other-version",
         )
     if missing := [key for key, is_needed in known.items() if is_needed and key not in values]:
         raise ValueError(f"{name} lacks the field {missing[0]!r}, got {dict(d)!r}.")

@@ -37,7 +37,7 @@ __all__ = [
 _LINES_AT_ONCE = 4096
 
 
-class JournalDiskError(OSError, JournalError):
+class JournalDiskError(JournalError, OSError):
     """The disk does not take the record of what was spent: training must not go on."""
 
 
@@ -77,7 +77,8 @@ class Journal:
         except filelock.Timeout:
             raise JournalError(
                 f"The privacy journal {self.path} is in use by another run. Two runs cannot spend "
-                "from one ledger at the same time: wait for the other one to end."
+                "from one ledger at the same time: wait for the other one to end.",
+                topic="journal-in-use",
             ) from None
 
     def _open(self, ledger_id: str) -> None:
@@ -87,7 +88,8 @@ class Journal:
         if written.ledger_id != ledger_id:
             raise JournalError(
                 f"The privacy journal {self.path} belongs to ledger {written.ledger_id}, not to "
-                f"{ledger_id}."
+                f"{ledger_id}.",
+                topic="journal-behind",
             )
         self.runs = written.runs
         self._last = {run: charges[-1][0] for run, charges in written.runs.items()}
@@ -147,7 +149,8 @@ class Journal:
     def _append(self, lines: Sequence[bytes], *, wait: bool = True) -> None:
         if self._is_torn:
             raise JournalError(
-                f"The privacy journal {self.path} could not be written before; begin a new fit."
+                f"The privacy journal {self.path} could not be written before; begin a new fit.",
+                topic="journal-disk",
             )
         with self._disk("written"):
             try:
@@ -176,11 +179,15 @@ class Journal:
         try:
             there = os.stat(self.path)
         except OSError as error:
-            raise JournalError(self._touched(f"is gone ({error.strerror})")) from error
+            raise JournalError(
+                self._touched(f"is gone ({error.strerror})"), topic="journal-behind"
+            ) from error
         if not os.path.samestat(here, there):
-            raise JournalError(self._touched("was replaced"))
+            raise JournalError(self._touched("was replaced"), topic="journal-behind")
         if here.st_size != self._size:
-            raise JournalError(self._touched("was cut or written to by somebody else"))
+            raise JournalError(
+                self._touched("was cut or written to by somebody else"), topic="journal-behind"
+            )
 
     def _touched(self, how: str) -> str:
         return (
@@ -202,7 +209,8 @@ class Journal:
                 f"The privacy journal {self.path} cannot be {done}: {error}. Nothing was asked of "
                 "the data without a record. Make room or grant access in its folder (ledger_dir, by "
                 "default <default_root_dir>/privacy) or move the file to another one, give that as "
-                "ledger_dir, and resume."
+                "ledger_dir, and resume.",
+                topic="journal-disk",
             ) from error
 
     def close(self) -> None:
@@ -229,9 +237,13 @@ def read_written(path: Path) -> Written:
     try:
         content = path.read_bytes()
     except FileNotFoundError:
-        raise JournalError(f"The privacy journal {path} does not exist.") from None
+        raise JournalError(
+            f"The privacy journal {path} does not exist.", topic="journal-missing"
+        ) from None
     except OSError as error:
-        raise JournalDiskError(f"The privacy journal {path} cannot be read: {error}.") from error
+        raise JournalDiskError(
+            f"The privacy journal {path} cannot be read: {error}.", topic="journal-disk"
+        ) from error
     return read_text(path, content)
 
 

@@ -12,6 +12,7 @@ from stat import S_ISREG
 from typing import Any
 
 from lightning_dp._files import local_folder
+from lightning_dp._refusals import RefusedSetting
 from lightning_dp._validate import whole
 from lightning_dp.accounting._journal_text import Written, read_text
 from lightning_dp.accounting.charges import Charges, JournalError
@@ -87,7 +88,10 @@ def _files(path: Path) -> list[Path]:
         return [path]
     journals = sorted(path.glob("*.journal"))
     if not journals:
-        raise JournalError(f"There is no privacy journal (*.journal) in the folder {path}.")
+        raise JournalError(
+            f"There is no privacy journal (*.journal) in the folder {path}.",
+            topic="journal-missing",
+        )
     return journals
 
 
@@ -98,7 +102,9 @@ def _add(union: Ledger, file: Path) -> None:
         return
     state = _privacy_in(file).get("ledger")
     if state is None:
-        raise ValueError(f"{file} is not a checkpoint of a private run.")
+        raise RefusedSetting(
+            f"{file} is not a checkpoint of a private run.", topic="checkpoint-without-ledger"
+        )
     union.restore(state, file.parent)
 
 
@@ -239,13 +245,18 @@ def recover_journal(
     record = _privacy_in(checkpoint_path)
     state = record.get("ledger")
     if not isinstance(state, dict) or state.get("journal") is None:
-        raise ValueError(f"{checkpoint_path} is not a checkpoint of a private run with a journal.")
+        raise RefusedSetting(
+            f"{checkpoint_path} is not a checkpoint of a private run with a journal.",
+            topic="checkpoint-without-ledger",
+        )
     ledger_id, recorded, runs = read_state(state)
     assert recorded is not None
     path = local_folder("directory", directory) / recorded.name
     for existing in (path, recorded):
         if existing.exists():
-            raise JournalError(f"{existing} exists. If it is damaged, move it away first.")
+            raise JournalError(
+                f"{existing} exists. If it is damaged, move it away first.", topic="journal-exists"
+            )
     if lost:
         event = costliest or _costliest(record, runs.history(), lost)
         runs.merge({new_id(): [(event, lost)]})
@@ -270,18 +281,20 @@ def _costliest(
     """An event that no step costs more than, of any run that the ledger can have had."""
     bounds = record.get("costliest")
     if bounds is None:
-        raise ValueError(
+        raise RefusedSetting(
             "The checkpoint does not tell what a lost step costs at most (noise chosen at run time, "
             f"nothing trained yet, or an older version): give costliest=, an event that none of the "
-            f"unrecorded_steps={lost} cost more than, such as costliest=PoissonGaussian(z, q)."
+            f"unrecorded_steps={lost} cost more than, such as costliest=PoissonGaussian(z, q).",
+            topic="journal-missing",
         )
     steps = sum(count for _, count in known) + lost
     stride, until = bounds["stride"], bounds["until"]
     if until is not None and steps > until:
-        raise ValueError(
+        raise RefusedSetting(
             f"unrecorded_steps={lost} after {steps - lost} is more than the plan's {until} steps of "
             "which the checkpoint tells what they cost. Give a smaller bound, or costliest=, an event "
-            "that none of them cost more than."
+            "that none of them cost more than.",
+            topic="journal-missing",
         )
     # Each position that a run went over was charged, or is a silent one before one that was.
     latest = None if stride is None else stride * steps

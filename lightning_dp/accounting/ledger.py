@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from lightning_dp._refusals import RefusedRun
 from lightning_dp.accounting.charges import Charges
 from lightning_dp.accounting.events import AbstractEvent, Voided, VoidedRunError
 from lightning_dp.accounting.journal import (
@@ -97,7 +98,9 @@ class Ledger:
         """Book one event of the current run, durably, before the data it is about are touched."""
         self._refuse_voided()
         if not self._run:
-            raise RuntimeError("Ledger.begin() must come before Ledger.charge().")
+            raise RefusedRun(
+                "Ledger.begin() must come before Ledger.charge().", topic="out-of-order"
+            )
         if self._journal is not None:
             self._journal.append(self._run, self._charges.length(self._run), event)
         self._charges.append(self._run, event)
@@ -109,7 +112,7 @@ class Ledger:
             reason: module and kind of what was found in the records, and nothing else of them.
         """
         if not self._run:
-            raise RuntimeError("Ledger.begin() must come before Ledger.void().")
+            raise RefusedRun("Ledger.begin() must come before Ledger.void().", topic="out-of-order")
         event, number = Voided(reason), self._charges.length(self._run)
         self._charges.append(self._run, event)  # first: the disk may be full
         if self._journal is not None:
@@ -190,16 +193,20 @@ def read_state(state: dict[str, Any]) -> tuple[str, Path | None, Charges]:
     if isinstance(state, dict) and (unknown := sorted(map(repr, {*state} - _FIELDS))):
         raise JournalError(
             f"The checkpoint's privacy ledger has an unknown field {unknown[0]}. A later version of "
-            "lightning-dp may have written it, and it may change what was spent: use that version."
+            "lightning-dp may have written it, and it may change what was spent: use that version.",
+            topic="other-version",
         )
     try:
         ledger_id, journal, runs = state["id"], state["journal"], Charges.from_dict(state["runs"])
     except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise JournalError(f"The checkpoint's privacy ledger is damaged: {error!r}.") from None
+        raise JournalError(
+            f"The checkpoint's privacy ledger is damaged: {error!r}.", topic="journal-damaged"
+        ) from None
     if not is_ledger_id(ledger_id):
         raise JournalError(
             f"The checkpoint's privacy ledger is damaged: its id {reprlib.repr(ledger_id)} is not "
-            "one of 16 hexadecimal digits."
+            "one of 16 hexadecimal digits.",
+            topic="journal-damaged",
         )
     if journal is None:
         return ledger_id, None, runs
@@ -210,7 +217,8 @@ def read_state(state: dict[str, Any]) -> tuple[str, Path | None, Charges]:
     ):
         raise JournalError(
             f"The checkpoint's privacy ledger is damaged: {reprlib.repr(journal)} is not the place of "
-            f"its journal {ledger_id}.journal."
+            f"its journal {ledger_id}.journal.",
+            topic="journal-damaged",
         )
     return ledger_id, Path(journal), runs
 
@@ -223,7 +231,8 @@ def _find(recorded: Path, directory: Path) -> Path:
         f"The checkpoint's privacy journal {recorded} is missing (also in {directory}). Without "
         "it, steps made after the checkpoint would be forgotten. Copy it back, or put it into the "
         "folder given as ledger_dir. If it is lost, bound the loss and write a new one with "
-        "lightning_dp.accounting.recover_journal(checkpoint_path, directory, unrecorded_steps)."
+        "lightning_dp.accounting.recover_journal(checkpoint_path, directory, unrecorded_steps).",
+        topic="journal-missing",
     )
 
 
@@ -231,12 +240,14 @@ def _check_complete(path: Path, ledger_id: str, runs: Charges) -> None:
     found, written = read_journal(path)
     if found != ledger_id:
         raise JournalError(
-            f"The privacy journal {path} belongs to ledger {found}, not to {ledger_id}."
+            f"The privacy journal {path} belongs to ledger {found}, not to {ledger_id}.",
+            topic="journal-behind",
         )
     for run in runs:
         if runs.knows_more(run, written):
             raise JournalError(
                 f"The privacy journal {path} knows less than the checkpoint: it was cut or replaced "
                 "by an older copy. Put the right file back, or move it away and use "
-                "lightning_dp.accounting.recover_journal()."
+                "lightning_dp.accounting.recover_journal().",
+                topic="journal-behind",
             )

@@ -70,7 +70,8 @@ class Progress:
         if unknown := sorted(state.keys() - {each.name for each in fields(cls)}):
             raise JournalError(
                 f"{path} has unknown fields: {unknown}. Read it with the version of lightning-dp that "
-                "wrote it."
+                "wrote it.",
+                topic="other-version",
             )
         return cls(**state)
 
@@ -160,7 +161,9 @@ def read_release_file(path: Path) -> tuple[Progress, Kept, bytes]:
     line, _, content = path.read_bytes().partition(b"\n")
     progress, places, check = _header(path, line)
     if check != zlib.crc32(content):
-        raise JournalError(f"{path} is damaged: its checksum is wrong. {_CURE}")
+        raise JournalError(
+            f"{path} is damaged: its checksum is wrong. {_CURE}", topic="journal-damaged"
+        )
     kept, start = {}, 0
     for round_, part, length in places:
         kept[round_, part] = content[start : start + length]
@@ -178,7 +181,9 @@ def _header(path: Path, line: bytes) -> tuple[Progress, list[list[int]], int]:
             raise ValueError
         return Progress.read(path, state), places, check
     except (ValueError, TypeError):
-        raise JournalError(f"{path} is damaged: its checksum is wrong. {_CURE}") from None
+        raise JournalError(
+            f"{path} is damaged: its checksum is wrong. {_CURE}", topic="journal-damaged"
+        ) from None
 
 
 # -- against the journal -----------------------------------------------------------------------
@@ -212,7 +217,8 @@ def check_nothing_is_missing(
         if progress.dataset not in (None, dataset_id):
             raise JournalError(
                 f"{path} is of data set {progress.dataset!r}, and the journal {journal_path} of "
-                f"{dataset_id!r}. Put each file back where it was."
+                f"{dataset_id!r}. Put each file back where it was.",
+                topic="journal-behind",
             )
         here = charges_of(runs, progress.run)
         if here < (progress.charged or 0):
@@ -221,5 +227,6 @@ def check_nothing_is_missing(
                 f"knows of {progress.charged}: the journal was lost, cut, or replaced by an old copy. "
                 "Put the right journal back: without it, what was spent would be forgotten. If it is "
                 "lost for good, move both files away, and add what they had spent to whatever is "
-                "spent on this data from now on."
+                "spent on this data from now on.",
+                topic="journal-behind",
             )

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from lightning_dp._refusals import RefusedRun
 from lightning_dp._validate import above_0, between, flag, normalise, whole
 from lightning_dp.boundary import Query, Release, State, Term
 from lightning_dp.functional import flatten
@@ -204,9 +205,10 @@ def distance(params: Sequence[Tensor], point: Tensor) -> float:
     step = flatten(params) - point
     norm = float(torch.linalg.vector_norm(step, dtype=torch.float64))
     if not math.isfinite(norm):
-        raise RuntimeError(
+        raise RefusedRun(
             "The parameters are no longer finite, so a difference of gradients has no bound: "
             "training has diverged. Lower the learning rate, diff_norm, or restart_every "
-            "(Diff2.recommend() proposes values)."
+            "(Diff2.recommend() proposes values).",
+            topic="diverged",
         )
     return norm

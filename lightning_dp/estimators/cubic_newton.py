@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.optim import SGD, Optimizer
 
+from lightning_dp._refusals import RefusedRun, RefusedSetting
 from lightning_dp._validate import (
     between,
     flag,
@@ -134,16 +135,18 @@ class CubicNewton(AbstractEstimator):
 
     def check(self, optimizer: Optimizer) -> None:
         if type(optimizer) is not SGD:
-            raise ValueError(
+            raise RefusedSetting(
                 f"CubicNewton gives a whole step, and {type(optimizer).__name__} would make another "
-                "of it: use torch.optim.SGD(params, lr=1.0); lr is the paper's step scale α."
+                "of it: use torch.optim.SGD(params, lr=1.0); lr is the paper's step scale α.",
+                topic="optimizer",
             )
         for group in optimizer.param_groups:
             for name in ("momentum", "weight_decay", "nesterov", "maximize"):
                 if group[name]:
-                    raise ValueError(
+                    raise RefusedSetting(
                         f"torch.optim.SGD({name}={group[name]}) changes the step of CubicNewton. "
-                        "Leave it out; an L2 term is CubicNewton(weight_decay=...)."
+                        "Leave it out; an L2 term is CubicNewton(weight_decay=...).",
+                        topic="optimizer",
                     )
         params = [p for group in optimizer.param_groups for p in group["params"]]
         self.kept(sum(param.numel() for param in params if param.requires_grad))
@@ -232,10 +235,11 @@ class CubicNewton(AbstractEstimator):
             bounds=None if self.box is None else (-self.box - here, self.box - here),
         )
         if not bool(torch.isfinite(moved).all()):
-            raise RuntimeError(
+            raise RefusedRun(
                 f"CubicNewton: inner step {inner} of {self.inner_steps} is no longer finite: the "
                 f"steps 2 / ({self.strong_convexity} (s + 2)) are too long for the curvature. Set "
-                "box, or max_step_size to 1 / (largest curvature), or a larger strong_convexity."
+                "box, or max_step_size to 1 / (largest curvature), or a larger strong_convexity.",
+                topic="diverged",
             )
         return moved
 

@@ -183,7 +183,8 @@ class Diff2(AbstractEstimator):
             f"Diff2: the noise of {self.restart_every} differences is {added / length:.2g} times as "
             "long as the estimate it is added to, and feeds back into the next ones: training may "
             "diverge. Lower restart_every, diff_norm or the learning rate, or see "
-            "Diff2.recommend()."
+            "Diff2.recommend().",
+            topic="diverged",
         )
         return True
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
+from lightning_dp._refusals import RefusedRun
 from lightning_dp.boundary import Query, Release, State
 from lightning_dp.estimators.base import AbstractEstimator
 
@@ -69,14 +70,16 @@ class Driver:
             RuntimeError: if a step that has begun has neither a further query nor an estimate.
         """
         if not self.part < max(1, queries := self.estimator.traits.queries_per_step):
-            raise RuntimeError(
+            raise RefusedRun(
                 f"{self.estimator} made no estimate of {self.part} queries at step {self.step}, and "
-                f"says queries_per_step={queries}."
+                f"says queries_per_step={queries}.",
+                topic="out-of-order",
             )
         query = agree(self.estimator.ask(self.state, params, self.step, noise_multiplier))
         if query is None and self.part:
-            raise RuntimeError(
-                f"{self.estimator} asks nothing at step {self.step}, and has no estimate."
+            raise RefusedRun(
+                f"{self.estimator} asks nothing at step {self.step}, and has no estimate.",
+                topic="out-of-order",
             )
         return query
 

@@ -14,6 +14,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 
+from lightning_dp._refusals import text_of
 from lightning_dp.boundary import Query
 from lightning_dp.estimators.base import AbstractEstimator, share_of_noise
 from lightning_dp.federated.messages import MessageError
@@ -63,7 +64,7 @@ def check_point(records: Records, point: Tensor, name: str = "The model") -> Non
     try:
         check(point)
     except ValueError as error:
-        raise MessageError(f"{name}: {error}") from None
+        raise MessageError(f"{name}: {text_of(error)}") from None
 
 
 def check_query(records: Records, plan: NoisePlan, query: Query, step: int, part: int) -> None:
@@ -96,7 +97,7 @@ def check_query(records: Records, plan: NoisePlan, query: Query, step: int, part
     try:
         expected = plan.estimator.ask(state, [query.terms[0].point], step, z)  # type: ignore[list-item]
     except (RuntimeError, ValueError, IndexError) as error:
-        raise MessageError(f"The query of step {step} cannot be asked: {error}") from None
+        raise MessageError(f"The query of step {step} cannot be asked: {text_of(error)}") from None
     if expected is None:
         raise MessageError(
             f"At step {step} the plan asks nothing about these points, since they are the same."
@@ -116,7 +117,8 @@ def check_engine(records: Records, estimator: AbstractEstimator) -> None:
         raise UnsupportedModelError(
             f"{type(estimator).__name__} needs Hessian-vector products, which only the "
             "'bookkeeping' engine computes. Use LocalRecords(engine='bookkeeping') to see what it "
-            "does not support in this model."
+            "does not support in this model.",
+            topic="hessian-products",
         )
 
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from lightning_dp._noise import NoiseSource
+from lightning_dp._refusals import RefusedSetting, text_of
 from lightning_dp._validate import (
     above_0,
     normalise,
@@ -251,9 +252,10 @@ class _Rounds(AbstractRounds):
             )
         largest = max(self.plan.sizes(i) for i in range(self.plan.rounds)) * self.share
         if not largest <= self.records.num_records:
-            raise ValueError(
+            raise RefusedSetting(
                 f"A round asks for {largest:g} records in expectation, and this client has "
-                f"{self.records.num_records}. Lower the sample sizes, the rounds or its share."
+                f"{self.records.num_records}. Lower the sample sizes, the rounds or its share.",
+                topic="batch-size",
             )
 
     def _rate(self, i: int) -> float:
@@ -302,7 +304,7 @@ class _Rounds(AbstractRounds):
         try:
             self.plan.check(len(point), 1)
         except ValueError as error:
-            raise MessageError(str(error)) from None
+            raise MessageError(text_of(error)) from None
 
     # -- after it ----------------------------------------------------------------------------
 

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from lightning_dp import _validate
 from lightning_dp._noise import NoiseSource
+from lightning_dp._refusals import RefusedRun, text_of
 from lightning_dp._validate import (
     between,
     flag,
@@ -263,7 +264,7 @@ class _Rounds(AbstractRounds):
         try:
             self.plan.update_size(len(point))
         except ValueError as error:
-            raise MessageError(str(error)) from None
+            raise MessageError(text_of(error)) from None
 
     # -- after it ----------------------------------------------------------------------------
 
@@ -284,7 +285,7 @@ class _Rounds(AbstractRounds):
             try:
                 estimate, state = newton.tell(state, params, t, mean)
             except RuntimeError as error:
-                raise _DivergedError(str(error)) from None
+                raise _DivergedError(text_of(error)) from None
             if estimate is not None:
                 step = step - estimate
         return step
@@ -292,7 +293,7 @@ class _Rounds(AbstractRounds):
     def reply(self, made: bytes) -> bytes:
         message = Message.from_bytes(made)
         if message.kind == _DIVERGED:
-            raise RuntimeError(message["why"])
+            raise RefusedRun(message["why"], topic="diverged")
         return made
 
 

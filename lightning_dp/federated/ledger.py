@@ -12,6 +12,7 @@ import numpy as np
 
 from lightning_dp._files import local_folder
 from lightning_dp._noise import random_generator
+from lightning_dp._refusals import RefusedSetting, text_of
 from lightning_dp.accounting import PLDAccountant
 from lightning_dp.accounting.base import Relation
 from lightning_dp.accounting.charges import Charges, JournalError
@@ -113,7 +114,9 @@ class ReleaseLedger:
         if self.journal_path.exists():
             found, runs = read_journal(self.journal_path)
             if found != self.dataset_id:
-                raise JournalError(f"{self.journal_path} is of data set {found!r}.")
+                raise JournalError(
+                    f"{self.journal_path} is of data set {found!r}.", topic="journal-behind"
+                )
         check_nothing_is_missing(self.journal_path, self.dataset_id, runs, known)
         return runs.history()
 
@@ -165,7 +168,7 @@ class ReleaseLedger:
             try:
                 content = make(np.random.Generator(np.random.PCG64DXSM(int(now.seed, 16))))
             except (VoidedRunError, UnsupportedModelError) as error:
-                files.void(round_, spending, getattr(error, "reason", str(error)))
+                files.void(round_, spending, getattr(error, "reason", text_of(error)))
                 raise
             # On disk before it leaves: from now on this round has this release and no other.
             oldest = round_ - spending.retain + 1
@@ -293,7 +296,9 @@ class _OpenRun:
             if charged:
                 raise JournalError(
                     f"{self._path} is missing, but rounds of run {self._run!r} were charged in "
-                    f"{journal}: what has left is unknown. Put it back, or take another name for the run."
+                    f"{journal}: what has left is unknown. Put it back, or take another name for the "
+                    "run.",
+                    topic="journal-missing",
                 )
             limit = affordable_rounds(
                 spending.events, spending.rounds, self._budget, runs.history()
@@ -321,12 +326,14 @@ class _OpenRun:
             raise JournalError(
                 f"{self._path} is of another run, or an old copy: it knows of {known} charges of run "
                 f"{progress.run!r}, and the journal {self._journal.path} has {here} of run "
-                f"{self._run!r}. Put the right one back: what has left is in it."
+                f"{self._run!r}. Put the right one back: what has left is in it.",
+                topic="journal-behind",
             )
         if progress.fingerprint != spending.fingerprint:
-            raise ValueError(
+            raise RefusedSetting(
                 f"run={self._run!r} was begun with another plan or budget. Use those, or take "
-                "another name for the run."
+                "another name for the run.",
+                topic="other-settings",
             )
 
     def _others(self) -> int:

@@ -11,14 +11,19 @@ from functools import cached_property, partial
 from typing import Any, Literal, TypeAlias, get_args
 
 import torch
-from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
-from lightning_dp._checks import check_loader, check_model, check_training_step
+from lightning_dp._checks import (
+    MisconfigurationError,
+    check_loader,
+    check_model,
+    check_training_step,
+)
 from lightning_dp._module_state import ModuleState
+from lightning_dp._refusals import RefusedSetting
 from lightning_dp._training_step import apart, call_training_step, loss_in, muted
 from lightning_dp._validate import optional, whole
 from lightning_dp.accounting.events import VoidedRunError
@@ -167,13 +172,16 @@ class LocalRecords:
         """
         here = self.point
         if point.dtype != here.dtype or point.shape != here.shape:
-            raise ValueError(
+            raise RefusedSetting(
                 f"{tuple(point.shape)} of {point.dtype} was sent, and this client's model has "
-                f"{len(here)} trained numbers of {here.dtype}. Build the same module everywhere."
+                f"{len(here)} trained numbers of {here.dtype}. Build the same module everywhere.",
+                topic="federated-messages",
             )
         parts = unflatten(point, self.params)
         if not all(bool(torch.isfinite(part).all()) for part in parts):
-            raise ValueError("some numbers are not finite in this client's module.")
+            raise RefusedSetting(
+                "some numbers are not finite in this client's module.", topic="federated-messages"
+            )
 
     def try_once(self) -> None:
         """Run a copy of the module on made-up records: an error of the user's costs nothing yet.
@@ -215,8 +223,9 @@ class LocalRecords:
                 error.add_note(_NOT_CHARGED)
             raise
         if found is None:
-            raise MisconfigurationException(
-                f"training_step gives no loss that depends on the trained parameters. {_NOT_CHARGED}"
+            raise MisconfigurationError(
+                f"training_step gives no loss that depends on the trained parameters. {_NOT_CHARGED}",
+                topic="no-loss",
             )
 
     def bounded_sum(self, query: Query, records: Sequence[int]) -> BoundedSum:
@@ -235,7 +244,10 @@ class LocalRecords:
         """
         records = [int(record) for record in records]
         if len(set(records)) != len(records):
-            raise ValueError("A record occurs twice in one batch, so it would count twice.")
+            raise RefusedSetting(
+                "A record occurs twice in one batch, so it would count twice.",
+                topic="repeated-records",
+            )
         # Of a whole client, the records have no bound: their sum gets one, as the client's part.
         of_all = replace(query, clip_norm=math.inf, noise_multiplier=0.0)
         asked = query if self.unit == "record" else of_all
@@ -307,17 +319,20 @@ class LocalRecords:
 def _check_module(module: nn.Module) -> None:
     """Refuse what cannot be answered for record by record, as the Trainer's path does."""
     if not isinstance(module, LightningModule):
-        raise MisconfigurationException(
-            f"The model is a {type(module).__name__} and not a lightning.pytorch.LightningModule."
+        raise MisconfigurationError(
+            f"The model is a {type(module).__name__} and not a lightning.pytorch.LightningModule.",
+            topic="federated-data",
         )
     if not module.automatic_optimization:
-        raise MisconfigurationException(
+        raise MisconfigurationError(
             "The module uses manual optimization, but a client makes no optimizer steps: the server "
-            "does. Use automatic optimization: training_step returns the loss."
+            "does. Use automatic optimization: training_step returns the loss.",
+            topic="manual-optimization",
         )
     if not any(param.requires_grad for param in module.parameters()):
-        raise MisconfigurationException(
-            "The module has no trainable parameter (requires_grad is False everywhere)."
+        raise MisconfigurationError(
+            "The module has no trainable parameter (requires_grad is False everywhere).",
+            topic="optimizer",
         )
     check_training_step(module)
     check_model(module)

@@ -13,6 +13,8 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
+from lightning_dp._refusals import Refusal
+
 __all__ = [
     "LOST",
     "REFUSED",
@@ -41,8 +43,11 @@ _DTYPES = {
 }
 
 
-class MessageError(ValueError):
+class MessageError(Refusal, ValueError):
     """Bytes that are no message, or a message that nobody here can answer."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(text, topic="federated-messages")
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ import numpy as np
 from torch import Tensor
 
 from lightning_dp._noise import NoiseSource, random_generator
+from lightning_dp._refusals import RefusedRun
 from lightning_dp._world import World
 from lightning_dp.boundary import BoundedSum, Query, Release, State, add_noise
 from lightning_dp.sampling import AbstractSampling, Poisson
@@ -167,8 +168,9 @@ def bounded(records: Records, query: Query, drawn: list[int]) -> BoundedSum:
     """Return the answer of the records, checked to have the bound that was asked for."""
     total = records.bounded_sum(query, drawn)
     if total.clip_norm != query.clip_norm:
-        raise RuntimeError(
-            f"The answer is bounded by {total.clip_norm}, the query asked for {query.clip_norm}."
+        raise RefusedRun(
+            f"The answer is bounded by {total.clip_norm}, the query asked for {query.clip_norm}.",
+            topic="out-of-order",
         )
     return total
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from lightning_dp._described import check_same, described
+from lightning_dp._refusals import text_of
 from lightning_dp._validate import normalise, optional, positive, seed, whole
 from lightning_dp._world import World
 from lightning_dp.boundary import BoundedSum, Query, Release, State, Term, add_noise
@@ -315,7 +316,7 @@ def query_from(message: Message) -> Query:
         numbers = float(message["clip_norm"]), float(message["noise_multiplier"])
         return Query(_same_points(terms), *numbers, message.tensors.get("coordinates"))
     except (ValueError, TypeError, OverflowError) as error:
-        raise MessageError(f"This query cannot be asked: {error}") from None
+        raise MessageError(f"This query cannot be asked: {text_of(error)}") from None
 
 
 def _same_points(terms: Sequence[Term]) -> tuple[Term, ...]:

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_dp._noise import random_generator
+from lightning_dp._refusals import RefusedRun, RefusedSetting, text_of
 from lightning_dp._validate import number, whole
 from lightning_dp._world import World
 from lightning_dp.accounting.events import VoidedRunError
@@ -100,7 +101,9 @@ class TrustedServer:
                 "module in `local`."
             )
         if not dist.is_initialized():
-            raise RuntimeError("Call torch.distributed.init_process_group() first.")
+            raise RefusedRun(
+                "Call torch.distributed.init_process_group() first.", topic="out-of-order"
+            )
         self.epsilon = 0.0
         """ε spent at ``target_delta``; the same on every rank."""
         self.private_run = PrivateRun(privacy)
@@ -198,7 +201,7 @@ class TrustedServer:
         try:
             part = self._answer(query, sample_rate)
         except (VoidedRunError, UnsupportedModelError) as error:
-            reason = getattr(error, "reason", str(error))
+            reason = getattr(error, "reason", text_of(error))
         if not self._sum_over_ranks(part is None) and part is not None:
             return part
         reason = reason or "the records of another rank failed a check, which its error names."
@@ -252,10 +255,11 @@ class TrustedServer:
         counts = [each.tolist() for each in answers]
         for rank, (_, size, dtype) in enumerate(counts):
             if [size, dtype] != counts[_SERVER][1:]:
-                raise ValueError(
+                raise RefusedSetting(
                     f"Rank {rank} trains {size} numbers of {_DTYPES[dtype]}, and rank {_SERVER} trains "
                     f"{counts[_SERVER][1]} of {_DTYPES[counts[_SERVER][2]]}. Give every rank the same "
-                    "model."
+                    "model.",
+                    topic="ranks-differ",
                 )
         return sum(num_records for num_records, _, _ in counts)
 

@@ -64,5 +64,6 @@ def check_sum(
         raise UnsupportedModelError(
             f"{', '.join(wrong[:3])}{more}: the gradients of single records do not add up to the "
             "gradient of the loss, so a use of these parameters was missed, or counted twice. Use "
-            f"them in their own layers, called as modules. {ALONE}"
+            f"them in their own layers, called as modules. {ALONE}",
+            topic="unseen-use",
         )

@@ -82,7 +82,8 @@ class AttentionCall:
         if any(each.dim() != 3 for each in three):
             raise UnsupportedModelError(
                 f"{type(layer).__name__} was called with tensors of {three[0].dim()} dimensions. "
-                "Use it with (records, positions, features)."
+                "Use it with (records, positions, features).",
+                topic="attention",
             )
         call = cls(
             dtypes={name: each.dtype for name, each in tensors.items()},
@@ -114,13 +115,15 @@ def refuse_attention(name: str, layer: nn.MultiheadAttention) -> None:
     if not layer.batch_first:
         raise UnsupportedModelError(
             f"{name} ({type(layer).__name__}) has batch_first=False, which hides its records in the "
-            f"second dimension. Make it with batch_first=True. {_CURE}"
+            f"second dimension. Make it with batch_first=True. {_CURE}",
+            topic="attention",
         )
     found = {key for key, _ in layer.named_parameters(recurse=False)}
     if not found <= _PARAMETERS:
         raise UnsupportedModelError(
             f"{name} ({type(layer).__name__}) has parameters that its type does not: "
-            f"{sorted(found - _PARAMETERS)}. {_CURE}"
+            f"{sorted(found - _PARAMETERS)}. {_CURE}",
+            topic="changed-layer",
         )
 
 
@@ -277,7 +280,8 @@ def _check(layer: nn.Module, recorded: Tensor, replayed: Tensor) -> None:
         raise UnsupportedModelError(
             f"{type(layer).__name__} was run once more, which must give the same output and does "
             "not: a hook changes what goes in or draws random numbers, or this version of torch "
-            f"computes something else. {_CURE}"
+            f"computes something else. {_CURE}",
+            topic="changed-layer",
         )
 
 

@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from lightning_dp._refusals import Refusal
 from lightning_dp.boundary import AbstractPerSampleGradients
 
 __all__ = [
@@ -36,8 +37,15 @@ def without_alone(refusal: str) -> str:
     return refusal.replace(ALONE, "").rstrip()
 
 
-class UnsupportedModelError(TypeError):
+class UnsupportedModelError(Refusal, TypeError):
     """Per-record gradients cannot be computed for this model."""
+
+    def __init__(self, text: str, *, topic: str = "unsupported-model") -> None:
+        super().__init__(text, topic=topic)
+
+    def plain(self) -> UnsupportedModelError:
+        """Return it to be kept: without its traceback, which holds tensors."""
+        return UnsupportedModelError(self.text, topic=self.topic)
 
 
 class UncoveredParameterError(UnsupportedModelError):
@@ -50,7 +58,8 @@ class UncoveredParameterError(UnsupportedModelError):
             "LightningModule: call self(x)), their module is in eval mode or compiled, or its "
             f"layer is not called as a module, or training_step differentiates a gradient (a penalty "
             "on it: clip the weights after the step instead). Move them into a separate layer. "
-            f"{ALONE}"
+            f"{ALONE}",
+            topic="unseen-use",
         )
 
 
@@ -67,15 +76,16 @@ def as_unsupported(name: str, layer: nn.Module) -> Iterator[None]:
     except (MemoryError, torch.OutOfMemoryError):
         raise
     except UnsupportedModelError as error:
-        if name in str(error):
+        if name in error.text:
             raise
-        raise UnsupportedModelError(f"{name}: {error}") from None
+        raise UnsupportedModelError(f"{name}: {error.text}", topic=error.topic) from None
     except Exception as error:
         raise UnsupportedModelError(
             f"{name or 'The module'} ({type(layer).__name__}): per-record gradients cannot be "
             f"computed from its calls ({type(error).__name__}). Give its parameters to layers of "
             "torch.nn that are called with one tensor, records first, or freeze it with "
-            f"requires_grad_(False). {ALONE}"
+            f"requires_grad_(False). {ALONE}",
+            topic="unsupported-layer",
         ) from None  # torch's own words tell sizes of a batch, which is private
 
 
@@ -89,7 +99,8 @@ def number_of_records(rows_seen: Collection[int]) -> int:
         raise UnsupportedModelError(
             "Some layers see more rows than there are records (the model folds another dimension "
             "into the batch, or is not batch-first), so a record's gradient cannot be bounded. "
-            f"Keep records in the first dimension of every layer's input, one row each. {ALONE}"
+            f"Keep records in the first dimension of every layer's input, one row each. {ALONE}",
+            topic="rows-and-records",
         )
     return max(rows_seen, default=0)
 
@@ -187,7 +198,9 @@ class AbstractGradientEngine(ABC):
         Raises:
             UnsupportedModelError: if the model has no such products.
         """
-        raise UnsupportedModelError(f"The engine {self.name!r} has no Hessian-vector products.")
+        raise UnsupportedModelError(
+            f"The engine {self.name!r} has no Hessian-vector products.", topic="hessian-products"
+        )
 
     @abstractmethod
     def drop(self) -> None:

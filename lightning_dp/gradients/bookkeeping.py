@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from lightning_dp._refusals import RefusedRun
 from lightning_dp.boundary import AbstractPerSampleGradients
 from lightning_dp.functional import unflatten
 from lightning_dp.gradients.base import (
@@ -108,7 +109,9 @@ class Bookkeeping(AbstractGradientEngine):
     @property
     def _attached(self) -> Recorder:
         if self._recorder is None:
-            raise RuntimeError("The engine watches no model: attach() must come first.")
+            raise RefusedRun(
+                "The engine watches no model: attach() must come first.", topic="out-of-order"
+            )
         return self._recorder
 
     def _differentiate(
@@ -301,7 +304,9 @@ class Bookkeeping(AbstractGradientEngine):
     def take(self, scale: float, touched: Mapping[str, nn.Parameter]) -> BookkeptGradients:
         found, self._found = self._found, None
         if found is None:
-            raise RuntimeError("Bookkeeping.backward() must come before take().")
+            raise RefusedRun(
+                "Bookkeeping.backward() must come before take().", topic="out-of-order"
+            )
         gradients = [found[id(param)] for param in self._params]
         return BookkeptGradients(self._params, [g if g.uses else None for g in gradients], scale)
 

@@ -67,7 +67,8 @@ class _Bags:
         if layer.include_last_offset and int(offsets[-1]) != length:
             raise UnsupportedModelError(
                 "was called with include_last_offset=True and a last offset that is not the length "
-                "of the input, for which torch has no gradient. End the offsets with that length."
+                "of the input, for which torch has no gradient. End the offsets with that length.",
+                topic="unsupported-layer",
             )
         places = torch.arange(length, device=offsets.device, dtype=offsets.dtype)
         owners = torch.searchsorted(starts.contiguous(), places, right=True) - 1

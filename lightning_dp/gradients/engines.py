@@ -9,7 +9,12 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from lightning_dp.gradients.base import ALONE, AbstractGradientEngine, UnsupportedModelError
+from lightning_dp.gradients.base import (
+    ALONE,
+    AbstractGradientEngine,
+    UnsupportedModelError,
+    without_alone,
+)
 from lightning_dp.gradients.record_flow import CoupledLossError
 from lightning_dp.gradients.unsupported import refuse_special
 
@@ -109,7 +114,7 @@ class EngineChoice:
         rungs = _LADDERS[name]
         able = tuple(rung for rung in rungs if rung.is_own or not own_only)
         self._rungs = able or rungs
-        self._reasons: tuple[str, ...] = ()  # of the engines above
+        self._reasons: tuple[UnsupportedModelError, ...] = ()  # of the engines above
 
     @property
     def can_fall(self) -> bool:
@@ -131,7 +136,7 @@ class EngineChoice:
         if not self._reasons:
             return self._rung.name
         above = self._rungs[len(self._reasons) - 1]
-        why = _in_short(self._reasons[-1])
+        why = _in_short(self._reasons[-1].text)
         return f"{self._rung.name}, since {above.name} does not cover this model: {why}"
 
     def attach(self, module: nn.Module, params: Sequence[nn.Parameter]) -> AbstractGradientEngine:
@@ -158,7 +163,7 @@ class EngineChoice:
         """
         if isinstance(reason, CoupledLossError) or not self.can_fall:
             return False
-        self._reasons = (*self._reasons, str(reason))
+        self._reasons = (*self._reasons, reason.plain())
         return True
 
     def here(self) -> EngineChoice:
@@ -169,15 +174,15 @@ class EngineChoice:
 
     def refusal(self, last: UnsupportedModelError) -> UnsupportedModelError:
         """Return the refusal by the last engine, with the reasons of those above in short."""
-        reasons = [*self._reasons, str(last)]
+        reasons = [*self._reasons, last]
         rungs = self._rungs[: len(reasons)]
         told = max((i for i, rung in enumerate(rungs) if rung.is_own), default=len(rungs) - 1)
-        parts = [reasons[told].replace(ALONE, "").rstrip()]
+        parts = [without_alone(reasons[told].text)]
         for number, (rung, reason) in enumerate(zip(rungs, reasons, strict=True)):
-            short = _in_short(reason)
+            short = _in_short(reason.text)
             if number != told and not any(short in part for part in parts):
                 parts.append(f"The engine {rung.name!r} does not cover it either: {short}")
-        return UnsupportedModelError(f"{' '.join(parts)} {ALONE}")
+        return UnsupportedModelError(f"{' '.join(parts)} {ALONE}", topic=reasons[told].topic)
 
 
 def attach_engine(

@@ -117,5 +117,6 @@ def _check_rows(rows: Tensor, expected: int) -> None:
     if len(rows) != expected:
         raise UnsupportedModelError(
             "was called with another number of rows than its records are known to have. Keep the "
-            "rows of every record together: leave none out by what is in them."
+            "rows of every record together: leave none out by what is in them.",
+            topic="rows-and-records",
         )

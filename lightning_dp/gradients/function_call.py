@@ -110,7 +110,8 @@ class FunctionCall:
         if any(each.tensor._version != each.version for each in self.given):
             raise UnsupportedModelError(
                 f"A tensor that met {self.name} was overwritten afterwards. Do not change tensors in "
-                "place between layers."
+                "place between layers.",
+                topic="overwritten-tensors",
             )
 
     def keep_own(self, storage: int) -> None:
@@ -163,7 +164,8 @@ class FunctionCall:
                 f"{self.name} brings the loss of the records together with one of rows that do not "
                 "come from them (noise, negatives), and whose these are is not known. Make them like "
                 "the records' tensor (torch.randn_like(x)), or take the loss of each record with its row "
-                f"first, and then the mean. {ALONE}"
+                f"first, and then the mean. {ALONE}",
+                topic="rows-and-records",
             )
 
     def along(self, gradients: Sequence[Dual | None], weights: tuple[float, float]) -> list[Found]:
@@ -178,7 +180,8 @@ class FunctionCall:
                 raise UnsupportedModelError(
                     f"{self.name}: what is computed from the parameters before it meets the records is "
                     "no linear function of them, and has no Hessian-vector products here. Use an "
-                    "estimator without Hessians."
+                    "estimator without Hessians.",
+                    topic="hessian-products",
                 )
         values = [None if each is None else each[0] for each in gradients]
         backs = self._records_first(values)
@@ -436,7 +439,8 @@ class FunctionCall:
             f"{self.name} was called with {kinds}, and cannot be run record by record with the same "
             f"result{why}. Let the parameters meet the records in a function that treats each record by "
             "itself, with the records in one dimension, before anything but a sum or a mean is taken "
-            f"over them. {ALONE}"
+            f"over them. {ALONE}",
+            topic="unsupported-layer",
         )
 
 

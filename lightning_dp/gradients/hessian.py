@@ -61,7 +61,8 @@ def run_along(
     except NotImplementedError as error:
         raise UnsupportedModelError(
             f"A Hessian-vector product needs the second derivative of every operation, and one has "
-            f"none: {error} Replace the operation, or use an estimator without Hessians."
+            f"none: {error} Replace the operation, or use an estimator without Hessians.",
+            topic="hessian-products",
         ) from error
     return result
 

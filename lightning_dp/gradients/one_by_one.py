@@ -57,7 +57,7 @@ class OneByOne(AbstractGradientEngine):
     def take(self, scale: float, touched: Mapping[str, nn.Parameter]) -> AbstractPerSampleGradients:
         found, self._found = self._found, None
         if found is None:
-            raise UnsupportedModelError("There was no backward pass.")
+            raise UnsupportedModelError("There was no backward pass.", topic="no-loss")
         return _of_one(found, scale)
 
     def along(
@@ -84,13 +84,13 @@ class OneByOne(AbstractGradientEngine):
             return [None] * len(self._params)
         total = torch.stack(list(products)).sum()
         if _has_error_node(total):
-            raise UnsupportedModelError(_NO_SECOND)
+            raise UnsupportedModelError(_NO_SECOND, topic="hessian-products")
         try:
             return torch.autograd.grad(total, self._params, allow_unused=True)
         except (MemoryError, torch.OutOfMemoryError):
             raise
         except RuntimeError as error:  # and NotImplementedError
-            raise UnsupportedModelError(_NO_SECOND) from error
+            raise UnsupportedModelError(_NO_SECOND, topic="hessian-products") from error
 
     def _flat(self, gradients: Sequence[Tensor | None]) -> Tensor:
         """Return one vector, in at least float32, with zeros for what was not used."""

@@ -12,6 +12,7 @@ from opacus.grad_sample.grad_sample_module import GradSampleHooks
 from opacus.layers.dp_rnn import DPGRU, DPLSTM, DPRNN, DPRNNBase
 from torch import Tensor, nn
 
+from lightning_dp._refusals import RefusedRun
 from lightning_dp.gradients.base import (
     AbstractGradientEngine,
     UncoveredParameterError,
@@ -144,7 +145,9 @@ class OpacusHooks(AbstractGradientEngine):
         found, plain = self._found, self._plain
         self._found, self._plain = None, ()
         if found is None:
-            raise RuntimeError("OpacusHooks.backward() must come before take().")
+            raise RefusedRun(
+                "OpacusHooks.backward() must come before take().", topic="out-of-order"
+            )
         pairs = zip(self._params, plain, strict=True)
         missing = [self._names[p] for p, g in pairs if g is not None and p not in found]
         if missing:
@@ -192,7 +195,8 @@ def _rule_of(name: str, layer: nn.Module) -> _Rule:
     if names := [key for key, _ in layer.named_buffers()]:
         raise UnsupportedModelError(
             f"{name or 'The module'} ({type(layer).__name__}) itself has parameters, and the buffers "
-            f"{names[:5]}, which Opacus does not take. Keep them in a module without parameters."
+            f"{names[:5]}, which Opacus does not take. Keep them in a module without parameters.",
+            topic="opacus-hooks",
         )
     with as_unsupported(name, layer):
         try:

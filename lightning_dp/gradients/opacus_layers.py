@@ -71,7 +71,8 @@ class _InAttention(_AbstractInside):
             raise UnsupportedModelError(
                 "DPMultiheadAttention contains a layer that is not its own, or was called with "
                 "tensors without a dimension of the records. Call it with query, key and value of "
-                "three dimensions each."
+                "three dimensions each.",
+                topic="opacus-layers",
             )
         return self._arrange
 
@@ -104,14 +105,16 @@ class _InRecurrent(_AbstractInside):
             raise UnsupportedModelError(
                 f"{self._name} was called with sequences that were packed with enforce_sorted=True, "
                 "which does not tell the order of the records. Use enforce_sorted=False, and leave "
-                "the batch in the order in which it came."
+                "the batch in the order in which it came.",
+                topic="packed-sequences",
             )
         rows = next(self._rows.get(part, iter(())), None)
         if given.dim() != 2 or len(given) != rows:
             raise UnsupportedModelError(
                 f"{self._name} was called in a way that does not keep the records apart. Call it "
                 "with a tensor of three dimensions or with packed sequences, and with a state, if "
-                "any, that has a row for each record."
+                "any, that has a row for each record.",
+                topic="opacus-layers",
             )
         return self._arrange
 
@@ -193,7 +196,8 @@ def refuse(name: str, layer: nn.Module, has_rule: bool) -> None:
     if not is_known:
         raise UnsupportedModelError(
             f"{name} ({type(layer).__name__}) is a layer of Opacus that was changed, or is not known "
-            "to this engine. Use engine='hooks', or engine='bookkeeping' and the layer as it is."
+            "to this engine. Use engine='hooks', or engine='bookkeeping' and the layer as it is.",
+            topic="opacus-layers",
         )
 
 

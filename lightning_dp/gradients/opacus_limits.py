@@ -52,7 +52,8 @@ def refuse_layers(module: nn.Module) -> None:
             "Opacus cannot compute per-sample gradients for these layers: "
             + " ".join(reasons)
             + " Drop-in replacements: opacus.layers.DPLSTM, DPGRU, DPRNN, DPMultiheadAttention; "
-            "GroupNorm for BatchNorm; opacus.validators.ModuleValidator.fix(model) replaces them."
+            "GroupNorm for BatchNorm; opacus.validators.ModuleValidator.fix(model) replaces them.",
+            topic="opacus-hooks",
         )
 
 
@@ -142,18 +143,21 @@ def refuse_call(name: str, layer: nn.Module, args: tuple[Any, ...], kwargs: dict
         raise UnsupportedModelError(
             f"{name or 'The module'} ({type(layer).__name__}) is trained and in eval mode, and Opacus' "
             "hooks see layers in training mode only. Use engine='bookkeeping', call model.train() "
-            "before fit, or freeze it with requires_grad_(False)."
+            "before fit, or freeze it with requires_grad_(False).",
+            topic="opacus-hooks",
         )
     if folding_in_force() is not None:
         raise UnsupportedModelError(
             f"{name or 'The module'} ({type(layer).__name__}) was called inside rows_of_records(), and "
-            "Opacus' hooks take rows for records. Use engine='bookkeeping'."
+            "Opacus' hooks take rows for records. Use engine='bookkeeping'.",
+            topic="opacus-hooks",
         )
     if kwargs or len(args) != 1 or not isinstance(args[0], Tensor):
         raise UnsupportedModelError(
             f"{name or 'The module'} ({type(layer).__name__}) itself has parameters and was called "
             "with something else than one tensor by position, of which Opacus sees nothing. Use "
-            "engine='bookkeeping', or give the parameters to a layer that is called with one tensor."
+            "engine='bookkeeping', or give the parameters to a layer that is called with one tensor.",
+            topic="opacus-hooks",
         )
     refuse_without_records(name, layer, args[0])
 
@@ -168,7 +172,8 @@ def refuse_output(name: str, layer: nn.Module, output: Any) -> None:
         raise UnsupportedModelError(
             f"{name or 'The module'} ({type(layer).__name__}) itself has parameters and returned a "
             f"{type(output).__name__}, of which Opacus sees nothing. Give its parameters to a layer "
-            "that returns one tensor."
+            "that returns one tensor.",
+            topic="opacus-hooks",
         )
 
 
@@ -184,7 +189,8 @@ def refuse_overwritten(name: str, layer: nn.Module, given: Tensor, version: int)
     if given._version != version:
         raise UnsupportedModelError(
             f"The input of {name or 'the module'} ({type(layer).__name__}) was overwritten after the "
-            "layer had used it. Do not change tensors in place between layers (inplace=True, +=)."
+            "layer had used it. Do not change tensors in place between layers (inplace=True, +=).",
+            topic="overwritten-tensors",
         )
 
 
@@ -222,7 +228,8 @@ def refuse_wrong_sums(
         raise UnsupportedModelError(
             f"Opacus' hooks see a part only of what is done with the parameters {wrong[:5]}: they are "
             "also used outside of calls of their layers, or something changes what comes out of these. "
-            "Use each parameter in calls of its layer alone."
+            "Use each parameter in calls of its layer alone.",
+            topic="opacus-hooks",
         )
 
 
@@ -244,5 +251,6 @@ def refuse_packed(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any
     if torch.is_grad_enabled() and isinstance((*args, *kwargs.values())[0], PackedSequence):
         raise UnsupportedModelError(
             f"{type(layer).__name__} was called with packed sequences, which have the records in "
-            "another order than the rest of the model. Use engine='bookkeeping', or tensors."
+            "another order than the rest of the model. Use engine='bookkeeping', or tensors.",
+            topic="packed-sequences",
         )

@@ -9,6 +9,7 @@ from functools import reduce
 import torch
 from torch import Tensor
 
+from lightning_dp._refusals import RefusedRun
 from lightning_dp.functional import squared_row_norms
 from lightning_dp.gradients.forms import SLICE_BYTES, Rows, Use, above_rounding
 
@@ -130,7 +131,10 @@ class ParameterGradients:
         """
         uses, self.uses = _joined(self.uses), []
         if not uses:
-            raise RuntimeError("The gradients were summed already; their memory is used again.")
+            raise RefusedRun(
+                "The gradients were summed already; their memory is used again.",
+                topic="out-of-order",
+            )
         if self._kept is not None:
             uses = [Rows.use(self._kept)]
             self._kept = None

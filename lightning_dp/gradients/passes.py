@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_dp._refusals import RefusedRun
 from lightning_dp.boundary import (
     AbstractPerSampleGradients,
     BoundedSum,
@@ -65,7 +66,7 @@ class OtherRowsError(UnsupportedModelError):
     """The model saw another number of rows than the chunk has records."""
 
     def __init__(self) -> None:
-        super().__init__(f"{OTHER_ROWS[0].upper()}{OTHER_ROWS[1:]}")
+        super().__init__(f"{OTHER_ROWS[0].upper()}{OTHER_ROWS[1:]}", topic="rows-and-records")
 
 
 class _NoLoss(Exception):
@@ -292,7 +293,7 @@ class RecordPasses:
             self._engine.backward(loss, keep_graph=keep_graph, combined=combined)
         inside = self._raw.touched()
         if inside and not self._engine.goes_into_parameters:
-            raise UnsupportedModelError(_INSIDE.format(sorted(inside)[:5]))
+            raise UnsupportedModelError(_INSIDE.format(sorted(inside)[:5]), topic="unseen-use")
 
     def take(self, scale: float = 1.0) -> AbstractPerSampleGradients | None:
         """Take what the last backward pass left; None if nothing was back-propagated.
@@ -422,7 +423,9 @@ class RecordPasses:
             combined: with the gradients of another pass.
         """
         if chunk.forward is None:
-            raise RuntimeError("A chunk that cannot be run again was asked for more.")
+            raise RefusedRun(
+                "A chunk that cannot be run again was asked for more.", topic="out-of-order"
+            )
         there = nullcontext() if each.point is None else at_point(self._params, each.point)
         with self._quietly(), there, torch.enable_grad():
             if each.direction is not None:

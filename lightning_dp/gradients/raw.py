@@ -9,6 +9,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
+from lightning_dp._refusals import Refusal, RefusedRun
+
 __all__ = ["RawGradientGuard", "RawGradientHookError"]
 
 
@@ -18,8 +20,11 @@ _NOT_PRIVATE = (
 )
 
 
-class RawGradientHookError(RuntimeError):
+class RawGradientHookError(Refusal, RuntimeError):
     """A hook that is not ours would be shown un-noised gradients."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(text, topic="gradient-hooks")
 
 
 def _refuse_foreign_hooks(parameters: Iterable[tuple[str, nn.Parameter]]) -> None:
@@ -115,7 +120,7 @@ class RawGradientGuard:
 
     def _before_update(self) -> None:
         if not self._step_allowed:
-            raise RuntimeError(_NOT_PRIVATE)
+            raise RefusedRun(_NOT_PRIVATE, topic="raw-gradients")
         check, self._check = self._check, None
         if check is not None:
             self._step_allowed = False  # if it raises
@@ -125,7 +130,7 @@ class RawGradientGuard:
     def _leave_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         self._depth -= 1
         if not self._step_allowed:  # a closure was given and not called
-            raise RuntimeError(_NOT_PRIVATE)
+            raise RefusedRun(_NOT_PRIVATE, topic="raw-gradients")
         self._step_allowed = self._depth > 0
 
     def allow_step(self, check: Callable[[], None] | None = None) -> None:

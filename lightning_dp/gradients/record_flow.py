@@ -221,7 +221,8 @@ class Meeting:
             f"The loss takes {words(self.node)} of what {words(self.mixture.maker)} makes of several "
             "records, so that records change each other's gradients. Take it of each record's own "
             "value (reduction='none'), and then the mean over the records, with nothing but sums "
-            f"and constant factors after it. {ALONE}"
+            f"and constant factors after it. {ALONE}",
+            topic="coupled-loss",
         )
 
     def refuse_over_records(self) -> NoReturn:
@@ -230,7 +231,8 @@ class Meeting:
             f"The loss takes {words(self.node)} over several records, which is more than their sum, "
             "so that records change each other's gradients. Take it within each record, over the "
             "other dimensions, and then the mean over the records; leave out terms between records. "
-            f"{ALONE}"
+            f"{ALONE}",
+            topic="coupled-loss",
         )
 
     def refuse_number(self) -> NoReturn:
@@ -238,7 +240,8 @@ class Meeting:
         raise CoupledLossError(
             f"The loss takes {words(self.node)} over rows that a mask or an index chose, so that it "
             "divides by a number that all records decide. Multiply each row's loss by the mask "
-            f"instead, and take the mean over all rows: (losses * mask).mean(). {ALONE}"
+            f"instead, and take the mean over all rows: (losses * mask).mean(). {ALONE}",
+            topic="coupled-loss",
         )
 
 

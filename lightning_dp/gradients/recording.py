@@ -59,7 +59,8 @@ class LayerCall:
         if [each._version for each in inputs] != self.versions:
             raise UnsupportedModelError(
                 f"The input of {self.name or 'the module'} ({type(self.layer).__name__}) was "
-                "overwritten after the layer had used it. Do not change tensors in place between layers."
+                "overwritten after the layer had used it. Do not change tensors in place between layers.",
+                topic="overwritten-tensors",
             )
         return inputs
 
@@ -97,7 +98,7 @@ class Recorder:
         self._unseen: dict[Any, str] = {}  # graph nodes of outputs that no rule knows of, and why
         self._random_states: dict[nn.Module, Tensor | None] = {}  # before calls that are running
         self._marks: list[int] = []  # the tracer's calls before layers that are running
-        self._problem: str | None = None
+        self._problem: UnsupportedModelError | None = None
         self._is_watching = True
         self._is_along = False  # a direction
         self._names = {id(param): name for name, param in module.named_parameters()}
@@ -255,19 +256,20 @@ class Recorder:
         elif self._rule_of(layer) is multihead_attention:
             self._watch_attention(cast(nn.MultiheadAttention, layer), args, kwargs, output)
         elif kwargs or not args or not all(isinstance(each, Tensor) for each in (*args, output)):
-            self._give_up(
+            problem = (
                 f"The layer {self._layer_names[layer] or 'of the whole module'} "
                 f"({type(layer).__name__}) itself has parameters, and something else "
                 "than tensors goes in (or by name) or comes out. Give the parameters to a separate "
                 "layer, called with tensors by position and returning one tensor."
             )
+            self._give_up(UnsupportedModelError(problem, topic="unsupported-layer"))
         else:
             self._note(layer, self._rule_of(layer), args, output)
         if self._tracer is not None and len(self._calls) > before:
             self._tracer.forget_since(mark)
             self._tracer.add_layer_output(output if isinstance(output, Tensor) else output[0])
 
-    def _give_up(self, problem: str) -> None:
+    def _give_up(self, problem: UnsupportedModelError) -> None:
         """Remember why a call cannot be recorded by rule; a tracer has it by its functions."""
         if self._tracer is None:
             self._problem = problem
@@ -284,7 +286,7 @@ class Recorder:
         try:
             call, tensors = AttentionCall.of(layer, args, kwargs, output, state, self._is_along)
         except UnsupportedModelError as problem:
-            self._give_up(str(problem))
+            self._give_up(problem.plain())
             return
         before = len(self._calls)
         self._note(layer, partial(multihead_attention, call=call), tensors, output)
@@ -302,7 +304,7 @@ class Recorder:
         try:
             arrange = self._opacus_layers.arrange(layer, given[0])
         except UnsupportedModelError as problem:
-            self._give_up(str(problem))
+            self._give_up(problem.plain())
             return
         folding = folding_in_force()
         if folding is None and self._tracer is not None and not self._opacus_layers.is_inside:
@@ -363,16 +365,16 @@ class Recorder:
         unseen = self._unseen
         if problem is not None:
             self.drop()
-            raise UnsupportedModelError(problem)
+            raise problem
         nodes = {edge.node: call for call in calls for edge in call.edges if edge is not None}
         # Below what is computed from parameters alone nothing is a call: it is pulled back as one.
         parts = {s for call in calls if isinstance(call, FunctionCall) for s in call.part_sources}
         graph = survey(loss.grad_fn, nodes.keys() | unseen.keys(), parts)
         self.drop()
         if graph.checkpoints and self._tracer is not None:
-            raise UnsupportedModelError(REENTRANT)
+            raise UnsupportedModelError(REENTRANT, topic="checkpointing")
         for node in graph.reached & unseen.keys():
-            raise UnsupportedModelError(unseen[node])
+            raise UnsupportedModelError(unseen[node], topic="unseen-use")
         reached = {id(nodes[node]) for node in graph.reached}
         calls = [call for call in calls if id(call) in reached]
         self._refuse_uncovered(loss, calls, graph)

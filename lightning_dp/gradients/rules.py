@@ -89,14 +89,19 @@ def refuse_options(name: str, layer: nn.Module, rule: Rule | None) -> None:
         for option in ("max_norm", "scale_grad_by_freq", "sparse"):
             if getattr(layer, option):
                 raise UnsupportedModelError(
-                    f"{name} ({type(layer).__name__}) has {option} set. {_CURE}"
+                    f"{name} ({type(layer).__name__}) has {option} set. {_CURE}",
+                    topic="unsupported-layer",
                 )
     opacus_layers.refuse(name, layer, rule is not None)
     hides_records = isinstance(layer, nn.RNNBase | nn.MultiheadAttention)
     if hides_records and rule is not multihead_attention:
-        raise UnsupportedModelError(f"{name} ({type(layer).__name__}) hides its records. {_CURE}")
+        raise UnsupportedModelError(
+            f"{name} ({type(layer).__name__}) hides its records. {_CURE}", topic="attention"
+        )
     if is_parametrized(layer):
-        raise UnsupportedModelError(f"{name} ({type(layer).__name__}) is parametrized. {_CURE}")
+        raise UnsupportedModelError(
+            f"{name} ({type(layer).__name__}) is parametrized. {_CURE}", topic="changed-layer"
+        )
     if rule is multihead_attention:
         refuse_attention(name, cast(nn.MultiheadAttention, layer))
         return
@@ -104,12 +109,14 @@ def refuse_options(name: str, layer: nn.Module, rule: Rule | None) -> None:
     if rule is None and own_parameters_are_trained(layer):
         raise UnsupportedModelError(
             f"{name or 'The module'} ({type(layer).__name__}) has own parameters "
-            f"({sorted(names)}) and no rule is known of its type."
+            f"({sorted(names)}) and no rule is known of its type.",
+            topic="unsupported-layer",
         )
     if rule is not None and not names <= {"weight", "bias"}:
         raise UnsupportedModelError(
             f"{name} ({type(layer).__name__}) has parameters that its type does not: "
-            f"{sorted(names - {'weight', 'bias'})}. {_CURE}"
+            f"{sorted(names - {'weight', 'bias'})}. {_CURE}",
+            topic="changed-layer",
         )
 
 

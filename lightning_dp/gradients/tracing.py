@@ -97,7 +97,7 @@ class FunctionTracer(TorchFunctionMode):
     def clear(self) -> None:
         """Forget what was seen."""
         self.calls: list[FunctionCall] = []
-        self.problem: str | None = None  # that came up while it watched
+        self.problem: UnsupportedModelError | None = None  # that came up while it watched
         self._holders: dict[int, list[FunctionCall]] = {}  # of tensors, by their storage
         self._parts: dict[int, Part] = dict(self._trained)
         self._is_along = False
@@ -252,11 +252,12 @@ class FunctionTracer(TorchFunctionMode):
         except (MemoryError, torch.OutOfMemoryError):
             raise
         except UnsupportedModelError as error:
-            self.problem = self.problem or str(error)
+            self.problem = self.problem or error.plain()
         except Exception as error:
-            self.problem = self.problem or (
+            self.problem = self.problem or UnsupportedModelError(
                 f"The records could not be followed through {name_of_function(func)}() "
-                f"({type(error).__name__}). {ALONE}"
+                f"({type(error).__name__}). {ALONE}",
+                topic="unsupported-layer",
             )
 
     def _note_values(self, func: Callable[..., Any], result: Any) -> None:
@@ -400,7 +401,8 @@ class FunctionTracer(TorchFunctionMode):
         if before.target is not None:
             raise UnsupportedModelError(
                 "A parameter is written into a tensor in place, which has no Hessian-vector products "
-                "here. Join tensors with torch.cat or torch.where."
+                "here. Join tensors with torch.cat or torch.where.",
+                topic="hessian-products",
             )
         duals = {i: split(each)[1] for i, each in enumerate(leaves) if isinstance(each, Tensor)}
         return {i: each for i, each in duals.items() if each is not None}

@@ -34,7 +34,8 @@ def refuse_sharded(module: nn.Module) -> None:
         raise UnsupportedModelError(
             f"{_some(names)} of the model are sharded (fully_shard, FSDP or another use of DTensor): "
             "its layers use other tensors than its parameters, so per-record gradients cannot be "
-            "computed. Leave the sharding out, and use strategy='ddp' or one device."
+            "computed. Leave the sharding out, and use strategy='ddp' or one device.",
+            topic="sharded",
         )
 
 
@@ -64,7 +65,8 @@ def refuse_special(module: nn.Module, params: Sequence[nn.Parameter]) -> None:
         raise UnsupportedModelError(
             f"{_some(list(found))} are trained and of the class {', '.join(kinds)}, whose gradients per "
             "record are not known. Freeze them with requires_grad_(False) and train plain parameters "
-            "next to them (LoRA), or make them plain tensors."
+            "next to them (LoRA), or make them plain tensors.",
+            topic="special-parameters",
         )
 
 
@@ -80,7 +82,8 @@ def refuse_complex(module: nn.Module, params: Sequence[nn.Parameter]) -> None:
     if names:
         raise UnsupportedModelError(
             f"{_some(names)} are complex. Keep their real and imaginary parts in one real parameter, "
-            "torch.view_as_real(weight), and use torch.view_as_complex(parameter) in forward()."
+            "torch.view_as_real(weight), and use torch.view_as_complex(parameter) in forward().",
+            topic="special-parameters",
         )
 
 
@@ -121,7 +124,8 @@ def refuse_without_records(name: str, layer: nn.Module, given: Any) -> None:
             f"{name or 'The module'} ({type(layer).__name__}) was called with a tensor of "
             f"{given.dim()} dimensions, where {least} are needed: the first one is of the records. "
             "Call it once with all records of the batch, without a loop over them; for one record, "
-            f"with x.unsqueeze(0). {ALONE}"
+            f"with x.unsqueeze(0). {ALONE}",
+            topic="rows-and-records",
         )
 
 
@@ -132,5 +136,6 @@ def refuse_script(name: str, layer: nn.Module) -> None:
             f"{name or 'The module'} is a module of TorchScript (torch.jit), and hooks do not see into "
             "the graph that runs. Train the nn.Module it was made from, and script that after the "
             "fit; or freeze its parameters: for p in module.parameters(): p.requires_grad_(False). "
-            f"{ALONE}"
+            f"{ALONE}",
+            topic="torchscript",
         )

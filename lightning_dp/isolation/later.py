@@ -39,7 +39,7 @@ def probe_shortly(passes: Passes, pool: Any, n: int) -> Isolation:
     try:
         found = probe_one_position(Comparisons(passes), pool, n)
     except CoupledLossError as error:
-        reason = str(error).removesuffix(".")
+        reason = error.text.removesuffix(".")
         return Isolation("coupled", reason[0].lower() + reason[1:])
     except UnsupportedModelError as error:
         lower = passes.below(error)

@@ -39,6 +39,7 @@ class Isolation:
             where the records were given.
         left_out: what could not be tried, in words without values.
         notes: facts for the report, in words without values, that are no fault.
+        topic: of a refusal, the anchor of its entry on the troubleshooting page.
     """
 
     outcome: Outcome
@@ -52,6 +53,7 @@ class Isolation:
     kinds: SyntheticKinds = NO_KINDS
     left_out: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
+    topic: str = ""
 
     def __str__(self) -> str:
         if self.outcome == "not probed":

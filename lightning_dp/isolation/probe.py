@@ -204,11 +204,12 @@ def _outcome(passes: Passes, probe: Callable[[Passes, Any], Isolation], batch: A
     try:
         return probe(passes, batch)
     except CoupledLossError as error:
-        reason = str(error).removesuffix(".")
+        reason = error.text.removesuffix(".")
     except UnsupportedModelError as error:  # ours: names of layers and shapes only
         if passes.choice.fall(error):
             return _outcome(passes, probe, batch)
-        return Isolation("refused", str(passes.choice.refusal(error)))
+        refusal = passes.choice.refusal(error)
+        return Isolation("refused", refusal.text, topic=refusal.topic)
     except Exception as error:
         return _not_probed(error)
     found = _outcome(passes.without_graph(), probe, batch)

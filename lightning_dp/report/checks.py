@@ -99,7 +99,7 @@ def check(document: Document, journal: Path | None) -> Checked:
             problems.append("it has charges, and names no journal")
     except JournalError as error:
         problems.append(
-            f"{error} What ran after this {document.kind} was written is unknown. "
+            f"{error.text} What ran after this {document.kind} was written is unknown. "
             "If the journal was moved, say where it is: --journal."
         )
     if voided is not None:
@@ -205,7 +205,7 @@ def _against_journal(document: Document, path: Path, found: str, written: Charge
         try:
             is_cut = document.events.knows_more(run, written)
         except JournalError as error:
-            yield f"{error} (journal {path})"
+            yield f"{error.text} (journal {path})"
             continue
         if is_cut:
             here, there = document.events.length(run), written.length(run)

@@ -8,6 +8,7 @@ from dataclasses import MISSING, dataclass, field, fields
 from typing import TYPE_CHECKING, Any, get_type_hints
 
 from lightning_dp import _validate
+from lightning_dp._refusals import RefusedSetting
 from lightning_dp._validate import Check, flag, optional, shown, whole_from_0
 from lightning_dp.accounting import PLDAccountant, StreamingRDPAccountant
 from lightning_dp.accounting.base import AbstractAccountant, Relation, check_relation
@@ -126,11 +127,15 @@ class PrivacyReport:
         """
         values = dict(content)
         if (found := values.pop("format", None)) != _FORMAT:
-            raise ValueError(f"format={found!r}: not a privacy report of this version ({_FORMAT}).")
+            raise RefusedSetting(
+                f"format={found!r}: not a privacy report of this version ({_FORMAT}).",
+                topic="other-version",
+            )
         known = {each.name: each for each in fields(cls)}
         if unknown := sorted(values.keys() - known):
-            raise ValueError(
-                f"The privacy report has unknown fields: {unknown}. A later version may know them."
+            raise RefusedSetting(
+                f"The privacy report has unknown fields: {unknown}. A later version may know them.",
+                topic="other-version",
             )
         needed = [
             name

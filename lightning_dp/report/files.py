@@ -14,6 +14,7 @@ from typing import Any, Literal
 import torch
 
 from lightning_dp._files import FILE_MODE, replaced
+from lightning_dp._refusals import RefusedSetting, text_of
 from lightning_dp.accounting.base import Relation, check_delta, check_relation
 from lightning_dp.accounting.charges import Charges, JournalError
 from lightning_dp.accounting.journal import (
@@ -92,7 +93,9 @@ def read_report(path: str | Path) -> PrivacyReport:
             raise ValueError("not a dictionary")
         return PrivacyReport.from_dict(content)
     except (ValueError, TypeError, KeyError, AttributeError) as error:
-        raise ValueError(f"{path} is not a privacy report: {error}") from None
+        raise RefusedSetting(
+            f"{path} is not a privacy report: {text_of(error)}", topic="unreadable-checkpoint"
+        ) from None
 
 
 def _write(path: Path, content: str) -> None:
@@ -176,7 +179,9 @@ def read_document(path: Path) -> Document:
     try:
         return _checkpoint(path, _load(path))
     except (KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"{path} has a damaged privacy record: {error!r}.") from None
+        raise RefusedSetting(
+            f"{path} has a damaged privacy record: {error!r}.", topic="unreadable-checkpoint"
+        ) from None
 
 
 def _load(path: Path) -> dict[str, Any]:
@@ -184,10 +189,11 @@ def _load(path: Path) -> dict[str, Any]:
         content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except (pickle.UnpicklingError, RuntimeError, EOFError, UnicodeDecodeError) as error:
         reason = str(error).strip().splitlines()
-        raise ValueError(
+        raise RefusedSetting(
             f"{path} cannot be read as a checkpoint of plain types and tensors (nothing else is "
             "loaded, since that could run code): check the run's report file, or the journal. "
-            f"torch says: {reason[0] if reason else error!r}"
+            f"torch says: {reason[0] if reason else error!r}",
+            topic="unreadable-checkpoint",
         ) from None
     if not isinstance(content, dict) or CHECKPOINT_KEY not in content:
         raise NotPrivateError(f"{path} is no checkpoint of a private run: it holds no ledger.")
@@ -200,7 +206,7 @@ def _checkpoint(path: Path, record: dict[str, Any]) -> Document:
     try:
         ledger_id, journal, events = read_state(record["ledger"])
     except JournalError as error:
-        raise ValueError(f"{path}: {error}") from None
+        raise ValueError(f"{path}: {error.text}") from None
     unasked = 0 if mechanism is None else sum(count for _, count in mechanism["unasked"])
     relation: Relation = record["config"]["relation"]
     check_relation(relation)
@@ -226,7 +232,10 @@ def _journal(document: Path, recorded: object) -> Path | None:
         path = Path(recorded)
         if is_journal_name(path.name):
             return path
-    raise ValueError(f"{document} names a journal that is none: {reprlib.repr(recorded)}.")
+    raise RefusedSetting(
+        f"{document} names a journal that is none: {reprlib.repr(recorded)}.",
+        topic="unreadable-checkpoint",
+    )
 
 
 def documents_in(folder: Path) -> Iterator[Path]:

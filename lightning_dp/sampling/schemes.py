@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.stats import binom
 
+from lightning_dp._refusals import RefusedSetting
 from lightning_dp._validate import (
     between,
     normalise,
@@ -194,10 +195,11 @@ class FullBatch(AbstractSampling):
         check_sizes(num_records, batch_size)
         chunks = math.ceil(math.ceil(num_records / world_size) / batch_size)
         if accumulate not in (1, chunks):
-            raise ValueError(
+            raise RefusedSetting(
                 f"Trainer(accumulate_grad_batches={accumulate}) contradicts sampling=FullBatch(): "
                 f"{num_records} records in chunks of {batch_size} make {chunks} chunks per step. "
-                f"Leave it out, or set it to {chunks}."
+                f"Leave it out, or set it to {chunks}.",
+                topic="batch-size",
             )
         return BatchPlan(num_records, 1.0, chunks_per_step=chunks, steps_per_epoch=1)
 

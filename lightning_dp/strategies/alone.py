@@ -9,13 +9,13 @@ from functools import partial
 from typing import Any, TypeAlias
 
 import torch
-from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities.memory import recursive_detach
 from torch import Tensor
 from torchmetrics import Metric
 from torchmetrics.utilities import dim_zero_cat, dim_zero_max, dim_zero_min, dim_zero_sum
 
+from lightning_dp._checks import MisconfigurationError
 from lightning_dp._training_step import loss_in
 
 __all__ = ["RecordsAlone"]
@@ -168,9 +168,10 @@ def _joined(metric: Metric, name: str, reduction: Any, parts: list[Any]) -> Any:
     if reduction is dim_zero_cat:
         return torch.cat([part.reshape(1) if part.dim() == 0 else part for part in parts])
     if reduction not in _JOINED:
-        raise MisconfigurationException(
+        raise MisconfigurationError(
             f"The state {name!r} of {type(metric).__name__} is no sum, maximum, minimum or list, so what "
             "records count alone cannot be put together (engine='one_by_one'). Update this metric in "
-            "on_train_batch_end."
+            "on_train_batch_end.",
+            topic="one-by-one",
         )
     return _JOINED[reduction](torch.stack(parts), 0)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
-from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import (
     BaseFinetuning,
@@ -25,7 +24,8 @@ from lightning.pytorch.strategies.single_xla import SingleDeviceXLAStrategy
 from lightning.pytorch.strategies.xla import XLAStrategy
 from torch.optim import Optimizer
 
-from lightning_dp._checks import check_training_step
+from lightning_dp._checks import MisconfigurationError, check_training_step
+from lightning_dp._refusals import RefusedRun
 from lightning_dp._warnings import warn
 from lightning_dp.config import PrivacyConfig
 from lightning_dp.estimators import AbstractEstimator
@@ -69,37 +69,42 @@ def check_trainer(trainer: Trainer) -> None:
     check_trainer_and_strategy(trainer)
     overfit_batches = trainer.overfit_batches  # type: ignore[attr-defined]
     if overfit_batches:
-        raise MisconfigurationException(
+        raise MisconfigurationError(
             f"Trainer(overfit_batches={overfit_batches}) repeats the same batches, which is "
-            "not private sampling. Use limit_train_batches, or a smaller data set."
+            "not private sampling. Use limit_train_batches, or a smaller data set.",
+            topic="trainer-settings",
         )
     if trainer.precision == "16-mixed":
-        raise MisconfigurationException(
+        raise MisconfigurationError(
             "Trainer(precision='16-mixed') scales the loss by a factor that reacts to un-noised "
-            "gradients. Use precision='bf16-mixed'."
+            "gradients. Use precision='bf16-mixed'.",
+            topic="trainer-settings",
         )
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
         for kind, reason in _REFUSED_CALLBACKS.items():
             if isinstance(callback, kind):
-                raise MisconfigurationException(
+                raise MisconfigurationError(
                     f"The callback {type(callback).__name__} cannot be used in private training: "
-                    f"{reason}."
+                    f"{reason}.",
+                    topic="trainer-callbacks",
                 )
     check_training_step(trainer.lightning_module)
     if trainer.gradient_clip_val:
         warn(
             f"Trainer(gradient_clip_val={trainer.gradient_clip_val}) acts on the gradient that is "
-            "already private, noise included. The bound per record is max_grad_norm."
+            "already private, noise included. The bound per record is max_grad_norm.",
+            topic="gradient-edits",
         )
 
 
 def _check_origin(trainer: object) -> None:
     """lightning.pytorch and pytorch_lightning are two copies of the same classes."""
     if not isinstance(trainer, Trainer):
-        raise MisconfigurationException(
+        raise MisconfigurationError(
             f"The Trainer comes from {type(trainer).__module__.split('.')[0]!r}, lightning-dp works "
             "with 'lightning'. Import everything from lightning.pytorch, nothing from "
-            "pytorch_lightning."
+            "pytorch_lightning.",
+            topic="pytorch-lightning",
         )
 
 
@@ -110,9 +115,10 @@ def check_strategy(strategy: Strategy) -> None:
     if not isinstance(strategy, SingleDeviceStrategy | DDPStrategy) or isinstance(
         strategy, DeepSpeedStrategy | XLAStrategy | SingleDeviceXLAStrategy
     ):
-        raise MisconfigurationException(
+        raise MisconfigurationError(
             f"The strategy {kind} is not supported: per-record gradients need whole parameters on "
-            "each device. Use strategy='auto' on one device, or strategy='ddp'."
+            "each device. Use strategy='auto' on one device, or strategy='ddp'.",
+            topic="strategy",
         )
     check_launcher(strategy)
 
@@ -120,10 +126,11 @@ def check_strategy(strategy: Strategy) -> None:
 def check_launcher(strategy: Strategy) -> None:
     """Refuse launchers that copy the running process."""
     if "MultiProcessing" in type(strategy.launcher).__name__:
-        raise MisconfigurationException(
+        raise MisconfigurationError(
             "Launchers that spawn or fork (ddp_spawn, ddp_fork, ddp_notebook; a notebook takes one "
             "where there are several devices) leave the ledger of the child processes behind. Use "
-            "strategy='ddp' in a script, or one process: Trainer(devices=1) with strategy='auto'."
+            "strategy='ddp' in a script, or one process: Trainer(devices=1) with strategy='auto'.",
+            topic="strategy",
         )
 
 
@@ -148,47 +155,53 @@ def check_estimator(
     """
     traits, is_automatic = estimator.traits, module.automatic_optimization
     if traits.uses_hessian and not step.has_products:
-        raise MisconfigurationException(
+        raise MisconfigurationError(
             f"{estimator} needs Hessian-vector products, which Opacus' hooks do not have (engine: "
             f"{step.engine.description}). Use engine='bookkeeping', and change a layer that it does "
-            "not cover."
+            "not cover.",
+            topic="hessian-products",
         )
     if several and engine not in ("auto", "bookkeeping", "one_by_one"):
-        raise MisconfigurationException(
+        raise MisconfigurationError(
             f"engine={engine!r} does not know that generated rows belong to records, nor which loss is "
-            "public, as several optimizers need it. Use engine='bookkeeping'."
+            "public, as several optimizers need it. Use engine='bookkeeping'.",
+            topic="several-optimizers",
         )
     if step.one_record and not is_automatic:
-        raise MisconfigurationException(
+        raise MisconfigurationError(
             "engine='one_by_one' runs training_step once for each record, and manual optimization "
             "would step the optimizer each time. Use automatic optimization: return the loss, and "
-            "leave manual_backward and the optimizer out of training_step."
+            "leave manual_backward and the optimizer out of training_step.",
+            topic="one-by-one",
         )
     if (traits.uses_hessian or traits.queries_per_step > 1) and not is_automatic:
-        raise MisconfigurationException(
+        raise MisconfigurationError(
             f"{estimator} must run training_step several times on a batch, which manual optimization "
-            "does not allow. Use automatic optimization."
+            "does not allow. Use automatic optimization.",
+            topic="manual-optimization",
         )
     estimator.check(optimizer)
 
 
-def weak_settings(config: PrivacyConfig, batches: BatchPlan) -> Iterator[str]:
-    """Yield a warning for each setting under which ε says less than its user may think."""
+def weak_settings(config: PrivacyConfig, batches: BatchPlan) -> Iterator[tuple[str, str]]:
+    """Yield topic and text of a warning for each setting under which ε says less than it seems to."""
     delta, records = config.target_delta, batches.num_records
     if not delta * records < 1:
-        yield (
+        warning = (
             f"target_delta={delta:g} is not below 1/N = {1 / records:.3g} for the N = {records} "
             "records of the training set. At such a δ, a mechanism that publishes a record of one "
             "person in clear, chosen at random, is called private, whatever ε is. Choose δ well "
             f"below 1/N, {_well_below(records):g} say."
         )
+        yield "delta-too-large", warning
     if isinstance(config.sampling, Poisson) and not batches.sample_rate < 1:
-        yield (
+        warning = (
             f"The batch size (batch_size · accumulate_grad_batches · processes) reaches the {records} "
             "records of the training set, so each step uses all of them: sampling hides nobody, and a "
             "step costs as much ε as it can. If that is meant, say sampling=FullBatch(); else give "
             "the DataLoader a smaller batch_size."
         )
+        yield "batch-size", warning
 
 
 def _well_below(records: int) -> float:
@@ -207,9 +220,10 @@ def evaluated_once(closure: Callable[[], Any], optimizer: Optimizer) -> Callable
     def once() -> Any:
         nonlocal evaluated
         if evaluated:
-            raise RuntimeError(
+            raise RefusedRun(
                 f"{type(optimizer).__name__} evaluated its closure twice; each evaluation would "
-                "use the data again. Use an optimizer that evaluates it once."
+                "use the data again. Use an optimizer that evaluates it once.",
+                topic="optimizer",
             )
         evaluated = True
         return closure()

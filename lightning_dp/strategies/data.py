@@ -6,13 +6,13 @@ import inspect
 from dataclasses import dataclass
 from typing import Any
 
-from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Trainer
 from lightning.pytorch.loops import fetchers, training_epoch_loop
 from lightning.pytorch.utilities import combined_loader
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
-from lightning_dp._checks import check_loader
+from lightning_dp._checks import MisconfigurationError, check_loader
+from lightning_dp._refusals import RefusedRun, RefusedSetting
 from lightning_dp._world import World
 from lightning_dp.mechanism import Mechanism
 from lightning_dp.run import PrivateRun
@@ -46,9 +46,10 @@ def make_private_loader(
     checked = check_loader(loader)
     num_records = len(checked.dataset)  # type: ignore[arg-type]
     if num_records != (of_lead := world.broadcast(num_records)):
-        raise ValueError(
+        raise RefusedSetting(
             f"Rank {world.rank} has a training set of {num_records} records, rank 0 one of "
-            f"{of_lead}. Every rank must see the same data set; each draws from its own shard."
+            f"{of_lead}. Every rank must see the same data set; each draws from its own shard.",
+            topic="ranks-differ",
         )
     plan = run.config.sampling.plan(
         num_records=num_records,
@@ -86,12 +87,13 @@ def private_loader_of(trainer: Trainer) -> PrivateDataLoader:
     """
     loader = trainer.train_dataloader
     if not isinstance(loader, PrivateDataLoader):
-        raise MisconfigurationException(
+        raise MisconfigurationError(
             "train_dataloader gives several loaders (or one inside a list or dict). One ledger "
             "covers one data set: return a single DataLoader, for several private sets over a "
             "ConcatDataset. Public data need no ledger: read them from a DataLoader of the module's "
             "own, and add the gradient of their loss (torch.autograd.grad) to p.grad in "
-            "on_before_optimizer_step, with gradient_edits='adds the gradient of public data'."
+            "on_before_optimizer_step, with gradient_edits='adds the gradient of public data'.",
+            topic="several-loaders",
         )
     return loader
 
@@ -147,11 +149,12 @@ def _check_asker() -> None:
     while caller is not None and caller.f_code.co_name in _NAMELESS:
         caller = caller.f_back
     where = "Somebody" if caller is None else f"{name}.{caller.f_code.co_name}"
-    raise MisconfigurationException(
+    raise MisconfigurationError(
         f"{where} asks the Trainer's training loader for a batch. It serves the training steps of "
         "fit alone: there each batch is charged before it is used, and whatever else is computed "
         "of its records (a centre, statistics, a prediction) would carry no noise and not be in "
-        "epsilon. Use public data for it, in a DataLoader of your own."
+        "epsilon. Use public data for it, in a DataLoader of your own.",
+        topic="loader-elsewhere",
     )
 
 
@@ -163,9 +166,10 @@ def chunk_in_hand(loader: PrivateDataLoader, batch_idx: int) -> Chunk:
     """
     chunk = loader.current
     if chunk is None or chunk.index != batch_idx:
-        raise RuntimeError(
+        raise RefusedRun(
             f"Batch {batch_idx} of the epoch is not the one that the loader handed out last. "
-            "Something fetches batches ahead or skips them; private batches go one by one."
+            "Something fetches batches ahead or skips them; private batches go one by one.",
+            topic="batches-and-steps",
         )
     return chunk
 
@@ -187,8 +191,9 @@ def check_rate(chunk: Chunk, mechanism: Mechanism) -> None:
     """
     planned = mechanism.plan.rate(mechanism.step)
     if chunk.sample_rate != planned:
-        raise RuntimeError(
+        raise RefusedRun(
             f"The batch was drawn with rate {chunk.sample_rate}, but step {mechanism.step} is "
             f"planned with {planned}: an optimizer step was left out. "
-            f"{mechanism.plan.estimator} needs one for each batch."
+            f"{mechanism.plan.estimator} needs one for each batch.",
+            topic="batches-and-steps",
         )

@@ -131,13 +131,14 @@ class EarlierTraining:
                 together.merge(each.runs)
             spent = _sum(together.history(), run)
         except JournalError as error:
-            spent = f"What that costs together is unknown: {error}"
+            spent = f"What that costs together is unknown: {error.text}"
         warn(
             f"This model, or a part of it, was trained before under another privacy ledger "
             f"({', '.join(sorted(names))}), and neither counts the other. {spent} To "
             "count all in one place, give the same DifferentialPrivacy object to each fit, or go on "
             "with fit(ckpt_path=...); for a search see lightning_dp.accounting.sweep_history and "
-            "RepeatAndSelect. (Of other records, or made again since, it is as private as it says.)"
+            "RepeatAndSelect. (Of other records, or made again since, it is as private as it says.)",
+            topic="earlier-training",
         )
         _process.said.update((run.ledger.id, name) for name in names)
 
@@ -160,7 +161,7 @@ def _about(found: Neighbours, folder: Path | None, run: PrivateRun) -> str:
         if found.written:
             lines.append(f"If of the same records: {_sum(union(found.written).history(), run)}")
     except JournalError as error:
-        lines.append(f"They cannot be added up: {error}")
+        lines.append(f"They cannot be added up: {error.text}")
     if found.unread:
         lines.append(
             f"{found.unread} of them are too long to be added up now; python -m "

@@ -7,9 +7,9 @@ from enum import IntEnum
 from typing import NoReturn
 
 import torch
-from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Trainer
 
+from lightning_dp._checks import MisconfigurationError
 from lightning_dp._warnings import warn
 from lightning_dp._world import World
 from lightning_dp.accounting.events import VoidedRunError
@@ -42,7 +42,7 @@ def end_before_first_step(trainer: Trainer, run: PrivateRun, mechanism: Mechanis
         f"{mechanism.next_noise_multiplier:.4g}; raise target_epsilon or the noise",
     )
     if trainer.is_global_zero:
-        warn(f"No training step was made: {run.stop_reason}.")
+        warn(f"No training step was made: {run.stop_reason}.", topic="budget-exhausted")
 
 
 _APART = (
@@ -104,7 +104,7 @@ class Agreement:
         if reason is None:
             return
         if self._run.steps <= unused:
-            raise MisconfigurationException(reason)
+            raise MisconfigurationError(reason, topic="voided-run")
         self._end(reason)
 
     def anyone(self, found: bool, place: Place) -> bool:

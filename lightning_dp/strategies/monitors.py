@@ -6,11 +6,11 @@ import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Trainer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torchmetrics import Metric
 
+from lightning_dp._checks import MisconfigurationError
 from lightning_dp._warnings import warn
 from lightning_dp.run import PrivateRun
 
@@ -47,9 +47,10 @@ class Monitors:
         by_hand = next(self._stepped_by_hand(), None)
         if not self._trainer.enable_validation:
             if by_hand is not None:
-                raise MisconfigurationException(
+                raise MisconfigurationError(
                     f"The module steps a {by_hand} itself, and without validation it can only be by "
-                    f"a metric of the training data. {_CURE}"
+                    f"a metric of the training data. {_CURE}",
+                    topic="schedulers",
                 )
             self._refuse_schedulers(lambda name: True)
         elif by_hand is not None:
@@ -87,9 +88,10 @@ class Monitors:
         for config in self._trainer.lr_scheduler_configs:
             name = config.monitor
             if config.reduce_on_plateau and name and is_of_training(name) and not _is_public(name):
-                raise MisconfigurationException(
+                raise MisconfigurationError(
                     f"The scheduler {type(config.scheduler).__name__} follows {name!r}, a metric of "
-                    f"the training data. {_CURE}"
+                    f"the training data. {_CURE}",
+                    topic="schedulers",
                 )
 
     def _stepped_by_hand(self) -> Iterator[str]:
@@ -123,7 +125,7 @@ class Monitors:
         if message not in self._said:
             self._said.add(message)
             if self._trainer.is_global_zero:
-                warn(message)
+                warn(message, topic="schedulers")
 
 
 def _is_public(name: str) -> bool:

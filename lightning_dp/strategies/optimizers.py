@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningModule
 from torch import nn
 from torch.optim import LBFGS, Optimizer
 
+from lightning_dp._checks import MisconfigurationError
 from lightning_dp._warnings import warn
 
 __all__ = ["Optimizers", "find_optimizers"]
@@ -70,15 +70,18 @@ def find_optimizers(
         MisconfigurationException: with the cure.
     """
     if not optimizers or not optimizers[0].param_groups:
-        raise MisconfigurationException(
+        raise MisconfigurationError(
             "configure_optimizers gives no optimizer, so nothing would be trained. Return one "
-            "optimizer over the parameters to train."
+            "optimizer over the parameters to train.",
+            topic="optimizer",
         )
     place = _place(optimizers, module, named)
     private = optimizers[place]
     public = tuple(each for each in optimizers if each is not private)
     if public and processes > 1:
-        raise MisconfigurationException(_SEVERAL_PROCESSES.format(len(optimizers), processes))
+        raise MisconfigurationError(
+            _SEVERAL_PROCESSES.format(len(optimizers), processes), topic="several-optimizers"
+        )
     _check(private, module)
     for each in public:
         _check_held(each, module)
@@ -86,7 +89,7 @@ def find_optimizers(
     mine = {id(p) for group in private.param_groups for p in group["params"]}
     theirs = {id(p) for each in public for group in each.param_groups for p in group["params"]}
     if both := sorted(names.get(each, "?") for each in mine & theirs):
-        raise MisconfigurationException(_DISJOINT.format(both[:5]))
+        raise MisconfigurationError(_DISJOINT.format(both[:5]), topic="several-optimizers")
     _warn_of_left(module, mine | theirs)
     return Optimizers(private, public, _described(optimizers, place, module) if public else None)
 
@@ -98,55 +101,62 @@ def _place(
         if len(optimizers) > 1:
             last = len(optimizers) - 1
             held = _parts_held(optimizers[last], module)
-            raise MisconfigurationException(
-                _WHICH.format(len(optimizers), last, held[0] if held else "net")
+            raise MisconfigurationError(
+                _WHICH.format(len(optimizers), last, held[0] if held else "net"),
+                topic="several-optimizers",
             )
         return 0
     if isinstance(named, int):
         if not 0 <= named < len(optimizers):
-            raise MisconfigurationException(
+            raise MisconfigurationError(
                 f"private_optimizer={named} is no place among the {len(optimizers)} of "
-                f"configure_optimizers: use 0 to {len(optimizers) - 1}."
+                f"configure_optimizers: use 0 to {len(optimizers) - 1}.",
+                topic="several-optimizers",
             )
         return named
     try:
         part = module.get_submodule(named)
     except AttributeError:
-        raise MisconfigurationException(
+        raise MisconfigurationError(
             f"private_optimizer={named!r} is no module of {type(module).__name__}. It has "
-            f"{[name for name, _ in module.named_children()]}."
+            f"{[name for name, _ in module.named_children()]}.",
+            topic="several-optimizers",
         ) from None
     wanted = {id(p) for p in part.parameters() if p.requires_grad}
     places = [i for i, each in enumerate(optimizers) if wanted & {id(p) for p in _trained(each)}]
     moved = {id(p) for i in places for p in _trained(optimizers[i])}
     if len(places) != 1 or not wanted <= moved:
-        raise MisconfigurationException(
+        raise MisconfigurationError(
             f"private_optimizer={named!r} must be a module all of whose trainable parameters are in "
             f"one optimizer; {len(places)} hold some of them. Give the optimizer's place in "
-            f"configure_optimizers: private_optimizer={places[0] if places else 0}."
+            f"configure_optimizers: private_optimizer={places[0] if places else 0}.",
+            topic="several-optimizers",
         )
     return places[0]
 
 
 def _check(optimizer: Optimizer, module: LightningModule) -> None:
     if isinstance(optimizer, LBFGS):
-        raise MisconfigurationException(
+        raise MisconfigurationError(
             "LBFGS evaluates the loss several times per step, each time on the data. "
-            "Use SGD, Adam or another optimizer that evaluates it once."
+            "Use SGD, Adam or another optimizer that evaluates it once.",
+            topic="optimizer",
         )
     _check_held(optimizer, module)
     if not _trained(optimizer):
-        raise MisconfigurationException(
-            "The optimizer holds no trainable parameter (requires_grad is False everywhere)."
+        raise MisconfigurationError(
+            "The optimizer holds no trainable parameter (requires_grad is False everywhere).",
+            topic="optimizer",
         )
 
 
 def _check_held(optimizer: Optimizer, module: LightningModule) -> None:
     own = {id(parameter) for parameter in module.parameters()}
     if any(id(parameter) not in own for parameter in _trained(optimizer)):
-        raise MisconfigurationException(
+        raise MisconfigurationError(
             "The optimizer holds a parameter that is not a parameter of the LightningModule, so its "
-            "per-record gradients cannot be computed. Register it on the module."
+            "per-record gradients cannot be computed. Register it on the module.",
+            topic="optimizer",
         )
 
 
@@ -156,7 +166,8 @@ def _warn_of_left(module: LightningModule, held: set[int]) -> None:
         warn(
             f"{len(left)} trainable parameters are in no parameter group of the optimizer and will "
             f"never move: {left[:5]}. Give them to the optimizer, or freeze them with "
-            "requires_grad_(False), which also makes the steps cheaper."
+            "requires_grad_(False), which also makes the steps cheaper.",
+            topic="optimizer",
         )
 
 

@@ -16,6 +16,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 
 from lightning_dp._checks import check_model
+from lightning_dp._refusals import RefusedRun, RefusedSetting
 from lightning_dp._training_step import loss_in
 from lightning_dp._warnings import warn
 from lightning_dp._world import World
@@ -64,9 +65,10 @@ class PrivateFitStrategy(Strategy):
             callbacks: hear of the run; one gives way to one of its kind among the Trainer's.
         """
         if self._run is not None and self._run is not run:
-            raise ValueError(
+            raise RefusedSetting(
                 "Privacy is configured twice: on the strategy (privacy=...) and by a "
-                "DifferentialPrivacy callback, or by two callbacks. Keep one of them."
+                "DifferentialPrivacy callback, or by two callbacks. Keep one of them.",
+                topic="strategy-alone",
             )
         self._run, self._given = run, callbacks
 
@@ -74,17 +76,19 @@ class PrivateFitStrategy(Strategy):
     def private_run(self) -> PrivateRun:
         """Configuration and ledger; ε and the report are read from it."""
         if self._run is None:
-            raise ValueError(
+            raise RefusedSetting(
                 f"{type(self).__name__} has no privacy configuration: give it "
-                "privacy=PrivacyConfig(...), or add the DifferentialPrivacy callback."
+                "privacy=PrivacyConfig(...), or add the DifferentialPrivacy callback.",
+                topic="strategy-alone",
             )
         return self._run
 
     @property
     def _module(self) -> LightningModule:
         if self.lightning_module is None:
-            raise RuntimeError(
-                f"{type(self).__name__} has no LightningModule: fit one with a Trainer."
+            raise RefusedRun(
+                f"{type(self).__name__} has no LightningModule: fit one with a Trainer.",
+                topic="strategy-alone",
             )
         return self.lightning_module
 
@@ -96,14 +100,18 @@ class PrivateFitStrategy(Strategy):
     def _now(self) -> Fit:
         """The current fit."""
         if self._fit is None:
-            raise RuntimeError(f"{type(self).__name__} trains only while its Trainer fits a model.")
+            raise RefusedRun(
+                f"{type(self).__name__} trains only while its Trainer fits a model.",
+                topic="strategy-alone",
+            )
         return self._fit
 
     @property
     def _mechanism(self) -> Mechanism:
         if self.private_run.mechanism is None:
-            raise RuntimeError(
-                "A private step needs a plan, which is declared when training starts."
+            raise RefusedRun(
+                "A private step needs a plan, which is declared when training starts.",
+                topic="strategy-alone",
             )
         return self.private_run.mechanism
 
@@ -219,10 +227,10 @@ class PrivateFitStrategy(Strategy):
         total: Tensor = self.reduce(vector, reduce_op="sum")
         return total
 
-    def _warn(self, messages: Iterable[str]) -> None:
-        for message in messages:
+    def _warn(self, messages: Iterable[tuple[str, str]]) -> None:
+        for topic, message in messages:
             if self.is_global_zero:
-                warn(message)
+                warn(message, topic=topic)
 
     def _forward_again(
         self, args: tuple[Any, ...], kwargs: Mapping[str, Any] = MappingProxyType({})

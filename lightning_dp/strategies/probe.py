@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningModule
 from torch import Tensor
 
+from lightning_dp._checks import MisconfigurationError
 from lightning_dp._warnings import warn
 from lightning_dp._world import World
 from lightning_dp.gradients import ALONE, UnsupportedModelError
@@ -127,7 +127,7 @@ class Probe:
             passes = Passes(self._module, "one_by_one", (), self._module.trainer)
             names = changed_by_a_record(passes, batch)
         if names:
-            warn(UNDONE.format(", ".join(names[:5])))
+            warn(UNDONE.format(", ".join(names[:5])), topic="one-by-one")
 
     def watch_batch(self, batch: Any) -> None:
         """Suspect a batch of what would couple its records, by its values."""
@@ -186,27 +186,32 @@ def _raise_or_warn(found: Isolation, module: LightningModule, *, may_warn: bool)
             "The loss divides by the number of targets that are not ignored (-100) in the whole "
             "batch, so an ignored target of one record changes the gradients of the others. If "
             "your data has such targets, the run ends at the first batch that has one, and its ε "
-            "is withdrawn: take the mean of each record first, then the mean over the records."
+            "is withdrawn: take the mean of each record first, then the mean over the records.",
+            topic="ignored-targets",
         )
     alone = f" {_ALONE}" if module.automatic_optimization else ""  # which it needs
     if found.outcome == "refused":
         reason = found.reason if module.automatic_optimization else without_alone(found.reason)
-        raise UnsupportedModelError(reason)
+        raise UnsupportedModelError(reason, topic=found.topic)
     if found.outcome == "coupled":
-        raise MisconfigurationException(
+        raise MisconfigurationError(
             f"Records of one batch change each other's gradients: {found.reason}. Clipping "
-            f"does not bound what a record does then, and ε would not hold.{alone} {_SYNTHETIC}"
+            f"does not bound what a record does then, and ε would not hold.{alone} {_SYNTHETIC}",
+            topic="coupled-records",
         )
     if found.outcome == "not probed":
-        raise MisconfigurationException(
+        raise MisconfigurationError(
             f"Isolation could not be probed: {found.reason}. Whether records of one batch change each "
             "other's gradients (a contrastive loss, statistics of the batch) is unknown, and if they "
             "do, ε does not hold. Look at it with lightning_dp.audit.check_isolation() on "
             "records that are not private; then leave the probe out with isolation_probe=False, "
-            f"which the report says.{alone}"
+            f"which the report says.{alone}",
+            topic="not-probed",
         )
     if found.outcome == "kept":
-        raise MisconfigurationException(f"ε would not hold: {found.reason}. {_SYNTHETIC}")
+        raise MisconfigurationError(
+            f"ε would not hold: {found.reason}. {_SYNTHETIC}", topic="kept-records"
+        )
 
 
 @dataclass(frozen=True)

@@ -6,10 +6,10 @@ import secrets
 from functools import partial
 from typing import Any
 
-from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningModule
 from torch.utils.data import _utils, default_collate
 
+from lightning_dp._checks import MisconfigurationError
 from lightning_dp._warnings import warn
 from lightning_dp._world import World
 from lightning_dp.isolation.collated import CollatedPool, collated_pools, has_folded_rows
@@ -59,9 +59,10 @@ class Records:
         is_lead = self._world.is_lead
         name, trial = self._world.broadcast(self._tried(loader, chunk) if is_lead else None)
         if trial.outcome == "mixed":
-            raise MisconfigurationException(
+            raise MisconfigurationError(
                 f"{name} {trial.reason}. (Found on synthetic samples. If it is wrong, leave the check "
-                "out with isolation_probe=False.)"
+                "out with isolation_probe=False.)",
+                topic="collate-fn",
             )
         if trial.outcome == "untried":
             self._run.isolation += f"; {name} was not tried ({trial.reason})"
@@ -69,7 +70,8 @@ class Records:
             warn(
                 f"{name} leaves out samples that are None or hold NaN. If your data have such, the "
                 "run ends at the first batch with one, and its ε is withdrawn: take them out of the "
-                "data set before the training."
+                "data set before the training.",
+                topic="collate-fn",
             )
 
     def after_charge(self, loader: PrivateDataLoader, chunk: Chunk) -> None:

@@ -8,12 +8,13 @@ from functools import partial
 from typing import TypeAlias
 
 import torch
-from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_dp._checks import MisconfigurationError
 from lightning_dp._module_state import ModuleState
+from lightning_dp._refusals import RefusedRun
 from lightning_dp._training_step import apart, muted
 from lightning_dp.boundary import AbstractPerSampleGradients, Query
 from lightning_dp.functional import unflatten
@@ -135,7 +136,7 @@ class PrivateStep:
             with NoCollectives() if is_alone else nullcontext():
                 yield
         except NotProbed as error:
-            raise UnsupportedModelError(_WAITS) from error
+            raise UnsupportedModelError(_WAITS, topic="manual-optimization") from error
         finally:
             now.restore()
 
@@ -279,7 +280,7 @@ class PrivateStep:
     def backward(self, loss: Tensor, query: Query | None, *, keep_graph: bool) -> None:
         """Run the backward pass as the engine does it."""
         if self._batch.chunk is None:
-            raise RuntimeError(_AGAIN)
+            raise RefusedRun(_AGAIN, topic="batches-and-steps")
         combined = query is not None and len(query.passes) > 1
         try:
             self._passes.backward(loss, keep_graph=keep_graph, combined=combined)
@@ -311,7 +312,7 @@ class PrivateStep:
         """
         batch, chunk = self._batch, self._batch.chunk
         if chunk is None or not mechanism.is_begun:
-            raise RuntimeError(_AGAIN)
+            raise RefusedRun(_AGAIN, topic="batches-and-steps")
         batch.chunk = None
         gradients = self._take(scale)
         if gradients is None and not self._is_passed_on:
@@ -343,7 +344,7 @@ class PrivateStep:
         """
         batch, chunk, query = self._batch, self._batch.chunk, mechanism.query
         if chunk is None:
-            raise RuntimeError("training_step ran twice for one batch.")
+            raise RefusedRun("training_step ran twice for one batch.", topic="batches-and-steps")
         batch.chunk = None
         seeds = _seeds(len(forwards))
         replays = [
@@ -410,9 +411,10 @@ class PrivateStep:
             True if there were gradients.
         """
         if query.runs_again and not self._module.automatic_optimization:
-            raise MisconfigurationException(
+            raise MisconfigurationError(
                 "An estimator that compares gradients at two points must run training_step again, "
-                "which manual optimization does not allow. Use automatic optimization."
+                "which manual optimization does not allow. Use automatic optimization.",
+                topic="manual-optimization",
             )
         try:
             found = self._passes.answer(query, replay, first=here)
@@ -429,7 +431,7 @@ class PrivateStep:
         """Answer a further query from all chunks of the batch."""
         query = mechanism.query
         if query is None:
-            raise RuntimeError("No further query was asked.")
+            raise RefusedRun("No further query was asked.", topic="out-of-order")
         with self._each_alone():
             for replay in self._batch.answered:
                 self._give(mechanism, query, replay)
@@ -454,9 +456,10 @@ class PrivateStep:
             check: called when the optimizer is about to use the gradients.
         """
         if not mechanism.is_begun:
-            raise RuntimeError(
+            raise RefusedRun(
                 "Two optimizer steps on one batch: the second would use the data without being "
-                "charged. Step once per batch."
+                "charged. Step once per batch.",
+                topic="batches-and-steps",
             )
         self.parameters.check_optimizer(optimizer)
         if mechanism.query is not None and not self._batch.is_whole:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from lightning.pytorch import Trainer
 
 from lightning_dp._files import local_folder
+from lightning_dp._refusals import RefusedSetting, text_of
 from lightning_dp.run import PrivateRun
 
 if TYPE_CHECKING:
@@ -26,9 +27,11 @@ def default_folder(trainer: Trainer) -> Path:
     try:
         return local_folder("default_root_dir", trainer.default_root_dir) / "privacy"
     except ValueError as error:
-        raise ValueError(
-            f"{error} Or say where the privacy journal goes: DifferentialPrivacy(ledger_dir=...), a "
-            "local folder; everything else stays in default_root_dir."
+        raise RefusedSetting(
+            f"{text_of(error)} Or say where the privacy journal goes: "
+            "DifferentialPrivacy(ledger_dir=...), a local folder; everything else stays in "
+            "default_root_dir.",
+            topic="journal-folder",
         ) from None
 
 
@@ -65,10 +68,11 @@ def record_in(checkpoint: Any, path: Any) -> dict[str, Any]:
     from lightning_dp.report.files import CHECKPOINT_KEY
 
     if not isinstance(checkpoint, Mapping) or CHECKPOINT_KEY not in checkpoint:
-        raise ValueError(
+        raise RefusedSetting(
             f"The checkpoint {path} holds no privacy ledger: what it has spent is "
             "unknown, so training cannot go on from it privately. If its weights never saw "
-            "private data, load them into the model and fit without ckpt_path."
+            "private data, load them into the model and fit without ckpt_path.",
+            topic="checkpoint-without-ledger",
         )
     record: dict[str, Any] = checkpoint[CHECKPOINT_KEY]
     return record

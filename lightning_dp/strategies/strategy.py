@@ -8,11 +8,11 @@ from functools import partial
 from typing import Any
 
 import torch
-from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
 from torch.optim import Optimizer
 
+from lightning_dp._checks import MisconfigurationError
 from lightning_dp._training_step import with_loss
 from lightning_dp._warnings import warn
 from lightning_dp.boundary import Query
@@ -80,7 +80,8 @@ class DifferentialPrivacyStrategy(PrivateFitStrategy):
         """Find again what the budget affords of the plan, after a charge that was spent on nothing."""
         warn(
             "A batch was charged and never released: optimizer.step() was not called for it. "
-            "Call it once per batch; accumulate with Trainer(accumulate_grad_batches=...)."
+            "Call it once per batch; accumulate with Trainer(accumulate_grad_batches=...).",
+            topic="batches-and-steps",
         )
         if self.private_run.replan(self._world()):
             for callback in self._callbacks:
@@ -136,7 +137,7 @@ class DifferentialPrivacyStrategy(PrivateFitStrategy):
         except UnsupportedModelError as error:
             if is_first:
                 raise
-            step.note(str(error))
+            step.note(error.text)
         self._leave_forward()
         fit.monitors.check()
         return fit.alone.together(self.root_device)
@@ -179,11 +180,12 @@ class DifferentialPrivacyStrategy(PrivateFitStrategy):
             yield
         except UnsupportedModelError as error:
             if self.private_run.steps > 1:
-                self._now.step.note(str(error))
+                self._now.step.note(error.text)
             elif type(error) is CoupledLossError or self._is_automatic:
                 raise
             else:
-                raise UnsupportedModelError(without_alone(str(error))) from error
+                text = without_alone(error.text)
+                raise UnsupportedModelError(text, topic=error.topic) from error
 
     def _backward_of_several(
         self, loss: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -191,9 +193,10 @@ class DifferentialPrivacyStrategy(PrivateFitStrategy):
         """Go back to public parameters; what reaches private ones waits for their optimizer."""
         fit, module, plugin = self._now, self._module, self.precision_plugin
         if args or kwargs.keys() - {"retain_graph"} or is_overridden("backward", module):
-            raise MisconfigurationException(
+            raise MisconfigurationError(
                 "With several optimizers, a loss goes back as self.manual_backward(loss): without "
-                "arguments but retain_graph, and without a backward() of the LightningModule's own."
+                "arguments but retain_graph, and without a backward() of the LightningModule's own.",
+                topic="several-optimizers",
             )
         fit.spots.leave_forward()
         if not is_differentiable(loss):

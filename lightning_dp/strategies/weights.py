@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
+from lightning_dp._checks import MisconfigurationError
 from lightning_dp._fingerprint import fingerprint
+from lightning_dp._refusals import RefusedRun
 
 __all__ = ["FirstStep", "LaterSteps", "SameParameters", "changed", "checksums"]
 
@@ -53,10 +54,11 @@ class SameParameters:
             a is not b for a, b in zip(now, self.trained, strict=True)
         )
         if changed or [param.requires_grad for param in self._fixed] != self._trainable:
-            raise RuntimeError(
+            raise RefusedRun(
                 "The set of trained parameters changed during fit (a fine-tuning callback, "
                 "add_param_group or requires_grad_?): new ones would be trained without privacy. "
-                "Decide before fit which parameters are trained."
+                "Decide before fit which parameters are trained.",
+                topic="changed-parameters",
             )
 
     def check_model(self) -> None:
@@ -71,11 +73,12 @@ class SameParameters:
             return
         named = self._module.named_parameters()
         new = [name for name, p in named if p.requires_grad and id(p) not in known]
-        raise RuntimeError(
+        raise RefusedRun(
             f"Trainable parameters of the LightningModule were replaced during fit ({len(known - here)} "
             f"are gone, {len(new)} are new: {new[:5]}). The optimizer has those of before, and would "
             "train stale copies on noise alone. Wrap the model or add adapters in __init__ or "
-            "configure_model; freeze a copy (a target network) with requires_grad_(False)."
+            "configure_model; freeze a copy (a target network) with requires_grad_(False).",
+            topic="changed-parameters",
         )
 
 
@@ -129,15 +132,15 @@ class FirstStep:
         before, self._before_forward = self._before_forward, {}
         written = self._changed_since(before)
         if written:
-            raise MisconfigurationException(_WRITTEN.format(_some(written)))
+            raise MisconfigurationError(_WRITTEN.format(_some(written)), topic="written-weights")
 
     def enter_update(self) -> None:
         """Look at what the optimizer is about to move, or must not move."""
         if watched := {**self._frozen, **self._waiting}:
             self._before_update = checksums(watched)
 
-    def leave_update(self, optimizer: Optimizer) -> list[str]:
-        """Compare it after the step; return what the user should be warned of.
+    def leave_update(self, optimizer: Optimizer) -> list[tuple[str, str]]:
+        """Compare it after the step; return topics and texts of what the user should be warned of.
 
         Raises:
             MisconfigurationException: if it changed a frozen parameter.
@@ -156,24 +159,26 @@ class FirstStep:
         stuck = [name for name in asked if name in before and name not in moved]
         if not stuck:
             return []
-        return [
+        warning = (
             f"{type(optimizer).__name__} did not move the parameters {_some(stuck)}, though their "
             "learning rate and private gradients are not zero: the step is too small for their "
             "precision, or the optimizer steps copies of them. They are charged for all the same: "
             "raise the learning rate, or freeze them with requires_grad_(False) before fit."
-        ]
+        )
+        return [("optimizer", warning)]
 
-    def between_steps(self) -> list[str]:
-        """Compare the frozen parameters at the second batch; return what the user should be warned of."""
+    def between_steps(self) -> list[tuple[str, str]]:
+        """Compare the frozen parameters at the second batch; return what to warn of, as above."""
         before, self._after_update = self._after_update, {}
         written = self._changed_since(before)
         if not written:
             return []
-        return [
+        warning = (
             f"The frozen parameters {_some(written)} changed between two steps, by a hook or a "
             "callback. ε covers them if they are computed from other weights (a teacher that "
             "follows the student); if they are computed from records, it does not hold."
-        ]
+        )
+        return [("written-weights", warning)]
 
     def _changed_since(self, before: Mapping[str, int]) -> tuple[str, ...]:
         """Return the names of the parameters that are not what they were."""
@@ -228,11 +233,12 @@ def _without(module: nn.Module, public: Sequence[nn.Parameter]) -> dict[str, nn.
 
 def _refuse_frozen(moved: list[str], optimizer: Optimizer) -> None:
     if moved:
-        raise MisconfigurationException(
+        raise MisconfigurationError(
             f"The step of {type(optimizer).__name__} changed the frozen parameters {_some(moved)} "
             "(weight decay without a gradient, an old gradient that was left in p.grad, or "
             "on_before_optimizer_step). Give the optimizer trainable parameters only: "
-            "[p for p in self.parameters() if p.requires_grad]."
+            "[p for p in self.parameters() if p.requires_grad].",
+            topic="optimizer",
         )
 
 

@@ -13,6 +13,7 @@ from flwr.serverapp import Grid, ServerApp
 from flwr.supercore.run import Run
 from flwr.supercore.task_identity import TaskIdentity
 
+from lightning_dp._refusals import RefusedRun
 from lightning_dp._validate import between, normalise, whole
 
 __all__ = ["Faults", "LoopbackGrid"]
@@ -198,9 +199,10 @@ class LoopbackGrid(Grid):
     def _push(self, message: Message) -> str:
         node = message.metadata.dst_node_id
         if any(held.node == node for held in self._held.values()):
-            raise RuntimeError(
+            raise RefusedRun(
                 f"Two messages are in flight to node {node}: wait for the first one's reply, or for "
-                "its error."
+                "its error.",
+                topic="out-of-order",
             )
         is_training = message.metadata.message_type.startswith("train")
         faults = self.faults if is_training else Faults()

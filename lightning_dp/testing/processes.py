@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
 
+from lightning_dp._refusals import RefusedRun
 from lightning_dp._validate import whole
 
 __all__ = ["LoopbackFederation"]
@@ -136,7 +137,7 @@ class LoopbackFederation:
             listed = self._flwr("ls", _CONNECTION, "--format", "json").communicate()[0]
             if json.loads(listed)["runs"][0]["status"] == "finished:completed":
                 return log
-        raise RuntimeError(f"The run of {app} did not end well:\n{log}")
+        raise RefusedRun(f"The run of {app} did not end well:\n{log}", topic="federated-server")
 
     def submit(
         self,
@@ -204,7 +205,9 @@ class LoopbackFederation:
                     return
             time.sleep(0.1)
         log = (self.folder / "superlink.log").read_text(encoding="utf-8", errors="replace")
-        raise RuntimeError(f"The SuperLink at {self.address} did not start:\n{log}")
+        raise RefusedRun(
+            f"The SuperLink at {self.address} did not start:\n{log}", topic="federated-server"
+        )
 
 
 def _end(process: subprocess.Popen[bytes], how: signal.Signals, patience: float = 10.0) -> None:

@@ -16,6 +16,7 @@ from flwr.serverapp import Grid, ServerApp
 from torch import Tensor, nn
 
 from lightning_dp._files import local_folder
+from lightning_dp._refusals import RefusedRun
 from lightning_dp._validate import number
 from lightning_dp.federated.agreement import fingerprint
 from lightning_dp.federated.flower.exchange import Exchange, Outcome
@@ -164,7 +165,7 @@ class _ServerRun:
                     self._publish()
                 heard_at, pause = time.monotonic(), _SHORTEST_PAUSE
             elif time.monotonic() - heard_at > self.patience:
-                raise RuntimeError(self._complaint())
+                raise RefusedRun(self._complaint(), topic="federated-server")
             else:
                 time.sleep(pause)
                 pause = min(2 * pause, self.poll_interval)
