@@ -17,7 +17,7 @@ from torch.utils.data import (
     SequentialSampler,
 )
 
-from lightning_dp._refusals import (Refusal)
+from lightning_dp._refusals import Refusal
 from lightning_dp.gradients.unsupported import refuse_sharded
 
 __all__ = ["MisconfigurationError", "check_loader", "check_model", "check_training_step"]

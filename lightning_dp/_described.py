@@ -15,7 +15,7 @@ import types
 from collections.abc import Callable, Mapping, Sequence, Set
 from typing import Any, SupportsFloat, TypeAlias, cast
 
-from lightning_dp._refusals import (RefusedSetting)
+from lightning_dp._refusals import RefusedSetting
 
 __all__ = ["Data", "check_same", "described", "refuse_unknown"]
 

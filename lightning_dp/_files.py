@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
 
-from lightning_dp._refusals import (RefusedSetting)
+from lightning_dp._refusals import RefusedSetting
 
 __all__ = [
     "FILE_MODE",

@@ -41,7 +41,7 @@ import torch
 from torch import Tensor
 
 from lightning_dp._noise import NoiseSource
-from lightning_dp._refusals import (RefusedSetting)
+from lightning_dp._refusals import RefusedSetting
 from lightning_dp._validate import above_0, finite, normalise, not_negative
 from lightning_dp._world import World
 from lightning_dp.functional import clip_factors

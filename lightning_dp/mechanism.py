@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lightning_dp._described import refuse_unknown
 from lightning_dp._noise import NoiseSource
-from lightning_dp._refusals import (Refusal, RefusedRun)
+from lightning_dp._refusals import Refusal, RefusedRun
 from lightning_dp._world import World
 from lightning_dp.accounting.events import AbstractEvent, History, PoissonRound, event_from_dict
 from lightning_dp.accounting.guards import AbstractGuard

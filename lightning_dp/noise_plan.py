@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from lightning_dp._refusals import (RefusedSetting)
+from lightning_dp._refusals import RefusedSetting
 from lightning_dp.accounting import StreamingRDPAccountant
 from lightning_dp.accounting.base import AbstractAccountant
 from lightning_dp.accounting.events import AbstractEvent, History

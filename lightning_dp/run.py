@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from lightning_dp._described import check_same, refuse_unknown
 from lightning_dp._files import local_folder
 from lightning_dp._noise import NoiseSource
-from lightning_dp._refusals import (RefusedRun, RefusedSetting)
+from lightning_dp._refusals import RefusedRun, RefusedSetting
 from lightning_dp._world import World
 from lightning_dp.accounting.base import CachedAccountant
 from lightning_dp.accounting.events import History

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from lightning_dp._refusals import (text_of)
+from lightning_dp._refusals import text_of
 from lightning_dp.accounting.charges import Charges, JournalError
 from lightning_dp.accounting.events import AbstractEvent, event_from_dict
 

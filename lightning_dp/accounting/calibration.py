@@ -8,7 +8,7 @@ from functools import cache
 
 import numpy as np
 
-from lightning_dp._refusals import (RefusedSetting)
+from lightning_dp._refusals import RefusedSetting
 from lightning_dp._validate import number, positive, whole
 from lightning_dp._warnings import warn
 from lightning_dp.accounting._scale import solve

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from typing import Any, TypeAlias
 
-from lightning_dp._refusals import (Refusal)
+from lightning_dp._refusals import Refusal
 from lightning_dp._validate import whole
 from lightning_dp.accounting.events import AbstractEvent, event_from_dict
 

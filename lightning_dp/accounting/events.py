@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields
 from typing import Any, TypeAlias
 
-from lightning_dp._refusals import (Refusal, RefusedSetting)
+from lightning_dp._refusals import Refusal, RefusedSetting
 from lightning_dp._validate import number, whole
 from lightning_dp.accounting.search import check_distribution, success_rate
 

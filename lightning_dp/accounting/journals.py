@@ -12,7 +12,7 @@ from stat import S_ISREG
 from typing import Any
 
 from lightning_dp._files import local_folder
-from lightning_dp._refusals import (RefusedSetting)
+from lightning_dp._refusals import RefusedSetting
 from lightning_dp._validate import whole
 from lightning_dp.accounting._journal_text import Written, read_text
 from lightning_dp.accounting.charges import Charges, JournalError

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from lightning_dp._refusals import (RefusedRun)
+from lightning_dp._refusals import RefusedRun
 from lightning_dp.accounting.charges import Charges
 from lightning_dp.accounting.events import AbstractEvent, Voided, VoidedRunError
 from lightning_dp.accounting.journal import (

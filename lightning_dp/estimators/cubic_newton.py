@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.optim import SGD, Optimizer
 
-from lightning_dp._refusals import (RefusedRun, RefusedSetting)
+from lightning_dp._refusals import RefusedRun, RefusedSetting
 from lightning_dp._validate import (
     between,
     flag,

@@ -14,7 +14,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from lightning_dp._refusals import (text_of)
+from lightning_dp._refusals import text_of
 from lightning_dp.boundary import Query
 from lightning_dp.estimators.base import AbstractEstimator, share_of_noise
 from lightning_dp.federated.messages import MessageError

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from lightning_dp._noise import NoiseSource
-from lightning_dp._refusals import (RefusedSetting, text_of)
+from lightning_dp._refusals import RefusedSetting, text_of
 from lightning_dp._validate import (
     above_0,
     normalise,

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lightning_dp import _validate
 from lightning_dp._noise import NoiseSource
-from lightning_dp._refusals import (RefusedRun, text_of)
+from lightning_dp._refusals import RefusedRun, text_of
 from lightning_dp._validate import (
     between,
     flag,

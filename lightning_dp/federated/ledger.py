@@ -12,7 +12,7 @@ import numpy as np
 
 from lightning_dp._files import local_folder
 from lightning_dp._noise import random_generator
-from lightning_dp._refusals import (RefusedSetting, text_of)
+from lightning_dp._refusals import RefusedSetting, text_of
 from lightning_dp.accounting import PLDAccountant
 from lightning_dp.accounting.base import Relation
 from lightning_dp.accounting.charges import Charges, JournalError

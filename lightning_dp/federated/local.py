@@ -23,7 +23,7 @@ from lightning_dp._checks import (
     check_training_step,
 )
 from lightning_dp._module_state import ModuleState
-from lightning_dp._refusals import (RefusedSetting)
+from lightning_dp._refusals import RefusedSetting
 from lightning_dp._training_step import apart, call_training_step, loss_in, muted
 from lightning_dp._validate import optional, whole
 from lightning_dp.accounting.events import VoidedRunError

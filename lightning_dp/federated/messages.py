@@ -13,7 +13,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from lightning_dp._refusals import (Refusal)
+from lightning_dp._refusals import Refusal
 
 __all__ = [
     "LOST",

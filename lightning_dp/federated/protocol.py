@@ -10,7 +10,7 @@ import numpy as np
 from torch import Tensor
 
 from lightning_dp._noise import NoiseSource, random_generator
-from lightning_dp._refusals import (RefusedRun)
+from lightning_dp._refusals import RefusedRun
 from lightning_dp._world import World
 from lightning_dp.boundary import BoundedSum, Query, Release, State, add_noise
 from lightning_dp.sampling import AbstractSampling, Poisson

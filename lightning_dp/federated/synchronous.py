@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from lightning_dp._described import check_same, described
-from lightning_dp._refusals import (text_of)
+from lightning_dp._refusals import text_of
 from lightning_dp._validate import normalise, optional, positive, seed, whole
 from lightning_dp._world import World
 from lightning_dp.boundary import BoundedSum, Query, Release, State, Term, add_noise

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_dp._noise import random_generator
-from lightning_dp._refusals import (RefusedRun, RefusedSetting, text_of)
+from lightning_dp._refusals import RefusedRun, RefusedSetting, text_of
 from lightning_dp._validate import number, whole
 from lightning_dp._world import World
 from lightning_dp.accounting.events import VoidedRunError

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from lightning_dp._refusals import (Refusal)
+from lightning_dp._refusals import Refusal
 from lightning_dp.boundary import AbstractPerSampleGradients
 
 __all__ = [

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from lightning_dp._refusals import (RefusedRun)
+from lightning_dp._refusals import RefusedRun
 from lightning_dp.boundary import AbstractPerSampleGradients
 from lightning_dp.functional import unflatten
 from lightning_dp.gradients.base import (

@@ -12,7 +12,7 @@ from opacus.grad_sample.grad_sample_module import GradSampleHooks
 from opacus.layers.dp_rnn import DPGRU, DPLSTM, DPRNN, DPRNNBase
 from torch import Tensor, nn
 
-from lightning_dp._refusals import (RefusedRun)
+from lightning_dp._refusals import RefusedRun
 from lightning_dp.gradients.base import (
     AbstractGradientEngine,
     UncoveredParameterError,

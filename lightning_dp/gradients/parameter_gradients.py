@@ -9,7 +9,7 @@ from functools import reduce
 import torch
 from torch import Tensor
 
-from lightning_dp._refusals import (RefusedRun)
+from lightning_dp._refusals import RefusedRun
 from lightning_dp.functional import squared_row_norms
 from lightning_dp.gradients.forms import SLICE_BYTES, Rows, Use, above_rounding
 

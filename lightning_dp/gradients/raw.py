@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from lightning_dp._refusals import (Refusal, RefusedRun)
+from lightning_dp._refusals import Refusal, RefusedRun
 
 __all__ = ["RawGradientGuard", "RawGradientHookError"]
 

@@ -8,7 +8,7 @@ from dataclasses import MISSING, dataclass, field, fields
 from typing import TYPE_CHECKING, Any, get_type_hints
 
 from lightning_dp import _validate
-from lightning_dp._refusals import (RefusedSetting)
+from lightning_dp._refusals import RefusedSetting
 from lightning_dp._validate import Check, flag, optional, shown, whole_from_0
 from lightning_dp.accounting import PLDAccountant, StreamingRDPAccountant
 from lightning_dp.accounting.base import AbstractAccountant, Relation, check_relation

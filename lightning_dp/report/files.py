@@ -14,7 +14,7 @@ from typing import Any, Literal
 import torch
 
 from lightning_dp._files import FILE_MODE, replaced
-from lightning_dp._refusals import (RefusedSetting, text_of)
+from lightning_dp._refusals import RefusedSetting, text_of
 from lightning_dp.accounting.base import Relation, check_delta, check_relation
 from lightning_dp.accounting.charges import Charges, JournalError
 from lightning_dp.accounting.journal import (

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.stats import binom
 
-from lightning_dp._refusals import (RefusedSetting)
+from lightning_dp._refusals import RefusedSetting
 from lightning_dp._validate import (
     between,
     normalise,

@@ -25,7 +25,7 @@ from lightning.pytorch.strategies.xla import XLAStrategy
 from torch.optim import Optimizer
 
 from lightning_dp._checks import MisconfigurationError, check_training_step
-from lightning_dp._refusals import (RefusedRun)
+from lightning_dp._refusals import RefusedRun
 from lightning_dp._warnings import warn
 from lightning_dp.config import PrivacyConfig
 from lightning_dp.estimators import AbstractEstimator

@@ -12,7 +12,7 @@ from lightning.pytorch.utilities import combined_loader
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
 from lightning_dp._checks import MisconfigurationError, check_loader
-from lightning_dp._refusals import (RefusedRun, RefusedSetting)
+from lightning_dp._refusals import RefusedRun, RefusedSetting
 from lightning_dp._world import World
 from lightning_dp.mechanism import Mechanism
 from lightning_dp.run import PrivateRun

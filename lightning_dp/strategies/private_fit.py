@@ -16,7 +16,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 
 from lightning_dp._checks import check_model
-from lightning_dp._refusals import (RefusedRun, RefusedSetting)
+from lightning_dp._refusals import RefusedRun, RefusedSetting
 from lightning_dp._training_step import loss_in
 from lightning_dp._warnings import warn
 from lightning_dp._world import World

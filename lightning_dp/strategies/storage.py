@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from lightning.pytorch import Trainer
 
 from lightning_dp._files import local_folder
-from lightning_dp._refusals import (RefusedSetting, text_of)
+from lightning_dp._refusals import RefusedSetting, text_of
 from lightning_dp.run import PrivateRun
 
 if TYPE_CHECKING:

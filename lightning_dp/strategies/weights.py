@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from lightning_dp._checks import MisconfigurationError
 from lightning_dp._fingerprint import fingerprint
-from lightning_dp._refusals import (RefusedRun)
+from lightning_dp._refusals import RefusedRun
 
 __all__ = ["FirstStep", "LaterSteps", "SameParameters", "changed", "checksums"]
 

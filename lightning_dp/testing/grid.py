@@ -13,7 +13,7 @@ from flwr.serverapp import Grid, ServerApp
 from flwr.supercore.run import Run
 from flwr.supercore.task_identity import TaskIdentity
 
-from lightning_dp._refusals import (RefusedRun)
+from lightning_dp._refusals import RefusedRun
 from lightning_dp._validate import between, normalise, whole
 
 __all__ = ["Faults", "LoopbackGrid"]

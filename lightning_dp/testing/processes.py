@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
 
-from lightning_dp._refusals import (RefusedRun)
+from lightning_dp._refusals import RefusedRun
 from lightning_dp._validate import whole
 
 __all__ = ["LoopbackFederation"]

@@ -200,7 +200,9 @@ def test_a_message_ends_with_its_pointer_also_after_pickling(name):
 
 
 def test_a_warning_ends_with_its_pointer():
-    with pytest.warns(PrivacyWarning, match=r"^Odd\. More: python -m lightning_dp\.help one-by-one$"):
+    with pytest.warns(
+        PrivacyWarning, match=r"^Odd\. More: python -m lightning_dp\.help one-by-one$"
+    ):
         warn("Odd.", topic="one-by-one")
 
 

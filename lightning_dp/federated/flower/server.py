@@ -16,7 +16,7 @@ from flwr.serverapp import Grid, ServerApp
 from torch import Tensor, nn
 
 from lightning_dp._files import local_folder
-from lightning_dp._refusals import (RefusedRun)
+from lightning_dp._refusals import RefusedRun
 from lightning_dp._validate import number
 from lightning_dp.federated.agreement import fingerprint
 from lightning_dp.federated.flower.exchange import Exchange, Outcome
