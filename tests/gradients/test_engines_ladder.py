@@ -174,7 +174,7 @@ def test_a_refusal_tells_each_engines_reason_shortly():
     while choice.fall(UnsupportedModelError(f"{reason} {ALONE}")):
         pass
     last = UnsupportedModelError("Opacus has no rule for net.x. " + "It is long. " * 100)
-    said = str(choice.refusal(last))
+    said = choice.refusal(last).text
     assert said.startswith(reason) and said.endswith(ALONE) and said.count(ALONE) == 1
     assert "'hooks' does not cover it either: Opacus has no rule for net.x." in said
     assert len(said) < 400

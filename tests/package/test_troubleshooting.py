@@ -136,9 +136,8 @@ def as_text(node: ast.expr, constants: dict[str, ast.expr]) -> str:
         return as_text(node.left, constants) + as_text(node.right, constants)
     if isinstance(node, ast.Name) and node.id in constants:
         return as_text(constants[node.id], constants)
-    if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
-        if node.func.attr == "format":
-            return re.sub(r"{[^}]*}", "…", as_text(node.func.value, constants))
+    if isinstance(node, ast.Call) and getattr(node.func, "attr", "") == "format":
+        return re.sub(r"{[^}]*}", "…", as_text(node.func.value, constants))
     return "…"
 
 
