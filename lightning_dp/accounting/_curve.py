@@ -39,16 +39,22 @@ class Together:
 
     def values(self, run: Run) -> FloatArray:
         """epsilon of every length."""
-        factor = check_relation(self._relation)
-        squares = run.sums(run.counts / run.noise_multipliers[run.pairs] ** 2)
-        without = np.array([gdp_epsilon(factor * math.sqrt(s), self._delta) for s in squares])
-        if np.all(run.sample_rates == 1.0):
+        without = self._without(run)
+        if np.all(run.sample_rates == 1.0) and not self._search.others:
             return without
         values = np.zeros(run.size)
         self._raise_to(values, run, backward=False)
         if self._relation == "add_remove":
             self._raise_to(values, run, backward=True)
         return np.asarray(np.minimum(values, without))
+
+    def _without(self, run: Run) -> FloatArray:
+        """epsilon without amplification: exact for full batches, a bound for all; inf beside others."""
+        if self._search.others:
+            return np.full(run.size, math.inf)
+        factor = check_relation(self._relation)
+        squares = run.sums(run.counts / run.noise_multipliers[run.pairs] ** 2)
+        return np.array([gdp_epsilon(factor * math.sqrt(s), self._delta) for s in squares])
 
     def _raise_to(self, values: FloatArray, run: Run, backward: bool) -> None:
         """Raise ``values`` to those of one direction, in groups from the longest length down."""
@@ -191,6 +197,8 @@ class Run:
         added = csc_matrix((self.counts, (length, self.pairs)), shape=shape)
 
         def counts(cell: Cell) -> FloatArray:
+            if cell.members.size == 0:  # other releases, which all lengths share
+                return np.tile(cell.counts, (self.size, 1))
             return np.cumsum(added[:, cell.members].toarray(), axis=0)
 
         return counts

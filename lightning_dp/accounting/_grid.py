@@ -27,7 +27,7 @@ from lightning_dp.accounting._composition import (
     window,
 )
 from lightning_dp.accounting._grouping import Mixture, as_mixture, rounded
-from lightning_dp.accounting._pmf import LossPmf, cached_discretise, discretise, support
+from lightning_dp.accounting._pmf import LossPmf, Node, cached_pmf
 from lightning_dp.accounting.steps import FloatArray, Steps
 
 __all__ = ["GridSearch", "Target", "merge_full_batch", "plan_grid", "pmf_maker"]
@@ -89,15 +89,17 @@ class GridSearch:
     Args:
         rtol: relative accuracy of epsilon with respect to the grid.
         spacing: relative distance of the noise multipliers between which is interpolated.
+        others: releases that are composed with all steps, and their counts.
     """
 
     rtol: float
     spacing: float
+    others: tuple[tuple[Node, int], ...] = ()
 
     def worst_direction(self, steps: Steps, target: Target, relation: str, without: float) -> float:
         """Return the larger value of removing and adding a record; exchanging one is symmetric."""
         merged = merge_full_batch(steps)
-        if merged.noise_multipliers.min() < _LEAST_NOISE:
+        if merged.noise_multipliers.min(initial=math.inf) < _LEAST_NOISE:
             return without
         value = self.one_direction(merged, target, relation, False, least=0.0)
         if relation == "add_remove":
@@ -120,14 +122,15 @@ class GridSearch:
     def rough(self, steps: Steps, relation: str) -> Mixture:
         """Few nodes, to find the grid with; the steps themselves if they are few."""
         if steps.counts.size <= _EXACT:
-            return as_mixture(steps, relation, _ROUGH_SPACING, _EXACT)
-        return as_mixture(rounded(steps, _ROUGH_ROUNDING), relation, _ROUGH_SPACING, 1)
+            return as_mixture(steps, relation, _ROUGH_SPACING, _EXACT).beside(self.others)
+        few = rounded(steps, _ROUGH_ROUNDING)
+        return as_mixture(few, relation, _ROUGH_SPACING, 1).beside(self.others)
 
     def fine(self, steps: Steps, plan: GridPlan, relation: str, most_points: float) -> Mixture:
         """Nodes at the wanted distance, or as near as the number of grid points allows."""
         spacing = self.spacing
         while True:
-            mixture = as_mixture(steps, relation, spacing, _EXACT)
+            mixture = as_mixture(steps, relation, spacing, _EXACT).beside(self.others)
             few = grid_points(mixture, plan, relation) <= most_points
             if mixture.is_exact or few or spacing >= _ROUGH_SPACING:
                 return mixture
@@ -196,11 +199,12 @@ def pmf_maker(
     mixture: Mixture, plan: GridPlan, relation: str, backward: bool
 ) -> Callable[[int], LossPmf]:
     """A function from a node to its pmf on the grid of a plan; remembered when there are few."""
-    make = cached_discretise if len(mixture.nodes) <= 4 else discretise
+    is_cached = len(mixture.nodes) <= 4
 
-    def pmf(node: int) -> LossPmf:
-        z, q = mixture.nodes[node]
-        return make(z, q, plan.grid.h, plan.log_tail, relation, backward, plan.limit)
+    def pmf(number: int) -> LossPmf:
+        node = mixture.nodes[number]
+        where = (plan.grid.h, plan.log_tail, relation, backward, plan.limit)
+        return cached_pmf(node, *where) if is_cached else node.pmf(*where)
 
     return pmf
 
@@ -209,8 +213,8 @@ def grid_points(mixture: Mixture, plan: GridPlan, relation: str) -> float:
     """Number of grid points of all pmfs and transforms together, a measure of time."""
     window_width = plan.grid.ends[1] - plan.grid.ends[0]
     total = 0.0
-    for z, q in mixture.nodes:
-        down, up = support(z, q, plan.log_tail, relation)
+    for node in mixture.nodes:
+        down, up = node.support(plan.log_tail, relation)
         total += min(down, plan.limit) + min(up, plan.limit) + window_width
     return total / plan.grid.h
 
@@ -242,7 +246,7 @@ def plan_grid(
     while (
         True
     ):  # grid, moments, best tilt and epsilon depend on each other: refine until they agree
-        reach = max(sum(support(z, q, log_tail, relation)) for z, q in mixture.nodes)
+        reach = max(sum(node.support(log_tail, relation)) for node in mixture.nodes)
         h = h if h > 0 else min(_snap(reach / 512), coarsest, 1.0)
         plan = GridPlan(Grid(h, 0.0, (0.0, 0.0), _POSITIVE), log_tail, limit, math.inf, reach)
         pmfs, infinity = _pmfs(mixture, plan, relation, backward)

@@ -26,7 +26,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -34,6 +34,7 @@ from numpy.typing import NDArray
 from scipy.linalg import eigh_tridiagonal
 from scipy.special import ndtr
 
+from lightning_dp.accounting._pmf import GaussianNode, Node
 from lightning_dp.accounting.events import (
     AbstractEvent,
     Gaussian,
@@ -67,7 +68,7 @@ class Cell:
 
     ``U_1(t) = u[t]`` is the weight of the smaller noise multiplier, ``V_1(t) = v[t]`` that of the
     larger sample rate; ``U_0 = 1 - U_1``, ``V_0 = 1 - V_1``. ``members`` are the places of the
-    steps in the merged history, ``counts`` their numbers.
+    steps in the merged history (none for other releases), ``counts`` their numbers.
     """
 
     corners: tuple[int, int, int, int]
@@ -104,9 +105,12 @@ class Cell:
 
 @dataclass(frozen=True)
 class Mixture:
-    """Nodes ``(z, q)`` and the cells between them: a pessimistic reading of some steps."""
+    """Nodes ``(z, q)`` and the cells between them: a pessimistic reading of some steps.
 
-    nodes: list[tuple[float, float]]
+    Other releases stand beside them, as nodes and cells of their own.
+    """
+
+    nodes: list[Node]
     cells: list[Cell]
 
     @property
@@ -118,6 +122,14 @@ class Mixture:
     def total(self) -> float:
         """Number of steps."""
         return math.fsum(cell.total for cell in self.cells)
+
+    def beside(self, others: Sequence[tuple[Node, int]]) -> Mixture:
+        """Return it with other releases and their counts, which are no members of the steps."""
+        cells = [
+            _single(len(self.nodes) + i, np.array([float(count)]), np.zeros(0, dtype=int))
+            for i, (_, count) in enumerate(others)
+        ]
+        return Mixture([*self.nodes, *(node for node, _ in others)], [*self.cells, *cells])
 
 
 def as_mixture(steps: Steps, relation: str, spacing: float, exact: int) -> Mixture:
@@ -165,16 +177,20 @@ def rounded(steps: Steps, spacing: float) -> Steps:
 
 def _singles(steps: Steps) -> Mixture:
     """Every distinct step is a node and a cell."""
-    zero = np.zeros(1)
-    nodes = list(zip(steps.noise_multipliers.tolist(), steps.sample_rates.tolist(), strict=True))
+    pairs = zip(steps.noise_multipliers.tolist(), steps.sample_rates.tolist(), strict=True)
+    nodes: list[Node] = [GaussianNode(z, q) for z, q in pairs]
     counts = steps.counts.reshape(-1, 1)
-    cells = [Cell((c,) * 4, zero, zero, counts[c], np.array([c])) for c in range(len(nodes))]
-    return Mixture(nodes, cells)
+    return Mixture(nodes, [_single(c, counts[c], np.array([c])) for c in range(len(nodes))])
+
+
+def _single(node: int, count: FloatArray, members: IntArray) -> Cell:
+    """A cell that is one node."""
+    return Cell((node,) * 4, np.zeros(1), np.zeros(1), count, members)
 
 
 def _side_by_side(mixtures: list[Mixture], places: list[IntArray]) -> Mixture:
     """Several mixtures as one; ``places`` says where the steps of each are in all."""
-    nodes: list[tuple[float, float]] = []
+    nodes: list[Node] = []
     cells: list[Cell] = []
     for mixture, at in zip(mixtures, places, strict=True):
         for cell in mixture.cells:
@@ -242,7 +258,10 @@ def _cells(
         )
         u, v = weight[0][members], weight[1][members]
         cells.append(Cell((a, b, c, d), u, v, steps.counts[members], members))
-    nodes = [(1.0 / float(rows[p // n_columns]), float(columns[p % n_columns])) for p in numbers]
+    nodes: list[Node] = [
+        GaussianNode(1.0 / float(rows[p // n_columns]), float(columns[p % n_columns]))
+        for p in numbers
+    ]
     return Mixture(nodes, cells)
 
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import NamedTuple, Protocol
 
 import numpy as np
 from scipy.special import erfcx, ndtr, ndtri_exp
@@ -21,9 +22,11 @@ from lightning_dp.accounting.gdp import gaussian_profile
 from lightning_dp.accounting.steps import FloatArray
 
 __all__ = [
+    "GaussianNode",
     "LossPmf",
+    "Node",
     "backward_profile",
-    "cached_discretise",
+    "cached_pmf",
     "discretise",
     "forward_profile",
     "replacement_profile",
@@ -193,7 +196,41 @@ def discretise(
     return LossPmf(-low.size, probabilities, float(delta[-1] + error[-1]))
 
 
-cached_discretise = lru_cache(maxsize=16)(discretise)
+class Node(Protocol):
+    """One release, as a pair of distributions of which the privacy loss can be put on a grid."""
+
+    def support(self, log_tail: float, relation: str) -> tuple[float, float]:
+        """Losses beyond which the backward and the forward profile are below ``e^log_tail``."""
+        ...
+
+    def pmf(
+        self, h: float, log_tail: float, relation: str, backward: bool, limit: float
+    ) -> LossPmf:
+        """Return a pmf that dominates it; the arguments are those of :func:`discretise`."""
+        ...
+
+
+class GaussianNode(NamedTuple):
+    """One subsampled Gaussian release."""
+
+    noise_multiplier: float
+    sample_rate: float
+
+    def support(self, log_tail: float, relation: str) -> tuple[float, float]:
+        return support(*self, log_tail, relation)
+
+    def pmf(
+        self, h: float, log_tail: float, relation: str, backward: bool, limit: float
+    ) -> LossPmf:
+        return discretise(*self, h, log_tail, relation, backward, limit)
+
+
+@lru_cache(maxsize=16)
+def cached_pmf(
+    node: Node, h: float, log_tail: float, relation: str, backward: bool, limit: float
+) -> LossPmf:
+    """Return the pmf of a node; the latest few are kept."""
+    return node.pmf(h, log_tail, relation, backward, limit)
 
 
 def _second_differences(delta: FloatArray, error: FloatArray, h: float) -> FloatArray:

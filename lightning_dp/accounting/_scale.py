@@ -14,6 +14,7 @@ from lightning_dp.accounting._composition import ComposedLengths
 from lightning_dp.accounting._grid import GridSearch, Target, merge_full_batch, pmf_maker
 from lightning_dp.accounting._grouping import Mixture, as_mixture, few_alike
 from lightning_dp.accounting.base import Relation, check_relation
+from lightning_dp.accounting.external import NOTHING, Declared
 from lightning_dp.accounting.gdp import mu_of_budget
 from lightning_dp.accounting.steps import Steps, joined
 
@@ -44,6 +45,7 @@ class Goal:
         budget: epsilon and delta.
         relation: the neighbouring relation.
         tolerance: relative.
+        declared: what else was spent, pure or zCDP.
     """
 
     spent: Steps
@@ -51,6 +53,7 @@ class Goal:
     budget: tuple[float, float]
     relation: Relation
     tolerance: float
+    declared: Declared = NOTHING
 
     def near(self, cost: _Estimate, estimate: _Estimate, scale: float) -> tuple[float, float]:
         """Return a scale whose cost is likely to be within the tolerance, and the slope there.
@@ -74,11 +77,11 @@ class Goal:
             wanted = aim * estimate(scale) / value
         return scale, slope
 
-    def asking(self, epsilon_of: Callable[[Steps, float, Relation], float]) -> _Estimate:
+    def asking(self, epsilon_of: Callable[[Steps, Declared, float, Relation], float]) -> _Estimate:
         """Return an estimate from few steps that cost nearly the same together."""
         steps_of, delta = self._few(), self.budget[1]
         return lru_cache(maxsize=None)(
-            lambda scale: epsilon_of(steps_of(scale), delta, self.relation)
+            lambda scale: epsilon_of(steps_of(scale), self.declared, delta, self.relation)
         )
 
     def rough(self, estimate: _Estimate, target: float) -> float:
@@ -145,7 +148,7 @@ class _Grid:
     def __init__(
         self, search: GridSearch, target: Target, relation: Relation, steps: Steps
     ) -> None:
-        self._target, self._relation = target, relation
+        self._target, self._relation, self._others = target, relation, search.others
         self._plan, _ = search.settle(self._mixture(steps), target, relation, False, 0.0)
         low, high = self._plan.grid.ends
         while (high - low) / self._plan.grid.h < _MOST_POINTS:
@@ -174,7 +177,8 @@ class _Grid:
         return self._target.read(lengths.composed(0))
 
     def _mixture(self, steps: Steps) -> Mixture:
-        return as_mixture(merge_full_batch(steps), self._relation, _SPACING, _EXACT)
+        mixture = as_mixture(merge_full_batch(steps), self._relation, _SPACING, _EXACT)
+        return mixture.beside(self._others)
 
 
 def solve(

@@ -5,14 +5,14 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import ClassVar, Literal
+from typing import ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from lightning_dp._validate import number
 from lightning_dp.accounting.charges import counted
-from lightning_dp.accounting.events import AbstractEvent, History, check_entry
+from lightning_dp.accounting.events import AbstractEvent, History, Relation, check_entry
 from lightning_dp.accounting.steps import (
     CheckedHistory,
     EventPlan,
@@ -30,7 +30,6 @@ __all__ = [
     "check_relation",
 ]
 
-Relation = Literal["add_remove", "replace_one"]
 _MOST = 16  # answers of a cache
 
 

@@ -55,12 +55,12 @@ class Charges(Mapping[str, _Run]):
 
     @property
     def steps(self) -> int:
-        """Number of noised steps, over all runs."""
+        """Number of noised steps, over all runs; what others released is none."""
         return self._steps
 
     @property
     def total(self) -> int:
-        """Number of charges, over all runs; one that withdraws ε is a charge, and no step."""
+        """Number of charges, over all runs, also of those that are no steps."""
         return sum(self._lengths.values())
 
     @property
@@ -112,7 +112,7 @@ class Charges(Mapping[str, _Run]):
         return self.length(run) > other.length(run)
 
     def _count(self, event: AbstractEvent, count: int) -> None:
-        if event.withdrawn is None:
+        if event.is_step:
             self._steps += count
         elif self._voided is None:
             self._voided = event.withdrawn

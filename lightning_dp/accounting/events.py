@@ -3,67 +3,32 @@
 from __future__ import annotations
 
 import math
-from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields
-from typing import Any, TypeAlias
+from typing import Any
 
 from lightning_dp._refusals import Refusal, RefusedSetting
-from lightning_dp._validate import number, whole
+from lightning_dp._validate import number
+from lightning_dp.accounting.abstract_event import AbstractEvent, History, Relation, check_entry
+from lightning_dp.accounting.external import ZCDP, ApproximateDP
 from lightning_dp.accounting.search import check_distribution, success_rate
 
 __all__ = [
     "AbstractEvent",
+    "ApproximateDP",
     "Gaussian",
     "History",
     "PoissonGaussian",
     "PoissonRound",
+    "Relation",
     "RepeatAndSelect",
     "Voided",
     "VoidedRunError",
+    "ZCDP",
     "check_entry",
     "event_from_dict",
     "sampled_gaussian",
 ]
-
-
-@dataclass(frozen=True)
-class AbstractEvent(ABC):
-    """One noisy release, described by public numbers only.
-
-    Every event but :class:`RepeatAndSelect` is, for accounting, one Gaussian release on one Poisson
-    sample: each record takes part independently with probability ``sample_rate``, the sum over the
-    participating records has sensitivity ``C`` to adding or removing one record, and noise
-    ``N(0, (noise_multiplier * C)^2 I)`` is added to it. How a sequence of events is
-    analysed is the business of an accountant.
-    """
-
-    @property
-    @abstractmethod
-    def pair(self) -> tuple[float, float]:
-        """``(noise_multiplier, sample_rate)`` of the equivalent single subsampled Gaussian.
-
-        Raises ValueError if there is none.
-        """
-
-    @property
-    def withdrawn(self) -> str | None:
-        """The reason for which ε of all before it is withdrawn; None for a release."""
-        return None
-
-    def to_dict(self) -> dict[str, object]:
-        """Return name and fields as strings, numbers and lists; ``event_from_dict`` is the inverse.
-
-        What is written is never written differently later: a field that is added needs a default,
-        which is what it is in files that were written before.
-        """
-        values = {each.name: _plain(getattr(self, each.name)) for each in fields(self)}
-        return {"event": type(self).__name__, **values}
-
-    @classmethod
-    def read(cls, values: Mapping[str, Any]) -> AbstractEvent:
-        """Return the event with these fields, as :meth:`to_dict` wrote them."""
-        return cls(**values)
 
 
 @dataclass(frozen=True)
@@ -205,24 +170,6 @@ def _sample_rate(value: object) -> float:
     return q
 
 
-History: TypeAlias = Sequence[tuple[AbstractEvent, int]]
-
-
-def check_entry(entry: object) -> tuple[AbstractEvent, int]:
-    """Return a legal entry of a history, or raise."""
-    if not (isinstance(entry, tuple) and len(entry) == 2 and isinstance(entry[0], AbstractEvent)):
-        raise ValueError(f"a history holds pairs (event, count), got {entry!r}.")
-    event, count = entry
-    if type(count) is int and count >= 0:  # nearly always, and histories are long
-        return event, count
-    try:
-        return event, whole("count", count, 0)
-    except ValueError:
-        raise ValueError(
-            f"count must be an integer of at least 0, got {count!r} for {event!r}."
-        ) from None
-
-
 class VoidedRunError(Refusal, RuntimeError):
     """Real records failed a check, so the run is over for good and ε of it is withdrawn.
 
@@ -337,6 +284,11 @@ class RepeatAndSelect(AbstractEvent):
         object.__setattr__(self, "shape", shape)
 
     @property
+    def is_gaussian(self) -> bool:
+        """False."""
+        return False
+
+    @property
     def pair(self) -> tuple[float, float]:
         """Raises ValueError, since no single Gaussian costs the same."""
         raise ValueError(
@@ -357,7 +309,15 @@ class RepeatAndSelect(AbstractEvent):
 
 _KNOWN: dict[str, type[AbstractEvent]] = {
     kind.__name__: kind
-    for kind in (Gaussian, PoissonGaussian, PoissonRound, RepeatAndSelect, Voided)
+    for kind in (
+        Gaussian,
+        PoissonGaussian,
+        PoissonRound,
+        RepeatAndSelect,
+        ApproximateDP,
+        ZCDP,
+        Voided,
+    )
 }
 
 
@@ -396,12 +356,3 @@ def event_from_dict(d: Mapping[str, object]) -> AbstractEvent:
     if missing := [key for key, is_needed in known.items() if is_needed and key not in values]:
         raise ValueError(f"{name} lacks the field {missing[0]!r}, got {dict(d)!r}.")
     return _KNOWN[name].read(values)
-
-
-def _plain(value: object) -> object:
-    """Return a field's value as types that JSON knows."""
-    if isinstance(value, AbstractEvent):
-        return value.to_dict()
-    if isinstance(value, tuple):
-        return [_plain(each) for each in value]
-    return "inf" if value == math.inf else value

@@ -19,6 +19,7 @@ from lightning_dp.accounting.base import (
     check_relation,
 )
 from lightning_dp.accounting.events import AbstractEvent, History
+from lightning_dp.accounting.external import Declared
 from lightning_dp.accounting.gdp import gdp_delta, gdp_epsilon, mu_of
 from lightning_dp.accounting.rdp import StreamingRDPAccountant
 from lightning_dp.accounting.steps import (
@@ -27,7 +28,6 @@ from lightning_dp.accounting.steps import (
     FloatArray,
     Steps,
     joined,
-    merge,
 )
 
 # The numerical parts are loaded by the first ε that needs them: a callback is made, and a model is
@@ -44,7 +44,8 @@ class PLDAccountant(AbstractAccountant):
 
     The privacy loss of every distinct ``(z, q)`` is put on a grid pessimistically, the steps are
     composed by fast Fourier transform, for adding and for removing a record (the larger counts);
-    full-batch steps alone use the exact mu-GDP formula. What is promised:
+    full-batch steps alone use the exact mu-GDP formula. Declared (ε, δ) guarantees are composed by
+    their exact dominating pair, zCDP by the largest profile that it leaves possible. What is promised:
 
     - the result is an upper bound: tails, the window and floating-point errors are added to delta;
     - it is at most about ``rtol`` (relative) above the exact composition, for up to 32 distinct
@@ -88,6 +89,12 @@ class PLDAccountant(AbstractAccountant):
 
         return GridSearch(self.rtol, self.spacing)
 
+    def _search_beside(self, declared: Declared) -> GridSearch:
+        from lightning_dp.accounting._external_pmf import nodes_of
+        from lightning_dp.accounting._grid import GridSearch
+
+        return GridSearch(self.rtol, self.spacing, nodes_of(declared))
+
     @property
     def name(self) -> str:
         """The name in reports."""
@@ -95,7 +102,26 @@ class PLDAccountant(AbstractAccountant):
 
     def epsilon(self, history: History, delta: float, relation: Relation = "add_remove") -> float:
         """Return the least epsilon at ``delta``; see the class."""
-        return self.epsilon_of(merge(history), delta, relation)
+        checked = CheckedHistory.of(history).without_searches()
+        return self._epsilon(
+            checked.steps, Declared.of(checked.external, relation), delta, relation
+        )
+
+    def _epsilon(self, steps: Steps, declared: Declared, delta: float, relation: Relation) -> float:
+        """Return the least epsilon at ``delta`` of merged steps beside declared guarantees."""
+        from lightning_dp.accounting._grid import Target
+
+        if declared.is_empty:
+            return self.epsilon_of(steps, delta, relation)
+        bounds = [StreamingRDPAccountant().epsilon_beside(steps, declared, delta, relation)]
+        if steps.counts.size == 0 and declared.lost <= delta * (1 + 1e-14):
+            bounds.append(declared.simple_epsilon)  # δ may be just what they state
+        left = declared.left_of(delta)
+        if not (left > 0 and math.isfinite(bounds[0])):
+            return min(bounds)
+        target = Target(log_delta=math.log(left))
+        search = self._search_beside(declared)
+        return min(*bounds, search.worst_direction(steps, target, relation, bounds[0]))
 
     def epsilon_of(self, steps: Steps, delta: float, relation: Relation) -> float:
         """Return the least epsilon at ``delta`` of merged steps."""
@@ -117,7 +143,17 @@ class PLDAccountant(AbstractAccountant):
 
         target = Target(epsilon=check_epsilon(epsilon))
         check_relation(relation)
-        steps = merge(history)
+        checked = CheckedHistory.of(history).without_searches()
+        steps, declared = checked.steps, Declared.of(checked.external, relation)
+        if not declared.is_empty:
+            bound = StreamingRDPAccountant().delta(history, epsilon, relation)
+            if steps.has_noiseless:
+                return bound
+            search = self._search_beside(declared)
+            pure = search.worst_direction(steps, target, relation, bound)
+            found = min(bound, declared.with_all(pure))
+            alone = steps.counts.size == 0 and declared.simple_epsilon <= epsilon
+            return min(found, declared.lost) if alone else found
         if steps.counts.size == 0:
             return 0.0
         without = gdp_delta(mu_of(steps, relation), epsilon)
@@ -129,9 +165,8 @@ class PLDAccountant(AbstractAccountant):
         self, spent: CheckedHistory, steps: Steps, delta: float, relation: Relation
     ) -> float:
         """Return the least epsilon of what was spent and further steps."""
-        if spent.searches:
-            return super().epsilon_after(spent, steps, delta, relation)
-        return self.epsilon_of(joined(spent.steps, steps), delta, relation)
+        declared = Declared.of(spent.without_searches().external, relation)
+        return self._epsilon(joined(spent.steps, steps), declared, delta, relation)
 
     def curve(
         self,
@@ -144,10 +179,19 @@ class PLDAccountant(AbstractAccountant):
         """Return epsilon after each length; those that are close share their work."""
         from lightning_dp.accounting._curve import Run, Together
 
-        run = Run.of(plan, lengths, spent)
-        if np.any(run.noise_multipliers == 0.0):
+        checked = CheckedHistory.of(spent).without_searches()
+        declared = Declared.of(checked.external, relation)
+        run = Run.of(plan, lengths, [each for each in spent if each[0].is_gaussian])
+        left = declared.left_of(delta)
+        if np.any(run.noise_multipliers == 0.0) or not left > 0:
             return super().curve(plan, lengths, delta, relation, spent)
-        return Together(self._search, delta, relation).values(run)
+        values = Together(self._search_beside(declared), left, relation).values(run)
+        # A length without steps is not composed there.
+        return (
+            values
+            if declared.is_empty
+            else np.maximum(values, self.epsilon(spent, delta, relation))
+        )
 
     def first_scale(
         self,
@@ -161,11 +205,13 @@ class PLDAccountant(AbstractAccountant):
         """Return a scale that nearly meets the budget, by estimates on one grid."""
         from lightning_dp.accounting._scale import Goal
 
-        if spent.searches or np.all(shapes.sample_rates == 1):
+        declared = Declared.of(spent.without_searches().external, relation)
+        if np.all(shapes.sample_rates == 1):
             return super().first_scale(cost, spent, shapes, budget, relation, tolerance)
-        goal = Goal(spent.steps, shapes, budget, relation, tolerance)
-        bound = goal.asking(StreamingRDPAccountant().epsilon_of)
-        return goal.near(cost, *goal.on_grids(self._search, bound))
+        budget = (budget[0], declared.left_of(budget[1]))
+        goal = Goal(spent.steps, shapes, budget, relation, tolerance, declared.without_delta)
+        bound = goal.asking(StreamingRDPAccountant().epsilon_beside)
+        return goal.near(cost, *goal.on_grids(self._search_beside(declared), bound))
 
 
 Events = AbstractEvent | Sequence[AbstractEvent | tuple[AbstractEvent, int]]

@@ -19,6 +19,7 @@ from lightning_dp.accounting.events import (
     check_entry,
     sampled_gaussian,
 )
+from lightning_dp.accounting.external import AbstractExternal
 
 __all__ = [
     "AbstractPairPlan",
@@ -114,24 +115,43 @@ class CheckedHistory:
     Args:
         events: the history as it was given.
         steps: its steps, merged.
-        searches: what is no Gaussian that could be merged, with counts above 0.
+        searches, external: what is no Gaussian that could be merged, with counts above 0.
     """
 
     events: History
     steps: Steps
-    searches: tuple[tuple[RepeatAndSelect, int], ...]
+    searches: tuple[tuple[RepeatAndSelect, int], ...] = ()
+    external: tuple[tuple[AbstractExternal, int], ...] = ()
 
     @classmethod
     def of(cls, history: History) -> CheckedHistory:
         """Check a history, and merge it."""
         steps: list[tuple[AbstractEvent, int]] = []
         searches: list[tuple[RepeatAndSelect, int]] = []
+        external: list[tuple[AbstractExternal, int]] = []
         for event, count in map(check_entry, history):
-            if not isinstance(event, RepeatAndSelect):
+            if isinstance(event, RepeatAndSelect):
+                searches += [(event, count)] * bool(count)
+            elif isinstance(event, AbstractExternal):
+                external += [(event, count)] * bool(count)
+            else:
                 steps.append((event, count))
-            elif count:
-                searches.append((event, count))
-        return cls(history, merge(steps), tuple(searches))
+        return cls(history, merge(steps), tuple(searches), tuple(external))
+
+    @property
+    def is_gaussian(self) -> bool:
+        """True if its steps are all of it."""
+        return not (self.searches or self.external)
+
+    def without_searches(self) -> CheckedHistory:
+        """Return it, for accountants that know no searches.
+
+        Raises:
+            ValueError: if there is one.
+        """
+        for event, _ in self.searches:
+            _ = event.pair  # says why
+        return self
 
 
 class AbstractPairPlan(ABC):

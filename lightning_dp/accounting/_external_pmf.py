@@ -1,0 +1,142 @@
+"""Privacy loss of declared guarantees as pessimistic distributions on a grid."""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import numpy as np
+
+from lightning_dp.accounting._pmf import LossPmf, Node
+from lightning_dp.accounting.external import Declared
+from lightning_dp.accounting.steps import FloatArray
+
+__all__ = ["Concentrated", "Question", "nodes_of"]
+
+_UNIT = 2.0**-52
+_POINTS = 4096  # of the profile of a zCDP release, on each side
+_ORDERS = 1 + np.geomspace(1e-6, 1e6, 3000)
+
+
+def nodes_of(declared: Declared) -> tuple[tuple[Node, int], ...]:
+    """Return what is pure or zCDP of some guarantees, as nodes with their counts."""
+    questions: list[tuple[Node, int]] = [(Question(e), count) for e, count in declared.pure]
+    return (*questions, *([(Concentrated(declared.rho), 1)] if declared.rho > 0 else []))
+
+
+class Question(NamedTuple):
+    """A yes-no question that is answered truly with probability ``e^ε / (1 + e^ε)``.
+
+    Its loss is ε with that probability, else -ε, under both relations and in both orders.
+    """
+
+    epsilon: float
+
+    def support(self, log_tail: float, relation: str) -> tuple[float, float]:
+        return self.epsilon, self.epsilon
+
+    def pmf(
+        self, h: float, log_tail: float, relation: str, backward: bool, limit: float
+    ) -> LossPmf:
+        """Return the two losses, each shared out between its neighbours on the grid.
+
+        Connecting the dots keeps the masses under both distributions: with the loss a distance d
+        above a grid point, the upper neighbour has ``(1 - e^-d) / (1 - e^-h)`` of it, the lower one
+        ``(e^-d - e^-h) / (1 - e^-h)``.
+        """
+        reach = math.floor(self.epsilon / h) + 1
+        masses = np.zeros(2 * reach + 1)
+        truth = 1 / (1 + math.exp(-self.epsilon))
+        for loss, mass in ((self.epsilon, truth), (-self.epsilon, math.exp(-self.epsilon) * truth)):
+            below = min(math.floor(loss / h), reach - 1)
+            d = min(max(loss - below * h, 0.0), h)
+            error = 8 * _UNIT * (1 + self.epsilon / h)
+            upper = -math.expm1(-d) / -math.expm1(-h)
+            lower = math.exp(-d) * -math.expm1(d - h) / -math.expm1(-h)
+            masses[reach + below] += mass * (lower + error)
+            masses[reach + below + 1] += mass * (upper + error)
+        first = int(np.flatnonzero(masses)[0])  # moments are taken from the ends
+        masses = masses[first:]
+        masses.flags.writeable = False
+        return LossPmf(first - reach, masses, 0.0)
+
+
+class Concentrated(NamedTuple):
+    """Any release that is ρ-zCDP: its profile is at most what the Rényi divergences leave possible.
+
+    ``delta(t) <= min_a exp((a - 1) (rho a - t + log(1 - 1/a)) - log a)`` for t >= 0 (Canonne, Kamath
+    and Steinke, arXiv 2004.00010v4, Proposition 12), in both orders, so that
+    ``delta(-t) = 1 - e^-t + e^-t delta_reversed(t)`` is bounded as well; and ``delta(0)``, the total
+    variation, by ``sqrt(1 - e^-rho)`` and ``sqrt(rho / 2)`` (Bretagnolle and Huber; Pinsker). The
+    true profile is convex in ``gamma = e^t`` and below these bounds, so it is below their greatest
+    convex minorant on a grid, which is the profile of a discrete pair.
+    """
+
+    rho: float
+
+    def support(self, log_tail: float, relation: str) -> tuple[float, float]:
+        # At a - 1 = sqrt(-log_tail / rho), log delta <= (a - 1) (rho a - t).
+        reach = self.rho + 2 * math.sqrt(self.rho * max(-log_tail, 1.0))
+        return reach, reach
+
+    def pmf(
+        self, h: float, log_tail: float, relation: str, backward: bool, limit: float
+    ) -> LossPmf:
+        """Return the masses that belong to the minorant at some of the grid points."""
+        reach = self.support(log_tail, relation)[1]
+        stride = max(1, math.ceil(reach / (_POINTS * h)))
+        half = max(1, math.ceil(reach / (stride * h)))
+        t = np.arange(-half, half + 1) * (stride * h)
+        # delta at the left end is at most 1, at any gamma.
+        delta = np.minimum(self._profile(t), 1.0)
+        kept = _minorant(t, delta)
+        places = (kept - half) * stride
+        masses = np.zeros(2 * half * stride + 1)
+        masses[places + half * stride] = _masses(t[kept], delta[kept])
+        masses.flags.writeable = False
+        return LossPmf(-half * stride, masses, float(delta[-1]))
+
+    def _profile(self, t: FloatArray) -> FloatArray:
+        """Bounds of the profile at increasing t."""
+        above = np.abs(t)
+        a = _ORDERS
+        # The lower envelope of the lines starts[i] - (a_i - 1) t; a poor choice of i is only looser.
+        starts = (a - 1) * (self.rho * a + np.log1p(-1 / a)) - np.log(a)
+        turns = np.maximum.accumulate(np.diff(starts) / np.diff(a))
+        best = np.searchsorted(turns, above)
+        bound = np.exp(np.minimum(starts[best] - (a[best] - 1) * above, 0.0)) * (1 + 1e-12)
+        total_variation = min(math.sqrt(-math.expm1(-self.rho)), math.sqrt(self.rho / 2))
+        bound = np.minimum(bound, total_variation * (1 + 1e-12))
+        return np.where(t >= 0, bound, -np.expm1(-above) + np.exp(-above) * bound)
+
+
+def _minorant(t: FloatArray, delta: FloatArray) -> np.ndarray[tuple[int], np.dtype[np.intp]]:
+    """Return the places of the points of the greatest convex minorant of delta(gamma), gamma = e^t."""
+    kept: list[int] = []
+    slopes: list[float] = []  # from each kept point to the next one, times e^t there
+    for i in range(t.size):
+        while kept:
+            slope = _slope(t, delta, kept[-1], i)
+            if not slopes or slopes[-1] * math.exp(t[kept[-1]] - t[kept[-2]]) < slope:
+                break
+            kept.pop()
+            slopes.pop()
+        if kept:
+            slopes.append(_slope(t, delta, kept[-1], i))
+        kept.append(i)
+    return np.array(kept)
+
+
+def _slope(t: FloatArray, delta: FloatArray, i: int, k: int) -> float:
+    """``e^(t_i)`` times the slope of delta(gamma) between two points."""
+    return float((delta[k] - delta[i]) / math.expm1(t[k] - t[i]))
+
+
+def _masses(t: FloatArray, delta: FloatArray) -> FloatArray:
+    """Masses of the pair whose profile joins some points: ``e^t`` times the changes of the slope."""
+    widths = np.expm1(np.diff(t))
+    after = np.append(np.diff(delta) / widths, 0.0)  # times e^t
+    before = np.concatenate(([-math.exp(t[0])], after[:-1] * np.exp(np.diff(t))))
+    # Each slope is rounded by a few units of the larger delta.
+    error = 8 * _UNIT * np.concatenate(([1.0], delta[:-1] * np.exp(np.diff(t)) / widths))
+    return np.asarray(np.maximum(after - before, 0.0) + error)

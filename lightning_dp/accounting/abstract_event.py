@@ -1,0 +1,92 @@
+"""The interface of privacy events, and histories of them."""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any, Literal, TypeAlias
+
+from lightning_dp._validate import whole
+
+__all__ = ["AbstractEvent", "History", "Relation", "check_entry"]
+
+Relation: TypeAlias = Literal["add_remove", "replace_one"]
+"""Which data sets are neighbours: one record more or less, or one record exchanged."""
+
+
+@dataclass(frozen=True)
+class AbstractEvent(ABC):
+    """One noisy release, described by public numbers only.
+
+    Every event whose ``is_gaussian`` is true is, for accounting, one Gaussian release on one Poisson
+    sample: each record takes part independently with probability ``sample_rate``, the sum over the
+    participating records has sensitivity ``C`` to adding or removing one record, and noise
+    ``N(0, (noise_multiplier * C)^2 I)`` is added to it. How a sequence of events is
+    analysed is the business of an accountant.
+    """
+
+    @property
+    @abstractmethod
+    def pair(self) -> tuple[float, float]:
+        """``(noise_multiplier, sample_rate)`` of the equivalent single subsampled Gaussian.
+
+        Raises ValueError if there is none.
+        """
+
+    @property
+    def is_gaussian(self) -> bool:
+        """True if there is a :attr:`pair`."""
+        return True
+
+    @property
+    def is_step(self) -> bool:
+        """True for a noised step of this package; False for what others released."""
+        return self.withdrawn is None
+
+    @property
+    def withdrawn(self) -> str | None:
+        """The reason for which ε of all before it is withdrawn; None for a release."""
+        return None
+
+    def to_dict(self) -> dict[str, object]:
+        """Return name and fields as strings, numbers and lists; ``event_from_dict`` is the inverse.
+
+        What is written is never written differently later: a field that is added needs a default,
+        which is what it is in files that were written before.
+        """
+        values = {each.name: _plain(getattr(self, each.name)) for each in fields(self)}
+        return {"event": type(self).__name__, **values}
+
+    @classmethod
+    def read(cls, values: Mapping[str, Any]) -> AbstractEvent:
+        """Return the event with these fields, as :meth:`to_dict` wrote them."""
+        return cls(**values)
+
+
+History: TypeAlias = Sequence[tuple[AbstractEvent, int]]
+
+
+def check_entry(entry: object) -> tuple[AbstractEvent, int]:
+    """Return a legal entry of a history, or raise."""
+    if not (isinstance(entry, tuple) and len(entry) == 2 and isinstance(entry[0], AbstractEvent)):
+        raise ValueError(f"a history holds pairs (event, count), got {entry!r}.")
+    event, count = entry
+    if type(count) is int and count >= 0:  # nearly always, and histories are long
+        return event, count
+    try:
+        return event, whole("count", count, 0)
+    except ValueError:
+        raise ValueError(
+            f"count must be an integer of at least 0, got {count!r} for {event!r}."
+        ) from None
+
+
+def _plain(value: object) -> object:
+    """Return a field's value as types that JSON knows."""
+    if isinstance(value, AbstractEvent):
+        return value.to_dict()
+    if isinstance(value, tuple):
+        return [_plain(each) for each in value]
+    return "inf" if value == math.inf else value
