@@ -11,6 +11,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 
 from lightning_dp.accounting import PLDAccountant
 from lightning_dp.accounting.base import AbstractAccountant, Relation
+from lightning_dp.accounting.external import AbstractExternal
 from lightning_dp.callbacks.privacy_logger import PrivacyLogger
 from lightning_dp.callbacks.privacy_report_files import PrivacyReportFiles
 from lightning_dp.config import EngineName, PrivacyConfig
@@ -77,6 +78,10 @@ class DifferentialPrivacy(Callback):
         count_clipped: also release, noised, how many records of each batch were clipped; logged as
             ``privacy/share_clipped``. Charged with the gradient as one event, whose noise it makes
             0.5 % longer.
+        other_releases: what else was released about the same records, with the guarantee that is
+            stated for it: ``[ApproximateDP(0.5, 1e-7, relation="add_remove", what="table of
+            ages")]``. It counts in ε and in the budget, is kept in the journal, and the report
+            names it in your words. One that several trainings declare counts once in their sum.
         seed: repeatable noise and batches, for tests; the report says that nothing is private.
 
     Raises:
@@ -112,6 +117,7 @@ class DifferentialPrivacy(Callback):
         private_optimizer: int | str | None = None,
         advice: bool = True,
         count_clipped: bool = False,
+        other_releases: Sequence[AbstractExternal] = (),
         seed: int | None = None,
     ) -> None:
         self._run = PrivateRun(
@@ -135,6 +141,7 @@ class DifferentialPrivacy(Callback):
                 private_optimizer=private_optimizer,
                 advice=advice,
                 count_clipped=count_clipped,
+                other_releases=other_releases,
                 seed=seed,
             )
         )
@@ -170,7 +177,7 @@ class DifferentialPrivacy(Callback):
 
     @property
     def epsilon(self) -> float:
-        """ε spent so far at ``target_delta``; 0 before the first step, inf without noise."""
+        """ε spent so far at ``target_delta``, ``other_releases`` included; inf without noise."""
         return self._run.epsilon
 
     def epsilon_at(self, delta: float) -> float:

@@ -23,6 +23,7 @@ from lightning_dp._validate import (
     whole_from_0,
 )
 from lightning_dp.accounting.base import AbstractAccountant, Relation
+from lightning_dp.accounting.external import AbstractExternal
 from lightning_dp.accounting.pld import PLDAccountant
 from lightning_dp.estimators import AbstractEstimator, MeanGradient
 from lightning_dp.postprocessing import AbstractPostProcessor
@@ -82,6 +83,10 @@ class PrivacyConfig:
             model's size.
         count_clipped: also release, noised, how many records of each batch were clipped. Charged with the
             gradient as one event, whose noise it makes 0.5 % longer.
+        other_releases: what else was released about the same records, with the guarantee that is
+            stated for it: ``[ApproximateDP(0.5, 1e-7, relation="add_remove", what="table of
+            ages")]``. It counts in ε and in the budget, is kept in the journal, and the report
+            names it in your words. One that several trainings declare counts once in their sum.
         seed: makes noise and batches repeatable. For tests only: nothing is private with it, and
             every report says so.
 
@@ -112,6 +117,7 @@ class PrivacyConfig:
     private_optimizer: int | str | None = None
     advice: bool = True
     count_clipped: bool = False
+    other_releases: Sequence[AbstractExternal] = ()
     seed: int | None = None
 
     def __post_init__(self) -> None:
@@ -121,6 +127,8 @@ class PrivacyConfig:
         self._check_schedule()
         self._check_gradient()
         self._check_clip_norm()
+        for release in self.other_releases:
+            release.costs(self.relation)  # refuses one that says nothing about the relation
 
     def _check_types(self) -> None:
         """Refuse what is not of an argument's type, and keep plain values."""
@@ -142,6 +150,7 @@ class PrivacyConfig:
         normalise(self, optional(_place), "private_optimizer")
         normalise(self, optional(_folder), "ledger_dir")
         normalise(self, _sequence, "postprocessing")
+        normalise(self, _releases, "other_releases")
 
     def _check_budget(self) -> None:
         if self.target_epsilon is None and self.noise_multiplier is None:
@@ -289,6 +298,25 @@ def _declaration(name: str, value: object, *, of: str | None = None) -> str:
     if not value.strip() or len(value.splitlines()) != 1:
         raise ValueError(f"{name}={value!r} must be one line that says what is done.")
     return value.strip()
+
+
+def _releases(name: str, value: object, *, of: str | None = None) -> tuple[AbstractExternal, ...]:
+    """Return declared guarantees as a tuple, no two of which have the same words."""
+    if not isinstance(value, Iterable) or isinstance(value, str | bytes | Mapping | Set):
+        raise TypeError(f"{name}={value!r} must be a list of ApproximateDP(...) and ZCDP(...).")
+    releases = tuple(value)
+    for each in releases:
+        if not isinstance(each, AbstractExternal):
+            raise TypeError(
+                f"{name} holds {each!r}: state each release as ApproximateDP(...) or ZCDP(...)."
+            )
+    words = [each.what for each in releases]
+    if twice := sorted({each for each in words if words.count(each) > 1}):
+        raise ValueError(
+            f"{name} has two releases with what={twice[0]!r}, and a release is known by its words: "
+            "say what differs."
+        )
+    return releases
 
 
 def _sequence(name: str, value: object, *, of: str | None = None) -> tuple[object, ...]:

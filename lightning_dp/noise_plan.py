@@ -206,9 +206,15 @@ class Budget:
 
     def _planner(self) -> AbstractAccountant:
         """The accountant that the noise is calibrated with: what the guard will enforce."""
-        if self.config.is_adaptive and self.batches.sample_rate < 1:
+        full = self.batches.sample_rate == 1 and self._spent_on_full_batches
+        if self.config.is_adaptive and not full:
             return StreamingRDPAccountant()
         return self.config.accountant
+
+    @property
+    def _spent_on_full_batches(self) -> bool:
+        """True if nothing but Gaussian releases on all records was charged before."""
+        return all(event.is_gaussian and event.pair[1] == 1 for event, _ in self.spent)
 
     def affordable(
         self, plan: NoisePlan, step: int, planned_steps: float, *, is_calibrated: bool = False
@@ -253,7 +259,7 @@ class Budget:
         if config.target_epsilon is None or not math.isfinite(plan.scale):
             return FixedGuard(affordable)
         budget = (config.target_epsilon, config.target_delta, config.relation, spent)
-        full = plan.sample_rate == 1 and all(event.pair[1] == 1 for event, _ in spent)
+        full = plan.sample_rate == 1 and self._spent_on_full_batches
         is_envelope = plan.shape.chosen == "above a plan"  # which is charged as planned
         if full and plan.scale > 0 and not is_envelope:
             return GDPGuard(*budget)

@@ -103,11 +103,11 @@ def plot_charges(
     """
     if metrics and ax is not None:
         raise ValueError("metrics get a separate panel: leave out ax, or draw them yourself.")
-    charges = [charge for run in runs.values() for charge in run]
+    charges = [charge for run in runs.values() for charge in run if charge[0].is_gaussian]
     if not charges:
         raise ValueError("steps=0: nothing was charged, so there is nothing to draw.")
     pyplot = _pyplot("PrivacyReport.plot")
-    counts, epsilons = _epsilons(charges, delta, relation, accountant)
+    counts, epsilons = _epsilons(charges, delta, relation, accountant, runs.external)
     if claim is not None:
         counts, epsilons = [0, 1, counts[-1]], [0.0, claim, claim]
     lowest = ax
@@ -119,7 +119,9 @@ def plot_charges(
         ax.axhline(budget, color="C3", linestyle="--", label=label)
     _draw_epsilon(ax, counts, epsilons, delta, "C1")
     ax.legend(loc="best")
-    ends = itertools.accumulate(sum(count for _, count in run) for run in runs.values())
+    ends = itertools.accumulate(
+        sum(count for event, count in run if event.is_step) for run in runs.values()
+    )
     for end in list(ends)[:-1]:
         ax.axvline(end + 0.5, color="0.6", linestyle=":", linewidth=1)  # another run begins
     if title:
@@ -150,7 +152,11 @@ def _panels(
 
 
 def _epsilons(
-    charges: History, delta: float, relation: Relation, accountant: AbstractAccountant
+    charges: History,
+    delta: float,
+    relation: Relation,
+    accountant: AbstractAccountant,
+    external: History = (),
 ) -> tuple[list[int], list[float]]:
     """Return some numbers of steps, the first 0 and the last all of them, and ε after each."""
     ends = list(itertools.accumulate(count for _, count in charges))
@@ -162,7 +168,7 @@ def _epsilons(
 
     alike = len({event for event, _ in charges}) == 1
     plan = charges[0][0] if alike else event
-    curve = epsilon_curve(plan, np.array(counts), delta, relation, accountant)
+    curve = epsilon_curve(plan, np.array(counts), delta, relation, accountant, external)
     return counts, [float(value) for value in curve]
 
 

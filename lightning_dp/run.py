@@ -85,6 +85,8 @@ class PrivateRun:
         given = config.ledger_dir
         self.ledger_dir = None if given is None else local_folder("ledger_dir", given)
         self.ledger = Ledger()
+        for release in config.other_releases:
+            self.ledger.declare(release)
         self.batches: BatchPlan | None = None
         self.stop_reason: str | None = None
         self.not_covered: tuple[str, ...] = ()  # of this run, besides what holds for all
@@ -155,7 +157,7 @@ class PrivateRun:
         """ε at ``target_delta`` after each of these numbers of more steps of the plan, in one go."""
         if self.is_adaptive:
             claim = self._claim(self.config.target_delta)
-            return np.where(more_steps + self.steps > 0, claim, 0.0)
+            return np.where(more_steps + self.steps > 0, claim, self.epsilon)
         if self.mechanism is None:
             return np.full(more_steps.shape, self.epsilon)  # nothing is planned yet
         return epsilon_curve(
@@ -178,7 +180,7 @@ class PrivateRun:
             return None
         delta = self.config.target_delta
         if self.is_adaptive:
-            return self._claim(delta) if self.steps + remaining else 0.0
+            return self._claim(delta) if self.steps + remaining else self.epsilon
         plan, now, more = mechanism.plan, mechanism.step, int(remaining)
         if plan.is_constant:
             left: History = [(plan.event(now), more)] if more else []

@@ -31,6 +31,8 @@ from lightning_dp import (
     rows_of_records,
 )
 from lightning_dp.accounting import (
+    ZCDP,
+    ApproximateDP,
     Gaussian,
     PLDAccountant,
     PoissonGaussian,
@@ -223,6 +225,12 @@ DOORS = [
         others={"terms": (Term(),)},
     ),
     Door(Gaussian, {"noise_multiplier": 1.0}),
+    Door(
+        ApproximateDP,
+        {"epsilon": 0.5, "delta": 1e-7},
+        others={"relation": "add_remove", "what": "a table"},
+    ),
+    Door(ZCDP, {"rho": 0.1}, others={"relation": "add_remove", "what": "a table"}),
     Door(PoissonGaussian, {"noise_multiplier": 1.0, "sample_rate": 0.1}),
     Door(PoissonRound, {"sample_rate": 0.1}, others={"noise_multipliers": (1.0, 2.0)}),
     Door(RepeatAndSelect, {"mean": 10.0, "shape": 1.0}, others={"runs": STEPS}),

@@ -32,7 +32,7 @@ PUBLIC = {
         PrivateSingleDeviceStrategy PrivateDDPStrategy
     """,
     "lightning_dp.accounting": """
-        Gaussian PoissonGaussian RepeatAndSelect PLDAccountant StreamingRDPAccountant
+        Gaussian PoissonGaussian RepeatAndSelect ApproximateDP ZCDP PLDAccountant StreamingRDPAccountant
         epsilon delta epsilon_text calibrate calibrate_history
         draw_number_of_runs sweep_history recover_journal
     """,

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING
 from lightning_dp._lazy import names_from
 
 __all__ = [
+    "ZCDP",
+    "ApproximateDP",
     "Gaussian",
     "PLDAccountant",
     "PoissonGaussian",
@@ -32,6 +34,7 @@ if TYPE_CHECKING:
         PoissonGaussian,
         RepeatAndSelect,
     )
+    from lightning_dp.accounting.external import ZCDP, ApproximateDP
     from lightning_dp.accounting.journals import recover_journal, sweep_history
     from lightning_dp.accounting.pld import PLDAccountant, delta, epsilon
     from lightning_dp.accounting.rdp import StreamingRDPAccountant
@@ -39,7 +42,15 @@ if TYPE_CHECKING:
     from lightning_dp.accounting.search import draw_number_of_runs
 else:
     __getattr__ = names_from(
-        __name__, "events", "pld", "rdp", "calibration", "rounding", "search", "journals"
+        __name__,
+        "events",
+        "external",
+        "pld",
+        "rdp",
+        "calibration",
+        "rounding",
+        "search",
+        "journals",
     )
 
 

@@ -14,7 +14,7 @@ from lightning_dp.accounting.steps import FloatArray
 __all__ = ["Concentrated", "Question", "nodes_of"]
 
 _UNIT = 2.0**-52
-_POINTS = 4096  # of the profile of a zCDP release, on each side
+_POINTS = 1024  # of the profile of a zCDP release, on each side
 _ORDERS = 1 + np.geomspace(1e-6, 1e6, 3000)
 
 

@@ -23,6 +23,7 @@ from lightning_dp.accounting.events import (
     History,
     sampled_gaussian,
 )
+from lightning_dp.accounting.external import Declared
 from lightning_dp.accounting.pld import PLDAccountant
 from lightning_dp.accounting.rounding import epsilon_text
 from lightning_dp.accounting.steps import (
@@ -98,6 +99,11 @@ def calibrate(
         )
 
     before = CheckedHistory.of(spent)
+    if not Declared.of(before.external, relation).left_of(delta) > 0:
+        raise ValueError(
+            f"spent has releases whose own delta takes all of delta={delta:g}: nothing is left for "
+            "further steps. Raise delta."
+        )
 
     @cache
     def cost(scale: float) -> float:

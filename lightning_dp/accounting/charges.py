@@ -9,6 +9,7 @@ from typing import Any, TypeAlias
 from lightning_dp._refusals import Refusal
 from lightning_dp._validate import whole
 from lightning_dp.accounting.events import AbstractEvent, event_from_dict
+from lightning_dp.accounting.external import AbstractExternal
 
 __all__ = ["Charges", "JournalError", "counted"]
 
@@ -67,6 +68,13 @@ class Charges(Mapping[str, _Run]):
     def voided(self) -> str | None:
         """The reason for which ε of these charges is withdrawn; None if it is not."""
         return self._voided
+
+    @property
+    def external(self) -> list[tuple[AbstractExternal, int]]:
+        """What others released about the same records, as it was declared."""
+        return [
+            (event, count) for event, count in self.history() if isinstance(event, AbstractExternal)
+        ]
 
     def length(self, run: str) -> int:
         """Return the number of charges of a run; 0 for one that has none."""

@@ -14,6 +14,7 @@ from lightning_dp.accounting.external import ZCDP, ApproximateDP
 from lightning_dp.accounting.search import check_distribution, success_rate
 
 __all__ = [
+    "ZCDP",
     "AbstractEvent",
     "ApproximateDP",
     "Gaussian",
@@ -24,7 +25,6 @@ __all__ = [
     "RepeatAndSelect",
     "Voided",
     "VoidedRunError",
-    "ZCDP",
     "check_entry",
     "event_from_dict",
     "sampled_gaussian",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import math
 from abc import abstractmethod
 from collections.abc import Iterable
@@ -15,7 +17,7 @@ from scipy.special import expit
 from lightning_dp._validate import between, normalise, not_negative, one_of
 from lightning_dp.accounting.abstract_event import AbstractEvent, Relation
 
-__all__ = ["NOTHING", "AbstractExternal", "ApproximateDP", "Declared", "ZCDP"]
+__all__ = ["NOTHING", "ZCDP", "AbstractExternal", "ApproximateDP", "Declared"]
 
 _LONGEST = 300  # letters of the user's words
 
@@ -31,6 +33,12 @@ class AbstractExternal(AbstractEvent):
     @abstractmethod
     def declared(self) -> str:
         """What the user says, as one line: the release, its guarantee and the relation."""
+
+    @property
+    def key(self) -> str:
+        """Its name among the runs of a ledger, by which it counts once wherever it is declared."""
+        text = json.dumps(self.to_dict(), sort_keys=True).encode()
+        return hashlib.blake2b(text, digest_size=8).hexdigest()
 
     @abstractmethod
     def costs(self, relation: Relation) -> tuple[float, float, float]:
@@ -121,8 +129,7 @@ class ZCDP(AbstractExternal):
     Promised by whoever declares it: the Rényi divergence of every order a > 1 between the outputs
     for neighbouring data sets, in both orders, is at most ``rho * a`` (Bun and Steinke, arXiv
     1605.02065v1, Definition 1.1). ρ of several releases add up. Rényi accounting takes it as it is;
-    :class:`PLDAccountant` by the largest privacy profile that it leaves possible. A Gaussian release
-    declares its noise better as :class:`Gaussian`.
+    :class:`PLDAccountant` by the largest privacy profile that it leaves possible.
 
     A guarantee under "add_remove" counts under "replace_one" as that of two changes, ``4 rho``
     (Proposition 1.9 there). One under "replace_one" is refused under "add_remove".
@@ -250,7 +257,7 @@ class Declared:
         return math.fsum(n * epsilon for epsilon, n in self.pure) if self.rho == 0 else math.inf
 
     def left_of(self, delta: float) -> float:
-        """Return δ for all else, pure, such that the whole is at most ``delta``; not above 0 if none is."""
+        """Return δ for all that is pure, so that the whole has ``delta``; not above 0 if none is left."""
         if self.log_intact == 0.0:
             return delta
         if self.log_intact == -math.inf:

@@ -304,7 +304,7 @@ def _costliest(
 
 def _no_less_than(event: AbstractEvent, known: list[AbstractEvent]) -> AbstractEvent:
     """The event, or one that also covers steps like those already made, of other plans."""
-    pairs = [event.pair, *(each.pair for each in known)]
+    pairs = [event.pair, *(each.pair for each in known if each.is_gaussian)]
     noise, rate = min(z for z, _ in pairs), max(q for _, q in pairs)
     if event.pair == (noise, rate):
         return event

@@ -11,6 +11,7 @@ from typing import Any
 from lightning_dp._refusals import RefusedRun
 from lightning_dp.accounting.charges import Charges
 from lightning_dp.accounting.events import AbstractEvent, Voided, VoidedRunError
+from lightning_dp.accounting.external import AbstractExternal
 from lightning_dp.accounting.journal import (
     Journal,
     JournalError,
@@ -55,7 +56,7 @@ class Ledger:
 
     @property
     def steps(self) -> int:
-        """Number of charges, over all runs."""
+        """Number of noised steps, over all runs."""
         return self._charges.steps
 
     @property
@@ -71,6 +72,13 @@ class Ledger:
     def runs(self) -> Charges:
         """The charges of each run, in their order."""
         return Charges(self._charges)
+
+    def declare(self, release: AbstractExternal) -> None:
+        """Book what was released elsewhere about the same records; once, however often it is said.
+
+        The next run writes it into the journal as it begins.
+        """
+        self._charges.merge({release.key: [(release, 1)]})
 
     def begin(self, run: str, directory: Path | None = None) -> None:
         """Start a run. With a ``directory`` (lead process), open the journal there or where it was.

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from lightning_dp.accounting.events import History
+from lightning_dp.accounting.external import AbstractExternal
 
 __all__ = ["Fact", "Page", "charged"]
 
@@ -63,6 +64,10 @@ class Page:
 
 def charged(history: History) -> list[str]:
     """Return what was charged, one line for each kind of event; a range where there are many kinds."""
+    external = [event for event, _ in history if isinstance(event, AbstractExternal)]
+    if external:
+        said = [f"{event.declared}, declared by the user and not checked" for event in external]
+        return [*said, *charged([each for each in history if each[0] not in external])]
     if len(history) <= _MOST_EVENTS:
         return [f"{count} × {event}" for event, count in history]
     multipliers, rates = zip(*(event.pair for event, _ in history), strict=True)
