@@ -32,7 +32,7 @@ def cifar10(folder: str, records: int, test_records: int) -> tuple[Tensor, Tenso
 
     Shuffled; the central 24 x 24 pixels, each image scaled to mean 0 and variance 1 by itself.
     """
-    x, y, x_test, y_test = _arrays(folder)
+    x, y, x_test, y_test = arrays(folder)
     found: list[Tensor] = []
     for images, labels, count in ((x, y, records), (x_test, y_test, test_records)):
         chosen = np.random.default_rng(0).permutation(len(labels))[:count]
@@ -45,7 +45,7 @@ def cifar10(folder: str, records: int, test_records: int) -> tuple[Tensor, Tenso
     return found[0], found[1], found[2], found[3]
 
 
-def _arrays(folder: str) -> tuple[np.ndarray, ...]:
+def arrays(folder: str) -> tuple[np.ndarray, ...]:
     """Images (n, 32, 32, 3) as bytes, and labels, of the training and the test set."""
     batches = Path(folder, "cifar-10-batches-py")
     if batches.is_dir():

@@ -1,0 +1,205 @@
+"""The recipes run, and the page about them prints what their runs saved."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+RECIPES = Path(__file__).parents[2] / "examples" / "recipes"
+SCRIPTS = sorted(
+    path.stem for path in RECIPES.glob("*.py") if "read_options(" in path.read_text("utf-8")
+)
+SCRIPTS.remove("common")
+
+
+@pytest.fixture
+def recipe(monkeypatch):
+    """Imports a file of the recipes, for this test only."""
+    names = [path.stem for path in RECIPES.glob("*.py")]
+    kept = {name: sys.modules.pop(name, None) for name in names}
+    monkeypatch.setattr(sys, "path", [str(RECIPES), *sys.path])
+    yield importlib.import_module
+    for name in names:
+        sys.modules.pop(name, None)
+        if (before := kept[name]) is not None:
+            sys.modules[name] = before
+
+
+def rows(rng: np.random.Generator, n: int) -> dict[str, dict[str, np.ndarray]]:
+    """Small archives in the layouts of the real ones."""
+    label = rng.integers(0, 10, n)
+    return {
+        "mnist": {"X": rng.integers(0, 256, (n, 28, 28)).astype(np.uint8), "y": label},
+        "cifar10": {"X": rng.integers(0, 256, (n, 32, 32, 3)).astype(np.uint8), "y": label},
+        "a9a": {
+            "X": (rng.random((n, 123)) < 0.1).astype(np.uint8),
+            "y": np.where(label > 4, 1, -1).astype(np.int8),
+        },
+    }
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> Path:
+    rng = np.random.default_rng(0)
+    train, test = rows(rng, 400), rows(rng, 60)
+    for name in train:
+        parts = {f"{key}_train": value for key, value in train[name].items()}
+        parts |= {f"{key}_test": value for key, value in test[name].items()}
+        np.savez(tmp_path / f"{name}.npz", **parts)
+    houses = rng.random((400, 8)) * 10
+    np.savez(tmp_path / "california_housing.npz", X=houses, y=40_000 * houses[:, 7])
+    return tmp_path
+
+
+def check(printed: str, folder: Path) -> None:
+    saved = [json.loads(path.read_text("utf-8")) for path in folder.glob("*.json")]
+    assert len(saved) == printed.count("saved: ") > 0
+    for row in saved:
+        private = row["private"]
+        assert 0 < private["epsilon"] <= 3.0
+        assert all(
+            map(np.isfinite, [private["start"], *private["values"], *row["plain"]["values"]])
+        )
+
+
+def test_a_recipe_runs_as_printed(recipe, data, tmp_path, monkeypatch, capsys):
+    given = ["a9a_linear.py", "--quick", "--data", str(data), "--output", str(tmp_path / "out")]
+    monkeypatch.setattr(sys, "argv", given)
+
+    recipe("a9a_linear").main()
+
+    printed = capsys.readouterr().out
+    check(printed, tmp_path / "out")
+    assert "`python examples/recipes/a9a_linear.py --data DIR`" in printed
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_every_recipe_runs(name, data, tmp_path):
+    if name == "language_model":
+        pytest.importorskip("peft", reason="adapters of the library peft")
+        pytest.importorskip("transformers", reason="a recipe with the library transformers")
+    out = tmp_path / "out"
+    arguments = ["--quick", "--data", str(data), "--output", str(out)]
+    done = subprocess.run(
+        [sys.executable, str(RECIPES / f"{name}.py"), *arguments],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    check(done.stdout, out)
+
+
+# -- the table ---------------------------------------------------------------------------------
+
+
+def test_the_page_has_the_table_of_the_runs_that_were_kept(recipe, root):
+    table = recipe("table")
+
+    kept = table.load(table.KEPT)
+
+    assert len(kept) == len(list(table.KEPT.glob("*.json"))) > 5
+    assert table.table(kept) in (root / "docs/recipes.md").read_text("utf-8")
+
+
+def test_every_command_of_the_table_is_that_of_a_recipe(recipe):
+    table = recipe("table")
+    for row in table.load(table.KEPT):
+        script, *arguments = row.command.removeprefix("python examples/recipes/").split()
+        assert script.removesuffix(".py") in SCRIPTS
+        needs_data = "--data DIR" in (RECIPES / script).read_text("utf-8")
+        assert arguments == (["--data", "DIR"] if needs_data else [])
+
+
+def test_epsilon_of_the_table_is_within_its_target(recipe):
+    table = recipe("table")
+    for row in table.load(table.KEPT):
+        assert 0.9 < row.private.epsilon <= 3.0
+        assert row.target_delta < 1 / row.records
+
+
+@pytest.mark.parametrize(
+    ("metric", "values", "expected"),
+    [
+        ("accuracy", [0.5], "50.0 %"),
+        ("accuracy", [0.25, 0.75], "50.0 % (25.0 to 75.0)"),
+        ("R²", [0.5, 0.7], "0.600 (0.500 to 0.700)"),
+    ],
+)
+def test_a_metric_is_shown_with_its_range(recipe, metric, values, expected):
+    assert recipe("table").shown(metric, values) == expected
+
+
+# -- the features ------------------------------------------------------------------------------
+
+
+def test_features_of_an_image_depend_on_no_other_image(recipe):
+    features = recipe("scattering").features
+    images = torch.rand(3, 1, 28, 28, generator=torch.Generator().manual_seed(0))
+
+    together = features(images, groups=3, directions=2)
+
+    assert together.shape == (3, (1 + 2 * 2 + 2 * 2) * 7 * 7)
+    for i in range(3):
+        alone = features(images[i : i + 1], groups=3, directions=2)
+        torch.testing.assert_close(together[i : i + 1], alone, rtol=1e-4, atol=1e-5)
+
+
+def by_loops(image: np.ndarray, kernel: np.ndarray, stride: int) -> np.ndarray:
+    """|x * ψ| by its definition, with mirrored edges."""
+    edge = kernel.shape[0] // 2
+    padded = np.pad(image, edge, mode="reflect")
+    size = range(0, image.shape[0], stride)
+    area = range(kernel.shape[0])
+    return np.array([
+        [abs(sum(padded[i + a, j + b] * kernel[a, b] for a in area for b in area)) for j in size]
+        for i in size
+    ])  # fmt: skip
+
+
+def test_moduli_are_those_of_the_definition(recipe):
+    scattering = recipe("scattering")
+    image = torch.rand(9, 9, generator=torch.Generator().manual_seed(0))
+    for scale, size, stride in ((1, 7, 1), (2, 13, 2)):
+        filters = scattering.wavelets(size, scale, directions=3)
+        found = scattering.moduli(image.unsqueeze(0), filters, stride)[0]
+        for k in range(3):
+            kernel = (filters[k, 0] + 1j * filters[3 + k, 0]).numpy()
+            assert abs(kernel.sum()) < 1e-6  # so it answers to no constant image
+            expected = by_loops(image.numpy().astype(np.float64), kernel, stride)
+            np.testing.assert_allclose(found[k].numpy(), expected, atol=1e-5)
+
+
+def test_a_wavelet_answers_to_waves_in_its_direction(recipe):
+    scattering = recipe("scattering")
+    axis = torch.arange(32.0)
+    wave = (scattering.FREQUENCY * axis).cos().expand(32, 32)  # it changes from left to right
+    found = scattering.moduli(wave.unsqueeze(0), scattering.wavelets(7, 1, 4), 1)[0]
+    strength = found.mean((1, 2))
+    assert strength.argmax() == 0 and strength[0] > 3 * strength[2]
+
+
+def test_means_leave_a_constant_as_it_is(recipe):
+    found = recipe("scattering").means(torch.full((2, 3, 28, 28), 0.7), 4)
+    torch.testing.assert_close(found, torch.full((2, 3, 7, 7), 0.7))
+
+
+# -- the text ----------------------------------------------------------------------------------
+
+
+def test_pieces_of_text_do_not_overlap(recipe):
+    assert recipe("texts").pieces(list("abcdefg"), 3) == ["a\nb\nc", "d\ne\nf"]
+
+
+def test_every_python_brings_the_text(recipe):
+    texts = recipe("texts")
+    assert len(texts.documentation()) > 300_000
+    assert all(len(texts.source_lines(package)) > 1000 for package in texts.PACKAGES)
