@@ -38,10 +38,12 @@ __all__ = [
     "StepDecay",
     "Storm",
     "Term",
+    "fix",
     "rows_of_records",
 ]
 
 if TYPE_CHECKING:  # the same names for type checkers and editors, which do not run __getattr__
+    from lightning_dp._fix import fix
     from lightning_dp._warnings import PrivacyWarning
     from lightning_dp.boundary import Query, Term
     from lightning_dp.callbacks import DifferentialPrivacy
@@ -73,6 +75,7 @@ else:
         "config",
         "callbacks",
         "gradients.row_owners",
+        "_fix",
     )
 
 

@@ -17,6 +17,7 @@ from torch.utils.data import (
     SequentialSampler,
 )
 
+from lightning_dp._norms import normalises_over_the_batch
 from lightning_dp._refusals import Refusal
 from lightning_dp.gradients.unsupported import refuse_sharded
 
@@ -33,18 +34,13 @@ def check_model(module: nn.Module) -> None:
     And models of which each process holds a part.
     """
     refuse_sharded(module)
-    mixing = [
-        name
-        for name, part in module.named_modules()
-        if isinstance(part, nn.modules.batchnorm._BatchNorm)
-        or (isinstance(part, nn.modules.instancenorm._InstanceNorm) and part.track_running_stats)
-    ]
+    mixing = [name for name, part in module.named_modules() if normalises_over_the_batch(part)]
     if mixing:
         raise MisconfigurationError(
             f"Layers {mixing} normalise over the batch (BatchNorm, or InstanceNorm with running "
             "statistics): they mix records and keep statistics of the data, also when frozen or "
-            "without parameters. Use GroupNorm; in a frozen pretrained backbone use "
-            "torchvision.ops.FrozenBatchNorm2d.",
+            "without parameters. lightning_dp.fix(model) before fit puts GroupNorm in their place, and "
+            "in a frozen pretrained backbone its statistics as constants.",
             topic="batch-norm",
         )
     rescaled = [
@@ -56,7 +52,7 @@ def check_model(module: nn.Module) -> None:
         raise MisconfigurationError(
             f"Layers {rescaled} have max_norm set: their forward pass rescales the rows that a batch "
             "looks up, without noise, so the weights tell which rows the records use. Leave max_norm "
-            "out; max_grad_norm bounds what a record does.",
+            "out, as lightning_dp.fix(model) does; max_grad_norm bounds what a record does.",
             topic="max-norm",
         )
 

@@ -25,7 +25,7 @@ PUBLIC = {
         FromInfluence
         AbstractPostProcessor LaplacianSmoothing Momentum
         AbstractSampling BatchPlan Poisson FullBatch
-        rows_of_records
+        fix rows_of_records
     """,
     "lightning_dp.callbacks": """
         DifferentialPrivacy PrivacyLogger PrivacyReportFiles RandomIterate

@@ -99,7 +99,8 @@ def number_of_records(rows_seen: Collection[int]) -> int:
         raise UnsupportedModelError(
             "Some layers see more rows than there are records (the model folds another dimension "
             "into the batch, or is not batch-first), so a record's gradient cannot be bounded. "
-            f"Keep records in the first dimension of every layer's input, one row each. {ALONE}",
+            "Keep records in the first dimension of every layer's input, one row each. Position ids "
+            f"without a row for each record train with engine='auto'. {ALONE}",
             topic="rows-and-records",
         )
     return max(rows_seen, default=0)

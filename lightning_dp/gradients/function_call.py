@@ -22,6 +22,9 @@ from lightning_dp.gradients.surroundings import Surroundings
 
 __all__ = ["Found", "FunctionCall", "Given"]
 
+_RECURRENT = (" lstm()", " gru()", " rnn_tanh()", " rnn_relu()")
+_FIX = " lightning_dp.fix(model) puts a layer of Opacus in its place, whose records are kept apart."
+
 
 @dataclass(frozen=True)
 class Given:
@@ -435,11 +438,12 @@ class FunctionCall:
     def _refusal(self, problems: Sequence[Exception]) -> UnsupportedModelError:
         kinds = ", ".join(map(_kind, self.given))
         why = f" ({type(problems[0]).__name__})" if problems else ""
+        fix = _FIX if self.name.endswith(_RECURRENT) else ""
         return UnsupportedModelError(
             f"{self.name} was called with {kinds}, and cannot be run record by record with the same "
             f"result{why}. Let the parameters meet the records in a function that treats each record by "
             "itself, with the records in one dimension, before anything but a sum or a mean is taken "
-            f"over them. {ALONE}",
+            f"over them.{fix} {ALONE}",
             topic="unsupported-layer",
         )
 

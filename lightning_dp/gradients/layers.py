@@ -12,6 +12,7 @@ from opacus.layers.dp_multihead_attention import SequenceBias
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from lightning_dp._norms import FixedNorm
 from lightning_dp.functional import factor_norms
 from lightning_dp.gradients.folding import AbstractFolding
 from lightning_dp.gradients.forms import (
@@ -32,6 +33,7 @@ __all__ = [
     "OuterProduct",
     "Scale",
     "embedding",
+    "fixed_norm",
     "group_norm",
     "instance_norm",
     "layer_norm",
@@ -231,6 +233,11 @@ def instance_norm(
     return _uses_of_scale(
         layer, F.instance_norm(inputs, eps=layer.eps), gradient, range(2, gradient.dim())
     )
+
+
+def fixed_norm(layer: FixedNorm, inputs: Tensor, gradient: Tensor) -> Uses:
+    """Return weight and bias with their uses in one call; one entry for each channel."""
+    return _uses_of_scale(layer, layer.normalised(inputs), gradient, range(2, gradient.dim()))
 
 
 def _uses_of_scale(layer: Any, v: Tensor, u: Tensor, sum_over: range) -> Uses:

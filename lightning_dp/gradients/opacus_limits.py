@@ -51,8 +51,9 @@ def refuse_layers(module: nn.Module) -> None:
         raise UnsupportedModelError(
             "Opacus cannot compute per-sample gradients for these layers: "
             + " ".join(reasons)
-            + " Drop-in replacements: opacus.layers.DPLSTM, DPGRU, DPRNN, DPMultiheadAttention; "
-            "GroupNorm for BatchNorm; opacus.validators.ModuleValidator.fix(model) replaces them.",
+            + " lightning_dp.fix(model, attention=True) puts opacus.layers.DPLSTM, DPGRU, DPRNN and "
+            "DPMultiheadAttention in their place; engine='auto' trains torch's layers as they are, only "
+            "slower.",
             topic="opacus-hooks",
         )
 

@@ -9,6 +9,7 @@ from opacus.layers.dp_multihead_attention import SequenceBias
 from torch import nn
 from torch.nn.utils.parametrize import is_parametrized
 
+from lightning_dp._norms import FixedNorm
 from lightning_dp.gradients import opacus_layers
 from lightning_dp.gradients.attention import multihead_attention, refuse_attention
 from lightning_dp.gradients.base import UnsupportedModelError
@@ -17,6 +18,7 @@ from lightning_dp.gradients.embedding_bag import embedding_bag
 from lightning_dp.gradients.forms import Uses
 from lightning_dp.gradients.layers import (
     embedding,
+    fixed_norm,
     group_norm,
     instance_norm,
     layer_norm,
@@ -29,6 +31,7 @@ __all__ = ["RULES", "Rule", "is_by_position", "refuse_options", "rule_of"]
 
 
 _CURE = "Use engine='hooks', or change the layer."
+_FIX = "lightning_dp.fix(model) puts a layer of Opacus in its place."
 
 # (layer, its input, the gradient of its output) -> every parameter with its use in this call;
 # the tensors have records first. That of nn.MultiheadAttention is also told of the call.
@@ -47,6 +50,7 @@ RULES: Mapping[type[nn.Module], Rule] = {
     nn.InstanceNorm2d: instance_norm,
     nn.InstanceNorm3d: instance_norm,
     nn.RMSNorm: rms_norm,
+    FixedNorm: fixed_norm,
     nn.MultiheadAttention: multihead_attention,
     SequenceBias: sequence_bias,
 }
@@ -95,8 +99,9 @@ def refuse_options(name: str, layer: nn.Module, rule: Rule | None) -> None:
     opacus_layers.refuse(name, layer, rule is not None)
     hides_records = isinstance(layer, nn.RNNBase | nn.MultiheadAttention)
     if hides_records and rule is not multihead_attention:
+        cure = _FIX if isinstance(layer, nn.RNNBase) else _CURE
         raise UnsupportedModelError(
-            f"{name} ({type(layer).__name__}) hides its records. {_CURE}", topic="attention"
+            f"{name} ({type(layer).__name__}) hides its records. {cure}", topic="attention"
         )
     if is_parametrized(layer):
         raise UnsupportedModelError(

@@ -13,6 +13,7 @@ from opacus.layers import DPGRU, DPLSTM, DPMultiheadAttention
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from lightning_dp._norms import FixedNorm
 from lightning_dp.gradients import bookkeeping, convolution, forms, layers, parameter_gradients
 from lightning_dp.gradients.bookkeeping import Bookkeeping
 
@@ -143,6 +144,7 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor]]] = {
     "instance_norm2d": (net(nn.InstanceNorm2d(3, affine=True), nn.Tanh()), images(3, 4, 4)),
     "instance_norm3d": (net(nn.InstanceNorm3d(3, affine=True), nn.Tanh()), images(3, 2, 4, 3)),
     "rms_norm": (net(nn.Linear(6, 8), nn.RMSNorm(8), nn.Tanh()), images(3, 6)),
+    "fixed_norm": (lambda: with_constants(), images(2, 5, 5)),
     "attention": (net(nn.Linear(6, 6), Attention(), Attention()), images(4, 6)),
     "multihead_on_one_tensor": (lambda: Heads(need_weights=True), images(4, 6)),
     "multihead_on_two_tensors": (lambda: Heads(memory=torch.sin), images(4, 6)),
@@ -176,6 +178,14 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor]]] = {
     "called_twice_on_sequences": (lambda: Twice(), images(3, 6)),
     "one_gradient_for_two": (lambda: Both(), images(6)),
 }  # fmt: skip
+
+
+def with_constants() -> nn.Module:
+    """A normalisation with the statistics of an earlier training."""
+    torch.manual_seed(1)
+    norm = nn.BatchNorm2d(4, eps=1e-2)
+    norm(3 * torch.randn(7, 4, 5, 5) + torch.arange(4.0).view(4, 1, 1))
+    return net(nn.Conv2d(2, 4, 3), FixedNorm(norm), nn.Tanh())()
 
 
 class Heads(nn.Module):

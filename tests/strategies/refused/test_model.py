@@ -43,7 +43,9 @@ def test_normalisation_over_the_batch_is_refused(
     trainer = make_trainer(max_epochs=1, callbacks=[privacy])
 
     assert_refused(
-        lambda: trainer.fit(model, loader), r"\['net\.0'\] normalise.*Use GroupNorm", model
+        lambda: trainer.fit(model, loader),
+        r"\['net\.0'\] normalise.*lightning_dp\.fix\(model\)",
+        model,
     )
 
 

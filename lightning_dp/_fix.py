@@ -1,0 +1,261 @@
+"""Layers that cannot be trained privately, or only slowly, and what is put in their place."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import islice
+from typing import TypeVar, cast, get_args
+
+from lightning.pytorch.utilities import rank_zero_info
+from torch import nn
+from torch.nn.modules.instancenorm import _InstanceNorm
+from torch.nn.modules.lazy import LazyModuleMixin
+from torch.nn.utils.parametrize import is_parametrized
+
+from lightning_dp import _norms
+from lightning_dp._norms import BatchNorm, FixedNorm, Norms, normalises_over_the_batch
+from lightning_dp._validate import flag, one_of, whole
+from lightning_dp.gradients.opacus_replacements import Replaceable, opacus_layer, why_not
+
+__all__ = ["fix"]
+
+M = TypeVar("M", bound=nn.Module)
+
+_SHOWN = 4  # names of layers in one line
+_MANY = 1000  # items of a list that are looked into
+_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+
+_GROUP = (
+    "Each record is normalised alone. The parameters are the very same ones; running statistics are "
+    "gone. The model computes something else than before, so it has to be trained."
+)
+_DROPPED = (
+    " These layers had statistics of an earlier training. If its data were public, fix(model, "
+    "norms='fixed') keeps them, and with them what the model computes in eval mode."
+)
+_FIXED = (
+    "Statistics of an earlier training are constants now: the model computes what it computed in eval "
+    "mode. ε does not cover them, so they must come from public data."
+)
+_CONSTANT = (
+    "has one channel, and GroupNorm would make a constant of it. Leave the layer out, or standardise by "
+    "public constants."
+)
+_INSTANCE = "It computes what it computed in train mode; running statistics are gone."
+_SAME = (
+    "The same function of the same values, by smaller steps. The parameters are new objects, so make "
+    "optimizers afterwards."
+)
+_UNSCALED = (
+    "max_norm is left out: the forward pass wrote into the weights. max_grad_norm bounds what a record "
+    "does."
+)
+
+
+@dataclass(frozen=True)
+class _Change:
+    """One layer and what became of it.
+
+    Args:
+        name: of the layer in the model.
+        kind: its type.
+        became: the type of the new one; "" if it is still there.
+        words: what that means, or why it is still there.
+    """
+
+    name: str
+    kind: str
+    became: str
+    words: str
+
+
+def fix(
+    model: M, *, norms: Norms = "auto", channels_per_group: int = 16, attention: bool = False
+) -> M:
+    """Replace layers that cannot be trained privately, in place; return the model and say what was done.
+
+    - BatchNorm and SyncBatchNorm become GroupNorm, or constants (see ``norms``); InstanceNorm loses
+      its running statistics.
+    - ``nn.LSTM``, ``nn.GRU`` and ``nn.RNN`` that are trained become Opacus' ``DPLSTM``, ``DPGRU`` and
+      ``DPRNN``: the same function. Those of torch train as well, but several times slower, and not if
+      sequences are packed.
+    - ``nn.MultiheadAttention`` becomes ``DPMultiheadAttention`` with ``attention=True``. Only
+      ``engine="hooks"`` needs it, also for position ids: by default, both train as they are.
+    - ``max_norm`` of embeddings becomes None.
+
+    Everything else is left alone. A layer that has two names has both afterwards. Call it before
+    optimizers are made and before ``torch.compile``, best in ``__init__`` of a LightningModule, as
+    ``self.net = fix(resnet18())``: checkpoints load as ever then.
+
+    Args:
+        model: a LightningModule or any other module, which is changed itself. Of a model that is such
+            a layer itself, what is returned is the new one.
+        norms: what replaces layers that normalise over the batch. ``"group"``: GroupNorm, with
+            weights and biases taken over. ``"fixed"``: the statistics of an earlier training as
+            constants; only for statistics of public data, ε does not cover them. ``"auto"``: constants
+            for frozen layers that have such statistics, as in a pretrained backbone, GroupNorm for all
+            others.
+        channels_per_group: of GroupNorm, at least; there are at most 32 groups, all of one size. Groups
+            of one channel make a constant of it where a layer sees one position of each record.
+        attention: replace ``nn.MultiheadAttention`` as well.
+
+    Returns:
+        The model. What was done, and what could not be, is told by Lightning's logger (INFO).
+
+    Raises:
+        TypeError: if it is not a module.
+        ValueError: if an argument is out of its range.
+
+    Example:
+        >>> model = nn.Sequential(nn.Conv2d(1, 32, 3), nn.BatchNorm2d(32), nn.ReLU())
+        >>> fix(model)[1].num_groups
+        2
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model must be a torch.nn.Module, got a {type(model).__name__}.")
+    checked = one_of(get_args(Norms))("norms", norms)
+    per_group = whole("channels_per_group", channels_per_group)
+    fixing = _Fixing(model, checked, per_group, flag("attention", attention))
+    fixed = fixing.run()
+    rank_zero_info(_in_words(type(model).__name__, fixing.changes))
+    return cast(M, fixed)
+
+
+class _Fixing:
+    """One run over a model.
+
+    Args:
+        model, norms, per_group, attention: the arguments of :func:`fix`.
+    """
+
+    def __init__(self, model: nn.Module, norms: Norms, per_group: int, attention: bool) -> None:
+        self._model, self._norms, self._per_group = model, norms, per_group
+        self._slow = (nn.RNNBase, nn.MultiheadAttention) if attention else (nn.RNNBase,)
+        self._new: dict[nn.Module, nn.Module] = {}
+        self._users = Counter(
+            param for layer in model.modules() for param in set(layer.parameters(recurse=False))
+        )
+        self.changes: list[_Change] = []
+
+    def run(self) -> nn.Module:
+        """Replace the layers under all their names; return the model, or what replaces it."""
+        for name, layer in list(self._model.named_modules()):
+            self._drop_max_norm(name, layer)
+            if normalises_over_the_batch(layer):
+                self._replace_norm(name, cast(BatchNorm, layer))
+            elif isinstance(layer, self._slow) and any(p.requires_grad for p in layer.parameters()):
+                self._replace_slow(name, cast(Replaceable, layer))
+        for name, layer in list(self._model.named_modules(remove_duplicate=False)):
+            if name and layer in self._new:
+                self._model.set_submodule(name, self._new[layer])
+        for name, part in self._model.named_modules():
+            self._look_into(name, part)
+        return self._new.get(self._model, self._model)
+
+    def _drop_max_norm(self, name: str, layer: nn.Module) -> None:
+        if isinstance(layer, nn.Embedding | nn.EmbeddingBag) and layer.max_norm is not None:
+            layer.max_norm = None
+            self._note(name, layer, "without max_norm", _UNSCALED)
+
+    def _replace_norm(self, name: str, layer: BatchNorm) -> None:
+        reason = _unreplaceable(layer)
+        if _norms.has_own_forward(layer):
+            reason = "has a forward pass of its own. Write one without statistics of the batch."
+        if reason:
+            return self._note(name, layer, "", reason)
+        if self._is_fixed(name, layer):
+            new, words = FixedNorm(layer), _FIXED
+        elif isinstance(layer, _InstanceNorm):
+            new, words = _norms.without_statistics(layer), _INSTANCE
+        elif isinstance(layer, nn.BatchNorm1d) and layer.num_features == 1:
+            return self._note(name, layer, "", _CONSTANT)
+        else:
+            new = _norms.group_norm(layer, self._per_group)
+            words = _GROUP + (_DROPPED if _norms.has_seen_data(layer) else "")
+        self._put(name, layer, _norms.with_what_followed(layer, new.train(layer.training)), words)
+
+    def _is_fixed(self, name: str, layer: BatchNorm) -> bool:
+        """Tell whether statistics become constants."""
+        if self._norms == "auto":
+            return _norms.has_seen_data(layer) and self._is_frozen(name, layer)
+        return self._norms == "fixed" and layer.running_mean is not None
+
+    def _is_frozen(self, name: str, layer: BatchNorm) -> bool:
+        """Tell whether nothing of it is trained; of a layer without parameters, what is beside it."""
+        params = list(layer.parameters())
+        if not params:
+            params = list(self._model.get_submodule(name.rpartition(".")[0]).parameters())
+        return bool(params) and not any(param.requires_grad for param in params)
+
+    def _replace_slow(self, name: str, layer: Replaceable) -> None:
+        reason = _unreplaceable(layer) or why_not(layer)
+        if any(self._users[param] > 1 for param in layer.parameters()):
+            reason = (
+                reason or "shares parameters with another layer. It trains as it is, only slowly."
+            )
+        if reason:
+            self._note(name, layer, "", reason)
+        else:
+            self._put(name, layer, opacus_layer(layer), _SAME)
+
+    def _put(self, name: str, layer: nn.Module, new: nn.Module, words: str) -> None:
+        self._new[layer] = new
+        self._note(name, layer, _kind_of(new), words)
+
+    def _look_into(self, name: str, part: nn.Module) -> None:
+        """Note where a replaced layer is still held outside of ``named_modules``."""
+        for attribute, value in vars(part).items():
+            if _holds(value, self._new, depth=3):
+                reason = (
+                    f"still holds a replaced layer in its attribute {attribute!r}. Take "
+                    "nn.ModuleList or nn.ModuleDict."
+                )
+                self._note(name, part, "", reason)
+
+    def _note(self, name: str, layer: nn.Module, became: str, words: str) -> None:
+        change = _Change(name or "the model itself", type(layer).__name__, became, words)
+        self.changes.append(change)
+
+
+def _unreplaceable(layer: nn.Module) -> str | None:
+    """Return why a layer cannot be replaced; None if it can."""
+    if isinstance(layer, LazyModuleMixin) and layer.has_uninitialized_params():  # type: ignore[misc]
+        return "has no size yet. Call the model once on made-up inputs, then fix(model)."
+    if is_parametrized(layer):
+        return "has a weight that is computed from others. Remove its parametrizations first."
+    if any(getattr(layer, hooks) for hooks in _HOOKS):
+        return "has hooks, which would be lost. Remove them first."
+    return None
+
+
+def _holds(value: object, replaced: Mapping[nn.Module, nn.Module], depth: int) -> bool:
+    if isinstance(value, nn.Module):
+        return value in replaced
+    if not depth or not isinstance(value, list | tuple | set | dict):
+        return False
+    values = value.values() if isinstance(value, dict) else value
+    return any(_holds(each, replaced, depth - 1) for each in islice(values, _MANY))
+
+
+def _kind_of(new: nn.Module) -> str:
+    first = next(new.children()) if isinstance(new, nn.Sequential) else new
+    return type(first).__name__
+
+
+def _in_words(model: str, changes: Sequence[_Change]) -> str:
+    """Return what was done as text, with the layers of one fate in one paragraph."""
+    if not changes:
+        return f"lightning_dp.fix: nothing in {model} has to be replaced."
+    fates: dict[_Change, list[str]] = {}
+    for change in changes:
+        fates.setdefault(replace(change, name=""), []).append(change.name)
+    number = sum(bool(change.became) for change in changes)
+    lines = [f"lightning_dp.fix changed {number} layer{'s' * (number != 1)} of {model}."]
+    for fate, names in fates.items():
+        shown = ", ".join(names[:_SHOWN])
+        more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+        what = f"{fate.kind} -> {fate.became}" if fate.became else f"NOT CHANGED, {fate.kind}"
+        lines.append(f"  {what} ({shown}{more}): {fate.words}")
+    return "\n".join(lines)
