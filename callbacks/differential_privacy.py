@@ -12,6 +12,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning_dp.accounting import PLDAccountant
 from lightning_dp.accounting.base import AbstractAccountant, Relation
 from lightning_dp.accounting.external import AbstractExternal
+from lightning_dp.callbacks.privacy_advice import PrivacyAdvice
 from lightning_dp.callbacks.privacy_logger import PrivacyLogger
 from lightning_dp.callbacks.privacy_report_files import PrivacyReportFiles
 from lightning_dp.config import EngineName, PrivacyConfig
@@ -145,13 +146,13 @@ class DifferentialPrivacy(Callback):
                 seed=seed,
             )
         )
-        self._visible = (PrivacyLogger(), PrivacyReportFiles())
+        self._visible = (PrivacyLogger(), PrivacyAdvice(), PrivacyReportFiles())
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Make the Trainer's strategy private, before anything asks it for data.
 
-        What users see of the run is the work of two callbacks that the strategy calls:
-        :class:`PrivacyLogger` and :class:`PrivacyReportFiles`.
+        What users see of the run is the work of callbacks that the strategy calls:
+        :class:`PrivacyLogger`, :class:`PrivacyAdvice` and :class:`PrivacyReportFiles`.
         """
         from lightning_dp.strategies.install import install  # all that trains
 

@@ -1,4 +1,4 @@
-"""ε and the noise multiplier where users look: progress bar, loggers, other callbacks."""
+"""ε and what noise means where users look: progress bar, loggers, other callbacks."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from lightning.pytorch import Trainer
 from numpy.typing import NDArray
 
 from lightning_dp.accounting.rounding import epsilon_text, float32_above
+from lightning_dp.callbacks.hyperparameters import log_hyperparameters
 from lightning_dp.run import PrivateRun
 from lightning_dp.strategies.hooks import PrivacyCallback
 
@@ -20,13 +21,26 @@ __all__ = ["EPSILON", "NOISE_MULTIPLIER", "PrivacyLogger"]
 EPSILON = "privacy/epsilon"
 NOISE_MULTIPLIER = "privacy/noise_multiplier"
 
+_WINDOW = 50  # steps at least, over which the signal beneath the noise is averaged
 _MAX_NODES = 300
 _SHORT, _TOGETHER = 64, 4  # a stretch of the curve ends at that step, or at a multiple of its first
 _HORIZON = 100_000  # steps of a plan without an end for which nodes are chosen
 
 
 class PrivacyLogger(PrivacyCallback):
-    """Keeps ``privacy/epsilon`` and ``privacy/noise_multiplier`` current.
+    """Keeps ``privacy/epsilon`` and ``privacy/noise_multiplier`` current, and logs what noise means.
+
+    At the steps to log, loggers also get, from public numbers and releases alone:
+
+    - ``privacy/sample_rate``, ``privacy/expected_batch_size``: q and B = qN of the step;
+    - ``privacy/clip_norm``: C of the setting; ``privacy/noise_length``: z·C·√d / B, the length of the
+      noise in the mean gradient;
+    - ``privacy/signal_ratio``: the estimated length of the gradient over that of the noise, over the last
+      50 steps or more; 0 where noise hides it. It may stay far below 1 in a large model that learns;
+    - ``privacy/share_clipped``: with ``count_clipped=True``, the noised share of clipped records;
+    - ``privacy/steps_left``: of the plan, as far as the budget affords them.
+
+    The settings of privacy are in the loggers' hyper-parameters (``hparams.yaml``, W&B's config).
 
     The plan is known, so ε is read from a curve at the steps to log and at the ends of epochs (of
     very long runs, at some of them). Between two of these it is the ε of the next one: an upper
@@ -43,6 +57,7 @@ class PrivacyLogger(PrivacyCallback):
 
     def on_privacy_start(self, trainer: Trainer, run: PrivateRun, folder: Path) -> None:
         self._curve, self._logged_at = _Curve(), -1
+        log_hyperparameters(trainer, run)
         self._publish(trainer, run)
 
     def on_privacy_replan(self, trainer: Trainer, run: PrivateRun) -> None:
@@ -73,9 +88,33 @@ class PrivacyLogger(PrivacyCallback):
         is_log_step = every > 0 and run.step % every == 0
         if run.step and (is_log_step or final) and self._logged_at != run.steps:
             self._logged_at = run.steps
+            metrics.update(_of_noise(run))
+            trainer.callback_metrics.update({k: torch.tensor(v) for k, v in metrics.items()})
             for logger in trainer.loggers:
                 logger.log_metrics(metrics, step=run.step - 1)  # Lightning counts from 0
                 logger.save()
+
+
+def _of_noise(run: PrivateRun) -> dict[str, float]:
+    """Return the metrics of the latest step that tell what its noise means for learning."""
+    setting, signal, mechanism = run.setting, run.signal, run.mechanism
+    if setting is None or mechanism is None:
+        return {}
+    rate = mechanism.plan.rate(max(0, mechanism.step - 1))
+    metrics = {
+        "sample_rate": rate,
+        "expected_batch_size": rate * setting.num_records,
+        "clip_norm": setting.clip_norm,
+        "noise_length": setting.noise_length,
+        "steps_left": run.remaining_steps,
+    }
+    if signal is not None and signal.whole.steps:
+        recent = signal.recent(_WINDOW)
+        metrics["noise_length"] = signal.recent(1).noise_length
+        metrics["signal_ratio"] = recent.signal_ratio
+        if recent.share_clipped is not None:
+            metrics["share_clipped"] = recent.share_clipped[0]
+    return {f"privacy/{name}": value for name, value in metrics.items() if math.isfinite(value)}
 
 
 class _Curve:

@@ -10,6 +10,7 @@ from lightning.pytorch.strategies import (
     SingleDeviceStrategy,
 )
 
+from lightning_dp.callbacks.privacy_advice import PrivacyAdvice
 from lightning_dp.callbacks.privacy_logger import PrivacyLogger
 from lightning_dp.callbacks.privacy_report_files import PrivacyReportFiles
 from lightning_dp.config import PrivacyConfig
@@ -40,7 +41,9 @@ class PrivateSingleDeviceStrategy(DifferentialPrivacyStrategy, SingleDeviceStrat
     ) -> None:
         super().__init__(device)
         if privacy is not None:
-            self.use_privacy(PrivateRun(privacy), PrivacyLogger(), PrivacyReportFiles())
+            self.use_privacy(
+                PrivateRun(privacy), PrivacyLogger(), PrivacyAdvice(), PrivacyReportFiles()
+            )
 
 
 class PrivateDDPStrategy(DifferentialPrivacyStrategy, DDPStrategy):
@@ -66,4 +69,6 @@ class PrivateDDPStrategy(DifferentialPrivacyStrategy, DDPStrategy):
     ) -> None:
         super().__init__(process_group_backend=process_group_backend, timeout=timeout)
         if privacy is not None:
-            self.use_privacy(PrivateRun(privacy), PrivacyLogger(), PrivacyReportFiles())
+            self.use_privacy(
+                PrivateRun(privacy), PrivacyLogger(), PrivacyAdvice(), PrivacyReportFiles()
+            )

@@ -22,6 +22,7 @@ from lightning_dp.accounting.base import CachedAccountant
 from lightning_dp.accounting.events import History
 from lightning_dp.accounting.ledger import Ledger
 from lightning_dp.accounting.pld import epsilon_curve
+from lightning_dp.advice import Setting
 from lightning_dp.config import PrivacyConfig
 from lightning_dp.mechanism import Mechanism
 from lightning_dp.noise_plan import Budget, costliest_events
@@ -92,6 +93,7 @@ class PrivateRun:
         self.not_covered: tuple[str, ...] = ()  # of this run, besides what holds for all
         self.engine: str = config.engine  # what "auto" turned out to be, once it is known
         self.optimizers: str | None = None  # which one is private, where there are several
+        self.setting: Setting | None = None  # public numbers of the latest fit, once they are known
         self.isolation = "not probed (no batch yet)" if config.isolation_probe else "opted out"
         self.spot_checks = 0  # steps with one, in all fits of this object
         self.is_seeded = config.seed is not None  # for good: also a run resumed without the seed

@@ -32,7 +32,7 @@ FLOORS = (
     ("boundary",),
     ("accounting",),
     ("sampling", "estimators", "plan", "signal"),
-    ("schedules", "postprocessing"),
+    ("schedules", "postprocessing", "advice"),
     ("config",),
     ("noise_plan",),
     ("mechanism",),

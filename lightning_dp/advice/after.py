@@ -38,12 +38,14 @@ def _judgement(setting: Setting, verdict: Verdict) -> list[str]:
         return [
             "At the end the releases still pointed where earlier ones had (agreement "
             f"{verdict.quarters[-1]:.0f} in the last quarter, noise alone gives 0 ± 1): the steps "
-            f"were too short to get there, or too few. {_longer_steps(setting)}"
+            "were too short to get there, or too few.",
+            *(changes(setting) or [_longer_steps(setting)]),
         ]
     if verdict.jumps:
         return [
             "In the second half the releases pointed against earlier ones: the steps jump across what "
-            f"they look for. {_shorter_steps(setting)}"
+            "they look for.",
+            _shorter_steps(setting),
         ]
     return []
 

@@ -64,12 +64,16 @@ class Alternatives:
         if not (1 <= setting.steps < math.inf and setting.noise_multiplier > 0):
             return None
         sensitivity = 2.0 if setting.relation == "replace_one" else 1.0
-        return cls(setting, mu_of_budget(setting.target_epsilon, setting.target_delta) / sensitivity)
+        return cls(
+            setting, mu_of_budget(setting.target_epsilon, setting.target_delta) / sensitivity
+        )
 
     @property
     def excess(self) -> float:
         """The exact noise over the run at hand, z N μ / (B √T), in that of full batches."""
-        each = self.setting.noise_multiplier / (self.setting.batch_size * math.sqrt(self.setting.steps))
+        each = self.setting.noise_multiplier / (
+            self.setting.batch_size * math.sqrt(self.setting.steps)
+        )
         return each * self.setting.num_records * self.mu
 
     def at(self, batch_size: int, epochs: int) -> Alternative:

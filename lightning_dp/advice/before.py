@@ -88,29 +88,26 @@ def changes(setting: Setting) -> list[str]:
     found = Alternatives.of(setting)
     better = None if found is None else found.better()
     lines = []
-    if found is not None and better is not None:
-        lines.append(_of_batch(setting, found, better))
+    if better is not None:
+        lines.append(_of_batch(setting, better))
     advised = _advised_rate(setting, better)
     if advised is not None:
         lines.append(advised)
     return lines
 
 
-def _of_batch(setting: Setting, found: Alternatives, better: Alternative) -> str:
-    few = setting.steps < LEAST_STEPS
-    why = (
-        f"{_count(setting.steps)} steps are few (take at least {LEAST_STEPS})"
-        if few and found.excess <= ENOUGH
-        else "small batches waste the budget"
-    )
-    epochs = round(setting.epochs, 1)
-    unchanged = "as now" if better.epochs == epochs else f"instead of {epochs:g}"
-    times = math.ceil(better.batch_size / setting.batch_size)
-    memory = f", or accumulate_grad_batches={times} to save memory" if times > 1 else ""
+def _of_batch(setting: Setting, better: Alternative) -> str:
+    wanted = []
+    if better.batch_size != round(setting.batch_size):
+        times = better.batch_size / setting.batch_size
+        memory = "; accumulate_grad_batches saves memory" if times > 1 else ""
+        wanted.append(f"batch_size={better.batch_size} (in all, {times:.2g} times as much{memory})")
+    if abs(better.epochs - setting.epochs) > 0.1:
+        wanted.append(f"max_epochs={better.epochs} (instead of {setting.epochs:.3g})")
+    few = f"{_count(setting.steps)} steps are few, and " if setting.steps < LEAST_STEPS else ""
     return (
-        f"Try batch_size={better.batch_size} (in all{memory}) and max_epochs={better.epochs} "
-        f"({unchanged}), which is {better.steps} steps: {why}; the noise over the run would be about "
-        f"{better.excess:.2g} times that of full batches."
+        f"Try {' and '.join(wanted)}, which is {better.steps} steps: {few}the noise over the run would "
+        f"be about {better.excess:.2g} times that of full batches."
     )
 
 

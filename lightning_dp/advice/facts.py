@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from itertools import pairwise
 
 from lightning_dp.advice.after import after
 from lightning_dp.advice.alternatives import Alternatives
@@ -41,15 +42,14 @@ def facts(setting: Setting | None, signal: Signal | None) -> dict[str, str]:
 
 
 def _advice(setting: Setting, signal: Signal | None) -> list[str]:
-    """Return each sentence once."""
-    said = [*([] if signal is None else after(setting, signal)), *changes(setting)]
-    return list(dict.fromkeys(said))
+    """Return what the releases say; else what public numbers do."""
+    return ([] if signal is None else after(setting, signal)) or changes(setting)
 
 
 def _of_releases(signal: Signal) -> dict[str, str]:
     count = len(signal.stretches)
     ends = [round(part * count / _PARTS) for part in range(_PARTS + 1)]
-    parts = [signal.between(a, b) for a, b in zip(ends, ends[1:], strict=False) if a < b]
+    parts = [signal.between(a, b) for a, b in pairwise(ends) if a < b]
     found = {"length of releases": "; ".join(_length(part) for part in parts)}
     verdict, share = judged(signal), signal.whole.share_clipped
     if verdict is not None:
@@ -62,9 +62,7 @@ def _of_releases(signal: Signal) -> dict[str, str]:
 
 
 def _length(part: Stretch) -> str:
-    return (
-        f"up to step {part.last_step}: {part.released_length:.4g}, of it noise {part.noise_length:.4g}"
-    )
+    return f"up to step {part.last_step}: {part.released_length:.4g}, of it noise {part.noise_length:.4g}"
 
 
 def _verdict(verdict: Verdict) -> str:

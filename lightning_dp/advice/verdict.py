@@ -12,8 +12,9 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 
-from scipy.stats import norm
+from scipy.special import ndtri
 
 from lightning_dp.signal import Signal, Stretch
 
@@ -78,10 +79,10 @@ def judged(signal: Signal) -> Verdict | None:
         return None
     sums = [each.z_score for each in _scanned(signal) if each.agreements]
     ends = [round(part * len(signal.stretches) / 4) for part in range(5)]
-    quarters = (signal.between(a, b) for a, b in zip(ends, ends[1:], strict=False))
+    quarters = (signal.between(a, b) for a, b in pairwise(ends))
     return Verdict(
         largest=max(sums),
-        threshold=float(norm.isf(_ALPHA / len(sums))),
+        threshold=float(-ndtri(_ALPHA / len(sums))),
         quarters=tuple(each.z_score if each.agreements else 0.0 for each in quarters),
     )
 

@@ -33,6 +33,7 @@ from lightning_dp.strategies.data import make_private_loader, private_loader_of
 from lightning_dp.strategies.early_end import Place, end_before_first_step
 from lightning_dp.strategies.hooks import PrivacyCallback, among
 from lightning_dp.strategies.optimizers import find_optimizers
+from lightning_dp.strategies.setting import setting_of
 from lightning_dp.strategies.storage import default_folder, record_in, write_record
 
 if TYPE_CHECKING:
@@ -199,6 +200,7 @@ class PrivateFitStrategy(Strategy):
         planned_steps = self._planned_steps(steps_before)
         folder = None if trainer.fast_dev_run else fit.folder  # type: ignore[attr-defined]
         run.start(planned_steps, self._world(), folder, steps_before)
+        run.setting = setting_of(run, self._mechanism, fit.optimizers, planned_steps)
         if self.is_global_zero:
             fit.earlier.begin(folder)
         for callback in self._callbacks:
