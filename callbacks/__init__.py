@@ -13,6 +13,7 @@ from lightning.pytorch.strategies import StrategyRegistry
 
 from lightning_dp._lazy import names_from
 from lightning_dp.callbacks.differential_privacy import DifferentialPrivacy
+from lightning_dp.callbacks.privacy_advice import PrivacyAdvice
 from lightning_dp.callbacks.privacy_logger import PrivacyLogger
 from lightning_dp.callbacks.privacy_report_files import PrivacyReportFiles
 from lightning_dp.callbacks.random_iterate import RandomIterate
@@ -27,6 +28,7 @@ else:
 
 __all__ = [
     "DifferentialPrivacy",
+    "PrivacyAdvice",
     "PrivacyLogger",
     "PrivacyReportFiles",
     "PrivateDDPStrategy",

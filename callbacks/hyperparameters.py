@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+from argparse import Namespace
 from typing import Any
 
 from lightning.pytorch import Trainer
@@ -62,12 +63,12 @@ def log_hyperparameters(trainer: Trainer, run: PrivateRun) -> None:
             logger.save()
             continue
         # All at once: TensorBoard shows the hyper-parameters that were logged last.
-        logger.log_hyperparams({**dict(vars_of(logger.hparams)), **settings})
+        logger.log_hyperparams({**dict(_mapping(logger.hparams)), **settings})
         path = os.path.join(logger.log_dir, logger.NAME_HPARAMS_FILE)
         if os.path.isdir(logger.log_dir):
             save_hparams_to_yaml(path, logger.hparams)
 
 
-def vars_of(hparams: Any) -> Any:
-    """Return hyper-parameters as a mapping: TensorBoardLogger keeps a namespace where it was given one."""
-    return hparams if hasattr(hparams, "items") else vars(hparams)
+def _mapping(hparams: Any) -> Any:
+    """Return hyper-parameters as a mapping: TensorBoardLogger may keep a namespace."""
+    return vars(hparams) if isinstance(hparams, Namespace) else hparams

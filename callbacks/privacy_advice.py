@@ -7,7 +7,6 @@ from pathlib import Path
 from lightning.pytorch import Trainer
 from lightning.pytorch.utilities import rank_zero_info
 
-from lightning_dp.advice import after, before
 from lightning_dp.run import PrivateRun
 from lightning_dp.strategies.hooks import PrivacyCallback
 
@@ -24,10 +23,14 @@ class PrivacyAdvice(PrivacyCallback):
     """
 
     def on_privacy_start(self, trainer: Trainer, run: PrivateRun, folder: Path) -> None:
+        from lightning_dp.advice import before
+
         if _is_wanted(trainer, run) and run.setting is not None:
             _say(before(run.setting))
 
     def on_privacy_end(self, trainer: Trainer, run: PrivateRun) -> None:
+        from lightning_dp.advice import after
+
         if not _is_wanted(trainer, run) or run.voided is not None:
             return
         signal = run.signal

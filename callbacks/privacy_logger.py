@@ -12,7 +12,6 @@ from lightning.pytorch import Trainer
 from numpy.typing import NDArray
 
 from lightning_dp.accounting.rounding import epsilon_text, float32_above
-from lightning_dp.callbacks.hyperparameters import log_hyperparameters
 from lightning_dp.run import PrivateRun
 from lightning_dp.strategies.hooks import PrivacyCallback
 
@@ -57,7 +56,10 @@ class PrivacyLogger(PrivacyCallback):
 
     def on_privacy_start(self, trainer: Trainer, run: PrivateRun, folder: Path) -> None:
         self._curve, self._logged_at = _Curve(), -1
-        log_hyperparameters(trainer, run)
+        if trainer.loggers:
+            from lightning_dp.callbacks.hyperparameters import log_hyperparameters
+
+            log_hyperparameters(trainer, run)
         self._publish(trainer, run)
 
     def on_privacy_replan(self, trainer: Trainer, run: PrivateRun) -> None:

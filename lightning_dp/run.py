@@ -8,7 +8,7 @@ import secrets
 from dataclasses import asdict, dataclass, fields
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,12 +22,14 @@ from lightning_dp.accounting.base import CachedAccountant
 from lightning_dp.accounting.events import History
 from lightning_dp.accounting.ledger import Ledger
 from lightning_dp.accounting.pld import epsilon_curve
-from lightning_dp.advice import Setting
 from lightning_dp.config import PrivacyConfig
 from lightning_dp.mechanism import Mechanism
 from lightning_dp.noise_plan import Budget, costliest_events
 from lightning_dp.sampling import BatchPlan
 from lightning_dp.signal import Signal, SignalTracker
+
+if TYPE_CHECKING:
+    from lightning_dp.advice import Setting
 
 __all__ = ["PrivateRun"]
 

@@ -28,7 +28,7 @@ PUBLIC = {
         fix rows_of_records
     """,
     "lightning_dp.callbacks": """
-        DifferentialPrivacy PrivacyLogger PrivacyReportFiles RandomIterate
+        DifferentialPrivacy PrivacyAdvice PrivacyLogger PrivacyReportFiles RandomIterate
         PrivateSingleDeviceStrategy PrivateDDPStrategy
     """,
     "lightning_dp.accounting": """

@@ -86,7 +86,7 @@ def _clipping(setting: Setting, signal: Signal) -> list[str]:
     if share is None or not share[0] + 2 * share[1] < _FEW_CLIPPED:
         return []
     return [
-        f"Less than {100 * _FEW_CLIPPED:g} % of the records were clipped: the noise is made for gradients "
-        f"of length C = {setting.clip_norm:g}, which hardly any has. Try max_grad_norm="
+        f"Less than {100 * _FEW_CLIPPED:g} % of the records were clipped: the noise is made for "
+        f"gradients of length C = {setting.clip_norm:g}, which hardly any has. Try max_grad_norm="
         f"{rounded(setting.clip_norm / _STEP):g}."
     ]

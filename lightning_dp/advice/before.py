@@ -28,7 +28,7 @@ def before(setting: Setting) -> list[str]:
 def _numbers(setting: Setting) -> list[str]:
     s = setting
     lines = [
-        f"{s.num_records} records, {s.batch_size:g} in a batch on average (q = {s.sample_rate:.3g}), "
+        f"{s.num_records:,} records, {s.batch_size:g} in a batch on average (q = {s.sample_rate:.3g}), "
         f"{_count(s.steps)} steps ({_epochs(s)}), noise multiplier z = {s.noise_multiplier:.3g}, clip "
         f"norm C = {s.clip_norm:g}."
     ]
@@ -36,7 +36,7 @@ def _numbers(setting: Setting) -> list[str]:
         length = s.noise_length
         longer = length > s.clip_norm
         lines.append(
-            f"The noise in a step's mean gradient is z·C·√d/B = {length:.3g} long (d = {s.size} "
+            f"The noise in a step's mean gradient is z·C·√d/B = {length:.3g} long (d = {s.size:,} "
             f"weights), the gradient itself at most C = {s.clip_norm:g}."
             + (" That is no fault: over the steps noise averages out." if longer else "")
         )
@@ -87,43 +87,48 @@ def changes(setting: Setting) -> list[str]:
     """Return what to change, in words that can be followed; nothing if the setting is good."""
     found = Alternatives.of(setting)
     better = None if found is None else found.better()
-    lines = []
-    if better is not None:
-        lines.append(_of_batch(setting, better))
-    advised = _advised_rate(setting, better)
-    if advised is not None:
-        lines.append(advised)
-    return lines
-
-
-def _of_batch(setting: Setting, better: Alternative) -> str:
-    wanted = []
-    if better.batch_size != round(setting.batch_size):
-        times = better.batch_size / setting.batch_size
-        memory = "; accumulate_grad_batches saves memory" if times > 1 else ""
-        wanted.append(f"batch_size={better.batch_size} (in all, {times:.2g} times as much{memory})")
-    if abs(better.epochs - setting.epochs) > 0.1:
-        wanted.append(f"max_epochs={better.epochs} (instead of {setting.epochs:.3g})")
-    few = f"{_count(setting.steps)} steps are few, and " if setting.steps < LEAST_STEPS else ""
-    return (
-        f"Try {' and '.join(wanted)}, which is {better.steps} steps: {few}the noise over the run would "
-        f"be about {better.excess:.2g} times that of full batches."
+    present = None if setting.optimizer is None else setting.optimizer.learning_rate
+    rate = _advised_rate(setting, better)
+    if better is None and rate is None:
+        return []
+    epochs = math.ceil(setting.epochs - 1e-9) if math.isfinite(setting.epochs) else None
+    batch, epochs = (
+        (round(setting.batch_size), epochs)
+        if better is None
+        else (better.batch_size, better.epochs)
     )
+    parts = [f"batch_size={batch} (or batch_size × accumulate_grad_batches)"]
+    parts += [] if epochs is None else [f"max_epochs={epochs}"]
+    if rate is not None or present is not None:
+        parts.append(f"learning rate {present if rate is None else rate:g}")
+    return [f"try: {', '.join(parts)}", *_reasons(setting, better, rate)]
 
 
-def _advised_rate(setting: Setting, better: Alternative | None) -> str | None:
-    """Return which learning rate to take for these steps, if it is far from the present one."""
+def _reasons(setting: Setting, better: Alternative | None, rate: float | None) -> list[str]:
+    """Return why, in one sentence or two."""
+    words = []
+    if better is not None:
+        few = "at least 100 steps are worth having; " if setting.steps < LEAST_STEPS else ""
+        words.append(
+            f"That is {better.steps} steps ({few}the noise over the run would be about "
+            f"{better.excess:.2g} times that of full batches)."
+        )
+    if rate is not None and setting.optimizer is not None:
+        words.append(
+            f"With this learning rate of {setting.optimizer.name} (now "
+            f"{setting.optimizer.learning_rate:g}) the noise moves each weight by about its own size "
+            "over the run; for weights that were trained before, take a third of it."
+        )
+    return words
+
+
+def _advised_rate(setting: Setting, better: Alternative | None) -> float | None:
+    """Return the learning rate to take for these steps, if it is far from the present one."""
     optimizer = setting.optimizer
     rate = suggested_rate(setting, better)
     if optimizer is None or rate is None or not optimizer.learning_rate > 0:
         return None
-    if 1 / _FAR < rate / optimizer.learning_rate < _FAR:
-        return None
-    return (
-        f"With {'that' if better else 'this'}, try lr={rounded(rate):g} for {optimizer.name} (now "
-        f"{optimizer.learning_rate:g}): the noise then moves each weight by about its own size over the "
-        "run. For weights that were trained before, take a third of it."
-    )
+    return None if 1 / _FAR < rate / optimizer.learning_rate < _FAR else rounded(rate)
 
 
 def suggested_rate(setting: Setting, better: Alternative | None = None) -> float | None:

@@ -27,7 +27,7 @@ def facts(setting: Setting | None, signal: Signal | None) -> dict[str, str]:
     found: dict[str, str] = {}
     if setting is not None and setting.noise_multiplier > 0 and math.isfinite(setting.clip_norm):
         found["noise in a mean gradient"] = (
-            f"{setting.noise_length:.3g} long, z·C·√d/B with d = {setting.size}; the gradient is at "
+            f"{setting.noise_length:.3g} long, z·C·√d/B with d = {setting.size:,}; the gradient is at "
             f"most {setting.clip_norm:g} long"
         )
         alternatives = Alternatives.of(setting)

@@ -57,6 +57,7 @@ class PrivacyReport:
         clip_norms: the estimator's, by their names.
         noise_multiplier: z of the latest step.
         sample_rate, expected_batch_size, num_records: q, B = qN and N; None before a fit.
+        learning: what public numbers and releases tell of what was learnt, by name; advice among it.
         stop_reason: why training stopped early; None if it did not.
         not_covered: what the numbers do not speak about.
         versions: of the packages that matter.
@@ -87,6 +88,7 @@ class PrivacyReport:
     sample_rate: float | None = None
     expected_batch_size: float | None = None
     num_records: int | None = None
+    learning: dict[str, str] = field(default_factory=dict)
     stop_reason: str | None = None
     not_covered: tuple[str, ...] = ()
     versions: dict[str, str] = field(default_factory=dict)
@@ -198,6 +200,7 @@ class PrivacyReport:
                 "Guarantee": self._guarantee(),
                 "Charged": self._charged(),
                 "Mechanism": self._mechanism(),
+                "Learning": [Fact(each, name) for name, each in self.learning.items()],
                 "Not covered": [Fact(each) for each in self.not_covered],
                 "Versions": [Fact(f"{name} {each}") for name, each in self.versions.items()],
             },

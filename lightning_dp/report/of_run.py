@@ -9,6 +9,7 @@ from importlib.metadata import version
 from typing import Any
 
 from lightning_dp.accounting.guards import FixedGuard
+from lightning_dp.advice import facts
 from lightning_dp.estimators import AbstractEstimator
 from lightning_dp.report.content import PrivacyReport
 from lightning_dp.run import PrivateRun
@@ -56,6 +57,7 @@ def report(run: PrivateRun) -> PrivacyReport:
         sample_rate=None if batches is None else float(batches.sample_rate),
         expected_batch_size=None if batches is None else float(batches.expected_batch_size),
         num_records=None if batches is None else int(batches.num_records),
+        learning=facts(run.setting, run.signal) if config.advice else {},
         stop_reason=run.stop_reason,
         not_covered=(*_NOT_COVERED, *run.not_covered),
         versions=dict(_versions()),
