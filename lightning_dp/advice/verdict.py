@@ -68,7 +68,7 @@ def judged(signal: Signal) -> Verdict | None:
         >>> import torch
         >>> from lightning_dp.boundary import Query, Release, Term
         >>> from lightning_dp.signal import SignalTracker
-        >>> tracker, generator = SignalTracker(), torch.Generator().manual_seed(0)
+        >>> tracker, generator = SignalTracker(), torch.Generator().manual_seed(1)
         >>> for step in range(100):
         ...     noise = torch.randn(1000, generator=generator)
         ...     tracker.observe(Query((Term(),), 1.0, 1.0), Release(noise, noise_std=1.0), step)
