@@ -12,13 +12,13 @@ from common import Classifier, Way, compare, read_options, zero_linear
 from data import cifar10, data_sets
 from scattering import features
 
-GROUPS, DIRECTIONS = 49, 6
+GROUPS, DIRECTIONS = 15, 4
 PRIVATE = Way(epochs=20, batch_size=8192, learning_rate=8.0, max_grad_norm=0.1)
 PLAIN = Way(epochs=4, batch_size=256, learning_rate=0.001)
 
 
 def main() -> None:
-    options = read_options(__file__, __doc__)
+    options = read_options(__file__, __doc__, seeds=1)
     x, y, x_test, y_test = cifar10(options.data, options.limit)
     found = [features(images, GROUPS, DIRECTIONS) for images in (x, x_test)]
     inputs = found[0].shape[1]

@@ -4,7 +4,7 @@
 
 GPT-2's architecture with characters as tokens learns from Python's documentation, which is public here.
 Low-rank adapters then learn from the source code of its standard library, which stands for private text.
-A record is a piece of 64 characters: ε protects one piece, not all that one author wrote. Needs
+A record is a piece of 32 characters: ε protects one piece, not all that one author wrote. Needs
 ``transformers`` and ``peft``.
 """
 
@@ -23,11 +23,11 @@ from texts import PACKAGES, documentation, source_lines
 from torch import Tensor, nn
 from transformers import GPT2Config, GPT2LMHeadModel
 
-LENGTH, CHARACTERS, UNKNOWN = 64, 128, 0
-RECORDS, TEST_RECORDS = 8192, 1000
-PUBLIC = Way(6, 32, 0.003, optimizer=torch.optim.AdamW)
+LENGTH, CHARACTERS, UNKNOWN = 32, 128, 0
+RECORDS, TEST_RECORDS = 4096, 1000
+PUBLIC = Way(1, 32, 0.003, optimizer=torch.optim.AdamW)
 PRIVATE = Way(6, 512, 0.005, 0.5, torch.optim.AdamW)
-PLAIN = Way(3, 64, 0.005, optimizer=torch.optim.AdamW)
+PLAIN = Way(2, 64, 0.005, optimizer=torch.optim.AdamW)
 
 
 class NextCharacter(nn.Module):

@@ -106,7 +106,7 @@ def test_the_page_has_the_table_of_the_runs_that_were_kept(recipe, root):
 
     kept = table.load(table.KEPT)
 
-    assert len(kept) == len(list(table.KEPT.glob("*.json"))) > 5
+    assert len(kept) == len(list(table.KEPT.glob("*.json"))) > 0
     assert table.table(kept) in (root / "docs/recipes.md").read_text("utf-8")
 
 
