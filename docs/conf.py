@@ -3,7 +3,7 @@
 import importlib.metadata
 
 project = "lightning-dp"
-author = "the lightning-dp maintainers"
+author = "the lightning-dp authors"
 release = importlib.metadata.version("lightning-dp")
 
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]

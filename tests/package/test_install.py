@@ -91,7 +91,8 @@ def test_the_wheel_holds_every_module_and_the_type_marker(root, wheel):
         content = {name for name in archive.namelist() if ".dist-info/" not in name}
         licences = [name for name in archive.namelist() if name.endswith("licenses/LICENSE")]
 
-    assert content == modules | callbacks | {"lightning_dp/py.typed"}
+    data = {"lightning_dp/py.typed", "lightning_dp/troubleshooting.md"}
+    assert content == modules | callbacks | data
     assert len(licences) == 1
 
 
