@@ -7,10 +7,10 @@
 Both distributions are built from what git knows, the wheel from the source distribution. Each Python
 gets a virtual environment with the wheel in it, and is asked, in an empty folder, to import every
 module, to show an entry of the troubleshooting page, and to run the quickstart of the source
-distribution. Environments stay in the folder of ``--logs``, where a later call finds them; each takes some
-5 GB of disk where torch comes with CUDA libraries. With ``--resolve``, pip says which versions it would
-install, and the package's files are compiled by the Python that runs this. Ends with a table; the
-exit status is the number of rows that failed.
+distribution. Environments stay in the folder of ``--logs``, where a later call finds them; each takes
+some 5 GB of disk where torch comes with CUDA libraries. With ``--resolve``, pip says which versions it
+would install, and the package's files are compiled by the Python that runs this. Ends with a table;
+the exit status is the number of rows that failed.
 """
 
 from __future__ import annotations
@@ -131,7 +131,9 @@ def version_of(python: str) -> str:
 
 def version_in(python: str, package: str) -> str:
     code = f"from importlib.metadata import version; print(version({package!r}))"
-    return subprocess.run([python, "-c", code], capture_output=True, text=True).stdout.strip() or "?"
+    return (
+        subprocess.run([python, "-c", code], capture_output=True, text=True).stdout.strip() or "?"
+    )
 
 
 def main() -> int:

@@ -6,6 +6,8 @@ import importlib
 import importlib.util
 import os
 import pkgutil
+import re
+import runpy
 import shutil
 import subprocess
 import sys
@@ -16,6 +18,7 @@ from pathlib import Path
 import pytest
 
 import lightning_dp
+from lightning_dp._refusals import ADDRESS
 
 PARTS = (".ci", "benchmarks", "callbacks", "docs", "examples", "lightning_dp", "tests")
 MADE = ("__pycache__", "venv", "*.egg-info", "*.pyc", "lightning_logs", "privacy", "_build")
@@ -155,3 +158,67 @@ def test_every_name_that_a_module_exports_is_there_once():
         names = getattr(module, "__all__", [])
         assert sorted(names) == sorted(set(names)), found.name
         assert [name for name in names if not hasattr(module, name)] == [], found.name
+
+
+def test_every_test_in_the_source_distribution_is_known_to_git(root, distributions):
+    """A stray file would be grafted along."""
+    known = subprocess.run(["git", "ls-files", "tests"], cwd=root, capture_output=True, text=True)
+    if known.returncode:
+        pytest.skip("this is no checkout")
+    (path,) = distributions.glob("*.tar.gz")
+    with tarfile.open(path) as archive:
+        names = {member.name.partition("/")[2] for member in archive.getmembers()}
+    tests = {name for name in names if name.startswith("tests/") and name.endswith(".py")}
+    assert tests == {name for name in known.stdout.split() if name.endswith(".py")}
+
+
+def test_the_callbacks_bring_nothing_that_lightning_does_not(tmp_path):
+    """Importing them costs a fifth of a second of CPU beyond Lightning: their own modules alone."""
+    code = (
+        "import sys, lightning.pytorch; before = set(sys.modules)\n"
+        "import lightning_dp.callbacks\n"
+        "print(*{name.split('.')[0] for name in set(sys.modules) - before})\n"
+        "print(len(set(sys.modules) - before))"
+    )
+    packages, modules = run(sys.executable, "-c", code, cwd=tmp_path).splitlines()
+    assert packages == "lightning_dp"
+    assert int(modules) < 70
+
+
+def test_one_version_and_one_name_of_the_authors_everywhere(root):
+    project = (root / "pyproject.toml").read_text("utf-8")
+    citation = (root / "CITATION.cff").read_text("utf-8")
+    (version,) = re.findall(r'^version = "(.*)"$', project, re.MULTILINE)
+    (authors,) = re.findall(r'^authors = \[{ name = "(.*)" }\]$', project, re.MULTILINE)
+
+    assert f"\nversion: {version}\n" in citation and f"\n  - name: {authors}\n" in citation
+    assert f'author = "{authors}"' in (root / "docs/conf.py").read_text("utf-8")
+
+
+def test_links_are_absolute_as_soon_as_there_is_an_address(root):
+    """The README is also the page of the package, where no file lies next to it."""
+    readme = (root / "README.md").read_text("utf-8")
+    relative = re.findall(r"\]\((?!https?://|#)([^)]+)\)", readme)
+    has_urls = "[project.urls]" in (root / "pyproject.toml").read_text("utf-8")
+
+    assert has_urls is (ADDRESS is not None)
+    assert ADDRESS is None or relative == []
+
+
+def test_the_oldest_libraries_that_are_tried_are_those_allowed(root):
+    oldest = runpy.run_path(str(root / ".ci/pythons.py"))["OLDEST"]
+    project = (root / "pyproject.toml").read_text("utf-8")
+    dependencies = project.split("\ndependencies = [")[1].split("]")[0]
+    floors = dict(re.findall(r'"([\w-]+)>=([\d.]+)', dependencies))
+
+    assert oldest.keys() == floors.keys()
+    for name, floor in floors.items():
+        assert f"{oldest[name]}.".startswith(f"{floor}."), name
+
+
+def test_the_classifiers_name_the_pythons_of_the_table(root):
+    named = set(re.findall(r"Python :: (3\.\d+)", (root / "pyproject.toml").read_text("utf-8")))
+    table = (root / "docs/versions.md").read_text("utf-8")
+    was_run = re.findall(r"^\| (3\.\d+)[\d.]* \|.*\| (?:run|whole)", table, re.MULTILINE)
+
+    assert named >= set(was_run)
