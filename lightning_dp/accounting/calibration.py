@@ -100,9 +100,10 @@ def calibrate(
 
     before = CheckedHistory.of(spent)
     if not Declared.of(before.external, relation).left_of(delta) > 0:
-        raise ValueError(
+        raise RefusedSetting(
             f"spent has releases whose own delta takes all of delta={delta:g}: nothing is left for "
-            "further steps. Raise delta."
+            "further steps. Raise delta.",
+            topic="budget-exhausted",
         )
 
     @cache
