@@ -1,17 +1,25 @@
 """Sphinx: the pages of this folder, and the API from the docstrings of the installed package."""
 
 import importlib.metadata
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent))  # notebook_pages
 
 project = "lightning-dp"
 author = "the lightning-dp authors"
 release = importlib.metadata.version("lightning-dp")
 
-extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
+extensions = ["myst_parser", "notebook_pages", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
+source_suffix = {".md": "markdown", ".ipynb": "markdown"}
 exclude_patterns = ["_build"]
 html_theme = "furo"
+html_static_path = ["_static"]
+html_css_files = ["site.css"]
 html_title = project
 html_show_copyright = False
 
+myst_enable_extensions = ["attrs_inline"]  # the width of a picture
 myst_heading_anchors = 3
 add_module_names = False
 autodoc_default_options = {"members": True, "imported-members": True, "show-inheritance": True}
