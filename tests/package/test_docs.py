@@ -84,7 +84,9 @@ def page_names(root: Path) -> set[str]:
 
 
 def test_the_table_of_contents_holds_every_page(root):
-    tables = re.findall(r"```{toctree}\n(.*?)```", (root / "docs/index.md").read_text("utf-8"), re.S)
+    tables = re.findall(
+        r"```{toctree}\n(.*?)```", (root / "docs/index.md").read_text("utf-8"), re.S
+    )
     listed = re.findall(r"^([\w/]+)$", "".join(tables), re.MULTILINE)
     assert sorted(listed) == sorted([*page_names(root) - {"index"}, "api/index"])
 
