@@ -51,12 +51,12 @@ def _budget(setting: Setting) -> list[str]:
             f"δ = {setting.target_delta:g} is not below 1/N = {1 / setting.num_records:.2g}: "
             "choose it below, or ε means little."
         )
-    if setting.steps <= 1 < setting.planned_steps:
+    if setting.steps == 1 < setting.planned_steps:
         lines.append(
             "One step spends the whole budget. Raise noise_multiplier, or leave it out: then it is "
             "calibrated for all steps."
         )
-    elif setting.steps < setting.planned_steps:
+    elif 1 < setting.steps < setting.planned_steps:
         lines.append(
             f"The budget ends after {_count(setting.steps)} of {_count(setting.planned_steps)} steps. "
             "Without noise_multiplier, the noise is calibrated for all of them."
@@ -140,7 +140,9 @@ def suggested_rate(setting: Setting, better: Alternative | None = None) -> float
     optimizer = setting.optimizer
     if optimizer is None or optimizer.kind is None or setting.weight_size is None:
         return None
-    if not (setting.noise_multiplier > 0 and math.isfinite(setting.steps) and setting.steps >= 1):
+    if not (setting.is_constant and setting.noise_multiplier > 0 and 1 <= setting.steps < math.inf):
+        return None
+    if not (setting.clip_norm < math.inf and 0 <= optimizer.momentum < 1):
         return None
     plan = TrainingPlan(
         num_records=setting.num_records,

@@ -108,7 +108,7 @@ def optimizer_setting(optimizer: Optimizer) -> tuple[OptimizerSetting, int, floa
         max(_number(g.get("momentum", 0.0)) for g in optimizer.param_groups),
     )
     shapes = [tuple(parameter.shape) for parameter in trained]
-    matrices = [shape for shape in shapes if len(shape) > 1]
+    matrices = [shape for shape in shapes if len(shape) > 1 and math.prod(shape)]
     size = sum(parameter.numel() for parameter in trained)
     return setting, size, weight_size(matrices) if matrices else None
 

@@ -29,6 +29,7 @@ def setting_of(
     estimator = config.resolved_estimator()
     optimizer, size, weight_size = optimizer_setting(optimizers.private)
     step = mechanism.step
+    clips = estimator.traits.estimates_gradient
     noise = plan.noise_multiplier(step)
     return Setting(
         num_records=batches.num_records,
@@ -37,7 +38,7 @@ def setting_of(
         planned_steps=step + planned_steps,
         steps_per_epoch=batches.steps_per_epoch,
         noise_multiplier=noise if math.isfinite(noise) else 0.0,
-        clip_norm=vars(estimator).get("max_grad_norm", math.inf),
+        clip_norm=vars(estimator).get("max_grad_norm", math.inf) if clips else math.inf,
         size=size,
         weight_size=weight_size,
         target_epsilon=config.target_epsilon,

@@ -78,8 +78,20 @@ def test_the_rate_of_sgd_follows_noise_and_momentum(setting):
         {"weight_size": None},
         {"noise_multiplier": 0.0},
         {"steps": math.inf},
+        {"is_constant": False},
+        {"clip_norm": math.inf},
+        {"optimizer": OptimizerSetting("SGD", "sgd", 0.1, 1.5)},
     ],
-    ids=["several", "unknown", "vectors", "no noise", "no end"],
+    ids=[
+        "several",
+        "unknown",
+        "vectors",
+        "no noise",
+        "no end",
+        "other steps",
+        "no clip norm",
+        "momentum",
+    ],
 )
 def test_where_the_principle_is_silent_no_rate_is_named(changed, setting):
     assert suggested_rate(setting(changed)) is None
@@ -102,3 +114,17 @@ def test_without_noise_or_an_end_there_are_numbers_only(setting):
     assert len(before(setting({"noise_multiplier": 0.0}))) == 1
     text = "\n".join(before(setting({"steps": math.inf, "planned_steps": math.inf})))
     assert "an unknown number of steps (no last one)" in text and "try" not in text
+
+
+@pytest.mark.parametrize("epsilon", [1e-9, 1e-3, 1e3, 1e6])
+@pytest.mark.parametrize("delta", [1e-300, 0.4, 0.999])
+@pytest.mark.parametrize("noise_multiplier", [1e-9, 1e9])
+def test_no_legal_setting_ends_in_an_error(epsilon, delta, noise_multiplier, setting):
+    changed = {
+        "target_epsilon": epsilon,
+        "target_delta": delta,
+        "noise_multiplier": noise_multiplier,
+    }
+    for optimizer in ("adam", "sgd"):
+        kind = OptimizerSetting(optimizer, optimizer, 0.1)
+        assert before(setting({**changed, "optimizer": kind}))
