@@ -52,7 +52,8 @@ def log_hyperparameters(trainer: Trainer, run: PrivateRun) -> None:
     """Give them to all loggers, under ``privacy``, beside the user's own.
 
     Lightning has written ``hparams.yaml`` by now, and TensorBoardLogger never writes it again, so that
-    is done here.
+    is done here. TensorBoard's own page of hyper-parameters keeps what was logged first: it shows these
+    where the module saves none of its own.
     """
     if not trainer.is_global_zero:
         return
@@ -62,7 +63,6 @@ def log_hyperparameters(trainer: Trainer, run: PrivateRun) -> None:
             logger.log_hyperparams(settings)
             logger.save()
             continue
-        # All at once: TensorBoard shows the hyper-parameters that were logged last.
         logger.log_hyperparams({**dict(_mapping(logger.hparams)), **settings})
         path = os.path.join(logger.log_dir, logger.NAME_HPARAMS_FILE)
         if os.path.isdir(logger.log_dir):

@@ -101,8 +101,9 @@ class Alternatives:
     def better(self) -> Alternative | None:
         """Return what to try: the planner's principle, with no fewer epochs than there are now.
 
-        The fewest epochs, doubled from those at hand, with which a batch size (a power of two) has at
-        least 100 steps and at most 1.5 times the noise of full batches; the smallest of these sizes.
+        The fewest epochs, doubled from those at hand, with which a batch size (the present one, doubled
+        or halved) has at least 100 steps and at most 1.5 times the noise of full batches; of these,
+        the nearest to the present one.
         Full batches stay full.
         None if the training at hand is as good.
         """
@@ -114,16 +115,20 @@ class Alternatives:
         for _ in range(_MOST_DOUBLINGS):
             found = [self.at(size, epochs) for size in self._sizes(epochs)]
             if good := [each for each in found if each.excess <= ENOUGH]:
-                return min(good, key=lambda each: each.batch_size)
+                return min(good, key=self._distance)
             epochs *= 2
         return None
 
+    def _distance(self, other: Alternative) -> float:
+        return abs(math.log(other.batch_size / self.setting.batch_size))
+
     def _sizes(self, epochs: int) -> list[int]:
-        """Return the batch sizes with enough steps: powers of two, and all records."""
-        records = self.setting.num_records
-        sizes = [2**power for power in range(3, records.bit_length()) if 2**power < records]
+        """Return the batch sizes with enough steps: the present one by powers of two, and all records."""
+        records, present = self.setting.num_records, max(1, round(self.setting.batch_size))
+        factors = (2.0**power for power in range(-_MOST_DOUBLINGS, _MOST_DOUBLINGS + 1))
+        sizes = {max(1, round(present * factor)) for factor in factors} | {records}
         return [
             size
-            for size in (*sizes, records)
-            if epochs * steps_per_epoch(records, size) >= LEAST_STEPS
+            for size in sorted(sizes)
+            if size <= records and epochs * steps_per_epoch(records, size) >= LEAST_STEPS
         ]
