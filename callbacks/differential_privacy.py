@@ -9,6 +9,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.trainer.states import TrainerFn
 
+from lightning_dp.about import About
 from lightning_dp.accounting import PLDAccountant
 from lightning_dp.accounting.base import AbstractAccountant, Relation
 from lightning_dp.accounting.external import AbstractExternal
@@ -83,6 +84,8 @@ class DifferentialPrivacy(Callback):
             stated for it: ``[ApproximateDP(0.5, 1e-7, relation="add_remove", what="table of
             ages")]``. It counts in ε and in the budget, is kept in the journal, and the report
             names it in your words. One that several trainings declare counts once in their sum.
+        about: your words about the data (its name, what a record is, who is responsible), for the
+            report; see :class:`lightning_dp.About`.
         seed: repeatable noise and batches, for tests; the report says that nothing is private.
 
     Raises:
@@ -119,6 +122,7 @@ class DifferentialPrivacy(Callback):
         advice: bool = True,
         count_clipped: bool = False,
         other_releases: Sequence[AbstractExternal] = (),
+        about: About | None = None,
         seed: int | None = None,
     ) -> None:
         self._run = PrivateRun(
@@ -143,6 +147,7 @@ class DifferentialPrivacy(Callback):
                 advice=advice,
                 count_clipped=count_clipped,
                 other_releases=other_releases,
+                about=about,
                 seed=seed,
             )
         )

@@ -182,4 +182,4 @@ def _shown(epsilon: float, target: float | None) -> str:
     """Return the text of the progress bar: ``2.345/3`` where there is a budget."""
     if target is None or not math.isfinite(epsilon):
         return epsilon_text(epsilon)
-    return f"{epsilon_text(epsilon)}/{target:g}"
+    return f"{epsilon_text(epsilon)}/{epsilon_text(target)}"

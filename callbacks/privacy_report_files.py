@@ -25,6 +25,7 @@ class PrivacyReportFiles(PrivacyCallback):
     - In the logger's folder (``lightning_logs/version_0``, which the folder of checkpoints is in);
       without a logger, or if it has no folder of this machine, next to the journal. Never among
       checkpoints: people load every file there, and each checkpoint holds the report anyway.
+    - As JSON, and as Markdown: at the end with page one in plain words, before that the facts alone.
     - Before each checkpoint is saved, so it is never older than one, and at the end of the fit,
       also by the budget, an exception or Ctrl-C. Nothing in a ``fast_dev_run``, which leaves no
       checkpoints and logs either.
@@ -46,7 +47,7 @@ class PrivacyReportFiles(PrivacyCallback):
 
     def on_privacy_save(self, run: PrivateRun, content: PrivacyReport) -> None:
         if content.steps:
-            self._warn(self._write(content)[1])
+            self._warn(self._write(content, is_over=not run.is_under_way)[1])
 
     def on_privacy_end(self, trainer: Trainer, run: PrivateRun) -> None:
         self._warn(self._finish(run))
@@ -65,19 +66,19 @@ class PrivacyReportFiles(PrivacyCallback):
         from lightning_dp.report.of_run import report
 
         content = report(run)
-        written, failure = self._write(content)
-        where = failure or ("none in a fast_dev_run" if written is None else str(written))
+        written, failure = self._write(content, is_over=True)
+        where = failure or ("none in a fast_dev_run" if written is None else _shown(written))
         rank_zero_info(content.summary(where))
         return failure
 
-    def _write(self, content: PrivacyReport) -> tuple[Path | None, str | None]:
+    def _write(self, content: PrivacyReport, *, is_over: bool) -> tuple[Path | None, str | None]:
         """Return the file that was written, and what went wrong."""
         from lightning_dp.report.files import write_report
 
         if self._folder is None:
             return None, None
         try:
-            return write_report(content, self._folder), None
+            return write_report(content, self._folder, is_over=is_over), None
         except OSError as error:
             return None, f"could not be written into {self._folder}: {error}"
 
@@ -99,6 +100,12 @@ def _folder(trainer: Trainer, journal_folder: Path) -> Path:
     if folder is None or folder in of_checkpoints:
         return journal_folder.absolute()
     return folder
+
+
+def _shown(path: Path) -> str:
+    """Return a path from the present folder, if it is below it."""
+    here = Path.cwd()
+    return str(path.relative_to(here) if path.is_relative_to(here) else path)
 
 
 def _local(place: str | os.PathLike[str]) -> Path | None:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from lightning_dp._lazy import names_from
 
 __all__ = [
+    "About",
     "AbstractEstimator",
     "AbstractPostProcessor",
     "AbstractSampling",
@@ -45,6 +46,7 @@ __all__ = [
 if TYPE_CHECKING:  # the same names for type checkers and editors, which do not run __getattr__
     from lightning_dp._fix import fix
     from lightning_dp._warnings import PrivacyWarning
+    from lightning_dp.about import About
     from lightning_dp.boundary import Query, Term
     from lightning_dp.callbacks import DifferentialPrivacy
     from lightning_dp.config import PrivacyConfig
@@ -67,6 +69,7 @@ else:
     __getattr__ = names_from(
         __name__,
         "_warnings",
+        "about",
         "boundary",
         "sampling",
         "estimators",

@@ -23,6 +23,7 @@ __all__ = [
     "normalise",
     "not_negative",
     "number",
+    "one_line",
     "one_of",
     "optional",
     "positive",
@@ -142,6 +143,20 @@ def one_of(choices: Sequence[str]) -> Check:
         return value
 
     return checked
+
+
+def one_line(name: str, value: object, *, of: str | None = None) -> str:
+    """Return a text of one line, without spaces around it: a user's own words, to be printed.
+
+    Raises:
+        TypeError: if it is no text.
+        ValueError: if it is empty, has several lines, or characters that cannot be printed.
+    """
+    if not isinstance(value, str):
+        raise TypeError(f"{shown(name, value, of)} must be a text.")
+    if not (text := value.strip()).isprintable() or not text:
+        raise ValueError(f"{shown(name, value, of)} must be one line of text.")
+    return text
 
 
 def explained(check: Check, why: str) -> Check:

@@ -22,6 +22,7 @@ from lightning_dp._validate import (
     seed,
     whole_from_0,
 )
+from lightning_dp.about import About
 from lightning_dp.accounting.base import AbstractAccountant, Relation
 from lightning_dp.accounting.external import AbstractExternal
 from lightning_dp.accounting.pld import PLDAccountant
@@ -87,6 +88,7 @@ class PrivacyConfig:
             stated for it: ``[ApproximateDP(0.5, 1e-7, relation="add_remove", what="table of
             ages")]``. It counts in ε and in the budget, is kept in the journal, and the report
             names it in your words. One that several trainings declare counts once in their sum.
+        about: your words about the data, for the report; see :class:`About`.
         seed: makes noise and batches repeatable. For tests only: nothing is private with it, and
             every report says so.
 
@@ -118,6 +120,7 @@ class PrivacyConfig:
     advice: bool = True
     count_clipped: bool = False
     other_releases: Sequence[AbstractExternal] = ()
+    about: About | None = None
     seed: int | None = None
 
     def __post_init__(self) -> None:
@@ -173,6 +176,10 @@ class PrivacyConfig:
                 raise TypeError(
                     f"{name}={value!r} must be an object derived from {kind.__name__}.{cure}"
                 )
+        if self.about is not None and not isinstance(self.about, About):
+            raise TypeError(
+                f"about={self.about!r} must be an About, such as About(data_set='...')."
+            )
         normalise(self, one_of(get_args(Relation)), "relation")
         normalise(self, one_of(get_args(EngineName)), "engine")
 

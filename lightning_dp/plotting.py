@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import io
 import itertools
 import math
 from bisect import bisect_right
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -16,6 +17,7 @@ from lightning_dp.accounting.base import AbstractAccountant, Relation
 from lightning_dp.accounting.charges import Charges
 from lightning_dp.accounting.events import AbstractEvent, History, sampled_gaussian
 from lightning_dp.accounting.pld import epsilon_curve
+from lightning_dp.accounting.rounding import epsilon_text
 from lightning_dp.schedules import AbstractSchedule
 
 if TYPE_CHECKING:
@@ -115,7 +117,7 @@ def plot_charges(
     (lowest or sigma).set_xlabel("noised steps")
     _draw_sigma(sigma, charges, "C0")
     if budget is not None:
-        label = f"budget: $\\epsilon$ = {budget:g}"
+        label = f"budget: $\\epsilon$ = {epsilon_text(budget)}"
         ax.axhline(budget, color="C3", linestyle="--", label=label)
     _draw_epsilon(ax, counts, epsilons, delta, "C1")
     ax.legend(loc="best")
@@ -127,6 +129,25 @@ def plot_charges(
     if title:
         ax.set_title(title)
     return ax
+
+
+def svg(draw: Callable[[], Axes]) -> bytes:
+    """Return what a function draws in a new figure as SVG: the same bytes each time, and no date.
+
+    Args:
+        draw: returns axes of the figure, which is closed.
+
+    Raises:
+        ImportError: without matplotlib.
+    """
+    pyplot = _pyplot("A picture")
+    content = io.BytesIO()
+    figure = draw().get_figure(root=True)
+    assert figure is not None
+    with pyplot.rc_context({"svg.hashsalt": "lightning-dp", "svg.fonttype": "path"}):
+        figure.savefig(content, format="svg", metadata={"Date": None, "Creator": None})
+    pyplot.close(figure)
+    return content.getvalue()
 
 
 def _panels(

@@ -97,6 +97,7 @@ class PrivateRun:
         self.optimizers: str | None = None  # which one is private, where there are several
         self.setting: Setting | None = None  # public numbers of the latest fit, once they are known
         self.isolation = "not probed (no batch yet)" if config.isolation_probe else "opted out"
+        self.started: str | None = None  # the first charge of the checkpoint that was resumed
         self.spot_checks = 0  # steps with one, in all fits of this object
         self.is_seeded = config.seed is not None  # for good: also a run resumed without the seed
         self._fit: _Fit | None = None  # the latest one; None before the first
@@ -420,4 +421,5 @@ class PrivateRun:
         if world.is_lead:
             self.ledger.restore(state["ledger"], directory)
         self.is_seeded = self.is_seeded or bool(state["seeded"])
+        self.started = state.get("report", {}).get("started")
         self._resumed = None if state["mechanism"] is None else state

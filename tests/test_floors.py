@@ -27,7 +27,7 @@ CALLBACKS = Path(lightning_dp.callbacks.__file__).parent
 FLOORS = (
     ("_refusals",),
     ("_validate", "_warnings", "_lazy", "help"),
-    ("_files", "_described"),
+    ("_files", "_described", "about"),
     ("functional", "_world", "_noise", "_fingerprint", "_norms", "sparsify"),
     ("boundary",),
     ("accounting",),

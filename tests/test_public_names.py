@@ -25,7 +25,7 @@ PUBLIC = {
         FromInfluence
         AbstractPostProcessor LaplacianSmoothing Momentum
         AbstractSampling BatchPlan Poisson FullBatch
-        fix rows_of_records
+        fix rows_of_records About
     """,
     "lightning_dp.callbacks": """
         DifferentialPrivacy PrivacyAdvice PrivacyLogger PrivacyReportFiles RandomIterate
@@ -33,7 +33,7 @@ PUBLIC = {
     """,
     "lightning_dp.accounting": """
         Gaussian PoissonGaussian RepeatAndSelect ApproximateDP ZCDP PLDAccountant StreamingRDPAccountant
-        epsilon delta epsilon_text calibrate calibrate_history
+        epsilon delta epsilon_text TradeOff trade_off calibrate calibrate_history
         draw_number_of_runs sweep_history recover_journal
     """,
     "lightning_dp.report": "PrivacyReport",

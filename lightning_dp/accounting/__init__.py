@@ -17,6 +17,7 @@ __all__ = [
     "PoissonGaussian",
     "RepeatAndSelect",
     "StreamingRDPAccountant",
+    "TradeOff",
     "calibrate",
     "calibrate_history",
     "delta",
@@ -25,6 +26,7 @@ __all__ = [
     "epsilon_text",
     "recover_journal",
     "sweep_history",
+    "trade_off",
 ]
 
 if TYPE_CHECKING:
@@ -35,6 +37,7 @@ if TYPE_CHECKING:
         RepeatAndSelect,
     )
     from lightning_dp.accounting.external import ZCDP, ApproximateDP
+    from lightning_dp.accounting.hypothesis_tests import TradeOff, trade_off
     from lightning_dp.accounting.journals import recover_journal, sweep_history
     from lightning_dp.accounting.pld import PLDAccountant, delta, epsilon
     from lightning_dp.accounting.rdp import StreamingRDPAccountant
@@ -51,6 +54,7 @@ else:
         "rounding",
         "search",
         "journals",
+        "hypothesis_tests",
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import reprlib
 from collections.abc import Sequence
+from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +51,8 @@ class Ledger:
         self.id = new_id()
         self.journal_path: Path | None = None
         self.weights: set[str] = set()  # fingerprints of weights that were released
+        self.began: datetime | None = None  # at the first charge that this object saw
+        self.latest: datetime | None = None  # and at the latest one
         self._charges = Charges()
         self._journal: Journal | None = None
         self._run = ""
@@ -112,6 +115,8 @@ class Ledger:
         if self._journal is not None:
             self._journal.append(self._run, self._charges.length(self._run), event)
         self._charges.append(self._run, event)
+        self.latest = datetime.now(timezone.utc)
+        self.began = self.began or self.latest
 
     def void(self, reason: str) -> None:
         """Withdraw ε of all that was charged, for good and durably: nothing can be charged after it.

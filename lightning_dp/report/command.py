@@ -9,13 +9,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from lightning_dp.accounting import PLDAccountant
-from lightning_dp.accounting.base import Relation, check_delta
+from lightning_dp.about import About
+from lightning_dp.accounting.base import check_delta
 from lightning_dp.accounting.charges import Charges, JournalError
-from lightning_dp.accounting.release_file import federations_in
 from lightning_dp.accounting.rounding import epsilon_text
 from lightning_dp.report.checks import Checked, check, check_journal_alone
-from lightning_dp.report.content import plain
+from lightning_dp.report.facts import plain
 from lightning_dp.report.files import (
     Document,
     NotPrivateError,
@@ -23,15 +22,19 @@ from lightning_dp.report.files import (
     find_journal,
     read_charges,
     read_document,
+    write_text,
 )
+from lightning_dp.report.html import document
+from lightning_dp.report.publish import pages
 from lightning_dp.report.render import charged
+from lightning_dp.report.total import Total, total
 
-__all__ = ["Total", "main", "total"]
+__all__ = ["main"]
 
 _DESCRIPTION = """\
 Print the privacy report of a run and check that what was written about it agrees: epsilon is
 computed again from the charged events, and the journal must know every charge that a checkpoint or
-a report knows. Nothing is written, and a running training is not disturbed."""
+a report knows. Nothing is written but the page of --html, and a running training is not disturbed."""
 
 _EPILOG = """\
 exit status: 0 if all agrees, 1 if something does not (each fault is named), 2 if PATH or the
@@ -40,6 +43,7 @@ options cannot be used.
 examples:
   python -m lightning_dp.report lightning_logs/version_0
   python -m lightning_dp.report last.ckpt --json
+  python -m lightning_dp.report last.ckpt --html page.html --record "one visit of a patient"
   python -m lightning_dp.report privacy/3f0c.journal --delta 1e-5
   python -m lightning_dp.report ledgers --delta 1e-5      (federated clients)"""
 
@@ -77,12 +81,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     try:
         found = _find(options)
+        if options.html is not None:
+            _write_html(found, options)
     except (OSError, ValueError, JournalError) as error:
         parser.exit(2, f"{parser.prog}: error: {error}\n")
     if options.json:
         print(json.dumps(plain(_as_dict(found)), ensure_ascii=False, indent=1))
     else:
         print("\n".join(_lines(found)))
+        if options.html is not None:
+            print(f"page for people: {options.html}")
     return 1 if found.number_of_problems() else 0
 
 
@@ -107,7 +115,38 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--journal", type=Path, help="where the journal is now, if it was moved")
     parser.add_argument("--json", action="store_true", help="print JSON")
+    page = parser.add_argument_group(
+        "a page for people, in plain words, with an annex for engineers"
+    )
+    page.add_argument("--html", type=Path, metavar="FILE", help="write it to this file")
+    page.add_argument(
+        "--data-set", metavar="NAME", help="name of the data set, to be printed on it"
+    )
+    page.add_argument("--record", metavar="WORDS", help="the meaning of one record")
+    page.add_argument("--controller", metavar="NAME", help="who is responsible for the data")
     return parser
+
+
+def _write_html(found: _Found, options: argparse.Namespace) -> None:
+    about = About(
+        data_set=options.data_set, record=options.record, controller=options.controller
+    ).to_dict()
+    together = found.total or _beside(found.documents, options.delta)
+    made = pages(found.documents, together, about, found.problems)
+    if not made:
+        raise _UsageError(
+            f"{options.path} holds no report, so there is nothing to make a page of: a journal by "
+            "itself does not know what was trained. Give a checkpoint, a report or their folder."
+        )
+    write_text(options.html, document(made))
+
+
+def _beside(documents: Sequence[Checked], delta: float | None) -> Total | None:
+    """Return the total with the ledgers whose journals are in the same folder as a document's."""
+    own = {each.journal.resolve() for each in documents if each.journal is not None}
+    others = {path for each in own for path in each.parent.glob("*.journal")} - own
+    relation = documents[0].document.relation if documents else "add_remove"
+    return total(documents, [read_charges(path) for path in sorted(others)], delta, relation)
 
 
 def _find(options: argparse.Namespace) -> _Found:
@@ -236,82 +275,3 @@ def _as_dict(found: _Found) -> dict[str, Any]:
         "documents": [each.to_dict() for each in found.documents],
         "journals": [each.to_dict() for each in found.journals],
     }
-
-
-# -- the sum over ledgers ----------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Total:
-    """ε of several ledgers together, if they are about the same records.
-
-    Args:
-        ledgers: how many there are.
-        steps: charges, over all of them.
-        epsilon: of the union of their events at ``delta``.
-        delta: the least δ that a report in the folder states, unless one is given.
-        relation: replace-one, if a report in the folder is under it.
-    """
-
-    ledgers: int
-    steps: int
-    epsilon: float
-    delta: float
-    relation: Relation
-
-    def __str__(self) -> str:
-        return (
-            f"== total of {self.ledgers} ledgers, if they are about the same records: "
-            f"ε = {epsilon_text(self.epsilon)} at δ = {self.delta:g} ({self.relation}), "
-            f"{self.steps} steps"
-        )
-
-
-def total(
-    checked: Sequence[Checked],
-    journals: Sequence[tuple[str, Charges]],
-    delta: float | None,
-    relation: Relation,
-) -> Total | None:
-    r"""Compose what all ledgers were charged; each run counts once.
-
-    A ledger whose noise was chosen at run time has the ε_i of its whole budget at δ_i. It is
-    added to the others' by basic composition: :math:`\epsilon + \sum_i \epsilon_i` at
-    :math:`\delta + \sum_i \delta_i`.
-
-    Journals of federated clients are left out: each is about another client's records.
-
-    Args:
-        checked: the documents, with what their journals know.
-        journals: ledger id and charges of those that no document speaks of.
-        delta: δ; by default the documents' smallest one.
-        relation: for journals by themselves.
-
-    Returns:
-        None if there are fewer than two ledgers, or no δ is known.
-    """
-    known: dict[str, Charges] = {}
-    budgets: dict[str, tuple[float, float]] = {}
-    for each in checked:
-        known.setdefault(each.document.ledger_id, Charges()).merge(each.known)
-        report = each.document.report
-        if report is not None and report.claims_budget:
-            budgets[report.ledger_id] = (each.epsilon, report.delta)
-    for ledger_id, runs in journals:
-        if not federations_in(runs):
-            known.setdefault(ledger_id, Charges()).merge(runs)
-    deltas = [each.document.delta for each in checked] if delta is None else [delta]
-    if len(known) < 2 or not deltas:
-        return None
-    relations = {relation, *(each.document.relation for each in checked)}
-    under: Relation = "replace_one" if "replace_one" in relations else "add_remove"
-    fixed = [run for name in known if name not in budgets for run in known[name].items()]
-    history = Charges(dict(fixed)).history()
-    return Total(
-        ledgers=len(known),
-        steps=sum(runs.total for runs in known.values()),
-        epsilon=PLDAccountant().epsilon(history, min(deltas), under)
-        + sum(epsilon for epsilon, _ in budgets.values()),
-        delta=min(deltas) + sum(its_own for _, its_own in budgets.values()),
-        relation=under,
-    )

@@ -2,32 +2,17 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping, Sequence
-from dataclasses import MISSING, dataclass, field, fields
-from typing import TYPE_CHECKING, Any, get_type_hints
+from dataclasses import dataclass
 
-from lightning_dp import _validate
-from lightning_dp._refusals import RefusedSetting
-from lightning_dp._validate import Check, flag, optional, shown, whole_from_0
-from lightning_dp.accounting import PLDAccountant, StreamingRDPAccountant
-from lightning_dp.accounting.base import AbstractAccountant, Relation, check_relation
-from lightning_dp.accounting.charges import Charges
-from lightning_dp.accounting.events import AbstractEvent
-from lightning_dp.accounting.rounding import epsilon_text
-from lightning_dp.report.render import Fact, Page, charged
+from lightning_dp.report.facts import AbstractReport
+from lightning_dp.report.html import document
+from lightning_dp.report.pages import annex_of, page
 
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-
-__all__ = ["PrivacyReport", "plain"]
-
-_FORMAT = "lightning-dp-report-1"
-_ACCOUNTANTS: tuple[type[AbstractAccountant], ...] = (PLDAccountant, StreamingRDPAccountant)
+__all__ = ["PrivacyReport"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class PrivacyReport:
+class PrivacyReport(AbstractReport):
     """A privacy statement about what ran.
 
     ``epsilon`` at ``delta`` is the guarantee of releasing the steps that were made, had their
@@ -58,6 +43,8 @@ class PrivacyReport:
         noise_multiplier: z of the latest step.
         sample_rate, expected_batch_size, num_records: q, B = qN and N; None before a fit.
         learning: what public numbers and releases tell of what was learnt, by name; advice among it.
+        about: the user's words about the data, see :class:`lightning_dp.About`.
+        started, ended: minutes of the first and the latest charge; None where they are not known.
         stop_reason: why training stopped early; None if it did not.
         not_covered: what the numbers do not speak about.
         versions: of the packages that matter.
@@ -67,317 +54,13 @@ class PrivacyReport:
             the order of time.
     """
 
-    epsilon: float
-    delta: float
-    epsilon_of_plan: float | None = None
-    relation: Relation
-    steps: int
-    target_epsilon: float | None = None
-    claims_budget: bool = False
-    private: bool
-    seeded: bool
-    isolation: str = "unknown"
-    spot_checks: str = "unknown"
-    gradient_edits: str | None = None
-    guard: str = "unknown"
-    accountant: str = "unknown"
-    accountant_settings: dict[str, float | None] = field(default_factory=dict)
-    mechanism: dict[str, str] = field(default_factory=dict)
-    clip_norms: dict[str, float] = field(default_factory=dict)
-    noise_multiplier: float | None = None
-    sample_rate: float | None = None
-    expected_batch_size: float | None = None
-    num_records: int | None = None
-    learning: dict[str, str] = field(default_factory=dict)
-    stop_reason: str | None = None
-    not_covered: tuple[str, ...] = ()
-    versions: dict[str, str] = field(default_factory=dict)
-    ledger_id: str
-    journal: str | None = None
-    events: Charges
-
-    def history(self) -> list[tuple[AbstractEvent, int]]:
-        """Return all events with their counts, over all runs."""
-        return self.events.history()
-
-    def known_accountant(self) -> AbstractAccountant | None:
-        """Return the accountant of this package that the report names; None if it names another."""
-        for kind in _ACCOUNTANTS:
-            if kind().name == self.accountant:
-                try:
-                    return kind(**self.accountant_settings)
-                except (TypeError, ValueError):
-                    return None
-        return None
-
-    # -- as data ---------------------------------------------------------------------------
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return plain types, for JSON and for checkpoints; an infinite number is "inf"."""
-        parts = {each.name: getattr(self, each.name) for each in fields(self)}
-        content: dict[str, Any] = plain(
-            {"format": _FORMAT, **parts, "events": self.events.to_dict()}
-        )
-        return content
-
-    @classmethod
-    def from_dict(cls, content: Mapping[str, Any]) -> PrivacyReport:
-        """Read a report field by field: one that is absent has its default.
-
-        Raises:
-            ValueError: naming the field, if it is unknown or illegal, or if it has no default.
-        """
-        values = dict(content)
-        if (found := values.pop("format", None)) != _FORMAT:
-            raise RefusedSetting(
-                f"format={found!r}: not a privacy report of this version ({_FORMAT}).",
-                topic="other-version",
-            )
-        known = {each.name: each for each in fields(cls)}
-        if unknown := sorted(values.keys() - known):
-            raise RefusedSetting(
-                f"The privacy report has unknown fields: {unknown}. A later version may know them.",
-                topic="other-version",
-            )
-        needed = [
-            name
-            for name, each in known.items()
-            if each.default is MISSING and each.default_factory is MISSING
-        ]
-        if missing := [name for name in needed if name not in values]:
-            raise ValueError(f"The privacy report lacks fields: {missing}.")
-        types = get_type_hints(cls)
-        return cls(**{name: _CHECKS[types[name]](name, value) for name, value in values.items()})
-
-    # -- for people ------------------------------------------------------------------------
-
-    @property
-    def why_not_private(self) -> str:
-        """The reason for which the numbers do not hold, in words; empty if they do."""
-        if self.private:
-            return ""
-        if (reason := self.events.voided) is not None:
-            return f"VOIDED, NOT PRIVATE ({reason})"
-        return f"NOT PRIVATE ({'a seed was set' if self.seeded else 'no noise'})"
-
-    def summary(self, where: str | None = None) -> str:
-        """Return one line for the end of a fit.
-
-        Args:
-            where: the report's file, or what became of it.
-        """
-        of = "" if self.target_epsilon is None else f" of {self.target_epsilon:g}"
-        parts = [
-            f"ε = {epsilon_text(self.epsilon)}{of} at δ = {self.delta:g} ({self.relation}) "
-            f"after {self.steps} noised step{'' if self.steps == 1 else 's'}"
-        ]
-        if self.stop_reason is not None:
-            parts.append(self.stop_reason)
-        if not self.isolation.startswith(("probed", "by construction")):
-            parts.append("isolation of records was not checked")
-        if where is not None:
-            parts.append(f"report: {where}")
-        wrong = f"{self.why_not_private}: " if self.why_not_private else ""
-        return f"privacy: {wrong}{'; '.join(parts)}"
-
     def markdown(self) -> str:
-        """Return a document for people; what is in it is in :meth:`to_dict` as well."""
-        return self._page().markdown()
+        """Return a document for people: page one in plain words, and the engineer's annex."""
+        return page(self).markdown()
+
+    def html(self) -> str:
+        """Return the document as one HTML file, with the picture inside if matplotlib is there."""
+        return document([page(self)])
 
     def __str__(self) -> str:
-        return self._page().text()
-
-    def _page(self) -> Page:
-        wrong = self.why_not_private
-        target = "" if self.target_epsilon is None else f", target ε = {self.target_epsilon:g}"
-        return Page(
-            [
-                *([f"{wrong}: the numbers below do not hold."] if wrong else []),
-                f"ε = {epsilon_text(self.epsilon)} at δ = {self.delta:g} ({self.relation}), "
-                f"{self.steps} steps{target}",
-            ],
-            {
-                "Guarantee": self._guarantee(),
-                "Charged": self._charged(),
-                "Mechanism": self._mechanism(),
-                "Learning": [Fact(each, name) for name, each in self.learning.items()],
-                "Not covered": [Fact(each) for each in self.not_covered],
-                "Versions": [Fact(f"{name} {each}") for name, each in self.versions.items()],
-            },
-        )
-
-    def _guarantee(self) -> list[Fact]:
-        facts = []
-        if self.claims_budget:
-            facts.append(Fact("ε is that of the whole budget: noise is chosen at run time"))
-        if self.epsilon_of_plan is not None and self.epsilon_of_plan != self.epsilon:
-            whole_plan = f"ε = {epsilon_text(self.epsilon_of_plan)} (whole plan)"
-            facts.append(Fact(whole_plan, "if a result chose when to stop"))
-        if self.stop_reason is not None:
-            facts.append(Fact(self.stop_reason, "stopped"))
-        return [
-            *facts,
-            Fact(self.accountant, "accountant"),
-            Fact(self.guard, "budget guard"),
-            Fact(self.isolation, "isolation"),
-            Fact(self.spot_checks, "spot checks"),
-            *self._declared(),
-            Fact("yes, so nothing is private" if self.seeded else "none", "test seed"),
-        ]
-
-    def _declared(self) -> list[Fact]:
-        """Return what rests on the user's word."""
-        if self.gradient_edits is None:
-            return []
-        return [
-            Fact(f"{self.gradient_edits} (declared by the user, not checked)", "gradient edits")
-        ]
-
-    def _charged(self) -> list[Fact]:
-        return [
-            *(Fact(line, "charged") for line in charged(self.history())),
-            Fact(str(len(self.events)), "runs"),
-            Fact(self.ledger_id, "ledger", is_code=True),
-            Fact(self.journal or "none yet", "journal", is_code=True),
-        ]
-
-    def _mechanism(self) -> list[Fact]:
-        facts = [Fact(value, name, is_code=True) for name, value in self.mechanism.items()]
-        facts += [
-            Fact(f"{value:g}", f"clip norm {name}") for name, value in self.clip_norms.items()
-        ]
-        if self.sample_rate is None:
-            return facts
-        return [
-            *facts,
-            Fact(f"{self.sample_rate:.4g}", "sampling rate q"),
-            Fact(f"{self.expected_batch_size:g} of {self.num_records} records", "expected batch"),
-            Fact(str(self.noise_multiplier), "noise multiplier of the latest step"),
-        ]
-
-    # -- as a picture ----------------------------------------------------------------------
-
-    def plot(
-        self,
-        ax: Axes | None = None,
-        *,
-        metrics: Mapping[str, Sequence[tuple[int, float]]] | None = None,
-    ) -> Axes:
-        """Draw ε over the steps against the budget, and the noise multiplier of each step.
-
-        ε after t steps is recomputed from the charged events in their order, at some 24 steps.
-
-        Args:
-            ax: where to draw; a new figure by default.
-            metrics: by name, pairs (step, value), e.g. of the held-out accuracy. They get a panel
-                above, in a new figure (in which σ_t has its panel as well).
-
-        Returns:
-            the axes of ε. That of σ_t is the last of its figure's axes.
-
-        Raises:
-            ImportError: without matplotlib.
-            ValueError: if nothing was charged, or ``metrics`` are given with ``ax``.
-
-        Example, after a fit with a callback ``privacy``::
-
-            ax = privacy.report().plot(metrics={"accuracy": [(10, 0.5), (20, 0.8)]})
-            ax.figure.savefig("privacy.png")
-        """
-        from lightning_dp.plotting import plot_charges
-
-        return plot_charges(
-            self.events,
-            delta=self.delta,
-            relation=self.relation,
-            accountant=self.known_accountant() or PLDAccountant(),
-            budget=self.target_epsilon,
-            claim=self.epsilon if self.claims_budget else None,
-            title=self.why_not_private,
-            ax=ax,
-            metrics=metrics,
-        )
-
-
-def plain(value: Any) -> Any:
-    """Return dictionaries, lists, texts and numbers only, as JSON and checkpoints know them.
-
-    Infinity is the text "inf".
-
-    Example:
-        >>> plain({"epsilon": float("inf"), "path": ("a", 1.5)})
-        {'epsilon': 'inf', 'path': ['a', 1.5]}
-    """
-    if isinstance(value, dict):
-        return {str(key): plain(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [plain(item) for item in value]
-    if isinstance(value, float):  # also np.float64, which spoils a checkpoint
-        return float(value) if math.isfinite(value) else str(float(value))
-    if value is None or isinstance(value, bool | int | str):
-        return value
-    return str(value)
-
-
-# -- reading: one check for each type of a field ------------------------------------------------
-
-
-def _number(name: str, value: object, *, of: str | None = None) -> float:
-    result = math.inf if value == "inf" else _validate.number(name, value, of=of)
-    if math.isnan(result):
-        raise ValueError(f"{shown(name, value, of)} must be a number, or 'inf'.")
-    return result
-
-
-def _text(name: str, value: object, *, of: str | None = None) -> str:
-    if not isinstance(value, str):
-        raise ValueError(f"{shown(name, value, of)} must be a text.")
-    return value
-
-
-def _texts(name: str, value: object, *, of: str | None = None) -> tuple[str, ...]:
-    if not isinstance(value, list | tuple):
-        raise ValueError(f"{shown(name, value, of)} must be a list of texts.")
-    return tuple(_text(name, each, of=of) for each in value)
-
-
-def _dictionary(name: str, value: object, *, of: str | None = None) -> dict[str, Any]:
-    if not isinstance(value, dict):
-        raise ValueError(f"{shown(name, value, of)} must be a dictionary.")
-    return value
-
-
-def _dictionary_of(check: Check) -> Check:
-    def checked(name: str, value: object, *, of: str | None = None) -> dict[str, Any]:
-        return {
-            _text(name, key): check(f"{name}[{key!r}]", each, of=of)
-            for key, each in _dictionary(name, value, of=of).items()
-        }
-
-    return checked
-
-
-def _relation(name: str, value: object, *, of: str | None = None) -> str:
-    check_relation(text := _text(name, value, of=of))
-    return text
-
-
-def _events(name: str, value: object, *, of: str | None = None) -> Charges:
-    return Charges.from_dict(_dictionary(name, value, of=of))
-
-
-_CHECKS: dict[Any, Check] = {
-    bool: flag,
-    int: whole_from_0,
-    int | None: optional(whole_from_0),
-    float: _number,
-    float | None: optional(_number),
-    str: _text,
-    str | None: optional(_text),
-    tuple[str, ...]: _texts,
-    dict[str, str]: _dictionary_of(_text),
-    dict[str, float]: _dictionary_of(_number),
-    dict[str, float | None]: _dictionary_of(optional(_number)),
-    Relation: _relation,
-    Charges: _events,
-}
+        return annex_of(self).text()

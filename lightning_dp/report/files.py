@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
 import pickle
 import reprlib
 import stat
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -28,6 +30,7 @@ from lightning_dp.accounting.release_file import (
     progress_of_all,
 )
 from lightning_dp.report.content import PrivacyReport
+from lightning_dp.report.pages import draft, page
 
 __all__ = [
     "CHECKPOINT_KEY",
@@ -42,6 +45,7 @@ __all__ = [
     "read_document",
     "read_report",
     "write_report",
+    "write_text",
 ]
 
 CHECKPOINT_KEY = "lightning_dp"
@@ -53,7 +57,7 @@ PATTERN = "privacy_report-*.json"
 # -- report files ------------------------------------------------------------------------------
 
 
-def write_report(report: PrivacyReport, folder: str | Path) -> Path:
+def write_report(report: PrivacyReport, folder: str | Path, *, is_over: bool = True) -> Path:
     """Write ``privacy_report-<ledger id>.json`` and ``.md`` into a folder, each replaced whole.
 
     Runs of one ledger replace each other's file, since a later report holds what an earlier one
@@ -62,6 +66,8 @@ def write_report(report: PrivacyReport, folder: str | Path) -> Path:
     Args:
         report: what to write.
         folder: made if it does not exist.
+        is_over: False while the training goes on: the Markdown has no page one then, which would
+            take a second at every checkpoint.
 
     Returns:
         the path of the JSON file.
@@ -74,9 +80,11 @@ def write_report(report: PrivacyReport, folder: str | Path) -> Path:
         raise ValueError(f"ledger_id={report.ledger_id!r} is not one of 16 hexadecimal digits.")
     path = Path(folder) / PATTERN.replace("*", report.ledger_id)
     path.parent.mkdir(parents=True, exist_ok=True)
-    content = json.dumps(report.to_dict(), ensure_ascii=False, allow_nan=False, indent=1)
-    _write(path.with_suffix(".md"), report.markdown())
-    _write(path, content + "\n")
+    told = replace(report, journal=_told(report.journal, path.parent))
+    content = json.dumps(told.to_dict(), ensure_ascii=False, allow_nan=False, indent=1)
+    layout = page(report) if is_over else draft(report)
+    write_text(path.with_suffix(".md"), layout.markdown())
+    write_text(path, content + "\n")
     return path
 
 
@@ -91,14 +99,40 @@ def read_report(path: str | Path) -> PrivacyReport:
         content = json.loads(Path(path).read_text(encoding="utf-8"))
         if not isinstance(content, dict):
             raise ValueError("not a dictionary")
-        return PrivacyReport.from_dict(content)
+        report = PrivacyReport.from_dict(content)
+        return replace(report, journal=_found(report.journal, Path(path).parent))
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise RefusedSetting(
             f"{path} is not a privacy report: {text_of(error)}", topic="unreadable-checkpoint"
         ) from None
 
 
-def _write(path: Path, content: str) -> None:
+def _told(journal: str | None, folder: Path) -> str | None:
+    """Return the path of a journal from a folder; below ``~`` where they have nothing in common.
+
+    A report is shown to people: it tells no user names that it need not.
+    """
+    if journal is None or not os.path.isabs(journal):
+        return journal
+    start = os.path.abspath(folder)
+    with contextlib.suppress(ValueError):  # another drive
+        if (common := os.path.commonpath((start, journal))) != os.path.dirname(common):
+            return Path(os.path.relpath(journal, start)).as_posix()
+    home = os.path.expanduser("~")
+    if Path(journal).is_relative_to(home):
+        return f"~/{Path(journal).relative_to(home).as_posix()}"
+    return journal
+
+
+def _found(journal: str | None, folder: Path) -> str | None:
+    """Return the absolute path that :func:`_told` was given, seen from the folder of the report."""
+    if journal is None or not is_journal_name(Path(journal).name) or "\0" in journal:
+        return journal
+    return os.path.normpath(os.path.abspath(folder) / Path(os.path.expanduser(journal)))
+
+
+def write_text(path: Path, content: str) -> None:
+    """Write a file, replaced whole if it exists; a new one is readable by its owner alone."""
     # Who may read a file that exists is for its owner to say.
     mode = stat.S_IMODE(path.stat().st_mode) if path.exists() else FILE_MODE
     with replaced(path, mode) as file:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import math
 from dataclasses import fields, is_dataclass
+from datetime import datetime
 from functools import cache
 from importlib.metadata import version
+from platform import python_version
 from typing import Any
 
 from lightning_dp.accounting.guards import FixedGuard
@@ -17,12 +19,12 @@ from lightning_dp.run import PrivateRun
 __all__ = ["report"]
 
 _NOT_COVERED = (
-    "metrics logged from the training data (train_loss) and their effect on decisions",
+    "metrics logged from the training data (train_loss), and decisions that follow them",
     "validation on private data, and choices made by looking at it",
-    "tuning runs, other fits of other callbacks on the same data",
+    "other trainings on the same data (trials, fits of other callbacks), and any other use of them",
     "losses that couple the records of a batch in ways that the checks of isolation do not see",
     "samples for which the data set reads other records than their own (mixup in __getitem__)",
-    "floating-point rounding and timing",
+    "floating-point rounding and timing: the promise is about the ideal mathematics",
 )
 
 _ROUND = (
@@ -58,6 +60,9 @@ def report(run: PrivateRun) -> PrivacyReport:
         expected_batch_size=None if batches is None else float(batches.expected_batch_size),
         num_records=None if batches is None else int(batches.num_records),
         learning=facts(run.setting, run.signal) if config.advice else {},
+        about={} if config.about is None else config.about.to_dict(),
+        started=run.started or _minute(run.ledger.began),
+        ended=_minute(run.ledger.latest),
         stop_reason=run.stop_reason,
         not_covered=(*_NOT_COVERED, *run.not_covered),
         versions=dict(_versions()),
@@ -65,6 +70,11 @@ def report(run: PrivateRun) -> PrivacyReport:
         journal=None if journal is None else str(journal),
         events=run.ledger.runs,
     )
+
+
+def _minute(moment: datetime | None) -> str | None:
+    """Return a moment to the minute: no more is needed, and times of steps are nobody's business."""
+    return None if moment is None else moment.strftime("%Y-%m-%d %H:%M UTC")
 
 
 def _spot_checks(run: PrivateRun) -> str:
@@ -116,4 +126,5 @@ def _settings(part: object) -> dict[str, float | None]:
 @cache
 def _versions() -> tuple[tuple[str, str], ...]:
     """Look versions up once: at every checkpoint it would cost more than ε."""
-    return tuple((name, version(name)) for name in ("lightning-dp", "lightning", "torch", "opacus"))
+    names = ("lightning-dp", "lightning", "torch", "opacus", "numpy", "scipy")
+    return (("python", python_version()), *((name, version(name)) for name in names))

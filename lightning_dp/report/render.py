@@ -1,14 +1,18 @@
-"""The facts of a report in two layouts: text for a terminal, and Markdown."""
+"""The parts of a page, and two of its layouts: text for a terminal, and Markdown."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, TypeAlias
 
 from lightning_dp.accounting.events import History
 from lightning_dp.accounting.external import AbstractExternal
 
-__all__ = ["Fact", "Page", "charged"]
+if TYPE_CHECKING:
+    from lightning_dp.report.facts import AbstractReport
+
+__all__ = ["Block", "Fact", "Page", "Table", "charged"]
 
 _MOST_EVENTS = 8
 
@@ -28,21 +32,41 @@ class Fact:
 
 
 @dataclass(frozen=True)
+class Table:
+    """Rows of cells below a head."""
+
+    head: tuple[str, ...]
+    rows: Sequence[tuple[str, ...]]
+
+
+Block: TypeAlias = str | Fact | Table
+"""A paragraph, an item or a table."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Page:
-    """A report for people.
+    """A report for people, and its annex for engineers.
 
     Args:
-        statements: what must be read first.
-        sections: the facts, by title.
+        warnings: what makes the rest worthless, or doubtful; each with what follows from it.
+        statements: the numbers in a line.
+        sections: page one, by title.
+        annex: the facts for engineers, by title.
+        code: a program that computes ε again.
+        report: that the page is about, for its picture and its data.
     """
 
+    warnings: Sequence[str]
     statements: Sequence[str]
-    sections: Mapping[str, Sequence[Fact]]
+    sections: Mapping[str, Sequence[Block]]
+    annex: Mapping[str, Sequence[Fact]]
+    code: str
+    report: AbstractReport = field(repr=False)
 
     def text(self) -> str:
-        """Return one line for each named fact, and one for all others of a section."""
+        """Return the annex: one line for each named fact, and one for all others of a section."""
         lines = list(self.statements)
-        for title, facts in self.sections.items():
+        for title, facts in self.annex.items():
             lines += [f"{fact.name}: {fact.value}" for fact in facts if fact.name]
             if rest := [fact.value for fact in facts if not fact.name]:
                 lines.append(f"{title.lower()}: {'; '.join(rest)}")
@@ -51,15 +75,44 @@ class Page:
     def markdown(self) -> str:
         """Return a document with a heading for each section and an item for each fact."""
         lines = ["# Privacy report", ""]
+        for warning in self.warnings:
+            lines += [f"> **{_escaped(warning)}**", ""]
+        for title, blocks in self.sections.items():
+            lines += [f"## {title}", "", *_markdown(blocks)]
+        lines += ["# Annex for engineers", ""]
         for statement in self.statements:
-            lines += [f"**{statement}**", ""]
-        for title, facts in self.sections.items():
-            lines += [f"## {title}", ""]
-            for fact in facts:
-                value = f"`{fact.value}`" if fact.is_code else fact.value
-                lines.append(f"- {fact.name}: {value}" if fact.name else f"- {value}")
-            lines.append("")
+            lines += [f"**{_escaped(statement)}**", ""]
+        for title, facts in self.annex.items():
+            lines += [f"## {title}", "", *_markdown(facts)]
+        lines += ["## Compute it again", "", "```python", self.code, "```", ""]
         return "\n".join(lines)
+
+
+def _markdown(blocks: Sequence[Block]) -> list[str]:
+    """Return lines; items that follow each other are one list."""
+    lines: list[str] = []
+    for block in blocks:
+        if isinstance(block, Fact):
+            value = f"`{block.value}`" if block.is_code else _escaped(block.value)
+            lines.append(f"- {_escaped(block.name)}: {value}" if block.name else f"- {value}")
+            continue
+        if lines and lines[-1]:
+            lines.append("")
+        if isinstance(block, Table):
+            lines += [_row(block.head), _row(("---",) * len(block.head)), *map(_row, block.rows)]
+        else:
+            lines.append(_escaped(block))
+        lines.append("")
+    return lines if not lines or not lines[-1] else [*lines, ""]
+
+
+def _row(cells: Sequence[str]) -> str:
+    return f"| {' | '.join(map(_escaped, cells))} |"
+
+
+def _escaped(text: str) -> str:
+    """Return a text in which a user's words cannot be HTML."""
+    return text.replace("&", "&amp;").replace("<", "&lt;")
 
 
 def charged(history: History) -> list[str]:

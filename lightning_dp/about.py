@@ -1,0 +1,44 @@
+"""The user's own words about the data of a run, for its report."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+
+from lightning_dp._validate import normalise, one_line, optional
+
+__all__ = ["About"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class About:
+    """The words that only you know, printed in the report as you state them and checked by nobody.
+
+    They change nothing in the training, and a resumed run may state others.
+
+    Args:
+        data_set: name of the training data and, if it has several, its version.
+        record: the meaning of one record outside of the program ("one visit of a patient"). Without
+            it the report says that a record is one row, and no person.
+        controller: who is responsible for the data.
+
+    Raises:
+        ValueError: if a text is empty or has several lines.
+        TypeError: if one is no text.
+
+    Example:
+        >>> About(data_set="MNIST, training part", record="one picture of a digit").to_dict()
+        {'data_set': 'MNIST, training part', 'record': 'one picture of a digit'}
+
+        Then ``DifferentialPrivacy(target_epsilon=3.0, target_delta=1e-5, about=About(...))``.
+    """
+
+    data_set: str | None = None
+    record: str | None = None
+    controller: str | None = None
+
+    def __post_init__(self) -> None:
+        normalise(self, optional(one_line), "data_set", "record", "controller", of="About")
+
+    def to_dict(self) -> dict[str, str]:
+        """Return what is stated."""
+        return {name: text for name, text in asdict(self).items() if text is not None}

@@ -1,0 +1,118 @@
+"""The engineer's annex of a report: all that is needed to compute ε again, and to judge the run.
+
+A new fact about a run is a field of :class:`PrivacyReport` with a default, filled in ``of_run.py``,
+and one line in a section here. If people must know it as well, it has its words in ``people.py``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import PurePath
+from typing import TYPE_CHECKING
+
+from lightning_dp.accounting.rounding import epsilon_text
+from lightning_dp.report.render import Fact, charged
+
+if TYPE_CHECKING:
+    from lightning_dp.report.facts import AbstractReport
+
+__all__ = ["code", "sections", "statements"]
+
+
+def statements(report: AbstractReport) -> list[str]:
+    """Return the numbers in a line, after what makes them void."""
+    wrong, target = report.why_not_private, report.target_epsilon
+    of_target = "" if target is None else f", target ε = {epsilon_text(target)}"
+    return [
+        *([f"{wrong}: the numbers below do not hold."] if wrong else []),
+        f"ε = {epsilon_text(report.epsilon)} at δ = {report.delta:g} ({report.relation}), "
+        f"{report.steps} steps{of_target}",
+    ]
+
+
+def sections(report: AbstractReport) -> Mapping[str, Sequence[Fact]]:
+    """Return the facts by title, in the order of the page."""
+    return {
+        "Guarantee": _guarantee(report),
+        "Charged": _charged(report),
+        "Mechanism": _mechanism(report),
+        "Learning": [Fact(each, name) for name, each in report.learning.items()],
+        "Not covered": [Fact(each) for each in report.not_covered],
+        "Versions": [Fact(f"{name} {each}") for name, each in report.versions.items()],
+    }
+
+
+def _guarantee(report: AbstractReport) -> list[Fact]:
+    facts = []
+    if report.claims_budget:
+        facts.append(Fact("ε is that of the whole budget: noise is chosen at run time"))
+    if report.epsilon_of_plan is not None and report.epsilon_of_plan != report.epsilon:
+        whole_plan = f"ε = {epsilon_text(report.epsilon_of_plan)} (whole plan)"
+        facts.append(Fact(whole_plan, "if a result chose when to stop"))
+    if report.stop_reason is not None:
+        facts.append(Fact(report.stop_reason, "stopped"))
+    return [
+        *facts,
+        Fact(report.accountant, "accountant"),
+        *(
+            Fact(str(value), f"accountant's {name}")
+            for name, value in report.accountant_settings.items()
+        ),
+        Fact(report.guard, "budget guard"),
+        Fact(report.isolation, "isolation"),
+        Fact(report.spot_checks, "spot checks"),
+        *_declared(report),
+        Fact("yes, so nothing is private" if report.seeded else "none", "test seed"),
+    ]
+
+
+def _declared(report: AbstractReport) -> list[Fact]:
+    """Return what rests on the user's word."""
+    if report.gradient_edits is None:
+        return []
+    return [Fact(f"{report.gradient_edits} (declared by the user, not checked)", "gradient edits")]
+
+
+def _charged(report: AbstractReport) -> list[Fact]:
+    return [
+        *(Fact(line, "charged") for line in charged(report.history())),
+        Fact(str(len(report.events)), "runs"),
+        Fact(report.ledger_id, "ledger", is_code=True),
+        Fact(
+            "none yet" if report.journal is None else PurePath(report.journal).name,
+            "journal",
+            is_code=True,
+        ),
+    ]
+
+
+def _mechanism(report: AbstractReport) -> list[Fact]:
+    facts = [Fact(value, name, is_code=True) for name, value in report.mechanism.items()]
+    facts += [Fact(f"{value:g}", f"clip norm {name}") for name, value in report.clip_norms.items()]
+    if report.sample_rate is None:
+        return facts
+    return [
+        *facts,
+        Fact(f"{report.sample_rate:.4g}", "sampling rate q"),
+        Fact(f"{report.expected_batch_size:g} of {report.num_records} records", "expected batch"),
+        Fact(str(report.noise_multiplier), "noise multiplier of the latest step"),
+    ]
+
+
+def code(report: AbstractReport) -> str:
+    """Return a program that computes ε from the events in the report's file."""
+    return "\n".join(
+        (
+            "import json",
+            "",
+            "from lightning_dp.accounting import epsilon, trade_off",
+            "from lightning_dp.report import PrivacyReport",
+            "",
+            f'with open("privacy_report-{report.ledger_id}.json", encoding="utf-8") as file:',
+            "    report = PrivacyReport.from_dict(json.load(file))",
+            "events = report.history()",
+            f"print(epsilon(events, {report.delta!r}, {report.relation!r}))",
+            f"tests = trade_off(events, {report.delta!r}, {report.relation!r})",
+            "print(tests.advantage, tests.true_positive_rate(0.01))",
+        )
+    )

@@ -1,0 +1,91 @@
+"""ε of several ledgers together."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from lightning_dp.accounting import PLDAccountant
+from lightning_dp.accounting.base import Relation
+from lightning_dp.accounting.charges import Charges
+from lightning_dp.accounting.release_file import federations_in
+from lightning_dp.accounting.rounding import epsilon_text
+from lightning_dp.report.checks import Checked
+
+__all__ = ["Total", "total"]
+
+
+@dataclass(frozen=True)
+class Total:
+    """ε of several ledgers together, if they are about the same records.
+
+    Args:
+        ledgers: how many there are.
+        steps: charges, over all of them.
+        epsilon: of the union of their events at ``delta``.
+        delta: the least δ that a report in the folder states, unless one is given.
+        relation: replace-one, if a report in the folder is under it.
+    """
+
+    ledgers: int
+    steps: int
+    epsilon: float
+    delta: float
+    relation: Relation
+
+    def __str__(self) -> str:
+        return (
+            f"== total of {self.ledgers} ledgers, if they are about the same records: "
+            f"ε = {epsilon_text(self.epsilon)} at δ = {self.delta:g} ({self.relation}), "
+            f"{self.steps} steps"
+        )
+
+
+def total(
+    checked: Sequence[Checked],
+    journals: Sequence[tuple[str, Charges]],
+    delta: float | None,
+    relation: Relation,
+) -> Total | None:
+    r"""Compose what all ledgers were charged; each run counts once.
+
+    A ledger whose noise was chosen at run time has the ε_i of its whole budget at δ_i. It is
+    added to the others' by basic composition: :math:`\epsilon + \sum_i \epsilon_i` at
+    :math:`\delta + \sum_i \delta_i`.
+
+    Journals of federated clients are left out: each is about another client's records.
+
+    Args:
+        checked: the documents, with what their journals know.
+        journals: ledger id and charges of those that no document speaks of.
+        delta: δ; by default the documents' smallest one.
+        relation: for journals by themselves.
+
+    Returns:
+        None if there are fewer than two ledgers, or no δ is known.
+    """
+    known: dict[str, Charges] = {}
+    budgets: dict[str, tuple[float, float]] = {}
+    for each in checked:
+        known.setdefault(each.document.ledger_id, Charges()).merge(each.known)
+        report = each.document.report
+        if report is not None and report.claims_budget:
+            budgets[report.ledger_id] = (each.epsilon, report.delta)
+    for ledger_id, runs in journals:
+        if not federations_in(runs):
+            known.setdefault(ledger_id, Charges()).merge(runs)
+    deltas = [each.document.delta for each in checked] if delta is None else [delta]
+    if len(known) < 2 or not deltas:
+        return None
+    relations = {relation, *(each.document.relation for each in checked)}
+    under: Relation = "replace_one" if "replace_one" in relations else "add_remove"
+    fixed = [run for name in known if name not in budgets for run in known[name].items()]
+    history = Charges(dict(fixed)).history()
+    return Total(
+        ledgers=len(known),
+        steps=sum(runs.total for runs in known.values()),
+        epsilon=PLDAccountant().epsilon(history, min(deltas), under)
+        + sum(epsilon for epsilon, _ in budgets.values()),
+        delta=min(deltas) + sum(its_own for _, its_own in budgets.values()),
+        relation=under,
+    )

@@ -1,0 +1,310 @@
+"""Page one, the annex and the HTML file: what is said first, and nothing that nobody knows."""
+
+from __future__ import annotations
+
+import builtins
+import math
+import re
+from html.parser import HTMLParser
+
+import matplotlib
+import pytest
+
+from lightning_dp import About
+from lightning_dp.accounting import Gaussian, PoissonGaussian, epsilon, epsilon_text, trade_off
+from lightning_dp.accounting.charges import Charges
+from lightning_dp.accounting.events import Voided
+from lightning_dp.callbacks import DifferentialPrivacy
+from lightning_dp.report import PrivacyReport
+from lightning_dp.report.html import document
+from lightning_dp.report.pages import draft, page
+from lightning_dp.report.people import Beside
+
+matplotlib.use("Agg")
+
+DELTA = 1e-5
+EVENTS = [(PoissonGaussian(1.2, 0.0465), 129)]
+ID = "0123456789abcdef"
+
+
+def of(**changes):
+    """A report of 129 steps on 22,000 records."""
+    return PrivacyReport(
+        **{
+            "epsilon": epsilon(EVENTS, DELTA),
+            "delta": DELTA,
+            "relation": "add_remove",
+            "steps": 129,
+            "target_epsilon": 3.0,
+            "private": True,
+            "seeded": False,
+            "accountant": "PLD",
+            "num_records": 22_000,
+            "ledger_id": ID,
+            "journal": f"/home/alice/private/{ID}.journal",
+            "events": Charges({"a" * 16: EVENTS}),
+            **changes,
+        }
+    )
+
+
+def promise(report, beside=None):
+    return page(report, beside).sections["What is promised"]
+
+
+def said(blocks):
+    return " ".join(str(block) for block in blocks)
+
+
+class Outline(HTMLParser):
+    """Collects what a browser would meet, and checks that elements close in order."""
+
+    VOID = ("meta", "img")
+
+    def __init__(self, text):
+        super().__init__()
+        self.open, self.tags, self.texts = [], [], []
+        self.feed(text)
+        self.close()
+        assert self.open == []
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.append((tag, dict(attrs)))
+        if tag not in self.VOID:
+            self.open.append(tag)
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        self.texts.append(data)
+
+    def all(self, tag):
+        return [attrs for name, attrs in self.tags if name == tag]
+
+
+def test_page_one_says_what_tests_can_do_by_the_trade_off_of_the_events():
+    (table,) = (block for block in promise(of()) if hasattr(block, "rows"))
+    tests = trade_off(EVENTS, DELTA)
+
+    rates = dict(
+        zip(
+            ("10 in 100", "1 in 100", "1 in 1,000", "1 in 10,000"),
+            (0.1, 0.01, 1e-3, 1e-4),
+            strict=True,
+        )
+    )
+    assert [row[0] for row in table.rows] == [*rates]
+    for words, found in table.rows:
+        number = float(re.fullmatch(r"at most ([\d.]+) in 100", found)[1])
+        exact = 100 * tests.true_positive_rate(rates[words])
+        assert exact <= number <= exact * 1.011
+    right = float(re.search(r"right in at most ([\d.]+) of 100", said(promise(of())))[1])
+    exact = 50 * (1 + tests.advantage)
+    assert exact <= right <= exact + 0.1
+
+
+@pytest.mark.parametrize("claims_budget", [True, False])
+def test_where_one_pair_is_known_alone_the_words_come_from_it(claims_budget):
+    changes = {"claims_budget": True} if claims_budget else {"epsilon_of_plan": 3.0}
+    found = said(promise(of(epsilon=3.0 if claims_budget else epsilon(EVENTS, DELTA), **changes)))
+
+    assert "ε = 3 (epsilon)" in found
+    # (1 + tanh(3 / 2)) / 2 = .9526, and δ
+    assert "right in at most 95.3 of 100" in found
+    assert ("stopped before its plan had ended" in found) is not claims_budget
+    if not claims_budget:
+        assert f"ε = {epsilon_text(epsilon(EVENTS, DELTA))} may be claimed" in found
+
+
+def test_what_the_journal_knows_besides_counts():
+    more = [(EVENTS[0][0], 258)]
+    beside = Beside(epsilon=epsilon(more, DELTA), history=more)
+
+    found = said(promise(of(), beside))
+
+    assert f"ε = {epsilon_text(epsilon(more, DELTA))} (epsilon)" in found
+    right = epsilon_text(50 * (1 + trade_off(more, DELTA).advantage), 3)
+    assert f"right in at most {right} of 100" in found
+    assert "The journal knows of more training" in found
+
+
+def test_a_person_with_two_records_is_told_what_holds():
+    found = said(page(of(epsilon=1.0)).sections["About which data"])
+
+    delta = epsilon_text((1 + math.e) * DELTA, 3)
+    assert f"with two of them, ε = 2 at δ = {delta}" in found
+
+
+def test_replacing_asks_another_question():
+    found = said(promise(of(relation="replace_one", epsilon=epsilon(EVENTS, DELTA, "replace_one"))))
+
+    assert "or another one in its place" in found
+    right = epsilon_text(50 * (1 + trade_off(EVENTS, DELTA, "replace_one").advantage), 3)
+    assert f"right in at most {right} of 100" in found
+
+
+VOIDED = Charges({"a" * 16: [*EVENTS, (Voided("a.b couples records"), 1)]})
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"seeded": True}, "NOT PRIVATE (a seed was set). The random noise can be repeated"),
+        ({"events": VOIDED, "epsilon": math.inf}, "VOIDED, NOT PRIVATE (a.b couples records)"),
+        (
+            {"events": Charges({"b" * 16: [(Gaussian(0.0), 5)]}), "epsilon": math.inf},
+            "NOT PRIVATE (no noise). The training added no noise",
+        ),
+    ],
+)
+def test_a_run_that_promises_nothing_says_so_first_and_promises_nothing(changes, words):
+    report = of(private=False, **changes)
+    text = report.markdown()
+
+    assert text.index("Nothing is promised about this model") < text.index("## In short")
+    assert words in text
+    one = text[: text.index("# Annex")]
+    assert "in at most" not in one and "ε =" not in one and "To whom" not in one
+    outline = Outline(report.html())
+    assert outline.all("p")[0] == {"class": "warning"}
+
+
+def test_what_does_not_agree_is_said_first():
+    found = page(of(), Beside(problems=("the journal is missing",)))
+
+    assert found.warnings == [
+        "This does not agree, so do not rely on this page: the journal is missing"
+    ]
+    assert found.markdown().startswith("# Privacy report\n\n> **This does not agree")
+
+
+def test_what_nobody_stated_is_not_invented():
+    found = said(page(of()).sections["About which data"])
+
+    assert found.count("not stated") == 2  # data set, and who is responsible
+    assert "one row: one item of the training data" in found
+    stated = of(about={"data_set": "visits", "record": "one visit", "controller": "clinic"})
+    found = said(page(stated).sections["About which data"])
+    assert found.count("(stated by the user, not checked)") == 3 and "one row" not in found
+
+
+def test_words_at_the_printing_go_before_those_of_the_report():
+    found = page(of(about={"data_set": "visits 23"}), Beside(about={"data_set": "new"})).markdown()
+
+    assert "new (stated by the user" in found and "visits 23" not in found
+
+
+def test_users_words_cannot_be_html():
+    evil = "<script>alert('x')</script><img src=x onerror=y>"
+    report = of(
+        about={"data_set": evil}, gradient_edits=evil, stop_reason=evil, versions={evil: evil}
+    )
+    text = report.html()
+
+    outline = Outline(text)
+    assert outline.all("script") == [] and len(outline.all("img")) == 1
+    assert evil in "".join(outline.texts)
+    assert "<script" not in report.markdown().replace("`", "")
+
+
+def test_the_file_is_whole_and_loads_nothing():
+    text = of().html()
+
+    outline = Outline(text)
+    assert text.startswith('<!DOCTYPE html>\n<html lang="en">')
+    assert [attrs for attrs in outline.all("meta") if "charset" in attrs] == [{"charset": "utf-8"}]
+    assert {"name": "viewport", "content": "width=device-width, initial-scale=1"} in outline.all(
+        "meta"
+    )
+    (picture,) = outline.all("img")
+    assert picture["src"].startswith("data:image/svg+xml;base64,") and picture["alt"]
+    assert outline.all("link") == outline.all("script") == []
+    assert "http" not in re.sub(r"base64,[^\"]+", "", text)
+    assert "prefers-color-scheme: dark" in text and "@media print" in text
+    assert of().html() == text
+
+
+def test_no_path_of_the_machine_is_on_a_page(fit):
+    report = of()
+    for text in (report.html(), report.markdown(), str(report)):
+        assert "alice" not in re.sub(r"<details>.*</details>", "", text, flags=re.S)
+
+
+def test_without_matplotlib_the_page_says_so(monkeypatch):
+    real = builtins.__import__
+
+    def without(name, *arguments, **more):
+        if name.startswith("matplotlib"):
+            raise ImportError(name)
+        return real(name, *arguments, **more)
+
+    monkeypatch.setattr(builtins, "__import__", without)
+    text = of().html()
+
+    assert Outline(text).all("img") == []
+    assert "There is no picture: A picture needs matplotlib" in text
+
+
+def test_the_annex_computes_it_again(tmp_path, monkeypatch, capsys):
+    from lightning_dp.report.files import write_report
+
+    write_report(of(), tmp_path)
+    monkeypatch.chdir(tmp_path)
+    exec(page(of()).code, {})
+
+    tests = trade_off(EVENTS, DELTA)
+    printed = [float(word) for word in capsys.readouterr().out.split()]
+    assert printed == [epsilon(EVENTS, DELTA), tests.advantage, tests.true_positive_rate(0.01)]
+
+
+def test_a_draft_has_the_facts_alone():
+    text = draft(of()).markdown()
+
+    assert "The training was not over" in text and "What is promised" not in text
+    assert "129 × PoissonGaussian" in text
+
+
+def test_several_pages_in_one_file():
+    outline = Outline(document([page(of()), page(of(ledger_id="f" * 16))]))
+
+    assert len(outline.all("article")) == len(outline.all("h1")) == 2
+
+
+def test_about_and_times_are_in_the_report_of_a_fit(fit):
+    privacy = DifferentialPrivacy(
+        noise_multiplier=1.5,
+        target_delta=DELTA,
+        isolation_probe=False,
+        spot_checks=False,
+        about=About(data_set=" noise ", record="one row"),
+    )
+    report = fit(privacy=privacy).privacy.report()
+
+    assert report.about == {"data_set": "noise", "record": "one row"}
+    for moment in (report.started, report.ended):
+        assert re.fullmatch(r"\d{4}-\d\d-\d\d \d\d:\d\d UTC", moment)
+    assert report.started <= report.ended
+
+
+def test_a_resumed_run_began_when_the_first_one_did(saved, fit, edit_checkpoint):
+    _, path = saved
+    edit_checkpoint(path, lambda record: record["report"].update(started="2020-02-03 04:05 UTC"))
+
+    report = fit(path, max_steps=14).privacy.report()
+
+    assert report.started == "2020-02-03 04:05 UTC" < report.ended
+
+
+@pytest.mark.parametrize(
+    ("words", "error"),
+    [("", ValueError), ("a\nb", ValueError), ("a\x1bb", ValueError), (3, TypeError)],
+)
+def test_words_that_are_no_line_are_refused(words, error):
+    with pytest.raises(error, match=r"About\(data_set="):
+        About(data_set=words)
+
+
+def test_about_must_be_one():
+    with pytest.raises(TypeError, match="about='x' must be an About"):
+        DifferentialPrivacy(noise_multiplier=1.0, target_delta=DELTA, about="x")
