@@ -19,15 +19,17 @@ from lightning_dp.callbacks.privacy_report_files import PrivacyReportFiles
 from lightning_dp.callbacks.random_iterate import RandomIterate
 
 if TYPE_CHECKING:
+    from lightning_dp.callbacks.learning_rate_sweep import LearningRateSweep
     from lightning_dp.callbacks.private_strategies import (
         PrivateDDPStrategy,
         PrivateSingleDeviceStrategy,
     )
 else:
-    __getattr__ = names_from(__name__, "private_strategies")
+    __getattr__ = names_from(__name__, "private_strategies", "learning_rate_sweep")
 
 __all__ = [
     "DifferentialPrivacy",
+    "LearningRateSweep",
     "PrivacyAdvice",
     "PrivacyLogger",
     "PrivacyReportFiles",

@@ -189,6 +189,11 @@ class PrivacyConfig:
                 f"noise_schedule={self.noise_schedule} chooses the noise at run time, so ε is only "
                 "bounded by a budget: give target_epsilon."
             )
+        if self.is_adaptive and self.accountant.is_its_own_guard:
+            raise ValueError(
+                f"noise_schedule={self.noise_schedule} chooses the noise at run time, and a trial of a "
+                "search declares it in advance. Use a schedule that is fixed in advance."
+            )
 
     def _check_gradient(self) -> None:
         """Refuse what acts on released gradients, if none are released."""

@@ -261,6 +261,8 @@ class Budget:
         budget = (config.target_epsilon, config.target_delta, config.relation, spent)
         full = plan.sample_rate == 1 and self._spent_on_full_batches
         is_envelope = plan.shape.chosen == "above a plan"  # which is charged as planned
+        if config.accountant.is_its_own_guard:
+            return FixedGuard(affordable)
         if full and plan.scale > 0 and not is_envelope:
             return GDPGuard(*budget)
         if not config.is_adaptive:

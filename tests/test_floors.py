@@ -31,7 +31,7 @@ FLOORS = (
     ("functional", "_world", "_noise", "_fingerprint", "_norms", "sparsify"),
     ("boundary",),
     ("accounting",),
-    ("sampling", "estimators", "plan", "signal"),
+    ("sampling", "estimators", "plan", "signal", "search"),
     ("schedules", "postprocessing", "advice"),
     ("config",),
     ("noise_plan",),
@@ -175,6 +175,7 @@ def test_no_file_imports_itself_through_others():
         ("flwr", ("federated.flower", "testing")),
         ("pytorch_lightning", ()),
         ("dp_accounting", ()),
+        ("optuna", ()),
         ("callbacks", ()),
     ],
 )

@@ -37,6 +37,7 @@ PUBLIC = {
         draw_number_of_runs sweep_history recover_journal
     """,
     "lightning_dp.report": "PrivacyReport",
+    "lightning_dp.search": "Attempt Search Selection Trial",
     "lightning_dp.plan": """
         Suggestion TrainingPlan learning_rate plan_training suggest weight_size
     """,

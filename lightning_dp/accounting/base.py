@@ -64,6 +64,9 @@ class AbstractAccountant(ABC):
 
     # What follows has defaults that ask :meth:`epsilon`, and may be done faster.
 
+    is_its_own_guard: ClassVar[bool] = False
+    """True if a budget must be kept by this accountant alone: it is a part of a larger one."""
+
     shares_curve: ClassVar[bool] = False
     """True if many lengths of a :meth:`curve` together cost little more than the longest one."""
 

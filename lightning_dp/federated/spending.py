@@ -8,7 +8,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import numpy as np
 
@@ -17,6 +17,7 @@ from lightning_dp.accounting import PLDAccountant
 from lightning_dp.accounting.base import Relation, check_relation
 from lightning_dp.accounting.calibration import affordable_steps
 from lightning_dp.accounting.charges import counted
+from lightning_dp.accounting.declared_in_advance import OneOrderAccountant, order_of_budget
 from lightning_dp.accounting.events import AbstractEvent, History
 from lightning_dp.accounting.guards import GDPGuard
 from lightning_dp.accounting.rdp import total_divergence
@@ -27,11 +28,6 @@ __all__ = ["Events", "Spending", "affordable_rounds", "check_budget", "fits_besi
 
 Events: TypeAlias = Callable[[int], Sequence[AbstractEvent]]
 Budget: TypeAlias = tuple[float, float, Relation]
-
-# Rényi orders to choose from: closer together where they are small, as for large budgets.
-_ORDERS = np.concatenate(
-    [np.arange(11, 100) / 10, np.unique(np.round(np.geomspace(10, 4096, 120)))]
-)
 
 
 @dataclass(frozen=True)
@@ -129,18 +125,8 @@ def fits_beside(charges: Sequence[AbstractEvent], budget: Budget, spent: History
         return math.fsum(n * (factor / e.pair[0]) ** 2 for e, n in whole) <= guard.mu**2
     # Divergences of one order add up over adaptive rounds. The order is fixed by the budget: one
     # chosen afterwards would depend on what was released.
-    order = _order(guard.mu, delta)
+    order = order_of_budget(epsilon, delta)
     pairs = np.array([event.pair for event, _ in whole])
     steps = Steps(pairs[:, 0], pairs[:, 1], np.array([float(n) for _, n in whole]))
     divergence = float(total_divergence(steps, relation, np.array([order]))[0])
-    return divergence + float(_penalty(order, delta)) <= epsilon
-
-
-def _order(mu: float, delta: float) -> float:
-    """Return the best Rényi order for one Gaussian release that takes all of the budget."""
-    return float(_ORDERS[np.argmin(_ORDERS * mu**2 / 2 + _penalty(_ORDERS, delta))])
-
-
-def _penalty(order: Any, delta: float) -> Any:
-    """Return ε - ρ of the conversion from a Rényi order (arXiv:2004.00010v4, Proposition 12)."""
-    return np.log1p(-1 / order) - (math.log(delta) + np.log(order)) / (order - 1)
+    return divergence + OneOrderAccountant(order).penalty(delta) <= epsilon
