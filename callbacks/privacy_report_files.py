@@ -64,11 +64,14 @@ class PrivacyReportFiles(PrivacyCallback):
             return None  # the error says it; nothing is written after it
 
         from lightning_dp.report.of_run import report
+        from lightning_dp.strategies.totals import at_end
 
         content = report(run)
         written, failure = self._write(content, is_over=True)
         where = failure or ("none in a fast_dev_run" if written is None else _shown(written))
         rank_zero_info(content.summary(where))
+        if (total := at_end(run)) is not None:
+            rank_zero_info(total)
         return failure
 
     def _write(self, content: PrivacyReport, *, is_over: bool) -> tuple[Path | None, str | None]:

@@ -21,7 +21,7 @@ from lightning_dp._world import World
 from lightning_dp.accounting.base import CachedAccountant
 from lightning_dp.accounting.events import History
 from lightning_dp.accounting.ledger import Ledger
-from lightning_dp.accounting.pld import epsilon_curve
+from lightning_dp.accounting.pld import accountant_for, epsilon_curve
 from lightning_dp.config import PrivacyConfig
 from lightning_dp.mechanism import Mechanism
 from lightning_dp.noise_plan import Budget, costliest_events
@@ -211,7 +211,8 @@ class PrivateRun:
         else:
             left = coarse_pairs((plan.noise_multiplier(step), plan.rate(step)) for step in steps)
         history = [*coarse(others), *coarse(self.ledger.history()), *mechanism.unasked, *left]
-        return self._accountant.epsilon(history, self.config.target_delta, self.config.relation)
+        delta, relation = self.config.target_delta, self.config.relation
+        return accountant_for(history).epsilon(history, delta, relation)
 
     @property
     def signal(self) -> Signal | None:

@@ -35,7 +35,7 @@ from lightning_dp.accounting.steps import (
 if TYPE_CHECKING:
     from lightning_dp.accounting._grid import GridSearch
 
-__all__ = ["PLDAccountant", "delta", "epsilon", "epsilon_curve"]
+__all__ = ["PLDAccountant", "accountant_for", "delta", "epsilon", "epsilon_curve"]
 
 
 @dataclass(frozen=True)
@@ -212,6 +212,12 @@ class PLDAccountant(AbstractAccountant):
         goal = Goal(spent.steps, shapes, budget, relation, tolerance, declared.without_delta)
         bound = goal.asking(StreamingRDPAccountant().epsilon_beside)
         return goal.near(cost, *goal.on_grids(self._search_beside(declared), bound))
+
+
+def accountant_for(history: History) -> AbstractAccountant:
+    """Return the tightest accountant that knows all events: with a secret selection, Rényi's."""
+    searches = CheckedHistory.of(history).searches
+    return StreamingRDPAccountant() if searches else PLDAccountant()
 
 
 Events = AbstractEvent | Sequence[AbstractEvent | tuple[AbstractEvent, int]]

@@ -13,6 +13,7 @@ from lightning_dp.accounting import PLDAccountant
 from lightning_dp.accounting.base import AbstractAccountant
 from lightning_dp.accounting.charges import Charges, JournalError
 from lightning_dp.accounting.journal import read_journal
+from lightning_dp.accounting.pld import accountant_for
 from lightning_dp.accounting.release_file import federations_in
 from lightning_dp.accounting.rounding import epsilon_text
 from lightning_dp.report.content import PrivacyReport
@@ -120,10 +121,11 @@ def check(document: Document, journal: Path | None) -> Checked:
 
 def check_journal_alone(document: Document) -> Checked:
     """Compute ε of a journal, and of each run or federation in it."""
-    accountant, events = PLDAccountant(), document.events
+    events = document.events
 
     def epsilon(runs: Charges) -> float:
-        return accountant.epsilon(runs.history(), document.delta, document.relation)
+        history = runs.history()
+        return accountant_for(history).epsilon(history, document.delta, document.relation)
 
     by_name = federations_in(events) or {
         run: Charges({run: charges}) for run, charges in events.items()

@@ -28,6 +28,7 @@ from lightning_dp.report.html import document
 from lightning_dp.report.publish import pages
 from lightning_dp.report.render import charged
 from lightning_dp.report.total import Total, total
+from lightning_dp.search.joint import STATE, search_text
 
 __all__ = ["main"]
 
@@ -195,6 +196,7 @@ def _find_in_folder(folder: Path, options: argparse.Namespace) -> _Found:
             notes.append(f"{path}: no checkpoint or report here is of it, and ε needs --delta")
         else:
             alone.append(_check_alone(path, ledger_id, events, options))
+    notes += [search_text(path) for path in sorted(folder.rglob(STATE))]
     together = total(checked, others, options.delta, options.relation)
     return _Found(checked, alone, problems, notes, together)
 

@@ -14,6 +14,7 @@ from lightning_dp._validate import Check, flag, optional, shown, whole_from_0
 from lightning_dp.accounting import PLDAccountant, StreamingRDPAccountant
 from lightning_dp.accounting.base import AbstractAccountant, Relation, check_relation
 from lightning_dp.accounting.charges import Charges
+from lightning_dp.accounting.declared_in_advance import EnvelopeAccountant, OneOrderAccountant
 from lightning_dp.accounting.events import AbstractEvent
 from lightning_dp.accounting.rounding import epsilon_text
 
@@ -24,7 +25,12 @@ if TYPE_CHECKING:
 __all__ = ["AbstractReport", "plain"]
 
 _FORMAT = "lightning-dp-report-1"
-_ACCOUNTANTS: tuple[type[AbstractAccountant], ...] = (PLDAccountant, StreamingRDPAccountant)
+_ACCOUNTANTS: tuple[type[AbstractAccountant], ...] = (
+    PLDAccountant,
+    StreamingRDPAccountant,
+    OneOrderAccountant,
+    EnvelopeAccountant,
+)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from lightning_dp.accounting import PLDAccountant
 from lightning_dp.accounting.base import Relation
 from lightning_dp.accounting.charges import Charges
+from lightning_dp.accounting.pld import accountant_for
 from lightning_dp.accounting.release_file import federations_in
 from lightning_dp.accounting.rounding import epsilon_text
 from lightning_dp.report.checks import Checked
@@ -21,7 +21,7 @@ class Total:
 
     Args:
         ledgers: how many there are.
-        steps: charges, over all of them.
+        steps: noised steps, over all of them.
         epsilon: of the union of their events at ``delta``.
         delta: the least δ that a report in the folder states, unless one is given.
         relation: replace-one, if a report in the folder is under it.
@@ -79,12 +79,14 @@ def total(
         return None
     relations = {relation, *(each.document.relation for each in checked)}
     under: Relation = "replace_one" if "replace_one" in relations else "add_remove"
-    fixed = [run for name in known if name not in budgets for run in known[name].items()]
-    history = Charges(dict(fixed)).history()
+    fixed = Charges()
+    for name in known.keys() - budgets.keys():
+        fixed.merge(known[name])  # of a run that two ledgers know, the longer record
+    history = fixed.history()
     return Total(
         ledgers=len(known),
-        steps=sum(runs.total for runs in known.values()),
-        epsilon=PLDAccountant().epsilon(history, min(deltas), under)
+        steps=sum(runs.steps for runs in known.values()),
+        epsilon=accountant_for(history).epsilon(history, min(deltas), under)
         + sum(epsilon for epsilon, _ in budgets.values()),
         delta=min(deltas) + sum(its_own for _, its_own in budgets.values()),
         relation=under,

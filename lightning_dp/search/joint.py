@@ -26,7 +26,7 @@ from lightning_dp.accounting.external import Declared
 from lightning_dp.accounting.pld import PLDAccountant
 from lightning_dp.accounting.steps import CheckedHistory
 
-__all__ = ["STATE", "Search", "Trial"]
+__all__ = ["STATE", "Search", "Trial", "search_text"]
 
 STATE = "search.json"
 """The file in which a search keeps its settings and the number of trials that were begun."""
@@ -157,7 +157,7 @@ class Search:
         return Trial(state.begun - 1, {**self._share, "ledger_dir": str(self.folder)})
 
     def __iter__(self) -> Iterator[Trial]:
-        """Begin trials until none is left."""
+        """Begin trials until none is left, each when it is asked for."""
         while self.left:
             yield self.trial()
 
@@ -243,6 +243,39 @@ class Search:
         return _State(Path(self.folder), self._settings())
 
 
+def search_text(path: Path) -> str:
+    """Return what the state of a search says, as one line.
+
+    Raises:
+        RefusedRun: if it cannot be read.
+    """
+    content = _read(path)
+    return (
+        f"{path}: a search of {content['trials']} trials, {content['begun']} of them begun: "
+        f"ε = {content['target_epsilon']:g} at δ = {content['target_delta']:g} for all of them"
+    )
+
+
+def _read(path: Path) -> dict[str, Any]:
+    """Return the content of a state."""
+    try:
+        content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        if content["format"] != _FORMAT:
+            raise ValueError(f"format {content['format']!r}")
+        for name in ("trials", "begun"):
+            whole(name, content[name], 0)
+        for name in ("target_epsilon", "target_delta"):
+            positive(name, content[name])
+        return content
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise RefusedRun(
+            f"{path} cannot be read ({error}), so it is unknown how many trials were begun. "
+            "Put the right file back, or begin a search in another folder, with the journals "
+            "of this one as spent=sweep_history(...).",
+            topic="search",
+        ) from None
+
+
 class _State:
     """The file of a search, while nobody else reads or writes it."""
 
@@ -256,7 +289,7 @@ class _State:
         self._lock.acquire()
         try:
             if self._path.exists():
-                self.begun = self._read()
+                self.begun = int(_read(self._path)["begun"])
             else:
                 self.write(0)
         except BaseException:
@@ -269,7 +302,7 @@ class _State:
 
     def check(self, settings: dict[str, Any]) -> None:
         """Refuse a search with other settings."""
-        known = json.loads(self._path.read_text(encoding="utf-8"))
+        known = _read(self._path)
         for name, value in settings.items():
             if known.get(name) != json.loads(json.dumps(value)):
                 raise RefusedSetting(
@@ -285,17 +318,3 @@ class _State:
         with replaced(self._path) as file:
             file.write(json.dumps(content, indent=1).encode())
         self.begun = begun
-
-    def _read(self) -> int:
-        try:
-            content = json.loads(self._path.read_text(encoding="utf-8"))
-            if content["format"] != _FORMAT:
-                raise ValueError(f"format {content['format']!r}")
-            return whole("begun", content["begun"], 0)
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise RefusedRun(
-                f"{self._path} cannot be read ({error}), so it is unknown how many trials were begun. "
-                "Put the right file back, or begin a search in another folder, with the journals "
-                "of this one as spent=sweep_history(...).",
-                topic="search",
-            ) from None

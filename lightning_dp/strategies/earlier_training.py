@@ -17,11 +17,10 @@ from torch import Tensor, nn
 
 from lightning_dp._warnings import warn
 from lightning_dp.accounting.charges import JournalError
-from lightning_dp.accounting.events import History
 from lightning_dp.accounting.journals import Neighbours, neighbours, union
 from lightning_dp.accounting.ledger import Ledger
-from lightning_dp.accounting.rounding import epsilon_text
 from lightning_dp.run import PrivateRun
+from lightning_dp.strategies.totals import at_start, with_whole_plan
 
 __all__ = ["EarlierTraining", "fingerprints", "some_of"]
 
@@ -85,7 +84,7 @@ class EarlierTraining:
         self._remember()
         self._say_trained_before(others, found)
         if found.count:
-            rank_zero_info(_about(found, folder, run))
+            rank_zero_info(at_start(found, folder, run))
 
     def released(self, tensors: Mapping[str, object] | None = None) -> None:
         """Note the trained weights that others will see: those of a checkpoint, or as they are now."""
@@ -129,7 +128,7 @@ class EarlierTraining:
             together = union(found.trained)
             for each in others.values():
                 together.merge(each.runs)
-            spent = _sum(together.history(), run)
+            spent = with_whole_plan(together, run)
         except JournalError as error:
             spent = f"What that costs together is unknown: {error.text}"
         warn(
@@ -141,35 +140,6 @@ class EarlierTraining:
             topic="earlier-training",
         )
         _process.said.update((run.ledger.id, name) for name in names)
-
-
-def _sum(spent: History, run: PrivateRun) -> str:
-    config = run.config
-    at = f"at δ = {config.target_delta:g} ({config.relation})"
-    epsilon = run.epsilon_beside(spent)
-    if epsilon is not None:
-        return f"Together with the whole plan of this run that is ε = {epsilon_text(epsilon)} {at}."
-    alone = config.accountant.epsilon(spent, config.target_delta, config.relation)
-    return f"That spent ε = {epsilon_text(alone)} {at} already, to which this run adds."
-
-
-def _about(found: Neighbours, folder: Path | None, run: PrivateRun) -> str:
-    """Return the line about other journals in the folder."""
-    many = "another journal" if found.count == 1 else f"{found.count} other journals"
-    lines = [f"privacy: {many} in {folder}."]
-    try:
-        if found.written:
-            lines.append(f"If of the same records: {_sum(union(found.written).history(), run)}")
-    except JournalError as error:
-        lines.append(f"They cannot be added up: {error.text}")
-    if found.unread:
-        lines.append(
-            f"{found.unread} of them are too long to be added up now; python -m "
-            f"lightning_dp.report {folder} --delta {run.config.target_delta:g} does it."
-        )
-    if found.damaged:
-        lines.append(f"Damaged: {', '.join(path.name for path in found.damaged[:5])}.")
-    return " ".join(lines)
 
 
 _SAMPLE = 4096  # entries of a tensor that are looked at

@@ -101,12 +101,10 @@ def test_a_failure_does_not_say_which_training_it_was(tmp_path):
 
 
 def test_the_number_of_trainings_is_random(tmp_path):
-    counts = []
+    counts, search = [], Selection(**SETTINGS, folder=tmp_path)
     for _ in range(12):
         calls = []
-        Selection(**SETTINGS, folder=tmp_path).best(
-            lambda attempt, c=calls: (c.append(1) or 0.0, 0)
-        )
+        search.best(lambda attempt, c=calls: (c.append(1) or 0.0, 0))
         counts.append(len(calls))
     assert len(set(counts)) > 1 and min(counts) >= 1
     assert sweep_history(tmp_path)[0][1] == 12
