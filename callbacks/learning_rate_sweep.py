@@ -71,7 +71,7 @@ class LearningRateSweep(Callback):
 
     def rate(self, step: int) -> float:
         """Return the learning rate of a step: ``low (high / low)^(step / (steps - 1))``."""
-        return self._low * (self._high / self._low) ** (step / (self._steps - 1))
+        return self._low * math.pow(self._high / self._low, step / (self._steps - 1))
 
     @property
     def suggestion(self) -> float | None:

@@ -28,7 +28,8 @@ PUBLIC = {
         fix rows_of_records About
     """,
     "lightning_dp.callbacks": """
-        DifferentialPrivacy PrivacyAdvice PrivacyLogger PrivacyReportFiles RandomIterate
+        DifferentialPrivacy LearningRateSweep PrivacyAdvice PrivacyLogger PrivacyReportFiles
+        RandomIterate
         PrivateSingleDeviceStrategy PrivateDDPStrategy
     """,
     "lightning_dp.accounting": """

@@ -86,7 +86,7 @@ class Concentrated(NamedTuple):
         reach = self.support(log_tail, relation)[1]
         stride = max(1, math.ceil(reach / (_POINTS * h)))
         half = max(1, math.ceil(reach / (stride * h)))
-        t = np.arange(-half, half + 1) * (stride * h)
+        t: FloatArray = np.arange(-half, half + 1, dtype=np.float64) * (stride * h)
         # delta at the left end is at most 1, at any gamma.
         delta = np.minimum(self._profile(t), 1.0)
         kept = _minorant(t, delta)

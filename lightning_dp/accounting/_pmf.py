@@ -209,6 +209,8 @@ class Node(Protocol):
         """Return a pmf that dominates it; the arguments are those of :func:`discretise`."""
         ...
 
+    def __hash__(self) -> int: ...
+
 
 class GaussianNode(NamedTuple):
     """One subsampled Gaussian release."""

@@ -16,11 +16,12 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.demos.boring_classes import BoringModel
 from torch.utils.data import DataLoader
 
-from lightning_dp import DifferentialPrivacy, DynamicGD, FullBatch
+from lightning_dp import DifferentialPrivacy, FullBatch
 from lightning_dp._refusals import Refusal
 from lightning_dp.accounting import ApproximateDP, Gaussian, PoissonGaussian, epsilon, sweep_history
 from lightning_dp.accounting.declared_in_advance import EnvelopeAccountant, OneOrderAccountant
 from lightning_dp.report.command import main
+from lightning_dp.schedules import AbstractAdaptiveSchedule
 from lightning_dp.search import Search
 
 BUDGET = {"target_epsilon": 3.0, "target_delta": 1e-5}
@@ -102,10 +103,18 @@ def test_a_share_is_taken_once_and_a_trial_gets_no_second_one(tmp_path):
     assert privacy.steps == spent
 
 
+class AtRunTime(AbstractAdaptiveSchedule):
+    def __call__(self, step):
+        return 1.0
+
+    def init(self):
+        return {}
+
+
 def test_noise_chosen_at_run_time_is_refused(tmp_path):
     share = Search(trials=2, **BUDGET, folder=tmp_path).trial().share()
     with pytest.raises(ValueError, match="a trial of a search declares it in advance"):
-        DifferentialPrivacy(**share, noise_schedule=DynamicGD(kappa=4.0))
+        DifferentialPrivacy(**share, noise_schedule=AtRunTime())
 
 
 @pytest.mark.parametrize("plan", [{}, {"steps": 5, "sample_rate": 0.25}], ids=["any", "alike"])
