@@ -110,6 +110,12 @@ class AtRunTime(AbstractAdaptiveSchedule):
     def init(self):
         return {}
 
+    def now(self, state, step):
+        return 1.0
+
+    def observe(self, state, released):
+        return state
+
 
 def test_noise_chosen_at_run_time_is_refused(tmp_path):
     share = Search(trials=2, **BUDGET, folder=tmp_path).trial().share()
