@@ -22,6 +22,9 @@ class ScratchLedger(ReleaseLedger):
     def history(self) -> list[tuple[AbstractEvent, int]]:
         return [(event, 1) for event in self._events]
 
+    def has_begun(self, spending: Spending) -> bool:
+        return bool(self._events)
+
     def find(self, spending: Spending, round_: int, part: int) -> bytes | None:
         return None
 
