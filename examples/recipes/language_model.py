@@ -41,16 +41,21 @@ class NextCharacter(nn.Module):
         return self.gpt(input_ids=x).logits.transpose(1, 2)
 
 
+def losses(scores: Tensor, y: Tensor) -> Tensor:
+    """The loss of each record: the mean over its characters."""
+    return nn.functional.cross_entropy(scores, y, reduction="none").mean(1)
+
+
 class LanguageModel(Learner):
-    """Mean loss of a record's characters: all records are equally long, so each counts alike."""
+    """The mean over records, and on test records in bits per character."""
 
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
         x, y = batch
-        return nn.functional.cross_entropy(self(x), y)
+        return losses(self(x), y).mean()
 
     def test_step(self, batch: list[Tensor], batch_idx: int) -> None:
         x, y = batch
-        self.log("bits", nn.functional.cross_entropy(self(x), y) / math.log(2))
+        self.log("bits", losses(self(x), y).mean() / math.log(2))
 
 
 def network() -> NextCharacter:
