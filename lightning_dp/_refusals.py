@@ -7,7 +7,7 @@ from typing import Any
 __all__ = ["ADDRESS", "Refusal", "RefusedRun", "RefusedSetting", "pointer", "text_of"]
 
 ADDRESS: str | None = None
-"""Where the documentation is published. None: it is not, and the pointer is a command."""
+"""The address of the published documentation. None: there is none, and the pointer is a command."""
 
 
 def pointer(topic: str) -> str:

@@ -13,7 +13,10 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 CODE = sorted([*ROOT.glob("lightning_dp/**/*.py"), *ROOT.glob("callbacks/*.py")])
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(ROOT.glob("docs/**/*.md"))]
+PAGES = [
+    *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "lightning_dp/troubleshooting.md")),
+    *sorted(ROOT.glob("docs/**/*.md")),
+]
 
 QUESTION = re.compile(r"(What|Whether|How|Who|Which|Where|When|Why)\b")
 AVOIDED = {
