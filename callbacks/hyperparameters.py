@@ -49,7 +49,7 @@ def hyperparameters(run: PrivateRun) -> dict[str, Any]:
 
 
 def log_hyperparameters(trainer: Trainer, run: PrivateRun) -> None:
-    """Give them to all loggers, under ``privacy``, beside the user's own.
+    """Give them to all loggers, under ``privacy``, besides the user's own.
 
     Lightning has written ``hparams.yaml`` by now, and TensorBoardLogger never writes it again, so that
     is done here. TensorBoard's own page of hyper-parameters keeps what was logged first: it shows these

@@ -157,7 +157,7 @@ class Query:
         normalise(self, not_negative, "count_weight", of="Query")
         if self.count_weight > 0 and (self.coordinates is not None or math.isinf(self.clip_norm)):
             raise ValueError(
-                f"Query(count_weight={self.count_weight}) counts clipped records beside a whole "
+                f"Query(count_weight={self.count_weight}) counts clipped records next to a whole "
                 "gradient of finite clip norm; leave out coordinates, or the count."
             )
 
@@ -180,7 +180,7 @@ class Query:
 
     @property
     def sensitivity(self) -> float:
-        """The L2 bound of one record's part in the answer: C, with its count C·√(1 + κ²)."""
+        """The L2 bound of one record's part in the answer, which is C, or C·√(1 + κ²) with a count."""
         return _with_count(self.clip_norm, self.count_weight)
 
     @property

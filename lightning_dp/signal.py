@@ -109,7 +109,7 @@ class Stretch:
 
     @property
     def z_score(self) -> float:
-        """Σ a_t / √n: standard normal if the releases hold noise alone; NaN without any a_t."""
+        """Σ a_t / √n, standard normal if the releases hold noise alone; NaN without any a_t."""
         return self.agreement / math.sqrt(self.agreements) if self.agreements else math.nan
 
     @property

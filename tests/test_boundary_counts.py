@@ -117,5 +117,5 @@ def test_a_weight_that_means_nothing_is_refused(weight):
 
 def test_a_count_beside_coordinates_or_unclipped_gradients_is_refused():
     for query in ((C, Z, torch.tensor([0])), (math.inf, 0.0, None)):
-        with pytest.raises(ValueError, match="counts clipped records beside a whole gradient"):
+        with pytest.raises(ValueError, match="counts clipped records next to a whole gradient"):
             Query((Term(),), *query, count_weight=KAPPA)

@@ -30,9 +30,9 @@ class Alternative:
     """A training with the same data and budget.
 
     Args:
-        batch_size: B.
+        batch_size: B, the expected size.
         epochs: passes over the data.
-        steps: T.
+        steps: T, in all.
         excess: noise over the run, in that of full batches with the same budget; an estimate.
         noise_multiplier: z; an estimate.
     """
@@ -46,7 +46,7 @@ class Alternative:
 
 @dataclass(frozen=True)
 class Alternatives:
-    """What could be chosen instead of a setting that has a budget.
+    """The choices instead of a setting that has a budget.
 
     Args:
         setting: the training at hand.

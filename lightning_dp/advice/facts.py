@@ -1,4 +1,4 @@
-"""What settings and releases tell, as named facts for a report."""
+"""Named facts for a report, from settings and releases."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ _ADAM = (
 
 @dataclass(frozen=True)
 class OptimizerSetting:
-    """What a user chose of the optimizer.
+    """The optimizer's settings, as far as advice needs them.
 
     Args:
         name: of its class.
@@ -43,13 +43,13 @@ class Setting:
     """A training as it was set up: what users chose, and sizes; nothing of the data but their number.
 
     Args:
-        num_records: N.
+        num_records: N, of the training set.
         batch_size: B = qN, the expected size of a step's batch.
         steps: T, planned and afforded by the budget.
         planned_steps: as the Trainer has them.
         steps_per_epoch: steps in a pass over the data.
         noise_multiplier: z, of the first step.
-        clip_norm: C.
+        clip_norm: C, of one record.
         size: d, trained weights.
         weight_size: s of :func:`lightning_dp.plan.weight_size`; None where it is not known.
         target_epsilon, target_delta, relation: the budget; None without one.
@@ -81,7 +81,7 @@ class Setting:
 
     @property
     def sample_rate(self) -> float:
-        """q."""
+        """q, the probability of a record to be in a batch."""
         return min(1.0, self.batch_size / self.num_records)
 
     @property
@@ -91,7 +91,7 @@ class Setting:
 
     @property
     def noise_length(self) -> float:
-        """z·C·√d / B: the length of the noise in a step's mean gradient."""
+        """z·C·√d / B, the length of the noise in a step's mean gradient."""
         return self.noise_multiplier * self.clip_norm * math.sqrt(self.size) / self.batch_size
 
 

@@ -28,7 +28,7 @@ _SHARE = 0.1  # of the clearest quarter's, below which agreement at the end is w
 
 @dataclass(frozen=True)
 class Verdict:
-    """What the releases of a run show.
+    """A judgement on the releases of a run.
 
     Args:
         largest: the largest of the sums, in standard deviations of noise.
@@ -56,7 +56,7 @@ class Verdict:
 
     @property
     def jumps(self) -> bool:
-        """True if the last half's releases point against earlier ones: steps across the optimum."""
+        """True if the last half's releases point against earlier ones, so steps jump across."""
         half = self.quarters[2:]
         return sum(half) / math.sqrt(len(half)) < -_SURE
 
