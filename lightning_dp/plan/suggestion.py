@@ -36,6 +36,7 @@ __all__ = [
 
 ENOUGH = 1.5  # noise over the run, in that of full batches
 LEAST_STEPS = 100
+_OVER = 1.05  # more gradients than there is time for do not matter
 _COLUMNS = 5  # numbers of epochs in a table
 _SMALLEST = 128  # N over the smallest batch in a table, at most about
 
@@ -172,7 +173,7 @@ def best_plan(
         )
 
     for epochs in _doubled(gradients / num_records, least_steps):
-        sizes = _batches(num_records, epochs, least_steps)
+        sizes = _batches(num_records, epochs, least_steps, gradients)
         best = plan(sizes[0], epochs)
         if best.excess <= ENOUGH:
             break
@@ -213,15 +214,19 @@ def _length(num_records: int, batch_size: int, epochs: float) -> dict[str, int]:
     return {"steps": max(1, math.floor(epochs * num_records / batch_size))}
 
 
-def _batches(num_records: int, epochs: float, least_steps: int) -> list[int]:
-    """Return N and powers of 2 with which there are enough steps, the largest first; or 1."""
+def _batches(num_records: int, epochs: float, least_steps: int, gradients: float) -> list[int]:
+    """Return N and powers of 2 with which there are enough steps, the largest first; or 1.
+
+    Not those whose last batch of an epoch, as large as the others, takes many gradients more.
+    """
     sizes = [num_records, *reversed(_powers_below(num_records))]
 
-    def steps(batch: int) -> float:
+    def fits(batch: int) -> bool:
         per_epoch = math.ceil(num_records / batch) if epochs >= 1 else num_records / batch
-        return epochs * per_epoch
+        steps = epochs * per_epoch
+        return steps >= least_steps and steps * batch <= _OVER * gradients
 
-    return [size for size in sizes if steps(size) >= least_steps] or [1]
+    return [size for size in sizes if fits(size)] or [1]
 
 
 def _batches_of_table(num_records: int) -> list[int]:

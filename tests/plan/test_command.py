@@ -1,0 +1,124 @@
+"""The command prints what the functions say, and refuses by name."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from lightning_dp.plan import plan_training, suggest
+from lightning_dp.plan.command import main
+from lightning_dp.plan.words import as_dict, duration, settings, text
+
+SMALL = ["--records", "4", "--epsilon", "1", "--least-steps", "2"]
+
+
+def test_it_runs_as_a_module_without_torch():
+    code = (
+        "import sys; from lightning_dp.plan.command import main; "
+        f"main({SMALL!r}); print('torch' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert "* choose: " in done.stdout
+    assert done.stdout.splitlines()[-1] == "False"
+
+
+def test_json_has_each_budget_with_all_its_plans(capsys):
+    assert main([*SMALL, "--epsilon", "1", "2", "--delta", "1e-3", "--relation", "replace_one", "--json"]) == 0
+    one, two = json.loads(capsys.readouterr().out)
+
+    assert (one["target_epsilon"], two["target_epsilon"]) == (1.0, 2.0)
+    assert one["relation"] == "replace_one"
+    found = suggest(4, 1.0, target_delta=1e-3, relation="replace_one", least_steps=2)
+    assert one == json.loads(json.dumps(as_dict(found)))
+    assert len(one["plans"]) == sum(len(row) for row in found.table)
+    for each in one["plans"]:
+        plan = plan_training(
+            4,
+            each["batch_size"],
+            steps=each["steps"],
+            target_epsilon=1.0,
+            target_delta=1e-3,
+            relation="replace_one",
+        )
+        assert each["noise_multiplier"] == plan.noise_multiplier
+        assert each["noise_batch_ratio"] == plan.noise_multiplier / min(4, each["batch_size"])
+
+
+def test_the_table_shows_each_plan_and_marks_the_best(quick):
+    found = suggest(22_000, 3.0, target_delta=1e-5, records_per_second=400, noise=quick)
+    shown = text(found, num_parameters=10_000)
+
+    for row in found.table:
+        for plan in row:
+            assert f"{plan.excess:.2f} ({plan.steps:,})" in shown
+    best = found.best
+    assert f"{best.excess:.2f} ({best.steps:,})*" in shown
+    assert f"* choose: {settings(best)}" in shown
+    assert f"{best.noise_length(10_000):.3g}*" in shown
+    assert "all records" in shown
+    assert duration(best.seconds(400)) in shown
+
+
+def test_a_plan_of_ones_own_is_compared(quick):
+    found = suggest(22_000, 3.0, target_delta=1e-5, noise=quick)
+    yours = found.best.changed(batch_size=128, epochs=2)
+    times = yours.noise_of_the_run / found.best.noise_of_the_run
+    assert f"{times:.2g} times more noise over the run than the suggestion" in text(
+        found, yours=yours
+    )
+
+
+def test_a_short_time_is_said_to_be_short(quick):
+    found = suggest(22_000, 3.0, records_per_second=400, seconds=60, noise=quick)
+    assert "the time is short" in text(found)
+    assert f"max_epochs={found.best.epochs:.0f}" in text(found)
+
+
+def test_settings_are_arguments_that_exist(quick):
+    plan = plan_training(1000, 1000, epochs=3, target_epsilon=1.0, target_delta=1e-5)
+    assert settings(plan) == "sampling=FullBatch(), max_epochs=3"
+    part = plan_training(1000, 10, steps=7, target_epsilon=1.0, target_delta=1e-5, noise=quick)
+    assert settings(part, 0.0123).endswith(", max_steps=7, learning rate 0.01")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        (["--epsilon", "nan"], "target_epsilon"),
+        (["--records", "0"], "num_records"),
+        (["--delta", "nan"], "target_delta"),
+        (["--hours", "1"], "records_per_second"),
+        (["--hours", "nan", "--records-per-second", "1"], "hours"),
+        (["--records-per-second", "nan"], "records_per_second"),
+        (["--batch-size", "3"], "epochs=None"),
+        (["--parameters", "0"], "parameters"),
+        (["--layer-inputs", "0"], "layer_inputs"),
+        (["--least-steps", "0"], "least_steps"),
+    ],
+)
+def test_what_cannot_be_used_is_named(arguments, named, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        main([*SMALL, *arguments])
+    assert stopped.value.code == 2
+    assert named in capsys.readouterr().err
+
+
+def test_the_picture_shows_each_batch_size(tmp_path, quick):
+    pytest.importorskip("matplotlib").use("Agg")
+    from lightning_dp.plan.picture import plot_suggestions
+
+    found = [suggest(1000, epsilon, noise=quick) for epsilon in (1.0, 3.0)]
+    figure = plot_suggestions(found)
+
+    for panel, each in zip(figure.axes, found, strict=True):
+        solid = {line.get_label(): line for line in panel.lines if line.get_linestyle() == "-"}
+        for row in each.table:
+            name = "all records" if row[0].batch_size == 1000 else f"{row[0].batch_size:,}"
+            expected = [(plan.epochs, plan.excess) for plan in row if plan.steps >= 100]
+            assert list(zip(*solid[name].get_data(), strict=True)) == expected
+    figure.savefig(tmp_path / "plan.svg")
+    with pytest.raises(ValueError, match="found"):
+        plot_suggestions([])
