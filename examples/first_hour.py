@@ -1,6 +1,6 @@
 """The first hour: a model that is refused, then trained badly, then well, by the tool's own words.
 
-    python examples/first_hour.py --data DIR [--runs 3] [--output FILE.json]
+    python examples/first_hour.py --data DIR [--seeds 0 1 2] [--output FILE.json]
 
 An unchanged ResNet with BatchNorm, and 22,000 records of MNIST (see ``examples/mnist_cnn.py`` for DIR).
 
@@ -188,7 +188,7 @@ def first_hour(data: tuple[TensorDataset, ...], folder: Path) -> tuple[Outcome, 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--data", type=Path, help=f"folder of MNIST (or set {DATA_VARIABLE})")
-    parser.add_argument("--runs", type=int, default=3)
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2], help="a run for each")
     parser.add_argument("--records", type=int, default=RECORDS)
     parser.add_argument("--output", type=Path, help="a JSON file with all outcomes")
     options = parser.parse_args()
@@ -199,7 +199,7 @@ def main() -> None:
     torch.set_num_threads(1)
 
     runs = []
-    for seed in range(options.runs):
+    for seed in options.seeds:
         L.seed_everything(seed, verbose=False)  # weights only: noise and batches never depend on it
         with tempfile.TemporaryDirectory() as folder:
             outcomes = first_hour(data, Path(folder))

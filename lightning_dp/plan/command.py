@@ -107,4 +107,4 @@ def _yours(options: argparse.Namespace, found: Suggestion) -> TrainingPlan | Non
 def _draw(found: Sequence[Suggestion], path: Path) -> None:
     from lightning_dp.plan.picture import plot_suggestions
 
-    plot_suggestions(found).savefig(path, dpi=150)
+    plot_suggestions(found).savefig(path, dpi=110)

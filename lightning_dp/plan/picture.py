@@ -60,7 +60,8 @@ def _draw(ax: Axes, found: Suggestion, colours: Any) -> None:
         xytext=(9, 8),
         color="C3",
         fontsize=9,
-        bbox={"boxstyle": "round,pad=0.2", "facecolor": "white", "alpha": 0.8, "edgecolor": "none"},
+        zorder=6,
+        bbox={"boxstyle": "round,pad=0.2", "facecolor": "white", "alpha": 1, "edgecolor": "none"},
     )
     ax.axhline(ENOUGH, color="0.5", linewidth=0.8, linestyle="--")
     ax.set_xscale("log", base=2)

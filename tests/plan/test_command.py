@@ -26,7 +26,22 @@ def test_it_runs_as_a_module_without_torch():
 
 
 def test_json_has_each_budget_with_all_its_plans(capsys):
-    assert main([*SMALL, "--epsilon", "1", "2", "--delta", "1e-3", "--relation", "replace_one", "--json"]) == 0
+    assert (
+        main(
+            [
+                *SMALL,
+                "--epsilon",
+                "1",
+                "2",
+                "--delta",
+                "1e-3",
+                "--relation",
+                "replace_one",
+                "--json",
+            ]
+        )
+        == 0
+    )
     one, two = json.loads(capsys.readouterr().out)
 
     assert (one["target_epsilon"], two["target_epsilon"]) == (1.0, 2.0)
