@@ -1,4 +1,4 @@
-"""How noise is made over a whole training, as a planner sees it: one answer per mechanism."""
+"""The noise of a whole training, as a planner sees it: one answer per mechanism."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-r"""Which batch and how many epochs: the principle of the planner, and a table to choose otherwise.
+r"""Batch size and epochs: the principle of the planner, and a table to choose otherwise.
 
 What a run can learn depends on its steps and on the noise of the whole run. Both have a price in time
 alone: ε is fixed. For a given number of epochs, smaller batches mean more steps and more noise. So the
@@ -43,7 +43,7 @@ _SMALLEST = 128  # N over the smallest batch in a table, at most about
 
 @dataclass(frozen=True, kw_only=True)
 class Suggestion:
-    """What to choose, and what else there is.
+    """A plan to choose, and the table of the others.
 
     Args:
         best: the plan to begin with.
@@ -84,10 +84,10 @@ def suggest(
     """Suggest batch size and epochs for a private training, from public numbers.
 
     The budget is fixed; the question is how to use it. What is compared is
-    :attr:`TrainingPlan.excess`, the noise over the whole run beside that of full batches.
+    :attr:`TrainingPlan.excess`, the noise over the whole run in units of that of full batches.
 
     Args:
-        num_records: N.
+        num_records: N, of the training set.
         target_epsilon: the budget.
         target_delta: by default the largest power of ten that is at most 1 / (10 N).
         relation: ``"add_remove"`` or ``"replace_one"``.

@@ -20,10 +20,10 @@ class TrainingPlan:
     with rate q = min(1, B / N), clipped to C, with noise of standard deviation z·C/B in every weight.
 
     Args:
-        num_records: N.
+        num_records: N, of the training set.
         batch_size: B, of a whole step: the loader's times ``accumulate_grad_batches`` and processes.
-        steps: T.
-        noise_multiplier: z.
+        steps: T, all of them noised.
+        noise_multiplier: z, of each step.
         target_epsilon, target_delta, relation: the budget that the steps spend.
         noise: the mechanism; fresh noise at each step by default.
 
@@ -62,22 +62,22 @@ class TrainingPlan:
 
     @property
     def records_per_step(self) -> float:
-        """The expected batch size qN, which a private mean divides by: B, but N at most."""
+        """The expected batch size qN, which a private mean divides by; it is B, or N if that is less."""
         return self.sample_rate * self.num_records
 
     @property
     def epochs(self) -> float:
-        """Passes over the data: T divided by the steps of a pass."""
+        """Passes over the data, T divided by the steps of a pass."""
         return self.steps / steps_per_epoch(self.num_records, self.batch_size)
 
     @property
     def record_gradients(self) -> float:
-        """How many gradients of a record are computed: q·N·T. What a training costs in time."""
+        """The number of gradients of a record, q·N·T, which is what a training costs in time."""
         return self.records_per_step * self.steps
 
     @property
     def noise_batch_ratio(self) -> float:
-        """z/B: the noise in one weight of a mean gradient, in units of C."""
+        """z/B, the noise in one weight of a mean gradient, in units of C."""
         return self.noise_multiplier / self.records_per_step
 
     def noise_length(self, num_parameters: int, max_grad_norm: float = 1.0) -> float:
@@ -89,7 +89,7 @@ class TrainingPlan:
 
         Args:
             num_parameters: d, trained weights.
-            max_grad_norm: C.
+            max_grad_norm: C, the clip norm.
         """
         d = whole("num_parameters", num_parameters)
         clip_norm = positive("max_grad_norm", max_grad_norm)
@@ -130,7 +130,7 @@ class TrainingPlan:
         steps: int | None = None,
         target_epsilon: float | None = None,
     ) -> TrainingPlan:
-        """Return another plan for the same records, with its noise calibrated anew.
+        """Return another plan for the same records, with its noise calibrated again.
 
         What is left out stays as it is; with another batch size the epochs stay, not the steps.
 
@@ -167,7 +167,7 @@ def plan_training(
     """Calibrate the noise of one training: what ``DifferentialPrivacy(target_epsilon)`` would use.
 
     Args:
-        num_records: N.
+        num_records: N, of the training set.
         batch_size: B of a whole step; from N on, every step takes all records.
         epochs, steps: how long, one of the two.
         target_epsilon, target_delta, relation: the budget.
