@@ -103,8 +103,8 @@ def suggest(
     seconds = optional(positive)("seconds", seconds)
     if seconds is not None and speed is None:
         raise ValueError(
-            f"seconds={seconds:g} needs records_per_second, the speed of your machine: see "
-            "lightning_dp.audit.measure_speed."
+            f"seconds={seconds:g} needs records_per_second, the speed of your machine: time a private "
+            "training on records that you make up, and give its gradients of records per second."
         )
     gradients = math.inf if seconds is None else seconds * speed
     best = best_plan(
