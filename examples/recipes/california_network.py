@@ -58,7 +58,7 @@ def main() -> None:
     inputs = data[0].tensors[0].shape[1]
 
     compare(
-        "California Housing, network of 64 units",
+        "California Housing, network of 64 units, R²",
         "R²",
         lambda way: Regressor(network(inputs), way),
         data,
