@@ -22,7 +22,8 @@ from lightning_dp.federated.sequences import ConstantSteps
 
 DELTA, CLIP = 1e-5, 0.5
 CLIENTS, ROUNDS, BATCH = 5, 100, 800  # records of each client in a round
-STEP = 10 / (CLIENTS * BATCH)  # on sums
+STEP = 10 / (CLIENTS * BATCH)  # on sums of clipped gradients
+PLAIN_STEP = 1 / (CLIENTS * BATCH)  # on sums that nothing bounds
 
 
 def play(options: Options, seed: int, *, private: bool) -> tuple[float, float]:
@@ -31,14 +32,15 @@ def play(options: Options, seed: int, *, private: bool) -> tuple[float, float]:
 
     problem = problems.PROBLEMS["a9a"]
     rounds, batch = (3, QUICK) if options.quick else (ROUNDS, BATCH)
-    model = Classifier(zero_linear(123, 2), Way(1, batch, STEP))
+    step = STEP if private else PLAIN_STEP
+    model = Classifier(zero_linear(123, 2), Way(1, batch, step))
     shares = [problem.records(client, CLIENTS, options.data) for client in range(CLIENTS)]
     rate = batch / min(len(share) for share in shares)
     z = calibrate(lambda i: 1.0, lambda i: rate, rounds, epsilon=options.epsilon, delta=DELTA)
     point, epsilon = federate(
         [LocalRecords(model, share) for share in shares],
         torch.zeros(sum(p.numel() for p in model.parameters())),
-        AsyncPlan(rounds, PolynomialSizes(a=0, b=batch), ConstantSteps(STEP), lag=1),
+        AsyncPlan(rounds, PolynomialSizes(a=0, b=batch), ConstantSteps(step), lag=1),
         ClientPrivacy(CLIP, z, options.epsilon, DELTA) if private else NO_PRIVACY,
         seed,
     )
