@@ -181,7 +181,7 @@ class SignalTracker:
     """Follows the releases of a run; memory for one vector more of the model's size.
 
     Only answers about a gradient count: differences of gradients (between the restarts of
-    :class:`~lightning_dp.estimators.Diff2`) point elsewhere, and others have another length.
+    :class:`~lightning_dp.Diff2`) point elsewhere, and others have another length.
 
     The average of releases is not saved. A resumed run begins a new one, so a few steps say less;
     what they say is as exact.

@@ -49,10 +49,10 @@ class StreamingRDPAccountant(AbstractAccountant):
     ``epsilon = min_a sum_t rho_t(a) + log(1 - 1/a) - (log delta + log a) / (a - 1)`` (Canonne, Kamath
     and Steinke, arXiv 2004.00010v4, Proposition 12), ``rho_t(a)`` from ``renyi_divergence``, or for
     :class:`RepeatAndSelect` from Theorems 2 and 6 of Papernot and Steinke, for declared guarantees
-    from :class:`~lightning_dp.accounting.external.Declared`. The
-    orders are 1.02 to 65,536: a - 1 grows by a fifth, by a fiftieth near the best. Six to twelve
-    per cent above :class:`PLDAccountant` for usual runs; its use is that it is additive: the guard
-    for adaptive noise fixes one order and sums.
+    from :class:`~lightning_dp.accounting.external.Declared`. The orders are 1.02 to 65,536: a - 1
+    grows by a fifth, by a fiftieth near the best. Six to twelve per cent above
+    :class:`PLDAccountant` for usual runs; its use is that it is additive: the guard for adaptive
+    noise fixes one order and sums.
 
     Assumes Poisson sampling, independent for every event. Raises ``ValueError`` for illegal
     arguments.

@@ -60,7 +60,7 @@ class Trial:
             raise RefusedRun(
                 f"The share of trial {self.number} was taken already, and two trainings would spend it "
                 "twice. Begin another trial.",
-                topic="search",
+                topic="trials",
             )
         return share
 
@@ -151,7 +151,7 @@ class Search:
                 raise RefusedRun(
                     f"All {self.trials} trials of this search were begun, and one more would exceed "
                     f"ε = {self.target_epsilon:g}. Begin another search on a budget of its own.",
-                    topic="search",
+                    topic="trials",
                 )
             state.write(state.begun + 1)
         return Trial(state.begun - 1, {**self._share, "ledger_dir": str(self.folder)})
@@ -272,7 +272,7 @@ def _read(path: Path) -> dict[str, Any]:
             f"{path} cannot be read ({error}), so it is unknown how many trials were begun. "
             "Put the right file back, or begin a search in another folder, with the journals "
             "of this one as spent=sweep_history(...).",
-            topic="search",
+            topic="trials",
         ) from None
 
 
@@ -309,7 +309,7 @@ class _State:
                     f"{name}={value!r}, and the search in {self._path.parent} was begun with "
                     f"{known.get(name)!r}. Its trials were promised that: give the same, or "
                     "another folder.",
-                    topic="search",
+                    topic="trials",
                 )
 
     def write(self, begun: int) -> None:

@@ -157,7 +157,7 @@ class Selection(Generic[_Released]):
                     raise RefusedRun(
                         f"A training of the search failed with {type(error).__name__}. The search "
                         "was charged, and nothing of it is released. Try train on public data first.",
-                        topic="search",
+                        topic="trials",
                     ) from None
         # NaN is smaller than anything.
         return max(results, key=lambda each: (each[0] == each[0], each[0]))[1]
