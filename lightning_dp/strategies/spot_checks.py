@@ -128,7 +128,7 @@ class SpotChecks:
         start = ModuleState.of(self._module, self._callbacks, parameters=True)
         exchange = self._exchange(args[0], chunk.size)
         randomness = RandomState(self._trainer.strategy.root_device)
-        self._check = check = Check(args, exchange, start, randomness)
+        self._check = check = Check(args, exchange, start, randomness, self._size)
         check.seen = self._pass(check, exchange, watch=False)
         start.drop_parameters()
         if exchange is not None and check.seen is not None:
@@ -224,7 +224,9 @@ class SpotChecks:
             if not agree.anyone(evidence.is_open, Place.SPOT_CHECK):
                 return
             control = self._pass_again(check, None)
-            exchange = self._exchange(check.args[0], self._records(check), attempt)
+            exchange = None
+            if check.exchange is not None:
+                exchange = self._exchange(check.args[0], check.size, attempt)
             again = self._pass_again(check, exchange)
             if not self._repeats(check, control):
                 evidence.is_open = False
@@ -280,9 +282,6 @@ class SpotChecks:
         everyone = tuple(range(len(check.real.norms)))
         return moved(check.real, control.gradients, everyone, self._tolerance) == Movement.NONE
 
-    def _records(self, check: Check) -> int:
-        return 0 if check.exchange is None else number_of_rows(check.args[0])
-
     def _moved(self, real: Glimpse, seen: Seen, exchange: Exchange) -> Movement:
         if seen.gradients is None:  # then records decide whether the others are answered
             return Movement.MOVED if exchange.others else Movement.NONE
@@ -329,7 +328,7 @@ class SpotChecks:
             try:
                 args = (batch, *check.args[1:])
                 forward = partial(self._forward, args, at_loss)
-                found = self._step.run_once_more(forward, args, self._records(check))
+                found = self._step.run_once_more(forward, args, check.size)
                 gradients = None if found is None else self._glimpse(found)
                 if found is not None:
                     found.discard()

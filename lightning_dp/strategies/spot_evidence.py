@@ -74,6 +74,7 @@ class Check:
         args: of ``training_step``.
         exchange: the batch of the first pass; None if there is nothing to compare.
         start, randomness: the state of everything before it.
+        size: the number of records; 1 for a stand-in.
         seen: by it; None if it could not be made.
         real: the gradients of the real records; None before.
         real_state: the state when the real loss was there; None before.
@@ -85,6 +86,7 @@ class Check:
     exchange: Exchange | None
     start: ModuleState
     randomness: RandomState
+    size: int
     seen: Seen | None = None
     real: Glimpse | None = None
     real_state: ModuleState | None = None
