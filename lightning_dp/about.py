@@ -20,6 +20,7 @@ class About:
         record: the meaning of one record outside of the program ("one visit of a patient"). Without
             it the report says that a record is one row, and no person.
         controller: who is responsible for the data.
+        trained_by: who made the training, if that is somebody else.
 
     Raises:
         ValueError: if a text is empty or has several lines.
@@ -35,9 +36,10 @@ class About:
     data_set: str | None = None
     record: str | None = None
     controller: str | None = None
+    trained_by: str | None = None
 
     def __post_init__(self) -> None:
-        normalise(self, optional(one_line), "data_set", "record", "controller", of="About")
+        normalise(self, optional(one_line), *asdict(self), of="About")
 
     def to_dict(self) -> dict[str, str]:
         """Return what is stated."""

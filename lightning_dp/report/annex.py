@@ -32,14 +32,16 @@ def statements(report: AbstractReport) -> list[str]:
 
 def sections(report: AbstractReport) -> Mapping[str, Sequence[Fact]]:
     """Return the facts by title, in the order of the page."""
-    return {
+    found = {
         "Guarantee": _guarantee(report),
         "Charged": _charged(report),
         "Mechanism": _mechanism(report),
+        "Stated by the user, not checked": _stated(report),
         "Learning": [Fact(each, name) for name, each in report.learning.items()],
         "Not covered": [Fact(each) for each in report.not_covered],
         "Versions": [Fact(f"{name} {each}") for name, each in report.versions.items()],
     }
+    return {title: facts for title, facts in found.items() if facts}
 
 
 def _guarantee(report: AbstractReport) -> list[Fact]:
@@ -76,14 +78,25 @@ def _declared(report: AbstractReport) -> list[Fact]:
 def _charged(report: AbstractReport) -> list[Fact]:
     return [
         *(Fact(line, "charged") for line in charged(report.history())),
-        Fact(str(len(report.events)), "runs"),
+        Fact(str(report.runs), "runs"),
         Fact(report.ledger_id, "ledger", is_code=True),
         Fact(
             "none yet" if report.journal is None else PurePath(report.journal).name,
             "journal",
             is_code=True,
         ),
+        *_when(report),
     ]
+
+
+def _when(report: AbstractReport) -> list[Fact]:
+    if report.started is None or report.ended is None:
+        return []
+    return [Fact(f"{report.started} to {report.ended}", "first to latest charge")]
+
+
+def _stated(report: AbstractReport) -> list[Fact]:
+    return [Fact(text, name.replace("_", " ")) for name, text in report.about.items()]
 
 
 def _mechanism(report: AbstractReport) -> list[Fact]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,7 @@ from lightning_dp.report.files import (
 )
 from lightning_dp.report.html import document
 from lightning_dp.report.publish import pages
-from lightning_dp.report.render import charged
+from lightning_dp.report.render import READERS, charged
 from lightning_dp.report.total import Total, total
 from lightning_dp.search.joint import STATE, search_text
 
@@ -121,17 +121,23 @@ def _parser() -> argparse.ArgumentParser:
     )
     page.add_argument("--html", type=Path, metavar="FILE", help="write it to this file")
     page.add_argument(
+        "--for",
+        dest="reader",
+        choices=READERS,
+        help="page one alone, or the annex alone (default: both)",
+    )
+    page.add_argument(
         "--data-set", metavar="NAME", help="name of the data set, to be printed on it"
     )
     page.add_argument("--record", metavar="WORDS", help="the meaning of one record")
     page.add_argument("--controller", metavar="NAME", help="who is responsible for the data")
+    page.add_argument("--trained-by", metavar="NAME", help="who made the training")
     return parser
 
 
 def _write_html(found: _Found, options: argparse.Namespace) -> None:
-    about = About(
-        data_set=options.data_set, record=options.record, controller=options.controller
-    ).to_dict()
+    stated = {each.name: getattr(options, each.name) for each in fields(About)}
+    about = About(**stated).to_dict()
     together = found.total or _beside(found.documents, options.delta)
     made = pages(found.documents, together, about, found.problems)
     if not made:
@@ -139,7 +145,7 @@ def _write_html(found: _Found, options: argparse.Namespace) -> None:
             f"{options.path} holds no report, so there is nothing to make a page of: a journal by "
             "itself does not know what was trained. Give a checkpoint, a report or their folder."
         )
-    write_text(options.html, document(made))
+    write_text(options.html, document([each.part_for(options.reader) for each in made]))
 
 
 def _beside(documents: Sequence[Checked], delta: float | None) -> Total | None:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from lightning_dp.report.facts import AbstractReport
 from lightning_dp.report.html import document
 from lightning_dp.report.pages import annex_of, page
+from lightning_dp.report.render import Reader
 
 __all__ = ["PrivacyReport"]
 
@@ -54,13 +55,24 @@ class PrivacyReport(AbstractReport):
             the order of time.
     """
 
-    def markdown(self) -> str:
-        """Return a document for people: page one in plain words, and the engineer's annex."""
-        return page(self).markdown()
+    def markdown(self, reader: Reader | None = None) -> str:
+        """Return a document: page one in plain words, and the annex for engineers.
 
-    def html(self) -> str:
-        """Return the document as one HTML file, with the picture inside if matplotlib is there."""
-        return document([page(self)])
+        Args:
+            reader: ``"people"`` for page one alone, ``"engineers"`` for the annex alone.
+
+        Raises:
+            ValueError: for another reader.
+        """
+        return page(self).part_for(reader).markdown()
+
+    def html(self, reader: Reader | None = None) -> str:
+        """Return the document as one HTML file; the annex has the picture, if matplotlib is there.
+
+        Args:
+            reader: as in :meth:`markdown`.
+        """
+        return document([page(self).part_for(reader)])
 
     def __str__(self) -> str:
         return annex_of(self).text()

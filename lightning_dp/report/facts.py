@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from typing_extensions import Self
 
+    from lightning_dp.report.render import Reader
+
 __all__ = ["AbstractReport", "plain"]
 
 _FORMAT = "lightning-dp-report-1"
@@ -75,6 +77,11 @@ class AbstractReport(ABC):
     def history(self) -> list[tuple[AbstractEvent, int]]:
         """Return all events with their counts, over all runs."""
         return self.events.history()
+
+    @property
+    def runs(self) -> int:
+        """How many runs of the program were charged; what others released is none."""
+        return len(self.events) - len(self.events.external)
 
     def known_accountant(self) -> AbstractAccountant | None:
         """Return the accountant of this package that the report names; None if it names another."""
@@ -137,8 +144,8 @@ class AbstractReport(ABC):
         return f"NOT PRIVATE ({'a seed was set' if self.seeded else 'no noise'})"
 
     @abstractmethod
-    def markdown(self) -> str:
-        """Return a document for people."""
+    def markdown(self, reader: Reader | None = None) -> str:
+        """Return a document for a reader; by default for all of them."""
 
     def summary(self, where: str | None = None) -> str:
         """Return one line for the end of a fit.

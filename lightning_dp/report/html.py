@@ -6,6 +6,7 @@ import base64
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from html import escape
+from pathlib import PurePath
 from typing import TYPE_CHECKING
 
 from lightning_dp.report.render import Block, Fact, Page, Table
@@ -71,15 +72,23 @@ def document(pages: Sequence[Page], head: Sequence[str] = ()) -> str:
 
 
 def _article(page: Page) -> Iterator[str]:
-    yield "<h1>Privacy report</h1>"
+    yield f"<h1>{escape(page.title)}</h1>"
     yield from (f'<p class="warning">{escape(warning)}</p>' for warning in page.warnings)
     yield from _sections(page.sections, "h2")
-    yield '<div class="annex">\n<h2>Annex for engineers</h2>'
+    if page.annex and page.sections:
+        yield '<div class="annex">\n<h2>Annex for engineers</h2>'
+        yield from _annex(page, "h3")
+        yield "</div>"
+    elif page.annex:
+        yield from _annex(page, "h2")
+
+
+def _annex(page: Page, heading: str) -> Iterator[str]:
     yield from (f"<p><strong>{escape(statement)}</strong></p>" for statement in page.statements)
     yield _figure(page.report)
-    yield from _sections(page.annex, "h3")
-    yield f"<section>\n<h3>Compute it again</h3>\n<pre><code>{escape(page.code)}</code></pre>"
-    yield f"{_data(page.report)}\n</section>\n</div>"
+    yield from _sections(page.annex, heading)
+    yield f"<section>\n<{heading}>Compute it again</{heading}>"
+    yield f"<pre><code>{escape(page.code)}</code></pre>\n{_data(page.report)}\n</section>"
 
 
 def _sections(sections: Mapping[str, Sequence[Block]], heading: str) -> Iterator[str]:
@@ -142,8 +151,9 @@ def _svg(report: AbstractReport) -> bytes:
 
 
 def _data(report: AbstractReport) -> str:
-    """Return the report as data, closed until somebody opens it."""
-    content = json.dumps(report.to_dict(), ensure_ascii=False, indent=1)
+    """Return the report as data, closed until somebody opens it; of the journal its name alone."""
+    journal = None if report.journal is None else PurePath(report.journal).name
+    content = json.dumps({**report.to_dict(), "journal": journal}, ensure_ascii=False, indent=1)
     if len(content) > _MOST_DATA:
         return "<p>The report as data is too long for this page: it is in its .json file.</p>"
     return (

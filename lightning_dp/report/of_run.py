@@ -19,12 +19,14 @@ from lightning_dp.run import PrivateRun
 __all__ = ["report"]
 
 _NOT_COVERED = (
-    "metrics logged from the training data (train_loss), and decisions that follow them",
-    "validation on private data, and choices made by looking at it",
-    "other trainings on the same data (trials, fits of other callbacks), and any other use of them",
-    "losses that couple the records of a batch in ways that the checks of isolation do not see",
-    "samples for which the data set reads other records than their own (mixup in __getitem__)",
-    "floating-point rounding and timing: the promise is about the ideal mathematics",
+    "figures written down about the training data (such as train_loss), and decisions that follow them",
+    "tests on other private data (validation), and choices made by looking at their results",
+    "other trainings on the same data, such as trials, and any other use of them",
+    "records that change each other's part in a step (such as by a loss over all records of a batch) "
+    "where the checks do not see it",
+    "records into which others are mixed when the data are read (such as mixup in __getitem__)",
+    "rounding in the computer (floating point) and the time it takes: the promise is about the ideal "
+    "mathematics",
 )
 
 _ROUND = (

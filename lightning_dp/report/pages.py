@@ -29,6 +29,7 @@ def page(report: AbstractReport, beside: Beside | None = None) -> Page:
         beside: what is known when the page is made, and not in the report.
     """
     beside = Beside() if beside is None else beside
+    report = replace(report, about={**report.about, **beside.about})
     return replace(
         annex_of(report),
         warnings=people.warnings(report, beside),

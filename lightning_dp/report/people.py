@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from decimal import Decimal
 from typing import TYPE_CHECKING
 
 from lightning_dp.accounting.events import History
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
 __all__ = ["Beside", "sections", "warnings"]
 
 _NOT_STATED = "not stated"
-_STATED = "{} (stated by the user, not checked)"
+_STATED = "{} (stated, not checked)"
 _RATES = ((0.1, "10 in 100"), (0.01, "1 in 100"), (0.001, "1 in 1,000"), (0.0001, "1 in 10,000"))
 
 
@@ -76,22 +77,21 @@ def _nothing(report: AbstractReport) -> str:
 
 def sections(report: AbstractReport, beside: Beside) -> Mapping[str, Sequence[Block]]:
     """Return page one by title, in its order."""
-    about = {**report.about, **beside.about}
     if report.private:
         claim = _Claim.of(report, beside)
         promise = {
             "What is promised": _promise(report, claim),
-            "To whom it is promised": _TO_WHOM,
+            "To whom, and against whom": _TO_WHOM,
         }
-        weaker = _several_rows(claim)
+        short, weaker = _limit(report, claim), _several_rows(claim)
     else:
         promise = {"What is promised": ["Nothing."]}
-        weaker = ""
+        short, weaker = "This page says why nothing is promised about them.", ""
     return {
-        "In short": [_short(report, about)],
+        "In short": [f"{_short(report)} {short}"],
         **promise,
-        "About which data": _data(report, about, weaker),
-        "When, and with which software": _when(report),
+        "About which data": _data(report, weaker),
+        "When, by whom, and with which software": _when(report),
         "What else ran on these data": _others(report, beside),
         "What it rests on": [*_trust(report), *map(Fact, beside.checked)],
         "What is not promised": [*_NOT_PROMISED, *map(Fact, report.not_covered)],
@@ -141,24 +141,43 @@ class _Claim:
         return cls(*pair, why, up_to(pair, history, report.relation, judge))
 
 
-def _promise(report: AbstractReport, claim: _Claim) -> list[Block]:
-    question = (
+def _question(report: AbstractReport) -> str:
+    return (
         "whether one certain record was in the training data or not"
         if report.relation == "add_remove"
         else "whether one certain record was in the training data, or another one in its place"
     )
-    right = _in_100((1 + claim.tests.advantage) / 2)
+
+
+def _limit(report: AbstractReport, claim: _Claim) -> str:
+    """Return the promise in two sentences."""
+    return (
+        "Random noise was added during the training. It limits what anybody can learn from the model "
+        f"about {_question(report)}: who has to guess it, at even odds, is right in at most "
+        f"{_right(claim)} of 100 cases, instead of 50. This page says what that means, and what it does "
+        "not cover."
+    )
+
+
+def _right(claim: _Claim) -> str:
+    return _in_100((1 + claim.tests.advantage) / 2)
+
+
+def _promise(report: AbstractReport, claim: _Claim) -> list[Block]:
+    besides = ", and the other results that are counted here" if report.events.external else ""
     return [
-        f"Somebody wants to find out {question}. They may know all the other records, the program and "
-        "all its settings, and the weights after every step. They may use any method and any "
-        "computer. They do not know the random numbers of the training.",
-        f"If a fair coin decided it, and they have to guess, they are right in at most {right} of 100 "
-        "cases. Without the model they would be right in 50.",
-        "If they say “it was in” only when they are quite sure, the limits are these:",
+        f"Somebody wants to find out {_question(report)}. They may know all the other records, the "
+        "program and all its settings, and the weights of the model (the numbers that it learnt) "
+        f"after every step of the training{besides}. They may use any method and any computer. They "
+        "do not know the random numbers of the training.",
+        "If a fair coin decided it, and they have to guess, they are right in at most "
+        f"{_right(claim)} of 100 cases. Without the model they would be right in 50.",
+        "Somebody who says “it was in” only when quite sure is wrong less often, and finds fewer. "
+        "These are the limits:",
         Table(
             (
-                "Records that were not in, and of which they say it",
-                "Records that were in, and found",
+                "Of the records that were not in, they name by mistake",
+                "Of the records that were in, they find",
             ),
             [
                 (f"{words}", f"at most {_in_100(claim.tests.true_positive_rate(rate))} in 100")
@@ -176,11 +195,12 @@ def _short_form(claim: _Claim) -> str:
     factor = (
         f"{epsilon_text(math.exp(claim.epsilon), 3)} times" if claim.epsilon < 700 else "any factor"
     )
+    delta = Decimal(repr(claim.delta))
     return (
-        f"The short form is ε = {epsilon_text(claim.epsilon)} (epsilon) at δ = {claim.delta:g} (delta): "
-        "whether the record is in or not makes each possible outcome of the training at most "
-        f"{factor} as likely, plus a probability of {claim.delta:g}. Smaller numbers are stronger "
-        "promises; ε = 0 and δ = 0 would be no trace of the record at all."
+        f"Engineers write the promise as ε = {epsilon_text(claim.epsilon)} (epsilon) at δ = {delta:f} "
+        "(delta): whether the record is in or not makes each possible outcome of the training at most "
+        f"{factor} as likely, plus a probability of {delta:f} (1 in {int(1 / delta):,}). Smaller "
+        "numbers are stronger promises; ε = 0 and δ = 0 would be no trace of the record at all."
     )
 
 
@@ -189,9 +209,12 @@ def _in_100(probability: float) -> str:
 
 
 _TO_WHOM: Sequence[Block] = (
-    "It holds against everybody who sees the weights of the model: the finished ones, those of any "
-    "checkpoint, and those after every single step. It also holds for all that is made from the "
-    "weights alone. Nothing that is done with them later can weaken it.",
+    "It is made to those whom the records are about, for each record by itself, whatever it says: an "
+    "unusual record is protected no less than a common one.",
+    "It holds against everybody who sees the weights of the model: the finished ones, those that were "
+    "saved on the way, and those after every single step. It holds as well for all that is made from "
+    "the weights alone, such as answers of the model. Nothing that is done with them later can weaken "
+    "it, unless the data are used again.",
     "It does not hold against those who see the training data, or the computer during the training.",
 )
 
@@ -199,33 +222,36 @@ _TO_WHOM: Sequence[Block] = (
 # -- the data ----------------------------------------------------------------------------------
 
 
-def _short(report: AbstractReport, about: Mapping[str, str]) -> str:
+def _short(report: AbstractReport) -> str:
+    about = report.about
     of = f" of “{about['data_set']}”" if "data_set" in about else ""
     count = "records" if report.num_records is None else f"{report.num_records:,} records"
-    start = f"A model was trained on {count}{of}."
-    if not report.private:
-        return f"{start} This page says why nothing is promised about them."
-    return (
-        f"{start} Random noise was added during the training, so that the model depends only a little "
-        "on any single record. This page says how little, and what that does not cover."
-    )
+    return f"A model was trained on {count}{of}."
 
 
-def _data(report: AbstractReport, about: Mapping[str, str], weaker: str) -> list[Block]:
-    def stated(name: str, otherwise: str = _NOT_STATED) -> str:
-        return _STATED.format(about[name]) if name in about else otherwise
-
+def _data(report: AbstractReport, weaker: str) -> list[Block]:
+    about = report.about
     count = _NOT_STATED if report.num_records is None else f"{report.num_records:,}"
     one_row = "one row: one item of the training data as the program read them"
     blocks: list[Block] = [
-        Fact(stated("data_set"), "Data set"),
-        Fact(stated("controller"), "Responsible for the data"),
+        Fact(_stated(about, "data_set"), "Data set"),
+        Fact(_stated(about, "controller"), "Responsible for the data"),
         Fact(count, "Number of records"),
-        Fact(stated("record", one_row), "One record is"),
+        Fact(_stated(about, "record", one_row), "One record is"),
         f"The promise is about one record, which need not be one person. {weaker}".strip(),
-        "The number of records is not protected, nor is the average number of them in a step.",
+        _WHO_STATED,
+        "The number of records is not protected, nor is the average number of them that a step uses.",
     ]
     return blocks
+
+
+_WHO_STATED = (
+    "What is marked as stated are words of those who trained the model; no program can check them."
+)
+
+
+def _stated(about: Mapping[str, str], name: str, otherwise: str = _NOT_STATED) -> str:
+    return _STATED.format(about[name]) if name in about else otherwise
 
 
 def _several_rows(claim: _Claim) -> str:
@@ -251,29 +277,42 @@ def _when(report: AbstractReport) -> list[Block]:
         if report.started is not None and report.ended is not None
         else "not recorded"
     )
-    runs = len(report.events)
-    steps = f"{report.steps:,} step{'' if report.steps == 1 else 's'} with noise"
+    runs, steps = report.runs, report.steps
     facts: list[Block] = [
         Fact(times, "Training"),
-        Fact(f"{steps}, in {runs} run{'' if runs == 1 else 's'} of the program", "Steps"),
+        Fact(_stated(report.about, "trained_by"), "Trained by"),
+        Fact(
+            f"{steps:,} (a step changes the weights once, with noise), in {runs} "
+            f"run{'' if runs == 1 else 's'} of the program",
+            "Steps",
+        ),
     ]
     if report.stop_reason is not None:
         facts.append(Fact(report.stop_reason, "Stopped early"))
     software = ", ".join(f"{name} {number}" for name, number in report.versions.items())
-    return [*facts, Fact(software or "not recorded", "Software")]
+    return [
+        *facts,
+        Fact(software or "not recorded", "Software"),
+        Fact(_LEDGER.format(report.ledger_id), "Number of the ledger"),
+    ]
+
+
+_LEDGER = (
+    "{} (the ledger is the list in which each step was written down before it was made; every saved "
+    "model of this training has the same number in it)"
+)
 
 
 def _others(report: AbstractReport, beside: Beside) -> list[Block]:
-    own = len(report.events)
     blocks: list[Block] = []
-    if own > 1:
-        blocks.append(f"All {own} runs of the program that share this ledger are counted in ε.")
-    if beside.others:
-        return [*blocks, *beside.others, _ADDS]
-    return [
-        *blocks,
-        f"This page knows of no other use of the data, and did not look for one. {_ADDS}",
-    ]
+    if report.runs > 1:
+        blocks.append(f"All {report.runs} runs of the program that share this ledger are counted.")
+    blocks += [f"Counted as well: {_STATED.format(e.declared)}." for e, _ in report.events.external]
+    none = (
+        f"This page knows of no {'further' if blocks else 'other'} use of the data, and did not look for "
+        "one."
+    )
+    return [*blocks, *(beside.others or [none]), _ADDS]
 
 
 _ADDS = (
@@ -285,25 +324,49 @@ _ADDS = (
 def _trust(report: AbstractReport) -> list[Block]:
     """Return what was checked, and what rests on somebody's word."""
     facts = [
-        Fact(
-            report.isolation, "Does a record change another one's part? Checked before the training"
-        ),
-        Fact(report.spot_checks, "The same, checked during the training"),
+        Fact(_isolation(report), "Checked before the training"),
+        Fact(_spot_checks(report), "Checked during the training"),
     ]
     if report.gradient_edits is not None:
         facts.append(
             Fact(_STATED.format(report.gradient_edits), "What the program did to private results")
         )
     return [
-        "The promise is mathematics about the program. It rests on the program being what it says, on "
-        "good random numbers, and on each record being counted as one.",
+        "The promise is mathematics about the program. It rests on the program being what it says, and "
+        "on good random numbers. An engineer can compute all numbers again from the annex of this "
+        "report.",
+        "It also rests on each record having its own part in a step: no record may change what another "
+        "one adds.",
         *facts,
     ]
+
+
+def _isolation(report: AbstractReport) -> str:
+    """Return the outcome of the probe in plain words; the annex has its own."""
+    said = report.isolation
+    if said.startswith("by construction"):
+        return "not needed: the program worked on each record by itself"
+    if said.startswith("probed, isolated"):
+        return "yes, with made-up records, and it was so; the annex says under which conditions"
+    if said == "opted out":
+        return "no, those who trained the model switched the check off"
+    return "not with this result; the annex says why"
+
+
+def _spot_checks(report: AbstractReport) -> str:
+    said = report.spot_checks
+    if said.startswith("not needed"):
+        return "not needed: the program worked on each record by itself"
+    if said == "opted out":
+        return "no, those who trained the model switched the check off"
+    if said.startswith("at ") and not said.startswith("at 0 "):
+        return "yes, at some steps; the annex says at how many"
+    return "no step was checked"
 
 
 _NOT_PROMISED: Sequence[Block] = (
     "The model may say much about people in general: if it learnt that smokers fall ill more often, "
     "this can be used about every smoker, whether their record was in or not. This is what it is for.",
-    "The promise does not make the data anonymous, says nothing about who may see them, and is no legal "
-    "opinion. Not covered are also:",
+    "The promise does not make the data anonymous. It does not say who may use or see them, nor that "
+    "the model is right or fair. It is no legal opinion. Not covered are also:",
 )

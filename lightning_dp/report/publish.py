@@ -88,6 +88,6 @@ def _agreements(checked: Checked, day: str) -> Iterator[str]:
     """Say what was found to agree."""
     if checked.problems:
         return
-    yield f"On {day} ε was computed again from the record of all steps, and it agrees."
+    yield f"On {day} ε was computed again from the list of all steps, and it agrees."
     if checked.journal_steps is not None:
-        yield "The journal, which is written before each step, knows all of these steps."
+        yield "The journal (the file of the ledger, written before each step) knows all these steps."

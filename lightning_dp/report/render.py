@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, TypeAlias
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Literal, TypeAlias
 
+from lightning_dp._validate import one_of
 from lightning_dp.accounting.events import History
 from lightning_dp.accounting.external import AbstractExternal
 
 if TYPE_CHECKING:
     from lightning_dp.report.facts import AbstractReport
 
-__all__ = ["Block", "Fact", "Page", "Table", "charged"]
+__all__ = ["READERS", "Block", "Fact", "Page", "Reader", "Table", "charged"]
+
+Reader: TypeAlias = Literal["people", "engineers"]
+"""Who reads a part of a page: page one, or the annex."""
+
+READERS: tuple[Reader, ...] = ("people", "engineers")
 
 _MOST_EVENTS = 8
 
@@ -63,6 +69,23 @@ class Page:
     code: str
     report: AbstractReport = field(repr=False)
 
+    def part_for(self, reader: Reader | None) -> Page:
+        """Return what one reader needs, with all warnings; the whole page for None.
+
+        Raises:
+            ValueError: for an unknown reader.
+        """
+        if reader is None:
+            return self
+        if one_of(READERS)("reader", reader) == "people":
+            return replace(self, statements=(), annex={}, code="")
+        return replace(self, sections={})
+
+    @property
+    def title(self) -> str:
+        """The heading of the whole, or of the annex by itself."""
+        return "Privacy report" if self.sections else "Privacy report: annex for engineers"
+
     def text(self) -> str:
         """Return the annex: one line for each named fact, and one for all others of a section."""
         lines = list(self.statements)
@@ -74,12 +97,15 @@ class Page:
 
     def markdown(self) -> str:
         """Return a document with a heading for each section and an item for each fact."""
-        lines = ["# Privacy report", ""]
+        lines = [f"# {self.title}", ""]
         for warning in self.warnings:
             lines += [f"> **{_escaped(warning)}**", ""]
         for title, blocks in self.sections.items():
             lines += [f"## {title}", "", *_markdown(blocks)]
-        lines += ["# Annex for engineers", ""]
+        if not self.annex:
+            return "\n".join(lines)
+        if self.sections:
+            lines += ["# Annex for engineers", ""]
         for statement in self.statements:
             lines += [f"**{_escaped(statement)}**", ""]
         for title, facts in self.annex.items():

@@ -52,7 +52,7 @@ def test_it_reads_back_as_the_run_tells_it(fit):
     assert f"ε = {epsilon_text(fitted.privacy.epsilon)} at δ = 1e-05 (add_remove)" in page
     assert "12 × PoissonGaussian(noise_multiplier=1.5, sample_rate=0.1)" in page
     assert fitted.id in page and "clip norm max_grad_norm: 1" in page
-    assert "validation on private data" in page
+    assert "tests on other private data (validation)" in page
 
 
 @pytest.mark.parametrize("where", [None, "a", "logs/version_0"])

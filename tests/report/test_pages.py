@@ -11,7 +11,14 @@ import matplotlib
 import pytest
 
 from lightning_dp import About
-from lightning_dp.accounting import Gaussian, PoissonGaussian, epsilon, epsilon_text, trade_off
+from lightning_dp.accounting import (
+    ApproximateDP,
+    Gaussian,
+    PoissonGaussian,
+    epsilon,
+    epsilon_text,
+    trade_off,
+)
 from lightning_dp.accounting.charges import Charges
 from lightning_dp.accounting.events import Voided
 from lightning_dp.callbacks import DifferentialPrivacy
@@ -165,7 +172,12 @@ def test_a_run_that_promises_nothing_says_so_first_and_promises_nothing(changes,
     assert text.index("Nothing is promised about this model") < text.index("## In short")
     assert words in text
     one = text[: text.index("# Annex")]
-    assert "in at most" not in one and "ε =" not in one and "To whom" not in one
+    assert (
+        "in at most" not in one
+        and "ε =" not in one
+        and "To whom" not in one
+        and "instead of 50" not in one
+    )
     outline = Outline(report.html())
     assert outline.all("p")[0] == {"class": "warning"}
 
@@ -186,13 +198,13 @@ def test_what_nobody_stated_is_not_invented():
     assert "one row: one item of the training data" in found
     stated = of(about={"data_set": "visits", "record": "one visit", "controller": "clinic"})
     found = said(page(stated).sections["About which data"])
-    assert found.count("(stated by the user, not checked)") == 3 and "one row" not in found
+    assert found.count("(stated, not checked)") == 3 and "one row" not in found
 
 
 def test_words_at_the_printing_go_before_those_of_the_report():
     found = page(of(about={"data_set": "visits 23"}), Beside(about={"data_set": "new"})).markdown()
 
-    assert "new (stated by the user" in found and "visits 23" not in found
+    assert "new (stated, not checked)" in found and "visits 23" not in found
 
 
 def test_users_words_cannot_be_html():
@@ -225,10 +237,11 @@ def test_the_file_is_whole_and_loads_nothing():
     assert of().html() == text
 
 
-def test_no_path_of_the_machine_is_on_a_page(fit):
+def test_no_path_of_the_machine_is_on_a_page():
     report = of()
     for text in (report.html(), report.markdown(), str(report)):
-        assert "alice" not in re.sub(r"<details>.*</details>", "", text, flags=re.S)
+        assert f"{ID}.journal" in text
+        assert "alice" not in text and "/private/" not in text
 
 
 def test_without_matplotlib_the_page_says_so(monkeypatch):
@@ -269,6 +282,70 @@ def test_several_pages_in_one_file():
     outline = Outline(document([page(of()), page(of(ledger_id="f" * 16))]))
 
     assert len(outline.all("article")) == len(outline.all("h1")) == 2
+
+
+def test_each_reader_has_a_page_by_itself():
+    report = of(gradient_edits="halved")
+    people, engineers = report.markdown("people"), report.markdown("engineers")
+
+    assert "PoissonGaussian" not in people and "What is promised" not in engineers
+    assert people.splitlines()[0] == "# Privacy report"
+    assert engineers.splitlines()[0] == "# Privacy report: annex for engineers"
+    for text in (people, engineers):  # the ledger says that they are of one run
+        assert ID in text and f"ε = {epsilon_text(report.epsilon)} " in text
+        assert len(re.findall("^# ", text, re.M)) == 1
+    assert len(Outline(report.html("people")).all("img")) == 0
+    outline = Outline(report.html("engineers"))
+    assert len(outline.all("img")) == 1 and len(outline.all("h1")) == 1 and not outline.all("h3")
+    with pytest.raises(ValueError, match="reader='lawyers' must be one of 'people', 'engineers'"):
+        report.html("lawyers")
+
+
+@pytest.mark.parametrize("reader", ["people", "engineers"])
+def test_both_readers_are_told_that_nothing_is_promised(reader):
+    report = of(private=False, seeded=True)
+
+    assert "Nothing is promised about this model" in report.markdown(reader)
+    assert Outline(report.html(reader)).all("p")[0] == {"class": "warning"}
+
+
+def test_what_others_released_is_named_and_is_no_run():
+    table = ApproximateDP(0.5, 1e-7, relation="add_remove", what="table of ages")
+    events = Charges({"a" * 16: EVENTS, table.key: [(table, 1)]})
+    found = page(of(events=events))
+
+    said_of = said(found.sections["What else ran on these data"])
+    assert "Counted as well: table of ages" in said_of and "(stated, not checked)" in said_of
+    assert "knows of no further use of the data" in said_of
+    assert "1 run of the program" in said(found.sections["When, by whom, and with which software"])
+    assert "the other results that are counted" in said(found.sections["What is promised"])
+    assert "runs: 1\n" in found.text()
+
+
+@pytest.mark.parametrize(
+    ("isolation", "spot_checks", "words"),
+    [
+        ("probed, isolated, provided that x", "at 3 steps", ("yes, with made-up", "yes, at some")),
+        ("by construction: each", "not needed: each", ("not needed", "not needed")),
+        ("opted out", "opted out", ("no, those who", "no, those who")),
+        ("not probed (no batch yet)", "at 0 steps since", ("not with this", "no step was")),
+        ("probed, FAILED: x", "unknown", ("not with this", "no step was")),
+    ],
+)
+def test_checks_are_said_in_plain_words_and_none_that_was_not_made(isolation, spot_checks, words):
+    facts = page(of(isolation=isolation, spot_checks=spot_checks)).sections["What it rests on"]
+
+    named = {fact.name: fact.value for fact in facts if getattr(fact, "name", "")}
+    for when, begin in zip(("before", "during"), words, strict=True):
+        assert named[f"Checked {when} the training"].startswith(begin)
+
+
+@pytest.mark.parametrize(
+    ("delta", "words"),
+    [(1e-5, "0.00001 (1 in 100,000)"), (3e-7, "0.0000003 (1 in 3,333,333)"), (0.5, "0.5 (1 in 2)")],
+)
+def test_delta_is_a_number_that_everybody_reads(delta, words):
+    assert f"a probability of {words}" in said(promise(of(delta=delta)))
 
 
 def test_about_and_times_are_in_the_report_of_a_fit(fit):
