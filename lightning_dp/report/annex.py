@@ -124,8 +124,8 @@ def code(report: AbstractReport) -> str:
             f'with open("privacy_report-{report.ledger_id}.json", encoding="utf-8") as file:',
             "    report = PrivacyReport.from_dict(json.load(file))",
             "events = report.history()",
-            f"print(epsilon(events, {report.delta!r}, {report.relation!r}))",
-            f"tests = trade_off(events, {report.delta!r}, {report.relation!r})",
+            f'print(epsilon(events, {report.delta!r}, "{report.relation}"))',
+            f'tests = trade_off(events, {report.delta!r}, "{report.relation}")',
             "print(tests.advantage, tests.true_positive_rate(0.01))",
         )
     )
