@@ -53,7 +53,7 @@ def log_hyperparameters(trainer: Trainer, run: PrivateRun) -> None:
 
     Lightning has written ``hparams.yaml`` by now, and TensorBoardLogger never writes it again, so that
     is done here. TensorBoard's own page of hyper-parameters keeps what was logged first: it shows these
-    where the module saves none of its own.
+    where the module saves none.
     """
     if not trainer.is_global_zero:
         return

@@ -23,12 +23,12 @@ class LearningRateSweep(Callback):
     """Finds a learning rate in one short training: the rate grows from ``low`` to ``high``, step by step.
 
     After each step ``score`` is asked how good the weights are; the suggestion is the rate at which it
-    fell fastest. The weights are put back at the end. Use a Trainer of its own, together with:
+    fell fastest. The weights are put back at the end. Use a separate Trainer, together with:
 
     - nothing else, on public or synthetic records: free of charge, but without the noise of the private
       training, under which the best rate is often another one;
     - :class:`DifferentialPrivacy` with ``noise_multiplier`` on such records: the noise is there, and a
-      ledger in a folder of its own;
+      ledger in a separate folder;
     - :class:`DifferentialPrivacy` on the private records: its steps are charged like any others, to the
       same ledger if it is the callback of the training that follows, or to a trial of a
       :class:`~lightning_dp.search.Search`.

@@ -162,7 +162,7 @@ class _Fixing:
     def _replace_norm(self, name: str, layer: BatchNorm) -> None:
         reason = _unreplaceable(layer)
         if _norms.has_own_forward(layer):
-            reason = "has a forward pass of its own. Write one without statistics of the batch."
+            reason = "has its own forward pass. Write one without statistics of the batch."
         if reason:
             return self._note(name, layer, "", reason)
         if self._is_fixed(name, layer):
@@ -183,7 +183,7 @@ class _Fixing:
         return self._norms == "fixed" and layer.running_mean is not None
 
     def _is_frozen(self, name: str, layer: BatchNorm) -> bool:
-        """Tell whether nothing of it is trained; of a layer without parameters, what is beside it."""
+        """Tell whether nothing of it is trained; of a layer without parameters, what is next to it."""
         params = list(layer.parameters())
         if not params:
             params = list(self._model.get_submodule(name.rpartition(".")[0]).parameters())

@@ -245,7 +245,7 @@ def hooked() -> nn.Module:
 
 
 LEFT = {
-    "own forward": (lambda: Own(4), "Own.*forward pass of its own"),
+    "own forward": (lambda: Own(4), "Own.*its own forward pass"),
     "hooks": (hooked, "has hooks.*Remove them first"),
     "parametrized": (
         lambda: parametrizations.weight_norm(nn.LSTM(3, 4), "weight_hh_l0"),

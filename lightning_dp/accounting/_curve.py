@@ -49,7 +49,7 @@ class Together:
         return np.asarray(np.minimum(values, without))
 
     def _without(self, run: Run) -> FloatArray:
-        """epsilon without amplification: exact for full batches, a bound for all; inf beside others."""
+        """epsilon without amplification: exact for full batches, a bound for all; inf next to others."""
         if self._search.others:
             return np.full(run.size, math.inf)
         factor = check_relation(self._relation)

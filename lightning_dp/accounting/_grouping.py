@@ -107,7 +107,7 @@ class Cell:
 class Mixture:
     """Nodes ``(z, q)`` and the cells between them: a pessimistic reading of some steps.
 
-    Other releases stand beside them, as nodes and cells of their own.
+    Other releases stand next to them, as separate nodes and cells.
     """
 
     nodes: list[Node]

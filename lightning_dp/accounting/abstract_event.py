@@ -13,7 +13,7 @@ from lightning_dp._validate import whole
 __all__ = ["AbstractEvent", "History", "Relation", "check_entry"]
 
 Relation: TypeAlias = Literal["add_remove", "replace_one"]
-"""Which data sets are neighbours: one record more or less, or one record exchanged."""
+"""Neighbouring data sets: one record more or less, or one record exchanged."""
 
 
 @dataclass(frozen=True)

@@ -71,7 +71,7 @@ class Charges(Mapping[str, _Run]):
 
     @property
     def external(self) -> list[tuple[AbstractExternal, int]]:
-        """What others released about the same records, as it was declared."""
+        """Releases of others about the same records, as they were declared."""
         return [
             (event, count) for event, count in self.history() if isinstance(event, AbstractExternal)
         ]

@@ -110,7 +110,7 @@ class EnvelopeAccountant(AbstractAccountant):
     """:class:`PLDAccountant` for at most so many steps, none of which costs more than a declared one.
 
     More noise than declared is a post-processing, and the cost grows with the rate and the number of
-    steps, so whatever is inside the envelope costs no more than all of it, beside anything else. For
+    steps, so whatever is inside the envelope costs no more than all of it, next to anything else. For
     what is not inside, ε is infinite: a budget affords no such step.
 
     Args:

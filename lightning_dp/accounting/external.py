@@ -32,7 +32,7 @@ class AbstractExternal(AbstractEvent):
     @property
     @abstractmethod
     def declared(self) -> str:
-        """What the user says, as one line: the release, its guarantee and the relation."""
+        """The user's words as one line: the release, its guarantee and the relation."""
 
     @property
     def key(self) -> str:
@@ -42,7 +42,7 @@ class AbstractExternal(AbstractEvent):
 
     @abstractmethod
     def costs(self, relation: Relation) -> tuple[float, float, float]:
-        """Return ``(epsilon, delta, rho)`` under a relation: it is both (ε, δ)-DP beside ρ-zCDP.
+        """Return ``(epsilon, delta, rho)`` under a relation: it is both (ε, δ)-DP next to ρ-zCDP.
 
         Raises ValueError if the guarantee says nothing about that relation.
         """
@@ -110,7 +110,7 @@ class ApproximateDP(AbstractExternal):
 
     @property
     def declared(self) -> str:
-        """What the user says, as one line."""
+        """The user's words as one line."""
         return f"{self.what}: ({self.epsilon:g}, {self.delta:g})-DP ({self.relation})"
 
     def costs(self, relation: Relation) -> tuple[float, float, float]:
@@ -161,7 +161,7 @@ class ZCDP(AbstractExternal):
 
     @property
     def declared(self) -> str:
-        """What the user says, as one line."""
+        """The user's words as one line."""
         return f"{self.what}: {self.rho:g}-zCDP ({self.relation})"
 
     def costs(self, relation: Relation) -> tuple[float, float, float]:
@@ -248,7 +248,7 @@ class Declared:
 
     @property
     def without_delta(self) -> Declared:
-        """What is pure or zCDP of them."""
+        """The part of them that is pure or zCDP."""
         return replace(self, log_intact=0.0)
 
     @property

@@ -108,7 +108,7 @@ class PLDAccountant(AbstractAccountant):
         )
 
     def _epsilon(self, steps: Steps, declared: Declared, delta: float, relation: Relation) -> float:
-        """Return the least epsilon at ``delta`` of merged steps beside declared guarantees."""
+        """Return the least epsilon at ``delta`` of merged steps together with declared guarantees."""
         from lightning_dp.accounting._grid import Target
 
         if declared.is_empty:

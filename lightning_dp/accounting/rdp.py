@@ -79,7 +79,7 @@ class StreamingRDPAccountant(AbstractAccountant):
     def epsilon_beside(
         self, steps: Steps, declared: Declared, delta: float, relation: Relation
     ) -> float:
-        """Return the best epsilon over the orders for merged steps beside declared guarantees."""
+        """Return the best epsilon over the orders for merged steps together with declared guarantees."""
         return self._epsilon(RenyiCurve(steps, relation, (), declared), delta)
 
     def epsilon_after(
@@ -158,7 +158,7 @@ class RenyiCurve:
             if run.declared.log_intact < 0:
                 raise ValueError(
                     f"{event} has a guarantee with delta > 0 in its runs, and no bound is known for "
-                    "that. Take it out of runs and count it once beside the search, if it was "
+                    "that. Take it out of runs and count it once next to the search, if it was "
                     "released once; else state it with delta=0 or as ZCDP."
                 )
         return cls(checked.steps, relation, asking, Declared.of(checked.external, relation))

@@ -25,7 +25,7 @@ def why_not(layer: Replaceable) -> str | None:
     known = (*_RECURRENT, nn.MultiheadAttention)
     kind = next((each for each in known if isinstance(layer, each)), None)
     if kind is None or type(layer).forward is not kind.forward:
-        return "has a forward pass of its own"
+        return "has its own forward pass"
     if getattr(layer, "proj_size", 0):
         return "has proj_size, which Opacus' layer has not"
     trained = {param.requires_grad for param in layer.parameters()}

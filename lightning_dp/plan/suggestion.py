@@ -106,6 +106,7 @@ def suggest(
             f"seconds={seconds:g} needs records_per_second, the speed of your machine: time a private "
             "training on records that you make up, and give its gradients of records per second."
         )
+    least_steps = whole("least_steps", least_steps)
     gradients = math.inf if seconds is None else seconds * speed
     best = best_plan(
         num_records,

@@ -150,7 +150,7 @@ class Search:
             if not state.begun < self.trials:
                 raise RefusedRun(
                     f"All {self.trials} trials of this search were begun, and one more would exceed "
-                    f"ε = {self.target_epsilon:g}. Begin another search on a budget of its own.",
+                    f"ε = {self.target_epsilon:g}. Begin another search on a separate budget.",
                     topic="trials",
                 )
             state.write(state.begun + 1)
@@ -163,7 +163,7 @@ class Search:
 
     @property
     def left(self) -> int:
-        """How many trials were not begun."""
+        """The number of trials that were not begun."""
         with self._state() as state:
             return self.trials - state.begun
 

@@ -62,7 +62,7 @@ class Selection(Generic[_Released]):
       out earlier when they are ready earlier.
     - ``train`` draws its hyper-parameters itself, from a distribution that was fixed without
       looking at the data, with fresh randomness, and remembers nothing from call to call.
-    - ``train`` sends nothing anywhere: no W&B run, no file of its own, no other process's output.
+    - ``train`` sends nothing anywhere: no W&B run, no file, no other process's output.
     - The score comes from what the training released, on records that ε is not about.
     - If the search is killed it has cost all of its ε, and to begin again costs it again. Files of
       a killed search stay in the system's folder for temporary files: delete them.
@@ -122,7 +122,7 @@ class Selection(Generic[_Released]):
 
     @property
     def event(self) -> RepeatAndSelect:
-        """What the whole search is charged as."""
+        """The event that the whole search is charged as."""
         return self._event(self.noise_multiplier)
 
     def _event(self, noise_multiplier: float) -> RepeatAndSelect:

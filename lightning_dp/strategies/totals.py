@@ -1,4 +1,4 @@
-"""What a run and the other journals of its folder cost together: for its first and its last line."""
+"""The cost of a run and the other journals of its folder together: for its first and its last line."""
 
 from __future__ import annotations
 
