@@ -32,7 +32,7 @@ class AbstractExternal(AbstractEvent):
     @property
     @abstractmethod
     def declared(self) -> str:
-        """The user's words as one line: the release, its guarantee and the relation."""
+        """The user's words as one line, of the release, its guarantee and the relation."""
 
     @property
     def key(self) -> str:
@@ -54,7 +54,7 @@ class AbstractExternal(AbstractEvent):
 
     @property
     def is_step(self) -> bool:
-        """False: nothing was trained with it."""
+        """False, since nothing was trained with it."""
         return False
 
     @property

@@ -80,7 +80,7 @@ class AbstractReport(ABC):
 
     @property
     def runs(self) -> int:
-        """How many runs of the program were charged; what others released is none."""
+        """The number of runs of the program that were charged; what others released is none."""
         return len(self.events) - len(self.events.external)
 
     def known_accountant(self) -> AbstractAccountant | None:

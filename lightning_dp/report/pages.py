@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from lightning_dp.report import annex, people
-from lightning_dp.report.people import Beside
+from lightning_dp.report.people import Known
 from lightning_dp.report.render import Page
 
 if TYPE_CHECKING:
@@ -21,19 +21,19 @@ _DRAFT = (
 )
 
 
-def page(report: AbstractReport, beside: Beside | None = None) -> Page:
+def page(report: AbstractReport, known: Known | None = None) -> Page:
     """Return the page of a report.
 
     Args:
         report: of a run.
-        beside: what is known when the page is made, and not in the report.
+        known: what is known when the page is made, and not in the report.
     """
-    beside = Beside() if beside is None else beside
-    report = replace(report, about={**report.about, **beside.about})
+    known = Known() if known is None else known
+    report = replace(report, about={**report.about, **known.about})
     return replace(
         annex_of(report),
-        warnings=people.warnings(report, beside),
-        sections=people.sections(report, beside),
+        warnings=people.warnings(report, known),
+        sections=people.sections(report, known),
     )
 
 
@@ -50,5 +50,5 @@ def annex_of(report: AbstractReport) -> Page:
 
 
 def draft(report: AbstractReport) -> Page:
-    """Return the annex of a run that is under way: it is written often, and must not take long."""
+    """Return the annex of a run that is not over: it is written often, and must not take long."""
     return replace(annex_of(report), sections={"Not over": [_DRAFT]})

@@ -21,7 +21,7 @@ from lightning_dp.report.render import Block, Fact, Table
 if TYPE_CHECKING:
     from lightning_dp.report.facts import AbstractReport
 
-__all__ = ["Beside", "sections", "warnings"]
+__all__ = ["Known", "sections", "warnings"]
 
 _NOT_STATED = "not stated"
 _STATED = "{} (stated, not checked)"
@@ -29,8 +29,8 @@ _RATES = ((0.1, "10 in 100"), (0.01, "1 in 100"), (0.001, "1 in 1,000"), (0.0001
 
 
 @dataclass(frozen=True, kw_only=True)
-class Beside:
-    """What is known when a page is made, and not in the report.
+class Known:
+    """Facts that are known when a page is made, and are not in the report.
 
     Args:
         about: the user's words about the data; they go before those of the report.
@@ -48,11 +48,11 @@ class Beside:
     checked: Sequence[str] = ()
 
 
-def warnings(report: AbstractReport, beside: Beside) -> list[str]:
+def warnings(report: AbstractReport, known: Known) -> list[str]:
     """Return what must be read first: why nothing is promised, or what does not agree."""
     found = [_nothing(report)] if report.why_not_private else []
     return found + [
-        f"This does not agree, so do not rely on this page: {p}" for p in beside.problems
+        f"This does not agree, so do not rely on this page: {p}" for p in known.problems
     ]
 
 
@@ -75,10 +75,10 @@ def _nothing(report: AbstractReport) -> str:
     return f"{start} {why} Do not hand its weights on as private."
 
 
-def sections(report: AbstractReport, beside: Beside) -> Mapping[str, Sequence[Block]]:
+def sections(report: AbstractReport, known: Known) -> Mapping[str, Sequence[Block]]:
     """Return page one by title, in its order."""
     if report.private:
-        claim = _Claim.of(report, beside)
+        claim = _Claim.of(report, known)
         promise = {
             "What is promised": _promise(report, claim),
             "To whom, and against whom": _TO_WHOM,
@@ -92,8 +92,8 @@ def sections(report: AbstractReport, beside: Beside) -> Mapping[str, Sequence[Bl
         **promise,
         "About which data": _data(report, weaker),
         "When, by whom, and with which software": _when(report),
-        "What else ran on these data": _others(report, beside),
-        "What it rests on": [*_trust(report), *map(Fact, beside.checked)],
+        "What else ran on these data": _others(report, known),
+        "What it rests on": [*_trust(report), *map(Fact, known.checked)],
         "What is not promised": [*_NOT_PROMISED, *map(Fact, report.not_covered)],
     }
 
@@ -103,7 +103,7 @@ def sections(report: AbstractReport, beside: Beside) -> Mapping[str, Sequence[Bl
 
 @dataclass(frozen=True)
 class _Claim:
-    """What may be claimed: the largest ε that may have to be, and what follows from it for tests.
+    """The claim: the largest ε that may have to be, and what follows from it for tests.
 
     Args:
         epsilon, delta: the claim.
@@ -117,11 +117,11 @@ class _Claim:
     tests: TradeOff
 
     @classmethod
-    def of(cls, report: AbstractReport, beside: Beside) -> _Claim:
+    def of(cls, report: AbstractReport, known: Known) -> _Claim:
         epsilon, why = report.epsilon, ""
         history: History = report.history()
-        if beside.epsilon is not None and beside.epsilon > epsilon:
-            epsilon, history = beside.epsilon, beside.history or history
+        if known.epsilon is not None and known.epsilon > epsilon:
+            epsilon, history = known.epsilon, known.history or history
             why = (
                 f"The report says ε = {epsilon_text(report.epsilon)}. The journal knows of more "
                 "training from the same ledger, and all of it is counted here."
@@ -303,7 +303,7 @@ _LEDGER = (
 )
 
 
-def _others(report: AbstractReport, beside: Beside) -> list[Block]:
+def _others(report: AbstractReport, known: Known) -> list[Block]:
     blocks: list[Block] = []
     if report.runs > 1:
         blocks.append(f"All {report.runs} runs of the program that share this ledger are counted.")
@@ -312,7 +312,7 @@ def _others(report: AbstractReport, beside: Beside) -> list[Block]:
         f"This page knows of no {'further' if blocks else 'other'} use of the data, and did not look for "
         "one."
     )
-    return [*blocks, *(beside.others or [none]), _ADDS]
+    return [*blocks, *(known.others or [none]), _ADDS]
 
 
 _ADDS = (

@@ -9,7 +9,7 @@ from datetime import datetime, timezone
 from lightning_dp.accounting.rounding import epsilon_text
 from lightning_dp.report.checks import Checked
 from lightning_dp.report.pages import page
-from lightning_dp.report.people import Beside
+from lightning_dp.report.people import Known
 from lightning_dp.report.render import Page
 from lightning_dp.report.total import Total
 
@@ -36,7 +36,7 @@ def pages(
     return [
         _page(
             checked,
-            Beside(
+            Known(
                 about=about,
                 problems=(*problems, *checked.problems),
                 epsilon=checked.journal_epsilon,
@@ -60,12 +60,12 @@ def _latest_of_each(documents: Sequence[Checked]) -> list[Checked]:
     return list(latest.values())
 
 
-def _page(checked: Checked, beside: Beside) -> Page:
+def _page(checked: Checked, known: Known) -> Page:
     report = checked.document.report
     assert report is not None
     if checked.known.voided is not None:  # the journal knows it, the report may be older
         report = replace(report, private=False, events=checked.known)
-    return page(report, beside)
+    return page(report, known)
 
 
 def _others(checked: Checked, together: Total | None, day: str) -> Iterator[str]:
@@ -73,11 +73,11 @@ def _others(checked: Checked, together: Total | None, day: str) -> Iterator[str]
     if checked.journal is None:
         return
     if together is None:
-        yield f"On {day} no other ledger was found beside this one. Others may be elsewhere."
+        yield f"On {day} no other ledger was found next to this one. Others may be elsewhere."
         return
     count = together.ledgers - 1
     yield (
-        f"On {day} {count} other ledger{'' if count == 1 else 's'} of trainings were found beside this "
+        f"On {day} {count} other ledger{'' if count == 1 else 's'} of trainings were found next to this "
         "one. If all of them are about the same records, they promise together "
         f"ε = {epsilon_text(together.epsilon)} at δ = {epsilon_text(together.delta)}, and no less. "
         "Others may be elsewhere."

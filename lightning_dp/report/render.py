@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 __all__ = ["READERS", "Block", "Fact", "Page", "Reader", "Table", "charged"]
 
 Reader: TypeAlias = Literal["people", "engineers"]
-"""Who reads a part of a page: page one, or the annex."""
+"""The readers of a part of a page, page one or the annex."""
 
 READERS: tuple[Reader, ...] = ("people", "engineers")
 

@@ -125,7 +125,7 @@ def test_half_of_the_noise_is_caught(settings, run_audit, monkeypatch):
 
 
 def test_no_clipping_is_caught(run_audit, monkeypatch):
-    def unbounded(gradients: Any, clip_norm: float) -> BoundedSum:
+    def unbounded(gradients: Any, clip_norm: float, *_: Any) -> BoundedSum:
         return BoundedSum(gradients.weighted_sum(torch.ones(gradients.count)), clip_norm)
 
     monkeypatch.setattr(f"{PASSES}.bounded_sum", unbounded)
@@ -134,7 +134,7 @@ def test_no_clipping_is_caught(run_audit, monkeypatch):
 
 
 def test_clipping_the_average_is_caught(run_audit, monkeypatch):
-    def clip_after(gradients: Any, clip_norm: float) -> BoundedSum:
+    def clip_after(gradients: Any, clip_norm: float, *_: Any) -> BoundedSum:
         n = gradients.count
         mean = gradients.weighted_sum(torch.ones(n)) / n
         return BoundedSum(mean * (clip_norm / mean.norm()).clamp(max=1) * n, clip_norm)

@@ -171,7 +171,7 @@ def test_a_sum_that_is_not_finite_is_refused_on_every_rank(job):
 def test_ranks_with_unlike_models_are_refused_before_a_charge(job):
     for result in results(job, "unlike"):
         assert result["error"].startswith(
-            "ValueError: Rank 1 trains 20000 numbers of torch.float32"
+            "RefusedSetting: Rank 1 trains 20000 numbers of torch.float32"
         )
     assert not list((job / "unlike").rglob("*.journal"))
 

@@ -25,7 +25,7 @@ from lightning_dp.callbacks import DifferentialPrivacy
 from lightning_dp.report import PrivacyReport
 from lightning_dp.report.html import document
 from lightning_dp.report.pages import draft, page
-from lightning_dp.report.people import Beside
+from lightning_dp.report.people import Known
 
 matplotlib.use("Agg")
 
@@ -55,8 +55,8 @@ def of(**changes):
     )
 
 
-def promise(report, beside=None):
-    return page(report, beside).sections["What is promised"]
+def promise(report, known=None):
+    return page(report, known).sections["What is promised"]
 
 
 def said(blocks):
@@ -126,9 +126,9 @@ def test_where_one_pair_is_known_alone_the_words_come_from_it(claims_budget):
 
 def test_what_the_journal_knows_besides_counts():
     more = [(EVENTS[0][0], 258)]
-    beside = Beside(epsilon=epsilon(more, DELTA), history=more)
+    known = Known(epsilon=epsilon(more, DELTA), history=more)
 
-    found = said(promise(of(), beside))
+    found = said(promise(of(), known))
 
     assert f"ε = {epsilon_text(epsilon(more, DELTA))} (epsilon)" in found
     right = epsilon_text(50 * (1 + trade_off(more, DELTA).advantage), 3)
@@ -183,7 +183,7 @@ def test_a_run_that_promises_nothing_says_so_first_and_promises_nothing(changes,
 
 
 def test_what_does_not_agree_is_said_first():
-    found = page(of(), Beside(problems=("the journal is missing",)))
+    found = page(of(), Known(problems=("the journal is missing",)))
 
     assert found.warnings == [
         "This does not agree, so do not rely on this page: the journal is missing"
@@ -202,7 +202,7 @@ def test_what_nobody_stated_is_not_invented():
 
 
 def test_words_at_the_printing_go_before_those_of_the_report():
-    found = page(of(about={"data_set": "visits 23"}), Beside(about={"data_set": "new"})).markdown()
+    found = page(of(about={"data_set": "visits 23"}), Known(about={"data_set": "new"})).markdown()
 
     assert "new (stated, not checked)" in found and "visits 23" not in found
 

@@ -338,7 +338,7 @@ def test_a_number_that_is_taken_is_not_given_away(tmp_path, caplog):
     with pytest.raises(RuntimeError, match=r"without a SuperNode: \[2\].*node 102.*is client 0"):
         grid.start(server(tmp_path, 3, patience=0.3))
     assert asked == {100, 101}
-    assert summary(tmp_path)["ended"].startswith("it failed (RuntimeError)")
+    assert summary(tmp_path)["ended"].startswith("it failed (RefusedRun)")
     said = [each.getMessage() for each in caplog.records if "client 0" in each.getMessage()]
     assert len(said) == 1 and said[0].startswith("Node 102: ")
 
