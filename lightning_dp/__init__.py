@@ -40,6 +40,7 @@ __all__ = [
     "Storm",
     "Term",
     "fix",
+    "losses_of_records",
     "rows_of_records",
 ]
 
@@ -52,6 +53,7 @@ if TYPE_CHECKING:  # the same names for type checkers and editors, which do not 
     from lightning_dp.config import PrivacyConfig
     from lightning_dp.estimators import AbstractEstimator, CubicNewton, Diff2, MeanGradient, Storm
     from lightning_dp.gradients.row_owners import rows_of_records
+    from lightning_dp.losses import losses_of_records
     from lightning_dp.postprocessing import AbstractPostProcessor, LaplacianSmoothing, Momentum
     from lightning_dp.sampling import AbstractSampling, BatchPlan, FullBatch, Poisson
     from lightning_dp.schedules import (
@@ -79,6 +81,7 @@ else:
         "callbacks",
         "gradients.row_owners",
         "_fix",
+        "losses",
     )
 
 

@@ -25,7 +25,7 @@ PUBLIC = {
         FromInfluence
         AbstractPostProcessor LaplacianSmoothing Momentum
         AbstractSampling BatchPlan Poisson FullBatch
-        fix rows_of_records About
+        fix losses_of_records rows_of_records About
     """,
     "lightning_dp.callbacks": """
         DifferentialPrivacy LearningRateSweep PrivacyAdvice PrivacyLogger PrivacyReportFiles

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from lightning_dp.isolation.answers import Answer, Call
+from lightning_dp.isolation.ignored import CURE
 
 __all__ = ["CURES", "Pair", "common_factor", "mixing_module", "moved", "reordered"]
 
@@ -27,8 +28,7 @@ CURES = {
     "denominator": (
         "the loss divides by something that other records change: class weights "
         "(cross_entropy(weight=...)), the number of tokens or mask entries in the batch, or of "
-        "targets that are not ignored (ignore_index). Take the loss of each record first, with "
-        "reduction='none' and the record's own denominator, and then its mean over the records"
+        f"targets that are not ignored (ignore_index). {CURE}"
     ),
     "sum": (
         "the loss is a sum over the records, or is divided by a fixed number. Gradients per record "

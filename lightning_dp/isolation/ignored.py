@@ -7,7 +7,14 @@ from typing import Any
 
 from torch import Tensor
 
-__all__ = ["TargetMean", "target_means"]
+__all__ = ["CURE", "TargetMean", "target_means"]
+
+CURE = (
+    "Take the loss of each record first, with reduction='none' and the record's own denominator, and "
+    "then its mean over the records. Of the tokens of a language model that is "
+    "lightning_dp.losses_of_records(output.logits, labels, shift=True).mean() in place of output.loss; "
+    "shift=False, if labels stand at their own positions (masked words, sequence to sequence)"
+)
 
 _MEAN = 1  # torch's number of reduction="mean"
 

@@ -17,7 +17,7 @@ from lightning_dp.gradients import ALONE, UnsupportedModelError
 from lightning_dp.gradients.base import without_alone
 from lightning_dp.isolation import BY_CONSTRUCTION, Isolation, probe_isolation
 from lightning_dp.isolation.collated import CollatedPool
-from lightning_dp.isolation.ignored import target_means
+from lightning_dp.isolation.ignored import CURE, target_means
 from lightning_dp.isolation.kinds import NO_KINDS
 from lightning_dp.isolation.passes import Passes
 from lightning_dp.isolation.phases import Phases
@@ -32,9 +32,7 @@ __all__ = ["Probe"]
 
 _IGNORED = (
     "{}: the loss divides by the number of targets that it does not ignore (ignore_index) in the "
-    "whole batch, and a batch has ignored ones, so records change each other's gradients. Take the "
-    "loss of each record first, with reduction='none' and the record's own denominator, and then its "
-    "mean over the records."
+    f"whole batch, and a batch has ignored ones, so records change each other's gradients. {CURE}."
 )
 _SYNTHETIC = (
     "(Found on a synthetic batch. If it is wrong, leave the check out with isolation_probe=False.)"
@@ -186,7 +184,7 @@ def _raise_or_warn(found: Isolation, module: LightningModule, *, may_warn: bool)
             "The loss divides by the number of targets that are not ignored (-100) in the whole "
             "batch, so an ignored target of one record changes the gradients of the others. If "
             "your data has such targets, the run ends at the first batch that has one, and its ε "
-            "is withdrawn: take the mean of each record first, then the mean over the records.",
+            f"is withdrawn. {CURE}.",
             topic="ignored-targets",
         )
     alone = f" {_ALONE}" if module.automatic_optimization else ""  # which it needs
