@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -175,6 +175,21 @@ class DifferentialPrivacy(Callback):
                 check_launcher(trainer.strategy)
             except MisconfigurationException as refusal:
                 raise refusal from None  # not with what the copies said
+
+    def on_init_end(self, *_: object, **__: object) -> NoReturn:
+        """Refuse ``transformers.Trainer``, which says this to its callbacks; Lightning never does.
+
+        Raises:
+            MisconfigurationException: always.
+        """
+        from lightning_dp._checks import MisconfigurationError
+
+        raise MisconfigurationError(
+            "DifferentialPrivacy was given to transformers.Trainer, which chooses the batches, divides "
+            "the loss and steps by itself, so no ε would hold. Put the model into a LightningModule and "
+            "give the callback to lightning.Trainer(callbacks=[...]).",
+            topic="transformers-trainer",
+        )
 
     @property
     def config(self) -> PrivacyConfig:

@@ -28,7 +28,7 @@ FLOORS = (
     ("_refusals",),
     ("_validate", "_warnings", "_lazy", "help"),
     ("_files", "_described", "about"),
-    ("functional", "_world", "_noise", "_fingerprint", "_norms", "sparsify"),
+    ("functional", "_world", "_noise", "_fingerprint", "_norms", "sparsify", "losses"),
     ("boundary",),
     ("accounting",),
     ("sampling", "estimators", "plan", "signal", "search"),
