@@ -24,7 +24,7 @@ _NOT_COVERED = (
     "other trainings on the same data, such as trials, and any other use of them",
     "records that change each other's part in a step (such as by a loss over all records of a batch) "
     "where the checks do not see it",
-    "records into which others are mixed when the data are read (such as mixup in __getitem__)",
+    "records into which others are mixed when the data are read (such as mixup in the data set)",
     "rounding in the computer (floating point) and the time it takes: the promise is about the ideal "
     "mathematics",
 )

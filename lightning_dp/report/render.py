@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Literal, TypeAlias
@@ -137,8 +138,9 @@ def _row(cells: Sequence[str]) -> str:
 
 
 def _escaped(text: str) -> str:
-    """Return a text in which a user's words cannot be HTML."""
-    return text.replace("&", "&amp;").replace("<", "&lt;")
+    """Return a text in which a user's words are neither HTML nor marks of Markdown."""
+    marked = re.sub(r"[\\`*\[]|__", lambda found: "".join(f"\\{each}" for each in found[0]), text)
+    return marked.replace("&", "&amp;").replace("<", "&lt;")
 
 
 def charged(history: History) -> list[str]:

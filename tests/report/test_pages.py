@@ -220,6 +220,12 @@ def test_users_words_cannot_be_html():
     assert "<script" not in report.markdown().replace("`", "")
 
 
+def test_users_words_cannot_be_markdown():
+    text = of(about={"record": "one *row* of `a`, read by __getitem__ [x](y)"}).markdown()
+
+    assert r"one \*row\* of \`a\`, read by \_\_getitem\_\_ \[x](y)" in text
+
+
 def test_the_file_is_whole_and_loads_nothing():
     text = of().html()
 
