@@ -146,7 +146,7 @@ class _Fixing:
             if normalises_over_the_batch(layer):
                 self._replace_norm(name, cast(BatchNorm, layer))
             elif isinstance(layer, self._slow) and any(p.requires_grad for p in layer.parameters()):
-                self._replace_slow(name, cast(Replaceable, layer))
+                self._replace_slow(name, layer)
         for name, layer in list(self._model.named_modules(remove_duplicate=False)):
             if name and layer in self._new:
                 self._model.set_submodule(name, self._new[layer])
@@ -165,6 +165,7 @@ class _Fixing:
             reason = "has its own forward pass. Write one without statistics of the batch."
         if reason:
             return self._note(name, layer, "", reason)
+        new: nn.Module
         if self._is_fixed(name, layer):
             new, words = FixedNorm(layer), _FIXED
         elif isinstance(layer, _InstanceNorm):
@@ -221,7 +222,7 @@ class _Fixing:
 
 def _unreplaceable(layer: nn.Module) -> str | None:
     """Return why a layer cannot be replaced; None if it can."""
-    if isinstance(layer, LazyModuleMixin) and layer.has_uninitialized_params():  # type: ignore[misc]
+    if isinstance(layer, LazyModuleMixin) and layer.has_uninitialized_params():
         return "has no size yet. Call the model once on made-up inputs, then fix(model)."
     if is_parametrized(layer):
         return "has a weight that is computed from others. Remove its parametrizations first."

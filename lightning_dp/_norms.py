@@ -125,6 +125,8 @@ class FixedNorm(nn.Module):
 
     running_mean: Tensor
     running_var: Tensor
+    weight: nn.Parameter | None
+    bias: nn.Parameter | None
 
     def __init__(self, layer: BatchNorm) -> None:
         super().__init__()
@@ -142,8 +144,8 @@ class FixedNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return x normalised: shape of x."""
-        constants = self.running_mean, self.running_var, self.weight, self.bias
-        return F.batch_norm(x, *constants, training=False, eps=self.eps)
+        mean, var, weight, bias = self.running_mean, self.running_var, self.weight, self.bias
+        return F.batch_norm(x, mean, var, weight, bias, training=False, eps=self.eps)
 
     def extra_repr(self) -> str:
         """Return the settings, for ``print(model)``."""

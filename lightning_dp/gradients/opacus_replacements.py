@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TypeAlias, cast
+from typing import TypeAlias
 
 from opacus.layers import DPMultiheadAttention
 from opacus.layers.dp_rnn import DPGRU, DPLSTM, DPRNN, DPRNNBase
@@ -22,7 +22,7 @@ _RECURRENT: Mapping[type[nn.RNNBase], type[DPRNNBase]] = {
 
 def why_not(layer: Replaceable) -> str | None:
     """Return why Opacus has no such layer; None if it has one."""
-    known = (*_RECURRENT, nn.MultiheadAttention)
+    known: tuple[type[nn.Module], ...] = (*_RECURRENT, nn.MultiheadAttention)
     kind = next((each for each in known if isinstance(layer, each)), None)
     if kind is None or type(layer).forward is not kind.forward:
         return "has its own forward pass"
@@ -47,17 +47,15 @@ def opacus_layer(layer: Replaceable) -> nn.Module:
         >>> type(new).__name__, new.batch_first
         ('DPGRU', True)
     """
-    is_attention = isinstance(layer, nn.MultiheadAttention)
-    new = _attention(layer) if is_attention else _recurrent(cast(nn.RNNBase, layer))
+    new = _attention(layer) if isinstance(layer, nn.MultiheadAttention) else _recurrent(layer)
     first = next(layer.parameters())
     new.to(first.device, first.dtype).load_state_dict(dict(layer.state_dict()))
     is_trained = {name: param.requires_grad for name, param in layer.named_parameters()}
-    for (
-        name,
-        param,
-    ) in new.named_parameters():  # attention has other names, and is trained as a whole
+    # Attention has other names, and is trained as a whole.
+    for name, param in new.named_parameters():
         param.requires_grad_(is_trained.get(name, first.requires_grad))
-    return new.train(layer.training)
+    replaced: nn.Module = new.train(layer.training)
+    return replaced
 
 
 def _recurrent(layer: nn.RNNBase) -> DPRNNBase:

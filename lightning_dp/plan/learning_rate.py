@@ -94,7 +94,7 @@ def learning_rate(
         raise ValueError(
             f"noise_multiplier={plan.noise_multiplier} makes no noise that could set a learning rate."
         )
-    free = 1 - between("[0, 1)")("momentum", momentum)
+    free: float = 1 - between("[0, 1)")("momentum", momentum)
     return free * size / (step * math.sqrt(plan.steps))
 
 

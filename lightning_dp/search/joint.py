@@ -169,7 +169,7 @@ class Search:
 
     @property
     def epsilon(self) -> float:
-        """ε that may be claimed of all that was released, which is the whole budget from the first trial on.
+        """ε of all that was released, which is the whole budget from the first trial on.
 
         What came out of the trials does not lower it, as results may have decided on the next ones.
         """
