@@ -253,7 +253,7 @@ class Declared:
 
     @property
     def simple_epsilon(self) -> float:
-        """ε at δ = :attr:`lost`: the sum of all ε; infinite if anything is zCDP."""
+        """ε at δ = ``lost``, the sum of all ε; infinite if anything is zCDP."""
         return math.fsum(n * epsilon for epsilon, n in self.pure) if self.rho == 0 else math.inf
 
     def left_of(self, delta: float) -> float:
