@@ -145,7 +145,8 @@ def mixing_module(pair: Pair) -> Call | None:
         if a.name != b.name:
             return None
         changed = [_rows_moved(pair, x, y) for x, y in zip(a.inputs, b.inputs, strict=False)]
-        results = [_rows_moved(pair, x, y) for x, y in zip(a.outputs, b.outputs, strict=False)]
+        rows = [(x, y) for x, y in zip(a.outputs, b.outputs, strict=False) if x.dim()]  # no losses
+        results = [_rows_moved(pair, x, y) for x, y in rows]
         if any(results) and not any(changed):
             return a
     return None

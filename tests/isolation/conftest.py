@@ -95,6 +95,18 @@ class Tokens(nn.Module):
         return self.head(self.embedding(x))
 
 
+class WithLoss(nn.Module):
+    """Scores and their loss, as models of transformers return them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 3)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        scores = self.layer(x)
+        return scores, scores.square().sum() / 32
+
+
 def network(*middle: nn.Module) -> nn.Sequential:
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(6, 8), *middle, nn.Tanh(), nn.Linear(8, 3))
@@ -146,6 +158,12 @@ COUPLED: dict[str, tuple[Callable[[], Model], Callable[[], Any], str, str]] = {
     ),
     "fixed_divisor": (
         lambda: Model(network(), lambda o, y: F.cross_entropy(o, y, reduction="sum") / 32),
+        features,
+        "the loss is a sum",
+        "",
+    ),
+    "fixed_divisor_in_the_network": (
+        lambda: Model(WithLoss(), lambda o, y: o[1]),
         features,
         "the loss is a sum",
         "",

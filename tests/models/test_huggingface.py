@@ -314,6 +314,7 @@ def test_the_snippets_of_the_page_run(tokenizer, texts, tmp_path, monkeypatch, c
     assert 0 < names["privacy"].epsilon <= 8
     printed = capsys.readouterr().out
     assert "\n1.000\n" in printed
+    assert "\n0.000\n" in printed
     assert (tmp_path / "private-gpt2" / "model.safetensors").exists()
 
 
