@@ -19,7 +19,6 @@ from pathlib import Path
 
 import lightning as L
 import torch
-import torch.nn.functional as F
 from lightning.pytorch.cli import ArgsType, LightningCLI
 from peft import LoraConfig, PeftModel, get_peft_model
 from torch import Tensor, nn
@@ -27,6 +26,7 @@ from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import DataLoader
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 
+from lightning_dp import losses_of_records
 from lightning_dp.callbacks import DifferentialPrivacy
 
 IGNORED = -100  # a label that is padding
@@ -75,11 +75,7 @@ class LanguageModel(L.LightningModule):
     def losses(self, batch: dict[str, Tensor]) -> Tensor:
         """The loss of each record: the mean over its own tokens."""
         logits = self.net(batch["input_ids"], attention_mask=batch["attention_mask"]).logits
-        targets = batch["labels"][:, 1:]
-        of_tokens = F.cross_entropy(
-            logits[:, :-1].transpose(1, 2), targets, ignore_index=IGNORED, reduction="none"
-        )
-        return of_tokens.sum(1) / (targets != IGNORED).sum(1).clamp(min=1)
+        return losses_of_records(logits, batch["labels"], shift=True)
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
         return self.losses(batch).mean()

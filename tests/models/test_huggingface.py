@@ -170,6 +170,10 @@ def fit(make_trainer, data) -> Callable[..., Any]:
     return train
 
 
+SLOW = pytest.mark.slow
+ONE_QUICKLY = ["causal", *(pytest.param(kind, marks=SLOW) for kind in ("masked", "seq2seq"))]
+
+
 # -- the loss --------------------------------------------------------------------------------------
 
 
@@ -237,7 +241,7 @@ def test_it_trains_with_their_collator(kind, fit):
     assert run.spot_checks > 0
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ONE_QUICKLY)
 def test_batches_of_no_record_are_nothing_to_them(kind, fit):
     make, shift = KINDS[kind]
     fit(OfRecords(make(), shift), kind, steps=12, size=1)  # e^-12 that none of them is empty
@@ -247,7 +251,7 @@ def test_classes_train_with_their_loss(fit):
     fit(TheirLoss(bert(BertForSequenceClassification)), "classes")
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ONE_QUICKLY)
 def test_their_loss_is_refused_and_the_cure_is_named(kind, fit):
     cure = r"lightning_dp\.losses_of_records\(output\.logits, labels, shift=True\)\.mean\(\)"
     with pytest.raises(VoidedRunError, match=cure):
