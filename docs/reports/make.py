@@ -20,10 +20,11 @@ from torch.utils.data import DataLoader
 
 from lightning_dp import About, DifferentialPrivacy
 from lightning_dp.report.checks import check
+from lightning_dp.report.facts import READERS
 from lightning_dp.report.files import PATTERN, read_document
 from lightning_dp.report.html import document
 from lightning_dp.report.publish import pages
-from lightning_dp.report.render import READERS, Page
+from lightning_dp.report.render import Page
 
 HERE = Path(__file__).parent
 QUICKSTART = HERE.parents[1] / "examples" / "quickstart.py"

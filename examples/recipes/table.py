@@ -17,6 +17,7 @@ import torch
 
 from lightning_dp.accounting import epsilon_text
 
+FOLDER = "python examples/recipes/"
 KEPT = Path(__file__).with_name("results")
 ORDER = (
     *("mnist_linear", "mnist_network", "cifar10_linear", "a9a_linear", "california_network"),
@@ -24,7 +25,7 @@ ORDER = (
 )
 HEADER = (
     *("data and model", "records", "at the start", "private", "ε, δ"),
-    *("without privacy", "CPU minutes / 2", "minutes here", "command"),
+    *("without privacy", "CPU minutes / 2", "minutes here", "script"),
 )
 
 
@@ -63,7 +64,7 @@ class Row:
             shown(self.metric, self.plain.values),
             f"{private.cpu_seconds / 120:.1f}",
             f"{private.wall_seconds / 60:.1f}",
-            f"`{self.command}`",
+            f"`{self.command.removeprefix(FOLDER)}`",
         ]
 
 

@@ -14,7 +14,7 @@ from lightning_dp.accounting.base import check_delta
 from lightning_dp.accounting.charges import Charges, JournalError
 from lightning_dp.accounting.rounding import epsilon_text
 from lightning_dp.report.checks import Checked, check, check_journal_alone
-from lightning_dp.report.facts import plain
+from lightning_dp.report.facts import READERS, plain
 from lightning_dp.report.files import (
     Document,
     NotPrivateError,
@@ -26,7 +26,7 @@ from lightning_dp.report.files import (
 )
 from lightning_dp.report.html import document
 from lightning_dp.report.publish import pages
-from lightning_dp.report.render import READERS, charged
+from lightning_dp.report.render import charged
 from lightning_dp.report.total import Total, total
 from lightning_dp.search.joint import STATE, search_text
 

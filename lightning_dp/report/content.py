@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from lightning_dp.report.facts import AbstractReport
+from lightning_dp.report.facts import AbstractReport, Reader
 from lightning_dp.report.html import document
 from lightning_dp.report.pages import annex_of, page
-from lightning_dp.report.render import Reader
 
 __all__ = ["PrivacyReport"]
 

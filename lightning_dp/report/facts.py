@@ -6,7 +6,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields
-from typing import TYPE_CHECKING, Any, get_type_hints
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, get_type_hints
 
 from lightning_dp import _validate
 from lightning_dp._refusals import RefusedSetting
@@ -22,9 +22,12 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from typing_extensions import Self
 
-    from lightning_dp.report.render import Reader
+__all__ = ["READERS", "AbstractReport", "Reader", "plain"]
 
-__all__ = ["AbstractReport", "plain"]
+Reader: TypeAlias = Literal["people", "engineers"]
+"""The readers of a part of a page, page one or the annex."""
+
+READERS: tuple[Reader, ...] = ("people", "engineers")
 
 _FORMAT = "lightning-dp-report-1"
 _ACCOUNTANTS: tuple[type[AbstractAccountant], ...] = (

@@ -5,21 +5,14 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Literal, TypeAlias
+from typing import TypeAlias
 
 from lightning_dp._validate import one_of
 from lightning_dp.accounting.events import History
 from lightning_dp.accounting.external import AbstractExternal
+from lightning_dp.report.facts import READERS, AbstractReport, Reader
 
-if TYPE_CHECKING:
-    from lightning_dp.report.facts import AbstractReport
-
-__all__ = ["READERS", "Block", "Fact", "Page", "Reader", "Table", "charged"]
-
-Reader: TypeAlias = Literal["people", "engineers"]
-"""The readers of a part of a page, page one or the annex."""
-
-READERS: tuple[Reader, ...] = ("people", "engineers")
+__all__ = ["Block", "Fact", "Page", "Table", "charged"]
 
 _MOST_EVENTS = 8
 

@@ -136,6 +136,13 @@ def test_every_page_is_in_the_built_site(root, built):
         assert f"<h1>{html.escape(title)}" in (built / f"{name}.html").read_text("utf-8"), name
 
 
+def test_the_sample_reports_are_in_the_built_site(built):
+    for reader, title in (("people", "Privacy report"), ("engineers", "annex for engineers")):
+        assert f"{title}<a" in (built / f"reports/{reader}.html").read_text("utf-8")
+        (file,) = built.glob(f"_downloads/*/{reader}.html")  # as it is sent
+        assert title in file.read_text("utf-8")
+
+
 def title_of(source: Path) -> str:
     text = source.read_text("utf-8")
     if source.suffix == ".ipynb":
