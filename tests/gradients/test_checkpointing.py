@@ -15,7 +15,11 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
     checkpoint_wrapper,
 )
 from torch.nn import functional as F
-from torch.utils.checkpoint import checkpoint, checkpoint_sequential
+from torch.utils.checkpoint import (
+    checkpoint,
+    checkpoint_sequential,
+    set_checkpoint_early_stop,
+)
 
 from lightning_dp.boundary import Query, Term
 from lightning_dp.gradients import (
@@ -120,11 +124,17 @@ class Normal(Plain):
         return self.call(nn.Sequential(*self.blocks), x)
 
 
+def to_the_end(function: Callable[..., Any], *args: Any) -> Any:
+    """A checkpoint that is computed again as a whole, in the words that torch 2.6 knows too."""
+    with set_checkpoint_early_stop(False):
+        return checkpoint(function, *args, use_reentrant=False)
+
+
 KINDS = [Plain, Residual, Nested, SeveralTensors, Frozen, Twice, First, Direct, Normal]
 CALLS = {
     "reentrant": partial(checkpoint, use_reentrant=True),
     "not reentrant": partial(checkpoint, use_reentrant=False),
-    "to the end": partial(checkpoint, use_reentrant=False, early_stop=False),
+    "to the end": to_the_end,
 }
 
 

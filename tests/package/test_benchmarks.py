@@ -15,6 +15,7 @@ COMMANDS = {
     "engine.py": ["--quick", "--models", "logistic regression"],
     "isolation.py": ["time", "--quick", "MLP"],
     "alone.py": ["--models", "logistic regression"],
+    "import_time.py": [],
 }
 
 
