@@ -25,7 +25,7 @@ print(time.perf_counter() - wall, time.process_time() - processor)
 
 def seconds(module: str) -> tuple[float, float]:
     """Wall and processor seconds of one import in a new process."""
-    command = [sys.executable, "-W", "ignore", "-c", TIMED.format(module=module)]
+    command = [sys.executable, "-I", "-W", "ignore", "-c", TIMED.format(module=module)]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     wall, processor = map(float, done.stdout.split())
     return wall, processor
