@@ -109,8 +109,11 @@ def resolved(python: str, wheel: Path, source: Path, pins: list[str], log: Path)
     """Ask pip what it would install for that Python, and compile the sources."""
     start, version = time.monotonic(), python.removeprefix("python")
     with tempfile.TemporaryDirectory() as folder:
-        report = Path(folder) / "report.json"
-        command = [sys.executable, "-m", "pip", "install", "--dry-run", "--ignore-installed"]
+        report, new = Path(folder) / "report.json", str(Path(folder) / "venv/bin/python")
+        subprocess.run([sys.executable, "-m", "venv", str(Path(folder) / "venv")], check=True)
+        # pip 23 compares Requires-Python with the Python that runs it, not with the one asked for.
+        subprocess.run([new, "-m", "pip", "install", "--quiet", "--upgrade", "pip"], check=True)
+        command = [new, "-m", "pip", "install", "--dry-run", "--ignore-installed"]
         command += ["--quiet", "--report", str(report), "--python-version", version]
         command += ["--only-binary", ":all:", "--target", folder, str(wheel), *pins]
         done = subprocess.run(command, capture_output=True, text=True)
