@@ -66,6 +66,7 @@ def tokenizer() -> PreTrainedTokenizerFast:
         sep_token="[SEP]",
         eos_token="[SEP]",
         mask_token="[MASK]",
+        model_input_names=["input_ids", "attention_mask"],
     )
 
 
