@@ -37,13 +37,16 @@ th, td { border-bottom: 1px solid var(--line); padding: .4rem .5rem; text-align:
 dl { margin: .4rem 0; } dt { font-weight: 600; } dd { margin: 0 0 .5rem 1rem; }
 dd, li, code { overflow-wrap: anywhere; }
 pre { background: var(--soft); padding: .7rem; overflow-x: auto; font-size: .85rem; }
+details pre { white-space: pre-wrap; overflow-wrap: anywhere; }
 figure { margin: 1rem 0; } figure img { max-width: 100%; height: auto; background: #fff; }
 figcaption { font-size: .9rem; }
 .annex { border-top: 3px double var(--line); margin-top: 2.5rem; padding-top: .5rem; }
 @media print { :root { color-scheme: light; --ink: #000; --paper: #fff; --soft: #f3f5f7;
   --line: #999; --warn: #b00020; --warn-paper: #fff; --accent: #000; }
-  body { font-size: 10.5pt; } main { max-width: none; padding: 0; }
-  .annex { break-before: page; } table, figure, .warning { break-inside: avoid; } }"""
+  body { font-size: 10pt; line-height: 1.35; } main { max-width: none; padding: 0; }
+  p, ul, dl { margin: .35rem 0; } h2 { margin: .8rem 0 .2rem; } dd { margin-bottom: .1rem; }
+  pre { white-space: pre-wrap; } .annex { break-before: page; }
+  table, figure, .warning { break-inside: avoid; } }"""
 
 
 def document(pages: Sequence[Page], head: Sequence[str] = ()) -> str:

@@ -76,9 +76,10 @@ def _others(checked: Checked, together: Total | None, day: str) -> Iterator[str]
         yield f"On {day} no other ledger was found next to this one. Others may be elsewhere."
         return
     count = together.ledgers - 1
+    found = "1 other ledger was" if count == 1 else f"{count} other ledgers were"
     yield (
-        f"On {day} {count} other ledger{'' if count == 1 else 's'} of trainings were found next to this "
-        "one. If all of them are about the same records, they promise together "
+        f"On {day} {found} found next to this one. If all of them are about the same records, they "
+        "promise together "
         f"ε = {epsilon_text(together.epsilon)} at δ = {epsilon_text(together.delta)}, and no less. "
         "Others may be elsewhere."
     )
