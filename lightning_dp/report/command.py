@@ -91,7 +91,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     else:
         print("\n".join(_lines(found)))
         if options.html is not None:
-            print(f"page for people: {options.html}")
+            print(f"page: {options.html}")
     return 1 if found.number_of_problems() else 0
 
 

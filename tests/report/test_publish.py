@@ -25,7 +25,7 @@ def test_a_page_is_written_for_its_reader_alone(saved, command, tmp_path):
     page = tmp_path / "page.html"
 
     status, output = command(path, "--html", page, *stated())
-    assert status == 0 and f"page for people: {page}" in output
+    assert status == 0 and f"page: {page}" in output
     text = page.read_text("utf-8")
     assert all(f"{word} (stated, not checked)" in text for word in STATED.values())
     assert "ε was computed again from the list of all steps, and it agrees" in text
