@@ -66,10 +66,16 @@ class Change:
     same_first_rows: bool = False
 
     @classmethod
-    def exchanged(cls, before: Batch, after: Any, rows: Sequence[int], seed: int = 0) -> Change:
-        """Return the change of a batch in some rows to what stands there in another one."""
+    def exchanged(
+        cls, before: Batch, after: Any, rows: Sequence[int], seed: int = 0, *, key: Any = None
+    ) -> Change:
+        """Return the change of a batch in some rows to what stands there in another one.
+
+        Args:
+            key: of the second batch.
+        """
         others = [row for row in range(before.n) if row not in rows]
-        return cls(before, Batch(after, before.n), others, others, seed)
+        return cls(before, Batch(after, before.n, key), others, others, seed)
 
 
 class Comparisons:
@@ -100,8 +106,12 @@ class Comparisons:
             self._kept[key] = answer
         return answer
 
-    def outcome(self, change: Change) -> Isolation:
+    def outcome(self, change: Change, *, why: bool = True) -> Isolation:
         """Tell whether the gradients of the unchanged records are the same in both batches.
+
+        Args:
+            change: between the batches.
+            why: if they are not, find out through what; else no reason is given.
 
         Raises:
             NotProbed: if there is nothing to compare, or what there is is not finite.
@@ -121,7 +131,7 @@ class Comparisons:
             raise NotProbed("the batch gives no gradient")
         changed = change.after.n - len(change.rows_after)
         if moved(here, there) and not reordered(before, after, changed):
-            return self._diagnosed(change, here, there)
+            return self._diagnosed(change, here, there) if why else Isolation("coupled")
         return ISOLATED
 
     def _answers(self, change: Change) -> tuple[Answer, Answer | None]:

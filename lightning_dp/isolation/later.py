@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dis
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from types import CodeType
 from typing import Any
 
@@ -59,9 +59,9 @@ def _of_steps(passes: Passes, pool: Any, n: int) -> Iterator[Isolation]:
 def probe_later(passes: Passes, pool: Any, n: int, *, in_short: bool = False) -> Isolation:
     """Probe at other moments of the run, of those in which a step does something new.
 
-    Which moments there are depends on what the code reads (the epoch, the step, the number of the
-    batch, its counters); at each, two steps are run forward, and only if they call other
-    operations than before, their gradients are compared.
+    The end of the run is one. Which others there are depends on what the code reads, here or there
+    (the epoch, the step, the number of the batch, its counters); at each, two steps are run forward,
+    and only if they call other operations than before, their gradients are compared.
 
     Args:
         pool: 2n records.
@@ -72,11 +72,15 @@ def probe_later(passes: Passes, pool: Any, n: int, *, in_short: bool = False) ->
     if look is None:
         return ISOLATED
     known, probes = {look.operations}, 0
-    moments = list(_moments(passes, look))[:_MOMENTS]
+    end = _end(passes)
+    last = None if end is None else _look(passes.at(end), batches)
+    read = look.read | (set() if last is None else last.read)
+    others = (now for now in _moments(passes, read, look.counters) if now != end)
+    moments = [*([] if end is None else [end]), *others][:_MOMENTS]
     few = moments[:_FEW] if in_short else moments
     for now in few:
         there = passes.at(now)
-        seen = _look(there, batches)
+        seen = last if now is end else _look(there, batches)
         if seen is None or seen.operations in known:
             continue
         known.add(seen.operations)
@@ -159,23 +163,44 @@ def _numbers_of(module: nn.Module) -> Iterator[tuple[tuple[str, str], int]]:
                 yield (name, key), value
 
 
-def _moments(passes: Passes, look: _Look) -> Iterator[Now]:
+def _end(passes: Passes) -> Now | None:
+    """Return the beginning of the last epoch; None if there is but one."""
+    epoch = _epochs(passes)
+    return Now(epoch=epoch, step=epoch * (_batches(passes) + 1)) if epoch else None
+
+
+def _epochs(passes: Passes) -> int:
+    return _last(lambda: passes.trainer.max_epochs)  # type: ignore[union-attr]
+
+
+def _batches(passes: Passes) -> int:
+    return _last(lambda: int(passes.trainer.num_training_batches))  # type: ignore[union-attr]
+
+
+def _moments(
+    passes: Passes, read: Collection[str], counters: tuple[tuple[str, str], ...]
+) -> Iterator[Now]:
+    """Yield moments at which what is read, or counted, has other values.
+
+    Where the step is read, the epoch is tried too: who asks for the one first may then ask for the
+    other.
+    """
     trainer, borders = passes.trainer, _borders(passes.module)
-    epochs = _last(lambda: trainer.max_epochs)  # type: ignore[union-attr]
+    epochs, batches = _epochs(passes), _batches(passes)
     steps = _last(lambda: int(trainer.estimated_stepping_batches))  # type: ignore[union-attr]
-    batches = _last(lambda: int(trainer.num_training_batches))  # type: ignore[union-attr]
-    if look.read & {"current_epoch", "fit_loop"}:
+    read = set(read)
+    if read & {"current_epoch", "global_step", "fit_loop"}:
         for epoch in _around((1, 2, epochs // 2, epochs), borders, epochs):
             yield Now(epoch=epoch, step=epoch * (batches + 1))
-    if look.read & {"global_step", "fit_loop"}:
+    if read & {"global_step", "fit_loop"}:
         for step in _around((1, 10, 100, steps // 2, steps), borders, steps):
             yield Now(step=step)
     if _uses_batch_idx(passes.module):
         for batch_idx in _around((1, 99, batches), borders, max(batches, 99)):
             yield Now(batch_idx=batch_idx)
-    if look.counters:
+    if counters:
         for number in _around((2, 10, 99, 100, 1000, 10_000), borders, _LARGEST):
-            yield Now(counters=dict.fromkeys(look.counters, number))
+            yield Now(counters=dict.fromkeys(counters, number))
 
 
 def _last(number: Callable[[], int | None]) -> int:

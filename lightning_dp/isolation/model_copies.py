@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import copy
+import ctypes
+import gc
+from collections.abc import Callable
+from functools import lru_cache
 from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities.compile import to_uncompiled
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
-__all__ = ["ModelCopies"]
+__all__ = ["ModelCopies", "empty", "is_one_memory"]
 
 _HALF = (torch.float16, torch.bfloat16)
 _LARGE = 1 << 16  # entries
+_MUCH = 64 << 20  # bytes of weights from which on freed memory is given back after each pass
 _ENTRIES = 4096  # that are looked at, each: at the beginning, at the end, and in between
 
 
@@ -21,17 +27,29 @@ class ModelCopies:
     """Deep copies of a model on the CPU, of which one is in use at a time: they share the weights.
 
     The weights are as the model's whenever a copy is made, whatever was written into those of the
-    one before. Large ones are copied again only if autograd's counter of writes, or a look at some of
-    their entries, shows a difference. Everything else of the model (buffers, attributes,
-    hooks) is each copy's own.
+    one before. A weight that is on the CPU is read from the model's own memory, and copied by whoever
+    first writes to it, in any way that torch knows (into ``.data``, by an optimizer, through NumPy).
+    Of other weights (on a device, of half precision, in a mapped file) there is one copy for all; large
+    ones are copied again only if autograd's counter of writes, or a look at some of their entries,
+    shows a difference. Everything else of the model (buffers, attributes, hooks) is each copy's own.
 
     Args:
-        module: is not touched.
+        module: keeps its values and its memory.
     """
 
     def __init__(self, module: LightningModule) -> None:
         self._module = module
         self._shared: dict[int, _Shared] = {}
+
+    def release(self) -> None:
+        """Let the weights be the model's alone again, when no copy is in use any more."""
+        self._shared.clear()
+        if _is_much(self._module):
+            gc.collect()  # graphs of the passes, which hold weights
+            _give_back()
+        for param in self._module.parameters():
+            if _is_plain(param):
+                param.data_ptr()  # whoever asks for it may write: torch ends the sharing
 
     def make(self, memo: dict[int, Any] | None = None) -> LightningModule:
         """Return a copy; those of before must not be used any more.
@@ -50,11 +68,78 @@ class ModelCopies:
         return made
 
     def _weight(self, param: nn.Parameter, is_half: bool) -> Tensor:
-        """Return the shared memory of a parameter, with its present value."""
+        """Return a parameter's present value in memory that is not copied for this copy."""
+        converts = is_half and param.is_floating_point() and param.dtype != torch.float32
+        if not converts and (lazy := _lazily_copied(param)) is not None:
+            return lazy
         if id(param) not in self._shared:
             dtype = torch.float32 if is_half and param.is_floating_point() else param.dtype
             self._shared[id(param)] = _Shared(param, dtype)
         return self._shared[id(param)].renewed()
+
+
+def empty(module: nn.Module) -> None:
+    """Free the memory of a copy: modules are full of cycles, and a dozen must not wait for gc."""
+    is_much = _is_much(module)
+    for tensor in (*module.parameters(), *module.buffers()):
+        tensor.data = tensor.new_empty(0)
+    if is_much:
+        _give_back()
+
+
+def _is_much(module: nn.Module) -> bool:
+    return sum(0 if is_lazy(param) else param.nbytes for param in module.parameters()) > _MUCH
+
+
+def _give_back() -> None:
+    """Return freed memory to the system; of other allocators than glibc's nothing is asked.
+
+    What the passes of a probe left to it came on top of all that the fit needs.
+    """
+    trim = _trim()
+    if trim is not None:
+        trim(0)
+
+
+@lru_cache(maxsize=1)
+def _trim() -> Callable[[int], int] | None:
+    try:
+        found: Callable[[int], int] = ctypes.CDLL(None).malloc_trim
+    except (AttributeError, OSError, TypeError):
+        return None
+    return found
+
+
+def is_one_memory(a: Tensor, b: Tensor) -> bool:
+    """Tell whether two tensors of one shape are the same entries of the same memory, and so equal."""
+    return _is_plain(a) and _is_plain(b) and _place(a) == _place(b)
+
+
+def _place(tensor: Tensor) -> tuple[object, ...]:
+    """Return where a tensor lies; data_ptr(), which allows to write, would end the sharing."""
+    begin = torch._C._data_address(tensor)  # type: ignore[attr-defined]
+    return begin, tensor.storage_offset(), tensor.stride(), tensor.dtype
+
+
+def _lazily_copied(param: nn.Parameter) -> Tensor | None:
+    """Return a copy that takes no memory until it, or the original, is written to."""
+    if not _is_plain(param) or param.is_inference():
+        return None
+    try:
+        return torch._lazy_clone(param.detach())
+    except RuntimeError:  # memory that is not torch's own: NumPy's, a mapped file, shared memory
+        return None
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    """Tell whether a tensor is nothing but numbers in the memory of the CPU, as they are."""
+    return (
+        not is_lazy(tensor)
+        and type(tensor.data) is Tensor
+        and tensor.device.type == "cpu"
+        and tensor.layout is torch.strided
+        and not (tensor.is_conj() or tensor.is_neg())
+    )
 
 
 class _Shared:

@@ -64,12 +64,17 @@ def moves_weights(module: LightningModule) -> bool:
 
 def optimize(
     module: LightningModule,
-    epoch: int,
+    trainer: Any,
     batch_idx: int,
     optimizer: Optimizer,
     run: Callable[[], Any],
 ) -> Any:
     """Return what ``run`` returns, called once by the module's own ``optimizer_step``, or after it.
+
+    Args:
+        trainer: is asked for the epoch only if there is somebody to tell it, since it notes what is
+            read of it.
+        run: makes the forward and backward pass.
 
     Raises:
         Exception: what ``run`` raises; what only the override raises, for lack of a Trainer, is
@@ -89,7 +94,7 @@ def optimize(
 
     if moves_weights(module):
         with contextlib.suppress(Exception):
-            module.optimizer_step(epoch, batch_idx, optimizer, closure)
+            module.optimizer_step(trainer.current_epoch, batch_idx, optimizer, closure)
     closure()
     if failed:
         raise failed[0]

@@ -29,7 +29,7 @@ from lightning_dp.gradients.module_hooks import ModuleHooks
 from lightning_dp.gradients.passes import is_differentiable
 from lightning_dp.isolation.answers import Answer, Call, answer_about
 from lightning_dp.isolation.ignored import target_means
-from lightning_dp.isolation.model_copies import ModelCopies
+from lightning_dp.isolation.model_copies import ModelCopies, empty, is_one_memory
 from lightning_dp.isolation.nesting import copied
 from lightning_dp.isolation.overrides import backward_loss
 from lightning_dp.isolation.randomness import SameFirstRows, random_state, seed
@@ -49,7 +49,6 @@ __all__ = [
     "NoLoss",
     "Passes",
     "begin",
-    "empty",
     "loss_of",
     "prepared",
     "same",
@@ -133,7 +132,10 @@ class Passes:
         with isolate_rng(), warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
             warnings.simplefilter("ignore")
             self._outside = ModuleState.of(self.module, self.callbacks)
-            yield
+            try:
+                yield
+            finally:
+                self._copies.release()
 
     @property
     def callbacks(self) -> list[Any]:
@@ -248,10 +250,10 @@ class Passes:
             draws = SameFirstRows()  # type: ignore[no-untyped-call]
         with self._copy() as module:
             calls: list[Call] = []
-            if watch_modules:
-                watch_calls(module, calls)
+            hooks = watch_calls(module, calls) if watch_modules else ModuleHooks()
             with draws:
                 answer = self._run(module, batch, n, seed_number)
+            hooks.take_off()  # the copy goes with the garbage, the calls need not wait for it
             return replace(answer, calls=tuple(calls))
 
     def _run(self, module: LightningModule, batch: Any, n: int, seed_number: int) -> Answer:
@@ -378,12 +380,6 @@ def begin(module: LightningModule, now: Now) -> None:
     module.on_train_epoch_start()
 
 
-def empty(module: LightningModule) -> None:
-    """Free the memory of a copy: modules are full of cycles, and a dozen must not wait for gc."""
-    for tensor in (*module.parameters(), *module.buffers()):
-        tensor.data = tensor.new_empty(0)
-
-
 def loss_of(output: Any, by_hand: ByHand | None) -> Tensor:
     """Return the loss of a step.
 
@@ -406,7 +402,7 @@ def same(a: Tensor, b: Tensor) -> bool:
     """True if all entries are equal; NaN is equal to itself."""
     if a.shape != b.shape or a.dtype != b.dtype:
         return False
-    if torch.equal(a, b):  # in the memory of no third tensor
+    if is_one_memory(a, b) or torch.equal(a, b):  # in the memory of no third tensor
         return True
     return bool(((a == b) | ((a != a) & (b != b))).all())
 

@@ -51,7 +51,7 @@ def pools_that_run(passes: Passes, like: Any) -> Iterator[tuple[Any, SyntheticKi
         try:
             passes.loss(pool)
         except Exception as error:
-            failure = error
+            failure = error.with_traceback(None)  # whose frames hold the whole pass
         else:
             first = first or (pool, kind)
             yield pool, kind

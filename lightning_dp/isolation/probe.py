@@ -245,7 +245,7 @@ def _probe_collated(passes: Passes, like: Any, pools: Sequence[CollatedPool]) ->
         try:
             passes.loss(pool.take(range(2 * _RECORDS)))
         except Exception as error:
-            failure = error
+            failure = error.with_traceback(None)  # whose frames hold the whole pass
             continue
         if not pool.is_telling:
             raise NotProbed("rows of a batch are not records, and samples cannot be made up")

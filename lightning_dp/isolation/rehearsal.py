@@ -16,6 +16,7 @@ from torch import Tensor
 from lightning_dp._training_step import call_training_step
 from lightning_dp.gradients import RecordPasses
 from lightning_dp.isolation.answers import Answer, answer_about
+from lightning_dp.isolation.model_copies import empty
 from lightning_dp.isolation.overrides import (
     backward_loss,
     configure_clipping,
@@ -23,7 +24,7 @@ from lightning_dp.isolation.overrides import (
     optimize,
     schedule,
 )
-from lightning_dp.isolation.passes import NoLoss, Passes, begin, empty, loss_of, prepared
+from lightning_dp.isolation.passes import NoLoss, Passes, begin, loss_of, prepared
 from lightning_dp.isolation.randomness import seed
 from lightning_dp.isolation.stand_ins import (
     ByHand,
@@ -139,7 +140,7 @@ class Rehearsal:
         if self.module.automatic_optimization:
             output = optimize(
                 self.module,
-                self.trainer.current_epoch,
+                self.trainer,
                 self._batch_idx,
                 self.optimizer,
                 lambda: self._with_gradients(run),

@@ -38,11 +38,13 @@ def probe_targets(comparisons: Comparisons, pool: Any, n: int) -> Isolation:
             ignored[0].view(-1)[1 if several else 0 :: 2] = sentinel
             after = take_rows(replace_leaf(pool, place, ignored), range(n))
             try:
-                tried = comparisons.outcome(Change.exchanged(before, after, [0]))
+                key = (id(pool), "ignored", place, sentinel)
+                change = Change.exchanged(before, after, [0], key=key)
+                tried = comparisons.outcome(change, why=False)
             except Exception:  # this tensor cannot hold it
                 continue
             if tried.outcome != "isolated":
-                is_seen = None in comparisons.answer(Batch(after, n)).ignored
+                is_seen = None in comparisons.answer(change.after).ignored
                 by_hand = () if is_seen else ((place, sentinel),)
                 found = replace(
                     found,

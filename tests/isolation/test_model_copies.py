@@ -1,20 +1,26 @@
 """Copies of a model share one memory for its weights, which are the model's in each new copy."""
 
+import numpy as np
 import pytest
 import torch
 from lightning.pytorch import LightningModule
 from torch import nn
 
 from lightning_dp.isolation import model_copies
-from lightning_dp.isolation.model_copies import ModelCopies
+from lightning_dp.isolation.model_copies import ModelCopies, empty, is_one_memory
+from lightning_dp.isolation.passes import same
+
+LARGE = {"torch's memory": 10, "NumPy's memory": 10, "NumPy's memory, small": 1 << 16}
 
 
-@pytest.fixture(params=[1 << 16, 10], ids=["small", "large"])
+@pytest.fixture(params=list(LARGE))
 def model(request, monkeypatch):
-    monkeypatch.setattr(model_copies, "_LARGE", request.param)
+    monkeypatch.setattr(model_copies, "_LARGE", LARGE[request.param])
     monkeypatch.setattr(model_copies, "_ENTRIES", 4)
     module = LightningModule()
     module.layer = nn.Linear(7, 5)
+    if "NumPy" in request.param:  # nothing but a copy of it can be had
+        module.layer.weight.data = torch.from_numpy(np.random.rand(5, 7).astype("float32"))
     return module
 
 
@@ -36,7 +42,30 @@ def _write_not_a_number(weight):
         weight[1, 1] = float("nan")
 
 
-WRITES = [_write, _write_uncounted, _write_uncounted_row, _write_not_a_number]
+def _write_by_numpy(weight):
+    weight.detach().numpy()[:] = 2.0
+
+
+def _write_through_a_view(weight):
+    weight.detach().view(-1)[3:9].zero_()
+
+
+def _step(weight):
+    weight.grad = torch.ones_like(weight)
+    torch.optim.SGD([weight], lr=1.0).step()
+
+
+WRITES = [
+    *(
+        _write,
+        _write_uncounted,
+        _write_uncounted_row,
+        _write_by_numpy,
+        _write_through_a_view,
+        _step,
+    ),
+    _write_not_a_number,
+]
 
 
 @pytest.mark.parametrize("write", WRITES)
@@ -48,7 +77,16 @@ def test_what_one_copy_writes_is_not_in_the_next(model, write):
     assert torch.equal(model.layer.weight, expected)
 
 
-@pytest.mark.parametrize("write", WRITES[:3])
+@pytest.mark.parametrize("write", WRITES)
+def test_what_a_copy_writes_is_told_from_what_is_one_memory(model, write):
+    copied, own = ModelCopies(model).make().layer.weight, model.layer.weight
+    write(copied)
+
+    assert not is_one_memory(own, copied)
+    assert not same(own.detach(), copied.detach())
+
+
+@pytest.mark.parametrize("write", WRITES[:-1])
 def test_what_the_model_writes_is_in_the_next(model, write):
     copies = ModelCopies(model)
     copies.make()
@@ -57,12 +95,53 @@ def test_what_the_model_writes_is_in_the_next(model, write):
     assert torch.equal(copies.make().layer.weight, model.layer.weight)
 
 
-def test_weights_are_copied_once(model, monkeypatch):
+@pytest.mark.parametrize("write", WRITES)
+def test_what_the_model_writes_is_not_in_a_copy_in_use(model, write):
+    copied = ModelCopies(model).make().layer.weight
+    expected = copied.detach().clone()
+    write(model.layer.weight)
+
+    assert torch.equal(copied, expected)
+
+
+def test_weights_in_foreign_memory_are_copied_once(monkeypatch):
     monkeypatch.setattr(model_copies, "_LARGE", 10)
+    monkeypatch.setattr(model_copies, "_ENTRIES", 4)
+    model = LightningModule()
+    model.weight = nn.Parameter(torch.from_numpy(np.zeros(40)))
     copies = ModelCopies(model)
-    first = copies.make().layer.weight
+    first = copies.make().weight
     address, writes = first.data_ptr(), first._version
 
-    again = copies.make().layer.weight
+    again = copies.make().weight
 
     assert (again.data_ptr(), again._version) == (address, writes)
+
+
+def test_weights_in_torch_s_memory_are_read_from_there_and_stay_where_they_are():
+    model = LightningModule()
+    model.layer, model.trained = nn.Linear(64, 64).requires_grad_(False), nn.Linear(64, 2)
+    addresses = [param.data_ptr() for param in model.parameters()]
+    copies = ModelCopies(model)
+
+    twin = copies.make()
+    twin.trained(twin.layer(torch.ones(3, 64))).sum().backward()
+
+    pairs = zip(model.parameters(), twin.parameters(), strict=True)
+    assert all(is_one_memory(*pair) for pair in pairs)
+    empty(twin)
+    copies.release()
+    assert [param.data_ptr() for param in model.parameters()] == addresses
+    assert not any(map(torch._C._is_cow_tensor, model.parameters()))
+
+
+def test_no_memory_is_one_where_shapes_or_kinds_of_numbers_differ():
+    weight = torch.ones(4, 4)
+
+    assert is_one_memory(weight, weight.detach())
+    assert not is_one_memory(weight, weight.t())
+    assert not is_one_memory(weight, weight.view(torch.int32))
+    assert not is_one_memory(weight[:2], weight[2:])
+    assert not is_one_memory(
+        torch.view_as_complex(weight[:, :2]), torch.view_as_complex(weight[:, :2]).conj()
+    )
