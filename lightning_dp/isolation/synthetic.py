@@ -204,9 +204,9 @@ class ValidLabels(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        named = dict(kwargs or {})
         if func is not F.ctc_loss and func is not torch.ctc_loss:
-            return func(*args, **named)
+            return func(*args, **(kwargs or {}))
+        named = dict(kwargs or {})
         named.update(zip(_NAMES, args, strict=False))
         rest = args[len(_NAMES) :]
         given = _valid(named["log_probs"], named["targets"], int(named.pop("blank", 0)))

@@ -12,6 +12,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_dp.callbacks import DifferentialPrivacy
+from lightning_dp.isolation import later
 from lightning_dp.isolation.phases import Phases
 
 
@@ -49,6 +50,26 @@ class InTheSecondHalf(Later):
 class InAWindowOfSteps(Later):
     def begins(self, batch_idx):
         return 23 <= self.global_step < 25
+
+
+class AtAnEpochOnceStepsWereMade(Later):
+    """Asks for the epoch only after many steps."""
+
+    def begins(self, batch_idx):
+        return self.global_step >= 5 and self.current_epoch >= 1
+
+
+class AtAnEpochByItsOwnOptimizerStep(Later):
+    """Is told the epoch by the Trainer, and asks for none."""
+
+    epoch = 0
+
+    def optimizer_step(self, epoch, batch_idx, optimizer, optimizer_closure=None):
+        self.epoch = epoch
+        super().optimizer_step(epoch, batch_idx, optimizer, optimizer_closure)
+
+    def begins(self, batch_idx):
+        return self.epoch == 2
 
 
 class AfterWarmUp(Later):
@@ -125,6 +146,8 @@ BAD = [
     AtAnEpoch,
     InTheSecondHalf,
     InAWindowOfSteps,
+    AtAnEpochOnceStepsWereMade,
+    AtAnEpochByItsOwnOptimizerStep,
     AfterWarmUp,
     AtABatch,
     AfterOwnSteps,
@@ -142,6 +165,11 @@ class LogsAtABatch(Later):
         if batch_idx % 50 == 49:
             self.log("norm", self.net[0].weight.norm())
         return loss
+
+
+class ReadsNothing(Later):
+    def training_step(self, batch, batch_idx):
+        return F.cross_entropy(self.net(batch[0]), batch[1])
 
 
 class DistilsLater(Later):
@@ -193,6 +221,19 @@ def fit(make_trainer):
 def test_a_term_that_begins_later_is_refused_before_the_first_charge(kind, fit):
     with pytest.raises(Exception, match=r"\(seen with .* = \d+\)|compares records"):
         fit(kind(), max_steps=60)
+
+
+@pytest.mark.parametrize(("kind", "more"), [(ReadsNothing, False), (DistilsLater, True)])
+def test_moments_are_tried_where_the_model_reads_what_they_are_told_by(
+    kind, more, fit, monkeypatch
+):
+    looks, look = [], later._look
+    monkeypatch.setattr(later, "_look", lambda *args: looks.append(args) or look(*args))
+
+    fit(kind())
+
+    assert (len(looks) > 2) == more  # now, and at the last epoch
+    assert len(looks) >= 2
 
 
 @pytest.mark.parametrize("kind", GOOD, ids=lambda kind: kind.__name__)
