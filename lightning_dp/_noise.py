@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import secrets
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from itertools import islice
 
 import numpy as np
 import torch
@@ -12,7 +14,11 @@ from torch import Tensor
 __all__ = ["NoiseSource", "random_generator"]
 
 
+_STREAMS = 2  # generators, each with a thread of its own
+_BLOCK = 1 << 14  # values that are drawn and added at once: they stay in the cache
+_ON_DEVICE = 1 << 24
 _WORTH_A_THREAD = 1 << 15  # values; fewer are drawn before a thread has begun
+_AHEAD = 1 << 20  # values that wait at most, 8 MiB, whatever the size of the model
 
 
 def random_generator(seed: int | None, *stream: int) -> np.random.Generator:
@@ -25,49 +31,106 @@ def random_generator(seed: int | None, *stream: int) -> np.random.Generator:
     return np.random.Generator(np.random.PCG64DXSM(entropy))
 
 
-class NoiseSource:
-    """Standard normal vectors from the operating system's entropy.
+class _Stream:
+    """Every second block of a vector's noise, from a generator of its own.
 
-    float64 on the CPU. On another device the device's own counter-based generator draws float32,
-    keyed once with 63 bits from the operating system. The state is never saved.
+    Args:
+        place: which of them, from 0.
+    """
+
+    def __init__(self, seed: int | None, place: int) -> None:
+        self._place, self._generator = place, random_generator(seed, 0, place)
+        self._ahead: list[Tensor] = []
+
+    def _blocks(self, size: int) -> Iterator[slice]:
+        for start in range(self._place * _BLOCK, size, _STREAMS * _BLOCK):
+            yield slice(start, min(start + _BLOCK, size))
+
+    def _draw(self, block: slice) -> Tensor:
+        return torch.from_numpy(self._generator.standard_normal(block.stop - block.start))
+
+    def draw_ahead(self, size: int) -> None:
+        """Draw the first blocks of the noise of such a vector."""
+        first = islice(self._blocks(size), _AHEAD // (_STREAMS * _BLOCK))
+        self._ahead = [self._draw(block) for block in first]
+
+    def add_to(self, vector: Tensor, std: float) -> None:
+        """Add the noise of its blocks."""
+        ahead, self._ahead = self._ahead[::-1], []
+        for block in self._blocks(len(vector)):
+            noise, part = ahead.pop() if ahead else self._draw(block), vector[block]
+            torch.add(part, noise, alpha=std, out=part)  # in the noise's precision, rounded once
+
+    def forget(self) -> None:
+        """Throw away what was drawn ahead."""
+        self._ahead = []
+
+
+class NoiseSource:
+    """Independent normal values from the operating system's entropy, added to vectors.
+
+    Drawn in float64 on the CPU, by two generators. On another device the device's own counter-based
+    generator draws float32, keyed once with 63 bits from the operating system. The state is never
+    saved.
     """
 
     def __init__(self, seed: int | None = None) -> None:
         self._seed = seed
-        self._cpu = random_generator(seed, 0)
+        self._streams = [_Stream(seed, place) for place in range(_STREAMS)]
         self._device: torch.Generator | None = None
-        self._worker: ThreadPoolExecutor | None = None
-        self._ahead: Future[Tensor] | None = None
+        self._workers: ThreadPoolExecutor | None = None
+        self._ahead: list[Future[None]] = []  # under way
+        self._size = 0  # of the vector that they are for
 
     def prepare(self, size: int, device: torch.device) -> None:
-        """Begin to draw what :meth:`normal` will be asked for, in the background."""
-        if device.type != "cpu" or size < _WORTH_A_THREAD or self._ahead is not None:
+        """Begin to draw the noise of a vector in the background, as much of it as may wait."""
+        if device.type != "cpu" or size < _WORTH_A_THREAD or self._ahead:
             return
-        if self._worker is None:
-            self._worker = ThreadPoolExecutor(1, "noise")
-        self._ahead = self._worker.submit(self._draw, size)
+        self._size = size
+        self._ahead = self._on_workers(lambda stream: stream.draw_ahead(size))
+
+    def add_to(self, vector: Tensor, std: float) -> None:
+        """Add ``std`` times independent N(0, 1) values to a flat vector, in place."""
+        if vector.device.type != "cpu":
+            self._add_on_device(vector, std)
+            return
+        ahead, self._ahead = self._ahead, []
+        for each in ahead:
+            each.result()
+        if self._size != len(vector):  # drawn for another one: nothing is used twice
+            self._forget()
+        if len(vector) < _WORTH_A_THREAD:
+            for stream in self._streams:
+                stream.add_to(vector, std)
+            return
+        for each in self._on_workers(lambda stream: stream.add_to(vector, std)):
+            each.result()
+
+    def _on_workers(self, work: Callable[[_Stream], None]) -> list[Future[None]]:
+        if self._workers is None:
+            self._workers = ThreadPoolExecutor(_STREAMS, "noise")
+        return [self._workers.submit(work, stream) for stream in self._streams]
+
+    def _add_on_device(self, vector: Tensor, std: float) -> None:
+        device = vector.device
+        if self._device is None:
+            key = secrets.randbits(63) if self._seed is None else self._seed
+            self._device = torch.Generator(device).manual_seed(key)
+        for part in torch.split(vector, _ON_DEVICE):
+            noise = torch.randn(len(part), device=device, generator=self._device)
+            part.add_(noise, alpha=std)
+
+    def _forget(self) -> None:
+        for stream in self._streams:
+            stream.forget()
 
     def close(self) -> None:
-        """Forget what was drawn ahead, and let the thread go that drew it."""
-        worker, self._worker, self._ahead = self._worker, None, None
-        if worker is not None:
-            worker.shutdown(wait=False)
+        """Forget what was drawn ahead, and let the threads go that drew it."""
+        workers, self._workers, self._ahead = self._workers, None, []
+        if workers is not None:
+            workers.shutdown(wait=True, cancel_futures=True)
+        self._forget()
 
     def __reduce__(self) -> tuple[type[NoiseSource], tuple[int | None]]:
         """Pickle and copy as a new source: two with one state would draw the same noise."""
         return NoiseSource, (self._seed,)
-
-    def _draw(self, size: int) -> Tensor:
-        return torch.from_numpy(self._cpu.standard_normal(size))
-
-    def normal(self, size: int, device: torch.device) -> Tensor:
-        """``size`` independent N(0, 1) values on ``device``."""
-        if device.type == "cpu":
-            ahead, self._ahead = self._ahead, None
-            if ahead is not None and len(vector := ahead.result()) == size:
-                return vector
-            return self._draw(size)
-        if self._device is None:
-            key = secrets.randbits(63) if self._seed is None else self._seed
-            self._device = torch.Generator(device).manual_seed(key)
-        return torch.randn(size, device=device, generator=self._device)

@@ -30,7 +30,6 @@ release by other means, or draws noise.
 
 from __future__ import annotations
 
-import functools
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -44,7 +43,7 @@ from lightning_dp._noise import NoiseSource
 from lightning_dp._refusals import RefusedSetting
 from lightning_dp._validate import above_0, finite, normalise, not_negative
 from lightning_dp._world import World
-from lightning_dp.functional import clip_factors
+from lightning_dp.functional import clip_factors, flat_zeros
 
 __all__ = [
     "AbstractPerSampleGradients",
@@ -65,7 +64,6 @@ State: TypeAlias = dict[str, Any]
 
 # Clip norms between these leave float32 room for a sum of millions of records, and their weights.
 _SMALLEST, _LARGEST = 1e-30, 1e32
-_BLOCK = 1 << 16  # values that stay in the cache
 
 
 @dataclass(frozen=True)
@@ -231,6 +229,10 @@ class AbstractPerSampleGradients(ABC):
         A record of weight 0 contributes exactly 0, also when its gradient is not finite.
         """
 
+    def add_weighted_sum(self, weights: Tensor, onto: Tensor) -> None:
+        """Add it to a flat vector, with no other vector of the model's size where an engine can."""
+        onto.add_(self.weighted_sum(weights))
+
     def restrict(self, coordinates: Tensor) -> AbstractPerSampleGradients:
         """Each record's gradient at some coordinates only: sorted, distinct places of flat vectors.
 
@@ -277,7 +279,7 @@ class BoundedSum:
             params: the trainable parameters, for their number, type and device.
         """
         size = query.size(sum(param.numel() for param in params))
-        return cls(_zeros(params, size), query.sensitivity)
+        return cls(flat_zeros(params, size), query.sensitivity)
 
     @classmethod
     def received(cls, value: Tensor, query: Query) -> BoundedSum:
@@ -289,17 +291,29 @@ class BoundedSum:
         return cls(value, query.sensitivity)
 
     def plus(self, other: BoundedSum) -> BoundedSum:
-        """Return the sum over both sets of records, which must be disjoint (chunks of one batch)."""
-        if self.clip_norm != other.clip_norm:
+        """Return the sum over both sets of records, which must be disjoint (chunks of one batch).
+
+        It is made in the memory of this sum. One that was begun with this sum (``onto`` in
+        :func:`bounded_sum`) holds both already.
+        """
+        self._check_bound(other.clip_norm)
+        if other.value is not self.value:
+            self.value.add_(other.value)
+        return self
+
+    def _check_bound(self, clip_norm: float) -> None:
+        if self.clip_norm != clip_norm:
             raise ValueError(
-                f"Sums bounded by different clip norms ({self.clip_norm} and {other.clip_norm}) "
+                f"Sums bounded by different clip norms ({self.clip_norm} and {clip_norm}) "
                 "belong to different queries and cannot be added."
             )
-        return BoundedSum(self.value + other.value, self.clip_norm)
 
 
 def bounded_sum(
-    gradients: AbstractPerSampleGradients, clip_norm: float, count_weight: float = 0.0
+    gradients: AbstractPerSampleGradients,
+    clip_norm: float,
+    count_weight: float = 0.0,
+    onto: BoundedSum | None = None,
 ) -> BoundedSum:
     r"""Return :math:`\sum_i g_i \min(1, C/\|g_i\|)`: one record moves it by at most C.
 
@@ -321,29 +335,51 @@ def bounded_sum(
     that is √(1 + κ²) times as long in the gradient. A c_i of ±1 instead of 1 and 0 halves the noise
     of the share: with B expected records it is (1 + Σ c_i / B) / 2, since their number is B on average.
 
+    Args:
+        gradients: of the records.
+        clip_norm: C.
+        count_weight: κ; 0 counts nothing.
+        onto: the sum over other records, for the same C and κ. It is added to, in its own memory.
+
     Raises:
-        ValueError: if ``clip_norm`` is less than 1e-30.
+        ValueError: if ``clip_norm`` is less than 1e-30, or ``onto`` has another bound.
     """
     if not clip_norm >= _SMALLEST:
         raise ValueError(
             f"clip_norm={clip_norm} must be at least {_SMALLEST:g}: float32 has no room for the sum of "
             "records that small."
         )
-    # For C far from 1 the sum is computed in units of C and multiplied by C at the end, so that
-    # neither weights nor partial sums leave the range of float32.
-    unit = 1.0 if 1e-3 <= clip_norm <= 1e3 or clip_norm == math.inf else min(clip_norm, _LARGEST)
+    bound = _with_count(clip_norm, count_weight)
+    if onto is not None:
+        onto._check_bound(bound)
     norms = gradients.norms()
     # Beyond that a weight of C / norm has too few digits left to bound anything: such a record is
     # left out, as one whose norm is not finite.
     held = norms.masked_fill(norms > _LARGEST, math.inf)
-    total = gradients.weighted_sum(clip_factors(held, clip_norm) / unit)
-    if unit != 1:
-        total.mul_(unit)
-    if count_weight > 0:
+    counts, whole = count_weight > 0, None if onto is None else onto.value
+    gradient = whole[:-1] if counts and whole is not None else whole
+    total = _clipped_sum(gradients, held, clip_norm, gradient)
+    if counts:
+        whole = torch.cat([total, total.new_zeros(1)]) if whole is None else whole
         signs = torch.where(held > clip_norm, 1.0, -1.0).masked_fill(~torch.isfinite(held), 0.0)
-        counted = signs.sum() * (count_weight * clip_norm)
-        total = torch.cat([total, counted.to(total).view(1)])
-    return BoundedSum(total, _with_count(clip_norm, count_weight))
+        whole[-1] += (signs.sum() * (count_weight * clip_norm)).to(whole)
+        total = whole
+    return BoundedSum(total, bound)
+
+
+def _clipped_sum(
+    gradients: AbstractPerSampleGradients, norms: Tensor, clip_norm: float, onto: Tensor | None
+) -> Tensor:
+    """Return ``onto`` plus the gradients of these norms, each scaled down to the clip norm."""
+    factors = clip_factors(norms, clip_norm)
+    # For C far from 1 the sum is computed in units of C and multiplied by C at the end, so that
+    # neither weights nor partial sums leave the range of float32.
+    unit = 1.0 if 1e-3 <= clip_norm <= 1e3 or clip_norm == math.inf else min(clip_norm, _LARGEST)
+    if onto is not None and unit == 1:
+        gradients.add_weighted_sum(factors, onto)
+        return onto
+    total = gradients.weighted_sum(factors / unit).mul_(unit)
+    return total if onto is None else onto.add_(total)
 
 
 def _with_count(clip_norm: float, count_weight: float) -> float:
@@ -366,7 +402,7 @@ class Release:
     @classmethod
     def of_nothing(cls, params: Sequence[Tensor]) -> Release:
         """Return zeros without noise: what a step that asked nothing releases."""
-        return cls(_zeros(params, sum(param.numel() for param in params)), 0.0)
+        return cls(flat_zeros(params), 0.0)
 
     @classmethod
     def received(cls, value: Tensor, noise_std: float) -> Release:
@@ -385,9 +421,9 @@ class Release:
         return gradient, Release(self.value[-1:] / unit, self.noise_std / unit)
 
     def mean(self, expected_batch_size: float) -> Release:
-        """Return the sum over B, the *expected* batch size: the realised one is private."""
+        """Return the sum over B, the *expected* batch size, in its own memory: the realised one is private."""
         expected_batch_size = above_0("expected_batch_size", expected_batch_size)
-        return Release(self.value / expected_batch_size, self.noise_std / expected_batch_size)
+        return Release(self.value.div_(expected_batch_size), self.noise_std / expected_batch_size)
 
 
 def add_noise(
@@ -397,7 +433,8 @@ def add_noise(
 
     C comes from the sum itself, so the noise cannot be scaled to a bound that was not enforced.
     Rank 0 adds the noise *before* the ranks' sums are added up, and every rank gets the same
-    release. The un-noised total exists nowhere.
+    release. The un-noised total exists nowhere. The noise is added in the memory of the sum, so there
+    is no sum any longer, and one vector of the model's size.
     """
     noise_multiplier = not_negative("noise_multiplier", noise_multiplier)
     if noise_multiplier == 0:  # explicitly not private; keeps an infinite clip norm meaningful
@@ -408,25 +445,9 @@ def add_noise(
             f"The sum is not bounded (clip norm {total.clip_norm}); refusing to noise it.",
             topic="out-of-order",
         )
-    value = total.value
     if world.is_lead:  # noise from every rank would add up to n times the variance
-        value = _plus(value, source.normal(value.numel(), value.device), noise_std)
-    return Release(world.all_reduce(value), noise_std)
-
-
-def _plus(value: Tensor, noise: Tensor, noise_std: float) -> Tensor:
-    """Return ``value + noise_std * noise``, computed in the noise's precision and rounded once."""
-    result = torch.empty_like(value)
-    parts = (torch.split(each, _BLOCK) for each in (value, noise, result))
-    for a, b, out in zip(*parts, strict=True):
-        torch.add(a, b, alpha=noise_std, out=out)
-    return result
-
-
-def _zeros(params: Sequence[Tensor], size: int) -> Tensor:
-    """Return so many zeros where the parameters are, in at least float32."""
-    dtype = functools.reduce(torch.promote_types, (p.dtype for p in params), torch.float32)
-    return torch.zeros(size, dtype=dtype, device=params[0].device)
+        source.add_to(total.value, noise_std)
+    return Release(world.all_reduce(total.value), noise_std)
 
 
 def _distinct(tensors: Sequence[Tensor | None]) -> list[Tensor | None]:

@@ -5,6 +5,7 @@ Norms of records and the factors that clip them, flat vectors, and Laplacian smo
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 
@@ -15,8 +16,10 @@ from lightning_dp._validate import above_0, not_negative
 
 __all__ = [
     "clip_factors",
+    "flat_zeros",
     "flatten",
     "laplacian_smoothing",
+    "parts_of",
     "per_sample_norms",
     "unflatten",
 ]
@@ -156,8 +159,24 @@ def unflatten(vector: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
         >>> [part.shape for part in unflatten(torch.zeros(5), [torch.zeros(2, 2), torch.ones(1)])]
         [torch.Size([2, 2]), torch.Size([1])]
     """
-    parts = torch.split(vector, [tensor.numel() for tensor in like])
-    return [part.view_as(t).to(t.dtype) for part, t in zip(parts, like, strict=True)]
+    return [part.view_as(t).to(t.dtype) for part, t in zip(parts_of(vector, like), like, strict=True)]
+
+
+def parts_of(vector: Tensor, like: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """Return the flat view of ``vector`` that belongs to each tensor."""
+    return torch.split(vector, [tensor.numel() for tensor in like])
+
+
+def flat_zeros(like: Sequence[Tensor], size: int | None = None) -> Tensor:
+    """Return a flat vector of zeros where the tensors are, in at least float32.
+
+    Args:
+        like: the tensors.
+        size: its length; by default that of all of them together.
+    """
+    dtype = functools.reduce(torch.promote_types, (t.dtype for t in like), torch.float32)
+    size = sum(tensor.numel() for tensor in like) if size is None else size
+    return torch.zeros(size, dtype=dtype, device=like[0].device)
 
 
 # -- Laplacian smoothing -------------------------------------------------------------------------

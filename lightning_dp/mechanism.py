@@ -223,8 +223,17 @@ class Mechanism:
 
     # -- answer ------------------------------------------------------------------------------
 
+    @property
+    def so_far(self) -> BoundedSum | None:
+        """The sum over the chunks of this step that were answered; None before the first."""
+        return None if self._begun is None else self._begun.total
+
     def answer(self, part: BoundedSum) -> None:
-        """Add the answer of one chunk; the chunks of a step must hold different records."""
+        """Add the answer of one chunk; the chunks of a step must hold different records.
+
+        Args:
+            part: its sum, or :attr:`so_far` with it added in the same memory.
+        """
         step = self._begun
         if step is None or step.query is None:
             raise RefusedRun(

@@ -133,10 +133,11 @@ class OneDrawForAll(NoiseSource):
     def next_step(self) -> None:
         self._drawn = None
 
-    def normal(self, size: int, device: torch.device) -> Tensor:
+    def add_to(self, vector: Tensor, std: float) -> None:
         if self._drawn is None:
-            self._drawn = super().normal(size, device)
-        return self._drawn
+            self._drawn = torch.zeros(len(vector), dtype=torch.float64)
+            super().add_to(self._drawn, 1.0)
+        torch.add(vector, self._drawn, alpha=std, out=vector)
 
 
 def clipped_sums(params: Tensor, x: Tensor, y: Tensor, protocol: Protocol) -> Tensor:

@@ -13,7 +13,7 @@ from torch.utils.hooks import RemovableHandle
 
 from lightning_dp._refusals import RefusedRun
 from lightning_dp.boundary import AbstractPerSampleGradients
-from lightning_dp.functional import unflatten
+from lightning_dp.functional import flat_zeros, parts_of, unflatten
 from lightning_dp.gradients.base import (
     AbstractGradientEngine,
     as_unsupported,
@@ -432,21 +432,20 @@ class BookkeptGradients(AbstractPerSampleGradients):
         return reduce(torch.add, squares).sqrt() * abs(self._factor)
 
     def weighted_sum(self, weights: Tensor) -> Tensor:
+        total = flat_zeros(self._params)
+        self.add_weighted_sum(weights, total)
+        return total
+
+    def add_weighted_sum(self, weights: Tensor, onto: Tensor) -> None:
         weights = weights * self._factor
         records = None
         if not weights.all():  # 0 * NaN is NaN
             records = weights.nonzero().flatten()
             weights = weights[records]
         weights = weights.to(torch.promote_types(self._dtype, torch.float32))
-        parts = []
-        for param, gradient in zip(self._params, self._gradients, strict=True):
-            dtype = torch.promote_types(param.dtype, torch.float32)
-            if gradient is None:
-                parts.append(torch.zeros(param.numel(), dtype=dtype, device=param.device))
-            else:
-                total = gradient.weighted_sum(weights, records)
-                parts.append(total if total.dtype == dtype else total.to(dtype))
-        return torch.cat(parts)
+        for part, gradient in zip(parts_of(onto, self._params), self._gradients, strict=True):
+            if gradient is not None:
+                gradient.add_weighted_sum(weights, part, records)
 
     def discard(self) -> None:
         for gradient in self._used:

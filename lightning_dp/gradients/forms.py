@@ -128,6 +128,10 @@ class AbstractForm(ABC):
     def weighted_sum(self, v: Tensor, u: Tensor, weights: Tensor) -> Tensor:
         """Return Σ_i weights_i f(v_i, u_i), of the parameter's shape or flat, without making the rows."""
 
+    def add_weighted_sum(self, v: Tensor, u: Tensor, weights: Tensor, onto: Tensor) -> None:
+        """Add it to a flat vector, which may be of another precision."""
+        onto.add_(self.weighted_sum(v, u, weights).reshape(-1))
+
     def both(self, here: Use, there: Use) -> list[Use]:
         """Return f(v, u) + f(v', u') as uses that lose no digits where v and v' are close.
 

@@ -78,6 +78,13 @@ class OuterProduct(AbstractForm):
         scaled = (u * weights.view(-1, 1, 1)).flatten(0, 1)
         return scaled.T @ v.flatten(0, 1)
 
+    def add_weighted_sum(self, v: Tensor, u: Tensor, weights: Tensor, onto: Tensor) -> None:
+        if onto.dtype != u.dtype or onto.dtype != v.dtype:
+            super().add_weighted_sum(v, u, weights, onto)
+            return
+        scaled = (u * weights.view(-1, 1, 1)).flatten(0, 1)
+        onto.view(u.shape[2], v.shape[2]).addmm_(scaled.T, v.flatten(0, 1))
+
     def lengths(self, v: Tensor, u: Tensor) -> Tensor:
         norms = factor_norms(v.flatten(0, 1)) * factor_norms(u.flatten(0, 1))
         return norms.view(u.shape[:2]).sum(1)
@@ -127,9 +134,13 @@ class Lookup(AbstractForm):
         return table.scatter_add_(1, v.unsqueeze(2).expand_as(u), u)
 
     def weighted_sum(self, v: Tensor, u: Tensor, weights: Tensor) -> Tensor:
-        table = u.new_zeros(self.rows_of_table, u.shape[2])
-        scaled = u * weights.view(-1, 1, 1)
-        return table.index_add_(0, v.flatten(), scaled.flatten(0, 1))
+        table = u.new_zeros(self.rows_of_table * u.shape[2])
+        self.add_weighted_sum(v, u, weights, table)
+        return table
+
+    def add_weighted_sum(self, v: Tensor, u: Tensor, weights: Tensor, onto: Tensor) -> None:
+        scaled = (u * weights.view(-1, 1, 1)).to(onto.dtype)
+        onto.view(self.rows_of_table, -1).index_add_(0, v.flatten(), scaled.flatten(0, 1))
 
     def both(self, here: Use, there: Use) -> list[Use]:
         """Count a position that looks up the same row at both points once, with the sum of its u."""

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from lightning_dp.boundary import AbstractPerSampleGradients
-from lightning_dp.functional import as_rows, per_sample_norms
+from lightning_dp.functional import as_rows, flat_zeros, parts_of, per_sample_norms
 from lightning_dp.gradients.base import number_of_records
 
 __all__ = ["MaterialisedGradients", "restricted"]
@@ -42,19 +42,20 @@ class MaterialisedGradients(AbstractPerSampleGradients):
         return per_sample_norms(self._used) * abs(self._scale)
 
     def weighted_sum(self, weights: Tensor) -> Tensor:
+        total = flat_zeros(self._params)
+        self.add_weighted_sum(weights, total)
+        return total
+
+    def add_weighted_sum(self, weights: Tensor, onto: Tensor) -> None:
         weights = weights * self._scale
         is_left_out = weights == 0
-        parts = []
-        for param, gradient in zip(self._params, self._gradients, strict=True):
-            dtype = torch.promote_types(param.dtype, torch.float32)
+        for part, gradient in zip(parts_of(onto, self._params), self._gradients, strict=True):
             if gradient is None:
-                parts.append(torch.zeros(param.numel(), dtype=dtype, device=param.device))
                 continue
-            rows = as_rows(gradient).to(dtype)
+            rows = as_rows(gradient).to(part.dtype)
             if is_left_out.any():  # 0 * NaN is NaN
                 rows = rows.masked_fill(is_left_out.unsqueeze(1), 0.0)
-            parts.append(weights.to(dtype) @ rows)
-        return torch.cat(parts)
+            part.addmv_(rows.T, weights.to(part.dtype))
 
     def entries(self) -> Tensor:
         """Return each record's gradient as a row, shape (n, d): for few coordinates only."""

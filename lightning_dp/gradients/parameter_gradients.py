@@ -122,11 +122,14 @@ class ParameterGradients:
         self._borrowed.append(out)
         return first.form.rows(first.v, first.u, out[: len(first.u)])
 
-    def weighted_sum(self, weights: Tensor, records: Tensor | None = None) -> Tensor:
-        """Return Σ_i weights_i g_i, flat; to be asked for once.
+    def add_weighted_sum(
+        self, weights: Tensor, onto: Tensor, records: Tensor | None = None
+    ) -> None:
+        """Add Σ_i weights_i g_i to a flat vector; to be asked for once.
 
         Args:
             weights: of the records.
+            onto: the vector.
             records: which ones, if not all; the others are left out, whatever they hold.
         """
         uses, self.uses = _joined(self.uses), []
@@ -140,10 +143,9 @@ class ParameterGradients:
             self._kept = None
         if records is not None:
             uses = [use.of(records) for use in uses]
-        sums = [c.form.weighted_sum(c.v, c.u, weights.to(c.u.dtype)) for c in uses]
-        total = reduce(torch.add, (each.reshape(-1) for each in sums))
+        for use in uses:
+            use.form.add_weighted_sum(use.v, use.u, weights.to(use.u.dtype), onto)
         self._give_back()
-        return total
 
     def discard(self) -> None:
         """Give back the memory that is used again; nothing can be asked for after it."""

@@ -325,7 +325,12 @@ class RecordPasses:
         self._raw.allow_step(check)
 
     def answer(
-        self, query: Query, chunk: Replay, *, first: AbstractPerSampleGradients | None = None
+        self,
+        query: Query,
+        chunk: Replay,
+        *,
+        first: AbstractPerSampleGradients | None = None,
+        onto: BoundedSum | None = None,
     ) -> BoundedSum | None:
         """Return the query's bounded sum over the records of a chunk.
 
@@ -334,6 +339,7 @@ class RecordPasses:
             chunk: its records.
             first: their gradients at the present parameters, where they are known already; they may
                 be changed.
+            onto: the sum over other chunks, which is added to in its own memory.
 
         Returns:
             None where a pass gave no gradient at all, and for a chunk without records.
@@ -346,7 +352,9 @@ class RecordPasses:
         found = self.gradients(query, chunk, first=first)
         if found is None:
             return None
-        return bounded_sum(found, query.clip_norm, query.count_weight)
+        if onto is None:
+            onto = BoundedSum.empty(query, self._params)
+        return bounded_sum(found, query.clip_norm, query.count_weight, onto)
 
     def gradients(
         self, query: Query, chunk: Replay, *, first: AbstractPerSampleGradients | None = None

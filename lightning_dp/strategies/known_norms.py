@@ -35,6 +35,10 @@ class KnownNorms(AbstractPerSampleGradients):
         self.norms()  # what engines keep of them makes the sum
         return self._gradients.weighted_sum(weights)
 
+    def add_weighted_sum(self, weights: Tensor, onto: Tensor) -> None:
+        self.norms()
+        self._gradients.add_weighted_sum(weights, onto)
+
     def restrict(self, coordinates: Tensor) -> AbstractPerSampleGradients:
         return self._gradients.restrict(coordinates)
 

@@ -417,7 +417,7 @@ class PrivateStep:
                 topic="manual-optimization",
             )
         try:
-            found = self._passes.answer(query, replay, first=here)
+            found = self._passes.answer(query, replay, first=here, onto=mechanism.so_far)
         except OtherRowsError:
             self.note(OTHER_ROWS)
             found = None
