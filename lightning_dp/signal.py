@@ -319,7 +319,7 @@ def _asks_gradient(query: Query) -> bool:
 
 def _stride(size: int) -> int:
     """Return k: every k-th entry of a release is followed."""
-    return max(1, size // max(_ENTRIES, size // 8))
+    return -(-size // max(_ENTRIES, size // 8)) if size else 1
 
 
 def _weight(averaged: int) -> float:

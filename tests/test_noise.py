@@ -6,6 +6,7 @@ import random
 
 import lightning as L
 import numpy as np
+import pytest
 import torch
 from torch import Tensor
 
@@ -13,11 +14,19 @@ from lightning_dp._noise import NoiseSource, random_generator
 
 DIMENSION = 20_000
 CPU = torch.device("cpu")
+LARGE = 3_000_001  # more than is drawn ahead, and no whole number of blocks
+
+
+def normal(source: NoiseSource, size: int) -> Tensor:
+    """So many of its values."""
+    values = torch.zeros(size, dtype=torch.float64)
+    source.add_to(values, 1.0)
+    return values
 
 
 def test_two_draws_of_one_source_are_independent():
     source = NoiseSource(0)
-    first, second = source.normal(DIMENSION, CPU), source.normal(DIMENSION, CPU)
+    first, second = normal(source, DIMENSION), normal(source, DIMENSION)
     assert abs(float(torch.corrcoef(torch.stack([first, second]))[0, 1])) < 0.03
 
 
@@ -32,7 +41,7 @@ def test_global_seeds_do_not_make_noise_predictable():
     drawn = []
     for _ in range(2):
         seed_everything_in_sight()
-        drawn.append(NoiseSource().normal(100, CPU))
+        drawn.append(normal(NoiseSource(), 100))
     assert not torch.isclose(drawn[0], drawn[1]).any()
 
 
@@ -47,8 +56,8 @@ def test_global_seeds_do_not_make_batches_predictable():
 def test_drawing_leaves_the_global_generators_alone():
     before = torch.get_rng_state(), np.random.get_state()[1].copy(), random.getstate()
 
-    NoiseSource().normal(1000, CPU)
-    NoiseSource(3).normal(1000, CPU)
+    normal(NoiseSource(), 1000)
+    normal(NoiseSource(3), 1000)
     random_generator(None, 1).choice(1000, 10)
 
     assert torch.equal(torch.get_rng_state(), before[0])
@@ -58,7 +67,7 @@ def test_drawing_leaves_the_global_generators_alone():
 
 def test_a_seed_makes_noise_repeatable_and_seeds_differ():
     def draw(seed: int) -> Tensor:
-        return NoiseSource(seed).normal(100, CPU)
+        return normal(NoiseSource(seed), 100)
 
     assert torch.equal(draw(5), draw(5))
     assert not torch.isclose(draw(5), draw(6)).any()
@@ -73,20 +82,54 @@ def test_the_streams_of_one_seed_differ():
 
 def test_the_noise_has_all_the_bits_of_a_double():
     """32-bit values would repeat among a million draws, and be exact multiples of a step."""
-    values = NoiseSource().normal(1_000_000, CPU)
+    values = normal(NoiseSource(), 1_000_000)
     assert values.dtype == torch.float64
     assert len(values.unique()) == 1_000_000
 
 
-def test_noise_drawn_ahead_is_what_would_have_been_drawn():
-    """Also of a size that then was not asked for: nothing is used twice."""
-    size, cpu = 100_000, torch.device("cpu")
+@pytest.mark.parametrize("size", [100_000, LARGE])
+def test_noise_drawn_ahead_is_what_would_have_been_drawn(size):
+    """Also for a vector of another size than it was drawn for: nothing is used twice."""
     ahead, now = NoiseSource(seed=3), NoiseSource(seed=3)
-    for _ in range(3):
-        ahead.prepare(size, cpu)
-        ahead.prepare(size, cpu)  # one is enough
-        assert torch.equal(ahead.normal(size, cpu), now.normal(size, cpu))
-    ahead.prepare(size, cpu)
-    first = now.normal(size, cpu)
-    assert torch.equal(ahead.normal(7, cpu), now.normal(7, cpu))
-    assert not torch.equal(ahead.normal(size, cpu), first)
+    for _ in range(2):
+        ahead.prepare(size, CPU)
+        ahead.prepare(size, CPU)  # one is enough
+        assert torch.equal(normal(ahead, size), normal(now, size))
+    first = normal(now, size)
+    ahead.prepare(size, CPU)
+    assert not torch.isin(normal(ahead, size - 1), first).any()
+    ahead.prepare(size, CPU)
+    ahead.close()
+    assert torch.isfinite(normal(ahead, size)).all()
+
+
+@pytest.mark.parametrize("size", [1, 7, DIMENSION, 1 << 15, (1 << 15) + 1, LARGE])
+def test_each_entry_has_noise_of_its_own_in_every_size(size):
+    source = NoiseSource()
+    source.prepare(size, CPU)
+    values = normal(source, size)
+    assert (values != 0).all()
+    assert len(values.unique()) == size
+    assert float(values.mean()) == pytest.approx(0, abs=5 / size**0.5)
+    if size > 1000:
+        assert float(values.var()) == pytest.approx(1, abs=5 * (2 / size) ** 0.5)
+
+
+def test_the_two_generators_are_not_alike():
+    """Blocks are drawn by two of them in turn."""
+    blocks = normal(NoiseSource(seed=5), 1 << 18).view(-1, 1 << 14)
+    among = torch.corrcoef(blocks) - torch.eye(len(blocks))
+    assert float(among.abs().max()) < 5 / (1 << 14) ** 0.5
+
+
+def test_the_same_noise_is_drawn_whatever_threads_do():
+    draws = [normal(NoiseSource(seed=2), 300_000) for _ in range(3)]
+    assert torch.equal(draws[0], draws[1])
+    assert torch.equal(draws[0], draws[2])
+
+
+def test_noise_is_scaled_and_added():
+    vector = torch.full((DIMENSION,), 5.0)
+    NoiseSource(1).add_to(vector, 0.25)
+    noise = normal(NoiseSource(1), DIMENSION)
+    torch.testing.assert_close(vector, (5 + 0.25 * noise).float(), rtol=1e-6, atol=0)
