@@ -54,7 +54,7 @@ FAULTS = (
     Fault("skipped_charge", "self.ledger.charge(event)", "if self.step % 2 == 0 else None"),
     Fault("optimistic_rounding", "room = delta * (1 - 1e-9)", "* 1.1"),
     Fault("one_step_too_many", "return self._remaining >= 1", "or self._remaining == 0"),
-    Fault("mean_over_half_the_batch", "Release(self.value / expected_batch_size", "* 2"),
+    Fault("mean_over_half_the_batch", "Release(self.value.div_(expected_batch_size", "/ 2"),
     Fault("renyi_without_its_logarithm", "(log_delta + np.log(orders)", "* 2"),
     Fault("twice_the_rate_drawn", "rng.binomial(shard_size, sample_rate", "** 0.5"),
     Fault(
@@ -63,7 +63,11 @@ FAULTS = (
     Fault("clip_after_the_sum", "held = norms", "* 0 + norms.mean()"),
     Fault("noise_on_other_ranks_only", "if world.is_lead", "is False", "boundary"),
     Fault("non_finite_records_count", "torch.where(torch.isfinite(norms)", "| True"),
-    Fault("noise_drawn_ahead_serves_twice", "ahead, self._ahead = self._ahead,", "self._ahead or"),
+    Fault(
+        "noise_drawn_ahead_serves_twice",
+        "ahead, self._ahead = self._ahead[::-1],",
+        "self._ahead or",
+    ),
     Fault("charge_in_memory_only", "self._charges.length(self._run), event)", "if 0 else None"),
     Fault("weaker_queries_pass", "if not together >= least", "/ 2"),
     Fault("clamped_losses_pass", '"ViewAsComplex Conj ConjPhysical', 'Clamp "  "'),

@@ -54,7 +54,7 @@ class _Stream:
         first = islice(self._blocks(size), _AHEAD // (_STREAMS * _BLOCK))
         self._ahead = [self._draw(block) for block in first]
 
-    def add_to(self, vector: Tensor, std: float) -> None:
+    def add_blocks(self, vector: Tensor, std: float) -> None:
         """Add the noise of its blocks."""
         ahead, self._ahead = self._ahead[::-1], []
         for block in self._blocks(len(vector)):
@@ -89,7 +89,7 @@ class NoiseSource:
         self._size = size
         self._ahead = self._on_workers(lambda stream: stream.draw_ahead(size))
 
-    def add_to(self, vector: Tensor, std: float) -> None:
+    def add_normal(self, vector: Tensor, std: float) -> None:
         """Add ``std`` times independent N(0, 1) values to a flat vector, in place."""
         if vector.device.type != "cpu":
             self._add_on_device(vector, std)
@@ -101,9 +101,9 @@ class NoiseSource:
             self._forget()
         if len(vector) < _WORTH_A_THREAD:
             for stream in self._streams:
-                stream.add_to(vector, std)
+                stream.add_blocks(vector, std)
             return
-        for each in self._on_workers(lambda stream: stream.add_to(vector, std)):
+        for each in self._on_workers(lambda stream: stream.add_blocks(vector, std)):
             each.result()
 
     def _on_workers(self, work: Callable[[_Stream], None]) -> list[Future[None]]:

@@ -421,7 +421,10 @@ class Release:
         return gradient, Release(self.value[-1:] / unit, self.noise_std / unit)
 
     def mean(self, expected_batch_size: float) -> Release:
-        """Return the sum over B, the *expected* batch size, in its own memory: the realised one is private."""
+        """Return the sum over B, in the same memory.
+
+        B is the *expected* batch size: the realised one is private.
+        """
         expected_batch_size = above_0("expected_batch_size", expected_batch_size)
         return Release(self.value.div_(expected_batch_size), self.noise_std / expected_batch_size)
 
@@ -446,7 +449,7 @@ def add_noise(
             topic="out-of-order",
         )
     if world.is_lead:  # noise from every rank would add up to n times the variance
-        source.add_to(total.value, noise_std)
+        source.add_normal(total.value, noise_std)
     return Release(world.all_reduce(total.value), noise_std)
 
 

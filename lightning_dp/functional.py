@@ -159,7 +159,9 @@ def unflatten(vector: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
         >>> [part.shape for part in unflatten(torch.zeros(5), [torch.zeros(2, 2), torch.ones(1)])]
         [torch.Size([2, 2]), torch.Size([1])]
     """
-    return [part.view_as(t).to(t.dtype) for part, t in zip(parts_of(vector, like), like, strict=True)]
+    return [
+        part.view_as(t).to(t.dtype) for part, t in zip(parts_of(vector, like), like, strict=True)
+    ]
 
 
 def parts_of(vector: Tensor, like: Sequence[Tensor]) -> tuple[Tensor, ...]:

@@ -186,8 +186,9 @@ def test_only_the_boundary_constructs_sums_and_releases(name):
 
 
 def test_only_the_boundary_draws_noise():
-    assert callers("normal") == {"boundary.py"}
-    assert callers("standard_normal") == {"_noise.py"}
+    assert callers("add_normal") == {"boundary.py"}
+    for name in ("standard_normal", "add_blocks", "draw_ahead"):
+        assert callers(name) == {"_noise.py"}
 
 
 def test_a_constructor_call_would_be_found():

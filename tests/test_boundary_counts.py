@@ -31,8 +31,8 @@ def shift(before, after):
     """Distance of the two releases' means, in standard deviations of their noise: 1/z at most."""
     a, b = total_of(before), total_of(after)
     assert a.clip_norm == b.clip_norm
-    noise_std = add_noise(a, Z, NoiseSource(0), World()).noise_std
-    return float((a.value.double() - b.value.double()).norm()) / noise_std
+    moved = float((a.value.double() - b.value.double()).norm())
+    return moved / add_noise(a, Z, NoiseSource(0), World()).noise_std
 
 
 def exact_delta(mu, epsilon):

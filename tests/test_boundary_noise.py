@@ -135,6 +135,6 @@ def test_a_sum_is_noised_in_double_precision_and_rounded_once():
     total = BoundedSum(torch.randn(size, generator=torch.Generator().manual_seed(0)), 0.5)
     before = total.value.clone()
     noise = torch.zeros(size, dtype=torch.float64)
-    NoiseSource(seed=1).add_to(noise, 1.0)
+    NoiseSource(seed=1).add_normal(noise, 1.0)
     release = add_noise(total, 3.0, NoiseSource(seed=1), World())
     assert torch.equal(release.value, (before.double() + 1.5 * noise).float())

@@ -133,10 +133,10 @@ class OneDrawForAll(NoiseSource):
     def next_step(self) -> None:
         self._drawn = None
 
-    def add_to(self, vector: Tensor, std: float) -> None:
+    def add_normal(self, vector: Tensor, std: float) -> None:
         if self._drawn is None:
             self._drawn = torch.zeros(len(vector), dtype=torch.float64)
-            super().add_to(self._drawn, 1.0)
+            super().add_normal(self._drawn, 1.0)
         torch.add(vector, self._drawn, alpha=std, out=vector)
 
 

@@ -188,16 +188,18 @@ def test_a_record_twice_in_a_batch_is_caught(settings, run_audit, monkeypatch):
     ids=["full", "poisson"],
 )
 def test_the_same_noise_at_every_step_is_caught(settings, run_audit, monkeypatch):
-    def same(self: Any, size: int, device: torch.device) -> torch.Tensor:
-        return torch.from_numpy(np.random.default_rng(0).standard_normal(size))
+    def same(self: Any, vector: torch.Tensor, std: float) -> None:
+        vector += std * torch.from_numpy(np.random.default_rng(0).standard_normal(len(vector)))
 
-    monkeypatch.setattr(_noise.NoiseSource, "normal", same)
+    monkeypatch.setattr(_noise.NoiseSource, "add_normal", same)
 
     assert run_audit(**settings).is_violated
 
 
 def test_clipping_before_the_difference_is_caught(run_audit, monkeypatch):
-    def answer(self: RecordPasses, query: Query, chunk: Replay, *, first: Any = None) -> BoundedSum:
+    def answer(
+        self: RecordPasses, query: Query, chunk: Replay, *, first: Any = None, onto: Any = None
+    ) -> BoundedSum:
         total: Any = 0
         for each in query.passes:
             at_present = each.point is None and first is not None

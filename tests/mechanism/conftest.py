@@ -104,7 +104,7 @@ class Trial:
     def step(self, mechanism: Mechanism, *values: Tensor) -> Tensor:
         query = mechanism.ask(self.params)
         for value in values:
-            mechanism.answer(BoundedSum(value, query.clip_norm))
+            mechanism.answer(BoundedSum(value.clone(), query.clip_norm))
         return mechanism.tell(self.params)
 
 

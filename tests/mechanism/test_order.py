@@ -31,9 +31,9 @@ class RecordingNoise(NoiseSource):
         super().__init__(seed=0)
         self.calls = calls
 
-    def normal(self, size: int, device: torch.device) -> Tensor:
+    def add_normal(self, vector: Tensor, std: float) -> None:
         self.calls.append("noise")
-        return super().normal(size, device)
+        super().add_normal(vector, std)
 
 
 def test_a_step_asks_charges_answers_noises_tells_and_postprocesses_in_this_order(trial):

@@ -103,7 +103,8 @@ def test_training_noises_before_it_smooths_and_averages_the_second_half(logistic
     params, iterates = torch.zeros(7850), []
     for step in range(3):
         chosen = logistic.Poisson().draw(5000, 40 / 5000, rng)
-        total = 1.5 * noise.normal(7850, torch.device("cpu")).float()
+        total = torch.zeros(7850)
+        noise.add_normal(total, 1.5)
         for i in chosen:
             gradient = softmax_gradient(params, data.x[i], data.y[i])
             total += gradient / max(1.0, float(gradient.norm()))

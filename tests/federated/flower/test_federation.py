@@ -126,7 +126,7 @@ def by_hand(app: ModuleType, clients: int, rounds: int) -> Tensor:
             for record in drawn.tolist():
                 part = gradient(net, x, data[record])
                 total += part * min(1.0, 0.5 / float(part.norm()))
-            total += z * 0.5 * noise_source(client, i).normal(len(x), torch.device("cpu"))
+            noise_source(client, i).add_normal(total, z * 0.5)
             moved -= 0.02 / (1 + 0.01 * before) * total
         x, before = moved, before + 2 * i + 10
     return x
@@ -275,7 +275,7 @@ def test_diff2_with_a_trusted_server_is_that_of_the_paper(app, tmp_path):
         parts = [gradient(net, x, z) - (0 if restart else gradient(net, before, z)) for z in data]
         answer = sum(part * min(1.0, radius / float(part.norm())) for part in parts)
         z = plan.noise_multiplier(r)
-        answer = answer + z * radius * noise_source(7, r).normal(len(x), torch.device("cpu"))
+        noise_source(7, r).add_normal(answer, z * radius)
         v = answer / total + (0 if restart else v)
         before, x = x, x - eta * v
     assert_same(final(tmp_path / "run"), x)
