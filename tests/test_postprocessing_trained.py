@@ -80,14 +80,15 @@ def records() -> TensorDataset:
 def drawn(monkeypatch: pytest.MonkeyPatch) -> list[Array]:
     """Every vector of noise that is drawn, in order."""
     vectors: list[Array] = []
-    true_normal = NoiseSource.normal
+    true_normal = NoiseSource.add_normal
 
-    def normal(self: NoiseSource, size: int, device: torch.device) -> Tensor:
-        value = true_normal(self, size, device)
-        vectors.append(value.double().numpy().copy())
-        return value
+    def add_normal(self: NoiseSource, vector: Tensor, std: float) -> None:
+        values = torch.zeros(len(vector), dtype=torch.float64)
+        true_normal(self, values, 1.0)
+        vectors.append(values.numpy())
+        vector += std * values
 
-    monkeypatch.setattr(NoiseSource, "normal", normal)
+    monkeypatch.setattr(NoiseSource, "add_normal", add_normal)
     return vectors
 
 
