@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from lightning_dp._validate import positive
+from lightning_dp._validate import flag, positive, whole
 
 __all__ = ["losses_of_records"]
 
@@ -64,13 +64,14 @@ def losses_of_records(
             "losses_of_records(logits, labels) needs shapes (n, T, classes) and (n, T), not "
             f"{tuple(logits.shape)} and {tuple(labels.shape)}."
         )
-    if shift:
+    ignored = whole("ignore_index", ignore_index, -(2**63), of="losses_of_records")
+    if flag("shift", shift, of="losses_of_records"):
         logits, labels = logits[:, :-1], labels[:, 1:]
     precise = logits.to(torch.promote_types(logits.dtype, torch.float32))
     of_tokens = F.cross_entropy(
-        precise.transpose(1, 2), labels, ignore_index=ignore_index, reduction="none"
+        precise.transpose(1, 2), labels, ignore_index=ignored, reduction="none"
     )
     total = of_tokens.sum(1)
     if tokens_per_record is not None:
         return total / positive("tokens_per_record", tokens_per_record, of="losses_of_records")
-    return total / (labels != ignore_index).sum(1).clamp(min=1)
+    return total / (labels != ignored).sum(1).clamp(min=1)

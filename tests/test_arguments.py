@@ -30,6 +30,7 @@ from lightning_dp import (
     PrivacyConfig,
     Term,
     fix,
+    losses_of_records,
     rows_of_records,
 )
 from lightning_dp.accounting import (
@@ -484,6 +485,13 @@ DOORS += [
         whole=("channels_per_group",),
         flags=("attention",),
         others={"model": torch.nn.Linear(2, 2)},
+    ),
+    Door(
+        losses_of_records,
+        {"shift": True, "ignore_index": -100, "tokens_per_record": 3.0},
+        whole=("ignore_index",),
+        flags=("shift",),
+        others={"logits": torch.zeros(2, 3, 5), "labels": torch.ones(2, 3, dtype=torch.int64)},
     ),
     Door(trade_off, {"delta": 1e-5}, others={"history": STEPS}),
     Door(
