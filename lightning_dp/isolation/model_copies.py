@@ -17,6 +17,8 @@ from torch.nn.parameter import is_lazy
 
 __all__ = ["ModelCopies", "empty", "is_one_memory"]
 
+# Names of torch that it does not promise to keep: without them each weight has one copy for all.
+_SHARES = hasattr(torch, "_lazy_clone") and hasattr(torch._C, "_data_address")
 _HALF = (torch.float16, torch.bfloat16)
 _LARGE = 1 << 16  # entries
 _MUCH = 64 << 20  # bytes of weights from which on freed memory is given back after each pass
@@ -112,7 +114,7 @@ def _trim() -> Callable[[int], int] | None:
 
 def is_one_memory(a: Tensor, b: Tensor) -> bool:
     """Tell whether two tensors of one shape are the same entries of the same memory, and so equal."""
-    return _is_plain(a) and _is_plain(b) and _place(a) == _place(b)
+    return _SHARES and _is_plain(a) and _is_plain(b) and _place(a) == _place(b)
 
 
 def _place(tensor: Tensor) -> tuple[object, ...]:
@@ -123,7 +125,7 @@ def _place(tensor: Tensor) -> tuple[object, ...]:
 
 def _lazily_copied(param: nn.Parameter) -> Tensor | None:
     """Return a copy that takes no memory until it, or the original, is written to."""
-    if not _is_plain(param) or param.is_inference():
+    if not _SHARES or not _is_plain(param) or param.is_inference():
         return None
     try:
         return torch._lazy_clone(param.detach())

@@ -10,13 +10,19 @@ from lightning_dp.isolation import model_copies
 from lightning_dp.isolation.model_copies import ModelCopies, empty, is_one_memory
 from lightning_dp.isolation.passes import same
 
-LARGE = {"torch's memory": 10, "NumPy's memory": 10, "NumPy's memory, small": 1 << 16}
+LARGE = {
+    "torch's memory": 10,
+    "NumPy's memory": 10,
+    "NumPy's memory, small": 1 << 16,
+    "a torch that shares nothing": 10,
+}
 
 
 @pytest.fixture(params=list(LARGE))
 def model(request, monkeypatch):
     monkeypatch.setattr(model_copies, "_LARGE", LARGE[request.param])
     monkeypatch.setattr(model_copies, "_ENTRIES", 4)
+    monkeypatch.setattr(model_copies, "_SHARES", "nothing" not in request.param)
     module = LightningModule()
     module.layer = nn.Linear(7, 5)
     if "NumPy" in request.param:  # nothing but a copy of it can be had
