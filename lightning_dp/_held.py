@@ -15,6 +15,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from lightning_dp._lazy_copies import is_one_memory, lazily_copied
+
 __all__ = [
     "Budget",
     "Held",
@@ -97,7 +99,7 @@ class HeldTensor(Held):
         self._values: Tensor | None = None
         if kind in ("buffer", "parameter") or budget.nbytes >= owner.nbytes <= _LARGE:
             budget.nbytes -= owner.nbytes
-            self._values = owner.detach().clone() if copy else owner.detach()
+            self._values = _copied(owner, kind) if copy else owner.detach()
 
     def put_back(self) -> None:
         owner, values = self.owner, self._values
@@ -349,11 +351,17 @@ class HeldNames(Held):
         return found
 
 
+def _copied(owner: Tensor, kind: Kind) -> Tensor:
+    """Return a copy: of a weight, which is seldom written to, one that takes memory then alone."""
+    lazy = lazily_copied(owner) if kind == "parameter" else None
+    return owner.detach().clone() if lazy is None else lazy
+
+
 def same_tensor(a: Tensor, b: Tensor) -> bool:
     """True if all entries are equal; NaN is equal to itself."""
     if a.shape != b.shape or a.dtype != b.dtype or a.device != b.device:
         return False
-    if torch.equal(a, b):
+    if is_one_memory(a, b) or torch.equal(a, b):
         return True
     return bool(((a == b) | ((a != a) & (b != b))).all())
 

@@ -18,6 +18,7 @@ from lightning.pytorch import Callback, LightningModule
 from torch import nn
 from torchmetrics.classification import MulticlassAccuracy
 
+from lightning_dp._lazy_copies import is_one_memory
 from lightning_dp._module_state import Difference, ModuleState
 
 SEEN: list[float] = []
@@ -262,3 +263,22 @@ def test_a_frozen_backbone_is_not_copied():
     backbone.weight.data.zero_()
     before.restore()
     assert not backbone.weight.any()
+
+
+def test_weights_take_memory_only_where_they_are_written_to():
+    model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 1))
+    place = model[0].weight.data_ptr()
+    before = ModuleState.of(model, parameters=True)
+    held = [part for part in before._parts if getattr(part, "kind", "") == "parameter"]
+    assert all(is_one_memory(part.owner.detach(), part._values) for part in held)
+
+    with torch.no_grad():
+        model[1].weight.mul_(2)
+    shared = [is_one_memory(part.owner.detach(), part._values) for part in held]
+    assert sorted(shared) == [False, True, True, True]
+    after = ModuleState.of(model, parameters=True)
+    assert [each.name for each in before.differences(after)] == ["1.weight"]
+
+    before.drop_parameters()
+    after.drop_parameters()
+    assert model[0].weight.data_ptr() == place

@@ -15,10 +15,10 @@ from lightning.pytorch.utilities.compile import to_uncompiled
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-__all__ = ["ModelCopies", "empty", "is_one_memory"]
+from lightning_dp._lazy_copies import is_plain, lazily_copied
 
-# Names of torch that it does not promise to keep: without them each weight has one copy for all.
-_SHARES = hasattr(torch, "_lazy_clone") and hasattr(torch._C, "_data_address")
+__all__ = ["ModelCopies", "empty"]
+
 _HALF = (torch.float16, torch.bfloat16)
 _LARGE = 1 << 16  # entries
 _MUCH = 64 << 20  # bytes of weights from which on freed memory is given back after each pass
@@ -50,7 +50,7 @@ class ModelCopies:
             gc.collect()  # graphs of the passes, which hold weights
             _give_back()
         for param in self._module.parameters():
-            if _is_plain(param):
+            if is_plain(param):
                 param.data_ptr()  # whoever asks for it may write: torch ends the sharing
 
     def make(self, memo: dict[int, Any] | None = None) -> LightningModule:
@@ -72,7 +72,7 @@ class ModelCopies:
     def _weight(self, param: nn.Parameter, is_half: bool) -> Tensor:
         """Return a parameter's present value in memory that is not copied for this copy."""
         converts = is_half and param.is_floating_point() and param.dtype != torch.float32
-        if not converts and (lazy := _lazily_copied(param)) is not None:
+        if not converts and (lazy := lazily_copied(param)) is not None:
             return lazy
         if id(param) not in self._shared:
             dtype = torch.float32 if is_half and param.is_floating_point() else param.dtype
@@ -110,38 +110,6 @@ def _trim() -> Callable[[int], int] | None:
     except (AttributeError, OSError, TypeError):
         return None
     return found
-
-
-def is_one_memory(a: Tensor, b: Tensor) -> bool:
-    """Tell whether two tensors of one shape are the same entries of the same memory, and so equal."""
-    return _SHARES and _is_plain(a) and _is_plain(b) and _place(a) == _place(b)
-
-
-def _place(tensor: Tensor) -> tuple[object, ...]:
-    """Return where a tensor lies; data_ptr(), which allows to write, would end the sharing."""
-    begin = torch._C._data_address(tensor)  # type: ignore[attr-defined]
-    return begin, tensor.storage_offset(), tensor.stride(), tensor.dtype
-
-
-def _lazily_copied(param: nn.Parameter) -> Tensor | None:
-    """Return a copy that takes no memory until it, or the original, is written to."""
-    if not _SHARES or not _is_plain(param) or param.is_inference():
-        return None
-    try:
-        return torch._lazy_clone(param.detach())
-    except RuntimeError:  # memory that is not torch's own: NumPy's, a mapped file, shared memory
-        return None
-
-
-def _is_plain(tensor: Tensor) -> bool:
-    """Tell whether a tensor is nothing but numbers in the memory of the CPU, as they are."""
-    return (
-        not is_lazy(tensor)
-        and type(tensor.data) is Tensor
-        and tensor.device.type == "cpu"
-        and tensor.layout is torch.strided
-        and not (tensor.is_conj() or tensor.is_neg())
-    )
 
 
 class _Shared:

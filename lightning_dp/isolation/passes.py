@@ -17,6 +17,7 @@ from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor, nn
 from torch.nn.modules.dropout import _DropoutNd
 
+from lightning_dp._lazy_copies import is_one_memory
 from lightning_dp._module_state import ModuleState
 from lightning_dp._training_step import call_training_step, loss_in
 from lightning_dp.gradients import (
@@ -29,7 +30,7 @@ from lightning_dp.gradients.module_hooks import ModuleHooks
 from lightning_dp.gradients.passes import is_differentiable
 from lightning_dp.isolation.answers import Answer, Call, answer_about
 from lightning_dp.isolation.ignored import target_means
-from lightning_dp.isolation.model_copies import ModelCopies, empty, is_one_memory
+from lightning_dp.isolation.model_copies import ModelCopies, empty
 from lightning_dp.isolation.nesting import copied
 from lightning_dp.isolation.overrides import backward_loss
 from lightning_dp.isolation.randomness import SameFirstRows, random_state, seed

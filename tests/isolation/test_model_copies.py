@@ -6,8 +6,10 @@ import torch
 from lightning.pytorch import LightningModule
 from torch import nn
 
+from lightning_dp import _lazy_copies
+from lightning_dp._lazy_copies import is_one_memory
 from lightning_dp.isolation import model_copies
-from lightning_dp.isolation.model_copies import ModelCopies, empty, is_one_memory
+from lightning_dp.isolation.model_copies import ModelCopies, empty
 from lightning_dp.isolation.passes import same
 
 LARGE = {
@@ -22,7 +24,7 @@ LARGE = {
 def model(request, monkeypatch):
     monkeypatch.setattr(model_copies, "_LARGE", LARGE[request.param])
     monkeypatch.setattr(model_copies, "_ENTRIES", 4)
-    monkeypatch.setattr(model_copies, "_SHARES", "nothing" not in request.param)
+    monkeypatch.setattr(_lazy_copies, "_SHARES", "nothing" not in request.param)
     module = LightningModule()
     module.layer = nn.Linear(7, 5)
     if "NumPy" in request.param:  # nothing but a copy of it can be had

@@ -1,0 +1,55 @@
+"""Copies of tensors that take no memory until somebody writes, and tensors that are one memory."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn.parameter import is_lazy
+
+__all__ = ["is_one_memory", "is_plain", "lazily_copied"]
+
+# Names of torch that it does not promise to keep: without them nothing is shared.
+_SHARES = hasattr(torch, "_lazy_clone") and hasattr(torch._C, "_data_address")
+
+
+def lazily_copied(tensor: Tensor) -> Tensor | None:
+    """Return a copy that takes no memory until it, or the original, is written to; None if none can be.
+
+    Whoever writes first has the values copied, in any way that torch knows: in place, into ``.data``,
+    by an optimizer, through a view, by a new NumPy array. An array that was made of the tensor's
+    memory before writes into both.
+
+    Example:
+        >>> weight = torch.zeros(3)
+        >>> before = lazily_copied(weight)
+        >>> is_one_memory(weight, before), weight.add_(1).tolist(), before.tolist()
+        (True, [1.0, 1.0, 1.0], [0.0, 0.0, 0.0])
+    """
+    if not _SHARES or not is_plain(tensor) or tensor.is_inference():
+        return None
+    try:
+        return torch._lazy_clone(tensor.detach())
+    except RuntimeError:  # memory that is not torch's own: NumPy's, a mapped file, shared memory
+        return None
+
+
+def is_one_memory(a: Tensor, b: Tensor) -> bool:
+    """Tell whether two tensors of one shape are the same entries of the same memory, and so equal."""
+    return _SHARES and is_plain(a) and is_plain(b) and _place(a) == _place(b)
+
+
+def _place(tensor: Tensor) -> tuple[object, ...]:
+    """Return where a tensor lies; data_ptr(), which allows to write, would end the sharing."""
+    begin = torch._C._data_address(tensor)  # type: ignore[attr-defined]
+    return begin, tensor.storage_offset(), tensor.stride(), tensor.dtype
+
+
+def is_plain(tensor: Tensor) -> bool:
+    """Tell whether a tensor is nothing but numbers in the memory of the CPU, as they are."""
+    return (
+        not is_lazy(tensor)
+        and type(tensor.data) is Tensor
+        and tensor.device.type == "cpu"
+        and tensor.layout is torch.strided
+        and not (tensor.is_conj() or tensor.is_neg())
+    )
