@@ -18,6 +18,7 @@ from lightning.pytorch import Callback, LightningModule
 from torch import nn
 from torchmetrics.classification import MulticlassAccuracy
 
+from lightning_dp._held import HeldTensor
 from lightning_dp._lazy_copies import is_one_memory
 from lightning_dp._module_state import Difference, ModuleState
 
@@ -269,7 +270,7 @@ def test_weights_take_memory_only_where_they_are_written_to():
     model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 1))
     place = model[0].weight.data_ptr()
     before = ModuleState.of(model, parameters=True)
-    held = [part for part in before._parts if getattr(part, "kind", "") == "parameter"]
+    held = [p for p in before._parts if isinstance(p, HeldTensor) and p.kind == "parameter"]
     assert all(is_one_memory(part.owner.detach(), part._values) for part in held)
 
     with torch.no_grad():
