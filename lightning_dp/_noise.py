@@ -14,7 +14,7 @@ from torch import Tensor
 __all__ = ["NoiseSource", "random_generator"]
 
 
-_STREAMS = 2  # generators, each with a thread of its own
+_STREAMS = 2  # generators, each with its thread
 _BLOCK = 1 << 14  # values that are drawn and added at once: they stay in the cache
 _ON_DEVICE = 1 << 24
 _WORTH_A_THREAD = 1 << 15  # values; fewer are drawn before a thread has begun
@@ -32,7 +32,7 @@ def random_generator(seed: int | None, *stream: int) -> np.random.Generator:
 
 
 class _Stream:
-    """Every second block of a vector's noise, from a generator of its own.
+    """Every second block of a vector's noise, from one generator.
 
     Args:
         place: which of them, from 0.
@@ -79,7 +79,7 @@ class NoiseSource:
         self._streams = [_Stream(seed, place) for place in range(_STREAMS)]
         self._device: torch.Generator | None = None
         self._workers: ThreadPoolExecutor | None = None
-        self._ahead: list[Future[None]] = []  # under way
+        self._ahead: list[Future[None]] = []  # being drawn
         self._size = 0  # of the vector that they are for
 
     def prepare(self, size: int, device: torch.device) -> None:

@@ -337,7 +337,7 @@ def bounded_sum(
 
     Args:
         gradients: of the records.
-        clip_norm: C.
+        clip_norm: C, the bound.
         count_weight: κ; 0 counts nothing.
         onto: the sum over other records, for the same C and κ. It is added to, in its own memory.
 

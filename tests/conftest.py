@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import logging
 import os
 import subprocess
 import sys
@@ -180,6 +181,17 @@ def plugins_looked_for_once() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(registry, "entry_points", cache(registry.entry_points))
         yield
+
+
+@pytest.fixture(autouse=True)
+def loggers_stay_as_they_are() -> Iterator[None]:
+    """Scripts that a test runs make Lightning quiet, and the next test may want to hear it."""
+    loggers = [logging.getLogger(name) for name in ("lightning", "lightning.pytorch")]
+    before = [(each.level, each.propagate) for each in loggers]
+    yield
+    for each, (level, propagates) in zip(loggers, before, strict=True):
+        each.setLevel(level)
+        each.propagate = propagates
 
 
 @pytest.fixture

@@ -28,14 +28,19 @@ def comparable(text: str) -> list[float]:
     return [float(number) for number in re.findall(r"\d+\.\d+", text)]
 
 
-def needs_flower(page: str) -> list[pytest.MarkDecorator]:
+FIRST = ("README.md", "docs/quickstart.md", "docs/planning.md", "docs/advice.md")
+
+
+def marks(page: str) -> list[pytest.MarkDecorator]:
+    """Those of a page's test: CI runs the snippets of all pages when it builds them."""
     found = importlib.util.find_spec("flwr") is not None or page != "docs/federated.md"
-    return [pytest.mark.skipif(not found, reason="needs lightning-dp[federated]")]
+    needs_flower = pytest.mark.skipif(not found, reason="needs lightning-dp[federated]")
+    return [needs_flower] if page in FIRST else [needs_flower, pytest.mark.slow]
 
 
 @pytest.mark.filterwarnings("ignore:.*does not have many workers")
 @pytest.mark.filterwarnings("ignore:This model, or a part of it, was trained before")  # in turn
-@pytest.mark.parametrize("page", [pytest.param(page, marks=needs_flower(page)) for page in PAGES])
+@pytest.mark.parametrize("page", [pytest.param(page, marks=marks(page)) for page in PAGES])
 def test_the_snippets_of_a_page_run_and_print_what_they_say(
     page, blocks, names, monkeypatch, capsys
 ):

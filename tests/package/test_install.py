@@ -182,7 +182,7 @@ def test_the_callbacks_bring_nothing_that_lightning_does_not(tmp_path):
         "print(len(set(sys.modules) - before))"
     )
     packages, modules = run(sys.executable, "-c", code, cwd=tmp_path).splitlines()
-    assert packages == "lightning_dp"
+    assert set(packages.split()) <= {"lightning_dp", "filelock"}  # some version of torch brings it
     assert int(modules) < 70
 
 

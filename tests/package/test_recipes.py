@@ -77,7 +77,7 @@ def test_a_recipe_runs_as_printed(recipe, data, tmp_path, monkeypatch, capsys):
 
     printed = capsys.readouterr().out
     check(printed, tmp_path / "out")
-    assert "`python examples/recipes/a9a_linear.py --data DIR`" in printed
+    assert "`a9a_linear.py --data DIR`" in printed
 
 
 @pytest.mark.slow
