@@ -39,11 +39,15 @@ class PrivacyReportFiles(PrivacyCallback):
         self._folder: Path | None = None  # no files
         self._is_open = False  # a fit has begun, and the line about its end was not printed
         self._has_warned = False
+        self._written: tuple[PrivacyReport, Path] | None = (
+            None  # the last one of a fit that is over
+        )
 
     def on_privacy_start(self, trainer: Trainer, run: PrivateRun, folder: Path) -> None:
         # On all processes: the Trainer asks for the log folder on all of them.
         self._folder = None if trainer.fast_dev_run else _folder(trainer, folder)  # type: ignore[attr-defined]
         self._is_open, self._has_warned = trainer.is_global_zero, False
+        self._written = None
 
     def on_privacy_save(self, run: PrivateRun, content: PrivacyReport) -> None:
         if content.steps:
@@ -80,10 +84,14 @@ class PrivacyReportFiles(PrivacyCallback):
 
         if self._folder is None:
             return None, None
+        if self._written is not None and self._written[0] == content and self._written[1].exists():
+            return self._written[1], None
         try:
-            return write_report(content, self._folder, is_over=is_over), None
+            path = write_report(content, self._folder, is_over=is_over)
         except OSError as error:
             return None, f"could not be written into {self._folder}: {error}"
+        self._written = (content, path) if is_over else None
+        return path, None
 
     def _warn(self, failure: str | None) -> None:
         if failure is not None and not self._has_warned:

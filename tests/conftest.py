@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib
 import logging
 import os
@@ -173,6 +174,12 @@ class Recorded(Dataset[tuple[Tensor, Tensor]]):
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
         self.asked.append(index)
         return self.x[index], self.y[index]
+
+
+def pytest_collection_finish() -> None:
+    """Leave the tests and all modules out of garbage collections, which fits cause all the time."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session", autouse=True)

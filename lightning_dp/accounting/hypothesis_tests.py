@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from lightning_dp._validate import between
 from lightning_dp.accounting.base import (
@@ -19,6 +19,7 @@ from lightning_dp.accounting.pld import PLDAccountant
 __all__ = ["TradeOff", "trade_off", "up_to"]
 
 _PARTS = 10  # of ε, between which the privacy profile is asked for
+_RTOL = 5e-3  # rates are shown in percent, and every report has them: a quarter of the time
 
 
 @dataclass(frozen=True)
@@ -131,6 +132,8 @@ def up_to(
     largest = pair[0]
     if not math.isfinite(largest):
         return TradeOff(((math.inf, 1.0),))
+    if isinstance(judge, PLDAccountant):  # also on a coarser grid, δ is never below the truth
+        judge = replace(judge, rtol=max(judge.rtol, _RTOL))
     epsilons = [check_epsilon(largest * part / _PARTS) for part in range(_PARTS)]
     found = {epsilon: judge.delta(history, epsilon, relation) for epsilon in epsilons}
     return TradeOff((*found.items(), pair))

@@ -15,7 +15,7 @@ from lightning.pytorch.loggers import CSVLogger
 from lightning_dp._warnings import PrivacyWarning
 from lightning_dp.accounting import epsilon_text
 from lightning_dp.accounting.journal import read_journal
-from lightning_dp.callbacks import DifferentialPrivacy
+from lightning_dp.callbacks import DifferentialPrivacy, PrivacyReportFiles
 from lightning_dp.report.files import from_checkpoint, read_report
 
 
@@ -211,6 +211,8 @@ def test_a_full_disk_leaves_the_old_report_whole(fit, saved, monkeypatch, said):
     fitted, path = saved
     (report,) = fitted.reports
     before = report.read_bytes()
+    (files,) = [each for each in fitted.trainer.callbacks if isinstance(each, PrivacyReportFiles)]
+    files._written = None  # what is written already would not be written again
 
     def full(*_):
         raise OSError(28, "No space left on device")
@@ -267,3 +269,16 @@ def test_epsilon_is_computed_once_for_each_step_that_is_saved(fit, saved, monkey
     fitted.privacy.report()
 
     assert asked == []
+
+
+def test_a_report_that_says_nothing_new_is_not_written_again(saved):
+    """Page one takes a moment, and checkpoints after a fit hold what its end has written."""
+    fitted, path = saved
+    (report,) = fitted.reports
+    before = report.stat().st_mtime_ns
+    fitted.trainer.save_checkpoint(path)
+    assert report.stat().st_mtime_ns == before
+
+    report.unlink()
+    fitted.trainer.save_checkpoint(path)
+    assert read_report(report).steps == 12
