@@ -207,11 +207,11 @@ def test_a_file_that_cannot_be_written_is_said_and_training_goes_on(fit, tmp_pat
     assert "; report: could not be written into" in said[0]
 
 
-def test_a_full_disk_leaves_the_old_report_whole(fit, saved, monkeypatch, said):
-    fitted, path = saved
+def test_a_full_disk_leaves_the_old_report_whole(fit, tmp_path, monkeypatch, said):
+    files = PrivacyReportFiles()
+    fitted, path = fit(callbacks=(files,)), tmp_path / "saved" / "last.ckpt"
     (report,) = fitted.reports
     before = report.read_bytes()
-    (files,) = [each for each in fitted.trainer.callbacks if isinstance(each, PrivacyReportFiles)]
     files._written = None  # what is written already would not be written again
 
     def full(*_):
