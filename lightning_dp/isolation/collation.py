@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -9,6 +10,7 @@ from typing import Any, Literal, TypeAlias
 
 from lightning_dp._validate import whole
 from lightning_dp.isolation.copies import Copies, ReadsDataset, quiet, random_state, seeded
+from lightning_dp.isolation.nesting import map_leaves
 from lightning_dp.isolation.rows import Difference, OtherRows, layout_of
 from lightning_dp.isolation.samples import (
     WORDS,
@@ -64,11 +66,13 @@ class Trial:
         outcome: "apart": each row is a function of one sample; "mixed"; "untried".
         reason: what was seen with the cure, or why nothing was; "" if apart.
         drops: True if it leaves out samples that are None or hold NaN.
+        pads: True if a batch is as long as its longest sample.
     """
 
     outcome: Literal["apart", "mixed", "untried"]
     reason: str = ""
     drops: bool = False
+    pads: bool = False
 
 
 @dataclass(frozen=True)
@@ -137,7 +141,7 @@ def try_collate(fresh: Callable[[], Collate], sample: Any, batch_size: int) -> T
                 return Trial("mixed", fault)
             if trial.is_blind:
                 return Trial("untried", "its random draws depend on the samples")
-            return Trial("apart", drops=trial.drops())
+            return Trial("apart", drops=trial.drops(), pads=trial.pads())
         except ReadsDataset:
             return Trial("mixed", CURES["data set"])
         except (_Untried, NoSyntheticSample) as error:
@@ -201,6 +205,23 @@ class _Pairs:
                 self._layout.difference(batch, batch, (_SAMPLES, _SAMPLES), exchanged=0)
             except OtherRows:
                 return True
+            except _Refused:
+                continue
+        return False
+
+    def pads(self) -> bool:
+        """Tell whether a batch is as long as its longest sample."""
+        for dim in (0, -1):
+            lengths = lengths_in(self._sample, dim)
+
+            def shapes(more: int, dim: int = dim, lengths: set[int] = lengths) -> list[Any]:
+                last = {WORDS: more, **{n: n + more for n in lengths}}
+                specs = [*_plain(_SAMPLES - 1), _Spec(_SAMPLES - 1, "plain", last, dim)]
+                return _shapes_of_rows(self._run(specs, 0, self._fresh()))
+
+            try:
+                if shapes(0) != shapes(6):
+                    return True
             except _Refused:
                 continue
         return False
@@ -363,3 +384,17 @@ _KINDS: tuple[tuple[Values, Values], ...] = (
 
 def _plain(n: int) -> list[_Spec]:
     return [_Spec(i) for i in range(n)]
+
+
+def _shapes_of_rows(batch: Any) -> list[Any]:
+    """Return the shapes of what holds a row for each sample, and more than one entry in it."""
+    found: list[Any] = []
+
+    def look(leaf: Any) -> None:
+        shape = tuple(getattr(leaf, "shape", ()))
+        if len(shape) > 1 and _SAMPLES in shape:
+            found.append(shape)
+
+    with contextlib.suppress(Exception):  # a batch of a kind that cannot be made again, packed say
+        map_leaves(batch, look)
+    return found

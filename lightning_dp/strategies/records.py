@@ -66,6 +66,8 @@ class Records:
             )
         if trial.outcome == "untried":
             self._run.isolation += f"; {name} was not tried ({trial.reason})"
+        if trial.pads:
+            self._run.isolation += "; batches padded to other lengths were not compared"
         if trial.drops and is_lead:
             warn(
                 f"{name} leaves out samples that are None or hold NaN. If your data have such, the "

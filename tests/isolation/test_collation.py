@@ -475,3 +475,18 @@ def test_what_mixes_nothing_passes(number):
     trial = check_collate_fn(*APART[number], 16)
 
     assert (trial.outcome, trial.reason, trial.drops) == ("apart", "", False)
+
+
+def to_a_fixed_length(samples):
+    x = torch.stack([torch.nn.functional.pad(x[:12], (0, max(0, 12 - len(x)))) for x, _ in samples])
+    return x, torch.tensor([y for _, y in samples])
+
+
+LONGEST = [padded, padded_left, time_major, sorted_by_length, dynamic_padding, causal_mask]
+
+
+@pytest.mark.parametrize("collate", [*LONGEST, default_collate, to_a_fixed_length, list])
+def test_padding_to_the_longest_sample_is_told(collate):
+    sample = TOKENS if collate is dynamic_padding else SAMPLE
+    trial = check_collate_fn(collate, sample, 16)
+    assert (trial.outcome, trial.pads) == ("apart", collate in LONGEST)

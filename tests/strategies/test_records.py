@@ -12,6 +12,7 @@ import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import nn
 from torch.nn import functional as F
+from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import DataLoader, Dataset, TensorDataset, default_collate
 
 from lightning_dp._warnings import PrivacyWarning
@@ -293,3 +294,27 @@ def test_what_cannot_be_read_again_is_told(make_trainer):
     privacy = fit(make_trainer, dataset=ByTheClock())
 
     assert "whether samples depend on each other was not seen" in privacy.report().isolation
+
+
+def test_the_report_says_that_padding_was_not_compared(make_trainer):
+    class Sequences(Dataset):
+        def __len__(self):
+            return 60
+
+        def __getitem__(self, i):
+            return torch.full((2 + i % 3, 3), 0.1 * i), i % 2
+
+    class Mean(Model):
+        """Counts the padding, so the longest record moves the gradients of all others."""
+
+        def training_step(self, batch, batch_idx):
+            return F.cross_entropy(self.layer(batch[0].mean(1)), batch[1])
+
+    def padded(samples):
+        x = pad_sequence([x for x, _ in samples], batch_first=True)
+        return x, torch.tensor([y for _, y in samples])
+
+    said = fit(make_trainer, Mean(), dataset=Sequences(), collate=padded).report().isolation
+    assert said.startswith("probed, isolated")
+    assert said.endswith("; batches padded to other lengths were not compared")
+    assert "padded" not in fit(make_trainer).report().isolation
