@@ -1,4 +1,4 @@
-"""What frozen parts cost: memory, the start of a fit, and a step, under a frozen backbone.
+"""Costs of frozen parts: memory, the start of a fit, and a step, under a frozen backbone.
 
     python benchmarks/frozen.py                      # LoRA of rank 8 in a frozen model of GPT-2's size
     python benchmarks/frozen.py --models MLP CNN     # the models of models.py, all trained

@@ -1,4 +1,4 @@
-"""How much memory a private step takes: beside the same step without privacy, and the peers.
+"""Memory of a private step, next to the same step without privacy, and the peers.
 
     python benchmarks/memory.py [--models MLP CNN ...]
 

@@ -15,7 +15,7 @@ from lightning_dp._validate import positive, whole
 
 __all__ = ["LearningRateSweep"]
 
-_DIVERGED = 4.0  # times the best score
+_DIVERGED = 3.0  # times the size of the best score, above it: scores may be negative
 _SMOOTH = 0.8  # weight of the past in the smoothed scores
 
 
@@ -40,8 +40,8 @@ class LearningRateSweep(Callback):
         score: from the model to a loss on public or synthetic records, smaller is better. It is called in
             evaluation mode and without gradients.
         low, high: rates, 0 < low < high.
-        steps: optimizer steps, at least 4. Training stops after them, or once the score is four times
-            the best one.
+        steps: optimizer steps, at least 4. Training stops after them, or once the score is above the best
+            one by three times its size.
 
     Raises:
         ValueError: naming the argument.
@@ -111,13 +111,15 @@ class LearningRateSweep(Callback):
             return  # a part of a batch
         self.rates.append(self.rate(len(self.scores)))
         self.scores.append(self._scored(pl_module))
-        is_lost = not self.scores[-1] <= _DIVERGED * min(self.scores)
+        best = min(self.scores)
+        is_lost = not self.scores[-1] - best <= _DIVERGED * abs(best)
         if is_lost or len(self.scores) == self._steps:
             trainer.should_stop = True
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Put the weights back."""
-        pl_module.load_state_dict(self._before)
+        """Put the weights back, if the training began."""
+        if self._before:
+            pl_module.load_state_dict(self._before)
         self._before = {}
 
     def _scored(self, model: LightningModule) -> float:

@@ -39,9 +39,8 @@ class PrivacyReportFiles(PrivacyCallback):
         self._folder: Path | None = None  # no files
         self._is_open = False  # a fit has begun, and the line about its end was not printed
         self._has_warned = False
-        self._written: tuple[PrivacyReport, Path] | None = (
-            None  # the last one of a fit that is over
-        )
+        # The last one of a fit that is over.
+        self._written: tuple[PrivacyReport, Path] | None = None
 
     def on_privacy_start(self, trainer: Trainer, run: PrivateRun, folder: Path) -> None:
         # On all processes: the Trainer asks for the log folder on all of them.

@@ -91,7 +91,7 @@ class ResNet(L.LightningModule):
 
 @dataclass(frozen=True)
 class Settings:
-    """What a user chooses."""
+    """The choices of a user."""
 
     batch_size: int
     epochs: int
@@ -100,7 +100,7 @@ class Settings:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came of it. ``words`` is all that the tool said."""
+    """The outcome of a fit. ``words`` is all that the tool said."""
 
     settings: Settings
     accuracy: float

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_dp.boundary import bounded_sum
+from lightning_dp.boundary import BoundedSum, bounded_sum
 from lightning_dp.functional import flatten, unflatten
 from lightning_dp.gradients.base import UnsupportedModelError
 from lightning_dp.gradients.materialised import MaterialisedGradients
@@ -158,3 +158,33 @@ def test_layers_that_see_different_numbers_of_records_are_refused():
         MaterialisedGradients(
             [torch.zeros(2), torch.zeros(2)], [torch.zeros(4, 2), torch.zeros(8, 2)], 1.0
         )
+
+
+@pytest.mark.parametrize("count_weight", [0.0, 0.1])
+@pytest.mark.parametrize("clip_norm", [1e-6, 0.3, 1.0, 1e5])
+def test_chunks_are_added_up_in_one_vector(clip_norm, count_weight):
+    """As one sum over all their records, and no record twice."""
+    gradients = [5 * clip_norm * gradient for gradient in random_gradients(9)]
+    params = params_like(gradients)
+
+    def sum_of(records: slice, onto: BoundedSum | None = None) -> BoundedSum:
+        chunk = MaterialisedGradients(params, [each[records] for each in gradients], 1.0)
+        return bounded_sum(chunk, clip_norm, count_weight, onto)
+
+    whole, first = sum_of(slice(None)), sum_of(slice(4))
+    both = sum_of(slice(4, None), first)
+
+    assert both.value is first.value
+    assert both.clip_norm == whole.clip_norm
+    torch.testing.assert_close(both.value, whole.value, rtol=1e-5, atol=1e-6 * clip_norm)
+    assert first.plus(both).value is both.value  # holds both already: nothing is added again
+    torch.testing.assert_close(both.value, whole.value, rtol=1e-5, atol=1e-6 * clip_norm)
+
+
+def test_a_sum_of_another_bound_is_not_added_to():
+    gradients = random_gradients(3)
+    chunk = MaterialisedGradients(params_like(gradients), gradients, 1.0)
+    before = bounded_sum(chunk, 0.5)
+    for clip_norm, count_weight in ((0.4, 0.0), (0.5, 0.1), (math.inf, 0.0)):
+        with pytest.raises(ValueError, match="different clip norms"):
+            bounded_sum(chunk, clip_norm, count_weight, before)

@@ -62,7 +62,7 @@ def splits(folder: str, divisor: float = 1.0, *, is_mixed: bool = False) -> dict
 
 @dataclass(frozen=True)
 class Protocol:
-    """What all cells of a table have in common.
+    """Settings that all cells of a table have in common.
 
     ``rate`` is how the learning rate changes: "1/t", "1/t by epoch" (t as it was when the epoch
     began), "constant" or "linear" (down to 0). ``is_averaged`` puts out the mean of the iterates of

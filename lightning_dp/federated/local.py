@@ -254,9 +254,9 @@ class LocalRecords:
         total = BoundedSum.empty(asked, [self.point])
         with self._passes() as passes, self._muted(), torch.enable_grad():
             for number, (batch, size) in enumerate(self._chunks(records)):
-                found = self._answer(passes, asked, batch, size, number)
+                found = self._answer(passes, asked, batch, size, number, total)
                 if found is not None:
-                    total = total.plus(found)
+                    total = found
                 elif not self._one_record:  # alone, a record without a loss contributes zero
                     raise VoidedRunError(UNANSWERED.format(type(self._module).__name__))
         if self.unit == "record":
@@ -284,14 +284,20 @@ class LocalRecords:
             yield module.on_after_batch_transfer(batch, 0), len(chunk)
 
     def _answer(
-        self, passes: RecordPasses, query: Query, batch: Any, size: int, number: int
+        self,
+        passes: RecordPasses,
+        query: Query,
+        batch: Any,
+        size: int,
+        number: int,
+        onto: BoundedSum,
     ) -> BoundedSum | None:
-        """Answer a query from one batch; None if it gives no gradient."""
+        """Answer a query from one batch, onto the sum so far; None if it gives no gradient."""
 
         def forward() -> Any:
             return loss_in(call_training_step(self._module, batch, number))
 
-        return passes.answer(query, Replay(forward, size, batch=batch))
+        return passes.answer(query, Replay(forward, size, batch=batch), onto=onto)
 
     def _passes(self) -> RecordPasses:
         """Watch the module, until the result is detached: nothing of it is left there then."""

@@ -95,3 +95,17 @@ def test_where_nothing_is_learnt_there_is_no_suggestion():
 def test_what_makes_no_sweep_is_refused(arguments, match):
     with pytest.raises(ValueError, match=match):
         LearningRateSweep(public_loss, **arguments)
+
+
+def test_a_score_may_be_negative(tmp_path):
+    """An accuracy, say, which is better the larger it is."""
+    scores = iter([-0.5, -0.6, -0.55, -0.7, -0.65])
+    sweep = LearningRateSweep(lambda model: next(scores), low=1e-4, high=1e-2, steps=5)
+    run(tmp_path, sweep)
+    assert len(sweep.scores) == 5 and sweep.suggestion is not None
+
+
+def test_a_training_that_never_began_leaves_the_weights(tmp_path):
+    sweep = LearningRateSweep(public_loss, steps=5)
+    sweep.on_fit_end(Trainer(logger=False, default_root_dir=tmp_path), model := Regression())
+    assert all(torch.isfinite(value).all() for value in model.state_dict().values())

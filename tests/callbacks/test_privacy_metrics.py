@@ -1,4 +1,4 @@
-"""What noise means, read back from real loggers; the released share of clipped records."""
+"""Metrics of noise, read back from real loggers; the released share of clipped records."""
 
 from __future__ import annotations
 

@@ -94,7 +94,7 @@ def history(folder: Path, client: int) -> dict[AbstractEvent, int]:
 
 
 def events(app: ModuleType, rounds: int) -> dict[AbstractEvent, int]:
-    """What one client is charged in so many rounds, written down by hand."""
+    """The events that one client is charged in so many rounds, written down by hand."""
     sizes = [2 * i + 10 for i in range(rounds)]
     assert max(sizes) <= app.RECORDS
     return {

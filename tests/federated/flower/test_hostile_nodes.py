@@ -224,7 +224,7 @@ def test_no_reply_ends_the_run_of_the_others(tmp_path, caplog):
 
 
 def test_an_answer_counts_whatever_its_client_says_of_itself(tmp_path):
-    """What cannot be kept is left out, and the summary is JSON."""
+    """Facts that cannot be kept are left out, and the summary is JSON."""
     rounds = 2 * len(STRANGE) + 2
     node = Node(iter(STRANGE))
     LoopbackGrid(node, CLIENTS).start(server(tmp_path, rounds))
