@@ -290,9 +290,9 @@ class LocalRecords:
         batch: Any,
         size: int,
         number: int,
-        onto: BoundedSum,
+        onto: BoundedSum | None = None,
     ) -> BoundedSum | None:
-        """Answer a query from one batch, onto the sum so far; None if it gives no gradient."""
+        """Answer a query from one batch, onto a sum so far; None if it gives no gradient."""
 
         def forward() -> Any:
             return loss_in(call_training_step(self._module, batch, number))
