@@ -45,6 +45,24 @@ def test_under_noise_alone_agreements_are_standard_normal_also_where_noise_follo
     assert abs(float(correlation[0, 1])) < 0.07
 
 
+@pytest.mark.parametrize("size", [20, 64])
+def test_the_law_is_the_same_where_some_entries_are_followed(size, monkeypatch):
+    """Of a large model: 7 of 20 entries in one case, an eighth of 64 in the other."""
+    monkeypatch.setattr("lightning_dp.signal._ENTRIES", 7)
+    tracker = tracked([torch.randn(size)], [1.0])
+    assert len(tracker._average) == {20: 7, 64: 8}[size]
+    assert tracker.signal().whole.noise == size  # lengths are of all entries
+
+    assert scipy.stats.kstest(agreements_of_noise(3, size=size), "norm").pvalue > 0.01
+    for factor in (0.85, 1.18):
+        assert (
+            scipy.stats.kstest(agreements_of_noise(3, size=size, factor=factor), "norm").pvalue
+            < 0.01
+        )
+    constant = [torch.full((size,), 0.5) + torch.randn(size) for _ in range(100)]
+    assert tracked(constant, [1.0] * 100).signal().whole.z_score > 3
+
+
 @pytest.mark.parametrize("factor", [0.85, 1.18])
 def test_noise_of_another_strength_would_be_noticed(factor):
     assert scipy.stats.kstest(agreements_of_noise(0, factor=factor), "norm").pvalue < 0.01
