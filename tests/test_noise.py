@@ -102,6 +102,7 @@ def test_noise_drawn_ahead_is_what_would_have_been_drawn(size):
         ahead.prepare(size, CPU)
         ahead.prepare(size, CPU)  # one is enough
         assert torch.equal(normal(ahead, size), normal(now, size))
+    assert torch.equal(normal(ahead, size), normal(now, size))  # not what was used before
     ahead.prepare(size, CPU)
     unused = [block for stream in streams(ahead) for block in stream]
     assert sum(map(len, unused)) == min(size, 1 << 20)
