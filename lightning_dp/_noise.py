@@ -36,10 +36,11 @@ class _Stream:
 
     Args:
         place: which of them, from 0.
+        rank: of the process.
     """
 
-    def __init__(self, seed: int | None, place: int) -> None:
-        self._place, self._generator = place, random_generator(seed, 0, place)
+    def __init__(self, seed: int | None, place: int, rank: int) -> None:
+        self._place, self._generator = place, random_generator(seed, 0, place, rank)
         self._ahead: list[Tensor] = []
 
     def _blocks(self, size: int) -> Iterator[slice]:
@@ -72,11 +73,15 @@ class NoiseSource:
     Drawn in float64 on the CPU, by two generators. On another device the device's own counter-based
     generator draws float32, keyed once with 63 bits from the operating system. The state is never
     saved.
+
+    Args:
+        seed: for tests only.
+        rank: of the process; with a seed, each draws other values.
     """
 
-    def __init__(self, seed: int | None = None) -> None:
-        self._seed = seed
-        self._streams = [_Stream(seed, place) for place in range(_STREAMS)]
+    def __init__(self, seed: int | None = None, rank: int = 0) -> None:
+        self._seed, self._rank = seed, rank
+        self._streams = [_Stream(seed, place, rank) for place in range(_STREAMS)]
         self._device: torch.Generator | None = None
         self._workers: ThreadPoolExecutor | None = None
         self._ahead: list[Future[None]] = []  # being drawn
@@ -114,8 +119,8 @@ class NoiseSource:
     def _add_on_device(self, vector: Tensor, std: float) -> None:
         device = vector.device
         if self._device is None:
-            key = secrets.randbits(63) if self._seed is None else self._seed
-            self._device = torch.Generator(device).manual_seed(key)
+            key = random_generator(self._seed, 0, _STREAMS, self._rank).integers(2**63)
+            self._device = torch.Generator(device).manual_seed(int(key))
         for part in torch.split(vector, _ON_DEVICE):
             noise = torch.randn(len(part), device=device, generator=self._device)
             part.add_(noise, alpha=std)
@@ -131,6 +136,6 @@ class NoiseSource:
             workers.shutdown(wait=True, cancel_futures=True)
         self._forget()
 
-    def __reduce__(self) -> tuple[type[NoiseSource], tuple[int | None]]:
+    def __reduce__(self) -> tuple[type[NoiseSource], tuple[int | None, int]]:
         """Pickle and copy as a new source: two with one state would draw the same noise."""
-        return NoiseSource, (self._seed,)
+        return NoiseSource, (self._seed, self._rank)

@@ -20,7 +20,7 @@ class World:
     """The processes that share one step.
 
     Args:
-        rank: this process, 0 <= rank < size. Rank 0 draws the noise and writes the ledger.
+        rank: this process, 0 <= rank < size. Rank 0 writes the ledger.
         size: number of processes.
         all_reduce: sums a flat vector over all processes and gives each the total.
         broadcast: gives every process what rank 0 passed.
@@ -37,5 +37,16 @@ class World:
 
     @property
     def is_lead(self) -> bool:
-        """True on the one process that draws noise and writes the ledger."""
+        """True on the one process that writes the ledger."""
         return self.rank == 0
+
+    def share(self, size: int) -> slice:
+        """Return the entries of a vector of length ``size`` that this process draws noise for.
+
+        Each entry is in the share of one process, and shares differ by one entry at most.
+
+        Example:
+            >>> [World(rank, 3).share(8) for rank in range(3)]
+            [slice(0, 2, None), slice(2, 5, None), slice(5, 8, None)]
+        """
+        return slice(self.rank * size // self.size, (self.rank + 1) * size // self.size)

@@ -435,9 +435,10 @@ def add_noise(
     """Noise the sum over all ranks once: ``sum_ranks total + N(0, (z C)^2 I)``.
 
     C comes from the sum itself, so the noise cannot be scaled to a bound that was not enforced.
-    Rank 0 adds the noise *before* the ranks' sums are added up, and every rank gets the same
-    release. The un-noised total exists nowhere. The noise is added in the memory of the sum, so there
-    is no sum any longer, and one vector of the model's size.
+    Each rank adds the noise of its share of the entries to its own sum, from its own entropy, *before*
+    the ranks' sums are added up, and every rank gets the same release. So each entry has the noise of
+    one rank, the un-noised total exists nowhere, and nobody draws more than d / ranks values. The noise
+    is added in the memory of the sum, so there is no sum any longer, and one vector of the model's size.
     """
     noise_multiplier = not_negative("noise_multiplier", noise_multiplier)
     if noise_multiplier == 0:  # explicitly not private; keeps an infinite clip norm meaningful
@@ -448,8 +449,8 @@ def add_noise(
             f"The sum is not bounded (clip norm {total.clip_norm}); refusing to noise it.",
             topic="out-of-order",
         )
-    if world.is_lead:  # noise from every rank would add up to n times the variance
-        source.add_normal(total.value, noise_std)
+    # Shares are disjoint: an entry with noise from every rank would have n times the variance.
+    source.add_normal(total.value[world.share(len(total.value))], noise_std)
     return Release(world.all_reduce(total.value), noise_std)
 
 

@@ -217,9 +217,9 @@ class Mechanism:
 
     def _prepare_noise(self, query: Query, params: Sequence[Tensor]) -> None:
         """Have the noise drawn while the batch is computed."""
-        if self.world.is_lead and query.noise_multiplier > 0:
-            size = query.size(sum(param.numel() for param in params))
-            self.noise.prepare(size, params[0].device)
+        if query.noise_multiplier > 0:
+            share = self.world.share(query.size(sum(param.numel() for param in params)))
+            self.noise.prepare(share.stop - share.start, params[0].device)
 
     # -- answer ------------------------------------------------------------------------------
 

@@ -320,7 +320,7 @@ class PrivateRun:
             ledger=self.ledger,
             guard=budget.guard(plan, step, planned_steps, affordable),
             num_records=budget.batches.num_records,
-            noise=NoiseSource(self.config.seed),
+            noise=NoiseSource(self.config.seed, world.rank),
             world=world,
             signal=self._tracker(),
             count_weight=_COUNT_WEIGHT if self.config.count_clipped else 0.0,

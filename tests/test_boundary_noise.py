@@ -108,15 +108,32 @@ def release_on_ranks(totals: list[Tensor], multiplier: float) -> tuple[list[Tens
     return handed[::-1], release.value
 
 
-def test_noise_is_added_by_rank_0_alone_and_before_the_sums_are_added_up():
+def test_each_rank_noises_its_share_alone_and_before_the_sums_are_added_up():
     totals = [torch.randn(DIMENSION) for _ in range(3)]
 
     handed, released = release_on_ranks(totals, MULTIPLIER)
 
-    assert torch.equal(handed[1], totals[1])
-    assert torch.equal(handed[2], totals[2])
-    assert (handed[0] != totals[0]).all()
+    shares = [World(rank, 3).share(DIMENSION) for rank in range(3)]
+    assert [each.stop - each.start for each in shares] == [6666, 6667, 6667]
+    for vector, total, share in zip(handed, totals, shares, strict=True):
+        own = torch.zeros(DIMENSION, dtype=torch.bool)
+        own[share] = True
+        assert torch.equal(vector != total, own)
+    # Twice the noise in one entry, or none, would not be the same at all of them.
     assert p_value(released - sum(totals), MULTIPLIER * CLIP_NORM) > 0.01
+
+
+def test_ranks_of_one_seed_draw_other_values():
+    vectors = [torch.zeros(40_000) for _ in range(2)]
+    for rank, vector in enumerate(vectors):
+        NoiseSource(5, rank).add_normal(vector, 1.0)
+    assert abs(float(torch.corrcoef(torch.stack(vectors))[0, 1])) < 0.03
+
+
+@pytest.mark.parametrize(("size", "ranks"), [(0, 2), (1, 4), (8, 3), (101, 7), (6, 6)])
+def test_every_entry_is_in_the_share_of_one_rank(size, ranks):
+    shares = [World(rank, ranks).share(size) for rank in range(ranks)]
+    assert [i for share in shares for i in range(size)[share]] == list(range(size))
 
 
 def test_without_noise_the_ranks_release_the_sum_of_their_sums():
