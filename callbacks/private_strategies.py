@@ -49,8 +49,8 @@ class PrivateSingleDeviceStrategy(DifferentialPrivacyStrategy, SingleDeviceStrat
 class PrivateDDPStrategy(DifferentialPrivacyStrategy, DDPStrategy):
     """Private training on several devices: each rank draws its own part of every batch.
 
-    Each rank draws the noise of its share of the weights, and rank 0 writes the ledger. There is no DDP wrapper, so options of
-    ``DistributedDataParallel`` (buckets, communication hooks) do not exist here.
+    Each rank draws the noise of its share of the weights, and rank 0 writes the ledger. There is no DDP
+    wrapper, so options of ``DistributedDataParallel`` (buckets, communication hooks) do not exist here.
 
     Args:
         privacy: the configuration; None when a DifferentialPrivacy callback gives it.
