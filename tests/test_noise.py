@@ -8,9 +8,10 @@ import lightning as L
 import numpy as np
 import pytest
 import torch
+from scipy import stats
 from torch import Tensor
 
-from lightning_dp._noise import NoiseSource, random_generator
+from lightning_dp._noise import _AHEAD, _BLOCK, NoiseSource, _normal, random_generator
 
 DIMENSION = 20_000
 CPU = torch.device("cpu")
@@ -87,6 +88,32 @@ def test_the_noise_has_all_the_bits_of_a_double():
     assert len(values.unique()) == 1_000_000
 
 
+@pytest.mark.parametrize("size", [400_000, 399_999])
+def test_values_follow_the_normal_law_and_pairs_are_independent(size):
+    values = _normal(random_generator(4), size).numpy()
+    assert len(values) == size
+    assert stats.kstest(values, "norm").pvalue > 1e-3
+    assert stats.kstest(values[np.abs(values) < 0.01], "uniform", (-0.01, 0.02)).pvalue > 1e-3
+    beyond = [(np.abs(values) > t).mean() / (2 * stats.norm.sf(t)) for t in (2, 3, 3.7)]
+    assert beyond == pytest.approx([1, 1, 1], abs=0.35)
+    half = (size + 1) // 2  # a value and the one with the same length
+    first, second = values[: size - half], values[half:]
+    angles = np.arctan2(second, first)
+    assert stats.kstest(angles, "uniform", (-np.pi, 2 * np.pi)).pvalue > 1e-3
+    assert stats.kstest(first**2 + second**2, "expon", (0, 2)).pvalue > 1e-3
+    assert abs(np.corrcoef(first**2, second**2)[0, 1]) < 0.01
+
+
+def test_the_least_and_the_largest_uniform_numbers_give_finite_values():
+    class Ends:
+        def random(self, size: int) -> np.ndarray:
+            return np.resize([0.0, 1 - 2.0**-53], size)
+
+    values = _normal(Ends(), 8)
+    assert values.isfinite().all()
+    assert float(values.abs().max()) == pytest.approx((2 * 53 * np.log(2)) ** 0.5)
+
+
 def streams(source: NoiseSource) -> list[list[Tensor]]:
     """What each generator has drawn ahead."""
     for each in source._ahead:
@@ -105,7 +132,7 @@ def test_noise_drawn_ahead_is_what_would_have_been_drawn(size):
     assert torch.equal(normal(ahead, size), normal(now, size))  # not what was used before
     ahead.prepare(size, CPU)
     unused = [block for stream in streams(ahead) for block in stream]
-    assert sum(map(len, unused)) == min(size, 1 << 20)
+    assert sum(map(len, unused)) == min(size, _AHEAD)
     assert not torch.isin(normal(ahead, size - 1), torch.cat(unused)).any()
     ahead.prepare(size, CPU)
     ahead.close()
@@ -126,9 +153,9 @@ def test_each_entry_has_noise_of_its_own_in_every_size(size):
 
 def test_the_two_generators_are_not_alike():
     """Blocks are drawn by two of them in turn."""
-    blocks = normal(NoiseSource(seed=5), 1 << 18).view(-1, 1 << 14)
+    blocks = normal(NoiseSource(seed=5), 10 * _BLOCK).view(-1, _BLOCK)
     among = torch.corrcoef(blocks) - torch.eye(len(blocks))
-    assert float(among.abs().max()) < 5 / (1 << 14) ** 0.5
+    assert float(among.abs().max()) < 5 / _BLOCK**0.5
 
 
 def test_the_same_noise_is_drawn_whatever_threads_do():
