@@ -17,7 +17,7 @@ __all__ = ["NoiseSource", "random_generator"]
 
 _STREAMS = 2  # generators, each with its thread
 # Values that are drawn and added at once: they stay in the cache, and torch works on so few without
-# threads of its own.
+# further threads.
 _BLOCK = 3 << 13
 _ON_DEVICE = 1 << 24
 _WORTH_A_THREAD = 1 << 15  # values; fewer are drawn before a thread has begun
@@ -51,7 +51,7 @@ class _Stream:
             yield slice(start, min(start + _BLOCK, size))
 
     def _draw(self, block: slice) -> Tensor:
-        return _normal(self._generator, block.stop - block.start)
+        return normal_values(self._generator, block.stop - block.start)
 
     def draw_ahead(self, size: int) -> None:
         """Draw the first blocks of the noise of such a vector."""
@@ -70,7 +70,7 @@ class _Stream:
         self._ahead = []
 
 
-def _normal(generator: np.random.Generator, size: int) -> Tensor:
+def normal_values(generator: np.random.Generator, size: int) -> Tensor:
     """Return independent N(0, 1) values in float64, by the method of Box and Muller.
 
     (√(-2 ln u) cos 2πv, √(-2 ln u) sin 2πv) are two of them for u and v uniform, here in steps of

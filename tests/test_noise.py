@@ -11,7 +11,7 @@ import torch
 from scipy import stats
 from torch import Tensor
 
-from lightning_dp._noise import _AHEAD, _BLOCK, NoiseSource, _normal, random_generator
+from lightning_dp._noise import _AHEAD, _BLOCK, NoiseSource, normal_values, random_generator
 
 DIMENSION = 20_000
 CPU = torch.device("cpu")
@@ -90,7 +90,7 @@ def test_the_noise_has_all_the_bits_of_a_double():
 
 @pytest.mark.parametrize("size", [400_000, 399_999])
 def test_values_follow_the_normal_law_and_pairs_are_independent(size):
-    values = _normal(random_generator(4), size).numpy()
+    values = normal_values(random_generator(4), size).numpy()
     assert len(values) == size
     assert stats.kstest(values, "norm").pvalue > 1e-3
     assert stats.kstest(values[np.abs(values) < 0.01], "uniform", (-0.01, 0.02)).pvalue > 1e-3
@@ -109,7 +109,7 @@ def test_the_least_and_the_largest_uniform_numbers_give_finite_values():
         def random(self, size: int) -> np.ndarray:
             return np.resize([0.0, 1 - 2.0**-53], size)
 
-    values = _normal(Ends(), 8)
+    values = normal_values(Ends(), 8)
     assert values.isfinite().all()
     assert float(values.abs().max()) == pytest.approx((2 * 53 * np.log(2)) ** 0.5)
 
