@@ -28,12 +28,14 @@ __all__ = ["Convolution", "convolution"]
 
 
 _TOGETHER = 32  # records in one convolution: batches of every size stay fast
-_PATCH_ENTRIES = 1 << 19
+_PATCH_ENTRIES = 1 << 18
 
-# Writing down a record's patches pays if each of their entries is used for enough output channels.
-# Of 667 shapes on one core, this bound comes within 4 % of the faster way in the geometric mean, and
-# within a factor of 2.3 of it in the worst; either way alone is 8 to 17 times slower somewhere.
-_PATCHES_PER_CHANNEL = 512
+# Writing down a record's patches pays if each of their entries is used for enough output channels, and
+# longer where groups of so few input channels would leave vector units idle. Of 783 shapes on one core,
+# the first bound comes within 4 % of the faster way in the geometric mean, and within a factor of 2.4
+# of it in the worst.
+_PATCHES_PER_CHANNEL = 1024
+_FEW, _PATCHES_OF_FEW = 3, 8192
 
 
 @dataclass(frozen=True)
@@ -67,25 +69,42 @@ class Convolution(AbstractForm):
 
     def _prefers_products(self, v: Tensor, u: Tensor) -> bool:
         """Tell from the shapes if matrix products are likely to be faster than convolutions."""
-        if v.device.type != "cpu" or self.groups > 1 or len(self.stride) != 2:
+        if v.device.type != "cpu" or self.groups > 1:
             return False
         patches = math.prod(self.weight_shape[1:]) * u.shape[-len(self.stride) :].numel()
-        return patches <= _PATCHES_PER_CHANNEL * self.weight_shape[0]
+        is_narrow = self.weight_shape[1] <= _FEW
+        bound = _PATCHES_OF_FEW if is_narrow else _PATCHES_PER_CHANNEL
+        return patches <= bound * self.weight_shape[0]
 
     def _matrix_products(self, v: Tensor, u: Tensor, out: Tensor) -> None:
         """Multiply all patches of the input, a few records at a time so that they stay in the cache."""
-        entries, v, u = math.prod(self.weight_shape[1:]), self._of_rows(v), self._of_rows(u)
-        frames, u = u.shape[1], u.flatten(3)
-        size = max(1, _PATCH_ENTRIES // (entries * frames * u.shape[3]))
+        v, u = self._of_rows(v), self._of_rows(u).flatten(3)
+        frames, positions = u.shape[1], u.shape[3]
+        entries = math.prod(self.weight_shape[1:])
+        size = max(1, _PATCH_ENTRIES // (entries * frames * positions or 1))
         as_matrices = out.view(len(u), -1, entries)
-        options = (self.weight_shape[2:], self.dilation, self.padding, self.stride)
         for part in (slice(start, start + size) for start in range(0, len(u), size)):
-            patches = F.unfold(v[part].flatten(0, 1), *options).transpose(1, 2)
+            patches = self._patches(v[part].flatten(0, 1)).reshape(-1, frames, entries, positions)
             if frames == 1:
-                torch.bmm(u[part, 0], patches, out=as_matrices[part])
+                torch.bmm(u[part, 0], patches[:, 0].transpose(1, 2), out=as_matrices[part])
             else:  # the positions of all rows of a record in one product
-                positions = patches.reshape(-1, frames * u.shape[3], entries)
-                torch.bmm(u[part].transpose(1, 2).flatten(2), positions, out=as_matrices[part])
+                together = patches.transpose(2, 3).reshape(-1, frames * positions, entries)
+                torch.bmm(u[part].transpose(1, 2).flatten(2), together, out=as_matrices[part])
+
+    def _patches(self, v: Tensor) -> Tensor:
+        """Return a view of the padded input in which each patch is written out: (N, in, *kernel, *size).
+
+        Copied in this order, whole lines of the input follow each other: F.unfold takes twice as long.
+        """
+        v = F.pad(v, [each for side in reversed(self.padding) for each in (side, side)])
+        v, kernel = v.contiguous(), self.weight_shape[2:]
+        reach = [d * (k - 1) for d, k in zip(self.dilation, kernel, strict=True)]
+        ends = zip(v.shape[2:], reach, self.stride, strict=True)
+        size = [(length - far - 1) // step + 1 for length, far, step in ends]
+        steps = v.stride()[2:]
+        offsets = [each * d for each, d in zip(steps, self.dilation, strict=True)]
+        moves = [each * s for each, s in zip(steps, self.stride, strict=True)]
+        return v.as_strided((*v.shape[:2], *kernel, *size), (*v.stride()[:2], *offsets, *moves))
 
     def _convolutions(self, v: Tensor, u: Tensor, out: Tensor) -> None:
         """Run the records as groups of a convolution, some of them at a time."""

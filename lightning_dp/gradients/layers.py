@@ -75,15 +75,15 @@ class OuterProduct(AbstractForm):
         return total
 
     def weighted_sum(self, v: Tensor, u: Tensor, weights: Tensor) -> Tensor:
-        scaled = (u * weights.view(-1, 1, 1)).flatten(0, 1)
-        return scaled.T @ v.flatten(0, 1)
+        v, u = _scaled(v, u, weights)
+        return u.T @ v
 
     def add_weighted_sum(self, v: Tensor, u: Tensor, weights: Tensor, onto: Tensor) -> None:
         if onto.dtype != u.dtype or onto.dtype != v.dtype:
             super().add_weighted_sum(v, u, weights, onto)
             return
-        scaled = (u * weights.view(-1, 1, 1)).flatten(0, 1)
-        onto.view(u.shape[2], v.shape[2]).addmm_(scaled.T, v.flatten(0, 1))
+        v, u = _scaled(v, u, weights)
+        onto.view(u.shape[1], v.shape[1]).addmm_(u.T, v)
 
     def lengths(self, v: Tensor, u: Tensor) -> Tensor:
         norms = factor_norms(v.flatten(0, 1)) * factor_norms(u.flatten(0, 1))
@@ -107,6 +107,13 @@ class OuterProduct(AbstractForm):
             for part in zip(torch.split(u, size), torch.split(v, size), strict=True)
         ]
         return torch.cat(norms)
+
+
+def _scaled(v: Tensor, u: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+    """Return both as matrices of all positions, the narrower one times the weights of the records."""
+    weights = weights.view(-1, 1, 1)
+    v, u = (v * weights, u) if v.shape[2] < u.shape[2] else (v, u * weights)
+    return v.flatten(0, 1), u.flatten(0, 1)
 
 
 def _squares_of_products(u: Tensor, v: Tensor) -> Tensor:
