@@ -6,10 +6,11 @@ import torch
 from torch import Tensor
 from torch.nn.parameter import is_lazy
 
-__all__ = ["is_one_memory", "is_plain", "lazily_copied"]
+__all__ = ["address_of", "is_one_memory", "is_plain", "is_shared", "lazily_copied"]
 
 # Names of torch that it does not promise to keep: without them nothing is shared.
-_SHARES = hasattr(torch, "_lazy_clone") and hasattr(torch._C, "_data_address")
+_NAMES = "_data_address", "_is_cow_tensor"
+_SHARES = hasattr(torch, "_lazy_clone") and all(hasattr(torch._C, name) for name in _NAMES)
 
 
 def lazily_copied(tensor: Tensor) -> Tensor | None:
@@ -38,10 +39,20 @@ def is_one_memory(a: Tensor, b: Tensor) -> bool:
     return _SHARES and is_plain(a) and is_plain(b) and _place(a) == _place(b)
 
 
+def address_of(tensor: Tensor) -> int:
+    """Return where a tensor's entries begin; data_ptr(), which allows to write, would end the sharing."""
+    if not _SHARES or not is_plain(tensor):
+        return tensor.data_ptr()
+    return int(torch._C._data_address(tensor))  # type: ignore[attr-defined]
+
+
+def is_shared(tensor: Tensor) -> bool:
+    """Tell whether the next one who may write gets other memory: there was a lazy copy."""
+    return _SHARES and bool(torch._C._is_cow_tensor(tensor))  # type: ignore[attr-defined]
+
+
 def _place(tensor: Tensor) -> tuple[object, ...]:
-    """Return where a tensor lies; data_ptr(), which allows to write, would end the sharing."""
-    begin = torch._C._data_address(tensor)  # type: ignore[attr-defined]
-    return begin, tensor.storage_offset(), tensor.stride(), tensor.dtype
+    return address_of(tensor), tensor.storage_offset(), tensor.stride(), tensor.dtype
 
 
 def is_plain(tensor: Tensor) -> bool:

@@ -8,26 +8,34 @@ import torch
 from torch import Tensor, nn
 
 from lightning_dp.boundary import AbstractPerSampleGradients
-from lightning_dp.functional import unflatten
+from lightning_dp.functional import flat_zeros, parts_of
 from lightning_dp.gradients.base import ALONE, UnsupportedModelError
 
 __all__ = ["check_sum", "plain_gradients"]
 
 
-def plain_gradients(loss: Tensor, params: Sequence[nn.Parameter]) -> list[Tensor | None] | None:
-    """Return the gradient of the loss by plain autograd, parameter by parameter; the graph stays.
+def plain_gradients(loss: Tensor, params: Sequence[nn.Parameter]) -> Tensor | None:
+    """Return the gradient of the loss by plain autograd, as a flat vector; the graph stays.
 
     None where it cannot be computed during another backward pass: of reentrant checkpoints.
     """
     try:
-        return list(torch.autograd.grad(loss, params, retain_graph=True, allow_unused=True))
+        found = torch.autograd.grad(loss, params, retain_graph=True, allow_unused=True)
     except RuntimeError:
         return None
+    parts: list[Tensor | None] = list(found)
+    del found
+    flat = flat_zeros(params)
+    for place, part in enumerate(parts_of(flat, params)):
+        own, parts[place] = parts[place], None  # freed, so that there are never two of all
+        if own is not None:
+            part.copy_(own.reshape(-1))
+    return flat
 
 
 def check_sum(
     found: AbstractPerSampleGradients,
-    plain: Sequence[Tensor | None],
+    plain: Tensor,
     params: Sequence[nn.Parameter],
     names: Sequence[str],
 ) -> None:
@@ -37,7 +45,7 @@ def check_sum(
 
     Args:
         found: the g_i.
-        plain: the gradient of ℓ.
+        plain: the gradient of ℓ, whose memory is used.
         params: the trained parameters.
         names: theirs, in the same order.
 
@@ -50,13 +58,14 @@ def check_sum(
     lengths = float(twin.norms().sum())
     if not lengths < float("inf"):
         return
+    plain.mul_(-found.count)
+    sizes = [float(part.norm()) for part in parts_of(plain, params)]
     ones = torch.ones(found.count, dtype=torch.float64, device=params[0].device)
-    sums = unflatten(twin.weighted_sum(ones), params)
+    twin.add_weighted_sum(ones, plain)
+    differences = [float(part.norm()) for part in parts_of(plain, params)]
     wrong = []
-    for name, param, total, own in zip(names, params, sums, plain, strict=True):
-        expected = torch.zeros_like(total) if own is None else own.to(total.dtype) * found.count
+    for name, param, difference, size in zip(names, params, differences, sizes, strict=True):
         exact = 64 * torch.finfo(param.dtype).eps ** 0.5  # float32: 2 %; what was missed is more
-        difference, size = float((total - expected).norm()), float(expected.norm())
         if difference > exact * size + 1e-4 * lengths:
             wrong.append(name)
     if wrong:

@@ -84,6 +84,7 @@ def empty(module: nn.Module) -> None:
     """Free the memory of a copy: modules are full of cycles, and a dozen must not wait for gc."""
     is_much = _is_much(module)
     for tensor in (*module.parameters(), *module.buffers()):
+        tensor.grad = None
         tensor.data = tensor.new_empty(0)
     if is_much:
         _give_back()

@@ -260,12 +260,6 @@ class Passes:
     def _run(self, module: LightningModule, batch: Any, n: int, seed_number: int) -> Answer:
         own = dict(module.named_parameters())
         params = [own[name] for name in self.trained]
-        passes = self.attached(
-            module,
-            params,
-            loss_graph_check=self._checks_graph,
-            adds_up=self.choice.description not in self._added_up,
-        )
         noticed: list[tuple[bool, list[bool], list[int | None]]] = []  # before the graph is freed
         before, own_before = seed(seed_number), self._own_generators(module)
 
@@ -281,14 +275,19 @@ class Passes:
             noticed.append((has_drawn, weighs, ignores))
             return loss
 
-        with self.valid_labels():
-            gradients = passes.run(forward, size=n, batch=batch)
-        self._added_up.add(self.choice.description)
-        if gradients is not None and gradients.count not in (0, n) and self.choice.can_fall:
-            raise OtherRowsError
+        adds_up = self.choice.description not in self._added_up
+        with self.attached(
+            module, params, loss_graph_check=self._checks_graph, adds_up=adds_up
+        ) as passes:
+            with self.valid_labels():
+                gradients = passes.run(forward, size=n, batch=batch)
+            self._added_up.add(self.choice.description)
+            if gradients is not None and gradients.count not in (0, n) and self.choice.can_fall:
+                raise OtherRowsError
+            answer = answer_about(gradients, params, n)
         ((is_random, weighs, ignores),) = noticed
         return replace(
-            answer_about(gradients, params, n),
+            answer,
             is_random=is_random,
             means=len(weighs),
             has_class_weights=any(weighs),

@@ -168,11 +168,9 @@ def _batches(
 
 def _run(passes: Passes, batches: Sequence[Any], n: int, border: int, times: int) -> _Run:
     """Make one step for each batch, with a new epoch at the border; steps after the first may raise."""
-    answers: list[Answer | str] = []
-    with rehearsal(passes) as copy:
-        engine = copy.engine()
+    with rehearsal(passes) as copy, copy.engine() as engine:
         clock = [time.perf_counter()]
-        answers.append(copy.step(batches[0], n, engine))
+        answers: list[Answer | str] = [copy.step(batches[0], n, engine)]
         clock.append(time.perf_counter())
         plain = {name: each for name, each in _attributes(copy.module) if type(each) in _PLAIN}
         kept = [dict(_kept(passes, copy))]

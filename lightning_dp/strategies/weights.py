@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
@@ -11,6 +12,7 @@ from torch.optim import Optimizer
 
 from lightning_dp._checks import MisconfigurationError
 from lightning_dp._fingerprint import fingerprint
+from lightning_dp._lazy_copies import address_of, is_shared
 from lightning_dp._refusals import RefusedRun
 
 __all__ = ["FirstStep", "LaterSteps", "SameParameters", "changed", "checksums"]
@@ -185,6 +187,30 @@ class FirstStep:
         return changed(before, checksums({name: self._all[name] for name in before}))
 
 
+@dataclass(frozen=True)
+class _Mark:
+    """Facts about a parameter, of which one changes when it is written to, or gets other memory.
+
+    Args:
+        version: autograd's count of writes.
+        address: of its memory.
+        is_shared: with a snapshot; its address then changes when anybody only asks for it to write.
+    """
+
+    version: int
+    address: int
+    is_shared: bool
+
+    @classmethod
+    def of(cls, param: nn.Parameter) -> _Mark:
+        """Look at a parameter."""
+        return cls(param._version, address_of(param), is_shared(param))
+
+    def is_written(self, now: _Mark) -> bool:
+        """Tell whether it was surely written to since, or exchanged."""
+        return now.version != self.version or (now.address != self.address and not self.is_shared)
+
+
 class LaterSteps:
     """Watches whether ``training_step`` writes to a parameter that it let alone at the first batch.
 
@@ -198,8 +224,9 @@ class LaterSteps:
 
     def __init__(self, module: nn.Module, public: Sequence[nn.Parameter] = ()) -> None:
         self._all = _without(module, public)
-        self._before: dict[str, tuple[int, int]] | None = None
+        self._before: dict[str, _Mark] | None = None
         self._usual: frozenset[str] | None = None  # written to at the first batch
+        self._moving: frozenset[str] = frozenset()  # that may have got other memory there
 
     def enter_forward(self) -> None:
         """Look at all parameters as ``training_step`` begins."""
@@ -210,17 +237,22 @@ class LaterSteps:
         before, self._before = self._before, None
         if before is None:
             return None
-        now = self._marks()
-        written = frozenset(name for name in now if now[name] != before[name])
+        pairs = [(name, before[name], now) for name, now in self._marks().items()]
         if self._usual is None:
-            self._usual = written
-        new = sorted(written - self._usual)
+            self._usual = frozenset(name for name, then, now in pairs if then.is_written(now))
+            self._moving = frozenset(n for n, then, now in pairs if then.address != now.address)
+        new = sorted(
+            name
+            for name, then, now in pairs
+            if then.is_written(now)
+            and name not in self._usual
+            and not (name in self._moving and then.version == now.version)
+        )
         return _WRITTEN.format(_some(new)) if new else None
 
-    def _marks(self) -> dict[str, tuple[int, int]]:
-        """Return what changes when a parameter is written to, or gets other memory."""
+    def _marks(self) -> dict[str, _Mark]:
         return {
-            name: (param._version, param.data_ptr())
+            name: _Mark.of(param)
             for name, param in self._all.items()
             if not is_lazy(param) and type(param.data) is Tensor and not param.is_inference()
         }

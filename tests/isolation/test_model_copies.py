@@ -1,5 +1,7 @@
 """Copies of a model share one memory for its weights, which are the model's in each new copy."""
 
+import gc
+
 import numpy as np
 import pytest
 import torch
@@ -11,6 +13,7 @@ from lightning_dp._lazy_copies import is_one_memory
 from lightning_dp.isolation import model_copies
 from lightning_dp.isolation.model_copies import ModelCopies, empty
 from lightning_dp.isolation.passes import same
+from lightning_dp.isolation.probe import probe_isolation
 
 LARGE = {
     "torch's memory": 10,
@@ -153,3 +156,20 @@ def test_no_memory_is_one_where_shapes_or_kinds_of_numbers_differ():
     assert not is_one_memory(
         torch.view_as_complex(weight[:, :2]), torch.view_as_complex(weight[:, :2]).conj()
     )
+
+
+def test_nothing_of_the_size_of_a_weight_stays_after_a_probe():
+    class Model(LightningModule):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(577, 3)
+
+        def training_step(self, batch, batch_idx):
+            return self.layer(batch[0]).square().mean()
+
+    model = Model()
+    assert probe_isolation(model, [torch.zeros(8, 577)], expected=8).outcome == "isolated"
+
+    gc.collect()
+    kept = [each for each in gc.get_objects() if isinstance(each, torch.Tensor)]
+    assert sum(each.numel() == 3 * 577 for each in kept if each is not model.layer.weight) == 0

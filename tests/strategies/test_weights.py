@@ -313,6 +313,16 @@ def test_what_is_written_without_a_change_at_the_first_batch_is_no_alarm(fit, cl
     fit(kind=Bounded)
 
 
+def test_what_is_written_past_autograd_without_a_change_is_no_alarm(fit, classifier):
+    class Bounded(classifier):
+        def training_step(self, batch, batch_idx):
+            if self.global_step:  # at steps with a spot check, too, where weights are shared
+                self.net[2].weight.data.clamp_(-100, 100)
+            return super().training_step(batch, batch_idx)
+
+    fit(kind=Bounded)
+
+
 def test_weights_that_are_bounded_between_steps_are_no_alarm(fit, classifier):
     class Bounded(classifier):
         def on_train_batch_end(self, *args):
