@@ -26,7 +26,7 @@ from lightning_dp.gradients.function_rules import uses_by_rule
 from lightning_dp.gradients.graph import Survey
 from lightning_dp.gradients.hessian import Dual, run_along, split, uses_along
 from lightning_dp.gradients.materialised import restricted
-from lightning_dp.gradients.parameter_gradients import ParameterGradients, ScratchPool
+from lightning_dp.gradients.parameter_gradients import Allowance, ParameterGradients, ScratchPool
 from lightning_dp.gradients.parts import PartGradients
 from lightning_dp.gradients.recording import Call, LayerCall, Recorder
 from lightning_dp.gradients.rules import RULES, Rule
@@ -44,7 +44,7 @@ class Bookkeeping(AbstractGradientEngine):
     no other way: of convolutions, norm layers and biases, of linear layers on long sequences, of
     weights that layers of different types share. Where they are smaller than what they are made
     from, they take its place as soon as the backward pass has come to the layer; of larger ones at
-    most 32 MiB are kept from the norms to the sum, and beyond that they are made in slices.
+    most 64 MiB are kept for the sum, and beyond that they are made in slices.
 
     Covers Linear, Conv1d to 3d, Embedding, LayerNorm, GroupNorm, InstanceNorm, RMSNorm,
     MultiheadAttention (run once more by itself), Opacus' DPRNN, DPGRU, DPLSTM (packed sequences too)
@@ -102,7 +102,10 @@ class Bookkeeping(AbstractGradientEngine):
         """Return the calls that the loss depends on; what is found of them will be of this pass."""
         self._found = None
         calls, graph = self._attached.take(loss)
-        self._found = {id(p): ParameterGradients([], p.shape, self._memory) for p in self._params}
+        allowance = Allowance()
+        self._found = {
+            id(p): ParameterGradients([], p.shape, self._memory, allowance) for p in self._params
+        }
         self._of_parts = PartGradients()
         return calls, graph
 
@@ -391,11 +394,6 @@ def _arranged(call: LayerCall, dual: Dual) -> Dual:
     return value, moved
 
 
-# Gradients of all records that are made for the norms, and that are larger than what they are made
-# from, are kept for the sum up to this much.
-_KEEP_BYTES = 32 << 20
-
-
 class BookkeptGradients(AbstractPerSampleGradients):
     """Gradients per record that are never made: for each parameter, what its layers saw and got back.
 
@@ -425,10 +423,7 @@ class BookkeptGradients(AbstractPerSampleGradients):
     def norms(self) -> Tensor:
         if not self._used:
             return torch.zeros(0, dtype=torch.float64)
-        squares, left = [], _KEEP_BYTES
-        for gradient in self._used:
-            squares.append(gradient.squared_norms(left))
-            left -= gradient.kept_bytes
+        squares = [gradient.squared_norms() for gradient in self._used]
         return reduce(torch.add, squares).sqrt() * abs(self._factor)
 
     def weighted_sum(self, weights: Tensor) -> Tensor:
@@ -473,7 +468,7 @@ class BookkeptGradients(AbstractPerSampleGradients):
         self, weight: float, others: Sequence[tuple[float, AbstractPerSampleGradients]]
     ) -> BookkeptGradients:
         combined: list[ParameterGradients | None] = []
-        factors = []
+        factors, allowance = [], Allowance()
         for other_weight, other in others:
             if not isinstance(other, BookkeptGradients) or other.count != self.count:
                 raise TypeError("Only gradients of the same records and engine can be combined.")
@@ -484,5 +479,7 @@ class BookkeptGradients(AbstractPerSampleGradients):
             here = ParameterGradients([], param.shape) if gradient is None else gradient
             there = [(f, g) for f, o in factors if (g := o._gradients[position]) is not None]
             is_used = gradient is not None or there
-            combined.append(here.combine(weight * self._scale, there) if is_used else None)
+            combined.append(
+                here.combine(weight * self._scale, there, allowance) if is_used else None
+            )
         return BookkeptGradients(self._params, combined, 1.0)

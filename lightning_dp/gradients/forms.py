@@ -124,6 +124,14 @@ class AbstractForm(ABC):
         """True if :meth:`rows` puts these gradients into ``out``."""
         return False
 
+    def rows_and_squares(self, v: Tensor, u: Tensor, out: Tensor) -> Tensor:
+        """Put the rows into ``out``, and return their squared norms; if :meth:`writes_out`."""
+        return squared_row_norms(self.rows(v, u, out))
+
+    def prefers_rows(self, v: Tensor, u: Tensor) -> bool:
+        """True if making the rows, which make norms and sum quick, saves time; by shapes alone."""
+        return False
+
     @abstractmethod
     def weighted_sum(self, v: Tensor, u: Tensor, weights: Tensor) -> Tensor:
         """Return Σ_i weights_i f(v_i, u_i), of the parameter's shape or flat, without making the rows."""

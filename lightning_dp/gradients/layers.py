@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lightning_dp._norms import FixedNorm
-from lightning_dp.functional import factor_norms
+from lightning_dp.functional import factor_norms, squared_row_norms
 from lightning_dp.gradients.folding import AbstractFolding
 from lightning_dp.gradients.forms import (
     PRODUCTS,
@@ -43,6 +43,7 @@ __all__ = [
 ]
 
 
+_CACHED_BYTES = 1 << 20
 _LONG = 32  # positions from which on matrix products, not memory, are what rows cost
 
 
@@ -57,6 +58,18 @@ class OuterProduct(AbstractForm):
 
     def writes_out(self, v: Tensor, u: Tensor) -> bool:
         return True
+
+    def rows_and_squares(self, v: Tensor, u: Tensor, out: Tensor) -> Tensor:
+        if v.device.type != "cpu" or not len(v):
+            return super().rows_and_squares(v, u, out)
+        size = max(
+            1, _CACHED_BYTES // out[:1].nbytes
+        )  # rows are squared while they are in the cache
+        parts = zip(*(torch.split(each, size) for each in (v, u, out)), strict=True)
+        return torch.cat([squared_row_norms(self.rows(*part)) for part in parts])
+
+    def prefers_rows(self, v: Tensor, u: Tensor) -> bool:
+        return u.shape[1] >= _LONG
 
     def joined(self, uses: Sequence[Use]) -> list[Use]:
         """Return one use with the positions of all of them, the time steps of a recurrent layer."""

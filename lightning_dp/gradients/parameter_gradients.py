@@ -13,7 +13,27 @@ from lightning_dp._refusals import RefusedRun
 from lightning_dp.functional import squared_row_norms
 from lightning_dp.gradients.forms import SLICE_BYTES, Rows, Use, above_rounding
 
-__all__ = ["ParameterGradients", "ScratchPool"]
+__all__ = ["Allowance", "ParameterGradients", "ScratchPool"]
+
+
+# Gradients of all records that are larger than what they are made from are kept for the sum, beyond
+# that, up to this much.
+_KEEP_BYTES = 64 << 20
+
+
+class Allowance:
+    """Memory that the gradients of all records may take, beyond what they are made from, in one pass."""
+
+    def __init__(self) -> None:
+        self._left = _KEEP_BYTES
+
+    def has(self, size: int) -> bool:
+        """Tell whether so many bytes are left."""
+        return size <= self._left
+
+    def take(self, size: int) -> None:
+        """Count bytes as taken."""
+        self._left -= size
 
 
 class ScratchPool:
@@ -46,15 +66,22 @@ class ParameterGradients:
         uses: all its uses.
         shape: its shape.
         memory: where gradients of all records are put, if they are kept.
+        allowance: how many may be.
     """
 
     def __init__(
-        self, uses: Sequence[Use], shape: torch.Size, memory: ScratchPool | None = None
+        self,
+        uses: Sequence[Use],
+        shape: torch.Size,
+        memory: ScratchPool | None = None,
+        allowance: Allowance | None = None,
     ) -> None:
         self.uses = list(uses)
         self._shape, self._numel = shape, shape.numel()
         self._memory = ScratchPool() if memory is None else memory
+        self._allowance = Allowance() if allowance is None else allowance
         self._kept: Tensor | None = None
+        self._squares: tuple[Tensor, Tensor] | None = None  # some rows, and their squared norms
         self._borrowed: list[Tensor] = []  # to be given back
 
     @property
@@ -62,22 +89,15 @@ class ParameterGradients:
         """The number of records that each use saw."""
         return {len(use.u) for use in self.uses}
 
-    @property
-    def kept_bytes(self) -> int:
-        """The memory that is kept between the norms and the sum."""
-        return 0 if self._kept is None else self._kept.nbytes
-
     def add(self, use: Use, *, combined: bool) -> None:
         """Count in one more use.
 
         Args:
             combined: the gradients will be combined with others at a point nearby. Else those of
-                all records may stand for what they are made from, where they are smaller;
-                differences between two points would lose digits.
+                all records may stand for what they are made from, where they are smaller, or save
+                time; differences between two points would lose digits.
         """
-        size = len(use.u) * self._numel * use.u.element_size()
-        # The gradients themselves, where they take no more memory than v and u that make them.
-        if not combined and size <= use.nbytes:
+        if not combined and self._is_made_at_once(use):
             use = Rows.use(self._rows(use))
         last_two = [*self.uses[-1:], use]
         if len(last_two) == 2 and all(_is_rows_of(each, len(use.u)) for each in last_two):
@@ -85,25 +105,40 @@ class ParameterGradients:
         else:
             self.uses.append(use)
 
-    def squared_norms(self, keep_bytes: int = 0) -> Tensor:
-        """Return the squared L2 norm of each record's gradient, shape (n,), float64.
+    def _is_made_at_once(self, use: Use) -> bool:
+        """Tell whether the gradients take the place of v and u: smaller, or cheap and not much larger."""
+        more = self._size(use) - use.nbytes
+        if more <= 0:
+            return True
+        at_once = self._allowance.has(more) and use.form.prefers_rows(use.v, use.u)
+        if at_once:
+            self._allowance.take(more)
+        return at_once
 
-        Args:
-            keep_bytes: memory that may be kept for the sum.
-        """
+    def _size(self, use: Use) -> int:
+        """Return the bytes of the gradients of all records."""
+        return len(use.u) * self._numel * use.u.element_size()
+
+    def squared_norms(self) -> Tensor:
+        """Return the squared L2 norm of each record's gradient, shape (n,), float64."""
         self.uses = _joined(self.uses)
-        count = len(self.uses[0].u)
-        may_keep = count * self._numel * self.uses[0].u.element_size() <= keep_bytes
+        count, size = len(self.uses[0].u), self._size(self.uses[0])
+        may_keep = self._allowance.has(size)
         # A norm is not a sum over uses: ‖Σ f(v, u)‖² has products between all of them, which a form
         # knows for its own uses only.
         forms = {use.form for use in self.uses}
         if len(forms) == 1:
+            if (known := self._known_squares(self.uses)) is not None:
+                return known
             cheap = forms.pop().squared_norms(self.uses, may_keep=may_keep)
             if cheap is not None:
                 return cheap
         if may_keep:
+            self._allowance.take(size)
             self._kept = self._rows(*self.uses)
-            return squared_row_norms(self._kept)  # of the very numbers that are summed: no margin
+            known = self._known_squares([Rows.use(self._kept)])
+            # Of the very numbers that are summed: no margin.
+            return squared_row_norms(self._kept) if known is None else known
         size = max(1, SLICE_BYTES // (4 * self._numel))
         slices = [slice(start, start + size) for start in range(0, count, size)]
         squares = torch.cat(
@@ -120,7 +155,16 @@ class ParameterGradients:
             return _sum_of_rows(uses)
         out = self._memory.take(len(first.u), self._shape, first.u)
         self._borrowed.append(out)
-        return first.form.rows(first.v, first.u, out[: len(first.u)])
+        rows = out[: len(first.u)]
+        self._squares = rows, first.form.rows_and_squares(first.v, first.u, rows)
+        return rows
+
+    def _known_squares(self, uses: Sequence[Use]) -> Tensor | None:
+        """Return the squared norms that were computed with the rows, if these rows are all there is."""
+        if self._squares is None or len(uses) != 1 or uses[0].form != Rows():
+            return None
+        rows, squares = self._squares
+        return squares if uses[0].u is rows else None
 
     def add_weighted_sum(
         self, weights: Tensor, onto: Tensor, records: Tensor | None = None
@@ -141,6 +185,7 @@ class ParameterGradients:
         if self._kept is not None:
             uses = [Rows.use(self._kept)]
             self._kept = None
+        self._squares = None
         if records is not None:
             uses = [use.of(records) for use in uses]
         for use in uses:
@@ -149,7 +194,7 @@ class ParameterGradients:
 
     def discard(self) -> None:
         """Give back the memory that is used again; nothing can be asked for after it."""
-        self.uses, self._kept = [], None
+        self.uses, self._kept, self._squares = [], None, None
         self._give_back()
 
     def _give_back(self) -> None:
@@ -164,9 +209,18 @@ class ParameterGradients:
         return reduce(torch.add, parts)
 
     def combine(
-        self, weight: float, others: Sequence[tuple[float, ParameterGradients]]
+        self,
+        weight: float,
+        others: Sequence[tuple[float, ParameterGradients]],
+        allowance: Allowance | None = None,
     ) -> ParameterGradients:
-        """Return per record ``weight * g + Σ weight_k * g_k``; the others at other points."""
+        """Return per record ``weight * g + Σ weight_k * g_k``; the others at other points.
+
+        Args:
+            weight: of these.
+            others: with their weights.
+            allowance: of the result.
+        """
         uses = [_times(use, weight) for use in _joined(self.uses) if weight]
         for other_weight, other in others:
             new = [_times(use, other_weight) for use in _joined(other.uses)]
@@ -175,7 +229,7 @@ class ParameterGradients:
                 uses = [part for pair in pairs for part in _both(*pair)]
             else:
                 uses += new
-        return ParameterGradients(uses, self._shape, self._memory)
+        return ParameterGradients(uses, self._shape, self._memory, allowance)
 
 
 def _sum_of_rows(uses: Sequence[Use]) -> Tensor:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from lightning_dp.boundary import AbstractPerSampleGradients, bounded_sum
 from lightning_dp.functional import clip_factors, factor_norms, squared_row_norms
-from lightning_dp.gradients import AbstractGradientEngine, bookkeeping
+from lightning_dp.gradients import AbstractGradientEngine, parameter_gradients
 from lightning_dp.gradients.bookkeeping import BookkeptGradients
 from lightning_dp.gradients.convolution import Convolution
 from lightning_dp.gradients.forms import AbstractForm, Rows, Use
@@ -104,7 +104,7 @@ def flushed() -> Iterator[None]:
 def test_records_add_their_clipped_gradient_over_60_orders_of_magnitude(
     name, kept, clip_norm, monkeypatch
 ):
-    monkeypatch.setattr(bookkeeping, "_KEEP_BYTES", kept)
+    monkeypatch.setattr(parameter_gradients, "_KEEP_BYTES", kept)
     torch.manual_seed(0)
     kind = KINDS[name]
     v, u, norms = kind.batch()

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_dp.boundary import bounded_sum
-from lightning_dp.gradients import bookkeeping
+from lightning_dp.gradients import parameter_gradients
 from lightning_dp.gradients.bookkeeping import Bookkeeping
 from lightning_dp.gradients.convolution import Convolution
 from lightning_dp.gradients.forms import Use
@@ -182,7 +182,7 @@ def far_apart(kind: str) -> tuple[nn.Module, Tensor, Tensor]:
 
 @pytest.mark.parametrize("kind", ["sequence", "image"])
 def test_terms_that_cancel_stay_within_the_bound_where_rows_are_not_kept(kind, monkeypatch):
-    monkeypatch.setattr(bookkeeping, "_KEEP_BYTES", 0)
+    monkeypatch.setattr(parameter_gradients, "_KEEP_BYTES", 0)
     torch.manual_seed(0)
     longest = 0.0
     for _ in range(100):

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lightning_dp._norms import FixedNorm
-from lightning_dp.gradients import bookkeeping, convolution, forms, layers, parameter_gradients
+from lightning_dp.gradients import convolution, forms, layers, parameter_gradients
 from lightning_dp.gradients.bookkeeping import Bookkeeping
 
 RECORDS = 5
@@ -341,7 +341,7 @@ def memory(
     if request.param == "sliced":
         if layer_engine.name == "functional":
             pytest.skip("makes all rows at once")
-        monkeypatch.setattr(bookkeeping, "_KEEP_BYTES", 0)
+        monkeypatch.setattr(parameter_gradients, "_KEEP_BYTES", 0)
         for module in (forms, parameter_gradients):
             monkeypatch.setattr(module, "SLICE_BYTES", 200)
         for module in (layers, convolution):
