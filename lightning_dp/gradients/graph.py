@@ -45,32 +45,37 @@ def survey(root: Any, calls: Collection[Any], stop: Collection[Any] = ()) -> Sur
     found, boundaries = Survey(), set(calls)
     owner: dict[Any, int | None] = {}  # of each node: the only parameter it depends on, if any
     feeds_on_calls: set[Any] = set()
-    stack = [(root, False)]
+    edges: dict[Any, list[Any]] = {}
+    stack = [root]
     while stack:
-        node, is_finished = stack.pop()
-        if node is None or (node in owner and not is_finished):
+        node = stack[-1]
+        if node not in edges:
+            into = () if node is None or node in stop else node.next_functions
+            edges[node] = below = [child for child, _ in into if child is not None]
+            waiting = [child for child in below if child not in edges]
+            if waiting:
+                stack += waiting
+                continue
+        stack.pop()
+        if node is None or node in owner:
             continue
-        below = [child for child, _ in node.next_functions if child is not None]
-        below = [] if node in stop else below
-        if not is_finished:
-            owner[node] = None
-            stack.append((node, True))
-            stack.extend((child, False) for child in below)
-            continue
-        if any(child in feeds_on_calls or child in boundaries for child in below):
+        below = edges[node]
+        if not boundaries.isdisjoint(below) or not feeds_on_calls.isdisjoint(below):
             feeds_on_calls.add(node)
-        if node in boundaries:
+        is_boundary = node in boundaries
+        if is_boundary:
             found.reached.add(node)
         if is_checkpoint(node):
             found.checkpoints.append(node)
             boundaries.add(node)
-        if (variable := getattr(node, "variable", None)) is not None:
+            is_boundary = True
+        if not below and (variable := getattr(node, "variable", None)) is not None:
             owner[node] = id(variable)
             continue
         owners = [owner[child] for child in below]
-        if len(set(owners)) == 1 and node not in boundaries:
-            owner[node] = owners[0]
-        else:
+        one = owners[0] if owners and owners.count(owners[0]) == len(owners) else None
+        owner[node] = None if is_boundary else one
+        if one is None or is_boundary:
             found.uses.update(each for each in owners if each is not None)
     if (last := owner.get(root)) is not None:
         found.uses[last] += 1

@@ -74,6 +74,7 @@ class _Walk:
         self._records, self._outputs = records, outputs
         self._layers = {_behind_a_view(node) for node in outputs}
         self._flows: dict[Any, Outcome] = {}
+        self._pieces: dict[Any, Outcome] = {}
 
     def to(self, root: Any) -> None:
         """Follow the records to a node."""
@@ -94,20 +95,35 @@ class _Walk:
     def _flow(self, node: Any, edges: Any) -> Outcome:
         """Return what a node holds, from what its inputs hold."""
         rule, is_entry_by_entry = _rules[type(node)]
-        flows = [NOTHING if e is None else self._flows[e] for e, _ in edges]
+        flows = [NOTHING if e is None else _at(self._flows[e], number) for e, number in edges]
         rows = flows.count(ROWS)
-        if rows + flows.count(NOTHING) == len(
-            flows
-        ):  # as nearly everywhere: no need to look closer
+        # As nearly everywhere, there is no need to look closer.
+        if rows + flows.count(NOTHING) == len(flows):
             if not rows:
                 return self._beginning(node, edges)
             if rows == 1 and (is_entry_by_entry or (rule in _LAYERS and node in self._layers)):
                 return ROWS
+            if rows > 1 and rule in _OF_ALIKE and _are_alike(edges, flows):
+                return ROWS  # of equal shapes, so that rows meet their own ones
+            if rows == 1 and rule is of_parts.parts:
+                return self._parts(node, edges, flows)
+        return rule(self._meeting(node, edges, flows))
+
+    def _meeting(self, node: Any, edges: Any, flows: Sequence[Flow]) -> Meeting:
         inputs = [
-            None if e is None else Given(_at(flow, number), e._input_metadata[number].shape)
+            None if e is None else Given(flow, e._input_metadata[number].shape)
             for (e, number), flow in zip(edges, flows, strict=True)
         ]
-        return rule(Meeting(node, inputs, self._records))
+        return Meeting(node, inputs, self._records)
+
+    def _parts(self, node: Any, edges: Any, flows: Sequence[Flow]) -> Outcome:
+        """Return what parts of rows hold: alike wherever the same is cut in the same way."""
+        meeting = self._meeting(node, edges, flows)
+        sizes = meeting.saved("split_size"), meeting.saved("split_sizes")
+        key = type(node), tuple(meeting.given[0].shape), meeting.saved("dim"), *map(str, sizes)
+        if key not in self._pieces:
+            self._pieces[key] = of_parts.parts(meeting)
+        return self._pieces[key]
 
     def _beginning(self, node: Any, edges: Any) -> Flow:
         """Return rows where they begin: at a layer's output, or in data that have a gradient."""
@@ -129,6 +145,15 @@ def _behind_a_view(node: Any) -> Any:
     """Return the node that computes a layer's output: a linear one has a view behind it."""
     is_view = _rules[type(node)][0] is arithmetic.linear and len(node.next_functions) == 1
     return node.next_functions[0][0] if is_view else node
+
+
+def _are_alike(edges: Any, flows: Sequence[Flow]) -> bool:
+    """Tell whether all inputs that hold rows have one shape."""
+    pairs = zip(edges, flows, strict=True)
+    first, *others = (
+        e._input_metadata[number].shape for (e, number), flow in pairs if flow is ROWS
+    )
+    return all(shape == first for shape in others)
 
 
 def _at(flow: Outcome, number: int) -> Flow:
@@ -189,6 +214,7 @@ _ENTRY_BY_ENTRY = frozenset(
     )
 )
 _LAYERS = {arithmetic.matrix_product, arithmetic.layer_norm}
+_OF_ALIKE = {arithmetic.linear, arithmetic.product, arithmetic.quotient}
 _OF_ONE = {arithmetic.linear, arithmetic.product, arithmetic.quotient, arithmetic.power}
 
 
