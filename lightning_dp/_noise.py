@@ -138,7 +138,7 @@ class NoiseSource:
 
     def _add_on_device(self, vector: Tensor, std: float) -> None:
         device = vector.device
-        if self._device is None:
+        if self._device is None or self._device.device != device:
             key = random_generator(self._seed, 0, _STREAMS, self._rank).integers(2**63)
             self._device = torch.Generator(device).manual_seed(int(key))
         for part in torch.split(vector, _ON_DEVICE):

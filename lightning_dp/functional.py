@@ -12,6 +12,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from lightning_dp._precision import has_float64, in_float64, where_used
 from lightning_dp._validate import above_0, not_negative
 
 __all__ = [
@@ -51,14 +52,25 @@ def per_sample_norms(gradients: Sequence[Tensor]) -> Tensor:
         gradients: one tensor per parameter, each of shape ``(n, *parameter shape)``, n records.
 
     Returns:
-        float64 tensor of shape (n,); non-finite where a record's gradient is.
+        tensor of shape (n,), float64 where the device has that; non-finite where a record's gradient
+        is.
 
     Example:
         >>> per_sample_norms([torch.tensor([[3.0], [0.0]]), torch.tensor([[4.0], [2.0]])])
         tensor([5., 2.], dtype=torch.float64)
     """
     squares = [squared_row_norms(gradient) for gradient in gradients]
-    return torch.stack(squares).sum(0).sqrt_()
+    return where_used(torch.stack(squares).sum(0).sqrt_(), gradients[0].device)
+
+
+def length(vector: Tensor) -> Tensor:
+    """Return the L2 norm of a flat vector, right to 3e-7, as a number in float64; without a copy of it.
+
+    Example:
+        >>> length(torch.tensor([3.0, 4.0]))
+        tensor(5., dtype=torch.float64)
+    """
+    return squared_row_norms(vector.detach().unsqueeze(0)).sqrt_()[0]
 
 
 def as_rows(gradient: Tensor) -> Tensor:
@@ -70,31 +82,30 @@ def squared_row_norms(gradient: Tensor) -> Tensor:
     """Return the squared L2 norm of each record's part, accumulated in two levels, as float64.
 
     Right for all finite float32 numbers, if the rows themselves are what is summed afterwards. For
-    norms that are multiplied, use :func:`factor_norms`.
+    norms that are multiplied, use :func:`factor_norms`. On the host, if the device has no float64.
     """
-    rows = as_rows(gradient)
-    if rows.dtype == torch.float64 or rows.device.type != "cpu":
+    rows, kind = as_rows(gradient), gradient.device.type
+    if rows.dtype == torch.float64 or (kind != "cpu" and has_float64(kind)):
         return _squares_in_float64(rows)  # on a device, looking at the norms would wait for it
     squares = _squares_in_float32(rows.float())
     least, most = (float(each) for each in squares.aminmax()) if len(squares) else (1.0, 1.0)
     small = rows.shape[1] * _TRUSTED**2
     if not (small < least and most < math.inf):
         again = (~((squares > small) & squares.isfinite())).nonzero().flatten()
-        squares[again] = _squares_in_float64(rows[again])
+        squares[again] = _squares_in_float64(rows[again.to(rows.device)].cpu())
     return squares
 
 
 def _squares_in_float32(rows: Tensor) -> Tensor:
     """Square blocks of a row in float32 (``vector_norm`` does not overflow), and add in float64."""
     if rows.shape[1] <= _ROW:
-        norms: Tensor = torch.linalg.vector_norm(rows, dim=1)
-        return norms.double().square_()
+        return in_float64(torch.linalg.vector_norm(rows, dim=1)).square_()
     whole = rows.shape[1] // _ROW * _ROW
     parts = [torch.linalg.vector_norm(rows[:, whole:], dim=1, keepdim=True)]
     if whole:
         blocks = rows[:, :whole].reshape(len(rows), -1, _ROW)
         parts.append(torch.linalg.vector_norm(blocks, dim=2))
-    return torch.cat(parts, dim=1).double().square_().sum(1)
+    return in_float64(torch.cat(parts, dim=1)).square_().sum(1)
 
 
 def _squares_in_float64(rows: Tensor) -> Tensor:
@@ -138,7 +149,8 @@ def clip_factors(norms: Tensor, clip_norm: float) -> Tensor:
         tensor([1.0000, 0.5000, 0.0000])
     """
     clip_norm = above_0("clip_norm", clip_norm)
-    factors = (clip_norm / norms.double()).clamp_(max=1.0).to(norms.dtype)
+    wide = norms.double() if has_float64(norms.device.type) else norms
+    factors = (clip_norm / wide).clamp_(max=1.0).to(norms.dtype)
     return torch.where(torch.isfinite(norms), factors, torch.zeros_like(norms))
 
 
@@ -236,8 +248,7 @@ def laplacian_smoothing(v: Tensor, sigma: float) -> Tensor:
 
 def _working_dtype(v: Tensor, sigma: float) -> torch.dtype:
     """Choose the precision in which the error stays below 5e-7 of the result."""
-    has_float64 = v.device.type != "mps"
-    if v.dtype == torch.float64 or (sigma > _FLOAT32_SIGMA and has_float64):
+    if v.dtype == torch.float64 or (sigma > _FLOAT32_SIGMA and has_float64(v.device.type)):
         return torch.float64
     return torch.float32
 

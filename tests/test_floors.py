@@ -27,12 +27,13 @@ CALLBACKS = Path(lightning_dp.callbacks.__file__).parent
 FLOORS = (
     ("_refusals",),
     ("_validate", "_warnings", "_lazy", "help"),
-    ("_files", "_described", "about"),
+    ("_files", "_described", "_precision", "about"),
     (
         "functional",
         "_world",
         "_noise",
         "_fingerprint",
+        "_generators",
         "_lazy_copies",
         "_norms",
         "sparsify",

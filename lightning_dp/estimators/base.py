@@ -10,14 +10,13 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_dp._refusals import RefusedRun
 from lightning_dp._validate import above_0, between, flag, normalise, whole
 from lightning_dp.boundary import Query, Release, State, Term
-from lightning_dp.functional import flatten
+from lightning_dp.functional import flatten, length
 
 __all__ = ["AbstractEstimator", "MeanGradient", "Traits", "distance", "share_of_noise"]
 
@@ -202,8 +201,7 @@ def distance(params: Sequence[Tensor], point: Tensor) -> float:
     Raises:
         RuntimeError: if it is not finite: no difference of gradients could be bounded by it.
     """
-    step = flatten(params) - point
-    norm = float(torch.linalg.vector_norm(step, dtype=torch.float64))
+    norm = float(length(flatten(params).sub_(point)))
     if not math.isfinite(norm):
         raise RefusedRun(
             "The parameters are no longer finite, so a difference of gradients has no bound: "

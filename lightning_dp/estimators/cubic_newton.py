@@ -24,7 +24,7 @@ from lightning_dp._validate import (
 )
 from lightning_dp.boundary import Query, Release, State, Term
 from lightning_dp.estimators.base import AbstractEstimator, Traits, share_of_noise
-from lightning_dp.functional import flatten
+from lightning_dp.functional import flatten, length
 from lightning_dp.sparsify import shared_mask
 
 __all__ = ["CubicNewton", "average_weight", "inner_step"]
@@ -179,15 +179,16 @@ class CubicNewton(AbstractEstimator):
     ) -> Query:
         size = sum(param.numel() for param in params)
         coordinates = self.coordinates(state["round"], size)
-        offset, terms, length = state["offset"], [Term()], 0.0
-        if offset is not None:
-            length = float(torch.linalg.vector_norm(offset, dtype=torch.float64))
-        if length:
+        offset, terms = state["offset"], [Term()]
+        distance = 0.0 if offset is None else state.get("distance")
+        if distance is None:  # a state of an earlier release
+            distance = float(length(offset))
+        if distance:
             terms.append(Term(1.0, direction=_scattered(offset, coordinates, size)))
         # ‖[g_i]_c + [H_i]_cc v‖ <= C_g + C_H ‖v‖. A random set c of k coordinates holds at most k/d of
         # the squared norm on average, hence the factor √(k/d); what is longer is clipped. So the bound
         # holds in any case, and needs nothing about g_i or H_i.
-        bound = self.max_grad_norm + self.max_hessian_norm * length
+        bound = self.max_grad_norm + self.max_hessian_norm * distance
         return Query(
             tuple(terms),
             math.sqrt(self.kept(size) / size) * bound,
@@ -213,11 +214,19 @@ class CubicNewton(AbstractEstimator):
         offset = torch.zeros_like(released.value) if inner == 0 else state["offset"]
         average = torch.zeros_like(offset) if inner == 0 else state["average"]
         offset = self._step(offset, released.value, here.to(offset.dtype), inner)
+        distance = float(length(offset))  # the one look at the device
+        self._check_finite(distance, inner)
         average = average + average_weight(inner + 1, self.inner_steps) * offset
         if inner + 1 == self.inner_steps:
             following = {"round": state["round"] + 1, "inner": 0, "offset": None, "average": None}
             return -_scattered(average, coordinates, size), following
-        following = {**state, "inner": inner + 1, "offset": offset, "average": average}
+        following = {
+            **state,
+            "inner": inner + 1,
+            "offset": offset,
+            "distance": distance,
+            "average": average,
+        }
         waits = torch.zeros(size, dtype=offset.dtype, device=offset.device)
         return (waits if self.fresh_batches else None), following
 
@@ -225,7 +234,7 @@ class CubicNewton(AbstractEstimator):
         """Return v_(s+1), from v_s and G_s at the coordinates of x_t that are kept."""
         if self.weight_decay:  # the gradient of λ ‖x_t + v‖²/2: public, so added after the noise
             slope = slope + self.weight_decay * (here + offset)
-        moved = inner_step(
+        return inner_step(
             offset,
             slope,
             inner,
@@ -234,14 +243,15 @@ class CubicNewton(AbstractEstimator):
             max_step_size=self.max_step_size,
             bounds=None if self.box is None else (-self.box - here, self.box - here),
         )
-        if not bool(torch.isfinite(moved).all()):
+
+    def _check_finite(self, distance: float, inner: int) -> None:
+        if not math.isfinite(distance):
             raise RefusedRun(
                 f"CubicNewton: inner step {inner} of {self.inner_steps} is no longer finite: the "
                 f"steps 2 / ({self.strong_convexity} (s + 2)) are too long for the curvature. Set "
                 "box, or max_step_size to 1 / (largest curvature), or a larger strong_convexity.",
                 topic="diverged",
             )
-        return moved
 
 
 def inner_step(
@@ -274,8 +284,8 @@ def inner_step(
     """
     size = 2 / (strong_convexity * (step + 2))
     size = size if max_step_size is None else min(size, max_step_size)
-    norm = float(torch.linalg.vector_norm(offset, dtype=torch.float64))
-    moved = offset - size * (slope + (hessian_lipschitz / 2 * norm) * offset)
+    cubic = (hessian_lipschitz / 2 * length(offset)).to(offset)  # no wait for the device
+    moved = offset - size * (slope + cubic * offset)
     return moved if bounds is None else torch.clamp(moved, *bounds)
 
 

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-import torch
 from torch import Tensor
 
 from lightning_dp._validate import between, normalise, number, optional, positive, whole
@@ -16,7 +15,7 @@ from lightning_dp.accounting.base import Relation
 from lightning_dp.accounting.calibration import calibrate
 from lightning_dp.boundary import Query, Release, State, Term
 from lightning_dp.estimators.base import AbstractEstimator, Traits, distance
-from lightning_dp.functional import flatten
+from lightning_dp.functional import flatten, length
 
 __all__ = ["Diff2", "Recommendation"]
 
@@ -147,7 +146,7 @@ class Diff2(AbstractEstimator):
     # -- one step --------------------------------------------------------------------------
 
     def init(self, params: Sequence[Tensor]) -> State:
-        return {"estimate": None, "point": None, "warned": False}
+        return {"estimate": None, "point": None, "warned": False, "length": None}
 
     def ask(
         self, state: State, params: Sequence[Tensor], step: int, noise_multiplier: float
@@ -161,26 +160,28 @@ class Diff2(AbstractEstimator):
 
     def recall(self, query: Query, step: int, part: int) -> State:
         before = query.terms[-1].point
-        return {"estimate": before, "point": before, "warned": True}
+        return {"estimate": before, "point": before, "warned": True, "length": None}
 
     def tell(
         self, state: State, params: Sequence[Tensor], step: int, released: Release
     ) -> tuple[Tensor, State]:
-        estimate, warned = released.value, state["warned"]
+        estimate, warned, of_restart = released.value, state["warned"], state.get("length")
         if not self.is_restart(step) and state["estimate"] is not None:
-            warned = warned or self._warn_of_feedback(state["estimate"], released)
+            warned = warned or self._warn_of_feedback(of_restart, released)
             estimate = state["estimate"] + released.value
-        return estimate, {"estimate": estimate, "point": flatten(params), "warned": warned}
+        elif not warned and self.restart_every > 1:
+            of_restart = float(length(estimate))  # the one look at the device here
+        told = {"estimate": estimate, "point": flatten(params), "warned": warned}
+        return estimate, {**told, "length": of_restart}
 
-    def _warn_of_feedback(self, before: Tensor, released: Release) -> bool:
-        """Warn if the noise of an interval is as long as the estimate, and return True if it is."""
+    def _warn_of_feedback(self, before: float | None, released: Release) -> bool:
+        """Warn if the noise of an interval is as long as the estimate that it began with."""
         # T differences add T independent noises of d entries each: length σ √(d T).
-        length = float(torch.linalg.vector_norm(before, dtype=torch.float64))
-        added = released.noise_std * math.sqrt(before.numel() * self.restart_every)
-        if not added > length:
+        added = released.noise_std * math.sqrt(released.value.numel() * self.restart_every)
+        if before is None or not added > before:
             return False
         warn(
-            f"Diff2: the noise of {self.restart_every} differences is {added / length:.2g} times as "
+            f"Diff2: the noise of {self.restart_every} differences is {added / before:.2g} times as "
             "long as the estimate it is added to, and feeds back into the next ones: training may "
             "diverge. Lower restart_every, diff_norm or the learning rate, or see "
             "Diff2.recommend().",

@@ -22,6 +22,7 @@ from lightning_dp._checks import (
     check_model,
     check_training_step,
 )
+from lightning_dp._generators import accelerator_kept
 from lightning_dp._module_state import ModuleState
 from lightning_dp._refusals import RefusedSetting
 from lightning_dp._training_step import apart, call_training_step, loss_in, muted
@@ -203,7 +204,13 @@ class LocalRecords:
             device=self._device,
             loss_graph_check=self._checks_graph,
         )
-        with isolate_rng(), copied._passes() as passes, copied._muted(), torch.enable_grad():
+        with (
+            isolate_rng(),
+            accelerator_kept(),
+            copied._passes() as passes,
+            copied._muted(),
+            torch.enable_grad(),
+        ):
             batch, _ = next(copied._chunks(list(range(min(2, self.num_records)))))
             try:
                 made_up = synthetic_pool(batch, _MADE_UP, classes=2)

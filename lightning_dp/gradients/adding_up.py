@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
+from lightning_dp._precision import has_float64
 from lightning_dp.boundary import AbstractPerSampleGradients
 from lightning_dp.functional import flat_zeros, parts_of
 from lightning_dp.gradients.base import ALONE, UnsupportedModelError
@@ -60,7 +61,8 @@ def check_sum(
         return
     plain.mul_(-found.count)
     sizes = [float(part.norm()) for part in parts_of(plain, params)]
-    ones = torch.ones(found.count, dtype=torch.float64, device=params[0].device)
+    wide = torch.float64 if has_float64(params[0].device.type) else torch.float32
+    ones = torch.ones(found.count, dtype=wide, device=params[0].device)
     twin.add_weighted_sum(ones, plain)
     differences = [float(part.norm()) for part in parts_of(plain, params)]
     wrong = []

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from lightning_dp._precision import where_used
 from lightning_dp._refusals import RefusedRun
 from lightning_dp.boundary import AbstractPerSampleGradients
 from lightning_dp.functional import flat_zeros, parts_of, unflatten
@@ -25,7 +26,7 @@ from lightning_dp.gradients.function_call import Found, FunctionCall
 from lightning_dp.gradients.function_rules import uses_by_rule
 from lightning_dp.gradients.graph import Survey
 from lightning_dp.gradients.hessian import Dual, run_along, split, uses_along
-from lightning_dp.gradients.materialised import restricted
+from lightning_dp.gradients.materialised import places_in, restricted
 from lightning_dp.gradients.parameter_gradients import Allowance, ParameterGradients, ScratchPool
 from lightning_dp.gradients.parts import PartGradients
 from lightning_dp.gradients.recording import Call, LayerCall, Recorder
@@ -424,7 +425,8 @@ class BookkeptGradients(AbstractPerSampleGradients):
         if not self._used:
             return torch.zeros(0, dtype=torch.float64)
         squares = [gradient.squared_norms() for gradient in self._used]
-        return reduce(torch.add, squares).sqrt() * abs(self._factor)
+        norms = reduce(torch.add, squares).sqrt() * abs(self._factor)
+        return where_used(norms, self._params[0].device)
 
     def weighted_sum(self, weights: Tensor) -> Tensor:
         total = flat_zeros(self._params)
@@ -433,27 +435,25 @@ class BookkeptGradients(AbstractPerSampleGradients):
 
     def add_weighted_sum(self, weights: Tensor, onto: Tensor) -> None:
         weights = weights * self._factor
-        records = None
-        if not weights.all():  # 0 * NaN is NaN
+        records, left_out = None, None
+        if weights.device.type != "cpu":
+            left_out = weights == 0  # a look at them would wait for the device
+        elif not weights.all():  # 0 * NaN is NaN
             records = weights.nonzero().flatten()
             weights = weights[records]
         weights = weights.to(torch.promote_types(self._dtype, torch.float32))
         for part, gradient in zip(parts_of(onto, self._params), self._gradients, strict=True):
             if gradient is not None:
-                gradient.add_weighted_sum(weights, part, records)
+                gradient.add_weighted_sum(weights, part, records, left_out)
 
     def discard(self) -> None:
         for gradient in self._used:
             gradient.discard()
 
     def restrict(self, coordinates: Tensor) -> AbstractPerSampleGradients:
-        parts, start = [], 0
-        sizes = [param.numel() for param in self._params]
-        ends = torch.tensor(sizes, device=coordinates.device).cumsum(0)
-        cuts = torch.searchsorted(coordinates.contiguous(), ends).cpu()
-        chosen = torch.tensor_split(coordinates, cuts)
-        for param, gradient, own in zip(self._params, self._gradients, chosen, strict=False):
-            places = (own - start).to(param.device)
+        parts = []
+        chosen = places_in(coordinates, self._params)
+        for param, gradient, places in zip(self._params, self._gradients, chosen, strict=True):
             dtype = torch.promote_types(param.dtype, torch.float32)
             if gradient is None or not len(places):
                 parts.append(
@@ -461,7 +461,6 @@ class BookkeptGradients(AbstractPerSampleGradients):
                 )
             else:
                 parts.append(gradient.entries(places).to(dtype))
-            start += param.numel()
         return restricted(parts, self._factor)
 
     def combine(

@@ -22,6 +22,7 @@ from lightning_dp.gradients.forms import (
     Uses,
     above_rounding,
     above_what_vanishes,
+    sum_in_float64,
 )
 
 __all__ = ["Convolution", "convolution"]
@@ -188,13 +189,13 @@ class Convolution(AbstractForm):
             for j, (v2, u2, weight2) in enumerate(parts[: i + 1]):
                 us = torch.bmm(u.flatten(2).transpose(1, 2), u2.flatten(2))
                 products = self._patch_products(v, v2, u.shape[2:]) * us.view(len(us), -1)
-                sums = products.sum(1, dtype=torch.float64) * weight * weight2
+                sums = sum_in_float64(products) * weight * weight2
                 total += sums if i == j else 2 * sums
                 if i == j:
                     # ‖u_s p_s‖ of each position s, from the diagonal: how long the terms are that may
                     # have cancelled, for the margin of rounding errors.
                     own = products.view(us.shape).diagonal(dim1=1, dim2=2).clamp(min=0.0)
-                    lengths += own.sqrt().sum(1, dtype=torch.float64) * weight
+                    lengths += sum_in_float64(own.sqrt()) * weight
         return above_rounding(total, lengths, parts[0][1].dtype)
 
     def _patch_products(self, v: Tensor, w: Tensor, size: torch.Size) -> Tensor:

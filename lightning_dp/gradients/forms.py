@@ -11,6 +11,7 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
+from lightning_dp._precision import has_float64, in_float64
 from lightning_dp.functional import as_rows, factor_norms, squared_row_norms
 from lightning_dp.gradients.folding import AbstractFolding
 
@@ -26,6 +27,7 @@ __all__ = [
     "above_what_vanishes",
     "joined_positions",
     "joined_rows",
+    "sum_in_float64",
     "sum_of_products",
     "uses_of_records",
 ]
@@ -44,6 +46,7 @@ _ORDINARY = (1e-5, 1e9)
 
 # Rounding errors of an inner product, relative to the norms, stay below this many units.
 _ROUNDING = 32
+_SUMMED = 256  # entries that are added in float32 where there is no float64
 
 
 def above_rounding(squares: Tensor, lengths: Tensor, dtype: torch.dtype) -> Tensor:
@@ -66,8 +69,8 @@ class Scaled:
 
     Args:
         tensor: records first, over the units.
-        units: float64, shape (n,).
-        norms: of the records' parts as they were, float64.
+        units: float64, shape (n,); on the host if the device has no float64.
+        norms: of the records' parts as they were, as the units.
     """
 
     tensor: Tensor
@@ -81,10 +84,11 @@ class Scaled:
             norms = torch.linalg.vector_norm(as_rows(tensor), dim=1)
             least, most = (float(each) for each in norms.aminmax())
             if _ORDINARY[0] < least and most < _ORDINARY[1]:
-                return cls(tensor, torch.ones_like(norms, dtype=torch.float64), norms.double())
+                wide = norms.double()
+                return cls(tensor, torch.ones_like(wide), wide)
         norms = factor_norms(tensor)
         largest = as_rows(tensor).abs().amax(1).clamp_(min=torch.finfo(tensor.dtype).tiny)
-        return cls(tensor / largest.view(-1, *[1] * (tensor.dim() - 1)), largest.double(), norms)
+        return cls(tensor / largest.view(-1, *[1] * (tensor.dim() - 1)), in_float64(largest), norms)
 
 
 def sum_of_products(products: Tensor) -> Tensor:
@@ -92,8 +96,19 @@ def sum_of_products(products: Tensor) -> Tensor:
 
     Float32 products, summed in float64: the products in float64 would double the work.
     """
-    lengths = products.diagonal(dim1=1, dim2=2).clamp(min=0.0).sqrt().sum(1, dtype=torch.float64)
-    return above_rounding(products.sum((1, 2), dtype=torch.float64), lengths, products.dtype)
+    lengths = sum_in_float64(products.diagonal(dim1=1, dim2=2).clamp(min=0.0).sqrt())
+    return above_rounding(sum_in_float64(products.flatten(1)), lengths, products.dtype)
+
+
+def sum_in_float64(rows: Tensor) -> Tensor:
+    """Return the sum of each row; on a device without float64 by float32 sums of a few of its entries.
+
+    Those are off by less than what :func:`above_rounding` allows for.
+    """
+    if has_float64(rows.device.type):
+        return rows.sum(1, dtype=torch.float64)
+    parts = torch.split(rows, _SUMMED, dim=1)
+    return in_float64(torch.stack([part.sum(1) for part in parts], dim=1)).sum(1)
 
 
 def above_what_vanishes(squares: Tensor, *factors: Scaled) -> Tensor:
@@ -224,6 +239,17 @@ class Use:
     def of(self, records: Tensor | slice) -> Use:
         """Return the same for some of the records."""
         return replace(self, v=self.v[records], u=self.u[records])
+
+    def without(self, left_out: Tensor) -> Use:
+        """Return the same with zeros for the records of which this is true, whatever they hold."""
+        u = _zeroed(self.u, left_out)
+        return replace(self, u=u, v=u if self.v is self.u else _zeroed(self.v, left_out))
+
+
+def _zeroed(tensor: Tensor, records: Tensor) -> Tensor:
+    if not tensor.is_floating_point():  # rows of a table, of which nothing is added
+        return tensor
+    return tensor.masked_fill(records.view(-1, *[1] * (tensor.dim() - 1)), 0.0)
 
 
 def joined_positions(uses: Sequence[Use]) -> Use:

@@ -14,6 +14,7 @@ from torch.autograd.graph import GradientEdge
 from torch.func import jvp, vjp, vmap
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
+from lightning_dp._precision import has_float64
 from lightning_dp.gradients.base import ALONE, UnsupportedModelError
 from lightning_dp.gradients.hessian import Dual
 from lightning_dp.gradients.layouts import Layout, name_of_function
@@ -421,7 +422,7 @@ class FunctionCall:
             layout, recorded = self.layouts[i], self.outputs[i]
             if layout is None:
                 rows = recorded.reshape(1, -1)
-                total = output.double().sum(0).reshape(1, -1).to(recorded.dtype)
+                total = _wide(output).sum(0).reshape(1, -1).to(recorded.dtype)
                 if _agree(rows, total / self.n):
                     shares.add(1 / self.n)
                 elif _agree(rows, total):
@@ -484,12 +485,17 @@ def in_place_target(
     return None
 
 
+def _wide(tensor: Tensor) -> Tensor:
+    """Return float64 where the device has that: what is compared is compared by few digits."""
+    return tensor.double() if has_float64(tensor.device.type) else tensor
+
+
 def _agree(recorded: Tensor, found: Tensor) -> bool:
     """True if the entries of all finite rows are equal, relative to the largest of their row."""
     if not recorded.numel():
         return True
     tolerance = torch.finfo(recorded.dtype).eps ** 0.5 if recorded.is_floating_point() else 0.0
-    recorded, found = recorded.double(), found.double()
+    recorded, found = _wide(recorded), _wide(found)
     largest = recorded.abs().amax(1, keepdim=True)
     is_equal = (recorded - found).abs() <= tolerance * largest
     return bool((is_equal | ~torch.isfinite(largest)).all())

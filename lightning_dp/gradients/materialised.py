@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -11,7 +11,7 @@ from lightning_dp.boundary import AbstractPerSampleGradients
 from lightning_dp.functional import as_rows, flat_zeros, parts_of, per_sample_norms
 from lightning_dp.gradients.base import number_of_records
 
-__all__ = ["MaterialisedGradients", "restricted"]
+__all__ = ["MaterialisedGradients", "places_in", "restricted"]
 
 
 class MaterialisedGradients(AbstractPerSampleGradients):
@@ -53,7 +53,7 @@ class MaterialisedGradients(AbstractPerSampleGradients):
             if gradient is None:
                 continue
             rows = as_rows(gradient).to(part.dtype)
-            if is_left_out.any():  # 0 * NaN is NaN
+            if rows.device.type != "cpu" or is_left_out.any():  # 0 * NaN is NaN
                 rows = rows.masked_fill(is_left_out.unsqueeze(1), 0.0)
             part.addmv_(rows.T, weights.to(part.dtype))
 
@@ -68,15 +68,13 @@ class MaterialisedGradients(AbstractPerSampleGradients):
         return torch.cat(parts, dim=1) * self._scale
 
     def restrict(self, coordinates: Tensor) -> MaterialisedGradients:
-        parts, start = [], 0
-        for param, gradient in zip(self._params, self._gradients, strict=True):
-            end = start + param.numel()
-            places = coordinates[(coordinates >= start) & (coordinates < end)].to(param.device)
+        parts = []
+        chosen = places_in(coordinates, self._params)
+        for param, gradient, places in zip(self._params, self._gradients, chosen, strict=True):
             if gradient is None:
                 parts.append(param.new_zeros(self._count, len(places)))
             else:
-                parts.append(as_rows(gradient)[:, places - start])
-            start = end
+                parts.append(as_rows(gradient)[:, places])
         return restricted(parts, self._scale)
 
     def combine(
@@ -94,6 +92,18 @@ class MaterialisedGradients(AbstractPerSampleGradients):
                 if gradient is not None:
                     combined[position] = _plus(combined[position], gradient, factor)
         return MaterialisedGradients(self._params, combined, scale or 1.0)
+
+
+def places_in(coordinates: Tensor, params: Sequence[Tensor]) -> Iterator[Tensor]:
+    """Yield the places in each parameter, on its device, of sorted places in flat vectors.
+
+    No device is waited for, if the coordinates are on the host.
+    """
+    sizes = torch.tensor([param.numel() for param in params], device=coordinates.device)
+    ends = sizes.cumsum(0)
+    cuts = torch.searchsorted(coordinates.contiguous(), ends).tolist()
+    for param, end, start, stop in zip(params, ends.tolist(), [0, *cuts], cuts, strict=False):
+        yield (coordinates[start:stop] - (end - param.numel())).to(param.device)
 
 
 def restricted(parts: Sequence[Tensor], scale: float) -> MaterialisedGradients:

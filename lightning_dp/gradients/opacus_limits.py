@@ -15,7 +15,8 @@ from torch.nn.modules.conv import _ConvNd
 from torch.nn.utils.parametrize import is_parametrized
 from torch.nn.utils.rnn import PackedSequence
 
-from lightning_dp.functional import as_rows
+from lightning_dp._precision import has_float64, in_float64
+from lightning_dp.functional import as_rows, squared_row_norms
 from lightning_dp.gradients.base import UnsupportedModelError
 from lightning_dp.gradients.row_owners import folding_in_force
 from lightning_dp.gradients.unsupported import refuse_script, refuse_without_records
@@ -224,7 +225,8 @@ def refuse_wrong_sums(
     is_rough = any(_is_rough(rows) for rows in found.values())
     part, whole = (5e-2, 1e-3) if is_rough else (1e-3, 1e-5)
     total = torch.stack([length for _, _, length in pairs]).nan_to_num(0.0).norm()
-    wrong = [name for name, distance, length in pairs if distance > part * length + whole * total]
+    is_far = torch.stack([d > part * length + whole * total for _, d, length in pairs]).tolist()
+    wrong = [name for (name, _, _), far in zip(pairs, is_far, strict=True) if far]
     if wrong:
         raise UnsupportedModelError(
             f"Opacus' hooks see a part only of what is done with the parameters {wrong[:5]}: they are "
@@ -237,8 +239,9 @@ def refuse_wrong_sums(
 def _distance_and_length(rows: Tensor, ordinary: Tensor) -> tuple[Tensor, Tensor]:
     """Return how far the rows' mean is from the ordinary gradient, and how long they are."""
     rows, dense = as_rows(rows), ordinary.to_dense() if ordinary.is_sparse else ordinary
-    distance = torch.linalg.vector_norm(rows.double().mean(0) - dense.flatten())
-    return distance, torch.linalg.vector_norm(rows, dim=1, dtype=torch.float64).mean()
+    wide = torch.float64 if has_float64(rows.device.type) else torch.float32
+    distance = torch.linalg.vector_norm(rows.mean(0, dtype=wide) - dense.flatten())
+    return in_float64(distance), squared_row_norms(rows).sqrt_().mean()
 
 
 def _is_rough(rows: Tensor) -> bool:

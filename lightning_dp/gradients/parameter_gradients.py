@@ -167,7 +167,11 @@ class ParameterGradients:
         return squares if uses[0].u is rows else None
 
     def add_weighted_sum(
-        self, weights: Tensor, onto: Tensor, records: Tensor | None = None
+        self,
+        weights: Tensor,
+        onto: Tensor,
+        records: Tensor | None = None,
+        left_out: Tensor | None = None,
     ) -> None:
         """Add Σ_i weights_i g_i to a flat vector; to be asked for once.
 
@@ -175,6 +179,7 @@ class ParameterGradients:
             weights: of the records.
             onto: the vector.
             records: which ones, if not all; the others are left out, whatever they hold.
+            left_out: true for those that are left out, where they are not to be counted.
         """
         uses, self.uses = _joined(self.uses), []
         if not uses:
@@ -189,6 +194,8 @@ class ParameterGradients:
         if records is not None:
             uses = [use.of(records) for use in uses]
         for use in uses:
+            if left_out is not None:
+                use = use.without(left_out)
             use.form.add_weighted_sum(use.v, use.u, weights.to(use.u.dtype), onto)
         self._give_back()
 

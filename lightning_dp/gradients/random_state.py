@@ -10,6 +10,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from lightning_dp._generators import generator_state, seeded_state, set_generator_state
+
 __all__ = ["RandomState"]
 
 
@@ -26,7 +28,7 @@ class RandomState:
         self._device = device
         self._cpu = torch.get_rng_state()
         self._others = None if torch_only else (random.getstate(), np.random.get_state())
-        self._cuda = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
+        self._there = None if device.type == "cpu" else generator_state(device)
 
     @classmethod
     def seeded(cls, device: torch.device, seed: int) -> RandomState:
@@ -35,9 +37,8 @@ class RandomState:
         random.seed(seed)
         np.random.seed(seed)
         torch.default_generator.manual_seed(seed)
-        if device.type == "cuda":
-            with torch.cuda.device(device):
-                torch.cuda.manual_seed(seed)
+        if device.type != "cpu":
+            set_generator_state(device, seeded_state(device, seed))
         there = cls(device)
         now.restore()
         return there
@@ -49,7 +50,7 @@ class RandomState:
     def is_same(self, now: RandomState) -> bool:
         """Tell the same of another moment."""
         mine, its = (
-            (each._cpu, *([] if each._cuda is None else [each._cuda])) for each in (self, now)
+            (each._cpu, *([] if each._there is None else [each._there])) for each in (self, now)
         )
         return all(torch.equal(a, b) for a, b in zip(mine, its, strict=True)) and (
             self._others is None or now._others is None or _are_same(self._others, now._others)
@@ -61,8 +62,8 @@ class RandomState:
         if self._others is not None:
             random.setstate(self._others[0])
             np.random.set_state(self._others[1])
-        if self._cuda is not None:
-            torch.cuda.set_rng_state(self._cuda, self._device)
+        if self._there is not None:
+            set_generator_state(self._device, self._there)
 
     @contextmanager
     def again(self) -> Iterator[None]:

@@ -3,22 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
-__all__ = ["Surroundings", "generator_state"]
+from lightning_dp._generators import generator_state, set_generator_state
 
-
-def generator_state(device: torch.device) -> Tensor:
-    """Return the state of a device's generator."""
-    if device.type == "cpu":
-        return torch.get_rng_state()
-    state: Tensor = torch.get_device_module(device).get_rng_state(device)
-    return state
+__all__ = ["Surroundings"]
 
 
 @dataclass(frozen=True)
@@ -45,18 +38,19 @@ class Surroundings:
     @contextmanager
     def again(self) -> Iterator[None]:
         """Inside, random numbers and precision are those of the call; nothing of it stays."""
-        device = self.device
-        states: Any = nullcontext()
-        if self.random_state is not None:
-            accelerators = [] if device.type == "cpu" else [device]
-            kind = "cuda" if device.type == "cpu" else device.type
-            states = torch.random.fork_rng(accelerators, device_type=kind)
+        device, cpu = self.device, torch.device("cpu")
         precision = torch.autocast(
             device.type, self.autocast, enabled=self.autocast is not None, cache_enabled=False
         )
-        with states, precision:
-            if self.random_state is not None and device.type == "cpu":
-                torch.set_rng_state(self.random_state)
-            elif self.random_state is not None:
-                torch.get_device_module(device).set_rng_state(self.random_state, device)
-            yield
+        if self.random_state is None:
+            with precision:
+                yield
+            return
+        before = [(each, generator_state(each)) for each in {cpu, device}]
+        try:
+            set_generator_state(device, self.random_state)
+            with precision:
+                yield
+        finally:
+            for each, state in before:
+                set_generator_state(each, state)

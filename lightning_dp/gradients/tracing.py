@@ -14,12 +14,13 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from lightning_dp._generators import generator_state
 from lightning_dp.gradients.base import ALONE, UnsupportedModelError
 from lightning_dp.gradients.function_call import FunctionCall, Given, in_place_target
 from lightning_dp.gradients.hessian import split
 from lightning_dp.gradients.layouts import Layout, layouts_after, name_of_function
 from lightning_dp.gradients.parts import Part
-from lightning_dp.gradients.surroundings import Surroundings, generator_state
+from lightning_dp.gradients.surroundings import Surroundings
 
 __all__ = ["FunctionTracer"]
 

@@ -19,6 +19,8 @@ from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
+from lightning_dp._generators import accelerator_kept
+
 __all__ = ["Copies", "ReadsDataset", "quiet", "random_state", "seeded"]
 
 _LARGE, _LONG = 100_000, 1000  # bytes of data, things in a list: of more, it holds records
@@ -184,7 +186,12 @@ def quiet() -> Iterator[None]:
 
     What is inside must catch its exceptions, or they keep the random states as they are.
     """
-    with isolate_rng(), warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
+    with (
+        isolate_rng(),
+        accelerator_kept(),
+        warnings.catch_warnings(),
+        contextlib.redirect_stdout(io.StringIO()),
+    ):
         warnings.simplefilter("ignore")
         yield
 

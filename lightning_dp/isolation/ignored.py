@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,15 +30,19 @@ class TargetMean:
 
     node: Any
 
-    def ignored(self, n: int) -> Tensor:
+    def ignored(self, n: int, seen: Callable[[Tensor], Tensor] = lambda target: target) -> Tensor:
         """Return how many targets of each of n records are ignored, records first.
 
         It is one number for all of them where the targets are not n rows. Where numbers differ,
         others decide what a record's sum is divided by.
+
+        Args:
+            n: the number of records.
+            seen: returns what stands for the targets: themselves, or the same ones elsewhere.
         """
         index = int(self.node._saved_ignore_index)
         index -= 2**64 if index >= 2**63 else 0  # torch shows it without its sign
-        is_ignored: Tensor = self.node._saved_target == index
+        is_ignored: Tensor = seen(self.node._saved_target) == index
         rows = n if is_ignored.numel() % n == 0 else 1
         return is_ignored.reshape(rows, -1).sum(1)
 

@@ -17,6 +17,8 @@ from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor, nn
 from torch.nn.modules.dropout import _DropoutNd
 
+from lightning_dp._fingerprint import fingerprint
+from lightning_dp._generators import accelerator_kept
 from lightning_dp._lazy_copies import is_one_memory
 from lightning_dp._module_state import ModuleState
 from lightning_dp._training_step import call_training_step, loss_in
@@ -53,6 +55,7 @@ __all__ = [
     "loss_of",
     "prepared",
     "same",
+    "same_elsewhere",
     "watch_calls",
 ]
 
@@ -130,7 +133,12 @@ class Passes:
 
         What is inside must catch its exceptions, or they keep the random states as they are.
         """
-        with isolate_rng(), warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
+        with (
+            isolate_rng(),
+            accelerator_kept(),
+            warnings.catch_warnings(),
+            contextlib.redirect_stdout(io.StringIO()),
+        ):
             warnings.simplefilter("ignore")
             self._outside = ModuleState.of(self.module, self.callbacks)
             try:
@@ -209,7 +217,7 @@ class Passes:
             return {
                 name: after.detach().clone()
                 for name, after in _state_of(module)
-                if name not in own or not same(own[name].detach().cpu().to(after.dtype), after)
+                if name not in own or not same_elsewhere(own[name].detach(), after)
             }
 
     def changed_by(self, batch: Any) -> tuple[str, ...]:
@@ -405,6 +413,17 @@ def same(a: Tensor, b: Tensor) -> bool:
     if is_one_memory(a, b) or torch.equal(a, b):  # in the memory of no third tensor
         return True
     return bool(((a == b) | ((a != a) & (b != b))).all())
+
+
+def same_elsewhere(own: Tensor, after: Tensor) -> bool:
+    """Tell the same of a model's tensor and its copy's on the host, also of another precision.
+
+    A device tells by a number; what is on it is moved only where that number differs.
+    """
+    own = own.to(after.dtype)
+    if own.device == after.device or own.shape != after.shape or own.layout != torch.strided:
+        return same(own.cpu(), after)
+    return int(fingerprint([own])) == int(fingerprint([after])) or same(own.cpu(), after)
 
 
 def _state_of(module: nn.Module) -> Iterator[tuple[str, Tensor]]:

@@ -8,6 +8,7 @@ from enum import IntEnum
 import torch
 from torch import Tensor
 
+from lightning_dp._precision import in_float64
 from lightning_dp.boundary import AbstractPerSampleGradients
 from lightning_dp.gradients.materialised import MaterialisedGradients
 
@@ -19,8 +20,8 @@ class Glimpse:
     """The part of each record's gradient that is kept to compare it; sensitive.
 
     Args:
-        norms: of whole gradients, shape (n,), float64.
-        entries: at some places, shape (n, k), float64.
+        norms: of whole gradients, shape (n,), float64; on the host if the device has no float64.
+        entries: at some places, shape (n, k), as the norms.
         share: k over the number of all entries.
     """
 
@@ -63,11 +64,11 @@ def glimpse(gradients: AbstractPerSampleGradients, places: Tensor, size: int) ->
         places: k places of flat gradients: sorted, distinct.
         size: the number of all entries.
     """
-    norms = gradients.norms().detach().double()  # first: what is made for them may be kept
+    norms = in_float64(gradients.norms().detach())  # first: what is made for them may be kept
     few = gradients.restrict(places)
     if not isinstance(few, MaterialisedGradients):
         raise TypeError(f"{type(few).__name__} has no entries to look at.")
-    entries = few.entries().detach().double()
+    entries = in_float64(few.entries().detach())
     return Glimpse(norms, entries, entries.shape[1] / size)
 
 

@@ -18,7 +18,7 @@ from lightning_dp._user_code import is_library
 from lightning_dp.isolation.answers import Answer
 from lightning_dp.isolation.coupling import CURES, moved, reordered
 from lightning_dp.isolation.outcome import ISOLATED, Isolation, first_failure
-from lightning_dp.isolation.passes import NoLoss, Passes, same
+from lightning_dp.isolation.passes import NoLoss, Passes, same, same_elsewhere
 from lightning_dp.isolation.rehearsal import Rehearsal, rehearsal
 from lightning_dp.isolation.stand_ins import StandInTrainer
 from lightning_dp.isolation.synthetic import leaves_of, replace_leaf, take_rows
@@ -279,7 +279,7 @@ def _kept(passes: Passes, copy: Rehearsal) -> Iterator[tuple[str, Any]]:
 
 
 def _is_unchanged(before: Tensor | None, now: Tensor) -> bool:
-    return before is not None and same(before.detach().cpu().to(now.dtype), now)
+    return before is not None and same_elsewhere(before.detach(), now)
 
 
 def _equal(a: Any, b: Any, depth: int = 8) -> bool:

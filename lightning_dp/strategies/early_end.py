@@ -59,6 +59,7 @@ class Place(IntEnum):
     UPDATE = 2
     SAVE = 3
     SPOT_CHECK = 4
+    END = 5
 
 
 class Agreement:

@@ -52,6 +52,7 @@ _CLIP = {
     False: "call self.clip_gradients() with constants in training_step, before optimizer.step()",
 }
 _BEFORE_STEP = "on_before_optimizer_step"
+_LATER = 32  # steps of which a device is asked at once
 _ENTRIES = 2**16  # that a fingerprint takes; of larger models only so many
 _SCALES = ("grad_scale", "found_inf")  # what fused optimizers read besides p.grad
 _HOOKS = (_BEFORE_STEP, "configure_gradient_clipping", "optimizer_step")
@@ -64,6 +65,7 @@ class GradientEdits:
     - It must be the same tensor, in the same memory, and nobody may have written to it: version
       counters tell. What they miss (``p.grad.data``, NumPy) a fingerprint of the bits shows, of all
       entries, or of every k-th where there are more than 65,536, others at each step. No copy is kept.
+      A device is not waited for: what it says of the bits is read later (:meth:`written`).
     - Lightning's own clipping, done at each step as at the first one, is no edit. Where it is asked
       for before the release, as in manual optimization, it is done after it.
     - The moments of the optimizer are its own, and it steps for each batch, or for none.
@@ -85,6 +87,7 @@ class GradientEdits:
         self._steps = 0
         self._expected: Gradients | None = None  # None where nothing is compared
         self._is_edited = False  # before it was clipped
+        self._bits: list[Tensor] = []  # of releases: whether they changed, as their device will say
         self._asked: dict[Clipping, Callable[[], None]] = {}  # before the release
         self._clipped: list[Clipping] = []  # since the release
         self._usual: list[Clipping] | None = None  # what the first step clipped
@@ -110,7 +113,7 @@ class GradientEdits:
             self._asked[clipping] = clip
             return
         if self._expected is not None:
-            self._is_edited = self._is_edited or self._now().differ(self._expected)
+            self._is_edited = self._is_edited or self._differ(self._expected)
         clip()
         self._clipped.append(clipping)
         if self._expected is not None:
@@ -118,6 +121,33 @@ class GradientEdits:
 
     def _now(self) -> Gradients:
         return Gradients.of(self._parameters, self._steps)
+
+    def _differ(self, expected: Gradients) -> bool:
+        """Tell whether the gradients are not those; of their bits, only where that is no wait."""
+        now = self._now()
+        if now.marks != expected.marks:
+            return True
+        differ = now.bits != expected.bits
+        if differ.device.type == "cpu":
+            return bool(differ)
+        self._bits.append(differ)
+        return False
+
+    def written(self, optimizer: Optimizer, *, at_once: bool = True) -> str | None:
+        """Return why earlier steps hold an edit that only the bits show; None if none does.
+
+        Args:
+            optimizer: the private one.
+            at_once: before anything is saved, and at the end. Else as soon as there are 32 of them.
+        """
+        if not self._bits or not (at_once or len(self._bits) >= _LATER):
+            return None
+        bits, self._bits = self._bits, []
+        return self._edited("it was written to", optimizer) if torch.stack(bits).any() else None
+
+    def _edited(self, what: str, optimizer: Optimizer) -> str:
+        cure = _CLIP[self._trainer.lightning_module.automatic_optimization]
+        return _EDITED.format(what, ", ".join(self._writers(optimizer)), cure)
 
     def skip(self) -> str | None:
         """Count a batch without its step; return why the run may not go on."""
@@ -146,9 +176,9 @@ class GradientEdits:
         if is_late:
             return _SKIPPED
         if found is None:
-            return self._of_frozen(optimizer) or self._of_state(optimizer)
-        cure = _CLIP[self._trainer.lightning_module.automatic_optimization]
-        return _EDITED.format(found, ", ".join(self._writers(optimizer)), cure)
+            earlier = self.written(optimizer, at_once=False)
+            return earlier or self._of_frozen(optimizer) or self._of_state(optimizer)
+        return self._edited(found, optimizer)
 
     def _found(self, optimizer: Optimizer, expected: Gradients) -> str | None:
         groups = [each for group in optimizer.param_groups for each in group["params"]]
@@ -156,7 +186,7 @@ class GradientEdits:
             return "a parameter was taken out of the optimizer"
         if any(getattr(optimizer, name, None) is not None for name in _SCALES):
             return "the optimizer was told to scale it or to leave it out"
-        if self._is_edited or self._now().differ(expected):
+        if self._is_edited or self._differ(expected):
             return "it was written to, or replaced"
         if self._usual not in (None, self._clipped):
             return "clip_gradients() was called otherwise than in the first step"
@@ -213,10 +243,6 @@ class Gradients:
         """Look at the gradients of a step; over some steps, all entries have their turn."""
         found = tuple(param.grad for param in parameters)
         return cls(tuple(map(_mark, found)), fingerprint(list(_sample(found, step))), found)
-
-    def differ(self, others: Gradients) -> bool:
-        """Tell whether these are not those, without waiting for a device where marks tell."""
-        return self.marks != others.marks or bool(self.bits != others.bits)
 
 
 def _mark(gradient: Tensor | None) -> tuple[int, ...]:

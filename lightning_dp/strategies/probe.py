@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from lightning.pytorch import LightningModule
@@ -23,12 +23,16 @@ from lightning_dp.isolation.passes import Passes
 from lightning_dp.isolation.phases import Phases
 from lightning_dp.isolation.probe import probe_again
 from lightning_dp.isolation.synthetic import leaves_of
+from lightning_dp.isolation.transfer import TransferHooks
 from lightning_dp.isolation.undone import UNDONE, changed_by_a_record
 from lightning_dp.run import PrivateRun
 from lightning_dp.sampling import FullBatch
+from lightning_dp.strategies.host_copies import HostCopies
 from lightning_dp.strategies.step import PrivateStep
 
 __all__ = ["Probe"]
+
+Seen: TypeAlias = Callable[[Tensor], Tensor]  # returns the same tensor, or one like it on the host
 
 _IGNORED = (
     "{}: the loss divides by the number of targets that it does not ignore (ignore_index) in the "
@@ -63,6 +67,9 @@ class Probe:
         self.has_folded_rows = False  # rows of a batch are not records
         self.kinds = NO_KINDS  # of synthetic records, which the model took
         self._phases: Phases | None = None
+        trainer = module.trainer
+        hooks = TransferHooks(module, trainer.datamodule, trainer)  # type: ignore[attr-defined]
+        self.copies = HostCopies(is_plain=not hooks.overridden)
 
     def at_first_batch(self, batch: Any, pools: Callable[[], list[CollatedPool] | None]) -> None:
         """Refuse a model that couples records, once in a fit and before anything is charged.
@@ -129,12 +136,12 @@ class Probe:
 
     def watch_batch(self, batch: Any) -> None:
         """Suspect a batch of what would couple its records, by its values."""
-        self._suspect(self._ignored.in_batch(batch))
+        self._suspect(self._ignored.in_batch(batch, self.copies.of))
 
     def watch_loss(self, loss: Tensor) -> None:
         """Suspect a batch by its loss, before the backward pass."""
         if n := self._step.records_in_hand:
-            self._suspect(self._ignored.in_loss(loss, n))
+            self._suspect(self._ignored.in_loss(loss, n, self.copies.of))
 
     def _suspect(self, found: list[Tensor]) -> None:
         self._step.suspect(found, _IGNORED.format(type(self._module).__name__))
@@ -216,7 +223,8 @@ def _raise_or_warn(found: Isolation, module: LightningModule, *, may_warn: bool)
 class _IgnoredTargets:
     """Looks for targets that the loss ignores, where the isolation probe found that they couple records.
 
-    What it finds stays a tensor, so that no device is waited for.
+    What it finds stays a tensor, so that no device is waited for until the step ends; and not then,
+    where the targets came with the batch as they are.
 
     Args:
         is_mean_of_targets: the loss is a mean over targets by torch's own functions.
@@ -228,18 +236,18 @@ class _IgnoredTargets:
     by_model: tuple[int, ...] = ()
     sentinels: tuple[tuple[int, int], ...] = ()
 
-    def in_loss(self, loss: Tensor, n: int) -> list[Tensor]:
+    def in_loss(self, loss: Tensor, n: int, seen: Seen) -> list[Tensor]:
         """Tell for each mean over targets whether it ignores one more; before the backward pass."""
         means = target_means(loss) if self.is_mean_of_targets else []
         allowed = self.by_model if len(self.by_model) == len(means) else (0,) * len(means)
         pairs = zip(means, allowed, strict=True)
-        return [(mean.ignored(n) != number).any() for mean, number in pairs]
+        return [(mean.ignored(n, seen) != number).any() for mean, number in pairs]
 
-    def in_batch(self, batch: Any) -> list[Tensor]:
+    def in_batch(self, batch: Any, seen: Seen) -> list[Tensor]:
         """Tell the same for losses written by hand, by the values that the probe tried."""
         leaves = leaves_of(batch) if self.sentinels else []
         return [
-            (leaves[place] == sentinel).any()
+            (seen(leaves[place]) == sentinel).any()
             for place, sentinel in self.sentinels
             if place < len(leaves) and not torch.is_floating_point(leaves[place])
         ]

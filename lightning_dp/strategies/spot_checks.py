@@ -362,7 +362,7 @@ class SpotChecks:
 
     def _glimpse(self, gradients: AbstractPerSampleGradients) -> Glimpse:
         places = self._plan.places(self._since, self._sizes, _PARAMETERS, _ENTRIES)
-        return glimpse(gradients, places.to(self._step.params[0].device), sum(self._sizes))
+        return glimpse(gradients, places, sum(self._sizes))
 
 
 @contextlib.contextmanager

@@ -147,6 +147,14 @@ class DifferentialPrivacyStrategy(PrivateFitStrategy):
         record = before_transfer(self._trainer, self.precision_plugin.convert_input(record))
         return super().training_step(self.batch_to_device(record), *args, **kwargs)
 
+    def batch_to_device(
+        self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0
+    ) -> Any:
+        moved = super().batch_to_device(batch, device, dataloader_idx)
+        if self._fit is not None and self._trainer.training:
+            self._now.probe.copies.moved(batch, moved)
+        return moved
+
     def _leave_forward(self) -> None:
         """Compare the parameters with what they were when training_step began."""
         fit = self._now
@@ -292,5 +300,6 @@ class DifferentialPrivacyStrategy(PrivateFitStrategy):
         fit.monitors.check()
         if self._mechanism.is_begun:
             self._agree_without_step()
+        fit.agree(fit.edits.written(fit.optimizers.private), Place.END)
         for callback in self._callbacks:
             callback.on_privacy_end(trainer, run)

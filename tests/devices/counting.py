@@ -6,6 +6,7 @@ import traceback
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from queue import SimpleQueue
 from typing import Any
 
 import torch
@@ -28,7 +29,6 @@ _WAITS = {
     "aten::repeat_interleave.Tensor",
 }
 _INDEXES = ("aten::index", "aten::index_put", "aten::index_put_", "aten::_index_put_impl_")
-_SMALL = 4096  # entries of a vector of norms, not of a model
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,8 @@ class Event:
     """Something that a device pays for.
 
     Args:
-        kind: "wait" (the host waits for the device), "copy" (from one to the other) or "float64".
+        kind: "wait" (the host waits for the device), "copy" (from one to the other), "float64" (made on
+            the device), or "loss" (one more run of a model).
         what: the operator.
         where: the line of the package that causes it, or of whoever does.
         entries: of the largest tensor.
@@ -54,15 +55,24 @@ class Counting(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self) -> None:
         super().__init__()
         self.phase = "start"
-        self.found: Counter[tuple[str, Event]] = Counter()
+        self._seen: SimpleQueue[tuple[str, Event]] = SimpleQueue()  # spot checks undo lists
+        self._found: Counter[tuple[str, Event]] = Counter()
 
-    def of(self, kind: str, phase: str, *, larger_than: int = -1) -> dict[Event, int]:
-        """Return the events of a kind in a phase, with their numbers."""
-        return {
-            event: count
-            for (when, event), count in self.found.items()
-            if when == phase and event.kind == kind and event.entries > larger_than
-        }
+    def of(self, kind: str, phase: str | None = None, *, at_least: int = 0) -> dict[Event, int]:
+        """Return the events of a kind with their numbers.
+
+        Args:
+            kind: of the events.
+            phase: when they happened; None for all.
+            at_least: entries of the tensor.
+        """
+        while not self._seen.empty():
+            self._found[self._seen.get()] += 1
+        chosen: Counter[Event] = Counter()
+        for (when, event), count in self._found.items():
+            if phase in (None, when) and event.kind == kind and event.entries >= at_least:
+                chosen[event] += count
+        return chosen
 
     def __torch_dispatch__(
         self,
@@ -84,6 +94,8 @@ class Counting(TorchDispatchMode):  # type: ignore[no-untyped-call]
         there = [each for each in given if _is_there(each)]
         here = [each for each in given if not _is_there(each)]
         name, overload = func._schema.name, func._schema.overload_name
+        if name == "aten::nll_loss_forward":
+            self._note("loss", func, given)
         to = kwargs.get("device")
         if name == "aten::_to_copy" and to is not None:
             if torch.device(to).type != given[0].device.type:
@@ -107,7 +119,7 @@ class Counting(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _note(self, kind: str, func: Any, tensors: Sequence[Tensor]) -> None:
         entries = max(each.numel() for each in tensors)
-        self.found[self.phase, Event(kind, func._schema.name, _where(), entries)] += 1
+        self._seen.put((self.phase, Event(kind, func._schema.name, _where(), entries)))
 
 
 def _is_there(thing: object) -> bool:

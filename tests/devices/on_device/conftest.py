@@ -37,6 +37,54 @@ class Model(L.LightningModule):
         return self.make_optimizer(self.parameters(), lr=0.1)
 
 
+class Attention(nn.Module):
+    """Words and places, attention between them, and a classifier on top."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(11, 8)
+        self.places = nn.Embedding(5, 8)
+        self.attention = nn.MultiheadAttention(8, 2, batch_first=True)
+        self.norm = nn.LayerNorm(8)
+        self.head = nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.words(x) + self.places(torch.arange(x.shape[1], device=x.device))
+        found, _ = self.attention(hidden, hidden, hidden, need_weights=False)
+        return self.head(self.norm(hidden + found).mean(1))
+
+
+class Raw(nn.Module):
+    """Parameters that meet records outside of layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale, self.shift = nn.Parameter(torch.ones(6)), nn.Parameter(torch.zeros(6))
+        self.head = nn.Linear(6, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(torch.tanh(x * self.scale.exp() + self.shift))
+
+
+def cnn() -> nn.Module:
+    return nn.Sequential(
+        nn.Conv2d(2, 4, 3, padding=1),
+        nn.GroupNorm(2, 4),
+        nn.ReLU(inplace=True),
+        nn.Conv2d(4, 4, 3, stride=2, groups=2),
+        nn.Flatten(),
+        nn.Linear(36, 3),
+    )
+
+
+NETS: dict[str, dict[str, Any]] = {
+    "mlp": {"net": lambda: nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))},
+    "cnn": {"net": cnn, "x": lambda: torch.randn(RECORDS, 2, 8, 8)},
+    "attention": {"net": Attention, "x": lambda: torch.randint(0, 11, (RECORDS, 5))},
+    "raw": {"net": Raw},
+}
+
+
 @dataclass
 class Fitted:
     """What a fit left."""
@@ -52,13 +100,14 @@ class Fitted:
 
 @pytest.fixture
 def fit(tmp_path: Path) -> Callable[..., Fitted]:
-    """``fit(where, net, ...)``: a private fit with batches that are the same every time."""
+    """``fit(where, name, ...)``: a private fit with batches that are the same every time."""
 
     def run(
         where: str,
-        net: Callable[[], nn.Module],
+        name: str = "mlp",
         *,
-        x: Callable[[], Tensor] = lambda: torch.randn(RECORDS, 6),
+        net: Callable[[], nn.Module] | None = None,
+        x: Callable[[], Tensor] | None = None,
         optimizer: Callable[..., torch.optim.Optimizer] = torch.optim.SGD,
         model: Callable[..., Model] = Model,
         trainer: dict[str, Any] | None = None,
@@ -66,7 +115,8 @@ def fit(tmp_path: Path) -> Callable[..., Fitted]:
         **settings: Any,
     ) -> Fitted:
         torch.manual_seed(0)
-        made, inputs = model(net(), optimizer), x()
+        known = {"x": lambda: torch.randn(RECORDS, 6), **NETS[name]}
+        made, inputs = model((net or known["net"])(), optimizer), (x or known["x"])()
         data = TensorDataset(inputs, torch.arange(RECORDS) % 3)
         defaults: dict[str, Any] = {"target_delta": 1e-5, "noise_multiplier": 0.0, "seed": 7}
         if "estimator" not in settings:

@@ -61,7 +61,7 @@ def test_what_is_saved_inside_a_round_are_released_values(fit, tmp_path):
     state = saved["estimator"]
     assert (saved["step"], state["round"], state["inner"]) == (5, 1, 2)
     assert state["offset"].shape == state["average"].shape == (2,)
-    assert set(state) == {"round", "inner", "offset", "average"}
+    assert set(state) == {"round", "inner", "offset", "distance", "average"}
 
 
 def test_other_options_are_another_run(fit, tmp_path):
