@@ -96,6 +96,24 @@ def squared_row_norms(gradient: Tensor) -> Tensor:
     return squares
 
 
+def quick_squares(rows: Tensor) -> Tensor:
+    """Return the squared norms of float32 rows on the CPU, right if :func:`are_trusted`."""
+    return _squares_in_float32(rows)
+
+
+def are_trusted(squares: Tensor, columns: Sequence[int]) -> list[bool]:
+    """Tell for each line of squared norms if all are right, and right also as factors of products.
+
+    Args:
+        squares: of the rows of some tensors, a line for each tensor, as :func:`quick_squares` gave them.
+        columns: of each tensor.
+    """
+    least = torch.tensor(columns, dtype=torch.float64).mul_(_TRUSTED**2).unsqueeze(1)
+    is_right = (squares > least) & (squares < _LARGEST_FACTOR**2)
+    found: list[bool] = is_right.all(1).tolist()
+    return found
+
+
 def _squares_in_float32(rows: Tensor) -> Tensor:
     """Square blocks of a row in float32 (``vector_norm`` does not overflow), and add in float64."""
     if rows.shape[1] <= _ROW:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
-from functools import partial, reduce
+from functools import partial
 from typing import Any
 
 import torch
@@ -29,6 +29,7 @@ from lightning_dp.gradients.hessian import Dual, run_along, split, uses_along
 from lightning_dp.gradients.materialised import places_in, restricted
 from lightning_dp.gradients.parameter_gradients import Allowance, ParameterGradients, ScratchPool
 from lightning_dp.gradients.parts import PartGradients
+from lightning_dp.gradients.quick_norms import squared_norms_of_all
 from lightning_dp.gradients.recording import Call, LayerCall, Recorder
 from lightning_dp.gradients.rules import RULES, Rule
 
@@ -424,8 +425,7 @@ class BookkeptGradients(AbstractPerSampleGradients):
     def norms(self) -> Tensor:
         if not self._used:
             return torch.zeros(0, dtype=torch.float64)
-        squares = [gradient.squared_norms() for gradient in self._used]
-        norms = reduce(torch.add, squares).sqrt() * abs(self._factor)
+        norms = squared_norms_of_all(self._used).sqrt() * abs(self._factor)
         return where_used(norms, self._params[0].device)
 
     def weighted_sum(self, weights: Tensor) -> Tensor:

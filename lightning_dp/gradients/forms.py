@@ -209,6 +209,10 @@ class AbstractForm(ABC):
         parts = zip(torch.split(v, size), torch.split(u, size), strict=True)
         return torch.cat([as_rows(self.rows(*part))[:, places] for part in parts])
 
+    def factors(self, v: Tensor, u: Tensor) -> tuple[Tensor, ...] | None:
+        """Return tensors, records first, the product of whose norms is that of f(v_i, u_i); else None."""
+        return None
+
     def lengths(self, v: Tensor, u: Tensor) -> Tensor:
         """Return a bound on Σ_s ‖a_s‖ where f(v_i, u_i) = Σ_s a_s is computed, float64, shape (n,)."""
         return factor_norms(v) * factor_norms(u)
@@ -305,6 +309,9 @@ class Rows(AbstractForm):
         weights: tuple[float, float],
     ) -> list[Use]:
         return [self.use(use.u) for use in super().along((v[0], None), u, weights)]
+
+    def factors(self, v: Tensor, u: Tensor) -> tuple[Tensor, ...] | None:
+        return (u,)
 
     def lengths(self, v: Tensor, u: Tensor) -> Tensor:
         return squared_row_norms(u).sqrt()

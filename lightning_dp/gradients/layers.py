@@ -98,6 +98,9 @@ class OuterProduct(AbstractForm):
         v, u = _scaled(v, u, weights)
         onto.view(u.shape[1], v.shape[1]).addmm_(u.T, v)
 
+    def factors(self, v: Tensor, u: Tensor) -> tuple[Tensor, ...] | None:
+        return (v, u) if u.shape[1] == 1 else None
+
     def lengths(self, v: Tensor, u: Tensor) -> Tensor:
         norms = factor_norms(v.flatten(0, 1)) * factor_norms(u.flatten(0, 1))
         return norms.view(u.shape[:2]).sum(1)
@@ -122,6 +125,9 @@ class OuterProduct(AbstractForm):
         return torch.cat(norms)
 
 
+_OUTER_PRODUCT = OuterProduct()
+
+
 def _scaled(v: Tensor, u: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
     """Return both as matrices of all positions, the narrower one times the weights of the records."""
     weights = weights.view(-1, 1, 1)
@@ -138,9 +144,12 @@ def _squares_of_products(u: Tensor, v: Tensor) -> Tensor:
 
 def linear(layer: nn.Linear, inputs: Tensor, gradient: Tensor) -> Uses:
     """Return weight and bias with their uses in one call; middle dimensions are positions."""
+    if inputs.dim() == 2:
+        use = Use(_OUTER_PRODUCT, inputs.unsqueeze(1), gradient.unsqueeze(1))
+        return [(layer.weight, use), (layer.bias, Rows.use(gradient))]
     v = inputs.reshape(len(inputs), -1, inputs.shape[-1])
     u = gradient.reshape(len(gradient), -1, gradient.shape[-1])
-    return [(layer.weight, Use(OuterProduct(), v, u)), (layer.bias, Rows.use(u.sum(1)))]
+    return [(layer.weight, Use(_OUTER_PRODUCT, v, u)), (layer.bias, Rows.use(u.sum(1)))]
 
 
 @dataclass(frozen=True)

@@ -97,7 +97,7 @@ class ParameterGradients:
                 all records may stand for what they are made from, where they are smaller, or save
                 time; differences between two points would lose digits.
         """
-        if not combined and self._is_made_at_once(use):
+        if not (combined or isinstance(use.form, Rows)) and self._is_made_at_once(use):
             use = Rows.use(self._rows(use))
         last_two = [*self.uses[-1:], use]
         if len(last_two) == 2 and all(_is_rows_of(each, len(use.u)) for each in last_two):
@@ -147,6 +147,13 @@ class ParameterGradients:
         # The sum is made from other sums of the same terms, rounded in another way.
         lengths = reduce(torch.add, (use.form.lengths(use.v, use.u) for use in self.uses))
         return above_rounding(squares, lengths, self.uses[0].u.dtype)
+
+    def factors(self) -> tuple[Tensor, ...]:
+        """Return tensors the product of whose norms is that of a record's gradient; none if not known."""
+        if len(self.uses) != 1 or self._squares is not None:
+            return ()
+        (use,) = self.uses
+        return use.form.factors(use.v, use.u) or ()
 
     def _rows(self, *uses: Use) -> Tensor:
         """Return the gradients of all records, in memory that is used again if the form can."""

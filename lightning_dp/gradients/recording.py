@@ -93,6 +93,7 @@ class Recorder:
         traces: bool = False,
     ) -> None:
         self._rules = rules
+        self._known_rules: dict[tuple[type, Any], Rule | None] = {}
         self._params = params
         self._calls: list[LayerCall] = []
         self._unseen: dict[Any, str] = {}  # graph nodes of outputs that no rule knows of, and why
@@ -205,7 +206,10 @@ class Recorder:
             self._tracer.go_along()
 
     def _rule_of(self, layer: nn.Module) -> Rule | None:
-        return rule_of(layer, self._rules)
+        key = type(layer), type(layer).forward
+        if key not in self._known_rules:
+            self._known_rules[key] = rule_of(layer, self._rules)
+        return self._known_rules[key]
 
     def _parameters_of(self, layer: nn.Module) -> list[nn.Parameter]:
         """Return the parameters that its calls use."""

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
+from operator import is_
+from types import NoneType
 from typing import TypeAlias
 
 from torch import nn
@@ -43,6 +45,8 @@ class Phases:
     def is_new(self) -> bool:
         """Look again; True if something new begins."""
         now = dict(self._attributes())
+        if list(now) == list(self._last) and all(map(is_, now.values(), self._last.values())):
+            return False  # the same objects in the same order, as nearly always
         changed = [name for name in now if not self._is_as_before(name, now[name])]
         self._last = now
         news = [self._note(name, now[name]) for name in changed]
@@ -65,7 +69,21 @@ class Phases:
         return (changes & (changes - 1) == 0 and changes > 0) or changes == 0
 
     def _attributes(self) -> Iterator[tuple[_Name, _Value]]:
+        is_plain = _is_plain
         for number, part in enumerate(self._parts):
             for name, value in vars(part).items():
-                if isinstance(value, bool | int | float | str | None) and name[0] != "_":
+                if is_plain[type(value)] and name[0] != "_":
                     yield (number, name), value
+
+
+class _Kinds(dict[type, bool]):
+    """For each type, whether its values are plain; asked at every step of every attribute."""
+
+    def __missing__(self, kind: type) -> bool:
+        is_plain = issubclass(kind, bool | int | float | str | NoneType)
+        if kind.__module__ in ("builtins", "torch.nn.parameter", "collections"):
+            self[kind] = is_plain  # other types come and go
+        return is_plain
+
+
+_is_plain = _Kinds()

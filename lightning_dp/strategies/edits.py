@@ -200,9 +200,11 @@ class GradientEdits:
             for param in (each for group in optimizer.param_groups for each in group["params"])
             if id(param) not in trained and param.grad is not None and bool(param.grad.any())
         }
+        if not moved:
+            return None
         module = self._trainer.lightning_module
         names = [name for name, param in module.named_parameters() if id(param) in moved]
-        return _FROZEN.format(type(optimizer).__name__, names[:5]) if moved else None
+        return _FROZEN.format(type(optimizer).__name__, names[:5])
 
     def _of_state(self, optimizer: Optimizer) -> str | None:
         """Return why the optimizer's moments are not its own."""

@@ -495,7 +495,7 @@ def _is_one_row(batch: object, size: int) -> bool:
 
 
 def _has_rounds(mechanism: Mechanism) -> bool:
-    return mechanism.plan.estimator.traits.queries_per_step > 1
+    return mechanism.plan.traits.queries_per_step > 1
 
 
 @contextmanager

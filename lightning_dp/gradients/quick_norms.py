@@ -1,0 +1,72 @@
+"""Norms that are known from those of a few matrices, which are looked at once for all parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import reduce
+
+import torch
+from torch import Tensor
+
+from lightning_dp.functional import are_trusted, as_rows, quick_squares
+from lightning_dp.gradients.parameter_gradients import ParameterGradients
+
+__all__ = ["squared_norms_of_all"]
+
+
+def squared_norms_of_all(gradients: Sequence[ParameterGradients]) -> Tensor:
+    """Return the squared norm of each record's gradient over several parameters, shape (n,), float64.
+
+    Where a parameter's norm is a product of those of a few matrices, whether they came out right is
+    looked up for all of them together. Where not, and for all others, each parameter tells its own.
+    """
+    matrices = _Matrices()
+    noted = [(each, matrices.places(_factors(each))) for each in gradients]
+    matrices.look()
+    quick = [places for _, places in noted if matrices.are_right(places)]
+    slow = [each for each, places in noted if not matrices.are_right(places)]
+    squares = [each.squared_norms() for each in slow]
+    squares += [matrices.sum_of_products(quick, count) for count in {len(each) for each in quick}]
+    return reduce(torch.add, squares)
+
+
+def _factors(gradients: ParameterGradients) -> tuple[Tensor, ...]:
+    """Return the factors of a parameter's only use, if they are float32 on the CPU; else nothing."""
+    found = gradients.factors()
+    is_plain = all(e.dtype == torch.float32 and e.device.type == "cpu" for e in found)
+    return found if is_plain else ()
+
+
+class _Matrices:
+    """Matrices, each of which is held once, and the squared norms of their rows."""
+
+    def __init__(self) -> None:
+        self._held: list[Tensor] = []  # so that no other one comes to stand in the same memory
+        self._places: dict[tuple[object, ...], int] = {}
+        self._right: list[bool] = []
+
+    def places(self, factors: Sequence[Tensor]) -> tuple[int, ...]:
+        """Return the places of some matrices, noting those that are new."""
+        return tuple(self._place(as_rows(each)) for each in factors)
+
+    def _place(self, rows: Tensor) -> int:
+        key = rows.data_ptr(), rows.shape, rows.stride()
+        if key not in self._places:
+            self._places[key] = len(self._held)
+            self._held.append(rows)
+        return self._places[key]
+
+    def look(self) -> None:
+        """Compute the norms, and look up which are right."""
+        if self._held:
+            self._squares = torch.stack([quick_squares(rows) for rows in self._held])
+            self._right = are_trusted(self._squares, [rows.shape[1] for rows in self._held])
+
+    def are_right(self, places: Sequence[int]) -> bool:
+        """Tell whether there are places, and the norms there are right."""
+        return bool(places) and all(self._right[place] for place in places)
+
+    def sum_of_products(self, places: Sequence[tuple[int, ...]], count: int) -> Tensor:
+        """Return the sum, over all with so many places, of the products of the squared norms there."""
+        chosen = torch.tensor([each for each in places if len(each) == count])
+        return self._squares[chosen].prod(1).sum(0)
