@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -197,6 +198,17 @@ def unflatten(vector: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
 def parts_of(vector: Tensor, like: Sequence[Tensor]) -> tuple[Tensor, ...]:
     """Return the flat view of ``vector`` that belongs to each tensor."""
     return torch.split(vector, [tensor.numel() for tensor in like])
+
+
+def brought_to(state: Any, device: torch.device) -> Any:
+    """Return a state of dicts and lists with all its tensors on a device: a file is read on the host."""
+    if isinstance(state, Tensor):
+        return state.to(device)
+    if isinstance(state, dict):
+        return {key: brought_to(value, device) for key, value in state.items()}
+    if isinstance(state, list | tuple):
+        return type(state)([brought_to(value, device) for value in state])
+    return state
 
 
 def flat_zeros(like: Sequence[Tensor], size: int | None = None) -> Tensor:

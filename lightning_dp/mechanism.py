@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from lightning_dp._described import refuse_unknown
@@ -17,6 +18,7 @@ from lightning_dp.accounting.guards import AbstractGuard
 from lightning_dp.accounting.ledger import Ledger
 from lightning_dp.boundary import BoundedSum, Query, Release, State, add_noise
 from lightning_dp.estimators.driver import Driver
+from lightning_dp.functional import brought_to
 from lightning_dp.noise_plan import NoisePlan
 from lightning_dp.postprocessing import AbstractPostProcessor
 from lightning_dp.signal import SignalTracker
@@ -96,6 +98,7 @@ class Mechanism:
     _schedule_state: State = field(default_factory=dict, init=False, repr=False)
     _unasked: dict[AbstractEvent, int] = field(default_factory=dict, init=False, repr=False)
     _begun: _Step | None = field(default=None, init=False, repr=False)  # None between steps
+    _is_loaded: bool = field(default=False, init=False, repr=False)  # the states are a file's
 
     def __post_init__(self) -> None:
         self._schedule_state = self.plan.shape.init()
@@ -148,6 +151,8 @@ class Mechanism:
             raise BudgetExhausted(
                 f"The privacy budget does not allow another step after {self.ledger.steps}."
             )
+        if self._is_loaded:
+            self._bring_to(params[0].device)
         if self._driver is None:
             self._driver = Driver.begin(self.plan.estimator, params)
         chosen = self.next_noise_multiplier
@@ -165,6 +170,15 @@ class Mechanism:
             self._prepare_noise(query, params)
         self._begun = _Step(self._driver, charged, asked)
         return query
+
+    def _bring_to(self, device: torch.device) -> None:
+        """Go on there with the states that were loaded."""
+        self._is_loaded = False
+        self._postprocessing_states = brought_to(self._postprocessing_states, device)
+        self._schedule_state = brought_to(self._schedule_state, device)
+        if self._driver is not None:
+            state = brought_to(self._driver.state, device)
+            self._driver = replace(self._driver, state=state)
 
     def _ask_again(self, step: _Step, params: Sequence[Tensor]) -> None:
         """Ask the next query of a step, if what the step was charged with covers it too."""
@@ -363,5 +377,6 @@ class Mechanism:
         self._postprocessing_states = list(state["postprocessing"])
         self._schedule_state = state["schedule"]
         self._unasked = {event_from_dict(event): int(n) for event, n in state["unasked"]}
+        self._is_loaded = True
         if self.signal is not None and state.get("signal") is not None:
             self.signal.load_state_dict(state["signal"])

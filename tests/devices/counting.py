@@ -58,7 +58,7 @@ class Counting(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._seen: SimpleQueue[tuple[str, Event]] = SimpleQueue()  # spot checks undo lists
         self._found: Counter[tuple[str, Event]] = Counter()
 
-    def of(self, kind: str, phase: str | None = None, *, at_least: int = 0) -> dict[Event, int]:
+    def of(self, kind: str, phase: str | None = None, *, at_least: int = 0) -> Counter[Event]:
         """Return the events of a kind with their numbers.
 
         Args:

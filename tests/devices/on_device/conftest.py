@@ -10,79 +10,13 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
+from counting import Counting
 from device import DEVICE, there
+from models import BATCH, NETS, RECORDS, STEPS, Model
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_dp.callbacks import DifferentialPrivacy
-
-RECORDS, BATCH, STEPS = 40, 8, 3
-
-
-class Model(L.LightningModule):
-    """A classifier around any network."""
-
-    def __init__(self, net: nn.Module, optimizer: Callable[..., torch.optim.Optimizer]) -> None:
-        super().__init__()
-        self.net, self.make_optimizer = net, optimizer
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        x, y = batch
-        assert x.device == self.device
-        loss = nn.functional.cross_entropy(self.net(x), y)
-        self.log("loss", loss)
-        return loss
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return self.make_optimizer(self.parameters(), lr=0.1)
-
-
-class Attention(nn.Module):
-    """Words and places, attention between them, and a classifier on top."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.words = nn.Embedding(11, 8)
-        self.places = nn.Embedding(5, 8)
-        self.attention = nn.MultiheadAttention(8, 2, batch_first=True)
-        self.norm = nn.LayerNorm(8)
-        self.head = nn.Linear(8, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        hidden = self.words(x) + self.places(torch.arange(x.shape[1], device=x.device))
-        found, _ = self.attention(hidden, hidden, hidden, need_weights=False)
-        return self.head(self.norm(hidden + found).mean(1))
-
-
-class Raw(nn.Module):
-    """Parameters that meet records outside of layers."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.scale, self.shift = nn.Parameter(torch.ones(6)), nn.Parameter(torch.zeros(6))
-        self.head = nn.Linear(6, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(torch.tanh(x * self.scale.exp() + self.shift))
-
-
-def cnn() -> nn.Module:
-    return nn.Sequential(
-        nn.Conv2d(2, 4, 3, padding=1),
-        nn.GroupNorm(2, 4),
-        nn.ReLU(inplace=True),
-        nn.Conv2d(4, 4, 3, stride=2, groups=2),
-        nn.Flatten(),
-        nn.Linear(36, 3),
-    )
-
-
-NETS: dict[str, dict[str, Any]] = {
-    "mlp": {"net": lambda: nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))},
-    "cnn": {"net": cnn, "x": lambda: torch.randn(RECORDS, 2, 8, 8)},
-    "attention": {"net": Attention, "x": lambda: torch.randint(0, 11, (RECORDS, 5))},
-    "raw": {"net": Raw},
-}
 
 
 @dataclass
@@ -140,3 +74,29 @@ def fit(tmp_path: Path) -> Callable[..., Fitted]:
         return Fitted(made, lightning, privacy)
 
     return run
+
+
+class Phases(L.Callback):
+    """Counts each step by itself."""
+
+    def __init__(self, counting: Counting) -> None:
+        self.counting, self.steps = counting, 0
+
+    def on_train_batch_start(self, *args: Any) -> None:
+        self.counting.phase = f"step {self.steps}"
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        self.steps += 1
+        self.counting.phase = "between steps"
+
+    @property
+    def ordinary(self) -> list[str]:
+        """The steps after the first one without a spot check, which runs the batch once more."""
+        names = [f"step {step}" for step in range(1, self.steps)]
+        losses = [sum(self.counting.of("loss", name).values()) for name in names]
+        return [name for name, runs in zip(names, losses, strict=True) if runs == min(losses)]
+
+
+@pytest.fixture
+def phases() -> Phases:
+    return Phases(Counting())

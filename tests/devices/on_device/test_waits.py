@@ -5,36 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import lightning as L
 import pytest
-from counting import Counting
 from device import DEVICE
 
 from lightning_dp import CubicNewton, Diff2, LaplacianSmoothing, Momentum, Storm
 
 STEPS = 8
 INNER = 3
-
-
-class Phases(L.Callback):
-    """Counts each step by itself."""
-
-    def __init__(self, counting: Counting) -> None:
-        self.counting, self.steps = counting, 0
-
-    def on_train_batch_start(self, *args: Any) -> None:
-        self.counting.phase = f"step {self.steps}"
-
-    def on_train_batch_end(self, *args: Any) -> None:
-        self.steps += 1
-        self.counting.phase = "between steps"
-
-    @property
-    def ordinary(self) -> list[str]:
-        """The steps after the first one without a spot check, which runs the batch once more."""
-        names = [f"step {step}" for step in range(1, self.steps)]
-        losses = [sum(self.counting.of("loss", name).values()) for name in names]
-        return [name for name, runs in zip(names, losses, strict=True) if runs == min(losses)]
 
 
 CASES: dict[str, tuple[int, dict[str, Any]]] = {
@@ -55,15 +32,18 @@ CASES: dict[str, tuple[int, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
+SLOW = ("convolutions", "attention", "traced", "rest", "storm")
+
+
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=[pytest.mark.slow] * (case in SLOW)) for case in CASES]
+)
 def test_steps_wait_for_the_device_as_often_as_they_must(
-    case: str, fit: Callable[..., Any]
+    case: str, fit: Callable[..., Any], phases: Any
 ) -> None:
     waits, settings = CASES[case]
-    counting = Counting()
-    phases = Phases(counting)
     trainer = {"max_steps": STEPS, "callbacks": [phases], **settings.get("trainer", {})}
-    with counting:
+    with phases.counting as counting:
         fit(DEVICE, **{"noise_multiplier": 0.001, **settings, "trainer": trainer})
     assert len(phases.ordinary) >= 2
     for step in phases.ordinary:

@@ -1,0 +1,93 @@
+"""A device that has no float64, as Apple's: it trains, and no record is longer than its bound."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from device import DEVICE, without_float64
+from torch import Tensor, nn
+
+from lightning_dp import CubicNewton, Diff2, LaplacianSmoothing
+from lightning_dp._precision import has_float64
+from lightning_dp.boundary import bounded_sum
+from lightning_dp.gradients.engines import attach_engine
+
+CASES = {
+    "convolutions": {"name": "cnn"},
+    "attention": {"name": "attention"},
+    "traced": {"name": "raw"},
+    "hooks": {"name": "cnn", "engine": "hooks"},
+    "one by one": {"engine": "one_by_one"},
+    "diff2": {"estimator": Diff2(restart_every=2)},
+    "cubic": {"estimator": CubicNewton(1.0, 1.0, inner_steps=3, keep=20)},
+    "rest": {"count_clipped": True, "postprocessing": [LaplacianSmoothing(50.0)]},
+}
+SLOW = ("hooks", "one by one", "attention", "cubic", "diff2")
+
+
+@pytest.fixture(autouse=True)
+def no_float64() -> Iterator[None]:
+    has_float64.cache_clear()
+    with without_float64():
+        yield
+    has_float64.cache_clear()
+
+
+def test_the_device_refuses_float64() -> None:
+    assert not has_float64(DEVICE)
+    with pytest.raises(TypeError, match="float64"):
+        torch.ones(2, device=DEVICE).double()
+
+
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=[pytest.mark.slow] * (case in SLOW)) for case in CASES]
+)
+def test_fit_equals_that_on_the_cpu(case: str, fit: Callable[..., Any]) -> None:
+    unchecked = {"isolation_probe": False, "spot_checks": False, "advice": False}
+    there, here = fit(DEVICE, **CASES[case]), fit("cpu", **CASES[case], **unchecked)
+    assert there.privacy.steps == here.privacy.steps == 3
+    torch.testing.assert_close(there.weights, here.weights, rtol=1e-4, atol=1e-5)
+
+
+# Scales of a record and of its loss: ordinary, tiny by huge (either way round), tiny, huge.
+SCALES = [(1.0, 1.0), (1e-22, 1e18), (1e18, 1e-22), (1e-22, 1e-3), (1e19, 1e19)]
+
+
+def network(kind: str) -> tuple[nn.Module, Tensor]:
+    """A network without biases, whose gradients would hide what the weights add, and one record."""
+    torch.manual_seed(0)
+    if kind == "linear":
+        net = nn.Sequential(nn.Linear(300, 4, bias=False), nn.Linear(4, 3, bias=False))
+        return net.to(DEVICE), torch.randn(1, 300, device=DEVICE)
+    if kind == "sequence":
+        net = nn.Sequential(nn.Linear(5, 40, bias=False), nn.Linear(40, 3, bias=False))
+        return net.to(DEVICE), torch.randn(1, 2, 5, device=DEVICE)
+    net = nn.Sequential(nn.Conv2d(9, 90, 3, bias=False), nn.Flatten(), nn.Linear(360, 3))
+    return net.to(DEVICE), torch.randn(1, 9, 4, 4, device=DEVICE)
+
+
+@pytest.mark.parametrize("clip_norm", [1.0, 1e-7])
+@pytest.mark.parametrize("kind", ["linear", "sequence", "convolution"])
+def test_no_record_is_longer_than_its_bound(kind: str, clip_norm: float) -> None:
+    for size, weight in SCALES:
+        net, x = network(kind)
+        params = list(net.parameters())[:1]
+        net.requires_grad_(False)
+        params[0].requires_grad_(True)
+        engine, _ = attach_engine("bookkeeping", net, params)
+        with engine.following(x * size, 1):
+            loss = (net(x * size) * weight).sum()
+        engine.rest()
+        engine.backward(loss, keep_graph=True)
+        total = bounded_sum(engine.take(1.0, {}), clip_norm).value.cpu().double()
+        engine.detach()
+        assert total.norm() <= clip_norm * (1 + 1e-5)
+        raw = torch.autograd.grad(loss, params)[0].flatten().cpu().double()
+        if raw.norm() < 1e30:
+            wanted = raw * min(1.0, clip_norm / float(raw.norm()))
+            torch.testing.assert_close(total, wanted, rtol=1e-4, atol=1e-5 * clip_norm)
+        else:
+            assert not total.any()
