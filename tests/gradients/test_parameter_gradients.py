@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from lightning_dp.boundary import bounded_sum
 from lightning_dp.gradients import parameter_gradients
 from lightning_dp.gradients.bookkeeping import Bookkeeping
-from lightning_dp.gradients.convolution import Convolution
+from lightning_dp.gradients.convolution import Convolution, convolution
 from lightning_dp.gradients.forms import Use
 from lightning_dp.gradients.layers import Lookup, OuterProduct
 from lightning_dp.gradients.parameter_gradients import ParameterGradients
@@ -212,3 +212,28 @@ def test_a_gradient_and_a_product_that_cancel_stay_within_their_bound():
         longest = max(longest, float(bounded_sum(gradients, 1.0).value.norm()))
         engine.detach()
     assert longest <= 1 + 1e-5
+
+
+@pytest.mark.parametrize(
+    ("kind", "size", "options"),
+    [
+        (nn.Conv1d, (9,), {"kernel_size": 3, "stride": 2, "padding": 1}),
+        (nn.Conv1d, (9,), {"kernel_size": 2, "dilation": 3}),
+        (nn.Conv2d, (7, 5), {"kernel_size": (3, 2), "stride": (1, 2), "padding": (0, 1)}),
+        (nn.Conv2d, (7, 6), {"kernel_size": (2, 3), "dilation": (3, 1), "padding": 2}),
+        (nn.Conv3d, (4, 3, 5), {"kernel_size": (2, 1, 3), "stride": (2, 1, 1), "padding": 1}),
+    ],
+)
+@pytest.mark.parametrize("frames", [1, 2])
+def test_products_of_patches_are_convolutions(kind, size, options, frames):
+    """Both ways to the rows of a convolution give each record's gradient."""
+    layer = kind(2, 3, bias=False, **options).double()
+    n = 5
+    v = torch.randn(n, frames, 2, *size, dtype=torch.float64)
+    u = torch.randn_like(layer(v.flatten(0, 1)).unflatten(0, (n, frames))).detach()
+    form = convolution(layer, v.flatten(0, 1), u.flatten(0, 1))[0][1].form
+    rows = [torch.autograd.grad(layer(v[i]), layer.weight, grad_outputs=u[i])[0] for i in range(n)]
+    for way in (form._matrix_products, form._convolutions):
+        out = torch.full((n, *layer.weight.shape), float("nan"), dtype=torch.float64)
+        way(v, u, out)
+        torch.testing.assert_close(out, torch.stack(rows))

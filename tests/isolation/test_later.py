@@ -259,6 +259,16 @@ def test_a_phase_that_begins_in_the_run_ends_it(fit):
         fit(Told(), TellsAtTheThirdBatch(), max_steps=5)
 
 
+def test_attributes_that_come_in_another_order_with_each_others_values_are_new():
+    module = nn.Linear(2, 2)
+    module.first, module.second = "a", "b"
+    phases = Phases(module)
+    del module.first, module.second
+    module.second, module.first = "a", "b"
+    assert phases.is_new()
+    assert not phases.is_new()
+
+
 def test_numbers_are_new_at_powers_of_two_and_texts_once():
     module = nn.Linear(2, 2)
     module.count, module.phase = 0, "a"

@@ -17,7 +17,7 @@ from lightning_dp import CubicNewton, Diff2, LaplacianSmoothing
 from lightning_dp._warnings import PrivacyWarning
 from lightning_dp.accounting.events import VoidedRunError
 from lightning_dp.callbacks import DifferentialPrivacy
-from lightning_dp.strategies.weights import changed, checksums
+from lightning_dp.strategies.weights import _parameters_of, changed, checksums
 
 
 @pytest.fixture
@@ -50,6 +50,14 @@ class Act(Callback):
 
     def __init__(self, hook: str, act: Any) -> None:
         setattr(self, hook, lambda trainer, module, *_: act(module.net))
+
+
+def test_all_parameters_are_found_wherever_they_are():
+    shared = nn.Linear(3, 3)
+    model = nn.ModuleDict({"a": nn.Sequential(shared, nn.Linear(3, 2, bias=False)), "b": shared})
+    model["a"].register_parameter("own", nn.Parameter(torch.ones(1)))
+    model["a"].register_module("none", None)
+    assert {id(p) for p in _parameters_of(model)} == {id(p) for p in model.parameters()}
 
 
 # -- checksums ----------------------------------------------------------------------------------

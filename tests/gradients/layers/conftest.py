@@ -346,6 +346,10 @@ def memory(
             monkeypatch.setattr(module, "SLICE_BYTES", 200)
         for module in (layers, convolution):
             monkeypatch.setattr(module, "PRODUCTS", 10)
+        monkeypatch.setattr(layers, "_CACHED_BYTES", 100)
+        for bound in ("_PATCHES_PER_CHANNEL", "_PATCHES_OF_FEW"):  # convolutions, not products
+            monkeypatch.setattr(convolution, bound, 0)
+    monkeypatch.setattr(convolution, "_PATCH_ENTRIES", 200)
 
 
 @pytest.fixture
