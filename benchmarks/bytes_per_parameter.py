@@ -5,7 +5,8 @@
 A chain of linear layers of width 2048 with batches of 8, so that what a layer keeps is little next to
 its weights. Each run trains a few steps in a process of its own (Linux only), in which freed memory goes
 back to the system at once. What is shown is the peak of resident memory above that of the process with
-its libraries loaded, over the number of parameters.
+its libraries loaded, over the number of parameters; on an accelerator at hand the peak of what tensors
+take on it.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from pathlib import Path
 
 import lightning as L
 import torch
+from at_hand import ON_CPU, allocated, named, peak, reset_peak, trainer_arguments
 from memory import GIVE_BACK, resident
 from models import MODELS
 from step import quiet, without_privacy
@@ -50,8 +52,11 @@ def run(way: str, millions: float) -> dict[str, float]:
     """Train in this process."""
     quiet()
     without_privacy(MODELS["logistic regression"], 1)  # loads what is loaded lazily
-    before = resident("VmRSS")
-    Path("/proc/self/clear_refs").write_text("5")  # resets the peak
+    before = resident("VmRSS") * 2**20 if ON_CPU else allocated()
+    if ON_CPU:
+        Path("/proc/self/clear_refs").write_text("5")  # resets the peak
+    else:
+        reset_peak()
     model = Chain(round(millions * 1e6 / WIDTH**2))
     loader = DataLoader(TensorDataset(torch.randn(BATCH * STEPS, WIDTH)), batch_size=BATCH)
     with tempfile.TemporaryDirectory() as folder:
@@ -68,7 +73,7 @@ def run(way: str, millions: float) -> dict[str, float]:
             )
         L.Trainer(
             max_epochs=1,
-            accelerator="cpu",
+            **trainer_arguments(),
             callbacks=callbacks,
             logger=False,
             enable_checkpointing=False,
@@ -76,8 +81,8 @@ def run(way: str, millions: float) -> dict[str, float]:
             enable_model_summary=False,
         ).fit(model, loader)
     size = sum(param.numel() for param in model.parameters())
-    peak = (resident("VmHWM") - before) * 2**20
-    return {"bytes": peak / size, "size": size}
+    most = resident("VmHWM") * 2**20 if ON_CPU else peak()
+    return {"bytes": (most - before) / size, "size": size}
 
 
 def main() -> None:
@@ -89,7 +94,7 @@ def main() -> None:
     if arguments.one:
         print(json.dumps(run(arguments.one[0], float(arguments.one[1]))))
         return
-    print("| parameters | way | bytes a parameter |\n| --- | --- | --- |")
+    print(f"| parameters ({named()}) | way | bytes a parameter |\n| --- | --- | --- |")
     for millions in arguments.millions:
         for way in arguments.ways:
             command = [sys.executable, __file__, "--one", way, str(millions)]

@@ -4,7 +4,8 @@
 
 Forward and backward pass, norms and clipped sum of one batch, beside the forward and backward pass of
 the same batch with plain autograd; and one draw of noise for each parameter. Runs alternate, on one
-thread. Times are those of the processor, so that other work on the machine disturbs less.
+thread, and times are those of the processor, so that other work on the machine disturbs less. On an
+accelerator at hand a step ends when the device is done.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import time
 from collections.abc import Callable
 
 import torch
+from at_hand import DEVICE, ON_CPU, named, now
 from models import MODELS, Model
 from step import CLIP_NORM, WARM_UP, measure, quiet, ratios
 from torch import Tensor, nn
@@ -27,18 +29,18 @@ from lightning_dp.gradients.bookkeeping import Bookkeeping
 
 def seconds(step: Callable[[], object], steps: int) -> float:
     """The median of processor seconds, the first few left out."""
-    taken = []
+    taken, clock = [], time.process_time if ON_CPU else now
     for _ in range(steps + WARM_UP):
-        start = time.process_time()
+        start = clock()
         step()
-        taken.append(time.process_time() - start)
+        taken.append(clock() - start)
     return statistics.median(taken[WARM_UP:])
 
 
 def example(model: Model) -> tuple[nn.Module, Tensor, Tensor]:
     """A network and one batch."""
     n = model.batch_size
-    return model.make(), model.records(n), torch.randint(10, (n,))
+    return model.make().to(DEVICE), model.records(n).to(DEVICE), torch.randint(10, (n,)).to(DEVICE)
 
 
 def without_privacy(model: Model, steps: int) -> float:
@@ -67,7 +69,7 @@ def engine(model: Model, steps: int) -> float:
 
 def noise(model: Model, steps: int) -> float:
     """One standard normal value for each parameter."""
-    source, vector = NoiseSource(), torch.zeros(parameters(model))
+    source, vector = NoiseSource(), torch.zeros(parameters(model), device=DEVICE)
     return seconds(lambda: source.add_normal(vector, 1.0), steps)
 
 
@@ -89,7 +91,8 @@ def main() -> None:
         plain, ours, drawn = (1e3 * statistics.median(times[who]) for who in runs)
         found, size = ratios(times, "without privacy")["engine"], parameters(model)
         print(
-            f"{name}, batch {model.batch_size}: without privacy {plain:.2f} ms, engine {ours:.2f} ms, "
+            f"{name}, batch {model.batch_size}, {named()}: "
+            f"without privacy {plain:.2f} ms, engine {ours:.2f} ms, "
             f"{statistics.median(found):.2f} x ({found[0]:.2f} to {found[-1]:.2f}); "
             f"noise for {size:,} parameters {drawn:.2f} ms, {1e6 * drawn / size:.1f} ns a value",
             flush=True,

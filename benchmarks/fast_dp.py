@@ -36,7 +36,7 @@ class FastDP:
             raise TypeError("a layer is called twice")
         backs = torch.autograd.grad(losses.sum(), [y for *_, y in calls])
         kept = []
-        squares = torch.zeros(len(losses))
+        squares = torch.zeros(len(losses), device=losses.device)
         for (layer, x, _), back in zip(calls, backs, strict=True):
             sums, square = _KINDS[type(layer)](layer, x, back)
             kept.append(sums)

@@ -5,7 +5,7 @@
 Each alternative of benchmarks/step.py runs a few steps in a process of its own (Linux only). What is
 compared is the peak of resident memory above that of the process with libraries and model loaded.
 Freed memory goes back to the system at once there: what an earlier run left to the allocator would
-hide what the next one takes.
+hide what the next one takes. On an accelerator at hand it is the peak of what tensors take on it.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+from at_hand import ON_CPU, allocated, named, peak, reset_peak
 from models import MODELS
 from step import RUNS, quiet
 
@@ -42,6 +43,11 @@ def peak_of(who: str, name: str) -> float:
     RUNS["without privacy"](model, 1)
     RUNS[who](MODELS["logistic regression"], 1)  # loads everything that is loaded lazily
     gc.collect()
+    if not ON_CPU:
+        before = allocated()
+        reset_peak()
+        RUNS[who](model, STEPS)
+        return (peak() - before) / 2**20
     ctypes.CDLL("libc.so.6").malloc_trim(0)  # what it leaves to the allocator is not the model's
     before = resident("VmRSS")
     Path("/proc/self/clear_refs").write_text("5")  # resets the peak
@@ -58,7 +64,7 @@ def main() -> None:
         print(peak_of(*arguments.one))
         return
     for name in arguments.models:
-        print(f"{name}, batch {MODELS[name].batch_size}: peak above the loaded model")
+        print(f"{name}, batch {MODELS[name].batch_size}: {named()}; peak above the loaded model")
         peaks: dict[str, float] = {}
         for who in RUNS:
             command = [sys.executable, __file__, "--one", who, name]

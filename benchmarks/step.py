@@ -4,9 +4,9 @@
 
 Ours and the step without privacy both run through the Trainer. The peers (Opacus' four modes, vmap over
 torch.func.grad, and book-keeping, which fast_dp.py writes from its paper) run in bare loops, which
-favours them. All do the same work: forward, backward, clip, noise, SGD, on one thread. Runs alternate,
-so that a busy machine disturbs all. Our journal is in memory here where the system allows it;
-benchmarks/overhead.py tells what the disk costs.
+favours them. All do the same work: forward, backward, clip, noise, SGD, on one thread, or on the
+accelerator at hand, which each step waits for. Runs alternate, so that a busy machine disturbs all. Our
+journal is in memory here where the system allows it; benchmarks/overhead.py tells what the disk costs.
 --processor takes the time of the processor, of all threads together, for a machine with other work on it;
 noise that is drawn in the background counts in full there.
 --check compares the ratios with those recorded in benchmarks/step.json, and fails above 1.25 times.
@@ -29,6 +29,7 @@ from typing import Any
 
 import lightning as L
 import torch
+from at_hand import DEVICE, finish, named, trainer_arguments
 from fast_dp import FastDP
 from models import MODELS, Model
 from opacus import PrivacyEngine
@@ -68,7 +69,8 @@ class Module(L.LightningModule):
 
 
 def now() -> float:
-    """Seconds, by the clock that was chosen."""
+    """Seconds, by the clock that was chosen, when the device has done all that it was asked."""
+    finish()
     return _clock()
 
 
@@ -107,7 +109,7 @@ def _fit(model: Model, steps: int, callbacks: list[L.Callback]) -> float:
     clock = Clock()
     with tempfile.TemporaryDirectory() as folder:
         trainer = L.Trainer(
-            accelerator="cpu",
+            **trainer_arguments(),
             max_steps=steps + WARM_UP + 1,
             callbacks=[*callbacks, clock],
             logger=False,
@@ -146,7 +148,7 @@ def opacus(mode: str) -> Callable[[Model, int], float]:
     """A bare loop around Opacus' wrapped model and optimizer."""
 
     def run(model: Model, steps: int) -> float:
-        net = model.make()
+        net = model.make().to(DEVICE)
         data = DataLoader(_batches(model, steps), model.batch_size)
         criterion: Any = nn.CrossEntropyLoss()
         more = {"criterion": criterion} if mode == "ghost" else {}
@@ -175,7 +177,7 @@ def opacus(mode: str) -> Callable[[Model, int], float]:
 
 def vmapped(model: Model, steps: int) -> float:
     """A bare loop around vmap(grad(loss)), the textbook form."""
-    net = model.make()
+    net = model.make().to(DEVICE)
     params = dict(net.named_parameters())
     optimizer = torch.optim.SGD(net.parameters(), lr=LEARNING_RATE)
 
@@ -200,7 +202,7 @@ def vmapped(model: Model, steps: int) -> float:
 
 def fast_dp(model: Model, steps: int) -> float:
     """A bare loop around book-keeping as its paper has it."""
-    net = model.make()
+    net = model.make().to(DEVICE)
     engine = FastDP(net, CLIP_NORM)
     optimizer = torch.optim.SGD(net.parameters(), lr=LEARNING_RATE)
 
@@ -217,7 +219,7 @@ def _loop(step: Callable[[Tensor, Tensor], None], data: Any, steps: int) -> floa
     ends: list[float] = []
     while len(ends) < steps + WARM_UP + 1:
         for x, y in data:
-            step(x, y)
+            step(x.to(DEVICE), y.to(DEVICE))
             ends.append(now())
             if len(ends) == steps + WARM_UP + 1:
                 break
@@ -282,7 +284,7 @@ def main() -> None:
         model = MODELS[name]
         slow = name in ("transformer", "ResNet")
         steps = 4 if slow or arguments.quick else 15
-        print(f"{name}, batch {model.batch_size}, one thread")
+        print(f"{name}, batch {model.batch_size}, {named()}")
         times = measure(RUNS, model, steps, rounds)
         for who, values in ratios(times, "without privacy").items():
             middle = statistics.median(values)

@@ -121,7 +121,8 @@ def measure_memory(
     two chunks of exactly that size, on a journal that is thrown away. Of the loader's first batch
     only shapes, dtypes and nesting are used.
 
-    GPU: ``torch.cuda.max_memory_allocated``, everything that torch holds. CPU: the peak of what
+    GPU: ``torch.cuda.max_memory_allocated`` (or that of another accelerator's module), everything that
+    torch holds. CPU: the peak of what
     torch's allocator hands out during the fit, by its profiler, and parameters, buffers and NumPy's
     noise (8 bytes for each trained parameter); not Python, libraries, nor your data set.
 
@@ -234,10 +235,11 @@ def suggest_physical_batch(
 
 
 def _free(device: str) -> float:
-    if not device.startswith("cuda"):
-        raise ValueError("memory must be given, in bytes, for a run on the CPU.")
-    free, _ = torch.cuda.mem_get_info(device)
-    return _SHARE * (free + torch.cuda.memory_reserved(device))
+    module: Any = None if device == "cpu" else torch.get_device_module(device)
+    if not (hasattr(module, "mem_get_info") and hasattr(module, "memory_reserved")):
+        raise ValueError(f"memory must be given, in bytes, for a run on {device}.")
+    free, _ = module.mem_get_info(device)
+    return _SHARE * float(free + module.memory_reserved(device))
 
 
 # -- measuring ---------------------------------------------------------------------------------
@@ -314,12 +316,13 @@ def _peak(
 
 
 def _peak_of(fit: Callable[[], None], module: LightningModule, device: torch.device) -> int:
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)
-        fit()
-        return int(torch.cuda.max_memory_allocated(device))
     if device.type != "cpu":
-        raise ValueError(f"memory can be measured on CUDA and on the CPU, not on {device}.")
+        counts: Any = torch.get_device_module(device)
+        if not hasattr(counts, "max_memory_allocated"):  # Apple's
+            raise ValueError(f"memory cannot be measured on {device}, which counts no peak of it.")
+        counts.reset_peak_memory_stats(device)
+        fit()
+        return int(counts.max_memory_allocated(device))
     cpu = [torch.profiler.ProfilerActivity.CPU]
     with torch.profiler.profile(activities=cpu, profile_memory=True) as profile:
         fit()

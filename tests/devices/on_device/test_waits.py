@@ -19,6 +19,7 @@ CASES: dict[str, tuple[int, dict[str, Any]]] = {
     "convolutions": (0, {"name": "cnn"}),
     "attention": (1, {"name": "attention"}),  # whether its second run gave the same output
     "traced": (0, {"name": "raw"}),
+    "hooks": (1, {"engine": "hooks"}),  # whether Opacus saw all uses of the parameters
     "rest": (
         0,
         {
@@ -32,7 +33,7 @@ CASES: dict[str, tuple[int, dict[str, Any]]] = {
 }
 
 
-SLOW = ("convolutions", "attention", "traced", "rest", "storm")
+SLOW = ("hooks", "convolutions", "attention", "traced", "rest", "storm")
 
 
 @pytest.mark.parametrize(
