@@ -28,12 +28,13 @@ class MisconfigurationError(Refusal, MisconfigurationException):
     """The model, its data or its Trainer cannot be trained privately as it is."""
 
 
-def check_model(module: nn.Module) -> None:
+def check_model(module: nn.Module, *, may_be_sharded: bool = False) -> None:
     """Refuse layers that mix the records of a batch, or write what they see into their weights.
 
-    And models of which each process holds a part.
+    And models of which each process holds a part, unless the strategy knows of it.
     """
-    refuse_sharded(module)
+    if not may_be_sharded:
+        refuse_sharded(module)
     mixing = [name for name, part in module.named_modules() if normalises_over_the_batch(part)]
     if mixing:
         raise MisconfigurationError(

@@ -24,12 +24,15 @@ class World:
         size: number of processes.
         all_reduce: sums a flat vector over all processes and gives each the total.
         broadcast: gives every process what rank 0 passed.
+        is_sharded: flat vectors hold this process's part of the parameters (FSDP2), and a sum over
+            records is added up over all processes as it is made. If not, each process has them whole.
     """
 
     rank: int = 0
     size: int = 1
     all_reduce: Callable[[Tensor], Tensor] = _only_this
     broadcast: Callable[[Any], Any] = _only_this
+    is_sharded: bool = False
 
     def __post_init__(self) -> None:
         if not 0 <= self.rank < self.size:

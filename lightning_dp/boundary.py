@@ -18,9 +18,10 @@ record i. Accounting turns that, and how batches are drawn, into ε.
    (:meth:`BoundedSum.empty`), or from a party that is trusted to have bounded it
    (:meth:`BoundedSum.received`). :meth:`BoundedSum.plus` adds sums over disjoint records, so each
    record still has one part in the result.
-4. :func:`add_noise` is the only function that draws noise, and the only one that turns a bounded
-   sum into a :class:`Release`. It takes C from the sum itself, so the noise is never scaled to a
-   bound that was not enforced.
+4. :func:`add_noise` is the only function that turns a bounded sum into a :class:`Release`. It draws
+   the noise, with C from the sum itself, so that the noise is never scaled to a bound that was not
+   enforced. Where parameters are sharded, :func:`begin_with_noise` has drawn it before the first
+   record, and :func:`add_noise` compares. No other function draws noise.
 5. All else (estimators, schedules, post-processing, the optimizer) sees queries and releases only,
    and what is computed from a release is as private as the release.
 
@@ -54,6 +55,7 @@ __all__ = [
     "State",
     "Term",
     "add_noise",
+    "begin_with_noise",
     "bounded_sum",
 ]
 
@@ -265,10 +267,12 @@ class BoundedSum:
     Args:
         value: flat vector of length d, or of the query's coordinates.
         clip_norm: C, the L2 sensitivity under add/remove of one record.
+        noise_std: of the noise that it began with (:func:`begin_with_noise`); None if it began empty.
     """
 
     value: Tensor = field(repr=False)
     clip_norm: float
+    noise_std: float | None = None
 
     @classmethod
     def empty(cls, query: Query, params: Sequence[Tensor]) -> BoundedSum:
@@ -364,7 +368,7 @@ def bounded_sum(
         signs = torch.where(held > clip_norm, 1.0, -1.0).masked_fill(~torch.isfinite(held), 0.0)
         whole[-1] += (signs.sum() * (count_weight * clip_norm)).to(whole)
         total = whole
-    return BoundedSum(total, bound)
+    return BoundedSum(total, bound, None if onto is None else onto.noise_std)
 
 
 def _clipped_sum(
@@ -375,11 +379,12 @@ def _clipped_sum(
     # For C far from 1 the sum is computed in units of C and multiplied by C at the end, so that
     # neither weights nor partial sums leave the range of float32.
     unit = 1.0 if 1e-3 <= clip_norm <= 1e3 or clip_norm == math.inf else min(clip_norm, _LARGEST)
-    if onto is not None and unit == 1:
-        gradients.add_weighted_sum(factors, onto)
-        return onto
-    total = gradients.weighted_sum(factors / unit).mul_(unit)
-    return total if onto is None else onto.add_(total)
+    if onto is None:
+        return gradients.weighted_sum(factors / unit).mul_(unit)
+    if unit != 1:
+        onto.div_(unit)
+    gradients.add_weighted_sum(factors / unit, onto)
+    return onto if unit == 1 else onto.mul_(unit)
 
 
 def _with_count(clip_norm: float, count_weight: float) -> float:
@@ -429,6 +434,38 @@ class Release:
         return Release(self.value.div_(expected_batch_size), self.noise_std / expected_batch_size)
 
 
+def begin_with_noise(
+    query: Query, params: Sequence[Tensor], source: NoiseSource, world: World
+) -> BoundedSum:
+    """Begin a query's sum with its noise, where parameters are sharded: :func:`add_noise` adds none.
+
+    Each process keeps the entries of its shard, of the total over all processes, which is added up
+    while the sum is made. So the noise must be there first: each process draws it for its own
+    entries, from its own entropy, and it goes into the reduction of the first records. The un-noised
+    total of a shard exists nowhere, and nobody draws more than its shard.
+
+    Args:
+        query: what was asked, and charged.
+        params: what this process holds of the trained parameters.
+        source: of the noise.
+        world: must be sharded.
+
+    Raises:
+        ValueError: if the world is not sharded, if the query has no finite bound, or if it counts
+            clipped records or asks for some coordinates only.
+    """
+    if not world.is_sharded or query.count_weight > 0 or query.coordinates is not None:
+        raise RefusedSetting(
+            "Only a sum over shards, of whole gradients, begins with its noise.",
+            topic="out-of-order",
+        )
+    empty = BoundedSum.empty(query, params)
+    noise_std = _noise_std(empty, query.noise_multiplier)
+    if noise_std > 0:
+        source.add_normal(empty.value, noise_std)
+    return BoundedSum(empty.value, empty.clip_norm, noise_std)
+
+
 def add_noise(
     total: BoundedSum, noise_multiplier: float, source: NoiseSource, world: World
 ) -> Release:
@@ -440,18 +477,34 @@ def add_noise(
     one rank, the un-noised total exists nowhere, and nobody draws more than d / ranks values. The noise
     is added in the memory of the sum, so there is no sum any longer, and one vector of the model's size.
     """
+    noise_std = _noise_std(total, noise_multiplier)
+    if world.is_sharded:
+        if total.noise_std != noise_std:  # None too
+            raise RefusedSetting(
+                f"A sum over shards began with noise of standard deviation {total.noise_std}, and "
+                f"{noise_std} is to be released: begin_with_noise() must come first.",
+                topic="out-of-order",
+            )
+        return Release(total.value, noise_std)
+    if noise_std == 0:
+        return Release(world.all_reduce(total.value), 0.0)
+    # Shares are disjoint: an entry with noise from every rank would have n times the variance.
+    source.add_normal(total.value[world.share(len(total.value))], noise_std)
+    return Release(world.all_reduce(total.value), noise_std)
+
+
+def _noise_std(total: BoundedSum, noise_multiplier: float) -> float:
+    """Return z·C, with C from the sum itself, so that no noise is scaled to a bound not enforced."""
     noise_multiplier = not_negative("noise_multiplier", noise_multiplier)
     if noise_multiplier == 0:  # explicitly not private; keeps an infinite clip norm meaningful
-        return Release(world.all_reduce(total.value), 0.0)
+        return 0.0
     noise_std = noise_multiplier * total.clip_norm
     if not math.isfinite(noise_std):
         raise RefusedSetting(
             f"The sum is not bounded (clip norm {total.clip_norm}); refusing to noise it.",
             topic="out-of-order",
         )
-    # Shares are disjoint: an entry with noise from every rank would have n times the variance.
-    source.add_normal(total.value[world.share(len(total.value))], noise_std)
-    return Release(world.all_reduce(total.value), noise_std)
+    return noise_std
 
 
 def _distinct(tensors: Sequence[Tensor | None]) -> list[Tensor | None]:

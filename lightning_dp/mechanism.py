@@ -16,7 +16,14 @@ from lightning_dp._world import World
 from lightning_dp.accounting.events import AbstractEvent, History, PoissonRound, event_from_dict
 from lightning_dp.accounting.guards import AbstractGuard
 from lightning_dp.accounting.ledger import Ledger
-from lightning_dp.boundary import BoundedSum, Query, Release, State, add_noise
+from lightning_dp.boundary import (
+    BoundedSum,
+    Query,
+    Release,
+    State,
+    add_noise,
+    begin_with_noise,
+)
 from lightning_dp.estimators.driver import Driver
 from lightning_dp.functional import brought_to
 from lightning_dp.noise_plan import NoisePlan
@@ -160,6 +167,7 @@ class Mechanism:
         charged = self.guard.charged(lambda: self.plan.noise_multiplier(self.step), chosen)
         event = self.plan.event_of(charged, self.step)
         asked = () if query is None else (query,)
+        total = None
         if query is None:
             self._unasked[event] = self._unasked.get(event, 0) + 1
             self.guard.skip()
@@ -167,8 +175,8 @@ class Mechanism:
             self._enforce(asked, charged)
             self.ledger.charge(event)
             self.guard.book(event)
-            self._prepare_noise(query, params)
-        self._begun = _Step(self._driver, charged, asked)
+            total = self._prepare_noise(query, params)
+        self._begun = _Step(self._driver, charged, asked, total)
         return query
 
     def _bring_to(self, device: torch.device) -> None:
@@ -192,8 +200,7 @@ class Mechanism:
         assert query is not None  # of the first part only
         asked = (*step.asked, query)
         self._enforce(asked, step.charged)
-        self._begun = replace(step, asked=asked)
-        self._prepare_noise(query, params)
+        self._begun = replace(step, asked=asked, total=self._prepare_noise(query, params))
 
     def _counting(self, query: Query | None) -> Query | None:
         """Have clipped records counted, where the query is for their gradients at one point."""
@@ -229,11 +236,14 @@ class Mechanism:
                 topic="out-of-order",
             )
 
-    def _prepare_noise(self, query: Query, params: Sequence[Tensor]) -> None:
-        """Have the noise drawn while the batch is computed."""
+    def _prepare_noise(self, query: Query, params: Sequence[Tensor]) -> BoundedSum | None:
+        """Have the noise drawn while the batch is computed; of shards, begin the sum with it."""
+        if self.world.is_sharded:
+            return begin_with_noise(query, params, self.noise, self.world)
         if query.noise_multiplier > 0:
             share = self.world.share(query.size(sum(param.numel() for param in params)))
             self.noise.prepare(share.stop - share.start, params[0].device)
+        return None
 
     # -- answer ------------------------------------------------------------------------------
 

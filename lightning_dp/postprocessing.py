@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -20,6 +21,12 @@ class AbstractPostProcessor(ABC):
     """Maps the gradient estimate to another, after the noise: it costs no privacy.
 
     Implementations are frozen dataclasses; their state is passed in and returned.
+    """
+
+    is_entrywise: ClassVar[bool] = False
+    """Each entry of the result is made from that entry of the estimates alone.
+
+    Then it works on sharded parameters, of which each process has some entries.
     """
 
     @abstractmethod
@@ -53,6 +60,7 @@ class Momentum(AbstractPostProcessor):
     """
 
     beta: float
+    is_entrywise: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         normalise(self, between("[0, 1)"), "beta", of="Momentum")

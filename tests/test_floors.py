@@ -35,6 +35,7 @@ FLOORS = (
         "_fingerprint",
         "_generators",
         "_lazy_copies",
+        "_shards",
         "_norms",
         "sparsify",
         "losses",

@@ -40,6 +40,9 @@ class Traits:
         uses_hessian: queries have terms with a direction, which not every engine can answer.
         estimates_gradient: what a step releases, and estimates, is a gradient. If not,
             post-processing and schedules that look at released gradients are refused.
+        is_entrywise: each entry of the estimate is made from that entry of the releases alone, and all
+            queries are for gradients at the present parameters; so it works on sharded parameters, of
+            which each process has some entries.
         clip_norms: those fixed in advance. An infinite one is refused with noise, before a fit.
 
     Raises:
@@ -57,12 +60,13 @@ class Traits:
     longest_silence: float = math.inf
     uses_hessian: bool = False
     estimates_gradient: bool = True
+    is_entrywise: bool = False
     clip_norms: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
         normalise(self, whole, "period", "queries_per_step", of="Traits")
         normalise(self, between("[0, inf]"), "longest_silence", of="Traits")
-        normalise(self, flag, "uses_hessian", "estimates_gradient", of="Traits")
+        normalise(self, flag, "uses_hessian", "estimates_gradient", "is_entrywise", of="Traits")
 
 
 class AbstractEstimator(ABC):
@@ -163,7 +167,8 @@ class MeanGradient(AbstractEstimator):
 
     @property
     def traits(self) -> Traits:
-        return Traits(longest_silence=0, clip_norms=(self.max_grad_norm,))
+        norms = (self.max_grad_norm,)
+        return Traits(longest_silence=0, is_entrywise=True, clip_norms=norms)
 
     def init(self, params: Sequence[Tensor]) -> State:
         return {}

@@ -13,6 +13,7 @@ from torch.utils.hooks import RemovableHandle
 
 from lightning_dp._precision import where_used
 from lightning_dp._refusals import RefusedRun
+from lightning_dp._shards import held_here, is_sharded, sum_into_shard
 from lightning_dp.boundary import AbstractPerSampleGradients
 from lightning_dp.functional import flat_zeros, parts_of, unflatten
 from lightning_dp.gradients.base import (
@@ -245,8 +246,9 @@ class Bookkeeping(AbstractGradientEngine):
 
     def _count_in(self, uses: Uses, combined: bool) -> None:
         assert self._found is not None
+        trained = self._attached.whole.trained
         for param, use in uses:
-            if (found := self._found.get(id(param))) is not None:
+            if (found := self._found.get(id(trained(param)))) is not None:
                 found.add(use, combined=combined)
 
     def along(
@@ -429,7 +431,7 @@ class BookkeptGradients(AbstractPerSampleGradients):
         return where_used(norms, self._params[0].device)
 
     def weighted_sum(self, weights: Tensor) -> Tensor:
-        total = flat_zeros(self._params)
+        total = flat_zeros(held_here(self._params))
         self.add_weighted_sum(weights, total)
         return total
 
@@ -442,9 +444,14 @@ class BookkeptGradients(AbstractPerSampleGradients):
             records = weights.nonzero().flatten()
             weights = weights[records]
         weights = weights.to(torch.promote_types(self._dtype, torch.float32))
-        for part, gradient in zip(parts_of(onto, self._params), self._gradients, strict=True):
+        parts = parts_of(onto, held_here(self._params))
+        for param, part, gradient in zip(self._params, parts, self._gradients, strict=True):
+            # Of sharded parameters one whole gradient at a time, on all processes together.
+            whole = part.new_zeros(param.numel()) if is_sharded(param) else part
             if gradient is not None:
-                gradient.add_weighted_sum(weights, part, records, left_out)
+                gradient.add_weighted_sum(weights, whole, records, left_out)
+            if whole is not part:
+                sum_into_shard(whole.view(param.shape), part, param)
 
     def discard(self) -> None:
         for gradient in self._used:

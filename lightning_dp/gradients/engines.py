@@ -16,7 +16,7 @@ from lightning_dp.gradients.base import (
     without_alone,
 )
 from lightning_dp.gradients.record_flow import CoupledLossError
-from lightning_dp.gradients.unsupported import refuse_special
+from lightning_dp.gradients.unsupported import refuse_sharded, refuse_special
 
 __all__ = ["EngineChoice", "Rung", "attach_engine"]
 
@@ -32,11 +32,13 @@ class Rung:
         make: makes the engine.
         is_own: it is the package's own, whose refusals name what a user can change; those of Opacus'
             hooks are told in short.
+        takes_shards: it knows parameters of which each process holds a part.
     """
 
     name: str
     make: Callable[[], AbstractGradientEngine]
     is_own: bool = True
+    takes_shards: bool = False
 
 
 # Opacus takes a second to import, and a command that only reads a report needs no engine.
@@ -71,7 +73,7 @@ def _one_by_one() -> AbstractGradientEngine:
 
 
 _BOOKKEEPING = (
-    Rung("bookkeeping", _bookkeeping),
+    Rung("bookkeeping", _bookkeeping, takes_shards=True),
     Rung("bookkeeping, with the functions where parameters meet records", _traced),
 )
 _HOOKS = Rung("hooks", _hooks, is_own=False)
@@ -149,6 +151,8 @@ class EngineChoice:
         while True:
             engine = self._rung.make()
             try:
+                if not self._rung.takes_shards:
+                    refuse_sharded(module)
                 engine.attach(module, params)
             except UnsupportedModelError as reason:
                 if not self.fall(reason):

@@ -21,12 +21,14 @@ class Survey:
         reached: the recorded calls that the graph contains.
         innermost: those of them that no other recorded call feeds.
         checkpoints: nodes of reentrant activation checkpoints, with parts of the model inside.
+        variables: the leaves, by ``id``.
     """
 
     uses: Counter[int] = field(default_factory=Counter)
     reached: set[Any] = field(default_factory=set)
     innermost: set[Any] = field(default_factory=set)
     checkpoints: list[Any] = field(default_factory=list)
+    variables: dict[int, Any] = field(default_factory=dict)
 
 
 def survey(root: Any, calls: Collection[Any], stop: Collection[Any] = ()) -> Survey:
@@ -71,6 +73,7 @@ def survey(root: Any, calls: Collection[Any], stop: Collection[Any] = ()) -> Sur
             is_boundary = True
         if not below and (variable := getattr(node, "variable", None)) is not None:
             owner[node] = id(variable)
+            found.variables[id(variable)] = variable
             continue
         owners = [owner[child] for child in below]
         one = owners[0] if owners and owners.count(owners[0]) == len(owners) else None

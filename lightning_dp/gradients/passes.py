@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_dp._refusals import RefusedRun
+from lightning_dp._shards import held_here
 from lightning_dp.boundary import (
     AbstractPerSampleGradients,
     BoundedSum,
@@ -22,6 +23,7 @@ from lightning_dp.boundary import (
 from lightning_dp.functional import unflatten
 from lightning_dp.gradients.adding_up import check_sum, plain_gradients
 from lightning_dp.gradients.base import ALONE, AbstractGradientEngine, UnsupportedModelError
+from lightning_dp.gradients.bookkeeping import BookkeptGradients
 from lightning_dp.gradients.compiled import CompiledParts, as_written
 from lightning_dp.gradients.engines import EngineChoice
 from lightning_dp.gradients.loss_graph import CoupledLossError, check_loss_graph
@@ -353,8 +355,18 @@ class RecordPasses:
         if found is None:
             return None
         if onto is None:
-            onto = BoundedSum.empty(query, self._params)
+            onto = BoundedSum.empty(query, held_here(self._params))
         return bounded_sum(found, query.clip_norm, query.count_weight, onto)
+
+    def add_nothing(self, query: Query, onto: BoundedSum) -> BoundedSum:
+        """Add the sum over no records to one over shards, which all processes add up together.
+
+        Args:
+            query: what is asked.
+            onto: the sum so far.
+        """
+        none = BookkeptGradients(self._params, [None] * len(self._params), 1.0)
+        return bounded_sum(none, query.clip_norm, query.count_weight, onto)
 
     def gradients(
         self, query: Query, chunk: Replay, *, first: AbstractPerSampleGradients | None = None

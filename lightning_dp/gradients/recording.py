@@ -28,6 +28,7 @@ from lightning_dp.gradients.module_hooks import ModuleHooks
 from lightning_dp.gradients.opacus_layers import Arrange, OpacusLayers, own_parameters
 from lightning_dp.gradients.row_owners import folding_in_force
 from lightning_dp.gradients.rules import Rule, is_by_position, refuse_options, rule_of
+from lightning_dp.gradients.sharded import WholeParameters, refuse_other_shards
 from lightning_dp.gradients.tracing import FunctionTracer
 from lightning_dp.gradients.unsupported import (
     refuse_script,
@@ -102,11 +103,15 @@ class Recorder:
         self._problem: UnsupportedModelError | None = None
         self._is_watching = True
         self._is_along = False  # a direction
+        self._known = list(module.parameters())
         self._names = {id(param): name for name, param in module.named_parameters()}
         self._tracer = (
             FunctionTracer({self._names[id(p)]: p for p in params}, module) if traces else None
         )
+        refuse_other_shards(module, params)
         refuse_special(module, params)
+        self.whole = WholeParameters(module)
+        """The parameters that stand in the places of sharded ones."""
         layers = self._covered_layers(module)
         # Along a direction other tensors stand in the places of the parameters.
         self._own = {layer: self._used_by_a_call(layer) for layer in layers}
@@ -116,6 +121,7 @@ class Recorder:
         self._hooks = ModuleHooks()
         for layer in layers:
             self._hang_on(layer)
+        self.whole.hang_on(self._hooks)
 
     def _covered_layers(self, module: nn.Module) -> list[nn.Module]:
         """Return the layers whose calls are recorded by rule."""
@@ -227,7 +233,15 @@ class Recorder:
     def _is_exchanged(self, layer: nn.Module) -> bool:
         """Tell whether other tensors are in the places of its parameters now."""
         now, held = layer._parameters.values(), self._held[layer]
-        return not self._is_along and not (len(now) == len(held) and all(map(is_, now, held)))
+        if len(now) == len(held) and all(map(is_, now, held)):
+            return False
+        return not self._is_along and not self._is_gathered(layer)
+
+    def _is_gathered(self, layer: nn.Module) -> bool:
+        """Tell whether the whole parameters are there, in the places of the layer's shards."""
+        self.whole.look(layer)
+        now, held = layer._parameters.values(), self._held[layer]
+        return len(now) == len(held) and all(map(is_, map(self.whole.trained, now), held))
 
     def _ignore(self, layer: nn.Module, output: Any) -> None:
         """Remember a call with other parameters than the layer's own: the loss must not depend on it."""
@@ -375,6 +389,7 @@ class Recorder:
         parts = {s for call in calls if isinstance(call, FunctionCall) for s in call.part_sources}
         graph = survey(loss.grad_fn, nodes.keys() | unseen.keys(), parts)
         self.drop()
+        self.whole.refuse_unknown(graph, self._known)
         if graph.checkpoints and self._tracer is not None:
             raise UnsupportedModelError(REENTRANT, topic="checkpointing")
         for node in graph.reached & unseen.keys():
@@ -416,7 +431,9 @@ class Recorder:
                 recorded.update(own)
             else:
                 inside = survey(call.edges[0].node, graph.reached, call.sources).uses
+                inside = self.whole.translated(inside)
                 recorded.update({key: inside[key] for key in own})
         # Fewer uses than calls: a call used another tensor in the parameter's place.
-        uses = ((id(param), graph.uses[id(param)]) for param in self._params)
-        return {key for key, count in uses if count != recorded[key]}
+        uses = self.whole.translated(graph.uses)
+        keys = (id(param) for param in self._params)
+        return {key for key in keys if uses[key] != recorded[key]}

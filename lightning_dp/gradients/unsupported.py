@@ -11,9 +11,12 @@ from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
 from torch.nn.parameter import is_lazy
 
+from lightning_dp._shards import is_sharded
 from lightning_dp.gradients.base import ALONE, UnsupportedModelError
 
 __all__ = [
+    "is_flat_sharded",
+    "is_fully_sharded",
     "refuse_script",
     "refuse_sharded",
     "refuse_special",
@@ -29,21 +32,34 @@ def refuse_sharded(module: nn.Module) -> None:
     """
     named = module.named_parameters()
     names = [name for name, param in named if type(param.data).__name__ == "DTensor"]
-    names += [name for name, part in module.named_modules() if _is_fsdp(part)]
+    names += [
+        name
+        for name, part in module.named_modules()
+        if is_fully_sharded(part) or is_flat_sharded(part)
+    ]
     if names:
         raise UnsupportedModelError(
             f"{_some(names)} of the model are sharded (fully_shard, FSDP or another use of DTensor): "
             "its layers use other tensors than its parameters, so per-record gradients cannot be "
-            "computed. Leave the sharding out, and use strategy='ddp' or one device.",
+            "computed this way. Shard it by fully_shard() in configure_model, under Lightning's "
+            "ModelParallelStrategy and engine='bookkeeping', or leave it whole: strategy='ddp'.",
             topic="sharded",
         )
 
 
-def _is_fsdp(part: nn.Module) -> bool:
-    """Tell whether torch shards the module; then its package was imported."""
-    fsdp = sys.modules.get("torch.distributed.fsdp")
-    kinds = [getattr(fsdp, name, None) for name in ("FSDPModule", "FullyShardedDataParallel")]
-    return isinstance(part, tuple(kind for kind in kinds if kind is not None))
+def is_fully_sharded(part: nn.Module) -> bool:
+    """Tell whether ``fully_shard`` (FSDP2) shards a module."""
+    return _is_of_fsdp("FSDPModule", part)
+
+
+def is_flat_sharded(part: nn.Module) -> bool:
+    """Tell whether a module is a ``FullyShardedDataParallel`` (FSDP1)."""
+    return _is_of_fsdp("FullyShardedDataParallel", part)
+
+
+def _is_of_fsdp(name: str, part: nn.Module) -> bool:
+    kind = getattr(sys.modules.get("torch.distributed.fsdp"), name, None)  # imported if it is one
+    return kind is not None and isinstance(part, kind)
 
 
 def refuse_special(module: nn.Module, params: Sequence[nn.Parameter]) -> None:
@@ -52,13 +68,14 @@ def refuse_special(module: nn.Module, params: Sequence[nn.Parameter]) -> None:
     Raises:
         UnsupportedModelError: naming them and the cure.
     """
-    refuse_sharded(module)
     refuse_complex(module, params)
     trained = {id(param) for param in params}
     found = {
         name: type(param.data).__name__
         for name, param in module.named_parameters()
-        if id(param) in trained and not is_lazy(param) and type(param.data) is not Tensor
+        if id(param) in trained
+        and not (is_lazy(param) or is_sharded(param))
+        and type(param.data) is not Tensor
     }
     if found:
         kinds = sorted(set(found.values()))

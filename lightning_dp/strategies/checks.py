@@ -30,6 +30,7 @@ from lightning_dp._warnings import warn
 from lightning_dp.config import PrivacyConfig
 from lightning_dp.estimators import AbstractEstimator
 from lightning_dp.sampling import BatchPlan, Poisson
+from lightning_dp.strategies.sharding import is_model_parallel
 
 if TYPE_CHECKING:
     from lightning_dp.strategies.step import PrivateStep
@@ -110,15 +111,19 @@ def _check_origin(trainer: object) -> None:
 
 
 def check_strategy(strategy: Strategy) -> None:
-    """Refuse strategies that shard parameters, or copy the running process."""
+    """Refuse strategies that shard parameters otherwise than FSDP2, or copy the running process."""
     kind = type(strategy).__name__
     # the second group derives from the first
-    if not isinstance(strategy, SingleDeviceStrategy | DDPStrategy) or isinstance(
+    is_known = isinstance(strategy, SingleDeviceStrategy | DDPStrategy) or is_model_parallel(
+        strategy
+    )
+    if not is_known or isinstance(
         strategy, DeepSpeedStrategy | XLAStrategy | SingleDeviceXLAStrategy
     ):
         raise MisconfigurationError(
-            f"The strategy {kind} is not supported: per-record gradients need whole parameters on "
-            "each device. Use strategy='auto' on one device, or strategy='ddp'.",
+            f"The strategy {kind} is not supported. Use strategy='auto' on one device, strategy='ddp', or "
+            "where a model does not fit on one device, ModelParallelStrategy(data_parallel_size=..., "
+            "tensor_parallel_size=1) with fully_shard() in configure_model.",
             topic="strategy",
         )
     check_launcher(strategy)

@@ -15,6 +15,7 @@ import torch
 from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor, nn
 
+from lightning_dp._shards import held_here
 from lightning_dp._warnings import warn
 from lightning_dp.accounting.charges import JournalError
 from lightning_dp.accounting.journals import Neighbours, neighbours, union
@@ -176,7 +177,7 @@ def some_of(found: Sequence[str]) -> list[str]:
 def _fingerprint(tensor: object) -> str | None:
     if not isinstance(tensor, Tensor) or tensor.layout is not torch.strided or tensor.is_meta:
         return None
-    flat = tensor.detach().flatten()
+    flat = held_here([tensor])[0].detach().flatten()
     sample = flat[:: max(1, flat.numel() // _SAMPLE)].cpu().contiguous()
     if sample.numel() < 2 or bool((sample == sample[0]).all()):
         return None

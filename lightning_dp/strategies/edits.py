@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_dp._fingerprint import fingerprint
+from lightning_dp._shards import held_here
 
 __all__ = ["GradientEdits", "Gradients", "watched"]
 
@@ -243,8 +244,13 @@ class Gradients:
     @classmethod
     def of(cls, parameters: Sequence[nn.Parameter], step: int) -> Gradients:
         """Look at the gradients of a step; over some steps, all entries have their turn."""
-        found = tuple(param.grad for param in parameters)
+        found = tuple(_here(param.grad) for param in parameters)
         return cls(tuple(map(_mark, found)), fingerprint(list(_sample(found, step))), found)
+
+
+def _here(gradient: Tensor | None) -> Tensor | None:
+    """Return what this process holds of a gradient."""
+    return None if gradient is None else held_here([gradient])[0]
 
 
 def _mark(gradient: Tensor | None) -> tuple[int, ...]:

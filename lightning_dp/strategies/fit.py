@@ -100,6 +100,10 @@ def begin_fit(
     # Opacus' hooks have no Hessian-vector products, and watch one ordinary backward pass.
     own_only = run.config.resolved_estimator().traits.uses_hessian or bool(public)
     choice = EngineChoice(run.config.engine, own_only=own_only)
+    if (
+        world.is_sharded
+    ):  # the processes run the same passes, and the first engine alone knows shards
+        choice = choice.here()
     if public:  # generated rows are paired with records; engines that follow records know no pairs
         choice = choice.here()
     step = PrivateStep(module, optimizer, choice, device, wrap, checks, public)

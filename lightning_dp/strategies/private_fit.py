@@ -33,8 +33,9 @@ from lightning_dp.strategies.checks import (
 from lightning_dp.strategies.data import make_private_loader, private_loader_of
 from lightning_dp.strategies.early_end import Place, end_before_first_step
 from lightning_dp.strategies.hooks import PrivacyCallback, among
-from lightning_dp.strategies.optimizers import find_optimizers
+from lightning_dp.strategies.optimizers import Optimizers, find_optimizers
 from lightning_dp.strategies.setting import setting_of
+from lightning_dp.strategies.sharding import check_settings, check_shards, is_model_parallel
 from lightning_dp.strategies.storage import default_folder, record_in, write_record
 
 if TYPE_CHECKING:
@@ -149,7 +150,8 @@ class PrivateFitStrategy(Strategy):
         super().setup(trainer)
         named = run.config.private_optimizer
         optimizers = find_optimizers(self.optimizers, self._module, named, self.world_size)
-        check_model(self._module)
+        self._check_sharding(optimizers)
+        check_model(self._module, may_be_sharded=is_model_parallel(self))
         # A void run leaves the model at once: an error in on_exception would end the teardown.
         leave = self._leave_the_model
         world, wrap = self._world(), self.wrap_engine
@@ -165,6 +167,14 @@ class PrivateFitStrategy(Strategy):
             several=bool(optimizers.public),
             engine=run.config.engine,
         )
+
+    def _check_sharding(self, optimizers: Optimizers) -> None:
+        """Refuse what sharded parameters do not allow, before anything is charged."""
+        strategy: Strategy = self
+        if is_model_parallel(strategy):
+            config, module = self.private_run.config, self._module
+            check_settings(config, several_optimizers=bool(optimizers.public))
+            check_shards(strategy, module, optimizers.private)
 
     def wrap_engine(self, engine: AbstractGradientEngine) -> AbstractGradientEngine:
         """Put something between the gradient engine and the clipping: an audit's canaries."""
@@ -224,7 +234,9 @@ class PrivateFitStrategy(Strategy):
         return max(0, planned)
 
     def _world(self) -> World:
-        return World(self.global_rank, self.world_size, self._sum_over_ranks, self.broadcast)
+        shards = is_model_parallel(self)
+        rank, size = self.global_rank, self.world_size
+        return World(rank, size, self._sum_over_ranks, self.broadcast, is_sharded=shards)
 
     def _sum_over_ranks(self, vector: Tensor) -> Tensor:
         total: Tensor = self.reduce(vector, reduce_op="sum")

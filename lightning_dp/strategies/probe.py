@@ -25,6 +25,7 @@ from lightning_dp.isolation.probe import probe_again
 from lightning_dp.isolation.synthetic import leaves_of
 from lightning_dp.isolation.transfer import TransferHooks
 from lightning_dp.isolation.undone import UNDONE, changed_by_a_record
+from lightning_dp.isolation.whole_copies import whole_copy
 from lightning_dp.run import PrivateRun
 from lightning_dp.sampling import FullBatch
 from lightning_dp.strategies.host_copies import HostCopies
@@ -93,16 +94,23 @@ class Probe:
         self.has_folded_rows = self._world.broadcast(made is not None)
         if not self._run.config.isolation_probe:
             return
-        found = self._world.broadcast(
-            _probe(self._module, batch, made, self._step, self._run, self._world.size)
-        )
+        found = self._world.broadcast(self._found(batch, made))
         self._run.isolation = str(found)
         self._run.engine = self._step.engine_description  # synthetic records may have shown another
         _raise_or_warn(found, self._module, may_warn=self._world.is_lead)
         self.kinds = found.kinds
         self._ignored = _IgnoredTargets(found.is_mean_of_targets, found.ignored, found.sentinels)
-        if found.outcome == "isolated" and not self.has_folded_rows:
+        if found.outcome == "isolated" and not (self.has_folded_rows or self._world.is_sharded):
             self._phases = Phases(self._module)
+
+    def _found(self, batch: Any, pools: list[CollatedPool] | None) -> Isolation | None:
+        """Probe the model; of a sharded one a whole copy, on rank 0."""
+        step, run, size = self._step, self._run, self._world.size
+        module: LightningModule | None = self._module
+        if self._world.is_sharded:
+            with step.without_engine():
+                module = whole_copy(self._module, is_wanted=self._world.is_lead)
+        return None if module is None else _probe(module, batch, pools, step, run, size)
 
     def at_new_phase(self, batch: Any) -> None:
         """Probe in short again when the model's public attributes say that something new begins.
@@ -117,7 +125,7 @@ class Probe:
                 self._module,
                 batch,
                 engine=self._step.engine,
-                trained=_trained(self._module, self._step),
+                trained=self._step.trained_names,
                 trainer=self._module.trainer,
                 alone=self._world.size > 1,
                 is_count_public=isinstance(self._run.config.sampling, FullBatch),
@@ -164,18 +172,13 @@ def _probe(
             module,
             batch,
             engine=step.engine,
-            trained=_trained(module, step),
+            trained=step.trained_names,
             trainer=module.trainer,
             expected=expected,
             pools=pools,
             loss_graph_check=run.config.loss_graph_check,
             is_count_public=isinstance(run.config.sampling, FullBatch),
         )
-
-
-def _trained(module: LightningModule, step: PrivateStep) -> list[str]:
-    trained = {id(param) for param in step.params}
-    return [name for name, param in module.named_parameters() if id(param) in trained]
 
 
 def _raise_or_warn(found: Isolation, module: LightningModule, *, may_warn: bool) -> None:

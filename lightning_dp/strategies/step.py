@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from lightning_dp._checks import MisconfigurationError
 from lightning_dp._module_state import ModuleState
 from lightning_dp._refusals import RefusedRun
+from lightning_dp._shards import as_shard, held_here, is_sharded
 from lightning_dp._training_step import apart, muted
 from lightning_dp.boundary import AbstractPerSampleGradients, Query
 from lightning_dp.functional import unflatten
@@ -91,6 +92,8 @@ class PrivateStep:
     ) -> None:
         self.parameters = SameParameters(module, optimizer, public)
         self.params = self.parameters.trained
+        self.is_sharded = any(is_sharded(param) for param in self.params)
+        """Each process has a part of each parameter, and all run the same passes together."""
         self._module, self._trainer = module, module.trainer
         self._before_records: ModuleState | None = None  # while they run alone
         self._device = device
@@ -149,6 +152,17 @@ class PrivateStep:
             yield
         finally:
             self._before_records = None
+
+    @property
+    def trained_names(self) -> list[str]:
+        """The names of the trained parameters."""
+        trained = {id(param) for param in self.params}
+        return [name for name, param in self._module.named_parameters() if id(param) in trained]
+
+    @property
+    def held(self) -> list[Tensor]:
+        """What this process holds of the trained parameters: of sharded ones its part."""
+        return held_here(self.params)
 
     @property
     def has_products(self) -> bool:
@@ -315,6 +329,8 @@ class PrivateStep:
             raise RefusedRun(_AGAIN, topic="batches-and-steps")
         batch.chunk = None
         gradients = self._take(scale)
+        if gradients is None or not chunk.size:
+            self._add_nothing(mechanism)
         if gradients is None and not self._is_passed_on:
             return  # nothing was back-propagated, so the records stay without an answer
         if chunk.size == 0 or mechanism.query is None:
@@ -420,12 +436,18 @@ class PrivateStep:
             found = self._passes.answer(query, replay, first=here, onto=mechanism.so_far)
         except OtherRowsError:
             self.note(OTHER_ROWS)
+            self._add_nothing(mechanism)
             found = None
         if found is not None:
             mechanism.answer(found)
         elif not self.one_record:
             self._batch.owed += replay.size
         return found is not None
+
+    def _add_nothing(self, mechanism: Mechanism) -> None:
+        """Let the other processes add up their parts of a sum over shards, where this one has none."""
+        if self.is_sharded and mechanism.query is not None and mechanism.so_far is not None:
+            mechanism.answer(self._passes.add_nothing(mechanism.query, mechanism.so_far))
 
     def _answer_again(self, mechanism: Mechanism, agree: Callable[[str | None], None]) -> None:
         """Answer a further query from all chunks of the batch."""
@@ -466,11 +488,12 @@ class PrivateStep:
             self.note(_TOO_EARLY)
         agree(self.fault(mechanism))
         try:
-            estimate = mechanism.tell(self.params, lambda: self._answer_again(mechanism, agree))
+            held = self.held
+            estimate = mechanism.tell(held, lambda: self._answer_again(mechanism, agree))
         finally:
             self._batch.answered.clear()
-        for param, gradient in zip(self.params, unflatten(estimate, self.params), strict=True):
-            param.grad = gradient
+        for param, gradient in zip(self.params, unflatten(estimate, held), strict=True):
+            param.grad = as_shard(gradient, param)
         self._passes.allow_step(check)
 
     def detach(self) -> None:

@@ -63,7 +63,7 @@ class DifferentialPrivacyStrategy(PrivateFitStrategy):
         fit.step.begin(chunk)
         if chunk.first:
             fit.probe.at_new_phase(batch)
-            mechanism.ask(fit.step.params)
+            mechanism.ask(fit.step.held)
             self.barrier("privacy charge")  # on the disk before any rank touches the batch
         fit.records.after_charge(loader, chunk)
         fit.spots.at_chunk(chunk)

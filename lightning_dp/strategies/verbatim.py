@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from lightning_dp._shards import held_here
 from lightning_dp.isolation.synthetic import leaves_of
 
 __all__ = ["LatestBatches"]
@@ -94,6 +95,7 @@ def _tensors(value: Any) -> Iterator[Tensor]:
     while work and len(known) < _OBJECTS:
         value = work.popleft()
         if isinstance(value, Tensor):
+            (value,) = held_here([value])
             if value.is_floating_point() and value.layout == torch.strided and value.dim():
                 yield value
         elif isinstance(value, np.ndarray):

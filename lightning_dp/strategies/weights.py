@@ -14,6 +14,7 @@ from lightning_dp._checks import MisconfigurationError
 from lightning_dp._fingerprint import fingerprint
 from lightning_dp._lazy_copies import address_of, is_shared
 from lightning_dp._refusals import RefusedRun
+from lightning_dp._shards import held_here
 
 __all__ = ["FirstStep", "LaterSteps", "SameParameters", "changed", "checksums"]
 
@@ -262,9 +263,9 @@ class LaterSteps:
 
     def _marks(self) -> dict[str, _Mark]:
         return {
-            name: _Mark.of(param)
+            name: _Mark.of(here)
             for name, param in self._all.items()
-            if not is_lazy(param) and type(param.data) is Tensor and not param.is_inference()
+            if (here := _plain(param)) is not None and not here.is_inference()
         }
 
 
@@ -312,10 +313,18 @@ def checksums(tensors: Mapping[str, Tensor]) -> dict[str, int]:
         ('weight',)
     """
     return {
-        name: int(fingerprint([tensor]))
+        name: int(fingerprint([here]))
         for name, tensor in tensors.items()
-        if not is_lazy(tensor) and type(tensor.data) is Tensor
+        if (here := _plain(tensor)) is not None
     }
+
+
+def _plain(tensor: Tensor) -> Tensor | None:
+    """Return what this process holds of a tensor; None for tensors of special classes and lazy ones."""
+    if is_lazy(tensor):
+        return None
+    (here,) = held_here([tensor])
+    return here if type(here.data) is Tensor else None
 
 
 def changed(before: Mapping[str, int], after: Mapping[str, int]) -> tuple[str, ...]:

@@ -1,0 +1,135 @@
+"""Sharded parameters (FSDP2), and the whole ones that stand in their places while a layer runs."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+from torch import Tensor, nn
+
+from lightning_dp._shards import is_sharded
+from lightning_dp.gradients.base import UnsupportedModelError
+from lightning_dp.gradients.graph import Survey
+from lightning_dp.gradients.module_hooks import ModuleHooks
+from lightning_dp.gradients.unsupported import is_flat_sharded, is_fully_sharded
+
+__all__ = ["WholeParameters", "refuse_other_shards"]
+
+
+def refuse_other_shards(module: nn.Module, params: Sequence[nn.Parameter]) -> None:
+    """Refuse parameters that are sharded otherwise than by ``fully_shard`` over all data-parallel ranks.
+
+    Raises:
+        UnsupportedModelError: naming them, and the cure.
+    """
+    trained = {id(param) for param in params}
+    named = [(name, param) for name, param in module.named_parameters() if id(param) in trained]
+    whole = [name for name, param in named if not is_sharded(param)]
+    fully = {
+        id(p) for part in module.modules() if is_fully_sharded(part) for p in part.parameters()
+    }
+    other = [
+        name
+        for name, param in named
+        if is_sharded(param) and not (id(param) in fully and _is_in_one_dimension(param))
+    ]
+    other += [name for name, part in module.named_modules() if is_flat_sharded(part)]
+    if other:
+        raise UnsupportedModelError(
+            f"{other[:5]} of the model are sharded, and not by fully_shard() over one mesh of all "
+            "data-parallel ranks (tensor parallelism, hybrid shards, FullyShardedDataParallel, "
+            "another use of DTensor). Use fully_shard(layer, mesh=self.device_mesh['data_parallel']) in "
+            "configure_model, or leave the model whole: strategy='ddp', or one device.",
+            topic="sharded",
+        )
+    if whole and len(whole) < len(named):
+        raise UnsupportedModelError(
+            f"{whole[:5]} are trained and not sharded, next to others that are. Shard what is left with "
+            "the root: fully_shard(self.model) after its blocks, in configure_model.",
+            topic="sharded",
+        )
+
+
+def _is_in_one_dimension(param: Any) -> bool:
+    return len(param.placements) == 1 and param.placements[0].is_shard()
+
+
+class WholeParameters:
+    """Knows which sharded parameter a whole one stands for.
+
+    The optimizer has shards. While a layer runs, torch puts the whole parameter in the place of the
+    shard, and that is what autograd's graph ends in. It is one object for the whole fit, so what was
+    seen in its place once tells it in every later graph.
+
+    Args:
+        module: the whole model.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._shards: dict[nn.Module, dict[str, nn.Parameter]] = {}
+        for layer in module.modules():
+            own = {
+                name: param
+                for name, param in layer._parameters.items()
+                if param is not None and is_sharded(param)
+            }
+            if own:
+                self._shards[layer] = own
+        self._shard_of: dict[int, nn.Parameter] = {}
+        self._seen: list[Tensor] = []  # so that ids stay theirs
+
+    @property
+    def layers(self) -> Iterable[nn.Module]:
+        """Those that hold sharded parameters."""
+        return self._shards
+
+    def hang_on(self, hooks: ModuleHooks) -> None:
+        """Look at each of these layers when it has run."""
+        for layer in self._shards:  # before torch's own hook, which puts the shards back
+            register = partial(layer.register_forward_hook, prepend=True)
+            hooks.add(layer, register, self._look)
+
+    def _look(self, layer: nn.Module, args: Any, output: Any) -> None:
+        self.look(layer)
+
+    def look(self, layer: nn.Module) -> None:
+        """See which tensors are in the places of a layer's parameters now."""
+        for name, shard in self._shards.get(layer, {}).items():
+            now = layer._parameters.get(name)
+            if now is None or now is shard or id(now) in self._shard_of:
+                continue
+            if isinstance(now, nn.Parameter) and now.is_leaf and now.shape == shard.shape:
+                self._shard_of[id(now)] = shard
+                self._seen.append(now)
+
+    def trained(self, param: Any) -> Any:
+        """Return the parameter that a tensor is, or stands for."""
+        return self._shard_of.get(id(param), param)
+
+    def translated(self, uses: Mapping[int, int]) -> Counter[int]:
+        """Return uses of parameters, by ``id``, as those of the parameters that are trained."""
+        found = Counter[int]()
+        for key, count in uses.items():
+            shard = self._shard_of.get(key)
+            found[key if shard is None else id(shard)] += count
+        return found
+
+    def refuse_unknown(self, graph: Survey, known: Iterable[nn.Parameter]) -> None:
+        """Refuse a graph that ends in a parameter nobody knows: it was used outside of its layer.
+
+        Raises:
+            UnsupportedModelError: naming its shape, and the cure.
+        """
+        if not self._shards:
+            return
+        ids = {id(param) for param in known} | self._shard_of.keys()
+        for key, variable in graph.variables.items():
+            if key not in ids and isinstance(variable, nn.Parameter):
+                raise UnsupportedModelError(
+                    f"A sharded parameter of shape {tuple(variable.shape)} is used outside of its layer "
+                    "(F.linear(x, layer.weight), say), where it cannot be told which one it is. Call "
+                    "the layer that has it.",
+                    topic="sharded",
+                )
