@@ -121,8 +121,8 @@ def check_strategy(strategy: Strategy) -> None:
         strategy, DeepSpeedStrategy | XLAStrategy | SingleDeviceXLAStrategy
     ):
         raise MisconfigurationError(
-            f"The strategy {kind} is not supported. Use strategy='auto' on one device, strategy='ddp', or "
-            "where a model does not fit on one device, ModelParallelStrategy(data_parallel_size=..., "
+            f"The strategy {kind} is not supported. Use strategy='auto' on one device, strategy='ddp', "
+            "or where a model does not fit on one device, ModelParallelStrategy(data_parallel_size=..., "
             "tensor_parallel_size=1) with fully_shard() in configure_model.",
             topic="strategy",
         )

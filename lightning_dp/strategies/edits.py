@@ -244,7 +244,7 @@ class Gradients:
     @classmethod
     def of(cls, parameters: Sequence[nn.Parameter], step: int) -> Gradients:
         """Look at the gradients of a step; over some steps, all entries have their turn."""
-        found = tuple(_here(param.grad) for param in parameters)
+        found = tuple(param.grad for param in parameters)
         return cls(tuple(map(_mark, found)), fingerprint(list(_sample(found, step))), found)
 
 
@@ -254,16 +254,16 @@ def _here(gradient: Tensor | None) -> Tensor | None:
 
 
 def _mark(gradient: Tensor | None) -> tuple[int, ...]:
-    if gradient is None or gradient.layout != torch.strided:
+    if (here := _here(gradient)) is None or here.layout != torch.strided:
         return (id(gradient),)
-    writes = 0 if gradient.is_inference() else gradient._version
-    return id(gradient), gradient.data_ptr(), writes
+    writes = 0 if here.is_inference() else here._version
+    return id(gradient), here.data_ptr(), writes
 
 
 def _sample(gradients: Sequence[Tensor | None], step: int) -> Iterator[Tensor]:
     """Yield entries of the gradients, evenly spread; at once of those that share their memory."""
     vectors: dict[int, Tensor] = {}
-    for each in gradients:
+    for each in map(_here, gradients):
         if each is not None and each.layout == torch.strided:
             whole = each if each._base is None else each._base
             vectors[id(whole)] = whole
