@@ -15,6 +15,7 @@ from lightning_dp._refusals import RefusedSetting
 __all__ = [
     "FILE_MODE",
     "create_file",
+    "file_of_checkpoint",
     "fixed_folder",
     "local_folder",
     "make_folder",
@@ -27,6 +28,12 @@ FILE_MODE = 0o600  # only the owner can read, whatever the umask says
 _FOLDER_MODE = 0o700
 _NEW = os.O_CREAT | os.O_EXCL | os.O_WRONLY | getattr(os, "O_BINARY", 0)
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")  # also as pathlib leaves it; C:/ is a drive
+
+
+def file_of_checkpoint(path: Path) -> Path:
+    """Return the file in which a checkpoint has what is no weight: of a sharded one, in its folder."""
+    inside = path / "meta.pt"
+    return inside if inside.is_file() else path
 
 
 def local_folder(

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
-__all__ = ["as_shard", "held_here", "is_sharded", "sum_into_shard"]
+__all__ = ["as_shard", "gathered", "held_here", "is_sharded", "scattered", "sum_into_shard"]
 
 
 def is_sharded(tensor: Tensor) -> bool:
@@ -81,3 +82,61 @@ def sum_into_shard(whole: Tensor, part: Tensor, param: Tensor) -> None:
         rows[rank].add_(part.view_as(rows[rank]))
     summed: Any = DTensor.from_local(whole, mesh, [Partial()], run_check=False)
     part.copy_(summed.redistribute(placements=like.placements).to_local().reshape(-1))
+
+
+def gathered(state: Any, params: Sequence[Tensor]) -> Any:
+    """Return a state with whole flat vectors in the places of those of shards; all processes call it.
+
+    Args:
+        state: nested dicts and lists.
+        params: the trained parameters. A vector with an entry for each that is held here is one of them.
+    """
+    held = held_here(params)
+    size = sum(each.numel() for each in held)
+
+    def whole(vector: Tensor) -> Tensor:
+        parts = torch.split(vector, [each.numel() for each in held])
+        each_whole = (
+            as_shard(part.view(here.shape), param)
+            for part, here, param in zip(parts, held, params, strict=True)
+        )
+        return torch.cat([_full(each).reshape(-1).cpu() for each in each_whole])
+
+    return _mapped(state, lambda vector: whole(vector) if _is_flat(vector, size) else vector)
+
+
+def scattered(state: Any, params: Sequence[Tensor]) -> Any:
+    """Return a state of :func:`gathered` with the parts of this process."""
+    size = sum(param.numel() for param in params)
+
+    def part(vector: Tensor) -> Tensor:
+        wholes = torch.split(vector, [param.numel() for param in params])
+        return torch.cat([_part(w.view(p.shape), p) for w, p in zip(wholes, params, strict=True)])
+
+    return _mapped(state, lambda vector: part(vector) if _is_flat(vector, size) else vector)
+
+
+def _is_flat(vector: Tensor, size: int) -> bool:
+    return vector.shape == (size,)
+
+
+def _full(tensor: Any) -> Tensor:
+    whole: Tensor = tensor.full_tensor() if is_sharded(tensor) else tensor
+    return whole
+
+
+def _part(whole: Tensor, param: Any) -> Tensor:
+    """Return this process's part of a whole parameter, flat."""
+    if not is_sharded(param):
+        return whole.reshape(-1)
+    rows = whole.chunk(param.device_mesh.size(), param.placements[0].dim)
+    rank = param.device_mesh.get_local_rank()
+    return rows[rank].reshape(-1) if rank < len(rows) else whole.new_zeros(0)
+
+
+def _mapped(state: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    if isinstance(state, Tensor):
+        return change(state)
+    if isinstance(state, dict):
+        return {key: _mapped(value, change) for key, value in state.items()}
+    return [_mapped(value, change) for value in state] if isinstance(state, list) else state

@@ -11,7 +11,7 @@ from pathlib import Path
 from stat import S_ISREG
 from typing import Any
 
-from lightning_dp._files import local_folder
+from lightning_dp._files import file_of_checkpoint, local_folder
 from lightning_dp._refusals import RefusedSetting
 from lightning_dp._validate import whole
 from lightning_dp.accounting._journal_text import Written, read_text
@@ -270,7 +270,9 @@ def _privacy_in(checkpoint_path: str | Path) -> dict[str, Any]:
     """Return the privacy record of a checkpoint; empty if it has none."""
     import torch  # only a checkpoint needs it, accounting does not
 
-    checkpoint = torch.load(checkpoint_path, map_location="cpu", weights_only=True)
+    checkpoint = torch.load(
+        file_of_checkpoint(Path(checkpoint_path)), map_location="cpu", weights_only=True
+    )
     record: dict[str, Any] = checkpoint.get("lightning_dp", {})
     return record
 

@@ -318,6 +318,10 @@ class RecordPasses:
         """Stand after all other hooks of the optimizer, whose step is next."""
         self._raw.expect_step()
 
+    def without_guard(self) -> AbstractContextManager[None]:
+        """Let any step of the optimizer pass, inside."""
+        return self._raw.off()
+
     def allow_step(self, check: Callable[[], None] | None = None) -> None:
         """Let the next optimizer step pass: the gradients are private now.
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor, nn
@@ -65,6 +66,7 @@ class RawGradientGuard:
         self._touched: dict[str, nn.Parameter] = {}
         self._optimizer = optimizer
         self._step_allowed = False
+        self._is_off = False
         self._check: Callable[[], None] | None = None  # before the step that is allowed
         self._depth = 0  # of step() calls: a subclass that calls super().step() has two
         self._entry: RemovableHandle | None = None
@@ -102,6 +104,8 @@ class RawGradientGuard:
 
     def _enter_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
         """Look at the gradients when the optimizer is about to use them: after its closure ran."""
+        if self._is_off:
+            return None
         self._depth += 1
         is_positional = len(args) > 1  # the first one is the optimizer
         closure = args[1] if is_positional else kwargs.get("closure")
@@ -128,6 +132,8 @@ class RawGradientGuard:
             self._step_allowed = True
 
     def _leave_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        if self._is_off:
+            return
         self._depth -= 1
         if not self._step_allowed:  # a closure was given and not called
             raise RefusedRun(_NOT_PRIVATE, topic="raw-gradients")
@@ -140,6 +146,15 @@ class RawGradientGuard:
             check: is called once, after everything else that runs before the optimizer reads them.
         """
         self._step_allowed, self._check = True, check
+
+    @contextmanager
+    def off(self) -> Iterator[None]:
+        """Let any step of the optimizer pass, inside, as if it were not watched."""
+        self._is_off = True
+        try:
+            yield
+        finally:
+            self._is_off = False
 
     def touched(self) -> dict[str, nn.Parameter]:
         """Return the parameters that got a raw gradient since the last call, by name."""

@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from lightning_dp._files import file_of_checkpoint
 from lightning_dp.about import About
 from lightning_dp.accounting.base import check_delta
 from lightning_dp.accounting.charges import Charges, JournalError
@@ -162,7 +163,7 @@ def _find(options: argparse.Namespace) -> _Found:
         raise _UsageError(f"{path} does not exist.")
     if options.delta is not None:
         check_delta(options.delta)
-    if path.is_dir():
+    if file_of_checkpoint(path).is_dir():
         return _find_in_folder(path, options)
     if path.suffix == ".journal":
         return _Found(journals=[_check_alone(path, *read_charges(path), options)])

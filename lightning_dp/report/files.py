@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 import torch
 
-from lightning_dp._files import FILE_MODE, replaced
+from lightning_dp._files import FILE_MODE, file_of_checkpoint, replaced
 from lightning_dp._refusals import RefusedSetting, text_of
 from lightning_dp.accounting.base import Relation, check_delta, check_relation
 from lightning_dp.accounting.charges import Charges, JournalError
@@ -220,7 +220,9 @@ def read_document(path: Path) -> Document:
 
 def _load(path: Path) -> dict[str, Any]:
     try:
-        content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        content = torch.load(
+            file_of_checkpoint(path), map_location="cpu", weights_only=True, mmap=True
+        )
     except (pickle.UnpicklingError, RuntimeError, EOFError, UnicodeDecodeError) as error:
         reason = str(error).strip().splitlines()
         raise RefusedSetting(

@@ -58,7 +58,7 @@ def make_private_loader(
         world_size=world.size,
         loader_length=len(checked),
     )
-    run.use_batches(plan)
+    run.use_batches(plan, world.size)
     sampler = ChunkSampler(
         plan,
         run.config.sampling,

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from contextlib import suppress
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import cached_property
 from pathlib import Path
 from types import MappingProxyType
@@ -15,9 +15,11 @@ from lightning.pytorch.plugins import Precision
 from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
+from torch.optim import Optimizer
 
 from lightning_dp._checks import check_model
 from lightning_dp._refusals import RefusedRun, RefusedSetting
+from lightning_dp._shards import scattered
 from lightning_dp._training_step import loss_in
 from lightning_dp._warnings import warn
 from lightning_dp._world import World
@@ -265,7 +267,8 @@ class PrivateFitStrategy(Strategy):
             fit.monitors.check()
             written = fit.edits.written(fit.optimizers.private)
             fit.agree(written or fit.latest.fault(checkpoint), Place.SAVE)
-        content = write_record(checkpoint, run, is_writer=self.is_global_zero)
+        lead, params = self.is_global_zero, self._sharded_parameters
+        content = write_record(checkpoint, run, is_writer=lead, sharded=params)
         if content is not None:
             for callback in self._callbacks:
                 callback.on_privacy_save(run, content)
@@ -274,12 +277,30 @@ class PrivateFitStrategy(Strategy):
         super().save_checkpoint(checkpoint, filepath, storage_options)
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> Any:
-        checkpoint = super().load_checkpoint(checkpoint_path, weights_only)
+        with self._without_guard():
+            checkpoint = super().load_checkpoint(checkpoint_path, weights_only)
         if self._trainer.state.fn != TrainerFn.FITTING:
             return checkpoint
         record = record_in(checkpoint, checkpoint_path)
+        if params := self._sharded_parameters:
+            record = {**record, "mechanism": scattered(record["mechanism"], params)}
         self.private_run.load_state_dict(record, self._folder, self._world())
         return checkpoint
+
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        with self._without_guard():
+            state: dict[str, Any] = super().optimizer_state(optimizer)
+        return state
+
+    def _without_guard(self) -> AbstractContextManager[None]:
+        """Let torch step an optimizer with zeros, to make the state that a sharded one is read into."""
+        return nullcontext() if self._fit is None else self._fit.step.without_guard()
+
+    @property
+    def _sharded_parameters(self) -> Sequence[Tensor]:
+        """The trained parameters, if each process has a part of them."""
+        step = None if self._fit is None else self._fit.step
+        return step.params if step is not None and step.is_sharded else ()
 
     def _leave_the_model(self) -> None:
         if self._fit is not None:

@@ -202,6 +202,10 @@ class PrivateStep:
         finally:
             self._passes.put_engine_on()
 
+    def without_guard(self) -> AbstractContextManager[None]:
+        """Let optimizer steps pass inside, between batches: torch makes states of them from zeros."""
+        return self._passes.without_guard()
+
     def begin(self, chunk: Chunk) -> None:
         """Open the accounts of the next physical batch."""
         self._look, self._is_passed_on = None, False

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lightning.pytorch import Trainer
+from torch import Tensor
 
 from lightning_dp._files import local_folder
 from lightning_dp._refusals import RefusedSetting, text_of
+from lightning_dp._shards import gathered
 from lightning_dp.run import PrivateRun
 
 if TYPE_CHECKING:
@@ -36,13 +38,19 @@ def default_folder(trainer: Trainer) -> Path:
 
 
 def write_record(
-    checkpoint: dict[str, Any], run: PrivateRun, *, is_writer: bool
+    checkpoint: dict[str, Any],
+    run: PrivateRun,
+    *,
+    is_writer: bool,
+    sharded: Sequence[Tensor] = (),
 ) -> PrivacyReport | None:
     """Put the record into a checkpoint that is about to be saved.
 
     Args:
         checkpoint: what Lightning saves.
         run: whose state it will hold.
+        sharded: the trained parameters, where each process has a part of them; the record has whole
+            vectors, for any number of processes.
         is_writer: on the process that writes the file the record has the report in it.
 
     Returns:
@@ -51,7 +59,10 @@ def write_record(
     from lightning_dp.report.files import CHECKPOINT_KEY, in_checkpoint
     from lightning_dp.report.of_run import report
 
-    checkpoint[CHECKPOINT_KEY] = run.state_dict()
+    record = run.state_dict()
+    if sharded:
+        record["mechanism"] = gathered(record["mechanism"], sharded)
+    checkpoint[CHECKPOINT_KEY] = record
     if not is_writer:
         return None
     content = report(run)
