@@ -59,6 +59,9 @@ class PrivateFitStrategy(Strategy):
     _given: tuple[PrivacyCallback, ...] = ()  # with the run
     _callbacks: tuple[PrivacyCallback, ...] = ()  # of the latest fit: checkpoints may follow it
     _fit: Fit | None = None  # between fits
+    _sharded: Sequence[
+        Tensor
+    ] = ()  # trained parameters of the latest fit: checkpoints may follow it
 
     # -- set-up ----------------------------------------------------------------------------
 
@@ -160,6 +163,7 @@ class PrivateFitStrategy(Strategy):
         self._fit = begin_fit(
             trainer, run, world, folder, wrap, leave, self._forward_again, optimizers
         )
+        self._sharded = self._fit.step.params if self._fit.step.is_sharded else ()
         estimator = run.config.resolved_estimator()
         check_estimator(
             estimator,
@@ -241,8 +245,9 @@ class PrivateFitStrategy(Strategy):
         return World(rank, size, self._sum_over_ranks, self.broadcast, is_sharded=shards)
 
     def _sum_over_ranks(self, vector: Tensor) -> Tensor:
-        total: Tensor = self.reduce(vector, reduce_op="sum")
-        return total
+        if self.world_size > 1:  # Strategy.reduce() has a barrier before each sum
+            torch.distributed.all_reduce(vector)
+        return vector
 
     def _warn(self, messages: Iterable[tuple[str, str]]) -> None:
         for topic, message in messages:
@@ -267,7 +272,7 @@ class PrivateFitStrategy(Strategy):
             fit.monitors.check()
             written = fit.edits.written(fit.optimizers.private)
             fit.agree(written or fit.latest.fault(checkpoint), Place.SAVE)
-        lead, params = self.is_global_zero, self._sharded_parameters
+        lead, params = self.is_global_zero, self._sharded
         content = write_record(checkpoint, run, is_writer=lead, sharded=params)
         if content is not None:
             for callback in self._callbacks:
@@ -282,8 +287,8 @@ class PrivateFitStrategy(Strategy):
         if self._trainer.state.fn != TrainerFn.FITTING:
             return checkpoint
         record = record_in(checkpoint, checkpoint_path)
-        if params := self._sharded_parameters:
-            record = {**record, "mechanism": scattered(record["mechanism"], params)}
+        if self._sharded:
+            record = {**record, "mechanism": scattered(record["mechanism"], self._sharded)}
         self.private_run.load_state_dict(record, self._folder, self._world())
         return checkpoint
 
@@ -295,12 +300,6 @@ class PrivateFitStrategy(Strategy):
     def _without_guard(self) -> AbstractContextManager[None]:
         """Let torch step an optimizer with zeros, to make the state that a sharded one is read into."""
         return nullcontext() if self._fit is None else self._fit.step.without_guard()
-
-    @property
-    def _sharded_parameters(self) -> Sequence[Tensor]:
-        """The trained parameters, if each process has a part of them."""
-        step = None if self._fit is None else self._fit.step
-        return step.params if step is not None and step.is_sharded else ()
 
     def _leave_the_model(self) -> None:
         if self._fit is not None:
@@ -333,4 +332,4 @@ class PrivateFitStrategy(Strategy):
 
     def __getstate__(self) -> dict[str, Any]:
         """For copies and pickles: nothing of a fit, which holds what is not noised yet."""
-        return {**super().__getstate__(), "_fit": None}
+        return {**super().__getstate__(), "_fit": None, "_sharded": ()}

@@ -109,8 +109,6 @@ class SpotChecks:
             self._check = None
         if not run.config.spot_checks or run.batches is None or self._step.one_record:
             return
-        if self._step.is_sharded:
-            return  # a pass that one process alone makes, to look closer, would wait for the others
         self._first = run.step if self._first is None else self._first
         since, chunks = run.step - self._first, run.batches.chunks_per_step
         if chunk.index % chunks != self._plan.chunk(since, chunks):

@@ -1,0 +1,225 @@
+"""What several processes do with a sharded model, one scenario after another; each saves what it saw.
+
+Usage: python jobs.py FOLDER PROCESSES SCENARIO [SCENARIO ...]. Lightning starts the other processes.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import signal
+import sys
+import tempfile
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import torch
+from lightning.pytorch.strategies import ModelParallelStrategy
+from sharded_fit import Small, fit, weights
+from sharded_models import MODELS, Chain, Sharding
+from torch import Tensor, nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
+
+from lightning_dp import Momentum
+from lightning_dp._noise import NoiseSource
+from lightning_dp._shards import as_shard, held_here
+from lightning_dp._world import World
+from lightning_dp.boundary import Query, Term, add_noise, begin_with_noise
+from lightning_dp.gradients.passes import RecordPasses, Replay
+
+CLIP_NORM, RECORDS = 0.05, 8
+
+
+def whole(parts: Tensor, params: list[nn.Parameter]) -> Tensor:
+    """All entries of a vector of which each process has its part."""
+    held = held_here(params)
+    cut = torch.split(parts, [each.numel() for each in held])
+    shards = (as_shard(c.view(h.shape), p) for c, h, p in zip(cut, held, params, strict=True))
+    return torch.cat([shard.full_tensor().flatten() for shard in shards])
+
+
+def shares(rank: int, processes: int) -> slice:
+    """The records of one process: of two the first has three, of four the second none."""
+    ends = {1: [0, 8], 2: [0, 3, 8], 4: [0, 3, 3, 5, 8]}[processes]
+    return slice(ends[rank], ends[rank + 1])
+
+
+class Sums(L.LightningModule):
+    """Asks for sums and releases in ``on_fit_start``, where Lightning has set up the processes."""
+
+    def __init__(self, name: str, policy: MixedPrecisionPolicy | None = None) -> None:
+        super().__init__()
+        self.name, self.policy = name, policy
+        self.make, self.records = MODELS[name]
+        self.net = self.make()
+        self.found: dict[str, Any] = {}
+
+    def configure_model(self) -> None:
+        Sharding(self.device_mesh["data_parallel"], self.policy)(self.net)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return self.net(self.records()[:1]).square().mean()
+
+    def on_fit_start(self) -> None:
+        rank, size = self.trainer.global_rank, self.trainer.world_size
+        world = World(rank, size, is_sharded=True)
+        params = [param for param in self.net.parameters() if param.requires_grad]
+        mine = self.records()[shares(rank, size)]
+        self.found["clipped"] = self.released(params, mine, world, 0.0)
+        with_noise = self.released(params, mine, world, 2.0)
+        self.found["noise"] = with_noise - self.found["clipped"]
+        self.found["held"] = sum(each.numel() for each in held_here(params))
+        self.found["all"] = sum(each.numel() for each in params)
+
+    def released(
+        self, params: list[nn.Parameter], mine: Tensor, world: World, noise_multiplier: float
+    ) -> Tensor:
+        query = Query((Term(),), CLIP_NORM, noise_multiplier)
+        total = begin_with_noise(query, held_here(params), NoiseSource(), world)
+        with RecordPasses(self.net, params, "bookkeeping") as passes:
+            if len(mine):
+                chunk = Replay(lambda: self.net(mine).square().mean(), len(mine))
+                passes.answer(query, chunk, onto=total)
+            else:  # the others wait for this process in forward, too
+                self.net(self.records()[:1])
+                passes.drop()
+                passes.add_nothing(query, total)
+        return whole(add_noise(total, noise_multiplier, NoiseSource(), world).value, params)
+
+
+def sums(name: str, processes: int, policy: MixedPrecisionPolicy | None = None) -> dict[str, Any]:
+    """Clipped sums and noise of a model whose records are unevenly spread."""
+    model = Sums(name, policy)
+    trainer = L.Trainer(
+        accelerator="cpu",
+        devices=processes,
+        strategy=ModelParallelStrategy(processes, 1),
+        max_steps=1,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    trainer.fit(model, torch.utils.data.DataLoader(torch.zeros(processes, 1)))
+    return model.found
+
+
+def half(name: str, processes: int) -> dict[str, Any]:
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    return sums(name, processes, policy)
+
+
+def trained(folder: Path, processes: int, **options: Any) -> dict[str, Any]:
+    """Twenty steps over all records without noise."""
+    privacy = {"noise_multiplier": 0.0, "max_grad_norm": math.inf}
+    trainer, _ = fit(folder, processes, privacy, steps=20, **options)
+    return {"weights": weights(trainer.lightning_module), "steps": trainer.global_step}
+
+
+def saved(folder: Path, processes: int, **options: Any) -> dict[str, Any]:
+    """Four private steps, of which the checkpoint holds momentum."""
+    privacy = {"noise_multiplier": 1.0, "max_grad_norm": 1.0, "postprocessing": [Momentum(0.5)]}
+    (folder / "run").mkdir(exist_ok=True)
+    trainer, callback = fit(folder / "run", processes, privacy, steps=4, saves=True, **options)
+    return {"weights": weights(trainer.lightning_module), "epsilon": callback.epsilon}
+
+
+def resumed(folder: Path, processes: int) -> dict[str, Any]:
+    """Two more steps from the checkpoint, without other records: what momentum does shows."""
+    privacy = {"noise_multiplier": 1.0, "max_grad_norm": 1.0, "postprocessing": [Momentum(0.5)]}
+    model = Small()
+    _, callback = fit(
+        folder / "run", processes, privacy, steps=6, model=model, ckpt_path=folder / "run/last.ckpt"
+    )
+    found = {"weights": weights(model), "begin": model.begin, "average": model.average}
+    return {**found, "epsilon": callback.epsilon, "steps": callback.steps}
+
+
+class Dies(Small):
+    """One process ends in its third step: between the charge and the release, or by an exception."""
+
+    def __init__(self, rank: int, how: str) -> None:
+        super().__init__()
+        self.rank, self.how = rank, how
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        if self.global_step == 2 and self.trainer.global_rank == self.rank:
+            if self.how == "killed":
+                os.kill(os.getpid(), signal.SIGKILL)
+            raise ZeroDivisionError("of the user's code")
+        return super().training_step(batch, batch_idx)
+
+    def on_train_batch_end(self, *unused: Any) -> None:
+        (self.folder / f"steps-{self.trainer.global_rank}").write_text(str(self.global_step))
+
+
+def dies(folder: Path, processes: int, how: str, rank: int, shards: bool) -> dict[str, Any]:
+    model = Dies(rank, how)
+    model.folder = folder
+    privacy = {"noise_multiplier": 1.0}
+    fit(folder, processes, privacy, steps=5, model=model, shards=shards)
+    return {}
+
+
+def peak(processes: int) -> dict[str, Any]:
+    """The peak of this process's memory over three steps of AdamW, in MiB above its start."""
+    model = Small()
+    model.net = Chain(
+        nn.Linear(6, 2000), *(nn.Linear(2000, 2000) for _ in range(6)), nn.Linear(2000, 3)
+    )
+    with tempfile.TemporaryDirectory() as folder:
+        privacy = {"noise_multiplier": 1.0}
+        watched = PeakMemory()
+        fit(Path(folder), processes, privacy, steps=4, model=model, callbacks=[watched])
+    return {"peak": watched.peak, "all": sum(p.numel() for p in model.parameters())}
+
+
+class PeakMemory(L.Callback):
+    """The peak of resident memory after the first step, in MiB: of weights, moments and a step."""
+
+    def __init__(self) -> None:
+        self.before = resident("VmRSS")
+        self.peak = 0.0
+
+    def on_train_batch_end(self, *unused: Any) -> None:
+        if self.peak == 0.0:
+            Path("/proc/self/clear_refs").write_text("5")
+        self.peak = resident("VmHWM") - self.before
+
+
+def resident(field: str) -> float:
+    (line,) = (x for x in Path("/proc/self/status").read_text().splitlines() if x.startswith(field))
+    return int(line.split()[1]) / 1024
+
+
+def main(folder: Path, processes: int, names: list[str]) -> None:
+    torch.set_num_threads(1)
+    scenarios: dict[str, Callable[[], dict[str, Any]]] = {
+        **{name: partial(sums, name, processes) for name in MODELS},
+        "half": lambda: half("mlp", processes),
+        "trained": lambda: trained(folder, processes),
+        "checked": lambda: trained(folder, processes, checks=True),
+        "saved": lambda: saved(folder, processes),
+        "consolidated": lambda: saved(folder, processes, is_distributed=False),
+        "resumed": lambda: resumed(folder, processes),
+        "peak": lambda: peak(processes),
+        **{
+            f"{how}-{rank}-{shards}": partial(dies, folder, processes, how, rank, bool(shards))
+            for how in ("killed", "raised")
+            for rank in (0, 1)
+            for shards in (0, 1)
+        },
+    }
+    for name in names:
+        found = scenarios[name]()
+        torch.save(found, folder / f"{name}-{processes}-{os.environ.get('LOCAL_RANK', '0')}.pt")
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3:])

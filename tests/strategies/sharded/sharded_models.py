@@ -1,0 +1,130 @@
+"""Models that are sharded, each with its records."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+
+@dataclass(frozen=True)
+class Sharding:
+    """Shards the blocks of a network, then the rest with the root."""
+
+    mesh: Any
+    policy: MixedPrecisionPolicy | None = None
+
+    def __call__(self, net: nn.Module) -> None:
+        policy = MixedPrecisionPolicy() if self.policy is None else self.policy
+        for block in getattr(net, "blocks", ()):
+            if any(True for _ in block.parameters()):
+                fully_shard(block, mesh=self.mesh, mp_policy=policy)
+        fully_shard(net, mesh=self.mesh, mp_policy=policy)
+
+
+class Chain(nn.Module):
+    """Layers one after the other."""
+
+    def __init__(self, *blocks: nn.Module) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(blocks)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+class Block(nn.Module):
+    """Attention and a feed-forward layer, over tokens."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm, self.qkv = nn.LayerNorm(width), nn.Linear(width, 3 * width)
+        self.up, self.down = nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(self.norm(x)).chunk(3, dim=-1)
+        x = x + nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return x + self.down(nn.functional.gelu(self.up(x)))
+
+
+class Checkpointed(Block):
+    """Runs once more in the backward pass."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.utils.checkpoint.checkpoint(super().forward, x, use_reentrant=False)
+
+
+class Transformer(nn.Module):
+    """A language model whose head has the weights of its embedding; 11 tokens are an uneven shard."""
+
+    def __init__(self, block: type[Block] = Block, width: int = 6) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(11, width)
+        self.blocks = nn.ModuleList(block(width) for _ in range(2))
+        self.head = nn.Linear(width, 11, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+class LoRA(nn.Module):
+    """A frozen layer with a trained one of low rank next to it."""
+
+    def __init__(self, frozen: nn.Linear, rank: int = 2) -> None:
+        super().__init__()
+        self.frozen = frozen.requires_grad_(False)
+        self.down = nn.Linear(frozen.in_features, rank, bias=False)
+        self.up = nn.Linear(rank, frozen.out_features, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.frozen(x) + self.up(self.down(x))
+
+
+def seeded(make: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
+    def made() -> nn.Module:
+        torch.manual_seed(4)
+        return make()
+
+    return made
+
+
+def lora() -> nn.Module:
+    layers = (LoRA(nn.Linear(6, 7)), nn.Tanh(), LoRA(nn.Linear(7, 3)))
+    return Chain(*layers)
+
+
+def convolutional() -> nn.Module:
+    first = (nn.Conv2d(1, 4, 3), nn.GroupNorm(2, 4), nn.ReLU(), nn.Flatten())
+    return Chain(*first, nn.Linear(4 * 16, 5))
+
+
+def features() -> Tensor:
+    return torch.randn(8, 6, generator=torch.Generator().manual_seed(2))
+
+
+def images() -> Tensor:
+    return torch.randn(8, 1, 6, 6, generator=torch.Generator().manual_seed(2))
+
+
+def tokens() -> Tensor:
+    return torch.randint(0, 11, (8, 5), generator=torch.Generator().manual_seed(2))
+
+
+MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor]]] = {
+    "mlp": (seeded(lambda: Chain(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 3))), features),
+    "cnn": (seeded(convolutional), images),
+    "tied": (seeded(Transformer), tokens),
+    "checkpointed": (seeded(lambda: Transformer(Checkpointed)), tokens),
+    "lora": (seeded(lora), features),
+    "wide": (seeded(lambda: Chain(nn.Linear(6, 4000, bias=False))), features),
+}

@@ -1,0 +1,226 @@
+"""Sharded parameters (FSDP2) in real processes (gloo), through Lightning's ModelParallelStrategy."""
+
+from __future__ import annotations
+
+import importlib
+import math
+import os
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_dp.accounting.journal import read_journal
+
+HERE = Path(__file__).parent
+sys.path.insert(0, str(HERE))  # what the processes import, too
+small = importlib.import_module("sharded_fit")
+MODELS = importlib.import_module("sharded_models").MODELS
+sys.path.remove(str(HERE))
+
+CLIP_NORM, MULTIPLIER = 0.05, 2.0
+
+
+def launch(folder: Path, processes: int, *scenarios: str) -> subprocess.CompletedProcess[str]:
+    """Run scenarios in one job."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+    distributed = {"LOCAL_RANK", "NODE_RANK", "WORLD_SIZE", "MASTER_ADDR", "RANK"}
+    inherited = {name: value for name, value in os.environ.items() if name not in distributed}
+    return subprocess.run(
+        [sys.executable, HERE / "jobs.py", folder, str(processes), *scenarios],
+        env={**inherited, "MASTER_PORT": port, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+
+
+def run(folder: Path, processes: int, *scenarios: str) -> None:
+    done = launch(folder, processes, *scenarios)
+    assert done.returncode == 0, done.stderr[-5000:]
+
+
+def results(folder: Path, processes: int, scenario: str) -> list[dict[str, Any]]:
+    files = [folder / f"{scenario}-{processes}-{rank}.pt" for rank in range(processes)]
+    return [torch.load(file, weights_only=True) for file in files]
+
+
+@pytest.fixture(scope="module")
+def job(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where two processes have left what they saw."""
+    folder = tmp_path_factory.mktemp("job")
+    run(folder, 2, *MODELS, "half", "trained", "checked", "saved", "resumed")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def four(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same of four, of which one has no record."""
+    folder = tmp_path_factory.mktemp("four")
+    run(folder, 4, *MODELS, "half", "trained")
+    return folder
+
+
+def clipped_sum(name: str) -> Tensor:
+    """The sum over records, one by one in a whole model, each clipped."""
+    make, records = MODELS[name]
+    net, x = make(), records()
+    params = [param for param in net.parameters() if param.requires_grad]
+    total = torch.zeros(sum(param.numel() for param in params))
+    for i in range(len(x)):
+        found = torch.autograd.grad(net(x[i : i + 1]).square().mean(), params)
+        gradient = torch.cat([each.flatten() for each in found])
+        total += gradient * min(1.0, CLIP_NORM / float(gradient.norm()))
+    return total
+
+
+def plainly_trained() -> Tensor:
+    """Twenty steps of a whole model on all records, without privacy."""
+    net = small.Small().net
+    optimizer = torch.optim.AdamW(net.parameters(), lr=0.05)
+    x, y = small.records().tensors
+    for _ in range(20):
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(net(x), y).backward()
+        optimizer.step()
+    return nn.utils.parameters_to_vector(net.parameters()).detach()
+
+
+def check_sums(folder: Path, processes: int, name: str) -> None:
+    want = clipped_sum(name)
+    for each in results(folder, processes, name):
+        torch.testing.assert_close(each["clipped"], want, rtol=0, atol=1e-6)
+        assert each["all"] == len(want)
+    assert float(want.norm()) > 2 * CLIP_NORM
+
+
+@pytest.mark.parametrize("name", list(MODELS))
+def test_clipped_sums_are_those_of_one_process(job: Path, name: str) -> None:
+    check_sums(job, 2, name)
+    held = [each["held"] for each in results(job, 2, name)]
+    assert sum(held) == len(clipped_sum(name)) > max(held)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", list(MODELS))
+def test_four_processes_of_which_one_has_no_record_give_the_same_sums(
+    four: Path, name: str
+) -> None:
+    check_sums(four, 4, name)
+
+
+def test_weights_of_half_precision_give_sums_of_float32(job: Path) -> None:
+    want = clipped_sum("mlp")
+    for each in results(job, 2, "half"):
+        assert each["clipped"].dtype == torch.float32
+        assert float((each["clipped"] - want).norm()) < 0.02 * float(want.norm())
+
+
+@pytest.mark.parametrize("processes", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_noise_has_its_variance_once_and_is_independent_between_processes(
+    request: pytest.FixtureRequest, processes: int
+) -> None:
+    folder = request.getfixturevalue("job" if processes == 2 else "four")
+    lead, *others = results(folder, processes, "wide")
+    noise = lead["noise"].double() / (MULTIPLIER * CLIP_NORM)
+    error = math.sqrt(2 / len(noise))
+    assert abs(float(noise.var()) - 1) < 3 * error
+    assert all(torch.equal(each["noise"], lead["noise"]) for each in others)
+    shares = noise.view(processes, -1)  # rows of the only weight, sharded in equal parts
+    apart = torch.corrcoef(shares) - torch.eye(processes)
+    assert float(apart.abs().max()) < 4 / math.sqrt(shares.shape[1])
+    assert len(noise.unique()) > 0.99 * len(noise)
+
+
+@pytest.mark.parametrize("scenario", ["trained", "checked"])
+def test_without_noise_and_clipping_it_is_plain_training_of_a_whole_model(
+    job: Path, scenario: str
+) -> None:
+    want = plainly_trained()
+    for each in results(job, 2, scenario):
+        assert each["steps"] == 20
+        torch.testing.assert_close(each["weights"], want, rtol=0, atol=2e-5)
+
+
+@pytest.mark.slow
+def test_four_processes_train_the_same(four: Path) -> None:
+    for each in results(four, 4, "trained"):
+        torch.testing.assert_close(each["weights"], plainly_trained(), rtol=0, atol=2e-5)
+
+
+def check_resumed(folder: Path, processes: int, before: dict[str, Any]) -> None:
+    found = results(folder, processes, "resumed")
+    assert sum(len(each["average"]) for each in found) == len(before["weights"])
+    for each in found:
+        assert torch.equal(each["begin"], before["weights"])
+        assert torch.equal(each["weights"], found[0]["weights"])
+        assert each["epsilon"] > before["epsilon"]
+        assert each["steps"] == 6
+
+
+def test_a_run_goes_on_from_its_folder_of_shards(job: Path) -> None:
+    check_resumed(job, 2, results(job, 2, "saved")[0])
+    done = subprocess.run(
+        [sys.executable, "-m", "lightning_dp.report", job / "run/last.ckpt"],
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "6 steps" in done.stdout or "4 steps" in done.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("scenario", ["saved", "consolidated"])
+def test_a_run_goes_on_with_other_numbers_of_processes(tmp_path: Path, scenario: str) -> None:
+    run(tmp_path, 2, scenario)
+    before = results(tmp_path, 2, scenario)[0]
+    for processes in (4, 1):
+        here = tmp_path / str(processes)
+        here.mkdir()
+        os.symlink(tmp_path / "run", here / "run")
+        done = launch(here, processes, "resumed")
+        assert done.returncode == 0, done.stderr[-5000:]
+        found = results(here, processes, "resumed")
+        assert sum(len(each["average"]) for each in found) == len(before["weights"])
+        for each in found:
+            assert torch.equal(each["begin"], before["weights"])
+            assert torch.equal(each["weights"], found[0]["weights"])
+            assert each["epsilon"] > before["epsilon"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("shards", [0, 1])
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("how", ["killed", "raised"])
+def test_a_process_that_dies_leaves_the_ledger_ahead_by_one_step_at_most(
+    tmp_path: Path, how: str, rank: int, shards: int
+) -> None:
+    done = launch(tmp_path, 2, f"{how}-{rank}-{shards}")
+    if how == "killed" and rank == 0:
+        assert done.returncode == -signal.SIGKILL
+    else:
+        assert done.returncode != 0
+    (journal,) = tmp_path.rglob("*.journal")
+    made = int((tmp_path / f"steps-{rank}").read_text())
+    assert made == 2
+    assert made <= read_journal(journal)[1].total <= made + 1
+
+
+@pytest.mark.slow
+def test_the_peak_of_a_process_falls_with_their_number(tmp_path: Path) -> None:
+    peaks = []
+    for processes in (1, 2, 4):
+        run(tmp_path, processes, "peak")
+        found = results(tmp_path, processes, "peak")
+        peaks.append(max(each["peak"] for each in found))
+    print(peaks, found[0]["all"])
+    assert peaks[1] < 0.75 * peaks[0]
+    assert peaks[2] < 0.75 * peaks[1]
