@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import secrets
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, fields
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -255,8 +255,8 @@ class PrivateRun:
     def use_batches(self, batches: BatchPlan, processes: int = 1) -> None:
         """Fix how batches are made; it is a public constant of the run.
 
-        A run that goes on from a checkpoint may divide the same batches among other numbers of
-        processes and chunks.
+        A run that goes on from a checkpoint may divide the same batches among another number of
+        processes.
 
         Raises:
             ValueError: if the current run, or the checkpoint it resumes, had others.
@@ -264,15 +264,13 @@ class PrivateRun:
         known = self.batches if self.is_under_way else None
         if self._resumed is not None:
             known = BatchPlan(**self._resumed["batches"])
-            known = replace(known, chunks_per_step=batches.chunks_per_step)
         if known is not None and known != batches:
             size = known.expected_batch_size / (known.chunks_per_step * processes)
             raise RefusedSetting(
                 f"The training data or its batches changed during the run: {known} before, "
                 f"{batches} now. The sampling rate is a constant of a private run: keep the number "
-                "of records, and batch_size · accumulate_grad_batches · processes; with "
-                f"{processes} processes and accumulate_grad_batches={known.chunks_per_step}, that is "
-                f"batch_size={size:g}.",
+                "of records, accumulate_grad_batches, and batch_size times the number of processes: for "
+                f"{processes} of them that is batch_size={size:g}.",
                 topic="data-changed",
             )
         self.batches = batches

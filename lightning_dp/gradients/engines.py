@@ -16,6 +16,7 @@ from lightning_dp.gradients.base import (
     without_alone,
 )
 from lightning_dp.gradients.record_flow import CoupledLossError
+from lightning_dp.gradients.sharded import refuse_other_shards
 from lightning_dp.gradients.unsupported import refuse_sharded, refuse_special
 
 __all__ = ["EngineChoice", "Rung", "attach_engine"]
@@ -148,6 +149,7 @@ class EngineChoice:
             UnsupportedModelError: if there is none.
         """
         refuse_special(module, params)
+        refuse_other_shards(module, params)
         while True:
             engine = self._rung.make()
             try:

@@ -213,7 +213,7 @@ class _Mark:
     is_shared: bool
 
     @classmethod
-    def of(cls, param: nn.Parameter) -> _Mark:
+    def of(cls, param: Tensor) -> _Mark:
         """Look at a parameter."""
         return cls(param._version, address_of(param), is_shared(param))
 

@@ -56,15 +56,55 @@ def flat(_: Any) -> nn.Module:
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning", "ignore:FSDP")
-@pytest.mark.parametrize("make", [fully_sharded, one_layer, one_tensor, flat])
-def test_sharded_parameters_are_refused_by_name(make, mesh):
+@pytest.mark.parametrize(
+    ("make", "says"),
+    [
+        (one_layer, r"\['0\.weight', '0\.bias'\].* trained and not sharded.*with the root"),
+        (one_tensor, r"\['2\.weight'\].* not by fully_shard\(\) over one mesh"),
+        (flat, r"\['0'\].* not by fully_shard\(\) over one mesh"),
+    ],
+)
+def test_parameters_that_are_sharded_otherwise_are_refused_by_name(make, says, mesh):
     module = make(mesh)
-    name = r"\['0" if make in (fully_sharded, flat) else r"\['2\.weight'"
-    for engine in ("auto", "bookkeeping", "functional", "hooks"):
-        with pytest.raises(UnsupportedModelError, match=rf"{name}.* sharded .*one device"):
+    for engine in ("auto", "bookkeeping"):
+        with pytest.raises(UnsupportedModelError, match=says):
+            attach_engine(engine, module, list(module.parameters()))
+    for engine in ("functional", "hooks", "one_by_one"):
+        with pytest.raises(UnsupportedModelError, match="sharded"):
             attach_engine(engine, module, list(module.parameters()))
     with pytest.raises(UnsupportedModelError, match="sharded"):
         check_model(module)
+
+
+def test_one_engine_knows_sharded_parameters_and_others_name_it(mesh):
+    module = fully_sharded(mesh)
+    for engine in ("auto", "bookkeeping"):
+        attached, description = attach_engine(engine, module, list(module.parameters()))
+        attached.detach()
+        assert description == "bookkeeping"
+    for engine in ("functional", "hooks", "one_by_one"):
+        with pytest.raises(UnsupportedModelError, match=r"'0.* sharded .*engine='bookkeeping'"):
+            attach_engine(engine, module, list(module.parameters()))
+    with pytest.raises(UnsupportedModelError, match="sharded"):
+        check_model(module)
+    check_model(module, may_be_sharded=True)
+
+
+def test_a_sharded_parameter_that_is_used_outside_of_its_layer_is_refused(mesh):
+    class Outside(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer, self.other = nn.Linear(6, 4), nn.Linear(4, 6)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return nn.functional.linear(self.layer(x), self.other.weight)
+
+    module = fully_shard(Outside(), mesh=mesh)
+    engine = Bookkeeping()
+    engine.attach(module, list(module.parameters()))
+    loss = module(torch.randn(3, 6)).square().mean()
+    with pytest.raises(UnsupportedModelError, match=r"shape \(6, 4\) is used outside of its layer"):
+        engine.backward(loss)
 
 
 def test_a_sharded_model_is_refused_before_anything_is_charged(
