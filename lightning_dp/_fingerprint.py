@@ -62,7 +62,9 @@ def _blocks(tensors: Sequence[Tensor]) -> Iterator[Tensor]:
     parts: list[Tensor] = []
     room = _BLOCK
     for tensor in tensors:
-        rest = tensor.detach().contiguous().view(-1).view(torch.uint8)
+        flat = tensor.detach().contiguous().view(-1)
+        # One entry out of a longer vector is contiguous with any stride.
+        rest = flat.as_strided((len(flat),), (1,)).view(torch.uint8)
         while len(rest):
             part, rest = rest[:room], rest[room:]
             parts.append(part)

@@ -88,3 +88,8 @@ def test_changes_of_many_entries_do_not_cancel(change, dtype):
         before = fingerprint([tensor])
         change(tensor)
         assert fingerprint([tensor]) != before
+
+
+def test_one_entry_of_a_longer_vector():
+    vector = torch.arange(10.0)
+    assert fingerprint([vector[3::20]]) == fingerprint([torch.tensor([3.0])])

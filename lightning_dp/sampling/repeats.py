@@ -52,6 +52,8 @@ def find_repeat(dataset: object) -> Repeat | None:
         >>> find_repeat(ConcatDataset([Subset(records, [0, 1]), Subset(records, [-4, 3])]))
         Repeat(source='list', index=1, count=2)
     """
+    if _is_innermost(dataset):
+        return None  # without memory for each row, of which there may be 10^9
     rows = np.arange(len(dataset))  # type: ignore[arg-type]
     sources: dict[object, _Source] = {}
     for leaf, places, of_rows in _follow(dataset, rows, rows, ()):
@@ -120,6 +122,12 @@ def _follow(
         yield from _follow(part, places, rows, above)
     if not parts:
         yield dataset, places, rows
+
+
+def _is_innermost(dataset: object) -> bool:
+    """Tell whether a data set is made of no others, and its rows of no memory that can be compared."""
+    nested = isinstance(dataset, ConcatDataset | Tensor | TensorDataset) or _chooses(dataset)
+    return not nested and not any(part is not dataset for part in _parts(dataset))
 
 
 def _chooses(dataset: Any) -> bool:

@@ -27,7 +27,7 @@ from lightning_dp import Momentum
 from lightning_dp._noise import NoiseSource
 from lightning_dp._shards import as_shard, held_here
 from lightning_dp._world import World
-from lightning_dp.boundary import Query, Term, add_noise, begin_with_noise
+from lightning_dp.boundary import Query, Term, add_noise, begin_with_noise, bounded_sum
 from lightning_dp.gradients.passes import RecordPasses, Replay
 
 CLIP_NORM, RECORDS = 0.05, 8
@@ -83,12 +83,14 @@ class Sums(L.LightningModule):
         query = Query((Term(),), CLIP_NORM, noise_multiplier)
         total = begin_with_noise(query, held_here(params), NoiseSource(), world)
         with RecordPasses(self.net, params, "bookkeeping") as passes:
+            # A process without records runs a stand-in with the others, and adds nothing.
+            chunk = mine if len(mine) else self.records()[:1]
+            found = passes.gradients(
+                query, Replay(lambda: self.net(chunk).square().mean(), len(chunk))
+            )
             if len(mine):
-                chunk = Replay(lambda: self.net(mine).square().mean(), len(mine))
-                passes.answer(query, chunk, onto=total)
-            else:  # the others wait for this process in forward, too
-                self.net(self.records()[:1])
-                passes.drop()
+                bounded_sum(found, CLIP_NORM, 0.0, total)
+            else:
                 passes.add_nothing(query, total)
         return whole(add_noise(total, noise_multiplier, NoiseSource(), world).value, params)
 

@@ -25,6 +25,11 @@ MODELS = importlib.import_module("sharded_models").MODELS
 sys.path.remove(str(HERE))
 
 CLIP_NORM, MULTIPLIER = 0.05, 2.0
+GIVE_BACK = {  # glibc's settings: freed memory goes back to the system, so that peaks are those of tensors
+    "MALLOC_MMAP_THRESHOLD_": "65536",
+    "MALLOC_TRIM_THRESHOLD_": "65536",
+    "MALLOC_TOP_PAD_": "0",
+}
 
 
 def launch(folder: Path, processes: int, *scenarios: str) -> subprocess.CompletedProcess[str]:
@@ -36,7 +41,7 @@ def launch(folder: Path, processes: int, *scenarios: str) -> subprocess.Complete
     inherited = {name: value for name, value in os.environ.items() if name not in distributed}
     return subprocess.run(
         [sys.executable, HERE / "jobs.py", folder, str(processes), *scenarios],
-        env={**inherited, "MASTER_PORT": port, "OMP_NUM_THREADS": "1"},
+        env={**inherited, **GIVE_BACK, "MASTER_PORT": port, "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
         timeout=300,
@@ -221,6 +226,6 @@ def test_the_peak_of_a_process_falls_with_their_number(tmp_path: Path) -> None:
         run(tmp_path, processes, "peak")
         found = results(tmp_path, processes, "peak")
         peaks.append(max(each["peak"] for each in found))
-    print(peaks, found[0]["all"])
-    assert peaks[1] < 0.75 * peaks[0]
-    assert peaks[2] < 0.75 * peaks[1]
+    # Of 24 million weights: 504, 305 and 189 MiB when this was written.
+    assert peaks[1] < 0.7 * peaks[0]
+    assert peaks[2] < 0.7 * peaks[1]
