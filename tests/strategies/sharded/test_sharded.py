@@ -25,7 +25,8 @@ MODELS = importlib.import_module("sharded_models").MODELS
 sys.path.remove(str(HERE))
 
 CLIP_NORM, MULTIPLIER = 0.05, 2.0
-GIVE_BACK = {  # glibc's settings: freed memory goes back to the system, so that peaks are those of tensors
+# glibc's settings: freed memory goes back to the system, so that peaks are those of tensors.
+GIVE_BACK = {
     "MALLOC_MMAP_THRESHOLD_": "65536",
     "MALLOC_TRIM_THRESHOLD_": "65536",
     "MALLOC_TOP_PAD_": "0",
