@@ -23,7 +23,7 @@ class Model(L.LightningModule):
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         x, y = batch
-        assert x.device == self.device
+        assert x.device.type == self.device.type
         loss = nn.functional.cross_entropy(self.net(x), y)
         self.log("loss", loss)
         return loss
