@@ -48,6 +48,7 @@ class Answer:
             (:mod:`lightning_dp.isolation.ignored`).
         has_class_weights: True if one of them weighs its classes.
         ignored: for each of them, how many targets every record ignores; None where that differs.
+        may_write: False if the forward pass left weights and buffers as they were.
     """
 
     count: int
@@ -58,6 +59,7 @@ class Answer:
     means: int = 0
     has_class_weights: bool = False
     ignored: tuple[int | None, ...] = ()
+    may_write: bool = True
 
     def about(self, records: Sequence[int]) -> Answer:
         """Return the answer about some of the records."""

@@ -67,8 +67,11 @@ def probe_later(passes: Passes, pool: Any, n: int, *, in_short: bool = False) ->
         pool: 2n records.
         in_short: look at the first moments only.
     """
-    batches = [take_rows(pool, range(i, 2 * n, 2)) for i in (0, 1)]
+    batches = [take_rows(pool, range(i, n, 2)) for i in (0, 1)]
     look = _look(passes, batches)
+    if look is None:  # the model may need more records
+        batches = [take_rows(pool, range(i, 2 * n, 2)) for i in (0, 1)]
+        look = _look(passes, batches)
     if look is None:
         return ISOLATED
     known, probes = {look.operations}, 0

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
+from lightning_dp.isolation.class_numbers import ClassNumbers
 from lightning_dp.isolation.kinds import SyntheticKind, Values, exchange_rows, parts_of
 from lightning_dp.isolation.passes import Passes
 from lightning_dp.isolation.synthetic import take_rows
@@ -38,7 +39,8 @@ def padding_numbers(module: nn.Module) -> tuple[int, ...]:
 def last_numbers(passes: Passes, pool: Any, tamest: SyntheticKind) -> tuple[int, ...]:
     """Return for each part of a batch the largest whole number tried that the model takes in it.
 
-    Tried are those below the sizes that its layers, its settings and the shapes of the batch name.
+    Tried are those below the sizes that its layers, its settings and the shapes of the batch name;
+    where a loss shows how many classes it has, none beyond the first.
 
     Args:
         pool: synthetic records that it takes.
@@ -53,19 +55,30 @@ def last_numbers(passes: Passes, pool: Any, tamest: SyntheticKind) -> tuple[int,
         fitting = [
             last for last in tries if not part.is_real and Values(last, last, 1).fit(part.dtype)
         ]
-        takes = (last for last in fitting[:_TRIES] if _runs(passes, pool, tamest, place, last))
-        found.append(next(takes, 0 if part.is_real else int(known)))
+        takes = _first_taken(passes, pool, tamest, place, fitting[:_TRIES])
+        found.append((0 if part.is_real else int(known)) if takes is None else takes)
     return tuple(found)
 
 
-def _runs(passes: Passes, pool: Any, tamest: SyntheticKind, place: int, last: int) -> bool:
-    kind = tamest.at(place, Values(last, last, 1))
-    batch = exchange_rows(take_rows(pool, (0, 1)), [1], kind, torch.Generator().manual_seed(0))
-    try:
-        passes.loss(batch)
-    except Exception:
-        return False
-    return True
+def _first_taken(
+    passes: Passes, pool: Any, tamest: SyntheticKind, place: int, tries: Sequence[int]
+) -> int | None:
+    """Return the first number that the model takes; those that its loss has no class for are left out."""
+    classes: int | None = None
+    for last in tries:
+        if classes is not None and last >= classes:
+            continue
+        kind = tamest.at(place, Values(last, last, 1))
+        batch = exchange_rows(take_rows(pool, (0, 1)), [1], kind, torch.Generator().manual_seed(0))
+        seen = ClassNumbers()
+        try:
+            with seen:
+                passes.loss(batch)
+        except Exception:
+            classes = seen.of(batch).get(place, classes)
+            continue
+        return last
+    return None
 
 
 def _named(module: nn.Module, pattern: re.Pattern[str]) -> Iterator[int]:

@@ -60,6 +60,9 @@ __all__ = [
 ]
 
 
+_FEW_BYTES = 16 << 20  # of buffers that are compared after each pass
+
+
 class NoLoss(NotProbed):
     """A step gave nothing to go back from."""
 
@@ -269,6 +272,7 @@ class Passes:
         own = dict(module.named_parameters())
         params = [own[name] for name in self.trained]
         noticed: list[tuple[bool, list[bool], list[int | None]]] = []  # before the graph is freed
+        written: list[bool] = []
         before, own_before = seed(seed_number), self._own_generators(module)
 
         def forward() -> Tensor:
@@ -281,6 +285,7 @@ class Passes:
             weighs = [mean.has_class_weights for mean in means]
             ignores = [mean.ignored_alike(n) for mean in means]
             noticed.append((has_drawn, weighs, ignores))
+            written.append(self._may_have_written(module))
             return loss
 
         adds_up = self.choice.description not in self._added_up
@@ -300,6 +305,20 @@ class Passes:
             means=len(weighs),
             has_class_weights=any(weighs),
             ignored=tuple(ignores),
+            may_write=any(written),
+        )
+
+    def _may_have_written(self, module: LightningModule) -> bool:
+        """Tell whether a forward pass may have changed weights or buffers, where that is seen at once."""
+        now, own = dict(_state_of(module)), dict(_state_of(self.module))
+        buffers = [name for name, _ in self.module.named_buffers()]
+        if now.keys() != own.keys() or sum(own[name].nbytes for name in buffers) > _FEW_BYTES:
+            return True
+        weights = own.keys() - set(buffers)
+        if not all(is_one_memory(own[name], now[name]) for name in weights):
+            return True
+        return not all(
+            same(own[name].detach().cpu().to(now[name].dtype), now[name]) for name in buffers
         )
 
     def attached(

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
+from lightning_dp.isolation.class_numbers import ClassNumbers
 from lightning_dp.isolation.kinds import (
     REAL_LABELS,
     SyntheticKind,
@@ -47,11 +49,18 @@ def pools_that_run(passes: Passes, like: Any) -> Iterator[tuple[Any, SyntheticKi
     """
     failure: Exception | None = None
     first: tuple[Any, SyntheticKind] | None = None
-    for pool, kind in _with_classes(like):
+    left = list(_CLASSES)
+    while left:
+        each, seen = left.pop(0), ClassNumbers()
+        pool, kind = _with_classes(like, *each)
         try:
-            passes.loss(pool)
+            with seen:
+                passes.loss(pool)
         except Exception as error:
-            failure = error.with_traceback(None)  # whose frames hold the whole pass
+            error.with_traceback(None)  # whose frames hold the whole pass
+            if failure is None or not _is_too_many(each, seen.least):
+                failure = error
+            left.sort(key=partial(_is_too_many, known=seen.least))  # those are tried last
         else:
             first = first or (pool, kind)
             yield pool, kind
@@ -66,10 +75,14 @@ def pools_that_run(passes: Passes, like: Any) -> Iterator[tuple[Any, SyntheticKi
         raise failure
 
 
-def _with_classes(like: Any) -> Iterator[tuple[Any, SyntheticKind]]:
-    for classes, first in _CLASSES:
-        pool = synthetic_pool(like, _RECORDS, classes, first)
-        yield take_rows(pool, range(_RECORDS)), base_kind(parts_of(like), classes, first)
+def _with_classes(like: Any, classes: int, first: int) -> tuple[Any, SyntheticKind]:
+    pool = synthetic_pool(like, _RECORDS, classes, first)
+    return take_rows(pool, range(_RECORDS)), base_kind(parts_of(like), classes, first)
+
+
+def _is_too_many(each: tuple[int, int], known: int | None) -> bool:
+    classes, first = each
+    return known is not None and first + classes > known
 
 
 def _with_real_labels(

@@ -33,9 +33,10 @@ def probe_size(
     expected: int,
     most: int,
 ) -> Isolation:
-    """Exchange half of the records of a batch as large as those of the run; leave out the last one.
+    """Exchange half of the records of a batch as large as those of the run, and compare it with a few.
 
-    As many as a few seconds allow: what was tried instead is said.
+    As many as a few seconds allow: what was tried instead is said. The first n records must have the
+    gradients that they have among themselves, or else those that they have without the last one.
 
     Args:
         pool: synthetic records, the first n of which are the usual batch.
@@ -51,7 +52,8 @@ def probe_size(
     kind = _all_classes(pool, tamest, last)
     records = take_rows(pool, [row % (2 * n) for row in range(size)])
     generator = torch.Generator().manual_seed(0)
-    before = Batch(exchange_rows(records, range(size), kind, generator), size, (id(pool), size))
+    records = exchange_rows(records, range(n, size), kind, generator)
+    before = Batch(records, size, (id(pool), size))
     rows = range(0, size, 2)
     reals = [place for place, part in enumerate(parts_of(pool)) if part.is_real]
     try:
@@ -65,12 +67,19 @@ def probe_size(
             after = exchange_rows(before.records, rows, kind, generator)
             found = comparisons.outcome(Change.exchanged(before, after, rows))
         if found.outcome == "isolated" and not comparisons.answer(before).is_random:
-            found = _last_left_out(comparisons, before)
+            found = _fewer(comparisons, Batch.of(pool, range(n)), before)
     except UnsupportedModelError:
         raise
     except Exception:
         return Isolation("isolated", left_out=(f"{size} records at once",))
     return found if found.outcome != "isolated" else Isolation("isolated", left_out=left_out)
+
+
+def _fewer(comparisons: Comparisons, few: Batch, many: Batch) -> Isolation:
+    """Compare the first of many records with those few alone, whose answer is known."""
+    same = range(few.n)
+    found = comparisons.outcome(Change(few, many, same, same), why=False)
+    return found if found.outcome == "isolated" else _last_left_out(comparisons, many)
 
 
 def _last_left_out(comparisons: Comparisons, before: Batch) -> Isolation:

@@ -157,7 +157,7 @@ def _of_labels(parts: Sequence[Part], tamest: SyntheticKind) -> Iterator[_Try]:
 
 def _of_equal_records(parts: Sequence[Part], tamest: SyntheticKind) -> Iterator[_Try]:
     """List a batch whose records are all equal, and one of zeros, where some become others."""
-    for real in (0.5, 0.0):
+    for real in (0.5, 0.0) if any(part.is_real for part in parts) else (0.5,):
         values = tuple(
             Values(real, real, 1)
             if part.is_real
