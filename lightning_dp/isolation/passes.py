@@ -317,9 +317,7 @@ class Passes:
         weights = own.keys() - set(buffers)
         if not all(is_one_memory(own[name], now[name]) for name in weights):
             return True
-        return not all(
-            same(own[name].detach().cpu().to(now[name].dtype), now[name]) for name in buffers
-        )
+        return not all(same_elsewhere(own[name].detach(), now[name]) for name in buffers)
 
     def attached(
         self,

@@ -151,6 +151,11 @@ class SpotChecks:
         check.kept = self._kept(check.seen.state, check.real_state)
         check.seen.state.drop_parameters()
 
+    @property
+    def is_checking(self) -> bool:
+        """True if a pass was made for the step in hand."""
+        return self._check is not None
+
     def settle(self, agree: Agreement) -> None:
         """Look closer at what moved, on all ranks, before the step is released.
 

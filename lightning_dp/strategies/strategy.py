@@ -98,7 +98,7 @@ class DifferentialPrivacyStrategy(PrivateFitStrategy):
         again = partial(self._forward_again, args, kwargs)
         fit.step.before_forward(mechanism, again, (args, kwargs))
         fit.first.enter_forward()
-        fit.later.enter_forward()
+        fit.later.enter_forward(has_snapshot=fit.first.is_looking or fit.spots.is_checking)
         output = self._watched(*args, **kwargs)
         self._answer_waiting()
         self._leave_forward()
@@ -130,7 +130,7 @@ class DifferentialPrivacyStrategy(PrivateFitStrategy):
         records = private_loader_of(self._trainer).alone
         forwards = fit.alone.forwards(partial(self._forward_alone, args, kwargs), records)
         fit.first.enter_forward()
-        fit.later.enter_forward()
+        fit.later.enter_forward(has_snapshot=fit.first.is_looking)
         is_first = self.private_run.steps <= 1
         try:
             step.answer_each(self._mechanism, forwards, is_first=is_first)

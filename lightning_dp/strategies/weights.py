@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeAlias
 
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
@@ -12,11 +13,13 @@ from torch.optim import Optimizer
 
 from lightning_dp._checks import MisconfigurationError
 from lightning_dp._fingerprint import fingerprint
-from lightning_dp._lazy_copies import address_of, is_shared
+from lightning_dp._lazy_copies import address_of, is_one_memory, is_plain, is_shared, lazily_copied
 from lightning_dp._refusals import RefusedRun
 from lightning_dp._shards import held_here
 
-__all__ = ["FirstStep", "LaterSteps", "SameParameters", "changed", "checksums"]
+__all__ = ["FirstStep", "LaterSteps", "SameParameters", "checksums"]
+
+_Seen: TypeAlias = Tensor | int  # a lazy copy of a parameter, or its checksum
 
 _WRITTEN = (
     "training_step changed the parameters {} itself (a codebook or statistic kept as a parameter, a "
@@ -127,14 +130,19 @@ class FirstStep:
         self._waiting = {
             name: p for name, p in self._all.items() if p.requires_grad and id(p) in own
         }
-        self._before_forward: dict[str, int] = {}
-        self._before_update: dict[str, int] = {}
-        self._after_update: dict[str, int] = {}
+        self._before_forward: dict[str, _Seen] = {}
+        self._before_update: dict[str, _Seen] = {}
+        self._after_update: dict[str, _Seen] = {}
 
     def enter_forward(self) -> None:
         """Look at all parameters as ``training_step`` begins, the first time."""
         if self._unseen:
-            self._before_forward, self._unseen = checksums(self._unseen), {}
+            self._before_forward, self._unseen = _seen(self._unseen), {}
+
+    @property
+    def is_looking(self) -> bool:
+        """True while ``training_step`` runs for the first time."""
+        return bool(self._before_forward)
 
     def leave_forward(self) -> None:
         """Compare them when the loss is there: after ``training_step``, or in ``manual_backward``.
@@ -149,8 +157,8 @@ class FirstStep:
 
     def enter_update(self) -> None:
         """Look at what the optimizer is about to move, or must not move."""
-        if watched := {**self._frozen, **self._waiting}:
-            self._before_update = checksums(watched)
+        # Those that are going to be moved would be copied then: their checksums take no memory.
+        self._before_update = {**_seen(self._frozen), **checksums(self._waiting)}
 
     def leave_update(self, optimizer: Optimizer) -> list[tuple[str, str]]:
         """Compare it after the step; return topics and texts of what the user should be warned of.
@@ -193,9 +201,9 @@ class FirstStep:
         )
         return [("written-weights", warning)]
 
-    def _changed_since(self, before: Mapping[str, int]) -> tuple[str, ...]:
+    def _changed_since(self, before: Mapping[str, _Seen]) -> tuple[str, ...]:
         """Return the names of the parameters that are not what they were."""
-        return changed(before, checksums({name: self._all[name] for name in before}))
+        return tuple(name for name in before if _is_changed(before[name], self._all[name]))
 
 
 @dataclass(frozen=True)
@@ -239,9 +247,18 @@ class LaterSteps:
         self._usual: frozenset[str] | None = None  # written to at the first batch
         self._moving: frozenset[str] = frozenset()  # that may have got other memory there
 
-    def enter_forward(self) -> None:
-        """Look at all parameters as ``training_step`` begins."""
+    def enter_forward(self, *, has_snapshot: bool = False) -> None:
+        """Look at all parameters as ``training_step`` begins.
+
+        Args:
+            has_snapshot: somebody holds lazy copies of them.
+        """
         self._before = self._marks()
+        if not has_snapshot and any(mark.is_shared for mark in self._before.values()):
+            for param in self._all.values():
+                if is_plain(param):
+                    param.data_ptr()  # nobody has a copy any more: this only ends the sharing
+            self._before = self._marks()
 
     def fault(self) -> str | None:
         """Compare them when the loss is there; return why the step may not be released."""
@@ -298,6 +315,22 @@ def _some(names: tuple[str, ...] | list[str]) -> str:
     return f"{list(names[:5])}{more}"
 
 
+def _seen(tensors: Mapping[str, Tensor]) -> dict[str, _Seen]:
+    """Return lazy copies, which tell at once that nobody wrote; checksums where none can be made."""
+    found: dict[str, _Seen] = {}
+    for name, tensor in tensors.items():
+        copied = None if is_lazy(tensor) else lazily_copied(tensor)
+        found |= checksums({name: tensor}) if copied is None else {name: copied}
+    return found
+
+
+def _is_changed(before: _Seen, now: Tensor) -> bool:
+    if isinstance(before, Tensor):
+        return not is_one_memory(before, now) and _is_changed(int(fingerprint([before])), now)
+    here = _plain(now)
+    return here is None or before != int(fingerprint([here]))
+
+
 def checksums(tensors: Mapping[str, Tensor]) -> dict[str, int]:
     """Return a fingerprint of each tensor; a change alters it, except with probability 2⁻³².
 
@@ -309,8 +342,8 @@ def checksums(tensors: Mapping[str, Tensor]) -> dict[str, int]:
         >>> weight = torch.ones(3)
         >>> before = checksums({"weight": weight})
         >>> weight[1] += 1e-7
-        >>> changed(before, checksums({"weight": weight}))
-        ('weight',)
+        >>> before == checksums({"weight": weight})
+        False
     """
     return {
         name: int(fingerprint([here]))
@@ -325,8 +358,3 @@ def _plain(tensor: Tensor) -> Tensor | None:
         return None
     (here,) = held_here([tensor])
     return here if type(here.data) is Tensor else None
-
-
-def changed(before: Mapping[str, int], after: Mapping[str, int]) -> tuple[str, ...]:
-    """Return the names of the tensors whose checksums differ."""
-    return tuple(name for name in before if before[name] != after[name])

@@ -17,7 +17,7 @@ from lightning_dp import CubicNewton, Diff2, LaplacianSmoothing
 from lightning_dp._warnings import PrivacyWarning
 from lightning_dp.accounting.events import VoidedRunError
 from lightning_dp.callbacks import DifferentialPrivacy
-from lightning_dp.strategies.weights import _parameters_of, changed, checksums
+from lightning_dp.strategies.weights import _parameters_of, checksums
 
 
 @pytest.fixture
@@ -70,12 +70,12 @@ def test_any_changed_entry_changes_the_fingerprint(dtype):
     tensor = torch.randn(3, 4).to(dtype).t()  # not contiguous
 
     before = checksums({"t": tensor})
-    assert changed(before, checksums({"t": tensor.clone()})) == ()
+    assert before == checksums({"t": tensor.clone()})
     for row in range(4):
         for column in range(3):
             other = tensor.clone()
             other[row, column] = -other[row, column]
-            assert changed(before, checksums({"t": other})) == ("t",)
+            assert before != checksums({"t": other})
 
 
 def test_changes_that_keep_the_sum_are_seen():
@@ -84,9 +84,9 @@ def test_changes_that_keep_the_sum_are_seen():
     for i, j in ((0, 1), (5, 2_500_000), (0, 2**20)):
         swapped = tensor.clone()
         swapped[i], swapped[j] = tensor[j], tensor[i]
-        assert changed(before, checksums({"t": swapped})) == ("t",)
+        assert before != checksums({"t": swapped})
     signs = torch.ones(2, dtype=torch.float64)
-    assert changed(checksums({"t": signs}), checksums({"t": -signs})) == ("t",)
+    assert checksums({"t": signs}) != checksums({"t": -signs})
 
 
 # -- the optimizer has the parameters of the model -------------------------------------------------
