@@ -89,6 +89,10 @@ class Comparisons:
         self.passes = passes
         self._kept: dict[Any, Answer] = {}
 
+    def knows(self, batch: Batch) -> bool:
+        """Tell whether a batch was run before."""
+        return (batch.key, 0) in self._kept
+
     def answer(
         self, batch: Batch, seed_number: int = 0, *, same_first_rows: bool = False
     ) -> Answer:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from torch.utils.flop_counter import FlopCounterMode
-
+from lightning_dp.isolation.collated import CollatedPool
+from lightning_dp.isolation.nesting import number_of_rows
 from lightning_dp.isolation.passes import Passes
 from lightning_dp.isolation.synthetic import take_rows
 
@@ -35,16 +35,13 @@ class Effort:
 
     @classmethod
     def of(cls, passes: Passes, pool: Any, n: int) -> Effort:
-        """Count the operations of a forward pass over the first n records."""
-        records, counter = take_rows(pool, range(n)), FlopCounterMode(display=False)
-        try:
-            with counter:
-                passes.loss(records)
-        except RuntimeError:  # the counter knows no torch.autograd.grad in the forward pass
-            passes.loss(records)
+        """Count the operations of a forward pass over a pool, or over the first n of its records."""
+        is_made = isinstance(pool, CollatedPool)
+        operations = passes.operations_of(take_rows(pool, range(n)) if is_made else pool)
+        records = n if is_made else number_of_rows(pool)
         sizes = {name: param.numel() for name, param in passes.module.named_parameters()}
         trained = sum(sizes[name] for name in passes.trained)
-        return cls(counter.get_total_flops() / n, sum(sizes.values()), trained)
+        return cls(operations / records, sum(sizes.values()), trained)
 
     def is_long(self, n: int) -> bool:
         """Tell whether passes of n records are so long that only the most telling are made.

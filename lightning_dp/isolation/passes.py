@@ -16,6 +16,7 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor, nn
 from torch.nn.modules.dropout import _DropoutNd
+from torch.utils.flop_counter import FlopCounterMode
 
 from lightning_dp._fingerprint import fingerprint
 from lightning_dp._generators import accelerator_kept
@@ -109,6 +110,7 @@ class Passes:
         self._copies = ModelCopies(module)
         self._added_up: set[str] = set()  # engines whose sum was compared
         self._is_half = is_half(module)
+        self._counted: tuple[Any, float] | None = None  # a batch, and its operations
         self._outside: ModuleState | None = None
         self._reached: ModuleState | None = None
 
@@ -210,6 +212,18 @@ class Passes:
         """Run the forward pass only. Raises whatever the model raises."""
         with self._copy() as module:
             self._loss(module, batch)
+
+    def operations_of(self, batch: Any) -> float:
+        """Run the forward pass only, and count its operations; those of the same batch once."""
+        if self._counted is None or self._counted[0] is not batch:
+            counter = FlopCounterMode(display=False)
+            try:
+                with counter:
+                    self.loss(batch)
+            except RuntimeError:  # the counter knows no torch.autograd.grad in the forward pass
+                self.loss(batch)
+            self._counted = batch, float(counter.get_total_flops())
+        return self._counted[1]
 
     def written_by(self, batch: Any) -> dict[str, Tensor]:
         """Return the weights and buffers that a forward pass changes, as they are after it."""

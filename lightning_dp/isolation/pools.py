@@ -55,7 +55,7 @@ def pools_that_run(passes: Passes, like: Any) -> Iterator[tuple[Any, SyntheticKi
         pool, kind = _with_classes(like, *each)
         try:
             with seen:
-                passes.loss(pool)
+                passes.operations_of(pool)
         except Exception as error:
             error.with_traceback(None)  # whose frames hold the whole pass
             if failure is None or not _is_too_many(each, seen.least):
