@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_dp._noise import NoiseSource
+from lightning_dp._noise import NoiseSource, normal_values
 from lightning_dp._world import World
 from lightning_dp.accounting import Gaussian, PoissonGaussian
 from lightning_dp.accounting.guards import FixedGuard
@@ -75,7 +75,11 @@ def run(routine: BVRLSGD, noise: float, seed: int) -> Tensor:
 
 def twin(lr: float, local_steps: int, z3: float, noise: float, seed: int) -> Any:
     """Algorithms 1 and 4 written down once more."""
-    draw = np.random.Generator(np.random.PCG64DXSM([seed, 0])).standard_normal
+    generator = np.random.Generator(np.random.PCG64DXSM([seed, 0]))
+
+    def draw(size: int) -> Any:
+        return normal_values(generator, size).numpy()
+
     rng = np.random.default_rng(seed)
     n = WORKERS * PER_WORKER
     ratio = math.sqrt((INTERVAL - 1) / (2.0 - 1))

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from lightning_dp import CubicNewton
-from lightning_dp._noise import random_generator
+from lightning_dp._noise import normal_values, random_generator
 from lightning_dp.boundary import BoundedSum, Query, bounded_sum
 from lightning_dp.federated import AsyncServer
 from lightning_dp.federated.cubic_newton import CubicNewtonClient, CubicNewtonPlan
@@ -156,7 +156,7 @@ class Federation:
     def _round_by_hand(self, i: int, t: int, x: Any, c: Any) -> Any:
         n, q, tau = self.plan.newton, self.sample_rate, self.plan.newton.inner_steps
         key = int(random_generator(self.seed + i, 2, t).integers(2**62))
-        noise, sample = random_generator(key, 0), random_generator(self.seed + i, 1, t)
+        noise, sample = random_generator(key, 0, 0, 0), random_generator(self.seed + i, 1, t)
         a, y = (part.numpy() for part in data(i))
         p = 1 / (1 + np.exp(-a @ x))
         g = ((p - y)[:, None] * a)[:, c]
@@ -175,7 +175,7 @@ class Federation:
             total = u.sum(0)
             if self.noise_multiplier:
                 z = self.noise_multiplier * (1 if n.fresh_batches else math.sqrt(tau))
-                total = total + z * bound * noise.standard_normal(len(c))
+                total = total + z * bound * normal_values(noise, len(c)).numpy()
             slope = total / (q * RECORDS) + n.weight_decay * (x[c] + v)
             slope = slope + n.hessian_lipschitz / 2 * length * v
             step = min(2 / (n.strong_convexity * (s + 2)), n.max_step_size or math.inf)
