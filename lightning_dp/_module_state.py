@@ -100,6 +100,7 @@ class ModuleState:
         *,
         parameters: bool = False,
         copies: bool = True,
+        sharded: bool = False,
     ) -> ModuleState:
         """Take a snapshot.
 
@@ -110,8 +111,11 @@ class ModuleState:
                 they are many times those that are trained.
             copies: of buffers and parameters; without them the snapshot is good for comparing at
                 once, not for going back to.
+            sharded: parameters are left out: in their places torch puts whole ones and shards by turns,
+                and it frees the memory of whole ones.
         """
-        walk = _Walk(_copied(module) if parameters else frozenset(), copies)
+        values = _copied(module) if parameters and not sharded else frozenset()
+        walk = _Walk(values, copies, left_out="_parameters" if sharded else None)
         walk.take("", "", module)
         for number, callback in enumerate(callbacks):
             if not is_library(type(callback)):
@@ -218,13 +222,16 @@ class _Walk:
     Args:
         parameters: ids of those whose values are held.
         copies: of buffers and parameters.
+        left_out: the key of the parts of modules that are not looked into; None if all are.
     """
 
-    def __init__(self, parameters: frozenset[int], copies: bool) -> None:
+    def __init__(
+        self, parameters: frozenset[int], copies: bool, left_out: str | None = None
+    ) -> None:
         self.roots: dict[str, tuple[str, Held]] = {}
         self.known: dict[int | str, Held] = {}  # by the ids of objects, which they keep alive
         self._types: set[type] = set()
-        self._parameters, self._copies = parameters, copies
+        self._parameters, self._copies, self._left_out = parameters, copies, left_out
         self._budget = Budget(_OBJECTS, _BYTES)
         self._work: deque[tuple[Held, int]] = deque()
 
@@ -242,6 +249,8 @@ class _Walk:
             held, depth = self._work.popleft()
             for key, thing in held.inside():
                 is_of_torch = key in _INNER and isinstance(held.owner, nn.Module)
+                if is_of_torch and key == self._left_out:
+                    continue
                 new = self._named if is_of_torch else self._new
                 kind = held.kind if is_of_torch is False or held.kind == "metric" else _INNER[key]
                 if (part := self._held(thing, kind, depth + 1, new)) is not None:

@@ -125,7 +125,7 @@ class SpotChecks:
             self._parts.see(args[0], self._size)
         if chunk is None:
             return
-        start = ModuleState.of(self._module, self._callbacks, parameters=True)
+        start = self._state()
         exchange = self._exchange(args[0], chunk.size)
         randomness = RandomState(self._trainer.strategy.root_device)
         self._check = check = Check(args, exchange, start, randomness, self._size)
@@ -142,9 +142,7 @@ class SpotChecks:
         if not check.seen.drawn.is_now():
             check.seen = None  # how many random numbers are drawn depends on records
             return
-        check.real_state = ModuleState.of(
-            self._module, self._callbacks, parameters=True, copies=False
-        )
+        check.real_state = self._state(copies=False)
         if check.seen.state.drew(check.real_state):
             check.seen = None
             return
@@ -181,8 +179,11 @@ class SpotChecks:
         callbacks: Sequence[object] = self._trainer.callbacks  # type: ignore[attr-defined]
         return callbacks
 
-    def _state(self) -> ModuleState:
-        return ModuleState.of(self._module, self._callbacks, parameters=True)
+    def _state(self, *, copies: bool = True) -> ModuleState:
+        sharded = self._step.is_sharded
+        return ModuleState.of(
+            self._module, self._callbacks, parameters=True, copies=copies, sharded=sharded
+        )
 
     def _exchange(self, batch: Any, size: int, attempt: int = 0) -> Exchange | None:
         """Return the batch with records exchanged; None if rows are no records, or there are none."""

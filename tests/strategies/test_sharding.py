@@ -24,6 +24,7 @@ from lightning_dp import (
     Storm,
 )
 from lightning_dp.callbacks import DifferentialPrivacy
+from lightning_dp.strategies.checks import check_strategy
 
 
 @pytest.fixture(autouse=True)
@@ -58,7 +59,6 @@ def fit(
     folder: Path,
     privacy: dict[str, Any],
     shard: Callable[[nn.Module, Any], object] = whole,
-    strategy: Any = None,
 ) -> DifferentialPrivacy:
     callback = DifferentialPrivacy(
         target_delta=1e-5, **{"noise_multiplier": 1.0, "isolation_probe": False, **privacy}
@@ -67,7 +67,7 @@ def fit(
         max_steps=3,
         accelerator="cpu",
         devices=1,
-        strategy=ModelParallelStrategy(1, 1) if strategy is None else strategy,
+        strategy=ModelParallelStrategy(1, 1),
         callbacks=[callback],
         default_root_dir=folder,
         logger=False,
@@ -107,9 +107,10 @@ def test_a_model_that_is_not_sharded_is_refused(tmp_path):
     refused(tmp_path, match, {}, shard=lambda net, mesh: None)
 
 
-def test_other_ways_to_shard_are_refused_with_the_way_out(tmp_path):
+def test_other_ways_to_shard_are_refused_with_the_way_out():
     match = r"FSDPStrategy is not supported.*ModelParallelStrategy\(data_parallel_size"
-    refused(tmp_path, match, {}, strategy=FSDPStrategy())
+    with pytest.raises(MisconfigurationException, match=match):
+        check_strategy(FSDPStrategy())
 
 
 @pytest.mark.parametrize("privacy", [{}, {"postprocessing": [Momentum(0.5)]}])
