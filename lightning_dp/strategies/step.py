@@ -161,7 +161,7 @@ class PrivateStep:
 
     @property
     def held(self) -> list[Tensor]:
-        """What this process holds of the trained parameters: of sharded ones its part."""
+        """The trained parameters as this process holds them, of sharded ones its part."""
         return held_here(self.params)
 
     @property
