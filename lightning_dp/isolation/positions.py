@@ -18,9 +18,10 @@ _SEED = 100  # with which random numbers begin
 
 
 def probe_positions(comparisons: Comparisons, pool: Any, n: int) -> Isolation:
-    """Leave out one half of the records, and the other one; then replace every second one.
+    """Leave out one half of the records, the other one, and the last record; replace every second one.
 
-    So each record is gone while each of the others is there. Where gradients move then, or cannot be
+    So each record is gone while others are there, and a single one too: a statistic of the batch may be
+    the same for halves, such as the share of a label. Where gradients of halves move, or cannot be
     compared, the record at every position is left out in turn, or replaced.
 
     Where the model draws random numbers, it draws others for each position.
@@ -28,7 +29,7 @@ def probe_positions(comparisons: Comparisons, pool: Any, n: int) -> Isolation:
     Args:
         pool: at least 2n records; the first n are the batch, the others the replacements.
     """
-    for j in () if _halves_are_alone(comparisons, pool, n) else range(n):
+    for j in (n - 1,) if _halves_are_alone(comparisons, pool, n) else range(n):
         found = _at(comparisons, pool, n, j)
         if found.outcome != "isolated":
             return found

@@ -85,7 +85,7 @@ def test_in_the_middle_of_a_step_the_state_holds_released_values_only(trial):
 def test_a_sum_that_is_not_noised_does_not_print_its_values(trial):
     total = BoundedSum(torch.full((trial.size,), 12345.0), 1.0)
     assert "12345" not in repr(total)
-    assert repr(total) == "BoundedSum(clip_norm=1.0)"
+    assert repr(total) == "BoundedSum(clip_norm=1.0, noise_std=None)"
     mechanism = trial.make()
     mechanism.ask(trial.params)
     mechanism.answer(total)

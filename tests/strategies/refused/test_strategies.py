@@ -12,7 +12,6 @@ from lightning.pytorch.strategies import (
     DDPStrategy,
     DeepSpeedStrategy,
     FSDPStrategy,
-    ModelParallelStrategy,
     SingleDeviceStrategy,
     SingleDeviceXLAStrategy,
     XLAStrategy,
@@ -35,7 +34,6 @@ def uninitialised(kind: type[Any]) -> Any:
     "strategy",
     [
         FSDPStrategy(),
-        ModelParallelStrategy(),
         uninitialised(DeepSpeedStrategy),
         uninitialised(XLAStrategy),
         uninitialised(SingleDeviceXLAStrategy),
