@@ -440,12 +440,12 @@ class PrivateStep:
             found = self._passes.answer(query, replay, first=here, onto=mechanism.so_far)
         except OtherRowsError:
             self.note(OTHER_ROWS)
-            self._add_nothing(mechanism)
             found = None
         if found is not None:
             mechanism.answer(found)
-        elif not self.one_record:
-            self._batch.owed += replay.size
+        else:
+            self._add_nothing(mechanism)
+            self._batch.owed += 0 if self.one_record else replay.size
         return found is not None
 
     def _add_nothing(self, mechanism: Mechanism) -> None:
