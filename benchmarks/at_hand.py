@@ -32,7 +32,7 @@ _MODULE: Any = None if ON_CPU else torch.get_device_module(DEVICE)
 
 
 def named() -> str:
-    """What a table says of the device."""
+    """Return the words of a table about the device."""
     if ON_CPU:
         return "one thread"
     name = getattr(_MODULE, "get_device_name", None)

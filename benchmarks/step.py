@@ -1,4 +1,4 @@
-"""What one private step costs: beside the same step without privacy, and beside the peers.
+"""The cost of one private step, next to the same step without privacy, and next to the peers.
 
     python benchmarks/step.py [--quick] [--models MLP CNN ...] [--check] [--processor]
 

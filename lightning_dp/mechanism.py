@@ -48,7 +48,8 @@ class _Step:
         driver: the estimator as it is in this step.
         charged: z that the step was charged with.
         asked: its queries; none if it asks nothing.
-        total: the answer of the chunks so far, not noised; None before the first one.
+        total: the answer of the chunks so far, not noised; None before the first one. Of shards it begins
+            with the noise.
     """
 
     driver: Driver

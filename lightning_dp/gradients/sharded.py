@@ -80,11 +80,6 @@ class WholeParameters:
         self._shard_of: dict[int, nn.Parameter] = {}
         self._seen: list[Tensor] = []  # so that ids stay theirs
 
-    @property
-    def layers(self) -> Iterable[nn.Module]:
-        """Those that hold sharded parameters."""
-        return self._shards
-
     def hang_on(self, hooks: ModuleHooks) -> None:
         """Look at each of these layers when it has run."""
         for layer in self._shards:  # before torch's own hook, which puts the shards back

@@ -299,7 +299,8 @@ class PrivateFitStrategy(Strategy):
 
     def _without_guard(self) -> AbstractContextManager[None]:
         """Let torch step an optimizer with zeros, to make the state that a sharded one is read into."""
-        return nullcontext() if self._fit is None else self._fit.step.without_guard()
+        fit = self._fit if self._sharded else None
+        return nullcontext() if fit is None else fit.step.without_guard()
 
     def _leave_the_model(self) -> None:
         if self._fit is not None:

@@ -1,4 +1,4 @@
-"""What is trained on the device."""
+"""Models that are trained on the device."""
 
 from __future__ import annotations
 

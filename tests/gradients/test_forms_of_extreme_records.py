@@ -62,7 +62,7 @@ KINDS = {
 
 
 class Alone(AbstractPerSampleGradients):
-    """What one record of a batch adds to the sum."""
+    """The part of one record of a batch in the sum."""
 
     def __init__(self, all_of_them: AbstractPerSampleGradients, record: int) -> None:
         self.all, self.record = all_of_them, record

@@ -167,7 +167,7 @@ def test_a_record_whose_large_terms_cancel_stays_within_its_bound(kind):
 
 
 def far_apart(kind: str) -> tuple[nn.Module, Tensor, Tensor]:
-    """As above with so many positions that rows are made, for a first record of two."""
+    """The same with so many positions that rows are made, for a first record of two."""
     if kind == "sequence":
         batch = torch.cat([opposite(torch.randn(6)).repeat(1, 20, 1), torch.randn(1, 40, 6)])
         return nn.Linear(6, 4, bias=False), batch, torch.randn(1, 1, 4).expand(2, 40, 4)

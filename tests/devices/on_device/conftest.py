@@ -21,7 +21,7 @@ from lightning_dp.callbacks import DifferentialPrivacy
 
 @dataclass
 class Fitted:
-    """What a fit left."""
+    """The traces of a fit."""
 
     model: Model
     trainer: L.Trainer

@@ -1,4 +1,4 @@
-"""How often the host waits for the device in a step."""
+"""The number of times that the host waits for the device in a step."""
 
 from __future__ import annotations
 

@@ -46,7 +46,7 @@ def data(client: int) -> tuple[Tensor, Tensor]:
 
 
 class Logistic:
-    """What is asked of each record, by automatic differentiation."""
+    """The answer of each record, by automatic differentiation."""
 
     unit = "record"
     num_records = RECORDS
