@@ -3,7 +3,9 @@
     python benchmarks/memory.py [--models MLP CNN ...]
 
 Each alternative of benchmarks/step.py runs a few steps in a process of its own (Linux only). What is
-compared is the peak of resident memory above that of the process with libraries and model loaded.
+compared is the peak of resident memory above that of the process with libraries and model loaded, so
+the checks before the first step are in it. All have the same batch in every step: the data set
+is one batch, which ours takes whole (FullBatch), since Poisson sampling draws larger ones now and then.
 Freed memory goes back to the system at once there: what an earlier run left to the allocator would
 hide what the next one takes. On an accelerator at hand it is the peak of what tensors take on it.
 """
@@ -16,12 +18,18 @@ import gc
 import os
 import subprocess
 import sys
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from at_hand import ON_CPU, allocated, named, peak, reset_peak
 from models import MODELS
-from step import RUNS, quiet
+from step import RUNS, ours, quiet
 
+from lightning_dp import FullBatch
+
+ONE_BATCH = {name: replace(model, batches=1) for name, model in MODELS.items()}
+MEASURED = {**RUNS, "ours": partial(ours, sampling=FullBatch())}
 STEPS = 3
 GIVE_BACK = {  # glibc's settings
     "MALLOC_MMAP_THRESHOLD_": "65536",
@@ -39,19 +47,19 @@ def resident(field: str) -> float:
 def peak_of(who: str, name: str) -> float:
     """MiB above the start, in this process."""
     quiet()
-    model = MODELS[name]
-    RUNS["without privacy"](model, 1)
-    RUNS[who](MODELS["logistic regression"], 1)  # loads everything that is loaded lazily
+    model = ONE_BATCH[name]
+    MEASURED["without privacy"](model, 1)
+    MEASURED[who](ONE_BATCH["logistic regression"], 1)  # loads everything that is loaded lazily
     gc.collect()
     if not ON_CPU:
         before = allocated()
         reset_peak()
-        RUNS[who](model, STEPS)
+        MEASURED[who](model, STEPS)
         return (peak() - before) / 2**20
     ctypes.CDLL("libc.so.6").malloc_trim(0)  # what it leaves to the allocator is not the model's
     before = resident("VmRSS")
     Path("/proc/self/clear_refs").write_text("5")  # resets the peak
-    RUNS[who](model, STEPS)
+    MEASURED[who](model, STEPS)
     return resident("VmHWM") - before
 
 
@@ -66,7 +74,7 @@ def main() -> None:
     for name in arguments.models:
         print(f"{name}, batch {MODELS[name].batch_size}: {named()}; peak above the loaded model")
         peaks: dict[str, float] = {}
-        for who in RUNS:
+        for who in MEASURED:
             command = [sys.executable, __file__, "--one", who, name]
             environment = {**os.environ, **GIVE_BACK}
             done = subprocess.run(command, capture_output=True, text=True, env=environment)

@@ -116,11 +116,12 @@ def resnet() -> nn.Module:
 
 @dataclass(frozen=True)
 class Model:
-    """A network, its batch size, and random records for it."""
+    """A network, its batch size, and random records for it; a data set has several batches."""
 
     make: Callable[[], nn.Module]
     batch_size: int
     records: Callable[[int], Tensor]
+    batches: int = 20
 
 
 def _images(*size: int) -> Callable[[int], Tensor]:

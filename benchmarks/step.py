@@ -38,14 +38,14 @@ from torch.func import functional_call, grad, vmap
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_dp import AbstractEstimator, MeanGradient
+from lightning_dp import AbstractEstimator, AbstractSampling, MeanGradient, Poisson
 from lightning_dp.callbacks import DifferentialPrivacy
 
 CLIP_NORM = 1.0
 NOISE_MULTIPLIER = 1.0
 LEARNING_RATE = 0.01
 WARM_UP = 3
-PLAIN = MeanGradient(CLIP_NORM)
+PLAIN, POISSON = MeanGradient(CLIP_NORM), Poisson()
 GOALS = {
     **{"logistic regression": 1.4, "MLP": 1.25, "CNN": 1.3},
     **{"transformer": 1.2, "ResNet": 1.25, "LSTM": 1.3},
@@ -101,7 +101,7 @@ def per_step(ends: list[float]) -> float:
 
 
 def _batches(model: Model, steps: int) -> TensorDataset:
-    n = model.batch_size * 20
+    n = model.batch_size * model.batches
     return TensorDataset(model.records(n), torch.randint(10, (n,)))
 
 
@@ -129,7 +129,11 @@ def without_privacy(model: Model, steps: int) -> float:
 
 
 def ours(
-    model: Model, steps: int, estimator: AbstractEstimator = PLAIN, engine: Any = "auto"
+    model: Model,
+    steps: int,
+    estimator: AbstractEstimator = PLAIN,
+    engine: Any = "auto",
+    sampling: AbstractSampling = POISSON,
 ) -> float:
     """The Trainer with the callback."""
     memory = "/dev/shm" if Path("/dev/shm").is_dir() else None
@@ -139,6 +143,7 @@ def ours(
             target_delta=1e-6,
             estimator=estimator,
             engine=engine,
+            sampling=sampling,
             ledger_dir=journal,
         )
         return _fit(model, steps, [privacy])
