@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
+import os
 import secrets
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from itertools import islice
+from itertools import pairwise
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -15,13 +17,15 @@ from torch import Tensor
 __all__ = ["NoiseSource", "random_generator"]
 
 
-_STREAMS = 2  # generators, each with its thread
-# Values that are drawn and added at once: they stay in the cache, and torch works on so few without
-# further threads.
+_Sliced = TypeVar("_Sliced", Tensor, range)
+
+_STREAMS = 2  # generators, each for its part of a vector
+# Values that are drawn at once: they stay in the cache, and torch works on so few without further
+# threads.
 _BLOCK = 3 << 13
+_AHEAD = 42 * _BLOCK  # values that wait at most, 4 MiB of float32, whatever the size of the model
 _ON_DEVICE = 1 << 24
 _WORTH_A_THREAD = 1 << 15  # values; fewer are drawn before a thread has begun
-_AHEAD = 42 * _BLOCK  # values that wait at most, 8 MiB, whatever the size of the model
 
 
 def random_generator(seed: int | None, *stream: int) -> np.random.Generator:
@@ -35,64 +39,70 @@ def random_generator(seed: int | None, *stream: int) -> np.random.Generator:
 
 
 class _Stream:
-    """Every second block of a vector's noise, from one generator.
+    """The noise of one part of a vector, from one generator, in memory that is used again."""
 
-    Args:
-        place: which of them, from 0.
-        rank: of the process.
-    """
+    def __init__(self, generator: np.random.Generator) -> None:
+        self._generator = generator
+        self._ahead, self._waiting = torch.empty(0), 0  # where values wait, and how many
+        self._room = torch.empty(0)  # of one block, and for half of one
 
-    def __init__(self, seed: int | None, place: int, rank: int) -> None:
-        self._place, self._generator = place, random_generator(seed, 0, place, rank)
-        self._ahead: list[Tensor] = []
+    def _draw(self, size: int) -> Tensor:
+        """Return so many values, a block at most, until the next call."""
+        if not len(self._room):
+            self._room = torch.empty(_BLOCK + _BLOCK // 2, dtype=torch.float64)
+        pairs = (size + 1) // 2
+        fill_normal(self._generator, self._room[: 2 * pairs], self._room[_BLOCK : _BLOCK + pairs])
+        return self._room[:size]
 
-    def _blocks(self, size: int) -> Iterator[slice]:
-        for start in range(self._place * _BLOCK, size, _STREAMS * _BLOCK):
-            yield slice(start, min(start + _BLOCK, size))
+    def draw_ahead(self, size: int, dtype: torch.dtype) -> None:
+        """Draw the first values of the noise of a part of such a size."""
+        size = min(size, _AHEAD // _STREAMS)
+        if len(self._ahead) != size or self._ahead.dtype != dtype:
+            self._ahead = torch.empty(size, dtype=dtype)
+        for block in self._ahead.split(_BLOCK):
+            block.copy_(self._draw(len(block)))
+        self._waiting = size
 
-    def _draw(self, block: slice) -> Tensor:
-        return normal_values(self._generator, block.stop - block.start)
-
-    def draw_ahead(self, size: int) -> None:
-        """Draw the first blocks of the noise of such a vector."""
-        first = islice(self._blocks(size), _AHEAD // (_STREAMS * _BLOCK))
-        self._ahead = [self._draw(block) for block in first]
-
-    def add_blocks(self, vector: Tensor, std: float) -> None:
-        """Add the noise of its blocks."""
-        ahead, self._ahead = self._ahead[::-1], []
-        for block in self._blocks(len(vector)):
-            noise, part = ahead.pop() if ahead else self._draw(block), vector[block]
-            torch.add(part, noise, alpha=std, out=part)  # in the noise's precision, rounded once
+    def add_to(self, part: Tensor, std: float) -> None:
+        """Add its noise: what waits, to the first entries."""
+        waiting, self._waiting = self._waiting, 0
+        if waiting:
+            drawn = self._ahead.split(_BLOCK)
+            for block, noise in zip(part[:waiting].split(_BLOCK), drawn, strict=True):
+                block.add_(noise, alpha=std)
+        for block in part[waiting:].split(_BLOCK):
+            block.add_(self._draw(len(block)).to(block.dtype), alpha=std)
 
     def forget(self) -> None:
         """Throw away what was drawn ahead."""
-        self._ahead = []
+        self._waiting = 0
 
 
-def normal_values(generator: np.random.Generator, size: int) -> Tensor:
-    """Return independent N(0, 1) values in float64, by the method of Box and Muller.
+def fill_normal(generator: np.random.Generator, values: Tensor, room: Tensor) -> None:
+    """Fill a float64 vector with independent N(0, 1) values, by the method of Box and Muller.
 
     (√(-2 ln u) cos 2πv, √(-2 ln u) sin 2πv) are two of them for u and v uniform, here in steps of
     2^-53. Each of these functions is vectorised, where a method that rejects goes value by value.
+
+    Args:
+        generator: of the uniform numbers.
+        values: of even length, to be written to.
+        room: half as long; what it holds is lost.
     """
-    pairs = (size + 1) // 2
-    uniform = torch.from_numpy(generator.random(2 * pairs))
-    lengths, angles = uniform[:pairs], uniform[pairs:]
-    lengths.neg_().add_(1.0).log_().mul_(-2.0).sqrt_()  # of 1 - u, which is never 0
-    angles.mul_(2 * math.pi)
-    cosines = torch.cos(angles).mul_(lengths)
+    generator.random(out=values.numpy())
+    lengths, angles = values.chunk(2)
+    torch.sub(1.0, lengths, out=lengths).log_().mul_(-2.0).sqrt_()  # of 1 - u, which is never 0
+    torch.cos(angles.mul_(2 * math.pi), out=room)
     angles.sin_().mul_(lengths)
-    lengths.copy_(cosines)
-    return uniform[:size]
+    lengths.mul_(room)
 
 
 class NoiseSource:
     """Independent normal values from the operating system's entropy, added to vectors.
 
-    Drawn in float64 on the CPU, by two generators. On another device the device's own counter-based
-    generator draws float32, keyed once with 63 bits from the operating system. The state is never
-    saved.
+    Drawn in float64 on the CPU, by two generators, and rounded to the vector's type. On another
+    device the device's own counter-based generator draws float32, keyed once with 63 bits from the
+    operating system. The state is never saved.
 
     Args:
         seed: for tests only.
@@ -101,18 +111,23 @@ class NoiseSource:
 
     def __init__(self, seed: int | None = None, rank: int = 0) -> None:
         self._seed, self._rank = seed, rank
-        self._streams = [_Stream(seed, place, rank) for place in range(_STREAMS)]
+        self._streams = [
+            _Stream(random_generator(seed, 0, place, rank)) for place in range(_STREAMS)
+        ]
         self._device: torch.Generator | None = None
         self._workers: ThreadPoolExecutor | None = None
-        self._ahead: list[Future[None]] = []  # being drawn
-        self._size = 0  # of the vector that they are for
+        self._ahead: list[Future[None]] = []  # being drawn, one for each stream
+        self._vector: tuple[int, torch.dtype] | None = None  # what they are for: length and type
 
-    def prepare(self, size: int, device: torch.device) -> None:
+    def prepare(self, size: int, device: torch.device, dtype: torch.dtype = torch.float32) -> None:
         """Begin to draw the noise of a vector in the background, as much of it as may wait."""
         if device.type != "cpu" or size < _WORTH_A_THREAD or self._ahead:
             return
-        self._size = size
-        self._ahead = self._on_workers(lambda stream: stream.draw_ahead(size))
+        self._vector = size, dtype
+        self._ahead = [
+            self._on_worker(stream.draw_ahead, len(part), dtype)
+            for stream, part in zip(self._streams, _parts(range(size)), strict=True)
+        ]
 
     def add_normal(self, vector: Tensor, std: float) -> None:
         """Add ``std`` times independent N(0, 1) values to a flat vector, in place."""
@@ -121,20 +136,26 @@ class NoiseSource:
             return
         ahead, self._ahead = self._ahead, []
         for each in ahead:
-            each.result()
-        if self._size != len(vector):  # drawn for another one: nothing is used twice
+            if not each.cancel():  # one that no thread has begun is drawn below
+                each.result()
+        if self._vector != (len(vector), vector.dtype):  # drawn for another one
             self._forget()
         if len(vector) < _WORTH_A_THREAD:
-            for stream in self._streams:
-                stream.add_blocks(vector, std)
+            self._streams[0].add_to(vector, std)
             return
-        for each in self._on_workers(lambda stream: stream.add_blocks(vector, std)):
+        first, *others = zip(self._streams, _parts(vector), strict=True)
+        adding = [self._on_worker(stream.add_to, part, std) for stream, part in others]
+        first[0].add_to(first[1], std)
+        for each in adding:
             each.result()
 
-    def _on_workers(self, work: Callable[[_Stream], None]) -> list[Future[None]]:
+    def _on_worker(self, work: Callable[..., None], *args: Any) -> Future[None]:
         if self._workers is None:
-            self._workers = ThreadPoolExecutor(_STREAMS, "noise")
-        return [self._workers.submit(work, stream) for stream in self._streams]
+            # The training has a core to itself.
+            self._workers = ThreadPoolExecutor(
+                max(1, min(_STREAMS, (os.cpu_count() or 1) - 1)), "noise"
+            )
+        return self._workers.submit(work, *args)
 
     def _add_on_device(self, vector: Tensor, std: float) -> None:
         device = vector.device
@@ -159,3 +180,9 @@ class NoiseSource:
     def __reduce__(self) -> tuple[type[NoiseSource], tuple[int | None, int]]:
         """Pickle and copy as a new source: two with one state would draw the same noise."""
         return NoiseSource, (self._seed, self._rank)
+
+
+def _parts(vector: _Sliced) -> list[_Sliced]:
+    """Divide a vector, or the range of its places, among the streams."""
+    bounds = [len(vector) * k // _STREAMS for k in range(_STREAMS + 1)]
+    return [vector[start:stop] for start, stop in pairwise(bounds)]

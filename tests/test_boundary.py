@@ -187,7 +187,7 @@ def test_only_the_boundary_constructs_sums_and_releases(name):
 
 def test_only_the_boundary_draws_noise():
     assert callers("add_normal") == {"boundary.py"}
-    for name in ("normal_values", "add_blocks", "draw_ahead"):
+    for name in ("fill_normal", "add_to"):
         assert callers(name) == {"_noise.py"}
 
 

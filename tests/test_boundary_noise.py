@@ -147,11 +147,11 @@ def test_a_rank_outside_the_world_is_refused(rank, size):
         World(rank=rank, size=size)
 
 
-def test_a_sum_is_noised_in_double_precision_and_rounded_once():
+def test_noise_is_drawn_in_double_precision_and_added_in_that_of_the_sum():
     size = 200_001
     total = BoundedSum(torch.randn(size, generator=torch.Generator().manual_seed(0)), 0.5)
     before = total.value.clone()
     noise = torch.zeros(size, dtype=torch.float64)
     NoiseSource(seed=1).add_normal(noise, 1.0)
     release = add_noise(total, 3.0, NoiseSource(seed=1), World())
-    assert torch.equal(release.value, (before.double() + 1.5 * noise).float())
+    assert torch.equal(release.value, before.add(noise.float(), alpha=1.5))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import lightning as L
 import numpy as np
@@ -11,7 +12,8 @@ import torch
 from scipy import stats
 from torch import Tensor
 
-from lightning_dp._noise import _AHEAD, _BLOCK, NoiseSource, normal_values, random_generator
+from lightning_dp._noise import _AHEAD, _BLOCK, NoiseSource, fill_normal, random_generator
+from tests.normal_values import normal_values
 
 DIMENSION = 20_000
 CPU = torch.device("cpu")
@@ -88,16 +90,19 @@ def test_the_noise_has_all_the_bits_of_a_double():
     assert len(values.unique()) == 1_000_000
 
 
-@pytest.mark.parametrize("size", [400_000, 399_999])
-def test_values_follow_the_normal_law_and_pairs_are_independent(size):
-    values = normal_values(random_generator(4), size).numpy()
-    assert len(values) == size
+def filled(generator: Any, size: int) -> Tensor:
+    values = torch.empty(size, dtype=torch.float64)
+    fill_normal(generator, values, torch.empty(size // 2, dtype=torch.float64))
+    return values
+
+
+def test_values_follow_the_normal_law_and_pairs_are_independent():
+    values = filled(random_generator(4), 400_000).numpy()
     assert stats.kstest(values, "norm").pvalue > 1e-3
     assert stats.kstest(values[np.abs(values) < 0.01], "uniform", (-0.01, 0.02)).pvalue > 1e-3
     beyond = [(np.abs(values) > t).mean() / (2 * stats.norm.sf(t)) for t in (2, 3, 3.7)]
     assert beyond == pytest.approx([1, 1, 1], abs=0.35)
-    half = (size + 1) // 2  # a value and the one with the same length
-    first, second = values[: size - half], values[half:]
+    first, second = np.split(values, 2)  # a value and the one with the same length
     angles = np.arctan2(second, first)
     assert stats.kstest(angles, "uniform", (-np.pi, 2 * np.pi)).pvalue > 1e-3
     assert stats.kstest(first**2 + second**2, "expon", (0, 2)).pvalue > 1e-3
@@ -106,35 +111,55 @@ def test_values_follow_the_normal_law_and_pairs_are_independent(size):
 
 def test_the_least_and_the_largest_uniform_numbers_give_finite_values():
     class Ends:
-        def random(self, size: int) -> np.ndarray:
-            return np.resize([0.0, 1 - 2.0**-53], size)
+        def random(self, out: np.ndarray) -> None:
+            out[:] = np.resize([0.0, 1 - 2.0**-53], len(out))
 
-    values = normal_values(Ends(), 8)
+    values = filled(Ends(), 8)
     assert values.isfinite().all()
     assert float(values.abs().max()) == pytest.approx((2 * 53 * np.log(2)) ** 0.5)
 
 
-def streams(source: NoiseSource) -> list[list[Tensor]]:
-    """What each generator has drawn ahead."""
+@pytest.mark.parametrize("size", [1, 6, 7, 1001])
+def test_values_are_those_of_the_method(size):
+    expected = torch.from_numpy(normal_values(random_generator(3, 0, 0, 0), size))
+    torch.testing.assert_close(normal(NoiseSource(3), size), expected)
+
+
+def test_the_noise_of_a_float32_vector_is_that_of_a_float64_one_rounded():
+    for size in (9, 100_000):
+        vector = torch.zeros(size)
+        NoiseSource(3).add_normal(vector, 1.0)
+        assert torch.equal(vector, normal(NoiseSource(3), size).float())
+
+
+def drawn_ahead(source: NoiseSource) -> Tensor:
+    """What waits."""
     for each in source._ahead:
         each.result()
-    return [stream._ahead for stream in source._streams]
+    return torch.cat([stream._ahead[: stream._waiting] for stream in source._streams])
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("size", [100_000, LARGE])
-def test_noise_drawn_ahead_is_what_would_have_been_drawn(size):
+def test_noise_drawn_ahead_is_what_would_have_been_drawn(size, dtype):
     """Also for a vector of another size than it was drawn for: nothing is used twice."""
+
+    def normal(source: NoiseSource, size: int) -> Tensor:
+        values = torch.zeros(size, dtype=dtype)
+        source.add_normal(values, 1.0)
+        return values
+
     ahead, now = NoiseSource(seed=3), NoiseSource(seed=3)
     for _ in range(2):
-        ahead.prepare(size, CPU)
-        ahead.prepare(size, CPU)  # one is enough
+        ahead.prepare(size, CPU, dtype)
+        ahead.prepare(size, CPU, dtype)  # one is enough
         assert torch.equal(normal(ahead, size), normal(now, size))
     assert torch.equal(normal(ahead, size), normal(now, size))  # not what was used before
-    ahead.prepare(size, CPU)
-    unused = [block for stream in streams(ahead) for block in stream]
-    assert sum(map(len, unused)) == min(size, _AHEAD)
-    assert not torch.isin(normal(ahead, size - 1), torch.cat(unused)).any()
-    ahead.prepare(size, CPU)
+    ahead.prepare(size, CPU, dtype)
+    unused = drawn_ahead(ahead).clone()
+    assert len(unused) == min(size, _AHEAD)
+    assert not (normal(ahead, size - 1)[: _AHEAD // 2] == unused[: _AHEAD // 2][: size - 1]).any()
+    ahead.prepare(size, CPU, dtype)
     ahead.close()
     assert torch.isfinite(normal(ahead, size)).all()
 
@@ -142,7 +167,7 @@ def test_noise_drawn_ahead_is_what_would_have_been_drawn(size):
 @pytest.mark.parametrize("size", [1, 7, DIMENSION, 1 << 15, (1 << 15) + 1, LARGE])
 def test_each_entry_has_noise_of_its_own_in_every_size(size):
     source = NoiseSource()
-    source.prepare(size, CPU)
+    source.prepare(size, CPU, torch.float64)
     values = normal(source, size)
     assert (values != 0).all()
     assert len(values.unique()) == size
@@ -152,7 +177,7 @@ def test_each_entry_has_noise_of_its_own_in_every_size(size):
 
 
 def test_the_two_generators_are_not_alike():
-    """Blocks are drawn by two of them in turn."""
+    """Each draws its half."""
     blocks = normal(NoiseSource(seed=5), 10 * _BLOCK).view(-1, _BLOCK)
     among = torch.corrcoef(blocks) - torch.eye(len(blocks))
     assert float(among.abs().max()) < 5 / _BLOCK**0.5

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_dp._noise import NoiseSource, normal_values
+from lightning_dp._noise import NoiseSource
 from lightning_dp._world import World
 from lightning_dp.accounting import Gaussian, PoissonGaussian
 from lightning_dp.accounting.guards import FixedGuard
@@ -23,6 +23,7 @@ from lightning_dp.mechanism import Mechanism
 from lightning_dp.noise_plan import NoisePlan
 from lightning_dp.sampling import FullBatch
 from lightning_dp.schedules import Constant
+from tests.normal_values import normal_values
 
 WORKERS, PER_WORKER, SIZE = 3, 8, 4
 ROUNDS, INTERVAL, RATE = 7, 3, 0.4
@@ -78,7 +79,7 @@ def twin(lr: float, local_steps: int, z3: float, noise: float, seed: int) -> Any
     generator = np.random.Generator(np.random.PCG64DXSM([seed, 0]))
 
     def draw(size: int) -> Any:
-        return normal_values(generator, size).numpy()
+        return normal_values(generator, size)
 
     rng = np.random.default_rng(seed)
     n = WORKERS * PER_WORKER

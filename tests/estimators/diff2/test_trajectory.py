@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from lightning_dp import Diff2, FullBatch, MeanGradient
-from lightning_dp._noise import normal_values
 from lightning_dp.accounting import PLDAccountant
 from lightning_dp.estimators import Storm
+from tests.normal_values import normal_values
 
 RECORDS = 60
 SEED = 11
@@ -23,7 +23,7 @@ SEED = 11
 def same_noise() -> Callable[[], Any]:
     """The noise that ``seed`` makes, drawn again."""
     rng = np.random.Generator(np.random.PCG64DXSM([SEED, 0]))
-    return lambda: normal_values(rng, 15).numpy()
+    return lambda: normal_values(rng, 15)
 
 
 def no_noise() -> Any:

@@ -14,13 +14,14 @@ import torch
 from torch import Tensor
 
 from lightning_dp import CubicNewton
-from lightning_dp._noise import normal_values, random_generator
+from lightning_dp._noise import random_generator
 from lightning_dp.boundary import BoundedSum, Query, bounded_sum
 from lightning_dp.federated import AsyncServer
 from lightning_dp.federated.cubic_newton import CubicNewtonClient, CubicNewtonPlan
 from lightning_dp.federated.ledger import ReleaseLedger
 from lightning_dp.gradients.materialised import MaterialisedGradients
 from lightning_dp.sparsify import shared_mask
+from tests.normal_values import normal_values
 
 CLIENTS, RECORDS, SIZE = 3, 12, 5
 START = torch.linspace(-0.5, 0.5, SIZE, dtype=torch.float64)
@@ -175,7 +176,7 @@ class Federation:
             total = u.sum(0)
             if self.noise_multiplier:
                 z = self.noise_multiplier * (1 if n.fresh_batches else math.sqrt(tau))
-                total = total + z * bound * normal_values(noise, len(c)).numpy()
+                total = total + z * bound * normal_values(noise, len(c))
             slope = total / (q * RECORDS) + n.weight_decay * (x[c] + v)
             slope = slope + n.hessian_lipschitz / 2 * length * v
             step = min(2 / (n.strong_convexity * (s + 2)), n.max_step_size or math.inf)
