@@ -59,7 +59,7 @@ class _Stream:
         size = min(size, _AHEAD // _STREAMS)
         if len(self._ahead) != size or self._ahead.dtype != dtype:
             self._ahead = torch.empty(size, dtype=dtype)
-        for block in self._ahead.split(_BLOCK):
+        for block in torch.split(self._ahead, _BLOCK):
             block.copy_(self._draw(len(block)))
         self._waiting = size
 
@@ -67,10 +67,10 @@ class _Stream:
         """Add its noise: what waits, to the first entries."""
         waiting, self._waiting = self._waiting, 0
         if waiting:
-            drawn = self._ahead.split(_BLOCK)
-            for block, noise in zip(part[:waiting].split(_BLOCK), drawn, strict=True):
+            drawn = torch.split(self._ahead, _BLOCK)
+            for block, noise in zip(torch.split(part[:waiting], _BLOCK), drawn, strict=True):
                 block.add_(noise, alpha=std)
-        for block in part[waiting:].split(_BLOCK):
+        for block in torch.split(part[waiting:], _BLOCK):
             block.add_(self._draw(len(block)).to(block.dtype), alpha=std)
 
     def forget(self) -> None:
