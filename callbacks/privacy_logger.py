@@ -53,9 +53,10 @@ class PrivacyLogger(PrivacyCallback):
     def __init__(self) -> None:
         self._curve = _Curve()
         self._logged_at = -1
+        self._published: tuple[float, float] | None = None  # the two metrics that are kept current
 
     def on_privacy_start(self, trainer: Trainer, run: PrivateRun, folder: Path) -> None:
-        self._curve, self._logged_at = _Curve(), -1
+        self._curve, self._logged_at, self._published = _Curve(), -1, None
         if trainer.loggers:
             from lightning_dp.callbacks.hyperparameters import log_hyperparameters
 
@@ -80,14 +81,16 @@ class PrivacyLogger(PrivacyCallback):
             final: training has come to its end or to a stop.
         """
         every = int(trainer.log_every_n_steps)  # type: ignore[attr-defined]
-        metrics = {
-            EPSILON: float32_above(run.epsilon if final else self._curve.read(run, every)),
-            NOISE_MULTIPLIER: run.noise_multiplier or 0.0,
-        }
+        epsilon = float32_above(run.epsilon if final else self._curve.read(run, every))
+        current = epsilon, run.noise_multiplier or 0.0
+        is_log_step = every > 0 and run.step % every == 0
+        if current == self._published and not (is_log_step or final):
+            return  # as at most steps: the Trainer has them already
+        self._published = current
+        metrics = dict(zip((EPSILON, NOISE_MULTIPLIER), current, strict=True))
         trainer.callback_metrics.update({k: torch.tensor(v) for k, v in metrics.items()})
         shown: dict[str, Any] = trainer.progress_bar_metrics  # which print text as it is
         shown[EPSILON] = _shown(metrics[EPSILON], run.config.target_epsilon)
-        is_log_step = every > 0 and run.step % every == 0
         if run.step and (is_log_step or final) and self._logged_at != run.steps:
             self._logged_at = run.steps
             metrics.update(_of_noise(run))

@@ -43,18 +43,17 @@ def fingerprint(tensors: Sequence[Tensor]) -> Tensor:
         True
     """
     device = tensors[0].device if tensors else torch.device("cpu")
-    total = torch.zeros((), dtype=torch.int64, device=device)
-    buffer = torch.empty(0, dtype=torch.int64, device=device)
+    total = buffer = None
     for block in _blocks(tensors):
         words = _words(block)
-        if len(words) > len(buffer):
+        if buffer is None:  # of the first block, which none exceeds
             buffer = torch.empty_like(words)
         # An odd weight takes a difference of the lowest bits into the highest ones, never back; the
         # shift takes the sign there first, which could cancel.
         mixed = torch.bitwise_right_shift(words, 31, out=buffer[: len(words)])
         mixed.bitwise_xor_(words).mul_(_weights(device)[: len(words)])
-        total = total * _MULTIPLIER + mixed.sum()
-    return total
+        total = mixed.sum() if total is None else total * _MULTIPLIER + mixed.sum()
+    return torch.zeros((), dtype=torch.int64, device=device) if total is None else total
 
 
 def _blocks(tensors: Sequence[Tensor]) -> Iterator[Tensor]:
@@ -65,14 +64,12 @@ def _blocks(tensors: Sequence[Tensor]) -> Iterator[Tensor]:
         flat = tensor.detach().contiguous().view(-1)
         # One entry out of a longer vector is contiguous with any stride.
         rest = flat.as_strided((len(flat),), (1,)).view(torch.uint8)
-        while len(rest):
-            part, rest = rest[:room], rest[room:]
-            parts.append(part)
-            room -= len(part)
-            if not room:
-                yield _joined(parts)
-                parts, room = [], _BLOCK
-    if parts:
+        while len(rest) >= room:
+            yield _joined([*parts, rest[:room]])
+            rest, parts, room = rest[room:], [], _BLOCK
+        parts.append(rest)
+        room -= len(rest)
+    if room < _BLOCK:
         yield _joined(parts)
 
 

@@ -41,7 +41,7 @@ def is_one_memory(a: Tensor, b: Tensor) -> bool:
 
 def address_of(tensor: Tensor) -> int:
     """Return where a tensor's entries begin; data_ptr(), which allows to write, would end the sharing."""
-    if not _SHARES or not is_plain(tensor):
+    if not _SHARES or tensor.layout is not torch.strided:
         return tensor.data_ptr()
     return int(torch._C._data_address(tensor))  # type: ignore[attr-defined]
 

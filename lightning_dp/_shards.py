@@ -6,9 +6,12 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 __all__ = ["as_shard", "gathered", "held_here", "is_sharded", "scattered", "sum_into_shard"]
+
+
+_WHOLE = Tensor, nn.Parameter
 
 
 def is_sharded(tensor: Tensor) -> bool:
@@ -18,7 +21,8 @@ def is_sharded(tensor: Tensor) -> bool:
         >>> is_sharded(torch.zeros(3))
         False
     """
-    return hasattr(tensor, "to_local")  # without an import that takes a second
+    # Without an import that takes a second; and first without a search in vain.
+    return type(tensor) not in _WHOLE and hasattr(tensor, "to_local")
 
 
 def held_here(tensors: Sequence[Tensor]) -> list[Tensor]:

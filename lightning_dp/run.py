@@ -24,7 +24,7 @@ from lightning_dp.accounting.ledger import Ledger
 from lightning_dp.accounting.pld import accountant_for, epsilon_curve
 from lightning_dp.config import PrivacyConfig
 from lightning_dp.mechanism import Mechanism
-from lightning_dp.noise_plan import Budget, costliest_events
+from lightning_dp.noise_plan import Budget, NoisePlan, costliest_events
 from lightning_dp.sampling import BatchPlan
 from lightning_dp.signal import Signal, SignalTracker
 
@@ -91,6 +91,7 @@ class PrivateRun:
         for release in config.other_releases:
             self.ledger.declare(release)
         self.batches: BatchPlan | None = None
+        self._rates: NoisePlan | None = None  # of steps, without the noise
         self.stop_reason: str | None = None
         self.not_covered: tuple[str, ...] = ()  # of this run, besides what holds for all
         self.engine: str = config.engine  # what "auto" turned out to be, once it is known
@@ -250,7 +251,9 @@ class PrivateRun:
 
     def rate(self, step: int) -> float:
         """Return q at a step of the plan."""
-        return self._budget(spent=()).plan(1.0).rate(step)
+        if self._rates is None:
+            self._rates = self._budget(spent=()).plan(1.0)
+        return self._rates.rate(step)
 
     def use_batches(self, batches: BatchPlan, processes: int = 1) -> None:
         """Fix how batches are made; it is a public constant of the run.
@@ -273,7 +276,7 @@ class PrivateRun:
                 f"{processes} of them that is batch_size={size:g}.",
                 topic="data-changed",
             )
-        self.batches = batches
+        self.batches, self._rates = batches, None
 
     def start(
         self, planned_steps: float, world: World, directory: Path | None, steps_before: int = 0

@@ -69,7 +69,7 @@ class Driver:
         Raises:
             RuntimeError: if a step that has begun has neither a further query nor an estimate.
         """
-        if not self.part < max(1, queries := self.estimator.traits.queries_per_step):
+        if self.part and not self.part < (queries := self.estimator.traits.queries_per_step):
             raise RefusedRun(
                 f"{self.estimator} made no estimate of {self.part} queries at step {self.step}, and "
                 f"says queries_per_step={queries}.",

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from lightning_dp.isolation.copies import quiet, seeded
-from lightning_dp.isolation.nesting import map_leaves
+from lightning_dp.isolation.nesting import leaves
 from lightning_dp.isolation.rows import layout_of, same_parts
 from lightning_dp.isolation.samples import SampleMaker, lengths_in
 
@@ -47,7 +47,7 @@ class CollatedPool:
     @property
     def is_telling(self) -> bool:
         """True if records differ, as they do unless nothing in a sample can be made up."""
-        one, other = (_flat(self.take(range(i, i + 4))) for i in (0, 4))
+        one, other = (leaves(self.take(range(i, i + 4))) for i in (0, 4))
         return not same_parts(one, other)
 
 
@@ -82,9 +82,3 @@ def collated_pools(
             if len(found) > 1:
                 yield from (CollatedPool(fresh, maker, frozenset({n}), dim) for n in sorted(found))
         yield CollatedPool(fresh, maker)
-
-
-def _flat(batch: Any) -> list[Any]:
-    found: list[Any] = []
-    map_leaves(batch, found.append)
-    return found

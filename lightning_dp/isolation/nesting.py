@@ -14,7 +14,15 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-__all__ = ["copied", "is_rows", "kinds_of_objects", "map_leaves", "map_rows", "number_of_rows"]
+__all__ = [
+    "copied",
+    "is_rows",
+    "kinds_of_objects",
+    "leaves",
+    "map_leaves",
+    "map_rows",
+    "number_of_rows",
+]
 
 # Leaves that hold nothing in which a tensor could be.
 _PLAIN = (
@@ -27,6 +35,20 @@ _DEPTH = 6  # of objects inside objects that are looked into for a tensor
 def map_leaves(batch: Any, function: Callable[[Any], Any]) -> Any:
     """Return the same nesting in new containers, with each leaf replaced; the batch is unchanged."""
     return _rebuilt(batch, lambda part: map_leaves(part, function), function)
+
+
+def leaves(batch: Any) -> list[Any]:
+    """Return the leaves in their order.
+
+    Example:
+        >>> leaves({"x": [1.0, "a"], "y": ()})
+        [1.0, 'a']
+    """
+    if isinstance(batch, Tensor):  # as most are
+        return [batch]
+    if (parts := _held_by(batch)) is None:
+        return [batch]
+    return [leaf for part in parts for leaf in leaves(part)]
 
 
 def copied(batch: Any) -> Any:
@@ -96,14 +118,7 @@ def kinds_of_objects(batch: Any) -> tuple[str, ...]:
         >>> kinds_of_objects({"x": [1.0, "a"], "file": Path("a"), "shape": (1, 2), "seen": {1}})
         ('set',)
     """
-    found: set[str] = set()
-
-    def note(leaf: Any) -> Any:
-        if not isinstance(leaf, _PLAIN):
-            found.add(type(leaf).__name__)
-        return leaf
-
-    map_leaves(batch, note)
+    found = {type(leaf).__name__ for leaf in leaves(batch) if not isinstance(leaf, _PLAIN)}
     return tuple(sorted(found))
 
 
@@ -113,11 +128,16 @@ def _holds_rows(part: Any, n: int) -> bool:
 
 def _parts(batch: Any) -> Sequence[Any]:
     """Return what a container holds; nothing for a leaf."""
+    return _held_by(batch) or ()
+
+
+def _held_by(batch: Any) -> Sequence[Any] | None:
+    """Return what a container holds; None for a leaf."""
     if isinstance(batch, Mapping):
         return list(batch.values())
     if isinstance(batch, list | tuple):
         return batch
-    return list(vars(batch).values()) if _is_object_with_tensors(batch) else ()
+    return list(vars(batch).values()) if _is_object_with_tensors(batch) else None
 
 
 def _rebuilt(batch: Any, of_part: Callable[[Any], Any], of_leaf: Callable[[Any], Any]) -> Any:

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from lightning_dp.isolation.kinds import SyntheticKind, SyntheticKinds, exchange_rows
-from lightning_dp.isolation.nesting import copied, map_leaves, number_of_rows
+from lightning_dp.isolation.nesting import copied, leaves, number_of_rows
 from lightning_dp.isolation.synthetic import take_rows
 
 __all__ = ["Exchange", "PartsSeen", "SpotPlan"]
@@ -142,14 +142,11 @@ class PartsSeen:
         Args:
             size: the number of its records.
         """
-        lengths: list[int] = []
-
-        def note(leaf: Any) -> Any:
-            if isinstance(leaf, torch.Tensor | np.ndarray):
-                lengths.append(len(leaf) if leaf.ndim else -1)
-            return leaf
-
-        map_leaves(batch, note)
+        lengths = [
+            leaf.shape[0] if leaf.ndim else -1
+            for leaf in leaves(batch)
+            if isinstance(leaf, torch.Tensor | np.ndarray)
+        ]
         if len(lengths) != len(self._lengths):
             self._sizes.clear()
             self._others.clear()

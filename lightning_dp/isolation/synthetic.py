@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from lightning_dp.isolation.collated import CollatedPool
-from lightning_dp.isolation.nesting import map_leaves, map_rows, number_of_rows
+from lightning_dp.isolation.nesting import leaves, map_leaves, map_rows, number_of_rows
 
 __all__ = [
     "NoHalfPrecision",
@@ -35,15 +35,7 @@ class NoSyntheticBatch(ValueError):
 
 def leaves_of(batch: Any) -> list[Tensor]:
     """Return the tensors of a batch, in the order in which they are found."""
-    found: list[Tensor] = []
-
-    def note(leaf: Any) -> Any:
-        if isinstance(leaf, Tensor):
-            found.append(leaf)
-        return leaf
-
-    map_leaves(batch, note)
-    return found
+    return [leaf for leaf in leaves(batch) if isinstance(leaf, Tensor)]
 
 
 def _map_tensors(batch: Any, function: Callable[[int, Tensor], Tensor]) -> Any:

@@ -15,7 +15,6 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_dp._fingerprint import fingerprint
 from lightning_dp._shards import held_here
 
 __all__ = ["GradientEdits", "Gradients", "watched"]
@@ -54,7 +53,8 @@ _CLIP = {
 }
 _BEFORE_STEP = "on_before_optimizer_step"
 _LATER = 32  # steps of which a device is asked at once
-_ENTRIES = 2**16  # that a fingerprint takes; of larger models only so many
+_ENTRIES = 2**16  # that are copied; of larger models only so many
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by their bytes
 _SCALES = ("grad_scale", "found_inf")  # what fused optimizers read besides p.grad
 _HOOKS = (_BEFORE_STEP, "configure_gradient_clipping", "optimizer_step")
 _CLIPS = ("clip_gradients", "clip_grad_by_norm", "clip_grad_by_value", "main_params")
@@ -64,9 +64,9 @@ class GradientEdits:
     """Compares ``p.grad``, when the optimizer is about to use it, with what was released.
 
     - It must be the same tensor, in the same memory, and nobody may have written to it: version
-      counters tell. What they miss (``p.grad.data``, NumPy) a fingerprint of the bits shows, of all
-      entries, or of every k-th where there are more than 65,536, others at each step. No copy is kept.
-      A device is not waited for: what it says of the bits is read later (:meth:`written`).
+      counters tell. What they miss (``p.grad.data``, NumPy) the bits show, of which a copy is kept: of
+      all entries, or of every k-th where there are more than 65,536, others at each step. A device
+      is not waited for: what it says of the bits is read later (:meth:`written`).
     - Lightning's own clipping, done at each step as at the first one, is no edit. Where it is asked
       for before the release, as in manual optimization, it is done after it.
     - The moments of the optimizer are its own, and it steps for each batch, or for none.
@@ -128,7 +128,7 @@ class GradientEdits:
         now = self._now()
         if now.marks != expected.marks:
             return True
-        differ = now.bits != expected.bits
+        differ = now.have_other_bits(expected)
         if differ.device.type == "cpu":
             return bool(differ)
         self._bits.append(differ)
@@ -229,47 +229,46 @@ class GradientEdits:
 
 @dataclass(frozen=True)
 class Gradients:
-    """All that tells whether gradients are the same, without a copy of them.
+    """All that tells whether gradients are the same, without a whole copy of them.
 
     Args:
         marks: of each one its id, the place in memory, and how often it was written to.
-        bits: fingerprint of some of their entries, on their device.
+        bits: of some of their entries, on their device.
         held: the tensors, so that ids stay theirs.
     """
 
     marks: tuple[tuple[int, ...], ...]
-    bits: Tensor
+    bits: tuple[Tensor, ...]
     held: tuple[Tensor | None, ...]
 
     @classmethod
     def of(cls, parameters: Sequence[nn.Parameter], step: int) -> Gradients:
         """Look at the gradients of a step; over some steps, all entries have their turn."""
         found = tuple(param.grad for param in parameters)
-        return cls(tuple(map(_mark, found)), fingerprint(list(_sample(found, step))), found)
+        given = [gradient for gradient in found if gradient is not None]
+        dense = [here for here in held_here(given) if here.layout == torch.strided]
+        marks = (tuple(map(id, found)), *map(_mark, dense))
+        return cls(marks, tuple(_sample(dense, step)), found)
+
+    def have_other_bits(self, than: Gradients) -> Tensor:
+        """Tell on their device whether bits differ, of gradients with the same marks."""
+        pairs = zip(self.bits, than.bits, strict=True)
+        differ = [(mine != its).any() for mine, its in pairs]
+        return torch.stack(differ).any() if differ else torch.tensor(False)
 
 
-def _here(gradient: Tensor | None) -> Tensor | None:
-    """Return what this process holds of a gradient."""
-    return None if gradient is None else held_here([gradient])[0]
+def _mark(gradient: Tensor) -> tuple[int, ...]:
+    return gradient.data_ptr(), 0 if gradient.is_inference() else gradient._version
 
 
-def _mark(gradient: Tensor | None) -> tuple[int, ...]:
-    if (here := _here(gradient)) is None or here.layout != torch.strided:
-        return (id(gradient),)
-    writes = 0 if here.is_inference() else here._version
-    return id(gradient), here.data_ptr(), writes
-
-
-def _sample(gradients: Sequence[Tensor | None], step: int) -> Iterator[Tensor]:
-    """Yield entries of the gradients, evenly spread; at once of those that share their memory."""
-    vectors: dict[int, Tensor] = {}
-    for each in map(_here, gradients):
-        if each is not None and each.layout == torch.strided:
-            whole = each if each._base is None else each._base
-            vectors[id(whole)] = whole
+def _sample(gradients: Sequence[Tensor], step: int) -> Iterator[Tensor]:
+    """Yield copies of bits of the gradients, evenly spread; at once of those that share their memory."""
+    wholes = (each if each._base is None else each._base for each in gradients)
+    vectors = {id(whole): whole for whole in wholes}
     stride = max(1, sum(each.numel() for each in vectors.values()) // _ENTRIES)
     for each in vectors.values():
-        yield each.detach().reshape(-1)[step % stride % max(1, each.numel()) :: stride]
+        part = each.detach().reshape(-1)[step % stride % max(1, each.numel()) :: stride]
+        yield part.view(_INTEGERS[part.itemsize]).clone()
 
 
 def _versions(optimizer: Optimizer) -> Iterator[tuple[Tensor, int]]:

@@ -151,7 +151,8 @@ class DifferentialPrivacyStrategy(PrivateFitStrategy):
         self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0
     ) -> Any:
         moved = super().batch_to_device(batch, device, dataloader_idx)
-        if self._fit is not None and self._trainer.training:
+        is_elsewhere = self.root_device.type != "cpu"  # and looking at it would wait
+        if is_elsewhere and self._fit is not None and self._trainer.training:
             self._now.probe.copies.moved(batch, moved)
         return moved
 

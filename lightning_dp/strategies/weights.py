@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
@@ -206,24 +205,14 @@ class FirstStep:
         return tuple(name for name in before if _is_changed(before[name], self._all[name]))
 
 
-@dataclass(frozen=True)
-class _Mark:
-    """Facts about a parameter, of which one changes when it is written to, or gets other memory.
+class _Mark(NamedTuple):
+    """Facts about a parameter, of which one changes when it is written to, or gets other memory."""
 
-    Args:
-        version: autograd's count of writes.
-        address: of its memory.
-        is_shared: with a snapshot; its address then changes when anybody only asks for it to write.
-    """
-
-    version: int
-    address: int
-    is_shared: bool
-
-    @classmethod
-    def of(cls, param: Tensor) -> _Mark:
-        """Look at a parameter."""
-        return cls(param._version, address_of(param), is_shared(param))
+    version: int  # autograd's count of writes
+    address: int  # of its memory
+    is_shared: (
+        bool  # with a snapshot; its address then changes when anybody only asks for it to write
+    )
 
     def is_written(self, now: _Mark) -> bool:
         """Tell whether it was surely written to since, or exchanged."""
@@ -265,7 +254,10 @@ class LaterSteps:
         before, self._before = self._before, None
         if before is None:
             return None
-        pairs = [(name, before[name], now) for name, now in self._marks().items()]
+        marks = self._marks()
+        if marks == before and self._usual is not None:
+            return None  # as nearly always
+        pairs = [(name, before[name], now) for name, now in marks.items()]
         if self._usual is None:
             self._usual = frozenset(name for name, then, now in pairs if then.is_written(now))
             self._moving = frozenset(n for n, then, now in pairs if then.address != now.address)
@@ -280,7 +272,7 @@ class LaterSteps:
 
     def _marks(self) -> dict[str, _Mark]:
         return {
-            name: _Mark.of(here)
+            name: _Mark(here._version, address_of(here), is_shared(here))
             for name, param in self._all.items()
             if (here := _plain(param)) is not None and not here.is_inference()
         }
@@ -354,6 +346,8 @@ def checksums(tensors: Mapping[str, Tensor]) -> dict[str, int]:
 
 def _plain(tensor: Tensor) -> Tensor | None:
     """Return what this process holds of a tensor; None for tensors of special classes and lazy ones."""
+    if type(tensor) is nn.Parameter:  # as nearly all
+        return tensor
     if is_lazy(tensor):
         return None
     (here,) = held_here([tensor])
