@@ -16,17 +16,15 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from lightning_dp.accounting._composition import (
-    Composed,
-    Grid,
+from lightning_dp.accounting._composition import Composed, Grid, compose
+from lightning_dp.accounting._grouping import Mixture, as_mixture, rounded
+from lightning_dp.accounting._moments import (
     MomentTable,
-    compose,
     log_largest_weight,
     mixture_bound,
     useful_tilts,
     window,
 )
-from lightning_dp.accounting._grouping import Mixture, as_mixture, rounded
 from lightning_dp.accounting._pmf import LossPmf, Node, cached_pmf
 from lightning_dp.accounting.steps import FloatArray, Steps
 

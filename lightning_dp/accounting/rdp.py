@@ -338,8 +338,8 @@ def total_divergence(steps: Steps, relation: Relation, orders: FloatArray) -> Fl
     if full.all():
         return total
     sampled = Steps(steps.noise_multipliers[~full], steps.sample_rates[~full], steps.counts[~full])
-    from lightning_dp.accounting._composition import mixture_bound
     from lightning_dp.accounting._grouping import as_mixture
+    from lightning_dp.accounting._moments import mixture_bound
 
     mixture = as_mixture(sampled, relation, _SPACING, _EXACT)
     z, q = np.array(mixture.nodes, dtype=float).T

@@ -37,16 +37,8 @@ from lightning_dp.isolation.model_copies import ModelCopies, empty
 from lightning_dp.isolation.nesting import copied
 from lightning_dp.isolation.overrides import backward_loss
 from lightning_dp.isolation.randomness import SameFirstRows, random_state, seed
-from lightning_dp.isolation.stand_ins import (
-    RUN,
-    ByHand,
-    NotProbed,
-    Now,
-    PublicStep,
-    StandInTrainer,
-    Stills,
-    give_optimizers,
-)
+from lightning_dp.isolation.stand_in_optimizers import ByHand, PublicStep, Stills, give_optimizers
+from lightning_dp.isolation.stand_ins import RUN, NotProbed, Now, StandInTrainer
 from lightning_dp.isolation.synthetic import NoHalfPrecision, ValidLabels
 
 __all__ = [

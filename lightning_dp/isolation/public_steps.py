@@ -10,7 +10,8 @@ from torch import Tensor
 
 from lightning_dp.isolation.outcome import ISOLATED, Isolation
 from lightning_dp.isolation.passes import Passes
-from lightning_dp.isolation.stand_ins import Now, PublicStep
+from lightning_dp.isolation.stand_in_optimizers import PublicStep
+from lightning_dp.isolation.stand_ins import Now
 from lightning_dp.isolation.synthetic import leaves_of, replace_leaf, take_rows
 
 __all__ = ["compare_public_steps", "probe_public_steps"]

@@ -26,11 +26,8 @@ from lightning_dp.isolation.overrides import (
 )
 from lightning_dp.isolation.passes import NoLoss, Passes, begin, loss_of, prepared
 from lightning_dp.isolation.randomness import seed
-from lightning_dp.isolation.stand_ins import (
-    ByHand,
-    StandInTrainer,
-    give_optimizers,
-)
+from lightning_dp.isolation.stand_in_optimizers import ByHand, give_optimizers
+from lightning_dp.isolation.stand_ins import StandInTrainer
 
 __all__ = ["Rehearsal", "rehearsal"]
 

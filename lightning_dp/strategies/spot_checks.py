@@ -22,7 +22,8 @@ from lightning_dp.isolation.nesting import copied, number_of_rows
 from lightning_dp.isolation.passes import watch_calls
 from lightning_dp.isolation.record_gradients import Glimpse, Movement, Tolerance, glimpse, moved
 from lightning_dp.isolation.spot_plan import Exchange, PartsSeen, SpotPlan
-from lightning_dp.isolation.stand_ins import RUN, ByHand, StandInTrainer, Stills
+from lightning_dp.isolation.stand_in_optimizers import ByHand, Stills
+from lightning_dp.isolation.stand_ins import RUN, StandInTrainer
 from lightning_dp.run import PrivateRun
 from lightning_dp.sampling.loader import Chunk
 from lightning_dp.strategies.data import private_loader_of
