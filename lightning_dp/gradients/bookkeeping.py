@@ -378,7 +378,9 @@ class _Arriving:
         """Hand the gradients on, once."""
         if not self._is_done:
             self._is_done = True
-            self._done(self._call, self._gradients)
+            gradients = list(self._gradients)
+            self._gradients = [None] * len(gradients)  # nothing is held beyond the rule
+            self._done(self._call, gradients)
 
 
 def _at_least_float32(tensor: Tensor) -> Tensor:

@@ -230,5 +230,7 @@ def convolution(layer: nn.Conv1d | nn.Conv2d | nn.Conv3d, inputs: Tensor, gradie
     form = Convolution(
         tuple(layer.weight.shape), layer.stride, padding, layer.dilation, layer.groups
     )
-    bias = Rows.use(gradient.flatten(2).sum(2))
-    return [(layer.weight, Use(form, inputs, gradient)), (layer.bias, bias)]
+    uses: Uses = [(layer.weight, Use(form, inputs, gradient))]
+    if layer.bias is not None:
+        uses.append((layer.bias, Rows.use(gradient.flatten(2).sum(2))))
+    return uses
