@@ -380,7 +380,8 @@ def _clipped_sum(
     # neither weights nor partial sums leave the range of float32.
     unit = 1.0 if 1e-3 <= clip_norm <= 1e3 or clip_norm == math.inf else min(clip_norm, _LARGEST)
     if onto is None:
-        return gradients.weighted_sum(factors / unit).mul_(unit)
+        total = gradients.weighted_sum(factors / unit)
+        return total if unit == 1 else total.mul_(unit)
     if unit != 1:
         onto.div_(unit)
     gradients.add_weighted_sum(factors / unit, onto)

@@ -88,7 +88,31 @@ def squared_row_norms(gradient: Tensor) -> Tensor:
     rows, kind = as_rows(gradient), gradient.device.type
     if rows.dtype == torch.float64 or (kind != "cpu" and has_float64(kind)):
         return _squares_in_float64(rows)  # on a device, looking at the norms would wait for it
-    squares = _squares_in_float32(rows.float())
+    rows = rows.float()
+    return squares_of_blocks(block_norms(rows), rows)
+
+
+def block_norms(rows: Tensor) -> Tensor:
+    """Return the norms of the blocks of float32 rows on the CPU: shape (n, blocks of a row).
+
+    Each block is squared and added in float32; ``vector_norm`` does not overflow.
+    """
+    columns = rows.shape[1]
+    if columns <= _ROW:
+        norms: Tensor = torch.linalg.vector_norm(rows, dim=1, keepdim=True)
+        return norms
+    whole = columns // _ROW * _ROW
+    blocks = (rows if whole == columns else rows[:, :whole]).reshape(len(rows), whole // _ROW, _ROW)
+    norms = torch.linalg.vector_norm(blocks, dim=2)
+    if whole == columns:
+        return norms
+    rest = torch.linalg.vector_norm(rows[:, whole:], dim=1, keepdim=True)
+    return torch.cat([norms, rest], dim=1)
+
+
+def squares_of_blocks(norms: Tensor, rows: Tensor) -> Tensor:
+    """Return :func:`squared_row_norms` of rows whose :func:`block_norms` are known."""
+    squares = in_float64(norms).square_().sum(1)
     least, most = (float(each) for each in squares.aminmax()) if len(squares) else (1.0, 1.0)
     small = rows.shape[1] * _TRUSTED**2
     if not (small < least and most < math.inf):
@@ -97,34 +121,33 @@ def squared_row_norms(gradient: Tensor) -> Tensor:
     return squares
 
 
-def quick_squares(rows: Tensor) -> Tensor:
-    """Return the squared norms of float32 rows on the CPU, right if :func:`are_trusted`."""
-    return _squares_in_float32(rows)
+def quick_squares(tensors: Sequence[Tensor]) -> Tensor:
+    """Return the squared norms of the float32 rows of tensors on the CPU, a column for each tensor.
+
+    They are right if :func:`are_trusted`.
+    """
+    norms = [block_norms(rows) for rows in tensors]
+    squares = torch.cat(norms, dim=1).double().square_()
+    blocks = [each.shape[1] for each in norms]
+    if max(blocks) == 1:
+        return squares
+    return torch.stack([each.sum(1) for each in torch.split(squares, blocks, dim=1)], dim=1)
 
 
 def are_trusted(squares: Tensor, columns: Sequence[int]) -> list[bool]:
-    """Tell for each line of squared norms if all are right, and right also as factors of products.
+    """Tell for each column of squared norms if all are right, and right also as factors of products.
 
     Args:
-        squares: of the rows of some tensors, a line for each tensor, as :func:`quick_squares` gave them.
+        squares: of the rows of some tensors, as :func:`quick_squares` gave them.
         columns: of each tensor.
     """
-    least = torch.tensor(columns, dtype=torch.float64).mul_(_TRUSTED**2).unsqueeze(1)
-    is_right = (squares > least) & (squares < _LARGEST_FACTOR**2)
-    found: list[bool] = is_right.all(1).tolist()
-    return found
-
-
-def _squares_in_float32(rows: Tensor) -> Tensor:
-    """Square blocks of a row in float32 (``vector_norm`` does not overflow), and add in float64."""
-    if rows.shape[1] <= _ROW:
-        return in_float64(torch.linalg.vector_norm(rows, dim=1)).square_()
-    whole = rows.shape[1] // _ROW * _ROW
-    parts = [torch.linalg.vector_norm(rows[:, whole:], dim=1, keepdim=True)]
-    if whole:
-        blocks = rows[:, :whole].reshape(len(rows), -1, _ROW)
-        parts.append(torch.linalg.vector_norm(blocks, dim=2))
-    return in_float64(torch.cat(parts, dim=1)).square_().sum(1)
+    if not len(squares):
+        return [True] * len(columns)
+    least, most = (each.tolist() for each in squares.aminmax(dim=0))
+    return [
+        width * _TRUSTED**2 < low and high < _LARGEST_FACTOR**2  # not if NaN
+        for width, low, high in zip(columns, least, most, strict=True)
+    ]
 
 
 def _squares_in_float64(rows: Tensor) -> Tensor:
@@ -218,9 +241,18 @@ def flat_zeros(like: Sequence[Tensor], size: int | None = None) -> Tensor:
         like: the tensors.
         size: its length; by default that of all of them together.
     """
-    dtype = functools.reduce(torch.promote_types, (t.dtype for t in like), torch.float32)
     size = sum(tensor.numel() for tensor in like) if size is None else size
-    return torch.zeros(size, dtype=dtype, device=like[0].device)
+    return torch.zeros(size, dtype=_flat_dtype(like), device=like[0].device)
+
+
+def flat_memory(like: Sequence[Tensor]) -> Tensor:
+    """Return the same as :func:`flat_zeros` of all of them, before anything was written into it."""
+    size = sum(tensor.numel() for tensor in like)
+    return torch.empty(size, dtype=_flat_dtype(like), device=like[0].device)
+
+
+def _flat_dtype(like: Sequence[Tensor]) -> torch.dtype:
+    return functools.reduce(torch.promote_types, {t.dtype for t in like}, torch.float32)
 
 
 # -- Laplacian smoothing -------------------------------------------------------------------------

@@ -15,7 +15,7 @@ from lightning_dp._precision import where_used
 from lightning_dp._refusals import RefusedRun
 from lightning_dp._shards import held_here, is_sharded, sum_into_shard
 from lightning_dp.boundary import AbstractPerSampleGradients
-from lightning_dp.functional import flat_zeros, parts_of, unflatten
+from lightning_dp.functional import flat_memory, parts_of, unflatten
 from lightning_dp.gradients.base import (
     AbstractGradientEngine,
     as_unsupported,
@@ -33,6 +33,7 @@ from lightning_dp.gradients.parts import PartGradients
 from lightning_dp.gradients.quick_norms import squared_norms_of_all
 from lightning_dp.gradients.recording import Call, LayerCall, Recorder
 from lightning_dp.gradients.rules import RULES, Rule
+from lightning_dp.gradients.time_steps import TimeSteps
 
 __all__ = ["Bookkeeping", "BookkeptGradients"]
 
@@ -109,7 +110,8 @@ class Bookkeeping(AbstractGradientEngine):
         self._found = {
             id(p): ParameterGradients([], p.shape, self._memory, allowance) for p in self._params
         }
-        self._of_parts = PartGradients()
+        self._of_parts, self._steps = PartGradients(), TimeSteps(self._memory)
+        self._steps.expect(calls)
         return calls, graph
 
     @property
@@ -153,6 +155,7 @@ class Bookkeeping(AbstractGradientEngine):
             each.arrived(place, gradient)
         for each in arriving:
             each.finish()
+        self._join_steps(combined)
         self._pull_back(combined)
 
     def _through_checkpoints(
@@ -173,6 +176,7 @@ class Bookkeeping(AbstractGradientEngine):
         finally:
             for each in undo:
                 each()
+        self._join_steps(combined)
 
     def _follow(
         self, calls: Sequence[Call], graph: Survey, combined: bool
@@ -193,6 +197,7 @@ class Bookkeeping(AbstractGradientEngine):
             self._attached.drop()
         else:
             calls, graph = self._attached.take(root)
+            self._steps.expect(calls)
             self._follow(calls, graph, combined)  # in a graph that nobody keeps
         return outputs
 
@@ -211,7 +216,17 @@ class Bookkeeping(AbstractGradientEngine):
         if gradient is not None:
             with as_unsupported(call.name, call.layer):
                 tensors = [call.arrange(_at_least_float32(each)) for each in (*inputs, gradient)]
-                self._count_in(_of_records(call, call.rule(call.layer, *tensors)), combined)
+                if not self._steps.takes(call, tensors):
+                    self._count_in(_of_records(call, call.rule(call.layer, *tensors)), combined)
+
+    @torch.no_grad()
+    def _join_steps(self, combined: bool) -> None:
+        for call, *tensors in self._steps.joined():
+            with as_unsupported(call.name, call.layer):
+                self._count_in(call.rule(call.layer, *tensors), combined)
+        assert self._found is not None
+        uses = (use for found in self._found.values() for use in found.uses)
+        self._steps.give_back(each for use in uses for each in (use.v, use.u))
 
     def _keep_parts(
         self, call: FunctionCall, gradients: Sequence[Tensor | None], combined: bool
@@ -433,11 +448,15 @@ class BookkeptGradients(AbstractPerSampleGradients):
         return where_used(norms, self._params[0].device)
 
     def weighted_sum(self, weights: Tensor) -> Tensor:
-        total = flat_zeros(held_here(self._params))
-        self.add_weighted_sum(weights, total)
+        total = flat_memory(held_here(self._params))
+        self._sum_up(weights, total, is_new=True)
         return total
 
     def add_weighted_sum(self, weights: Tensor, onto: Tensor) -> None:
+        self._sum_up(weights, onto, is_new=False)
+
+    def _sum_up(self, weights: Tensor, onto: Tensor, *, is_new: bool) -> None:
+        """Add the sum to a vector; to nothing, if nobody has written into it."""
         weights = weights * self._factor
         records, left_out = None, None
         if weights.device.type != "cpu":
@@ -450,8 +469,11 @@ class BookkeptGradients(AbstractPerSampleGradients):
         for param, part, gradient in zip(self._params, parts, self._gradients, strict=True):
             # Of sharded parameters one whole gradient at a time, on all processes together.
             whole = part.new_zeros(param.numel()) if is_sharded(param) else part
+            if is_new and (gradient is None or whole is not part):
+                part.zero_()
             if gradient is not None:
-                gradient.add_weighted_sum(weights, whole, records, left_out)
+                is_first = is_new and whole is part
+                gradient.add_weighted_sum(weights, whole, records, left_out, is_new=is_first)
             if whole is not part:
                 sum_into_shard(whole.view(param.shape), part, param)
 

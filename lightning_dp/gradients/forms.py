@@ -155,6 +155,10 @@ class AbstractForm(ABC):
         """Add it to a flat vector, which may be of another precision."""
         onto.add_(self.weighted_sum(v, u, weights).reshape(-1))
 
+    def put_weighted_sum(self, v: Tensor, u: Tensor, weights: Tensor, into: Tensor) -> None:
+        """Put it into a flat vector, whatever stands there."""
+        self.add_weighted_sum(v, u, weights, into.zero_())
+
     def both(self, here: Use, there: Use) -> list[Use]:
         """Return f(v, u) + f(v', u') as uses that lose no digits where v and v' are close.
 
@@ -292,6 +296,18 @@ class Rows(AbstractForm):
 
     def weighted_sum(self, v: Tensor, u: Tensor, weights: Tensor) -> Tensor:
         return weights @ as_rows(u)
+
+    def add_weighted_sum(self, v: Tensor, u: Tensor, weights: Tensor, onto: Tensor) -> None:
+        if onto.dtype == u.dtype:
+            onto.addmv_(as_rows(u).T, weights)  # no vector of the parameter's size
+        else:
+            super().add_weighted_sum(v, u, weights, onto)
+
+    def put_weighted_sum(self, v: Tensor, u: Tensor, weights: Tensor, into: Tensor) -> None:
+        if into.dtype == u.dtype:
+            torch.mv(as_rows(u).T, weights, out=into)
+        else:
+            super().put_weighted_sum(v, u, weights, into)
 
     def both(self, here: Use, there: Use) -> list[Use]:
         return [self.use(here.u + there.u)]

@@ -48,22 +48,18 @@ def survey(root: Any, calls: Collection[Any], stop: Collection[Any] = ()) -> Sur
     owner: dict[Any, int | None] = {}  # of each node: the only parameter it depends on, if any
     feeds_on_calls: set[Any] = set()
     edges: dict[Any, list[Any]] = {}
-    stack = [root]
+    stack = [] if root is None else [root]
     while stack:
         node = stack[-1]
-        if node not in edges:
-            into = () if node is None or node in stop else node.next_functions
+        if (below := edges.get(node)) is None:
+            into = () if node in stop else node.next_functions
             edges[node] = below = [child for child, _ in into if child is not None]
-            waiting = [child for child in below if child not in edges]
-            if waiting:
+            if waiting := [child for child in below if child not in edges]:
                 stack += waiting
                 continue
         stack.pop()
-        if node is None or node in owner:
+        if node in owner:
             continue
-        below = edges[node]
-        if not boundaries.isdisjoint(below) or not feeds_on_calls.isdisjoint(below):
-            feeds_on_calls.add(node)
         is_boundary = node in boundaries
         if is_boundary:
             found.reached.add(node)
@@ -71,19 +67,30 @@ def survey(root: Any, calls: Collection[Any], stop: Collection[Any] = ()) -> Sur
             found.checkpoints.append(node)
             boundaries.add(node)
             is_boundary = True
-        if not below and (variable := getattr(node, "variable", None)) is not None:
-            owner[node] = id(variable)
-            found.variables[id(variable)] = variable
+        if not below:
+            owner[node] = _leaf(node, found)
             continue
+        if not (boundaries.isdisjoint(below) and feeds_on_calls.isdisjoint(below)):
+            feeds_on_calls.add(node)
         owners = [owner[child] for child in below]
-        one = owners[0] if owners and owners.count(owners[0]) == len(owners) else None
+        one = owners[0] if owners.count(owners[0]) == len(owners) else None
         owner[node] = None if is_boundary else one
         if one is None or is_boundary:
-            found.uses.update(each for each in owners if each is not None)
+            for each in owners:
+                if each is not None:
+                    found.uses[each] += 1
     if (last := owner.get(root)) is not None:
         found.uses[last] += 1
     found.innermost = found.reached - feeds_on_calls
     return found
+
+
+def _leaf(node: Any, found: Survey) -> int | None:
+    """Note the leaf that a node stands for; return its ``id``."""
+    if (variable := getattr(node, "variable", None)) is None:
+        return None
+    found.variables[id(variable)] = variable
+    return id(variable)
 
 
 @dataclass(frozen=True)

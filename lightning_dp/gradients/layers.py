@@ -13,7 +13,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lightning_dp._norms import FixedNorm
-from lightning_dp.functional import factor_norms, squared_row_norms
+from lightning_dp.functional import (
+    block_norms,
+    factor_norms,
+    squares_of_blocks,
+)
 from lightning_dp.gradients.folding import AbstractFolding
 from lightning_dp.gradients.forms import (
     PRODUCTS,
@@ -60,13 +64,12 @@ class OuterProduct(AbstractForm):
         return True
 
     def rows_and_squares(self, v: Tensor, u: Tensor, out: Tensor) -> Tensor:
-        if v.device.type != "cpu" or not len(v):
+        if out.device.type != "cpu" or out.dtype != torch.float32 or not len(v):
             return super().rows_and_squares(v, u, out)
-        size = max(
-            1, _CACHED_BYTES // out[:1].nbytes
-        )  # rows are squared while they are in the cache
+        size = max(1, _CACHED_BYTES // out[:1].nbytes)  # looked at while they are in the cache
         parts = zip(*(torch.split(each, size) for each in (v, u, out)), strict=True)
-        return torch.cat([squared_row_norms(self.rows(*part)) for part in parts])
+        norms = torch.cat([block_norms(self.rows(*part).flatten(1)) for part in parts])
+        return squares_of_blocks(norms, out.flatten(1))
 
     def prefers_rows(self, v: Tensor, u: Tensor) -> bool:
         return u.shape[1] >= _LONG
@@ -97,6 +100,13 @@ class OuterProduct(AbstractForm):
             return
         v, u = _scaled(v, u, weights)
         onto.view(u.shape[1], v.shape[1]).addmm_(u.T, v)
+
+    def put_weighted_sum(self, v: Tensor, u: Tensor, weights: Tensor, into: Tensor) -> None:
+        if into.dtype != u.dtype or into.dtype != v.dtype:
+            super().put_weighted_sum(v, u, weights, into)
+            return
+        v, u = _scaled(v, u, weights)
+        torch.mm(u.T, v, out=into.view(u.shape[1], v.shape[1]))
 
     def factors(self, v: Tensor, u: Tensor) -> tuple[Tensor, ...] | None:
         return (v, u) if u.shape[1] == 1 else None

@@ -82,23 +82,30 @@ class _Walk:
         stack = [root]
         while stack:
             node = stack[-1]
-            if node not in edges:
+            if (into := edges.get(node)) is None:
                 edges[node] = into = node.next_functions
-                waiting = [e for e, _ in into if e is not None and e not in flows]
-                if waiting:
+                if waiting := [e for e, _ in into if e is not None and e not in flows]:
                     stack += waiting
                     continue
             stack.pop()
             if node not in flows:
-                flows[node] = self._flow(node, edges[node])
+                flows[node] = self._flow(node, into)
 
     def _flow(self, node: Any, edges: Any) -> Outcome:
         """Return what a node holds, from what its inputs hold."""
         rule, is_entry_by_entry = _rules[type(node)]
-        flows = [NOTHING if e is None else _at(self._flows[e], number) for e, number in edges]
-        rows = flows.count(ROWS)
-        # As nearly everywhere, there is no need to look closer.
-        if rows + flows.count(NOTHING) == len(flows):
+        flows = list[Flow]()
+        rows = others = 0
+        for into, number in edges:
+            flow = NOTHING if into is None else self._flows[into]
+            if isinstance(flow, list):
+                flow = flow[number]
+            if flow is ROWS:
+                rows += 1
+            elif flow is not NOTHING:
+                others += 1
+            flows.append(flow)
+        if not others:  # as nearly everywhere, there is no need to look closer
             if not rows:
                 return self._beginning(node, edges)
             if rows == 1 and (is_entry_by_entry or (rule in _LAYERS and node in self._layers)):
@@ -149,15 +156,15 @@ def _behind_a_view(node: Any) -> Any:
 
 def _are_alike(edges: Any, flows: Sequence[Flow]) -> bool:
     """Tell whether all inputs that hold rows have one shape."""
-    pairs = zip(edges, flows, strict=True)
-    first, *others = (
-        e._input_metadata[number].shape for (e, number), flow in pairs if flow is ROWS
-    )
-    return all(shape == first for shape in others)
-
-
-def _at(flow: Outcome, number: int) -> Flow:
-    return flow[number] if isinstance(flow, list) else flow
+    first = None
+    for (into, number), flow in zip(edges, flows, strict=True):
+        if flow is ROWS:
+            shape = into._input_metadata[number].shape
+            if first is None:
+                first = shape
+            elif shape != first:
+                return False
+    return True
 
 
 # A module's full backward hooks stand behind its output, and in front of its inputs: an identity.

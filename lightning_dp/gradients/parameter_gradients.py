@@ -179,6 +179,8 @@ class ParameterGradients:
         onto: Tensor,
         records: Tensor | None = None,
         left_out: Tensor | None = None,
+        *,
+        is_new: bool = False,
     ) -> None:
         """Add Σ_i weights_i g_i to a flat vector; to be asked for once.
 
@@ -187,6 +189,7 @@ class ParameterGradients:
             onto: the vector.
             records: which ones, if not all; the others are left out, whatever they hold.
             left_out: true for those that are left out, where they are not to be counted.
+            is_new: nothing was written into the vector, whose entries count for nothing.
         """
         uses, self.uses = _joined(self.uses), []
         if not uses:
@@ -203,7 +206,9 @@ class ParameterGradients:
         for use in uses:
             if left_out is not None:
                 use = use.without(left_out)
-            use.form.add_weighted_sum(use.v, use.u, weights.to(use.u.dtype), onto)
+            to_sum = use.form.put_weighted_sum if is_new else use.form.add_weighted_sum
+            to_sum(use.v, use.u, weights.to(use.u.dtype), onto)
+            is_new = False
         self._give_back()
 
     def discard(self) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import reduce
+from functools import lru_cache, reduce
 
 import torch
 from torch import Tensor
@@ -47,26 +47,33 @@ class _Matrices:
 
     def places(self, factors: Sequence[Tensor]) -> tuple[int, ...]:
         """Return the places of some matrices, noting those that are new."""
-        return tuple(self._place(as_rows(each)) for each in factors)
+        return tuple([self._place(as_rows(each)) for each in factors])
 
     def _place(self, rows: Tensor) -> int:
-        key = rows.data_ptr(), rows.shape, rows.stride()
-        if key not in self._places:
-            self._places[key] = len(self._held)
+        place = self._places.setdefault(
+            (rows.data_ptr(), rows.shape, rows.stride()), len(self._held)
+        )
+        if place == len(self._held):
             self._held.append(rows)
-        return self._places[key]
+        return place
 
     def look(self) -> None:
         """Compute the norms, and look up which are right."""
         if self._held:
-            self._squares = torch.stack([quick_squares(rows) for rows in self._held])
+            self._squares = quick_squares(self._held)
             self._right = are_trusted(self._squares, [rows.shape[1] for rows in self._held])
 
     def are_right(self, places: Sequence[int]) -> bool:
         """Tell whether there are places, and the norms there are right."""
-        return bool(places) and all(self._right[place] for place in places)
+        return bool(places) and all([self._right[place] for place in places])
 
     def sum_of_products(self, places: Sequence[tuple[int, ...]], count: int) -> Tensor:
         """Return the sum, over all with so many places, of the products of the squared norms there."""
-        chosen = torch.tensor([each for each in places if len(each) == count])
-        return self._squares[chosen].prod(1).sum(0)
+        chosen = _indices(tuple([each for each in places if len(each) == count]))
+        return self._squares[:, chosen].prod(2).sum(1)
+
+
+@lru_cache(maxsize=64)
+def _indices(places: tuple[tuple[int, ...], ...]) -> Tensor:
+    """Return places as a tensor: the same ones in every step of a model."""
+    return torch.tensor(places)

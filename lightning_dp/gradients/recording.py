@@ -425,14 +425,15 @@ class Recorder:
     def _miscounted(self, calls: Sequence[LayerCall], graph: Survey) -> Collection[int]:
         """Return the parameters that have more or fewer uses than recorded calls of their layers."""
         recorded = Counter[int]()
+        for layer, times in Counter(call.layer for call in calls).items():
+            if self._rule_of(layer) is not multihead_attention:
+                for key in self._own[layer]:
+                    recorded[key] += times
         for call in calls:
-            own = self._own[call.layer]
-            if self._rule_of(call.layer) is not multihead_attention:
-                recorded.update(own)
-            else:
+            if self._rule_of(call.layer) is multihead_attention:
                 inside = survey(call.edges[0].node, graph.reached, call.sources).uses
                 inside = self.whole.translated(inside)
-                recorded.update({key: inside[key] for key in own})
+                recorded.update({key: inside[key] for key in self._own[call.layer]})
         # Fewer uses than calls: a call used another tensor in the parameter's place.
         uses = self.whole.translated(graph.uses)
         keys = (id(param) for param in self._params)

@@ -1,0 +1,77 @@
+"""Calls of a linear layer, one for each time step, as one call on the sequence of them."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+from lightning_dp.gradients.function_call import FunctionCall
+from lightning_dp.gradients.layers import linear
+from lightning_dp.gradients.parameter_gradients import ScratchPool
+from lightning_dp.gradients.recording import Call, LayerCall
+
+__all__ = ["TimeSteps"]
+
+
+@dataclass
+class _Steps:
+    call: LayerCall  # one of them
+    inputs: list[Tensor] = field(default_factory=list)
+    gradients: list[Tensor] = field(default_factory=list)
+
+
+class TimeSteps:
+    """Calls of linear layers that are called often, until the backward pass is over.
+
+    A linear layer treats positions alike, so that T calls with (n, width) tensors are one call with
+    (n, T, width). The layers of a recurrent cell are handed the same gradients, which are joined once.
+    """
+
+    def __init__(self, memory: ScratchPool) -> None:
+        self._memory = memory
+        self._times = Counter[nn.Module]()
+        self._steps: dict[tuple[object, ...], _Steps] = {}
+        self._borrowed: list[Tensor] = []
+
+    def expect(self, calls: Iterable[Call]) -> None:
+        """Count calls that the backward pass is going to come to."""
+        self._times.update(call.layer for call in calls if not isinstance(call, FunctionCall))
+
+    def takes(self, call: LayerCall, tensors: list[Tensor]) -> bool:
+        """Keep input and output gradient of a call, if it is one of several; tell whether it is."""
+        is_step = call.rule is linear and call.folding is None and self._times[call.layer] > 1
+        if not is_step or tensors[0].dim() != 2:
+            return False
+        v, u = tensors
+        steps = self._steps.setdefault((call.layer, v.shape, u.shape, u.dtype), _Steps(call))
+        steps.inputs.append(v)
+        steps.gradients.append(u)
+        return True
+
+    def joined(self) -> Iterator[tuple[LayerCall, Tensor, Tensor]]:
+        """Hand over all of them, with the positions of the calls in the second dimension."""
+        steps, self._steps = self._steps, {}
+        known: dict[tuple[int, ...], Tensor] = {}
+        for each in steps.values():
+            same = tuple(map(id, each.gradients))  # all of them are held until the end
+            if same not in known:
+                known[same] = self._stacked(each.gradients)
+            yield each.call, self._stacked(each.inputs), known[same]
+
+    def _stacked(self, tensors: list[Tensor]) -> Tensor:
+        n, width = tensors[0].shape
+        memory = self._memory.take(n, torch.Size((len(tensors), width)), tensors[0])
+        self._borrowed.append(memory)
+        return torch.stack(tensors, dim=1, out=memory[:n])
+
+    def give_back(self, held: Iterable[Tensor]) -> None:
+        """Let others use the memory of what was handed over, where nobody holds it."""
+        places = {each.data_ptr() for each in held}
+        while self._borrowed:
+            memory = self._borrowed.pop()
+            if memory.data_ptr() not in places:
+                self._memory.give_back(memory)
