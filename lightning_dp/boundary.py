@@ -379,12 +379,14 @@ def _clipped_sum(
     # For C far from 1 the sum is computed in units of C and multiplied by C at the end, so that
     # neither weights nor partial sums leave the range of float32.
     unit = 1.0 if 1e-3 <= clip_norm <= 1e3 or clip_norm == math.inf else min(clip_norm, _LARGEST)
+    if unit != 1:
+        factors = factors / unit
     if onto is None:
-        total = gradients.weighted_sum(factors / unit)
+        total = gradients.weighted_sum(factors)
         return total if unit == 1 else total.mul_(unit)
     if unit != 1:
         onto.div_(unit)
-    gradients.add_weighted_sum(factors / unit, onto)
+    gradients.add_weighted_sum(factors, onto)
     return onto if unit == 1 else onto.mul_(unit)
 
 

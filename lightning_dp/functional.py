@@ -124,9 +124,10 @@ def squares_of_blocks(norms: Tensor, rows: Tensor) -> Tensor:
 def quick_squares(tensors: Sequence[Tensor]) -> Tensor:
     """Return the squared norms of the float32 rows of tensors on the CPU, a column for each tensor.
 
-    They are right if :func:`are_trusted`.
+    They are right if :func:`are_trusted`. A last column holds ones.
     """
     norms = [block_norms(rows) for rows in tensors]
+    norms.append(norms[0].new_ones(len(norms[0]), 1))
     squares = torch.cat(norms, dim=1).double().square_()
     blocks = [each.shape[1] for each in norms]
     if max(blocks) == 1:
@@ -135,10 +136,10 @@ def quick_squares(tensors: Sequence[Tensor]) -> Tensor:
 
 
 def are_trusted(squares: Tensor, columns: Sequence[int]) -> list[bool]:
-    """Tell for each column of squared norms if all are right, and right also as factors of products.
+    """Tell of each tensor if its squared norms are right, and right also as factors of products.
 
     Args:
-        squares: of the rows of some tensors, as :func:`quick_squares` gave them.
+        squares: as :func:`quick_squares` gave them.
         columns: of each tensor.
     """
     if not len(squares):
@@ -146,7 +147,7 @@ def are_trusted(squares: Tensor, columns: Sequence[int]) -> list[bool]:
     least, most = (each.tolist() for each in squares.aminmax(dim=0))
     return [
         width * _TRUSTED**2 < low and high < _LARGEST_FACTOR**2  # not if NaN
-        for width, low, high in zip(columns, least, most, strict=True)
+        for width, low, high in zip(columns, least, most, strict=False)
     ]
 
 
@@ -192,8 +193,8 @@ def clip_factors(norms: Tensor, clip_norm: float) -> Tensor:
     """
     clip_norm = above_0("clip_norm", clip_norm)
     wide = norms.double() if has_float64(norms.device.type) else norms
-    factors = (clip_norm / wide).clamp_(max=1.0).to(norms.dtype)
-    return torch.where(torch.isfinite(norms), factors, torch.zeros_like(norms))
+    factors = (clip_norm / wide).clamp_(max=1.0)  # 0 or NaN where the norm is not finite
+    return factors.nan_to_num_(nan=0.0).to(norms.dtype)
 
 
 def flatten(tensors: Sequence[Tensor]) -> Tensor:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, ClassVar
 
 import torch
@@ -63,26 +63,32 @@ class UncoveredParameterError(UnsupportedModelError):
         )
 
 
-@contextmanager
-def as_unsupported(name: str, layer: nn.Module) -> Iterator[None]:
+class as_unsupported:
     """Turn what code for gradients per record raises into a refusal that names the layer.
 
     Args:
         name: of the layer in the model.
         layer: whose gradients they are.
     """
-    try:
-        yield
-    except (MemoryError, torch.OutOfMemoryError):
-        raise
-    except UnsupportedModelError as error:
-        if name in error.text:
-            raise
-        raise UnsupportedModelError(f"{name}: {error.text}", topic=error.topic) from None
-    except Exception as error:
+
+    def __init__(self, name: str, layer: nn.Module) -> None:
+        self._name, self._layer = name, layer
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, _: object, error: BaseException | None, trace: object) -> None:
+        if not isinstance(error, Exception) or isinstance(
+            error, MemoryError | torch.OutOfMemoryError
+        ):
+            return
+        name, kind = self._name, type(error).__name__
+        if isinstance(error, UnsupportedModelError):
+            if name in error.text:
+                return
+            raise UnsupportedModelError(f"{name}: {error.text}", topic=error.topic) from None
         raise UnsupportedModelError(
-            f"{name or 'The module'} ({type(layer).__name__}): per-record gradients cannot be "
-            f"computed from its calls ({type(error).__name__}). Give its parameters to layers of "
+            f"{name or 'The module'} ({type(self._layer).__name__}): per-record gradients cannot be "
+            f"computed from its calls ({kind}). Give its parameters to layers of "
             "torch.nn that are called with one tensor, records first, or freeze it with "
             f"requires_grad_(False). {ALONE}",
             topic="unsupported-layer",

@@ -151,11 +151,12 @@ class Bookkeeping(AbstractGradientEngine):
         finally:
             for handle in handles:
                 handle.remove()
-        for (each, place, _), gradient in zip(ends, found, strict=True):
-            each.arrived(place, gradient)
-        for each in arriving:
-            each.finish()
-        self._join_steps(combined)
+        with torch.no_grad():  # as during the pass itself
+            for (each, place, _), gradient in zip(ends, found, strict=True):
+                each.arrived(place, gradient)
+            for each in arriving:
+                each.finish()
+            self._join_steps(combined)
         self._pull_back(combined)
 
     def _through_checkpoints(
@@ -176,7 +177,8 @@ class Bookkeeping(AbstractGradientEngine):
         finally:
             for each in undo:
                 each()
-        self._join_steps(combined)
+        with torch.no_grad():
+            self._join_steps(combined)
 
     def _follow(
         self, calls: Sequence[Call], graph: Survey, combined: bool
@@ -205,7 +207,6 @@ class Bookkeeping(AbstractGradientEngine):
         for param, rows in self._of_parts.pull_back({id(p): p for p in self._params}):
             self._count_in([(param, Rows.use(_at_least_float32(rows)))], combined)
 
-    @torch.no_grad()
     def _keep(self, call: Call, gradients: Sequence[Tensor | None], combined: bool) -> None:
         """Keep the parts of one call from which the norms and the sum are made."""
         if isinstance(call, FunctionCall):
@@ -219,7 +220,6 @@ class Bookkeeping(AbstractGradientEngine):
                 if not self._steps.takes(call, tensors):
                     self._count_in(_of_records(call, call.rule(call.layer, *tensors)), combined)
 
-    @torch.no_grad()
     def _join_steps(self, combined: bool) -> None:
         for call, *tensors in self._steps.joined():
             with as_unsupported(call.name, call.layer):

@@ -99,9 +99,10 @@ class ParameterGradients:
         """
         if not (combined or isinstance(use.form, Rows)) and self._is_made_at_once(use):
             use = Rows.use(self._rows(use))
-        last_two = [*self.uses[-1:], use]
-        if len(last_two) == 2 and all(_is_rows_of(each, len(use.u)) for each in last_two):
-            self.uses[-1:] = Rows().joined(last_two)  # not one of them for each time step
+        last = self.uses[-1] if self.uses else None
+        are_rows = last is not None and isinstance(last.form, Rows) and isinstance(use.form, Rows)
+        if last is not None and are_rows and len(last.u) == len(use.u):
+            self.uses[-1:] = use.form.joined([last, use])  # not one of them for each time step
         else:
             self.uses.append(use)
 
@@ -253,10 +254,6 @@ class ParameterGradients:
 
 def _sum_of_rows(uses: Sequence[Use]) -> Tensor:
     return reduce(torch.add, (use.form.rows(use.v, use.u) for use in uses))
-
-
-def _is_rows_of(use: Use, count: int) -> bool:
-    return use.form == Rows() and len(use.u) == count
 
 
 def _joined(uses: Sequence[Use]) -> list[Use]:

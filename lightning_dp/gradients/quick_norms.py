@@ -26,7 +26,8 @@ def squared_norms_of_all(gradients: Sequence[ParameterGradients]) -> Tensor:
     quick = [places for _, places in noted if matrices.are_right(places)]
     slow = [each for each, places in noted if not matrices.are_right(places)]
     squares = [each.squared_norms() for each in slow]
-    squares += [matrices.sum_of_products(quick, count) for count in {len(each) for each in quick}]
+    if quick:
+        squares.append(matrices.sum_of_products(quick))
     return reduce(torch.add, squares)
 
 
@@ -65,15 +66,17 @@ class _Matrices:
 
     def are_right(self, places: Sequence[int]) -> bool:
         """Tell whether there are places, and the norms there are right."""
-        return bool(places) and all([self._right[place] for place in places])
+        return bool(places) and all(map(self._right.__getitem__, places))
 
-    def sum_of_products(self, places: Sequence[tuple[int, ...]], count: int) -> Tensor:
-        """Return the sum, over all with so many places, of the products of the squared norms there."""
-        chosen = _indices(tuple([each for each in places if len(each) == count]))
-        return self._squares[:, chosen].prod(2).sum(1)
+    def sum_of_products(self, places: Sequence[tuple[int, ...]]) -> Tensor:
+        """Return the sum of the products of the squared norms at the places of each parameter."""
+        most, one = max(map(len, places)), len(self._held)  # where there is none, a column of ones
+        chosen = _flat_places(tuple([(*each, *[one] * (most - len(each))) for each in places]))
+        factors = self._squares.index_select(1, chosen).view(-1, len(places), most)
+        return factors.prod(2).sum(1) if most > 1 else factors.flatten(1).sum(1)
 
 
 @lru_cache(maxsize=64)
-def _indices(places: tuple[tuple[int, ...], ...]) -> Tensor:
+def _flat_places(places: tuple[tuple[int, ...], ...]) -> Tensor:
     """Return places as a tensor: the same ones in every step of a model."""
-    return torch.tensor(places)
+    return torch.tensor(places).flatten()

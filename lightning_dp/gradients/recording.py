@@ -142,10 +142,11 @@ class Recorder:
         return [layer for layer in covered if self._rule_of(layer) is not None]
 
     def _hang_on(self, layer: nn.Module) -> None:
+        rule = self._rule_of(layer)
+        is_attention = rule is multihead_attention
         # Before the user's hooks, which may change the output.
         register = partial(layer.register_forward_hook, prepend=True, with_kwargs=True)
-        self._hooks.add(layer, register, self._watch)
-        is_attention = self._rule_of(layer) is multihead_attention
+        self._hooks.add(layer, register, partial(self._watch, rule))
         if is_attention or self._tracer is not None:
             self._hooks.add(layer, layer.register_forward_pre_hook, self._before)
 
@@ -261,17 +262,22 @@ class Recorder:
             self._random_states[layer] = attention.random_state(layer)
 
     def _watch(
-        self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
+        self,
+        rule: Rule | None,
+        layer: nn.Module,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        output: Any,
     ) -> None:
         if not self._is_watching or not torch.is_grad_enabled():
             return
         mark = self._marks.pop() if self._marks else 0
         before = len(self._calls)
-        if self._rule_of(layer) is embedding_bag:
+        if rule is embedding_bag:
             args, kwargs = tensors_of_bags(cast(nn.EmbeddingBag, layer), args, kwargs), {}
         if self._is_exchanged(layer):
             self._ignore(layer, output)
-        elif self._rule_of(layer) is multihead_attention:
+        elif rule is multihead_attention:
             self._watch_attention(cast(nn.MultiheadAttention, layer), args, kwargs, output)
         elif kwargs or not args or not all(isinstance(each, Tensor) for each in (*args, output)):
             problem = (
@@ -282,7 +288,7 @@ class Recorder:
             )
             self._give_up(UnsupportedModelError(problem, topic="unsupported-layer"))
         else:
-            self._note(layer, self._rule_of(layer), args, output)
+            self._note(layer, rule, args, output)
         if self._tracer is not None and len(self._calls) > before:
             self._tracer.forget_since(mark)
             self._tracer.add_layer_output(output if isinstance(output, Tensor) else output[0])
@@ -335,7 +341,7 @@ class Recorder:
                 layout = Layout(0, inner=layout.rows)
             folding = None if layout.rows == 1 else Folded(n, layout.outer, layout.inner)
         refuse_without_records(self._layer_names[layer], layer, given[0])
-        inputs = tuple(each.detach() for each in given)
+        inputs = tuple([each.detach() for each in given])
         versions, sources = [each._version for each in inputs], {each.grad_fn for each in given}
         edges = [get_gradient_edge(output)]
         moved = tuple(split(each) for each in given) if self._is_along else ()
