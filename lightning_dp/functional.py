@@ -98,16 +98,25 @@ def block_norms(rows: Tensor) -> Tensor:
     Each block is squared and added in float32; ``vector_norm`` does not overflow.
     """
     columns = rows.shape[1]
-    if columns <= _ROW:
+    size = _block(columns)
+    if size == columns:
         norms: Tensor = torch.linalg.vector_norm(rows, dim=1, keepdim=True)
         return norms
-    whole = columns // _ROW * _ROW
-    blocks = (rows if whole == columns else rows[:, :whole]).reshape(len(rows), whole // _ROW, _ROW)
+    whole = columns // size * size
+    blocks = (rows if whole == columns else rows[:, :whole]).reshape(len(rows), whole // size, size)
     norms = torch.linalg.vector_norm(blocks, dim=2)
     if whole == columns:
         return norms
     rest = torch.linalg.vector_norm(rows[:, whole:], dim=1, keepdim=True)
     return torch.cat([norms, rest], dim=1)
+
+
+@functools.lru_cache(maxsize=1024)
+def _block(columns: int) -> int:
+    """Return how many entries are added in float32: of equal parts, if they are not too many."""
+    if columns <= _ROW:
+        return columns
+    return next((each for each in range(_ROW, _ROW // 4, -1) if columns % each == 0), _ROW)
 
 
 def squares_of_blocks(norms: Tensor, rows: Tensor) -> Tensor:
@@ -129,10 +138,16 @@ def quick_squares(tensors: Sequence[Tensor]) -> Tensor:
     norms = [block_norms(rows) for rows in tensors]
     norms.append(norms[0].new_ones(len(norms[0]), 1))
     squares = torch.cat(norms, dim=1).double().square_()
-    blocks = [each.shape[1] for each in norms]
-    if max(blocks) == 1:
+    if squares.shape[1] == len(norms):
         return squares
-    return torch.stack([each.sum(1) for each in torch.split(squares, blocks, dim=1)], dim=1)
+    owners = _owners(tuple([each.shape[1] for each in norms]))
+    return squares.new_zeros(len(squares), len(norms)).index_add_(1, owners, squares)
+
+
+@functools.lru_cache(maxsize=64)
+def _owners(sizes: tuple[int, ...]) -> Tensor:
+    """Return for each of so many columns in a row the number of the group it belongs to."""
+    return torch.arange(len(sizes)).repeat_interleave(torch.tensor(sizes))
 
 
 def are_trusted(squares: Tensor, columns: Sequence[int]) -> list[bool]:

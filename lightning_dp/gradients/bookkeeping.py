@@ -140,7 +140,8 @@ class Bookkeeping(AbstractGradientEngine):
             self._through_checkpoints(loss, calls, graph, keep_graph, combined)
             return
         innermost = graph.innermost
-        arriving = [_Arriving(call, partial(self._keep, combined=combined)) for call in calls]
+        keep = partial(self._keep, combined=combined)
+        arriving = [_Arriving(call, keep) for call in calls]
         ends = [end for each in arriving for end in each.ends_at(innermost)]
         if not ends:
             return
@@ -185,8 +186,9 @@ class Bookkeeping(AbstractGradientEngine):
     ) -> list[Callable[[], None]]:
         """Be told when the backward pass comes to calls and checkpoints; return what undoes it."""
         undo: list[Callable[[], None]] = []
+        keep = partial(self._keep, combined=combined)
         for call in calls:
-            arriving = _Arriving(call, partial(self._keep, combined=combined))
+            arriving = _Arriving(call, keep)
             undo += [handle.remove for handle in arriving.wait(set())]
         again = partial(self._run_again, combined)
         return undo + [calling(node, again) for node in graph.checkpoints]

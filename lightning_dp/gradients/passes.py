@@ -358,7 +358,7 @@ class RecordPasses:
         found = self.gradients(query, chunk, first=first)
         if found is None:
             return None
-        if onto is None and query.count_weight > 0:  # else the sum begins in memory of its own size
+        if onto is None and query.count_weight > 0:  # without one the first sum is taken as it is
             onto = BoundedSum.empty(query, held_here(self._params))
         return bounded_sum(found, query.clip_norm, query.count_weight, onto)
 

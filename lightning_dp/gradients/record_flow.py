@@ -130,22 +130,17 @@ class Meeting:
 
     def __init__(self, node: Any, inputs: Sequence[Given | None], n: int) -> None:
         self.node, self.inputs, self.n = node, inputs, n
-
-    @cached_property
-    def given(self) -> tuple[Given, ...]:
+        self.given = [e for e in inputs if e is not None and e.flow is not NOTHING]
         """The inputs that hold something of the records."""
-        return tuple(e for e in self.inputs if e is not None and e.flow is not NOTHING)
+        mixtures = [each.flow for each in self.given if isinstance(each.flow, Mixed)]
+        self.mixture = mixtures[0] if mixtures else None
+        """The first input that is a mixture; it stays one through linear nodes."""
 
     @cached_property
     def shape(self) -> torch.Size:
         """The shape of the first output."""
         shape: torch.Size = self.node._input_metadata[0].shape
         return shape
-
-    @cached_property
-    def mixture(self) -> Mixed | None:
-        """The first input that is a mixture; it stays one through linear nodes."""
-        return next((each.flow for each in self.given if isinstance(each.flow, Mixed)), None)
 
     def places(self, shape: Sequence[int]) -> list[int]:
         """Return the dimensions that may be those of the rows: several rows a record are folded."""

@@ -401,7 +401,8 @@ class Recorder:
         for node in graph.reached & unseen.keys():
             raise UnsupportedModelError(unseen[node], topic="unseen-use")
         reached = {id(nodes[node]) for node in graph.reached}
-        calls = [call for call in calls if id(call) in reached]
+        if len(reached) < len(calls):
+            calls = [call for call in calls if id(call) in reached]
         self._refuse_uncovered(loss, calls, graph)
         return calls, graph
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import Any
 
@@ -103,8 +103,10 @@ class WholeParameters:
         """Return the parameter that a tensor is, or stands for."""
         return self._shard_of.get(id(param), param)
 
-    def translated(self, uses: Mapping[int, int]) -> Counter[int]:
+    def translated(self, uses: Counter[int]) -> Counter[int]:
         """Return uses of parameters, by ``id``, as those of the parameters that are trained."""
+        if not self._shard_of:
+            return uses
         found = Counter[int]()
         for key, count in uses.items():
             shard = self._shard_of.get(key)
