@@ -76,7 +76,10 @@ def length(vector: Tensor) -> Tensor:
 
 def as_rows(gradient: Tensor) -> Tensor:
     """Reshape (n, *shape) to (n, d), also for shape () and for n = 0."""
-    return gradient.flatten(1) if gradient.dim() > 1 else gradient.unsqueeze(-1)
+    dimensions = gradient.dim()
+    if dimensions == 2:
+        return gradient
+    return gradient.flatten(1) if dimensions > 1 else gradient.unsqueeze(-1)
 
 
 def squared_row_norms(gradient: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ from torch.utils.hooks import RemovableHandle
 
 from lightning_dp._precision import where_used
 from lightning_dp._refusals import RefusedRun
-from lightning_dp._shards import held_here, is_sharded, sum_into_shard
+from lightning_dp._shards import held_here, sum_into_shard
 from lightning_dp.boundary import AbstractPerSampleGradients
 from lightning_dp.functional import flat_memory, parts_of, unflatten
 from lightning_dp.gradients.base import (
@@ -467,10 +467,11 @@ class BookkeptGradients(AbstractPerSampleGradients):
             records = weights.nonzero().flatten()
             weights = weights[records]
         weights = weights.to(torch.promote_types(self._dtype, torch.float32))
-        parts = parts_of(onto, held_here(self._params))
-        for param, part, gradient in zip(self._params, parts, self._gradients, strict=True):
+        here = held_here(self._params)
+        parts = zip(self._params, here, parts_of(onto, here), self._gradients, strict=True)
+        for param, held, part, gradient in parts:
             # Of sharded parameters one whole gradient at a time, on all processes together.
-            whole = part.new_zeros(param.numel()) if is_sharded(param) else part
+            whole = part if held is param else part.new_zeros(param.numel())
             if is_new and (gradient is None or whole is not part):
                 part.zero_()
             if gradient is not None:

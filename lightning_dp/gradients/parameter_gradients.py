@@ -87,7 +87,7 @@ class ParameterGradients:
     @property
     def counts(self) -> set[int]:
         """The number of records that each use saw."""
-        return {len(use.u) for use in self.uses}
+        return {use.u.shape[0] for use in self.uses}
 
     def add(self, use: Use, *, combined: bool) -> None:
         """Count in one more use.
@@ -118,7 +118,7 @@ class ParameterGradients:
 
     def _size(self, use: Use) -> int:
         """Return the bytes of the gradients of all records."""
-        return len(use.u) * self._numel * use.u.element_size()
+        return use.u.shape[0] * self._numel * use.u.element_size()
 
     def squared_norms(self) -> Tensor:
         """Return the squared L2 norm of each record's gradient, shape (n,), float64."""

@@ -21,7 +21,7 @@ def squared_norms_of_all(gradients: Sequence[ParameterGradients]) -> Tensor:
     looked up for all of them together. Where not, and for all others, each parameter tells its own.
     """
     matrices = _Matrices()
-    noted = [(each, matrices.places(_factors(each))) for each in gradients]
+    noted = [(each, matrices.places(each.factors())) for each in gradients]
     matrices.look()
     quick = [places for _, places in noted if matrices.are_right(places)]
     slow = [each for each, places in noted if not matrices.are_right(places)]
@@ -29,13 +29,6 @@ def squared_norms_of_all(gradients: Sequence[ParameterGradients]) -> Tensor:
     if quick:
         squares.append(matrices.sum_of_products(quick))
     return reduce(torch.add, squares)
-
-
-def _factors(gradients: ParameterGradients) -> tuple[Tensor, ...]:
-    """Return the factors of a parameter's only use, if they are float32 on the CPU; else nothing."""
-    found = gradients.factors()
-    is_plain = all(e.dtype == torch.float32 and e.device.type == "cpu" for e in found)
-    return found if is_plain else ()
 
 
 class _Matrices:
@@ -47,16 +40,21 @@ class _Matrices:
         self._right: list[bool] = []
 
     def places(self, factors: Sequence[Tensor]) -> tuple[int, ...]:
-        """Return the places of some matrices, noting those that are new."""
-        return tuple([self._place(as_rows(each)) for each in factors])
+        """Return the places of some matrices, noting those that are new.
 
-    def _place(self, rows: Tensor) -> int:
-        place = self._places.setdefault(
-            (rows.data_ptr(), rows.shape, rows.stride()), len(self._held)
-        )
-        if place == len(self._held):
-            self._held.append(rows)
-        return place
+        Nothing if they are not all float32 on the CPU.
+        """
+        found = []
+        for each in factors:
+            if each.dtype != torch.float32 or not each.is_cpu:
+                return ()
+            rows = as_rows(each)
+            key = rows.data_ptr(), rows.shape, rows.stride()
+            if (place := self._places.get(key)) is None:
+                self._places[key] = place = len(self._held)
+                self._held.append(rows)
+            found.append(place)
+        return tuple(found)
 
     def look(self) -> None:
         """Compute the norms, and look up which are right."""

@@ -39,7 +39,7 @@ from lightning_dp.gradients.unsupported import (
 __all__ = ["Call", "LayerCall", "Recorder"]
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class LayerCall:
     """One call of a layer, until the backward pass comes to it."""
 

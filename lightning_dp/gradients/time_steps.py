@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from operator import itemgetter
 
 import torch
 from torch import Tensor, nn
@@ -20,8 +21,9 @@ __all__ = ["TimeSteps"]
 @dataclass
 class _Steps:
     call: LayerCall  # one of them
-    inputs: list[Tensor] = field(default_factory=list)
-    gradients: list[Tensor] = field(default_factory=list)
+    tensors: list[tuple[int, Tensor, Tensor]] = field(
+        default_factory=list
+    )  # in the order of arrival
 
 
 class TimeSteps:
@@ -34,12 +36,16 @@ class TimeSteps:
     def __init__(self, memory: ScratchPool) -> None:
         self._memory = memory
         self._times = Counter[nn.Module]()
+        self._order: dict[int, int] = {}  # of the calls, by ``id``: gradients arrive in others
         self._steps: dict[tuple[object, ...], _Steps] = {}
         self._borrowed: list[Tensor] = []
 
     def expect(self, calls: Iterable[Call]) -> None:
         """Count calls that the backward pass is going to come to."""
-        self._times.update(call.layer for call in calls if not isinstance(call, FunctionCall))
+        for call in calls:
+            if not isinstance(call, FunctionCall):
+                self._times[call.layer] += 1
+                self._order[id(call)] = len(self._order)
 
     def takes(self, call: LayerCall, tensors: list[Tensor]) -> bool:
         """Keep input and output gradient of a call, if it is one of several; tell whether it is."""
@@ -48,25 +54,26 @@ class TimeSteps:
             return False
         v, u = tensors
         steps = self._steps.setdefault((call.layer, v.shape, u.shape, u.dtype), _Steps(call))
-        steps.inputs.append(v)
-        steps.gradients.append(u)
+        steps.tensors.append((self._order[id(call)], v, u))
         return True
 
     def joined(self) -> Iterator[tuple[LayerCall, Tensor, Tensor]]:
         """Hand over all of them, with the positions of the calls in the second dimension."""
         steps, self._steps = self._steps, {}
-        known: dict[tuple[int, ...], Tensor] = {}
+        known: dict[object, Tensor] = {}
         for each in steps.values():
-            same = tuple(map(id, each.gradients))  # all of them are held until the end
-            if same not in known:
-                known[same] = self._stacked(each.gradients)
-            yield each.call, self._stacked(each.inputs), known[same]
+            _, inputs, gradients = zip(*sorted(each.tensors, key=itemgetter(0)), strict=True)
+            # All are held until the end, so that what stands in one place is one tensor.
+            place = gradients[0].shape, *((u.data_ptr(), u.stride()) for u in gradients)
+            if place not in known:
+                known[place] = self._stacked(gradients)
+            yield each.call, self._stacked(inputs), known[place]
 
-    def _stacked(self, tensors: list[Tensor]) -> Tensor:
+    def _stacked(self, tensors: Sequence[Tensor]) -> Tensor:
         n, width = tensors[0].shape
         memory = self._memory.take(n, torch.Size((len(tensors), width)), tensors[0])
         self._borrowed.append(memory)
-        return torch.stack(tensors, dim=1, out=memory[:n])
+        return torch.stack(list(tensors), dim=1, out=memory[:n])
 
     def give_back(self, held: Iterable[Tensor]) -> None:
         """Let others use the memory of what was handed over, where nobody holds it."""

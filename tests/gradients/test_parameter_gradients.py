@@ -10,8 +10,8 @@ from lightning_dp.boundary import bounded_sum
 from lightning_dp.gradients import parameter_gradients
 from lightning_dp.gradients.bookkeeping import Bookkeeping
 from lightning_dp.gradients.convolution import Convolution, convolution
-from lightning_dp.gradients.forms import Use
-from lightning_dp.gradients.layers import Lookup, OuterProduct
+from lightning_dp.gradients.forms import Rows, Use
+from lightning_dp.gradients.layers import Lookup, OuterProduct, Scale
 from lightning_dp.gradients.parameter_gradients import ParameterGradients
 
 
@@ -237,3 +237,26 @@ def test_products_of_patches_are_convolutions(kind, size, options, frames):
         out = torch.full((n, *layer.weight.shape), float("nan"), dtype=torch.float64)
         way(v, u, out)
         torch.testing.assert_close(out, torch.stack(rows))
+
+
+@pytest.mark.parametrize("records", [0, 4])
+@pytest.mark.parametrize("kind", ["one position", "positions", "rows", "lookup", "scale"])
+def test_a_sum_that_is_put_into_memory_is_that_which_is_added_to_zeros(kind, records):
+    """Whatever stood there counts for nothing, NaN too."""
+    generator = torch.Generator().manual_seed(0)
+    u, v = (torch.randn(records, 3, size, generator=generator) for size in (6, 5))
+    use = {
+        "one position": Use(OuterProduct(), v[:, :1], u[:, :1]),
+        "positions": Use(OuterProduct(), v, u),
+        "rows": Rows.use(u),
+        "lookup": Use(Lookup(5), v[:, :, 0].abs().long() % 5, u),
+        "scale": Use(Scale((1,)), u + 1, u),
+    }[kind]
+    weights = torch.rand(records, generator=generator)
+    size = use.form.rows(use.v, use.u)[:0].flatten(1).shape[1]
+    for dtype in (torch.float32, torch.float64):
+        added, put = torch.zeros(size, dtype=dtype), torch.full((size,), torch.nan, dtype=dtype)
+        use.form.add_weighted_sum(use.v, use.u, weights, added)
+        use.form.put_weighted_sum(use.v, use.u, weights, put)
+        torch.testing.assert_close(put, added)
+        assert bool(put.any()) == bool(records)
