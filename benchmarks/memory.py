@@ -29,7 +29,11 @@ from step import RUNS, ours, quiet
 from lightning_dp import FullBatch
 
 ONE_BATCH = {name: replace(model, batches=1) for name, model in MODELS.items()}
-MEASURED = {**RUNS, "ours": partial(ours, sampling=FullBatch())}
+MEASURED = {
+    **RUNS,
+    "ours": partial(ours, sampling=FullBatch()),
+    "ours, ghost": partial(ours, sampling=FullBatch(), engine="ghost"),
+}
 STEPS = 3
 GIVE_BACK = {  # glibc's settings
     "MALLOC_MMAP_THRESHOLD_": "65536",

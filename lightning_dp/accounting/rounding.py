@@ -34,8 +34,7 @@ def float32_above(epsilon: float) -> float:
         >>> float32_above(0.1) >= 0.1, float32_above(0.25)
         (True, 0.25)
     """
-    with np.errstate(over="ignore"):  # that is inf
-        nearest = np.float32(epsilon)
-    if float(nearest) < epsilon:
+    nearest = np.float32(epsilon)
+    if nearest < epsilon:
         nearest = np.nextafter(nearest, np.float32(math.inf))
     return float(nearest)

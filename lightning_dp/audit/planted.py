@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import numpy as np
@@ -149,6 +150,9 @@ class CanaryEngine(AbstractGradientEngine):
 
     def backward(self, loss: Tensor, *, keep_graph: bool = False, combined: bool = False) -> None:
         self._engine.backward(loss, keep_graph=keep_graph, combined=combined)
+
+    def repeating(self) -> AbstractContextManager[None]:
+        return self._engine.repeating()
 
     def outputs_of_layers(self) -> Collection[Any]:
         return self._engine.outputs_of_layers()

@@ -168,6 +168,10 @@ class AbstractGradientEngine(ABC):
         """
         return nullcontext()
 
+    def repeating(self) -> AbstractContextManager[None]:
+        """Let checkpoints of a watched model run parts of it again, in somebody else's pass."""
+        return nullcontext()
+
     def outputs_of_layers(self) -> Collection[Any]:
         """Return the graph nodes that made the outputs of trained layers in the last forward pass.
 

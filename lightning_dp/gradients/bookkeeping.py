@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 
 from lightning_dp._precision import where_used
 from lightning_dp._refusals import RefusedRun
@@ -22,13 +21,25 @@ from lightning_dp.gradients.base import (
     number_of_records,
 )
 from lightning_dp.gradients.checkpointing import calling, joined
-from lightning_dp.gradients.forms import Rows, Uses, uses_of_records
+from lightning_dp.gradients.forms import Rows, Uses
 from lightning_dp.gradients.function_call import Found, FunctionCall
 from lightning_dp.gradients.function_rules import uses_by_rule
+from lightning_dp.gradients.going_back import (
+    Arriving,
+    arranged,
+    at_least_float32,
+    go_back,
+    of_records,
+)
 from lightning_dp.gradients.graph import Survey
 from lightning_dp.gradients.hessian import Dual, run_along, split, uses_along
 from lightning_dp.gradients.materialised import places_in, restricted
-from lightning_dp.gradients.parameter_gradients import Allowance, ParameterGradients, ScratchPool
+from lightning_dp.gradients.parameter_gradients import (
+    Allowance,
+    ParameterGradients,
+    ScratchPool,
+    without_zeros,
+)
 from lightning_dp.gradients.parts import PartGradients
 from lightning_dp.gradients.quick_norms import squared_norms_of_all
 from lightning_dp.gradients.recording import Call, LayerCall, Recorder
@@ -139,24 +150,9 @@ class Bookkeeping(AbstractGradientEngine):
         if graph.checkpoints:
             self._through_checkpoints(loss, calls, graph, keep_graph, combined)
             return
-        innermost = graph.innermost
         keep = partial(self._keep, combined=combined)
-        arriving = [_Arriving(call, keep) for call in calls]
-        ends = [end for each in arriving for end in each.ends_at(innermost)]
-        if not ends:
-            return
-        handles = [handle for each in arriving for handle in each.wait(innermost)]
-        try:
-            edges = [edge for _, _, edge in ends]
-            found = torch.autograd.grad(loss, edges, retain_graph=keep_graph, allow_unused=True)
-        finally:
-            for handle in handles:
-                handle.remove()
+        go_back(loss, calls, graph.innermost, keep, keep_graph=keep_graph)
         with torch.no_grad():  # as during the pass itself
-            for (each, place, _), gradient in zip(ends, found, strict=True):
-                each.arrived(place, gradient)
-            for each in arriving:
-                each.finish()
             self._join_steps(combined)
         self._pull_back(combined)
 
@@ -188,7 +184,7 @@ class Bookkeeping(AbstractGradientEngine):
         undo: list[Callable[[], None]] = []
         keep = partial(self._keep, combined=combined)
         for call in calls:
-            arriving = _Arriving(call, keep)
+            arriving = Arriving(call, keep)
             undo += [handle.remove for handle in arriving.wait(set())]
         again = partial(self._run_again, combined)
         return undo + [calling(node, again) for node in graph.checkpoints]
@@ -207,7 +203,7 @@ class Bookkeeping(AbstractGradientEngine):
 
     def _pull_back(self, combined: bool) -> None:
         for param, rows in self._of_parts.pull_back({id(p): p for p in self._params}):
-            self._count_in([(param, Rows.use(_at_least_float32(rows)))], combined)
+            self._count_in([(param, Rows.use(at_least_float32(rows)))], combined)
 
     def _keep(self, call: Call, gradients: Sequence[Tensor | None], combined: bool) -> None:
         """Keep the parts of one call from which the norms and the sum are made."""
@@ -218,9 +214,9 @@ class Bookkeeping(AbstractGradientEngine):
         inputs, (gradient,) = call.take_inputs(), gradients
         if gradient is not None:
             with as_unsupported(call.name, call.layer):
-                tensors = [call.arrange(_at_least_float32(each)) for each in (*inputs, gradient)]
+                tensors = arranged(call, inputs, gradient)
                 if not self._steps.takes(call, tensors):
-                    self._count_in(_of_records(call, call.rule(call.layer, *tensors)), combined)
+                    self._count_in(of_records(call, call.rule(call.layer, *tensors)), combined)
 
     def _join_steps(self, combined: bool) -> None:
         for call, *tensors in self._steps.joined():
@@ -236,7 +232,7 @@ class Bookkeeping(AbstractGradientEngine):
         (first, *others) = gradients
         by_rule = None
         if not others and first is not None:
-            by_rule = uses_by_rule(call, _at_least_float32(first))
+            by_rule = uses_by_rule(call, at_least_float32(first))
         if by_rule is None:
             self._keep_found(call.per_record(gradients), combined)
             return
@@ -256,7 +252,7 @@ class Bookkeeping(AbstractGradientEngine):
             if each.own is not None:
                 self._of_parts.add_rows(part, each.own, each.gradients)
             elif part.param is not None:
-                use = Rows.use(_at_least_float32(each.gradients))
+                use = Rows.use(at_least_float32(each.gradients))
                 self._count_in([(part.param, use)], combined)
             else:
                 self._of_parts.add(part, each.gradients)
@@ -310,7 +306,7 @@ class Bookkeeping(AbstractGradientEngine):
             with as_unsupported(call.name, call.layer):
                 *inputs, back = (_arranged(call, each) for each in (*call.moved, gradient))
                 uses = uses_along(call.rule, call.layer, inputs, back, of, weights)
-                self._count_in(_of_records(call, uses), combined=False)
+                self._count_in(of_records(call, uses), combined=False)
 
     def _duals_of(self, loss: Tensor) -> list[tuple[Call, list[Dual | None]]]:
         """Return every call inside dual numbers, with the gradients of its outputs and derivatives."""
@@ -354,65 +350,8 @@ class Bookkeeping(AbstractGradientEngine):
         self._memory = ScratchPool()
 
 
-class _Arriving:
-    """One call, until the gradients of all its outputs have come.
-
-    Args:
-        call: of the graph that is differentiated.
-        done: is called with it and the gradients.
-    """
-
-    def __init__(self, call: Call, done: Callable[[Call, Sequence[Tensor | None]], object]) -> None:
-        self._call, self._done = call, done
-        self._gradients: list[Tensor | None] = [None] * len(call.edges)
-        self._is_done = False
-
-    def ends_at(self, innermost: set[Any]) -> list[tuple[_Arriving, int, Any]]:
-        """Return the outputs where the backward pass stops."""
-        edges = enumerate(self._call.edges)
-        return [(self, i, e) for i, e in edges if e is not None and e.node in innermost]
-
-    def wait(self, innermost: set[Any]) -> list[RemovableHandle]:
-        """Watch the other outputs."""
-        return [
-            edge.node.register_prehook(partial(self._seen, place))
-            for place, edge in enumerate(self._call.edges)
-            if edge is not None and edge.node not in innermost
-        ]
-
-    def _seen(self, place: int, gradients: tuple[Tensor | None, ...]) -> None:
-        edge = self._call.edges[place]
-        assert edge is not None
-        self.arrived(place, gradients[edge.output_nr])
-
-    def arrived(self, place: int, gradient: Tensor | None) -> None:
-        """Take the gradient of one output; with the only one the call is done."""
-        self._gradients[place] = gradient
-        if len(self._gradients) == 1:
-            self.finish()
-
-    def finish(self) -> None:
-        """Hand the gradients on, once."""
-        if not self._is_done:
-            self._is_done = True
-            gradients = list(self._gradients)
-            self._gradients = [None] * len(gradients)  # nothing is held beyond the rule
-            self._done(self._call, gradients)
-
-
-def _at_least_float32(tensor: Tensor) -> Tensor:
-    """Return half precision as float32; integers and float64 as they are."""
-    if tensor.dtype in (torch.float16, torch.bfloat16):
-        return tensor.float()
-    return tensor
-
-
-def _of_records(call: LayerCall, uses: Uses) -> Uses:
-    return uses if call.folding is None else uses_of_records(uses, call.folding)
-
-
 def _arranged(call: LayerCall, dual: Dual) -> Dual:
-    value, moved = (None if e is None else call.arrange(_at_least_float32(e)) for e in dual)
+    value, moved = (None if e is None else call.arrange(at_least_float32(e)) for e in dual)
     assert value is not None
     return value, moved
 
@@ -459,13 +398,7 @@ class BookkeptGradients(AbstractPerSampleGradients):
 
     def _sum_up(self, weights: Tensor, onto: Tensor, *, is_new: bool) -> None:
         """Add the sum to a vector; to nothing, if nobody has written into it."""
-        weights = weights * self._factor
-        records, left_out = None, None
-        if weights.device.type != "cpu":
-            left_out = weights == 0  # a look at them would wait for the device
-        elif not weights.all():  # 0 * NaN is NaN
-            records = weights.nonzero().flatten()
-            weights = weights[records]
+        weights, records, left_out = without_zeros(weights * self._factor)
         weights = weights.to(torch.promote_types(self._dtype, torch.float32))
         here = held_here(self._params)
         parts = zip(self._params, here, parts_of(onto, here), self._gradients, strict=True)

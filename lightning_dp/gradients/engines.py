@@ -49,6 +49,12 @@ def _bookkeeping() -> AbstractGradientEngine:
     return Bookkeeping()
 
 
+def _ghost() -> AbstractGradientEngine:
+    from lightning_dp.gradients.ghost import GhostClipping
+
+    return GhostClipping()
+
+
 def _traced() -> AbstractGradientEngine:
     from lightning_dp.gradients.bookkeeping import Bookkeeping
 
@@ -81,6 +87,7 @@ _HOOKS = Rung("hooks", _hooks, is_own=False)
 _LADDERS: Mapping[str, tuple[Rung, ...]] = {
     "auto": (*_BOOKKEEPING, _HOOKS),
     "bookkeeping": _BOOKKEEPING,
+    "ghost": (Rung("ghost", _ghost), *_BOOKKEEPING),
     "functional": (Rung("functional", _functional),),
     "hooks": (_HOOKS,),
     "one_by_one": (Rung("one_by_one", _one_by_one),),

@@ -13,7 +13,7 @@ from lightning_dp._refusals import RefusedRun
 from lightning_dp.functional import squared_row_norms
 from lightning_dp.gradients.forms import SLICE_BYTES, Rows, Use, above_rounding
 
-__all__ = ["Allowance", "ParameterGradients", "ScratchPool"]
+__all__ = ["Allowance", "ParameterGradients", "ScratchPool", "without_zeros"]
 
 
 # Gradients of all records that are larger than what they are made from are kept for the sum, beyond
@@ -22,10 +22,14 @@ _KEEP_BYTES = 64 << 20
 
 
 class Allowance:
-    """Memory that the gradients of all records may take, beyond what they are made from, in one pass."""
+    """Memory that the gradients of all records may take, beyond what they are made from, in one pass.
 
-    def __init__(self) -> None:
-        self._left = _KEEP_BYTES
+    Args:
+        size: in bytes.
+    """
+
+    def __init__(self, size: int = _KEEP_BYTES) -> None:
+        self._left = size
 
     def has(self, size: int) -> bool:
         """Tell whether so many bytes are left."""
@@ -57,6 +61,19 @@ class ScratchPool:
         """Let others take the tensor."""
         key = (tensor.shape[1:], tensor.dtype, tensor.device)
         self._free.setdefault(key, []).append(tensor)
+
+
+def without_zeros(weights: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Return the weights of records that have a part in a sum, which these are, and which are not.
+
+    The latter two as :meth:`ParameterGradients.add_weighted_sum` takes them: 0 * NaN is NaN.
+    """
+    if weights.device.type != "cpu":
+        return weights, None, weights == 0  # a look at them would wait for the device
+    if weights.all():
+        return weights, None, None
+    records = weights.nonzero().flatten()
+    return weights[records], records, None
 
 
 class ParameterGradients:

@@ -255,6 +255,10 @@ class RecordPasses:
         """
         return nullcontext() if self._engine.one_record else self._compiled.as_written()
 
+    def repeating(self) -> AbstractContextManager[None]:
+        """Let checkpoints run parts of the model again, in a backward pass of somebody else, inside."""
+        return self._engine.repeating()
+
     @contextmanager
     def watching(self, batch: Any = None, size: int = 0) -> Iterator[None]:
         """Inside, the engine's hooks are on the model; at no other time, so that copies have none.
@@ -461,9 +465,11 @@ class RecordPasses:
                 return None
             self.check_loss(loss, chunk.size)
             adds_up = self._adds_up and self._engine.runs_backward
-            plain = plain_gradients(loss, self._params) if adds_up else None
+            with self._engine.repeating():
+                plain = plain_gradients(loss, self._params) if adds_up else None
             if self._engine.runs_backward:
-                self.backward(loss, combined=combined)
+                elsewhere = each.point is not None  # where nothing can be asked for after the pass
+                self.backward(loss, combined=combined or elsewhere)
             else:
                 with self.as_written():
                     self._go_back(loss)

@@ -28,6 +28,7 @@ from lightning_dp.gradients.module_hooks import ModuleHooks
 from lightning_dp.gradients.opacus_layers import Arrange, OpacusLayers, own_parameters
 from lightning_dp.gradients.row_owners import folding_in_force
 from lightning_dp.gradients.rules import Rule, is_by_position, refuse_options, rule_of
+from lightning_dp.gradients.saved_inputs import SavedInputs
 from lightning_dp.gradients.sharded import WholeParameters, refuse_other_shards
 from lightning_dp.gradients.tracing import FunctionTracer
 from lightning_dp.gradients.unsupported import (
@@ -53,11 +54,21 @@ class LayerCall:
     arrange: Arrange  # makes of its tensors such with rows first
     folding: AbstractFolding | None  # whose the rows are; None if they are the records
     moved: tuple[Dual, ...] = ()  # along a direction: the inputs with their derivatives
+    saved: SavedInputs | None = None  # the inputs, where autograd holds them
 
-    def take_inputs(self) -> tuple[Tensor, ...]:
-        """Hand over the inputs, which are not held any longer. Raises if they are not what they were."""
-        inputs, self.inputs = self.inputs, ()
-        if [each._version for each in inputs] != self.versions:
+    def take_inputs(self, *, keep: bool = False) -> tuple[Tensor, ...]:
+        """Hand over the inputs. Raises if they are not what they were.
+
+        Args:
+            keep: they are taken once more; else they are not held any longer.
+        """
+        inputs = self.inputs if self.saved is None else self.saved.take(keep=keep)
+        if not keep:
+            self.inputs, self.saved = (), None
+        if (
+            inputs is None
+            or [each._version for each in inputs[: len(self.versions)]] != self.versions
+        ):
             raise UnsupportedModelError(
                 f"The input of {self.name or 'the module'} ({type(self.layer).__name__}) was "
                 "overwritten after the layer had used it. Do not change tensors in place between layers.",
@@ -80,6 +91,7 @@ class Recorder:
         params: the trained parameters.
         rules: what is known of layer types.
         traces: look for uses of parameters in all functions, too.
+        saves: let autograd hold the inputs of layers, as :class:`SavedInputs`.
 
     Raises:
         UnsupportedModelError: naming a layer that is not covered, and the cure.
@@ -92,8 +104,9 @@ class Recorder:
         rules: Mapping[type[nn.Module], Rule],
         *,
         traces: bool = False,
+        saves: bool = False,
     ) -> None:
-        self._rules = rules
+        self._rules, self._saves = rules, saves
         self._known_rules: dict[tuple[type, Any], Rule | None] = {}
         self._params = params
         self._calls: list[LayerCall] = []
@@ -195,6 +208,20 @@ class Recorder:
             yield
         finally:
             self._is_watching = False
+            if not is_on:
+                self.take_off()
+
+    @contextmanager
+    def repeating(self) -> Iterator[None]:
+        """Inside, what checkpoints run again saves what it saved before; it is not recorded."""
+        is_on = self._hooks.are_on
+        seen = self._calls, self._problem, self._unseen, self._random_states
+        self._calls, self._problem, self._unseen, self._random_states = [], None, {}, {}
+        self.put_on()
+        try:
+            yield
+        finally:
+            self._calls, self._problem, self._unseen, self._random_states = seen
             if not is_on:
                 self.take_off()
 
@@ -341,13 +368,14 @@ class Recorder:
                 layout = Layout(0, inner=layout.rows)
             folding = None if layout.rows == 1 else Folded(n, layout.outer, layout.inner)
         refuse_without_records(self._layer_names[layer], layer, given[0])
-        inputs = tuple([each.detach() for each in given])
+        saved = SavedInputs(given, output) if self._saves else None
+        inputs = () if self._saves else tuple([each.detach() for each in given])
         versions, sources = [each._version for each in inputs], {each.grad_fn for each in given}
         edges = [get_gradient_edge(output)]
         moved = tuple(split(each) for each in given) if self._is_along else ()
         name = self._layer_names[layer]
         call = LayerCall(
-            name, layer, rule, inputs, versions, sources, edges, arrange, folding, moved
+            name, layer, rule, inputs, versions, sources, edges, arrange, folding, moved, saved
         )
         self._calls.append(call)
 
@@ -367,6 +395,10 @@ class Recorder:
         if layout.dim > 0 and not is_by_position(layer, layout.dim, given[0].dim()):
             return None
         return layout
+
+    def used_by(self, call: LayerCall) -> set[int]:
+        """Return the parameters that a call uses, by ``id``."""
+        return set(self._own[call.layer])
 
     def outputs(self) -> set[Any]:
         """Return the graph nodes of the outputs of all calls so far."""

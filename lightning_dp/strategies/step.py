@@ -295,6 +295,10 @@ class PrivateStep:
         if self._batch.chunk is not None:
             self._passes.check_loss(loss, self._batch.chunk.size)
 
+    def repeating(self) -> AbstractContextManager[None]:
+        """Let checkpoints run parts of the model again, in a backward pass of the user's, inside."""
+        return self._passes.repeating()
+
     def backward(self, loss: Tensor, query: Query | None, *, keep_graph: bool) -> None:
         """Run the backward pass as the engine does it."""
         if self._batch.chunk is None:

@@ -240,7 +240,8 @@ class DifferentialPrivacyStrategy(PrivateFitStrategy):
             loss = super().backward(closure_loss, optimizer, *args, **kwargs)
         elif args or kwargs or is_overridden("backward", self.lightning_module):
             step.backward(closure_loss, mechanism.query, keep_graph=True)
-            loss = super().backward(closure_loss, optimizer, *args, **kwargs)
+            with step.repeating():
+                loss = super().backward(closure_loss, optimizer, *args, **kwargs)
         else:
             loss = self._backward_of_the_engine(closure_loss, mechanism.query)
         step.answer(mechanism, self._undo_loss_division())
@@ -302,5 +303,6 @@ class DifferentialPrivacyStrategy(PrivateFitStrategy):
         if self._mechanism.is_begun:
             self._agree_without_step()
         fit.agree(fit.edits.written(fit.optimizers.private), Place.END)
+        run.engine = fit.step.engine_description  # a batch may have shown another
         for callback in self._callbacks:
             callback.on_privacy_end(trainer, run)

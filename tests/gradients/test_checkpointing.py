@@ -169,6 +169,12 @@ def test_gradients_are_those_without_checkpoints(kind, call, oracle):
 
 
 @pytest.mark.parametrize("call", ["not reentrant", "to the end"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_same_in_two_backward_passes(kind, call, oracle):
+    compare(oracle, *_used(pair(kind, call)), "ghost", adds_up=True)
+
+
+@pytest.mark.parametrize("call", ["not reentrant", "to the end"])
 @pytest.mark.parametrize("kind", [Residual, Nested, SeveralTensors, Twice])
 def test_the_same_where_functions_are_followed(kind, call, oracle):
     compare(oracle, *_used(pair(kind, call)), "functional")

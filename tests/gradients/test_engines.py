@@ -9,6 +9,7 @@ from torch import nn
 from lightning_dp.boundary import bounded_sum
 from lightning_dp.gradients import UnsupportedModelError, attach_engine
 from lightning_dp.gradients.bookkeeping import Bookkeeping
+from lightning_dp.gradients.ghost import GhostClipping
 from lightning_dp.gradients.opacus_hooks import OpacusHooks
 
 pytestmark = pytest.mark.filterwarnings("ignore:Full backward hook is firing")
@@ -123,14 +124,15 @@ def test_an_engine_is_made_by_its_name(oracle, mlp):
         "hooks": OpacusHooks,
         "bookkeeping": Bookkeeping,
         "functional": Bookkeeping,
+        "ghost": GhostClipping,
         "auto": Bookkeeping,
     }.items():
         engine, description = attach_engine(name, module, oracle.trained(module))
         assert isinstance(engine, kind) and description == engine.name
         assert engine.name == ("bookkeeping" if name == "auto" else name)
         engine.detach()
-    with pytest.raises(ValueError, match="engine='ghost' is not one of"):
-        attach_engine("ghost", module, oracle.trained(module))
+    with pytest.raises(ValueError, match="engine='phantom' is not one of"):
+        attach_engine("phantom", module, oracle.trained(module))
 
 
 @pytest.mark.parametrize("name", ["embedding_lstm", "transformer_block"])

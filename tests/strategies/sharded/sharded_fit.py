@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from lightning.pytorch.strategies import ModelParallelStrategy
 from numpy.typing import NDArray
-from sharded_models import Chain, in_blocks
+from sharded_models import Chain, Sharding
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -71,10 +71,7 @@ class Small(L.LightningModule):
 
     def configure_model(self) -> None:
         if isinstance(self.trainer.strategy, ModelParallelStrategy):
-            self.shard(self.device_mesh["data_parallel"])
-
-    def shard(self, mesh: Any) -> None:
-        in_blocks(self.net, mesh)
+            Sharding(self.device_mesh["data_parallel"])(self.net)
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         if self.begin is None:
@@ -106,7 +103,6 @@ def fit(
     saves: bool = False,
     is_distributed: bool = True,
     shards: bool = True,
-    precision: Any = "32-true",
     ckpt_path: Path | None = None,
     callbacks: Sequence[L.Callback] = (),
 ) -> tuple[L.Trainer, DifferentialPrivacy]:
@@ -118,7 +114,6 @@ def fit(
         accelerator="cpu",
         devices=processes,
         strategy=parallel if shards else "ddp",
-        precision=precision,
         max_steps=steps,
         max_epochs=-1,
         callbacks=[callback, *callbacks],
