@@ -53,7 +53,7 @@ class Together:
         if self._search.others:
             return np.full(run.size, math.inf)
         factor = check_relation(self._relation)
-        squares = run.sums(run.counts / run.noise_multipliers[run.pairs] ** 2)
+        squares = run.sums(run.counts * (1 / run.noise_multipliers[run.pairs]) ** 2)
         return np.array([gdp_epsilon(factor * math.sqrt(s), self._delta) for s in squares])
 
     def _raise_to(self, values: FloatArray, run: Run, backward: bool) -> None:

@@ -44,7 +44,6 @@ _ROUGH_SPACING = 0.8  # of the nodes with which a grid is looked for
 _ROUGH_ROUNDING = 0.05  # of their noise and rates
 _MAX_ROUNDS = 8  # of grids, each finer than the one before
 _RARE = 0.3  # of Chernoff's bound: a few rare losses make all of the cost
-_LEAST_NOISE = 1e-3  # below it amplification is not worth the grid
 _ALL_POINTS = 5e7  # of all nodes together: about a second, for each direction
 _BEYOND = 9.0  # a loss so far above epsilon counts as 1 - e^-9 anyway
 
@@ -97,8 +96,6 @@ class GridSearch:
     def worst_direction(self, steps: Steps, target: Target, relation: str, without: float) -> float:
         """Return the larger value of removing and adding a record; exchanging one is symmetric."""
         merged = merge_full_batch(steps)
-        if merged.noise_multipliers.min(initial=math.inf) < _LEAST_NOISE:
-            return without
         value = self.one_direction(merged, target, relation, False, least=0.0)
         if relation == "add_remove":
             value = max(value, self.one_direction(merged, target, relation, True, least=value))

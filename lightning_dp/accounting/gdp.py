@@ -6,7 +6,7 @@ import math
 
 import numpy as np
 from scipy.optimize import brentq
-from scipy.special import erfcx, ndtr
+from scipy.special import erfcx, ndtr, ndtri
 
 from lightning_dp._validate import between, number, positive
 from lightning_dp.accounting.base import check_delta, check_epsilon, check_relation
@@ -14,6 +14,8 @@ from lightning_dp.accounting.steps import FloatArray, Steps
 
 __all__ = ["gaussian_profile", "gdp_delta", "gdp_epsilon", "mu_of", "mu_of_budget"]
 
+_LARGE = 1e6  # from this μ on, losses near μ²/2 are known to a rounding error of some μ alone
+_SLACK = 1e-15  # times μ: the rounding of ε/μ - μ/2
 _SQRT_HALF_PI = math.sqrt(math.pi / 2)
 
 
@@ -45,7 +47,7 @@ def gdp_delta(mu: float, epsilon: float) -> float:
         epsilon: at least 0.
 
     Returns:
-        delta in [0, 1].
+        delta in [0, 1]; for mu above 1e6 an upper bound, ``Phi(mu/2 - epsilon/mu + 1e-15 mu)``.
 
     Raises:
         ValueError: if ``mu`` is negative or NaN, or ``epsilon`` is not in [0, inf).
@@ -59,6 +61,8 @@ def gdp_delta(mu: float, epsilon: float) -> float:
         return 0.0
     if math.isinf(mu):
         return 1.0
+    if mu > _LARGE:
+        return float(ndtr(mu / 2 - epsilon / mu + _SLACK * mu))
     return float(gaussian_profile(np.array([epsilon]), mu)[0][0])
 
 
@@ -84,6 +88,8 @@ def gdp_epsilon(mu: float, delta: float) -> float:
         return 0.0
     if math.isinf(mu):
         return math.inf
+    if mu > _LARGE:  # solved for epsilon, and rounded up
+        return mu * (mu / 2 - float(ndtri(delta)) + 2 * _SLACK * mu)
     log_delta = math.log(delta)
 
     def excess(epsilon: float) -> float:

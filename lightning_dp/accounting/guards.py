@@ -13,7 +13,7 @@ from lightning_dp.accounting.events import AbstractEvent, History
 from lightning_dp.accounting.external import Declared
 from lightning_dp.accounting.gdp import gdp_epsilon, mu_of_budget
 from lightning_dp.accounting.rdp import best_order, renyi_divergence
-from lightning_dp.accounting.steps import CheckedHistory, Steps, joined, merge
+from lightning_dp.accounting.steps import NO_NOISE, CheckedHistory, Steps, joined, merge
 
 __all__ = ["AbstractGuard", "FixedGuard", "GDPGuard", "RDPGuard"]
 
@@ -144,7 +144,7 @@ class GDPGuard(AbstractGuard):
         noise_multiplier, sample_rate = event.pair
         if sample_rate != 1:
             raise ValueError(f"The gdp guard counts full batches only, got {event}.")
-        return math.inf if noise_multiplier == 0 else (self._factor / noise_multiplier) ** 2
+        return math.inf if noise_multiplier < NO_NOISE else (self._factor / noise_multiplier) ** 2
 
     def fits(self, next_event: Callable[[], AbstractEvent]) -> bool:
         return self._spent + self._cost(next_event()) <= self.mu**2
@@ -195,7 +195,7 @@ class RDPGuard(AbstractGuard):
 
     def _rho(self, event: AbstractEvent, order: float) -> float:
         noise_multiplier, sample_rate = event.pair
-        if noise_multiplier == 0:
+        if noise_multiplier < NO_NOISE:
             return math.inf
         return renyi_divergence(noise_multiplier, sample_rate, order, self._relation)
 

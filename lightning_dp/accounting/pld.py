@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from lightning_dp._validate import between, normalise
+from lightning_dp.accounting._little_noise import LittleNoise
 from lightning_dp.accounting.base import (
     AbstractAccountant,
     Relation,
@@ -36,6 +37,11 @@ if TYPE_CHECKING:
     from lightning_dp.accounting._grid import GridSearch
 
 __all__ = ["PLDAccountant", "accountant_for", "delta", "epsilon", "epsilon_curve"]
+
+
+_HUGE = 1e4  # an epsilon for which a quick bound will do; a grid of such losses would be long
+_NEXT_TO_NOTHING = 1e-6  # a μ that needs no amplification, at which a grid would be fine beyond use
+_ANY_DELTA = 1e-5  # to see how large the losses are
 
 
 @dataclass(frozen=True)
@@ -117,7 +123,7 @@ class PLDAccountant(AbstractAccountant):
         if steps.counts.size == 0 and declared.lost <= delta * (1 + 1e-14):
             bounds.append(declared.simple_epsilon)  # δ may be just what they state
         left = declared.left_of(delta)
-        if not (left > 0 and math.isfinite(bounds[0])):
+        if not (left > 0 and bounds[0] <= _HUGE):
             return min(bounds)
         target = Target(log_delta=math.log(left))
         search = self._search_beside(declared)
@@ -133,8 +139,14 @@ class PLDAccountant(AbstractAccountant):
             return 0.0
         # No amplification: an upper bound for any sample rate, exact for full batches.
         without = gdp_epsilon(mu_of(steps, relation), delta)
-        if without == 0.0 or math.isinf(without) or np.all(steps.sample_rates == 1.0):
+        is_full = bool(np.all(steps.sample_rates == 1.0))
+        is_little = without == 0.0 or mu_of(steps, relation) < _NEXT_TO_NOTHING
+        if is_little or is_full or math.isinf(without):
             return without
+        if without > _HUGE:
+            without = min(without, _quick_epsilon(steps, delta, relation))
+            if without > _HUGE or without == 0.0:
+                return without
         return min(without, self._search.worst_direction(steps, target, relation, without))
 
     def delta(self, history: History, epsilon: float, relation: Relation = "add_remove") -> float:
@@ -147,7 +159,7 @@ class PLDAccountant(AbstractAccountant):
         steps, declared = checked.steps, Declared.of(checked.external, relation)
         if not declared.is_empty:
             bound = StreamingRDPAccountant().delta(history, epsilon, relation)
-            if steps.has_noiseless:
+            if self._needs_no_grid(steps, declared.without_delta, _ANY_DELTA, relation):
                 return bound
             search = self._search_beside(declared)
             pure = search.worst_direction(steps, target, relation, bound)
@@ -157,9 +169,27 @@ class PLDAccountant(AbstractAccountant):
         if steps.counts.size == 0:
             return 0.0
         without = gdp_delta(mu_of(steps, relation), epsilon)
-        if steps.has_noiseless or without == 0.0 or np.all(steps.sample_rates == 1.0):
+        is_full = bool(np.all(steps.sample_rates == 1.0))
+        if steps.has_noiseless or is_full or mu_of(steps, relation) < _NEXT_TO_NOTHING:
             return without
+        if self._needs_no_grid(steps, declared, _ANY_DELTA, relation):
+            quick = StreamingRDPAccountant().delta(history, epsilon, relation)
+            return min(without, quick, LittleNoise.of(steps, relation).delta(epsilon))
         return min(without, self._search.worst_direction(steps, target, relation, without))
+
+    def _needs_no_grid(
+        self, steps: Steps, declared: Declared, delta: float, relation: Relation
+    ) -> bool:
+        """True if epsilon at a delta is so large that a quick bound will do, or is seen to be 0."""
+        if steps.has_noiseless:
+            return True
+        mu = mu_of(steps, relation)
+        if declared.is_empty:
+            if gdp_epsilon(mu, delta) <= _HUGE:
+                return False  # as nearly always, and quickly seen
+            return not 0.0 < _quick_epsilon(steps, delta, relation) <= _HUGE
+        rough = StreamingRDPAccountant().epsilon_beside(steps, declared, delta, relation)
+        return not rough <= _HUGE
 
     def epsilon_after(
         self, spent: CheckedHistory, steps: Steps, delta: float, relation: Relation
@@ -183,7 +213,9 @@ class PLDAccountant(AbstractAccountant):
         declared = Declared.of(checked.external, relation)
         run = Run.of(plan, lengths, [each for each in spent if each[0].is_gaussian])
         left = declared.left_of(delta)
-        if np.any(run.noise_multipliers == 0.0) or not left > 0:
+        steps = run.steps()
+        is_little = mu_of(steps, relation) < _NEXT_TO_NOTHING
+        if is_little or not left > 0 or self._needs_no_grid(steps, declared, delta, relation):
             return super().curve(plan, lengths, delta, relation, spent)
         values = Together(self._search_beside(declared), left, relation).values(run)
         # A length without steps is not composed there.
@@ -206,12 +238,20 @@ class PLDAccountant(AbstractAccountant):
         from lightning_dp.accounting._scale import Goal
 
         declared = Declared.of(spent.without_searches().external, relation)
-        if np.all(shapes.sample_rates == 1):
+        if np.all(shapes.sample_rates == 1) or budget[0] > _HUGE:
             return super().first_scale(cost, spent, shapes, budget, relation, tolerance)
         budget = (budget[0], declared.left_of(budget[1]))
         goal = Goal(spent.steps, shapes, budget, relation, tolerance, declared.without_delta)
         bound = goal.asking(StreamingRDPAccountant().epsilon_beside)
         return goal.near(cost, *goal.on_grids(self._search_beside(declared), bound))
+
+
+def _quick_epsilon(steps: Steps, delta: float, relation: Relation) -> float:
+    """Return a bound of epsilon that needs no grid, for large losses."""
+    few = LittleNoise.of(steps, relation)
+    if few.count:  # Rényi's integrals would be long
+        return few.epsilon(delta)
+    return StreamingRDPAccountant().epsilon_of(steps, delta, relation)
 
 
 def accountant_for(history: History) -> AbstractAccountant:

@@ -38,6 +38,7 @@ _ALWAYS = 64.0  # orders up to here are always looked at
 _AT_ONCE = 8  # orders
 
 _CHUNK = 2_000_000  # entries of an array
+_MOST_POINTS = 2**19  # of a quadrature; where it needs more, the sampling is not counted
 _EXACT = 256  # so few distinct steps are summed one by one
 _SPACING = 0.02  # relative distance of the noise multipliers between which is interpolated
 
@@ -333,11 +334,12 @@ def total_divergence(steps: Steps, relation: Relation, orders: FloatArray) -> Fl
     """
     full = steps.sample_rates == 1.0
     factor = check_relation(relation)
-    squares = steps.counts[full] / steps.noise_multipliers[full] ** 2
+    squares = steps.counts[full] * (1 / steps.noise_multipliers[full]) ** 2
     total = 0.5 * factor**2 * float(np.sum(squares)) * orders
     if full.all():
         return total
-    sampled = Steps(steps.noise_multipliers[~full], steps.sample_rates[~full], steps.counts[~full])
+    noise = np.minimum(steps.noise_multipliers[~full], 1e100)  # so that its square is a number
+    sampled = Steps(noise, steps.sample_rates[~full], steps.counts[~full])
     from lightning_dp.accounting._grouping import as_mixture
     from lightning_dp.accounting._moments import mixture_bound
 
@@ -351,11 +353,13 @@ def total_divergence(steps: Steps, relation: Relation, orders: FloatArray) -> Fl
 
 def _log_moments(z: FloatArray, q: FloatArray, order: float, relation: Relation) -> FloatArray:
     """``(a - 1) rho(a)`` of every (z, q), q < 1; a node of rate 1 is read as the Gaussian it is."""
-    result = 0.5 * check_relation(relation) ** 2 * order * (order - 1) / z**2
+    result = 0.5 * check_relation(relation) ** 2 * order * (order - 1) * (1 / z) ** 2
     sampled = q < 1
     if relation == "add_remove" and order == round(order):
         result[sampled] = _log_moment_integer(z[sampled], q[sampled], int(order))
-    elif sampled.any():
+        return result
+    sampled &= _reach(z, order, relation) <= _MOST_POINTS * _spacing(z)
+    if sampled.any():
         result[sampled] = _log_moment_by_quadrature(z[sampled], q[sampled], order, relation)
     return result
 
@@ -378,6 +382,15 @@ def _log_moment_integer(z: FloatArray, q: FloatArray, order: int) -> FloatArray:
     return result
 
 
+def _reach(z: FloatArray, order: float, relation: Relation) -> FloatArray:
+    """Width of the integrand: its peak is not beyond the order times the sensitivity."""
+    return 24.0 + order * check_relation(relation) / z
+
+
+def _spacing(z: FloatArray) -> FloatArray:
+    return np.minimum(0.1, 0.15 * z)
+
+
 def _log_moment_by_quadrature(
     z: FloatArray, q: FloatArray, order: float, relation: Relation
 ) -> FloatArray:
@@ -386,10 +399,9 @@ def _log_moment_by_quadrature(
     In units of z, and for replace-one with the density of the old record's batch in the place of
     N(0): ``E[(P / Q)^a]``, P and Q as in :func:`~lightning_dp.accounting._pmf.replacement_profile`.
     """
-    reach = order * check_relation(relation)  # the peak of the integrand is not beyond it
-    low, high = -12.0, 12.0 + reach / float(z.min())
-    spacing = min(0.1, 0.15 * float(z.min()))
-    x = np.arange(low, high + spacing, spacing)
+    least = z.min(keepdims=True)
+    spacing = float(_spacing(least)[0])
+    x = np.arange(-12.0, float(_reach(least, order, relation)[0]) - 12.0 + spacing, spacing)
     result = np.empty(z.size)
     chunk = max(1, _CHUNK // x.size)
     for first in range(0, z.size, chunk):

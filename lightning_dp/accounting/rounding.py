@@ -34,7 +34,8 @@ def float32_above(epsilon: float) -> float:
         >>> float32_above(0.1) >= 0.1, float32_above(0.25)
         (True, 0.25)
     """
-    nearest = np.float32(epsilon)
-    if nearest < epsilon:
+    with np.errstate(over="ignore"):  # that is inf
+        nearest = np.float32(epsilon)
+    if float(nearest) < epsilon:
         nearest = np.nextafter(nearest, np.float32(math.inf))
     return float(nearest)

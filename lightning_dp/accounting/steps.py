@@ -22,6 +22,7 @@ from lightning_dp.accounting.events import (
 from lightning_dp.accounting.external import AbstractExternal
 
 __all__ = [
+    "NO_NOISE",
     "AbstractPairPlan",
     "CheckedHistory",
     "EventPlan",
@@ -36,6 +37,8 @@ __all__ = [
 ]
 
 FloatArray: TypeAlias = NDArray[np.float64]
+
+NO_NOISE = 1e-100  # sums of 1 / z² over steps with less could overflow, so it counts as none
 
 
 @dataclass(frozen=True)
@@ -53,15 +56,15 @@ class Steps:
 
     @property
     def has_noiseless(self) -> bool:
-        """True if a step has no noise at all."""
-        return bool(np.any(self.noise_multipliers == 0.0))
+        """True if a step has no noise, or next to none."""
+        return bool(np.any(self.noise_multipliers < NO_NOISE))
 
     @property
     def mu(self) -> float:
         """``sqrt(sum_t z_t^-2)``; that of the steps read as full batches, under add/remove."""
         if self.has_noiseless:
             return math.inf
-        return math.sqrt(math.fsum(self.counts / self.noise_multipliers**2))
+        return math.sqrt(math.fsum(self.counts * (1 / self.noise_multipliers) ** 2))
 
     def scaled(self, scale: float) -> Steps:
         """Return the steps with their noise times a number; what overflows is the largest number."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -56,21 +57,33 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
-    add("--records", type=int, required=True, help="N, records in the training set")
+    add("--records", type=_count, required=True, help="N, records in the training set")
     add("--epsilon", type=float, nargs="+", required=True, help="budgets, a table for each")
     add("--delta", type=float, help="default: the largest power of ten up to 1 / (10 N)")
     relations = ("add_remove", "replace_one")
     add("--relation", choices=relations, default="add_remove", help="default: %(default)s")
     add("--records-per-second", type=float, help="gradients of records, of your machine")
     add("--hours", type=float, help="the time that there is; needs --records-per-second")
-    add("--least-steps", type=int, default=LEAST_STEPS, help="default: %(default)s")
-    add("--parameters", type=int, help="d, trained weights: gives the length of the noise")
-    add("--layer-inputs", type=int, default=256, help="of a typical layer (default: %(default)s)")
-    add("--batch-size", type=int, help="yours, to be compared; needs --epochs")
-    add("--epochs", type=int, help="yours, to be compared; needs --batch-size")
+    add("--least-steps", type=_count, default=LEAST_STEPS, help="default: %(default)s")
+    add("--parameters", type=_count, help="d, trained weights: gives the length of the noise")
+    add(
+        "--layer-inputs", type=_count, default=256, help="of a typical layer (default: %(default)s)"
+    )
+    add("--batch-size", type=_count, help="yours, to be compared; needs --epochs")
+    add("--epochs", type=_count, help="yours, to be compared; needs --batch-size")
     add("--json", action="store_true", help="print JSON, with all plans")
     add("--picture", type=Path, help="draw to this file (.png, .svg, .pdf); needs matplotlib")
     return parser
+
+
+def _count(text: str) -> int:
+    """Return a whole number, written as 60000 or as 6e4."""
+    with suppress(ValueError):
+        return int(text)
+    with suppress(ValueError):
+        if (number := float(text)).is_integer():
+            return int(number)
+    raise argparse.ArgumentTypeError(f"{text!r} is not a whole number: write 60000, or 6e4.")
 
 
 def _more(options: argparse.Namespace) -> dict[str, Any]:

@@ -27,6 +27,11 @@ _NOT_SHARDED = (
     "over the ranks. Call fully_shard(self.model, mesh=self.device_mesh['data_parallel']) in "
     "configure_model, after its blocks; or use strategy='ddp' for a model that fits on one device."
 )
+_NOT_ALL_RANKS = (
+    "{} are sharded over {} of {} processes: what the others add up of their records would not be in "
+    "these, and they would train apart. Shard over all data-parallel ranks: fully_shard(layer, "
+    "mesh=self.device_mesh['data_parallel']) in configure_model."
+)
 _NOT_ENTRYWISE = (
     "{} does not work on sharded parameters: it looks at more than one entry of a gradient at once, and "
     "each process has a part of them. Leave it out, or use strategy='ddp'."
@@ -63,7 +68,7 @@ def check_settings(config: PrivacyConfig, *, several_optimizers: bool) -> None:
 
 
 def check_shards(strategy: ModelParallelStrategy, module: nn.Module, optimizer: Optimizer) -> None:
-    """Refuse tensor parallelism, and trained parameters that are not sharded.
+    """Refuse tensor parallelism, and trained parameters that are not sharded over all processes.
 
     Raises:
         MisconfigurationException: naming them, and the cure.
@@ -73,10 +78,17 @@ def check_shards(strategy: ModelParallelStrategy, module: nn.Module, optimizer: 
         text = _ONE_DIMENSION.format(split, strategy.world_size)
         raise MisconfigurationError(text, topic="sharded")
     moved = {id(param) for group in optimizer.param_groups for param in group["params"]}
-    whole = [
-        name
+    trained: dict[str, Any] = {
+        name: param
         for name, param in module.named_parameters()
-        if id(param) in moved and param.requires_grad and not is_sharded(param)
-    ]
+        if id(param) in moved and param.requires_grad
+    }
+    whole = [name for name, param in trained.items() if not is_sharded(param)]
     if whole:
         raise MisconfigurationError(_NOT_SHARDED.format(whole[:5]), topic="sharded")
+    world = strategy.world_size
+    sizes = {name: param.device_mesh.size() for name, param in trained.items()}
+    apart = {name: size for name, size in sizes.items() if size != world}
+    if apart:
+        text = _NOT_ALL_RANKS.format(list(apart)[:5], min(apart.values()), world)
+        raise MisconfigurationError(text, topic="sharded")

@@ -137,3 +137,20 @@ def test_the_picture_shows_each_batch_size(tmp_path, quick):
     figure.savefig(tmp_path / "plan.svg")
     with pytest.raises(ValueError, match="found"):
         plot_suggestions([])
+
+
+def test_whole_numbers_may_be_written_with_an_exponent(capsys):
+    rest = ["--epsilon", "1", "--least-steps", "2"]
+    assert main(["--records", "4e0", *rest]) == main(SMALL) == 0
+    shown = capsys.readouterr().out
+    assert shown[: len(shown) // 2] == shown[len(shown) // 2 :]
+    with pytest.raises(SystemExit):
+        main(["--records", "1.5", *rest])
+    assert "--records: '1.5' is not a whole number: write 60000, or 6e4." in (
+        capsys.readouterr().err
+    )
+
+
+def test_a_budget_of_no_privacy_to_speak_of_is_planned(capsys):
+    assert main(["--records", "40", "--epsilon", "1e6", "--least-steps", "2"]) == 0
+    assert "* choose: " in capsys.readouterr().out

@@ -17,9 +17,10 @@ from typing import Any
 
 import lightning as L
 import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.strategies import ModelParallelStrategy
 from sharded_fit import Small, fit, weights
-from sharded_models import MODELS, Chain, Sharding
+from sharded_models import MODELS, Chain, in_blocks, in_columns, over_one_process
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
@@ -50,15 +51,17 @@ def shares(rank: int, processes: int) -> slice:
 class Sums(L.LightningModule):
     """Asks for sums and releases in ``on_fit_start``, where Lightning has set up the processes."""
 
-    def __init__(self, name: str, policy: MixedPrecisionPolicy | None = None) -> None:
+    def __init__(
+        self, name: str, shard: Callable[[nn.Module, Any], object], *, is_mixed: bool = False
+    ) -> None:
         super().__init__()
-        self.name, self.policy = name, policy
+        self.name, self.shard, self.is_mixed = name, shard, is_mixed
         self.make, self.records = MODELS[name]
         self.net = self.make()
         self.found: dict[str, Any] = {}
 
     def configure_model(self) -> None:
-        Sharding(self.device_mesh["data_parallel"], self.policy)(self.net)
+        self.shard(self.net, self.device_mesh["data_parallel"])
 
     def configure_optimizers(self) -> Any:
         return torch.optim.SGD(self.parameters(), lr=0.1)
@@ -77,6 +80,10 @@ class Sums(L.LightningModule):
         self.found["held"] = sum(each.numel() for each in held_here(params))
         self.found["all"] = sum(each.numel() for each in params)
 
+    def loss(self, chunk: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16, enabled=self.is_mixed):
+            return self.net(chunk).square().mean()
+
     def released(
         self, params: list[nn.Parameter], mine: Tensor, world: World, noise_multiplier: float
     ) -> Tensor:
@@ -85,9 +92,7 @@ class Sums(L.LightningModule):
         with RecordPasses(self.net, params, "bookkeeping") as passes:
             # A process without records runs a stand-in with the others, and adds nothing.
             chunk = mine if len(mine) else self.records()[:1]
-            found = passes.gradients(
-                query, Replay(lambda: self.net(chunk).square().mean(), len(chunk))
-            )
+            found = passes.gradients(query, Replay(lambda: self.loss(chunk), len(chunk)))
             if len(mine):
                 bounded_sum(found, CLIP_NORM, 0.0, total)
             else:
@@ -95,9 +100,15 @@ class Sums(L.LightningModule):
         return whole(add_noise(total, noise_multiplier, NoiseSource(), world).value, params)
 
 
-def sums(name: str, processes: int, policy: MixedPrecisionPolicy | None = None) -> dict[str, Any]:
+def sums(
+    name: str,
+    processes: int,
+    shard: Callable[[nn.Module, Any], object] = in_blocks,
+    *,
+    is_mixed: bool = False,
+) -> dict[str, Any]:
     """Clipped sums and noise of a model whose records are unevenly spread."""
-    model = Sums(name, policy)
+    model = Sums(name, shard, is_mixed=is_mixed)
     trainer = L.Trainer(
         accelerator="cpu",
         devices=processes,
@@ -114,7 +125,7 @@ def sums(name: str, processes: int, policy: MixedPrecisionPolicy | None = None) 
 
 def half(name: str, processes: int) -> dict[str, Any]:
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    return sums(name, processes, policy)
+    return sums(name, processes, partial(in_blocks, policy=policy))
 
 
 def trained(folder: Path, processes: int, **options: Any) -> dict[str, Any]:
@@ -122,6 +133,24 @@ def trained(folder: Path, processes: int, **options: Any) -> dict[str, Any]:
     privacy = {"noise_multiplier": 0.0, "max_grad_norm": math.inf}
     trainer, _ = fit(folder, processes, privacy, steps=20, **options)
     return {"weights": weights(trainer.lightning_module), "steps": trainer.global_step}
+
+
+class Apart(Small):
+    """Its last layer is whole on each process: a mesh of one."""
+
+    def shard(self, mesh: Any) -> None:
+        over_one_process(self.net.blocks[-1], mesh)
+        in_blocks(self.net, mesh)
+
+
+def apart(folder: Path, processes: int) -> dict[str, Any]:
+    """Try to train where groups of processes would train apart."""
+    (folder / "apart").mkdir(exist_ok=True)
+    try:
+        fit(folder / "apart", processes, {"noise_multiplier": 1.0}, steps=2, model=Apart())
+    except MisconfigurationException as error:
+        return {"message": str(error)}
+    return {"message": "trained"}
 
 
 def saved(folder: Path, processes: int, **options: Any) -> dict[str, Any]:
@@ -205,6 +234,10 @@ def main(folder: Path, processes: int, names: list[str]) -> None:
     scenarios: dict[str, Callable[[], dict[str, Any]]] = {
         **{name: partial(sums, name, processes) for name in MODELS},
         "half": lambda: half("mlp", processes),
+        "autocast": lambda: sums("mlp", processes, is_mixed=True),
+        "in_columns": lambda: sums("even", processes, in_columns),
+        "mixed": lambda: trained(folder, processes, precision="bf16-mixed"),
+        "apart": lambda: apart(folder, processes),
         "trained": lambda: trained(folder, processes),
         "checked": lambda: trained(folder, processes, checks=True),
         "saved": lambda: saved(folder, processes),

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from lightning.pytorch.strategies import ModelParallelStrategy
 from numpy.typing import NDArray
-from sharded_models import Chain, Sharding
+from sharded_models import Chain, in_blocks
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -71,7 +71,10 @@ class Small(L.LightningModule):
 
     def configure_model(self) -> None:
         if isinstance(self.trainer.strategy, ModelParallelStrategy):
-            Sharding(self.device_mesh["data_parallel"])(self.net)
+            self.shard(self.device_mesh["data_parallel"])
+
+    def shard(self, mesh: Any) -> None:
+        in_blocks(self.net, mesh)
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         if self.begin is None:
@@ -103,6 +106,7 @@ def fit(
     saves: bool = False,
     is_distributed: bool = True,
     shards: bool = True,
+    precision: Any = "32-true",
     ckpt_path: Path | None = None,
     callbacks: Sequence[L.Callback] = (),
 ) -> tuple[L.Trainer, DifferentialPrivacy]:
@@ -114,6 +118,7 @@ def fit(
         accelerator="cpu",
         devices=processes,
         strategy=parallel if shards else "ddp",
+        precision=precision,
         max_steps=steps,
         max_epochs=-1,
         callbacks=[callback, *callbacks],

@@ -3,27 +3,38 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import Shard
+
+from lightning_dp._shards import is_sharded
 
 
-@dataclass(frozen=True)
-class Sharding:
-    """Shards the blocks of a network, then the rest with the root."""
+def in_blocks(net: nn.Module, mesh: Any, policy: MixedPrecisionPolicy | None = None) -> None:
+    """Shard the blocks of a network, then the rest with the root."""
+    policy = MixedPrecisionPolicy() if policy is None else policy
+    for block in getattr(net, "blocks", ()):
+        if any(not is_sharded(param) for param in block.parameters()):
+            fully_shard(block, mesh=mesh, mp_policy=policy)
+    fully_shard(net, mesh=mesh, mp_policy=policy)
 
-    mesh: Any
-    policy: MixedPrecisionPolicy | None = None
 
-    def __call__(self, net: nn.Module) -> None:
-        policy = MixedPrecisionPolicy() if self.policy is None else self.policy
-        for block in getattr(net, "blocks", ()):
-            if any(True for _ in block.parameters()):
-                fully_shard(block, mesh=self.mesh, mp_policy=policy)
-        fully_shard(net, mesh=self.mesh, mp_policy=policy)
+def in_columns(net: nn.Module, mesh: Any) -> None:
+    """Shard columns, each block over a mesh that nobody else has, from the last process to the first."""
+    for block in [*getattr(net, "blocks", ()), net]:
+        mesh = DeviceMesh("cpu", [1, 0])
+        if any(True for _ in block.parameters()):
+            fully_shard(block, mesh=mesh, shard_placement_fn=lambda param: Shard(param.ndim - 1))
+
+
+def over_one_process(net: nn.Module, mesh: Any) -> None:
+    """Shard over a mesh of one process for each of two."""
+    both = DeviceMesh("cpu", [[0], [1]], mesh_dim_names=("apart", "one"))
+    fully_shard(net, mesh=both["one"])
 
 
 class Chain(nn.Module):
@@ -126,5 +137,6 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor]]] = {
     "tied": (seeded(Transformer), tokens),
     "checkpointed": (seeded(lambda: Transformer(Checkpointed)), tokens),
     "lora": (seeded(lora), features),
+    "even": (seeded(lambda: Chain(nn.Linear(6, 4), nn.Tanh(), nn.Linear(4, 2))), features),
     "wide": (seeded(lambda: Chain(nn.Linear(6, 4000, bias=False))), features),
 }

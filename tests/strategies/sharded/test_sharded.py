@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import math
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -25,6 +26,8 @@ MODELS = importlib.import_module("sharded_models").MODELS
 sys.path.remove(str(HERE))
 
 CLIP_NORM, MULTIPLIER = 0.05, 2.0
+HALF = ("half", "autocast")
+ONLY_TWO = (*HALF, "in_columns", "trained", "mixed", "checked", "saved", "resumed", "apart")
 # glibc's settings: freed memory goes back to the system, so that peaks are those of tensors.
 GIVE_BACK = {
     "MALLOC_MMAP_THRESHOLD_": "65536",
@@ -63,7 +66,7 @@ def results(folder: Path, processes: int, scenario: str) -> list[dict[str, Any]]
 def job(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Where two processes have left what they saw."""
     folder = tmp_path_factory.mktemp("job")
-    run(folder, 2, *MODELS, "half", "trained", "checked", "saved", "resumed")
+    run(folder, 2, *MODELS, *ONLY_TWO)
     return folder
 
 
@@ -88,14 +91,16 @@ def clipped_sum(name: str) -> Tensor:
     return total
 
 
-def plainly_trained() -> Tensor:
+def plainly_trained(*, half: bool = False) -> Tensor:
     """Twenty steps of a whole model on all records, without privacy."""
     net = small.Small().net
     optimizer = torch.optim.AdamW(net.parameters(), lr=0.05)
     x, y = small.records().tensors
     for _ in range(20):
         optimizer.zero_grad()
-        nn.functional.cross_entropy(net(x), y).backward()
+        with torch.autocast("cpu", torch.bfloat16, enabled=half):
+            loss = nn.functional.cross_entropy(net(x), y)
+        loss.backward()
         optimizer.step()
     return nn.utils.parameters_to_vector(net.parameters()).detach()
 
@@ -123,9 +128,10 @@ def test_four_processes_of_which_one_has_no_record_give_the_same_sums(
     check_sums(four, 4, name)
 
 
-def test_weights_of_half_precision_give_sums_of_float32(job: Path) -> None:
+@pytest.mark.parametrize("scenario", HALF)
+def test_a_pass_in_half_precision_gives_sums_of_float32(job: Path, scenario: str) -> None:
     want = clipped_sum("mlp")
-    for each in results(job, 2, "half"):
+    for each in results(job, 2, scenario):
         assert each["clipped"].dtype == torch.float32
         assert float((each["clipped"] - want).norm()) < 0.02 * float(want.norm())
 
@@ -154,6 +160,30 @@ def test_without_noise_and_clipping_it_is_plain_training_of_a_whole_model(
     for each in results(job, 2, scenario):
         assert each["steps"] == 20
         torch.testing.assert_close(each["weights"], want, rtol=0, atol=2e-5)
+
+
+def test_bf16_mixed_trains_as_a_whole_model_with_it(job: Path) -> None:
+    begin = nn.utils.parameters_to_vector(small.Small().net.parameters()).detach()
+    want = plainly_trained(half=True)
+    moved = float((want - begin).norm())
+    for each in results(job, 2, "mixed"):
+        assert float((each["weights"] - want).norm()) < 0.02 * moved
+    assert float((want - plainly_trained()).norm()) > 1e-4 * moved
+
+
+def test_columns_in_any_order_of_processes_give_the_sums_of_one(job: Path) -> None:
+    want = clipped_sum("even")
+    for each in results(job, 2, "in_columns"):
+        torch.testing.assert_close(each["clipped"], want, rtol=0, atol=1e-6)
+
+
+def test_a_mesh_of_fewer_processes_is_refused_by_name_before_any_charge(job: Path) -> None:
+    for each in results(job, 2, "apart"):
+        assert re.search(
+            r"\['net\.blocks\.2\.weight', .* are sharded over 1 of 2 processes.*mesh=self\.device",
+            each["message"],
+        )
+    assert not list((job / "apart").rglob("*.journal"))
 
 
 @pytest.mark.slow
