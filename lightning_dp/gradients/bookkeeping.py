@@ -219,9 +219,9 @@ class Bookkeeping(AbstractGradientEngine):
                     self._count_in(of_records(call, call.rule(call.layer, *tensors)), combined)
 
     def _join_steps(self, combined: bool) -> None:
-        for call, *tensors in self._steps.joined():
+        for call, uses_of_layer in self._steps.joined():
             with as_unsupported(call.name, call.layer):
-                self._count_in(call.rule(call.layer, *tensors), combined)
+                self._count_in(uses_of_layer, combined)
         assert self._found is not None
         uses = (use for found in self._found.values() for use in found.uses)
         self._steps.give_back(each for use in uses for each in (use.v, use.u))

@@ -44,6 +44,7 @@ __all__ = [
     "linear",
     "rms_norm",
     "sequence_bias",
+    "uses_of_positions",
 ]
 
 
@@ -159,7 +160,21 @@ def linear(layer: nn.Linear, inputs: Tensor, gradient: Tensor) -> Uses:
         return [(layer.weight, use), (layer.bias, Rows.use(gradient))]
     v = inputs.reshape(len(inputs), -1, inputs.shape[-1])
     u = gradient.reshape(len(gradient), -1, gradient.shape[-1])
-    return [(layer.weight, Use(_OUTER_PRODUCT, v, u)), (layer.bias, Rows.use(u.sum(1)))]
+    return uses_of_positions(layer, v, u, None if layer.bias is None else u.sum(1))
+
+
+def uses_of_positions(layer: nn.Linear, v: Tensor, u: Tensor, total: Tensor | None) -> Uses:
+    """Return the same for inputs v and output gradients u of shape (n, T, width).
+
+    Args:
+        layer: the layer.
+        v, u: of it.
+        total: Σ_t u_it, for a layer with a bias.
+    """
+    uses: Uses = [(layer.weight, Use(_OUTER_PRODUCT, v, u))]
+    if total is not None:
+        uses.append((layer.bias, Rows.use(total)))
+    return uses
 
 
 @dataclass(frozen=True)

@@ -78,18 +78,21 @@ class _Walk:
 
     def to(self, root: Any) -> None:
         """Follow the records to a node."""
-        flows, edges = self._flows, dict[Any, Any]()
+        flows, begun = self._flows, dict[Any, Any]()
         stack = [root]
         while stack:
             node = stack[-1]
-            if (into := edges.get(node)) is None:
-                edges[node] = into = node.next_functions
+            if node in flows:
+                stack.pop()
+                continue
+            if (into := begun.pop(node, None)) is None:
+                into = node.next_functions
                 if waiting := [e for e, _ in into if e is not None and e not in flows]:
+                    begun[node] = into
                     stack += waiting
                     continue
             stack.pop()
-            if node not in flows:
-                flows[node] = self._flow(node, into)
+            flows[node] = self._flow(node, into)
 
     def _flow(self, node: Any, edges: Any) -> Outcome:
         """Return what a node holds, from what its inputs hold."""
@@ -125,11 +128,12 @@ class _Walk:
 
     def _parts(self, node: Any, edges: Any, flows: Sequence[Flow]) -> Outcome:
         """Return what parts of rows hold: alike wherever the same is cut in the same way."""
-        meeting = self._meeting(node, edges, flows)
-        sizes = meeting.saved("split_size"), meeting.saved("split_sizes")
-        key = type(node), tuple(meeting.given[0].shape), meeting.saved("dim"), *map(str, sizes)
+        into, number = next(e for e, flow in zip(edges, flows, strict=True) if flow is ROWS)
+        sizes = getattr(node, "_saved_split_sizes", None) or getattr(node, "_saved_split_size", 0)
+        shape = tuple(into._input_metadata[number].shape)
+        key = type(node), shape, node._saved_dim, str(sizes)
         if key not in self._pieces:
-            self._pieces[key] = of_parts.parts(meeting)
+            self._pieces[key] = of_parts.parts(self._meeting(node, edges, flows))
         return self._pieces[key]
 
     def _beginning(self, node: Any, edges: Any) -> Flow:

@@ -6,12 +6,14 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from operator import itemgetter
+from typing import cast
 
 import torch
 from torch import Tensor, nn
 
+from lightning_dp.gradients.forms import Uses
 from lightning_dp.gradients.function_call import FunctionCall
-from lightning_dp.gradients.layers import linear
+from lightning_dp.gradients.layers import linear, uses_of_positions
 from lightning_dp.gradients.parameter_gradients import ScratchPool
 from lightning_dp.gradients.recording import Call, LayerCall
 
@@ -57,17 +59,19 @@ class TimeSteps:
         steps.tensors.append((self._order[id(call)], v, u))
         return True
 
-    def joined(self) -> Iterator[tuple[LayerCall, Tensor, Tensor]]:
-        """Hand over all of them, with the positions of the calls in the second dimension."""
+    def joined(self) -> Iterator[tuple[LayerCall, Uses]]:
+        """Hand over one call of each layer, with the uses of its parameters in all of them."""
         steps, self._steps = self._steps, {}
-        known: dict[object, Tensor] = {}
+        known: dict[object, tuple[Tensor, Tensor]] = {}
         for each in steps.values():
             _, inputs, gradients = zip(*sorted(each.tensors, key=itemgetter(0)), strict=True)
             # All are held until the end, so that what stands in one place is one tensor.
             place = gradients[0].shape, *((u.data_ptr(), u.stride()) for u in gradients)
             if place not in known:
-                known[place] = self._stacked(gradients)
-            yield each.call, self._stacked(inputs), known[place]
+                u = self._stacked(gradients)
+                known[place] = u, u.sum(1)
+            layer = cast(nn.Linear, each.call.layer)
+            yield each.call, uses_of_positions(layer, self._stacked(inputs), *known[place])
 
     def _stacked(self, tensors: Sequence[Tensor]) -> Tensor:
         n, width = tensors[0].shape
