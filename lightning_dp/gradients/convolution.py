@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from lightning_dp.gradients.convolution_lines import Lines, Window
 from lightning_dp.gradients.folding import AbstractFolding
 from lightning_dp.gradients.forms import (
     PRODUCTS,
@@ -29,14 +30,11 @@ __all__ = ["Convolution", "convolution"]
 
 
 _TOGETHER = 32  # records in one convolution: batches of every size stay fast
-_PATCH_ENTRIES = 1 << 18
 
-# Writing down a record's patches pays if each of their entries is used for enough output channels, and
-# longer where groups of so few input channels would leave vector units idle. Of 783 shapes on one core,
-# the first bound comes within 4 % of the faster way in the geometric mean, and within a factor of 2.4
-# of it in the worst.
-_PATCHES_PER_CHANNEL = 1024
-_FEW, _PATCHES_OF_FEW = 3, 8192
+# Writing down what the kernel sees pays if each of its entries is used for enough output channels. Of 585
+# shapes on one core, this bound comes within 7 % of the faster way in the geometric mean, and within a
+# factor of 4 of it in the worst.
+_PATCHES_PER_CHANNEL = 4096
 
 
 @dataclass(frozen=True)
@@ -46,7 +44,7 @@ class Convolution(AbstractForm):
     Where a record has f rows, both have a second dimension for them: (n, f, in, *size).
 
     The records' gradients are those of one convolution with n times as many groups, one record
-    after the other in the channels, or products with the patches of the input: which of the two is
+    after the other in the channels, or products with what lines of the kernel see: which of the two is
     decided by the shapes, so that all processes do the same. Norms of wide layers on small maps come
     from inner products.
     """
@@ -57,62 +55,39 @@ class Convolution(AbstractForm):
     dilation: tuple[int, ...]
     groups: int
 
-    def rows(self, v: Tensor, u: Tensor, out: Tensor | None = None) -> Tensor:
-        total = u.new_empty(len(u), *self.weight_shape) if out is None else out
-        if self._prefers_products(v, u):
-            self._matrix_products(v, u, total)
-        else:
-            self._convolutions(v, u, total)
-        return total
+    def rows(self, v: Tensor, u: Tensor) -> Tensor:
+        use = self.put(v, u, u.new_empty(len(u) * math.prod(self.weight_shape)))
+        return use.form.rows(use.v, use.u)
 
     def writes_out(self, v: Tensor, u: Tensor) -> bool:
         return True
+
+    def put(self, v: Tensor, u: Tensor, out: Tensor) -> Use:
+        v, u = self._of_rows(v), self._of_rows(u)
+        if not self._prefers_products(v, u):
+            rows = out.view(len(u), *self.weight_shape)
+            self._convolutions(v, u, rows)
+            return Rows.use(rows)
+        outputs, inputs, *kernel = self.weight_shape
+        window = Window.of(kernel, self.stride, self.padding, self.dilation)
+        lines, *rest = window.kernel
+        by_line = out.view(lines, len(u), outputs, *rest, inputs)
+        window.put_products(v, u, by_line.flatten(3))
+        by_record = by_line.transpose(0, 1)
+        return Use(Lines(self.weight_shape), by_record, by_record)
 
     def _prefers_products(self, v: Tensor, u: Tensor) -> bool:
         """Tell from the shapes if matrix products are likely to be faster than convolutions."""
         if v.device.type != "cpu" or self.groups > 1:
             return False
         patches = math.prod(self.weight_shape[1:]) * u.shape[-len(self.stride) :].numel()
-        is_narrow = self.weight_shape[1] <= _FEW
-        bound = _PATCHES_OF_FEW if is_narrow else _PATCHES_PER_CHANNEL
-        return patches <= bound * self.weight_shape[0]
-
-    def _matrix_products(self, v: Tensor, u: Tensor, out: Tensor) -> None:
-        """Multiply all patches of the input, a few records at a time so that they stay in the cache."""
-        v, u = self._of_rows(v), self._of_rows(u).flatten(3)
-        frames, positions = u.shape[1], u.shape[3]
-        entries = math.prod(self.weight_shape[1:])
-        size = max(1, _PATCH_ENTRIES // (entries * frames * positions or 1))
-        as_matrices = out.view(len(u), -1, entries)
-        for part in (slice(start, start + size) for start in range(0, len(u), size)):
-            patches = self._patches(v[part].flatten(0, 1)).reshape(-1, frames, entries, positions)
-            if frames == 1:
-                torch.bmm(u[part, 0], patches[:, 0].transpose(1, 2), out=as_matrices[part])
-            else:  # the positions of all rows of a record in one product
-                together = patches.transpose(2, 3).reshape(-1, frames * positions, entries)
-                torch.bmm(u[part].transpose(1, 2).flatten(2), together, out=as_matrices[part])
-
-    def _patches(self, v: Tensor) -> Tensor:
-        """Return a view of the padded input in which each patch is written out: (N, in, *kernel, *size).
-
-        Copied in this order, whole lines of the input follow each other: F.unfold takes twice as long.
-        """
-        v = F.pad(v, [each for side in reversed(self.padding) for each in (side, side)])
-        v, kernel = v.contiguous(), self.weight_shape[2:]
-        reach = [d * (k - 1) for d, k in zip(self.dilation, kernel, strict=True)]
-        ends = zip(v.shape[2:], reach, self.stride, strict=True)
-        size = [(length - far - 1) // step + 1 for length, far, step in ends]
-        steps = v.stride()[2:]
-        offsets = [each * d for each, d in zip(steps, self.dilation, strict=True)]
-        moves = [each * s for each, s in zip(steps, self.stride, strict=True)]
-        return v.as_strided((*v.shape[:2], *kernel, *size), (*v.stride()[:2], *offsets, *moves))
+        return patches <= _PATCHES_PER_CHANNEL * self.weight_shape[0]
 
     def _convolutions(self, v: Tensor, u: Tensor, out: Tensor) -> None:
         """Run the records as groups of a convolution, some of them at a time."""
         # (n, f, in, ...) as (f, n·in, ...): with n times as many groups no channel of one record
         # meets one of another, so the weight gradient has a block for each record.
         start = 0
-        v, u = self._of_rows(v), self._of_rows(u)
         for x, y in zip(torch.split(v, _TOGETHER), torch.split(u, _TOGETHER), strict=True):
             n = len(x)
             x, y = (part.transpose(0, 1).flatten(1, 2) for part in (x, y))

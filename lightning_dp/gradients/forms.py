@@ -128,20 +128,29 @@ class AbstractForm(ABC):
     """
 
     @abstractmethod
-    def rows(self, v: Tensor, u: Tensor, out: Tensor | None = None) -> Tensor:
-        """Return f(v_i, u_i) of each record: shape (n, *parameter shape).
-
-        Args:
-            out: memory for them, if :meth:`writes_out`.
-        """
+    def rows(self, v: Tensor, u: Tensor) -> Tensor:
+        """Return f(v_i, u_i) of each record: shape (n, *parameter shape)."""
 
     def writes_out(self, v: Tensor, u: Tensor) -> bool:
-        """True if :meth:`rows` puts these gradients into ``out``."""
+        """True if :meth:`put` knows how to write these gradients into given memory."""
         return False
 
-    def rows_and_squares(self, v: Tensor, u: Tensor, out: Tensor) -> Tensor:
-        """Put the rows into ``out``, and return their squared norms; if :meth:`writes_out`."""
-        return squared_row_norms(self.rows(v, u, out))
+    def put(self, v: Tensor, u: Tensor, out: Tensor) -> Use:
+        """Write the gradients of all records, and return them as a use of the parameter.
+
+        Args:
+            v: as in :meth:`rows`.
+            u: as in :meth:`rows`.
+            out: flat memory, of as many entries as they have.
+        """
+        raise NotImplementedError
+
+    def put_and_square(self, v: Tensor, u: Tensor, out: Tensor) -> tuple[Use, Tensor]:
+        """Do the same, and return their squared norms too."""
+        use = self.put(v, u, out)
+        squares = use.form.squared_norms([use], may_keep=False)
+        assert squares is not None
+        return use, squares
 
     def prefers_rows(self, v: Tensor, u: Tensor) -> bool:
         """True if making the rows, which make norms and sum quick, saves time; by shapes alone."""
@@ -289,9 +298,12 @@ class Rows(AbstractForm):
     @classmethod
     def use(cls, u: Tensor) -> Use:
         """Return a use of which the gradients are known: of a bias, say."""
-        return Use(cls(), u, u)
+        return cls()._use(u)
 
-    def rows(self, v: Tensor, u: Tensor, out: Tensor | None = None) -> Tensor:
+    def _use(self, u: Tensor) -> Use:
+        return Use(self, u, u)
+
+    def rows(self, v: Tensor, u: Tensor) -> Tensor:
         return u
 
     def weighted_sum(self, v: Tensor, u: Tensor, weights: Tensor) -> Tensor:
@@ -310,13 +322,13 @@ class Rows(AbstractForm):
             super().put_weighted_sum(v, u, weights, into)
 
     def both(self, here: Use, there: Use) -> list[Use]:
-        return [self.use(here.u + there.u)]
+        return [self._use(here.u + there.u)]
 
     def joined(self, uses: Sequence[Use]) -> list[Use]:
-        return [self.use(reduce(torch.add, (use.u for use in uses)))]
+        return [self._use(reduce(torch.add, (use.u for use in uses)))]
 
     def of_records(self, use: Use, folding: AbstractFolding) -> list[Use]:
-        return [self.use(folding.sums(use.u))]
+        return [self._use(folding.sums(use.u))]
 
     def along(
         self,
@@ -324,7 +336,7 @@ class Rows(AbstractForm):
         u: tuple[Tensor, Tensor | None],
         weights: tuple[float, float],
     ) -> list[Use]:
-        return [self.use(use.u) for use in super().along((v[0], None), u, weights)]
+        return [self._use(use.u) for use in super().along((v[0], None), u, weights)]
 
     def factors(self, v: Tensor, u: Tensor) -> tuple[Tensor, ...] | None:
         return (u,)

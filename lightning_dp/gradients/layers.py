@@ -56,21 +56,25 @@ _LONG = 32  # positions from which on matrix products, not memory, are what rows
 class OuterProduct(AbstractForm):
     """Σ_t u_it v_itᵀ for v of shape (n, T, in) and u of shape (n, T, out)."""
 
-    def rows(self, v: Tensor, u: Tensor, out: Tensor | None = None) -> Tensor:
-        if out is None:
-            return torch.bmm(u.transpose(1, 2), v)
-        return torch.bmm(u.transpose(1, 2), v, out=out)
+    def rows(self, v: Tensor, u: Tensor) -> Tensor:
+        return torch.bmm(u.transpose(1, 2), v)
 
     def writes_out(self, v: Tensor, u: Tensor) -> bool:
         return True
 
-    def rows_and_squares(self, v: Tensor, u: Tensor, out: Tensor) -> Tensor:
+    def put(self, v: Tensor, u: Tensor, out: Tensor) -> Use:
+        rows = out.view(len(u), u.shape[2], v.shape[2])
+        return Rows.use(torch.bmm(u.transpose(1, 2), v, out=rows))
+
+    def put_and_square(self, v: Tensor, u: Tensor, out: Tensor) -> tuple[Use, Tensor]:
         if out.device.type != "cpu" or out.dtype != torch.float32 or not len(v):
-            return super().rows_and_squares(v, u, out)
-        size = max(1, _CACHED_BYTES // out[:1].nbytes)  # looked at while they are in the cache
-        parts = zip(*(torch.split(each, size) for each in (v, u, out)), strict=True)
-        norms = torch.cat([block_norms(self.rows(*part).flatten(1)) for part in parts])
-        return squares_of_blocks(norms, out.flatten(1))
+            return super().put_and_square(v, u, out)
+        rows = out.view(len(u), u.shape[2], v.shape[2])
+        size = max(1, _CACHED_BYTES // rows[:1].nbytes)  # looked at while they are in the cache
+        parts = zip(*(torch.split(each, size) for each in (v, u, rows)), strict=True)
+        made = (torch.bmm(y.transpose(1, 2), x, out=part) for x, y, part in parts)
+        norms = torch.cat([block_norms(each.flatten(1)) for each in made])
+        return Rows.use(rows), squares_of_blocks(norms, rows.flatten(1))
 
     def prefers_rows(self, v: Tensor, u: Tensor) -> bool:
         return u.shape[1] >= _LONG
@@ -183,7 +187,7 @@ class Lookup(AbstractForm):
 
     rows_of_table: int
 
-    def rows(self, v: Tensor, u: Tensor, out: Tensor | None = None) -> Tensor:
+    def rows(self, v: Tensor, u: Tensor) -> Tensor:
         table = u.new_zeros(len(u), self.rows_of_table, u.shape[2])
         return table.scatter_add_(1, v.unsqueeze(2).expand_as(u), u)
 
@@ -252,7 +256,7 @@ class Scale(AbstractForm):
 
     sum_over: tuple[int, ...]
 
-    def rows(self, v: Tensor, u: Tensor, out: Tensor | None = None) -> Tensor:
+    def rows(self, v: Tensor, u: Tensor) -> Tensor:
         if not self.sum_over:
             return v * u
         if v.device.type == "cpu" and self.sum_over == tuple(range(2, v.dim())) and v.numel():

@@ -97,7 +97,7 @@ class ParameterGradients:
         self._shape, self._numel = shape, shape.numel()
         self._memory = ScratchPool() if memory is None else memory
         self._allowance = Allowance() if allowance is None else allowance
-        self._kept: Tensor | None = None
+        self._kept: Use | None = None
         self._squares: tuple[Tensor, Tensor] | None = None  # some rows, and their squared norms
         self._borrowed: list[Tensor] = []  # to be given back
 
@@ -115,9 +115,9 @@ class ParameterGradients:
                 time; differences between two points would lose digits.
         """
         if not (combined or isinstance(use.form, Rows)) and self._is_made_at_once(use):
-            use = Rows.use(self._rows(use))
+            use = self._made(use)
         last = self.uses[-1] if self.uses else None
-        are_rows = last is not None and isinstance(last.form, Rows) and isinstance(use.form, Rows)
+        are_rows = last is not None and isinstance(use.form, Rows) and last.form == use.form
         if last is not None and are_rows and len(last.u) == len(use.u):
             self.uses[-1:] = use.form.joined([last, use])  # not one of them for each time step
         else:
@@ -153,10 +153,10 @@ class ParameterGradients:
                 return cheap
         if may_keep:
             self._allowance.take(size)
-            self._kept = self._rows(*self.uses)
-            known = self._known_squares([Rows.use(self._kept)])
+            self._kept = self._made(*self.uses)
+            known = self._known_squares([self._kept])
             # Of the very numbers that are summed: no margin.
-            return squared_row_norms(self._kept) if known is None else known
+            return squared_row_norms(self._kept.u) if known is None else known
         size = max(1, SLICE_BYTES // (4 * self._numel))
         slices = [slice(start, start + size) for start in range(0, count, size)]
         squares = torch.cat(
@@ -173,20 +173,21 @@ class ParameterGradients:
         (use,) = self.uses
         return use.form.factors(use.v, use.u) or ()
 
-    def _rows(self, *uses: Use) -> Tensor:
+    def _made(self, *uses: Use) -> Use:
         """Return the gradients of all records, in memory that is used again if the form can."""
         first = uses[0]
         if len(uses) > 1 or not first.form.writes_out(first.v, first.u):
-            return _sum_of_rows(uses)
-        out = self._memory.take(len(first.u), self._shape, first.u)
-        self._borrowed.append(out)
-        rows = out[: len(first.u)]
-        self._squares = rows, first.form.rows_and_squares(first.v, first.u, rows)
-        return rows
+            return Rows.use(_sum_of_rows(uses))
+        memory = self._memory.take(len(first.u), self._shape, first.u)
+        self._borrowed.append(memory)
+        out = memory[: len(first.u)].view(-1)
+        made, squares = first.form.put_and_square(first.v, first.u, out)
+        self._squares = made.u, squares
+        return made
 
     def _known_squares(self, uses: Sequence[Use]) -> Tensor | None:
         """Return the squared norms that were computed with the rows, if these rows are all there is."""
-        if self._squares is None or len(uses) != 1 or uses[0].form != Rows():
+        if self._squares is None or len(uses) != 1:
             return None
         rows, squares = self._squares
         return squares if uses[0].u is rows else None
@@ -216,8 +217,7 @@ class ParameterGradients:
                 topic="out-of-order",
             )
         if self._kept is not None:
-            uses = [Rows.use(self._kept)]
-            self._kept = None
+            uses, self._kept = [self._kept], None
         self._squares = None
         if records is not None:
             uses = [use.of(records) for use in uses]
@@ -240,9 +240,8 @@ class ParameterGradients:
 
     def entries(self, places: Tensor) -> Tensor:
         """Return g_i at some places of the flat parameter: shape (n, places)."""
-        if self._kept is not None:
-            return self._kept.flatten(1)[:, places]
-        parts = (use.form.entries(use.v, use.u, self._shape, places) for use in self.uses)
+        uses = self.uses if self._kept is None else [self._kept]
+        parts = (use.form.entries(use.v, use.u, self._shape, places) for use in uses)
         return reduce(torch.add, parts)
 
     def combine(

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_dp.boundary import bounded_sum
+from lightning_dp.gradients import convolution as convolutions
 from lightning_dp.gradients import parameter_gradients
 from lightning_dp.gradients.bookkeeping import Bookkeeping
 from lightning_dp.gradients.convolution import Convolution, convolution
@@ -221,22 +222,37 @@ def test_a_gradient_and_a_product_that_cancel_stay_within_their_bound():
         (nn.Conv1d, (9,), {"kernel_size": 2, "dilation": 3}),
         (nn.Conv2d, (7, 5), {"kernel_size": (3, 2), "stride": (1, 2), "padding": (0, 1)}),
         (nn.Conv2d, (7, 6), {"kernel_size": (2, 3), "dilation": (3, 1), "padding": 2}),
+        (nn.Conv2d, (9, 8), {"kernel_size": (4, 2), "stride": (3, 1), "dilation": (2, 2)}),
+        (nn.Conv2d, (8, 7), {"kernel_size": 1, "stride": 3}),
         (nn.Conv3d, (4, 3, 5), {"kernel_size": (2, 1, 3), "stride": (2, 1, 1), "padding": 1}),
     ],
 )
 @pytest.mark.parametrize("frames", [1, 2])
-def test_products_of_patches_are_convolutions(kind, size, options, frames):
-    """Both ways to the rows of a convolution give each record's gradient."""
+@pytest.mark.parametrize("bound", [0, 1 << 40], ids=["convolutions", "products"])
+def test_both_ways_to_the_rows_of_a_convolution(kind, size, options, frames, bound, monkeypatch):
+    """Each gives each record's gradient, its norm and the weighted sum."""
+    monkeypatch.setattr(convolutions, "_PATCHES_PER_CHANNEL", bound)
     layer = kind(2, 3, bias=False, **options).double()
     n = 5
     v = torch.randn(n, frames, 2, *size, dtype=torch.float64)
     u = torch.randn_like(layer(v.flatten(0, 1)).unflatten(0, (n, frames))).detach()
     form = convolution(layer, v.flatten(0, 1), u.flatten(0, 1))[0][1].form
-    rows = [torch.autograd.grad(layer(v[i]), layer.weight, grad_outputs=u[i])[0] for i in range(n)]
-    for way in (form._matrix_products, form._convolutions):
-        out = torch.full((n, *layer.weight.shape), float("nan"), dtype=torch.float64)
-        way(v, u, out)
-        torch.testing.assert_close(out, torch.stack(rows))
+    each = [torch.autograd.grad(layer(v[i]), layer.weight, grad_outputs=u[i])[0] for i in range(n)]
+    expected, weights = torch.stack(each), torch.randn(n, dtype=torch.float64)
+    memory = torch.full((expected.numel(),), float("nan"), dtype=torch.float64)
+    use, squares = form.put_and_square(v, u, memory)
+    for some in (slice(None), torch.tensor([3, 0])):
+        made = use.of(some)
+        torch.testing.assert_close(made.form.rows(made.v, made.u), expected[some])
+        total = made.form.weighted_sum(made.v, made.u, weights[some]).reshape(-1)
+        torch.testing.assert_close(total, weights[some] @ expected[some].flatten(1))
+        put = torch.full_like(total, float("nan"))
+        made.form.put_weighted_sum(made.v, made.u, weights[some], put)
+        torch.testing.assert_close(put, total)
+        made.form.add_weighted_sum(made.v, made.u, weights[some], put)
+        torch.testing.assert_close(put, 2 * total)
+    torch.testing.assert_close(squares, expected.flatten(1).square().sum(1))
+    torch.testing.assert_close(use.form.lengths(use.v, use.u), squares.sqrt())
 
 
 @pytest.mark.parametrize("records", [0, 4])

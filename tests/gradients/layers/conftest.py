@@ -14,7 +14,13 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lightning_dp._norms import FixedNorm
-from lightning_dp.gradients import convolution, forms, layers, parameter_gradients
+from lightning_dp.gradients import (
+    convolution,
+    convolution_lines,
+    forms,
+    layers,
+    parameter_gradients,
+)
 from lightning_dp.gradients.bookkeeping import Bookkeeping
 
 RECORDS = 5
@@ -347,9 +353,8 @@ def memory(
         for module in (layers, convolution):
             monkeypatch.setattr(module, "PRODUCTS", 10)
         monkeypatch.setattr(layers, "_CACHED_BYTES", 100)
-        for bound in ("_PATCHES_PER_CHANNEL", "_PATCHES_OF_FEW"):  # convolutions, not products
-            monkeypatch.setattr(convolution, bound, 0)
-    monkeypatch.setattr(convolution, "_PATCH_ENTRIES", 200)
+        monkeypatch.setattr(convolution, "_PATCHES_PER_CHANNEL", 0)  # convolutions, not products
+    monkeypatch.setattr(convolution_lines, "_ENTRIES", 200)
 
 
 @pytest.fixture
