@@ -56,7 +56,8 @@ class PLDAccountant(AbstractAccountant):
     - the result is an upper bound: tails, the window and floating-point errors are added to delta;
     - it is at most about ``rtol`` (relative) above the exact composition, for up to 32 distinct
       steps; for more, interpolation in ``(z, q)`` adds up to about ``spacing^2``, and memory bounds
-      may coarsen the grid or the interpolation, always upwards.
+      may coarsen the grid or the interpolation, always upwards;
+    - an epsilon above about 10,000 is a quick bound, where no grid of such losses would fit.
 
     Assumes Poisson sampling, independent for every event, and noise multipliers that were fixed in
     advance, or for full batches a budget on ``sum z_t^-2`` fixed in advance.
