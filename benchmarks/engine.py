@@ -1,11 +1,11 @@
-"""The cost of the book-keeping engine by itself: without the Trainer, the ledger and the noise.
+"""The cost of the engines by themselves: without the Trainer, the ledger and the noise.
 
     python benchmarks/engine.py [--quick] [--models MLP CNN ...]
 
-Forward and backward pass, norms and clipped sum of one batch, beside the forward and backward pass of
-the same batch with plain autograd; and one draw of noise for each parameter. Runs alternate, on one
-thread, and times are those of the processor, so that other work on the machine disturbs less. On an
-accelerator at hand a step ends when the device is done.
+Forward and backward pass, norms and clipped sum of one batch, by book-keeping and by ghost clipping,
+beside the forward and backward pass of the same batch with plain autograd; and one draw of noise for
+each parameter. Runs alternate, on one thread, and times are those of the processor, so that other work
+on the machine disturbs less. On an accelerator at hand a step ends when the device is done.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import argparse
 import statistics
 import time
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from at_hand import DEVICE, ON_CPU, named, now
@@ -24,7 +25,9 @@ from torch.nn import functional as F
 
 from lightning_dp._noise import NoiseSource
 from lightning_dp.boundary import bounded_sum
+from lightning_dp.gradients import AbstractGradientEngine
 from lightning_dp.gradients.bookkeeping import Bookkeeping
+from lightning_dp.gradients.ghost import GhostClipping
 
 
 def seconds(step: Callable[[], object], steps: int) -> float:
@@ -54,15 +57,17 @@ def without_privacy(model: Model, steps: int) -> float:
     return seconds(step, steps)
 
 
-def engine(model: Model, steps: int) -> float:
+def engine(
+    model: Model, steps: int, kind: Callable[[], AbstractGradientEngine] = Bookkeeping
+) -> float:
     """The sum of the records' clipped gradients."""
     net, x, y = example(model)
-    bookkeeping = Bookkeeping()
-    bookkeeping.attach(net, tuple(net.parameters()))
+    engine = kind()
+    engine.attach(net, tuple(net.parameters()))
 
     def step() -> None:
-        bookkeeping.backward(F.cross_entropy(net(x), y))
-        bounded_sum(bookkeeping.take(1.0, {}), CLIP_NORM)
+        engine.backward(F.cross_entropy(net(x), y))
+        bounded_sum(engine.take(1.0, {}), CLIP_NORM)
 
     return seconds(step, steps)
 
@@ -83,17 +88,24 @@ def main() -> None:
     parser.add_argument("--models", nargs="+", choices=list(MODELS), default=list(MODELS))
     arguments = parser.parse_args()
     quiet()
-    runs = {"without privacy": without_privacy, "engine": engine, "noise": noise}
+    runs = {
+        "without privacy": without_privacy,
+        "engine": engine,
+        "ghost": partial(engine, kind=GhostClipping),
+        "noise": noise,
+    }
     for name in arguments.models:
         model, slow = MODELS[name], name in ("transformer", "ResNet")
         steps = 4 if slow or arguments.quick else 15
         times = measure(runs, model, steps, 3 if arguments.quick else 9)
-        plain, ours, drawn = (1e3 * statistics.median(times[who]) for who in runs)
-        found, size = ratios(times, "without privacy")["engine"], parameters(model)
+        plain, ours, ghost, drawn = (1e3 * statistics.median(times[who]) for who in runs)
+        to_plain, size = ratios(times, "without privacy"), parameters(model)
+        found, lean = to_plain["engine"], to_plain["ghost"]
         print(
             f"{name}, batch {model.batch_size}, {named()}: "
             f"without privacy {plain:.2f} ms, engine {ours:.2f} ms, "
-            f"{statistics.median(found):.2f} x ({found[0]:.2f} to {found[-1]:.2f}); "
+            f"{statistics.median(found):.2f} x ({found[0]:.2f} to {found[-1]:.2f}); ghost "
+            f"{ghost:.2f} ms, {statistics.median(lean):.2f} x ({lean[0]:.2f} to {lean[-1]:.2f}); "
             f"noise for {size:,} parameters {drawn:.2f} ms, {1e6 * drawn / size:.1f} ns a value",
             flush=True,
         )

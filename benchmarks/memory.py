@@ -1,6 +1,6 @@
 """Memory of a private step, next to the same step without privacy, and the peers.
 
-    python benchmarks/memory.py [--models MLP CNN ...]
+    python benchmarks/memory.py [--models MLP CNN ...] [--who ours ...]
 
 Each alternative of benchmarks/step.py runs a few steps in a process of its own (Linux only). What is
 compared is the peak of resident memory above that of the process with libraries and model loaded, so
@@ -23,12 +23,29 @@ from functools import partial
 from pathlib import Path
 
 from at_hand import ON_CPU, allocated, named, peak, reset_peak
-from models import MODELS
+from models import MODELS, Transformer
 from step import RUNS, ours, quiet
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from lightning_dp import FullBatch
 
-ONE_BATCH = {name: replace(model, batches=1) for name, model in MODELS.items()}
+
+class Checkpointed(Transformer):
+    """The transformer, with a checkpoint around each of its blocks."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.embedding(x)
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False)
+        return self.head(x.mean(1))
+
+
+MEASURED_MODELS = {
+    **MODELS,
+    "transformer, checkpoints": replace(MODELS["transformer"], make=Checkpointed),
+}
+ONE_BATCH = {name: replace(model, batches=1) for name, model in MEASURED_MODELS.items()}
 MEASURED = {
     **RUNS,
     "ours": partial(ours, sampling=FullBatch()),
@@ -69,16 +86,17 @@ def peak_of(who: str, name: str) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--models", nargs="+", choices=list(MODELS), default=list(MODELS))
+    parser.add_argument("--models", nargs="+", choices=list(ONE_BATCH), default=list(ONE_BATCH))
+    parser.add_argument("--who", nargs="+", choices=list(MEASURED), default=list(MEASURED))
     parser.add_argument("--one", nargs=2, metavar=("WHO", "MODEL"), help="print one number")
     arguments = parser.parse_args()
     if arguments.one:
         print(peak_of(*arguments.one))
         return
     for name in arguments.models:
-        print(f"{name}, batch {MODELS[name].batch_size}: {named()}; peak above the loaded model")
+        print(f"{name}, batch {ONE_BATCH[name].batch_size}: {named()}; peak above the loaded model")
         peaks: dict[str, float] = {}
-        for who in MEASURED:
+        for who in arguments.who:
             command = [sys.executable, __file__, "--one", who, name]
             environment = {**os.environ, **GIVE_BACK}
             done = subprocess.run(command, capture_output=True, text=True, env=environment)
@@ -86,9 +104,8 @@ def main() -> None:
                 print(f"  {who:16} cannot run this model")
                 continue
             peaks[who] = float(done.stdout)
-            print(
-                f"  {who:16} {peaks[who]:8.0f} MiB  {peaks[who] / peaks['without privacy']:6.2f} x"
-            )
+            plain = peaks.get("without privacy", float("nan"))
+            print(f"  {who:16} {peaks[who]:8.0f} MiB  {peaks[who] / plain:6.2f} x", flush=True)
 
 
 if __name__ == "__main__":
