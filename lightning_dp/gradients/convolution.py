@@ -62,6 +62,9 @@ class Convolution(AbstractForm):
     def writes_out(self, v: Tensor, u: Tensor) -> bool:
         return True
 
+    def keeps_memory(self) -> bool:
+        return False  # the backward pass has just freed as much, and the next forward pass needs it
+
     def put(self, v: Tensor, u: Tensor, out: Tensor) -> Use:
         v, u = self._of_rows(v), self._of_rows(u)
         if not self._prefers_products(v, u):

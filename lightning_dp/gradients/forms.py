@@ -136,6 +136,10 @@ class AbstractForm(ABC):
         """True if :meth:`put` knows how to write these gradients into given memory."""
         return False
 
+    def keeps_memory(self) -> bool:
+        """True if the memory of such gradients is worth keeping from step to step."""
+        return True
+
     def put(self, v: Tensor, u: Tensor, out: Tensor) -> Use:
         """Write the gradients of all records, and return them as a use of the parameter.
 

@@ -174,12 +174,15 @@ class ParameterGradients:
         return use.form.factors(use.v, use.u) or ()
 
     def _made(self, *uses: Use) -> Use:
-        """Return the gradients of all records, in memory that is used again if the form can."""
+        """Return the gradients of all records, in memory that is used again if the form says so."""
         first = uses[0]
         if len(uses) > 1 or not first.form.writes_out(first.v, first.u):
             return Rows.use(_sum_of_rows(uses))
-        memory = self._memory.take(len(first.u), self._shape, first.u)
-        self._borrowed.append(memory)
+        if first.form.keeps_memory():
+            memory = self._memory.take(len(first.u), self._shape, first.u)
+            self._borrowed.append(memory)
+        else:
+            memory = first.u.new_empty((len(first.u), *self._shape))
         out = memory[: len(first.u)].view(-1)
         made, squares = first.form.put_and_square(first.v, first.u, out)
         self._squares = made.u, squares
