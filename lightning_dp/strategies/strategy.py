@@ -303,6 +303,5 @@ class DifferentialPrivacyStrategy(PrivateFitStrategy):
         if self._mechanism.is_begun:
             self._agree_without_step()
         fit.agree(fit.edits.written(fit.optimizers.private), Place.END)
-        run.engine = fit.step.engine_description  # a batch may have shown another
         for callback in self._callbacks:
             callback.on_privacy_end(trainer, run)

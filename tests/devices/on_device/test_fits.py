@@ -13,6 +13,7 @@ from lightning_dp import CubicNewton, Diff2, FullBatch, LaplacianSmoothing, Mome
 
 ENGINES = {
     "bookkeeping": {"name": "cnn"},
+    "ghost": {"name": "cnn", "engine": "ghost"},
     "attention": {"name": "attention"},
     "traced": {"name": "raw"},
     "functional": {"engine": "functional"},

@@ -17,6 +17,7 @@ from lightning_dp.gradients.engines import attach_engine
 
 CASES = {
     "convolutions": {"name": "cnn"},
+    "ghost": {"name": "cnn", "engine": "ghost"},
     "attention": {"name": "attention"},
     "traced": {"name": "raw"},
     "hooks": {"name": "cnn", "engine": "hooks"},
@@ -25,7 +26,7 @@ CASES = {
     "cubic": {"estimator": CubicNewton(1.0, 1.0, inner_steps=3, keep=20)},
     "rest": {"count_clipped": True, "postprocessing": [LaplacianSmoothing(50.0)]},
 }
-SLOW = ("hooks", "one by one", "attention", "cubic", "diff2")
+SLOW = ("ghost", "hooks", "one by one", "attention", "cubic", "diff2")
 
 
 @pytest.fixture(autouse=True)
