@@ -11,7 +11,7 @@ from lightning.pytorch.plugins import Precision
 from lightning.pytorch.utilities import rank_zero_info
 
 from lightning_dp._world import World
-from lightning_dp.gradients import EngineChoice
+from lightning_dp.gradients import EngineChoice, UnsupportedModelError
 from lightning_dp.gradients.passes import WrapEngine
 from lightning_dp.gradients.waiting import WaitingLosses
 from lightning_dp.run import PrivateRun
@@ -29,6 +29,12 @@ from lightning_dp.strategies.verbatim import LatestBatches
 from lightning_dp.strategies.weights import FirstStep, LaterSteps
 
 __all__ = ["Fit", "begin_fit"]
+
+_SEVERAL = (
+    "The estimator may ask for more than each record's gradient at the present parameters, and of a pass "
+    "nothing but norms is kept."
+)
+_SHARDS = "Its sums do not go into shards of parameters."
 
 
 @dataclass(frozen=True)
@@ -97,14 +103,14 @@ def begin_fit(
     module, strategy = trainer.lightning_module, trainer.strategy
     optimizer, public = optimizers.private, optimizers.public_parameters
     device, checks = strategy.root_device, run.config.loss_graph_check
+    traits = run.config.resolved_estimator().traits
     # Opacus' hooks have no Hessian-vector products, and watch one ordinary backward pass.
-    own_only = run.config.resolved_estimator().traits.uses_hessian or bool(public)
-    choice = EngineChoice(run.config.engine, own_only=own_only)
-    if (
-        world.is_sharded
-    ):  # the processes run the same passes, and the first engine alone knows shards
-        choice = choice.here()
-    if public:  # generated rows are paired with records; engines that follow records know no pairs
+    choice = EngineChoice(run.config.engine, own_only=traits.uses_hessian or bool(public))
+    if run.config.engine == "ghost":
+        _leave_ghost(choice, is_sharded=world.is_sharded, asks_one_gradient=traits.is_entrywise)
+    # Processes with shards run the same passes, and generated rows are paired with records: the
+    # engines below know neither.
+    if world.is_sharded or public:
         choice = choice.here()
     step = PrivateStep(module, optimizer, choice, device, wrap, checks, public)
     run.engine, run.optimizers = step.engine_description, optimizers.description
@@ -130,3 +136,11 @@ def begin_fit(
         optimizers,
         WaitingLosses(step.params, public),
     )
+
+
+def _leave_ghost(choice: EngineChoice, *, is_sharded: bool, asks_one_gradient: bool) -> None:
+    """Begin with the engine below, where norms alone are not enough; told before a batch is seen."""
+    if not asks_one_gradient:
+        choice.fall(UnsupportedModelError(_SEVERAL, topic="unsupported-model"))
+    elif is_sharded:
+        choice.fall(UnsupportedModelError(_SHARDS, topic="sharded"))
