@@ -63,14 +63,16 @@ class _Stream:
             block.copy_(self._draw(len(block)))
         self._waiting = size
 
-    def add_to(self, part: Tensor, std: float) -> None:
-        """Add its noise: what waits, to the first entries."""
+    def add_what_waits(self, part: Tensor, std: float) -> Tensor:
+        """Add what was drawn ahead to the first entries of its part; return those that are left."""
         waiting, self._waiting = self._waiting, 0
         if waiting:
-            drawn = torch.split(self._ahead, _BLOCK)
-            for block, noise in zip(torch.split(part[:waiting], _BLOCK), drawn, strict=True):
-                block.add_(noise, alpha=std)
-        for block in torch.split(part[waiting:], _BLOCK):
+            part[:waiting].add_(self._ahead, alpha=std)
+        return part[waiting:]
+
+    def add_to(self, part: Tensor, std: float) -> None:
+        """Draw noise for entries, and add it."""
+        for block in torch.split(part, _BLOCK):
             block.add_(self._draw(len(block)).to(block.dtype), alpha=std)
 
     def forget(self) -> None:
@@ -143,9 +145,12 @@ class NoiseSource:
         if len(vector) < _WORTH_A_THREAD:
             self._streams[0].add_to(vector, std)
             return
-        first, *others = zip(self._streams, _parts(vector), strict=True)
-        adding = [self._on_worker(stream.add_to, part, std) for stream, part in others]
-        first[0].add_to(first[1], std)
+        pairs = zip(self._streams, _parts(vector), strict=True)
+        left = [(stream, stream.add_what_waits(part, std)) for stream, part in pairs]
+        left = [(stream, part) for stream, part in left if len(part)]
+        adding = [self._on_worker(stream.add_to, part, std) for stream, part in left[1:]]
+        for stream, part in left[:1]:
+            stream.add_to(part, std)
         for each in adding:
             each.result()
 

@@ -54,6 +54,7 @@ _CLIP = {
 _BEFORE_STEP = "on_before_optimizer_step"
 _LATER = 32  # steps of which a device is asked at once
 _ENTRIES = 2**16  # that are copied; of larger models only so many
+_RUN = 64  # entries that are copied together
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by their bytes
 _SCALES = ("grad_scale", "found_inf")  # what fused optimizers read besides p.grad
 _HOOKS = (_BEFORE_STEP, "configure_gradient_clipping", "optimizer_step")
@@ -262,13 +263,20 @@ def _mark(gradient: Tensor) -> tuple[int, ...]:
 
 
 def _sample(gradients: Sequence[Tensor], step: int) -> Iterator[Tensor]:
-    """Yield copies of bits of the gradients, evenly spread; at once of those that share their memory."""
+    """Yield copies of bits of the gradients, evenly spread; at once of those that share their memory.
+
+    Of a long vector every k-th run of entries: single ones, as of its rest, would have all of it read.
+    """
     wholes = (each if each._base is None else each._base for each in gradients)
     vectors = {id(whole): whole for whole in wholes}
     stride = max(1, sum(each.numel() for each in vectors.values()) // _ENTRIES)
     for each in vectors.values():
-        part = each.detach().reshape(-1)[step % stride % max(1, each.numel()) :: stride]
-        yield part.view(_INTEGERS[part.itemsize]).clone()
+        bits = each.detach().reshape(-1).view(_INTEGERS[each.itemsize])
+        whole = len(bits) // (stride * _RUN) * (stride * _RUN) if stride > 1 else 0
+        rest = bits[whole:]
+        if whole:
+            yield bits[:whole].view(-1, stride, _RUN)[:, step % stride].clone()
+        yield rest[step % stride % max(1, len(rest)) :: stride].clone()
 
 
 def _versions(optimizer: Optimizer) -> Iterator[tuple[Tensor, int]]:
