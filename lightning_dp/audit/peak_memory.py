@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import gc
 import logging
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -323,6 +324,7 @@ def _peak_of(fit: Callable[[], None], module: LightningModule, device: torch.dev
         counts.reset_peak_memory_stats(device)
         fit()
         return int(counts.max_memory_allocated(device))
+    gc.collect()  # what an earlier fit left is not to be freed while this one is measured
     cpu = [torch.profiler.ProfilerActivity.CPU]
     with torch.profiler.profile(activities=cpu, profile_memory=True) as profile:
         fit()
