@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 import pytest
 import torch
 from torch import Tensor, nn
@@ -278,29 +276,3 @@ def test_a_sum_that_is_put_into_memory_is_that_which_is_added_to_zeros(kind, rec
         use.form.put_weighted_sum(use.v, use.u, weights, put)
         torch.testing.assert_close(put, added)
         assert bool(put.any()) == bool(records)
-
-
-@pytest.mark.parametrize("broken", [None, math.nan, math.inf])
-def test_inputs_that_no_parameter_has_made_cost_one_use_of_the_difference(broken):
-    x = torch.randn(5, 1, 6, 6, generator=torch.Generator().manual_seed(1))
-    if broken is not None:
-        x[2, 0, 1, 1] = broken
-    u, w = torch.randn(2, 5, 3, 4, 4, generator=torch.Generator().manual_seed(2))
-    form = Convolution((3, 1, 3, 3), (1, 1), (0, 0), (1, 1), 1)
-    here, there = (
-        ParameterGradients([Use(form, x.clone(), each)], torch.Size((3, 1, 3, 3)))
-        for each in (u, w)
-    )
-    found = here.combine(1.0, [(-1.0, there)])
-    assert len(found.uses) == 1
-    want = form.rows(x, u) - form.rows(x, w)
-    intact = [i for i in range(5) if broken is None or i != 2]
-    squares = found.squared_norms()
-    exact = want.double().flatten(1).square().sum(1)
-    torch.testing.assert_close(squares[intact], exact[intact], rtol=1e-5, atol=0)
-    assert broken is None or not torch.isfinite(squares[2])
-    other = ParameterGradients([Use(form, x + 1e-3, w)], torch.Size((3, 1, 3, 3)))
-    assert (
-        len(ParameterGradients([Use(form, x, u)], other._shape).combine(1.0, [(-1.0, other)]).uses)
-        == 2
-    )
