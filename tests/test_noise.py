@@ -189,6 +189,18 @@ def test_the_same_noise_is_drawn_whatever_threads_do():
     assert torch.equal(draws[0], draws[2])
 
 
+@pytest.mark.parametrize("is_ahead", [False, True])
+@pytest.mark.parametrize("size", [100_000, LARGE])
+def test_noise_of_long_vectors_is_scaled_in_all_its_parts(size, is_ahead):
+    """What was drawn ahead, what is drawn by the worker, and what the training's thread draws."""
+    source, vector = NoiseSource(1), torch.full((size,), 5.0)
+    if is_ahead:
+        source.prepare(size, CPU)
+    source.add_normal(vector, 0.25)
+    noise = normal(NoiseSource(1), size)
+    torch.testing.assert_close(vector, (5 + 0.25 * noise).float(), rtol=1e-6, atol=0)
+
+
 def test_noise_is_scaled_and_added():
     vector = torch.full((DIMENSION,), 5.0)
     NoiseSource(1).add_normal(vector, 0.25)

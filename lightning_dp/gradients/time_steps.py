@@ -23,9 +23,8 @@ __all__ = ["TimeSteps"]
 @dataclass
 class _Steps:
     call: LayerCall  # one of them
-    tensors: list[tuple[int, Tensor, Tensor]] = field(
-        default_factory=list
-    )  # in the order of arrival
+    # The place in the order of calls, input and output gradient, as they arrive.
+    tensors: list[tuple[int, Tensor, Tensor]] = field(default_factory=list)
 
 
 class TimeSteps:
@@ -80,9 +79,9 @@ class TimeSteps:
         return torch.stack(list(tensors), dim=1, out=memory[:n])
 
     def give_back(self, held: Iterable[Tensor]) -> None:
-        """Let others use the memory of what was handed over, where nobody holds it."""
-        places = {each.data_ptr() for each in held}
+        """Let others use the memory of what was handed over, where nobody holds a part of it."""
+        places = {each.untyped_storage().data_ptr() for each in held}
         while self._borrowed:
             memory = self._borrowed.pop()
-            if memory.data_ptr() not in places:
+            if memory.untyped_storage().data_ptr() not in places:
                 self._memory.give_back(memory)

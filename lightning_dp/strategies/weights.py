@@ -210,9 +210,7 @@ class _Mark(NamedTuple):
 
     version: int  # autograd's count of writes
     address: int  # of its memory
-    is_shared: (
-        bool  # with a snapshot; its address then changes when anybody only asks for it to write
-    )
+    is_shared: bool  # with a snapshot: its address changes when anybody asks for it to write
 
     def is_written(self, now: _Mark) -> bool:
         """Tell whether it was surely written to since, or exchanged."""
