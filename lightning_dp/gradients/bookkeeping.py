@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
@@ -16,7 +16,6 @@ from lightning_dp._shards import held_here, sum_into_shard
 from lightning_dp.boundary import AbstractPerSampleGradients
 from lightning_dp.functional import flat_memory, parts_of, unflatten
 from lightning_dp.gradients.base import (
-    AbstractGradientEngine,
     as_unsupported,
     number_of_records,
 )
@@ -42,6 +41,7 @@ from lightning_dp.gradients.parameter_gradients import (
 )
 from lightning_dp.gradients.parts import PartGradients
 from lightning_dp.gradients.quick_norms import squared_norms_of_all
+from lightning_dp.gradients.recorded import AbstractRecordingEngine
 from lightning_dp.gradients.recording import Call, LayerCall, Recorder
 from lightning_dp.gradients.rules import RULES, Rule
 from lightning_dp.gradients.time_steps import TimeSteps
@@ -49,7 +49,7 @@ from lightning_dp.gradients.time_steps import TimeSteps
 __all__ = ["Bookkeeping", "BookkeptGradients"]
 
 
-class Bookkeeping(AbstractGradientEngine):
+class Bookkeeping(AbstractRecordingEngine):
     """One backward pass for the gradients of layer outputs only; the rest is book-keeping.
 
     Forward hooks keep each layer's input. The backward pass stops at the layers' outputs, so
@@ -82,18 +82,17 @@ class Bookkeeping(AbstractGradientEngine):
         traces: look for parameters in all functions.
     """
 
-    runs_backward = True
     has_products = True
 
     def __init__(
         self, rules: Mapping[type[nn.Module], Rule] = RULES, *, traces: bool = False
     ) -> None:
+        super().__init__()
         self.name = "bookkeeping" if rules else "functional"
         self._rules, self._traces = rules, traces
         self.keeps_compiled = not traces  # a tracer sees no functions inside
         self._module: nn.Module | None = None
         self._params: Sequence[nn.Parameter] = ()
-        self._recorder: Recorder | None = None
         self._found: dict[int, ParameterGradients] | None = None  # of the last backward pass
         self._memory = ScratchPool()
 
@@ -110,9 +109,6 @@ class Bookkeeping(AbstractGradientEngine):
     def following(self, batch: Any, size: int) -> AbstractContextManager[None]:
         return self._attached.following(batch, size)
 
-    def outputs_of_layers(self) -> Collection[Any]:
-        return self._attached.outputs()
-
     def _calls_of(self, loss: Tensor) -> tuple[list[Call], Survey]:
         """Return the calls that the loss depends on; what is found of them will be of this pass."""
         self._found = None
@@ -124,14 +120,6 @@ class Bookkeeping(AbstractGradientEngine):
         self._of_parts, self._steps = PartGradients(), TimeSteps(self._memory)
         self._steps.expect(calls)
         return calls, graph
-
-    @property
-    def _attached(self) -> Recorder:
-        if self._recorder is None:
-            raise RefusedRun(
-                "The engine watches no model: attach() must come first.", topic="out-of-order"
-            )
-        return self._recorder
 
     def _differentiate(
         self,
@@ -332,21 +320,11 @@ class Bookkeeping(AbstractGradientEngine):
 
     def drop(self) -> None:
         self._found = None
-        if self._recorder is not None:
-            self._recorder.drop()
-
-    def rest(self) -> None:
-        if self._recorder is not None:
-            self._recorder.take_off()
-
-    def wake(self) -> None:
-        if self._recorder is not None:
-            self._recorder.put_on()
+        super().drop()
 
     def detach(self) -> None:
-        if self._recorder is not None:
-            self._recorder.take_off()
-        self._recorder, self._module, self._params, self._found = None, None, (), None
+        super().detach()
+        self._module, self._params, self._found = None, (), None
         self._memory = ScratchPool()
 
 

@@ -15,7 +15,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint
 
 from lightning_dp.boundary import bounded_sum
-from lightning_dp.gradients import RecordPasses, UnsupportedModelError, ghost
+from lightning_dp.gradients import RecordPasses, UnsupportedModelError, parameter_passes
 from lightning_dp.gradients.bookkeeping import Bookkeeping
 from lightning_dp.gradients.ghost import GhostClipping
 
@@ -104,7 +104,7 @@ def test_a_checkpoint_drops_the_inputs_of_its_layers(kind, kept, oracle):
 
 @pytest.mark.parametrize("name", ["cnn_group_norm", "embedding_lstm", "tied_weights"])
 def test_slices_of_one_record_give_the_same(name, cases, oracle, monkeypatch):
-    monkeypatch.setattr(ghost, "_SLICE", 1)
+    monkeypatch.setattr(parameter_passes, "_SLICE", 1)
     torch.manual_seed(0)
     module, batch = cases[name].make(), cases[name].batch()
     assert oracle.is_equal(GhostClipping(), module, batch)
