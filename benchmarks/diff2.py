@@ -1,4 +1,4 @@
-"""What a step of gradient differences costs: two points instead of one, through the Trainer.
+"""The cost of a step of gradient differences: two points instead of one, through the Trainer.
 
     python benchmarks/diff2.py [--quick] [--models MLP CNN ...] [--processor]
 

@@ -1,4 +1,4 @@
-"""What the callback costs in a step besides the gradients: sampling, ledger, noise, hooks.
+"""The cost of the callback in a step besides the gradients: sampling, ledger, noise, hooks.
 
     python benchmarks/overhead.py [--processor]
 

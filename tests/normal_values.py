@@ -1,4 +1,4 @@
-"""What a generator's noise is, by NumPy alone."""
+"""The noise of a generator, by NumPy alone."""
 
 from __future__ import annotations
 

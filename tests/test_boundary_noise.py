@@ -94,7 +94,7 @@ def test_a_noise_multiplier_that_means_nothing_is_refused(multiplier):
 
 
 def release_on_ranks(totals: list[Tensor], multiplier: float) -> tuple[list[Tensor], Tensor]:
-    """What each rank hands to the all-reduce, and the release: the ranks one after the other."""
+    """Summands of the all-reduce, and the release: the ranks one after the other."""
     handed: list[Tensor] = []
 
     def all_reduce(vector: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""What a mechanism saves: enough to go on, and released values only."""
+"""The state that a mechanism saves: enough to go on, and released values only."""
 
 from __future__ import annotations
 

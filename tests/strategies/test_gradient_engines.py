@@ -1,4 +1,4 @@
-"""Which engine a training run ends up with, and that it makes no difference to the result."""
+"""The engine that a training run ends up with, which makes no difference to the result."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What several processes do with a sharded model, one scenario after another; each saves what it saw.
+"""Scenarios of several processes with a sharded model, one after another; each saves what it saw.
 
 Usage: python jobs.py FOLDER PROCESSES SCENARIO [SCENARIO ...]. Lightning starts the other processes.
 """

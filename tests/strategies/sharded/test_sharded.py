@@ -64,7 +64,7 @@ def results(folder: Path, processes: int, scenario: str) -> list[dict[str, Any]]
 
 @pytest.fixture(scope="module")
 def job(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where two processes have left what they saw."""
+    """The folder in which two processes have left what they saw."""
     folder = tmp_path_factory.mktemp("job")
     run(folder, 2, *MODELS, *ONLY_TWO)
     return folder
