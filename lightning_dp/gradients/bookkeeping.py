@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_dp._precision import where_used
+from lightning_dp._precision import FullPrecision, full_precision, where_used
 from lightning_dp._refusals import RefusedRun
 from lightning_dp._shards import held_here, sum_into_shard
 from lightning_dp.boundary import AbstractPerSampleGradients
@@ -95,6 +95,7 @@ class Bookkeeping(AbstractRecordingEngine):
         self._params: Sequence[nn.Parameter] = ()
         self._found: dict[int, ParameterGradients] | None = None  # of the last backward pass
         self._memory = ScratchPool()
+        self._precision = FullPrecision(())
 
     def attach(self, module: nn.Module, params: Sequence[nn.Parameter]) -> None:
         self.detach()
@@ -118,6 +119,7 @@ class Bookkeeping(AbstractRecordingEngine):
             id(p): ParameterGradients([], p.shape, self._memory, allowance) for p in self._params
         }
         self._of_parts, self._steps = PartGradients(), TimeSteps(self._memory)
+        self._precision = full_precision(loss.device)
         self._steps.expect(calls)
         return calls, graph
 
@@ -248,9 +250,10 @@ class Bookkeeping(AbstractRecordingEngine):
     def _count_in(self, uses: Uses, combined: bool) -> None:
         assert self._found is not None
         trained = self._attached.whole.trained
-        for param, use in uses:
-            if (found := self._found.get(id(trained(param)))) is not None:
-                found.add(use, combined=combined)
+        with self._precision:
+            for param, use in uses:
+                if (found := self._found.get(id(trained(param)))) is not None:
+                    found.add(use, combined=combined)
 
     def along(
         self, run_again: Callable[[], Tensor], direction: Tensor, weights: tuple[float, float]
@@ -363,7 +366,8 @@ class BookkeptGradients(AbstractPerSampleGradients):
     def norms(self) -> Tensor:
         if not self._used:
             return torch.zeros(0, dtype=torch.float64)
-        norms = squared_norms_of_all(self._used).sqrt() * abs(self._factor)
+        with full_precision(self._params[0].device):
+            norms = squared_norms_of_all(self._used).sqrt() * abs(self._factor)
         return where_used(norms, self._params[0].device)
 
     def weighted_sum(self, weights: Tensor) -> Tensor:
@@ -380,6 +384,7 @@ class BookkeptGradients(AbstractPerSampleGradients):
         weights = weights.to(torch.promote_types(self._dtype, torch.float32))
         here = held_here(self._params)
         parts = zip(self._params, here, parts_of(onto, here), self._gradients, strict=True)
+        precision = full_precision(onto.device)
         for param, held, part, gradient in parts:
             # Of sharded parameters one whole gradient at a time, on all processes together.
             whole = part if held is param else part.new_zeros(param.numel())
@@ -387,7 +392,8 @@ class BookkeptGradients(AbstractPerSampleGradients):
                 part.zero_()
             if gradient is not None:
                 is_first = is_new and whole is part
-                gradient.add_weighted_sum(weights, whole, records, left_out, is_new=is_first)
+                with precision:
+                    gradient.add_weighted_sum(weights, whole, records, left_out, is_new=is_first)
             if whole is not part:
                 sum_into_shard(whole.view(param.shape), part, param)
 
@@ -405,7 +411,8 @@ class BookkeptGradients(AbstractPerSampleGradients):
                     torch.zeros(self._count, len(places), dtype=dtype, device=param.device)
                 )
             else:
-                parts.append(gradient.entries(places).to(dtype))
+                with full_precision(param.device):
+                    parts.append(gradient.entries(places).to(dtype))
         return restricted(parts, self._factor)
 
     def combine(

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
+from lightning_dp._precision import full_precision
 from lightning_dp.boundary import AbstractPerSampleGradients
 from lightning_dp.functional import as_rows, flat_zeros, parts_of, per_sample_norms
 from lightning_dp.gradients.base import number_of_records
@@ -55,7 +56,8 @@ class MaterialisedGradients(AbstractPerSampleGradients):
             rows = as_rows(gradient).to(part.dtype)
             if rows.device.type != "cpu" or is_left_out.any():  # 0 * NaN is NaN
                 rows = rows.masked_fill(is_left_out.unsqueeze(1), 0.0)
-            part.addmv_(rows.T, weights.to(part.dtype))
+            with full_precision(part.device):
+                part.addmv_(rows.T, weights.to(part.dtype))
 
     def entries(self) -> Tensor:
         """Return each record's gradient as a row, shape (n, d): for few coordinates only."""

@@ -10,6 +10,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 
+from lightning_dp._precision import FullPrecision, full_precision
 from lightning_dp._refusals import RefusedRun
 from lightning_dp.gradients.base import UnsupportedModelError, as_unsupported, number_of_records
 from lightning_dp.gradients.compiled import as_written
@@ -84,7 +85,7 @@ class ParameterPasses:
         loss, calls, innermost = self._graph
         if not keep:
             self._graph = None
-        gathered = _Gathered(self._params, self._calls_of, done)
+        gathered = _Gathered(self._params, self._calls_of, done, full_precision(loss.device))
         arrived = partial(self._arrived, gathered, keep)
         try:
             with self._recorder.repeating(), as_written():
@@ -145,10 +146,17 @@ class _Gathered:
         params: the trained parameters.
         calls: how many calls use each of them, by its place.
         done: as in :meth:`ParameterPasses.run`.
+        precision: in which it is called.
     """
 
-    def __init__(self, params: Sequence[nn.Parameter], calls: Counter[int], done: Done) -> None:
-        self._params, self._done = params, done
+    def __init__(
+        self,
+        params: Sequence[nn.Parameter],
+        calls: Counter[int],
+        done: Done,
+        precision: FullPrecision,
+    ) -> None:
+        self._params, self._done, self._precision = params, done, precision
         self._to_come = Counter(calls)
         self._found: dict[int, list[Use]] = {}
 
@@ -158,7 +166,7 @@ class _Gathered:
         for place, use in uses:
             by_place.setdefault(place, []).append(use)
         for place, own in by_place.items():
-            self._done(place, records, self._gradients(place, own))
+            self._call(place, records, own)
 
     def add(self, uses: Sequence[tuple[int, Use]]) -> None:
         """Keep what one of several calls left."""
@@ -186,11 +194,12 @@ class _Gathered:
         number_of_records({len(use.u) for use in uses})  # or it raises
         tensors = [each for use in uses for each in (use.v, use.u)]
         for records in _slices(len(uses[0].u), tensors):
-            self._done(place, records, self._gradients(place, [use.of(records) for use in uses]))
+            self._call(place, records, [use.of(records) for use in uses])
 
-    def _gradients(self, place: int, uses: Sequence[Use]) -> ParameterGradients:
+    def _call(self, place: int, records: slice, uses: Sequence[Use]) -> None:
         shape = self._params[place].shape
-        return ParameterGradients(uses, shape, None, Allowance(_ROWS))
+        with self._precision:
+            self._done(place, records, ParameterGradients(uses, shape, None, Allowance(_ROWS)))
 
 
 def _is_by_record(call: LayerCall) -> bool:

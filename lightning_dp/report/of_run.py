@@ -6,7 +6,7 @@ import math
 from dataclasses import fields, is_dataclass
 from datetime import datetime
 from functools import cache
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from platform import python_version
 from typing import Any
 
@@ -129,4 +129,12 @@ def _settings(part: object) -> dict[str, float | None]:
 def _versions() -> tuple[tuple[str, str], ...]:
     """Look versions up once: at every checkpoint it would cost more than ε."""
     names = ("lightning-dp", "lightning", "torch", "opacus", "numpy", "scipy")
-    return (("python", python_version()), *((name, version(name)) for name in names))
+    return (("python", python_version()), *((name, _version(name)) for name in names))
+
+
+def _version(name: str) -> str:
+    """Return what is installed; packages may be on the path without having been installed."""
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return "not installed as a package"

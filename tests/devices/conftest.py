@@ -1,18 +1,18 @@
-"""The tests in ``on_device`` need a process that has met the device before its first backward pass."""
+"""The tests in ``on_device`` need a device: the accelerator at hand, or a pretended one.
+
+A process has to meet the pretended one before its first backward pass.
+"""
 
 from __future__ import annotations
 
-import os
 import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-LIBRARY = os.environ.get("LIGHTNING_DP_PRETENDED_DEVICE")
+import device
 
-if LIBRARY is None:
+if device.DEVICE is None:
     collect_ignore = ["on_device"]
-else:
-    import device
-
-    device.register(Path(LIBRARY))
+elif device.LIBRARY is not None:
+    device.register(Path(device.LIBRARY))

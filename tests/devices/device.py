@@ -1,4 +1,7 @@
-"""A pretended accelerator: what tells tensors of another device apart, where there is no real one."""
+"""The accelerator that tests train on: the one at hand, or a pretended one where there is none.
+
+The pretended one tells tensors of another device apart, as a GPU does.
+"""
 
 from __future__ import annotations
 
@@ -21,12 +24,38 @@ from lightning.pytorch.strategies import SingleDeviceStrategy
 from torch import Tensor
 from torch.utils import cpp_extension
 
-__all__ = ["DEVICE", "Pretended", "built", "register", "there", "why_not", "without_float64"]
+__all__ = [
+    "DEVICE",
+    "IS_PRETENDED",
+    "Pretended",
+    "built",
+    "register",
+    "there",
+    "why_not",
+    "without_float64",
+]
 
-DEVICE = "pretend"
+# Of the pretended device, compiled; set by the test that starts a process with it.
+LIBRARY = os.environ.get("LIGHTNING_DP_PRETENDED_DEVICE")
+IS_PRETENDED = LIBRARY is not None
+_PRETENDED = "pretend"
 _SOURCE = Path(__file__).parent / "device.cpp"
 _WORKS_WITH = (2, 13)  # what C++ sees of torch differs from release to release
 _LIBRARIES = ("c10", "torch", "torch_cpu")
+
+
+def _at_hand() -> str | None:
+    """Return the type of the device: of this machine's, if none is pretended; None without one."""
+    if IS_PRETENDED:
+        return _PRETENDED
+    if not torch.accelerator.is_available():
+        return None
+    accelerator = torch.accelerator.current_accelerator()
+    assert accelerator is not None
+    return accelerator.type
+
+
+DEVICE: Any = _at_hand()
 
 
 def why_not() -> str | None:
@@ -73,8 +102,8 @@ def register(library: Path) -> None:
     global _loaded
     _loaded = ctypes.CDLL(str(library))
     _loaded.start()
-    torch.utils.rename_privateuse1_backend(DEVICE)
-    torch._register_device_module(DEVICE, _Module(_loaded))
+    torch.utils.rename_privateuse1_backend(_PRETENDED)
+    torch._register_device_module(_PRETENDED, _Module(_loaded))
     torch.utils.generate_methods_for_privateuse1_backend()
     for name in _IN_LOWER_PRECISION:
         _operators.impl(name, partial(_in_lower_precision, name), "AutocastPrivateUse1")
@@ -97,7 +126,7 @@ _IN_LOWER_PRECISION = ("linear", "addmm", "mm", "bmm", "matmul", "conv2d")
 
 def _in_lower_precision(name: str, *args: Any, **kwargs: Any) -> Any:
     """Call an operator as autocast does."""
-    lower = torch.get_autocast_dtype(DEVICE)
+    lower = torch.get_autocast_dtype(_PRETENDED)
 
     def cast(value: Any) -> Any:
         is_float = isinstance(value, Tensor) and value.dtype == torch.float32
@@ -171,6 +200,8 @@ class _Module:
 
 def there() -> dict[str, Any]:
     """Return the arguments that bring a Trainer to the device."""
+    if not IS_PRETENDED:
+        return {"accelerator": DEVICE, "devices": 1}
     strategy = SingleDeviceStrategy(torch.device(DEVICE, 0))
     return {"accelerator": Pretended(), "strategy": strategy, "devices": 1}
 
@@ -191,7 +222,7 @@ class Pretended(Accelerator):
 
     @staticmethod
     def get_parallel_devices(devices: Any) -> list[torch.device]:
-        return [torch.device(DEVICE, 0)]
+        return [torch.device(_PRETENDED, 0)]
 
     @staticmethod
     def auto_device_count() -> int:
@@ -203,4 +234,4 @@ class Pretended(Accelerator):
 
     @staticmethod
     def name() -> str:
-        return DEVICE
+        return _PRETENDED

@@ -5,10 +5,12 @@ from __future__ import annotations
 import math
 
 import lightning as L
+import torch
 from lightning.pytorch.callbacks import EarlyStopping
 
 from lightning_dp.accounting import PLDAccountant, epsilon_text
 from lightning_dp.callbacks import DifferentialPrivacy
+from lightning_dp.report.of_run import _version
 
 DELTA = 1e-5
 
@@ -45,6 +47,11 @@ def test_report_tells_what_ran(classifier, mlp, loader, make_trainer):
     assert any("validation" in item for item in report.not_covered)
     assert report.to_dict()["versions"]["lightning"] == L.__version__
     assert f"ε = {epsilon_text(report.epsilon)} at δ = 1e-05 (add_remove), 10 steps" in str(report)
+
+
+def test_packages_that_are_on_the_path_without_being_installed_have_no_version():
+    assert _version("torch") == torch.__version__
+    assert _version("a-package-that-nobody-installed") == "not installed as a package"
 
 
 def test_report_of_a_seeded_run_is_tainted(classifier, mlp, loader, make_trainer):

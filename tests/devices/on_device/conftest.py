@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -95,6 +95,15 @@ class Phases(L.Callback):
         names = [f"step {step}" for step in range(1, self.steps)]
         losses = [sum(self.counting.of("loss", name).values()) for name in names]
         return [name for name, runs in zip(names, losses, strict=True) if runs == min(losses)]
+
+
+@pytest.fixture(autouse=True)
+def same_digits_as_on_the_cpu() -> Iterator[None]:
+    """No TF32 in the model's own convolutions, which a CUDA device takes unless it is told not to."""
+    before = torch.backends.cudnn.allow_tf32
+    torch.backends.cudnn.allow_tf32 = False
+    yield
+    torch.backends.cudnn.allow_tf32 = before
 
 
 @pytest.fixture

@@ -56,9 +56,10 @@ def test_a_call_that_runs_again_draws_the_same_and_leaves_no_trace() -> None:
     with surroundings.again():
         assert torch.equal(draw(), first)
     assert now.is_now()
-    with accelerator_kept():
-        draw()
-    assert now.is_now()
+    if DEVICE != "cuda":  # Lightning keeps those of CUDA, wherever this is called
+        with accelerator_kept():
+            draw()
+        assert now.is_now()
 
 
 class Dropping(nn.Module):

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
-from device import DEVICE, without_float64
+from device import DEVICE, IS_PRETENDED, without_float64
 from torch import Tensor, nn
 
 from lightning_dp import CubicNewton, Diff2, LaplacianSmoothing
@@ -29,10 +30,15 @@ CASES = {
 SLOW = ("ghost", "hooks", "one by one", "attention", "cubic", "diff2")
 
 
+pytestmark = pytest.mark.skipif(
+    not IS_PRETENDED and has_float64(DEVICE), reason="This device has float64."
+)
+
+
 @pytest.fixture(autouse=True)
 def no_float64() -> Iterator[None]:
     has_float64.cache_clear()
-    with without_float64():
+    with without_float64() if IS_PRETENDED else nullcontext():
         yield
     has_float64.cache_clear()
 

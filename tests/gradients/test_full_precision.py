@@ -1,0 +1,114 @@
+"""Norms and sums keep the digits of float32 where the model's own products are rounded to fewer."""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from lightning_dp._precision import full_precision
+from lightning_dp.boundary import bounded_sum
+from lightning_dp.gradients.engines import attach_engine
+
+pytestmark = pytest.mark.skipif(
+    not hasattr(torch.backends.cudnn, "conv"),
+    reason="Before 2.9, torch has no such setting of CPUs.",
+)
+
+PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "mv", "addmv", "convolution", "convolution_backward")
+CPU = torch.device("cpu")
+
+
+def settings() -> set[str]:
+    return {torch.backends.mkldnn.matmul.fp32_precision, torch.backends.mkldnn.conv.fp32_precision}
+
+
+@pytest.fixture(autouse=True)
+def lowered() -> Iterator[None]:
+    """What users set who want speed."""
+    torch.set_float32_matmul_precision("medium")
+    torch.backends.mkldnn.conv.fp32_precision = "bf16"
+    yield
+    assert settings() == {"bf16"}  # as the user left them
+    torch.set_float32_matmul_precision("highest")
+    torch.backends.mkldnn.conv.fp32_precision = "none"
+
+
+class Products(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Notes the settings of each product: of those of the model, and of those of norms and sums."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.of_model: list[set[str]] = []
+        self.of_sums: list[set[str]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func._schema.name.removeprefix("aten::").rstrip("_") in PRODUCTS:
+            files = [frame.filename for frame in traceback.extract_stack()]
+            ends = ("/parameter_gradients.py", "/materialised.py", "/quick_norms.py")
+            is_sum = any(each.endswith(ends) for each in files)
+            (self.of_sums if is_sum else self.of_model).append(settings())
+        return func(*args, **(kwargs or {}))
+
+
+MODELS = {
+    "inner products": (lambda: nn.Linear(40, 40), (3, 4, 40)),
+    "rows": (lambda: nn.Linear(4, 3), (3, 50, 4)),
+    "one position": (lambda: nn.Sequential(nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 3)), (3, 5)),
+    "convolution": (lambda: nn.Conv2d(3, 4, 3), (3, 3, 9, 9)),
+    "inner products of patches": (lambda: nn.Conv2d(40, 50, 3), (3, 40, 4, 4)),
+}
+
+
+@pytest.mark.parametrize("engine", ["bookkeeping", "functional", "ghost", "hooks"])
+@pytest.mark.parametrize("model", MODELS)
+def test_products_of_norms_and_sums_are_not_rounded(model: str, engine: str) -> None:
+    make, shape = MODELS[model]
+    torch.manual_seed(0)
+    net, x = make(), torch.randn(shape)
+    attached, _ = attach_engine(engine, net, list(net.parameters()))
+    products = Products()
+    with products:
+        with attached.following(x, len(x)):
+            loss = net(x).square().flatten(1).sum(1).mean()
+        attached.rest()
+        attached.backward(loss)
+        bounded_sum(attached.take(1.0, {}), 0.5)
+    attached.detach()
+    assert products.of_model and all(each == {"bf16"} for each in products.of_model)
+    assert products.of_sums and all(each == {"ieee"} for each in products.of_sums)
+
+
+def test_a_context_can_be_entered_again_and_errors_leave_it() -> None:
+    context = full_precision(CPU)
+    for _ in range(2):
+        with pytest.raises(ZeroDivisionError), context:
+            assert settings() == {"ieee"}
+            raise ZeroDivisionError
+        assert settings() == {"bf16"}
+
+
+def test_a_user_who_set_one_kind_of_product_only_gets_it_back() -> None:
+    torch.backends.mkldnn.conv.fp32_precision = "ieee"
+    with full_precision(CPU):
+        assert settings() == {"ieee"}
+    assert torch.backends.mkldnn.matmul.fp32_precision == "bf16"
+    assert torch.backends.mkldnn.conv.fp32_precision == "ieee"
+    torch.backends.mkldnn.conv.fp32_precision = "bf16"
+
+
+def test_other_devices_have_the_settings_of_cuda_too() -> None:
+    def on_cuda() -> tuple[str, str]:
+        backends = torch.backends
+        return backends.cuda.matmul.fp32_precision, backends.cudnn.conv.fp32_precision
+
+    before = on_cuda()
+    assert before == ("tf32", "tf32")  # matrices by the user, convolutions by default
+    with full_precision(torch.device("cuda")):
+        assert on_cuda() == ("ieee", "ieee")
+    assert on_cuda() == before
