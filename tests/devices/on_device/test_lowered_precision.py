@@ -1,4 +1,4 @@
-"""Where the model computes in TF32, clipped sums are still those of its gradients, to float32's digits."""
+"""Where the model computes in TF32, clipped sums are those of its gradients, to the digits of float32."""
 
 from __future__ import annotations
 
