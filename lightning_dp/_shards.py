@@ -8,7 +8,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-__all__ = ["as_shard", "gathered", "held_here", "is_sharded", "scattered", "sum_into_shard"]
+__all__ = [
+    "HeldParts",
+    "as_shard",
+    "gathered",
+    "held_here",
+    "is_sharded",
+    "scattered",
+    "sum_into_shard",
+]
 
 
 _WHOLE = Tensor, nn.Parameter
@@ -25,15 +33,42 @@ def is_sharded(tensor: Tensor) -> bool:
     return type(tensor) not in _WHOLE and hasattr(tensor, "to_local")
 
 
+class HeldParts(list[Tensor]):
+    """The parts that this process holds of tensors that are sharded over the same processes.
+
+    Args:
+        tensors: the whole ones, one of them at least.
+    """
+
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        super().__init__(_here(tensor) for tensor in tensors)
+        first: Any = next(tensor for tensor in tensors if is_sharded(tensor))
+        self._mesh = first.device_mesh
+        self.entries = sum(tensor.numel() for tensor in tensors)  # of the whole ones
+
+    def added_up(self, number: Tensor) -> Tensor:
+        """Return the sum over all processes of a number that each has of its parts; all call it together.
+
+        Each gets the same bits.
+        """
+        total = number.detach().clone()
+        torch.distributed.all_reduce(total, group=self._mesh.get_group())
+        return total
+
+
 def held_here(tensors: Sequence[Tensor]) -> list[Tensor]:
     """Return what this process holds of each tensor, in the same memory: all of it, or its shard.
+
+    Of shards these are :class:`HeldParts`.
 
     Example:
         >>> whole = torch.zeros(3)
         >>> held_here([whole])[0] is whole
         True
     """
-    return [_here(tensor) for tensor in tensors]
+    if any(map(is_sharded, tensors)):
+        return HeldParts(tensors)
+    return list(tensors)
 
 
 def _here(tensor: Any) -> Tensor:

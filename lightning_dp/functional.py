@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from lightning_dp._precision import has_float64, in_float64, where_used
+from lightning_dp._shards import HeldParts
 from lightning_dp._validate import above_0, not_negative
 
 __all__ = [
@@ -64,14 +65,22 @@ def per_sample_norms(gradients: Sequence[Tensor]) -> Tensor:
     return where_used(torch.stack(squares).sum(0).sqrt_(), gradients[0].device)
 
 
-def length(vector: Tensor) -> Tensor:
+def length(vector: Tensor, params: Sequence[Tensor] = ()) -> Tensor:
     """Return the L2 norm of a flat vector, right to 3e-7, as a number in float64; without a copy of it.
+
+    Args:
+        vector: of any length.
+        params: the parameters that it has an entry for each entry of. Where each process holds a part of
+            them, it is that of the whole vector, and all processes ask for it together.
 
     Example:
         >>> length(torch.tensor([3.0, 4.0]))
         tensor(5., dtype=torch.float64)
     """
-    return squared_row_norms(vector.detach().unsqueeze(0)).sqrt_()[0]
+    square = squared_row_norms(vector.detach().unsqueeze(0))[0]
+    if isinstance(params, HeldParts):
+        square = params.added_up(square)
+    return square.sqrt_()
 
 
 def as_rows(gradient: Tensor) -> Tensor:

@@ -14,11 +14,19 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_dp._refusals import RefusedRun
+from lightning_dp._shards import HeldParts
 from lightning_dp._validate import above_0, between, flag, normalise, whole
 from lightning_dp.boundary import Query, Release, State, Term
 from lightning_dp.functional import flatten, length
 
-__all__ = ["AbstractEstimator", "MeanGradient", "Traits", "distance", "share_of_noise"]
+__all__ = [
+    "AbstractEstimator",
+    "MeanGradient",
+    "Traits",
+    "distance",
+    "entries",
+    "share_of_noise",
+]
 
 
 def _always_1(step: int) -> float:
@@ -40,9 +48,10 @@ class Traits:
         uses_hessian: queries have terms with a direction, which not every engine can answer.
         estimates_gradient: what a step releases, and estimates, is a gradient. If not,
             post-processing and schedules that look at released gradients are refused.
-        is_entrywise: each entry of the estimate is made from that entry of the releases alone, and all
-            queries are for gradients at the present parameters; so it works on sharded parameters, of
-            which each process has some entries.
+        is_entrywise: each entry of the estimate is made from that entry of the releases alone, and
+            queries are made of points and of lengths (:func:`distance`); so it works on sharded
+            parameters, of which each process has some entries.
+        asks_one_gradient: all queries are for the gradients at the present parameters alone.
         clip_norms: those fixed in advance. An infinite one is refused with noise, before a fit.
 
     Raises:
@@ -61,12 +70,14 @@ class Traits:
     uses_hessian: bool = False
     estimates_gradient: bool = True
     is_entrywise: bool = False
+    asks_one_gradient: bool = False
     clip_norms: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
         normalise(self, whole, "period", "queries_per_step", of="Traits")
         normalise(self, between("[0, inf]"), "longest_silence", of="Traits")
-        normalise(self, flag, "uses_hessian", "estimates_gradient", "is_entrywise", of="Traits")
+        flags = ("uses_hessian", "estimates_gradient", "is_entrywise", "asks_one_gradient")
+        normalise(self, flag, *flags, of="Traits")
 
 
 class AbstractEstimator(ABC):
@@ -168,7 +179,9 @@ class MeanGradient(AbstractEstimator):
     @property
     def traits(self) -> Traits:
         norms = (self.max_grad_norm,)
-        return Traits(longest_silence=0, is_entrywise=True, clip_norms=norms)
+        return Traits(
+            longest_silence=0, is_entrywise=True, asks_one_gradient=True, clip_norms=norms
+        )
 
     def init(self, params: Sequence[Tensor]) -> State:
         return {}
@@ -200,13 +213,22 @@ def share_of_noise(noise_multiplier: float, queries: int) -> float:
     return noise_multiplier * math.sqrt(queries) * (1.0 + 1e-14 * (queries > 1))
 
 
+def entries(params: Sequence[Tensor]) -> int:
+    """Return d, the number of all entries, wherever they are."""
+    if isinstance(params, HeldParts):
+        return params.entries
+    return sum(param.numel() for param in params)
+
+
 def distance(params: Sequence[Tensor], point: Tensor) -> float:
     """‖x - point‖, x the parameters as one flat vector.
+
+    Where each process holds a part of them, it is that of all parts together.
 
     Raises:
         RuntimeError: if it is not finite: no difference of gradients could be bounded by it.
     """
-    norm = float(length(flatten(params).sub_(point)))
+    norm = float(length(flatten(params).sub_(point), params))
     if not math.isfinite(norm):
         raise RefusedRun(
             "The parameters are no longer finite, so a difference of gradients has no bound: "

@@ -14,7 +14,7 @@ from lightning_dp._warnings import warn
 from lightning_dp.accounting.base import Relation
 from lightning_dp.accounting.calibration import calibrate
 from lightning_dp.boundary import Query, Release, State, Term
-from lightning_dp.estimators.base import AbstractEstimator, Traits, distance
+from lightning_dp.estimators.base import AbstractEstimator, Traits, distance, entries
 from lightning_dp.functional import flatten, length
 
 __all__ = ["Diff2", "Recommendation"]
@@ -129,6 +129,7 @@ class Diff2(AbstractEstimator):
             relative_noise=self.relative_noise,
             relative_rate=self.relative_rate,
             longest_silence=self.restart_every - 1,
+            is_entrywise=True,
         )
 
     def is_restart(self, step: int) -> bool:
@@ -167,17 +168,17 @@ class Diff2(AbstractEstimator):
     ) -> tuple[Tensor, State]:
         estimate, warned, of_restart = released.value, state["warned"], state.get("length")
         if not self.is_restart(step) and state["estimate"] is not None:
-            warned = warned or self._warn_of_feedback(of_restart, released)
+            warned = warned or self._warn_of_feedback(of_restart, released, entries(params))
             estimate = state["estimate"] + released.value
         elif not warned and self.restart_every > 1:
-            of_restart = float(length(estimate))  # the one look at the device here
+            of_restart = float(length(estimate, params))  # the one look at the device here
         told = {"estimate": estimate, "point": flatten(params), "warned": warned}
         return estimate, {**told, "length": of_restart}
 
-    def _warn_of_feedback(self, before: float | None, released: Release) -> bool:
+    def _warn_of_feedback(self, before: float | None, released: Release, size: int) -> bool:
         """Warn if the noise of an interval is as long as the estimate that it began with."""
         # T differences add T independent noises of d entries each: length σ √(d T).
-        added = released.noise_std * math.sqrt(released.value.numel() * self.restart_every)
+        added = released.noise_std * math.sqrt(size * self.restart_every)
         if before is None or not added > before:
             return False
         warn(

@@ -51,7 +51,7 @@ class Storm(AbstractEstimator):
 
     @property
     def traits(self) -> Traits:
-        return Traits(longest_silence=0)
+        return Traits(longest_silence=0, is_entrywise=True)
 
     def init(self, params: Sequence[Tensor]) -> State:
         return {"estimate": None, "point": None}

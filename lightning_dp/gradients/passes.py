@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from typing import Any, TypeAlias, TypeGuard
 
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_dp._refusals import RefusedRun
-from lightning_dp._shards import held_here
+from lightning_dp._shards import held_here, is_sharded
 from lightning_dp.boundary import (
     AbstractPerSampleGradients,
     BoundedSum,
@@ -29,6 +29,7 @@ from lightning_dp.gradients.engines import EngineChoice
 from lightning_dp.gradients.loss_graph import CoupledLossError, check_loss_graph
 from lightning_dp.gradients.random_state import RandomState
 from lightning_dp.gradients.raw import RawGradientGuard
+from lightning_dp.gradients.sharded import shards_at_point
 
 __all__ = [
     "OTHER_ROWS",
@@ -160,6 +161,8 @@ class RecordPasses:
         adds_up: bool = False,
     ) -> None:
         self._checks_graph, self._adds_up = loss_graph_check, adds_up
+        self._is_sharded = any(map(is_sharded, params))
+        self._elsewhere = 0  # passes at other points that were made for the query in hand
         self._module, self._params = module, params
         self._choice = EngineChoice(engine) if isinstance(engine, str) else engine
         self._go_back, self._quietly, self._wrap = backward, quietly, wrap
@@ -359,12 +362,35 @@ class RecordPasses:
             CoupledLossError: if the loss mixes them by more than sums.
             UnsupportedModelError: if the engine cannot tell the records apart.
         """
-        found = self.gradients(query, chunk, first=first)
+        try:
+            found = self.gradients(query, chunk, first=first)
+        except OtherRowsError:
+            self.go_along(query, chunk)
+            raise
         if found is None:
+            self.go_along(query, chunk)
             return None
+        self._elsewhere = 0
         if onto is None and query.count_weight > 0:  # without one the first sum is taken as it is
             onto = BoundedSum.empty(query, held_here(self._params))
         return bounded_sum(found, query.clip_norm, query.count_weight, onto)
+
+    def go_along(self, query: Query, chunk: Replay) -> None:
+        """Make the passes at other points that are left, of which nothing is taken.
+
+        Processes with shards gather each layer's parameters together, so all make the same passes; also
+        one that has no record, but a stand-in, or nothing to go back from.
+        """
+        elsewhere = [each for each in query.passes if each.point is not None]
+        left, self._elsewhere = elsewhere[self._elsewhere :], 0
+        if not self._is_sharded or chunk.forward is None:
+            return
+        randomness = chunk.randomness or RandomState(self._params[0].device)
+        for each in left:
+            with suppress(OtherRowsError), randomness.again():
+                self._run(chunk, each, combined=True)
+            self.drop()
+        self._elsewhere = 0
 
     def add_nothing(self, query: Query, onto: BoundedSum) -> BoundedSum:
         """Add the sum over no records to one over shards, which all processes add up together.
@@ -454,8 +480,7 @@ class RecordPasses:
             raise RefusedRun(
                 "A chunk that cannot be run again was asked for more.", topic="out-of-order"
             )
-        there = nullcontext() if each.point is None else at_point(self._params, each.point)
-        with self._quietly(), there, torch.enable_grad():
+        with self._quietly(), self._at(each.point), torch.enable_grad():
             if each.direction is not None:
                 return self._along(each.direction, (each.gradient, each.product), chunk)
             with self.watching(chunk.batch, chunk.size):
@@ -478,6 +503,15 @@ class RecordPasses:
                 names = {id(param): name for name, param in self._module.named_parameters()}
                 check_sum(found, plain, self._params, [names[id(p)] for p in self._params])
             return found
+
+    def _at(self, point: Tensor | None) -> AbstractContextManager[None]:
+        """Return a context in which the parameters are those of a point; as they are, if it is None."""
+        if point is None:
+            return nullcontext()
+        self._elsewhere += 1
+        if self._is_sharded:
+            return shards_at_point(self._module, self._params, point)
+        return at_point(self._params, point)
 
     def _along(
         self,

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
 
-from lightning_dp._shards import is_sharded
+from lightning_dp._shards import held_here, is_sharded
+from lightning_dp.functional import flatten, unflatten
 from lightning_dp.gradients.base import UnsupportedModelError
 from lightning_dp.gradients.graph import Survey
 from lightning_dp.gradients.module_hooks import ModuleHooks
 from lightning_dp.gradients.unsupported import is_flat_sharded, is_fully_sharded
 
-__all__ = ["WholeParameters", "refuse_other_shards"]
+__all__ = ["WholeParameters", "refuse_other_shards", "shards_at_point"]
 
 
 def refuse_other_shards(module: nn.Module, params: Sequence[nn.Parameter]) -> None:
@@ -54,6 +56,37 @@ def refuse_other_shards(module: nn.Module, params: Sequence[nn.Parameter]) -> No
 
 def _is_in_one_dimension(param: Any) -> bool:
     return len(param.placements) == 1 and param.placements[0].is_shard()
+
+
+@contextmanager
+def shards_at_point(
+    module: nn.Module, params: Sequence[nn.Parameter], point: Tensor
+) -> Iterator[None]:
+    """Inside, the shards that are held here are those of a point; afterwards they are what they were.
+
+    All processes enter and leave it together. Torch gathers whole parameters from the memory of the
+    shards, so the point is written into it; whole ones that were gathered before are dropped.
+
+    Args:
+        module: has the parameters.
+        params: sharded ones.
+        point: flat, what this process holds of it.
+    """
+    held = held_here(params)
+    kept = flatten(held)
+
+    def hold(vector: Tensor) -> None:
+        for part in module.modules():
+            if is_fully_sharded(part):
+                part.reshard()  # type: ignore[operator]
+        for shard, values in zip(held, unflatten(vector, held), strict=True):
+            shard.data.copy_(values)  # no version counts it: the weights were not changed
+
+    hold(point)
+    try:
+        yield
+    finally:
+        hold(kept)
 
 
 class WholeParameters:

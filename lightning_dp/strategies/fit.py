@@ -107,7 +107,9 @@ def begin_fit(
     # Opacus' hooks have no Hessian-vector products, and watch one ordinary backward pass.
     choice = EngineChoice(run.config.engine, own_only=traits.uses_hessian or bool(public))
     if run.config.engine == "ghost":
-        _leave_ghost(choice, is_sharded=world.is_sharded, asks_one_gradient=traits.is_entrywise)
+        _leave_ghost(
+            choice, is_sharded=world.is_sharded, asks_one_gradient=traits.asks_one_gradient
+        )
     # Processes with shards run the same passes, and generated rows are paired with records: the
     # engines below know neither.
     if world.is_sharded or public:

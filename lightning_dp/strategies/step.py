@@ -337,13 +337,13 @@ class PrivateStep:
             raise RefusedRun(_AGAIN, topic="batches-and-steps")
         batch.chunk = None
         gradients = self._take(scale)
+        replay = Replay(self._forward_again, chunk.size, self._randomness, self._records)
         if gradients is None or not chunk.size:
-            self._add_nothing(mechanism)
+            self._add_nothing(mechanism, replay)
         if gradients is None and not self._is_passed_on:
             return  # nothing was back-propagated, so the records stay without an answer
         if chunk.size == 0 or mechanism.query is None:
             return  # the gradient of a stand-in record, or one that nobody asked for, ends here
-        replay = Replay(self._forward_again, chunk.size, self._randomness, self._records)
         if _has_rounds(mechanism):
             batch.answered.append(replay)
         batch.owed -= chunk.size
@@ -452,9 +452,15 @@ class PrivateStep:
             self._batch.owed += 0 if self.one_record else replay.size
         return found is not None
 
-    def _add_nothing(self, mechanism: Mechanism) -> None:
-        """Let the other processes add up their parts of a sum over shards, where this one has none."""
+    def _add_nothing(self, mechanism: Mechanism, replay: Replay | None = None) -> None:
+        """Let the other processes add up their parts of a sum over shards, where this one has none.
+
+        Args:
+            replay: runs what stands for records in passes that the others make first.
+        """
         if self.is_sharded and mechanism.query is not None and mechanism.so_far is not None:
+            if replay is not None:
+                self._passes.go_along(mechanism.query, replay)
             mechanism.answer(self._passes.add_nothing(mechanism.query, mechanism.so_far))
 
     def _answer_again(self, mechanism: Mechanism, agree: Callable[[str | None], None]) -> None:

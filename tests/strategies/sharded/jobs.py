@@ -24,12 +24,14 @@ from sharded_models import MODELS, Chain, in_blocks, in_columns, over_one_proces
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from lightning_dp import Momentum
+from lightning_dp import Diff2, Momentum, Storm
 from lightning_dp._noise import NoiseSource
 from lightning_dp._shards import as_shard, held_here
 from lightning_dp._world import World
 from lightning_dp.boundary import Query, Term, add_noise, begin_with_noise, bounded_sum
+from lightning_dp.functional import flatten
 from lightning_dp.gradients.passes import RecordPasses, Replay
+from lightning_dp.gradients.sharded import shards_at_point
 
 CLIP_NORM, RECORDS = 0.05, 8
 
@@ -77,6 +79,14 @@ class Sums(L.LightningModule):
         self.found["clipped"] = self.released(params, mine, world, 0.0)
         with_noise = self.released(params, mine, world, 2.0)
         self.found["noise"] = with_noise - self.found["clipped"]
+        there = Term(-0.5, 0.9 * flatten(held_here(params)))
+        self.found["difference"] = self.released(params, mine, world, 0.0, there)
+        records, point = self.records(), 0.9 * flatten(held_here(params))
+        with torch.no_grad():
+            self.net(records)  # what was gathered for it stays, where no backward pass follows
+            with shards_at_point(self.net, params, point):
+                self.found["there"] = self.net(records)
+            self.found["here"] = self.net(records)
         self.found["held"] = sum(each.numel() for each in held_here(params))
         self.found["all"] = sum(each.numel() for each in params)
 
@@ -85,17 +95,24 @@ class Sums(L.LightningModule):
             return self.net(chunk).square().mean()
 
     def released(
-        self, params: list[nn.Parameter], mine: Tensor, world: World, noise_multiplier: float
+        self,
+        params: list[nn.Parameter],
+        mine: Tensor,
+        world: World,
+        noise_multiplier: float,
+        *more: Term,
     ) -> Tensor:
-        query = Query((Term(),), CLIP_NORM, noise_multiplier)
+        query = Query((Term(), *more), CLIP_NORM, noise_multiplier)
         total = begin_with_noise(query, held_here(params), NoiseSource(), world)
         with RecordPasses(self.net, params, "bookkeeping") as passes:
             # A process without records runs a stand-in with the others, and adds nothing.
             chunk = mine if len(mine) else self.records()[:1]
-            found = passes.gradients(query, Replay(lambda: self.loss(chunk), len(chunk)))
             if len(mine):
+                found = passes.gradients(query, Replay(lambda: self.loss(chunk), len(chunk)))
                 bounded_sum(found, CLIP_NORM, 0.0, total)
             else:
+                passes.run(lambda: self.loss(chunk), combined=len(query.terms) > 1)
+                passes.go_along(query, Replay(lambda: self.loss(chunk), 0))
                 passes.add_nothing(query, total)
         return whole(add_noise(total, noise_multiplier, NoiseSource(), world).value, params)
 
@@ -128,10 +145,10 @@ def half(name: str, processes: int) -> dict[str, Any]:
     return sums(name, processes, partial(in_blocks, policy=policy))
 
 
-def trained(folder: Path, processes: int, **options: Any) -> dict[str, Any]:
+def trained(folder: Path, processes: int, estimator: Any = None, **options: Any) -> dict[str, Any]:
     """Twenty steps over all records without noise."""
-    privacy = {"noise_multiplier": 0.0, "max_grad_norm": math.inf}
-    trainer, _ = fit(folder, processes, privacy, steps=20, **options)
+    asks = {"max_grad_norm": math.inf} if estimator is None else {"estimator": estimator}
+    trainer, _ = fit(folder, processes, {"noise_multiplier": 0.0, **asks}, steps=20, **options)
     return {"weights": weights(trainer.lightning_module), "steps": trainer.global_step}
 
 
@@ -141,6 +158,22 @@ class Apart(Small):
     def shard(self, mesh: Any) -> None:
         over_one_process(self.net.blocks[-1], mesh)
         in_blocks(self.net, mesh)
+
+
+SAVED = {
+    "noise_multiplier": 1.0,
+    "estimator": Diff2(restart_every=5),
+    "postprocessing": [Momentum(0.5)],
+}
+# Of these every difference is clipped; of those none is.
+CLIPPED = {
+    "diff2": Diff2(restart_every=4, max_grad_norm=0.3, diff_norm=0.2),
+    "storm": Storm(momentum=0.5, max_grad_norm=0.3, diff_norm=0.2),
+}
+WHOLE = {
+    "diff2": Diff2(restart_every=4, max_grad_norm=1e6, diff_norm=1e6),
+    "storm": Storm(momentum=0.5, max_grad_norm=1e6, diff_norm=1e6),
+}
 
 
 def apart(folder: Path, processes: int) -> dict[str, Any]:
@@ -154,19 +187,17 @@ def apart(folder: Path, processes: int) -> dict[str, Any]:
 
 
 def saved(folder: Path, processes: int, **options: Any) -> dict[str, Any]:
-    """Four private steps, of which the checkpoint holds momentum."""
-    privacy = {"noise_multiplier": 1.0, "max_grad_norm": 1.0, "postprocessing": [Momentum(0.5)]}
+    """Four private steps, of which the checkpoint holds momentum, an estimate and its point."""
     (folder / "run").mkdir(exist_ok=True)
-    trainer, callback = fit(folder / "run", processes, privacy, steps=4, saves=True, **options)
+    trainer, callback = fit(folder / "run", processes, SAVED, steps=4, saves=True, **options)
     return {"weights": weights(trainer.lightning_module), "epsilon": callback.epsilon}
 
 
 def resumed(folder: Path, processes: int) -> dict[str, Any]:
     """Two more steps from the checkpoint, without other records: what momentum does shows."""
-    privacy = {"noise_multiplier": 1.0, "max_grad_norm": 1.0, "postprocessing": [Momentum(0.5)]}
     model = Small()
     _, callback = fit(
-        folder / "run", processes, privacy, steps=6, model=model, ckpt_path=folder / "run/last.ckpt"
+        folder / "run", processes, SAVED, steps=6, model=model, ckpt_path=folder / "run/last.ckpt"
     )
     found = {"weights": weights(model), "begin": model.begin, "average": model.average}
     return {**found, "epsilon": callback.epsilon, "steps": callback.steps}
@@ -239,6 +270,14 @@ def main(folder: Path, processes: int, names: list[str]) -> None:
         "mixed": lambda: trained(folder, processes, precision="bf16-mixed"),
         "apart": lambda: apart(folder, processes),
         "trained": lambda: trained(folder, processes),
+        **{f"whole {name}": partial(trained, folder, processes, e) for name, e in WHOLE.items()},
+        **{
+            f"clipped {name}": partial(trained, folder, processes, e) for name, e in CLIPPED.items()
+        },
+        **{
+            f"ddp {name}": partial(trained, folder, processes, e, shards=False)
+            for name, e in CLIPPED.items()
+        },
         "checked": lambda: trained(folder, processes, checks=True),
         "saved": lambda: saved(folder, processes),
         "consolidated": lambda: saved(folder, processes, is_distributed=False),

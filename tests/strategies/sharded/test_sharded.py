@@ -27,7 +27,18 @@ sys.path.remove(str(HERE))
 
 CLIP_NORM, MULTIPLIER = 0.05, 2.0
 HALF = ("half", "autocast")
-ONLY_TWO = (*HALF, "in_columns", "trained", "mixed", "checked", "saved", "resumed", "apart")
+DIFFERENCES = ("diff2", "storm")
+ONLY_TWO = (
+    *(f"{kind} {name}" for name in DIFFERENCES for kind in ("whole", "clipped", "ddp")),
+    *HALF,
+    "in_columns",
+    "trained",
+    "mixed",
+    "checked",
+    "saved",
+    "resumed",
+    "apart",
+)
 # glibc's settings: freed memory goes back to the system, so that peaks are those of tensors.
 GIVE_BACK = {
     "MALLOC_MMAP_THRESHOLD_": "65536",
@@ -78,16 +89,26 @@ def four(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def clipped_sum(name: str) -> Tensor:
-    """The sum over records, one by one in a whole model, each clipped."""
+def clipped_sum(name: str, *, weight: float = 0.0) -> Tensor:
+    """The sum over records, one by one in a whole model, of clipped g(x) - weight g(0.9 x)."""
     make, records = MODELS[name]
     net, x = make(), records()
     params = [param for param in net.parameters() if param.requires_grad]
     total = torch.zeros(sum(param.numel() for param in params))
-    for i in range(len(x)):
-        found = torch.autograd.grad(net(x[i : i + 1]).square().mean(), params)
-        gradient = torch.cat([each.flatten() for each in found])
-        total += gradient * min(1.0, CLIP_NORM / float(gradient.norm()))
+
+    def gradients(of: list[Tensor]) -> list[Tensor]:
+        nn.utils.vector_to_parameters(torch.cat([each.flatten() for each in of]), params)
+        found = [
+            torch.autograd.grad(net(x[i : i + 1]).square().mean(), params) for i in range(len(x))
+        ]
+        return [torch.cat([each.flatten() for each in every]) for every in found]
+
+    here = [param.detach().clone() for param in params]
+    for there, gradient in zip(
+        gradients([0.9 * each for each in here]), gradients(here), strict=True
+    ):
+        part = gradient - weight * there
+        total += part * min(1.0, CLIP_NORM / float(part.norm()))
     return total
 
 
@@ -106,9 +127,10 @@ def plainly_trained(*, half: bool = False) -> Tensor:
 
 
 def check_sums(folder: Path, processes: int, name: str) -> None:
-    want = clipped_sum(name)
+    want, apart = clipped_sum(name), clipped_sum(name, weight=0.5)
     for each in results(folder, processes, name):
         torch.testing.assert_close(each["clipped"], want, rtol=0, atol=1e-6)
+        torch.testing.assert_close(each["difference"], apart, rtol=0, atol=1e-6)
         assert each["all"] == len(want)
     assert float(want.norm()) > 2 * CLIP_NORM
 
@@ -118,6 +140,22 @@ def test_clipped_sums_are_those_of_one_process(job: Path, name: str) -> None:
     check_sums(job, 2, name)
     held = [each["held"] for each in results(job, 2, name)]
     assert sum(held) == len(clipped_sum(name)) > max(held)
+
+
+@pytest.mark.parametrize("name", list(MODELS))
+def test_a_model_at_another_point_is_there_while_it_is_and_back_afterwards(
+    job: Path, name: str
+) -> None:
+    make, records = MODELS[name]
+    net = make()
+    here = net(records())
+    with torch.no_grad():
+        for param in net.parameters():
+            if param.requires_grad:
+                param.mul_(0.9)
+    for each in results(job, 2, name):
+        torch.testing.assert_close(each["there"], net(records()))
+        torch.testing.assert_close(each["here"], here)
 
 
 @pytest.mark.slow
@@ -160,6 +198,19 @@ def test_without_noise_and_clipping_it_is_plain_training_of_a_whole_model(
     for each in results(job, 2, scenario):
         assert each["steps"] == 20
         torch.testing.assert_close(each["weights"], want, rtol=0, atol=2e-5)
+
+
+@pytest.mark.parametrize("name", DIFFERENCES)
+def test_estimators_of_differences_train_on_shards_as_on_whole_parameters(
+    job: Path, name: str
+) -> None:
+    # Differences that are not clipped add up to the gradient.
+    for each in results(job, 2, f"whole {name}"):
+        torch.testing.assert_close(each["weights"], plainly_trained(), rtol=0, atol=2e-4)
+    (want, _), found = (results(job, 2, f"{kind} {name}") for kind in ("ddp", "clipped"))
+    assert float((want["weights"] - plainly_trained()).norm()) > 0.1
+    for each in found:
+        torch.testing.assert_close(each["weights"], want["weights"], rtol=0, atol=2e-4)
 
 
 def test_bf16_mixed_trains_as_a_whole_model_with_it(job: Path) -> None:
