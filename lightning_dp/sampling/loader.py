@@ -12,6 +12,7 @@ import numpy as np
 from torch.utils.data import DataLoader, Sampler
 
 from lightning_dp._noise import random_generator
+from lightning_dp.sampling.at_once import read_at_once
 from lightning_dp.sampling.schemes import AbstractSampling, BatchPlan
 
 __all__ = ["Chunk", "ChunkSampler", "PrivateDataLoader"]
@@ -197,7 +198,8 @@ class PrivateDataLoader(DataLoader[Any]):
         self._admit()  # before workers read ahead
         # Only now: Lightning makes iterators before it knows where it goes on.
         self._chunks.resume_at = self._position()
-        for batch in super().__iter__():
+        at_once = read_at_once(self)
+        for batch in super().__iter__() if at_once is None else at_once:
             self.alone = []
             if isinstance(batch, _BothWays):
                 batch, self.alone = batch

@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any
 
 from lightning.pytorch import LightningModule
-from torch.utils.data import _utils, default_collate
+from torch.utils.data import default_collate
 
 from lightning_dp._checks import MisconfigurationError
 from lightning_dp._warnings import warn
@@ -19,6 +19,7 @@ from lightning_dp.isolation.drawn import MIXED, NotRepeatable, fetch, mixes_samp
 from lightning_dp.isolation.samples import size_of
 from lightning_dp.isolation.transfer import TransferHooks
 from lightning_dp.run import PrivateRun
+from lightning_dp.sampling.at_once import collates_as_torch
 from lightning_dp.sampling.loader import Chunk, PrivateDataLoader
 from lightning_dp.strategies.step import PrivateStep
 
@@ -138,7 +139,7 @@ class Records:
 
     @staticmethod
     def _is_torchs_own(collate: Collate, hooks: TransferHooks) -> bool:
-        return collate is default_collate and _is_torchs_own() and not hooks.overridden
+        return collate is default_collate and collates_as_torch() and not hooks.overridden
 
 
 def _sample(loader: PrivateDataLoader, chunk: Chunk) -> Any:
@@ -158,9 +159,3 @@ def _together(collate: Collate) -> Collate:
 
 def _name(function: Any) -> str:
     return getattr(function, "__qualname__", type(function).__name__)
-
-
-def _is_torchs_own() -> bool:
-    """Tell whether nobody has taught ``default_collate`` further types."""
-    makers = _utils.collate.default_collate_fn_map.values()
-    return all(str(getattr(each, "__module__", "")).startswith("torch.") for each in makers)
