@@ -267,6 +267,8 @@ def main(folder: Path, processes: int, names: list[str]) -> None:
         "half": lambda: half("mlp", processes),
         "autocast": lambda: sums("mlp", processes, is_mixed=True),
         "in_columns": lambda: sums("even", processes, in_columns),
+        "kept": lambda: sums("tied", processes, partial(in_blocks, reshard=False)),
+        "let go": lambda: sums("tied", processes, partial(in_blocks, reshard=True)),
         "mixed": lambda: trained(folder, processes, precision="bf16-mixed"),
         "apart": lambda: apart(folder, processes),
         "trained": lambda: trained(folder, processes),

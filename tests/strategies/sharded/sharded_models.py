@@ -14,13 +14,19 @@ from torch.distributed.tensor import Shard
 from lightning_dp._shards import is_sharded
 
 
-def in_blocks(net: nn.Module, mesh: Any, policy: MixedPrecisionPolicy | None = None) -> None:
+def in_blocks(
+    net: nn.Module,
+    mesh: Any,
+    policy: MixedPrecisionPolicy | None = None,
+    reshard: bool | int | None = None,
+) -> None:
     """Shard the blocks of a network, then the rest with the root."""
     policy = MixedPrecisionPolicy() if policy is None else policy
+    after = {} if reshard is None else {"reshard_after_forward": reshard}
     for block in getattr(net, "blocks", ()):
         if any(not is_sharded(param) for param in block.parameters()):
-            fully_shard(block, mesh=mesh, mp_policy=policy)
-    fully_shard(net, mesh=mesh, mp_policy=policy)
+            fully_shard(block, mesh=mesh, mp_policy=policy, **after)
+    fully_shard(net, mesh=mesh, mp_policy=policy, **after)
 
 
 def in_columns(net: nn.Module, mesh: Any) -> None:

@@ -32,6 +32,8 @@ ONLY_TWO = (
     *(f"{kind} {name}" for name in DIFFERENCES for kind in ("whole", "clipped", "ddp")),
     *HALF,
     "in_columns",
+    "kept",
+    "let go",
     "trained",
     "mixed",
     "checked",
@@ -156,6 +158,14 @@ def test_a_model_at_another_point_is_there_while_it_is_and_back_afterwards(
     for each in results(job, 2, name):
         torch.testing.assert_close(each["there"], net(records()))
         torch.testing.assert_close(each["here"], here)
+
+
+@pytest.mark.parametrize("scenario", ["kept", "let go"])
+def test_it_does_not_matter_when_gathered_parameters_are_let_go(job: Path, scenario: str) -> None:
+    want, apart = clipped_sum("tied"), clipped_sum("tied", weight=0.5)
+    for each in results(job, 2, scenario):
+        torch.testing.assert_close(each["clipped"], want, rtol=0, atol=1e-6)
+        torch.testing.assert_close(each["difference"], apart, rtol=0, atol=1e-6)
 
 
 @pytest.mark.slow
