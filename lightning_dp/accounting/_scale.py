@@ -18,7 +18,7 @@ from lightning_dp.accounting.external import NOTHING, Declared
 from lightning_dp.accounting.gdp import mu_of_budget
 from lightning_dp.accounting.steps import Steps, joined
 
-__all__ = ["Goal", "solve"]
+__all__ = ["ENDLESS", "Goal", "solve"]
 
 _RTOL = 4e-3
 _SPACING = 0.2
@@ -29,6 +29,8 @@ _SETTLED = 0.03  # change of an estimate by a finer grid that can be extrapolate
 _MOST_POINTS = 2**21
 _MOST_GRIDS = 5
 _FARTHEST = 0.3  # of the logarithm of the scale, from one grid to the next
+_SAME = 1e-9  # of it: a cost that jumps over the target
+ENDLESS = 1e17  # times the scale where a search began: more noise changes nothing
 
 _Estimate = Callable[[float], float]
 
@@ -70,8 +72,10 @@ class Goal:
         # Solve for the estimate, ask once what the cost is there, and correct the estimate by the
         # ratio: it varies so slowly with the scale that the second answer is nearly always right.
         for _ in range(2):
-            scale = solve(estimate, scale, wanted * (1 + tolerance / 16), tolerance / 8, slope)
-            value = cost(scale)
+            found = solve(estimate, scale, wanted * (1 + tolerance / 16), tolerance / 8, slope)
+            if found == math.inf:
+                break
+            scale, value = found, cost(found)
             if not 0 < value < math.inf or epsilon * (1 - tolerance) <= value <= epsilon:
                 break
             wanted = aim * estimate(scale) / value
@@ -86,7 +90,9 @@ class Goal:
 
     def rough(self, estimate: _Estimate, target: float) -> float:
         """Return a scale at which an estimate is not far from a target."""
-        return solve(estimate, self._normal(), target, _NEAR)
+        start = self._normal()
+        found = solve(estimate, start, target, _NEAR)
+        return found if found < math.inf else start  # some bounds do not fall to 0
 
     def on_grids(self, search: GridSearch, bound: _Estimate) -> tuple[_Estimate, float]:
         """Return an estimate that is smooth in the scale, and a scale where it is near the budget.
@@ -153,8 +159,8 @@ class _Grid:
         low, high = self._plan.grid.ends
         while (high - low) / self._plan.grid.h < _MOST_POINTS:
             here = self._at(steps, 1.0)
-            if abs(self._at(steps, 2.0) - here) < _SETTLED * here:
-                break
+            if not 0 < here < math.inf or abs(self._at(steps, 2.0) - here) < _SETTLED * here:
+                break  # it settled, or is not seen on this grid: a finer one sums up more rounding
             self._plan = replace(self._plan, grid=replace(self._plan.grid, h=self._plan.grid.h / 4))
 
     def reader(self, steps_of: Callable[[float], Steps]) -> _Estimate:
@@ -190,7 +196,8 @@ def solve(
 ) -> float:
     """A scale with ``(1 - tolerance) target <= cost(scale) <= target``; cost falls with the scale.
 
-    ``slope`` is a guess of that of the logarithm of the cost in that of the scale.
+    ``slope`` is a guess of that of the logarithm of the cost in that of the scale. Infinite, if the cost
+    stays above the target however large the scale is.
     """
     aim = math.log(target * (1 - tolerance / 2))
     low, high = 0.0, math.inf  # cost(low) > target >= cost(high)
@@ -202,8 +209,10 @@ def solve(
         if target * (1 - tolerance) <= value <= target:
             return math.exp(x)
         low, high = (max(low, x), high) if value > target else (low, min(high, x))
-        if high - low < 1e-13:
+        if high - low < _SAME:
             return math.exp(high)
+        if low > math.log(start * ENDLESS):
+            return math.inf
         if 0 < value < math.inf:
             points = [*points[-1:], (x, math.log(value))]
         guess = math.nan if turn % 6 == 5 else _secant(points, slope, aim)

@@ -11,7 +11,7 @@ import numpy as np
 from lightning_dp._refusals import RefusedSetting
 from lightning_dp._validate import number, positive, whole
 from lightning_dp._warnings import warn
-from lightning_dp.accounting._scale import solve
+from lightning_dp.accounting._scale import ENDLESS, solve
 from lightning_dp.accounting.base import (
     AbstractAccountant,
     Relation,
@@ -111,7 +111,15 @@ def calibrate(
         return judge.epsilon_after(before, shapes.scaled(scale), delta, relation)
 
     start, slope = judge.first_scale(cost, before, shapes, (epsilon, delta), relation, _TOLERANCE)
-    return solve(cost, start, epsilon, _TOLERANCE, slope)
+    scale = solve(cost, start, epsilon, _TOLERANCE, slope)
+    if not scale < math.inf:
+        least = epsilon_text(cost(start * ENDLESS), 6)
+        raise RefusedSetting(
+            f"no noise keeps the steps within epsilon={epsilon:g} at delta={delta:g}: by the accountant "
+            f"{judge.name} they cost at least {least}, however large the noise is. Raise epsilon.",
+            topic="budget-exhausted",
+        )
+    return scale
 
 
 def calibrate_history(

@@ -5,6 +5,7 @@ import time
 
 import numpy as np
 import pytest
+from scipy import stats
 
 from lightning_dp._warnings import PrivacyWarning
 from lightning_dp.accounting import (
@@ -20,6 +21,11 @@ from lightning_dp.accounting.calibration import affordable_steps
 
 def constant(_: int) -> float:
     return 1.0
+
+
+def delta_of_mu(mu: float, at: float) -> float:
+    """Delta of two normal distributions that lie mu apart, at an epsilon."""
+    return stats.norm.cdf(mu / 2 - at / mu) - math.exp(at) * stats.norm.cdf(-mu / 2 - at / mu)
 
 
 @pytest.mark.parametrize("relation", ["add_remove", "replace_one"])
@@ -65,6 +71,25 @@ def test_other_accountants_calibrate_too():
     value = accountant.epsilon([(PoissonGaussian(scale, 0.01), 1000)], 1e-5)
     assert 3.0 * (1 - 1e-3) <= value <= 3.0
     assert scale > 0.8138
+
+
+def test_a_budget_below_delta_is_met_by_the_noise_of_the_central_limit():
+    start = time.thread_time()
+    scale = calibrate(constant, 0.1, 100, 1e-6, 1e-5)
+    assert time.thread_time() - start < 10  # 0.8 s; the search had no end
+    mu = 0.1 * math.sqrt(100) / scale
+    assert delta_of_mu(mu, 1e-6) == pytest.approx(1e-5, rel=1e-3)
+
+
+@pytest.mark.parametrize("q", [1.0, pytest.param(0.1, marks=pytest.mark.slow)])
+def test_a_budget_that_no_noise_meets_is_refused_with_the_least_there_is(q):
+    accountant = StreamingRDPAccountant()
+    least = accountant.epsilon([(PoissonGaussian(1e12, q), 100)], 1e-8)
+    message = rf"no noise keeps the steps within epsilon=1e-06 at delta=1e-08: .* {least:.6g}"
+    with pytest.raises(ValueError, match=message):
+        calibrate(constant, q, 100, 1e-6, 1e-8, accountant=accountant)
+    scale = calibrate(constant, q, 100, 1.01 * least, 1e-8, accountant=accountant)
+    assert accountant.epsilon([(PoissonGaussian(scale, q), 100)], 1e-8) <= 1.01 * least
 
 
 def test_exhausted_budget_is_refused():
