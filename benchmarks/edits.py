@@ -47,19 +47,19 @@ def with_gradients(net: nn.Module) -> list[nn.Parameter]:
 def compare(parameters: Sequence[nn.Parameter], step: int) -> bool:
     """What one step does."""
     released = Gradients.of(parameters, step)
-    return Gradients.of(parameters, step).differ(released)
+    return bool(released.differ(parameters, step))
 
 
 def main() -> None:
     quiet()
-    source, cpu = NoiseSource(), torch.device("cpu")
+    source = NoiseSource()
     nanoseconds = 1e9 / VALUES * processor_seconds(partial(fingerprint, [torch.randn(VALUES)]))
     print(f"a fingerprint: {nanoseconds:.2f} ns a value")
     for name, model in MODELS.items():
         parameters = with_gradients(model.make())
         values = sum(param.numel() for param in parameters)
         compared = 1e6 * processor_seconds(partial(compare, parameters, 3))
-        noise = 1e6 * processor_seconds(partial(source.normal, values, cpu))
+        noise = 1e6 * processor_seconds(partial(source.add_normal, torch.zeros(values), 1.0))
         print(f"{name}, {values} values: {compared:.0f} µs a step, noise {noise:.0f} µs")
 
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from operator import attrgetter
+
 import torch
 from torch import Tensor
 from torch.nn.parameter import is_lazy
 
-__all__ = ["address_of", "is_one_memory", "is_plain", "is_shared", "lazily_copied"]
+__all__ = ["addresses_of", "are_shared", "is_one_memory", "is_plain", "lazily_copied"]
 
 # Names of torch that it does not promise to keep: without them nothing is shared.
 _NAMES = "_data_address", "_is_cow_tensor"
@@ -39,20 +42,22 @@ def is_one_memory(a: Tensor, b: Tensor) -> bool:
     return _SHARES and is_plain(a) and is_plain(b) and _place(a) == _place(b)
 
 
-def address_of(tensor: Tensor) -> int:
-    """Return where a tensor's entries begin; data_ptr(), which allows to write, would end the sharing."""
-    if not _SHARES or tensor.layout is not torch.strided:
-        return tensor.data_ptr()
-    return int(torch._C._data_address(tensor))  # type: ignore[attr-defined]
+def addresses_of(tensors: Sequence[Tensor]) -> tuple[int, ...]:
+    """Return where entries begin; data_ptr(), which allows to write, would end the sharing."""
+    if not _SHARES or {torch.strided}.union(map(attrgetter("layout"), tensors)) != {torch.strided}:
+        return tuple(map(Tensor.data_ptr, tensors))
+    return tuple(map(torch._C._data_address, tensors))  # type: ignore[attr-defined]
 
 
-def is_shared(tensor: Tensor) -> bool:
-    """Tell whether the next one who may write gets other memory: there was a lazy copy."""
-    return _SHARES and bool(torch._C._is_cow_tensor(tensor))  # type: ignore[attr-defined]
+def are_shared(tensors: Sequence[Tensor]) -> tuple[bool, ...]:
+    """Tell of each whether the next one who may write gets other memory: there was a lazy copy."""
+    if not _SHARES:
+        return (False,) * len(tensors)
+    return tuple(map(torch._C._is_cow_tensor, tensors))  # type: ignore[attr-defined]
 
 
 def _place(tensor: Tensor) -> tuple[object, ...]:
-    return address_of(tensor), tensor.storage_offset(), tensor.stride(), tensor.dtype
+    return addresses_of([tensor]), tensor.storage_offset(), tensor.stride(), tensor.dtype
 
 
 def is_plain(tensor: Tensor) -> bool:

@@ -19,7 +19,7 @@ __all__ = [
 ]
 
 
-_WHOLE = Tensor, nn.Parameter
+_WHOLE = frozenset((Tensor, nn.Parameter))
 
 
 def is_sharded(tensor: Tensor) -> bool:
@@ -66,9 +66,9 @@ def held_here(tensors: Sequence[Tensor]) -> list[Tensor]:
         >>> held_here([whole])[0] is whole
         True
     """
-    if any(map(is_sharded, tensors)):
-        return HeldParts(tensors)
-    return list(tensors)
+    if _WHOLE.issuperset(map(type, tensors)):  # as nearly always
+        return list(tensors)
+    return HeldParts(tensors) if any(map(is_sharded, tensors)) else list(tensors)
 
 
 def _here(tensor: Any) -> Tensor:

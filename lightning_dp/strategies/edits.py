@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from operator import attrgetter
 from typing import Any, TypeAlias
 
 import torch
@@ -126,12 +127,9 @@ class GradientEdits:
 
     def _differ(self, expected: Gradients) -> bool:
         """Tell whether the gradients are not those; of their bits, only where that is no wait."""
-        now = self._now()
-        if now.marks != expected.marks:
-            return True
-        differ = now.have_other_bits(expected)
-        if differ.device.type == "cpu":
-            return bool(differ)
+        differ = expected.differ(self._parameters, self._steps)
+        if isinstance(differ, bool):
+            return differ
         self._bits.append(differ)
         return False
 
@@ -233,7 +231,7 @@ class Gradients:
     """All that tells whether gradients are the same, without a whole copy of them.
 
     Args:
-        marks: of each one its id, the place in memory, and how often it was written to.
+        marks: ids, places in memory, and how often each was written to.
         bits: of some of their entries, on their device.
         held: the tensors, so that ids stay theirs.
     """
@@ -245,38 +243,58 @@ class Gradients:
     @classmethod
     def of(cls, parameters: Sequence[nn.Parameter], step: int) -> Gradients:
         """Look at the gradients of a step; over some steps, all entries have their turn."""
-        found = tuple(param.grad for param in parameters)
-        given = [gradient for gradient in found if gradient is not None]
-        dense = [here for here in held_here(given) if here.layout == torch.strided]
-        marks = (tuple(map(id, found)), *map(_mark, dense))
-        return cls(marks, tuple(_sample(dense, step)), found)
+        found = _gradients(parameters)
+        dense = _dense(found)
+        bits = tuple([each.clone() for each in _sample(dense, step)])
+        return cls(_marks(found, dense), bits, found)
 
-    def have_other_bits(self, than: Gradients) -> Tensor:
-        """Tell on their device whether bits differ, of gradients with the same marks."""
-        pairs = zip(self.bits, than.bits, strict=True)
-        differ = [(mine != its).any() for mine, its in pairs]
-        return torch.stack(differ).any() if differ else torch.tensor(False)
+    def differ(self, parameters: Sequence[nn.Parameter], step: int) -> bool | Tensor:
+        """Tell whether gradients of the same step are others now; of bits that a device holds, there."""
+        found = _gradients(parameters)
+        dense = _dense(found)
+        if _marks(found, dense) != self.marks:
+            return True
+        pairs = list(zip(_sample(dense, step), self.bits, strict=True))
+        if all(then.is_cpu for _, then in pairs):
+            return not all(torch.equal(now, then) for now, then in pairs)
+        return torch.stack([(now != then).any() for now, then in pairs]).any()
 
 
-def _mark(gradient: Tensor) -> tuple[int, ...]:
-    return gradient.data_ptr(), 0 if gradient.is_inference() else gradient._version
+def _gradients(parameters: Sequence[nn.Parameter]) -> tuple[Tensor | None, ...]:
+    return tuple([param.grad for param in parameters])
+
+
+def _dense(found: Sequence[Tensor | None]) -> list[Tensor]:
+    given = held_here([gradient for gradient in found if gradient is not None])
+    return [here for here in given if here.layout is torch.strided]
+
+
+def _marks(found: Sequence[Tensor | None], dense: Sequence[Tensor]) -> tuple[tuple[int, ...], ...]:
+    """Return ids of all; of the dense ones places in memory, and how often each was written to."""
+    counted = [each for each in dense if not each.is_inference()]
+    versions = tuple(map(attrgetter("_version"), counted))
+    return tuple(map(id, found)), tuple(map(Tensor.data_ptr, dense)), versions
 
 
 def _sample(gradients: Sequence[Tensor], step: int) -> Iterator[Tensor]:
-    """Yield copies of bits of the gradients, evenly spread; at once of those that share their memory.
+    """Yield bits of the gradients, evenly spread; at once of those that share their memory.
 
     Of a long vector every k-th run of entries: single ones, as of its rest, would have all of it read.
     """
-    wholes = (each if each._base is None else each._base for each in gradients)
+    bases = map(attrgetter("_base"), gradients)
+    wholes = [each if base is None else base for each, base in zip(gradients, bases, strict=True)]
     vectors = {id(whole): whole for whole in wholes}
     stride = max(1, sum(each.numel() for each in vectors.values()) // _ENTRIES)
     for each in vectors.values():
         bits = each.detach().reshape(-1).view(_INTEGERS[each.itemsize])
-        whole = len(bits) // (stride * _RUN) * (stride * _RUN) if stride > 1 else 0
+        if stride == 1:
+            yield bits
+            continue
+        whole = len(bits) // (stride * _RUN) * (stride * _RUN)
         rest = bits[whole:]
         if whole:
-            yield bits[:whole].view(-1, stride, _RUN)[:, step % stride].clone()
-        yield rest[step % stride % max(1, len(rest)) :: stride].clone()
+            yield bits[:whole].view(-1, stride, _RUN)[:, step % stride]
+        yield rest[step % stride % max(1, len(rest)) :: stride]
 
 
 def _versions(optimizer: Optimizer) -> Iterator[tuple[Tensor, int]]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from operator import attrgetter, is_
 from typing import NamedTuple, TypeAlias
 
 from lightning.pytorch import LightningModule
@@ -12,13 +14,20 @@ from torch.optim import Optimizer
 
 from lightning_dp._checks import MisconfigurationError
 from lightning_dp._fingerprint import fingerprint
-from lightning_dp._lazy_copies import address_of, is_one_memory, is_plain, is_shared, lazily_copied
+from lightning_dp._lazy_copies import (
+    addresses_of,
+    are_shared,
+    is_one_memory,
+    is_plain,
+    lazily_copied,
+)
 from lightning_dp._refusals import RefusedRun
 from lightning_dp._shards import held_here
 
 __all__ = ["FirstStep", "LaterSteps", "SameParameters", "checksums"]
 
 _Seen: TypeAlias = Tensor | int  # a lazy copy of a parameter, or its checksum
+_IS_TRAINED = attrgetter("requires_grad")
 
 _WRITTEN = (
     "training_step changed the parameters {} itself (a codebook or statistic kept as a parameter, a "
@@ -46,7 +55,8 @@ class SameParameters:
         self._all = tuple(module.parameters())
         others = {id(param) for param in public}
         self._fixed = [param for param in self._all if id(param) not in others]
-        self._trainable = [param.requires_grad for param in self._fixed]
+        self._trainable = tuple(map(_IS_TRAINED, self._fixed))
+        self._seen: tuple[list[nn.Parameter], tuple[bool, ...]] = [], ()  # the model's, as allowed
 
     def check_optimizer(self, optimizer: Optimizer) -> None:
         """Refuse an optimizer that moves others.
@@ -54,11 +64,8 @@ class SameParameters:
         Raises:
             RuntimeError: naming the cure.
         """
-        now = _trained(optimizer)
-        changed = len(now) != len(self.trained) or any(
-            a is not b for a, b in zip(now, self.trained, strict=True)
-        )
-        if changed or [param.requires_grad for param in self._fixed] != self._trainable:
+        is_same = _are_the_same(_trained(optimizer), self.trained)
+        if not is_same or tuple(map(_IS_TRAINED, self._fixed)) != self._trainable:
             raise RefusedRun(
                 "The set of trained parameters changed during fit (a fine-tuning callback, "
                 "add_param_group or requires_grad_?): new ones would be trained without privacy. "
@@ -72,9 +79,14 @@ class SameParameters:
         Raises:
             RuntimeError: naming the cure.
         """
-        here = {id(p) for p in _parameters_of(self._module) if p.requires_grad}
+        params = _parameters_of(self._module)
+        are_trained = tuple(map(_IS_TRAINED, params))
+        if _are_the_same(params, self._seen[0]) and are_trained == self._seen[1]:
+            return  # as nearly always
+        here = {id(p) for p in params if p.requires_grad}
         known = {id(p) for p in self._all if p.requires_grad}
         if here == known:
+            self._seen = params, are_trained
             return
         named = self._module.named_parameters()
         new = [name for name, p in named if p.requires_grad and id(p) not in known]
@@ -88,17 +100,24 @@ class SameParameters:
 
 
 def _trained(optimizer: Optimizer) -> tuple[nn.Parameter, ...]:
-    return tuple(p for g in optimizer.param_groups for p in g["params"] if p.requires_grad)
+    return tuple([p for g in optimizer.param_groups for p in g["params"] if p.requires_grad])
 
 
-def _parameters_of(module: nn.Module) -> Iterable[nn.Parameter]:
+def _are_the_same(some: Sequence[nn.Parameter], others: Sequence[nn.Parameter]) -> bool:
+    return len(some) == len(others) and all(map(is_, some, others))
+
+
+def _parameters_of(module: nn.Module) -> list[nn.Parameter]:
     """Return all parameters: at every step, and torch's own walk takes four times as long."""
     if type(module).named_parameters is not nn.Module.named_parameters:
-        return module.parameters()
-    modules = [module]
+        return list(module.parameters())
+    modules: list[nn.Module | None] = [module]
+    found: list[nn.Parameter | None] = []
     for each in modules:  # grows
-        modules += [part for part in each._modules.values() if part is not None]
-    return (p for each in modules for p in each._parameters.values() if p is not None)
+        if each is not None:
+            modules += each._modules.values()
+            found += each._parameters.values()
+    return [param for param in found if param is not None]
 
 
 class FirstStep:
@@ -217,6 +236,30 @@ class _Mark(NamedTuple):
         return now.version != self.version or (now.address != self.address and not self.is_shared)
 
 
+@dataclass(frozen=True)
+class _Marks:
+    """The marks of parameters that can be looked at, taken for all at once: at every step, twice."""
+
+    names: tuple[str, ...]
+    versions: tuple[int, ...]
+    addresses: tuple[int, ...]
+    are_shared: tuple[bool, ...]
+
+    @classmethod
+    def of(cls, params: Mapping[str, Tensor]) -> _Marks:
+        if {nn.Parameter}.union(map(type, params.values())) != {nn.Parameter}:
+            params = {n: here for n, p in params.items() if (here := _plain(p)) is not None}
+        if any(map(Tensor.is_inference, params.values())):
+            params = {name: each for name, each in params.items() if not each.is_inference()}
+        tensors = list(params.values())
+        versions = tuple(map(attrgetter("_version"), tensors))
+        return cls(tuple(params), versions, addresses_of(tensors), are_shared(tensors))
+
+    def by_name(self) -> dict[str, _Mark]:
+        marks = map(_Mark, self.versions, self.addresses, self.are_shared)
+        return dict(zip(self.names, marks, strict=True))
+
+
 class LaterSteps:
     """Watches whether ``training_step`` writes to a parameter that it let alone at the first batch.
 
@@ -230,7 +273,7 @@ class LaterSteps:
 
     def __init__(self, module: nn.Module, public: Sequence[nn.Parameter] = ()) -> None:
         self._all = _without(module, public)
-        self._before: dict[str, _Mark] | None = None
+        self._before: _Marks | None = None
         self._usual: frozenset[str] | None = None  # written to at the first batch
         self._moving: frozenset[str] = frozenset()  # that may have got other memory there
 
@@ -240,22 +283,23 @@ class LaterSteps:
         Args:
             has_snapshot: somebody holds lazy copies of them.
         """
-        self._before = self._marks()
-        if not has_snapshot and any(mark.is_shared for mark in self._before.values()):
+        self._before = _Marks.of(self._all)
+        if not has_snapshot and any(self._before.are_shared):
             for param in self._all.values():
                 if is_plain(param):
                     param.data_ptr()  # nobody has a copy any more: this only ends the sharing
-            self._before = self._marks()
+            self._before = _Marks.of(self._all)
 
     def fault(self) -> str | None:
         """Compare them when the loss is there; return why the step may not be released."""
-        before, self._before = self._before, None
-        if before is None:
+        seen, self._before = self._before, None
+        if seen is None:
             return None
-        marks = self._marks()
-        if marks == before and self._usual is not None:
+        marks = _Marks.of(self._all)
+        if marks == seen and self._usual is not None:
             return None  # as nearly always
-        pairs = [(name, before[name], now) for name, now in marks.items()]
+        before = seen.by_name()
+        pairs = [(name, before[name], now) for name, now in marks.by_name().items()]
         if self._usual is None:
             self._usual = frozenset(name for name, then, now in pairs if then.is_written(now))
             self._moving = frozenset(n for n, then, now in pairs if then.address != now.address)
@@ -267,13 +311,6 @@ class LaterSteps:
             and not (name in self._moving and then.version == now.version)
         )
         return _WRITTEN.format(_some(new)) if new else None
-
-    def _marks(self) -> dict[str, _Mark]:
-        return {
-            name: _Mark(here._version, address_of(here), is_shared(here))
-            for name, param in self._all.items()
-            if (here := _plain(param)) is not None and not here.is_inference()
-        }
 
 
 def _without(module: nn.Module, public: Sequence[nn.Parameter]) -> dict[str, nn.Parameter]:
