@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from lightning_dp._refusals import Refusal
 from lightning_dp.boundary import AbstractPerSampleGradients
+from lightning_dp.gradients.graph import Order, in_order
 
 __all__ = [
     "ALONE",
@@ -178,6 +179,10 @@ class AbstractGradientEngine(ABC):
         Full backward hooks on modules show by themselves where their outputs are.
         """
         return ()
+
+    def graph_of(self, loss: Tensor) -> Order:
+        """Return the nodes of a loss, each after those that feed it."""
+        return in_order(loss.grad_fn)
 
     @abstractmethod
     def take(self, scale: float, touched: Mapping[str, nn.Parameter]) -> AbstractPerSampleGradients:

@@ -8,12 +8,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import CheckpointFunction
 from torch.utils.hooks import RemovableHandle
 
 from lightning_dp.gradients.base import ALONE
+from lightning_dp.gradients.graph import Checkpoint
 
-__all__ = ["REENTRANT", "calling", "gradients_of", "has_checkpoints", "is_checkpoint", "joined"]
+__all__ = ["REENTRANT", "calling", "gradients_of", "has_checkpoints", "joined"]
 
 REENTRANT = (
     "A parameter is used outside of the known layers, and the model has reentrant activation "
@@ -21,13 +21,6 @@ REENTRANT = (
     "use_reentrant=False; with Hugging Face, gradient_checkpointing_enable("
     f"gradient_checkpointing_kwargs={{'use_reentrant': False}}). {ALONE}"
 )
-
-_KIND: type = CheckpointFunction._backward_cls
-
-
-def is_checkpoint(node: Any) -> bool:
-    """Tell whether a node is that of ``torch.utils.checkpoint`` with ``use_reentrant=True``."""
-    return isinstance(node, _KIND)
 
 
 def has_checkpoints(root: Any) -> bool:
@@ -37,7 +30,7 @@ def has_checkpoints(root: Any) -> bool:
         node = stack.pop()
         if node is None or node in seen:
             continue
-        if is_checkpoint(node):
+        if isinstance(node, Checkpoint):
             return True
         seen.add(node)
         stack.extend(child for child, _ in node.next_functions)

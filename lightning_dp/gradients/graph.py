@@ -5,11 +5,17 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeAlias
 
-from lightning_dp.gradients.checkpointing import is_checkpoint
+from torch.utils.checkpoint import CheckpointFunction
 
-__all__ = ["Region", "Survey", "survey", "uncovered"]
+__all__ = ["Checkpoint", "Order", "Region", "Survey", "in_order", "survey", "uncovered"]
+
+# The nodes of ``torch.utils.checkpoint`` with ``use_reentrant=True``.
+Checkpoint: type = CheckpointFunction._backward_cls
+
+# Nodes of a graph, each after those that feed it, with these: ``next_functions``.
+Order: TypeAlias = dict[Any, tuple[tuple[Any, int], ...]]
 
 
 @dataclass
@@ -31,7 +37,37 @@ class Survey:
     variables: dict[int, Any] = field(default_factory=dict)
 
 
-def survey(root: Any, calls: Collection[Any], stop: Collection[Any] = ()) -> Survey:
+def in_order(root: Any, stop: Collection[Any] = ()) -> Order:
+    """Return the nodes of a graph with the nodes that feed each, these first.
+
+    Args:
+        root: the node where to begin, ``loss.grad_fn``.
+        stop: nodes below which nothing is looked at.
+    """
+    order: Order = {}
+    stack = [] if root is None else [(root, _below(root, stop))]
+    while stack:
+        node, into = stack[-1]
+        is_ready = True
+        for child, _ in into:
+            if child is None or child in order:
+                continue
+            if below := _below(child, stop) if stop else child.next_functions:
+                stack.append((child, below))
+                is_ready = False
+            else:
+                order[child] = below
+        if is_ready:
+            stack.pop()
+            order[node] = into
+    return order
+
+
+def _below(node: Any, stop: Collection[Any]) -> tuple[tuple[Any, int], ...]:
+    return () if node in stop else node.next_functions
+
+
+def survey(order: Order, calls: Collection[Any]) -> Survey:
     """Find in one walk of a graph where parameters are used and which recorded calls it contains.
 
     A transpose, a cast or a norm of a parameter alone is still the parameter; the node that brings
@@ -40,57 +76,36 @@ def survey(root: Any, calls: Collection[Any], stop: Collection[Any] = ()) -> Sur
     recorded calls tells of a use that nobody recorded.
 
     Args:
-        root: the graph node where to begin, ``loss.grad_fn``.
+        order: as :func:`in_order` gives it.
         calls: the nodes of the outputs of recorded layer calls.
-        stop: nodes below which nothing is looked at.
     """
-    found, boundaries = Survey(), set(calls)
+    found, uses = Survey(), list[int | None]()
     owner: dict[Any, int | None] = {}  # of each node: the only parameter it depends on, if any
-    feeds_on_calls: set[Any] = set()
-    edges: dict[Any, list[Any]] = {}
-    stack = [] if root is None else [root]
-    while stack:
-        node = stack[-1]
-        if (below := edges.get(node)) is None:
-            into = () if node in stop else node.next_functions
-            edges[node] = below = [child for child, _ in into if child is not None]
-            if waiting := [child for child in below if child not in edges]:
-                stack += waiting
-                continue
-        stack.pop()
-        if node in owner:
-            continue
-        is_boundary = node in boundaries
-        if is_boundary:
+    boundaries = set(calls)
+    over_calls: set[Any] = set()  # the boundaries, and what they feed
+    for node, into in order.items():
+        if not into and (variable := getattr(node, "variable", None)) is not None:
+            found.variables[id(variable)] = variable
+            owners: list[int | None] = [id(variable)]
+        else:
+            owners = [owner[child] for child, _ in into if child is not None]
+        is_fed = not over_calls.isdisjoint([child for child, _ in into])
+        if is_boundary := node in boundaries:
             found.reached.add(node)
-        if is_checkpoint(node):
+            if not is_fed:
+                found.innermost.add(node)
+        if isinstance(node, Checkpoint):
             found.checkpoints.append(node)
-            boundaries.add(node)
             is_boundary = True
-        if not below:
-            owner[node] = _leaf(node, found)
-            continue
-        if not (boundaries.isdisjoint(below) and feeds_on_calls.isdisjoint(below)):
-            feeds_on_calls.add(node)
-        owners = [owner[child] for child in below]
-        one = owners[0] if owners.count(owners[0]) == len(owners) else None
-        owner[node] = None if is_boundary else one
-        if one is None or is_boundary:
-            for each in owners:
-                if each is not None:
-                    found.uses[each] += 1
-    if (last := owner.get(root)) is not None:
-        found.uses[last] += 1
-    found.innermost = found.reached - feeds_on_calls
+        if is_fed or is_boundary:
+            over_calls.add(node)
+        one = owners[0] if owners and owners.count(owners[0]) == len(owners) else None
+        owner[node] = None if is_boundary and into else one
+        if into and (one is None or is_boundary):
+            uses += owners
+    uses += [owner[root] for root in (*order,)[-1:]]
+    found.uses = Counter(each for each in uses if each is not None)
     return found
-
-
-def _leaf(node: Any, found: Survey) -> int | None:
-    """Note the leaf that a node stands for; return its ``id``."""
-    if (variable := getattr(node, "variable", None)) is None:
-        return None
-    found.variables[id(variable)] = variable
-    return id(variable)
 
 
 @dataclass(frozen=True)

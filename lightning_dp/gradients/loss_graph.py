@@ -11,6 +11,7 @@ from torch.autograd.function import BackwardCFunction
 from lightning_dp.gradients import flow_arithmetic as arithmetic
 from lightning_dp.gradients import flow_of_parts as of_parts
 from lightning_dp.gradients.flow_arithmetic import Outcome, Rule
+from lightning_dp.gradients.graph import Order, in_order
 from lightning_dp.gradients.record_flow import (
     NOTHING,
     ROWS,
@@ -24,7 +25,9 @@ from lightning_dp.gradients.record_flow import (
 __all__ = ["CoupledLossError", "check_loss_graph"]
 
 
-def check_loss_graph(loss: Tensor, records: int, outputs: Collection[Any]) -> None:
+def check_loss_graph(
+    loss: Tensor, records: int, outputs: Collection[Any], graph: Order | None = None
+) -> None:
     r"""Refuse a loss that is not :math:`\sum_i c_i f_i` with f_i of record i alone and constant c_i.
 
     Seen in the graph alone, whatever the values are: where does the dimension of the records go?
@@ -42,6 +45,7 @@ def check_loss_graph(loss: Tensor, records: int, outputs: Collection[Any]) -> No
         records: n, the number of records it was computed from.
         outputs: the graph nodes that made the outputs of trained layers: there the rows begin.
             Tensors with a gradient that are no parameters have rows, too.
+        graph: all nodes of the loss, where they are known.
 
     Raises:
         CoupledLossError: naming the node and the cure.
@@ -59,7 +63,7 @@ def check_loss_graph(loss: Tensor, records: int, outputs: Collection[Any]) -> No
     """
     if records < 2 or loss.grad_fn is None:
         return
-    _Walk(records, outputs).to(loss.grad_fn)
+    _Walk(records, outputs).along(in_order(loss.grad_fn) if graph is None else graph)
 
 
 class _Walk:
@@ -76,39 +80,27 @@ class _Walk:
         self._flows: dict[Any, Outcome] = {}
         self._pieces: dict[Any, Outcome] = {}
 
-    def to(self, root: Any) -> None:
-        """Follow the records to a node."""
-        flows, begun = self._flows, dict[Any, Any]()
-        stack = [root]
-        while stack:
-            node = stack[-1]
-            if node in flows:
-                stack.pop()
-                continue
-            if (into := begun.pop(node, None)) is None:
-                into = node.next_functions
-                if waiting := [e for e, _ in into if e is not None and e not in flows]:
-                    begun[node] = into
-                    stack += waiting
-                    continue
-            stack.pop()
-            flows[node] = self._flow(node, into)
+    def along(self, graph: Order) -> None:
+        """Follow the records through a graph."""
+        flows = self._flows
+        for node, edges in graph.items():
+            given = [NOTHING if into is None else flows[into] for into, _ in edges]
+            if given.count(NOTHING) == len(given):
+                flows[node] = self._beginning(node, edges)
+            else:
+                flows[node] = self._flow(node, edges, given)
 
-    def _flow(self, node: Any, edges: Any) -> Outcome:
+    def _flow(self, node: Any, edges: Any, given: Sequence[Outcome]) -> Outcome:
         """Return what a node holds, from what its inputs hold."""
         rule, is_entry_by_entry = _rules[type(node)]
-        flows = list[Flow]()
-        rows = others = 0
-        for into, number in edges:
-            flow = NOTHING if into is None else self._flows[into]
-            if isinstance(flow, list):
-                flow = flow[number]
-            if flow is ROWS:
-                rows += 1
-            elif flow is not NOTHING:
-                others += 1
-            flows.append(flow)
-        if not others:  # as nearly everywhere, there is no need to look closer
+        flows = [
+            each[number] if isinstance(each, list) else each
+            for each, (_, number) in zip(given, edges, strict=True)
+        ]
+        rows = flows.count(ROWS)
+        if rows + flows.count(NOTHING) == len(
+            flows
+        ):  # as nearly everywhere: no need to look closer
             if not rows:
                 return self._beginning(node, edges)
             if rows == 1 and (is_entry_by_entry or (rule in _LAYERS and node in self._layers)):
@@ -140,7 +132,9 @@ class _Walk:
         """Return rows where they begin: at a layer's output, or in data that have a gradient."""
         if not edges:
             variable = getattr(node, "variable", None)
-            if variable is None or isinstance(variable, nn.Parameter):
+            if variable is None or type(variable) is nn.Parameter:  # as nearly all, and at once
+                return NOTHING
+            if isinstance(variable, nn.Parameter):
                 return NOTHING
             return self._with_rows(variable.shape)
         begins = node in self._outputs or type(node).__name__ == _HOOK

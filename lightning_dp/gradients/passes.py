@@ -288,7 +288,8 @@ class RecordPasses:
             CoupledLossError: naming the node of the graph, and the cure.
         """
         if self._checks_graph:
-            check_loss_graph(loss, size, self._engine.outputs_of_layers())
+            outputs, graph = self._engine.outputs_of_layers(), self._engine.graph_of(loss)
+            check_loss_graph(loss, size, outputs, graph)
 
     def backward(self, loss: Tensor, *, keep_graph: bool = False, combined: bool = False) -> None:
         """Run the backward pass of a loss as the engine does it.

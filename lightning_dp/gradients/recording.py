@@ -21,7 +21,7 @@ from lightning_dp.gradients.checkpointing import REENTRANT
 from lightning_dp.gradients.embedding_bag import embedding_bag, tensors_of_bags
 from lightning_dp.gradients.folding import AbstractFolding, Folded
 from lightning_dp.gradients.function_call import FunctionCall
-from lightning_dp.gradients.graph import Region, Survey, survey, uncovered
+from lightning_dp.gradients.graph import Order, Region, Survey, in_order, survey, uncovered
 from lightning_dp.gradients.hessian import Dual, split
 from lightning_dp.gradients.layouts import Layout
 from lightning_dp.gradients.module_hooks import ModuleHooks
@@ -114,6 +114,7 @@ class Recorder:
         self._random_states: dict[nn.Module, Tensor | None] = {}  # before calls that are running
         self._marks: list[int] = []  # the tracer's calls before layers that are running
         self._problem: UnsupportedModelError | None = None
+        self._order: tuple[Any, Order] | None = None  # the root of a loss, and its graph
         self._is_watching = True
         self._is_along = False  # a direction
         self._known = list(module.parameters())
@@ -175,7 +176,7 @@ class Recorder:
 
     def drop(self) -> None:
         """Forget what was recorded."""
-        self._calls, self._problem = [], None
+        self._calls, self._problem, self._order = [], None, None
         self._unseen, self._random_states, self._marks = {}, {}, []
         if self._tracer is not None:
             self._tracer.clear()
@@ -405,6 +406,13 @@ class Recorder:
         edges = (edge for call in self._all() for edge in call.edges)
         return {edge.node for edge in edges if edge is not None} | self._unseen.keys()
 
+    def graph_of(self, loss: Tensor) -> Order:
+        """Return the nodes of a loss: one walk for all who ask before :meth:`take`."""
+        root = loss.grad_fn
+        if self._order is None or self._order[0] is not root:
+            self._order = root, in_order(root)
+        return self._order[1]
+
     def _all(self) -> list[Call]:
         return [*self._calls, *([] if self._tracer is None else self._tracer.calls)]
 
@@ -425,7 +433,8 @@ class Recorder:
         nodes = {edge.node: call for call in calls for edge in call.edges if edge is not None}
         # Below what is computed from parameters alone nothing is a call: it is pulled back as one.
         parts = {s for call in calls if isinstance(call, FunctionCall) for s in call.part_sources}
-        graph = survey(loss.grad_fn, nodes.keys() | unseen.keys(), parts)
+        order = in_order(loss.grad_fn, parts) if parts else self.graph_of(loss)
+        graph = survey(order, nodes.keys() | unseen.keys())
         self.drop()
         self.whole.refuse_unknown(graph, self._known)
         if graph.checkpoints and self._tracer is not None:
@@ -470,7 +479,8 @@ class Recorder:
                     recorded[key] += times
         for call in calls:
             if self._rule_of(call.layer) is multihead_attention:
-                inside = survey(call.edges[0].node, graph.reached, call.sources).uses
+                part = in_order(call.edges[0].node, call.sources)
+                inside = survey(part, graph.reached).uses
                 inside = self.whole.translated(inside)
                 recorded.update({key: inside[key] for key in self._own[call.layer]})
         # Fewer uses than calls: a call used another tensor in the parameter's place.
