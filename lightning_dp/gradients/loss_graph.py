@@ -98,9 +98,7 @@ class _Walk:
             for each, (_, number) in zip(given, edges, strict=True)
         ]
         rows = flows.count(ROWS)
-        if rows + flows.count(NOTHING) == len(
-            flows
-        ):  # as nearly everywhere: no need to look closer
+        if rows + flows.count(NOTHING) == len(flows):  # as nearly everywhere: no closer look
             if not rows:
                 return self._beginning(node, edges)
             if rows == 1 and (is_entry_by_entry or (rule in _LAYERS and node in self._layers)):

@@ -80,7 +80,7 @@ class SameParameters:
             RuntimeError: naming the cure.
         """
         params = _parameters_of(self._module)
-        are_trained = tuple(map(_IS_TRAINED, params))
+        are_trained = tuple(map(_IS_TRAINED, (*params, *self._all)))
         if _are_the_same(params, self._seen[0]) and are_trained == self._seen[1]:
             return  # as nearly always
         here = {id(p) for p in params if p.requires_grad}
