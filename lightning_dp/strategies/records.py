@@ -16,6 +16,9 @@ from lightning_dp.isolation.collated import CollatedPool, collated_pools, has_fo
 from lightning_dp.isolation.collation import Collate, EachAlone, Trial, try_collate
 from lightning_dp.isolation.copies import Copies, quiet
 from lightning_dp.isolation.drawn import MIXED, NotRepeatable, fetch, mixes_samples
+from lightning_dp.isolation.outcome import Isolation
+from lightning_dp.isolation.padding import compare_lengths
+from lightning_dp.isolation.passes import Passes
 from lightning_dp.isolation.samples import size_of
 from lightning_dp.isolation.transfer import TransferHooks
 from lightning_dp.run import PrivateRun
@@ -27,6 +30,12 @@ __all__ = ["Records"]
 
 _LOOKED_AT = 4  # records, for one whose shapes tell where several rows are
 _OTHERS = 2  # records that are drawn with the one that is looked at
+_PADDING = (
+    "{} pads a batch to its longest record, and how much it pads changes the others' gradients{}. "
+    "Clipping does not bound what the longest record does then, and ε would not hold. Pad on the right, "
+    "hide the padding from attention, means and losses by a mask, or pad to one fixed length. (Found on "
+    "synthetic samples. If it is wrong, leave the check out with isolation_probe=False.)"
+)
 _RARELY = 50  # steps between two looks, on average
 
 
@@ -68,7 +77,7 @@ class Records:
         if trial.outcome == "untried":
             self._run.isolation += f"; {name} was not tried ({trial.reason})"
         if trial.pads:
-            self._run.isolation += "; batches padded to other lengths were not compared"
+            self._compare_lengths(name, loader, chunk)
         if trial.drops and is_lead:
             warn(
                 f"{name} leaves out samples that are None or hold NaN. If your data have such, the "
@@ -76,6 +85,37 @@ class Records:
                 "data set before the training.",
                 topic="collate-fn",
             )
+
+    def _compare_lengths(self, name: str, loader: PrivateDataLoader, chunk: Chunk) -> None:
+        """Refuse a model that reads what its batches are padded with; note what was compared.
+
+        Raises:
+            MisconfigurationException: with the cure.
+        """
+        is_lead = self._world.is_lead
+        found = self._world.broadcast(self._of_lengths(loader, chunk) if is_lead else None)
+        if found.outcome == "coupled":
+            where = f" (first in {found.modules[0]})" if found.modules else ""
+            raise MisconfigurationError(_PADDING.format(name, where), topic="padding")
+        not_compared = f"not compared ({found.reason})"
+        were = "compared" if found.outcome == "isolated" else not_compared
+        self._run.isolation += f"; batches padded to other lengths were {were}"
+
+    def _of_lengths(self, loader: PrivateDataLoader, chunk: Chunk) -> Isolation:
+        step = self._step
+        if self._world.is_sharded:
+            return Isolation("not probed", "parameters are sharded")
+        try:
+            sample = _sample(loader, chunk)
+        except Exception:  # a data set that gives each record once
+            return Isolation("not probed", "a record could not be read again")
+        hooks = self._hooks
+        copies = Copies(loader.collate_of_user, closes_datasets=True)
+        fresh = partial(hooks.fresh, copies) if hooks.overridden else copies.fresh
+        with step.without_engine():
+            trainer = self._module.trainer
+            passes = Passes(self._module, step.engine, step.trained_names, trainer, made_up=True)
+            return compare_lengths(passes, fresh, sample)
 
     def after_charge(self, loader: PrivateDataLoader, chunk: Chunk) -> None:
         """Note a fault if, in a charged batch, a sample depends on the others; at a few steps only."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+import re
 
 import lightning as L
 import numpy as np
@@ -17,6 +18,7 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset, default_collate
 
 from lightning_dp._warnings import PrivacyWarning
 from lightning_dp.accounting.events import VoidedRunError
+from lightning_dp.accounting.journal import read_journal
 from lightning_dp.callbacks import DifferentialPrivacy
 
 X, Y = torch.randn(40, 3), torch.arange(40) % 2
@@ -49,6 +51,10 @@ def fit(make_trainer, module=None, data=None, dataset=None, collate=None, worker
     return privacy
 
 
+def charges(folder):
+    return [read_journal(journal)[1].total for journal in folder.rglob("*.journal")]
+
+
 def mixup(samples):
     x, y = default_collate(samples)
     return (x + x.roll(1, 0) if random.random() < 0.5 else x), y
@@ -58,7 +64,7 @@ def test_a_collate_fn_that_mixes_samples_is_refused_before_a_charge(make_trainer
     with pytest.raises(MisconfigurationException, match=r"collate_fn \(mixup\) mixes.*__getitem__"):
         fit(make_trainer, collate=mixup, ledger_dir=str(tmp_path))
 
-    assert not [line for p in tmp_path.rglob("*.jsonl") for line in p.open() if "charge" in line]
+    assert charges(tmp_path) == [0]
 
 
 def test_it_is_refused_where_workers_collate(make_trainer):
@@ -296,25 +302,56 @@ def test_what_cannot_be_read_again_is_told(make_trainer):
     assert "whether samples depend on each other was not seen" in privacy.report().isolation
 
 
-def test_the_report_says_that_padding_was_not_compared(make_trainer):
-    class Sequences(Dataset):
-        def __len__(self):
-            return 60
+class Sequences(Dataset):
+    def __len__(self):
+        return 60
 
-        def __getitem__(self, i):
-            return torch.full((2 + i % 3, 3), 0.1 * i), i % 2
+    def __getitem__(self, i):
+        return torch.full((2 + i % 3, 3), 0.1 * i), i % 2
 
-    class Mean(Model):
-        """Counts the padding, so the longest record moves the gradients of all others."""
 
-        def training_step(self, batch, batch_idx):
-            return F.cross_entropy(self.layer(batch[0].mean(1)), batch[1])
+def padded(samples):
+    x = pad_sequence([x for x, _ in samples], batch_first=True)
+    lengths = torch.tensor([len(x) for x, _ in samples])
+    return x, lengths, torch.tensor([y for _, y in samples])
 
-    def padded(samples):
-        x = pad_sequence([x for x, _ in samples], batch_first=True)
-        return x, torch.tensor([y for _, y in samples])
 
-    said = fit(make_trainer, Mean(), dataset=Sequences(), collate=padded).report().isolation
-    assert said.startswith("probed, isolated")
-    assert said.endswith("; batches padded to other lengths were not compared")
+class MaskedMean(Model):
+    def training_step(self, batch, batch_idx):
+        x, lengths, y = batch
+        mask = torch.arange(x.shape[1]) < lengths[:, None]
+        pooled = (x * mask[..., None]).sum(1) / lengths[:, None]
+        return F.cross_entropy(self.layer(pooled), y)
+
+
+class Mean(Model):
+    """Counts the padding, so the longest record moves the gradients of all others."""
+
+    def training_step(self, batch, batch_idx):
+        return F.cross_entropy(self.layer(batch[0].mean(1)), batch[2])
+
+
+class NoisyMean(MaskedMean):
+    def training_step(self, batch, batch_idx):
+        return super().training_step(batch, batch_idx) + 0 * torch.randn_like(batch[0]).sum()
+
+
+def test_a_model_that_reads_the_padding_is_refused_before_any_charge(make_trainer, tmp_path):
+    with pytest.raises(MisconfigurationException, match=r"\(padded\) pads a batch to its longest"):
+        fit(make_trainer, Mean(), dataset=Sequences(), collate=padded)
+    assert charges(tmp_path) == [0]
+
+
+@pytest.mark.parametrize(
+    ("model", "said"),
+    [(MaskedMean, "were compared"), (NoisyMean, r"were not compared \(the model draws random")],
+)
+def test_the_report_says_if_batches_of_other_lengths_were_compared(make_trainer, model, said):
+    privacy = fit(make_trainer, model(), dataset=Sequences(), collate=padded)
+    found = privacy.report().isolation
+    assert found.startswith("probed, isolated")
+    assert re.search(f"; batches padded to other lengths {said}", found)
+
+
+def test_nothing_is_said_of_padding_where_there_is_none(make_trainer):
     assert "padded" not in fit(make_trainer).report().isolation
