@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightning_dp.gradients import UnsupportedModelError
 from lightning_dp.gradients.compiled import as_written
@@ -24,6 +25,7 @@ __all__ = ["compare_lengths"]
 _GROUPS = ((0, 1, 2, 3), (4, 5, 6, 7))
 _CLASSES = (8, 2)  # whole numbers are below this
 _SHORT = 6  # shorter samples are made longer, and others are made from half of their length on
+_RANDOM = "the model draws random numbers, as many as a batch is long"
 _NOT_MADE = "no samples of other lengths could be made"
 
 
@@ -44,9 +46,19 @@ def compare_lengths(
 
     Returns:
         "isolated"; "coupled", with the reason; or "not probed", with the reason why nothing can be
-        said: samples that the model does not take, random numbers that come by other means than
-        ``nn.Dropout``, targets that a mean ignores (every batch is watched for these).
+        said: samples that the model does not take, random numbers that evaluation draws too, targets
+        that a mean ignores (every batch is watched for these).
     """
+    found = _compared(passes, fresh, sample)
+    if found.reason != _RANDOM:
+        return found
+    with _in_evaluation(passes.module):  # dropout of functions, too
+        return _compared(passes, fresh, sample)
+
+
+def _compared(
+    passes: Passes, fresh: Callable[[], Callable[[list[Any]], Any]], sample: Any
+) -> Isolation:
     why_not = _NOT_MADE
     with passes.quietly(), quiet():
         for samples in _made_up(fresh, sample):
@@ -67,6 +79,18 @@ def compare_lengths(
             outcomes = {each.outcome for each in found}
             return found[0] if len(outcomes) == 1 else Isolation("not probed", "the groups differ")
     return Isolation("not probed", why_not)
+
+
+@contextmanager
+def _in_evaluation(module: nn.Module) -> Iterator[None]:
+    """Inside, the model and its parts are in evaluation, each of which is what it was afterwards."""
+    training = [part for part in module.modules() if part.training]
+    module.eval()
+    try:
+        yield
+    finally:
+        for part in training:
+            part.training = True
 
 
 @dataclass(frozen=True)
@@ -161,7 +185,7 @@ def _outcomes(passes: Passes, changes: Sequence[Change]) -> list[Isolation]:
 def _outcome(comparisons: Comparisons, change: Change) -> Isolation:
     before = comparisons.answer(change.before)
     if before.is_random:
-        return Isolation("not probed", "the model draws random numbers, as many as a batch is long")
+        return Isolation("not probed", _RANDOM)
     found = comparisons.outcome(change)
     if found.outcome == "coupled" and None in before.ignored:
         return Isolation("not probed", "the loss leaves ignored targets out of its mean")
