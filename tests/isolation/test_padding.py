@@ -183,9 +183,15 @@ def compared(model: Model, collate: Any = on_the_right, sample: Any = SAMPLE) ->
 
 
 HIDE_PADDING = [Model, Attends, Places, Recurrent, Dropping, DroppingByFunction]
+READ_PADDING = [MeanOfAll, SumOfAll, MeanByBatch, AttendsToAll, LastOfAll, DroppingAMean]
 
 
 @pytest.mark.parametrize("model", HIDE_PADDING)
+def test_models_that_mask_the_padding_are_isolated(model: type[Model]) -> None:
+    assert compared(model()).outcome == "isolated"
+
+
+@pytest.mark.parametrize("model", READ_PADDING)
 def test_models_that_read_the_padding_are_coupled(model: type[Model]) -> None:
     net = model()
     net.out.eval()
