@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from lightning_dp._refusals import Refusal
 from lightning_dp.boundary import AbstractPerSampleGradients
-from lightning_dp.gradients.graph import Order, in_order
+from lightning_dp.gradients.known_graphs import Graph
 
 __all__ = [
     "ALONE",
@@ -180,9 +180,9 @@ class AbstractGradientEngine(ABC):
         """
         return ()
 
-    def graph_of(self, loss: Tensor) -> Order:
-        """Return the nodes of a loss, each after those that feed it."""
-        return in_order(loss.grad_fn)
+    def graph_of(self, loss: Tensor) -> Graph:
+        """Return the graph of a loss."""
+        return Graph.of(loss.grad_fn, self.outputs_of_layers())
 
     @abstractmethod
     def take(self, scale: float, touched: Mapping[str, nn.Parameter]) -> AbstractPerSampleGradients:

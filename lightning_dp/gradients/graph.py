@@ -27,14 +27,12 @@ class Survey:
         reached: the recorded calls that the graph contains.
         innermost: those of them that no other recorded call feeds.
         checkpoints: nodes of reentrant activation checkpoints, with parts of the model inside.
-        variables: the leaves, by ``id``.
     """
 
     uses: Counter[int] = field(default_factory=Counter)
     reached: set[Any] = field(default_factory=set)
     innermost: set[Any] = field(default_factory=set)
     checkpoints: list[Any] = field(default_factory=list)
-    variables: dict[int, Any] = field(default_factory=dict)
 
 
 def in_order(root: Any, stop: Collection[Any] = ()) -> Order:
@@ -85,7 +83,6 @@ def survey(order: Order, calls: Collection[Any]) -> Survey:
     over_calls: set[Any] = set()  # the boundaries, and what they feed
     for node, into in order.items():
         if not into and (variable := getattr(node, "variable", None)) is not None:
-            found.variables[id(variable)] = variable
             owners: list[int | None] = [id(variable)]
         else:
             owners = [owner[child] for child, _ in into if child is not None]

@@ -3,6 +3,7 @@ r"""The check of a loss by its autograd graph: records meet in sums with constan
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from functools import cached_property
 from typing import Any
 
 from torch import Tensor, nn
@@ -11,7 +12,7 @@ from torch.autograd.function import BackwardCFunction
 from lightning_dp.gradients import flow_arithmetic as arithmetic
 from lightning_dp.gradients import flow_of_parts as of_parts
 from lightning_dp.gradients.flow_arithmetic import Outcome, Rule
-from lightning_dp.gradients.graph import Order, in_order
+from lightning_dp.gradients.known_graphs import Graph
 from lightning_dp.gradients.record_flow import (
     NOTHING,
     ROWS,
@@ -22,12 +23,13 @@ from lightning_dp.gradients.record_flow import (
     name_of,
 )
 
-__all__ = ["CoupledLossError", "check_loss_graph"]
+__all__ = ["CoupledLossError", "check_graph", "check_loss_graph"]
+
+# What a value of any shape may hold; more than that would keep nodes of a graph.
+_ANY_SHAPE = (ROWS, NOTHING)
 
 
-def check_loss_graph(
-    loss: Tensor, records: int, outputs: Collection[Any], graph: Order | None = None
-) -> None:
+def check_loss_graph(loss: Tensor, records: int, outputs: Collection[Any]) -> None:
     r"""Refuse a loss that is not :math:`\sum_i c_i f_i` with f_i of record i alone and constant c_i.
 
     Seen in the graph alone, whatever the values are: where does the dimension of the records go?
@@ -45,7 +47,6 @@ def check_loss_graph(
         records: n, the number of records it was computed from.
         outputs: the graph nodes that made the outputs of trained layers: there the rows begin.
             Tensors with a gradient that are no parameters have rows, too.
-        graph: all nodes of the loss, where they are known.
 
     Raises:
         CoupledLossError: naming the node and the cure.
@@ -61,9 +62,21 @@ def check_loss_graph(
         ...     str(error)[:60]
         'The loss takes clamp (ClampBackward1) of what mean (MeanBack'
     """
-    if records < 2 or loss.grad_fn is None:
+    check_graph(Graph.of(loss.grad_fn, outputs), records)
+
+
+def check_graph(graph: Graph, records: int) -> None:
+    """Do the same with the graph of a loss.
+
+    Of graphs made alike only those nodes are looked at again whose shapes or attributes decide.
+
+    Raises:
+        CoupledLossError: naming the node and the cure.
+    """
+    if records < 2:
         return
-    _Walk(records, outputs).along(in_order(loss.grad_fn) if graph is None else graph)
+    if graph.known.looked is None or not _Walk(records, graph).once_more():
+        _Walk(records, graph).along()
 
 
 class _Walk:
@@ -71,24 +84,56 @@ class _Walk:
 
     Args:
         records: their number.
-        outputs: the nodes at which rows begin.
+        graph: its outputs of layers are the nodes at which rows begin.
     """
 
-    def __init__(self, records: int, outputs: Collection[Any]) -> None:
-        self._records, self._outputs = records, outputs
-        self._layers = {_behind_a_view(node) for node in outputs}
+    def __init__(self, records: int, graph: Graph) -> None:
+        self._records, self._graph, self._outputs = records, graph, graph.outputs
         self._flows: dict[Any, Outcome] = {}
         self._pieces: dict[Any, Outcome] = {}
 
-    def along(self, graph: Order) -> None:
-        """Follow the records through a graph."""
-        flows = self._flows
-        for node, edges in graph.items():
-            given = [NOTHING if into is None else flows[into] for into, _ in edges]
-            if given.count(NOTHING) == len(given):
-                flows[node] = self._beginning(node, edges)
-            else:
-                flows[node] = self._flow(node, edges, given)
+    @cached_property
+    def _layers(self) -> set[Any]:
+        return {_behind_a_view(node) for node in self._outputs}
+
+    def along(self) -> None:
+        """Follow the records from the first node to the last, and remember what structure decides."""
+        flows, looked = self._flows, list[int]()
+        for number, (node, edges) in enumerate(self._graph.order.items()):
+            given = self._given(edges)
+            decided = self._by_structure(node, edges, given)
+            flows[node] = self._flow(node, edges, given) if decided is None else decided
+            if decided is None:
+                looked.append(number)
+        known = self._graph.known
+        known.flows = tuple([flow if flow in _ANY_SHAPE else None for flow in flows.values()])
+        known.looked = tuple(looked)
+
+    def once_more(self) -> bool:
+        """Look only where structure did not decide; False if something else is found there."""
+        graph, known = self._graph, self._graph.known
+        self._flows = flows = dict(zip(graph.order, known.flows, strict=True))
+        for number in known.looked or ():
+            node, before = graph.nodes[number], known.flows[number]
+            edges = graph.order[node]
+            flows[node] = flow = self._flow(node, edges, self._given(edges))
+            if before is not None and flow is not before:
+                return False  # and what follows may have relied on it
+        return True
+
+    def _given(self, edges: Any) -> list[Outcome]:
+        return [NOTHING if into is None else self._flows[into] for into, _ in edges]
+
+    def _by_structure(self, node: Any, edges: Any, given: Sequence[Outcome]) -> Flow | None:
+        """Return what a node of any shape and with any attributes holds; None if they decide."""
+        nothing, rows = given.count(NOTHING), given.count(ROWS)
+        if nothing == len(given):
+            return None if self._may_begin(node, edges) else NOTHING
+        if rows != 1 or rows + nothing != len(given):
+            return None
+        rule, is_entry_by_entry = _rules[type(node)]
+        is_of_rows = is_entry_by_entry or (rule in _LAYERS and node in self._layers)
+        return ROWS if is_of_rows else None
 
     def _flow(self, node: Any, edges: Any, given: Sequence[Outcome]) -> Outcome:
         """Return what a node holds, from what its inputs hold."""
@@ -98,7 +143,7 @@ class _Walk:
             for each, (_, number) in zip(given, edges, strict=True)
         ]
         rows = flows.count(ROWS)
-        if rows + flows.count(NOTHING) == len(flows):  # as nearly everywhere: no closer look
+        if rows + flows.count(NOTHING) == len(flows):
             if not rows:
                 return self._beginning(node, edges)
             if rows == 1 and (is_entry_by_entry or (rule in _LAYERS and node in self._layers)):
@@ -128,15 +173,19 @@ class _Walk:
 
     def _beginning(self, node: Any, edges: Any) -> Flow:
         """Return rows where they begin: at a layer's output, or in data that have a gradient."""
-        if not edges:
-            variable = getattr(node, "variable", None)
-            if variable is None or type(variable) is nn.Parameter:  # as nearly all, and at once
-                return NOTHING
-            if isinstance(variable, nn.Parameter):
-                return NOTHING
-            return self._with_rows(variable.shape)
-        begins = node in self._outputs or type(node).__name__ == _HOOK
-        return self._with_rows(node._input_metadata[0].shape) if begins else NOTHING
+        if not self._may_begin(node, edges):
+            return NOTHING
+        if edges:
+            return self._with_rows(node._input_metadata[0].shape)
+        is_parameter = isinstance(node.variable, nn.Parameter)
+        return NOTHING if is_parameter else self._with_rows(node.variable.shape)
+
+    def _may_begin(self, node: Any, edges: Any) -> bool:
+        """Tell whether rows may begin at a node that holds nothing of them else."""
+        if edges:
+            return node in self._outputs or type(node).__name__ == _HOOK
+        variable = getattr(node, "variable", None)
+        return variable is not None and type(variable) is not nn.Parameter
 
     def _with_rows(self, shape: Sequence[int]) -> Flow:
         """Return rows for a shape that has them first, or after the time."""

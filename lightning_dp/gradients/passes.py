@@ -26,7 +26,7 @@ from lightning_dp.gradients.base import ALONE, AbstractGradientEngine, Unsupport
 from lightning_dp.gradients.bookkeeping import BookkeptGradients
 from lightning_dp.gradients.compiled import CompiledParts, as_written
 from lightning_dp.gradients.engines import EngineChoice
-from lightning_dp.gradients.loss_graph import CoupledLossError, check_loss_graph
+from lightning_dp.gradients.loss_graph import CoupledLossError, check_graph
 from lightning_dp.gradients.random_state import RandomState
 from lightning_dp.gradients.raw import RawGradientGuard
 from lightning_dp.gradients.sharded import shards_at_point
@@ -288,8 +288,7 @@ class RecordPasses:
             CoupledLossError: naming the node of the graph, and the cure.
         """
         if self._checks_graph:
-            outputs, graph = self._engine.outputs_of_layers(), self._engine.graph_of(loss)
-            check_loss_graph(loss, size, outputs, graph)
+            check_graph(self._engine.graph_of(loss), size)
 
     def backward(self, loss: Tensor, *, keep_graph: bool = False, combined: bool = False) -> None:
         """Run the backward pass of a loss as the engine does it.

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from lightning_dp._refusals import RefusedRun
 from lightning_dp.gradients.base import AbstractGradientEngine
-from lightning_dp.gradients.graph import Order
+from lightning_dp.gradients.known_graphs import Graph
 from lightning_dp.gradients.recording import Recorder
 
 __all__ = ["AbstractRecordingEngine"]
@@ -34,7 +34,7 @@ class AbstractRecordingEngine(AbstractGradientEngine):
     def outputs_of_layers(self) -> Collection[Any]:
         return self._attached.outputs()
 
-    def graph_of(self, loss: Tensor) -> Order:
+    def graph_of(self, loss: Tensor) -> Graph:
         return self._attached.graph_of(loss)
 
     def drop(self) -> None:

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from operator import is_
 from typing import Any, TypeAlias, cast
 
@@ -21,8 +21,9 @@ from lightning_dp.gradients.checkpointing import REENTRANT
 from lightning_dp.gradients.embedding_bag import embedding_bag, tensors_of_bags
 from lightning_dp.gradients.folding import AbstractFolding, Folded
 from lightning_dp.gradients.function_call import FunctionCall
-from lightning_dp.gradients.graph import Order, Region, Survey, in_order, survey, uncovered
+from lightning_dp.gradients.graph import Region, Survey, in_order, survey, uncovered
 from lightning_dp.gradients.hessian import Dual, split
+from lightning_dp.gradients.known_graphs import Graph, KnownGraphs
 from lightning_dp.gradients.layouts import Layout
 from lightning_dp.gradients.module_hooks import ModuleHooks
 from lightning_dp.gradients.opacus_layers import Arrange, OpacusLayers, own_parameters
@@ -114,7 +115,8 @@ class Recorder:
         self._random_states: dict[nn.Module, Tensor | None] = {}  # before calls that are running
         self._marks: list[int] = []  # the tracer's calls before layers that are running
         self._problem: UnsupportedModelError | None = None
-        self._order: tuple[Any, Order] | None = None  # the root of a loss, and its graph
+        self._graph: tuple[Any, Graph] | None = None  # the root of a loss, and its graph
+        self._graphs = KnownGraphs()
         self._is_watching = True
         self._is_along = False  # a direction
         self._known = list(module.parameters())
@@ -176,7 +178,7 @@ class Recorder:
 
     def drop(self) -> None:
         """Forget what was recorded."""
-        self._calls, self._problem, self._order = [], None, None
+        self._calls, self._problem, self._graph = [], None, None
         self._unseen, self._random_states, self._marks = {}, {}, []
         if self._tracer is not None:
             self._tracer.clear()
@@ -406,12 +408,12 @@ class Recorder:
         edges = (edge for call in self._all() for edge in call.edges)
         return {edge.node for edge in edges if edge is not None} | self._unseen.keys()
 
-    def graph_of(self, loss: Tensor) -> Order:
-        """Return the nodes of a loss: one walk for all who ask before :meth:`take`."""
-        root = loss.grad_fn
-        if self._order is None or self._order[0] is not root:
-            self._order = root, in_order(root)
-        return self._order[1]
+    def graph_of(self, loss: Tensor) -> Graph:
+        """Return the graph of a loss: one walk for all who ask before :meth:`take`."""
+        root, outputs = loss.grad_fn, self.outputs()
+        if self._graph is None or self._graph[0] is not root or self._graph[1].outputs != outputs:
+            self._graph = root, self._graphs.graph(root, outputs)
+        return self._graph[1]
 
     def _all(self) -> list[Call]:
         return [*self._calls, *([] if self._tracer is None else self._tracer.calls)]
@@ -433,10 +435,10 @@ class Recorder:
         nodes = {edge.node: call for call in calls for edge in call.edges if edge is not None}
         # Below what is computed from parameters alone nothing is a call: it is pulled back as one.
         parts = {s for call in calls if isinstance(call, FunctionCall) for s in call.part_sources}
-        order = in_order(loss.grad_fn, parts) if parts else self.graph_of(loss)
-        graph = survey(order, nodes.keys() | unseen.keys())
+        whole = self.graph_of(loss)
+        graph = survey(in_order(loss.grad_fn, parts), whole.outputs) if parts else whole.survey()
         self.drop()
-        self.whole.refuse_unknown(graph, self._known)
+        self.whole.refuse_unknown(whole.leaves, self._known)
         if graph.checkpoints and self._tracer is not None:
             raise UnsupportedModelError(REENTRANT, topic="checkpointing")
         for node in graph.reached & unseen.keys():
@@ -444,8 +446,18 @@ class Recorder:
         reached = {id(nodes[node]) for node in graph.reached}
         if len(reached) < len(calls):
             calls = [call for call in calls if id(call) in reached]
-        self._refuse_uncovered(loss, calls, graph)
+        layers = tuple([id(call.layer) for call in calls if isinstance(call, LayerCall)])
+        if layers not in whole.known.covered:
+            self._refuse_uncovered(loss, calls, graph)
+            if self._structure_decides:
+                whole.known.covered.add(layers)
         return calls, graph
+
+    @cached_property
+    def _structure_decides(self) -> bool:
+        """True if the layers that are called and a graph's structure tell whether all uses are known."""
+        are_plain = all(self._rule_of(layer) is not multihead_attention for layer in self._own)
+        return are_plain and self._tracer is None and not self.whole.is_used
 
     def _refuse_uncovered(self, loss: Tensor, calls: Sequence[Call], graph: Survey) -> None:
         """Refuse a use of a parameter in the graph that is not a recorded call."""

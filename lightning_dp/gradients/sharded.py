@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from lightning_dp._shards import held_here, is_sharded
 from lightning_dp.functional import flatten, unflatten
 from lightning_dp.gradients.base import UnsupportedModelError
-from lightning_dp.gradients.graph import Survey
 from lightning_dp.gradients.module_hooks import ModuleHooks
 from lightning_dp.gradients.unsupported import is_flat_sharded, is_fully_sharded
 
@@ -146,7 +145,12 @@ class WholeParameters:
             found[key if shard is None else id(shard)] += count
         return found
 
-    def refuse_unknown(self, graph: Survey, known: Iterable[nn.Parameter]) -> None:
+    @property
+    def is_used(self) -> bool:
+        """True if there are sharded parameters."""
+        return bool(self._shards)
+
+    def refuse_unknown(self, leaves: Iterable[Any], known: Iterable[nn.Parameter]) -> None:
         """Refuse a graph that ends in a parameter nobody knows: it was used outside of its layer.
 
         Raises:
@@ -155,8 +159,8 @@ class WholeParameters:
         if not self._shards:
             return
         ids = {id(param) for param in known} | self._shard_of.keys()
-        for key, variable in graph.variables.items():
-            if key not in ids and isinstance(variable, nn.Parameter):
+        for variable in leaves:
+            if id(variable) not in ids and isinstance(variable, nn.Parameter):
                 raise UnsupportedModelError(
                     f"A sharded parameter of shape {tuple(variable.shape)} is used outside of its layer "
                     "(F.linear(x, layer.weight), say), where it cannot be told which one it is. Call "

@@ -1,0 +1,130 @@
+"""Graphs of losses, which nearly every step makes alike: what their structure decides is found once."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Hashable
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+from lightning_dp.gradients.graph import Order, Survey, in_order, survey
+
+__all__ = ["Graph", "Known", "KnownGraphs"]
+
+_MOST = 32  # structures that are kept
+
+
+@dataclass(frozen=True)
+class _Places:
+    """A :class:`Survey` with the places of nodes instead of nodes."""
+
+    uses: Counter[int]
+    reached: tuple[int, ...]
+    innermost: tuple[int, ...]
+    checkpoints: tuple[int, ...]
+
+
+@dataclass
+class Known:
+    """All that was found in graphs of one structure, and no node of any of them.
+
+    Args:
+        survey: where the recorded calls are.
+        flows: what each node holds of the records, where it is rows or nothing.
+        looked: the places of nodes for which more than the structure decides that.
+        covered: layers, by ``id``, whose calls are all uses of trained parameters.
+    """
+
+    survey: _Places | None = None
+    flows: tuple[Any, ...] = ()
+    looked: tuple[int, ...] | None = None
+    covered: set[tuple[int, ...]] = field(default_factory=set)
+
+
+@dataclass(frozen=True)
+class Graph:
+    """The graph of a loss.
+
+    Args:
+        order: its nodes, each after those that feed it.
+        outputs: the nodes that made outputs of layers.
+        leaves: the variables where it ends.
+        known: of graphs of this structure.
+    """
+
+    order: Order
+    outputs: Collection[Any]
+    leaves: tuple[Any, ...]
+    known: Known
+
+    @classmethod
+    def of(cls, root: Any, outputs: Collection[Any]) -> Graph:
+        """Walk through a graph of which nothing is known."""
+        order = in_order(root)
+        return cls(order, outputs, _leaves(order), Known())
+
+    @cached_property
+    def nodes(self) -> list[Any]:
+        """The nodes in their order."""
+        return list(self.order)
+
+    def survey(self) -> Survey:
+        """Return what :func:`~lightning_dp.gradients.graph.survey` finds, the outputs being calls."""
+        nodes, places = self.nodes, self.known.survey
+        if places is None:
+            found = survey(self.order, self.outputs)
+            numbers = {node: number for number, node in enumerate(nodes)}
+            reached, innermost, checkpoints = (
+                tuple([numbers[node] for node in each])
+                for each in (found.reached, found.innermost, found.checkpoints)
+            )
+            self.known.survey = _Places(found.uses, reached, innermost, checkpoints)
+            return found
+        return Survey(
+            places.uses,
+            {nodes[place] for place in places.reached},
+            {nodes[place] for place in places.innermost},
+            [nodes[place] for place in places.checkpoints],
+        )
+
+
+class KnownGraphs:
+    """Recognises graphs by their structure.
+
+    That is the types of all nodes, what feeds each, which of them made outputs of layers, and which
+    variables are the leaves. Shapes and saved attributes, which follow the size of a batch, are no
+    part of it.
+    """
+
+    def __init__(self) -> None:
+        self._known: dict[Hashable, Known] = {}
+
+    def graph(self, root: Any, outputs: Collection[Any]) -> Graph:
+        """Return a graph, with what is known of those made alike.
+
+        Args:
+            root: the node where to begin, ``loss.grad_fn``.
+            outputs: the nodes that made outputs of layers.
+        """
+        order = in_order(root)
+        leaves = _leaves(order)
+        place = {node: number for number, node in enumerate(order)}.get
+        structure = (
+            tuple(map(type, order)),
+            tuple(map(len, order.values())),
+            tuple([(place(node), number) for into in order.values() for node, number in into]),
+            frozenset(map(place, outputs)),
+            tuple(map(id, leaves)),
+        )
+        known = self._known.get(structure)
+        if known is None:
+            if len(self._known) >= _MOST:
+                self._known.clear()
+            self._known[structure] = known = Known()
+        return Graph(order, outputs, leaves, known)
+
+
+def _leaves(order: Order) -> tuple[Any, ...]:
+    """Return the variable of each node that nothing feeds; None for one that has none."""
+    return tuple([getattr(node, "variable", None) for node, into in order.items() if not into])
