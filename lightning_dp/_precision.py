@@ -97,6 +97,9 @@ class FullPrecision:
             setting.write(value)
 
 
+_AS_IT_IS = FullPrecision(())
+
+
 def full_precision(device: torch.device) -> FullPrecision:
     """Return a context in which products of float32 matrices, and convolutions, keep float32's digits.
 
@@ -110,5 +113,5 @@ def full_precision(device: torch.device) -> FullPrecision:
         device: where the products are. The settings are read now.
     """
     settings = _ON_CPU if device.type == "cpu" else _ON_DEVICES
-    found = [(setting, setting.read()) for setting in settings]
-    return FullPrecision(tuple((s, value) for s, value in found if value in _ROUNDING))
+    lowered = [(each, value) for each in settings if (value := each.read()) in _ROUNDING]
+    return FullPrecision(tuple(lowered)) if lowered else _AS_IT_IS

@@ -241,8 +241,10 @@ def unflatten(vector: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
         >>> [part.shape for part in unflatten(torch.zeros(5), [torch.zeros(2, 2), torch.ones(1)])]
         [torch.Size([2, 2]), torch.Size([1])]
     """
+    parts = [part.view_as(t) for part, t in zip(parts_of(vector, like), like, strict=True)]
     return [
-        part.view_as(t).to(t.dtype) for part, t in zip(parts_of(vector, like), like, strict=True)
+        part if part.dtype is t.dtype else part.to(t.dtype)
+        for part, t in zip(parts, like, strict=True)
     ]
 
 
@@ -270,16 +272,17 @@ def flat_zeros(like: Sequence[Tensor], size: int | None = None) -> Tensor:
         size: its length; by default that of all of them together.
     """
     size = sum(tensor.numel() for tensor in like) if size is None else size
-    return torch.zeros(size, dtype=_flat_dtype(like), device=like[0].device)
+    return torch.zeros(size, dtype=flat_dtype(like), device=like[0].device)
 
 
 def flat_memory(like: Sequence[Tensor]) -> Tensor:
     """Return the same as :func:`flat_zeros` of all of them, before anything was written into it."""
     size = sum(tensor.numel() for tensor in like)
-    return torch.empty(size, dtype=_flat_dtype(like), device=like[0].device)
+    return torch.empty(size, dtype=flat_dtype(like), device=like[0].device)
 
 
-def _flat_dtype(like: Sequence[Tensor]) -> torch.dtype:
+def flat_dtype(like: Sequence[Tensor]) -> torch.dtype:
+    """Return the type of flat vectors of such tensors: theirs, but at least float32."""
     return functools.reduce(torch.promote_types, {t.dtype for t in like}, torch.float32)
 
 

@@ -25,7 +25,7 @@ from lightning_dp.boundary import (
     begin_with_noise,
 )
 from lightning_dp.estimators.driver import Driver
-from lightning_dp.functional import brought_to, flat_zeros
+from lightning_dp.functional import brought_to, flat_dtype
 from lightning_dp.noise_plan import NoisePlan
 from lightning_dp.postprocessing import AbstractPostProcessor
 from lightning_dp.signal import SignalTracker
@@ -243,8 +243,7 @@ class Mechanism:
             return begin_with_noise(query, params, self.noise, self.world)
         if query.noise_multiplier > 0:
             share = self.world.share(query.size(sum(param.numel() for param in params)))
-            summed = flat_zeros(params, 0)
-            self.noise.prepare(share.stop - share.start, summed.device, summed.dtype)
+            self.noise.prepare(share.stop - share.start, params[0].device, flat_dtype(params))
         return None
 
     # -- answer ------------------------------------------------------------------------------

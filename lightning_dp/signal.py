@@ -224,7 +224,8 @@ class SignalTracker:
         if not (released.noise_std > 0 and _asks_gradient(query)):
             return
         value = released.value.detach()
-        followed = value[:: _stride(value.numel())]
+        stride = _stride(value.numel())
+        followed = value if stride == 1 else value[::stride]
         if self._average is None or self._average.shape != followed.shape:
             self._flush()
             self._average, self._averaged, self._length = torch.zeros_like(followed), 0, 0.0
@@ -233,7 +234,7 @@ class SignalTracker:
         is_part = len(followed) < len(value)
         products.append(_product(followed, followed) if is_part else products[0])
         if count is not None:
-            products.append(count.value[0].double())
+            products.append(count.value[0])
         count_std = None if count is None else count.noise_std
         self._pending.append(
             _Seen(step, released.noise_std, self._averaged, count_std, tuple(products))
@@ -252,6 +253,7 @@ class SignalTracker:
         """Fetch the numbers of the latest releases from the device at once, and add them up."""
         if not self._pending:
             return
+        # Of float32 and float64: what is stacked is as wide as the widest.
         fetched = iter(torch.stack([x for seen in self._pending for x in seen.products]).tolist())
         for seen in self._pending:
             self._add(seen, *(next(fetched) for _ in seen.products))
@@ -330,6 +332,6 @@ def _weight(averaged: int) -> float:
 def _product(a: Tensor, b: Tensor) -> Tensor:
     """Return ⟨a, b⟩; one long sum in float32 would lose more than the noise of an average has."""
     if a.numel() <= _BLOCK:
-        return torch.dot(a, b).double()
+        return torch.dot(a, b)
     blocks = zip(torch.split(a, _BLOCK), torch.split(b, _BLOCK), strict=True)
     return torch.stack([torch.dot(x, y) for x, y in blocks]).sum(dtype=torch.float64)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from types import FunctionType
 from typing import Any
@@ -74,12 +74,13 @@ class CompiledParts:
         """The names of the parts that run as written, in words; None if there are none."""
         return _NOTE.format(", ".join(self.names)) if self.names else None
 
-    @contextmanager
-    def as_written(self) -> Iterator[None]:
+    def as_written(self) -> AbstractContextManager[None]:
         """Inside, what the engine must see runs its own code. May be entered again inside."""
-        if self._before is not None or self._leaves_all or "torch._dynamo" not in sys.modules:
-            yield
-            return
+        is_so = self._before is not None or self._leaves_all or "torch._dynamo" not in sys.modules
+        return nullcontext() if is_so else self._eagerly()
+
+    @contextmanager
+    def _eagerly(self) -> Iterator[None]:
         stance = _stance("force_eager")
         self._before = stance.prev
         self._hooks.put_on()

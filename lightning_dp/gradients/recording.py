@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property, partial
 from operator import is_
@@ -79,6 +79,12 @@ class LayerCall:
 
 
 Call: TypeAlias = LayerCall | FunctionCall
+
+_TENSORS = frozenset((Tensor, nn.Parameter))
+
+
+def _are_tensors(given: Sequence[Any]) -> bool:
+    return _TENSORS.issuperset(map(type, given)) or all(isinstance(x, Tensor) for x in given)
 
 
 class Recorder:
@@ -183,15 +189,14 @@ class Recorder:
         if self._tracer is not None:
             self._tracer.clear()
 
-    @contextmanager
-    def following(self, batch: Any, n: int) -> Iterator[None]:
-        """Follow the records of a batch through the forward pass inside."""
-        if self._tracer is not None:
-            self._tracer.clear()
-            if self._is_along:  # dual numbers stand there already
-                self._tracer.go_along()
-        with nullcontext() if self._tracer is None else self._tracer.following(batch, n):
-            yield
+    def following(self, batch: Any, n: int) -> AbstractContextManager[None]:
+        """Follow the records of a batch through the forward pass inside, which is next."""
+        if self._tracer is None:
+            return nullcontext()
+        self._tracer.clear()
+        if self._is_along:  # dual numbers stand there already
+            self._tracer.go_along()
+        return self._tracer.following(batch, n)
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -309,7 +314,7 @@ class Recorder:
             self._ignore(layer, output)
         elif rule is multihead_attention:
             self._watch_attention(cast(nn.MultiheadAttention, layer), args, kwargs, output)
-        elif kwargs or not args or not all(isinstance(each, Tensor) for each in (*args, output)):
+        elif kwargs or not args or not _are_tensors((*args, output)):
             problem = (
                 f"The layer {self._layer_names[layer] or 'of the whole module'} "
                 f"({type(layer).__name__}) itself has parameters, and something else "

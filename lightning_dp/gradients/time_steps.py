@@ -80,6 +80,8 @@ class TimeSteps:
 
     def give_back(self, held: Iterable[Tensor]) -> None:
         """Let others use the memory of what was handed over, where nobody holds a part of it."""
+        if not self._borrowed:
+            return
         places = {each.untyped_storage().data_ptr() for each in held}
         while self._borrowed:
             memory = self._borrowed.pop()

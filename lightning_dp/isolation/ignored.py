@@ -40,11 +40,24 @@ class TargetMean:
             n: the number of records.
             seen: returns what stands for the targets: themselves, or the same ones elsewhere.
         """
-        index = int(self.node._saved_ignore_index)
-        index -= 2**64 if index >= 2**63 else 0  # torch shows it without its sign
-        is_ignored: Tensor = seen(self.node._saved_target) == index
+        is_ignored = self._is_ignored(seen)
         rows = n if is_ignored.numel() % n == 0 else 1
         return is_ignored.reshape(rows, -1).sum(1)
+
+    def ignores_other_than(self, number: int, n: int, seen: Callable[[Tensor], Tensor]) -> Tensor:
+        """Tell whether one of n records ignores more or fewer than a number of its targets.
+
+        Args:
+            number: of targets.
+            n: the number of records.
+            seen: as in :meth:`ignored`.
+        """
+        return (self.ignored(n, seen) != number if number else self._is_ignored(seen)).any()
+
+    def _is_ignored(self, seen: Callable[[Tensor], Tensor]) -> Tensor:
+        index = int(self.node._saved_ignore_index)
+        index -= 2**64 if index >= 2**63 else 0  # torch shows it without its sign
+        return seen(self.node._saved_target) == index
 
     def ignored_alike(self, n: int) -> int | None:
         """Return how many targets every one of n records ignores; None where that differs.

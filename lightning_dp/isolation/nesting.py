@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from datetime import date
 from enum import Enum
 from pathlib import PurePath
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -29,6 +29,8 @@ _PLAIN = (
     *(Tensor, np.ndarray, np.generic, str, bytes, int, float, complex, type(None)),
     *(type, Enum, PurePath, date, torch.dtype, torch.device, torch.Size, nn.Module),
 )
+_LEAVES = frozenset((Tensor, int, float, bool, str, type(None)))
+_LISTS = frozenset((list, tuple))
 _DEPTH = 6  # of objects inside objects that are looked into for a tensor
 
 
@@ -44,11 +46,19 @@ def leaves(batch: Any) -> list[Any]:
         >>> leaves({"x": [1.0, "a"], "y": ()})
         [1.0, 'a']
     """
-    if isinstance(batch, Tensor):  # as most are
-        return [batch]
-    if (parts := _held_by(batch)) is None:
-        return [batch]
-    return [leaf for part in parts for leaf in leaves(part)]
+    found: list[Any] = []
+    _collect(batch, found)
+    return found
+
+
+def _collect(part: Any, found: list[Any]) -> None:
+    # Most parts are tensors, numbers or plain lists: at every step, that is told at once.
+    inside = None if type(part) in _LEAVES else _held_by(part)
+    if inside is None:
+        found.append(part)
+    else:
+        for each in inside:
+            _collect(each, found)
 
 
 def copied(batch: Any) -> Any:
@@ -133,6 +143,8 @@ def _parts(batch: Any) -> Sequence[Any]:
 
 def _held_by(batch: Any) -> Sequence[Any] | None:
     """Return what a container holds; None for a leaf."""
+    if type(batch) in _LISTS:
+        return cast("list[Any] | tuple[Any, ...]", batch)
     if isinstance(batch, Mapping):
         return list(batch.values())
     if isinstance(batch, list | tuple):

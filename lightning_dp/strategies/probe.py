@@ -244,7 +244,7 @@ class _IgnoredTargets:
         means = target_means(loss) if self.is_mean_of_targets else []
         allowed = self.by_model if len(self.by_model) == len(means) else (0,) * len(means)
         pairs = zip(means, allowed, strict=True)
-        return [(mean.ignored(n, seen) != number).any() for mean, number in pairs]
+        return [mean.ignores_other_than(number, n, seen) for mean, number in pairs]
 
     def in_batch(self, batch: Any, seen: Seen) -> list[Tensor]:
         """Tell the same for losses written by hand, by the values that the probe tried."""

@@ -112,7 +112,7 @@ class SpotChecks:
             return
         self._first = run.step if self._first is None else self._first
         since, chunks = run.step - self._first, run.batches.chunks_per_step
-        if chunk.index % chunks != self._plan.chunk(since, chunks):
+        if chunks > 1 and chunk.index % chunks != self._plan.chunk(since, chunks):
             return
         if self._plan.is_due(since, self._made, begins_epoch=chunk.index < chunks):
             self._due = chunk

@@ -88,9 +88,12 @@ def test_what_is_remembered_equals_a_new_look() -> None:
 
 def test_nothing_of_a_graph_is_kept() -> None:
     model = _Model()
-    data = torch.rand(4, 3, requires_grad=True)
-    model.check(4, lambda y: (y * data).exp().mean(0).sum())
-    seen = weakref.ref(data)
-    del data
+
+    def check() -> weakref.ref[Tensor]:
+        data = torch.rand(4, 3, requires_grad=True)
+        model.check(4, lambda y: (y * data).exp().mean(0).sum())
+        return weakref.ref(data)
+
+    seen = check()
     gc.collect()
     assert seen() is None
