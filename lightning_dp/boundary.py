@@ -35,6 +35,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, TypeAlias
 
 import torch
@@ -193,7 +194,7 @@ class Query:
         """True if more is asked for than the gradient at the present parameters."""
         return any(t.point is not None or t.direction is not None for t in self.terms)
 
-    @property
+    @cached_property
     def passes(self) -> tuple[Pass, ...]:
         """The passes to run, one for each point and one for each further direction there.
 

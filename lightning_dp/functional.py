@@ -271,13 +271,13 @@ def flat_zeros(like: Sequence[Tensor], size: int | None = None) -> Tensor:
         like: the tensors.
         size: its length; by default that of all of them together.
     """
-    size = sum(tensor.numel() for tensor in like) if size is None else size
+    size = sum([tensor.numel() for tensor in like]) if size is None else size
     return torch.zeros(size, dtype=flat_dtype(like), device=like[0].device)
 
 
 def flat_memory(like: Sequence[Tensor]) -> Tensor:
     """Return the same as :func:`flat_zeros` of all of them, before anything was written into it."""
-    size = sum(tensor.numel() for tensor in like)
+    size = sum([tensor.numel() for tensor in like])
     return torch.empty(size, dtype=flat_dtype(like), device=like[0].device)
 
 

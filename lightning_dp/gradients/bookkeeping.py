@@ -252,7 +252,8 @@ class Bookkeeping(AbstractRecordingEngine):
         trained = self._attached.whole.trained
         with self._precision:
             for param, use in uses:
-                if (found := self._found.get(id(trained(param)))) is not None:
+                found = self._found.get(id(param)) or self._found.get(id(trained(param)))
+                if found is not None:
                     found.add(use, combined=combined)
 
     def along(
@@ -354,7 +355,7 @@ class BookkeptGradients(AbstractPerSampleGradients):
     ) -> None:
         self._params, self._gradients = params, gradients
         self._used = [gradient for gradient in gradients if gradient is not None]
-        counts: set[int] = set().union(*(gradient.counts for gradient in self._used))
+        counts = {len(use.u) for gradient in self._used for use in gradient.uses}
         self._count = number_of_records(counts)
         self._dtype = params[0].dtype if params else torch.float32
         self._scale, self._factor = scale, scale * self._count

@@ -101,11 +101,6 @@ class ParameterGradients:
         self._squares: tuple[Tensor, Tensor] | None = None  # some rows, and their squared norms
         self._borrowed: list[Tensor] = []  # to be given back
 
-    @property
-    def counts(self) -> set[int]:
-        """The number of records that each use saw."""
-        return {use.u.shape[0] for use in self.uses}
-
     def add(self, use: Use, *, combined: bool) -> None:
         """Count in one more use.
 

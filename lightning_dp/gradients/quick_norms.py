@@ -23,9 +23,12 @@ def squared_norms_of_all(gradients: Sequence[ParameterGradients]) -> Tensor:
     matrices = _Matrices()
     noted = [(each, matrices.places(each.factors())) for each in gradients]
     matrices.look()
-    quick = [places for _, places in noted if matrices.are_right(places)]
-    slow = [each for each, places in noted if not matrices.are_right(places)]
-    squares = [each.squared_norms() for each in slow]
+    quick, squares = list[tuple[int, ...]](), list[Tensor]()
+    for each, places in noted:
+        if matrices.are_right(places):
+            quick.append(places)
+        else:
+            squares.append(each.squared_norms())
     if quick:
         squares.append(matrices.sum_of_products(quick))
     return reduce(torch.add, squares)
