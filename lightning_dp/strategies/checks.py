@@ -162,8 +162,8 @@ def check_estimator(
     traits, is_automatic = estimator.traits, module.automatic_optimization
     if traits.uses_hessian and not step.has_products:
         raise MisconfigurationError(
-            f"{estimator} needs Hessian-vector products, which Opacus' hooks do not have (engine: "
-            f"{step.engine.description}). Use engine='bookkeeping', and change a layer that it does "
+            f"{estimator} needs Hessian-vector products, which this engine does not have: "
+            f"{step.engine.description}. Use engine='bookkeeping', and change a layer that it does "
             "not cover.",
             topic="hessian-products",
         )

@@ -55,7 +55,7 @@ def job(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
     folder = tmp_path_factory.mktemp("job")
     scenarios = ["plain", "clipped", "noise", "sparse", "resumed"]
     if any(each.get_closest_marker("slow") for each in request.session.items):
-        scenarios += ["diff2", "cubic", "calibrated", "alone"]
+        scenarios += ["ghost", "diff2", "cubic", "calibrated", "alone"]
     done = launch(folder, *scenarios)
     assert done.returncode == 0, done.stderr[-5000:]
     return folder
@@ -151,8 +151,12 @@ def steps_of(result: dict[str, Any]) -> list[list[int]]:
     return steps
 
 
-def test_clipped_step_equals_a_loop_over_the_union_of_the_ranks_records(job: Path) -> None:
-    lead, other = results(job, "clipped")
+@pytest.mark.parametrize("scenario", ["clipped", pytest.param("ghost", marks=pytest.mark.slow)])
+def test_clipped_step_equals_a_loop_over_the_union_of_the_ranks_records(
+    job: Path, scenario: str
+) -> None:
+    lead, other = results(job, scenario)
+    assert lead["engine"].startswith("ghost" if scenario == "ghost" else "bookkeeping")
     x, y = records(60)
     net = network(of_net(lead))
     optimizer = sgd(net)
