@@ -77,7 +77,9 @@ class OuterProduct(AbstractForm):
         return Rows.use(rows), squares_of_blocks(norms, rows.flatten(1))
 
     def prefers_rows(self, v: Tensor, u: Tensor) -> bool:
-        return u.shape[1] >= _LONG
+        times, rows, columns = u.shape[1], u.shape[2], v.shape[2]
+        # Of rows twice as large as v and u, inner products take less than half of the work.
+        return times >= _LONG and 2 * times * (rows + columns) > rows * columns
 
     def joined(self, uses: Sequence[Use]) -> list[Use]:
         """Return one use with the positions of all of them, the time steps of a recurrent layer."""
@@ -130,7 +132,7 @@ class OuterProduct(AbstractForm):
         times, rows, columns = u.shape[1], u.shape[2], v.shape[2]
         if times == 1:
             return (factor_norms(u) * factor_norms(v)).square_()
-        if times * (rows + columns) > 2 * rows * columns or (times >= _LONG and may_keep):
+        if times * (rows + columns) > 2 * rows * columns or (may_keep and self.prefers_rows(v, u)):
             return None  # the rows cost no more, and if they are kept the sum is almost free
         size = max(1, PRODUCTS // times**2)
         norms = [

@@ -51,4 +51,7 @@ class AbstractRecordingEngine(AbstractGradientEngine):
 
     def detach(self) -> None:
         self.rest()
+        if self._recorder is not None:
+            # Its hooks know it, so that it is freed late: not with the tensors of a forward pass.
+            self._recorder.drop()
         self._recorder = None

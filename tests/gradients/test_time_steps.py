@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from lightning_dp.boundary import bounded_sum
 from lightning_dp.gradients.bookkeeping import Bookkeeping, BookkeptGradients
+from lightning_dp.gradients.layers import OuterProduct
 from lightning_dp.gradients.time_steps import TimeSteps
 
 N = 5
@@ -85,3 +86,20 @@ def test_gradients_that_two_layers_are_handed_are_joined_once(case, monkeypatch)
     )
     taken(module, engine, x, combined=False)
     assert joined == [module.steps] * 3  # two inputs, one gradient
+
+
+@pytest.mark.parametrize(("width", "is_made"), [(30, True), (36, False)])
+def test_rows_much_larger_than_what_they_are_made_from_are_not_kept(width, is_made):
+    """Of 32 positions, rows of (128, 128) are twice as large as v and u."""
+    v = u = torch.zeros(2, 32, 4 * width)
+    assert OuterProduct().prefers_rows(v, u) is is_made
+
+
+def test_a_detached_engine_holds_nothing_of_a_forward_pass():
+    layer, engine = nn.Linear(3, 2), Bookkeeping()
+    engine.attach(layer, tuple(layer.parameters()))
+    layer(torch.ones(4, 3))
+    recorder = engine._attached
+    assert recorder.outputs()
+    engine.detach()
+    assert not recorder.outputs()
