@@ -115,7 +115,7 @@ class KnownGraphs:
             tuple(map(len, order.values())),
             tuple([(place(node), number) for into in order.values() for node, number in into]),
             frozenset(map(place, outputs)),
-            tuple(map(id, leaves)),
+            tuple([(id(leaf), type(leaf)) for leaf in leaves]),  # ids of what is gone come again
         )
         known = self._known.get(structure)
         if known is None:
