@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import importlib
 import logging
 import os
+import pickle
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -24,6 +26,8 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
+from lightning_dp.accounting._curve import Together
+from lightning_dp.accounting._grid import GridSearch
 from lightning_dp.callbacks import DifferentialPrivacy
 
 torch.set_num_threads(1)
@@ -187,6 +191,46 @@ def plugins_looked_for_once() -> Iterator[None]:
     """Every Trainer asks all installed packages for plugins, which takes a seventh of a small fit."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(registry, "entry_points", cache(registry.entry_points))
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def disks_not_waited_for() -> Iterator[None]:
+    """A killed process loses nothing that it wrote; only a power cut could, and none is made here."""
+
+    def look(descriptor: int) -> None:
+        os.fstat(descriptor)  # of an open file
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "fsync", look)
+        yield
+
+
+def once(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A function that is not run again for arguments of the same content."""
+    known: dict[bytes, Any] = {}
+
+    def remembered(*arguments: Any) -> Any:
+        content = pickle.dumps(arguments)
+        if content not in known:
+            known[content] = function(*arguments)
+        return copy.copy(known[content])
+
+    return remembered
+
+
+_ACCOUNTED = (
+    (GridSearch, "worst_direction", once(GridSearch.worst_direction)),
+    (Together, "values", once(Together.values)),
+)
+
+
+@pytest.fixture(autouse=True)
+def plans_accounted_once() -> Iterator[None]:
+    """The curve and the profile of ε take longer than a small fit, and most of these are alike."""
+    with pytest.MonkeyPatch.context() as patch:
+        for kind, name, function in _ACCOUNTED:
+            patch.setattr(kind, name, function)
         yield
 
 

@@ -206,3 +206,8 @@ class Books:
 @pytest.fixture
 def books() -> type[Books]:
     return Books
+
+
+@pytest.fixture
+def plans_accounted_once() -> None:
+    """What the tests here look at is computed for each of them."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import random
 from collections.abc import Callable, Sequence
 
@@ -94,12 +93,6 @@ def through_a_bad_network(
             client, reply = rng.choice(old)
             server.receive(client, reply)
     raise AssertionError("it never ended")
-
-
-@pytest.fixture(autouse=True)
-def fast_disk(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A killed process loses nothing that it wrote; only a power cut could, and none is made here."""
-    monkeypatch.setattr(os, "fsync", lambda descriptor: None)
 
 
 @pytest.fixture
