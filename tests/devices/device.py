@@ -74,6 +74,7 @@ def built(folder: Path) -> Path:
     """Compile the device, unless this source and this torch were compiled into the folder before."""
     source = _SOURCE.read_bytes() + torch.__version__.encode()
     library = folder / f"device-{hashlib.sha256(source).hexdigest()[:16]}.so"
+    folder.mkdir(parents=True, exist_ok=True)
     with FileLock(folder / "lock"):  # of several test processes one compiles
         if not library.exists():
             _compile(library)

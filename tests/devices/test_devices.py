@@ -9,22 +9,17 @@ from pathlib import Path
 
 import device
 import pytest
+from torch.utils.cpp_extension import get_default_build_root
 
 SUITE = Path(__file__).parent / "on_device"
 
 
 @pytest.fixture(scope="module")
-def library(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The compiled device: from pytest's cache, or from a folder that all its processes share."""
+def library() -> Path:
+    """The compiled device, in the folder where torch keeps what it compiles for this user."""
     if (reason := device.why_not()) is not None:
         pytest.skip(f"No device: {reason}.")
-    cache = getattr(request.config, "cache", None)
-    if cache is not None:
-        return device.built(Path(cache.mkdir("pretended_device")))
-    folder = tmp_path_factory.getbasetemp()
-    if "PYTEST_XDIST_WORKER" in os.environ:
-        folder = folder.parent
-    return device.built(folder)
+    return device.built(Path(get_default_build_root()) / "lightning_dp")
 
 
 def run_suite(library: Path, marker: str) -> None:

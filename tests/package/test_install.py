@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import json
 import os
 import pkgutil
 import re
@@ -14,6 +15,7 @@ import sys
 import tarfile
 import zipfile
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -23,6 +25,19 @@ from lightning_dp._refusals import ADDRESS
 PARTS = (".ci", "benchmarks", "callbacks", "docs", "examples", "lightning_dp", "tests")
 MADE = ("__pycache__", "venv", "*.egg-info", "*.pyc", "lightning_logs", "privacy", "_build")
 IMPORT = "from lightning_dp.callbacks import DifferentialPrivacy as D; print(D.__module__)"
+LOADS = """
+import json, sys, lightning.pytorch
+before = set(sys.modules)
+import lightning_dp.callbacks as c
+brought = set(sys.modules) - before
+from lightning_dp.callbacks.differential_privacy import DifferentialPrivacy as D
+import lightning_dp
+is_one = lightning_dp.DifferentialPrivacy is c.DifferentialPrivacy is D
+classes = {id(vars(m)["DifferentialPrivacy"]) for m in list(sys.modules.values())
+           if "DifferentialPrivacy" in vars(m)}
+found = {"home": D.__module__, "is_one": is_one, "classes": len(classes)}
+print(json.dumps({**found, "brought": list(brought), "all": list(sys.modules)}))
+"""
 
 
 def run(*command: str, cwd: Path, **environment: str) -> str:
@@ -129,24 +144,25 @@ def test_an_installed_wheel_imports_from_itself(wheel, tmp_path):
     assert Path(file) == target / "lightning_dp" / "callbacks" / "__init__.py"
 
 
-def test_the_running_installation_has_one_class_of_the_callback_outside_the_checkout(
-    root, tmp_path
-):
-    code = (
-        f"{IMPORT}\n"
-        "import sys, lightning_dp, lightning_dp.callbacks as c\n"
-        "from lightning_dp.callbacks.differential_privacy import DifferentialPrivacy\n"
-        "assert c.DifferentialPrivacy is DifferentialPrivacy\n"
-        "classes = {id(vars(m)['DifferentialPrivacy']) for m in list(sys.modules.values())\n"
-        "           if 'DifferentialPrivacy' in vars(m)}\n"
-        "assert len(classes) == 1, classes\n"
-        "assert 'callbacks' not in sys.modules and 'flwr' not in sys.modules\n"
-    )
-    module = run(sys.executable, "-c", code, cwd=tmp_path)
-    assert module == "lightning_dp.callbacks.differential_privacy"
+@pytest.fixture(scope="module")
+def loaded(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """What a process that imports the callback outside the checkout has loaded."""
+    return json.loads(run(sys.executable, "-c", LOADS, cwd=tmp_path_factory.mktemp("elsewhere")))
+
+
+def test_the_running_installation_has_one_class_of_the_callback_outside_the_checkout(root, loaded):
+    assert loaded["home"] == "lightning_dp.callbacks.differential_privacy"
+    assert loaded["is_one"] and loaded["classes"] == 1
+    assert not {"callbacks", "flwr"} & {name.split(".")[0] for name in loaded["all"]}
     for path in (*root.glob("callbacks/*.py"), *root.glob("lightning_dp/**/*.py")):
         text = path.read_text("utf-8")
         assert "import callbacks" not in text and "from callbacks" not in text, path
+
+
+def test_the_callback_loads_few_modules(loaded):
+    own = {name for name in loaded["all"] if name.startswith("lightning_dp")}
+    assert "lightning_dp.callbacks" in own
+    assert len(own) <= 51
 
 
 def test_every_name_that_a_module_exports_is_there_once():
@@ -173,17 +189,11 @@ def test_every_test_in_the_source_distribution_is_known_to_git(root, distributio
     assert tests == {name for name in known.stdout.split() if name.endswith(".py")}
 
 
-def test_the_callbacks_bring_nothing_that_lightning_does_not(tmp_path):
+def test_the_callbacks_bring_nothing_that_lightning_does_not(loaded):
     """Importing them costs less than a tenth of a second beyond Lightning: their own modules alone."""
-    code = (
-        "import sys, lightning.pytorch; before = set(sys.modules)\n"
-        "import lightning_dp.callbacks\n"
-        "print(*{name.split('.')[0] for name in set(sys.modules) - before})\n"
-        "print(len(set(sys.modules) - before))"
-    )
-    packages, modules = run(sys.executable, "-c", code, cwd=tmp_path).splitlines()
-    assert set(packages.split()) <= {"lightning_dp", "filelock"}  # some version of torch brings it
-    assert int(modules) < 70
+    packages = {name.split(".")[0] for name in loaded["brought"]}
+    assert packages <= {"lightning_dp", "filelock"}  # some version of torch brings it
+    assert len(loaded["brought"]) < 70
 
 
 def test_one_version_and_one_name_of_the_authors_everywhere(root):

@@ -330,5 +330,5 @@ def test_a_layer_called_without_records_is_refused_before_a_charge(
     privacy = DifferentialPrivacy(target_delta=1e-5, noise_multiplier=1.0, engine=engine)
     trainer = make_trainer(max_epochs=1, callbacks=[privacy])
     with pytest.raises(TypeError, match=r"net \(Linear\) was called with a tensor of 1 dimensions"):
-        trainer.fit(OneByOne(nn.Linear(6, 3)), DataLoader(blobs, 24))
+        trainer.fit(OneByOne(nn.Linear(6, 3)), DataLoader(blobs, 3))
     assert privacy.epsilon == 0
