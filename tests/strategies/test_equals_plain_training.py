@@ -88,7 +88,9 @@ def test_no_noise_and_infinite_clip_equal_plain_training(
     data = numbered(dtype=torch.float64)
     model = recording(mlp().double(), scheduled(make_optimizer))
     trainer = make_trainer(
-        max_epochs=2, accumulate_grad_batches=accumulate, callbacks=[no_privacy()]
+        max_epochs=2,
+        accumulate_grad_batches=accumulate,
+        callbacks=[no_privacy(isolation_probe=False)],
     )
 
     trainer.fit(model, DataLoader(data, batch_size=12, shuffle=True))

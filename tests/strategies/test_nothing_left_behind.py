@@ -117,8 +117,9 @@ def test_a_fit_leaves_what_a_plain_fit_leaves(privacy, failing, mlp, loader, mak
     "where", ["before forward", "after forward", "after backward", "before the step"]
 )
 def test_an_interrupted_fit_leaves_what_a_plain_one_leaves(
-    where, error, privacy, failing, mlp, loader, make_trainer
+    where, error, failing, mlp, loader, make_trainer
 ):
+    privacy = DifferentialPrivacy(noise_multiplier=1.0, target_delta=DELTA, isolation_probe=False)
     models = []
     for callbacks in ([], [privacy]):
         models.append(failing(mlp()))
