@@ -15,7 +15,7 @@ from lightning.pytorch.utilities.compile import to_uncompiled
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from lightning_dp._lazy_copies import is_plain, lazily_copied
+from lightning_dp._lazy_copies import addresses_of, is_plain, lazily_copied
 
 __all__ = ["ModelCopies", "empty"]
 
@@ -31,9 +31,10 @@ class ModelCopies:
     The weights are as the model's whenever a copy is made, whatever was written into those of the
     one before. A weight that is on the CPU is read from the model's own memory, and copied by whoever
     first writes to it, in any way that torch knows (into ``.data``, by an optimizer, through NumPy).
-    Of other weights (on a device, of half precision, in a mapped file) there is one copy for all; large
-    ones are copied again only if autograd's counter of writes, or a look at some of their entries,
-    shows a difference. Everything else of the model (buffers, attributes, hooks) is each copy's own.
+    Of other weights (on a device, of half precision, in a mapped file) one copy is read so by all; it
+    is made again only if the model's own were written to: if autograd's counter of writes, or a look
+    at some of their entries, shows it. Everything else of the model (buffers, attributes, hooks) is
+    each copy's own.
 
     Args:
         module: keeps its values and its memory.
@@ -127,19 +128,19 @@ class _Shared:
         self._state: tuple[int, ...] = ()  # when both were the same
 
     def renewed(self) -> Tensor:
-        """Return the memory of the copies, with the values of the model."""
+        """Return the values of the model, in memory that whoever writes first has copied."""
         value, own = self._param.detach(), self._tensor
         is_large = value.numel() > _LARGE
         if not is_large or self._state != self._counted() or not _look_same(value, own):
             own.copy_(value)
             self._state = self._counted()
-        return own
+        lazy = lazily_copied(own)
+        return own if lazy is None else lazy
 
     def _counted(self) -> tuple[int, ...]:
-        both = self._param, self._tensor
-        return tuple(0 if each.is_inference() else each._version for each in both) + tuple(
-            each.data_ptr() for each in both
-        )
+        both = self._param.detach(), self._tensor
+        versions = (0 if each.is_inference() else each._version for each in both)
+        return (*versions, *addresses_of(both))
 
 
 def _look_same(value: Tensor, own: Tensor) -> bool:

@@ -9,7 +9,7 @@ from lightning.pytorch import LightningModule
 from torch import nn
 
 from lightning_dp import _lazy_copies
-from lightning_dp._lazy_copies import is_one_memory
+from lightning_dp._lazy_copies import addresses_of, is_one_memory
 from lightning_dp.isolation import model_copies
 from lightning_dp.isolation.model_copies import ModelCopies, empty
 from lightning_dp.isolation.passes import same
@@ -115,18 +115,35 @@ def test_what_the_model_writes_is_not_in_a_copy_in_use(model, write):
     assert torch.equal(copied, expected)
 
 
-def test_weights_in_foreign_memory_are_copied_once(monkeypatch):
+def _in_numpys_memory():
+    return torch.from_numpy(np.zeros(40))
+
+
+def _in_a_mapped_file(path):
+    (path / "weight").write_bytes(bytes(160))
+    return torch.from_file(str(path / "weight"), shared=True, size=40)
+
+
+def _of_half_precision():
+    return torch.zeros(40, dtype=torch.float16)
+
+
+@pytest.mark.parametrize("of", [_in_numpys_memory, _in_a_mapped_file, _of_half_precision])
+def test_weights_that_are_not_shared_are_copied_once(of, tmp_path, monkeypatch):
     monkeypatch.setattr(model_copies, "_LARGE", 10)
     monkeypatch.setattr(model_copies, "_ENTRIES", 4)
     model = LightningModule()
-    model.weight = nn.Parameter(torch.from_numpy(np.zeros(40)))
+    model.weight = nn.Parameter(of(tmp_path) if of is _in_a_mapped_file else of())
     copies = ModelCopies(model)
     first = copies.make().weight
-    address, writes = first.data_ptr(), first._version
+    (address,) = addresses_of([first])
+    first.data[20] = 1.0  # where nobody looks
 
     again = copies.make().weight
 
-    assert (again.data_ptr(), again._version) == (address, writes)
+    assert addresses_of([again]) == (address,)
+    assert not again.any()
+    assert not model.weight.any()
 
 
 def test_weights_in_torch_s_memory_are_read_from_there_and_stay_where_they_are():
