@@ -1,4 +1,4 @@
-"""What it costs to compare the gradient that the optimizer uses with what was released.
+"""The cost of comparing the gradient that the optimizer uses with what was released.
 
     python benchmarks/edits.py
 
@@ -45,7 +45,7 @@ def with_gradients(net: nn.Module) -> list[nn.Parameter]:
 
 
 def compare(parameters: Sequence[nn.Parameter], step: int) -> bool:
-    """What one step does."""
+    """Do what one step does."""
     released = Gradients.of(parameters, step)
     return bool(released.differ(parameters, step))
 

@@ -39,6 +39,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_dp._precision import has_float64
 from lightning_dp.boundary import Query, Release
 
 __all__ = ["Signal", "SignalTracker", "Stretch"]
@@ -334,4 +335,5 @@ def _product(a: Tensor, b: Tensor) -> Tensor:
     if a.numel() <= _BLOCK:
         return torch.dot(a, b)
     blocks = zip(torch.split(a, _BLOCK), torch.split(b, _BLOCK), strict=True)
-    return torch.stack([torch.dot(x, y) for x, y in blocks]).sum(dtype=torch.float64)
+    wide = torch.float64 if has_float64(a.device.type) else torch.float32  # of a few blocks
+    return torch.stack([torch.dot(x, y) for x, y in blocks]).sum(dtype=wide)

@@ -162,7 +162,7 @@ class RecordPasses:
     ) -> None:
         self._checks_graph, self._adds_up = loss_graph_check, adds_up
         self._is_sharded = any(map(is_sharded, params))
-        self._elsewhere = 0  # passes at other points that were made for the query in hand
+        self._elsewhere = 0  # passes at other points that were made
         self._module, self._params = module, params
         self._choice = EngineChoice(engine) if isinstance(engine, str) else engine
         self._go_back, self._quietly, self._wrap = backward, quietly, wrap
@@ -362,35 +362,37 @@ class RecordPasses:
             CoupledLossError: if the loss mixes them by more than sums.
             UnsupportedModelError: if the engine cannot tell the records apart.
         """
+        before = self._elsewhere
         try:
             found = self.gradients(query, chunk, first=first)
         except OtherRowsError:
-            self.go_along(query, chunk)
+            self.go_along(query, chunk, made=self._elsewhere - before)
             raise
         if found is None:
-            self.go_along(query, chunk)
+            self.go_along(query, chunk, made=self._elsewhere - before)
             return None
-        self._elsewhere = 0
         if onto is None and query.count_weight > 0:  # without one the first sum is taken as it is
             onto = BoundedSum.empty(query, held_here(self._params))
         return bounded_sum(found, query.clip_norm, query.count_weight, onto)
 
-    def go_along(self, query: Query, chunk: Replay) -> None:
+    def go_along(self, query: Query, chunk: Replay, made: int = 0) -> None:
         """Make the passes at other points that are left, of which nothing is taken.
 
         Processes with shards gather each layer's parameters together, so all make the same passes; also
         one that has no record, but a stand-in, or nothing to go back from.
+
+        Args:
+            query: what is asked.
+            chunk: its records, or the stand-in.
+            made: how many of these passes were made.
         """
-        elsewhere = [each for each in query.passes if each.point is not None]
-        left, self._elsewhere = elsewhere[self._elsewhere :], 0
         if not self._is_sharded or chunk.forward is None:
             return
         randomness = chunk.randomness or RandomState(self._params[0].device)
-        for each in left:
+        for each in [each for each in query.passes if each.point is not None][made:]:
             with suppress(OtherRowsError), randomness.again():
                 self._run(chunk, each, combined=True)
             self.drop()
-        self._elsewhere = 0
 
     def add_nothing(self, query: Query, onto: BoundedSum) -> BoundedSum:
         """Add the sum over no records to one over shards, which all processes add up together.

@@ -210,4 +210,4 @@ def books() -> type[Books]:
 
 @pytest.fixture
 def plans_accounted_once() -> None:
-    """What the tests here look at is computed for each of them."""
+    """Curves and profiles are computed for each test here, which looks at them."""

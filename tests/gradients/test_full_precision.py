@@ -30,7 +30,7 @@ def settings() -> set[str]:
 
 @pytest.fixture(autouse=True)
 def lowered() -> Iterator[None]:
-    """What users set who want speed."""
+    """The settings of users who want speed."""
     torch.set_float32_matmul_precision("medium")
     torch.backends.mkldnn.conv.fp32_precision = "bf16"
     yield

@@ -1,4 +1,4 @@
-"""What is seen of the graph: every use of a parameter outside its layer is refused."""
+"""The part of a graph that is seen: every use of a parameter outside its layer is refused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is installed is the whole package, however it is installed."""
+"""The whole package is installed, however that is done."""
 
 from __future__ import annotations
 
@@ -146,7 +146,7 @@ def test_an_installed_wheel_imports_from_itself(wheel, tmp_path):
 
 @pytest.fixture(scope="module")
 def loaded(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """What a process that imports the callback outside the checkout has loaded."""
+    """The modules of a process that imports the callback outside the checkout."""
     return json.loads(run(sys.executable, "-c", LOADS, cwd=tmp_path_factory.mktemp("elsewhere")))
 
 

@@ -353,5 +353,10 @@ def test_the_report_says_if_batches_of_other_lengths_were_compared(make_trainer,
     assert re.search(f"; batches padded to other lengths {said}", found)
 
 
+def test_records_that_run_alone_are_padded_by_no_other(make_trainer):
+    settings = {"dataset": Sequences(), "collate": padded, "engine": "one_by_one"}
+    assert "padded" not in fit(make_trainer, Mean(), **settings).report().isolation
+
+
 def test_nothing_is_said_of_padding_where_there_is_none(make_trainer):
     assert "padded" not in fit(make_trainer).report().isolation

@@ -1,4 +1,4 @@
-"""Where the model computes in TF32, clipped sums are those of its gradients, to the digits of float32."""
+"""Clipped sums to the digits of float32, of a model that computes in TF32."""
 
 from __future__ import annotations
 

@@ -59,6 +59,15 @@ def test_fit_equals_that_on_the_cpu(case: str, fit: Callable[..., Any]) -> None:
     torch.testing.assert_close(there.weights, here.weights, rtol=1e-4, atol=1e-5)
 
 
+def test_releases_of_many_entries_are_followed(fit: Callable[..., Any]) -> None:
+    def wide() -> nn.Module:
+        return nn.Sequential(nn.Linear(6, 700), nn.Linear(700, 700), nn.Linear(700, 3))
+
+    checks = {"isolation_probe": False, "spot_checks": False}
+    found = fit(DEVICE, net=wide, noise_multiplier=1.0, count_clipped=True, **checks)
+    assert found.privacy.steps == 3
+
+
 # Scales of a record and of its loss: ordinary, tiny by huge (either way round), tiny, huge.
 SCALES = [(1.0, 1.0), (1e-22, 1e18), (1e18, 1e-22), (1e-22, 1e-3), (1e19, 1e19)]
 
