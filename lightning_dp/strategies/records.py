@@ -76,7 +76,7 @@ class Records:
             )
         if trial.outcome == "untried":
             self._run.isolation += f"; {name} was not tried ({trial.reason})"
-        if trial.pads:
+        if trial.pads and not self._run.config.runs_each_record_alone:
             self._compare_lengths(name, loader, chunk)
         if trial.drops and is_lead:
             warn(
