@@ -92,7 +92,8 @@ def test_a_run_that_learns_nothing_is_told_so_at_its_end(
 def test_steps_that_are_far_too_short_are_told_so_at_the_end(
     blocks, classifier, mlp, make_trainer, loader
 ):
-    model = classifier(mlp(), lambda p: torch.optim.SGD(p, lr=1e-6))
+    # Far too short, and yet no step is lost to rounding (which is another warning).
+    model = classifier(mlp(), lambda p: torch.optim.SGD(p, lr=1e-5))
     trained(make_trainer(max_epochs=6), model, loader, noise_multiplier=0.5)
     assert "still pointed where earlier ones had" in blocks()[-1]
 
