@@ -59,7 +59,7 @@ def test_one_noisy_sum_of_one_model_is_what_leaves(small, log_cosh, tmp_path):
     spread = math.sqrt((1.5**2 + 0.25 * 0.25) / rounds)
     assert float((sums.mean(0) - 0.5 * clipped).abs().max()) < 5 * spread
     assert sums.var(0).mean() == pytest.approx(
-        1.5**2 + 0.25 * float(clipped**2 @ torch.ones(4).double()) / 4, rel=0.05
+        1.5**2 + 0.25 * float(clipped**2 @ torch.ones(4).double()) / 4, rel=0.08
     )
     assert all(query.clip_norm == 0.5 for query, _ in records.asked)
 

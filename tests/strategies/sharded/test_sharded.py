@@ -192,11 +192,11 @@ def test_noise_has_its_variance_once_and_is_independent_between_processes(
     lead, *others = results(folder, processes, "wide")
     noise = lead["noise"].double() / (MULTIPLIER * CLIP_NORM)
     error = math.sqrt(2 / len(noise))
-    assert abs(float(noise.var()) - 1) < 3 * error
+    assert abs(float(noise.var()) - 1) < 5 * error
     assert all(torch.equal(each["noise"], lead["noise"]) for each in others)
     shares = noise.view(processes, -1)  # rows of the only weight, sharded in equal parts
     apart = torch.corrcoef(shares) - torch.eye(processes)
-    assert float(apart.abs().max()) < 4 / math.sqrt(shares.shape[1])
+    assert float(apart.abs().max()) < 5 / math.sqrt(shares.shape[1])
     assert len(noise.unique()) > 0.99 * len(noise)
 
 
