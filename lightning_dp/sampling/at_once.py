@@ -21,7 +21,8 @@ def collates_as_torch() -> bool:
 class TensorsAtOnce(Dataset[Any]):
     """A ``TensorDataset``, or a ``Subset`` of one, that gives a batch for a list of records.
 
-    The batch is, bit for bit, what ``default_collate`` makes of the records.
+    The batch is, bit for bit, what ``default_collate`` makes of the records. It is left to do that where
+    an index of a ``Subset`` is not a plain one (from the end, of bytes, a truth value).
 
     Args:
         dataset: the user's; its tensors are looked up in each batch.
@@ -41,10 +42,14 @@ class TensorsAtOnce(Dataset[Any]):
     def __getitems__(self, records: Sequence[int]) -> list[Tensor]:
         """Return their batch: what the loader asks a data set for that has this method."""
         dataset: Any = self._dataset
+        rows: Sequence[Any] = records
         while isinstance(dataset, Subset):
-            dataset, records = dataset.dataset, [dataset.indices[record] for record in records]
+            dataset, rows = dataset.dataset, [dataset.indices[row] for row in rows]
         assert isinstance(dataset, TensorDataset)
-        index = torch.tensor(records)
+        index = torch.tensor(rows)
+        if index.dtype != torch.int64 or index.min() < 0:
+            batch: list[Tensor] = default_collate([self._dataset[record] for record in records])
+            return batch
         return [each.index_select(0, index.to(each.device)) for each in dataset.tensors]
 
 

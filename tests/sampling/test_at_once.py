@@ -25,6 +25,11 @@ SUBSETS: dict[str, Any] = {
     "list": lambda data: Subset(data, [*range(N - 1, -1, -1)]),
     "array": lambda data: Subset(data, np.arange(N)),
     "tensor": lambda data: Subset(data, torch.arange(N)),
+    "from the end": lambda data: Subset(data, np.arange(N) - N),
+    "bytes": lambda data: Subset(data, np.arange(N, dtype=np.uint8)),
+    "nested from the end": lambda data: Subset(
+        Subset(data, [*range(-N, 0)]), [*range(-1, -N - 1, -1)]
+    ),
     "nested": lambda data: Subset(Subset(data, [*range(N - 1, -1, -1)]), [*range(N)]),
 }
 
