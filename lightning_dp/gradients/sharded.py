@@ -119,7 +119,8 @@ class WholeParameters:
             hooks.add(layer, register, self._look)
 
     def _look(self, layer: nn.Module, args: Any, output: Any) -> None:
-        self.look(layer)
+        for part in layer.modules():  # one may use parameters of those inside without a call
+            self.look(part)
 
     def look(self, layer: nn.Module) -> None:
         """See which tensors are in the places of a layer's parameters now."""

@@ -94,6 +94,23 @@ class Transformer(nn.Module):
         return self.head(x)
 
 
+class Attending(nn.Module):
+    """Torch's own attention, which uses parameters of a layer inside it without a call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(11, 6)
+        self.blocks = nn.ModuleList(
+            nn.TransformerEncoderLayer(6, 2, 8, 0.0, batch_first=True) for _ in range(2)
+        )
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return x[..., :3]  # of all entries together LayerNorm leaves nothing to learn
+
+
 class LoRA(nn.Module):
     """A frozen layer with a trained one of low rank next to it."""
 
@@ -142,6 +159,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor]]] = {
     "cnn": (seeded(convolutional), images),
     "tied": (seeded(Transformer), tokens),
     "checkpointed": (seeded(lambda: Transformer(Checkpointed)), tokens),
+    "attention": (seeded(Attending), tokens),
     "lora": (seeded(lora), features),
     "even": (seeded(lambda: Chain(nn.Linear(6, 4), nn.Tanh(), nn.Linear(4, 2))), features),
     "wide": (seeded(lambda: Chain(nn.Linear(6, 4000, bias=False))), features),
