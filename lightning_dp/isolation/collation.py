@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -13,6 +14,7 @@ from lightning_dp.isolation.copies import Copies, ReadsDataset, quiet, random_st
 from lightning_dp.isolation.nesting import map_leaves
 from lightning_dp.isolation.rows import Difference, OtherRows, layout_of
 from lightning_dp.isolation.samples import (
+    LONGER,
     WORDS,
     NoSyntheticSample,
     SampleMaker,
@@ -164,7 +166,7 @@ class _Pairs:
     """Collates pairs of batches that differ in one sample."""
 
     def __init__(self, fresh: Callable[[], Collate], sample: Any) -> None:
-        self._fresh, self._sample = fresh, sample
+        self._fresh, self._sample, self._size = fresh, sample, size_of(sample)
         self._collate = fresh()
         self._is_random = False
         self._drawn: object = None  # random states after the latest batch
@@ -210,21 +212,23 @@ class _Pairs:
         return False
 
     def pads(self) -> bool:
-        """Tell whether a batch is as long as its longest sample."""
-        for dim in (0, -1):
-            lengths = lengths_in(self._sample, dim)
+        """Tell whether a batch is as long as its longest sample, or as a length into which that fits."""
+        ways = itertools.product((0, -1), LONGER)
+        return any(self._pads(dim, times) for dim, times in ways if times * self._size <= _BYTES)
 
-            def shapes(more: int, dim: int = dim, lengths: set[int] = lengths) -> list[Any]:
-                last = {WORDS: more, **{n: n + more for n in lengths}}
-                specs = [*_plain(_SAMPLES - 1), _Spec(_SAMPLES - 1, "plain", last, dim)]
-                return _shapes_of_rows(self._run(specs, 0, self._fresh()))
+    def _pads(self, dim: int, times: int) -> bool:
+        """Tell whether shapes change where the last sample is so many times longer, or by 6."""
+        found = lengths_in(self._sample, dim)
+        lengths = {WORDS: 6 + 8 * times, **{n: n + 6 + times * n for n in found}}
 
-            try:
-                if shapes(0) != shapes(6):
-                    return True
-            except _Refused:
-                continue
-        return False
+        def shapes(last: dict[int, int]) -> list[Any]:
+            specs = [*_plain(_SAMPLES - 1), _Spec(_SAMPLES - 1, "plain", last, dim)]
+            return _shapes_of_rows(self._run(specs, 0, self._fresh()))
+
+        try:
+            return shapes({}) != shapes(lengths)
+        except _Refused:
+            return False
 
     def _differences(self, batch_size: int) -> Iterator[Difference | None]:
         for seed in range(_SEEDS):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -16,7 +17,7 @@ from lightning_dp.isolation.copies import quiet, seeded
 from lightning_dp.isolation.nesting import leaves
 from lightning_dp.isolation.outcome import Isolation
 from lightning_dp.isolation.passes import Passes
-from lightning_dp.isolation.samples import WORDS, SampleMaker, lengths_in
+from lightning_dp.isolation.samples import LONGER, WORDS, SampleMaker, lengths_in, size_of
 from lightning_dp.isolation.stand_ins import NotProbed
 
 __all__ = ["compare_lengths"]
@@ -25,6 +26,8 @@ __all__ = ["compare_lengths"]
 _GROUPS = ((0, 1, 2, 3), (4, 5, 6, 7))
 _CLASSES = (8, 2)  # whole numbers are below this
 _SHORT = 6  # shorter samples are made longer, and others are made from half of their length on
+_MORE = 8  # by which the longest sample is longer than that, at least
+_BYTES = 2**24  # of a sample
 _RANDOM = "the model draws random numbers, as many as a batch is long"
 _NOT_MADE = "no samples of other lengths could be made"
 
@@ -59,25 +62,36 @@ def compare_lengths(
 def _compared(
     passes: Passes, fresh: Callable[[], Callable[[list[Any]], Any]], sample: Any
 ) -> Isolation:
-    why_not = _NOT_MADE
     with passes.quietly(), quiet():
-        for samples in _made_up(fresh, sample):
-            try:
-                changes = [change for group in _GROUPS if (change := _change(samples, group))]
-            except Exception:  # of a collate_fn that does not take such samples
-                continue
-            if len(changes) < len(_GROUPS):
-                continue
-            try:
-                found = _outcomes(passes, changes)
-            except NotProbed as error:
-                why_not = str(error)
-                continue
-            except Exception as error:  # of the model's own, which may hold anything
-                why_not = f"the model raised {type(error).__name__} on made-up samples"
-                continue
-            outcomes = {each.outcome for each in found}
-            return found[0] if len(outcomes) == 1 else Isolation("not probed", "the groups differ")
+        for times in LONGER:
+            if times * size_of(sample) > _BYTES:
+                break
+            found = _compared_where_padded(passes, _made_up(fresh, sample, times))
+            if found.reason != _NOT_MADE:
+                return found
+    return Isolation("not probed", _NOT_MADE)
+
+
+def _compared_where_padded(passes: Passes, ways: Iterator[_Samples]) -> Isolation:
+    """Compare with the first samples that make batches of several lengths, and that the model takes."""
+    why_not = _NOT_MADE
+    for samples in ways:
+        try:
+            changes = [change for group in _GROUPS if (change := _change(samples, group))]
+        except Exception:  # of a collate_fn that does not take such samples
+            continue
+        if len(changes) < len(_GROUPS):
+            continue
+        try:
+            found = _outcomes(passes, changes)
+        except NotProbed as error:
+            why_not = str(error)
+            continue
+        except Exception as error:  # of the model's own, which may hold anything
+            why_not = f"the model raised {type(error).__name__} on made-up samples"
+            continue
+        outcomes = {each.outcome for each in found}
+        return found[0] if len(outcomes) == 1 else Isolation("not probed", "the groups differ")
     return Isolation("not probed", why_not)
 
 
@@ -102,12 +116,14 @@ class _Samples:
         maker: of the samples.
         lengths: which lengths of a sample are other ones.
         dim: the dimension of these lengths.
+        times: by how many times the length of a sample the longest one is longer; 0 if it is no longer.
     """
 
     fresh: Callable[[], Callable[[list[Any]], Any]] = field(repr=False)
     maker: SampleMaker
     lengths: frozenset[int]
     dim: int
+    times: int
 
     def batch(self, chosen: Sequence[int]) -> Any:
         collate = self.fresh()
@@ -116,20 +132,27 @@ class _Samples:
 
     def _sample(self, i: int) -> Any:
         place = i % len(_GROUPS[0])
-        more = 0 if place else 8
-        lengths = {n: (n // 2 if n >= 2 * _SHORT else n) + place + more for n in self.lengths}
-        return self.maker.make(i, "plain", {WORDS: place + more, **lengths}, self.dim)
+        lengths = {n: self._length(n, place) for n in self.lengths}
+        words = place or _MORE * (1 + self.times)
+        return self.maker.make(i, "plain", {WORDS: words, **lengths}, self.dim)
+
+    def _length(self, length: int, place: int) -> int:
+        """Return the length of the sample at a place instead of another one; at 0 is the longest."""
+        least = length // 2 if length >= 2 * _SHORT else length
+        if place:
+            return least + place
+        return max(least + _MORE, length) + self.times * length
 
 
-def _made_up(fresh: Callable[[], Callable[[list[Any]], Any]], sample: Any) -> Iterator[_Samples]:
+def _made_up(
+    fresh: Callable[[], Callable[[list[Any]], Any]], sample: Any, times: int
+) -> Iterator[_Samples]:
     """Yield ways to make samples of other lengths: all lengths of a dimension, then each of them."""
-    for classes in _CLASSES:
-        maker = SampleMaker(sample, classes)
-        for dim in (0, -1):
-            found = lengths_in(sample, dim)
-            each = [frozenset({n}) for n in sorted(found)] if len(found) > 1 else []
-            for lengths in (frozenset(found), *each):
-                yield _Samples(fresh, maker, lengths, dim)
+    for classes, dim in itertools.product(_CLASSES, (0, -1)):
+        found = lengths_in(sample, dim)
+        each = [frozenset({n}) for n in sorted(found)] if len(found) > 1 else []
+        for lengths in (frozenset(found), *each):
+            yield _Samples(fresh, SampleMaker(sample, classes), lengths, dim, times)
 
 
 def _change(samples: _Samples, group: Sequence[int]) -> Change | None:

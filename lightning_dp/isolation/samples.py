@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 __all__ = [
+    "LONGER",
     "WORDS",
     "NoSyntheticSample",
     "SampleMaker",
@@ -26,6 +27,9 @@ __all__ = [
 
 Values = Literal["plain", "equal", "missing", "low", "high", "wide", "none"]
 
+# By how many times its length a sample is made longer, one after the other, until a batch is longer, too:
+# some are padded to a multiple of a length.
+LONGER = (0, 2, 8, 32)
 WORDS = 0  # the key of further words among lengths
 _WORDS = ("one", "two", "six", "ten", "cat", "dog", "sun", "sea", "red", "sky")  # of one length
 _NO_NUMBERS = "OSUMmV"  # kinds of arrays
