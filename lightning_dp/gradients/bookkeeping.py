@@ -192,7 +192,7 @@ class Bookkeeping(AbstractRecordingEngine):
         return outputs
 
     def _pull_back(self, combined: bool) -> None:
-        for param, rows in self._of_parts.pull_back({id(p): p for p in self._params}):
+        for param, rows in self._of_parts.pull_back(self._attached.whole.leaves(self._params)):
             self._count_in([(param, Rows.use(at_least_float32(rows)))], combined)
 
     def _keep(self, call: Call, gradients: Sequence[Tensor | None], combined: bool) -> None:

@@ -81,14 +81,16 @@ def _one_by_one() -> AbstractGradientEngine:
 
 _BOOKKEEPING = (
     Rung("bookkeeping", _bookkeeping, takes_shards=True),
-    Rung("bookkeeping, with the functions where parameters meet records", _traced),
+    Rung(
+        "bookkeeping, with the functions where parameters meet records", _traced, takes_shards=True
+    ),
 )
 _HOOKS = Rung("hooks", _hooks, is_own=False)
 _LADDERS: Mapping[str, tuple[Rung, ...]] = {
     "auto": (*_BOOKKEEPING, _HOOKS),
     "bookkeeping": _BOOKKEEPING,
     "ghost": (Rung("ghost", _ghost), *_BOOKKEEPING),
-    "functional": (Rung("functional", _functional),),
+    "functional": (Rung("functional", _functional, takes_shards=True),),
     "hooks": (_HOOKS,),
     "one_by_one": (Rung("one_by_one", _one_by_one),),
 }
@@ -121,6 +123,7 @@ class EngineChoice:
     def __init__(self, name: str, *, own_only: bool = False) -> None:
         if name not in _LADDERS:
             raise ValueError(f"engine={name!r} is not one of {sorted(_LADDERS)}.")
+        self._last_cure = ALONE
         rungs = _LADDERS[name]
         able = tuple(rung for rung in rungs if rung.is_own or not own_only)
         self._rungs = able or rungs
@@ -130,6 +133,11 @@ class EngineChoice:
     def can_fall(self) -> bool:
         """True if there is another engine below."""
         return len(self._reasons) + 1 < len(self._rungs)
+
+    @property
+    def reasons(self) -> tuple[UnsupportedModelError, ...]:
+        """The reasons for which the engines above are not in use."""
+        return self._reasons
 
     @property
     def is_own(self) -> bool:
@@ -185,6 +193,19 @@ class EngineChoice:
         alone._rungs, alone._reasons = (self._rung,), ()
         return alone
 
+    def over_shards(self) -> EngineChoice:
+        """Return a choice among the engines from here on that know shards, if there are any."""
+        able, place = copy.copy(self), len(self._reasons)
+        able._last_cure = ""  # where all processes run together, no record runs alone
+        below = tuple(rung for rung in self._rungs[place:] if rung.takes_shards)
+        able._rungs = (*self._rungs[:place], *(below or (self._rung,)))
+        return able
+
+    def stay(self, reasons: Sequence[UnsupportedModelError]) -> None:
+        """Go down as far as another choice did, for its reasons, and never again."""
+        self._reasons = tuple(reason.plain() for reason in reasons)
+        self._rungs = self._rungs[: len(reasons) + 1]
+
     def refusal(self, last: UnsupportedModelError) -> UnsupportedModelError:
         """Return the refusal by the last engine, with the reasons of those above in short."""
         reasons = [*self._reasons, last]
@@ -195,7 +216,8 @@ class EngineChoice:
             short = _in_short(reason.text)
             if number != told and not any(short in part for part in parts):
                 parts.append(f"The engine {rung.name!r} does not cover it either: {short}")
-        return UnsupportedModelError(f"{' '.join(parts)} {ALONE}", topic=reasons[told].topic)
+        text = f"{' '.join(parts)} {self._last_cure}".rstrip()
+        return UnsupportedModelError(text, topic=reasons[told].topic)
 
 
 def attach_engine(

@@ -141,6 +141,7 @@ class FunctionCall:
             UnsupportedModelError: if it is not, or if torch.func cannot run the function.
         """
         self.check_unchanged()
+        self._refuse_freed()
         self._refuse_rows_in_totals()
         backs = self._records_first(gradients)
         problems: list[Exception] = []
@@ -154,6 +155,15 @@ class FunctionCall:
             if share is not None:
                 return self._found(own, found if share == 1 else [share * each for each in found])
         raise self._refusal(problems)
+
+    def _refuse_freed(self) -> None:
+        """Refuse what torch's sharding has let go of: the function cannot run once more with it."""
+        if any(each.tensor.numel() and not _has_memory(each.tensor) for each in self.given):
+            raise UnsupportedModelError(
+                f"{self.name} used a sharded parameter that is not whole any longer when the backward "
+                "pass comes there. Use it in the forward() of the module that has it.",
+                topic="sharded",
+            )
 
     def _refuse_rows_in_totals(self) -> None:
         """Refuse a mean over rows that do not come from the records, joined with a mean over these.
@@ -447,6 +457,10 @@ class FunctionCall:
             f"over them.{fix} {ALONE}",
             topic="unsupported-layer",
         )
+
+
+def _has_memory(tensor: Tensor) -> bool:
+    return tensor.untyped_storage().size() > 0
 
 
 def _kind(given: Given) -> str:

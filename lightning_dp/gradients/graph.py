@@ -120,13 +120,14 @@ class Region:
     known: Collection[Any] = ()
 
 
-def uncovered(root: Any, regions: Mapping[Any, Region], trained: Collection[int]) -> set[int]:
+def uncovered(root: Any, regions: Mapping[Any, Region], trained: Mapping[int, int]) -> set[int]:
     """Return the trained parameters that the loss depends on otherwise than by recorded calls.
 
     Args:
         root: the graph node where to begin, ``loss.grad_fn``.
         regions: of recorded calls, by the graph nodes of their outputs.
-        trained: the parameters, by ``id``.
+        trained: the parameters, by the ``id`` of what a graph ends in: themselves, or whole ones that
+            stand for shards.
     """
     missing: set[int] = set()
     seen: set[tuple[Any, int]] = set()
@@ -142,8 +143,8 @@ def uncovered(root: Any, regions: Mapping[Any, Region], trained: Collection[int]
             inside = None
         if inside is None:
             inside = regions.get(node)
-        variable = id(getattr(node, "variable", None))
-        if variable in trained and (inside is None or variable not in inside.own):
-            missing.add(variable)
+        param = trained.get(id(getattr(node, "variable", None)))
+        if param is not None and (inside is None or param not in inside.own):
+            missing.add(param)
         stack += [(child, inside) for child, _ in node.next_functions]
     return missing

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import reduce
 
@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
+from lightning_dp.gradients.base import UnsupportedModelError
 from lightning_dp.gradients.layouts import Layout
 
 __all__ = ["Part", "PartGradients"]
@@ -85,20 +86,37 @@ class PartGradients:
         else:
             self.add(part, own.in_whole(gradients))
 
-    def pull_back(self, params: Mapping[int, nn.Parameter]) -> list[tuple[nn.Parameter, Tensor]]:
+    def pull_back(
+        self, leaves: Sequence[tuple[Tensor, nn.Parameter]]
+    ) -> list[tuple[nn.Parameter, Tensor]]:
         """Return the parameters with their gradients per record, shape (n, *parameter's shape).
 
         Args:
-            params: the trained ones, by ``id``.
+            leaves: what graphs end in, with the trained parameter that it is, or stands for.
         """
         found: list[tuple[nn.Parameter, Tensor]] = []
         for key, part in self._parts.items():
+            self._refuse_saved_shards(part, leaves)
             gradients = reduce(torch.add, self._found[key])
             if part.param is not None:
                 found.append((part.param, gradients))
             else:
-                found += _through_graph(part.tensor, gradients, list(params.values()))
+                found += _through_graph(part.tensor, gradients, leaves)
         return found
+
+    def _refuse_saved_shards(
+        self, part: Part, leaves: Sequence[tuple[Tensor, nn.Parameter]]
+    ) -> None:
+        """Refuse a graph that holds whole parameters of shards: torch has let go of their memory."""
+        stand_for_shards = any(leaf is not param for leaf, param in leaves)
+        if stand_for_shards and part.param is None and not part.is_linear:
+            raise UnsupportedModelError(
+                f"{', '.join(sorted(part.names)[:3])}: another tensor is computed from a sharded "
+                "parameter before records meet it (a parametrization, a norm of weights), by more "
+                "than transposing, slicing or joining. Remove the parametrization, or use "
+                "strategy='ddp'.",
+                topic="sharded",
+            )
 
 
 def sum_to(gradients: Tensor, shape: Sequence[int]) -> Tensor:
@@ -111,29 +129,30 @@ def sum_to(gradients: Tensor, shape: Sequence[int]) -> Tensor:
 
 
 def _through_graph(
-    tensor: Tensor, gradients: Tensor, params: Sequence[nn.Parameter]
+    tensor: Tensor, gradients: Tensor, leaves: Sequence[tuple[Tensor, nn.Parameter]]
 ) -> list[tuple[nn.Parameter, Tensor]]:
     """Return Jᵀ c_i with respect to each parameter that the tensor was computed from."""
     gradients = gradients.to(tensor.dtype)
     size = max(1, _ENTRIES // max(1, tensor.numel()))
-    parts = [_batched(tensor, each, params) for each in torch.split(gradients, size)]
+    of = [leaf for leaf, _ in leaves]
+    parts = [_batched(tensor, each, of) for each in torch.split(gradients, size)]
     found = []
-    for param, *rows in zip(params, *parts, strict=True):
+    for (_, param), *rows in zip(leaves, *parts, strict=True):
         if rows[0] is not None:
             found.append((param, torch.cat(rows)))
     return found
 
 
 def _batched(
-    tensor: Tensor, gradients: Tensor, params: Sequence[nn.Parameter]
+    tensor: Tensor, gradients: Tensor, leaves: Sequence[Tensor]
 ) -> Sequence[Tensor | None]:
     try:
         return torch.autograd.grad(
-            tensor, params, gradients, retain_graph=True, allow_unused=True, is_grads_batched=True
+            tensor, leaves, gradients, retain_graph=True, allow_unused=True, is_grads_batched=True
         )
     except RuntimeError:  # a backward function that cannot run for many gradients at once
         each = [
-            torch.autograd.grad(tensor, params, one, retain_graph=True, allow_unused=True)
+            torch.autograd.grad(tensor, leaves, one, retain_graph=True, allow_unused=True)
             for one in gradients
         ]
         return [None if rows[0] is None else torch.stack(rows) for rows in zip(*each, strict=True)]

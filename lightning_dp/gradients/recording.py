@@ -127,13 +127,12 @@ class Recorder:
         self._is_along = False  # a direction
         self._known = list(module.parameters())
         self._names = {id(param): name for name, param in module.named_parameters()}
-        self._tracer = (
-            FunctionTracer({self._names[id(p)]: p for p in params}, module) if traces else None
-        )
         refuse_other_shards(module, params)
         refuse_special(module, params)
         self.whole = WholeParameters(module)
         """The parameters that stand in the places of sharded ones."""
+        trained = {self._names[id(param)]: param for param in params}
+        self._tracer = FunctionTracer(trained, module, self.whole) if traces else None
         layers = self._covered_layers(module)
         # Along a direction other tensors stand in the places of the parameters.
         self._own = {layer: self._used_by_a_call(layer) for layer in layers}
@@ -477,7 +476,8 @@ class Recorder:
                 for edge in call.edges
                 if edge is not None
             }
-            missing = uncovered(loss.grad_fn, regions, {id(param) for param in self._params})
+            trained = {id(leaf): id(param) for leaf, param in self.whole.leaves(self._params)}
+            missing = uncovered(loss.grad_fn, regions, trained)
         names = [self._names[id(param)] for param in self._params if id(param) in missing]
         if names:
             raise UncoveredParameterError(names)

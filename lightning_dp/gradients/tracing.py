@@ -20,6 +20,7 @@ from lightning_dp.gradients.function_call import FunctionCall, Given, in_place_t
 from lightning_dp.gradients.hessian import split
 from lightning_dp.gradients.layouts import Layout, layouts_after, name_of_function
 from lightning_dp.gradients.parts import Part
+from lightning_dp.gradients.sharded import WholeParameters
 from lightning_dp.gradients.surroundings import Surroundings
 
 __all__ = ["FunctionTracer"]
@@ -82,12 +83,15 @@ class FunctionTracer(TorchFunctionMode):
     Args:
         params: the trained parameters, by name.
         module: the whole model, which holds constants.
+        whole: knows which parameters stand for shards.
     """
 
-    def __init__(self, params: Mapping[str, nn.Parameter], module: nn.Module) -> None:
+    def __init__(
+        self, params: Mapping[str, nn.Parameter], module: nn.Module, whole: WholeParameters
+    ) -> None:
         super().__init__()
         self._module = module
-        self._params = params
+        self._params, self._whole = params, whole
         self._trained = {id(p): Part(p, frozenset([name]), p) for name, p in params.items()}
         self.n = 1
         self._made: Any = None  # without a batch: what did not come from outside
@@ -160,9 +164,18 @@ class FunctionTracer(TorchFunctionMode):
         """Return what is known of a tensor that was computed from parameters alone."""
         if not tensor.requires_grad:
             return None
-        part = self._parts.get(id(tensor))
+        part = self._parts.get(id(tensor)) or self._of_shard(tensor)
         if part is None and tensor not in self._records and not self._is_from_records(tensor):
             part = self._new_part(tensor)
+        return part
+
+    def _of_shard(self, tensor: Tensor) -> Part | None:
+        """Return a whole parameter that stands for a trained one, which is a shard."""
+        known = self._trained.get(id(self._whole.found(tensor)))
+        if known is None:
+            return None
+        part = self._trained[id(tensor)] = Part(tensor, known.names, known.param)
+        self._parts[id(tensor)] = part
         return part
 
     def _is_from_records(self, tensor: Tensor) -> bool:
@@ -198,8 +211,9 @@ class FunctionTracer(TorchFunctionMode):
             if node is None or node in seen:
                 continue
             seen.add(node)
-            known = self._trained.get(id(getattr(node, "variable", None)))
-            names |= known.names if known is not None else set()
+            if (variable := getattr(node, "variable", None)) is not None:
+                known = self._trained.get(id(variable)) or self._of_shard(variable)
+                names |= known.names if known is not None else set()
             stack += [child for child, _ in node.next_functions]
         return frozenset(names)
 

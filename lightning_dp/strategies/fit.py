@@ -110,10 +110,11 @@ def begin_fit(
         _leave_ghost(
             choice, is_sharded=world.is_sharded, asks_one_gradient=traits.asks_one_gradient
         )
-    # Processes with shards run the same passes, and generated rows are paired with records: the
-    # engines below know neither.
-    if world.is_sharded or public:
+    # Generated rows are paired with records, which the engines below do not know.
+    if public:
         choice = choice.here()
+    if world.is_sharded:
+        choice = choice.over_shards()
     step = PrivateStep(module, optimizer, choice, device, wrap, checks, public)
     run.engine, run.optimizers = step.engine_description, optimizers.description
     if step.compiled_note is not None:

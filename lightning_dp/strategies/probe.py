@@ -81,20 +81,24 @@ class Probe:
         """
         if self._step.one_record:
             self._run.isolation = BY_CONSTRUCTION
-        if not self._is_first:
-            return
-        self._is_first = False
+        if self._is_first:
+            self._is_first = False
+            self._look(batch, pools)
+
+    def _look(self, batch: Any, pools: Callable[[], list[CollatedPool] | None]) -> None:
         if self._step.one_record:
             if self._run.config.isolation_probe:
                 self._warn_of_undone_state(batch)
             return
-        if not (self._run.config.isolation_probe or self._run.config.spot_checks):
-            return
-        made = pools()
-        self.has_folded_rows = self._world.broadcast(made is not None)
+        made = None
+        if self._run.config.isolation_probe or self._run.config.spot_checks:
+            made = pools()
+            self.has_folded_rows = self._world.broadcast(made is not None)
         if not self._run.config.isolation_probe:
+            self._step.settle_engine(self._world)
             return
         found = self._world.broadcast(self._found(batch, made))
+        self._step.settle_engine(self._world)
         self._run.isolation = str(found)
         self._run.engine = self._step.engine_description  # synthetic records may have shown another
         _raise_or_warn(found, self._module, may_warn=self._world.is_lead)

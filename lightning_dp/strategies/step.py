@@ -17,6 +17,7 @@ from lightning_dp._module_state import ModuleState
 from lightning_dp._refusals import RefusedRun
 from lightning_dp._shards import as_shard, held_here, is_sharded
 from lightning_dp._training_step import apart, muted
+from lightning_dp._world import World
 from lightning_dp.boundary import AbstractPerSampleGradients, Query
 from lightning_dp.functional import unflatten
 from lightning_dp.gradients import (
@@ -201,6 +202,15 @@ class PrivateStep:
             yield
         finally:
             self._passes.put_engine_on()
+
+    def settle_engine(self, world: World) -> None:
+        """Go on with the engine that the lead process came to, and with no other, if there are shards.
+
+        All processes make each pass together, so none of them may run a chunk again by itself.
+        """
+        if self.is_sharded:
+            with self.without_engine():
+                self.engine.stay(world.broadcast(self.engine.reasons))
 
     def without_guard(self) -> AbstractContextManager[None]:
         """Let optimizer steps pass inside, between batches: torch makes states of them from zeros."""

@@ -161,6 +161,23 @@ def test_a_choice_goes_down_for_all_who_share_it():
     assert alone.description == "bookkeeping"
 
 
+def test_over_shards_only_engines_that_know_them_are_left_and_all_stay_with_the_same():
+    choice = EngineChoice("ghost")
+    choice.fall(UnsupportedModelError("Not here."))
+    lead, other = choice.over_shards(), choice.over_shards()
+    assert lead.description == "bookkeeping, since ghost does not cover this model: Not here."
+    assert lead.fall(UnsupportedModelError("The layer net.x saw rows of (3,)."))
+    assert not lead.can_fall  # to Opacus' hooks
+    for each in (lead, other):
+        each.stay(lead.reasons)
+    assert other.description == lead.description
+    assert "saw rows of (3,)" in other.description
+    unprobed = choice.over_shards()
+    unprobed.stay(unprobed.reasons)
+    assert not unprobed.fall(UnsupportedModelError("A second process does not know of it."))
+    assert "one_by_one" not in str(unprobed.refusal(UnsupportedModelError("No.")))
+
+
 def test_the_hooks_can_be_left_out():
     choice = EngineChoice("auto", own_only=True)
     while choice.fall(UnsupportedModelError("No.")):

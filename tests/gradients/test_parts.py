@@ -19,7 +19,7 @@ def test_gradients_are_pulled_back_for_each_record():
     part = Part(tensor, frozenset(["param"]))
     parts.add(part, rows)
     parts.add(part, rows)
-    ((found, pulled),) = parts.pull_back({id(param): param})
+    ((found, pulled),) = parts.pull_back([(param, param)])
     expected = [torch.autograd.grad(tensor, param, 2 * row, retain_graph=True)[0] for row in rows]
     assert found is param
     torch.testing.assert_close(pulled, torch.stack(expected))
@@ -33,7 +33,7 @@ def test_entries_of_each_records_own_go_back_to_what_was_repeated():
     for repeated in (source, None):  # known, and found through the graph
         parts = PartGradients()
         parts.add_rows(Part(param.expand(N, -1), names, repeated=repeated), Layout(0), rows)
-        ((found, pulled),) = parts.pull_back({id(param): param})
+        ((found, pulled),) = parts.pull_back([(param, param)])
         assert found is param
         torch.testing.assert_close(pulled, rows)
 
@@ -56,6 +56,6 @@ def test_entries_of_all_records_one_frame_after_another_are_placed_in_that_order
     rows = torch.randn(N, frames, 4, dtype=torch.float64)
     parts = PartGradients()
     parts.add_rows(Part(tensor, frozenset(["param"])), Layout(0, outer=frames), rows)
-    ((_, pulled),) = parts.pull_back({id(param): param})
+    ((_, pulled),) = parts.pull_back([(param, param)])
     own = scale.reshape(frames, N, 1).transpose(0, 1)
     torch.testing.assert_close(pulled, (own * rows).sum(1))

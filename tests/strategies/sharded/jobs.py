@@ -20,7 +20,7 @@ import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.strategies import ModelParallelStrategy
 from sharded_fit import Small, fit, weights
-from sharded_models import MODELS, Chain, in_blocks, in_columns, over_one_process
+from sharded_models import MODELS, ByHand, Chain, Normed, in_blocks, in_columns, over_one_process
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
@@ -145,11 +145,23 @@ def half(name: str, processes: int) -> dict[str, Any]:
     return sums(name, processes, partial(in_blocks, policy=policy))
 
 
-def trained(folder: Path, processes: int, estimator: Any = None, **options: Any) -> dict[str, Any]:
+def trained(
+    folder: Path, processes: int, estimator: Any = None, engine: str = "auto", **options: Any
+) -> dict[str, Any]:
     """Twenty steps over all records without noise."""
     asks = {"max_grad_norm": math.inf} if estimator is None else {"estimator": estimator}
-    trainer, _ = fit(folder, processes, {"noise_multiplier": 0.0, **asks}, steps=20, **options)
-    return {"weights": weights(trainer.lightning_module), "steps": trainer.global_step}
+    privacy = {"noise_multiplier": 0.0, "engine": engine, **asks}
+    trainer, callback = fit(folder, processes, privacy, steps=20, **options)
+    found = {"weights": weights(trainer.lightning_module), "steps": trainer.global_step}
+    return {**found, "report": str(callback.report())}
+
+
+def by_hand(folder: Path, processes: int, **options: Any) -> dict[str, Any]:
+    """Twenty steps of a model whose weights are used outside of their layer."""
+    try:
+        return trained(folder, processes, **{"model": Small(ByHand), **options})
+    except TypeError as error:
+        return {"message": str(error)}
 
 
 class Apart(Small):
@@ -281,6 +293,11 @@ def main(folder: Path, processes: int, names: list[str]) -> None:
             for name, e in CLIPPED.items()
         },
         "checked": lambda: trained(folder, processes, checks=True),
+        "ghost": lambda: trained(folder, processes, engine="ghost"),
+        "by hand": lambda: by_hand(folder, processes, checks=True),
+        "by hand, unprobed": lambda: by_hand(folder, processes),
+        "by hand, normed": lambda: by_hand(folder, processes, model=Small(Normed)),
+        "by hand, functional": lambda: by_hand(folder, processes, engine="functional"),
         "saved": lambda: saved(folder, processes),
         "consolidated": lambda: saved(folder, processes, is_distributed=False),
         "resumed": lambda: resumed(folder, processes),

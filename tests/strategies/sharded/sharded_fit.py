@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -59,13 +59,17 @@ def records() -> TensorDataset:
     )
 
 
+def chain() -> nn.Module:
+    return Chain(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 3))
+
+
 class Small(L.LightningModule):
     """Sharded by two blocks and a root."""
 
-    def __init__(self) -> None:
+    def __init__(self, net: Callable[[], nn.Module] = chain) -> None:
         super().__init__()
         torch.manual_seed(4)
-        self.net = Chain(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 3))
+        self.net = net()
         self.begin: Tensor | None = None
         self.average: Tensor | None = None
 

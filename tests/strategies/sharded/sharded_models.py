@@ -111,6 +111,71 @@ class Attending(nn.Module):
         return x[..., :3]  # of all entries together LayerNorm leaves nothing to learn
 
 
+class RMSNorm(nn.Module):
+    """Written by hand, as language models have it: its weight is in no layer of torch."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.weight * (x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-6))
+
+
+class OwnBlock(nn.Module):
+    """Parameters of a block itself next to layers: a matrix, and a scale."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm, self.up = RMSNorm(width), nn.Linear(width, 2 * width)
+        self.down = nn.Parameter(0.3 * torch.randn(2 * width, width))
+        self.scale = nn.Parameter(torch.full((1,), 0.5))  # torch shards no scalars
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.scale * (torch.tanh(self.up(self.norm(x))) @ self.down)
+
+
+class OwnParameters(nn.Module):
+    """Positions and a first token of the root, and a head that is its embedding by hand."""
+
+    def __init__(self, block: Callable[[int], nn.Module], width: int = 6) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(11, width)
+        self.first = nn.Parameter(torch.randn(1, 1, width))
+        self.places = nn.Parameter(0.1 * torch.randn(1, 6, width))
+        self.blocks = nn.ModuleList(block(width) for _ in range(2))
+        self.norm = RMSNorm(width)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = torch.cat([self.first.expand(len(tokens), -1, -1), self.embedding(tokens)], 1)
+        x = x + self.places
+        for block in self.blocks:
+            x = block(x)
+        return nn.functional.linear(self.norm(x), self.embedding.weight)
+
+
+class ByHand(nn.Module):
+    """The weights of a layer that is never called: nothing of its type tells of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(6, 5), nn.Linear(5, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.linear(torch.tanh(self.up(x)), self.down.weight, self.down.bias)
+
+
+class Normed(nn.Module):
+    """A matrix whose columns are brought to length one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.matrix = nn.Parameter(torch.randn(6, 3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ (self.matrix / self.matrix.norm(dim=0))
+
+
 class LoRA(nn.Module):
     """A frozen layer with a trained one of low rank next to it."""
 
@@ -160,6 +225,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor]]] = {
     "tied": (seeded(Transformer), tokens),
     "checkpointed": (seeded(lambda: Transformer(Checkpointed)), tokens),
     "attention": (seeded(Attending), tokens),
+    "own": (seeded(lambda: OwnParameters(OwnBlock)), tokens),
     "lora": (seeded(lora), features),
     "even": (seeded(lambda: Chain(nn.Linear(6, 4), nn.Tanh(), nn.Linear(4, 2))), features),
     "wide": (seeded(lambda: Chain(nn.Linear(6, 4000, bias=False))), features),

@@ -10,6 +10,7 @@ import signal
 import socket
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,11 +24,13 @@ HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE))  # what the processes import, too
 small = importlib.import_module("sharded_fit")
 MODELS = importlib.import_module("sharded_models").MODELS
+ByHand = importlib.import_module("sharded_models").ByHand
 sys.path.remove(str(HERE))
 
 CLIP_NORM, MULTIPLIER = 0.05, 2.0
 HALF = ("half", "autocast")
 DIFFERENCES = ("diff2", "storm")
+BY_HAND = tuple(f"by hand{how}" for how in ("", ", unprobed", ", functional", ", normed"))
 ONLY_TWO = (
     *(f"{kind} {name}" for name in DIFFERENCES for kind in ("whole", "clipped", "ddp")),
     *HALF,
@@ -37,6 +40,8 @@ ONLY_TWO = (
     "trained",
     "mixed",
     "checked",
+    *BY_HAND,
+    "ghost",
     "saved",
     "resumed",
     "apart",
@@ -114,9 +119,9 @@ def clipped_sum(name: str, *, weight: float = 0.0) -> Tensor:
     return total
 
 
-def plainly_trained(*, half: bool = False) -> Tensor:
+def plainly_trained(*, half: bool = False, make: Callable[[], nn.Module] = small.chain) -> Tensor:
     """Twenty steps of a whole model on all records, without privacy."""
-    net = small.Small().net
+    net = small.Small(make).net
     optimizer = torch.optim.AdamW(net.parameters(), lr=0.05)
     x, y = small.records().tensors
     for _ in range(20):
@@ -200,7 +205,7 @@ def test_noise_has_its_variance_once_and_is_independent_between_processes(
     assert len(noise.unique()) > 0.99 * len(noise)
 
 
-@pytest.mark.parametrize("scenario", ["trained", "checked"])
+@pytest.mark.parametrize("scenario", ["trained", "checked", "ghost"])
 def test_without_noise_and_clipping_it_is_plain_training_of_a_whole_model(
     job: Path, scenario: str
 ) -> None:
@@ -208,6 +213,31 @@ def test_without_noise_and_clipping_it_is_plain_training_of_a_whole_model(
     for each in results(job, 2, scenario):
         assert each["steps"] == 20
         torch.testing.assert_close(each["weights"], want, rtol=0, atol=2e-5)
+        assert ("do not go into shards" in each["report"]) == (scenario == "ghost")
+
+
+@pytest.mark.parametrize("scenario", ["by hand", "by hand, functional"])
+def test_weights_that_are_used_outside_of_their_layer_are_trained(job: Path, scenario: str) -> None:
+    """The first process finds it with made-up records, and all go on with the engine that sees it."""
+    want = plainly_trained(make=ByHand)
+    for each in results(job, 2, scenario):
+        torch.testing.assert_close(each["weights"], want, rtol=0, atol=2e-5)
+        assert ("functional" in each["report"]) == (scenario == "by hand, functional")
+        assert ("with the functions where" in each["report"]) == (scenario == "by hand")
+
+
+def test_without_the_probe_no_process_goes_on_to_another_engine_by_itself(job: Path) -> None:
+    for each in results(job, 2, "by hand, unprobed"):
+        assert "is used outside of its layer" in each["message"]
+        assert "engine='functional'" in each["message"]
+        assert "one_by_one" not in each["message"]
+
+
+def test_what_is_made_of_sharded_weights_before_records_meet_it_is_refused(job: Path) -> None:
+    """Its way back needs weights that torch has let go of."""
+    for each in results(job, 2, "by hand, normed"):
+        assert "is computed from a sharded parameter before records meet it" in each["message"]
+        assert "net.matrix" in each["message"]
 
 
 @pytest.mark.parametrize("name", DIFFERENCES)
