@@ -64,7 +64,9 @@ class _Reader:
         if not same_parts(alone, self._after([])):
             return None
         first, last = others[:1], others[-1:]
-        ways = [self._after(first), self._after([*last, *first])]
+        # They end with different records: one of them may be the last that training drew, which a
+        # data set that keeps the sample before has seen before the record is read alone, too.
+        ways = [self._after(first), self._after([*first, *last])]
         if hasattr(self._copies.fresh(), "__getitems__"):
             ways += [self._together([], first), self._together([], last)]
             if not self._is_random:  # else those before it draw the numbers that it drew alone

@@ -115,6 +115,13 @@ def test_what_depends_on_others_is_seen(number):
     assert mixes_samples(MIXED[number], 4, [7, 12])
 
 
+@pytest.mark.parametrize("last", [7, 9, 12])
+def test_it_is_seen_whichever_record_training_has_drawn_last(last):
+    dataset = MixedWithTheOneBefore()
+    dataset[last]
+    assert mixes_samples(dataset, 4, [7, 9, 12])
+
+
 class GlobalNumbers(Plain):
     def __getitem__(self, i):
         x = X[i] + random.random() + torch.as_tensor(np.random.rand(3)) + torch.randn(3)

@@ -120,7 +120,9 @@ def test_a_real_batch_is_answered_by_the_next_engine_as_if_by_the_first(place, t
     for (name, ours), theirs in zip(
         module.state_dict().items(), expected.state_dict().values(), strict=True
     ):
-        assert torch.equal(ours, theirs) or (place == "forward" and name == "steps"), name
+        # Two engines round apart; another draw of dropout or of noise is another number.
+        is_same = torch.allclose(ours.double(), theirs.double(), rtol=1e-5, atol=1e-7)
+        assert is_same or (place == "forward" and name == "steps"), name
     assert report.mechanism["gradient engine"] == "fussy"  # a batch's shapes are not in the report
     assert (report.epsilon, report.steps) == (plain.epsilon, plain.steps)
     assert trainer.global_step == usual.global_step == 2
