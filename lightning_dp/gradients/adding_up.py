@@ -30,7 +30,7 @@ def plain_gradients(loss: Tensor, params: Sequence[nn.Parameter]) -> Tensor | No
     for place, part in enumerate(parts_of(flat, params)):
         own, parts[place] = parts[place], None  # freed, so that there are never two of all
         if own is not None:
-            part.copy_(own.reshape(-1))
+            part.copy_((own.to_dense() if own.is_sparse else own).reshape(-1))
     return flat
 
 

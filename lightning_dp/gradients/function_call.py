@@ -342,7 +342,8 @@ class FunctionCall:
                 outputs, found = vmap(of_record, tuple(in_dims), randomness="different")(*inputs)
             except RuntimeError:
                 outputs, found = self._one_by_one(of_record, inputs, in_dims)
-        return [each.detach() for each in outputs], [each.detach() for each in found]
+        dense = (each.to_dense() if each.is_sparse else each for each in found)
+        return [each.detach() for each in outputs], [each.detach() for each in dense]
 
     def _pull_along(
         self,

@@ -90,7 +90,7 @@ def refuse_options(name: str, layer: nn.Module, rule: Rule | None) -> None:
         rule: of its type, if there is one.
     """
     if isinstance(layer, nn.Embedding | nn.EmbeddingBag):
-        for option in ("max_norm", "scale_grad_by_freq", "sparse"):
+        for option in ("max_norm", "scale_grad_by_freq"):
             if getattr(layer, option):
                 raise UnsupportedModelError(
                     f"{name} ({type(layer).__name__}) has {option} set. {_CURE}",

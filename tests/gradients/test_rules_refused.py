@@ -75,7 +75,6 @@ def test_a_layer_called_without_a_tensor(layer_engine, lean, oracle):
     ("layer", "message"),
     [
         (nn.Embedding(7, 4, max_norm=1.0), "1 .Embedding. has max_norm set"),
-        (nn.Embedding(7, 4, sparse=True), "1 .Embedding. has sparse set"),
         (nn.Embedding(7, 4, scale_grad_by_freq=True), "1 .Embedding. has scale_grad_by_freq set"),
         (nn.LSTM(4, 3), "1 .LSTM. hides its records"),
     ],

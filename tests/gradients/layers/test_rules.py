@@ -12,6 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from lightning_dp.boundary import bounded_sum
+from lightning_dp.gradients.adding_up import plain_gradients
+from lightning_dp.gradients.bookkeeping import Bookkeeping
 from lightning_dp.gradients.rules import RULES
 
 RECORDS = 5
@@ -119,6 +121,29 @@ def test_an_empty_sum_is_zero(layer_engine, oracle):
     layer_engine.attach(module, oracle.trained(module))
     gradients = oracle.run(layer_engine, module, torch.full((oracle.records, 6), float("nan")))
     assert torch.equal(bounded_sum(gradients, 1.0).value, torch.zeros(21))
+
+
+@pytest.mark.parametrize("rules", [RULES, {}], ids=["by rule", "by functions"])
+def test_a_table_with_sparse_gradients_is_as_any_other(rules, oracle):
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Embedding(7, 4, sparse=True), nn.Flatten(), nn.Linear(24, 3))
+    batch, params = torch.randint(7, (oracle.records, 6)), oracle.trained(module)
+    plain = plain_gradients(oracle.mean_loss(module(batch)), params)
+    module[0].sparse = False
+    rows = oracle.one_by_one(module, batch)
+    module[0].sparse = True
+
+    engine = Bookkeeping(rules, traces=not rules)
+    engine.attach(module, params)
+    with engine.following(batch, len(batch)):
+        loss = oracle.mean_loss(module(batch))
+    found = engine.take(1.0, oracle.back(engine, module, loss))
+    engine.detach()
+
+    torch.testing.assert_close(plain.double(), rows.mean(0), rtol=1e-5, atol=1e-6)
+    clip_norm = float(rows.norm(dim=1).median())
+    total = bounded_sum(found, clip_norm).value.double()
+    torch.testing.assert_close(total, oracle.clipped(rows, clip_norm), rtol=1e-5, atol=1e-6)
 
 
 def test_every_rule_is_tested(layer_models):
