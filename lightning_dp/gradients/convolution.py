@@ -16,6 +16,7 @@ from lightning_dp.gradients.convolution_lines import Lines, Window
 from lightning_dp.gradients.folding import AbstractFolding
 from lightning_dp.gradients.forms import (
     PRODUCTS,
+    SLICE_BYTES,
     AbstractForm,
     Rows,
     Scaled,
@@ -118,6 +119,27 @@ class Convolution(AbstractForm):
             False, [0] * len(self.stride), groups, [False, True, False],
         )[1]  # fmt: skip
         return gradient
+
+    def entries(self, v: Tensor, u: Tensor, shape: torch.Size, places: Tensor) -> Tensor:
+        v, u = self._of_rows(v), self._of_rows(u)
+        each = u.shape[1] * u.shape[3:].numel() * len(places)
+        if len(self.stride) != 2 or self.groups > 1 or not 0 < each <= shape.numel():
+            return super().entries(v, u, shape, places)  # all of them are no more work
+        at = torch.unravel_index(places, shape)
+        size = max(1, SLICE_BYTES // (4 * each))
+        parts = zip(torch.split(v, size), torch.split(u, size), strict=True)
+        return torch.cat([self._entries_at(*part, at) for part in parts])
+
+    def _entries_at(self, v: Tensor, u: Tensor, at: Sequence[Tensor]) -> Tensor:
+        """Return entries of each record's gradient, from what the kernel's entries see."""
+        output, channel, *entry = at
+        seen = self._padded(v.flatten(0, 1)).unflatten(0, v.shape[:2])
+        for k in range(2):
+            reach = self.dilation[k] * (self.weight_shape[2 + k] - 1) + 1
+            seen = seen.unfold(3 + k, reach, self.stride[k])
+        line, column = (k * d for k, d in zip(entry, self.dilation, strict=True))
+        seen = seen[:, :, channel, :, :, line, column]  # (places, n, f, *positions)
+        return (u[:, :, output].permute(2, 0, 1, 3, 4) * seen).flatten(2).sum(2).T
 
     def lengths(self, v: Tensor, u: Tensor) -> Tensor:
         return super().lengths(v, u) * math.sqrt(

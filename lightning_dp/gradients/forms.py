@@ -224,7 +224,7 @@ class AbstractForm(ABC):
         """
         size = max(1, SLICE_BYTES // (4 * shape.numel()))
         parts = zip(torch.split(v, size), torch.split(u, size), strict=True)
-        return torch.cat([as_rows(self.rows(*part))[:, places] for part in parts])
+        return torch.cat([_at(self.rows(*part), places) for part in parts])
 
     def factors(self, v: Tensor, u: Tensor) -> tuple[Tensor, ...] | None:
         """Return tensors, records first, the product of whose norms is that of f(v_i, u_i); else None."""
@@ -342,6 +342,9 @@ class Rows(AbstractForm):
     ) -> list[Use]:
         return [self._use(use.u) for use in super().along((v[0], None), u, weights)]
 
+    def entries(self, v: Tensor, u: Tensor, shape: torch.Size, places: Tensor) -> Tensor:
+        return _at(self.rows(v, u), places)
+
     def factors(self, v: Tensor, u: Tensor) -> tuple[Tensor, ...] | None:
         return (u,)
 
@@ -351,6 +354,13 @@ class Rows(AbstractForm):
     def squared_norms(self, uses: Sequence[Use], *, may_keep: bool) -> Tensor | None:
         (use,) = uses
         return squared_row_norms(use.u)
+
+
+def _at(rows: Tensor, places: Tensor) -> Tensor:
+    """Return the entries of each row at some places of it, whatever their order in memory: no copy."""
+    if rows.dim() < 3 or rows.is_contiguous():
+        return as_rows(rows).index_select(1, places)
+    return rows[(slice(None), *torch.unravel_index(places, rows.shape[1:]))]
 
 
 def _weighted(u: tuple[Tensor, Tensor | None], weights: tuple[float, float]) -> Tensor:
