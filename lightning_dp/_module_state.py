@@ -144,6 +144,18 @@ class ModuleState:
             except Exception:  # an object that does not let itself be changed
                 continue
 
+    def left_outside(self) -> Iterator[Any]:
+        """Yield what is kept by reference only, of what classes, global variables and closures hold."""
+        outside = (held for _, held in self._roots.values())
+        work = [held for held in outside if isinstance(held.owner, type | types.FunctionType)]
+        met = set(map(id, work))
+        while work:
+            held = work.pop()
+            yield from (thing for key, thing in held.inside() if key not in held.parts)
+            new = [part for part in held.parts.values() if id(part) not in met]
+            met.update(map(id, new))
+            work += new
+
     def reseed(self) -> None:
         """Give every random generator among it a new seed, from torch's global one."""
         for part in self._parts:

@@ -17,7 +17,7 @@ from torch.nn.parameter import is_lazy
 
 from lightning_dp._lazy_copies import addresses_of, is_plain, lazily_copied
 
-__all__ = ["ModelCopies", "empty"]
+__all__ = ["ModelCopies", "empty", "is_much"]
 
 _HALF = (torch.float16, torch.bfloat16)
 _LARGE = 1 << 16  # entries
@@ -47,7 +47,7 @@ class ModelCopies:
     def release(self) -> None:
         """Let the weights be the model's alone again, when no copy is in use any more."""
         self._shared.clear()
-        if _is_much(self._module):
+        if is_much(self._module):
             gc.collect()  # graphs of the passes, which hold weights
             _give_back()
         for param in self._module.parameters():
@@ -83,15 +83,16 @@ class ModelCopies:
 
 def empty(module: nn.Module) -> None:
     """Free the memory of a copy: modules are full of cycles, and a dozen must not wait for gc."""
-    is_much = _is_much(module)
+    gives_back = is_much(module)
     for tensor in (*module.parameters(), *module.buffers()):
         tensor.grad = None
         tensor.data = tensor.new_empty(0)
-    if is_much:
+    if gives_back:
         _give_back()
 
 
-def _is_much(module: nn.Module) -> bool:
+def is_much(module: nn.Module) -> bool:
+    """Tell whether a model is so large that freed memory is given back after each pass."""
     return sum(0 if is_lazy(param) else param.nbytes for param in module.parameters()) > _MUCH
 
 

@@ -33,6 +33,7 @@ from lightning_dp.gradients.module_hooks import ModuleHooks
 from lightning_dp.gradients.passes import is_differentiable
 from lightning_dp.isolation.answers import Answer, Call, answer_about
 from lightning_dp.isolation.ignored import target_means
+from lightning_dp.isolation.kept_copy import KeptCopy, may_be_kept
 from lightning_dp.isolation.model_copies import ModelCopies, empty
 from lightning_dp.isolation.nesting import copied
 from lightning_dp.isolation.overrides import backward_loss
@@ -49,6 +50,7 @@ __all__ = [
     "prepared",
     "same",
     "same_elsewhere",
+    "show_trainer",
     "watch_calls",
 ]
 
@@ -100,6 +102,8 @@ class Passes:
         self.choice = EngineChoice(engine) if isinstance(engine, str) else engine
         self.trainer, self.now = trainer, now
         self._copies = ModelCopies(module)
+        self._kept = KeptCopy()
+        self._may_keep: bool | None = None
         self._added_up: set[str] = set()  # engines whose sum was compared
         self._is_half = is_half(module)
         self._counted: tuple[Any, float] | None = None  # a batch, and its operations
@@ -141,6 +145,7 @@ class Passes:
             try:
                 yield
             finally:
+                self._kept.drop()
                 self._copies.release()
 
     @property
@@ -160,6 +165,7 @@ class Passes:
 
     def copied(self, memo: dict[int, Any] | None = None) -> LightningModule:
         """Return a deep copy of the model; those of before must not be used any more."""
+        self._kept.drop()
         return self._copies.make(memo)
 
     def shares(self, thing: object) -> bool:
@@ -266,15 +272,22 @@ class Passes:
         draws: Any = contextlib.nullcontext()
         if same_first_rows:
             draws = SameFirstRows()  # type: ignore[no-untyped-call]
-        with self._copy() as module:
+        with self._copy_with_engine(is_watched=watch_modules) as (module, passes):
             calls: list[Call] = []
             hooks = watch_calls(module, calls) if watch_modules else ModuleHooks()
             with draws:
-                answer = self._run(module, batch, n, seed_number)
+                answer = self._run(module, passes, batch, n, seed_number)
             hooks.take_off()  # the copy goes with the garbage, the calls need not wait for it
             return replace(answer, calls=tuple(calls))
 
-    def _run(self, module: LightningModule, batch: Any, n: int, seed_number: int) -> Answer:
+    def _run(
+        self,
+        module: LightningModule,
+        passes: RecordPasses,
+        batch: Any,
+        n: int,
+        seed_number: int,
+    ) -> Answer:
         own = dict(module.named_parameters())
         params = [own[name] for name in self.trained]
         noticed: list[tuple[bool, list[bool], list[int | None]]] = []  # before the graph is freed
@@ -294,16 +307,12 @@ class Passes:
             written.append(self._may_have_written(module))
             return loss
 
-        adds_up = self.choice.description not in self._added_up
-        with self.attached(
-            module, params, loss_graph_check=self._checks_graph, adds_up=adds_up
-        ) as passes:
-            with self.valid_labels():
-                gradients = passes.run(forward, size=n, batch=batch)
-            self._added_up.add(self.choice.description)
-            if gradients is not None and gradients.count not in (0, n) and self.choice.can_fall:
-                raise OtherRowsError
-            answer = answer_about(gradients, params, n)
+        with self.valid_labels():
+            gradients = passes.run(forward, size=n, batch=batch)
+        self._added_up.add(self.choice.description)
+        if gradients is not None and gradients.count not in (0, n) and self.choice.can_fall:
+            raise OtherRowsError
+        answer = answer_about(gradients, params, n)
         ((is_random, weighs, ignores),) = noticed
         return replace(
             answer,
@@ -361,9 +370,7 @@ class Passes:
 
     @contextlib.contextmanager
     def _copy(self) -> Iterator[LightningModule]:
-        trainer = StandInTrainer(self.trainer, self.now)
-        module = prepared(self._copies.make(), trainer)  # Lightning leaves its trainer out
-        give_optimizers(module, trainer, self.stills_of(module).optimizers)
+        module = self._dressed(prepared(self._copies.make()))
         try:
             if self.now.is_pretended:
                 with self.valid_labels():
@@ -373,6 +380,55 @@ class Passes:
             empty(module)
             self.put_back()
 
+    def _dressed(self, module: LightningModule) -> LightningModule:
+        """Give a copy new stand-ins for its Trainer and its optimizers."""
+        trainer = StandInTrainer(self.trainer, self.now)
+        show_trainer(module, trainer)
+        give_optimizers(module, trainer, self.stills_of(module).optimizers)
+        return module
+
+    @contextlib.contextmanager
+    def _copy_with_engine(
+        self, *, is_watched: bool
+    ) -> Iterator[tuple[LightningModule, RecordPasses]]:
+        """Enter with a copy to which the engine is attached: that of the pass before, if it is as new."""
+        adds_up = self.choice.description not in self._added_up
+        if adds_up or is_watched or self.now.is_pretended or not self._keeps_copies:
+            with self._copy() as module, self._engine_on(module, adds_up=adds_up) as passes:
+                yield module, passes
+            return
+        key = self.choice.description, self._checks_graph
+        if (each := self._kept.take(key)) is None:
+            module = self._dressed(prepared(self._copies.make()))
+            each = self._kept.new(key, module, self._engine_on(module))
+        else:
+            self._dressed(each.module)
+        try:
+            yield each.module, each.engine
+        except BaseException:
+            each.free()
+            raise
+        else:
+            self._kept.keep(each)
+        finally:
+            self.put_back()
+
+    @property
+    def _keeps_copies(self) -> bool:
+        if self._may_keep is None:
+            outside = self._outside
+            self._may_keep = (
+                outside is not None
+                and not self.has_public_optimizers
+                and may_be_kept(self.module, outside)
+            )
+        return self._may_keep
+
+    def _engine_on(self, module: LightningModule, *, adds_up: bool = False) -> RecordPasses:
+        own = dict(module.named_parameters())
+        params = [own[name] for name in self.trained]
+        return self.attached(module, params, loss_graph_check=self._checks_graph, adds_up=adds_up)
+
     def _loss(self, module: LightningModule, batch: Any) -> Tensor:
         is_automatic = module.automatic_optimization
         by_hand = None if is_automatic else ByHand(module, self.stills_of(module))
@@ -381,7 +437,7 @@ class Passes:
         return backward_loss(module, loss_of(output, by_hand))
 
 
-def prepared(module: LightningModule, trainer: StandInTrainer) -> LightningModule:
+def prepared(module: LightningModule) -> LightningModule:
     """Make a copy of a model ready for passes on the CPU that leave nothing anywhere."""
     module.cpu()
     if is_half(module):
@@ -389,10 +445,16 @@ def prepared(module: LightningModule, trainer: StandInTrainer) -> LightningModul
     for part in module.modules():
         if isinstance(part, _DropoutNd):
             part.p = 0.0  # the masks of a smaller batch would be others
-        if isinstance(part, LightningModule):
-            part.log = trainer.log  # type: ignore[method-assign,assignment]
     for param in module.parameters():
         param.grad = None
+    return module
+
+
+def show_trainer(module: LightningModule, trainer: StandInTrainer) -> LightningModule:
+    """Let a copy of a model see a Trainer, to which it logs."""
+    for part in module.modules():
+        if isinstance(part, LightningModule):
+            part.log = trainer.log  # type: ignore[method-assign,assignment]
     module.trainer = trainer  # type: ignore[assignment]
     return module
 

@@ -24,7 +24,7 @@ from lightning_dp.isolation.overrides import (
     optimize,
     schedule,
 )
-from lightning_dp.isolation.passes import NoLoss, Passes, begin, loss_of, prepared
+from lightning_dp.isolation.passes import NoLoss, Passes, begin, loss_of, prepared, show_trainer
 from lightning_dp.isolation.randomness import seed
 from lightning_dp.isolation.stand_in_optimizers import ByHand, give_optimizers
 from lightning_dp.isolation.stand_ins import StandInTrainer
@@ -51,7 +51,7 @@ def rehearsal(passes: Passes) -> Iterator[Rehearsal]:
     trainer = StandInTrainer(passes.trainer, passes.now)
     module, callbacks = _copies(passes, trainer)
     try:
-        yield Rehearsal(passes, prepared(module, trainer), trainer, callbacks)
+        yield Rehearsal(passes, show_trainer(prepared(module), trainer), trainer, callbacks)
     finally:
         empty(module)
         passes.put_back()

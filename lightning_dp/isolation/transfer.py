@@ -15,7 +15,7 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 
 from lightning_dp.isolation.collation import Collate, Trial, try_collate
 from lightning_dp.isolation.copies import Copies
-from lightning_dp.isolation.passes import prepared
+from lightning_dp.isolation.passes import prepared, show_trainer
 from lightning_dp.isolation.stand_ins import RUN, Now, StandInTrainer
 
 __all__ = ["HOOKS", "TransferHooks"]
@@ -92,7 +92,9 @@ class TransferHooks:
 
     def _copied(self, owner: Any, trainer: StandInTrainer) -> Any:
         if isinstance(owner, LightningModule):
-            return prepared(copy.deepcopy(owner), trainer)  # Lightning leaves its trainer out
+            return show_trainer(
+                prepared(copy.deepcopy(owner)), trainer
+            )  # Lightning leaves its trainer out
         new = Copies(owner, closes_datasets=True).fresh()
         if new is not owner:
             new.trainer = trainer

@@ -32,4 +32,6 @@ def test_entries_are_those_of_the_rows(shape, n):
     for i in range(n):
         layer.weight.grad = None
         layer(x[i]).backward(u[i])
-        torch.testing.assert_close(found[i], layer.weight.grad.flatten()[places], rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(
+            found[i], layer.weight.grad.flatten()[places], rtol=1e-4, atol=1e-4
+        )
