@@ -133,7 +133,8 @@ class Convolution(AbstractForm):
     def _entries_at(self, v: Tensor, u: Tensor, at: Sequence[Tensor]) -> Tensor:
         """Return entries of each record's gradient, from what the kernel's entries see."""
         output, channel, *entry = at
-        seen = self._padded(v.flatten(0, 1)).unflatten(0, v.shape[:2])
+        padded = self._padded(v.flatten(0, 1))
+        seen = padded.view(*v.shape[:2], *padded.shape[1:])
         for k in range(2):
             reach = self.dilation[k] * (self.weight_shape[2 + k] - 1) + 1
             seen = seen.unfold(3 + k, reach, self.stride[k])

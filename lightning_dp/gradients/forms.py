@@ -360,7 +360,8 @@ def _at(rows: Tensor, places: Tensor) -> Tensor:
     """Return the entries of each row at some places of it, whatever their order in memory: no copy."""
     if rows.dim() < 3 or rows.is_contiguous():
         return as_rows(rows).index_select(1, places)
-    return rows[(slice(None), *torch.unravel_index(places, rows.shape[1:]))]
+    at: list[Tensor | slice] = [slice(None), *torch.unravel_index(places, rows.shape[1:])]
+    return rows[tuple(at)]
 
 
 def _weighted(u: tuple[Tensor, Tensor | None], weights: tuple[float, float]) -> Tensor:

@@ -25,8 +25,10 @@ _ATOMS = frozenset(
     | {torch.dtype, torch.device, torch.Size, torch.layout, torch.memory_format}
 )
 # What copies of an object share: deepcopy leaves it as it is.
-_SHARED = (type, types.FunctionType, types.BuiltinFunctionType, types.ModuleType)
-_SHARED += (types.MethodDescriptorType, weakref.ReferenceType, logging.Logger, enum.Enum)
+_SHARED: tuple[type, ...] = (
+    *(type, types.FunctionType, types.BuiltinFunctionType, types.MethodDescriptorType),
+    *(types.ModuleType, weakref.ReferenceType, logging.Logger, enum.Enum),
+)
 _TENSORS = Tensor, nn.Parameter
 
 
@@ -162,7 +164,7 @@ class Untouched:
 
 def _form(tensor: Tensor) -> tuple[Any, ...]:
     """Return what a tensor is besides its values."""
-    hooks = tensor._backward_hooks, tensor._post_accumulate_grad_hooks  # type: ignore[attr-defined]
+    hooks = tensor._backward_hooks, tensor._post_accumulate_grad_hooks
     return (
         *(tensor.shape, tensor.stride(), tensor.storage_offset(), tensor.dtype),
         *(tensor.requires_grad, tensor.grad is None, len(vars(tensor))),
