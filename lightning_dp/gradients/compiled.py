@@ -6,7 +6,7 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
-from types import FunctionType
+from types import FunctionType, MethodType
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from lightning_dp.gradients.module_hooks import ModuleHooks
 
 __all__ = ["CompiledParts", "as_written"]
 
+_METHODS = MethodType, staticmethod, classmethod
 _NOTE = "{}: compiled, and run as written in private steps, since hooks do not see into a compiled graph"
 
 
@@ -117,12 +118,12 @@ def _is_inside_hooks(part: nn.Module) -> bool:
 
 def _is_function(value: Any) -> bool:
     """Tell whether a function or a method is what ``torch.compile`` returned."""
-    function = getattr(value, "__func__", value)
+    if isinstance(value, _METHODS):
+        value = value.__func__
     # Of nothing but functions: some attributes raise when they are asked for what they lack.
-    is_wrapped = isinstance(function, FunctionType) and hasattr(
-        function, "_torchdynamo_orig_callable"
-    )
-    return is_wrapped and not getattr(function, "_torchdynamo_disable", False)
+    if not (isinstance(value, FunctionType) and hasattr(value, "_torchdynamo_orig_callable")):
+        return False
+    return not getattr(value, "_torchdynamo_disable", False)
 
 
 def _methods(module: nn.Module) -> list[str]:

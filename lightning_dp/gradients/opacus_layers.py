@@ -172,8 +172,11 @@ def own_parameters(layer: nn.Module) -> list[nn.Parameter]:
 
     A recurrent layer of Opacus lists its cells' parameters, a head its decoder's bias.
     """
-    inside = {param for each in layer.children() for param in each.parameters()}
-    return [param for param in layer.parameters(recurse=False) if param not in inside]
+    own = list(layer.parameters(recurse=False))
+    if not own:  # most modules with others inside: what all of those hold need not be looked up
+        return []
+    inside = {id(param) for each in layer.children() for param in each.parameters()}
+    return [param for param in own if id(param) not in inside]
 
 
 def refuse(name: str, layer: nn.Module, has_rule: bool) -> None:

@@ -16,7 +16,6 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor, nn
 from torch.nn.modules.dropout import _DropoutNd
-from torch.utils.flop_counter import FlopCounterMode
 
 from lightning_dp._fingerprint import fingerprint
 from lightning_dp._generators import accelerator_kept
@@ -36,6 +35,7 @@ from lightning_dp.isolation.ignored import target_means
 from lightning_dp.isolation.kept_copy import KeptCopy, may_be_kept
 from lightning_dp.isolation.model_copies import ModelCopies, empty
 from lightning_dp.isolation.nesting import copied
+from lightning_dp.isolation.operations import OperationCounter
 from lightning_dp.isolation.overrides import backward_loss
 from lightning_dp.isolation.randomness import SameFirstRows, random_state, seed
 from lightning_dp.isolation.stand_in_optimizers import ByHand, PublicStep, Stills, give_optimizers
@@ -214,13 +214,13 @@ class Passes:
     def operations_of(self, batch: Any) -> float:
         """Run the forward pass only, and count its operations; those of the same batch once."""
         if self._counted is None or self._counted[0] is not batch:
-            counter = FlopCounterMode(display=False)
+            counter = OperationCounter()
             try:
                 with counter:
                     self.loss(batch)
-            except RuntimeError:  # the counter knows no torch.autograd.grad in the forward pass
+            except RuntimeError:  # some tensors know no modes
                 self.loss(batch)
-            self._counted = batch, float(counter.get_total_flops())
+            self._counted = batch, float(counter.total)
         return self._counted[1]
 
     def written_by(self, batch: Any) -> dict[str, Tensor]:
