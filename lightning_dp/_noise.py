@@ -25,6 +25,7 @@ _STREAMS = 2  # generators, each for its part of a vector
 _BLOCK = 3 << 13
 _AHEAD = 42 * _BLOCK  # values that wait at most, 4 MiB of float32, whatever the size of the model
 _ON_DEVICE = 1 << 24
+_FEW = 3  # times that a block is enough for: then it is drawn whole
 _WORTH_A_THREAD = 1 << 15  # values; fewer are drawn before a thread has begun
 
 
@@ -45,14 +46,21 @@ class _Stream:
         self._generator = generator
         self._ahead, self._waiting = torch.empty(0), 0  # where values wait, and how many
         self._room = torch.empty(0)  # of one block, and for half of one
+        self._unused = 0  # values at its beginning
 
     def _draw(self, size: int) -> Tensor:
-        """Return so many values, a block at most, until the next call."""
+        """Return so many values, a block at most, until the next call; each value is returned once."""
+        if size > self._unused:
+            # The calls cost more than a few values, so few are drawn for several times.
+            self._fill(_BLOCK if _FEW * size <= _BLOCK else size + size % 2)
+        self._unused -= size
+        return self._room[self._unused : self._unused + size]
+
+    def _fill(self, size: int) -> None:
         if not len(self._room):
             self._room = torch.empty(_BLOCK + _BLOCK // 2, dtype=torch.float64)
-        pairs = (size + 1) // 2
-        fill_normal(self._generator, self._room[: 2 * pairs], self._room[_BLOCK : _BLOCK + pairs])
-        return self._room[:size]
+        fill_normal(self._generator, self._room[:size], self._room[_BLOCK : _BLOCK + size // 2])
+        self._unused = size
 
     def draw_ahead(self, size: int, dtype: torch.dtype) -> None:
         """Draw the first values of the noise of a part of such a size."""

@@ -13,7 +13,7 @@ from scipy import stats
 from torch import Tensor
 
 from lightning_dp._noise import _AHEAD, _BLOCK, NoiseSource, fill_normal, random_generator
-from tests.normal_values import normal_values
+from tests.normal_values import NormalValues
 
 DIMENSION = 20_000
 CPU = torch.device("cpu")
@@ -119,10 +119,11 @@ def test_the_least_and_the_largest_uniform_numbers_give_finite_values():
     assert float(values.abs().max()) == pytest.approx((2 * 53 * np.log(2)) ** 0.5)
 
 
-@pytest.mark.parametrize("size", [1, 6, 7, 1001])
-def test_values_are_those_of_the_method(size):
-    expected = torch.from_numpy(normal_values(random_generator(3, 0, 0, 0), size))
-    torch.testing.assert_close(normal(NoiseSource(3), size), expected)
+@pytest.mark.parametrize("size", [1, 6, 7, 1001, 8192, 8193, 20_001])
+def test_values_are_those_of_the_method_and_none_is_used_twice(size):
+    expected, source = NormalValues(random_generator(3, 0, 0, 0)), NoiseSource(3)
+    for each in (size, size, 5, size, size):
+        torch.testing.assert_close(normal(source, each), torch.from_numpy(expected(each)))
 
 
 def test_the_noise_of_a_float32_vector_is_that_of_a_float64_one_rounded():

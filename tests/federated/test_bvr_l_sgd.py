@@ -23,7 +23,7 @@ from lightning_dp.mechanism import Mechanism
 from lightning_dp.noise_plan import NoisePlan
 from lightning_dp.sampling import FullBatch
 from lightning_dp.schedules import Constant
-from tests.normal_values import normal_values
+from tests.normal_values import NormalValues
 
 WORKERS, PER_WORKER, SIZE = 3, 8, 4
 ROUNDS, INTERVAL, RATE = 7, 3, 0.4
@@ -77,9 +77,7 @@ def run(routine: BVRLSGD, noise: float, seed: int) -> Tensor:
 def twin(lr: float, local_steps: int, z3: float, noise: float, seed: int) -> Any:
     """Algorithms 1 and 4 written down once more."""
     generator = np.random.Generator(np.random.PCG64DXSM([seed, 0]))
-
-    def draw(size: int) -> Any:
-        return normal_values(generator, size)
+    draw = NormalValues(generator)
 
     rng = np.random.default_rng(seed)
     n = WORKERS * PER_WORKER

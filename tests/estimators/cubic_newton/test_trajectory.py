@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_dp import CubicNewton, FullBatch
 from lightning_dp.callbacks import DifferentialPrivacy
-from tests.normal_values import normal_values
+from tests.normal_values import NormalValues
 
 RECORDS, SIZE, SEED = 48, 6, 11
 
@@ -23,7 +23,7 @@ RECORDS, SIZE, SEED = 48, 6, 11
 def same_noise() -> Callable[[int], Any]:
     """The noise that ``seed`` makes, drawn again."""
     rng = np.random.Generator(np.random.PCG64DXSM([SEED, 0]))
-    return lambda size: normal_values(rng, size)
+    return NormalValues(rng)
 
 
 def newton(**changes: Any) -> CubicNewton:

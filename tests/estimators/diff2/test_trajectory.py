@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,7 @@ import torch
 from lightning_dp import Diff2, FullBatch, MeanGradient
 from lightning_dp.accounting import PLDAccountant
 from lightning_dp.estimators import Storm
-from tests.normal_values import normal_values
+from tests.normal_values import NormalValues
 
 RECORDS = 60
 SEED = 11
@@ -23,7 +24,7 @@ SEED = 11
 def same_noise() -> Callable[[], Any]:
     """The noise that ``seed`` makes, drawn again."""
     rng = np.random.Generator(np.random.PCG64DXSM([SEED, 0]))
-    return lambda: normal_values(rng, 15)
+    return partial(NormalValues(rng), 15)
 
 
 def no_noise() -> Any:

@@ -21,7 +21,7 @@ from lightning_dp.federated.cubic_newton import CubicNewtonClient, CubicNewtonPl
 from lightning_dp.federated.ledger import ReleaseLedger
 from lightning_dp.gradients.materialised import MaterialisedGradients
 from lightning_dp.sparsify import shared_mask
-from tests.normal_values import normal_values
+from tests.normal_values import NormalValues
 
 CLIENTS, RECORDS, SIZE = 3, 12, 5
 START = torch.linspace(-0.5, 0.5, SIZE, dtype=torch.float64)
@@ -157,7 +157,8 @@ class Federation:
     def _round_by_hand(self, i: int, t: int, x: Any, c: Any) -> Any:
         n, q, tau = self.plan.newton, self.sample_rate, self.plan.newton.inner_steps
         key = int(random_generator(self.seed + i, 2, t).integers(2**62))
-        noise, sample = random_generator(key, 0, 0, 0), random_generator(self.seed + i, 1, t)
+        noise = NormalValues(random_generator(key, 0, 0, 0))
+        sample = random_generator(self.seed + i, 1, t)
         a, y = (part.numpy() for part in data(i))
         p = 1 / (1 + np.exp(-a @ x))
         g = ((p - y)[:, None] * a)[:, c]
@@ -176,7 +177,7 @@ class Federation:
             total = u.sum(0)
             if self.noise_multiplier:
                 z = self.noise_multiplier * (1 if n.fresh_batches else math.sqrt(tau))
-                total = total + z * bound * normal_values(noise, len(c))
+                total = total + z * bound * noise(len(c))
             slope = total / (q * RECORDS) + n.weight_decay * (x[c] + v)
             slope = slope + n.hessian_lipschitz / 2 * length * v
             step = min(2 / (n.strong_convexity * (s + 2)), n.max_step_size or math.inf)
