@@ -6,11 +6,14 @@ from collections import Counter
 from collections.abc import Collection, Hashable
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import Any, TypeAlias
 
 from lightning_dp.gradients.graph import Order, Survey, in_order, survey
 
-__all__ = ["Graph", "Known", "KnownGraphs"]
+__all__ = ["Graph", "Known", "KnownGraphs", "Sources"]
+
+# Outputs of nodes: the place of each node, and the number of its output.
+Sources: TypeAlias = tuple[tuple[int, int], ...]
 
 _MOST = 32  # structures that are kept
 
@@ -32,13 +35,14 @@ class Known:
     Args:
         survey: where the recorded calls are.
         flows: what each node holds of the records, where it is rows or nothing.
-        looked: the places of nodes for which more than the structure decides that.
+        looked: the places of nodes for which more than the structure decides that, with inputs of which
+            it is enough that they are rows of one shape; None if more is to be looked at.
         covered: layers, by ``id``, whose calls are all uses of trained parameters.
     """
 
     survey: _Places | None = None
     flows: tuple[Any, ...] = ()
-    looked: tuple[int, ...] | None = None
+    looked: tuple[tuple[int, Sources | None], ...] | None = None
     covered: set[tuple[int, ...]] = field(default_factory=set)
 
 

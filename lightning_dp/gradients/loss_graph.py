@@ -12,7 +12,7 @@ from torch.autograd.function import BackwardCFunction
 from lightning_dp.gradients import flow_arithmetic as arithmetic
 from lightning_dp.gradients import flow_of_parts as of_parts
 from lightning_dp.gradients.flow_arithmetic import Outcome, Rule
-from lightning_dp.gradients.known_graphs import Graph
+from lightning_dp.gradients.known_graphs import Graph, Sources
 from lightning_dp.gradients.record_flow import (
     NOTHING,
     ROWS,
@@ -98,13 +98,16 @@ class _Walk:
 
     def along(self) -> None:
         """Follow the records from the first node to the last, and remember what structure decides."""
-        flows, looked = self._flows, list[int]()
+        flows, looked = self._flows, list[tuple[int, Sources | None]]()
+        places = {node: number for number, node in enumerate(self._graph.order)}
         for number, (node, edges) in enumerate(self._graph.order.items()):
             given = self._given(edges)
             decided = self._by_structure(node, edges, given)
-            flows[node] = self._flow(node, edges, given) if decided is None else decided
             if decided is None:
-                looked.append(number)
+                flows[node] = self._flow(node, edges, given)
+                looked.append((number, self._sources(node, edges, given, places)))
+            else:
+                flows[node] = decided
         known = self._graph.known
         known.flows = tuple([flow if flow in _ANY_SHAPE else None for flow in flows.values()])
         known.looked = tuple(looked)
@@ -113,7 +116,11 @@ class _Walk:
         """Look only where structure did not decide; False if something else is found there."""
         graph, known = self._graph, self._graph.known
         self._flows = flows = dict(zip(graph.order, known.flows, strict=True))
-        for number in known.looked or ():
+        for number, sources in known.looked or ():
+            if sources is not None:
+                if self._are_rows(sources):
+                    continue
+                return False
             node, before = graph.nodes[number], known.flows[number]
             edges = graph.order[node]
             flows[node] = flow = self._flow(node, edges, self._given(edges))
@@ -135,21 +142,54 @@ class _Walk:
         is_of_rows = is_entry_by_entry or (rule in _LAYERS and node in self._layers)
         return ROWS if is_of_rows else None
 
+    def _sources(
+        self, node: Any, edges: Any, given: Sequence[Outcome], places: dict[Any, int]
+    ) -> Sources | None:
+        """Return inputs of which it is enough that they are rows of one shape: then the node has rows.
+
+        None if more decides what it holds.
+        """
+        flows = _each(given, edges)
+        are_sure = all(each is NOTHING or flow is ROWS for each, flow in zip(given, flows, strict=True))
+        if not (are_sure and self._makes_rows(node, edges, flows)):
+            return None
+        pairs = zip(edges, flows, strict=True)
+        return tuple([(places[into], number) for (into, number), flow in pairs if flow is ROWS])
+
+    def _are_rows(self, sources: Sources) -> bool:
+        """Tell whether outputs of nodes, by their places, are rows of one shape."""
+        first: Any = None
+        for place, number in sources:
+            node = self._graph.nodes[place]
+            flow = self._flows[node]
+            if (flow[number] if isinstance(flow, list) else flow) is not ROWS:
+                return False
+            if len(sources) > 1:
+                shape = node._input_metadata[number].shape
+                if first is not None and shape != first:
+                    return False
+                first = shape
+        return True
+
+    def _makes_rows(self, node: Any, edges: Any, flows: Sequence[Flow]) -> bool:
+        """Tell whether a node makes rows of rows of one shape, and of nothing else of the records."""
+        rule, is_entry_by_entry = _rules[type(node)]
+        rows = flows.count(ROWS)
+        if not rows or rows + flows.count(NOTHING) != len(flows):
+            return False
+        if rows == 1:
+            return is_entry_by_entry or (rule in _LAYERS and node in self._layers)
+        return rule in _OF_ALIKE and _are_alike(edges, flows)  # so that rows meet their own ones
+
     def _flow(self, node: Any, edges: Any, given: Sequence[Outcome]) -> Outcome:
         """Return what a node holds, from what its inputs hold."""
-        rule, is_entry_by_entry = _rules[type(node)]
-        flows = [
-            each[number] if isinstance(each, list) else each
-            for each, (_, number) in zip(given, edges, strict=True)
-        ]
+        rule, flows = _rules[type(node)][0], _each(given, edges)
+        if self._makes_rows(node, edges, flows):
+            return ROWS
         rows = flows.count(ROWS)
         if rows + flows.count(NOTHING) == len(flows):
             if not rows:
                 return self._beginning(node, edges)
-            if rows == 1 and (is_entry_by_entry or (rule in _LAYERS and node in self._layers)):
-                return ROWS
-            if rows > 1 and rule in _OF_ALIKE and _are_alike(edges, flows):
-                return ROWS  # of equal shapes, so that rows meet their own ones
             if rows == 1 and rule is of_parts.parts:
                 return self._parts(node, edges, flows)
         return rule(self._meeting(node, edges, flows))
@@ -191,6 +231,14 @@ class _Walk:
         """Return rows for a shape that has them first, or after the time."""
         first = shape[: max(1, min(2, len(shape) - 1))]
         return ROWS if any(size and size % self._records == 0 for size in first) else NOTHING
+
+
+def _each(given: Sequence[Outcome], edges: Any) -> list[Flow]:
+    """Return what comes along each edge, of what its node gives."""
+    return [
+        each[number] if isinstance(each, list) else each
+        for each, (_, number) in zip(given, edges, strict=True)
+    ]
 
 
 def _behind_a_view(node: Any) -> Any:

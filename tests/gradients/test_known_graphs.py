@@ -47,6 +47,14 @@ def test_a_graph_made_alike_is_known_and_another_one_is_not() -> None:
         (lambda y: y.sum(1).clamp(max=1.0).mean(), lambda y: y.sum(0).clamp(max=1.0).mean()),
         (lambda y: y.softmax(1).pow(2).mean(), lambda y: y.softmax(0).pow(2).mean()),
         (lambda y: y.T.sum(0).log().sum(), lambda y: y.T.sum(1).log().sum()),
+        (
+            lambda y: (y.view(-1, 1, 3) * y.view(-1, 1, 3)).sum(),
+            lambda y: (y.view(-1, 1, 3) * y.view(1, -1, 3)).sum(),
+        ),
+        (
+            lambda y: y.split(2, 1)[0].exp().sum(1).log().sum(),
+            lambda y: y.split(4, 0)[0].exp().sum(0).log().sum(),
+        ),
     ],
 )
 def test_attributes_are_looked_at_again_in_a_known_graph(good: Loss, bad: Loss) -> None:
