@@ -129,6 +129,8 @@ class _Curve:
         self._nodes: NDArray[np.int64] = np.zeros(0, dtype=np.int64)  # steps ahead of the first
         self._values = np.zeros(0)  # ε there, NaN where it was not needed yet
         self._steps = self._step = 0  # charged, and of the plan, at the first
+        self._around = -1, -1  # the nodes around the latest reading
+        self._latest = math.nan
 
     def read(self, run: PrivateRun, every: int) -> float:
         """Return ε now, or at the next node.
@@ -137,6 +139,9 @@ class _Curve:
             run: its plan has been declared.
             every: the interval of steps to log.
         """
+        before, node = self._around
+        if before < self._ahead(run) <= node:  # as at most steps
+            return self._latest
         place = self._place(run)
         if place == len(self._nodes):  # it is new; or a plan without an end has no last node
             self._begin(run, every)
@@ -144,7 +149,9 @@ class _Curve:
         if math.isnan(self._values[place]):
             stretch = self._stretch(place, run)
             self._values[stretch] = run.epsilon_curve(self._nodes[stretch] - self._ahead(run))
-        return float(self._values[place])
+        self._around = int(self._nodes[place - 1]) if place else -1, int(self._nodes[place])
+        self._latest = float(self._values[place])
+        return self._latest
 
     def _begin(self, run: PrivateRun, every: int) -> None:
         self._steps, self._step = run.steps, run.step

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from decimal import ROUND_CEILING, Context
 
@@ -27,6 +28,7 @@ def epsilon_text(epsilon: float, digits: int = 4) -> str:
     return f"{float(above):.{digits}g}"
 
 
+@functools.lru_cache(maxsize=16)  # asked at every step, of few values
 def float32_above(epsilon: float) -> float:
     """Return the least float32 that is not below ε: what loggers that store 32 bits must be given.
 

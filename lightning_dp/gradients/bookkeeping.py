@@ -385,18 +385,17 @@ class BookkeptGradients(AbstractPerSampleGradients):
         weights = weights.to(torch.promote_types(self._dtype, torch.float32))
         here = held_here(self._params)
         parts = zip(self._params, here, parts_of(onto, here), self._gradients, strict=True)
-        precision = full_precision(onto.device)
-        for param, held, part, gradient in parts:
-            # Of sharded parameters one whole gradient at a time, on all processes together.
-            whole = part if held is param else part.new_zeros(param.numel())
-            if is_new and (gradient is None or whole is not part):
-                part.zero_()
-            if gradient is not None:
-                is_first = is_new and whole is part
-                with precision:
+        with full_precision(onto.device):
+            for param, held, part, gradient in parts:
+                # Of sharded parameters one whole gradient at a time, on all processes together.
+                whole = part if held is param else part.new_zeros(param.numel())
+                if is_new and (gradient is None or whole is not part):
+                    part.zero_()
+                if gradient is not None:
+                    is_first = is_new and whole is part
                     gradient.add_weighted_sum(weights, whole, records, left_out, is_new=is_first)
-            if whole is not part:
-                sum_into_shard(whole.view(param.shape), part, param)
+                if whole is not part:
+                    sum_into_shard(whole.view(param.shape), part, param)
 
     def discard(self) -> None:
         for gradient in self._used:

@@ -150,7 +150,9 @@ class _Walk:
         None if more decides what it holds.
         """
         flows = _each(given, edges)
-        are_sure = all(each is NOTHING or flow is ROWS for each, flow in zip(given, flows, strict=True))
+        are_sure = all(
+            each is NOTHING or flow is ROWS for each, flow in zip(given, flows, strict=True)
+        )
         if not (are_sure and self._makes_rows(node, edges, flows)):
             return None
         pairs = zip(edges, flows, strict=True)

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterator
 from operator import is_
 from types import NoneType
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 from torch import nn
 
@@ -15,6 +15,7 @@ __all__ = ["Phases"]
 _Value: TypeAlias = bool | int | float | str | None
 _Name: TypeAlias = tuple[int, str]
 
+_PLAIN = (bool, int, float, str, NoneType)
 _SEEN = 32  # values of one attribute that are kept apart
 
 
@@ -37,6 +38,7 @@ class Phases:
 
     def __init__(self, module: nn.Module) -> None:
         self._parts = list(module.modules())
+        self._plain = [_Plain() for _ in self._parts]
         self._seen: dict[_Name, set[str]] = {}
         self._changes: Counter[_Name] = Counter()
         self._last: dict[_Name, _Value] = {}
@@ -69,21 +71,27 @@ class Phases:
         return (changes & (changes - 1) == 0 and changes > 0) or changes == 0
 
     def _attributes(self) -> Iterator[tuple[_Name, _Value]]:
-        is_plain = _is_plain
-        for number, part in enumerate(self._parts):
-            for name, value in vars(part).items():
-                if is_plain[type(value)] and name[0] != "_":
-                    yield (number, name), value
+        for number, (part, plain) in enumerate(zip(self._parts, self._plain, strict=True)):
+            values = vars(part)
+            for name in plain.names_in(values):
+                yield (number, name), values[name]
 
 
-class _Kinds(dict[type, bool]):
-    """For each type, whether its values are plain; asked at every step of every attribute."""
+class _Plain:
+    """The names of the public attributes of one module that have plain values: the same at most steps."""
 
-    def __missing__(self, kind: type) -> bool:
-        is_plain = issubclass(kind, bool | int | float | str | NoneType)
-        if kind.__module__ in ("builtins", "torch.nn.parameter", "collections"):
-            self[kind] = is_plain  # other types come and go
-        return is_plain
+    def __init__(self) -> None:
+        self._all: list[str] = []
+        self._types: list[type] = []
+        self._names: list[str] = []
 
-
-_is_plain = _Kinds()
+    def names_in(self, values: dict[str, Any]) -> list[str]:
+        """Return those of attributes; names and types decide, so that equal ones are not looked at."""
+        everything, types = list(values), list(map(type, values.values()))
+        if everything != self._all or types != self._types:
+            pairs = zip(everything, types, strict=True)
+            self._names = [
+                name for name, kind in pairs if issubclass(kind, _PLAIN) and name[0] != "_"
+            ]
+            self._all, self._types = everything, types
+        return self._names

@@ -44,7 +44,9 @@ class LatestBatches:
         rows = [
             leaf if leaf.nbytes <= _KEPT else leaf[: len(leaf) * _KEPT // leaf.nbytes].clone()
             for leaf in leaves_of(batch)
-            if leaf.is_floating_point() and leaf.dim() > 1 and leaf[:1].numel() >= _DISTINCT
+            if leaf.is_floating_point()
+            and leaf.dim() > 1
+            and leaf.numel() >= _DISTINCT * max(1, len(leaf))
         ]
         self._rows.append(rows)
 
