@@ -21,7 +21,13 @@ from lightning_dp._norms import normalises_over_the_batch
 from lightning_dp._refusals import Refusal
 from lightning_dp.gradients.unsupported import refuse_sharded
 
-__all__ = ["MisconfigurationError", "check_loader", "check_model", "check_training_step"]
+__all__ = [
+    "MisconfigurationError",
+    "check_loader",
+    "check_model",
+    "check_training_step",
+    "repeated_record",
+]
 
 
 class MisconfigurationError(Refusal, MisconfigurationException):
@@ -97,16 +103,22 @@ def check_loader(loader: object) -> DataLoader[Any]:
     _check_sampler(loader)
     if len(loader.dataset) < 1:  # type: ignore[arg-type]
         raise MisconfigurationError("The training set is empty.", topic="data-loader")
+    if (text := repeated_record(loader.dataset)) is not None:
+        raise MisconfigurationError(text, topic="repeated-records")
+    return loader
+
+
+def repeated_record(dataset: object) -> str | None:
+    """Return why a data set bounds no record, if it names one twice."""
     from lightning_dp.sampling.repeats import find_repeat
 
-    if (repeat := find_repeat(loader.dataset)) is not None:
-        raise MisconfigurationError(
-            f"Index {repeat.index} of {repeat.source} is reached {repeat.count} times in the training "
-            "set: what one record can do would not be bounded by max_grad_norm. Name each record "
-            "once; make variants of it (augmentation) at random inside __getitem__.",
-            topic="repeated-records",
-        )
-    return loader
+    if (repeat := find_repeat(dataset)) is None:
+        return None
+    return (
+        f"Index {repeat.index} of {repeat.source} is reached {repeat.count} times in the training "
+        "set: what one record can do would not be bounded by max_grad_norm. Name each record "
+        "once; make variants of it (augmentation) at random inside __getitem__."
+    )
 
 
 def _check_sampler(loader: DataLoader[Any]) -> None:

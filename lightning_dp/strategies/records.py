@@ -9,7 +9,7 @@ from typing import Any
 from lightning.pytorch import LightningModule
 from torch.utils.data import default_collate
 
-from lightning_dp._checks import MisconfigurationError
+from lightning_dp._checks import MisconfigurationError, repeated_record
 from lightning_dp._warnings import warn
 from lightning_dp._world import World
 from lightning_dp.isolation.collated import CollatedPool, collated_pools, has_folded_rows
@@ -36,6 +36,7 @@ _PADDING = (
     "hide the padding from attention, means and losses by a mask, or pad to one fixed length. (Found on "
     "synthetic samples. If it is wrong, leave the check out with isolation_probe=False.)"
 )
+_CHANGED = "The training set was changed during fit. {}"
 _RARELY = 50  # steps between two looks, on average
 
 
@@ -118,7 +119,13 @@ class Records:
             return compare_lengths(passes, fresh, sample)
 
     def after_charge(self, loader: PrivateDataLoader, chunk: Chunk) -> None:
-        """Note a fault if, in a charged batch, a sample depends on the others; at a few steps only."""
+        """Note a fault that a charged batch shows.
+
+        As a pass begins, that the data set names a record twice by now; at a few steps, that a sample
+        depends on the others.
+        """
+        if not chunk.index and (fault := self.repeated(loader)) is not None:
+            self._step.note(fault)
         due = self._watches and chunk.first and self._is_due()
         if not due or not chunk.size or not self._watches:
             return
@@ -131,6 +138,11 @@ class Records:
             return
         if found:
             self._step.note(MIXED.format(type(loader.dataset).__name__) + ".")
+
+    def repeated(self, loader: PrivateDataLoader) -> str | None:
+        """Return why steps may not be released, if somebody has had a record named twice since."""
+        text = repeated_record(loader.dataset)
+        return None if text is None else _CHANGED.format(text)
 
     def _is_due(self) -> bool:
         """Decide by public chance alone: surely at the first step, often at the start, then rarely."""

@@ -302,6 +302,7 @@ class DifferentialPrivacyStrategy(PrivateFitStrategy):
         fit.monitors.check()
         if self._mechanism.is_begun:
             self._agree_without_step()
-        fit.agree(fit.edits.written(fit.optimizers.private), Place.END)
+        written = fit.edits.written(fit.optimizers.private)
+        fit.agree(written or fit.records.repeated(private_loader_of(trainer)), Place.END)
         for callback in self._callbacks:
             callback.on_privacy_end(trainer, run)

@@ -14,7 +14,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import nn
 from torch.nn import functional as F
 from torch.nn.utils.rnn import pad_sequence
-from torch.utils.data import DataLoader, Dataset, TensorDataset, default_collate
+from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset, default_collate
 
 from lightning_dp._warnings import PrivacyWarning
 from lightning_dp.accounting.events import VoidedRunError
@@ -53,6 +53,25 @@ def fit(make_trainer, module=None, data=None, dataset=None, collate=None, worker
 
 def charges(folder):
     return [read_journal(journal)[1].total for journal in folder.rglob("*.journal")]
+
+
+class Resamples(Model):
+    """As one that shows hard examples more often, after some steps."""
+
+    def __init__(self, subset, after):
+        super().__init__()
+        self.subset, self.after = subset, after
+
+    def on_train_batch_end(self, *unused):
+        if self.global_step == self.after:
+            self.subset.indices = [0, *range(39)]
+
+
+@pytest.mark.parametrize("after", [2, 3])  # as a pass ends; in the last one of the fit
+def test_a_record_that_is_named_twice_during_fit_voids_the_run(make_trainer, tmp_path, after):
+    subset = Subset(TensorDataset(X, Y), range(40))
+    with pytest.raises(VoidedRunError, match=r"changed during fit\. Index 0 of .* 2 times"):
+        fit(make_trainer, Resamples(subset, after), dataset=subset, ledger_dir=str(tmp_path))
 
 
 def mixup(samples):
