@@ -9,10 +9,17 @@ import torch
 from torch import Tensor
 from torch.nn.parameter import is_lazy
 
-__all__ = ["addresses_of", "are_shared", "is_one_memory", "is_plain", "lazily_copied"]
+__all__ = [
+    "addresses_of",
+    "are_shared",
+    "is_held_elsewhere",
+    "is_one_memory",
+    "is_plain",
+    "lazily_copied",
+]
 
 # Names of torch that it does not promise to keep: without them nothing is shared.
-_NAMES = "_data_address", "_is_cow_tensor"
+_NAMES = "_data_address", "_is_cow_tensor", "_storage_Use_Count"
 _SHARES = hasattr(torch, "_lazy_clone") and all(hasattr(torch._C, name) for name in _NAMES)
 
 
@@ -21,7 +28,7 @@ def lazily_copied(tensor: Tensor) -> Tensor | None:
 
     Whoever writes first has the values copied, in any way that torch knows: in place, into ``.data``,
     by an optimizer, through a view, by a new NumPy array. An array that was made of the tensor's
-    memory before writes into both.
+    memory before writes into both; :func:`is_held_elsewhere` tells if there may be one.
 
     Example:
         >>> weight = torch.zeros(3)
@@ -35,6 +42,21 @@ def lazily_copied(tensor: Tensor) -> Tensor | None:
         return torch._lazy_clone(tensor.detach())
     except RuntimeError:  # memory that is not torch's own: NumPy's, a mapped file, shared memory
         return None
+
+
+def is_held_elsewhere(tensor: Tensor) -> bool:
+    """Tell whether another tensor, an array or a graph has the same memory.
+
+    Example:
+        >>> weight = torch.zeros(3)
+        >>> is_held_elsewhere(weight)
+        False
+        >>> array = weight.numpy()
+        >>> is_held_elsewhere(weight)
+        True
+    """
+    storage = tensor.untyped_storage()  # which holds it once more, as the tensor does
+    return not _SHARES or torch._C._storage_Use_Count(storage._cdata) > 2
 
 
 def is_one_memory(a: Tensor, b: Tensor) -> bool:

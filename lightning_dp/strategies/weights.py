@@ -17,6 +17,7 @@ from lightning_dp._fingerprint import fingerprint
 from lightning_dp._lazy_copies import (
     addresses_of,
     are_shared,
+    is_held_elsewhere,
     is_one_memory,
     is_plain,
     lazily_copied,
@@ -343,10 +344,14 @@ def _some(names: tuple[str, ...] | list[str]) -> str:
 
 
 def _seen(tensors: Mapping[str, Tensor]) -> dict[str, _Seen]:
-    """Return lazy copies, which tell at once that nobody wrote; checksums where none can be made."""
+    """Return lazy copies, which tell at once that nobody wrote; checksums where none can be made.
+
+    Or where they would not tell: an array of the same memory would write into both.
+    """
     found: dict[str, _Seen] = {}
     for name, tensor in tensors.items():
-        copied = None if is_lazy(tensor) else lazily_copied(tensor)
+        is_alone = is_plain(tensor) and not is_held_elsewhere(tensor)
+        copied = lazily_copied(tensor) if is_alone else None
         found |= checksums({name: tensor}) if copied is None else {name: copied}
     return found
 

@@ -186,6 +186,22 @@ def test_a_training_step_that_writes_weights_is_refused(automatic, layer, fit, c
     assert fit.steps == 1
 
 
+def test_what_is_written_through_an_array_of_a_weight_is_seen(fit, classifier):
+    """As by a library that trains a codebook in NumPy: it writes into a copy that shares its memory."""
+
+    class Codebook(classifier):
+        def on_fit_start(self):
+            self.codebook = self.net[0].bias.detach().numpy()
+
+        def training_step(self, batch, batch_idx):
+            self.codebook += batch[0].mean().item()
+            return super().training_step(batch, batch_idx)
+
+    with pytest.raises(Exception, match=r"changed the parameters \['net\.0\.bias'\]"):
+        fit(kind=Codebook)
+    assert fit.steps == 1
+
+
 @pytest.mark.parametrize("kind", [nn.Embedding, nn.EmbeddingBag])
 def test_an_embedding_that_rescales_its_rows_is_refused(
     kind, classifier, loader, make_trainer, tmp_path
