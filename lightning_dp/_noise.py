@@ -121,8 +121,13 @@ class NoiseSource:
 
     def __init__(self, seed: int | None = None, rank: int = 0) -> None:
         self._seed, self._rank = seed, rank
+        self._begin()
+
+    def _begin(self) -> None:
+        """Begin with generators of this process."""
+        self._process = os.getpid()
         self._streams = [
-            _Stream(random_generator(seed, 0, place, rank)) for place in range(_STREAMS)
+            _Stream(random_generator(self._seed, 0, place, self._rank)) for place in range(_STREAMS)
         ]
         self._device: torch.Generator | None = None
         self._workers: ThreadPoolExecutor | None = None
@@ -131,6 +136,7 @@ class NoiseSource:
 
     def prepare(self, size: int, device: torch.device, dtype: torch.dtype = torch.float32) -> None:
         """Begin to draw the noise of a vector in the background, as much of it as may wait."""
+        self._leave_fork()
         if device.type != "cpu" or size < _WORTH_A_THREAD or self._ahead:
             return
         self._vector = size, dtype
@@ -141,6 +147,7 @@ class NoiseSource:
 
     def add_normal(self, vector: Tensor, std: float) -> None:
         """Add ``std`` times independent N(0, 1) values to a flat vector, in place."""
+        self._leave_fork()
         if vector.device.type != "cpu":
             self._add_on_device(vector, std)
             return
@@ -161,6 +168,11 @@ class NoiseSource:
             stream.add_to(part, std)
         for each in adding:
             each.result()
+
+    def _leave_fork(self) -> None:
+        """Begin again in a process that was forked: it has the states of its parent, and no threads."""
+        if self._process != os.getpid():
+            self._begin()
 
     def _on_worker(self, work: Callable[..., None], *args: Any) -> Future[None]:
         if self._workers is None:

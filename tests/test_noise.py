@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import random
+import warnings
 from typing import Any
 
 import lightning as L
@@ -207,3 +209,19 @@ def test_noise_is_scaled_and_added():
     NoiseSource(1).add_normal(vector, 0.25)
     noise = normal(NoiseSource(1), DIMENSION)
     torch.testing.assert_close(vector, (5 + 0.25 * noise).float(), rtol=1e-6, atol=0)
+
+
+def test_a_forked_process_draws_other_noise():
+    """As where clients of a federation are made before the processes in which they answer."""
+    source, mine = NoiseSource(), torch.zeros(5)
+    read, write = os.pipe()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # that there are threads
+        if (child := os.fork()) == 0:
+            source.add_normal(mine, 1.0)
+            os.write(write, mine.numpy().tobytes())
+            os._exit(0)
+    source.add_normal(mine, 1.0)
+    theirs = np.frombuffer(os.read(read, mine.nbytes), np.float32)
+    assert os.waitpid(child, 0)[1] == 0
+    assert not (mine.numpy() == theirs).any()
