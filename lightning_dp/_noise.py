@@ -59,6 +59,7 @@ class _Stream:
     def _fill(self, size: int) -> None:
         if not len(self._room):
             self._room = torch.empty(_BLOCK + _BLOCK // 2, dtype=torch.float64)
+        self._unused = 0  # if the filling is interrupted, what stands there is no noise
         fill_normal(self._generator, self._room[:size], self._room[_BLOCK : _BLOCK + size // 2])
         self._unused = size
 

@@ -14,6 +14,7 @@ import torch
 from scipy import stats
 from torch import Tensor
 
+from lightning_dp import _noise
 from lightning_dp._noise import _AHEAD, _BLOCK, NoiseSource, fill_normal, random_generator
 from tests.normal_values import NormalValues
 
@@ -225,3 +226,21 @@ def test_a_forked_process_draws_other_noise():
     theirs = np.frombuffer(os.read(read, mine.nbytes), np.float32)
     assert os.waitpid(child, 0)[1] == 0
     assert not (mine.numpy() == theirs).any()
+
+
+def test_what_an_interrupted_draw_left_is_not_released(monkeypatch):
+    source, size = NoiseSource(), _BLOCK // 2
+    source.add_normal(torch.zeros(size - 2), 1.0)
+    source.add_normal(torch.zeros(2), 1.0)
+
+    def interrupted(generator, values, room):
+        values.zero_()
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(_noise, "fill_normal", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            source.add_normal(torch.zeros(_BLOCK), 1.0)
+    noise = torch.zeros(100)
+    source.add_normal(noise, 1.0)
+    assert (noise != 0).all()

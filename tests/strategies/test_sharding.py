@@ -92,7 +92,6 @@ def refused(folder: Path, match: str, privacy: dict[str, Any], **options: Any) -
         ({"estimator": CubicNewton(1.0, 1.0, 3)}, "CubicNewton"),
         ({"postprocessing": [Momentum(0.5), LaplacianSmoothing(1.0)]}, "LaplacianSmoothing"),
         ({"count_clipped": True}, "count_clipped=True"),
-        ({"engine": "functional"}, "engine='functional'"),
         ({"engine": "one_by_one"}, "engine='one_by_one'"),
     ],
 )
