@@ -7,8 +7,9 @@ import os
 import secrets
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from itertools import pairwise
-from typing import Any, TypeVar
+from threading import Lock
 
 import numpy as np
 import torch
@@ -17,13 +18,10 @@ from torch import Tensor
 __all__ = ["NoiseSource", "random_generator"]
 
 
-_Sliced = TypeVar("_Sliced", Tensor, range)
-
 _STREAMS = 2  # generators, each for its part of a vector
 # Values that are drawn at once: they stay in the cache, and torch works on so few without further
 # threads.
 _BLOCK = 3 << 13
-_AHEAD = 42 * _BLOCK  # values that wait at most, 4 MiB of float32, whatever the size of the model
 _ON_DEVICE = 1 << 24
 _FEW = 3  # times that a block is enough for: then it is drawn whole
 _WORTH_A_THREAD = 1 << 15  # values; fewer are drawn before a thread has begun
@@ -40,13 +38,21 @@ def random_generator(seed: int | None, *stream: int) -> np.random.Generator:
 
 
 class _Stream:
-    """The noise of one part of a vector, from one generator, in memory that is used again."""
+    """The noise of one part of a vector, from one generator; threads may ask for it in turn."""
 
     def __init__(self, generator: np.random.Generator) -> None:
         self._generator = generator
-        self._ahead, self._waiting = torch.empty(0), 0  # where values wait, and how many
         self._room = torch.empty(0)  # of one block, and for half of one
         self._unused = 0  # values at its beginning
+        self._lock = Lock()
+
+    def add_to(self, part: Tensor, std: float) -> None:
+        """Draw noise for entries, and add it."""
+        with self._lock:
+            for block in torch.split(part, _BLOCK):
+                block.add_(self._draw(len(block)).to(block.dtype), alpha=std)
+            if self._unused <= 1:  # the room is kept for the values in it
+                self._room, self._unused = torch.empty(0), 0
 
     def _draw(self, size: int) -> Tensor:
         """Return so many values, a block at most, until the next call; each value is returned once."""
@@ -62,31 +68,6 @@ class _Stream:
         self._unused = 0  # if the filling is interrupted, what stands there is no noise
         fill_normal(self._generator, self._room[:size], self._room[_BLOCK : _BLOCK + size // 2])
         self._unused = size
-
-    def draw_ahead(self, size: int, dtype: torch.dtype) -> None:
-        """Draw the first values of the noise of a part of such a size."""
-        size = min(size, _AHEAD // _STREAMS)
-        if len(self._ahead) != size or self._ahead.dtype != dtype:
-            self._ahead = torch.empty(size, dtype=dtype)
-        for block in torch.split(self._ahead, _BLOCK):
-            block.copy_(self._draw(len(block)))
-        self._waiting = size
-
-    def add_what_waits(self, part: Tensor, std: float) -> Tensor:
-        """Add what was drawn ahead to the first entries of its part; return those that are left."""
-        waiting, self._waiting = self._waiting, 0
-        if waiting:
-            part[:waiting].add_(self._ahead, alpha=std)
-        return part[waiting:]
-
-    def add_to(self, part: Tensor, std: float) -> None:
-        """Draw noise for entries, and add it."""
-        for block in torch.split(part, _BLOCK):
-            block.add_(self._draw(len(block)).to(block.dtype), alpha=std)
-
-    def forget(self) -> None:
-        """Throw away what was drawn ahead."""
-        self._waiting = 0
 
 
 def fill_normal(generator: np.random.Generator, values: Tensor, room: Tensor) -> None:
@@ -132,56 +113,59 @@ class NoiseSource:
         ]
         self._device: torch.Generator | None = None
         self._workers: ThreadPoolExecutor | None = None
-        self._ahead: list[Future[None]] = []  # being drawn, one for each stream
-        self._vector: tuple[int, torch.dtype] | None = None  # what they are for: length and type
 
-    def prepare(self, size: int, device: torch.device, dtype: torch.dtype = torch.float32) -> None:
-        """Begin to draw the noise of a vector in the background, as much of it as may wait."""
-        self._leave_fork()
-        if device.type != "cpu" or size < _WORTH_A_THREAD or self._ahead:
-            return
-        self._vector = size, dtype
-        self._ahead = [
-            self._on_worker(stream.draw_ahead, len(part), dtype)
-            for stream, part in zip(self._streams, _parts(range(size)), strict=True)
-        ]
+    def has_background(self, size: int, device: torch.device) -> bool:
+        """Tell whether noise of a vector is drawn in threads."""
+        return device.type == "cpu" and size >= _WORTH_A_THREAD
 
     def add_normal(self, vector: Tensor, std: float) -> None:
         """Add ``std`` times independent N(0, 1) values to a flat vector, in place."""
         self._leave_fork()
         if vector.device.type != "cpu":
             self._add_on_device(vector, std)
-            return
-        ahead, self._ahead = self._ahead, []
-        for each in ahead:
-            if not each.cancel():  # one that no thread has begun is drawn below
-                each.result()
-        if self._vector != (len(vector), vector.dtype):  # drawn for another one
-            self._forget()
-        if len(vector) < _WORTH_A_THREAD:
+        elif len(vector) < _WORTH_A_THREAD:
             self._streams[0].add_to(vector, std)
-            return
-        pairs = zip(self._streams, _parts(vector), strict=True)
-        left = [(stream, stream.add_what_waits(part, std)) for stream, part in pairs]
-        left = [(stream, part) for stream, part in left if len(part)]
-        adding = [self._on_worker(stream.add_to, part, std) for stream, part in left[1:]]
-        for stream, part in left[:1]:
-            stream.add_to(part, std)
-        for each in adding:
-            each.result()
+        else:
+            self._in_threads(vector, std)()
+
+    def begin_normal(self, vector: Tensor, std: float) -> Callable[[], None]:
+        """Begin to add them, in threads where there is :meth:`has_background`.
+
+        Returns:
+            What ends it. Before that nobody may touch the vector.
+        """
+        if self.has_background(len(vector), vector.device):
+            return self._in_threads(vector, std)
+        return partial(self.add_normal, vector, std)
+
+    def _in_threads(self, vector: Tensor, std: float) -> Callable[[], None]:
+        self._leave_fork()
+        works = [
+            partial(stream.add_to, part, std)
+            for stream, part in zip(self._streams, _parts(vector), strict=True)
+        ]
+        begun = [(self._on_worker(work), work) for work in works]
+
+        def finish() -> None:
+            for each, work in reversed(begun):  # the first is what a thread has come to
+                if each.cancel():  # no thread has
+                    work()
+                else:
+                    each.result()
+
+        return finish
 
     def _leave_fork(self) -> None:
         """Begin again in a process that was forked: it has the states of its parent, and no threads."""
         if self._process != os.getpid():
             self._begin()
 
-    def _on_worker(self, work: Callable[..., None], *args: Any) -> Future[None]:
+    def _on_worker(self, work: Callable[[], None]) -> Future[None]:
         if self._workers is None:
             # The training has a core to itself.
-            self._workers = ThreadPoolExecutor(
-                max(1, min(_STREAMS, (os.cpu_count() or 1) - 1)), "noise"
-            )
-        return self._workers.submit(work, *args)
+            count = max(1, min(_STREAMS, (os.cpu_count() or 1) - 1))
+            self._workers = ThreadPoolExecutor(count, "noise")
+        return self._workers.submit(work)
 
     def _add_on_device(self, vector: Tensor, std: float) -> None:
         device = vector.device
@@ -192,23 +176,18 @@ class NoiseSource:
             noise = torch.randn(len(part), device=device, generator=self._device)
             part.add_(noise, alpha=std)
 
-    def _forget(self) -> None:
-        for stream in self._streams:
-            stream.forget()
-
     def close(self) -> None:
-        """Forget what was drawn ahead, and let the threads go that drew it."""
-        workers, self._workers, self._ahead = self._workers, None, []
+        """Let the threads go that drew noise, with what they had begun."""
+        workers, self._workers = self._workers, None
         if workers is not None:
             workers.shutdown(wait=True, cancel_futures=True)
-        self._forget()
 
     def __reduce__(self) -> tuple[type[NoiseSource], tuple[int | None, int]]:
         """Pickle and copy as a new source: two with one state would draw the same noise."""
         return NoiseSource, (self._seed, self._rank)
 
 
-def _parts(vector: _Sliced) -> list[_Sliced]:
-    """Divide a vector, or the range of its places, among the streams."""
+def _parts(vector: Tensor) -> list[Tensor]:
+    """Divide a vector among the streams."""
     bounds = [len(vector) * k // _STREAMS for k in range(_STREAMS + 1)]
     return [vector[start:stop] for start, stop in pairwise(bounds)]

@@ -20,8 +20,9 @@ record i. Accounting turns that, and how batches are drawn, into ε.
    record still has one part in the result.
 4. :func:`add_noise` is the only function that turns a bounded sum into a :class:`Release`. It draws
    the noise, with C from the sum itself, so that the noise is never scaled to a bound that was not
-   enforced. Where parameters are sharded, :func:`begin_with_noise` has drawn it before the first
-   record, and :func:`add_noise` compares. No other function draws noise.
+   enforced. A sum may begin with its noise, and must where parameters are sharded: then
+   :func:`begin_with_noise` has drawn it before the first record, with C from the empty sum, and
+   :func:`add_noise` compares and draws none. No other function draws noise.
 5. All else (estimators, schedules, post-processing, the optimizer) sees queries and releases only,
    and what is computed from a release is as private as the release.
 
@@ -33,7 +34,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, TypeAlias
@@ -440,34 +441,45 @@ class Release:
 
 def begin_with_noise(
     query: Query, params: Sequence[Tensor], source: NoiseSource, world: World
-) -> BoundedSum:
-    """Begin a query's sum with its noise, where parameters are sharded: :func:`add_noise` adds none.
+) -> Callable[[], BoundedSum]:
+    """Begin a query's sum with its noise, which is drawn in the background: :func:`add_noise` adds none.
 
-    Each process keeps the entries of its shard, of the total over all processes, which is added up
-    while the sum is made. So the noise must be there first: each process draws it for its own
-    entries, from its own entropy, and it goes into the reduction of the first records. The un-noised
-    total of a shard exists nowhere, and nobody draws more than its shard.
+    Noise plus clipped gradients is what clipped gradients plus noise is. As :func:`add_noise` does, each
+    process draws the noise of its share of the entries, from its own entropy, and the noise stands in
+    the memory of the sum, where no un-noised sum ever does.
+
+    Where parameters are sharded it must be so. Each process keeps the entries of its shard, of the
+    total over all processes, which is added up while the sum is made: the noise goes into the reduction
+    of the first records, and the un-noised total of a shard exists nowhere.
 
     Args:
         query: what was asked, and charged.
-        params: what this process holds of the trained parameters.
+        params: the trained parameters; of sharded ones what this process holds.
         source: of the noise.
-        world: must be sharded.
+        world: the processes.
+
+    Returns:
+        What waits until all noise is there, and gives the sum; nobody else has it before.
 
     Raises:
-        ValueError: if the world is not sharded, if the query has no finite bound, or if it counts
+        ValueError: if the query has no finite bound, or if parameters are sharded and it counts
             clipped records or asks for some coordinates only.
     """
-    if not world.is_sharded or query.count_weight > 0 or query.coordinates is not None:
+    if world.is_sharded and (query.count_weight > 0 or query.coordinates is not None):
         raise RefusedSetting(
-            "Only a sum over shards, of whole gradients, begins with its noise.",
-            topic="out-of-order",
+            "A sum over shards is of whole gradients, without a count.", topic="out-of-order"
         )
     empty = BoundedSum.empty(query, params)
     noise_std = _noise_std(empty, query.noise_multiplier)
-    if noise_std > 0:
-        source.add_normal(empty.value, noise_std)
-    return BoundedSum(empty.value, empty.clip_norm, noise_std)
+    share = slice(None) if world.is_sharded else world.share(len(empty.value))
+    finish = source.begin_normal(empty.value[share], noise_std) if noise_std > 0 else None
+
+    def begun() -> BoundedSum:
+        if finish is not None:
+            finish()
+        return BoundedSum(empty.value, empty.clip_norm, noise_std)
+
+    return begun
 
 
 def add_noise(
@@ -480,20 +492,21 @@ def add_noise(
     the ranks' sums are added up, and every rank gets the same release. So each entry has the noise of
     one rank, the un-noised total exists nowhere, and nobody draws more than d / ranks values. The noise
     is added in the memory of the sum, so there is no sum any longer, and one vector of the model's size.
+    A sum that began with its noise gets no more.
     """
     noise_std = _noise_std(total, noise_multiplier)
+    has_begun = total.noise_std is not None
+    if (has_begun or world.is_sharded) and total.noise_std != noise_std:
+        raise RefusedSetting(
+            f"A sum began with noise of standard deviation {total.noise_std}, and {noise_std} is to be "
+            "released: begin_with_noise() is for the same query, and must come first over shards.",
+            topic="out-of-order",
+        )
     if world.is_sharded:
-        if total.noise_std != noise_std:  # None too
-            raise RefusedSetting(
-                f"A sum over shards began with noise of standard deviation {total.noise_std}, and "
-                f"{noise_std} is to be released: begin_with_noise() must come first.",
-                topic="out-of-order",
-            )
         return Release(total.value, noise_std)
-    if noise_std == 0:
-        return Release(world.all_reduce(total.value), 0.0)
-    # Shares are disjoint: an entry with noise from every rank would have n times the variance.
-    source.add_normal(total.value[world.share(len(total.value))], noise_std)
+    if noise_std > 0 and not has_begun:
+        # Shares are disjoint: an entry with noise from every rank would have n times the variance.
+        source.add_normal(total.value[world.share(len(total.value))], noise_std)
     return Release(world.all_reduce(total.value), noise_std)
 
 

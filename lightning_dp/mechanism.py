@@ -25,7 +25,7 @@ from lightning_dp.boundary import (
     begin_with_noise,
 )
 from lightning_dp.estimators.driver import Driver
-from lightning_dp.functional import brought_to, flat_dtype
+from lightning_dp.functional import brought_to
 from lightning_dp.noise_plan import NoisePlan
 from lightning_dp.postprocessing import AbstractPostProcessor
 from lightning_dp.signal import SignalTracker
@@ -48,14 +48,16 @@ class _Step:
         driver: the estimator as it is in this step.
         charged: z that the step was charged with.
         asked: its queries; none if it asks nothing.
-        total: the answer of the chunks so far, not noised; None before the first one. Of shards it begins
-            with the noise.
+        total: the answer of the chunks so far; None before the first one, if it did not begin with the
+            noise.
+        begun: gives the total that begins with the noise, as soon as that is drawn.
     """
 
     driver: Driver
     charged: float
     asked: tuple[Query, ...] = ()
     total: BoundedSum | None = field(default=None, repr=False)
+    begun: Callable[[], BoundedSum] | None = field(default=None, repr=False)
 
     @property
     def query(self) -> Query | None:
@@ -168,7 +170,6 @@ class Mechanism:
         charged = self.guard.charged(lambda: self.plan.noise_multiplier(self.step), chosen)
         event = self.plan.event_of(charged, self.step)
         asked = () if query is None else (query,)
-        total = None
         if query is None:
             self._unasked[event] = self._unasked.get(event, 0) + 1
             self.guard.skip()
@@ -176,8 +177,9 @@ class Mechanism:
             self._enforce(asked, charged)
             self.ledger.charge(event)
             self.guard.book(event)
-            total = self._prepare_noise(query, params)
-        self._begun = _Step(self._driver, charged, asked, total)
+        self._begun = _Step(self._driver, charged, asked)
+        if self.world.is_sharded:
+            self.begin_noise(params)
         return query
 
     def _bring_to(self, device: torch.device) -> None:
@@ -201,7 +203,8 @@ class Mechanism:
         assert query is not None  # of the first part only
         asked = (*step.asked, query)
         self._enforce(asked, step.charged)
-        self._begun = replace(step, asked=asked, total=self._prepare_noise(query, params))
+        self._begun = replace(step, asked=asked)
+        self.begin_noise(params)
 
     def _counting(self, query: Query | None) -> Query | None:
         """Have clipped records counted, where the query is for their gradients at one point."""
@@ -237,21 +240,37 @@ class Mechanism:
                 topic="out-of-order",
             )
 
-    def _prepare_noise(self, query: Query, params: Sequence[Tensor]) -> BoundedSum | None:
-        """Have the noise drawn while the batch is computed; of shards, begin the sum with it."""
-        if self.world.is_sharded:
-            return begin_with_noise(query, params, self.noise, self.world)
-        if query.noise_multiplier > 0:
+    def begin_noise(self, params: Sequence[Tensor]) -> None:
+        """Have the sum begin with its noise, drawn in the background while the gradients are computed.
+
+        Later than :meth:`ask`, where it may be, since that takes a vector of the model's size.
+        """
+        step = self._begun
+        query = None if step is None else step.query
+        if step is None or query is None or step.begun is not None or step.total is not None:
+            return
+        if not self.world.is_sharded:
             share = self.world.share(query.size(sum(param.numel() for param in params)))
-            self.noise.prepare(share.stop - share.start, params[0].device, flat_dtype(params))
-        return None
+            is_worth_it = self.noise.has_background(share.stop - share.start, params[0].device)
+            if not is_worth_it or query.noise_multiplier == 0:
+                return
+        begun = begin_with_noise(query, params, self.noise, self.world)
+        self._begun = replace(step, begun=begun)
+
+    def _with_total(self) -> _Step | None:
+        """Return the step that was begun, with the noise in its sum if the sum begins with it."""
+        step = self._begun
+        if step is not None and step.begun is not None:
+            step = self._begun = replace(step, total=step.begun(), begun=None)
+        return step
 
     # -- answer ------------------------------------------------------------------------------
 
     @property
     def so_far(self) -> BoundedSum | None:
-        """The sum over the chunks of this step that were answered; None before the first."""
-        return None if self._begun is None else self._begun.total
+        """The sum over the chunks of this step that were answered; None if it has not begun."""
+        step = self._with_total()
+        return None if step is None else step.total
 
     def answer(self, part: BoundedSum) -> None:
         """Add the answer of one chunk; the chunks of a step must hold different records.
@@ -259,7 +278,7 @@ class Mechanism:
         Args:
             part: its sum, or :attr:`so_far` with it added in the same memory.
         """
-        step = self._begun
+        step = self._with_total()
         if step is None or step.query is None:
             raise RefusedRun(
                 "Nothing was asked: Mechanism.ask() must come before answer().",
@@ -313,7 +332,7 @@ class Mechanism:
 
     def _tell(self, params: Sequence[Tensor]) -> tuple[Tensor | None, _Step]:
         """Noise the answer to the present query, and tell the estimator and the schedule."""
-        step = self._begun
+        step = self._with_total()
         if step is None:
             raise RefusedRun(
                 "No step was begun: Mechanism.ask() must come before tell().", topic="out-of-order"

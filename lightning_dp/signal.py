@@ -21,9 +21,9 @@ same the mean of a_t is :math:`γ^2 w/\sqrt{γ^2 w^2 + w d}`, γ = ‖g‖/s and
 in a large model noise is longer than the gradient at every single step (γ² < d), and still the sum
 over T steps is far from 0 as soon as :math:`γ^2 T` is some multiple of :math:`\sqrt{d}`.
 
-All of it holds for any fixed choice of coordinates as well. Of models with more than four million
-weights the average is kept of every k-th one, at most an eighth: half a byte for each weight. The law
-of noise is as exact; what lasts must be up to √8 times as strong to show.
+All of it holds for any fixed choice of coordinates as well. Of models with more than 65,536
+weights the average is kept of every k-th one, with k odd and 9 at most: half a byte for each weight. The
+law of noise is as exact; what lasts must be up to 3 times as strong to show.
 
 The sign of a_t is Pflug's diagnostic of stochastic approximation ("Non-asymptotic confidence bounds
 for stochastic approximation algorithms with constant step size", Monatshefte für Mathematik 110,
@@ -46,7 +46,7 @@ __all__ = ["Signal", "SignalTracker", "Stretch"]
 
 _MOST_STRETCHES = 64
 _PENDING = 64  # releases after which numbers are fetched from the device
-_ENTRIES = 1 << 22  # of the average; more of them only where that is an eighth of the model
+_ENTRIES = 1 << 16  # of the average; more of them only where that is an eighth of the model
 _BLOCK = 1 << 18  # entries whose products float32 adds up without loss that matters here
 _MEMORY = 3  # release s has the weight (s/t)^3 in the average at t: the last quarter counts most
 
@@ -322,8 +322,11 @@ def _asks_gradient(query: Query) -> bool:
 
 
 def _stride(size: int) -> int:
-    """Return k: every k-th entry of a release is followed."""
-    return -(-size // max(_ENTRIES, size // 8)) if size else 1
+    """Return k: every k-th entry of a release is followed.
+
+    It is odd, since rows of weights are often of even length: all their columns are to have a part.
+    """
+    return -(-size // max(_ENTRIES, size // 8)) | 1
 
 
 def _weight(averaged: int) -> float:

@@ -186,8 +186,10 @@ def test_only_the_boundary_constructs_sums_and_releases(name):
 
 
 def test_only_the_boundary_draws_noise():
+    assert callers("begin_normal") == {"boundary.py"}
     assert callers("add_normal") == {"boundary.py"}
-    for name in ("fill_normal", "add_to"):
+    assert callers("_add_on_device") == {"_noise.py"}
+    for name in ("fill_normal", "_draw"):
         assert callers(name) == {"_noise.py"}
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import threading
 import warnings
 from typing import Any
 
@@ -15,12 +16,11 @@ from scipy import stats
 from torch import Tensor
 
 from lightning_dp import _noise
-from lightning_dp._noise import _AHEAD, _BLOCK, NoiseSource, fill_normal, random_generator
+from lightning_dp._noise import _BLOCK, _STREAMS, NoiseSource, fill_normal, random_generator
 from tests.normal_values import NormalValues
 
 DIMENSION = 20_000
-CPU = torch.device("cpu")
-LARGE = 3_000_001  # more than is drawn ahead, and no whole number of blocks
+LARGE = 3_000_001  # no whole number of blocks
 
 
 def normal(source: NoiseSource, size: int) -> Tensor:
@@ -136,43 +136,49 @@ def test_the_noise_of_a_float32_vector_is_that_of_a_float64_one_rounded():
         assert torch.equal(vector, normal(NoiseSource(3), size).float())
 
 
-def drawn_ahead(source: NoiseSource) -> Tensor:
-    """What waits."""
-    for each in source._ahead:
-        each.result()
-    return torch.cat([stream._ahead[: stream._waiting] for stream in source._streams])
+def begun(source: NoiseSource, size: int, dtype: torch.dtype = torch.float64) -> Tensor:
+    """So many values that were drawn in the background."""
+    values = torch.zeros(size, dtype=dtype)
+    source.begin_normal(values, 1.0)()
+    return values
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("size", [100_000, LARGE])
-def test_noise_drawn_ahead_is_what_would_have_been_drawn(size, dtype):
-    """Also for a vector of another size than it was drawn for: nothing is used twice."""
-
-    def normal(source: NoiseSource, size: int) -> Tensor:
-        values = torch.zeros(size, dtype=dtype)
-        source.add_normal(values, 1.0)
-        return values
-
-    ahead, now = NoiseSource(seed=3), NoiseSource(seed=3)
+@pytest.mark.parametrize("size", [1001, 100_000, LARGE])
+def test_noise_drawn_in_the_background_is_what_would_have_been_drawn(size, dtype):
+    """Also after some that nobody used: nothing is drawn twice."""
+    behind, now = NoiseSource(seed=3), NoiseSource(seed=3)
     for _ in range(2):
-        ahead.prepare(size, CPU, dtype)
-        ahead.prepare(size, CPU, dtype)  # one is enough
-        assert torch.equal(normal(ahead, size), normal(now, size))
-    assert torch.equal(normal(ahead, size), normal(now, size))  # not what was used before
-    ahead.prepare(size, CPU, dtype)
-    unused = drawn_ahead(ahead).clone()
-    assert len(unused) == min(size, _AHEAD)
-    assert not (normal(ahead, size - 1)[: _AHEAD // 2] == unused[: _AHEAD // 2][: size - 1]).any()
-    ahead.prepare(size, CPU, dtype)
-    ahead.close()
-    assert torch.isfinite(normal(ahead, size)).all()
+        values = torch.zeros(size, dtype=dtype)
+        now.add_normal(values, 1.0)
+        assert torch.equal(begun(behind, size, dtype), values)
+    unused = torch.zeros(size, dtype=dtype)
+    behind.begin_normal(unused, 1.0)
+    assert not torch.isclose(begun(behind, size, dtype), unused, rtol=1e-9, atol=0).all()
+    behind.begin_normal(unused, 1.0)
+    behind.close()
+    assert torch.isfinite(begun(behind, size, dtype)).all()
+
+
+def test_noise_that_no_thread_has_begun_is_drawn_by_who_waits_for_it():
+    source, values = NoiseSource(seed=3), torch.zeros(100_000, dtype=torch.float64)
+    may_end = threading.Event()
+
+    def other_work() -> None:
+        may_end.wait(60)
+
+    for _ in range(_STREAMS):  # for every thread
+        source._on_worker(other_work)
+    source.begin_normal(values, 1.0)()
+    may_end.set()
+    source.close()
+    assert torch.equal(values, normal(NoiseSource(seed=3), 100_000))
 
 
 @pytest.mark.parametrize("size", [1, 7, DIMENSION, 1 << 15, (1 << 15) + 1, LARGE])
 def test_each_entry_has_noise_of_its_own_in_every_size(size):
     source = NoiseSource()
-    source.prepare(size, CPU, torch.float64)
-    values = normal(source, size)
+    values = begun(source, size)
     assert (values != 0).all()
     assert len(values.unique()) == size
     assert float(values.mean()) == pytest.approx(0, abs=5 / size**0.5)
@@ -193,14 +199,15 @@ def test_the_same_noise_is_drawn_whatever_threads_do():
     assert torch.equal(draws[0], draws[2])
 
 
-@pytest.mark.parametrize("is_ahead", [False, True])
+@pytest.mark.parametrize("is_begun", [False, True])
 @pytest.mark.parametrize("size", [100_000, LARGE])
-def test_noise_of_long_vectors_is_scaled_in_all_its_parts(size, is_ahead):
-    """What was drawn ahead, what is drawn by the worker, and what the training's thread draws."""
+def test_noise_of_long_vectors_is_scaled_in_all_its_parts(size, is_begun):
+    """What the worker draws, and what the training's thread draws."""
     source, vector = NoiseSource(1), torch.full((size,), 5.0)
-    if is_ahead:
-        source.prepare(size, CPU)
-    source.add_normal(vector, 0.25)
+    if is_begun:
+        source.begin_normal(vector, 0.25)()
+    else:
+        source.add_normal(vector, 0.25)
     noise = normal(NoiseSource(1), size)
     torch.testing.assert_close(vector, (5 + 0.25 * noise).float(), rtol=1e-6, atol=0)
 

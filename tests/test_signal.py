@@ -9,7 +9,7 @@ import scipy.stats
 import torch
 
 from lightning_dp.boundary import Query, Release, Term
-from lightning_dp.signal import Signal, SignalTracker, Stretch
+from lightning_dp.signal import Signal, SignalTracker, Stretch, _stride
 
 GRADIENT = Query((Term(),), 1.0, 1.0)
 
@@ -143,7 +143,24 @@ def test_long_vectors_are_multiplied_in_blocks():
     tracker = tracked([value, value], [1.0, 1.0])
     squared = float(value.double() @ value.double())
     assert tracker.signal().whole.squared == pytest.approx(2 * squared, rel=1e-6)
-    assert tracker.signal().stretches[1].agreement == pytest.approx(math.sqrt(squared), rel=1e-5)
+    followed = float(value[::5].double().norm())  # of more than 65,536 entries
+    assert tracker.signal().stretches[1].agreement == pytest.approx(followed, rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("size", "followed"),
+    [
+        (0, 0),
+        (1 << 16, 1 << 16),
+        ((1 << 16) + 1, 21_846),
+        (670_000, 74_445),
+        (9_000_000, 1_000_000),
+    ],
+)
+def test_a_model_takes_an_average_of_so_many_entries(size, followed):
+    """Each k-th one with k odd, so that of a matrix with 8 columns every column has a part."""
+    assert len(range(0, size, _stride(size))) == followed
+    assert len({place % 8 for place in range(0, size, _stride(size))}) == min(8, followed)
 
 
 @pytest.mark.parametrize(

@@ -132,6 +132,7 @@ class DifferentialPrivacyStrategy(PrivateFitStrategy):
         fit.first.enter_forward()
         fit.later.enter_forward(has_snapshot=fit.first.is_looking)
         is_first = self.private_run.steps <= 1
+        self._mechanism.begin_noise(step.held)
         try:
             step.answer_each(self._mechanism, forwards, is_first=is_first)
         except UnsupportedModelError as error:
@@ -228,6 +229,7 @@ class DifferentialPrivacyStrategy(PrivateFitStrategy):
         fit.probe.watch_loss(loss)
         with self._noting_refusals():
             fit.step.check_loss(loss)
+            mechanism.begin_noise(fit.step.held)
             fit.step.backward(loss, mechanism.query, keep_graph=False)
             fit.step.answer(mechanism, 1.0)
 
@@ -236,6 +238,7 @@ class DifferentialPrivacyStrategy(PrivateFitStrategy):
     ) -> Tensor:
         """Run the backward pass and bound what it leaves."""
         mechanism, step = self._mechanism, self._now.step
+        mechanism.begin_noise(step.held)
         if not step.runs_backward:
             loss = super().backward(closure_loss, optimizer, *args, **kwargs)
         elif args or kwargs or is_overridden("backward", self.lightning_module):

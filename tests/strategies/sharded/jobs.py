@@ -103,7 +103,7 @@ class Sums(L.LightningModule):
         *more: Term,
     ) -> Tensor:
         query = Query((Term(), *more), CLIP_NORM, noise_multiplier)
-        total = begin_with_noise(query, held_here(params), NoiseSource(), world)
+        total = begin_with_noise(query, held_here(params), NoiseSource(), world)()
         with RecordPasses(self.net, params, "bookkeeping") as passes:
             # A process without records runs a stand-in with the others, and adds nothing.
             chunk = mine if len(mine) else self.records()[:1]
