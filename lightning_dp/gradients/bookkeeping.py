@@ -118,7 +118,7 @@ class Bookkeeping(AbstractRecordingEngine):
         self._found = {
             id(p): ParameterGradients([], p.shape, self._memory, allowance) for p in self._params
         }
-        self._of_parts, self._steps = PartGradients(), TimeSteps(self._memory)
+        self._of_parts, self._steps = PartGradients(), TimeSteps()
         self._precision = full_precision(loss.device)
         self._steps.expect(calls)
         return calls, graph
@@ -212,9 +212,6 @@ class Bookkeeping(AbstractRecordingEngine):
         for call, uses_of_layer in self._steps.joined():
             with as_unsupported(call.name, call.layer):
                 self._count_in(uses_of_layer, combined)
-        assert self._found is not None
-        uses = (use for found in self._found.values() for use in found.uses)
-        self._steps.give_back(each for use in uses for each in (use.v, use.u))
 
     def _keep_parts(
         self, call: FunctionCall, gradients: Sequence[Tensor | None], combined: bool

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from operator import itemgetter
-from typing import cast
+from typing import TypeAlias, cast
 
 import torch
 from torch import Tensor, nn
@@ -14,10 +14,11 @@ from torch import Tensor, nn
 from lightning_dp.gradients.forms import Uses
 from lightning_dp.gradients.function_call import FunctionCall
 from lightning_dp.gradients.layers import linear, uses_of_positions
-from lightning_dp.gradients.parameter_gradients import ScratchPool
 from lightning_dp.gradients.recording import Call, LayerCall
 
 __all__ = ["TimeSteps"]
+
+_AT_ONCE = 8  # time steps that stand in memory twice
 
 
 @dataclass
@@ -27,6 +28,10 @@ class _Steps:
     tensors: list[tuple[int, Tensor, Tensor]] = field(default_factory=list)
 
 
+# Output gradients in order, and the layers that they came to, each with its inputs.
+_Alike: TypeAlias = tuple[list[Tensor], list[tuple[LayerCall, list[Tensor]]]]
+
+
 class TimeSteps:
     """Calls of linear layers that are called often, until the backward pass is over.
 
@@ -34,12 +39,10 @@ class TimeSteps:
     (n, T, width). The layers of a recurrent cell are handed the same gradients, which are joined once.
     """
 
-    def __init__(self, memory: ScratchPool) -> None:
-        self._memory = memory
+    def __init__(self) -> None:
         self._times = Counter[nn.Module]()
         self._order: dict[int, int] = {}  # of the calls, by ``id``: gradients arrive in others
         self._steps: dict[tuple[object, ...], _Steps] = {}
-        self._borrowed: list[Tensor] = []
 
     def expect(self, calls: Iterable[Call]) -> None:
         """Count calls that the backward pass is going to come to."""
@@ -60,30 +63,32 @@ class TimeSteps:
 
     def joined(self) -> Iterator[tuple[LayerCall, Uses]]:
         """Hand over one call of each layer, with the uses of its parameters in all of them."""
+        for gradients, layers in self._of_the_same_gradients():
+            u = _stacked(gradients)
+            total = u.sum(1)
+            for call, inputs in layers:
+                layer = cast(nn.Linear, call.layer)
+                yield call, uses_of_positions(layer, _stacked(inputs), u, total)
+
+    def _of_the_same_gradients(self) -> list[_Alike]:
+        """Return lists of output gradients, each with the calls and inputs of layers that had these."""
         steps, self._steps = self._steps, {}
-        known: dict[object, tuple[Tensor, Tensor]] = {}
+        found: dict[object, _Alike] = {}
         for each in steps.values():
-            _, inputs, gradients = zip(*sorted(each.tensors, key=itemgetter(0)), strict=True)
-            # All are held until the end, so that what stands in one place is one tensor.
-            place = gradients[0].shape, *((u.data_ptr(), u.stride()) for u in gradients)
-            if place not in known:
-                u = self._stacked(gradients)
-                known[place] = u, u.sum(1)
-            layer = cast(nn.Linear, each.call.layer)
-            yield each.call, uses_of_positions(layer, self._stacked(inputs), *known[place])
+            each.tensors.sort(key=itemgetter(0))
+            # All are held until here, so that what stands in one place is one tensor.
+            place = tuple([(u.shape, u.data_ptr(), u.stride()) for _, _, u in each.tensors])
+            _, layers = found.setdefault(place, ([u for _, _, u in each.tensors], []))
+            layers.append((each.call, [v for _, v, _ in each.tensors]))
+        return list(found.values())
 
-    def _stacked(self, tensors: Sequence[Tensor]) -> Tensor:
-        n, width = tensors[0].shape
-        memory = self._memory.take(n, torch.Size((len(tensors), width)), tensors[0])
-        self._borrowed.append(memory)
-        return torch.stack(list(tensors), dim=1, out=memory[:n])
 
-    def give_back(self, held: Iterable[Tensor]) -> None:
-        """Let others use the memory of what was handed over, where nobody holds a part of it."""
-        if not self._borrowed:
-            return
-        places = {each.untyped_storage().data_ptr() for each in held}
-        while self._borrowed:
-            memory = self._borrowed.pop()
-            if memory.untyped_storage().data_ptr() not in places:
-                self._memory.give_back(memory)
+def _stacked(tensors: list[Tensor]) -> Tensor:
+    """Stack time steps in the second dimension, and let go of each where that is done."""
+    (n, width), count = tensors[0].shape, len(tensors)
+    stacked = tensors[0].new_empty(n, count, width)
+    for start in range(0, count, _AT_ONCE):
+        part = slice(start, start + _AT_ONCE)
+        torch.stack(tensors[:_AT_ONCE], dim=1, out=stacked[:, part])
+        del tensors[:_AT_ONCE]
+    return stacked

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import weakref
+
 import pytest
 import torch
 from torch import Tensor, nn
 
 from lightning_dp.boundary import bounded_sum
+from lightning_dp.gradients import time_steps
 from lightning_dp.gradients.bookkeeping import Bookkeeping, BookkeptGradients
 from lightning_dp.gradients.layers import OuterProduct
-from lightning_dp.gradients.time_steps import TimeSteps
 
 N = 5
 
@@ -65,7 +67,6 @@ def test_norms_and_sums_are_those_of_each_record(case):
 
 @pytest.mark.parametrize("combined", [False, True])
 def test_a_second_pass_leaves_what_the_first_one_holds(case, combined):
-    """The memory of joined steps is used again only where nobody holds it."""
     module, engine, x = case
     first = taken(module, engine, x, combined)
     second = taken(module, engine, x.flip(0), combined)
@@ -80,12 +81,20 @@ def test_a_second_pass_leaves_what_the_first_one_holds(case, combined):
 def test_gradients_that_two_layers_are_handed_are_joined_once(case, monkeypatch):
     module, engine, x = case
     joined = []
-    stacked = TimeSteps._stacked
+    stacked = time_steps._stacked
     monkeypatch.setattr(
-        TimeSteps, "_stacked", lambda self, parts: joined.append(len(parts)) or stacked(self, parts)
+        time_steps, "_stacked", lambda parts: joined.append(len(parts)) or stacked(parts)
     )
     taken(module, engine, x, combined=False)
     assert joined == [module.steps] * 3  # two inputs, one gradient
+
+
+@pytest.mark.parametrize("count", [2, 8, 21])
+def test_steps_are_stacked_and_let_go(count):
+    steps = [torch.randn(3, 5) for _ in range(count)]
+    expected, first = torch.stack(steps, dim=1), weakref.ref(steps[0])
+    assert torch.equal(time_steps._stacked(steps), expected)
+    assert steps == [] and first() is None
 
 
 @pytest.mark.parametrize(("width", "is_made"), [(30, True), (36, False)])
