@@ -189,7 +189,7 @@ def test_only_the_boundary_draws_noise():
     assert callers("begin_normal") == {"boundary.py"}
     assert callers("add_normal") == {"boundary.py"}
     assert callers("_add_on_device") == {"_noise.py"}
-    for name in ("fill_normal", "_draw"):
+    for name in ("fill_normal", "add_to"):
         assert callers(name) == {"_noise.py"}
 
 
