@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from lightning_dp.isolation.copies import quiet, seeded
-from lightning_dp.isolation.nesting import leaves
+from lightning_dp.isolation.nesting import leaves, number_of_rows
 from lightning_dp.isolation.rows import layout_of, same_parts
 from lightning_dp.isolation.samples import SampleMaker, lengths_in
 
@@ -54,16 +54,19 @@ class CollatedPool:
 def has_folded_rows(fresh: Callable[[], Callable[[list[Any]], Any]], sample: Any) -> bool:
     """Tell whether batches have parts with several rows for a record: frames, or nodes of graphs.
 
+    Or whether their tensors do not tell how many records there are: lists of images, one for each.
     False where that cannot be tried.
     """
     with quiet():
         for classes in _CLASSES:
             pool = CollatedPool(fresh, SampleMaker(sample, classes))
             try:
-                layout = layout_of(pool.take(range(4)), pool.take(range(8)), 4)
+                few = pool.take(range(4))
+                layout = layout_of(few, pool.take(range(8)), 4)
             except Exception:
                 continue
-            return any(leaf.dim == 0 and leaf.per_record > 1 for leaf in layout.leaves)
+            is_folded = any(leaf.dim == 0 and leaf.per_record > 1 for leaf in layout.leaves)
+            return is_folded or (layout.has_rows and number_of_rows(few) != 4)
     return False
 
 

@@ -45,7 +45,7 @@ __all__ = ["check_isolation", "probe_again", "probe_isolation"]
 
 _RECORDS = 4
 _FOLDED = (
-    "other values, larger batches, and real records exchanged, since a record has several rows"
+    "other values, larger batches, and real records exchanged: rows of a batch are not records"
 )
 
 

@@ -49,6 +49,22 @@ def padded(samples: list[Sample]) -> tuple[Tensor, Tensor]:
     return tokens, torch.tensor([label for _, label in samples])
 
 
+def zipped(samples: list[Any]) -> tuple[Any, ...]:
+    """As torchvision's detection models want their images and targets: a tuple for each."""
+    return tuple(zip(*samples, strict=True))
+
+
+IMAGE = torch.rand(3, 6, 5), {"label": torch.tensor(1), "boxes": torch.rand(2, 4)}
+
+
+def listed(samples: list[Sample]) -> tuple[list[Tensor], Tensor]:
+    """Sequences of several lengths, which the model pads."""
+    return [each for each, _ in samples], torch.tensor([label for _, label in samples])
+
+
+SEQUENCE = torch.rand(7, 5), 1
+
+
 class Graphs(LightningModule):
     """Messages along edges, a sum over the nodes of a graph."""
 
@@ -88,6 +104,50 @@ class Bags(LightningModule):
         return cross_entropy(self.head(self.words(tokens, offsets)), labels)
 
 
+class Images(LightningModule):
+    is_centred = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.convolution, self.head = nn.Conv2d(3, 4, 3), nn.Linear(4, 8)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        images, targets = batch
+        features = self.convolution(torch.stack(images)).relu().mean((2, 3))
+        if self.is_centred:
+            features = features - features.detach().mean(0)
+        loss = cross_entropy(self.head(features), torch.stack([each["label"] for each in targets]))
+        boxes = torch.stack([each["boxes"] for each in targets]).flatten(1)
+        return loss + (self.head(features) - boxes).square().mean()
+
+
+class Centred(Images):
+    is_centred = True
+
+
+class Sequences(LightningModule):
+    is_masked = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.head = nn.Linear(5, 6), nn.Linear(6, 2)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, labels = batch
+        counts = torch.tensor([len(each) for each in x])
+        hidden = self.first(nn.utils.rnn.pad_sequence(x, batch_first=True)).tanh()
+        if self.is_masked:
+            mask = torch.arange(hidden.shape[1]) < counts[:, None]
+            hidden = hidden * mask[..., None] * (hidden.shape[1] / counts[:, None, None])
+        return cross_entropy(self.head(hidden.mean(1)), labels)
+
+
+class Padded(Sequences):
+    is_masked = False
+
+
 def probed(module: LightningModule, collate: Any, sample: Any) -> Any:
     pools = list(collated_pools(lambda: collate, sample))
     return probe_isolation(module, collate([sample] * 4), pools=pools)
@@ -95,9 +155,12 @@ def probed(module: LightningModule, collate: Any, sample: Any) -> Any:
 
 @pytest.mark.parametrize(
     ("collate", "sample", "expected"),
-    [(graphs, GRAPH, True), (bags, BAG, True), (padded, BAG, False)],
+    [
+        *((graphs, GRAPH, True), (bags, BAG, True), (padded, BAG, False)),
+        *((zipped, IMAGE, True), (listed, SEQUENCE, True), (listed, ("a text", 1), False)),
+    ],
 )
-def test_a_collate_fn_shows_whether_a_record_has_several_rows(collate, sample, expected):
+def test_a_collate_fn_shows_whether_rows_are_records(collate, sample, expected):
     assert has_folded_rows(lambda: collate, sample) is expected
 
 
@@ -121,12 +184,16 @@ def test_samples_have_several_lengths():
 
 
 @pytest.mark.parametrize(
-    ("module", "collate", "sample"), [(Graphs(), graphs, GRAPH), (Bags(), bags, BAG)]
+    ("module", "collate", "sample"),
+    [
+        *((Graphs(), graphs, GRAPH), (Bags(), bags, BAG)),
+        *((Images(), zipped, IMAGE), (Sequences(), listed, SEQUENCE)),
+    ],
 )
 def test_models_that_keep_rows_apart_are_isolated(module, collate, sample):
     found = probed(module, collate, sample)
     assert found.outcome == "isolated", found
-    assert "a record has several rows" in str(found)
+    assert "rows of a batch are not records" in str(found)
 
 
 @pytest.mark.parametrize("fault", ["turned", "sorted by place", "mean over nodes"])
@@ -134,6 +201,14 @@ def test_rows_of_another_record_are_found(fault):
     found = probed(Graphs(fault), graphs, GRAPH)
     assert found.outcome == "coupled", found
     assert "rows_of_records() names other owners" in found.reason
+
+
+@pytest.mark.parametrize(
+    ("module", "collate", "sample"),
+    [(Centred(), zipped, IMAGE), (Padded(), listed, SEQUENCE)],
+)
+def test_models_that_mix_records_in_lists_are_found(module, collate, sample):
+    assert probed(module, collate, sample).outcome == "coupled"
 
 
 def test_samples_that_are_all_alike_show_nothing():
