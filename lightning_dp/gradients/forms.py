@@ -127,6 +127,11 @@ class AbstractForm(ABC):
     which loses no digits when the points are close.
     """
 
+    @property
+    def shares(self) -> bool:
+        """True if u is another use's too: it is held, whatever stands for this use."""
+        return False
+
     @abstractmethod
     def rows(self, v: Tensor, u: Tensor) -> Tensor:
         """Return f(v_i, u_i) of each record: shape (n, *parameter shape)."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -36,6 +36,7 @@ __all__ = [
     "Lookup",
     "OuterProduct",
     "Scale",
+    "SharedFactor",
     "embedding",
     "fixed_norm",
     "group_norm",
@@ -52,9 +53,35 @@ _CACHED_BYTES = 1 << 20
 _LONG = 32  # positions from which on matrix products, not memory, are what rows cost
 
 
+class SharedFactor:
+    """Output gradients that several layers have: their inner products are computed once."""
+
+    def __init__(self, u: Tensor) -> None:
+        self._u = u
+        self._products: tuple[Scaled, Tensor] | None = None
+
+    def products_of(self, u: Tensor) -> tuple[Scaled, Tensor]:
+        """Return the inner products of a factor, which may be another one by now."""
+        if u is not self._u:
+            return _products(u)
+        if self._products is None:
+            self._products = _products(u)
+        return self._products
+
+
 @dataclass(frozen=True)
 class OuterProduct(AbstractForm):
-    """Σ_t u_it v_itᵀ for v of shape (n, T, in) and u of shape (n, T, out)."""
+    """Σ_t u_it v_itᵀ for v of shape (n, T, in) and u of shape (n, T, out).
+
+    Args:
+        shared: u, where other parameters have the same.
+    """
+
+    shared: SharedFactor | None = field(default=None, compare=False, repr=False)
+
+    @property
+    def shares(self) -> bool:
+        return self.shared is not None
 
     def rows(self, v: Tensor, u: Tensor) -> Tensor:
         return torch.bmm(u.transpose(1, 2), v)
@@ -79,7 +106,8 @@ class OuterProduct(AbstractForm):
     def prefers_rows(self, v: Tensor, u: Tensor) -> bool:
         times, rows, columns = u.shape[1], u.shape[2], v.shape[2]
         # Of rows twice as large as v and u, inner products take less than half of the work.
-        return times >= _LONG and 2 * times * (rows + columns) > rows * columns
+        is_quick = times >= _LONG and 2 * times * (rows + columns) > rows * columns
+        return is_quick and not self.shares
 
     def joined(self, uses: Sequence[Use]) -> list[Use]:
         """Return one use with the positions of all of them, the time steps of a recurrent layer."""
@@ -135,9 +163,12 @@ class OuterProduct(AbstractForm):
         if times * (rows + columns) > 2 * rows * columns or (may_keep and self.prefers_rows(v, u)):
             return None  # the rows cost no more, and if they are kept the sum is almost free
         size = max(1, PRODUCTS // times**2)
+        if size >= len(u):
+            of_u = _products(u) if self.shared is None else self.shared.products_of(u)
+            return _squares_of_products(of_u, _products(v))
         norms = [
-            _squares_of_products(*part)
-            for part in zip(torch.split(u, size), torch.split(v, size), strict=True)
+            _squares_of_products(_products(y), _products(x))
+            for y, x in zip(torch.split(u, size), torch.split(v, size), strict=True)
         ]
         return torch.cat(norms)
 
@@ -152,10 +183,15 @@ def _scaled(v: Tensor, u: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
     return v.flatten(0, 1), u.flatten(0, 1)
 
 
-def _squares_of_products(u: Tensor, v: Tensor) -> Tensor:
-    both = a, b = Scaled.of(u), Scaled.of(v)
-    products = [torch.bmm(each.tensor, each.tensor.transpose(1, 2)) for each in both]
-    squares = sum_of_products(products[0] * products[1])
+def _products(factor: Tensor) -> tuple[Scaled, Tensor]:
+    """Return a factor in range, and the (T, T) inner products of its vectors."""
+    scaled = Scaled.of(factor)
+    return scaled, torch.bmm(scaled.tensor, scaled.tensor.transpose(1, 2))
+
+
+def _squares_of_products(of_u: tuple[Scaled, Tensor], of_v: tuple[Scaled, Tensor]) -> Tensor:
+    (a, left), (b, right) = of_u, of_v
+    squares = sum_of_products(left * right)
     return above_what_vanishes(squares * (a.units * b.units).square_(), a, b)
 
 
@@ -169,15 +205,18 @@ def linear(layer: nn.Linear, inputs: Tensor, gradient: Tensor) -> Uses:
     return uses_of_positions(layer, v, u, None if layer.bias is None else u.sum(1))
 
 
-def uses_of_positions(layer: nn.Linear, v: Tensor, u: Tensor, total: Tensor | None) -> Uses:
+def uses_of_positions(
+    layer: nn.Linear, v: Tensor, u: Tensor, total: Tensor | None, shared: SharedFactor | None = None
+) -> Uses:
     """Return the same for inputs v and output gradients u of shape (n, T, width).
 
     Args:
         layer: the layer.
         v, u: of it.
         total: Σ_t u_it, for a layer with a bias.
+        shared: u, where other layers have the same.
     """
-    uses: Uses = [(layer.weight, Use(_OUTER_PRODUCT, v, u))]
+    uses: Uses = [(layer.weight, Use(OuterProduct(shared), v, u))]
     if total is not None:
         uses.append((layer.bias, Rows.use(total)))
     return uses

@@ -121,7 +121,7 @@ class ParameterGradients:
     def _is_made_at_once(self, use: Use) -> bool:
         """Tell whether the gradients take the place of v and u: smaller, or cheap and not much larger."""
         more = self._size(use) - use.nbytes
-        if more <= 0:
+        if more <= 0 and not use.form.shares:
             return True
         at_once = self._allowance.has(more) and use.form.prefers_rows(use.v, use.u)
         if at_once:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from lightning_dp.gradients.forms import Uses
 from lightning_dp.gradients.function_call import FunctionCall
-from lightning_dp.gradients.layers import linear, uses_of_positions
+from lightning_dp.gradients.layers import SharedFactor, linear, uses_of_positions
 from lightning_dp.gradients.recording import Call, LayerCall
 
 __all__ = ["TimeSteps"]
@@ -66,9 +66,10 @@ class TimeSteps:
         for gradients, layers in self._of_the_same_gradients():
             u = _stacked(gradients)
             total = u.sum(1)
+            shared = SharedFactor(u) if len(layers) > 1 else None
             for call, inputs in layers:
                 layer = cast(nn.Linear, call.layer)
-                yield call, uses_of_positions(layer, _stacked(inputs), u, total)
+                yield call, uses_of_positions(layer, _stacked(inputs), u, total, shared)
 
     def _of_the_same_gradients(self) -> list[_Alike]:
         """Return lists of output gradients, each with the calls and inputs of layers that had these."""

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_dp.boundary import bounded_sum
-from lightning_dp.gradients import time_steps
+from lightning_dp.gradients import layers, time_steps
 from lightning_dp.gradients.bookkeeping import Bookkeeping, BookkeptGradients
 from lightning_dp.gradients.layers import OuterProduct
 
@@ -19,13 +19,13 @@ N = 5
 class Steps(nn.Module):
     """A recurrence of two linear layers, both of which see the same gradient at each step."""
 
-    def __init__(self, steps: int) -> None:
+    def __init__(self, steps: int, inputs: int = 3, width: int = 4) -> None:
         super().__init__()
-        self.steps, self.ih, self.hh = steps, nn.Linear(3, 4), nn.Linear(4, 4)
-        self.head = nn.Linear(4, 2)
+        self.steps, self.ih, self.hh = steps, nn.Linear(inputs, width), nn.Linear(width, width)
+        self.head = nn.Linear(width, 2)
 
     def forward(self, x: Tensor) -> Tensor:
-        state = x.new_zeros(len(x), 4)
+        state = x.new_zeros(len(x), self.hh.in_features)
         for t in range(self.steps):
             state = torch.tanh(self.ih(x[:, t]) + self.hh(state))
         return self.head(state)
@@ -87,6 +87,24 @@ def test_gradients_that_two_layers_are_handed_are_joined_once(case, monkeypatch)
     )
     taken(module, engine, x, combined=False)
     assert joined == [module.steps] * 3  # two inputs, one gradient
+
+
+@pytest.mark.parametrize("products", [layers.PRODUCTS, 2 * 40**2])
+def test_inner_products_of_gradients_that_layers_share_are_made_once(products, monkeypatch):
+    """And no rows of either layer, which would take nothing's place; two records at once, or all."""
+    torch.manual_seed(0)
+    module, engine, x = Steps(40, 64, 64), Bookkeeping(), torch.randn(N, 40, 64)
+    engine.attach(module, tuple(module.parameters()))
+    made, products_of = [], layers._products
+    monkeypatch.setattr(layers, "PRODUCTS", products)
+    monkeypatch.setattr(layers, "_products", lambda f: made.append(len(f)) or products_of(f))
+    found = taken(module, engine, x, combined=False)
+    engine.rest()
+    rows = one_by_one(module, x)
+    torch.testing.assert_close(found.norms(), rows.norm(dim=1).double(), rtol=1e-5, atol=0)
+    assert made == ([N] * 3 if products > 2 * 40**2 else [2, 2, 2, 2, 1, 1] * 2)
+    clipped = rows * (0.3 / rows.norm(dim=1)).clamp(max=1).unsqueeze(1)
+    torch.testing.assert_close(bounded_sum(found, 0.3).value, clipped.sum(0), rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.parametrize("count", [2, 8, 21])
