@@ -129,7 +129,7 @@ class AbstractForm(ABC):
 
     @property
     def shares(self) -> bool:
-        """True if u is another use's too: it is held, whatever stands for this use."""
+        """True if another use holds u as well, whatever stands for this one."""
         return False
 
     @abstractmethod
