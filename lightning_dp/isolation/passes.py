@@ -16,6 +16,7 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor, nn
 from torch.nn.modules.dropout import _DropoutNd
+from torch.overrides import TorchFunctionMode, _get_current_function_mode
 
 from lightning_dp._fingerprint import fingerprint
 from lightning_dp._generators import accelerator_kept
@@ -104,6 +105,7 @@ class Passes:
         self._copies = ModelCopies(module)
         self._kept = KeptCopy()
         self._may_keep: bool | None = None
+        self._innermost: TorchFunctionMode | None = None  # of those that valid_labels() entered
         self._added_up: set[str] = set()  # engines whose sum was compared
         self._is_half = is_half(module)
         self._counted: tuple[Any, float] | None = None  # a batch, and its operations
@@ -156,12 +158,20 @@ class Passes:
     @contextlib.contextmanager
     def valid_labels(self) -> Iterator[None]:
         """Keep made-up labels as losses need them, and numbers in float32, in the user's code inside."""
+        innermost = _get_current_function_mode()  # type: ignore[no-untyped-call]
+        if innermost is not None and innermost is self._innermost:
+            yield  # so they are already, and nobody stands in between
+            return
         with contextlib.ExitStack() as stack:
+            before = self._innermost
             if self._made_up:
-                stack.enter_context(ValidLabels())
+                self._innermost = stack.enter_context(ValidLabels())
             if self._is_half:
-                stack.enter_context(NoHalfPrecision())
-            yield
+                self._innermost = stack.enter_context(NoHalfPrecision())
+            try:
+                yield
+            finally:
+                self._innermost = before
 
     def copied(self, memo: dict[int, Any] | None = None) -> LightningModule:
         """Return a deep copy of the model; those of before must not be used any more."""
