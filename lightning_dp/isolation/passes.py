@@ -56,6 +56,7 @@ __all__ = [
 ]
 
 
+_FEW = 16  # records of passes that leave their copy to the next: an engine keeps memory by their number
 _FEW_BYTES = 16 << 20  # of buffers that are compared after each pass
 
 
@@ -282,7 +283,7 @@ class Passes:
         draws: Any = contextlib.nullcontext()
         if same_first_rows:
             draws = SameFirstRows()  # type: ignore[no-untyped-call]
-        with self._copy_with_engine(is_watched=watch_modules) as (module, passes):
+        with self._copy_with_engine(is_own=watch_modules or n > _FEW) as (module, passes):
             calls: list[Call] = []
             hooks = watch_calls(module, calls) if watch_modules else ModuleHooks()
             with draws:
@@ -398,12 +399,15 @@ class Passes:
         return module
 
     @contextlib.contextmanager
-    def _copy_with_engine(
-        self, *, is_watched: bool
-    ) -> Iterator[tuple[LightningModule, RecordPasses]]:
-        """Enter with a copy to which the engine is attached: that of the pass before, if it is as new."""
+    def _copy_with_engine(self, *, is_own: bool) -> Iterator[tuple[LightningModule, RecordPasses]]:
+        """Enter with a copy to which the engine is attached: that of the pass before, if it is as new.
+
+        Args:
+            is_own: it must be one of no other pass.
+        """
         adds_up = self.choice.description not in self._added_up
-        if adds_up or is_watched or self.now.is_pretended or not self._keeps_copies:
+        if adds_up or is_own or self.now.is_pretended or not self._keeps_copies:
+            self._kept.drop()
             with self._copy() as module, self._engine_on(module, adds_up=adds_up) as passes:
                 yield module, passes
             return
