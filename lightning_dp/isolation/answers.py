@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
+from functools import lru_cache, partial
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightning_dp.boundary import AbstractPerSampleGradients
 from lightning_dp.gradients.materialised import MaterialisedGradients
+from lightning_dp.gradients.module_hooks import ModuleHooks
 
-__all__ = ["Answer", "Call", "answer_about"]
+__all__ = ["Answer", "Call", "answer_about", "watch_calls"]
 
 _CORNER = 8  # rows and columns of a weight whose entries are told: first labels, first tokens
 _ANYWHERE = 64  # entries at random places
@@ -31,6 +33,29 @@ class Call:
     kind: str
     inputs: list[Tensor]
     outputs: list[Tensor]
+
+
+def watch_calls(module: nn.Module, calls: list[Call]) -> ModuleHooks:
+    """Note every call of every module, until the hooks are taken off."""
+
+    def tensors(values: Any) -> list[Tensor]:
+        if isinstance(values, Mapping):
+            values = list(values.values())
+        values = values if isinstance(values, list | tuple) else [values]
+        return [each.detach().clone() for each in values if isinstance(each, Tensor)]
+
+    def hook(name: str) -> Callable[..., None]:
+        def keep(part: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+            calls.append(
+                Call(name, type(part).__name__, tensors(args) + tensors(kwargs), tensors(output))
+            )
+
+        return keep
+
+    hooks = ModuleHooks()  # copies that training_step makes are other modules
+    for name, part in module.named_modules():
+        hooks.add(part, partial(part.register_forward_hook, with_kwargs=True), hook(name))
+    return hooks
 
 
 @dataclass(frozen=True)

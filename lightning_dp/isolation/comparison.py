@@ -18,7 +18,8 @@ from lightning_dp.isolation.coupling import (
     reordered,
 )
 from lightning_dp.isolation.outcome import ISOLATED, Isolation
-from lightning_dp.isolation.passes import NoLoss, Passes
+from lightning_dp.isolation.passes import Passes
+from lightning_dp.isolation.prepared import NoLoss
 from lightning_dp.isolation.stand_ins import NotProbed
 from lightning_dp.isolation.synthetic import take_rows
 

@@ -6,23 +6,22 @@ import contextlib
 import copy
 import io
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor, nn
-from torch.nn.modules.dropout import _DropoutNd
 from torch.overrides import TorchFunctionMode, _get_current_function_mode
 
 from lightning_dp._fingerprint import fingerprint
 from lightning_dp._generators import accelerator_kept
+from lightning_dp._held import same_tensor
 from lightning_dp._lazy_copies import is_one_memory
 from lightning_dp._module_state import ModuleState
-from lightning_dp._training_step import call_training_step, loss_in
+from lightning_dp._training_step import call_training_step
 from lightning_dp.gradients import (
     EngineChoice,
     OtherRowsError,
@@ -30,38 +29,27 @@ from lightning_dp.gradients import (
     UnsupportedModelError,
 )
 from lightning_dp.gradients.module_hooks import ModuleHooks
-from lightning_dp.gradients.passes import is_differentiable
-from lightning_dp.isolation.answers import Answer, Call, answer_about
+from lightning_dp.isolation.answers import Answer, Call, answer_about, watch_calls
 from lightning_dp.isolation.ignored import target_means
 from lightning_dp.isolation.kept_copy import KeptCopy, may_be_kept
 from lightning_dp.isolation.model_copies import ModelCopies, empty
 from lightning_dp.isolation.nesting import copied
 from lightning_dp.isolation.operations import OperationCounter
 from lightning_dp.isolation.overrides import backward_loss
+from lightning_dp.isolation.prepared import begin, is_half, loss_of, prepared, show_trainer
 from lightning_dp.isolation.randomness import SameFirstRows, random_state, seed
 from lightning_dp.isolation.stand_in_optimizers import ByHand, PublicStep, Stills, give_optimizers
-from lightning_dp.isolation.stand_ins import RUN, NotProbed, Now, StandInTrainer
+from lightning_dp.isolation.stand_ins import RUN, Now, StandInTrainer
 from lightning_dp.isolation.synthetic import NoHalfPrecision, ValidLabels
 
 __all__ = [
-    "NoLoss",
     "Passes",
-    "begin",
-    "loss_of",
-    "prepared",
-    "same",
     "same_elsewhere",
-    "show_trainer",
-    "watch_calls",
 ]
 
 
 _FEW = 16  # records of passes that leave their copy to the next: an engine keeps memory by their number
 _FEW_BYTES = 16 << 20  # of buffers that are compared after each pass
-
-
-class NoLoss(NotProbed):
-    """A step gave nothing to go back from."""
 
 
 class Passes:
@@ -451,69 +439,6 @@ class Passes:
         return backward_loss(module, loss_of(output, by_hand))
 
 
-def prepared(module: LightningModule) -> LightningModule:
-    """Make a copy of a model ready for passes on the CPU that leave nothing anywhere."""
-    module.cpu()
-    if is_half(module):
-        module.float()
-    for part in module.modules():
-        if isinstance(part, _DropoutNd):
-            part.p = 0.0  # the masks of a smaller batch would be others
-    for param in module.parameters():
-        param.grad = None
-    return module
-
-
-def show_trainer(module: LightningModule, trainer: StandInTrainer) -> LightningModule:
-    """Let a copy of a model see a Trainer, to which it logs."""
-    for part in module.modules():
-        if isinstance(part, LightningModule):
-            part.log = trainer.log  # type: ignore[method-assign,assignment]
-    module.trainer = trainer  # type: ignore[assignment]
-    return module
-
-
-def is_half(module: nn.Module) -> bool:
-    """Tell whether parameters are of half precision."""
-    return any(param.dtype in (torch.float16, torch.bfloat16) for param in module.parameters())
-
-
-def begin(module: LightningModule, now: Now) -> None:
-    """Bring a copy to a pretended moment, as the Trainer's hook for a new epoch does."""
-    for (part, name), value in now.counters.items():
-        owner = module.get_submodule(part)
-        known = getattr(owner, name)
-        setattr(owner, name, known * 0 + value if isinstance(known, Tensor) else value)
-    module.on_train_epoch_start()
-
-
-def loss_of(output: Any, by_hand: ByHand | None) -> Tensor:
-    """Return the loss of a step.
-
-    Args:
-        output: what ``training_step`` returned.
-        by_hand: what it was given for its optimizer, in manual optimization.
-
-    Raises:
-        NoLoss: if there is none to go back from.
-    """
-    loss = loss_in(output)
-    if by_hand is not None and (loss := by_hand.loss) is None:
-        raise NoLoss("manual optimization: training_step calls no self.manual_backward(loss)")
-    if not is_differentiable(loss):
-        raise NoLoss("training_step returns no loss")
-    return loss
-
-
-def same(a: Tensor, b: Tensor) -> bool:
-    """True if all entries are equal; NaN is equal to itself."""
-    if a.shape != b.shape or a.dtype != b.dtype:
-        return False
-    if is_one_memory(a, b) or torch.equal(a, b):  # in the memory of no third tensor
-        return True
-    return bool(((a == b) | ((a != a) & (b != b))).all())
-
-
 def same_elsewhere(own: Tensor, after: Tensor) -> bool:
     """Tell the same of a model's tensor and its copy's on the host, also of another precision.
 
@@ -521,33 +446,10 @@ def same_elsewhere(own: Tensor, after: Tensor) -> bool:
     """
     own = own.to(after.dtype)
     if own.device == after.device or own.shape != after.shape or own.layout != torch.strided:
-        return same(own.cpu(), after)
-    return int(fingerprint([own])) == int(fingerprint([after])) or same(own.cpu(), after)
+        return same_tensor(own.cpu(), after)
+    return int(fingerprint([own])) == int(fingerprint([after])) or same_tensor(own.cpu(), after)
 
 
 def _state_of(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     yield from module.named_parameters()
     yield from module.named_buffers()
-
-
-def watch_calls(module: nn.Module, calls: list[Call]) -> ModuleHooks:
-    """Note every call of every module, until the hooks are taken off."""
-
-    def tensors(values: Any) -> list[Tensor]:
-        if isinstance(values, Mapping):
-            values = list(values.values())
-        values = values if isinstance(values, list | tuple) else [values]
-        return [each.detach().clone() for each in values if isinstance(each, Tensor)]
-
-    def hook(name: str) -> Callable[..., None]:
-        def keep(part: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-            calls.append(
-                Call(name, type(part).__name__, tensors(args) + tensors(kwargs), tensors(output))
-            )
-
-        return keep
-
-    hooks = ModuleHooks()  # copies that training_step makes are other modules
-    for name, part in module.named_modules():
-        hooks.add(part, partial(part.register_forward_hook, with_kwargs=True), hook(name))
-    return hooks

@@ -24,7 +24,8 @@ from lightning_dp.isolation.overrides import (
     optimize,
     schedule,
 )
-from lightning_dp.isolation.passes import NoLoss, Passes, begin, loss_of, prepared, show_trainer
+from lightning_dp.isolation.passes import Passes
+from lightning_dp.isolation.prepared import NoLoss, begin, loss_of, prepared, show_trainer
 from lightning_dp.isolation.randomness import seed
 from lightning_dp.isolation.stand_in_optimizers import ByHand, give_optimizers
 from lightning_dp.isolation.stand_ins import StandInTrainer

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+from lightning_dp._held import same_tensor
 from lightning_dp.isolation.comparison import Batch, Comparisons
 from lightning_dp.isolation.outcome import ISOLATED, Isolation
-from lightning_dp.isolation.passes import Passes, same
+from lightning_dp.isolation.passes import Passes
 from lightning_dp.isolation.synthetic import take_rows
 
 __all__ = ["probe_state"]
@@ -54,5 +55,7 @@ def _tensors_that_keep_records(passes: Passes, pool: Any, n: int) -> tuple[str, 
     for other in (second, *others):
         in_one_only = first.keys() ^ other.keys()
         in_both = first.keys() & other.keys()
-        found |= in_one_only | {name for name in in_both if not same(first[name], other[name])}
+        found |= in_one_only | {
+            name for name in in_both if not same_tensor(first[name], other[name])
+        }
     return tuple(sorted(found))

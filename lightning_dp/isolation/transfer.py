@@ -15,7 +15,7 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 
 from lightning_dp.isolation.collation import Collate, Trial, try_collate
 from lightning_dp.isolation.copies import Copies
-from lightning_dp.isolation.passes import prepared, show_trainer
+from lightning_dp.isolation.prepared import prepared, show_trainer
 from lightning_dp.isolation.stand_ins import RUN, Now, StandInTrainer
 
 __all__ = ["HOOKS", "TransferHooks"]

@@ -14,11 +14,13 @@ from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor, nn
 from torchmetrics import Metric
 
+from lightning_dp._held import same_tensor
 from lightning_dp._user_code import is_library
 from lightning_dp.isolation.answers import Answer
 from lightning_dp.isolation.coupling import CURES, moved, reordered
 from lightning_dp.isolation.outcome import ISOLATED, Isolation, first_failure
-from lightning_dp.isolation.passes import NoLoss, Passes, same, same_elsewhere
+from lightning_dp.isolation.passes import Passes, same_elsewhere
+from lightning_dp.isolation.prepared import NoLoss
 from lightning_dp.isolation.rehearsal import Rehearsal, rehearsal
 from lightning_dp.isolation.stand_ins import StandInTrainer
 from lightning_dp.isolation.synthetic import leaves_of, replace_leaf, take_rows
@@ -287,7 +289,7 @@ def _equal(a: Any, b: Any, depth: int = 8) -> bool:
     if type(a) is not type(b):
         return False
     if isinstance(a, Tensor):
-        return same(a, b)
+        return same_tensor(a, b)
     if isinstance(a, np.ndarray):
         return bool(a.tobytes() == b.tobytes())
     if isinstance(a, set | frozenset | bool | int | float | complex | str | bytes):

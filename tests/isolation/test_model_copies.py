@@ -9,10 +9,10 @@ from lightning.pytorch import LightningModule
 from torch import nn
 
 from lightning_dp import _lazy_copies
+from lightning_dp._held import same_tensor
 from lightning_dp._lazy_copies import addresses_of, is_one_memory
 from lightning_dp.isolation import model_copies
 from lightning_dp.isolation.model_copies import ModelCopies, empty
-from lightning_dp.isolation.passes import same
 from lightning_dp.isolation.probe import probe_isolation
 
 LARGE = {
@@ -94,7 +94,7 @@ def test_what_a_copy_writes_is_told_from_what_is_one_memory(model, write):
     write(copied)
 
     assert not is_one_memory(own, copied)
-    assert not same(own.detach(), copied.detach())
+    assert not same_tensor(own.detach(), copied.detach())
 
 
 @pytest.mark.parametrize("write", WRITES[:-1])
