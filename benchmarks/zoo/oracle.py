@@ -10,7 +10,8 @@ from torch import Tensor, nn
 from torch.nn.utils import parameters_to_vector
 
 from lightning_dp.boundary import AbstractPerSampleGradients, Query, Term, bounded_sum
-from lightning_dp.gradients.passes import RecordPasses, Replay
+from lightning_dp.gradients.chunks import Replay
+from lightning_dp.gradients.passes import RecordPasses
 from zoo.case import Batch, Case, Training, row
 
 __all__ = ["Found", "compare", "trained"]

@@ -8,9 +8,10 @@ from lightning_dp.gradients.base import (
     UncoveredParameterError,
     UnsupportedModelError,
 )
+from lightning_dp.gradients.chunks import OtherRowsError, Replay
 from lightning_dp.gradients.engines import EngineChoice, attach_engine
 from lightning_dp.gradients.loss_graph import CoupledLossError
-from lightning_dp.gradients.passes import OtherRowsError, RecordPasses, Replay
+from lightning_dp.gradients.passes import RecordPasses
 from lightning_dp.gradients.raw import RawGradientGuard, RawGradientHookError
 
 __all__ = [

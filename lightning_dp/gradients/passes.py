@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
-from dataclasses import dataclass, replace
-from typing import Any, TypeAlias, TypeGuard
+from dataclasses import replace
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -20,10 +20,10 @@ from lightning_dp.boundary import (
     Query,
     bounded_sum,
 )
-from lightning_dp.functional import unflatten
 from lightning_dp.gradients.adding_up import check_sum, plain_gradients
 from lightning_dp.gradients.base import ALONE, AbstractGradientEngine, UnsupportedModelError
 from lightning_dp.gradients.bookkeeping import BookkeptGradients
+from lightning_dp.gradients.chunks import OtherRowsError, Replay, at_point, is_differentiable
 from lightning_dp.gradients.compiled import CompiledParts, as_written
 from lightning_dp.gradients.engines import EngineChoice
 from lightning_dp.gradients.loss_graph import CoupledLossError, check_graph
@@ -32,27 +32,9 @@ from lightning_dp.gradients.raw import RawGradientGuard
 from lightning_dp.gradients.sharded import shards_at_point
 
 __all__ = [
-    "OTHER_ROWS",
-    "UNANSWERED",
-    "OtherRowsError",
     "RecordPasses",
-    "Replay",
     "WrapEngine",
-    "at_point",
-    "is_differentiable",
 ]
-
-UNANSWERED = (
-    "{} gave no gradient for a chunk that has records (training_step returned no loss, nothing was "
-    "back-propagated, or the loss does not depend on trained layers), and noise alone in its place "
-    "would tell which records do that. Let the package zero records whose gradients are not finite: "
-    "return the loss as it is, and don't skip batches."
-)
-OTHER_ROWS = (
-    "the model saw more or fewer rows than the batch has records, so a record's gradient cannot be "
-    "bounded. The collate_fn must make exactly one row of each record, and the model must keep "
-    f"records in the first dimension. {ALONE}"
-)
 
 _INSIDE = (
     "Parameters {} got a gradient inside of an autograd Function of the model (an activation "
@@ -65,51 +47,8 @@ _PLAIN = Pass(point=None, direction=None, gradient=1.0, product=0.0)
 WrapEngine: TypeAlias = Callable[[AbstractGradientEngine], AbstractGradientEngine]
 
 
-class OtherRowsError(UnsupportedModelError):
-    """The model saw another number of rows than the chunk has records."""
-
-    def __init__(self) -> None:
-        super().__init__(f"{OTHER_ROWS[0].upper()}{OTHER_ROWS[1:]}", topic="rows-and-records")
-
-
 class _NoLoss(Exception):
     """A run gave nothing to go back from."""
-
-
-def is_differentiable(loss: object) -> TypeGuard[Tensor]:
-    """Tell whether there is anything to go back from."""
-    return isinstance(loss, Tensor) and loss.requires_grad
-
-
-@contextmanager
-def at_point(params: Sequence[nn.Parameter], point: Tensor) -> Iterator[None]:
-    """Inside, the parameters hold the flat vector ``point``; afterwards they are what they were."""
-    kept = [param.data for param in params]
-    for param, data in zip(params, unflatten(point, params), strict=True):
-        param.data = data.to(param.device)
-    try:
-        yield
-    finally:
-        for param, data in zip(params, kept, strict=True):
-            param.data = data
-
-
-@dataclass(frozen=True)
-class Replay:
-    """A chunk of records that can be run as often as a query asks.
-
-    Args:
-        forward: runs it and returns its loss, the mean over the records, or None if it gives none.
-            None if it cannot be run again.
-        size: how many records it has.
-        randomness: as its first run found it; None if that run is still to come.
-        batch: what the records are in; None if that is not at hand.
-    """
-
-    forward: Callable[[], Tensor | None] | None
-    size: int
-    randomness: RandomState | None = None
-    batch: Any = None
 
 
 class RecordPasses:

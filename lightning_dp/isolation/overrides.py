@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode
 
-from lightning_dp.gradients.passes import is_differentiable
+from lightning_dp.gradients.chunks import is_differentiable
 
 __all__ = ["backward_loss", "configure_clipping", "moves_weights", "optimize", "schedule"]
 

@@ -27,7 +27,8 @@ from lightning_dp.gradients import (
     Replay,
     UnsupportedModelError,
 )
-from lightning_dp.gradients.passes import OTHER_ROWS, WrapEngine
+from lightning_dp.gradients.chunks import OTHER_ROWS
+from lightning_dp.gradients.passes import WrapEngine
 from lightning_dp.gradients.random_state import RandomState
 from lightning_dp.isolation.stand_ins import NoCollectives, NotProbed
 from lightning_dp.isolation.synthetic import leaves_of

@@ -18,7 +18,7 @@ from lightning_dp._warnings import warn
 from lightning_dp.boundary import Query
 from lightning_dp.gradients import CoupledLossError, UnsupportedModelError
 from lightning_dp.gradients.base import without_alone
-from lightning_dp.gradients.passes import is_differentiable
+from lightning_dp.gradients.chunks import is_differentiable
 from lightning_dp.strategies.checks import evaluated_once
 from lightning_dp.strategies.data import (
     before_transfer,

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_dp.gradients import RecordPasses, UnsupportedModelError
-from lightning_dp.gradients.passes import OtherRowsError
+from lightning_dp.gradients.chunks import OtherRowsError
 from tests.gradients.layer_grids import EVERY, GRIDS, Case, cases
 
 pytestmark = pytest.mark.filterwarnings(
