@@ -226,7 +226,7 @@ def test_a_forked_process_draws_other_noise():
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # that there are threads
         if (child := os.fork()) == 0:
-            torch.set_num_threads(1)  # OpenMP's threads are the parent's: its team would wait for them
+            torch.set_num_threads(1)  # the team of OpenMP's threads is the parent's
             source.add_normal(mine, 1.0)
             os.write(write, mine.numpy().tobytes())
             os._exit(0)
