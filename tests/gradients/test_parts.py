@@ -1,4 +1,4 @@
-"""What is computed from parameters alone, and the way back from it for every record."""
+"""Tensors computed from parameters alone, and the way back from them for every record."""
 
 from __future__ import annotations
 

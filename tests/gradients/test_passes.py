@@ -68,7 +68,7 @@ def part(term: Term, i: int) -> Tensor:
 
 
 def parts(query: Query) -> list[Tensor]:
-    """What each record contributes, before it is clipped."""
+    """Return each record's part, before it is clipped."""
     whole = [sum(part(term, i) for term in query.terms) for i in range(RECORDS)]
     return [each if query.coordinates is None else each[query.coordinates] for each in whole]
 

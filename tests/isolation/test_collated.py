@@ -20,7 +20,7 @@ Sample = tuple[Tensor, Any]
 
 
 def graphs(samples: list[tuple[Tensor, Tensor, int]]) -> dict[str, Tensor]:
-    """As PyTorch Geometric does it: nodes of all graphs in one tensor, edges between their places."""
+    """Collate as PyTorch Geometric does: all nodes in one tensor, edges between their places."""
     counts = torch.tensor([len(nodes) for nodes, _, _ in samples])
     starts = counts.cumsum(0) - counts
     edges = [each + start for (_, each, _), start in zip(samples, starts, strict=True)]
@@ -50,7 +50,7 @@ def padded(samples: list[Sample]) -> tuple[Tensor, Tensor]:
 
 
 def zipped(samples: list[Any]) -> tuple[Any, ...]:
-    """As torchvision's detection models want their images and targets: a tuple for each."""
+    """Collate as torchvision's detection models want it: a tuple of images, one of targets."""
     return tuple(zip(*samples, strict=True))
 
 
@@ -212,7 +212,7 @@ def test_models_that_mix_records_in_lists_are_found(module, collate, sample):
 
 
 def test_samples_that_are_all_alike_show_nothing():
-    """What they hold cannot be made up, so exchanging them says nothing."""
+    """Exchanging samples says nothing where their contents cannot be made up."""
 
     class Kept:
         pass

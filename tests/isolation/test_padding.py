@@ -35,7 +35,7 @@ def masked_at_random(samples: list[Any]) -> Any:
 
 
 def to_a_multiple(samples: list[Any]) -> Any:
-    """As pad_to_multiple_of=64 of tokenizers."""
+    """Pad as tokenizers do with pad_to_multiple_of=64."""
     x, lengths, y = on_the_right(samples)
     return F.pad(x, (0, 0, 0, -x.shape[1] % 64)), lengths, y
 

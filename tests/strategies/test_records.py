@@ -56,7 +56,7 @@ def charges(folder):
 
 
 class Resamples(Model):
-    """As one that shows hard examples more often, after some steps."""
+    """Shows hard examples more often after some steps."""
 
     def __init__(self, subset, after):
         super().__init__()
@@ -216,7 +216,7 @@ def test_a_hook_of_the_data_module_is_refused(make_trainer):
 
 
 class Augments(Model):
-    """As with kornia: random for each record, on the device, while it trains."""
+    """Augments as kornia does: at random for each record, on the device, while it trains."""
 
     calls = 0
 
