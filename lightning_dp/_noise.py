@@ -10,6 +10,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from itertools import pairwise
 from threading import Lock
+from typing import TypeAlias
 
 import numpy as np
 import torch
@@ -37,6 +38,17 @@ def random_generator(seed: int | None, *stream: int) -> np.random.Generator:
     return np.random.Generator(np.random.PCG64DXSM(entropy))
 
 
+def _add(block: Tensor, noise: Tensor, std: float) -> None:
+    block.add_(noise.to(block.dtype), alpha=std)
+
+
+def _write(block: Tensor, noise: Tensor, std: float) -> None:
+    torch.mul(noise, std, out=block)
+
+
+_Put: TypeAlias = Callable[[Tensor, Tensor, float], None]
+
+
 class _Stream:
     """The noise of one part of a vector, from one generator; threads may ask for it in turn."""
 
@@ -46,11 +58,11 @@ class _Stream:
         self._unused = 0  # values at its beginning
         self._lock = Lock()
 
-    def add_to(self, part: Tensor, std: float) -> None:
-        """Draw noise for entries, and add it."""
+    def draw_into(self, put: _Put, part: Tensor, std: float) -> None:
+        """Draw noise for entries, and put it there."""
         with self._lock:
             for block in torch.split(part, _BLOCK):
-                block.add_(self._draw(len(block)).to(block.dtype), alpha=std)
+                put(block, self._draw(len(block)), std)
             if self._unused <= 1:  # the room is kept for the values in it
                 self._room, self._unused = torch.empty(0), 0
 
@@ -120,33 +132,40 @@ class NoiseSource:
 
     def add_normal(self, vector: Tensor, std: float) -> None:
         """Add ``std`` times independent N(0, 1) values to a flat vector, in place."""
-        self._leave_fork()
-        if vector.device.type != "cpu":
-            self._add_on_device(vector, std)
-        elif len(vector) < _WORTH_A_THREAD:
-            self._streams[0].add_to(vector, std)
-        else:
-            self._in_threads(vector, std)()
+        self._begin_to(_add, vector, std)()
 
     def begin_normal(self, vector: Tensor, std: float) -> Callable[[], None]:
-        """Begin to add them, in threads where there is :meth:`has_background`.
+        """Begin to write them over a flat vector, in threads where there is :meth:`has_background`.
 
         Returns:
             What ends it. Before that nobody may touch the vector.
         """
-        if self.has_background(len(vector), vector.device):
-            return self._in_threads(vector, std)
-        return partial(self.add_normal, vector, std)
+        return self._begin_to(_write, vector, std)
 
-    def _in_threads(self, vector: Tensor, std: float) -> Callable[[], None]:
+    def _begin_to(self, put: _Put, vector: Tensor, std: float) -> Callable[[], None]:
+        if self.has_background(len(vector), vector.device):
+            return self._in_threads(put, vector, std)
+        return partial(self._at_once, put, vector, std)
+
+    def _at_once(self, put: _Put, vector: Tensor, std: float) -> None:
         self._leave_fork()
+        if vector.device.type == "cpu":
+            self._streams[0].draw_into(put, vector, std)
+        else:
+            self._draw_on_device(put, vector, std)
+
+    def _in_threads(self, put: _Put, vector: Tensor, std: float) -> Callable[[], None]:
+        self._leave_fork()
+        process = self._process
         works = [
-            partial(stream.add_to, part, std)
+            partial(stream.draw_into, put, part, std)
             for stream, part in zip(self._streams, _parts(vector), strict=True)
         ]
         begun = [(self._on_worker(work), work) for work in works]
 
         def finish() -> None:
+            if process != os.getpid():  # the parent's threads draw for the parent
+                return self._in_threads(put, vector, std)()
             for each, work in reversed(begun):  # the first is what a thread has come to
                 if each.cancel():  # no thread has
                     work()
@@ -167,14 +186,13 @@ class NoiseSource:
             self._workers = ThreadPoolExecutor(count, "noise")
         return self._workers.submit(work)
 
-    def _add_on_device(self, vector: Tensor, std: float) -> None:
+    def _draw_on_device(self, put: _Put, vector: Tensor, std: float) -> None:
         device = vector.device
         if self._device is None or self._device.device != device:
             key = random_generator(self._seed, 0, _STREAMS, self._rank).integers(2**63)
             self._device = torch.Generator(device).manual_seed(int(key))
         for part in torch.split(vector, _ON_DEVICE):
-            noise = torch.randn(len(part), device=device, generator=self._device)
-            part.add_(noise, alpha=std)
+            put(part, torch.randn(len(part), device=device, generator=self._device), std)
 
     def close(self) -> None:
         """Let the threads go that drew noise, with what they had begun."""

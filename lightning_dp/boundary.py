@@ -35,7 +35,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, TypeAlias
 
@@ -46,7 +46,7 @@ from lightning_dp._noise import NoiseSource
 from lightning_dp._refusals import RefusedSetting
 from lightning_dp._validate import above_0, finite, normalise, not_negative
 from lightning_dp._world import World
-from lightning_dp.functional import clip_factors, flat_zeros
+from lightning_dp.functional import clip_factors, flat_memory, flat_zeros
 
 __all__ = [
     "AbstractPerSampleGradients",
@@ -469,15 +469,19 @@ def begin_with_noise(
         raise RefusedSetting(
             "A sum over shards is of whole gradients, without a count.", topic="out-of-order"
         )
-    empty = BoundedSum.empty(query, params)
-    noise_std = _noise_std(empty, query.noise_multiplier)
-    share = slice(None) if world.is_sharded else world.share(len(empty.value))
-    finish = source.begin_normal(empty.value[share], noise_std) if noise_std > 0 else None
+    size = query.size(sum(param.numel() for param in params))
+    share = slice(0, size) if world.is_sharded else world.share(size)
+    # Noise is written over what is there, so zeros are written to the others' shares only.
+    total = BoundedSum(flat_memory(params, size), query.sensitivity)
+    noise_std = _noise_std(total, query.noise_multiplier)
+    for rest in (total.value[: share.start], total.value[share.stop :]):
+        rest.zero_()
+    mine = total.value[share]
+    finish = source.begin_normal(mine, noise_std) if noise_std > 0 else mine.zero_
 
     def begun() -> BoundedSum:
-        if finish is not None:
-            finish()
-        return BoundedSum(empty.value, empty.clip_norm, noise_std)
+        finish()
+        return replace(total, noise_std=noise_std)
 
     return begun
 

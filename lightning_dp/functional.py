@@ -275,9 +275,9 @@ def flat_zeros(like: Sequence[Tensor], size: int | None = None) -> Tensor:
     return torch.zeros(size, dtype=flat_dtype(like), device=like[0].device)
 
 
-def flat_memory(like: Sequence[Tensor]) -> Tensor:
-    """Return the same as :func:`flat_zeros` of all of them, before anything was written into it."""
-    size = sum([tensor.numel() for tensor in like])
+def flat_memory(like: Sequence[Tensor], size: int | None = None) -> Tensor:
+    """Return the same as :func:`flat_zeros`, before anything was written into it."""
+    size = sum([tensor.numel() for tensor in like]) if size is None else size
     return torch.empty(size, dtype=flat_dtype(like), device=like[0].device)
 
 

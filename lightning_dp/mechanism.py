@@ -32,6 +32,9 @@ from lightning_dp.signal import SignalTracker
 
 __all__ = ["BudgetExhausted", "Mechanism"]
 
+# Up to here (4 MiB) noise may be drawn from the forward pass on, next to the last step's gradients.
+_EARLY_VALUES = 1 << 20
+
 
 class BudgetExhausted(Refusal, RuntimeError):
     """The next step would exceed the privacy budget; nothing was charged or asked."""
@@ -92,6 +95,7 @@ class Mechanism:
         world: the processes that share the step.
         signal: follows the releases; None where nobody asks.
         count_weight: κ of the count of clipped records in queries for a gradient; 0 counts none.
+        spares_memory: no noise is drawn next to the gradients of the last step.
     """
 
     plan: NoisePlan
@@ -103,6 +107,7 @@ class Mechanism:
     world: World
     signal: SignalTracker | None = None
     count_weight: float = 0.0
+    spares_memory: bool = False
     _driver: Driver | None = field(default=None, init=False, repr=False)  # None before any step
     _postprocessing_states: list[State] = field(default_factory=list, init=False, repr=False)
     _schedule_state: State = field(default_factory=dict, init=False, repr=False)
@@ -178,7 +183,8 @@ class Mechanism:
             self.ledger.charge(event)
             self.guard.book(event)
         self._begun = _Step(self._driver, charged, asked)
-        if self.world.is_sharded:
+        is_small = _num_values(params) <= _EARLY_VALUES and not self.spares_memory
+        if self.world.is_sharded or is_small:
             self.begin_noise(params)
         return query
 
@@ -243,14 +249,15 @@ class Mechanism:
     def begin_noise(self, params: Sequence[Tensor]) -> None:
         """Have the sum begin with its noise, drawn in the background while the gradients are computed.
 
-        Later than :meth:`ask`, where it may be, since that takes a vector of the model's size.
+        Called by :meth:`ask` for small models; for larger ones when the gradients of the step before
+        are gone, since it takes a vector of the model's size.
         """
         step = self._begun
         query = None if step is None else step.query
         if step is None or query is None or step.begun is not None or step.total is not None:
             return
         if not self.world.is_sharded:
-            share = self.world.share(query.size(sum(param.numel() for param in params)))
+            share = self.world.share(query.size(_num_values(params)))
             is_worth_it = self.noise.has_background(share.stop - share.start, params[0].device)
             if not is_worth_it or query.noise_multiplier == 0:
                 return
@@ -410,3 +417,8 @@ class Mechanism:
         self._is_loaded = True
         if self.signal is not None and state.get("signal") is not None:
             self.signal.load_state_dict(state["signal"])
+
+
+def _num_values(params: Sequence[Tensor]) -> int:
+    """Return the number of values that all parameters hold together."""
+    return sum(param.numel() for param in params)

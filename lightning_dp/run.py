@@ -332,6 +332,7 @@ class PrivateRun:
             world=world,
             signal=self._tracker(),
             count_weight=_COUNT_WEIGHT if self.config.count_clipped else 0.0,
+            spares_memory=self.config.engine == "ghost",
         )
         if state is not None:
             mechanism.load_state_dict(state)

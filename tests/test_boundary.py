@@ -188,8 +188,7 @@ def test_only_the_boundary_constructs_sums_and_releases(name):
 def test_only_the_boundary_draws_noise():
     assert callers("begin_normal") == {"boundary.py"}
     assert callers("add_normal") == {"boundary.py"}
-    assert callers("_add_on_device") == {"_noise.py"}
-    for name in ("fill_normal", "add_to"):
+    for name in ("fill_normal", "draw_into", "_begin_to", "_draw_on_device"):
         assert callers(name) == {"_noise.py"}
 
 

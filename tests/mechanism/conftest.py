@@ -81,6 +81,7 @@ class Trial:
         limit: float = math.inf,
         noise: NoiseSource | None = None,
         directory: Path | None = None,
+        spares_memory: bool = False,
     ) -> Mechanism:
         ledger = Ledger() if ledger is None else ledger
         ledger.begin("run-1", directory)
@@ -99,6 +100,7 @@ class Trial:
             num_records=self.batch_size / self.rate,
             noise=NoiseSource(0) if noise is None else noise,
             world=World(),
+            spares_memory=spares_memory,
         )
 
     def step(self, mechanism: Mechanism, *values: Tensor) -> Tensor:

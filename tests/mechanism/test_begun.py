@@ -12,7 +12,7 @@ from torch import Tensor
 from lightning_dp._noise import NoiseSource
 from lightning_dp._world import World
 from lightning_dp.boundary import BoundedSum, Query, Term, add_noise, begin_with_noise
-from lightning_dp.mechanism import Mechanism
+from lightning_dp.mechanism import _EARLY_VALUES, Mechanism
 
 SIZE = 100_001
 PARAMS = (torch.zeros(SIZE - 1), torch.zeros(1))
@@ -58,7 +58,8 @@ def test_a_begun_sum_is_released_with_the_same_noise_once(count, adds, trial):
     begun, plain = Threads(seed=4), Threads(seed=4)
     for _ in range(2):
         first = estimate(trial.make(noise=begun), parts, is_begun=True, adds=adds)
-        second = estimate(trial.make(noise=plain), parts, is_begun=False, adds=adds)
+        late = trial.make(noise=plain, spares_memory=True)
+        second = estimate(late, parts, is_begun=False, adds=adds)
         torch.testing.assert_close(first, second, rtol=0, atol=1e-6)
     assert begun.begun == 2 and plain.begun == 0
     expected = sum(parts) + noise(NoiseSource(seed=4), SIZE, 1.0)
@@ -66,10 +67,20 @@ def test_a_begun_sum_is_released_with_the_same_noise_once(count, adds, trial):
     torch.testing.assert_close(fresh * trial.batch_size, expected, rtol=0, atol=1e-5)
 
 
-def test_a_step_without_any_answer_releases_the_noise_that_was_drawn(trial):
-    mechanism = trial.make(noise=NoiseSource(seed=2))
+def test_noise_of_small_models_begins_with_the_step(trial):
+    """Next to a gradient of the last step, for which a small model has room."""
+    large = (torch.zeros(_EARLY_VALUES + 1),)
+    for params, spares_memory, begun in ((PARAMS, False, 1), (PARAMS, True, 0), (large, False, 0)):
+        source = Threads(seed=4)
+        trial.make(noise=source, spares_memory=spares_memory).ask(params)
+        assert source.begun == begun
+
+
+@pytest.mark.parametrize("spares_memory", [False, True])
+def test_a_step_without_any_answer_releases_the_noise_that_was_drawn(spares_memory, trial):
+    mechanism = trial.make(noise=NoiseSource(seed=2), spares_memory=spares_memory)
     mechanism.ask(PARAMS)
-    mechanism.begin_noise(PARAMS)
+    mechanism.begin_noise(PARAMS)  # which has begun, or not
     released = mechanism.tell(PARAMS) * trial.batch_size
     torch.testing.assert_close(released, noise(NoiseSource(seed=2), SIZE, 1.0))
 
