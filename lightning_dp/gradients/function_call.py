@@ -502,14 +502,17 @@ def in_place_target(
 
 def _wide(tensor: Tensor) -> Tensor:
     """Return float64 where the device has that: what is compared is compared by few digits."""
-    return tensor.double() if has_float64(tensor.device.type) else tensor
+    if not has_float64(tensor.device.type):
+        return tensor
+    return tensor.to(torch.complex128 if tensor.is_complex() else torch.float64)
 
 
 def _agree(recorded: Tensor, found: Tensor) -> bool:
     """True if the entries of all finite rows are equal, relative to the largest of their row."""
     if not recorded.numel():
         return True
-    tolerance = torch.finfo(recorded.dtype).eps ** 0.5 if recorded.is_floating_point() else 0.0
+    has_digits = recorded.is_floating_point() or recorded.is_complex()
+    tolerance = torch.finfo(recorded.dtype).eps ** 0.5 if has_digits else 0.0
     recorded, found = _wide(recorded), _wide(found)
     largest = recorded.abs().amax(1, keepdim=True)
     is_equal = (recorded - found).abs() <= tolerance * largest

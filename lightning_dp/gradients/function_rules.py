@@ -39,6 +39,8 @@ def uses_by_rule(call: FunctionCall, gradient: Tensor) -> PartUses | None:
         return None
     if any(each.total is not None for each in call.given):
         return None
+    if gradient.is_complex() or any(each.tensor.is_complex() for each in call.given):
+        return None  # gradients of products take conjugates there, and of real factors real parts
     given = {each.place: each for each in call.given}
     leaves = [given.get(place, leaf) for place, leaf in enumerate(call.leaves)]
     args, kwargs = tree_unflatten(leaves, call.spec)

@@ -11,12 +11,13 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_flatten
+from torch.utils._pytree import tree_flatten, tree_map
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from lightning_dp._generators import generator_state
 from lightning_dp.gradients.base import ALONE, UnsupportedModelError
 from lightning_dp.gradients.function_call import FunctionCall, Given, in_place_target
+from lightning_dp.gradients.graph import in_order
 from lightning_dp.gradients.hessian import split
 from lightning_dp.gradients.layouts import Layout, layouts_after, name_of_function
 from lightning_dp.gradients.parts import Part
@@ -253,6 +254,8 @@ class FunctionTracer(TorchFunctionMode):
         with self._noting_problems(func):
             before = self._before(tensors, target)
         result = func(*args, **kwargs)
+        if before is not None and before.sources:
+            result = _apart(result, before.sources)
         outputs = [target] if target is not None else list(_tensors(result))
         if outputs and before is not None:
             with self._noting_problems(func):
@@ -440,6 +443,29 @@ def _storage_of(tensor: Tensor) -> int:
 
 def _source(tensor: Tensor) -> Any:
     return get_gradient_edge(tensor).node if tensor.requires_grad else None
+
+
+def _apart(result: Any, sources: Sequence[Any]) -> Any:
+    """Return what a function returned, so that no output is computed from another one.
+
+    Of ``lstm_cell`` the hidden state is made of the cell's: what comes back to the latter is only what
+    others gave it, where it is a view.
+    """
+    outputs = [each for each in _tensors(result) if each.grad_fn is not None]
+    if len(outputs) < 2:
+        return result
+    inner = {
+        node
+        for each in outputs
+        for node in in_order(each.grad_fn, sources)
+        if node is not each.grad_fn
+    }
+
+    def seen_apart(each: Any) -> Any:
+        is_inner = isinstance(each, Tensor) and each.grad_fn in inner
+        return each.view_as(each) if is_inner else each
+
+    return tree_map(seen_apart, result)
 
 
 def _only_repeats(before: Tensor, after: Tensor) -> bool:

@@ -204,6 +204,14 @@ def steps(m: Net, x: Tensor) -> Tensor:
     return m.head(state)
 
 
+def both_states(m: Net, x: Tensor) -> Tensor:
+    """The hidden state is made of the cell's, in one call."""
+    state = x, torch.zeros_like(x)
+    for _ in range(2):
+        state = m.cell(x, state)
+    return m.head(state[0] + state[1])
+
+
 def by_hand(m: Net, x: Tensor) -> Tensor:
     state = torch.zeros_like(x)
     for _ in range(3):
@@ -358,6 +366,7 @@ CALLS: Mapping[str, Little] = {
         )
     ),
     "gru_cell": Little(net(steps, cell=lambda: nn.GRUCell(6, 6), head=head)),
+    "lstm_cell": Little(net(both_states, cell=lambda: nn.LSTMCell(6, 6), head=head)),
     "rnn_by_hand": Little(net(by_hand, body=linear(), recurrent=linear(), head=head)),
     "bilinear": Little(net(lambda m, x: m.layer(x, x * 2), layer=lambda: nn.Bilinear(6, 6, 4))),
     "prelu": Little(

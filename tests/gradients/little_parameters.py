@@ -137,6 +137,13 @@ def attended(m: Net, x: Tensor) -> Tensor:
     return m.head(m.attention(x, x, x, need_weights=False)[0].mean(1))
 
 
+def filtered(m: Net, x: Tensor) -> Tensor:
+    """Complex products with parameters on either side, and with a real one."""
+    factor = torch.view_as_complex(m.filter)
+    y = torch.fft.irfft(torch.fft.rfft(x) * factor * m.gain, n=6)
+    return m.head(y + (factor * torch.fft.rfft(y)).abs() @ m.mix)
+
+
 def clip_like(m: nn.Module, batch: Batch) -> Tensor:
     """Scores over fixed classes with a learnt temperature, in the loss."""
     scores = F.normalize(m.body(batch["x"]), dim=-1) @ F.normalize(m.classes, dim=-1).t()
@@ -276,6 +283,9 @@ PARAMETERS: Mapping[str, Little] = {
             shift=weight(6),
             head=head,
         )
+    ),
+    "complex_filter": Little(
+        net(filtered, filter=weight(4, 2), gain=weight(4), mix=weight(4, 6), head=head)
     ),
     "temperature_in_the_loss": Little(
         net(
