@@ -160,11 +160,11 @@ def check_estimator(
         MisconfigurationException: naming the cure.
     """
     traits, is_automatic = estimator.traits, module.automatic_optimization
-    if traits.uses_hessian and not step.has_products:
+    if traits.uses_hessian and not step.engine.passes.has_products:
         raise MisconfigurationError(
             f"{estimator} needs Hessian-vector products, which this engine does not have: "
-            f"{step.engine.description}. Use engine='bookkeeping', and change a layer that it does "
-            "not cover.",
+            f"{step.engine.choice.description}. Use engine='bookkeeping', and change a layer that it "
+            "does not cover.",
             topic="hessian-products",
         )
     if several and engine not in ("auto", "bookkeeping", "one_by_one"):

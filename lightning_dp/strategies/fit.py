@@ -11,7 +11,6 @@ from lightning.pytorch.plugins import Precision
 from lightning.pytorch.utilities import rank_zero_info
 
 from lightning_dp._world import World
-from lightning_dp.gradients import EngineChoice, UnsupportedModelError
 from lightning_dp.gradients.passes import WrapEngine
 from lightning_dp.gradients.waiting import WaitingLosses
 from lightning_dp.run import PrivateRun
@@ -19,6 +18,7 @@ from lightning_dp.strategies.alone import RecordsAlone
 from lightning_dp.strategies.earlier_training import EarlierTraining
 from lightning_dp.strategies.early_end import Agreement
 from lightning_dp.strategies.edits import GradientEdits, watched
+from lightning_dp.strategies.engine import FitEngine, chosen_engine
 from lightning_dp.strategies.monitors import Monitors
 from lightning_dp.strategies.optimizers import Optimizers
 from lightning_dp.strategies.probe import Probe
@@ -26,15 +26,9 @@ from lightning_dp.strategies.records import Records
 from lightning_dp.strategies.spot_checks import RunChunk, SpotChecks
 from lightning_dp.strategies.step import PrivateStep
 from lightning_dp.strategies.verbatim import LatestBatches
-from lightning_dp.strategies.weights import FirstStep, LaterSteps
+from lightning_dp.strategies.weights import FirstStep, LaterSteps, SameParameters
 
 __all__ = ["Fit", "begin_fit"]
-
-_SEVERAL = (
-    "The estimator may ask for more than each record's gradient at the present parameters, and of a pass "
-    "nothing but norms is kept."
-)
-_SHARDS = "Its sums do not go into shards of parameters."
 
 
 @dataclass(frozen=True)
@@ -102,23 +96,20 @@ def begin_fit(
     """
     module, strategy = trainer.lightning_module, trainer.strategy
     optimizer, public = optimizers.private, optimizers.public_parameters
-    device, checks = strategy.root_device, run.config.loss_graph_check
-    traits = run.config.resolved_estimator().traits
-    # Opacus' hooks have no Hessian-vector products, and watch one ordinary backward pass.
-    choice = EngineChoice(run.config.engine, own_only=traits.uses_hessian or bool(public))
-    if run.config.engine == "ghost":
-        _leave_ghost(
-            choice, is_sharded=world.is_sharded, asks_one_gradient=traits.asks_one_gradient
-        )
-    # Generated rows are paired with records, which the engines below do not know.
-    if public:
-        choice = choice.here()
-    if world.is_sharded:
-        choice = choice.over_shards()
-    step = PrivateStep(module, optimizer, choice, device, wrap, checks, public)
-    run.engine, run.optimizers = step.engine_description, optimizers.description
-    if step.compiled_note is not None:
-        rank_zero_info(f"privacy: {step.compiled_note}.")
+    parameters = SameParameters(module, optimizer, public)
+    engine = FitEngine(
+        module,
+        parameters.trained,
+        chosen_engine(run.config, world, has_public=bool(public)),
+        optimizer=optimizer,
+        public=public,
+        wrap=wrap,
+        loss_graph_check=run.config.loss_graph_check,
+    )
+    step = PrivateStep(module, parameters, engine, strategy.root_device)
+    run.engine, run.optimizers = engine.passes.description, optimizers.description
+    if engine.passes.compiled_note is not None:
+        rank_zero_info(f"privacy: {engine.passes.compiled_note}.")
     edits = GradientEdits(trainer, step.params, is_declared=run.config.gradient_edits is not None)
     probe = Probe(module, step, run, world)
     return Fit(
@@ -131,7 +122,7 @@ def begin_fit(
         SpotChecks(trainer, step, run, probe, run_chunk),
         Monitors(trainer, run),
         EarlierTraining(module, run),
-        Agreement(run, world, device, strategy.broadcast, leave),
+        Agreement(run, world, strategy.root_device, strategy.broadcast, leave),
         RecordsAlone(module),
         edits,
         watched(strategy.precision_plugin, edits, optimizer),
@@ -139,11 +130,3 @@ def begin_fit(
         optimizers,
         WaitingLosses(step.params, public),
     )
-
-
-def _leave_ghost(choice: EngineChoice, *, is_sharded: bool, asks_one_gradient: bool) -> None:
-    """Begin with the engine below, where norms alone are not enough; told before a batch is seen."""
-    if not asks_one_gradient:
-        choice.fall(UnsupportedModelError(_SEVERAL, topic="unsupported-model"))
-    elif is_sharded:
-        choice.fall(UnsupportedModelError(_SHARDS, topic="sharded"))

@@ -163,7 +163,7 @@ class PrivateFitStrategy(Strategy):
         self._fit = begin_fit(
             trainer, run, world, folder, wrap, leave, self._forward_again, optimizers
         )
-        self._sharded = self._fit.step.params if self._fit.step.is_sharded else ()
+        self._sharded = self._fit.step.params if self._fit.step.engine.is_sharded else ()
         estimator = run.config.resolved_estimator()
         check_estimator(
             estimator,
@@ -300,7 +300,7 @@ class PrivateFitStrategy(Strategy):
     def _without_guard(self) -> AbstractContextManager[None]:
         """Let torch step an optimizer with zeros, to make the state that a sharded one is read into."""
         fit = self._fit if self._sharded else None
-        return nullcontext() if fit is None else fit.step.without_guard()
+        return nullcontext() if fit is None else fit.step.engine.passes.without_guard()
 
     def _leave_the_model(self) -> None:
         if self._fit is not None:

@@ -95,12 +95,13 @@ class Probe:
             made = pools()
             self.has_folded_rows = self._world.broadcast(made is not None)
         if not self._run.config.isolation_probe:
-            self._step.settle_engine(self._world)
+            self._step.engine.settle(self._world)
             return
         found = self._world.broadcast(self._found(batch, made))
-        self._step.settle_engine(self._world)
+        self._step.engine.settle(self._world)
         self._run.isolation = str(found)
-        self._run.engine = self._step.engine_description  # synthetic records may have shown another
+        # Synthetic records may have shown another engine.
+        self._run.engine = self._step.engine.passes.description
         _raise_or_warn(found, self._module, may_warn=self._world.is_lead)
         self.kinds = found.kinds
         self._ignored = _IgnoredTargets(found.is_mean_of_targets, found.ignored, found.sentinels)
@@ -112,7 +113,7 @@ class Probe:
         step, run, size = self._step, self._run, self._world.size
         module: LightningModule | None = self._module
         if self._world.is_sharded:
-            with step.without_engine():
+            with step.engine.off():
                 module = whole_copy(self._module, is_wanted=self._world.is_lead)
         return None if module is None else _probe(module, batch, pools, step, run, size)
 
@@ -124,12 +125,12 @@ class Probe:
         """
         if self._phases is None or not self._phases.is_new():
             return
-        with self._step.without_engine():
+        with self._step.engine.off():
             found = probe_again(
                 self._module,
                 batch,
-                engine=self._step.engine,
-                trained=self._step.trained_names,
+                engine=self._step.engine.choice,
+                trained=self._step.engine.trained_names,
                 trainer=self._module.trainer,
                 alone=self._world.size > 1,
                 is_count_public=isinstance(self._run.config.sampling, FullBatch),
@@ -140,7 +141,7 @@ class Probe:
     def _warn_of_undone_state(self, batch: Any) -> None:
         if not self._world.is_lead:
             return
-        with self._step.without_engine():
+        with self._step.engine.off():
             passes = Passes(self._module, "one_by_one", (), self._module.trainer)
             names = changed_by_a_record(passes, batch)
         if names:
@@ -171,12 +172,12 @@ def _probe(
     plan = run.batches
     chunks = 1 if plan is None else plan.chunks_per_step * processes
     expected = 0 if plan is None else round(plan.expected_batch_size / chunks)
-    with step.without_engine():
+    with step.engine.off():
         return probe_isolation(
             module,
             batch,
-            engine=step.engine,
-            trained=step.trained_names,
+            engine=step.engine.choice,
+            trained=step.engine.trained_names,
             trainer=module.trainer,
             expected=expected,
             pools=pools,

@@ -103,7 +103,7 @@ class Records:
         self._run.isolation += f"; batches padded to other lengths were {were}"
 
     def _of_lengths(self, loader: PrivateDataLoader, chunk: Chunk) -> Isolation:
-        step = self._step
+        engine = self._step.engine
         if self._world.is_sharded:
             return Isolation("not probed", "parameters are sharded")
         try:
@@ -113,9 +113,11 @@ class Records:
         hooks = self._hooks
         copies = Copies(loader.collate_of_user, closes_datasets=True)
         fresh = partial(hooks.fresh, copies) if hooks.overridden else copies.fresh
-        with step.without_engine():
+        with engine.off():
             trainer = self._module.trainer
-            passes = Passes(self._module, step.engine, step.trained_names, trainer, made_up=True)
+            passes = Passes(
+                self._module, engine.choice, engine.trained_names, trainer, made_up=True
+            )
             return compare_lengths(passes, fresh, sample)
 
     def after_charge(self, loader: PrivateDataLoader, chunk: Chunk) -> None:

@@ -180,7 +180,7 @@ class SpotChecks:
         return callbacks
 
     def _state(self, *, copies: bool = True) -> ModuleState:
-        sharded = self._step.is_sharded
+        sharded = self._step.engine.is_sharded
         return ModuleState.of(
             self._module, self._callbacks, parameters=True, copies=copies, sharded=sharded
         )
@@ -334,7 +334,7 @@ class SpotChecks:
             try:
                 args = (batch, *check.args[1:])
                 forward = partial(self._forward, args, at_loss)
-                found = self._step.run_once_more(forward, args, check.size)
+                found = self._step.engine.run_once_more(forward, args, check.size)
                 gradients = None if found is None else self._glimpse(found)
                 if found is not None:
                     found.discard()

@@ -2,39 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import partial
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import TypeAlias
 
 import torch
 from lightning.pytorch import LightningModule
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_dp._checks import MisconfigurationError
-from lightning_dp._module_state import ModuleState
 from lightning_dp._refusals import RefusedRun
-from lightning_dp._shards import as_shard, held_here, is_sharded
-from lightning_dp._training_step import apart, muted
-from lightning_dp._world import World
+from lightning_dp._shards import as_shard, held_here
 from lightning_dp.boundary import AbstractPerSampleGradients, Query
 from lightning_dp.functional import unflatten
-from lightning_dp.gradients import (
-    EngineChoice,
-    OtherRowsError,
-    RecordPasses,
-    Replay,
-    UnsupportedModelError,
-)
+from lightning_dp.gradients import OtherRowsError, Replay, UnsupportedModelError
 from lightning_dp.gradients.chunks import OTHER_ROWS
-from lightning_dp.gradients.passes import WrapEngine
 from lightning_dp.gradients.random_state import RandomState
-from lightning_dp.isolation.stand_ins import NoCollectives, NotProbed
 from lightning_dp.isolation.synthetic import leaves_of
 from lightning_dp.mechanism import Mechanism
 from lightning_dp.sampling.loader import Chunk
 from lightning_dp.strategies.accounts import BatchAccounts
+from lightning_dp.strategies.engine import FitEngine
 from lightning_dp.strategies.weights import SameParameters
 
 __all__ = ["PrivateStep"]
@@ -54,12 +43,6 @@ _AGAIN = (
     "twice. Add the losses up and call backward once per batch."
 )
 
-_WAITS = (
-    "A batch has shapes that the gradient engine cannot tell records apart in, and training_step must "
-    "not run again for the next engine, since it waits for other processes (all_gather, all_reduce). "
-    "Leave that out of training_step, or choose the engine: engine='hooks', or engine='one_by_one'."
-)
-
 _SILENT = (
     "{} gave no gradient for any record of the first batch (training_step returns no loss, or one "
     "that does not depend on trained parameters), so it would train on noise alone. Return the loss."
@@ -74,46 +57,21 @@ class PrivateStep:
 
     Args:
         module: the user's model.
-        optimizer: the one that is trained on records.
-        engine: the choice of the gradient engine.
+        parameters: those that are trained.
+        engine: runs the passes.
         device: where the model runs.
-        wrap: puts something between the engine and the clipping.
-        loss_graph_check: refuse losses that mix records, by their graph.
-        public: parameters of other optimizers, which are trained on no records.
     """
 
     def __init__(
         self,
         module: LightningModule,
-        optimizer: Optimizer,
-        engine: EngineChoice,
+        parameters: SameParameters,
+        engine: FitEngine,
         device: torch.device,
-        wrap: WrapEngine = lambda engine: engine,
-        loss_graph_check: bool = True,
-        public: Sequence[nn.Parameter] = (),
     ) -> None:
-        self.parameters = SameParameters(module, optimizer, public)
-        self.params = self.parameters.trained
-        self.is_sharded = any(is_sharded(param) for param in self.params)
-        """Each process has a part of each parameter, and all run the same passes together."""
-        self._module, self._trainer = module, module.trainer
-        self._before_records: ModuleState | None = None  # while they run alone
-        self._device = device
-        self._optimizer = optimizer
-        self.engine = engine
-        self._passes = RecordPasses(
-            module,
-            self.params,
-            engine,
-            optimizer=optimizer,
-            public=public,
-            backward=module.backward,
-            quietly=self._quietly,
-            attaching=partial(_without_trainer, module),
-            again=self._unchanged,
-            wrap=wrap,
-            loss_graph_check=loss_graph_check,
-        )
+        self.parameters, self.params = parameters, parameters.trained
+        self.engine, self._passes = engine, engine.passes
+        self._module, self._device = module, device
         self._batch = BatchAccounts()
         self._look: Look | None = None  # at the gradients of the next chunk
         self._forward_again: Forward | None = None  # the chunk's forward pass
@@ -121,55 +79,10 @@ class PrivateStep:
         self._randomness: RandomState | None = None  # of the chunk, if it may be run again
         self._is_passed_on = False  # the chunk is the next engine's
 
-    @contextmanager
-    def _quietly(self) -> Iterator[None]:
-        """Leave no trace of a run in the module."""
-        module, before = self._module, self._before_records
-        with muted(module) if before is None else apart(module, before):
-            yield
-
-    @contextmanager
-    def _unchanged(self) -> Iterator[None]:
-        """Leave the module as it is while a chunk runs once more, which other ranks do not do.
-
-        Raises:
-            UnsupportedModelError: if the model waits for other ranks.
-        """
-        now = ModuleState.of(self._module, self._trainer.callbacks)  # type: ignore[attr-defined]
-        is_alone = self._trainer.world_size > 1
-        try:
-            with NoCollectives() if is_alone else nullcontext():
-                yield
-        except NotProbed as error:
-            raise UnsupportedModelError(_WAITS, topic="manual-optimization") from error
-        finally:
-            now.restore()
-
-    @contextmanager
-    def _each_alone(self) -> Iterator[None]:
-        """Let each record begin with the state of now, inside, if they run alone."""
-        if self.one_record:
-            self._before_records = ModuleState.of(self._module, self._module.trainer.callbacks)  # type: ignore[attr-defined]
-        try:
-            yield
-        finally:
-            self._before_records = None
-
-    @property
-    def trained_names(self) -> list[str]:
-        """The names of the trained parameters."""
-        trained = {id(param) for param in self.params}
-        return [name for name, param in self._module.named_parameters() if id(param) in trained]
-
     @property
     def held(self) -> list[Tensor]:
         """The trained parameters as this process holds them, of sharded ones its part."""
         return held_here(self.params)
-
-    @property
-    def has_products(self) -> bool:
-        """True if the engine can compute Hessian-vector products."""
-        return self._passes.has_products
 
     @property
     def one_record(self) -> bool:
@@ -180,42 +93,6 @@ class PrivateStep:
         """Let the engine see what the model does, inside."""
         chunk = self._batch.chunk
         return self._passes.watching(self._records, 1 if chunk is None else max(1, chunk.size))
-
-    @property
-    def engine_description(self) -> str:
-        """The engine, why it is not another one, and what of the model runs as written, in words."""
-        return self._passes.description
-
-    @property
-    def compiled_note(self) -> str | None:
-        """The compiled parts that run as written, in words; None if there are none."""
-        return self._passes.compiled_note
-
-    def as_written(self) -> AbstractContextManager[None]:
-        """Let compiled parts that the engine must see run their own code, inside."""
-        return self._passes.as_written()
-
-    @contextmanager
-    def without_engine(self) -> Iterator[None]:
-        """Leave the model without the engine, inside; between two batches."""
-        self._passes.take_engine_off()
-        try:
-            yield
-        finally:
-            self._passes.put_engine_on()
-
-    def settle_engine(self, world: World) -> None:
-        """Go on with the engine that the lead process came to, and with no other, if there are shards.
-
-        All processes make each pass together, so none of them may run a chunk again by itself.
-        """
-        if self.is_sharded:
-            with self.without_engine():
-                self.engine.stay(world.broadcast(self.engine.reasons))
-
-    def without_guard(self) -> AbstractContextManager[None]:
-        """Let optimizer steps pass inside, between batches: torch makes states of them from zeros."""
-        return self._passes.without_guard()
 
     def begin(self, chunk: Chunk) -> None:
         """Open the accounts of the next physical batch."""
@@ -264,21 +141,6 @@ class PrivateStep:
         if self._randomness is not None:
             self._randomness.restore()
 
-    def run_once_more(
-        self, forward: Forward, batch: object, size: int
-    ) -> AbstractPerSampleGradients | None:
-        """Return the gradients of records that nobody is answered from; None if there are none.
-
-        Args:
-            forward: runs them and returns their loss.
-            batch: what they are in.
-            size: how many they are.
-        """
-        try:
-            return self._passes.run(forward, size=size, batch=batch)
-        finally:
-            self._passes.drop()
-
     def look_at_gradients(self, look: Look) -> None:
         """Show the gradients of the chunk in hand, when they are there and before they are clipped.
 
@@ -286,11 +148,6 @@ class PrivateStep:
             look: returns them, or something that stands for them.
         """
         self._look = look
-
-    @property
-    def runs_backward(self) -> bool:
-        """True if :meth:`backward` takes the place of ``loss.backward()``."""
-        return self._passes.runs_backward
 
     @property
     def records_in_hand(self) -> int:
@@ -305,10 +162,6 @@ class PrivateStep:
         """
         if self._batch.chunk is not None:
             self._passes.check_loss(loss, self._batch.chunk.size)
-
-    def repeating(self) -> AbstractContextManager[None]:
-        """Let checkpoints run parts of the model again, in a backward pass of the user's, inside."""
-        return self._passes.repeating()
 
     def backward(self, loss: Tensor, query: Query | None, *, keep_graph: bool) -> None:
         """Run the backward pass as the engine does it."""
@@ -361,7 +214,7 @@ class PrivateStep:
         if self._look is not None and gradients is not None:
             (look, self._look) = self._look, None
             gradients = look(gradients)
-        with self._unchanged() if gradients is None else nullcontext():
+        with self.engine.unchanged() if gradients is None else nullcontext():
             self._give(mechanism, mechanism.query, replay, gradients)
 
     def answer_each(
@@ -387,25 +240,17 @@ class PrivateStep:
             for forward, seed in zip(forwards, seeds, strict=True)
         ]
         if not chunk.size or query is None:
-            self._run_for_nothing(replays)
+            self.engine.run_for_nothing(replays)
             return
         if len(replays) != chunk.size:
             raise OtherRowsError
         if _has_rounds(mechanism):
             batch.answered += replays
         batch.owed -= chunk.size
-        with self._each_alone():
+        with self.engine.each_alone():
             found = [self._give(mechanism, query, replay) for replay in replays]
         if is_first and not any(found):
             self.note(_SILENT.format(type(self._module).__name__))
-
-    def _run_for_nothing(self, replays: Sequence[Replay]) -> None:
-        """Run records of which nothing is asked: they log, as ever."""
-        with self._each_alone():
-            for replay in replays:
-                assert replay.randomness is not None and replay.forward is not None
-                with replay.randomness.again():
-                    self._passes.run(replay.forward)
 
     def note(self, fault: str) -> None:
         """Note that real records failed a check: nothing of this batch may be released.
@@ -469,7 +314,7 @@ class PrivateStep:
         Args:
             replay: runs what stands for records in passes that the others make first.
         """
-        if self.is_sharded and mechanism.query is not None and mechanism.so_far is not None:
+        if self.engine.is_sharded and mechanism.query is not None and mechanism.so_far is not None:
             if replay is not None:
                 self._passes.go_along(mechanism.query, replay)
             mechanism.answer(self._passes.add_nothing(mechanism.query, mechanism.so_far))
@@ -479,7 +324,7 @@ class PrivateStep:
         query = mechanism.query
         if query is None:
             raise RefusedRun("No further query was asked.", topic="out-of-order")
-        with self._each_alone():
+        with self.engine.each_alone():
             for replay in self._batch.answered:
                 self._give(mechanism, query, replay)
         agree(self.fault(mechanism))
@@ -538,20 +383,9 @@ def _is_one_row(batch: object, size: int) -> bool:
 
     An engine would take such a row for one that all records share and no record is in.
     """
-    tensors = [leaf for leaf in leaves_of(batch) if isinstance(leaf, Tensor) and leaf.dim()]
+    tensors = [leaf for leaf in leaves_of(batch) if leaf.dim()]
     return size > 1 and bool(tensors) and all(len(leaf) == 1 for leaf in tensors)
 
 
 def _has_rounds(mechanism: Mechanism) -> bool:
     return mechanism.plan.traits.queries_per_step > 1
-
-
-@contextmanager
-def _without_trainer(module: LightningModule) -> Iterator[None]:
-    """Keep the Trainer out of copies of the module that an engine makes, inside."""
-    trainer = module.trainer
-    module.trainer = None
-    try:
-        yield
-    finally:
-        module.trainer = trainer

@@ -1,0 +1,201 @@
+"""The gradient engine of a fit, whose further passes leave no trace in the user's model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+
+from lightning.pytorch import LightningModule
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lightning_dp._module_state import ModuleState
+from lightning_dp._shards import is_sharded
+from lightning_dp._training_step import apart, muted
+from lightning_dp._world import World
+from lightning_dp.boundary import AbstractPerSampleGradients
+from lightning_dp.config import PrivacyConfig
+from lightning_dp.gradients import EngineChoice, RecordPasses, Replay, UnsupportedModelError
+from lightning_dp.gradients.passes import WrapEngine
+from lightning_dp.isolation.stand_ins import NoCollectives, NotProbed
+
+__all__ = ["FitEngine", "chosen_engine"]
+
+_SEVERAL = (
+    "The estimator may ask for more than each record's gradient at the present parameters, and of a pass "
+    "nothing but norms is kept."
+)
+_SHARDS = "Its sums do not go into shards of parameters."
+
+_WAITS = (
+    "A batch has shapes that the gradient engine cannot tell records apart in, and training_step must "
+    "not run again for the next engine, since it waits for other processes (all_gather, all_reduce). "
+    "Leave that out of training_step, or choose the engine: engine='hooks', or engine='one_by_one'."
+)
+
+
+def chosen_engine(config: PrivacyConfig, world: World, *, has_public: bool) -> EngineChoice:
+    """Return the engines that can do what a run asks for, from the one that its name stands for on.
+
+    Args:
+        config: of the run.
+        world: its processes.
+        has_public: there are parameters of public optimizers.
+    """
+    traits = config.resolved_estimator().traits
+    # Opacus' hooks have no Hessian-vector products, and watch one ordinary backward pass.
+    choice = EngineChoice(config.engine, own_only=traits.uses_hessian or has_public)
+    if config.engine == "ghost":
+        _leave_ghost(
+            choice, is_sharded=world.is_sharded, asks_one_gradient=traits.asks_one_gradient
+        )
+    # Generated rows are paired with records, which the engines below do not know.
+    if has_public:
+        choice = choice.here()
+    return choice.over_shards() if world.is_sharded else choice
+
+
+def _leave_ghost(choice: EngineChoice, *, is_sharded: bool, asks_one_gradient: bool) -> None:
+    """Begin with the engine below, where norms alone are not enough; told before a batch is seen."""
+    if not asks_one_gradient:
+        choice.fall(UnsupportedModelError(_SEVERAL, topic="unsupported-model"))
+    elif is_sharded:
+        choice.fall(UnsupportedModelError(_SHARDS, topic="sharded"))
+
+
+class FitEngine:
+    """The engine on a module that a Trainer has, and the passes under it.
+
+    Args:
+        module: the user's model.
+        params: the trained parameters.
+        choice: of the gradient engine.
+        optimizer: the one that is trained on records.
+        public: parameters of other optimizers, which are trained on no records.
+        wrap: puts something between the engine and the clipping.
+        loss_graph_check: refuse losses that mix records, by their graph.
+    """
+
+    def __init__(
+        self,
+        module: LightningModule,
+        params: Sequence[nn.Parameter],
+        choice: EngineChoice,
+        *,
+        optimizer: Optimizer,
+        public: Sequence[nn.Parameter],
+        wrap: WrapEngine,
+        loss_graph_check: bool,
+    ) -> None:
+        self._module, self._trainer, self._params = module, module.trainer, params
+        self._before_records: ModuleState | None = None  # while they run alone
+        self.is_sharded = any(is_sharded(param) for param in params)
+        """Each process has a part of each parameter, and all run the same passes together."""
+        self.choice = choice
+        self.passes = RecordPasses(
+            module,
+            params,
+            choice,
+            optimizer=optimizer,
+            public=public,
+            backward=module.backward,
+            quietly=self._quietly,
+            attaching=self._without_trainer,
+            again=self.unchanged,
+            wrap=wrap,
+            loss_graph_check=loss_graph_check,
+        )
+
+    @property
+    def trained_names(self) -> list[str]:
+        """The names of the trained parameters."""
+        trained = {id(param) for param in self._params}
+        return [name for name, param in self._module.named_parameters() if id(param) in trained]
+
+    @contextmanager
+    def off(self) -> Iterator[None]:
+        """Leave the model without the engine, inside; between two batches."""
+        self.passes.take_engine_off()
+        try:
+            yield
+        finally:
+            self.passes.put_engine_on()
+
+    def settle(self, world: World) -> None:
+        """Go on with the engine that the lead process came to, and with no other, if there are shards.
+
+        All processes make each pass together, so none of them may run a chunk again by itself.
+        """
+        if self.is_sharded:
+            with self.off():
+                self.choice.stay(world.broadcast(self.choice.reasons))
+
+    @contextmanager
+    def unchanged(self) -> Iterator[None]:
+        """Leave the module as it is while a chunk runs once more, which other ranks do not do.
+
+        Raises:
+            UnsupportedModelError: if the model waits for other ranks.
+        """
+        now = self._state()
+        is_alone = self._trainer.world_size > 1
+        try:
+            with NoCollectives() if is_alone else nullcontext():
+                yield
+        except NotProbed as error:
+            raise UnsupportedModelError(_WAITS, topic="manual-optimization") from error
+        finally:
+            now.restore()
+
+    @contextmanager
+    def each_alone(self) -> Iterator[None]:
+        """Let each record begin with the state of now, inside, if they run alone."""
+        if self.passes.one_record:
+            self._before_records = self._state()
+        try:
+            yield
+        finally:
+            self._before_records = None
+
+    def run_once_more(
+        self, forward: Callable[[], Tensor | None], batch: object, size: int
+    ) -> AbstractPerSampleGradients | None:
+        """Return the gradients of records that nobody is answered from; None if there are none.
+
+        Args:
+            forward: runs them and returns their loss.
+            batch: what they are in.
+            size: how many they are.
+        """
+        try:
+            return self.passes.run(forward, size=size, batch=batch)
+        finally:
+            self.passes.drop()
+
+    def run_for_nothing(self, records: Sequence[Replay]) -> None:
+        """Run records, each alone, of which nothing is asked: they log, as ever."""
+        with self.each_alone():
+            for each in records:
+                assert each.randomness is not None and each.forward is not None
+                with each.randomness.again():
+                    self.passes.run(each.forward)
+
+    def _state(self) -> ModuleState:
+        return ModuleState.of(self._module, self._trainer.callbacks)  # type: ignore[attr-defined]
+
+    @contextmanager
+    def _quietly(self) -> Iterator[None]:
+        """Leave no trace of a run in the module."""
+        module, before = self._module, self._before_records
+        with muted(module) if before is None else apart(module, before):
+            yield
+
+    @contextmanager
+    def _without_trainer(self) -> Iterator[None]:
+        """Keep the Trainer out of copies of the module that an engine makes, inside."""
+        module, trainer = self._module, self._module.trainer
+        module.trainer = None
+        try:
+            yield
+        finally:
+            module.trainer = trainer
