@@ -32,6 +32,7 @@ from lightning_dp.gradients.going_back import (
 )
 from lightning_dp.gradients.graph import Survey
 from lightning_dp.gradients.hessian import Dual, run_along, split, uses_along
+from lightning_dp.gradients.layer_call import Call, LayerCall
 from lightning_dp.gradients.materialised import places_in, restricted
 from lightning_dp.gradients.parameter_gradients import (
     Allowance,
@@ -42,7 +43,7 @@ from lightning_dp.gradients.parameter_gradients import (
 from lightning_dp.gradients.parts import PartGradients
 from lightning_dp.gradients.quick_norms import squared_norms_of_all
 from lightning_dp.gradients.recorded import AbstractRecordingEngine
-from lightning_dp.gradients.recording import Call, LayerCall, Recorder
+from lightning_dp.gradients.recording import Recorder
 from lightning_dp.gradients.rules import RULES, Rule
 from lightning_dp.gradients.time_steps import TimeSteps
 

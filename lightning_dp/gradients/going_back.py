@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
 from lightning_dp.gradients.forms import Uses, uses_of_records
-from lightning_dp.gradients.recording import Call, LayerCall
+from lightning_dp.gradients.layer_call import Call, LayerCall
 
 __all__ = ["Arriving", "arranged", "at_least_float32", "go_back", "of_records"]
 

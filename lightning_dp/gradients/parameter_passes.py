@@ -17,6 +17,7 @@ from lightning_dp.gradients.compiled import as_written
 from lightning_dp.gradients.convolution import convolution
 from lightning_dp.gradients.forms import Use
 from lightning_dp.gradients.going_back import arranged, go_back, of_records
+from lightning_dp.gradients.layer_call import Call, LayerCall
 from lightning_dp.gradients.layers import (
     embedding,
     group_norm,
@@ -27,7 +28,7 @@ from lightning_dp.gradients.layers import (
 )
 from lightning_dp.gradients.opacus_layers import as_it_is
 from lightning_dp.gradients.parameter_gradients import Allowance, ParameterGradients
-from lightning_dp.gradients.recording import Call, LayerCall, Recorder
+from lightning_dp.gradients.recording import Recorder
 
 __all__ = ["ParameterPasses"]
 

@@ -2,83 +2,39 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
 from functools import cached_property, partial
-from operator import is_
-from typing import Any, TypeAlias, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.autograd.graph import get_gradient_edge
 
 from lightning_dp.gradients import attention
 from lightning_dp.gradients.attention import AttentionCall, multihead_attention
 from lightning_dp.gradients.base import UncoveredParameterError, UnsupportedModelError
 from lightning_dp.gradients.checkpointing import REENTRANT
+from lightning_dp.gradients.covered_layers import CoveredLayers
 from lightning_dp.gradients.embedding_bag import embedding_bag, tensors_of_bags
-from lightning_dp.gradients.folding import AbstractFolding, Folded
+from lightning_dp.gradients.folding import Folded
 from lightning_dp.gradients.function_call import FunctionCall
 from lightning_dp.gradients.graph import Region, Survey, in_order, survey, uncovered
-from lightning_dp.gradients.hessian import Dual, split
+from lightning_dp.gradients.hessian import split
 from lightning_dp.gradients.known_graphs import Graph, KnownGraphs
+from lightning_dp.gradients.layer_call import Call, LayerCall
 from lightning_dp.gradients.layouts import Layout
 from lightning_dp.gradients.module_hooks import ModuleHooks
-from lightning_dp.gradients.opacus_layers import Arrange, OpacusLayers, own_parameters
+from lightning_dp.gradients.opacus_layers import OpacusLayers
 from lightning_dp.gradients.row_owners import folding_in_force
-from lightning_dp.gradients.rules import Rule, is_by_position, refuse_options, rule_of
+from lightning_dp.gradients.rules import Rule, is_by_position
 from lightning_dp.gradients.saved_inputs import SavedInputs
 from lightning_dp.gradients.sharded import WholeParameters, refuse_other_shards
 from lightning_dp.gradients.tracing import FunctionTracer
-from lightning_dp.gradients.unsupported import (
-    refuse_script,
-    refuse_special,
-    refuse_without_records,
-)
+from lightning_dp.gradients.unsupported import refuse_special, refuse_without_records
 
-__all__ = ["Call", "LayerCall", "Recorder"]
+__all__ = ["Recorder"]
 
-
-@dataclass(eq=False, slots=True)
-class LayerCall:
-    """One call of a layer, until the backward pass comes to it."""
-
-    name: str
-    layer: nn.Module
-    rule: Rule
-    inputs: tuple[Tensor, ...]
-    versions: list[int]
-    sources: set[Any]  # the graph nodes that made the inputs
-    edges: list[GradientEdge]  # of the output
-    arrange: Arrange  # makes of its tensors such with rows first
-    folding: AbstractFolding | None  # whose the rows are; None if they are the records
-    moved: tuple[Dual, ...] = ()  # along a direction: the inputs with their derivatives
-    saved: SavedInputs | None = None  # the inputs, where autograd holds them
-
-    def take_inputs(self, *, keep: bool = False) -> tuple[Tensor, ...]:
-        """Hand over the inputs. Raises if they are not what they were.
-
-        Args:
-            keep: they are taken once more; else they are not held any longer.
-        """
-        inputs = self.inputs if self.saved is None else self.saved.take(keep=keep)
-        if not keep:
-            self.inputs, self.saved = (), None
-        if (
-            inputs is None
-            or [each._version for each in inputs[: len(self.versions)]] != self.versions
-        ):
-            raise UnsupportedModelError(
-                f"The input of {self.name or 'the module'} ({type(self.layer).__name__}) was "
-                "overwritten after the layer had used it. Do not change tensors in place between layers.",
-                topic="overwritten-tensors",
-            )
-        return inputs
-
-
-Call: TypeAlias = LayerCall | FunctionCall
 
 _TENSORS = frozenset((Tensor, nn.Parameter))
 
@@ -113,9 +69,7 @@ class Recorder:
         traces: bool = False,
         saves: bool = False,
     ) -> None:
-        self._rules, self._saves = rules, saves
-        self._known_rules: dict[tuple[type, Any], Rule | None] = {}
-        self._params = params
+        self._params, self._saves = params, saves
         self._calls: list[LayerCall] = []
         self._unseen: dict[Any, str] = {}  # graph nodes of outputs that no rule knows of, and why
         self._random_states: dict[nn.Module, Tensor | None] = {}  # before calls that are running
@@ -133,37 +87,15 @@ class Recorder:
         """The parameters that stand in the places of sharded ones."""
         trained = {self._names[id(param)]: param for param in params}
         self._tracer = FunctionTracer(trained, module, self.whole) if traces else None
-        layers = self._covered_layers(module)
-        # Along a direction other tensors stand in the places of the parameters.
-        self._own = {layer: self._used_by_a_call(layer) for layer in layers}
-        self._held = {layer: tuple(layer._parameters.values()) for layer in layers}
-        self._layer_names = {layer: name for name, layer in module.named_modules()}
+        self._layers = CoveredLayers(module, params, rules, self.whole, traces=traces)
         self._opacus_layers = OpacusLayers(module)
         self._hooks = ModuleHooks()
-        for layer in layers:
+        for layer in self._layers.own:
             self._hang_on(layer)
         self.whole.hang_on(self._hooks)
 
-    def _covered_layers(self, module: nn.Module) -> list[nn.Module]:
-        """Return the layers whose calls are recorded by rule."""
-        trained = {id(param) for param in self._params}
-        covered = []
-        for name, layer in module.named_modules():
-            if not any(id(param) in trained for param in layer.parameters()):
-                continue
-            refuse_script(name, layer)
-            try:
-                refuse_options(name, layer, self._rule_of(layer))
-            except UnsupportedModelError:
-                if self._tracer is None:
-                    raise
-                continue
-            if any(id(param) in trained for param in self._parameters_of(layer)):
-                covered.append(layer)
-        return [layer for layer in covered if self._rule_of(layer) is not None]
-
     def _hang_on(self, layer: nn.Module) -> None:
-        rule = self._rule_of(layer)
+        rule = self._layers.rule_of(layer)
         is_attention = rule is multihead_attention
         # Before the user's hooks, which may change the output.
         register = partial(layer.register_forward_hook, prepend=True, with_kwargs=True)
@@ -246,43 +178,11 @@ class Recorder:
         if self._tracer is not None:
             self._tracer.go_along()
 
-    def _rule_of(self, layer: nn.Module) -> Rule | None:
-        key = type(layer), type(layer).forward
-        if key not in self._known_rules:
-            self._known_rules[key] = rule_of(layer, self._rules)
-        return self._known_rules[key]
-
-    def _parameters_of(self, layer: nn.Module) -> list[nn.Parameter]:
-        """Return the parameters that its calls use."""
-        if self._rule_of(layer) is multihead_attention:
-            return attention.parameters_of(cast(nn.MultiheadAttention, layer))
-        return own_parameters(layer)
-
-    def _used_by_a_call(self, layer: nn.Module) -> list[int]:
-        """Return the parameters' ids; by rule, one that is both weight and bias is used twice."""
-        if self._rule_of(layer) is multihead_attention:
-            return [id(param) for param in self._parameters_of(layer)]
-        found = (getattr(layer, name, None) for name in ("weight", "bias"))
-        return [id(param) for param in found if param is not None]
-
-    def _is_exchanged(self, layer: nn.Module) -> bool:
-        """Tell whether other tensors are in the places of its parameters now."""
-        now, held = layer._parameters.values(), self._held[layer]
-        if len(now) == len(held) and all(map(is_, now, held)):
-            return False
-        return not self._is_along and not self._is_gathered(layer)
-
-    def _is_gathered(self, layer: nn.Module) -> bool:
-        """Tell whether the whole parameters are there, in the places of the layer's shards."""
-        self.whole.look(layer)
-        now, held = layer._parameters.values(), self._held[layer]
-        return len(now) == len(held) and all(map(is_, map(self.whole.trained, now), held))
-
     def _ignore(self, layer: nn.Module, output: Any) -> None:
         """Remember a call with other parameters than the layer's own: the loss must not depend on it."""
         if self._tracer is None and isinstance(output, Tensor) and output.grad_fn is not None:
             self._unseen[output.grad_fn] = (
-                f"{self._layer_names[layer] or 'The module'} ({type(layer).__name__}) was called with "
+                f"{self._layers.names[layer] or 'The module'} ({type(layer).__name__}) was called with "
                 "other parameters than its own (torch.func.functional_call, or a hook that replaces "
                 "them). Call it as it is, or freeze it with requires_grad_(False)."
             )
@@ -309,13 +209,13 @@ class Recorder:
         before = len(self._calls)
         if rule is embedding_bag:
             args, kwargs = tensors_of_bags(cast(nn.EmbeddingBag, layer), args, kwargs), {}
-        if self._is_exchanged(layer):
+        if self._layers.is_exchanged(layer, self._is_along):
             self._ignore(layer, output)
         elif rule is multihead_attention:
             self._watch_attention(cast(nn.MultiheadAttention, layer), args, kwargs, output)
         elif kwargs or not args or not _are_tensors((*args, output)):
             problem = (
-                f"The layer {self._layer_names[layer] or 'of the whole module'} "
+                f"The layer {self._layers.names[layer] or 'of the whole module'} "
                 f"({type(layer).__name__}) itself has parameters, and something else "
                 "than tensors goes in (or by name) or comes out. Give the parameters to a separate "
                 "layer, called with tensors by position and returning one tensor."
@@ -374,13 +274,13 @@ class Recorder:
                 arrange = partial(layout.rows_first, n=n)
                 layout = Layout(0, inner=layout.rows)
             folding = None if layout.rows == 1 else Folded(n, layout.outer, layout.inner)
-        refuse_without_records(self._layer_names[layer], layer, given[0])
+        refuse_without_records(self._layers.names[layer], layer, given[0])
         saved = SavedInputs(given, output) if self._saves else None
         inputs = () if self._saves else tuple([each.detach() for each in given])
         versions, sources = [each._version for each in inputs], {each.grad_fn for each in given}
         edges = [get_gradient_edge(output)]
         moved = tuple(split(each) for each in given) if self._is_along else ()
-        name = self._layer_names[layer]
+        name = self._layers.names[layer]
         call = LayerCall(
             name, layer, rule, inputs, versions, sources, edges, arrange, folding, moved, saved
         )
@@ -405,7 +305,7 @@ class Recorder:
 
     def used_by(self, call: LayerCall) -> set[int]:
         """Return the parameters that a call uses, by ``id``."""
-        return set(self._own[call.layer])
+        return set(self._layers.own[call.layer])
 
     def outputs(self) -> set[Any]:
         """Return the graph nodes of the outputs of all calls so far."""
@@ -460,15 +360,13 @@ class Recorder:
     @cached_property
     def _structure_decides(self) -> bool:
         """True if the layers that are called and a graph's structure tell whether all uses are known."""
-        are_plain = all(self._rule_of(layer) is not multihead_attention for layer in self._own)
-        return are_plain and self._tracer is None and not self.whole.is_used
+        return self._layers.are_plain and self._tracer is None and not self.whole.is_used
 
     def _refuse_uncovered(self, loss: Tensor, calls: Sequence[Call], graph: Survey) -> None:
         """Refuse a use of a parameter in the graph that is not a recorded call."""
         if self._tracer is None:
-            missing = self._miscounted(
-                [call for call in calls if isinstance(call, LayerCall)], graph
-            )
+            of_layers = [call for call in calls if isinstance(call, LayerCall)]
+            missing = self._layers.miscounted(of_layers, graph)
         else:
             regions = {
                 edge.node: self._region(call)
@@ -484,23 +382,5 @@ class Recorder:
 
     def _region(self, call: Call) -> Region:
         if isinstance(call, LayerCall):
-            return Region(call.sources, own=self._own[call.layer])
+            return Region(call.sources, own=self._layers.own[call.layer])
         return Region(call.sources, known=call.part_sources)
-
-    def _miscounted(self, calls: Sequence[LayerCall], graph: Survey) -> Collection[int]:
-        """Return the parameters that have more or fewer uses than recorded calls of their layers."""
-        recorded = Counter[int]()
-        for layer, times in Counter(call.layer for call in calls).items():
-            if self._rule_of(layer) is not multihead_attention:
-                for key in self._own[layer]:
-                    recorded[key] += times
-        for call in calls:
-            if self._rule_of(call.layer) is multihead_attention:
-                part = in_order(call.edges[0].node, call.sources)
-                inside = survey(part, graph.reached).uses
-                inside = self.whole.translated(inside)
-                recorded.update({key: inside[key] for key in self._own[call.layer]})
-        # Fewer uses than calls: a call used another tensor in the parameter's place.
-        uses = self.whole.translated(graph.uses)
-        keys = (id(param) for param in self._params)
-        return {key for key in keys if uses[key] != recorded[key]}

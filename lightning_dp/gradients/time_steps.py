@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from lightning_dp.gradients.forms import Uses
 from lightning_dp.gradients.function_call import FunctionCall
+from lightning_dp.gradients.layer_call import Call, LayerCall
 from lightning_dp.gradients.layers import SharedFactor, linear, uses_of_positions
-from lightning_dp.gradients.recording import Call, LayerCall
 
 __all__ = ["TimeSteps"]
 
