@@ -131,7 +131,7 @@ def _through(
     with RecordPasses(module, trained(module), engine) as passes:
         found = passes.gradients(query, Replay(lambda: module.training_step(batch, 0), n))
         assert found is not None, "the step gave no gradient"
-        return found, passes.description
+        return found, passes.watched.description
 
 
 def _distance(found: Tensor, expected: Tensor, params: Sequence[nn.Parameter]) -> float:

@@ -146,8 +146,8 @@ class LocalRecords:
         self._one_record = engine == "one_by_one"
         self.params = tuple(param for param in module.parameters() if param.requires_grad)
         with self._passes() as passes:
-            self.engine = passes.description
-            self.has_products = passes.has_products
+            self.engine = passes.watched.description
+            self.has_products = passes.watched.has_products
             """True if queries with Hessian-vector products can be answered."""
 
     @property

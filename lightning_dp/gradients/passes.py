@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from collections.abc import Callable, Collection, Sequence
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import replace
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -21,30 +21,17 @@ from lightning_dp.boundary import (
     bounded_sum,
 )
 from lightning_dp.gradients.adding_up import check_sum, plain_gradients
-from lightning_dp.gradients.base import ALONE, AbstractGradientEngine, UnsupportedModelError
+from lightning_dp.gradients.base import UnsupportedModelError
 from lightning_dp.gradients.bookkeeping import BookkeptGradients
 from lightning_dp.gradients.chunks import OtherRowsError, Replay, at_point, is_differentiable
-from lightning_dp.gradients.compiled import CompiledParts, as_written
 from lightning_dp.gradients.engines import EngineChoice
-from lightning_dp.gradients.loss_graph import CoupledLossError, check_graph
 from lightning_dp.gradients.random_state import RandomState
-from lightning_dp.gradients.raw import RawGradientGuard
 from lightning_dp.gradients.sharded import shards_at_point
+from lightning_dp.gradients.watched_model import WatchedModel, WrapEngine
 
-__all__ = [
-    "RecordPasses",
-    "WrapEngine",
-]
-
-_INSIDE = (
-    "Parameters {} got a gradient inside of an autograd Function of the model (an activation "
-    "checkpoint that is not torch's own, say), where gradients per record cannot be seen. Use "
-    f"torch.utils.checkpoint.checkpoint(..., use_reentrant=False), or leave it out. {ALONE}"
-)
+__all__ = ["RecordPasses"]
 
 _PLAIN = Pass(point=None, direction=None, gradient=1.0, product=0.0)
-
-WrapEngine: TypeAlias = Callable[[AbstractGradientEngine], AbstractGradientEngine]
 
 
 class _NoLoss(Exception):
@@ -54,9 +41,8 @@ class _NoLoss(Exception):
 class RecordPasses:
     """A model under its gradient engine, which answers queries from chunks of records.
 
-    Raw gradients go to the engine and nowhere else. Every pass over a chunk sees the same records
-    with the same randomness, and what each record contributes is combined and restricted before it
-    is clipped. The engine's hooks are on the model while it runs forward, and at no other time.
+    Every pass over a chunk sees the same records with the same randomness, and what each record
+    contributes is combined and restricted before it is clipped.
 
     Where an engine cannot tell the records of a chunk apart, the next one of the choice answers from
     the same records with the same randomness, and is used from then on. Shapes and graphs decide
@@ -66,15 +52,10 @@ class RecordPasses:
         module: the whole model.
         params: the trained parameters, in the order of flat vectors.
         engine: name of the gradient engine, or a choice that is shared with others.
-        optimizer: whose steps raise unless :meth:`allow_step` allowed them; None where nobody steps.
-        public: parameters that are trained on no records; their gradients are let through.
+        optimizer, public, attaching, wrap, loss_graph_check: as for :class:`WatchedModel`.
         backward: goes back from a loss, for engines that watch ``loss.backward()``.
         quietly: is entered around each run of a chunk, so that it leaves no trace in the model.
-        attaching: is entered around the attachment of an engine.
         again: is entered around what runs once more since another engine takes over.
-        wrap: puts something between the engine and the clipping.
-        loss_graph_check: refuse losses that mix records, by their graph
-            (``check_loss_graph``).
         adds_up: refuse an engine whose gradients of records do not add up to that of the loss
             (``check_sum``), by one more backward pass; for made-up records.
 
@@ -99,182 +80,31 @@ class RecordPasses:
         loss_graph_check: bool = True,
         adds_up: bool = False,
     ) -> None:
-        self._checks_graph, self._adds_up = loss_graph_check, adds_up
+        self._adds_up = adds_up
         self._is_sharded = any(map(is_sharded, params))
         self._elsewhere = 0  # passes at other points that were made
         self._module, self._params = module, params
-        self._choice = EngineChoice(engine) if isinstance(engine, str) else engine
-        self._go_back, self._quietly, self._wrap = backward, quietly, wrap
-        self._attaching, self._again = attaching, again
-        self._engine = self._attached()
-        try:
-            others = {id(param) for param in public}
-            watched = ((n, p) for n, p in module.named_parameters() if id(p) not in others)
-            self._raw = RawGradientGuard(watched, optimizer)
-        except Exception:
-            self._engine.detach()
-            raise
-
-    def _attached(self) -> AbstractGradientEngine:
-        with self._attaching():
-            engine = self._choice.attach(self._module, self._params)
-        engine.rest()
-        self._compiled = CompiledParts(
-            self._module, self._params, keeps_frozen=engine.keeps_compiled
+        self._go_back, self._quietly, self._again = backward, quietly, again
+        self.watched = WatchedModel(
+            module,
+            params,
+            EngineChoice(engine) if isinstance(engine, str) else engine,
+            optimizer=optimizer,
+            public=public,
+            attaching=attaching,
+            wrap=wrap,
+            loss_graph_check=loss_graph_check,
         )
-        return self._wrap(engine)
-
-    @property
-    def description(self) -> str:
-        """The engine in use, why it is not another one, and what runs as written, in words."""
-        note = self.compiled_note
-        return self._choice.description if note is None else f"{self._choice.description}; {note}"
-
-    @property
-    def compiled_note(self) -> str | None:
-        """The compiled parts that run as written, in words; None if there are none."""
-        return None if self.one_record else self._compiled.note
-
-    @property
-    def randomness(self) -> RandomState | None:
-        """Torch's random state of now, if another engine may have to run once more from here."""
-        if not self._choice.can_fall:
-            return None
-        return RandomState(self._params[0].device, torch_only=True)
-
-    def go_down(self, reason: UnsupportedModelError) -> None:
-        """Go on with the next engine of the choice; what passes left is forgotten.
-
-        Raises:
-            UnsupportedModelError: if there is none.
-        """
-        self.drop()
-        if not self._choice.fall(reason):
-            is_told = isinstance(reason, CoupledLossError | OtherRowsError)
-            raise reason if is_told else self._choice.refusal(reason)
-        self._engine.detach()
-        self._engine = self._attached()
-
-    def take_engine_off(self) -> None:
-        """Leave the model without the engine, until :meth:`put_engine_on`; the guard stays."""
-        self._engine.detach()
-
-    def put_engine_on(self) -> None:
-        """Attach a new engine."""
-        self._engine = self._attached()
 
     def detach(self) -> None:
         """Leave the model as it was."""
-        self._engine.detach()
-        self._raw.remove()
+        self.watched.detach()
 
     def __enter__(self) -> RecordPasses:
         return self
 
     def __exit__(self, *unused: object) -> None:
         self.detach()
-
-    @property
-    def has_products(self) -> bool:
-        """True if the engine can compute Hessian-vector products."""
-        return self._engine.has_products
-
-    @property
-    def runs_backward(self) -> bool:
-        """True if :meth:`backward` takes the place of ``loss.backward()``."""
-        return self._engine.runs_backward
-
-    @property
-    def one_record(self) -> bool:
-        """True if chunks must hold one record each."""
-        return self._engine.one_record
-
-    def as_written(self) -> AbstractContextManager[None]:
-        """Let compiled parts that the engine must see run their own code, inside.
-
-        For forward passes that are watched and for their backward passes, which run parts of them
-        again; an engine that sees no layers needs nothing of it.
-        """
-        return nullcontext() if self._engine.one_record else self._compiled.as_written()
-
-    def repeating(self) -> AbstractContextManager[None]:
-        """Let checkpoints run parts of the model again, in a backward pass of somebody else, inside."""
-        return self._engine.repeating()
-
-    @contextmanager
-    def watching(self, batch: Any = None, size: int = 0) -> Iterator[None]:
-        """Inside, the engine's hooks are on the model; at no other time, so that copies have none.
-
-        Args:
-            batch: goes through the model.
-            size: how many records it has.
-        """
-        with self.as_written():
-            self._engine.wake()
-            try:
-                with self._engine.following(batch, size):
-                    yield
-            finally:
-                self._engine.rest()
-
-    def check_loss(self, loss: Tensor, size: int) -> None:
-        """Refuse a loss that mixes records by more than sums, before its backward pass.
-
-        Args:
-            size: the number of records that it was computed from.
-
-        Raises:
-            CoupledLossError: naming the node of the graph, and the cure.
-        """
-        if self._checks_graph:
-            check_graph(self._engine.graph_of(loss), size)
-
-    def backward(self, loss: Tensor, *, keep_graph: bool = False, combined: bool = False) -> None:
-        """Run the backward pass of a loss as the engine does it.
-
-        Args:
-            keep_graph: the graph is going to be used once more.
-            combined: the gradients will be combined with those of another pass.
-        """
-        with self.as_written():
-            self._raw.touched()
-            self._engine.backward(loss, keep_graph=keep_graph, combined=combined)
-        inside = self._raw.touched()
-        if inside and not self._engine.goes_into_parameters:
-            raise UnsupportedModelError(_INSIDE.format(sorted(inside)[:5]), topic="unseen-use")
-
-    def take(self, scale: float = 1.0) -> AbstractPerSampleGradients | None:
-        """Take what the last backward pass left; None if nothing was back-propagated.
-
-        Args:
-            scale: undoes a division of the loss.
-        """
-        touched = self._raw.touched()
-        if not self._engine.runs_backward and not touched:
-            self._engine.drop()
-            return None
-        return self._engine.take(scale, touched)
-
-    def drop(self) -> None:
-        """Forget what passes left."""
-        self._raw.touched()
-        self._engine.drop()
-
-    def expect_step(self) -> None:
-        """Stand after all other hooks of the optimizer, whose step is next."""
-        self._raw.expect_step()
-
-    def without_guard(self) -> AbstractContextManager[None]:
-        """Let any step of the optimizer pass, inside."""
-        return self._raw.off()
-
-    def allow_step(self, check: Callable[[], None] | None = None) -> None:
-        """Let the next optimizer step pass: the gradients are private now.
-
-        Args:
-            check: is called once, right before the optimizer uses them.
-        """
-        self._raw.allow_step(check)
 
     def answer(
         self,
@@ -331,7 +161,7 @@ class RecordPasses:
         for each in [each for each in query.passes if each.point is not None][made:]:
             with suppress(OtherRowsError), randomness.again():
                 self._run(chunk, each, combined=True)
-            self.drop()
+            self.watched.drop()
 
     def add_nothing(self, query: Query, onto: BoundedSum) -> BoundedSum:
         """Add the sum over no records to one over shards, which all processes add up together.
@@ -347,13 +177,13 @@ class RecordPasses:
         self, query: Query, chunk: Replay, *, first: AbstractPerSampleGradients | None = None
     ) -> AbstractPerSampleGradients | None:
         """Return each record's part before it is clipped; as :meth:`answer`."""
-        begun = self.randomness if chunk.randomness is None else chunk.randomness
+        begun = self.watched.randomness if chunk.randomness is None else chunk.randomness
         try:
             return self._gradients(query, chunk, first)
         except UnsupportedModelError as reason:
             if chunk.forward is None:
                 raise
-            self.go_down(reason)
+            self.watched.go_down(reason)
         with self._again():
             return self.gradients(query, replace(chunk, randomness=begun))
 
@@ -399,13 +229,13 @@ class RecordPasses:
             batch: what they are in.
             combined: with the gradients of another pass.
         """
-        randomness = self.randomness
+        randomness = self.watched.randomness
         try:
             return self._run(Replay(forward, size, batch=batch), _PLAIN, combined)
         except UnsupportedModelError as reason:
             if randomness is None:
                 raise
-            self.go_down(reason)
+            self.watched.go_down(reason)
         with self._again(), randomness.again():
             return self.run(forward, size=size, batch=batch, combined=combined)
 
@@ -424,22 +254,22 @@ class RecordPasses:
         with self._quietly(), self._at(each.point), torch.enable_grad():
             if each.direction is not None:
                 return self._along(each.direction, (each.gradient, each.product), chunk)
-            with self.watching(chunk.batch, chunk.size):
+            with self.watched.watching(chunk.batch, chunk.size):
                 loss = chunk.forward()
             if not is_differentiable(loss):
-                self._engine.drop()
+                self.watched.engine.drop()
                 return None
-            self.check_loss(loss, chunk.size)
-            adds_up = self._adds_up and self._engine.runs_backward
-            with self._engine.repeating():
+            self.watched.check_loss(loss, chunk.size)
+            adds_up = self._adds_up and self.watched.engine.runs_backward
+            with self.watched.engine.repeating():
                 plain = plain_gradients(loss, self._params) if adds_up else None
-            if self._engine.runs_backward:
+            if self.watched.engine.runs_backward:
                 elsewhere = each.point is not None  # where nothing can be asked for after the pass
-                self.backward(loss, combined=combined or elsewhere)
+                self.watched.backward(loss, combined=combined or elsewhere)
             else:
-                with self.as_written():
+                with self.watched.as_written():
                     self._go_back(loss)
-            found = self.take()
+            found = self.watched.take()
             if plain is not None and found is not None:
                 names = {id(param): name for name, param in self._module.named_parameters()}
                 check_sum(found, plain, self._params, [names[id(p)] for p in self._params])
@@ -464,17 +294,14 @@ class RecordPasses:
             assert chunk.forward is not None
             if not is_differentiable(loss := chunk.forward()):
                 raise _NoLoss
-            self.check_loss(loss, chunk.size)
+            self.watched.check_loss(loss, chunk.size)
             return loss
 
         try:
-            with as_written(), self.watching(chunk.batch, chunk.size):
-                return self._engine.along(sure, direction, weights)
+            return self.watched.along(sure, direction, weights, chunk.batch, chunk.size)
         except _NoLoss:
-            self._engine.drop()
+            self.watched.engine.drop()
             return None
-        finally:
-            self._raw.touched()
 
 
 def _is_of_all(found: AbstractPerSampleGradients, chunk: Replay) -> bool:

@@ -16,7 +16,7 @@ from lightning_dp._world import World
 from lightning_dp.boundary import AbstractPerSampleGradients
 from lightning_dp.config import PrivacyConfig
 from lightning_dp.gradients import EngineChoice, RecordPasses, Replay, UnsupportedModelError
-from lightning_dp.gradients.passes import WrapEngine
+from lightning_dp.gradients.watched_model import WrapEngine
 from lightning_dp.isolation.stand_ins import NoCollectives, NotProbed
 
 __all__ = ["FitEngine", "chosen_engine"]
@@ -105,6 +105,7 @@ class FitEngine:
             wrap=wrap,
             loss_graph_check=loss_graph_check,
         )
+        self.watched = self.passes.watched
 
     @property
     def trained_names(self) -> list[str]:
@@ -115,11 +116,11 @@ class FitEngine:
     @contextmanager
     def off(self) -> Iterator[None]:
         """Leave the model without the engine, inside; between two batches."""
-        self.passes.take_engine_off()
+        self.watched.take_engine_off()
         try:
             yield
         finally:
-            self.passes.put_engine_on()
+            self.watched.put_engine_on()
 
     def settle(self, world: World) -> None:
         """Go on with the engine that the lead process came to, and with no other, if there are shards.
@@ -150,7 +151,7 @@ class FitEngine:
     @contextmanager
     def each_alone(self) -> Iterator[None]:
         """Let each record begin with the state of now, inside, if they run alone."""
-        if self.passes.one_record:
+        if self.watched.one_record:
             self._before_records = self._state()
         try:
             yield
@@ -170,7 +171,7 @@ class FitEngine:
         try:
             return self.passes.run(forward, size=size, batch=batch)
         finally:
-            self.passes.drop()
+            self.watched.drop()
 
     def run_for_nothing(self, records: Sequence[Replay]) -> None:
         """Run records, each alone, of which nothing is asked: they log, as ever."""

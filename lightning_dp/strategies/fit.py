@@ -11,8 +11,8 @@ from lightning.pytorch.plugins import Precision
 from lightning.pytorch.utilities import rank_zero_info
 
 from lightning_dp._world import World
-from lightning_dp.gradients.passes import WrapEngine
 from lightning_dp.gradients.waiting import WaitingLosses
+from lightning_dp.gradients.watched_model import WrapEngine
 from lightning_dp.run import PrivateRun
 from lightning_dp.strategies.alone import RecordsAlone
 from lightning_dp.strategies.earlier_training import EarlierTraining
@@ -107,9 +107,9 @@ def begin_fit(
         loss_graph_check=run.config.loss_graph_check,
     )
     step = PrivateStep(module, parameters, engine, strategy.root_device)
-    run.engine, run.optimizers = engine.passes.description, optimizers.description
-    if engine.passes.compiled_note is not None:
-        rank_zero_info(f"privacy: {engine.passes.compiled_note}.")
+    run.engine, run.optimizers = engine.watched.description, optimizers.description
+    if engine.watched.compiled_note is not None:
+        rank_zero_info(f"privacy: {engine.watched.compiled_note}.")
     edits = GradientEdits(trainer, step.params, is_declared=run.config.gradient_edits is not None)
     probe = Probe(module, step, run, world)
     return Fit(

@@ -101,7 +101,7 @@ class Probe:
         self._step.engine.settle(self._world)
         self._run.isolation = str(found)
         # Synthetic records may have shown another engine.
-        self._run.engine = self._step.engine.passes.description
+        self._run.engine = self._step.engine.watched.description
         _raise_or_warn(found, self._module, may_warn=self._world.is_lead)
         self.kinds = found.kinds
         self._ignored = _IgnoredTargets(found.is_mean_of_targets, found.ignored, found.sentinels)

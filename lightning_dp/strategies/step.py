@@ -70,7 +70,7 @@ class PrivateStep:
         device: torch.device,
     ) -> None:
         self.parameters, self.params = parameters, parameters.trained
-        self.engine, self._passes = engine, engine.passes
+        self.engine, self._passes, self._watched = engine, engine.passes, engine.watched
         self._module, self._device = module, device
         self._batch = BatchAccounts()
         self._look: Look | None = None  # at the gradients of the next chunk
@@ -87,18 +87,18 @@ class PrivateStep:
     @property
     def one_record(self) -> bool:
         """True if each record must run alone, by :meth:`answer_each`."""
-        return self._passes.one_record
+        return self._watched.one_record
 
     def watching(self) -> AbstractContextManager[None]:
         """Let the engine see what the model does, inside."""
         chunk = self._batch.chunk
-        return self._passes.watching(self._records, 1 if chunk is None else max(1, chunk.size))
+        return self._watched.watching(self._records, 1 if chunk is None else max(1, chunk.size))
 
     def begin(self, chunk: Chunk) -> None:
         """Open the accounts of the next physical batch."""
         self._look, self._is_passed_on = None, False
         if self._batch.chunk is not None:
-            self._passes.drop()  # what a batch without a backward pass left
+            self._watched.drop()  # what a batch without a backward pass left
         if chunk.first:
             self._batch = BatchAccounts()
         self._batch.hand_out(chunk)
@@ -121,7 +121,7 @@ class PrivateStep:
         if (query is not None and query.runs_again) or _has_rounds(mechanism):
             self._randomness = RandomState(self._device)
         else:
-            self._randomness = self._passes.randomness
+            self._randomness = self._watched.randomness
 
     def pass_on(self, reason: UnsupportedModelError) -> None:
         """Leave the chunk to the next engine, which runs it again, if that can be.
@@ -134,7 +134,7 @@ class PrivateStep:
         """
         if self._forward_again is None:
             raise reason
-        self._passes.go_down(reason)
+        self._watched.go_down(reason)
 
     def begin_again(self) -> None:
         """Draw the random numbers of the chunk once more from here on."""
@@ -161,7 +161,7 @@ class PrivateStep:
             CoupledLossError: naming the node of its graph, and the cure.
         """
         if self._batch.chunk is not None:
-            self._passes.check_loss(loss, self._batch.chunk.size)
+            self._watched.check_loss(loss, self._batch.chunk.size)
 
     def backward(self, loss: Tensor, query: Query | None, *, keep_graph: bool) -> None:
         """Run the backward pass as the engine does it."""
@@ -169,7 +169,7 @@ class PrivateStep:
             raise RefusedRun(_AGAIN, topic="batches-and-steps")
         combined = query is not None and len(query.passes) > 1
         try:
-            self._passes.backward(loss, keep_graph=keep_graph, combined=combined)
+            self._watched.backward(loss, keep_graph=keep_graph, combined=combined)
         except UnsupportedModelError as reason:
             self.pass_on(reason)
             self._is_passed_on = True
@@ -178,11 +178,11 @@ class PrivateStep:
         """Take what the backward pass left; None if nothing, or if the next engine has to run."""
         if not self._is_passed_on:
             try:
-                return self._passes.take(scale)
+                return self._watched.take(scale)
             except UnsupportedModelError as reason:
                 self.pass_on(reason)
                 self._is_passed_on = True
-        self._passes.drop()
+        self._watched.drop()
         return None
 
     def awaits(self, mechanism: Mechanism) -> bool:
@@ -258,7 +258,7 @@ class PrivateStep:
         It is not raised here, since other ranks would wait for this one.
         """
         self._batch.faults.append(fault)
-        self._passes.drop()
+        self._watched.drop()
 
     def suspect(self, found: Sequence[Tensor], fault: str) -> None:
         """Note the same for the case that one of these is true; they are read when the step ends."""
@@ -331,7 +331,7 @@ class PrivateStep:
 
     def expect_update(self) -> None:
         """Be the last to look at the gradients when the optimizer steps next."""
-        self._passes.expect_step()
+        self._watched.expect_step()
 
     def release(
         self,
@@ -364,11 +364,11 @@ class PrivateStep:
             self._batch.answered.clear()
         for param, gradient in zip(self.params, unflatten(estimate, held), strict=True):
             param.grad = as_shard(gradient, param)
-        self._passes.allow_step(check)
+        self._watched.allow_step(check)
 
     def detach(self) -> None:
         """Leave the model as it was."""
-        self._passes.detach()
+        self._watched.detach()
         self._batch, self._forward_again, self._records = BatchAccounts(), None, None
 
 

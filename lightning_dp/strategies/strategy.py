@@ -179,7 +179,7 @@ class DifferentialPrivacyStrategy(PrivateFitStrategy):
         fit.probe.watch_loss(closure_loss)
         with self._noting_refusals():
             fit.step.check_loss(closure_loss)
-            with fit.step.engine.passes.as_written():  # checkpoints run parts of the model again
+            with fit.step.engine.watched.as_written():  # checkpoints run parts of the model again
                 return self._answer(closure_loss, optimizer, *args, **kwargs)
         return closure_loss
 
@@ -239,11 +239,11 @@ class DifferentialPrivacyStrategy(PrivateFitStrategy):
         """Run the backward pass and bound what it leaves."""
         mechanism, step = self._mechanism, self._now.step
         mechanism.begin_noise(step.held)
-        if not step.engine.passes.runs_backward:
+        if not step.engine.watched.runs_backward:
             loss = super().backward(closure_loss, optimizer, *args, **kwargs)
         elif args or kwargs or is_overridden("backward", self.lightning_module):
             step.backward(closure_loss, mechanism.query, keep_graph=True)
-            with step.engine.passes.repeating():
+            with step.engine.watched.repeating():
                 loss = super().backward(closure_loss, optimizer, *args, **kwargs)
         else:
             loss = self._backward_of_the_engine(closure_loss, mechanism.query)

@@ -248,10 +248,10 @@ def test_a_graph_that_is_kept_is_good_for_another_pass(call, oracle):
     plain, model = pair(Nested, call)
     batch = torch.randn(oracle.records, WIDTH)
     with RecordPasses(model, oracle.trained(model), "bookkeeping") as runs:
-        with runs.watching():
+        with runs.watched.watching():
             loss = oracle.mean_loss(model(batch))
-        runs.backward(loss, keep_graph=True)
-        norms = runs.take().norms()
+        runs.watched.backward(loss, keep_graph=True)
+        norms = runs.watched.take().norms()
         loss.backward()
         assert all(param.grad is None for param in model.parameters())
     torch.testing.assert_close(

@@ -139,7 +139,7 @@ def gradients(net: nn.Module, engine: str, oracle: Any, batch: Tensor) -> Any:
     """Return the gradients of the records, and the passes' description."""
     with RecordPasses(net, oracle.trained(net), engine) as passes:
         found = passes.run(lambda: oracle.mean_loss(net(batch)), size=len(batch))
-        return found, passes.description
+        return found, passes.watched.description
 
 
 def check(net: nn.Module, engine: str, oracle: Any) -> str:

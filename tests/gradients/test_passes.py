@@ -321,10 +321,10 @@ def test_without_the_engine_raw_gradients_are_still_dropped(passes):
     net = make_net()
     mine, query = passes(net), Query(QUERIES["here"], 0.2, 0.0)
 
-    mine.take_engine_off()
+    mine.watched.take_engine_off()
     loss_of(net)().backward()
     assert all(param.grad is None for param in net.parameters())
-    mine.put_engine_on()
+    mine.watched.put_engine_on()
 
     found = mine.answer(query, Replay(loss_of(net), RECORDS))
     torch.testing.assert_close(found.value.double(), slow_sum(query), rtol=2e-4, atol=2e-6)
