@@ -21,7 +21,7 @@ from lightning_dp.gradients.base import (
 )
 from lightning_dp.gradients.checkpointing import calling, joined
 from lightning_dp.gradients.forms import Rows, Uses
-from lightning_dp.gradients.function_call import Found, FunctionCall
+from lightning_dp.gradients.function_call import FunctionCall
 from lightning_dp.gradients.function_rules import uses_by_rule
 from lightning_dp.gradients.going_back import (
     Arriving,
@@ -42,6 +42,7 @@ from lightning_dp.gradients.parameter_gradients import (
 )
 from lightning_dp.gradients.parts import PartGradients
 from lightning_dp.gradients.quick_norms import squared_norms_of_all
+from lightning_dp.gradients.record_by_record import Found, along, per_record
 from lightning_dp.gradients.recorded import AbstractRecordingEngine
 from lightning_dp.gradients.recording import Recorder
 from lightning_dp.gradients.rules import RULES, Rule
@@ -222,7 +223,7 @@ class Bookkeeping(AbstractRecordingEngine):
         if not others and first is not None:
             by_rule = uses_by_rule(call, at_least_float32(first))
         if by_rule is None:
-            self._keep_found(call.per_record(gradients), combined)
+            self._keep_found(per_record(call, gradients), combined)
             return
         for given, uses in by_rule:
             part = given.part
@@ -288,7 +289,7 @@ class Bookkeeping(AbstractRecordingEngine):
         weights: tuple[float, float],
     ) -> None:
         if isinstance(call, FunctionCall):
-            self._keep_found(call.along(gradients, weights), combined=False)
+            self._keep_found(along(call, gradients, weights), combined=False)
             return
         (gradient,) = gradients
         call.take_inputs()
