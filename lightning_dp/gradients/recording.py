@@ -225,7 +225,7 @@ class Recorder:
             self._note(layer, rule, args, output)
         if self._tracer is not None and len(self._calls) > before:
             self._tracer.forget_since(mark)
-            self._tracer.add_layer_output(output if isinstance(output, Tensor) else output[0])
+            self._tracer.roles.add_layer_output(output if isinstance(output, Tensor) else output[0])
 
     def _give_up(self, problem: UnsupportedModelError) -> None:
         """Remember why a call cannot be recorded by rule; a tracer has it by its functions."""
@@ -269,7 +269,7 @@ class Recorder:
             layout = self._traced_layout(self._tracer, layer, given, output)
             if layout is None:
                 return  # no rule holds for it: the tracer has it by its functions
-            n = self._tracer.n
+            n = self._tracer.roles.n
             if layout.dim > 0:
                 arrange = partial(layout.rows_first, n=n)
                 layout = Layout(0, inner=layout.rows)
@@ -295,7 +295,7 @@ class Recorder:
             rows = given[:3]
         elif isinstance(layer, nn.EmbeddingBag):
             rows = (output,)
-        layouts = {tracer.layout_of(each) for each in rows}
+        layouts = {tracer.roles.layout_of(each) for each in rows}
         layout = layouts.pop()
         if layouts or layout is None:
             return None

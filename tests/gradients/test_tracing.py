@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lightning_dp.gradients import UncoveredParameterError, UnsupportedModelError
+from lightning_dp.gradients.tensor_roles import TensorRoles
 from lightning_dp.gradients.tracing import FunctionTracer
 
 
@@ -127,7 +128,7 @@ def test_parameters_in_the_loss_have_each_records_share(layer_engine, name, orac
 
 def test_records_in_an_unknown_place_are_refused(layer_engine, oracle, monkeypatch):
     """Taken for constants, they would make of every record the whole batch."""
-    monkeypatch.setattr(FunctionTracer, "layout_of", lambda self, tensor: None)
+    monkeypatch.setattr(TensorRoles, "layout_of", lambda self, tensor: None)
     module = Queries()
     layer_engine.attach(module, oracle.trained(module))
     records = oracle.features()
