@@ -22,7 +22,7 @@ from lightning_dp.boundary import (
 )
 from lightning_dp.gradients.adding_up import check_sum, plain_gradients
 from lightning_dp.gradients.base import UnsupportedModelError
-from lightning_dp.gradients.bookkeeping import BookkeptGradients
+from lightning_dp.gradients.bookkept import BookkeptGradients
 from lightning_dp.gradients.chunks import OtherRowsError, Replay, at_point, is_differentiable
 from lightning_dp.gradients.engines import EngineChoice
 from lightning_dp.gradients.random_state import RandomState

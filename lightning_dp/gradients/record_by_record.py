@@ -18,7 +18,7 @@ from lightning_dp.gradients.hessian import Dual
 from lightning_dp.gradients.layouts import Layout
 from lightning_dp.gradients.parts import Part
 
-__all__ = ["Found", "along", "per_record"]
+__all__ = ["Found", "per_record", "per_record_along"]
 
 _RECURRENT = (" lstm()", " gru()", " rnn_tanh()", " rnn_relu()")
 _FIX = " lightning_dp.fix(model) puts a layer of Opacus in its place, whose records are kept apart."
@@ -94,7 +94,7 @@ def _refuse_rows_in_totals(call: FunctionCall) -> None:
         )
 
 
-def along(
+def per_record_along(
     call: FunctionCall, gradients: Sequence[Dual | None], weights: tuple[float, float]
 ) -> list[Found]:
     """Return w c_i + w' ċ_i of every part, with ċ the derivative along a direction.

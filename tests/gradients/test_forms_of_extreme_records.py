@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from lightning_dp.boundary import AbstractPerSampleGradients, bounded_sum
 from lightning_dp.functional import clip_factors, factor_norms, squared_row_norms
 from lightning_dp.gradients import AbstractGradientEngine, parameter_gradients
-from lightning_dp.gradients.bookkeeping import BookkeptGradients
+from lightning_dp.gradients.bookkept import BookkeptGradients
 from lightning_dp.gradients.convolution import Convolution
 from lightning_dp.gradients.forms import AbstractForm, Rows, Use
 from lightning_dp.gradients.layers import Lookup, OuterProduct, Scale

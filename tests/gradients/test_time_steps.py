@@ -10,7 +10,8 @@ from torch import Tensor, nn
 
 from lightning_dp.boundary import bounded_sum
 from lightning_dp.gradients import layers, time_steps
-from lightning_dp.gradients.bookkeeping import Bookkeeping, BookkeptGradients
+from lightning_dp.gradients.bookkeeping import Bookkeeping
+from lightning_dp.gradients.bookkept import BookkeptGradients
 from lightning_dp.gradients.layers import OuterProduct
 
 N = 5
