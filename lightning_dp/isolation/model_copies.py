@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import ctypes
 import gc
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import lru_cache
 from typing import Any
 
@@ -15,13 +15,16 @@ from lightning.pytorch.utilities.compile import to_uncompiled
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from lightning_dp._lazy_copies import addresses_of, is_plain, lazily_copied
+from lightning_dp._fingerprint import fingerprint
+from lightning_dp._held import same_tensor
+from lightning_dp._lazy_copies import addresses_of, is_one_memory, is_plain, lazily_copied
 
-__all__ = ["ModelCopies", "empty", "is_much"]
+__all__ = ["ModelCopies", "empty", "is_much", "may_be_written", "same_elsewhere", "state_of"]
 
 _HALF = (torch.float16, torch.bfloat16)
 _LARGE = 1 << 16  # entries
 _MUCH = 64 << 20  # bytes of weights from which on freed memory is given back after each pass
+_FEW_BYTES = 16 << 20  # of buffers that are compared after each pass
 _ENTRIES = 4096  # that are looked at, each: at the beginning, at the end, and in between
 
 
@@ -89,6 +92,35 @@ def empty(module: nn.Module) -> None:
         tensor.data = tensor.new_empty(0)
     if gives_back:
         _give_back()
+
+
+def state_of(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Yield the weights and buffers, by their names."""
+    yield from module.named_parameters()
+    yield from module.named_buffers()
+
+
+def may_be_written(module: nn.Module, copied: nn.Module) -> bool:
+    """Tell whether weights or buffers of a copy may not be the model's, where that is seen at once."""
+    now, own = dict(state_of(copied)), dict(state_of(module))
+    buffers = [name for name, _ in module.named_buffers()]
+    if now.keys() != own.keys() or sum(own[name].nbytes for name in buffers) > _FEW_BYTES:
+        return True
+    weights = own.keys() - set(buffers)
+    if not all(is_one_memory(own[name], now[name]) for name in weights):
+        return True
+    return not all(same_elsewhere(own[name].detach(), now[name]) for name in buffers)
+
+
+def same_elsewhere(own: Tensor, after: Tensor) -> bool:
+    """True if a model's tensor and its copy's on the host are equal, also of another precision.
+
+    A device tells by a number; what is on it is moved only where that number differs.
+    """
+    own = own.to(after.dtype)
+    if own.device == after.device or own.shape != after.shape or own.layout != torch.strided:
+        return same_tensor(own.cpu(), after)
+    return int(fingerprint([own])) == int(fingerprint([after])) or same_tensor(own.cpu(), after)
 
 
 def is_much(module: nn.Module) -> bool:

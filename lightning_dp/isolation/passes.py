@@ -10,16 +10,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
-import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode, _get_current_function_mode
 
-from lightning_dp._fingerprint import fingerprint
 from lightning_dp._generators import accelerator_kept
-from lightning_dp._held import same_tensor
-from lightning_dp._lazy_copies import is_one_memory
 from lightning_dp._module_state import ModuleState
 from lightning_dp._training_step import call_training_step
 from lightning_dp.gradients import (
@@ -32,24 +28,19 @@ from lightning_dp.gradients.module_hooks import ModuleHooks
 from lightning_dp.isolation.answers import Answer, Call, answer_about, watch_calls
 from lightning_dp.isolation.ignored import target_means
 from lightning_dp.isolation.kept_copy import KeptCopy, may_be_kept
-from lightning_dp.isolation.model_copies import ModelCopies, empty
+from lightning_dp.isolation.model_copies import ModelCopies, empty, may_be_written
 from lightning_dp.isolation.nesting import copied
 from lightning_dp.isolation.operations import OperationCounter
 from lightning_dp.isolation.overrides import backward_loss
 from lightning_dp.isolation.prepared import begin, is_half, loss_of, prepared, show_trainer
 from lightning_dp.isolation.randomness import SameFirstRows, random_state, seed
-from lightning_dp.isolation.stand_in_optimizers import ByHand, PublicStep, Stills, give_optimizers
+from lightning_dp.isolation.stand_in_optimizers import ByHand, Stills, give_optimizers
 from lightning_dp.isolation.stand_ins import RUN, Now, StandInTrainer
 from lightning_dp.isolation.synthetic import NoHalfPrecision, ValidLabels
 
-__all__ = [
-    "Passes",
-    "same_elsewhere",
-]
-
+__all__ = ["Passes"]
 
 _FEW = 16  # records of passes that leave their copy to the next: an engine keeps memory by their number
-_FEW_BYTES = 16 << 20  # of buffers that are compared after each pass
 
 
 class Passes:
@@ -207,8 +198,8 @@ class Passes:
 
     def loss(self, batch: Any) -> None:
         """Run the forward pass only. Raises whatever the model raises."""
-        with self._copy() as module:
-            self._loss(module, batch)
+        with self.on_copy() as module:
+            self.forward(module, batch)
 
     def operations_of(self, batch: Any) -> float:
         """Run the forward pass only, and count its operations; those of the same batch once."""
@@ -221,30 +212,6 @@ class Passes:
                 self.loss(batch)
             self._counted = batch, float(counter.total)
         return self._counted[1]
-
-    def written_by(self, batch: Any) -> dict[str, Tensor]:
-        """Return the weights and buffers that a forward pass changes, as they are after it."""
-        own = dict(_state_of(self.module))
-        with self._copy() as module:
-            seed()
-            self._loss(module, batch)
-            return {
-                name: after.detach().clone()
-                for name, after in _state_of(module)
-                if name not in own or not same_elsewhere(own[name].detach(), after)
-            }
-
-    def changed_by(self, batch: Any) -> tuple[str, ...]:
-        """Name the buffers, attributes and variables that a forward pass changes."""
-        with self._copy() as module:
-            seed()
-            before = ModuleState.of(module)
-            try:
-                self._loss(module, batch)
-                found = before.differences(ModuleState.of(module))
-            finally:
-                before.restore()  # variables are not of the copy
-        return tuple(each.name for each in found if each.kind in ("buffer", "attribute"))
 
     def run(
         self,
@@ -294,7 +261,7 @@ class Passes:
         before, own_before = seed(seed_number), self._own_generators(module)
 
         def forward() -> Tensor:
-            loss = self._loss(module, batch)
+            loss = self.forward(module, batch)
             own_after = self._own_generators(module)
             has_drawn = before != random_state() or (
                 own_before is not None and own_after is not None and own_before.drew(own_after)
@@ -303,7 +270,7 @@ class Passes:
             weighs = [mean.has_class_weights for mean in means]
             ignores = [mean.ignored_alike(n) for mean in means]
             noticed.append((has_drawn, weighs, ignores))
-            written.append(self._may_have_written(module))
+            written.append(may_be_written(self.module, module))
             return loss
 
         with self.valid_labels():
@@ -321,17 +288,6 @@ class Passes:
             ignored=tuple(ignores),
             may_write=any(written),
         )
-
-    def _may_have_written(self, module: LightningModule) -> bool:
-        """Tell whether a forward pass may have changed weights or buffers, where that is seen at once."""
-        now, own = dict(_state_of(module)), dict(_state_of(self.module))
-        buffers = [name for name, _ in self.module.named_buffers()]
-        if now.keys() != own.keys() or sum(own[name].nbytes for name in buffers) > _FEW_BYTES:
-            return True
-        weights = own.keys() - set(buffers)
-        if not all(is_one_memory(own[name], now[name]) for name in weights):
-            return True
-        return not all(same_elsewhere(own[name].detach(), now[name]) for name in buffers)
 
     def attached(
         self,
@@ -352,15 +308,6 @@ class Passes:
             adds_up=adds_up,
         )
 
-    def public_steps(self, batch: Any) -> tuple[PublicStep, ...]:
-        """Return the steps that public optimizers make on a batch."""
-        with self._copy() as module, SameFirstRows():  # type: ignore[no-untyped-call]
-            seed()
-            by_hand = ByHand(module, self.stills_of(module))
-            with self.valid_labels():
-                call_training_step(module, copied(batch), self.now.batch_idx)
-            return tuple(by_hand.public_steps)
-
     def _own_generators(self, module: LightningModule) -> ModuleState | None:
         """Return the state of a copy, if the model keeps random generators."""
         if self._outside is None or not self._outside.has_generators:
@@ -368,7 +315,8 @@ class Passes:
         return ModuleState.of(module, copies=False)
 
     @contextlib.contextmanager
-    def _copy(self) -> Iterator[LightningModule]:
+    def on_copy(self) -> Iterator[LightningModule]:
+        """Enter with a new copy of the model, which is empty afterwards."""
         module = self._dressed(prepared(self._copies.make()))
         try:
             if self.now.is_pretended:
@@ -396,7 +344,7 @@ class Passes:
         adds_up = self.choice.description not in self._added_up
         if adds_up or is_own or self.now.is_pretended or not self._keeps_copies:
             self._kept.drop()
-            with self._copy() as module, self._engine_on(module, adds_up=adds_up) as passes:
+            with self.on_copy() as module, self._engine_on(module, adds_up=adds_up) as passes:
                 yield module, passes
             return
         key = self.choice.description, self._checks_graph
@@ -431,25 +379,10 @@ class Passes:
         params = [own[name] for name in self.trained]
         return self.attached(module, params, loss_graph_check=self._checks_graph, adds_up=adds_up)
 
-    def _loss(self, module: LightningModule, batch: Any) -> Tensor:
+    def forward(self, module: LightningModule, batch: Any) -> Tensor:
+        """Run the forward pass of a copy; return its loss."""
         is_automatic = module.automatic_optimization
         by_hand = None if is_automatic else ByHand(module, self.stills_of(module))
         with self.valid_labels():
             output = call_training_step(module, copied(batch), self.now.batch_idx)
         return backward_loss(module, loss_of(output, by_hand))
-
-
-def same_elsewhere(own: Tensor, after: Tensor) -> bool:
-    """Tell the same of a model's tensor and its copy's on the host, also of another precision.
-
-    A device tells by a number; what is on it is moved only where that number differs.
-    """
-    own = own.to(after.dtype)
-    if own.device == after.device or own.shape != after.shape or own.layout != torch.strided:
-        return same_tensor(own.cpu(), after)
-    return int(fingerprint([own])) == int(fingerprint([after])) or same_tensor(own.cpu(), after)
-
-
-def _state_of(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    yield from module.named_parameters()
-    yield from module.named_buffers()

@@ -8,9 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_dp._training_step import call_training_step
+from lightning_dp.isolation.nesting import copied
 from lightning_dp.isolation.outcome import ISOLATED, Isolation
 from lightning_dp.isolation.passes import Passes
-from lightning_dp.isolation.stand_in_optimizers import PublicStep
+from lightning_dp.isolation.randomness import SameFirstRows, seed
+from lightning_dp.isolation.stand_in_optimizers import ByHand, PublicStep
 from lightning_dp.isolation.stand_ins import Now
 from lightning_dp.isolation.synthetic import leaves_of, replace_leaf, take_rows
 
@@ -81,12 +84,22 @@ def compare_public_steps(passes: Passes, pool: Any, n: int) -> Isolation:
 def _compared(passes: Passes, pool: Any, n: int) -> tuple[Isolation, bool]:
     """Return what one moment shows, and whether there is any public step."""
     (_, batch), *others = _exchanged(pool, n, is_count_public=passes.is_count_public)
-    first = passes.public_steps(batch)
+    first = _steps(passes, batch)
     for text, other in others:
-        reason = _difference(passes, first, passes.public_steps(other), text)
+        reason = _difference(passes, first, _steps(passes, other), text)
         if reason is not None:
             return Isolation("kept", reason), True
     return ISOLATED, bool(first)
+
+
+def _steps(passes: Passes, batch: Any) -> tuple[PublicStep, ...]:
+    """Return the steps that public optimizers make on a batch."""
+    with passes.on_copy() as module, SameFirstRows():  # type: ignore[no-untyped-call]
+        seed()
+        by_hand = ByHand(module, passes.stills_of(module))
+        with passes.valid_labels():
+            call_training_step(module, copied(batch), passes.now.batch_idx)
+        return tuple(by_hand.public_steps)
 
 
 def _exchanged(pool: Any, n: int, *, is_count_public: bool) -> Iterator[tuple[str, Any]]:

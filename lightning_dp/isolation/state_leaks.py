@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
+from torch import Tensor
+
 from lightning_dp._held import same_tensor
 from lightning_dp.isolation.comparison import Batch, Comparisons
+from lightning_dp.isolation.model_copies import same_elsewhere, state_of
 from lightning_dp.isolation.outcome import ISOLATED, Isolation
 from lightning_dp.isolation.passes import Passes
+from lightning_dp.isolation.randomness import seed
 from lightning_dp.isolation.synthetic import take_rows
 
 __all__ = ["probe_state"]
@@ -47,10 +51,10 @@ def _tensors_that_keep_records(passes: Passes, pool: Any, n: int) -> tuple[str, 
     Args:
         pool: with at least 2n records.
     """
-    first, second = (passes.written_by(take_rows(pool, range(i, i + n))) for i in (0, n))
+    first, second = (_written(passes, take_rows(pool, range(i, i + n))) for i in (0, n))
     if not first and not second:
         return ()
-    others = (passes.written_by(take_rows(pool, [row] * n)) for row in range(n))
+    others = (_written(passes, take_rows(pool, [row] * n)) for row in range(n))
     found: set[str] = set()
     for other in (second, *others):
         in_one_only = first.keys() ^ other.keys()
@@ -59,3 +63,16 @@ def _tensors_that_keep_records(passes: Passes, pool: Any, n: int) -> tuple[str, 
             name for name in in_both if not same_tensor(first[name], other[name])
         }
     return tuple(sorted(found))
+
+
+def _written(passes: Passes, batch: Any) -> dict[str, Tensor]:
+    """Return the weights and buffers that a forward pass changes, as they are after it."""
+    own = dict(state_of(passes.module))
+    with passes.on_copy() as module:
+        seed()
+        passes.forward(module, batch)
+        return {
+            name: after.detach().clone()
+            for name, after in state_of(module)
+            if name not in own or not same_elsewhere(own[name].detach(), after)
+        }

@@ -18,8 +18,9 @@ from lightning_dp._held import same_tensor
 from lightning_dp._user_code import is_library
 from lightning_dp.isolation.answers import Answer
 from lightning_dp.isolation.coupling import CURES, moved, reordered
+from lightning_dp.isolation.model_copies import same_elsewhere
 from lightning_dp.isolation.outcome import ISOLATED, Isolation, first_failure
-from lightning_dp.isolation.passes import Passes, same_elsewhere
+from lightning_dp.isolation.passes import Passes
 from lightning_dp.isolation.prepared import NoLoss
 from lightning_dp.isolation.rehearsal import Rehearsal, rehearsal
 from lightning_dp.isolation.stand_ins import StandInTrainer

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+from lightning_dp._module_state import ModuleState
 from lightning_dp.gradients.compiled import as_written
 from lightning_dp.isolation.passes import Passes
 from lightning_dp.isolation.pools import pool_that_runs
+from lightning_dp.isolation.randomness import seed
 from lightning_dp.isolation.synthetic import ValidLabels, take_rows
 
 __all__ = ["UNDONE", "changed_by_a_record"]
@@ -29,6 +31,19 @@ def changed_by_a_record(passes: Passes, like: Any) -> tuple[str, ...]:
     """
     with passes.quietly(), ValidLabels():
         try:
-            return passes.changed_by(take_rows(pool_that_runs(passes, like), [0]))
+            return _changed(passes, take_rows(pool_that_runs(passes, like), [0]))
         except Exception:  # of the model's own
             return ()
+
+
+def _changed(passes: Passes, batch: Any) -> tuple[str, ...]:
+    """Name the buffers, attributes and variables that a forward pass changes."""
+    with passes.on_copy() as module:
+        seed()
+        before = ModuleState.of(module)
+        try:
+            passes.forward(module, batch)
+            found = before.differences(ModuleState.of(module))
+        finally:
+            before.restore()  # variables are not of the copy
+    return tuple(each.name for each in found if each.kind in ("buffer", "attribute"))
