@@ -30,6 +30,7 @@ from lightning_dp.gradients.row_owners import folding_in_force
 from lightning_dp.gradients.rules import Rule, is_by_position
 from lightning_dp.gradients.saved_inputs import SavedInputs
 from lightning_dp.gradients.sharded import WholeParameters, refuse_other_shards
+from lightning_dp.gradients.tensor_roles import TensorRoles
 from lightning_dp.gradients.tracing import FunctionTracer
 from lightning_dp.gradients.unsupported import refuse_special, refuse_without_records
 
@@ -86,7 +87,7 @@ class Recorder:
         self.whole = WholeParameters(module)
         """The parameters that stand in the places of sharded ones."""
         trained = {self._names[id(param)]: param for param in params}
-        self._tracer = FunctionTracer(trained, module, self.whole) if traces else None
+        self._tracer = FunctionTracer(TensorRoles(trained, module, self.whole)) if traces else None
         self._layers = CoveredLayers(module, params, rules, self.whole, traces=traces)
         self._opacus_layers = OpacusLayers(module)
         self._hooks = ModuleHooks()

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten, tree_map
@@ -21,7 +21,6 @@ from lightning_dp.gradients.graph import in_order
 from lightning_dp.gradients.hessian import split
 from lightning_dp.gradients.layouts import Layout, layouts_after, name_of_function
 from lightning_dp.gradients.parts import Part
-from lightning_dp.gradients.sharded import WholeParameters
 from lightning_dp.gradients.surroundings import Surroundings
 from lightning_dp.gradients.tensor_roles import TensorRoles, tensors_in
 
@@ -57,8 +56,11 @@ _QUESTIONS = {
 
 @dataclass(frozen=True)
 class _Before:
-    """The state before a call: afterwards a function in place has changed it."""
+    """A call, and the state before it: afterwards a function in place has changed it."""
 
+    func: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
     tensors: list[Tensor]
     parts: list[Part | None]
     layouts: list[tuple[Tensor, Layout]]
@@ -77,17 +79,12 @@ class FunctionTracer(TorchFunctionMode):
     parameter a gradient per record.
 
     Args:
-        params: the trained parameters, by name.
-        module: the whole model, which holds constants.
-        whole: knows which parameters stand for shards.
+        roles: knows what each tensor is.
     """
 
-    def __init__(
-        self, params: Mapping[str, nn.Parameter], module: nn.Module, whole: WholeParameters
-    ) -> None:
+    def __init__(self, roles: TensorRoles) -> None:
         super().__init__()
-        self.roles = TensorRoles(params, module, whole)
-        """What each tensor is."""
+        self.roles = roles
         self.clear()
 
     def clear(self) -> None:
@@ -133,14 +130,14 @@ class FunctionTracer(TorchFunctionMode):
             return result
         before = None
         with self._noting_problems(func):
-            before = self._before(tensors, target)
+            before = self._before(func, args, kwargs, tensors, target)
         result = func(*args, **kwargs)
         if before is not None and before.sources:
             result = _apart(result, before.sources)
         outputs = [target] if target is not None else list(tensors_in(result))
         if outputs and before is not None:
             with self._noting_problems(func):
-                self._after(func, args, kwargs, before, outputs)
+                self._after(before, outputs)
         return result
 
     @contextmanager
@@ -159,7 +156,14 @@ class FunctionTracer(TorchFunctionMode):
                 topic="unsupported-layer",
             )
 
-    def _before(self, tensors: list[Tensor], target: Tensor | None) -> _Before:
+    def _before(
+        self,
+        func: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        tensors: list[Tensor],
+        target: Tensor | None,
+    ) -> _Before:
         if target is not None:
             for call in self._holders.pop(_storage_of(target), ()):
                 call.keep_own(_storage_of(target))
@@ -171,6 +175,9 @@ class FunctionTracer(TorchFunctionMode):
         ]
         is_meeting = torch.is_grad_enabled() and any(known) and any(parts)
         return _Before(
+            func,
+            args,
+            kwargs,
             tensors,
             parts,
             layouts,
@@ -181,18 +188,11 @@ class FunctionTracer(TorchFunctionMode):
             generator_state(tensors[0].device) if is_meeting else None,
         )
 
-    def _after(
-        self,
-        func: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: Mapping[str, Any],
-        before: _Before,
-        outputs: list[Tensor],
-    ) -> None:
+    def _after(self, before: _Before, outputs: list[Tensor]) -> None:
         if not before.has_records:
-            self.roles.add_without_records(func, before.tensors, before.parts, outputs)
+            self.roles.add_without_records(before.func, before.tensors, before.parts, outputs)
             return
-        layouts = self._layouts_after(func, args, kwargs, before, outputs)
+        layouts = self._layouts_after(before, outputs)
         self.roles.add_records(outputs, layouts)
         is_differentiable = any(each.requires_grad for each in outputs)
         if not is_differentiable or not torch.is_grad_enabled():
@@ -200,7 +200,7 @@ class FunctionTracer(TorchFunctionMode):
         is_meeting = any(before.parts)
         is_total = len(outputs) == 1 and layouts[0] is None and before.target is None
         if is_meeting or is_total:
-            call = self._call(func, args, kwargs, before, outputs, layouts)
+            call = self._call(before, outputs, layouts)
             if is_total:
                 self._totals[outputs[0]] = call
             if is_meeting:
@@ -212,34 +212,23 @@ class FunctionTracer(TorchFunctionMode):
             self._holders.setdefault(_storage_of(tensor), []).append(call)
         self.roles.add_recorded([edge.node for edge in call.edges if edge is not None])
 
-    def _layouts_after(
-        self,
-        func: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: Mapping[str, Any],
-        before: _Before,
-        outputs: list[Tensor],
-    ) -> list[Layout | None]:
+    def _layouts_after(self, before: _Before, outputs: list[Tensor]) -> list[Layout | None]:
         if not before.layouts:
             return [None] * len(outputs)
         if before.target is not None:
             known = self.roles.layout_of(before.target)
             layout = Layout() if known is None else known
             return [layout if layout.fits(before.target, self.roles.n) else None]
-        return layouts_after(func, args, kwargs, before.layouts, outputs, self.roles.n)
+        return layouts_after(
+            before.func, before.args, before.kwargs, before.layouts, outputs, self.roles.n
+        )
 
     def _call(
-        self,
-        func: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: Mapping[str, Any],
-        before: _Before,
-        outputs: list[Tensor],
-        layouts: list[Layout | None],
+        self, before: _Before, outputs: list[Tensor], layouts: list[Layout | None]
     ) -> FunctionCall:
         """Return what is needed to run the call again for each record."""
         edges = [get_gradient_edge(each) if each.requires_grad else None for each in outputs]
-        leaves, spec = tree_flatten((args, dict(kwargs)))
+        leaves, spec = tree_flatten((before.args, dict(before.kwargs)))
         parts = {id(each): part for each, part in zip(before.tensors, before.parts, strict=True)}
         given = [
             self._given(place, each, parts.get(id(each)), before)
@@ -249,7 +238,7 @@ class FunctionTracer(TorchFunctionMode):
         sources = dict(zip(map(id, before.tensors), before.sources, strict=False))
         of_parts = {sources[key] for key, part in parts.items() if part is not None}
         return FunctionCall(
-            func,
+            before.func,
             [None if isinstance(each, Tensor) else each for each in leaves],
             spec,
             given,
