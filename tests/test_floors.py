@@ -46,6 +46,7 @@ FLOORS = (
     ("mechanism",),
     ("run",),
     ("_held", "_user_code"),
+    ("_kept",),
     ("_module_state",),
     ("_training_step",),
     ("gradients",),
@@ -178,7 +179,7 @@ def test_no_file_imports_itself_through_others():
         ("torch", (*set(FLOOR_OF) - NUMPY_ONLY, "accounting.journals")),  # it reads a checkpoint
         (
             "lightning",
-            (*LIGHTNING, "federated.local", "_checks", "_fix", "_training_step", "_module_state"),
+            (*LIGHTNING, "federated.local", "_checks", "_fix", "_training_step", "_kept"),
         ),
         ("flwr", ("federated.flower", "testing")),
         ("pytorch_lightning", ()),
