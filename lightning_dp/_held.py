@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import enum
-import random
 from abc import ABC, abstractmethod
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from itertools import islice
-from typing import Any, ClassVar, Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from lightning_dp._lazy_copies import is_one_memory, lazily_copied
+from lightning_dp._own_generators import as_text, put_back, seed_own, state_of
 
 __all__ = [
     "Budget",
@@ -151,54 +151,20 @@ class HeldArray(Held):
 class HeldRandom(Held):
     """The state of a random generator that the module keeps."""
 
-    KINDS: ClassVar[tuple[type, ...]] = (
-        torch.Generator,
-        np.random.Generator,
-        np.random.RandomState,
-        random.Random,
-    )
-
     def __init__(self, owner: Any) -> None:
         super().__init__(owner, "random")
-        self._state = _random_state(owner)
-        self._digest = _as_text(self._state)
+        self._state = state_of(owner)
+        self._digest = as_text(self._state)
 
     def put_back(self) -> None:
-        owner = self.owner
-        if isinstance(owner, np.random.Generator):
-            owner.bit_generator.state = self._state
-        elif isinstance(owner, random.Random):
-            owner.setstate(self._state)
-        else:
-            owner.set_state(self._state)
+        put_back(self.owner, self._state)
 
     def reseed(self) -> None:
         """Begin with a new seed, from torch's global generator."""
-        seed = int(torch.randint(2**32, ()))
-        owner = self.owner
-        if isinstance(owner, np.random.Generator):
-            owner.bit_generator.state = type(owner.bit_generator)(seed).state
-        elif isinstance(owner, torch.Generator):
-            owner.manual_seed(seed)
-        else:
-            owner.seed(seed)
+        seed_own(self.owner, int(torch.randint(2**32, ())))
 
     def differs(self, other: Any) -> bool:
         return bool(self._digest != other._digest)
-
-
-def _random_state(owner: Any) -> Any:
-    if isinstance(owner, np.random.Generator):
-        return owner.bit_generator.state
-    return owner.getstate() if isinstance(owner, random.Random) else owner.get_state()
-
-
-def _as_text(state: Any) -> str:
-    if isinstance(state, Tensor):
-        return state.cpu().numpy().tobytes().hex()
-    if isinstance(state, tuple):
-        return " ".join(map(_as_text, state))
-    return state.tobytes().hex() if isinstance(state, np.ndarray) else str(state)
 
 
 class HeldItems(Held):

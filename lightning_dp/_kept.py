@@ -28,6 +28,7 @@ from lightning_dp._held import (
     Kind,
     Names,
 )
+from lightning_dp._own_generators import OWN_GENERATORS
 from lightning_dp._user_code import Variables, is_library, own_functions, plain_function
 
 __all__ = ["Walk"]
@@ -113,7 +114,7 @@ class Walk:
             return HeldTensor(thing, kind, self._budget, self._copies or kind != "buffer")
         if isinstance(thing, np.ndarray):
             return HeldArray(thing, kind, self._budget)
-        if isinstance(thing, HeldRandom.KINDS):
+        if isinstance(thing, OWN_GENERATORS):
             return HeldRandom(thing)
         if isinstance(thing, list | tuple | deque):
             return HeldItems(thing, kind)

@@ -32,6 +32,7 @@ FLOORS = (
         "_noise",
         "_fingerprint",
         "_generators",
+        "_own_generators",
         "_lazy_copies",
         "_norms",
         "sparsify",

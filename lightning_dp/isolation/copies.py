@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 from lightning_dp._generators import accelerator_kept
+from lightning_dp._own_generators import OWN_GENERATORS, as_text, seed_own, state_of
 
 __all__ = ["Copies", "ReadsDataset", "quiet", "random_state", "seeded"]
 
@@ -27,7 +28,6 @@ _LARGE, _LONG = 100_000, 1000  # bytes of data, things in a list: of more, it ho
 _MOST = 2**20  # bytes of a copy
 _DEPTH = 6  # of objects inside objects that are looked into for a generator
 
-_GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
 _SHARED = (
     type,
     types.ModuleType,
@@ -207,29 +207,21 @@ def seeded(seed: int, *owners: Any) -> Iterator[None]:
     torch.default_generator.manual_seed(seed)
     for owner in owners:
         for generator in _generators(owner, _DEPTH):
-            _seed(generator, seed)
+            seed_own(generator, seed)
     yield
 
 
 def random_state(owner: Any) -> tuple[Any, ...]:
     """Return the global random states of the CPU, and those of an object's generators, to compare."""
     numpy: Any = np.random.get_state()
-    own = [_state_of(generator) for generator in _generators(owner, _DEPTH)]
+    own = [as_text(state_of(generator)) for generator in _generators(owner, _DEPTH)]
     state = random.getstate(), numpy[1].tobytes(), numpy[2], torch.get_rng_state().numpy().tobytes()
     return (*state, *own)
 
 
-def _state_of(generator: Any) -> object:
-    if isinstance(generator, torch.Generator):
-        return generator.get_state().cpu().numpy().tobytes()
-    if isinstance(generator, np.random.Generator):
-        return repr(generator.bit_generator.state)
-    return repr(generator.get_state() if hasattr(generator, "get_state") else generator.getstate())
-
-
 def _generators(owner: Any, depth: int) -> Iterator[Any]:
     """Find generators in an object's attributes, and in what those hold."""
-    if isinstance(owner, _GENERATORS):
+    if isinstance(owner, OWN_GENERATORS):
         yield owner
     elif depth:
         for part in _held(owner):
@@ -249,12 +241,3 @@ def _held(owner: Any) -> list[Any]:
     if isinstance(owner, Tensor | np.ndarray | types.ModuleType | type | Trainer):
         return []
     return list(vars(owner).values()) if hasattr(owner, "__dict__") else []
-
-
-def _seed(generator: Any, seed: int) -> None:
-    if isinstance(generator, torch.Generator):
-        generator.manual_seed(seed)
-    elif isinstance(generator, np.random.Generator):
-        generator.bit_generator.state = type(generator.bit_generator)(seed).state
-    else:
-        generator.seed(seed)

@@ -4,18 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import io
-import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode, _get_current_function_mode
 
-from lightning_dp._generators import accelerator_kept
 from lightning_dp._module_state import ModuleState
 from lightning_dp._training_step import call_training_step
 from lightning_dp.gradients import (
@@ -26,6 +22,7 @@ from lightning_dp.gradients import (
 )
 from lightning_dp.gradients.module_hooks import ModuleHooks
 from lightning_dp.isolation.answers import Answer, Call, answer_about, watch_calls
+from lightning_dp.isolation.copies import quiet
 from lightning_dp.isolation.ignored import target_means
 from lightning_dp.isolation.kept_copy import KeptCopy, may_be_kept
 from lightning_dp.isolation.model_copies import ModelCopies, empty, may_be_written
@@ -116,13 +113,7 @@ class Passes:
 
         What is inside must catch its exceptions, or they keep the random states as they are.
         """
-        with (
-            isolate_rng(),
-            accelerator_kept(),
-            warnings.catch_warnings(),
-            contextlib.redirect_stdout(io.StringIO()),
-        ):
-            warnings.simplefilter("ignore")
+        with quiet():
             self._outside = ModuleState.of(self.module, self.callbacks)
             try:
                 yield
