@@ -11,7 +11,7 @@ from scipy import integrate
 from scipy.stats import norm
 
 from lightning_dp.accounting import Gaussian, PoissonGaussian, StreamingRDPAccountant
-from lightning_dp.accounting.rdp import renyi_divergence, total_divergence
+from lightning_dp.accounting.renyi import renyi_divergence, total_divergence
 from lightning_dp.accounting.steps import Steps
 
 
