@@ -26,6 +26,7 @@ FLOORS = (
     ("_refusals",),
     ("_validate", "_warnings", "_lazy", "help"),
     ("_files", "_described", "_precision", "_shards", "about"),
+    ("_smoothing",),
     (
         "functional",
         "_world",
