@@ -5,8 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import secrets
-from dataclasses import asdict, dataclass, fields
-from functools import cached_property
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +14,6 @@ from numpy.typing import NDArray
 
 from lightning_dp._described import check_same, refuse_unknown
 from lightning_dp._files import local_folder
-from lightning_dp._noise import NoiseSource
 from lightning_dp._refusals import RefusedRun, RefusedSetting
 from lightning_dp._world import World
 from lightning_dp.accounting.base import CachedAccountant
@@ -24,9 +22,10 @@ from lightning_dp.accounting.ledger import Ledger
 from lightning_dp.accounting.pld import accountant_for, epsilon_curve
 from lightning_dp.config import PrivacyConfig
 from lightning_dp.mechanism import Mechanism
-from lightning_dp.noise_plan import Budget, NoisePlan, costliest_events
+from lightning_dp.noise_plan import Budget, NoisePlan
+from lightning_dp.planned_fit import PlannedFit
 from lightning_dp.sampling import BatchPlan
-from lightning_dp.signal import Signal, SignalTracker
+from lightning_dp.signal import Signal
 
 if TYPE_CHECKING:
     from lightning_dp.advice import Setting
@@ -35,38 +34,6 @@ __all__ = ["PrivateRun"]
 
 
 _VERSION = 3  # of the privacy record in checkpoints
-_COUNT_WEIGHT = 0.1  # κ: noise is 0.5 % longer with a count, whose own is 5 z/B of the share a step
-
-
-@dataclass
-class _Fit:
-    """A plan that was declared, and the mechanism that makes its steps.
-
-    Args:
-        mechanism: makes the steps.
-        end: the mechanism's step at which the plan ends; may be infinite.
-        affordable_end: the one at which the budget does.
-        is_under_way: the journal is open, and steps are made.
-    """
-
-    mechanism: Mechanism
-    end: float
-    affordable_end: float
-    is_under_way: bool = True
-
-    @property
-    def remaining(self) -> float:
-        """Steps of the plan that are left and that the budget affords."""
-        left = max(0, min(self.end, self.affordable_end) - self.mechanism.step)
-        return min(left, self.mechanism.guard.remaining)
-
-    @cached_property
-    def costliest(self) -> dict[str, Any] | None:
-        """The most that a step costs, for a lost journal; None for noise chosen at run time."""
-        plan = self.mechanism.plan
-        if plan.shape.chosen == "at run time":
-            return None
-        return costliest_events(plan, self.mechanism.step, self.end)
 
 
 class PrivateRun:
@@ -101,7 +68,7 @@ class PrivateRun:
         self.started: str | None = None  # the first charge of the checkpoint that was resumed
         self.spot_checks = 0  # steps with one, in all fits of this object
         self.is_seeded = config.seed is not None  # for good: also a run resumed without the seed
-        self._fit: _Fit | None = None  # the latest one; None before the first
+        self._fit: PlannedFit | None = None  # the latest one; None before the first
         self._resumed: dict[str, Any] | None = None  # a checkpoint's record, until a fit begins
         self._accountant = CachedAccountant(config.accountant)  # asked for the present ε by many
 
@@ -307,42 +274,24 @@ class PrivateRun:
         self._fit = self._planned_fit(planned_steps, world, steps_before)
         self._resumed, self.stop_reason = None, None
 
-    def _planned_fit(self, planned_steps: float, world: World, steps_before: int) -> _Fit:
-        """Find noise and budget of the steps to come, and make the mechanism that makes them."""
-        budget = self._budget(self.ledger.history())
+    def _planned_fit(self, planned_steps: float, world: World, steps_before: int) -> PlannedFit:
+        """Find the noise and the budget of the steps to come."""
+        budget, resumed = self._budget(self.ledger.history()), self._resumed
         state = self._state_to_continue(steps_before)
-        step = 0 if state is None else int(state["step"])
-        scale = (
-            budget.scale(planned_steps, step, self.epsilon)
-            if self._resumed is None
-            else float(self._resumed["noise_scale"])
+        if resumed is None:
+            step = 0 if state is None else int(state["step"])
+            scale = budget.scale(planned_steps, step, self.epsilon)
+        else:
+            scale = float(resumed["noise_scale"])
+        return PlannedFit.declare(
+            budget,
+            self.ledger,
+            world,
+            planned_steps,
+            scale=scale,
+            is_calibrated=resumed is None and self.config.noise_multiplier is None,
+            state=state,
         )
-        plan = budget.plan(world.broadcast(scale))
-        is_calibrated = self._resumed is None and self.config.noise_multiplier is None
-        affordable = world.broadcast(
-            budget.affordable(plan, step, planned_steps, is_calibrated=is_calibrated)
-        )
-        mechanism = Mechanism(
-            plan=plan,
-            postprocessing=tuple(self.config.postprocessing),
-            ledger=self.ledger,
-            guard=budget.guard(plan, step, planned_steps, affordable),
-            num_records=budget.batches.num_records,
-            noise=NoiseSource(self.config.seed, world.rank),
-            world=world,
-            signal=self._tracker(),
-            count_weight=_COUNT_WEIGHT if self.config.count_clipped else 0.0,
-            spares_memory=self.config.engine == "ghost",
-        )
-        if state is not None:
-            mechanism.load_state_dict(state)
-        return _Fit(mechanism, step + planned_steps, step + affordable)
-
-    def _tracker(self) -> SignalTracker | None:
-        """Return what follows the releases, where they are gradients and advice is wanted."""
-        estimator = self.config.resolved_estimator()
-        wanted = self.config.advice or self.config.count_clipped
-        return SignalTracker() if wanted and estimator.traits.estimates_gradient else None
 
     def replan(self, world: World) -> bool:
         """Recompute how much of the plan the budget affords, after a charge was spent on nothing.
@@ -352,14 +301,7 @@ class PrivateRun:
         fit = self._fit
         if fit is None or fit.mechanism.plan.is_constant:
             return False
-        mechanism = fit.mechanism
-        affordable = world.broadcast(
-            self._budget(self.ledger.history()).affordable(
-                mechanism.plan, mechanism.step, fit.end - mechanism.step
-            )
-        )
-        fit.affordable_end = mechanism.step + affordable
-        mechanism.guard = mechanism.guard.replanned(affordable)
+        fit.replan(self._budget(self.ledger.history()), world)
         return True
 
     def _budget(self, spent: History) -> Budget:

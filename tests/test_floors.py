@@ -46,6 +46,7 @@ FLOORS = (
     ("config",),
     ("noise_plan",),
     ("mechanism",),
+    ("planned_fit",),
     ("run",),
     ("_held", "_user_code"),
     ("_kept",),
