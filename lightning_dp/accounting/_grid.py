@@ -238,9 +238,8 @@ def plan_grid(
     log_tail = _tail(-30.0 if target.log_delta is None else target.log_delta, log_steps)
     least = least if target.epsilon is None else 0.0
     limit, h = math.inf, 0.0
-    while (
-        True
-    ):  # grid, moments, best tilt and epsilon depend on each other: refine until they agree
+    # Grid, moments, best tilt and epsilon depend on each other: refine until they agree.
+    while True:
         reach = max(sum(node.support(log_tail, relation)) for node in mixture.nodes)
         h = h if h > 0 else min(_snap(reach / 512), coarsest, 1.0)
         plan = GridPlan(Grid(h, 0.0, (0.0, 0.0), _POSITIVE), log_tail, limit, math.inf, reach)

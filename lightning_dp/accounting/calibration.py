@@ -90,21 +90,7 @@ def calibrate(
     epsilon, delta = _check_budget(epsilon, delta, relation)
     _check_that_delta_is_small(delta, shapes)
     judge = PLDAccountant() if accountant is None else accountant
-    already = judge.epsilon(spent, delta, relation)
-    if not already < epsilon * (1 - _TOLERANCE):
-        raise RefusedSetting(
-            f"spent already costs epsilon {epsilon_text(already, 6)} of the budget {epsilon:.6g} at "
-            f"delta {delta:.3g}: nothing is left for further steps. Raise epsilon.",
-            topic="budget-exhausted",
-        )
-
-    before = CheckedHistory.of(spent)
-    if not Declared.of(before.external, relation).left_of(delta) > 0:
-        raise RefusedSetting(
-            f"spent has releases whose own delta takes all of delta={delta:g}: nothing is left for "
-            "further steps. Raise delta.",
-            topic="budget-exhausted",
-        )
+    before = _checked(spent, judge, epsilon, delta, relation)
 
     @cache
     def cost(scale: float) -> float:
@@ -120,6 +106,27 @@ def calibrate(
             topic="budget-exhausted",
         )
     return scale
+
+
+def _checked(
+    spent: History, judge: AbstractAccountant, epsilon: float, delta: float, relation: Relation
+) -> CheckedHistory:
+    """Return what ran before, merged; refuse it if it leaves nothing of the budget."""
+    already = judge.epsilon(spent, delta, relation)
+    if not already < epsilon * (1 - _TOLERANCE):
+        raise RefusedSetting(
+            f"spent already costs epsilon {epsilon_text(already, 6)} of the budget {epsilon:.6g} at "
+            f"delta {delta:.3g}: nothing is left for further steps. Raise epsilon.",
+            topic="budget-exhausted",
+        )
+    before = CheckedHistory.of(spent)
+    if not Declared.of(before.external, relation).left_of(delta) > 0:
+        raise RefusedSetting(
+            f"spent has releases whose own delta takes all of delta={delta:g}: nothing is left for "
+            "further steps. Raise delta.",
+            topic="budget-exhausted",
+        )
+    return before
 
 
 def calibrate_history(

@@ -239,24 +239,8 @@ def _judge(
 ) -> AuditReport:
     seen, included = np.array(canaries.seen), canaries.included
     ratios = np.array([log_ratio(y, z, q) for y, (z, q) in zip(seen, pairs, strict=True)])
-    linear = np.array([1 / z**2 for z, _ in pairs])  # the weight of a step
-    half = 0.5 * sum(q / z**2 for z, q in pairs)
     failure = (1 - confidence) / 2  # one half for each kind of bound
-
-    usual = max(kinds, key=lambda kind: kind.count).sample_rate
-    alike = [kind for kind in kinds if kind.sample_rate == usual]
-    single = [t for t, (_, q) in enumerate(pairs) if q == usual]
-    margins = (seen[single] - 0.5) * linear[single, None]
-    at_steps = _errors(margins > step_threshold(alike), included)
-
-    # Each test refutes some amounts of noise, and the least of what is left holds. They share the
-    # probability of failure, so that all of them hold together (a union bound).
-    scale = _scale(least_misses_in_steps, (alike,), at_steps, failure / 3, _MOST_SCALE)
-    # Over the whole run, by the likelihood ratio under the claim, and by the sum with weights 1/z²,
-    # called in above half of what is expected there if the canary is in.
-    for called_in in (ratios.sum(0) > 0, linear @ seen > half):
-        errors = _errors(called_in[None, :], included)
-        scale = _scale(least_misses_in_run, (event, kinds), errors, failure / 3, scale)
+    scale = _noise_left(seen, ratios, included, kinds, pairs, event, failure / 3)
     white_box = math.inf if scale == 0 else 0.0
     if 0 < scale < _MOST_SCALE:
         white_box = PLDAccountant().epsilon(history(event, kinds, scale), delta)
@@ -272,6 +256,42 @@ def _judge(
         steps=len(seen),
         canaries=len(included),
     )
+
+
+def _noise_left(
+    seen: FloatArray,
+    ratios: FloatArray,
+    included: Any,
+    kinds: list[StepKind],
+    pairs: list[tuple[float, float]],
+    event: Callable[[float, float], AbstractEvent],
+    failure: float,
+) -> float:
+    """Return the most noise, as a share of the claim's, that no test refutes.
+
+    Args:
+        seen, ratios: of each canary at each step.
+        included: the canaries that took part.
+        kinds, pairs, event: the steps.
+        failure: the probability that one test is wrong.
+    """
+    linear = np.array([1 / z**2 for z, _ in pairs])  # the weight of a step
+    half = 0.5 * sum(q / z**2 for z, q in pairs)
+    usual = max(kinds, key=lambda kind: kind.count).sample_rate
+    alike = [kind for kind in kinds if kind.sample_rate == usual]
+    single = [t for t, (_, q) in enumerate(pairs) if q == usual]
+    margins = (seen[single] - 0.5) * linear[single, None]
+    at_steps = _errors(margins > step_threshold(alike), included)
+
+    # Each test refutes some amounts of noise, and the least of what is left holds. They share the
+    # probability of failure, so that all of them hold together (a union bound).
+    scale = _scale(least_misses_in_steps, (alike,), at_steps, failure, _MOST_SCALE)
+    # Over the whole run, by the likelihood ratio under the claim, and by the sum with weights 1/z²,
+    # called in above half of what is expected there if the canary is in.
+    for called_in in (ratios.sum(0) > 0, linear @ seen > half):
+        errors = _errors(called_in[None, :], included)
+        scale = _scale(least_misses_in_run, (event, kinds), errors, failure, scale)
+    return scale
 
 
 def _errors(called_in: np.ndarray[Any, np.dtype[np.bool_]], included: Any) -> Errors:

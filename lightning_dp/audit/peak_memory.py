@@ -227,11 +227,15 @@ def suggest_physical_batch(
         )
         if found.predicted <= there_is:
             return found
-    raise ValueError(
-        f"memory={_in_words(there_is)} is too little: batch_size=1 and "
-        f"accumulate_grad_batches={logical} need {_in_words(found.predicted)} with "
-        f"{found.chunk} records in a physical batch; {line}. Use a smaller model, an optimizer with "
-        "less state, or another device."
+    raise ValueError(_too_little(found))
+
+
+def _too_little(smallest: PhysicalBatch) -> str:
+    return (
+        f"memory={_in_words(smallest.memory)} is too little: batch_size=1 and "
+        f"accumulate_grad_batches={smallest.accumulate_grad_batches} need "
+        f"{_in_words(smallest.predicted)} with {smallest.chunk} records in a physical batch; "
+        f"{smallest.line}. Use a smaller model, an optimizer with less state, or another device."
     )
 
 

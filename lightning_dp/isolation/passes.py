@@ -247,8 +247,9 @@ class Passes:
     ) -> Answer:
         own = dict(module.named_parameters())
         params = [own[name] for name in self.trained]
-        noticed: list[tuple[bool, list[bool], list[int | None]]] = []  # before the graph is freed
-        written: list[bool] = []
+        noticed: list[
+            tuple[bool, list[bool], list[int | None], bool]
+        ] = []  # before the graph is freed
         before, own_before = seed(seed_number), self._own_generators(module)
 
         def forward() -> Tensor:
@@ -260,8 +261,7 @@ class Passes:
             means = target_means(loss)
             weighs = [mean.has_class_weights for mean in means]
             ignores = [mean.ignored_alike(n) for mean in means]
-            noticed.append((has_drawn, weighs, ignores))
-            written.append(may_be_written(self.module, module))
+            noticed.append((has_drawn, weighs, ignores, may_be_written(self.module, module)))
             return loss
 
         with self.valid_labels():
@@ -270,14 +270,14 @@ class Passes:
         if gradients is not None and gradients.count not in (0, n) and self.choice.can_fall:
             raise OtherRowsError
         answer = answer_about(gradients, params, n)
-        ((is_random, weighs, ignores),) = noticed
+        ((is_random, weighs, ignores, may_write),) = noticed
         return replace(
             answer,
             is_random=is_random,
             means=len(weighs),
             has_class_weights=any(weighs),
             ignored=tuple(ignores),
-            may_write=any(written),
+            may_write=may_write,
         )
 
     def attached(

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 
-from lightning.pytorch import LightningModule
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -18,8 +19,10 @@ from lightning_dp.config import PrivacyConfig
 from lightning_dp.gradients import EngineChoice, RecordPasses, Replay, UnsupportedModelError
 from lightning_dp.gradients.watched_model import WrapEngine
 from lightning_dp.isolation.stand_ins import NoCollectives, NotProbed
+from lightning_dp.run import PrivateRun
+from lightning_dp.strategies.optimizers import Optimizers
 
-__all__ = ["FitEngine", "chosen_engine"]
+__all__ = ["FitEngine", "engine_for"]
 
 _SEVERAL = (
     "The estimator may ask for more than each record's gradient at the present parameters, and of a pass "
@@ -34,7 +37,41 @@ _WAITS = (
 )
 
 
-def chosen_engine(config: PrivacyConfig, world: World, *, has_public: bool) -> EngineChoice:
+def engine_for(
+    run: PrivateRun,
+    trainer: Trainer,
+    world: World,
+    params: Sequence[nn.Parameter],
+    optimizers: Optimizers,
+    wrap: WrapEngine,
+) -> FitEngine:
+    """Attach the engine to the model, and tell the run which one it is.
+
+    Args:
+        run: says which engine is wanted.
+        trainer: its model is set up.
+        world: the processes of the job.
+        params: the trained parameters.
+        optimizers: which one is private.
+        wrap: puts something between the engine and the clipping.
+    """
+    public = optimizers.public_parameters
+    engine = FitEngine(
+        trainer.lightning_module,
+        params,
+        _chosen(run.config, world, has_public=bool(public)),
+        optimizer=optimizers.private,
+        public=public,
+        wrap=wrap,
+        loss_graph_check=run.config.loss_graph_check,
+    )
+    run.engine = engine.watched.description
+    if engine.watched.compiled_note is not None:
+        rank_zero_info(f"privacy: {engine.watched.compiled_note}.")
+    return engine
+
+
+def _chosen(config: PrivacyConfig, world: World, *, has_public: bool) -> EngineChoice:
     """Return the engines that can do what a run asks for, from the one that its name stands for on.
 
     Args:

@@ -8,7 +8,6 @@ from pathlib import Path
 
 from lightning.pytorch import Trainer
 from lightning.pytorch.plugins import Precision
-from lightning.pytorch.utilities import rank_zero_info
 
 from lightning_dp._world import World
 from lightning_dp.gradients.waiting import WaitingLosses
@@ -18,7 +17,7 @@ from lightning_dp.strategies.alone import RecordsAlone
 from lightning_dp.strategies.earlier_training import EarlierTraining
 from lightning_dp.strategies.early_end import Agreement
 from lightning_dp.strategies.edits import GradientEdits, watched
-from lightning_dp.strategies.engine import FitEngine, chosen_engine
+from lightning_dp.strategies.engine import engine_for
 from lightning_dp.strategies.monitors import Monitors
 from lightning_dp.strategies.optimizers import Optimizers
 from lightning_dp.strategies.probe import Probe
@@ -97,19 +96,9 @@ def begin_fit(
     module, strategy = trainer.lightning_module, trainer.strategy
     optimizer, public = optimizers.private, optimizers.public_parameters
     parameters = SameParameters(module, optimizer, public)
-    engine = FitEngine(
-        module,
-        parameters.trained,
-        chosen_engine(run.config, world, has_public=bool(public)),
-        optimizer=optimizer,
-        public=public,
-        wrap=wrap,
-        loss_graph_check=run.config.loss_graph_check,
-    )
+    engine = engine_for(run, trainer, world, parameters.trained, optimizers, wrap)
     step = PrivateStep(module, parameters, engine, strategy.root_device)
-    run.engine, run.optimizers = engine.watched.description, optimizers.description
-    if engine.watched.compiled_note is not None:
-        rank_zero_info(f"privacy: {engine.watched.compiled_note}.")
+    run.optimizers = optimizers.description
     edits = GradientEdits(trainer, step.params, is_declared=run.config.gradient_edits is not None)
     probe = Probe(module, step, run, world)
     return Fit(
