@@ -1,32 +1,22 @@
-"""Every public door refuses what only looks like a number, by the argument's name, before anything."""
+"""What takes numbers for a training, its plan, its accounting and its audit."""
 
 from __future__ import annotations
 
-import importlib
-import inspect
-import math
 import tempfile
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
-from decimal import Decimal
 from functools import wraps
 from typing import Any
 
-import numpy as np
-import pytest
 import torch
 from dynamic_noise_influence import quadratic_influence
 from lightning.pytorch import LightningModule
 
 from lightning_dp import (
     BatchPlan,
-    Constant,
     CubicNewton,
     Diff2,
     LaplacianSmoothing,
     MeanGradient,
     Momentum,
-    Poisson,
     PrivacyConfig,
     Term,
     fix,
@@ -57,32 +47,9 @@ from lightning_dp.audit.bounds import one_run_p_value
 from lightning_dp.boundary import Query
 from lightning_dp.callbacks import DifferentialPrivacy, LearningRateSweep
 from lightning_dp.estimators import Storm, Traits
-from lightning_dp.federated import (
-    AsyncClient,
-    AsyncPlan,
-    AsyncServer,
-    ClientPrivacy,
-    InverseRootSteps,
-    PolynomialSizes,
-)
-from lightning_dp.federated.asynchronous import Aggregator
-from lightning_dp.federated.bvr_l_sgd import BVRLSGD
-from lightning_dp.federated.cubic_newton import CubicNewtonClient, CubicNewtonPlan
-from lightning_dp.federated.query_client import QueryClient
-from lightning_dp.federated.sequences import (
-    ConstantSteps,
-    DelaySizes,
-    InverseSteps,
-    LogarithmicSizes,
-    PowerSizes,
-    delay_is_permissible,
-    rounds_for,
-)
-from lightning_dp.federated.spending import Spending
-from lightning_dp.federated.synchronous import SynchronousServer
+from lightning_dp.federated import InverseRootSteps
 from lightning_dp.functional import clip_factors, laplacian_smoothing
 from lightning_dp.metrics import PrivacyBudget
-from lightning_dp.noise_plan import NoisePlan
 from lightning_dp.plan import TrainingPlan, learning_rate, plan_training, suggest
 from lightning_dp.plotting import plot_schedule
 from lightning_dp.sampling.schemes import factorisations, largest_chunk
@@ -96,6 +63,7 @@ from lightning_dp.schedules import (
 )
 from lightning_dp.search import Search, Selection
 from lightning_dp.sparsify import random_k, shared_mask
+from tests.arguments.door import Door
 
 STEPS = [(Gaussian(3.0), 10)]
 
@@ -126,21 +94,6 @@ def batch_of_four() -> TrainingPlan:
 BUDGET = {"target_epsilon": 3.0, "target_delta": 1e-5}
 
 
-@dataclass(frozen=True)
-class Door:
-    """A public callable with good arguments, and which of them are numbers, whole ones and flags."""
-
-    call: Callable[..., Any]
-    good: dict[str, Any]
-    whole: tuple[str, ...] = ()
-    flags: tuple[str, ...] = ()
-    others: dict[str, Any] = field(default_factory=dict)  # good arguments that are no numbers
-
-    @property
-    def name(self) -> str:
-        return getattr(self.call, "__qualname__", "a door")
-
-
 CONFIGURATION = {
     "target_epsilon": 3.0,
     "target_delta": 1e-5,
@@ -167,7 +120,7 @@ class OneLayer(LightningModule):
         return self.layer(batch).square().mean()
 
 
-DOORS = [
+TRAINING = [
     Door(DifferentialPrivacy, CONFIGURATION, whole=("seed",), flags=FLAGS),
     Door(PrivacyConfig, CONFIGURATION, whole=("seed",), flags=FLAGS),
     Door(
@@ -329,138 +282,6 @@ DOORS = [
         whole=("keep", "seed", "round_"),
         others={"u": torch.ones(10)},
     ),
-]
-
-SIZES = PolynomialSizes(a=0, b=16)
-NOISE_PLAN = NoisePlan(1.0, Constant(), Poisson(), 0.5)
-
-
-ASYNC_PLAN = AsyncPlan(2, PolynomialSizes(a=0, b=4), ConstantSteps(0.1))
-
-
-class Ten:
-    """Ten records that nobody asks."""
-
-    num_records, unit, has_products = 10, "record", True
-
-
-DOORS += [
-    Door(
-        AsyncServer,
-        {"num_clients": 2},
-        whole=("num_clients",),
-        others={"run": "trial", "start": torch.zeros(1), "plan": ASYNC_PLAN},
-    ),
-    Door(
-        AsyncClient,
-        {"share": 1.0},
-        others={
-            "plan": ASYNC_PLAN,
-            "records": Ten(),
-            "ledger": object(),
-            "run": "trial",
-            "privacy": ClientPrivacy(1.0, 1.0, target_epsilon=3.0),
-        },
-    ),
-    Door(PolynomialSizes, {"a": 1.0, "b": 16.0, "c": 0.5, "first": 1}, whole=("first",)),
-    Door(LogarithmicSizes, {"a": 50.0, "b": 1.0, "first": 3}, whole=("first",)),
-    Door(
-        PowerSizes,
-        {"num_records": 1000, "rate": 0.1, "offset": 1.0, "power": 0.5},
-        whole=("num_records",),
-    ),
-    Door(
-        DelaySizes,
-        {"lag": 1, "offset": 5800.0, "exponent": 2.0, "least_delay": 0.0},
-        whole=("lag",),
-    ),
-    Door(ConstantSteps, {"eta0": 0.1}),
-    Door(InverseSteps, {"eta0": 0.1, "beta": 0.01}),
-    Door(rounds_for, {"gradients": 100.0}, others={"sizes": SIZES}),
-    Door(
-        delay_is_permissible,
-        {"lag": 1, "rounds": 3},
-        whole=("lag", "rounds"),
-        others={"sizes": SIZES, "delay": lambda x: x},
-    ),
-    Door(
-        AsyncPlan,
-        {"rounds": 3, "lag": 1, "keep": 2, "mask_seed": 1},
-        whole=("rounds", "lag", "keep", "mask_seed"),
-        others={"sizes": SIZES, "steps": ConstantSteps(0.1)},
-    ),
-    Door(
-        CubicNewtonPlan,
-        {"clients": 3, "rounds": 10, "step_scale": 1.0, "whole_steps": False},
-        whole=("clients", "rounds"),
-        flags=("whole_steps",),
-        others={"newton": CubicNewton(1.0, 0.0, inner_steps=2)},
-    ),
-    Door(
-        BVRLSGD,
-        {
-            "learning_rate": 0.1,
-            "local_steps": 2,
-            "diff_norm": 1.0,
-            "noise_multiplier": 1.0,
-            "sample_rate": 0.1,
-        },
-        whole=("local_steps",),
-    ),
-    Door(
-        ClientPrivacy,
-        {
-            "max_grad_norm": 1.0,
-            "noise_multiplier": 1.0,
-            "target_epsilon": 1.0,
-            "target_delta": 1e-5,
-            "seed": 3,
-        },
-        whole=("seed",),
-    ),
-    Door(
-        Spending,
-        {"rounds": 3, "target_epsilon": 1.0, "target_delta": 1e-5, "retain": 1},
-        whole=("rounds", "retain"),
-        others={"run": "trial", "events": lambda i: [Gaussian(3.0)]},
-    ),
-    Door(
-        SynchronousServer,
-        {"rounds": 3, "num_clients": 2, "num_records": 10, "learning_rate": 0.1, "seed": 3},
-        whole=("rounds", "num_clients", "num_records", "seed"),
-        others={"run": "trial", "plan": NOISE_PLAN, "start": torch.zeros(3)},
-    ),
-    Door(
-        QueryClient,
-        {
-            "rounds": 3,
-            "target_epsilon": 1.0,
-            "target_delta": 1e-5,
-            "client": 0,
-            "num_clients": 2,
-            "seed": 3,
-        },
-        whole=("rounds", "client", "num_clients", "seed"),
-        others={"run": "trial", "plan": NOISE_PLAN, "records": Ten(), "ledger": object()},
-    ),
-    Door(
-        CubicNewtonClient,
-        {
-            "noise_multiplier": 1.0,
-            "target_epsilon": 1.0,
-            "target_delta": 1e-5,
-            "sample_rate": 0.5,
-            "seed": 3,
-        },
-        whole=("seed",),
-        others={
-            "run": "trial",
-            "plan": CubicNewtonPlan(CubicNewton(1.0, 0.0, inner_steps=1), clients=2, rounds=3),
-            "client": 0,
-            "records": Ten(),
-            "ledger": object(),
-        },
-    ),
     Door(
         check_collate_fn,
         {"batch_size": 4},
@@ -536,91 +357,9 @@ DOORS += [
         {"mean": 2.0, "shape": 0.0, "steps": 3, "sample_rate": 0.1, **BUDGET},
         whole=("steps",),
     ),
-    Door(Aggregator, {"num_children": 2}, whole=("num_children",)),
     Door(
         one_run_p_value,
         {"canaries": 10, "guesses": 8, "correct": 7, "epsilon": 1.0, "delta": 1e-5},
         whole=("canaries", "guesses", "correct"),
     ),
 ]
-
-
-def lookalikes(good: Any) -> Iterator[Any]:
-    """Values that Python computes with as if they were this number, and that are none."""
-    yield from (str(good), Decimal(str(good)), np.array(good), torch.tensor(good), [good], 1j)
-    yield from (np.bool_(True), math.nan, b"1", {}, object())
-
-
-def cases() -> Iterator[Any]:
-    for door in DOORS:
-        for name, good in door.good.items():
-            bad = [1, 0, "yes", None, np.bool_(True)] if name in door.flags else lookalikes(good)
-            for value in bad:
-                yield pytest.param(
-                    door, name, value, id=f"{door.name}-{name}-{type(value).__name__}"
-                )
-            if name in door.whole:
-                yield pytest.param(door, name, 2.5, id=f"{door.name}-{name}-2.5")
-            if name not in door.flags:
-                yield pytest.param(door, name, True, id=f"{door.name}-{name}-True")
-
-
-@pytest.mark.parametrize(("door", "name", "value"), list(cases()))
-def test_what_is_no_number_is_refused_by_its_arguments_name(door, name, value):
-    arguments = {**door.others, **door.good, name: value}
-    with pytest.raises((ValueError, TypeError), match=rf"\b{name}\b"):
-        door.call(**arguments)
-
-
-@pytest.mark.parametrize("door", DOORS, ids=lambda door: door.name)
-def test_equal_numbers_of_other_libraries_are_taken(door):
-    def other(name: str, value: Any) -> Any:
-        if name in door.flags:
-            return value
-        return np.int64(value) if isinstance(value, int) else np.float64(value)
-
-    door.call(**door.others, **{name: other(name, value) for name, value in door.good.items()})
-
-
-# -- the table is complete -----------------------------------------------------------------------
-
-PACKAGES = [
-    *("", ".callbacks", ".accounting", ".metrics", ".plotting", ".audit", ".federated"),
-    *(".plan", ".search", ".report"),
-]
-# What takes a number that is checked in a test of its own, or that a user does not choose.
-ELSEWHERE = {
-    "epsilon_text.epsilon",  # also nan and inf
-    *("audit.num_canaries", "audit.confidence", "recover_journal.unrecorded_steps"),
-    *("DifferentialPrivacy.private_optimizer", "PrivacyConfig.private_optimizer"),  # also a path
-    "suggest_physical_batch.accumulate_grad_batches",
-    *("Trial.number", "Suggestion.seconds", "Suggestion.records_per_second"),  # results
-    *("suggest_physical_batch.memory", "suggest_physical_batch.world_size"),
-}
-
-
-def numbers_of(thing: Callable[..., Any]) -> list[str]:
-    """The arguments of a callable that are annotated as numbers, flags among them."""
-    kinds = {"float", "int", "bool"}
-    return [
-        name
-        for name, parameter in inspect.signature(thing).parameters.items()
-        if kinds & set(str(parameter.annotation).replace(" ", "").split("|"))
-    ]
-
-
-def public_numbers() -> Iterator[str]:
-    for package in PACKAGES:
-        module = importlib.import_module(f"lightning_dp{package}")
-        for name in module.__all__:
-            thing = getattr(module, name)
-            is_made = inspect.isclass(thing) and not inspect.isabstract(thing)
-            is_made = is_made and not issubclass(thing, Exception)
-            if is_made or inspect.isfunction(thing):
-                yield from (f"{name}.{argument}" for argument in numbers_of(thing))
-
-
-def test_every_number_that_a_public_name_takes_is_in_the_table():
-    tried = {f"{door.name}.{name}" for door in DOORS for name in door.good}
-    asked = {name for name in public_numbers() if not name.startswith("PrivacyReport.")}  # a result
-    assert sorted(asked - tried - ELSEWHERE) == []

@@ -1,0 +1,165 @@
+"""What takes numbers for a federation."""
+
+from __future__ import annotations
+
+import torch
+
+from lightning_dp import Constant, CubicNewton, Poisson
+from lightning_dp.accounting import Gaussian
+from lightning_dp.federated import (
+    AsyncClient,
+    AsyncPlan,
+    AsyncServer,
+    ClientPrivacy,
+    PolynomialSizes,
+)
+from lightning_dp.federated.asynchronous import Aggregator
+from lightning_dp.federated.bvr_l_sgd import BVRLSGD
+from lightning_dp.federated.cubic_newton import CubicNewtonClient, CubicNewtonPlan
+from lightning_dp.federated.query_client import QueryClient
+from lightning_dp.federated.sequences import (
+    ConstantSteps,
+    DelaySizes,
+    InverseSteps,
+    LogarithmicSizes,
+    PowerSizes,
+    delay_is_permissible,
+    rounds_for,
+)
+from lightning_dp.federated.spending import Spending
+from lightning_dp.federated.synchronous import SynchronousServer
+from lightning_dp.noise_plan import NoisePlan
+from tests.arguments.door import Door
+
+SIZES = PolynomialSizes(a=0, b=16)
+NOISE_PLAN = NoisePlan(1.0, Constant(), Poisson(), 0.5)
+
+
+ASYNC_PLAN = AsyncPlan(2, PolynomialSizes(a=0, b=4), ConstantSteps(0.1))
+
+
+class Ten:
+    """Ten records that nobody asks."""
+
+    num_records, unit, has_products = 10, "record", True
+
+
+FEDERATED = [
+    Door(
+        AsyncServer,
+        {"num_clients": 2},
+        whole=("num_clients",),
+        others={"run": "trial", "start": torch.zeros(1), "plan": ASYNC_PLAN},
+    ),
+    Door(
+        AsyncClient,
+        {"share": 1.0},
+        others={
+            "plan": ASYNC_PLAN,
+            "records": Ten(),
+            "ledger": object(),
+            "run": "trial",
+            "privacy": ClientPrivacy(1.0, 1.0, target_epsilon=3.0),
+        },
+    ),
+    Door(PolynomialSizes, {"a": 1.0, "b": 16.0, "c": 0.5, "first": 1}, whole=("first",)),
+    Door(LogarithmicSizes, {"a": 50.0, "b": 1.0, "first": 3}, whole=("first",)),
+    Door(
+        PowerSizes,
+        {"num_records": 1000, "rate": 0.1, "offset": 1.0, "power": 0.5},
+        whole=("num_records",),
+    ),
+    Door(
+        DelaySizes,
+        {"lag": 1, "offset": 5800.0, "exponent": 2.0, "least_delay": 0.0},
+        whole=("lag",),
+    ),
+    Door(ConstantSteps, {"eta0": 0.1}),
+    Door(InverseSteps, {"eta0": 0.1, "beta": 0.01}),
+    Door(rounds_for, {"gradients": 100.0}, others={"sizes": SIZES}),
+    Door(
+        delay_is_permissible,
+        {"lag": 1, "rounds": 3},
+        whole=("lag", "rounds"),
+        others={"sizes": SIZES, "delay": lambda x: x},
+    ),
+    Door(
+        AsyncPlan,
+        {"rounds": 3, "lag": 1, "keep": 2, "mask_seed": 1},
+        whole=("rounds", "lag", "keep", "mask_seed"),
+        others={"sizes": SIZES, "steps": ConstantSteps(0.1)},
+    ),
+    Door(
+        CubicNewtonPlan,
+        {"clients": 3, "rounds": 10, "step_scale": 1.0, "whole_steps": False},
+        whole=("clients", "rounds"),
+        flags=("whole_steps",),
+        others={"newton": CubicNewton(1.0, 0.0, inner_steps=2)},
+    ),
+    Door(
+        BVRLSGD,
+        {
+            "learning_rate": 0.1,
+            "local_steps": 2,
+            "diff_norm": 1.0,
+            "noise_multiplier": 1.0,
+            "sample_rate": 0.1,
+        },
+        whole=("local_steps",),
+    ),
+    Door(
+        ClientPrivacy,
+        {
+            "max_grad_norm": 1.0,
+            "noise_multiplier": 1.0,
+            "target_epsilon": 1.0,
+            "target_delta": 1e-5,
+            "seed": 3,
+        },
+        whole=("seed",),
+    ),
+    Door(
+        Spending,
+        {"rounds": 3, "target_epsilon": 1.0, "target_delta": 1e-5, "retain": 1},
+        whole=("rounds", "retain"),
+        others={"run": "trial", "events": lambda i: [Gaussian(3.0)]},
+    ),
+    Door(
+        SynchronousServer,
+        {"rounds": 3, "num_clients": 2, "num_records": 10, "learning_rate": 0.1, "seed": 3},
+        whole=("rounds", "num_clients", "num_records", "seed"),
+        others={"run": "trial", "plan": NOISE_PLAN, "start": torch.zeros(3)},
+    ),
+    Door(
+        QueryClient,
+        {
+            "rounds": 3,
+            "target_epsilon": 1.0,
+            "target_delta": 1e-5,
+            "client": 0,
+            "num_clients": 2,
+            "seed": 3,
+        },
+        whole=("rounds", "client", "num_clients", "seed"),
+        others={"run": "trial", "plan": NOISE_PLAN, "records": Ten(), "ledger": object()},
+    ),
+    Door(
+        CubicNewtonClient,
+        {
+            "noise_multiplier": 1.0,
+            "target_epsilon": 1.0,
+            "target_delta": 1e-5,
+            "sample_rate": 0.5,
+            "seed": 3,
+        },
+        whole=("seed",),
+        others={
+            "run": "trial",
+            "plan": CubicNewtonPlan(CubicNewton(1.0, 0.0, inner_steps=1), clients=2, rounds=3),
+            "client": 0,
+            "records": Ten(),
+            "ledger": object(),
+        },
+    ),
+    Door(Aggregator, {"num_children": 2}, whole=("num_children",)),
+]
