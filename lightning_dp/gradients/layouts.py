@@ -163,9 +163,7 @@ def layouts_after(
             return [layout]
         if name in ("repeat", "tile", "repeat_interleave", "expand"):
             return [_repeated(name, layout, tensor, outputs[0])]
-    joined = (
-        _joined(name, args, kwargs, layouts) if name in ("cat", "concat", "concatenate") else None
-    )
+    joined = _joined(args, kwargs, layouts) if name in ("cat", "concat", "concatenate") else None
     if joined is not None:
         return [joined if joined.fits(outputs[0], n) else None]
     found = _remembered(function, args, kwargs, layouts)
@@ -191,7 +189,6 @@ def _repeated(name: str, layout: Layout, before: Tensor, after: Tensor) -> Layou
 
 
 def _joined(
-    name: str,
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any],
     layouts: Sequence[tuple[Tensor, Layout]],

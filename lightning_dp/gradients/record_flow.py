@@ -88,10 +88,6 @@ class Given(NamedTuple):
     shape: torch.Size
 
     @property
-    def is_mixed(self) -> bool:
-        return isinstance(self.flow, Mixed)
-
-    @property
     def is_rows(self) -> bool:
         return self.flow is ROWS or self.flow is MOVED
 
