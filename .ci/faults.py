@@ -61,18 +61,14 @@ FAULTS = (
         "half_the_rate_charged", "sampled_gaussian(noise_multiplier, sample_rate", "/ 2", "schemes"
     ),
     Fault("clip_after_the_sum", "held = norms", "* 0 + norms.mean()"),
-    Fault("noise_on_other_ranks_only", "if world.is_lead", "is False", "boundary"),
-    Fault("non_finite_records_count", "torch.where(torch.isfinite(norms)", "| True"),
-    Fault(
-        "noise_drawn_ahead_serves_twice",
-        "ahead, self._ahead = self._ahead[::-1],",
-        "self._ahead or",
-    ),
+    Fault("noise_on_other_ranks_only", "if noise_std > 0 and not has_begun", "and world.rank"),
+    Fault("non_finite_records_count", "factors.nan_to_num_(nan=0.0", "+ 1.0"),
+    Fault("noise_drawn_ahead_serves_twice", "self._unused -= size", "* 0"),
     Fault("charge_in_memory_only", "self._charges.length(self._run), event)", "if 0 else None"),
     Fault("weaker_queries_pass", "if not together >= least", "/ 2"),
     Fault("clamped_losses_pass", '"ViewAsComplex Conj ConjPhysical', 'Clamp "  "'),
     Fault("spot_checks_compare_nothing", "if not rows", "or True", "record_gradients"),
-    Fault("constant_fingerprint", "total = total * _MULTIPLIER + mixed.sum()", "* 0"),
+    Fault("constant_fingerprint", "mul_(_weights(device)[: len(words)])", ".mul_(0)"),
     Fault(
         "two_steps_without_hooks",
         'self._hook("on_train_batch_end", output, batch, self._batch_idx)',
