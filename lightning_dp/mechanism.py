@@ -13,7 +13,7 @@ from lightning_dp._described import refuse_unknown
 from lightning_dp._noise import NoiseSource
 from lightning_dp._refusals import Refusal, RefusedRun
 from lightning_dp._world import World
-from lightning_dp.accounting.events import AbstractEvent, History, PoissonRound, event_from_dict
+from lightning_dp.accounting.events import AbstractEvent, History, event_from_dict
 from lightning_dp.accounting.guards import AbstractGuard
 from lightning_dp.accounting.ledger import Ledger
 from lightning_dp.boundary import (
@@ -27,7 +27,7 @@ from lightning_dp.boundary import (
 from lightning_dp.estimators.driver import Driver
 from lightning_dp.functional import brought_to
 from lightning_dp.noise_plan import NoisePlan
-from lightning_dp.postprocessing import AbstractPostProcessor
+from lightning_dp.postprocessing import AbstractPostProcessor, postprocessed
 from lightning_dp.signal import SignalTracker
 
 __all__ = ["BudgetExhausted", "Mechanism"]
@@ -172,14 +172,15 @@ class Mechanism:
             self._driver = Driver.begin(self.plan.estimator, params)
         chosen = self.next_noise_multiplier
         query = self._counting(self._driver.ask(params, chosen, self._as_on_lead))
-        charged = self.guard.charged(lambda: self.plan.noise_multiplier(self.step), chosen)
-        event = self.plan.event_of(charged, self.step)
+        step = self.step
+        charged = self.guard.charged(lambda: self.plan.noise_multiplier(step), chosen)
+        event = self.plan.event_of(charged, step)
         asked = () if query is None else (query,)
         if query is None:
             self._unasked[event] = self._unasked.get(event, 0) + 1
             self.guard.skip()
         else:
-            self._enforce(asked, charged)
+            self.plan.enforce(asked, charged, step)
             self.ledger.charge(event)
             self.guard.book(event)
         self._begun = _Step(self._driver, charged, asked)
@@ -208,7 +209,7 @@ class Mechanism:
         query = step.driver.ask(params, step.charged, self._as_on_lead)
         assert query is not None  # of the first part only
         asked = (*step.asked, query)
-        self._enforce(asked, step.charged)
+        self.plan.enforce(asked, step.charged, self.step)
         self._begun = replace(step, asked=asked)
         self.begin_noise(params)
 
@@ -230,21 +231,6 @@ class Mechanism:
                 topic="ranks-differ",
             )
         return None if query is None else replace(query, clip_norm=clip_norm)
-
-    def _enforce(self, queries: Sequence[Query], least: float) -> None:
-        """Refuse queries on one batch that together have less noise than what was charged.
-
-        Gaussian queries on the same records, also adaptive ones, are one with Σ_s z_s^-2 = z^-2.
-        """
-        together = PoissonRound(tuple(query.noise_multiplier for query in queries), 1.0).pair[0]
-        if not together >= least:
-            on_one = f" with {len(queries)} queries on one batch" if len(queries) > 1 else ""
-            raise RefusedRun(
-                f"{self.plan.estimator} with noise_schedule={self.plan.shape} asked for "
-                f"noise_multiplier={together}{on_one} at step {self.step}, below the planned "
-                f"{least}: the plan is an envelope.",
-                topic="out-of-order",
-            )
 
     def begin_noise(self, params: Sequence[Tensor]) -> None:
         """Have the sum begin with its noise, drawn in the background while the gradients are computed.
@@ -335,7 +321,10 @@ class Mechanism:
         finally:
             self.drop()
         self._driver = step.driver
-        return self._postprocess(estimate, params)
+        estimate, self._postprocessing_states = postprocessed(
+            self.postprocessing, self._postprocessing_states, estimate, params
+        )
+        return estimate
 
     def _tell(self, params: Sequence[Tensor]) -> tuple[Tensor | None, _Step]:
         """Noise the answer to the present query, and tell the estimator and the schedule."""
@@ -366,17 +355,6 @@ class Mechanism:
             return Release.of_nothing(params)
         total = BoundedSum.empty(query, params) if step.total is None else step.total
         return add_noise(total, query.noise_multiplier, self.noise, self.world)
-
-    def _postprocess(self, estimate: Tensor, params: Sequence[Tensor]) -> Tensor:
-        states = self._postprocessing_states or [
-            processor.init(params) for processor in self.postprocessing
-        ]
-        following = []
-        for processor, state in zip(self.postprocessing, states, strict=True):
-            estimate, state = processor.apply(state, estimate)
-            following.append(state)
-        self._postprocessing_states = following
-        return estimate
 
     def drop(self) -> None:
         """Forget the step that was begun; its charge stays."""

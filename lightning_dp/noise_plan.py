@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
 import numpy as np
 
-from lightning_dp._refusals import RefusedSetting
+from lightning_dp._refusals import RefusedRun, RefusedSetting
 from lightning_dp.accounting import StreamingRDPAccountant
 from lightning_dp.accounting.base import AbstractAccountant
-from lightning_dp.accounting.events import AbstractEvent, History
+from lightning_dp.accounting.events import AbstractEvent, History, PoissonRound
 from lightning_dp.accounting.guards import AbstractGuard, FixedGuard, GDPGuard, RDPGuard
 from lightning_dp.accounting.steps import AbstractPairPlan, FloatArray, PlannedSteps
-from lightning_dp.boundary import State
+from lightning_dp.boundary import Query, State
 from lightning_dp.config import PrivacyConfig
 from lightning_dp.estimators.base import AbstractEstimator, MeanGradient, Traits
 from lightning_dp.sampling import AbstractSampling, BatchPlan, Poisson
@@ -100,6 +100,26 @@ class NoisePlan:
     def event_of(self, noise_multiplier: float, step: int) -> AbstractEvent:
         """The privacy event of step t with this noise multiplier."""
         return self.sampling.event(noise_multiplier, self.rate(step))
+
+    def enforce(self, queries: Sequence[Query], least: float, step: int) -> None:
+        """Refuse queries on one batch that together have less noise than what was charged.
+
+        Gaussian queries on the same records, also adaptive ones, are one with Σ_s z_s^-2 = z^-2.
+
+        Args:
+            queries: of step t.
+            least: z that their step was charged with.
+            step: its place in the plan.
+        """
+        together = PoissonRound(tuple(query.noise_multiplier for query in queries), 1.0).pair[0]
+        if not together >= least:
+            on_one = f" with {len(queries)} queries on one batch" if len(queries) > 1 else ""
+            raise RefusedRun(
+                f"{self.estimator} with noise_schedule={self.shape} asked for "
+                f"noise_multiplier={together}{on_one} at step {step}, below the planned "
+                f"{least}: the plan is an envelope.",
+                topic="out-of-order",
+            )
 
     def relative_noises(self, first: int, last: int) -> FloatArray:
         """z_t / scale of the steps ``first <= t < last``."""

@@ -122,3 +122,25 @@ class LaplacianSmoothing(AbstractPostProcessor):
             return laplacian_smoothing(estimate, self.sigma), state
         parts = torch.split(estimate, state["sizes"])
         return torch.cat([laplacian_smoothing(part, self.sigma) for part in parts]), state
+
+
+def postprocessed(
+    processors: Sequence[AbstractPostProcessor],
+    states: Sequence[State],
+    estimate: Tensor,
+    params: Sequence[Tensor],
+) -> tuple[Tensor, list[State]]:
+    """Return an estimate as post-processors leave it, one after the other, and their next states.
+
+    Args:
+        processors: in order.
+        states: of each; none before the first step.
+        estimate: flat, of length d.
+        params: the trainable parameters.
+    """
+    now = states or [processor.init(params) for processor in processors]
+    following = []
+    for processor, state in zip(processors, now, strict=True):
+        estimate, state = processor.apply(state, estimate)
+        following.append(state)
+    return estimate, following
