@@ -33,16 +33,16 @@ class SavedInputs:
     """
 
     def __init__(self, inputs: Sequence[Tensor], output: Tensor) -> None:
-        saved: Any = _Save.apply(output, *inputs)  # type: ignore[no-untyped-call]
-        self._node: Any = saved.grad_fn
+        # Older torch frees what a node saved with the tensor that it made, so that is held.
+        self._made: Any = _Save.apply(output, *inputs)  # type: ignore[no-untyped-call]
 
     def take(self, *, keep: bool) -> tuple[Tensor, ...] | None:
         """Return the inputs, as often as they are kept; None if one was overwritten since."""
-        node = self._node
+        made = self._made
         if not keep:
-            self._node = None
+            self._made = None
         try:
-            return tuple(each.detach() for each in node.saved_tensors)
+            return tuple(each.detach() for each in made.grad_fn.saved_tensors)
         except RuntimeError as error:
             if "inplace operation" not in str(error):
                 raise

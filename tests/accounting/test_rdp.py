@@ -108,4 +108,4 @@ def test_the_sum_over_many_distinct_steps_is_a_close_upper_bound(order, relation
     together = total_divergence(Steps(noise, rates, np.ones(400)), relation, np.array([order]))
     pairs = zip(noise, rates, strict=True)
     one_by_one = math.fsum(renyi_divergence(z, q, order, relation) for z, q in pairs)
-    assert one_by_one <= together[0] <= 1.01 * one_by_one
+    assert (1 - 1e-14) * one_by_one <= together[0] <= 1.01 * one_by_one  # up to rounding
