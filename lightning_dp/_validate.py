@@ -10,8 +10,8 @@ from __future__ import annotations
 import math
 import numbers
 import reprlib
-from collections.abc import Sequence
-from typing import Any, Protocol, SupportsFloat, cast
+from collections.abc import Callable, Mapping, Sequence, Set
+from typing import Any, Protocol, SupportsFloat, TypeVar, cast
 
 __all__ = [
     "Check",
@@ -20,6 +20,9 @@ __all__ = [
     "explained",
     "finite",
     "flag",
+    "function",
+    "instance",
+    "listed",
     "normalise",
     "not_negative",
     "number",
@@ -222,6 +225,66 @@ def flag(name: str, value: object, *, of: str | None = None) -> bool:
     if not isinstance(value, bool):
         raise ValueError(f"{shown(name, value, of)} must be True or False.")
     return value
+
+
+_Kind = TypeVar("_Kind")
+
+
+def instance(name: str, value: object, kind: type[_Kind], *, of: str | None = None) -> _Kind:
+    """Return an object of a class.
+
+    Raises:
+        TypeError: naming the argument.
+
+    Example:
+        >>> instance("module", 3, dict)
+        Traceback (most recent call last):
+        TypeError: module=3 must be a dict.
+    """
+    if not isinstance(value, kind):
+        raise TypeError(f"{shown(name, value, of)} must be {_article(kind)}.{_call_of(value)}")
+    return value
+
+
+def _article(kind: type) -> str:
+    name = kind.__name__
+    if name.startswith("Abstract"):
+        return f"an object derived from {name}"
+    return f"{'an' if name[0] in 'AEIOU' else 'a'} {name}"
+
+
+def _call_of(value: object) -> str:
+    return f" Write {value.__name__}(...)." if isinstance(value, type) else ""
+
+
+def function(name: str, value: object, *, of: str | None = None) -> Callable[..., Any]:
+    """Return what can be called.
+
+    Raises:
+        TypeError: naming the argument.
+    """
+    if not callable(value):
+        raise TypeError(f"{shown(name, value, of)} must be a function.")
+    return value
+
+
+def listed(name: str, value: object, what: str, *, of: str | None = None) -> tuple[Any, ...]:
+    """Return the items of a list, or of whatever else has them in an order.
+
+    Raises:
+        TypeError: for a text, a dictionary, a set, or something without items.
+
+    Example:
+        >>> listed("sizes", "abc", "numbers")
+        Traceback (most recent call last):
+        TypeError: sizes='abc' must be a list of numbers.
+    """
+    if not isinstance(value, str | bytes | Mapping | Set):
+        try:
+            return tuple(cast("Sequence[Any]", value))
+        except TypeError:  # it has none, as an array without dimensions
+            pass
+    raise TypeError(f"{shown(name, value, of)} must be a list of {what}.")
 
 
 def optional(check: Check) -> Check:

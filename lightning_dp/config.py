@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, TypeAlias, get_args
 
@@ -13,6 +13,7 @@ from lightning_dp._validate import (
     above_0,
     explained,
     flag,
+    listed,
     normalise,
     not_negative,
     one_of,
@@ -316,9 +317,7 @@ def _declaration(name: str, value: object, *, of: str | None = None) -> str:
 
 def _releases(name: str, value: object, *, of: str | None = None) -> tuple[AbstractExternal, ...]:
     """Return declared guarantees as a tuple, no two of which have the same words."""
-    if not isinstance(value, Iterable) or isinstance(value, str | bytes | Mapping | Set):
-        raise TypeError(f"{name}={value!r} must be a list of ApproximateDP(...) and ZCDP(...).")
-    releases = tuple(value)
+    releases = listed(name, value, "ApproximateDP(...) and ZCDP(...)")
     for each in releases:
         if not isinstance(each, AbstractExternal):
             raise TypeError(
@@ -335,6 +334,4 @@ def _releases(name: str, value: object, *, of: str | None = None) -> tuple[Abstr
 
 def _sequence(name: str, value: object, *, of: str | None = None) -> tuple[object, ...]:
     """Return what is to be applied in order as a tuple."""
-    if isinstance(value, str | bytes | Mapping | Set) or not isinstance(value, Iterable):
-        raise TypeError(f"{name}={value!r} must be a list of post-processors, in their order.")
-    return tuple(value)
+    return listed(name, value, "post-processors, in their order")

@@ -15,7 +15,13 @@ from lightning_dp.accounting import StreamingRDPAccountant
 from lightning_dp.accounting.base import AbstractAccountant
 from lightning_dp.accounting.events import AbstractEvent, History, PoissonRound
 from lightning_dp.accounting.guards import AbstractGuard, FixedGuard, GDPGuard, RDPGuard
-from lightning_dp.accounting.steps import AbstractPairPlan, FloatArray, PlannedSteps
+from lightning_dp.accounting.steps import (
+    AbstractPairPlan,
+    FloatArray,
+    PlannedSteps,
+    Steps,
+    merge_arrays,
+)
 from lightning_dp.boundary import Query, State
 from lightning_dp.config import PrivacyConfig
 from lightning_dp.estimators.base import AbstractEstimator, MeanGradient, Traits
@@ -131,6 +137,15 @@ class NoisePlan:
         kinds = np.array([self.rate(step) for step in range(first, min(last, first + period))])
         return np.resize(kinds, last - first)
 
+    def steps(self, first: int, number: int) -> Steps:
+        """Return (z, q) of so many steps, merged, at once where all are alike."""
+        if self.is_constant:
+            from lightning_dp.accounting.calibration import alike
+
+            return alike(self.rate(first), number, self.noise_multiplier(first))
+        last = first + number
+        return merge_arrays(self.scale * self.relative_noises(first, last), self.rates(first, last))
+
     def later(self, step: int) -> LaterSteps:
         """Return the plan from a step on."""
         return LaterSteps(self, step)
@@ -210,13 +225,10 @@ class Budget:
         # Calibration meets a target to one part in 1000; what is left below that is nothing.
         if not epsilon < 0.999 * config.target_epsilon or planned_steps < 1:
             return math.inf  # nothing is left, and no finite noise fits into it
-        plan, end = self.plan(1.0), step + int(planned_steps)
-        from lightning_dp.accounting.calibration import calibrate
+        from lightning_dp.accounting.calibration import calibrate_steps
 
-        return calibrate(
-            plan.relative_noises(step, end).tolist(),
-            plan.rate(0) if plan.traits.period == 1 else lambda later: plan.rate(step + later),
-            int(planned_steps),
+        return calibrate_steps(
+            self.plan(1.0).steps(step, int(planned_steps)),
             config.target_epsilon,
             config.target_delta,
             relation=config.relation,

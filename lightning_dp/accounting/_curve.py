@@ -71,6 +71,8 @@ class Together:
     def _group(self, run: Run, backward: bool, least: float) -> FloatArray:
         """epsilon of the last length, and of those just before it for which its grid is good."""
         lengths = self._compose(run, backward, least)
+        if lengths is None:
+            return np.array([self._alone(run, backward, least)])
         values: list[float] = []
         longest, allowed = 0.0, 0.0
         for k in range(run.size - 1, -1, -1):
@@ -91,14 +93,19 @@ class Together:
             values.append(value)
         return np.array(values[::-1])
 
-    def _compose(self, run: Run, backward: bool, least: float) -> ComposedLengths:
-        """All lengths, on a grid for the last one with a window that suits the others too."""
+    def _compose(self, run: Run, backward: bool, least: float) -> ComposedLengths | None:
+        """All lengths, on a grid for the last one with a window that suits the others too.
+
+        None where no grid could be composed.
+        """
         search, relation, steps = self._search, self._relation, run.steps()
         rough = search.rough(steps, relation)
         plan, value = search.settle(rough, self._target, relation, backward, least)
         if value <= least:  # this direction does not count
             rtol = search.rtol
             plan = plan_grid(rough, self._target, rtol, relation, backward, 0.0, math.inf)
+        if plan.is_too_long:
+            return None
         low, high = plan.grid.ends
         plan = replace(plan, grid=replace(plan.grid, ends=(low - (high - low) / 2, high)))
         mixture = search.fine(steps, plan, relation, _MAX_POINTS)

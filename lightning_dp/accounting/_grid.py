@@ -18,6 +18,7 @@ import numpy as np
 
 from lightning_dp.accounting._composition import Composed, Grid, compose
 from lightning_dp.accounting._grouping import Mixture, as_mixture, rounded
+from lightning_dp.accounting._little_noise import HUGE
 from lightning_dp.accounting._moments import (
     MomentTable,
     log_largest_weight,
@@ -30,12 +31,13 @@ from lightning_dp.accounting.steps import FloatArray, Steps
 
 __all__ = ["GridSearch", "Target", "merge_full_batch", "plan_grid", "pmf_maker"]
 
-_POSITIVE = np.geomspace(1e-3, 1e7, 45)  # tilts
-_COARSE = np.concatenate((-_POSITIVE[::-3], [0.0], _POSITIVE[::3]))
+_POSITIVE = np.geomspace(1e-3, 1e7, 45)  # tilts, for losses of one step that reach as far as ...
+_SHORT = 1e-3  # ... this, or farther
 _NEAR = np.geomspace(0.3, 8.0, 18)
 _MAX_POINTS = 2**20  # of the pmf of one step
 _LONG = 2**18  # points of a grid that is not refined any more ...
 _LONGEST = 2**21  # ... and of one on which rare losses make all of the cost
+_TOO_LONG = 2**22  # of a window: its composition would take seconds, and gigabytes
 _LOG_OUTSIDE = math.log(1e-12)  # of the tilted mass outside the window
 _LOG_LOSS = 3.0  # of accuracy, relative to the best tilt
 _LOG_TRUNCATED = -14.0  # of the mass of delta that may be moved to infinity
@@ -108,7 +110,7 @@ class GridSearch:
         # The rough reading costs more than the steps do: its value is a bound, and its grid will do.
         rough = self.rough(steps, relation)
         plan, value = self.settle(rough, target, relation, backward, least)
-        if steps.counts.size <= _EXACT or value <= least:
+        if steps.counts.size <= _EXACT or value <= least or plan.is_too_long:
             return value
         mixture = self.fine(steps, plan, relation, _ALL_POINTS)
         composed = compose(mixture, pmf_maker(mixture, plan, relation, backward), plan.grid)
@@ -146,6 +148,8 @@ class GridSearch:
             bound = target.value_of_bound(finer.bound)
             if bound <= least:
                 return finer, bound
+            if finer.is_too_long:
+                return plan, min(value, bound)
             composed = compose(mixture, pmf_maker(mixture, finer, relation, backward), finer.grid)
             # Each of them is an upper bound, so the least one is.
             last, value = value, min(value, target.read(composed), bound)
@@ -183,10 +187,20 @@ class GridPlan:
     bound: float
     reach: float  # of the losses of one step
 
+    @property
+    def is_too_long(self) -> bool:
+        """True if nothing can be composed on it."""
+        return self.points > _TOO_LONG
+
+    @property
+    def points(self) -> float:
+        """The number of points of its window."""
+        low, high = self.grid.ends
+        return (high - low) / self.grid.h
+
     def is_long(self, is_rare: bool) -> bool:
         """True if a finer grid would take too long; for one step with rare losses, less soon."""
-        low, high = self.grid.ends
-        points = max(high - low, min(self.limit, self.reach)) / self.grid.h
+        points = max(self.points, min(self.limit, self.reach) / self.grid.h)
         return points > (_LONGEST if is_rare else _LONG)
 
 
@@ -237,36 +251,46 @@ def plan_grid(
     log_steps = math.log(mixture.total)
     log_tail = _tail(-30.0 if target.log_delta is None else target.log_delta, log_steps)
     least = least if target.epsilon is None else 0.0
-    limit, h = math.inf, 0.0
+    # No epsilon that is asked for here is larger: without a limit, losses of steps with little noise
+    # would take all memory.
+    limit, h = -_snap(-(max(HUGE, target.epsilon or 0.0) + _BEYOND)), 0.0
     # Grid, moments, best tilt and epsilon depend on each other: refine until they agree.
     while True:
         reach = max(sum(node.support(log_tail, relation)) for node in mixture.nodes)
         h = h if h > 0 else min(_snap(reach / 512), coarsest, 1.0)
-        plan = GridPlan(Grid(h, 0.0, (0.0, 0.0), _POSITIVE), log_tail, limit, math.inf, reach)
+        positive = _positive_tilts(reach)
+        plan = GridPlan(Grid(h, 0.0, (0.0, 0.0), positive), log_tail, limit, math.inf, reach)
         pmfs, infinity = _pmfs(mixture, plan, relation, backward)
-        moments = _moments(pmfs, h, _POSITIVE)
+        moments = _moments(pmfs, h, positive)
         bounds = mixture_bound(mixture, moments)
         # Beyond a few 1 / h connecting the dots alone makes the moments large, as said above.
-        best, bound = _chernoff(_POSITIVE, bounds, target, infinity, 4 / h)
-        tilt = float(_POSITIVE[best])
+        best, bound = _chernoff(positive, bounds, target, infinity, 4 / h)
+        tilt = float(positive[best])
         epsilon = bound if target.epsilon is None else target.epsilon
         # Accuracy relative to epsilon; where epsilon is nearly 0, to the width of the loss.
-        scale = max(epsilon, least, 0.1 * _deviation(bounds, best), 1e-9)
+        scale = max(epsilon, least, 0.1 * _deviation(positive, bounds, best), 1e-9)
         wanted = _fine_enough(rtol, scale, tilt, _spread(mixture, pmfs, moments[:, best]), reach)
         if h <= wanted:
             break
         # On a coarse grid all of this is rough, so the wanted spacing is approached in turns.
         h = max(_snap(wanted), h / 32)
-        limit = -_snap(-(epsilon + _BEYOND)) if math.isfinite(epsilon) else math.inf
+        if math.isfinite(epsilon):
+            limit = -_snap(-(epsilon + _BEYOND))
         if target.log_delta is None:  # delta is not known before: truncate relative to its bound
             log_tail = _tail(max(min(bound, 0.0), -600.0), log_steps)
-    tilts = np.concatenate((-tilt * _NEAR, _COARSE, tilt * _NEAR))
+    coarse = np.concatenate((-positive[::-3], [0.0], positive[::3]))
+    tilts = np.concatenate((-tilt * _NEAR, coarse, tilt * _NEAR))
     bounds = mixture_bound(mixture, _moments(pmfs, h, tilts))
     _, bound = _chernoff(tilts, bounds, target, infinity, 4 / h)
     epsilon = bound if target.epsilon is None else target.epsilon
     tilt, ends = _narrowest(tilts, bounds, min(epsilon, 1e6), 4 / h)
     useful = useful_tilts(tilts, bounds, tilt, ends)
     return GridPlan(Grid(h, tilt, ends, tilts[useful]), log_tail, limit, bound, reach)
+
+
+def _positive_tilts(reach: float) -> FloatArray:
+    """Return tilts for losses that reach so far: they go as one over a loss."""
+    return _POSITIVE if reach >= _SHORT else _POSITIVE * -_snap(-_SHORT / reach)
 
 
 def _fine_enough(rtol: float, scale: float, tilt: float, steps: float, reach: float) -> float:
@@ -343,10 +367,10 @@ def _chernoff(
     return int(usable[best]), float(np.logaddexp(finite, log_infinity)) + 1e-9
 
 
-def _deviation(bounds: FloatArray, best: int) -> float:
+def _deviation(tilts: FloatArray, bounds: FloatArray, best: int) -> float:
     """Standard deviation of the tilted loss, from the second difference of K on the table."""
-    middle = min(max(best, 1), _POSITIVE.size - 2)
-    t, k = _POSITIVE[middle - 1 : middle + 2], bounds[middle - 1 : middle + 2]
+    middle = min(max(best, 1), tilts.size - 2)
+    t, k = tilts[middle - 1 : middle + 2], bounds[middle - 1 : middle + 2]
     slopes = np.diff(k) / np.diff(t)
     return math.sqrt(max(2 * float(slopes[1] - slopes[0]) / float(t[2] - t[0]), 0.0))
 

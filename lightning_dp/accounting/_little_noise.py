@@ -24,7 +24,10 @@ from lightning_dp.accounting.base import check_relation
 from lightning_dp.accounting.gdp import gdp_delta, gdp_epsilon
 from lightning_dp.accounting.steps import Steps
 
-__all__ = ["LittleNoise"]
+__all__ = ["HUGE", "LittleNoise"]
+
+HUGE = 1e4
+"""An epsilon for which a quick bound will do; a grid of such losses would be long."""
 
 _LITTLE = 0.1  # a noise multiplier; below, a record that takes part is nearly published
 _ROUND_UP = 1 + 1e-6  # of a binomial tail, for its rounding

@@ -88,25 +88,32 @@ class Goal:
             lambda scale: epsilon_of(steps_of(scale), self.declared, delta, self.relation)
         )
 
-    def rough(self, estimate: _Estimate, target: float) -> float:
-        """Return a scale at which an estimate is not far from a target."""
+    def rough(self, estimate: _Estimate, target: float, least: float = 0.0) -> float:
+        """Return a scale at which an estimate, which never falls below ``least``, is near a target."""
         start = self._normal()
+        if not least < target:
+            return start
         found = solve(estimate, start, target, _NEAR)
         return found if found < math.inf else start  # some bounds do not fall to 0
 
-    def on_grids(self, search: GridSearch, bound: _Estimate) -> tuple[_Estimate, float]:
+    def on_grids(
+        self, search: GridSearch, bound: _Estimate, least: float
+    ) -> tuple[_Estimate, float]:
         """Return an estimate that is smooth in the scale, and a scale where it is near the budget.
 
         Args:
             search: what the accountant does for each scale.
             bound: a quick upper bound, to begin with.
+            least: a number below which it never falls.
         """
         epsilon, delta = self.budget
         steps_of = self._few()
-        scale = self.rough(bound, 1.1 * epsilon)
+        scale = self.rough(bound, 1.1 * epsilon, least)
         coarser = replace(search, rtol=max(_RTOL, search.rtol))
         for _ in range(_MOST_GRIDS):  # a grid is good near the scale that it was made for
             grid = _Grid(coarser, Target(math.log(delta)), self.relation, steps_of(scale))
+            if grid.is_too_long:
+                return bound, scale
             estimate = lru_cache(maxsize=None)(grid.reader(steps_of))
             value = estimate(scale)
             if not 0 < value < math.inf or abs(value / epsilon - 1) < _NEAR:
@@ -155,13 +162,20 @@ class _Grid:
         self, search: GridSearch, target: Target, relation: Relation, steps: Steps
     ) -> None:
         self._target, self._relation, self._others = target, relation, search.others
-        self._plan, _ = search.settle(self._mixture(steps), target, relation, False, 0.0)
-        low, high = self._plan.grid.ends
-        while (high - low) / self._plan.grid.h < _MOST_POINTS:
+        plan, _ = search.settle(self._mixture(steps), target, relation, False, 0.0)
+        low, high = plan.grid.ends
+        # At a scale with less noise, losses of one step may be far beyond the window.
+        self._plan = replace(plan, limit=min(plan.limit, 2 * high - low))
+        while self._plan.points < _MOST_POINTS:
             here = self._at(steps, 1.0)
             if not 0 < here < math.inf or abs(self._at(steps, 2.0) - here) < _SETTLED * here:
                 break  # it settled, or is not seen on this grid: a finer one sums up more rounding
             self._plan = replace(self._plan, grid=replace(self._plan.grid, h=self._plan.grid.h / 4))
+
+    @property
+    def is_too_long(self) -> bool:
+        """True if nothing can be composed on it."""
+        return self._plan.is_too_long
 
     def reader(self, steps_of: Callable[[float], Steps]) -> _Estimate:
         """The estimate at a scale. The error of a grid goes as the square of its spacing."""

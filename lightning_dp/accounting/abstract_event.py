@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import math
+import reprlib
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Literal, TypeAlias
 
-from lightning_dp._validate import whole
+from lightning_dp._validate import listed, whole
 
-__all__ = ["AbstractEvent", "History", "Relation", "check_entry"]
+__all__ = ["AbstractEvent", "History", "Relation", "check_entry", "check_history"]
 
 Relation: TypeAlias = Literal["add_remove", "replace_one"]
 """Neighbouring data sets: one record more or less, or one record exchanged."""
@@ -68,10 +69,29 @@ class AbstractEvent(ABC):
 History: TypeAlias = Sequence[tuple[AbstractEvent, int]]
 
 
-def check_entry(entry: object) -> tuple[AbstractEvent, int]:
+def check_history(history: object, name: str = "history") -> list[tuple[AbstractEvent, int]]:
+    """Return a legal history, or raise.
+
+    Args:
+        history: from anybody.
+        name: of the argument that it was given as.
+
+    Raises:
+        TypeError: for what has no entries.
+        ValueError: for an entry that is none.
+
+    Example:
+        >>> check_history([3], "spent")
+        Traceback (most recent call last):
+        ValueError: spent must hold pairs (event, count), got 3.
+    """
+    return [check_entry(entry, name) for entry in listed(name, history, "pairs (event, count)")]
+
+
+def check_entry(entry: object, name: str = "history") -> tuple[AbstractEvent, int]:
     """Return a legal entry of a history, or raise."""
     if not (isinstance(entry, tuple) and len(entry) == 2 and isinstance(entry[0], AbstractEvent)):
-        raise ValueError(f"a history holds pairs (event, count), got {entry!r}.")
+        raise ValueError(f"{name} must hold pairs (event, count), got {reprlib.repr(entry)}.")
     event, count = entry
     if type(count) is int and count >= 0:  # nearly always, and histories are long
         return event, count

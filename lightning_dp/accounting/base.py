@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import reprlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import ClassVar
@@ -31,6 +32,7 @@ __all__ = [
 ]
 
 _MOST = 16  # answers of a cache
+_FACTORS = {"add_remove": 1.0, "replace_one": 2.0}
 
 
 class AbstractAccountant(ABC):
@@ -136,11 +138,11 @@ def check_epsilon(epsilon: float) -> float:
 
 def check_relation(relation: str) -> float:
     """Return the factor on the sensitivity, 1 for add/remove and 2 for replace-one, or raise."""
-    if relation == "add_remove":
-        return 1.0
-    if relation == "replace_one":
-        return 2.0
-    raise ValueError(f"relation must be 'add_remove' or 'replace_one', got {relation!r}.")
+    if isinstance(relation, str) and relation in _FACTORS:
+        return _FACTORS[relation]
+    raise ValueError(
+        f"relation must be 'add_remove' or 'replace_one', got {reprlib.repr(relation)}."
+    )
 
 
 class CachedAccountant(AbstractAccountant):

@@ -9,7 +9,7 @@ from functools import cache
 import numpy as np
 
 from lightning_dp._refusals import RefusedSetting
-from lightning_dp._validate import number, positive, whole
+from lightning_dp._validate import function, listed, number, positive, whole
 from lightning_dp._warnings import warn
 from lightning_dp.accounting._scale import ENDLESS, solve
 from lightning_dp.accounting.base import (
@@ -24,20 +24,24 @@ from lightning_dp.accounting.events import (
     sampled_gaussian,
 )
 from lightning_dp.accounting.external import Declared
-from lightning_dp.accounting.pld import PLDAccountant
+from lightning_dp.accounting.pld import chosen
 from lightning_dp.accounting.rounding import epsilon_text
 from lightning_dp.accounting.steps import (
     CheckedHistory,
     EventPlan,
     PlannedSteps,
     Steps,
+    check_plan,
     merge_arrays,
 )
 
-__all__ = ["affordable_steps", "calibrate", "calibrate_history"]
+__all__ = ["affordable_steps", "alike", "calibrate", "calibrate_history", "calibrate_steps"]
 
 _TOLERANCE = 1e-3
 _LARGEST_SCALE = 1e6
+_LEAST_EPSILON = 1e-9
+_MOST = 10**18  # steps that are alike
+_MOST_STEPS = 10**8  # that are looked at one by one
 _AT_ONCE = 10**6  # steps that are cheap enough to be looked at at first
 
 
@@ -87,9 +91,26 @@ def calibrate(
         0.814
     """
     shapes = _shape_counts(shape, sample_rate, steps)
+    return calibrate_steps(shapes, epsilon, delta, relation, accountant, spent)
+
+
+def calibrate_steps(
+    shapes: Steps,
+    epsilon: float,
+    delta: float,
+    relation: Relation = "add_remove",
+    accountant: AbstractAccountant | None = None,
+    spent: History = (),
+) -> float:
+    """Return the scale of steps that were merged; otherwise as :func:`calibrate`.
+
+    Args:
+        shapes: the steps at scale 1; :func:`alike` makes those of one kind, however many.
+        epsilon, delta, relation, accountant, spent: as there.
+    """
     epsilon, delta = _check_budget(epsilon, delta, relation)
     _check_that_delta_is_small(delta, shapes)
-    judge = PLDAccountant() if accountant is None else accountant
+    judge = chosen(accountant)
     before = _checked(spent, judge, epsilon, delta, relation)
 
     @cache
@@ -112,6 +133,7 @@ def _checked(
     spent: History, judge: AbstractAccountant, epsilon: float, delta: float, relation: Relation
 ) -> CheckedHistory:
     """Return what ran before, merged; refuse it if it leaves nothing of the budget."""
+    before = CheckedHistory.of(spent, "spent")
     already = judge.epsilon(spent, delta, relation)
     if not already < epsilon * (1 - _TOLERANCE):
         raise RefusedSetting(
@@ -119,7 +141,6 @@ def _checked(
             f"delta {delta:.3g}: nothing is left for further steps. Raise epsilon.",
             topic="budget-exhausted",
         )
-    before = CheckedHistory.of(spent)
     if not Declared.of(before.external, relation).left_of(delta) > 0:
         raise RefusedSetting(
             f"spent has releases whose own delta takes all of delta={delta:g}: nothing is left for "
@@ -127,6 +148,19 @@ def _checked(
             topic="budget-exhausted",
         )
     return before
+
+
+def alike(sample_rate: float, steps: int, shape: float = 1.0) -> Steps:
+    """Return steps of one shape and rate, however many.
+
+    Example:
+        >>> round(calibrate_steps(alike(0.01, 1000), epsilon=3.0, delta=1e-5), 3)
+        0.814
+    """
+    rate = number("sample_rate", sample_rate)
+    sampled_gaussian(1.0, rate)  # raises where it is no rate
+    one = np.ones(1)
+    return Steps(shape * one, rate * one, whole("steps", steps, 1, _MOST) * one)
 
 
 def calibrate_history(
@@ -166,7 +200,8 @@ def calibrate_history(
         1.08
     """
     epsilon, delta = _check_budget(epsilon, delta, relation)
-    judge = PLDAccountant() if accountant is None else accountant
+    judge = chosen(accountant)
+    function("history", history)
     if not judge.epsilon(history(_LARGEST_SCALE), delta, relation) <= epsilon:
         raise RefusedSetting(
             f"no noise keeps history within epsilon={epsilon:g} at delta={delta:g}: a part of it "
@@ -212,8 +247,9 @@ def affordable_steps(
     """
     limit = whole("limit", limit, 0)
     epsilon, delta = _check_budget(epsilon, delta, relation)
-    judge = PLDAccountant() if accountant is None else accountant
-    first, before = PlannedSteps(plan), CheckedHistory.of(spent)
+    check_plan(plan)
+    judge, first = chosen(accountant), PlannedSteps(plan)
+    before = CheckedHistory.of(spent, "spent")
 
     def cost(n: int) -> float:
         if isinstance(plan, AbstractEvent):
@@ -261,15 +297,16 @@ def _shape_counts(
     steps: int,
 ) -> Steps:
     """Distinct pairs of the shape's value, in the place of z, and the rate, with their counts."""
-    steps = whole("steps", steps)
+    steps = whole("steps", steps, 1, _MOST_STEPS)
     if not callable(sample_rate):
         sample_rate = number("sample_rate", sample_rate)
-    if not callable(shape) and len(shape) != steps:
+    given = None if callable(shape) else listed("shape", shape, "numbers, one for each step")
+    if given is not None and len(given) != steps:
         raise ValueError(
-            f"shape has {len(shape)} values for {steps} steps; give one positive value for each "
+            f"shape has {len(given)} values for {steps} steps; give one positive value for each "
             "step, or a function of the step."
         )
-    values = np.array([shape(t) for t in range(steps)] if callable(shape) else shape, dtype=float)
+    values = np.array([shape(t) for t in range(steps)] if callable(shape) else given, dtype=float)
     wrong = np.flatnonzero(~((values > 0) & (values < math.inf)))
     if wrong.size:
         raise ValueError(
@@ -309,5 +346,10 @@ def _check_that_delta_is_small(delta: float, steps: Steps) -> None:
 def _check_budget(epsilon: float, delta: float, relation: Relation) -> tuple[float, float]:
     """Return a legal budget, or raise."""
     epsilon = positive("epsilon", epsilon)
+    if not epsilon >= _LEAST_EPSILON:
+        raise ValueError(
+            f"epsilon={epsilon} is below {_LEAST_EPSILON:g}, and no budget so small can be kept and "
+            "used. Raise epsilon."
+        )
     check_relation(relation)
     return epsilon, check_delta(delta)

@@ -8,8 +8,14 @@ from dataclasses import MISSING, dataclass, fields
 from typing import Any
 
 from lightning_dp._refusals import Refusal, RefusedSetting
-from lightning_dp._validate import number
-from lightning_dp.accounting.abstract_event import AbstractEvent, History, Relation, check_entry
+from lightning_dp._validate import listed, number
+from lightning_dp.accounting.abstract_event import (
+    AbstractEvent,
+    History,
+    Relation,
+    check_entry,
+    check_history,
+)
 from lightning_dp.accounting.external import ZCDP, ApproximateDP
 from lightning_dp.accounting.search import check_distribution, success_rate
 
@@ -26,6 +32,7 @@ __all__ = [
     "Voided",
     "VoidedRunError",
     "check_entry",
+    "check_history",
     "event_from_dict",
     "sampled_gaussian",
 ]
@@ -114,14 +121,16 @@ class PoissonRound(AbstractEvent):
     sample_rate: float
 
     def __post_init__(self) -> None:
-        if isinstance(self.noise_multipliers, str | bytes | int | float | Mapping) or not (
-            self.noise_multipliers
-        ):
+        try:
+            given = listed("noise_multipliers", self.noise_multipliers, "numbers")
+        except TypeError:
+            given = ()
+        if not given:
             raise ValueError(
                 f"noise_multipliers must be a non-empty sequence, got {self.noise_multipliers!r}; "
                 "pass one noise multiplier for each query of the round."
             )
-        checked = tuple(_noise_multiplier(z, "noise_multipliers") for z in self.noise_multipliers)
+        checked = tuple(_noise_multiplier(z, "noise_multipliers") for z in given)
         object.__setattr__(self, "noise_multipliers", checked)
         object.__setattr__(self, "sample_rate", _sample_rate(self.sample_rate))
 
@@ -279,7 +288,7 @@ class RepeatAndSelect(AbstractEvent):
         mean, shape = check_distribution(self.mean, self.shape)
         if shape != math.inf:
             success_rate(mean, shape)  # raises where there is none
-        object.__setattr__(self, "runs", tuple(check_entry(entry) for entry in self.runs))
+        object.__setattr__(self, "runs", tuple(check_history(self.runs, "runs")))
         object.__setattr__(self, "mean", mean)
         object.__setattr__(self, "shape", shape)
 

@@ -14,7 +14,7 @@ from lightning_dp.accounting.base import (
     check_relation,
 )
 from lightning_dp.accounting.events import History
-from lightning_dp.accounting.pld import PLDAccountant
+from lightning_dp.accounting.pld import PLDAccountant, chosen
 
 __all__ = ["TradeOff", "trade_off", "up_to"]
 
@@ -121,7 +121,7 @@ def trade_off(
     """
     check_delta(delta)
     check_relation(relation)
-    judge = PLDAccountant() if accountant is None else accountant
+    judge = chosen(accountant)
     return up_to((judge.epsilon(history, delta, relation), delta), history, relation, judge)
 
 

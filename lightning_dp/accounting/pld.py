@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, ClassVar
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from lightning_dp._validate import between, normalise
-from lightning_dp.accounting._little_noise import LittleNoise
+from lightning_dp._validate import between, instance, listed, normalise
+from lightning_dp.accounting._little_noise import HUGE, LittleNoise
 from lightning_dp.accounting.base import (
     AbstractAccountant,
     Relation,
@@ -19,15 +19,16 @@ from lightning_dp.accounting.base import (
     check_epsilon,
     check_relation,
 )
-from lightning_dp.accounting.events import AbstractEvent, History
+from lightning_dp.accounting.events import AbstractEvent, History, check_history
 from lightning_dp.accounting.external import Declared
 from lightning_dp.accounting.gdp import gdp_delta, gdp_epsilon, mu_of
-from lightning_dp.accounting.rdp import StreamingRDPAccountant
+from lightning_dp.accounting.rdp import StreamingRDPAccountant, least_epsilon
 from lightning_dp.accounting.steps import (
     CheckedHistory,
     EventPlan,
     FloatArray,
     Steps,
+    check_plan,
     joined,
 )
 
@@ -36,10 +37,9 @@ from lightning_dp.accounting.steps import (
 if TYPE_CHECKING:
     from lightning_dp.accounting._grid import GridSearch
 
-__all__ = ["PLDAccountant", "accountant_for", "delta", "epsilon", "epsilon_curve"]
+__all__ = ["PLDAccountant", "accountant_for", "chosen", "delta", "epsilon", "epsilon_curve"]
 
 
-_HUGE = 1e4  # an epsilon for which a quick bound will do; a grid of such losses would be long
 _NEXT_TO_NOTHING = 1e-6  # a μ that needs no amplification, at which a grid would be fine beyond use
 _ANY_DELTA = 1e-5  # to see how large the losses are
 
@@ -124,7 +124,7 @@ class PLDAccountant(AbstractAccountant):
         if steps.counts.size == 0 and declared.lost <= delta * (1 + 1e-14):
             bounds.append(declared.simple_epsilon)  # δ may be just what they state
         left = declared.left_of(delta)
-        if not (left > 0 and bounds[0] <= _HUGE):
+        if not (left > 0 and bounds[0] <= HUGE):
             return min(bounds)
         target = Target(log_delta=math.log(left))
         search = self._search_beside(declared)
@@ -144,9 +144,9 @@ class PLDAccountant(AbstractAccountant):
         is_little = without == 0.0 or mu_of(steps, relation) < _NEXT_TO_NOTHING
         if is_little or is_full or math.isinf(without):
             return without
-        if without > _HUGE:
+        if without > HUGE:
             without = min(without, _quick_epsilon(steps, delta, relation))
-            if without > _HUGE or without == 0.0:
+            if without > HUGE or without == 0.0:
                 return without
         return min(without, self._search.worst_direction(steps, target, relation, without))
 
@@ -186,11 +186,11 @@ class PLDAccountant(AbstractAccountant):
             return True
         mu = mu_of(steps, relation)
         if declared.is_empty:
-            if gdp_epsilon(mu, delta) <= _HUGE:
+            if gdp_epsilon(mu, delta) <= HUGE:
                 return False  # as nearly always, and quickly seen
-            return not 0.0 < _quick_epsilon(steps, delta, relation) <= _HUGE
+            return not 0.0 < _quick_epsilon(steps, delta, relation) <= HUGE
         rough = StreamingRDPAccountant().epsilon_beside(steps, declared, delta, relation)
-        return not rough <= _HUGE
+        return not rough <= HUGE
 
     def epsilon_after(
         self, spent: CheckedHistory, steps: Steps, delta: float, relation: Relation
@@ -239,12 +239,13 @@ class PLDAccountant(AbstractAccountant):
         from lightning_dp.accounting._scale import Goal
 
         declared = Declared.of(spent.without_searches().external, relation)
-        if np.all(shapes.sample_rates == 1) or budget[0] > _HUGE:
+        if np.all(shapes.sample_rates == 1) or budget[0] > HUGE:
             return super().first_scale(cost, spent, shapes, budget, relation, tolerance)
         budget = (budget[0], declared.left_of(budget[1]))
         goal = Goal(spent.steps, shapes, budget, relation, tolerance, declared.without_delta)
         bound = goal.asking(StreamingRDPAccountant().epsilon_beside)
-        return goal.near(cost, *goal.on_grids(self._search_beside(declared), bound))
+        search, least = self._search_beside(declared), least_epsilon(budget[1])
+        return goal.near(cost, *goal.on_grids(search, bound, least))
 
 
 def _quick_epsilon(steps: Steps, delta: float, relation: Relation) -> float:
@@ -341,7 +342,8 @@ def epsilon_curve(
     check_delta(delta)
     check_relation(relation)
     lengths = _check_lengths(at_steps)
-    judge = PLDAccountant() if accountant is None else accountant
+    judge, spent = chosen(accountant), check_history(spent, "spent")
+    check_plan(plan)
     distinct, places = np.unique(lengths, return_inverse=True)
     values = judge.curve(plan, distinct, delta, relation, spent)
     return np.asarray(np.maximum.accumulate(values)[places].reshape(lengths.shape))
@@ -349,7 +351,10 @@ def epsilon_curve(
 
 def _check_lengths(at_steps: ArrayLike) -> NDArray[np.int64]:
     """Return legal numbers of steps, or raise."""
-    lengths = np.asarray(at_steps)
+    try:
+        lengths = np.asarray(at_steps)
+    except (TypeError, ValueError, RuntimeError):  # a list of lists, a tensor of another device
+        lengths = np.array(math.nan)
     if lengths.size == 0:
         return lengths.astype(np.int64)
     if not np.issubdtype(lengths.dtype, np.integer) or not np.all(lengths >= 0):
@@ -361,4 +366,17 @@ def _history(events: Events) -> History:
     """Return events and pairs as pairs."""
     if isinstance(events, AbstractEvent):
         return [(events, 1)]
-    return [(e, 1) if isinstance(e, AbstractEvent) else e for e in events]
+    given = listed("events", events, "events, and of pairs (event, count)")
+    pairs = [(each, 1) if isinstance(each, AbstractEvent) else each for each in given]
+    return check_history(pairs, "events")
+
+
+def chosen(accountant: AbstractAccountant | None) -> AbstractAccountant:
+    """Return the accountant that was given, or the one that there is by default.
+
+    Raises:
+        TypeError: if it is none.
+    """
+    if accountant is None:
+        return PLDAccountant()
+    return instance("accountant", accountant, AbstractAccountant)  # type: ignore[type-abstract]

@@ -25,6 +25,7 @@ __all__ = [
     "RenyiCurve",
     "StreamingRDPAccountant",
     "best_order",
+    "least_epsilon",
     "renyi_divergence",
     "total_divergence",
 ]
@@ -105,7 +106,7 @@ class StreamingRDPAccountant(AbstractAccountant):
         budget = (budget[0], declared.left_of(budget[1]))
         goal = Goal(spent.steps, shapes, budget, relation, tolerance, declared.without_delta)
         estimate = goal.asking(self.epsilon_beside)
-        return goal.near(cost, estimate, goal.rough(estimate, budget[0]))
+        return goal.near(cost, estimate, goal.rough(estimate, budget[0], least_epsilon(budget[1])))
 
     def _epsilon(self, curve: RenyiCurve, delta: float) -> float:
         check_delta(delta)
@@ -247,6 +248,11 @@ def _epsilon_at(delta: float) -> _Converter:
         return np.asarray(rho + np.log1p(-1 / orders) - (log_delta + np.log(orders)) / (orders - 1))
 
     return convert
+
+
+def least_epsilon(delta: float) -> float:
+    """Return the ε that Rényi accounting says of any release at δ, however large its noise is."""
+    return max(0.0, float(_epsilon_at(delta)(_TABLE, np.zeros(_TABLE.size)).min()))
 
 
 def _least(divergence: _Divergence, convert: _Converter) -> float:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 import numpy as np
-from scipy.special import gammaln
+from scipy.special import bdtr, bdtrc, expit, gammaln
 
 from lightning_dp.accounting.base import Relation, check_relation
 from lightning_dp.accounting.steps import FloatArray, Steps
@@ -15,6 +15,9 @@ __all__ = ["renyi_divergence", "total_divergence"]
 _CHUNK = 2_000_000  # entries of an array
 _MOST_POINTS = 2**19  # of a quadrature; where it needs more, the sampling is not counted
 _EXACT = 256  # so few distinct steps are summed one by one
+_MANY = 512  # terms of a binomial sum, from which on most of them may be next to nothing ...
+_NEXT_TO_NOTHING = math.log(1e-10)  # ... of all
+_SMALL = 1e-5  # exponent, above its bound by half of this: orders are many where noise is large
 _SPACING = 0.02  # relative distance of the noise multipliers between which is interpolated
 
 
@@ -83,7 +86,13 @@ def _log_moments(z: FloatArray, q: FloatArray, order: float, relation: Relation)
     result = 0.5 * check_relation(relation) ** 2 * order * (order - 1) * (1 / z) ** 2
     sampled = q < 1
     if relation == "add_remove" and order == round(order):
-        result[sampled] = _log_moment_integer(z[sampled], q[sampled], int(order))
+        # As e^x - 1 grows faster than x, a sum of terms up to x_a is at most q^2 (e^x_a - 1).
+        last = order * (order - 1) / 2 * (1 / z) ** 2
+        small = sampled & (last < _SMALL)
+        result[small] = np.log1p(q[small] ** 2 * np.expm1(last[small]))
+        sampled &= ~small
+        if sampled.any():
+            result[sampled] = _log_moment_integer(z[sampled], q[sampled], int(order))
         return result
     sampled &= _reach(z, order, relation) <= _MOST_POINTS * _spacing(z)
     if sampled.any():
@@ -93,20 +102,55 @@ def _log_moments(z: FloatArray, q: FloatArray, order: float, relation: Relation)
 
 def _log_moment_integer(z: FloatArray, q: FloatArray, order: int) -> FloatArray:
     """``log E[...]``, the binomial sum, for every (z, q)."""
-    k = np.arange(order + 1.0)
-    log_binomial = gammaln(order + 1) - gammaln(k + 1) - gammaln(order - k + 1)
     result = np.empty(z.size)
-    chunk = max(1, _CHUNK // k.size)
+    chunk = max(1, _CHUNK // (order + 1))
     for first in range(0, z.size, chunk):
         part = slice(first, first + chunk)
         rate, noise = q[part, None], z[part, None]
-        terms = log_binomial + (order - k) * np.log1p(-rate) + k * np.log(rate)
-        # E[...] - 1: as the binomial weights sum to 1, sum_k weight (e^(k(k-1)/2z^2) - 1).
-        exponent = k * (k - 1) / (2 * noise**2)
-        terms = terms[:, 2:] + exponent[:, 2:] + np.log(-np.expm1(-exponent[:, 2:]))
-        top = terms.max(axis=1, keepdims=True)
-        result[part] = np.logaddexp(0, top[:, 0] + np.log(np.exp(terms - top).sum(axis=1)))
+        total: FloatArray | None = None
+        if order >= _MANY:
+            total = _few_terms(rate, noise, order)
+        if total is None:
+            total = _log_terms(rate, noise, order, np.arange(2.0, order + 1))
+        result[part] = np.logaddexp(0, total)
     return result
+
+
+def _log_terms(q: FloatArray, z: FloatArray, order: int, k: FloatArray) -> FloatArray:
+    """Return the logarithm of the sum of some terms, those of k, of ``E[...] - 1``."""
+    log_binomial = gammaln(order + 1) - gammaln(k + 1) - gammaln(order - k + 1)
+    terms = log_binomial + (order - k) * np.log1p(-q) + k * np.log(q)
+    # As the binomial weights sum to 1, it is sum_k weight (e^(k(k-1)/2z^2) - 1).
+    exponent = k * (k - 1) / (2 * z**2)
+    terms = terms + exponent + np.log(-np.expm1(-exponent))
+    top = terms.max(axis=1, keepdims=True)
+    return np.asarray(top[:, 0] + np.log(np.exp(terms - top).sum(axis=1)))
+
+
+def _few_terms(q: FloatArray, z: FloatArray, order: int) -> FloatArray | None:
+    """Return a bound of ``log(E[...] - 1)`` by the terms around the mean; None if others matter.
+
+    Of large orders they do where noise is small only. As ``k <= a``, the terms above K are at most those
+    of ``E[e^(k t)]``, ``t = (a - 1) / 2z^2``: ``(1 - q + q e^t)^a`` times the tail of another binomial
+    distribution. Those below K are at most a tail times their largest factor.
+    """
+    t = (order - 1) / (2 * z**2)
+    tilted = expit(np.log(q) - np.log1p(-q) + t)
+    low = max(2, math.floor((order * q - _width(order, q)).min()))
+    high = min(order, math.ceil((order * tilted + _width(order, tilted)).max()))
+    with np.errstate(divide="ignore", over="ignore"):
+        factor = np.log(np.expm1((low - 1) * (low - 2) / (2 * z**2)))
+        below = factor + np.log(bdtr(low - 1, order, q))
+        log_mean = order * np.logaddexp(np.log1p(-q), np.log(q) + t)
+        above = log_mean + np.log(bdtrc(high, order, tilted))
+    rest = np.logaddexp(below, above)[:, 0] + 1e-6  # for the rounding of the tails
+    total = _log_terms(q, z, order, np.arange(float(low), high + 1.0))
+    return np.logaddexp(total, rest) if np.all(rest < total + _NEXT_TO_NOTHING) else None
+
+
+def _width(order: int, p: FloatArray) -> FloatArray:
+    """Return how far from its mean a binomial number may be, but next to never is."""
+    return np.asarray(10 * np.sqrt(order * p * (1 - p)) + 60)
 
 
 def _reach(z: FloatArray, order: float, relation: Relation) -> FloatArray:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import reprlib
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable
@@ -17,6 +18,7 @@ from lightning_dp.accounting.events import (
     History,
     RepeatAndSelect,
     check_entry,
+    check_history,
     sampled_gaussian,
 )
 from lightning_dp.accounting.external import AbstractExternal
@@ -29,6 +31,7 @@ __all__ = [
     "FloatArray",
     "PlannedSteps",
     "Steps",
+    "check_plan",
     "first_events",
     "joined",
     "merge",
@@ -127,12 +130,12 @@ class CheckedHistory:
     external: tuple[tuple[AbstractExternal, int], ...] = ()
 
     @classmethod
-    def of(cls, history: History) -> CheckedHistory:
-        """Check a history, and merge it."""
+    def of(cls, history: History, name: str = "history") -> CheckedHistory:
+        """Check a history, the argument of that name, and merge it."""
         steps: list[tuple[AbstractEvent, int]] = []
         searches: list[tuple[RepeatAndSelect, int]] = []
         external: list[tuple[AbstractExternal, int]] = []
-        for event, count in map(check_entry, history):
+        for event, count in check_history(history, name):
             if isinstance(event, RepeatAndSelect):
                 searches += [(event, count)] * bool(count)
             elif isinstance(event, AbstractExternal):
@@ -170,6 +173,14 @@ class AbstractPairPlan(ABC):
 
 
 EventPlan: TypeAlias = AbstractPairPlan | Callable[[int], AbstractEvent] | AbstractEvent
+
+
+def check_plan(plan: object) -> None:
+    """Raise TypeError for what tells no events of steps."""
+    if not (isinstance(plan, AbstractEvent) or callable(plan)):
+        raise TypeError(
+            f"plan={reprlib.repr(plan)} must be an event, or a function from the step to its event."
+        )
 
 
 class PlannedSteps:

@@ -6,8 +6,8 @@ import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 
-from lightning_dp.accounting import calibrate
 from lightning_dp.accounting.base import Relation
+from lightning_dp.accounting.calibration import alike, calibrate_steps
 from lightning_dp.accounting.gdp import mu_of_budget
 
 __all__ = ["AbstractNoise", "IndependentNoise"]
@@ -55,7 +55,7 @@ class IndependentNoise(AbstractNoise):
     ) -> float:
         if sample_rate == 1:  # exactly, and at once
             return full_batch_noise(epsilon, delta, relation) * math.sqrt(steps)
-        return calibrate(lambda _: 1.0, sample_rate, steps, epsilon, delta, relation)
+        return calibrate_steps(alike(sample_rate, steps), epsilon, delta, relation)
 
     def of_the_sum(self, noise_multiplier: float, steps: int) -> float:
         return noise_multiplier * math.sqrt(steps)

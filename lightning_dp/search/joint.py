@@ -15,13 +15,13 @@ from lightning_dp._files import FILE_MODE, local_folder, make_folder, replaced
 from lightning_dp._refusals import RefusedRun, RefusedSetting
 from lightning_dp._validate import normalise, number, optional, positive, probability, whole
 from lightning_dp.accounting.base import AbstractAccountant, Relation, check_relation
-from lightning_dp.accounting.calibration import calibrate
+from lightning_dp.accounting.calibration import alike, calibrate_steps
 from lightning_dp.accounting.declared_in_advance import (
     EnvelopeAccountant,
     OneOrderAccountant,
     order_of_budget,
 )
-from lightning_dp.accounting.events import History, check_entry
+from lightning_dp.accounting.events import History, check_history
 from lightning_dp.accounting.external import Declared
 from lightning_dp.accounting.pld import PLDAccountant
 from lightning_dp.accounting.steps import CheckedHistory
@@ -133,7 +133,7 @@ class Search:
                 "trial may use, or none."
             )
         object.__setattr__(self, "folder", local_folder("folder", self.folder))
-        object.__setattr__(self, "spent", tuple(check_entry(entry) for entry in self.spent))
+        object.__setattr__(self, "spent", tuple(check_history(self.spent, "spent")))
         _ = self._share  # refuses what cannot be met
         with self._state() as state:
             state.check(self._settings())
@@ -187,10 +187,8 @@ class Search:
             accountant, epsilon = self._of_one_order()
             noise = {}
         else:
-            z = calibrate(
-                lambda step: 1.0,
-                self.sample_rate,
-                self.steps * self.trials,
+            z = calibrate_steps(
+                alike(self.sample_rate, self.steps * self.trials),
                 self.target_epsilon,
                 self.target_delta,
                 relation=self.relation,

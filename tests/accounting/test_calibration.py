@@ -16,7 +16,7 @@ from lightning_dp.accounting import (
     calibrate,
     epsilon,
 )
-from lightning_dp.accounting.calibration import affordable_steps
+from lightning_dp.accounting.calibration import affordable_steps, alike, calibrate_steps
 
 
 def constant(_: int) -> float:
@@ -200,3 +200,51 @@ def test_a_hundred_thousand_distinct_steps_are_calibrated_at_once(shape):
     start = time.thread_time()
     calibrate(values, 0.01, 100_000, 3.0, 1e-6)
     assert time.thread_time() - start < 2.5  # .6 s on a machine that does nothing else
+
+
+@pytest.mark.parametrize(
+    ("q", "steps", "target", "at", "relation"),
+    [
+        (1e-6, 100_000, 1e-9, 1e-12, "replace_one"),  # 5e7 points: losses of 1e-11
+        (1e-9, 1, 1e-6, 1e-300, "add_remove"),
+        (0.125, 16, 1e-6, 1e-5, "add_remove"),  # orders up to 65,536
+    ],
+)
+def test_tiny_budgets_are_met_in_seconds(q, steps, target, at, relation):
+    began = time.process_time()
+    scale = calibrate_steps(alike(q, steps), target, at, relation)
+    value = epsilon([(PoissonGaussian(scale, q), steps)], at, relation)
+    assert target * 0.5 <= value <= target
+    assert time.process_time() - began < 20
+
+
+def test_budgets_below_all_use_are_refused():
+    with pytest.raises(ValueError, match=r"epsilon=1e-300 is below 1e-09.*Raise epsilon"):
+        calibrate(constant, 0.1, 10, 1e-300, 1e-5)
+
+
+@pytest.mark.parametrize("steps", [10**6, 10**18])
+def test_steps_that_are_alike_cost_nothing_however_many(steps):
+    scale = calibrate_steps(alike(1e-4, steps), 3.0, 1e-5)
+    assert epsilon([(PoissonGaussian(scale, 1e-4), steps)], 1e-5) <= 3.0
+    few = [1.0] * 100
+    assert calibrate(few, 0.1, 100, 3.0, 1e-5) == calibrate_steps(alike(0.1, 100), 3.0, 1e-5)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "name"),
+    [
+        ({"shape": None}, "shape"),
+        ({"shape": np.array(1.0)}, "shape"),
+        ({"spent": 3}, "spent"),
+        ({"spent": [3]}, "spent"),
+        ({"accountant": "PLD"}, "accountant"),
+        ({"accountant": PLDAccountant}, "accountant"),
+        ({"relation": np.ones(3)}, "relation"),
+        ({"steps": 10**12}, "steps"),
+    ],
+)
+def test_arguments_that_are_no_numbers_are_refused_by_name(arguments, name):
+    good = {"shape": constant, "sample_rate": 0.1, "steps": 3, "epsilon": 1.0, "delta": 1e-5}
+    with pytest.raises((ValueError, TypeError), match=rf"\b{name}\b"):
+        calibrate(**{**good, **arguments})

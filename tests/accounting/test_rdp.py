@@ -109,3 +109,14 @@ def test_the_sum_over_many_distinct_steps_is_a_close_upper_bound(order, relation
     pairs = zip(noise, rates, strict=True)
     one_by_one = math.fsum(renyi_divergence(z, q, order, relation) for z, q in pairs)
     assert (1 - 1e-14) * one_by_one <= together[0] <= 1.01 * one_by_one  # up to rounding
+
+
+@pytest.mark.parametrize("order", [512, 4096, 65_536])
+@pytest.mark.parametrize("q", [1e-9, 1e-3, 0.3, 0.99])
+@pytest.mark.parametrize("z", [0.5, 30.0, 3e4, 1e6])
+def test_a_few_terms_of_a_large_order_are_all_of_them(z, q, order, monkeypatch):
+    few = renyi_divergence(z, q, order)
+    monkeypatch.setattr("lightning_dp.accounting.renyi._MANY", math.inf)
+    monkeypatch.setattr("lightning_dp.accounting.renyi._SMALL", 0.0)
+    every = renyi_divergence(z, q, order)
+    assert every * (1 - 1e-9) <= few <= every * (1 + 1e-5)
