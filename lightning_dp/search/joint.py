@@ -82,7 +82,7 @@ class Search:
     A trial is begun when :meth:`trial` returns it, durably. One that was killed, pruned or never
     used has taken its share; a search that is made again with the same ``folder`` goes on with
     the trials that are left, also in other processes at the same time. The journals of the trials
-    are in that folder, and ``python -m lightning_dp.report FOLDER`` adds them up.
+    are in that folder, no others may be, and ``python -m lightning_dp.report FOLDER`` adds them up.
 
     It covers what the trials release, and so not a choice by a score on private records: compute
     scores on public ones, or on a hold-out set that gets no guarantee.
@@ -147,6 +147,7 @@ class Search:
             RefusedRun: if none is left.
         """
         with self._state() as state:
+            state.check_journals(f"knows of {state.begun} trials")
             if not state.begun < self.trials:
                 raise RefusedRun(
                     f"All {self.trials} trials of this search were begun, and one more would exceed "
@@ -289,6 +290,7 @@ class _State:
             if self._path.exists():
                 self.begun = int(_read(self._path)["begun"])
             else:
+                self.check_journals("is missing")
                 self.write(0)
         except BaseException:
             self._lock.release()
@@ -309,6 +311,18 @@ class _State:
                     "another folder.",
                     topic="trials",
                 )
+
+    def check_journals(self, state: str) -> None:
+        """Refuse to go on where more trainings have journals than trials were begun."""
+        found = sum(1 for _ in self._path.parent.glob("*.journal"))
+        if found > self.begun:
+            raise RefusedRun(
+                f"{found} trainings have their journals in {self._path.parent}, and {STATE} there "
+                f"{state}: it was lost or is an old copy, or they were no trials of this search. Put "
+                "the right file back, or begin a search in another folder, with the journals of this "
+                "one as spent=sweep_history(...).",
+                topic="trials",
+            )
 
     def write(self, begun: int) -> None:
         """Write how many trials were begun, durably."""

@@ -260,3 +260,18 @@ def test_optuna_searches_within_the_budget(tmp_path):
     assert OneOrderAccountant(7.1).epsilon(sweep_history(tmp_path), 1e-5) <= 3.0
     with pytest.raises(Refusal, match="All 4 trials"):
         study.optimize(objective, n_trials=1)
+
+
+@pytest.mark.parametrize("is_lost", [True, False])
+def test_a_state_that_was_lost_or_is_an_old_copy_gives_no_trial_twice(is_lost, tmp_path):
+    search = Search(trials=3, folder=tmp_path, **BUDGET)
+    state, before = tmp_path / "search.json", (tmp_path / "search.json").read_bytes()
+    fit(search.trial(), tmp_path)
+    if is_lost:
+        state.unlink()
+    else:
+        state.write_bytes(before)
+    with pytest.raises(RuntimeError, match=r"1 trainings have their journals.*sweep_history"):
+        Search(trials=3, folder=tmp_path, **BUDGET).trial()
+    spent = sweep_history(tmp_path)  # the cure works
+    Search(trials=3, folder=tmp_path / "new", spent=spent, **BUDGET).trial()
