@@ -16,9 +16,11 @@ from lightning_dp._noise import NoiseSource
 from lightning_dp._refusals import RefusedSetting, text_of
 from lightning_dp._validate import (
     above_0,
+    instance,
     normalise,
     not_negative,
     number,
+    one_of,
     optional,
     positive,
     seed,
@@ -33,7 +35,7 @@ from lightning_dp.federated.asynchronous import ROUND, UPDATE
 from lightning_dp.federated.client import AbstractRounds, Asked, Client, Latest
 from lightning_dp.federated.ledger import NoLedger, ReleaseLedger
 from lightning_dp.federated.messages import Message, MessageError
-from lightning_dp.federated.protocol import Records, draw, noised_sum
+from lightning_dp.federated.protocol import Records, check_records, draw, noised_sum
 from lightning_dp.federated.sequences import AbstractSampleSizes, AbstractStepSizes
 from lightning_dp.federated.spending import Spending, check_budget
 from lightning_dp.sampling import Poisson
@@ -212,6 +214,9 @@ class AsyncClient(Client):
         share: float = 1.0,
         local_steps: LocalSteps | None = None,
     ) -> None:
+        instance("plan", plan, AsyncPlan)
+        instance("privacy", privacy, ClientPrivacy)
+        check_records(records)
         rounds = _Rounds(records, plan, privacy, share, local_steps)
         if privacy.is_private and ledger is None:
             raise ValueError("ledger=None: noised releases must be booked. Give a ReleaseLedger.")
@@ -241,10 +246,7 @@ class _Rounds(AbstractRounds):
 
     def __post_init__(self) -> None:
         normalise(self, positive, "share")
-        if self.local_steps not in (None, *get_args(LocalSteps)):
-            raise ValueError(
-                f"local_steps={self.local_steps!r} must be 'diminishing1' or 'diminishing2'."
-            )
+        optional(one_of(get_args(LocalSteps)))("local_steps", self.local_steps)
         if self.privacy.is_private and self.local_steps is not None:
             raise ValueError(
                 f"local_steps={self.local_steps!r} moves the model inside a round, and no noise at "

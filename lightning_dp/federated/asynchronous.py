@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import reprlib
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -21,7 +22,7 @@ from lightning_dp.federated.messages import (
     check_client,
     read_reply,
 )
-from lightning_dp.federated.protocol import AbstractServer
+from lightning_dp.federated.protocol import AbstractServer, check_start
 
 __all__ = [
     "FORMS",
@@ -108,9 +109,12 @@ class AsyncServer(AbstractServer):
     num_clients: int
 
     def __post_init__(self) -> None:
-        normalise(self, whole, "num_clients")
-        if self.start.dim() != 1 or not bool(torch.isfinite(self.start).all()):
-            raise ValueError("start must be a vector of finite numbers.")
+        object.__setattr__(self, "num_clients", whole("num_clients", self.num_clients, 1, 2**31))
+        check_start(self.start)
+        if not hasattr(self.plan, "move"):
+            raise TypeError(
+                f"plan={reprlib.repr(self.plan)} must be a plan, such as AsyncPlan(...)."
+            )
         self.plan.check(len(self.start), self.num_clients)
         self._point = self.start.detach().clone()
         self._broadcast = self._point  # v̂ when the current round became the earliest one

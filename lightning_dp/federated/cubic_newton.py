@@ -16,6 +16,7 @@ from lightning_dp._refusals import RefusedRun, text_of
 from lightning_dp._validate import (
     between,
     flag,
+    instance,
     normalise,
     not_negative,
     number,
@@ -33,7 +34,7 @@ from lightning_dp.federated.asynchronous import ROUND, UPDATE
 from lightning_dp.federated.client import AbstractRounds, Asked, Client, Latest
 from lightning_dp.federated.ledger import ReleaseLedger
 from lightning_dp.federated.messages import Message, MessageError
-from lightning_dp.federated.protocol import Records, draw, noised_sum
+from lightning_dp.federated.protocol import Records, check_records, draw, noised_sum
 from lightning_dp.federated.spending import Spending
 from lightning_dp.sampling import AbstractSampling, FullBatch, Poisson
 from lightning_dp.sparsify import SparseVector, random_k
@@ -205,6 +206,8 @@ class CubicNewtonClient(Client):
         noise_multiplier = not_negative("noise_multiplier", noise_multiplier)
         sample_rate = number("sample_rate", sample_rate)
         seed = optional(_validate.seed)("seed", seed)
+        instance("plan", plan, CubicNewtonPlan)
+        check_records(records)
         rounds = _Rounds(records, plan, client, noise_multiplier, sample_rate)
         budget = (target_epsilon, target_delta, relation)
         # A server that went back to its last state asks for the round before again.

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import reprlib
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any, Protocol
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from lightning_dp._noise import NoiseSource, random_generator
 from lightning_dp._refusals import RefusedRun
+from lightning_dp._validate import instance
 from lightning_dp._world import World
 from lightning_dp.boundary import BoundedSum, Query, Release, State, add_noise
 from lightning_dp.sampling import AbstractSampling, Poisson
@@ -20,6 +23,8 @@ __all__ = [
     "AbstractServer",
     "Records",
     "bounded",
+    "check_records",
+    "check_start",
     "draw",
     "noise_source",
     "noised_sum",
@@ -46,6 +51,21 @@ class Records(Protocol):
 
     def bounded_sum(self, query: Query, records: Sequence[int]) -> BoundedSum:
         """Return the sum of the query over these records, each clipped; sensitive until it is noised."""
+
+
+def check_records(records: object) -> None:
+    """Raise TypeError for what cannot be the records of a client."""
+    if not hasattr(records, "num_records"):
+        raise TypeError(
+            f"records={reprlib.repr(records)} must be records of a client, such as "
+            "LocalRecords(module, data_set)."
+        )
+
+
+def check_start(start: object) -> None:
+    """Raise for what cannot be the model that a server begins with."""
+    if not bool(torch.isfinite(instance("start", start, Tensor)).all()) or start.dim() != 1:
+        raise ValueError("start must be a vector of finite numbers.")
 
 
 class AbstractServer(ABC):

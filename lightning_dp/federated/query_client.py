@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lightning_dp import _validate
 from lightning_dp._noise import NoiseSource
-from lightning_dp._validate import optional, whole
+from lightning_dp._validate import flag, optional, whole
 from lightning_dp.accounting import Gaussian
 from lightning_dp.accounting.base import Relation
 from lightning_dp.accounting.events import AbstractEvent
@@ -27,7 +27,7 @@ from lightning_dp.federated.bvr_l_sgd import BVRLSGD
 from lightning_dp.federated.client import AbstractRounds, Asked, Client, Latest
 from lightning_dp.federated.ledger import ReleaseLedger
 from lightning_dp.federated.messages import Message, MessageError
-from lightning_dp.federated.protocol import Records, bounded, draw, noised_sum
+from lightning_dp.federated.protocol import Records, bounded, check_records, draw, noised_sum
 from lightning_dp.federated.spending import Spending
 from lightning_dp.federated.synchronous import (
     ANSWER,
@@ -88,6 +88,8 @@ class QueryClient(Client):
         num_clients: int = 1,
         seed: int | None = None,
     ) -> None:
+        check_records(records)
+        flag("trusts_server", trusts_server)
         check_plan(plan, "server" if trusts_server else "client")
         rounds, num_clients = whole("rounds", rounds), whole("num_clients", num_clients)
         client = whole("client", client, 0, num_clients - 1)

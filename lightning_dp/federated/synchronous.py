@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lightning_dp._described import check_same, described
 from lightning_dp._refusals import text_of
-from lightning_dp._validate import normalise, optional, positive, seed, whole
+from lightning_dp._validate import instance, normalise, one_of, optional, positive, seed, whole
 from lightning_dp._world import World
 from lightning_dp.boundary import BoundedSum, Query, Release, State, Term, add_noise
 from lightning_dp.estimators.driver import Driver
@@ -26,7 +26,7 @@ from lightning_dp.federated.messages import (
     check_client,
     read_reply,
 )
-from lightning_dp.federated.protocol import AbstractServer, noise_source
+from lightning_dp.federated.protocol import AbstractServer, check_start, noise_source
 from lightning_dp.noise_plan import NoisePlan
 
 __all__ = [
@@ -93,15 +93,15 @@ class SynchronousServer(AbstractServer):
         normalise(self, whole, "rounds", "num_clients", "num_records")
         normalise(self, positive, "learning_rate")
         normalise(self, optional(seed), "seed")
-        if self.noise not in ("server", "client"):
-            raise ValueError(f"noise={self.noise!r} must be 'server' or 'client'.")
+        one_of(("server", "client"))("noise", self.noise)
+        if self.local_routine is not None:
+            instance("local_routine", self.local_routine, BVRLSGD)
         if self.local_routine and self.local_routine.learning_rate != self.learning_rate:
             raise ValueError(
                 f"learning_rate={self.learning_rate}, but the local routine's is "
                 f"{self.local_routine.learning_rate}: one point would move at two speeds."
             )
-        if self.start.dim() != 1 or not bool(torch.isfinite(self.start).all()):
-            raise ValueError("start must be a vector of finite numbers.")
+        check_start(self.start)
         check_plan(self.plan, self.noise)
         self._point = self.start.detach().clone()
         self._driver = Driver.begin(self.plan.estimator, [self._point])
@@ -274,7 +274,7 @@ class SynchronousServer(AbstractServer):
 
 def check_plan(plan: NoisePlan, noise: str) -> None:
     """Refuse plans that clients cannot hold a server to."""
-    if plan.shape.chosen != "in advance":
+    if instance("plan", plan, NoisePlan).shape.chosen != "in advance":
         raise ValueError(
             f"noise_schedule={plan.shape} chooses noise at run time, but clients book a plan that is "
             "declared before. Use a schedule that is a function of the step."

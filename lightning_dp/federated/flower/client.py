@@ -13,11 +13,12 @@ from flwr.app import Context, Error, Message, RecordDict
 from flwr.clientapp import ClientApp
 
 from lightning_dp._files import fixed_folder
+from lightning_dp._validate import instance, whole_from_0
 from lightning_dp.federated.agreement import check_fingerprint
 from lightning_dp.federated.flower.exchange import facts_of, pack, payload_of
 from lightning_dp.federated.ledger import ReleaseLedger
 from lightning_dp.federated.messages import MessageError
-from lightning_dp.federated.protocol import AbstractClient, Records
+from lightning_dp.federated.protocol import AbstractClient, Records, check_records
 
 __all__ = ["client_app"]
 
@@ -102,7 +103,11 @@ class _Clients:
     def _guarded(
         self, message: Message, context: Context, work: Callable[[AbstractClient], bytes]
     ) -> Message:
-        number = int(context.node_config["partition-id"])
+        try:
+            number = _config(context, "partition-id")
+        except ValueError:
+            _log.exception("This client has no number.")
+            return Message(Error(_RAISED, _NO_CAUSE), reply_to=message)
         try:
             content = self._work(number, facts_of(message), context, work)
         except MessageError as error:  # made of what the server sent, and of the plan
@@ -125,17 +130,37 @@ class _Clients:
         folder.mkdir(parents=True, exist_ok=True)
         with filelock.FileLock(folder / f"client-{number}.lock"):
             if number not in self._records:
-                self._records[number] = self.build(context)
+                built = self.build(context)
+                check_records(built)
+                self._records[number] = built
             records = self._records[number]
             ledger = ReleaseLedger(folder, f"client-{number}")
             if asked.get("module") and hasattr(records, "fingerprint"):
                 check_fingerprint(str(asked["module"]), records.fingerprint)
-            client = self.protocol(context, str(asked["run"]), records, ledger)
+            made = self.protocol(context, str(asked["run"]), records, ledger)
+            client = instance("protocol(...)", made, AbstractClient)  # type: ignore[type-abstract]
+            num_clients = _config(context, "num-partitions")
             payload = work(client)
             facts = {
                 "client": number,
-                "num_clients": int(context.node_config["num-partitions"]),
+                "num_clients": num_clients,
                 "num_records": records.num_records,
                 **client.facts,
             }
         return pack(payload, facts)
+
+
+def _config(context: Context, name: str) -> int:
+    """Return a number of the node's configuration.
+
+    Raises:
+        ValueError: naming it, with the cure.
+    """
+    value = context.node_config.get(name)
+    try:
+        return whole_from_0(name, value)
+    except ValueError as error:
+        raise ValueError(
+            f"{error} Start the SuperNode with --node-config 'partition-id=I num-partitions=P': which "
+            "client it is, from 0 on, and how many there are."
+        ) from None

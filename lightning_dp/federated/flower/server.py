@@ -16,8 +16,8 @@ from flwr.serverapp import Grid, ServerApp
 from torch import Tensor, nn
 
 from lightning_dp._files import local_folder
-from lightning_dp._refusals import RefusedRun
-from lightning_dp._validate import number
+from lightning_dp._refusals import RefusedRun, RefusedSetting
+from lightning_dp._validate import instance, number, whole
 from lightning_dp.federated.agreement import fingerprint
 from lightning_dp.federated.flower.exchange import Exchange, Outcome
 from lightning_dp.federated.flower.logbook import Logbook, save
@@ -83,6 +83,8 @@ def server_app(
         if not number(name, value) > 0:
             raise ValueError(f"{name}={value} must be greater than 0.")
     here = Path.cwd()
+    if not callable(num_clients):
+        num_clients = whole("num_clients", num_clients)
     if not callable(folder):
         folder = local_folder("folder", folder)
     app = ServerApp()
@@ -90,14 +92,16 @@ def server_app(
     @app.main()
     def main(grid: Grid, context: Context) -> None:
         count = num_clients(context) if callable(num_clients) else num_clients
+        count = whole("num_clients", count)
         place = local_folder("folder", folder(context) if callable(folder) else folder, here)
-        module = build(context)
+        module = instance("build(context)", build(context), nn.Module)
         params = [param for param in module.parameters() if param.requires_grad]
         saved = _saved(place)
         name = saved["run"] if saved else secrets.token_hex(8)
         machine = protocol(context, name, flatten(params))
+        _check_machine(machine, count)
         if saved:
-            machine.load_state_dict(saved["state"])
+            _go_on_from(machine, saved["state"], place)
         _ServerRun(
             exchange=Exchange(
                 grid,
@@ -112,7 +116,7 @@ def server_app(
             module=module,
             params=params,
             metrics=lambda: evaluate(context, module) if evaluate else {},
-            logbook=Logbook(place),
+            logbook=_logbook(place),
             folder=place,
             poll_interval=poll_interval,
             patience=patience,
@@ -250,7 +254,53 @@ class _ServerRun:
         save({"run": self.name, "state": self.machine.state_dict()}, self.folder / _STATE)
 
 
+def _logbook(folder: Path) -> Logbook:
+    try:
+        return Logbook(folder)
+    except OSError as error:
+        raise RefusedSetting(
+            f"folder={str(folder)!r} takes no results: {error}. Give another folder, or make room.",
+            topic="federated-server",
+        ) from None
+
+
+def _check_machine(machine: object, num_clients: int) -> None:
+    """Refuse what is no server, or one of another number of clients, which would wait for ever."""
+    server = instance("protocol(...)", machine, AbstractServer)  # type: ignore[type-abstract]
+    own = getattr(server, "num_clients", num_clients)
+    if own != num_clients:
+        raise RefusedSetting(
+            f"num_clients={num_clients} of server_app() is not num_clients={own} of the server that "
+            "protocol makes. Give both the number of clients.",
+            topic="federated-server",
+        )
+
+
 def _saved(folder: Path) -> dict[str, Any] | None:
     """Return the state of a run that died in this folder."""
     path = folder / _STATE
-    return torch.load(path, weights_only=True) if path.exists() else None
+    if not path.exists():
+        return None
+    try:
+        saved: dict[str, Any] = torch.load(path, weights_only=True)
+        if not isinstance(saved["run"], str) or not isinstance(saved["state"], dict):
+            raise TypeError("it holds something else")
+    except Exception as error:  # of a file that may be anybody's
+        raise _unreadable(path, error) from None
+    return saved
+
+
+def _go_on_from(machine: AbstractServer, state: dict[str, Any], folder: Path) -> None:
+    try:
+        machine.load_state_dict(state)
+    except (KeyError, TypeError, AttributeError, IndexError) as error:
+        raise _unreadable(folder / _STATE, error) from None
+
+
+def _unreadable(path: Path, error: Exception) -> RefusedRun:
+    return RefusedRun(
+        f"{path} cannot be read ({type(error).__name__}), so the run that it is of cannot go on. Put "
+        "the right file back; or move it away, and a new run begins, whose rounds every client is "
+        "charged on top of those that were made.",
+        topic="federated-server",
+    )

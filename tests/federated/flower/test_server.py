@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -327,6 +328,89 @@ def test_a_node_of_another_federation_is_refused_with_the_cure_and_the_others_go
 def test_numbers_out_of_range_are_named(name, bad):
     with pytest.raises(ValueError, match=f"{name}="):
         server_app(start_model, lambda context, run, point: None, num_clients=2, **{name: bad})
+
+
+@pytest.mark.parametrize("bad", [0, True, "3", 2.5, None])
+@pytest.mark.parametrize("is_function", [False, True])
+def test_what_is_no_number_of_clients_is_refused(client, tmp_path, bad, is_function):
+    with pytest.raises(ValueError, match="num_clients="):
+        app = server_app(
+            start_model,
+            lambda context, run, point: AddingServer(point, 2, 1),
+            num_clients=(lambda context: bad) if is_function else bad,
+            folder=tmp_path,
+        )
+        LoopbackGrid(client, 2).start(app)
+
+
+@pytest.mark.parametrize("clients", [2, 4])
+def test_a_server_of_another_number_of_clients_is_refused_before_anybody_is_asked(
+    client, tmp_path, clients
+):
+    plan = AsyncPlan(2, PolynomialSizes(a=0, b=4), InverseSteps(0.1, beta=0.01))
+    app = server_app(
+        start_model,
+        lambda context, run, point: AsyncServer(run, plan, point, clients),
+        num_clients=3,
+        folder=tmp_path / "server",
+    )
+    grid = LoopbackGrid(client, 3)
+    with pytest.raises(
+        ValueError, match=f"num_clients=3 of server_app.* not num_clients={clients}"
+    ):
+        grid.start(app)
+    assert grid.calls == 0
+
+
+@pytest.mark.parametrize("content", [b"", b"garbage", {}, [], {"run": "a", "state": {}}])
+def test_a_state_that_is_none_is_refused_and_kept(run, tmp_path, content):
+    (tmp_path / "server").mkdir()
+    path = tmp_path / "server" / "server.pt"
+    if isinstance(content, bytes):
+        path.write_bytes(content)
+    else:
+        torch.save(content, path)
+    before = path.read_bytes()
+    with pytest.raises(RuntimeError, match=r"server\.pt cannot be read .* move it away"):
+        run(Faults())
+    assert path.read_bytes() == before
+    path.unlink()  # the cure works
+    _, machine = run(Faults(), rounds=1)
+    assert machine.is_done
+
+
+def test_a_folder_that_is_a_file_is_named(run, tmp_path):
+    (tmp_path / "server").write_text("a file")
+    with pytest.raises(ValueError, match=r"folder=.*server' takes no results"):
+        run(Faults())
+
+
+@pytest.mark.parametrize("missing", ["partition-id", "num-partitions"])
+def test_a_node_without_a_number_says_how_to_start_it_and_charges_nothing(
+    run, client, tmp_path, caplog, missing
+):
+    grid = LoopbackGrid(client, 1)
+    [context] = grid._nodes.values()
+    del context.node_config[missing]
+    grid.send_and_receive([Message(RecordDict(), node, "query") for node in grid.get_node_ids()])
+    asked = RecordDict({"facts": ConfigRecord({"run": "a", "module": ""})})
+    [node] = grid.get_node_ids()
+    [reply] = grid.send_and_receive([Message(asked, node, "query")])
+    assert reply.has_error()
+    assert re.search(rf"{missing}=None .*--node-config 'partition-id=I", caplog.text)
+    assert [*tmp_path.rglob("*.journal")] == []
+
+
+@pytest.mark.parametrize("part", ["build", "protocol"])
+def test_apps_whose_functions_return_nothing_say_so_in_the_clients_log(tmp_path, caplog, part):
+    made = {"build": lambda context: Numbers(), "protocol": lambda *given: None}
+    app = client_app(**{**made, part: lambda *given: None}, ledger_dir=tmp_path)
+    grid = LoopbackGrid(app, 1)
+    [node] = grid.get_node_ids()
+    asked = RecordDict({"facts": ConfigRecord({"run": "a", "module": ""})})
+    [reply] = grid.send_and_receive([Message(asked, node, "query")])
+    assert reply.has_error()
+    assert ("records=None must be" if part == "build" else "protocol(...)=None") in caplog.text
 
 
 @pytest.mark.parametrize("folder", ["ledgers", "s3://bucket/ledgers", ""])
