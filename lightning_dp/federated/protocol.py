@@ -64,7 +64,8 @@ def check_records(records: object) -> None:
 
 def check_start(start: object) -> None:
     """Raise for what cannot be the model that a server begins with."""
-    if not bool(torch.isfinite(instance("start", start, Tensor)).all()) or start.dim() != 1:
+    given = instance("start", start, Tensor)
+    if given.dim() != 1 or not bool(torch.isfinite(given).all()):
         raise ValueError("start must be a vector of finite numbers.")
 
 

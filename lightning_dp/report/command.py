@@ -137,6 +137,8 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _write_html(found: _Found, options: argparse.Namespace) -> None:
+    if not options.html.parent.is_dir():
+        raise _UsageError(f"--html {options.html}: there is no folder {options.html.parent}.")
     stated = {each.name: getattr(options, each.name) for each in fields(About)}
     about = About(**stated).to_dict()
     together = found.total or _beside(found.documents, options.delta)

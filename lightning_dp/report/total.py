@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -22,9 +23,11 @@ class Total:
     Args:
         ledgers: how many there are.
         steps: noised steps, over all of them.
-        epsilon: of the union of their events at ``delta``.
+        epsilon: of the union of their events at ``delta``; infinite if one had a test seed, since
+            who can repeat its noise can subtract it.
         delta: the least δ that a report in the folder states, unless one is given.
         relation: replace-one, if a report in the folder is under it.
+        seeded: the ledgers that had a test seed.
     """
 
     ledgers: int
@@ -32,12 +35,14 @@ class Total:
     epsilon: float
     delta: float
     relation: Relation
+    seeded: tuple[str, ...] = ()
 
     def __str__(self) -> str:
+        seeded = f"; NOT PRIVATE (a seed was set: {', '.join(self.seeded)})" if self.seeded else ""
         return (
             f"== total of {self.ledgers} ledgers, if they are about the same records: "
             f"ε = {epsilon_text(self.epsilon)} at δ = {self.delta:g} ({self.relation}), "
-            f"{self.steps} steps"
+            f"{self.steps} steps{seeded}"
         )
 
 
@@ -83,11 +88,13 @@ def total(
     for name in known.keys() - budgets.keys():
         fixed.merge(known[name])  # of a run that two ledgers know, the longer record
     history = fixed.history()
+    spent = accountant_for(history).epsilon(history, min(deltas), under)
+    seeded = {each.document.ledger_id for each in checked if each.document.seeded}
     return Total(
         ledgers=len(known),
         steps=sum(runs.steps for runs in known.values()),
-        epsilon=accountant_for(history).epsilon(history, min(deltas), under)
-        + sum(epsilon for epsilon, _ in budgets.values()),
+        epsilon=math.inf if seeded else spent + sum(epsilon for epsilon, _ in budgets.values()),
+        seeded=tuple(sorted(seeded)),
         delta=min(deltas) + sum(its_own for _, its_own in budgets.values()),
         relation=under,
     )

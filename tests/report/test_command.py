@@ -220,3 +220,22 @@ def test_the_total_of_noise_chosen_at_run_time_is_that_of_whole_budgets(
 
 def test_one_ledger_has_no_total(saved, command, tmp_path):
     assert "total of" not in command(tmp_path)[1]
+
+
+def test_the_total_of_a_folder_with_a_seeded_training_promises_nothing(fit, command, tmp_path):
+    fit()
+    seeded = DifferentialPrivacy(
+        target_delta=1e-5, noise_multiplier=1.0, seed=3, isolation_probe=False
+    )
+    fit(privacy=seeded)
+
+    total = json.loads(command(tmp_path, "--json")[1])["total"]
+    assert total["epsilon"] == "inf" and total["seeded"] == [seeded.report().ledger_id]
+    assert "ε = inf" in (text := command(tmp_path)[1].rpartition("== total")[2])
+    assert f"NOT PRIVATE (a seed was set: {total['seeded'][0]})" in text
+
+
+def test_a_page_for_a_folder_that_is_not_there_is_refused_by_its_name(saved, command, tmp_path):
+    status, output = command(saved[1], "--html", tmp_path / "pages" / "run.html")
+    assert status == 2
+    assert output.strip().endswith(f"there is no folder {tmp_path / 'pages'}.")
