@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import re
+import reprlib
 import zipfile
 from collections.abc import Iterable, Iterator
 from collections.abc import Set as AbstractSet
@@ -13,7 +15,7 @@ from typing import Any
 
 from lightning_dp._files import file_of_checkpoint, local_folder
 from lightning_dp._refusals import RefusedSetting
-from lightning_dp._validate import whole
+from lightning_dp._validate import listed, whole
 from lightning_dp.accounting._journal_text import Written, read_text
 from lightning_dp.accounting.charges import Charges, JournalError
 from lightning_dp.accounting.events import AbstractEvent, event_from_dict, sampled_gaussian
@@ -72,7 +74,9 @@ def sweep_history(paths: str | Path | Iterable[str | Path]) -> list[tuple[Abstra
         >>> round(epsilon(sweep_history(folder), delta=1e-5), 3)
         0.82
     """
-    given = [Path(paths)] if isinstance(paths, (str, Path)) else [Path(path) for path in paths]
+    one = isinstance(paths, str | os.PathLike)
+    listed_paths = [paths] if one else listed("paths", paths, "files and folders")
+    given = [_path("paths", each) for each in listed_paths]
     if not given:
         raise ValueError("paths is empty; name the journals, checkpoints or folders of the trials.")
     union = Ledger()
@@ -80,6 +84,12 @@ def sweep_history(paths: str | Path | Iterable[str | Path]) -> list[tuple[Abstra
         for file in _files(path):
             _add(union, file)
     return union.history()
+
+
+def _path(name: str, value: object) -> Path:
+    if not isinstance(value, str | os.PathLike) or not isinstance(text := os.fspath(value), str):
+        raise TypeError(f"{name}={reprlib.repr(value)} must be a str or a pathlib.Path.")
+    return Path(text)
 
 
 def _files(path: Path) -> list[Path]:
@@ -238,9 +248,9 @@ def recover_journal(
         ... )
     """
     lost = whole("unrecorded_steps", unrecorded_steps, 0, _MOST)
-    if costliest is not None and not isinstance(costliest, AbstractEvent):
+    if costliest is not None and not _is_step(costliest):
         raise ValueError(
-            f"costliest={costliest!r} must be an event, such as PoissonGaussian(z, q)."
+            f"costliest={costliest!r} must be an event of a step, such as PoissonGaussian(z, q)."
         )
     record = _privacy_in(checkpoint_path)
     state = record.get("ledger")
@@ -270,11 +280,26 @@ def _privacy_in(checkpoint_path: str | Path) -> dict[str, Any]:
     """Return the privacy record of a checkpoint; empty if it has none."""
     import torch  # only a checkpoint needs it, accounting does not
 
-    checkpoint = torch.load(
-        file_of_checkpoint(Path(checkpoint_path)), map_location="cpu", weights_only=True
-    )
-    record: dict[str, Any] = checkpoint.get("lightning_dp", {})
-    return record
+    path = file_of_checkpoint(_path("checkpoint_path", checkpoint_path))
+    try:
+        checkpoint = torch.load(path, map_location="cpu", weights_only=True)
+    except FileNotFoundError:
+        raise RefusedSetting(
+            f"The checkpoint {path} does not exist. Give one of the run.",
+            topic="unreadable-checkpoint",
+        ) from None
+    except Exception as error:  # of a file that may be anybody's
+        raise RefusedSetting(
+            f"{path} cannot be read as a checkpoint of plain types and tensors (nothing else is "
+            f"loaded, since that could run code): {type(error).__name__}. Give another one of the run.",
+            topic="unreadable-checkpoint",
+        ) from None
+    record = checkpoint.get("lightning_dp", {}) if isinstance(checkpoint, dict) else {}
+    return record if isinstance(record, dict) else {}
+
+
+def _is_step(event: object) -> bool:
+    return isinstance(event, AbstractEvent) and event.is_gaussian and event.is_step
 
 
 def _costliest(

@@ -8,8 +8,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from lightning_dp.accounting import Gaussian, PoissonGaussian, recover_journal
-from lightning_dp.accounting.events import PoissonRound
+from lightning_dp.accounting import (
+    ApproximateDP,
+    Gaussian,
+    PoissonGaussian,
+    recover_journal,
+    sweep_history,
+)
+from lightning_dp.accounting.events import PoissonRound, Voided
 from lightning_dp.accounting.journal import JournalError
 from lightning_dp.accounting.ledger import Ledger
 
@@ -104,6 +110,36 @@ def test_recovering_from_nothing_is_refused(tmp_path):
         recover_journal(tmp_path / "plain.ckpt", tmp_path, 1)
     with pytest.raises(ValueError, match="unrecorded_steps=-1 must be a whole number"):
         recover_journal(tmp_path / "plain.ckpt", tmp_path, -1)
+
+
+@pytest.mark.parametrize("content", [b"", b"garbage", [1], {"lightning_dp": 3}, None])
+def test_recovering_from_what_is_no_checkpoint_is_refused_and_leaves_no_file(tmp_path, content):
+    path = tmp_path / "a.ckpt"
+    if isinstance(content, bytes):
+        path.write_bytes(content)
+    elif content is not None:
+        torch.save(content, path)
+    with pytest.raises(
+        ValueError, match=r"a\.ckpt (does not exist|cannot be read|is not a checkp)"
+    ):
+        recover_journal(path, tmp_path / "new", 1)
+    assert not (tmp_path / "new").exists()
+
+
+@pytest.mark.parametrize("path", [None, 3, b"a.ckpt", [1]])
+def test_paths_that_are_none_are_refused_by_name(tmp_path, path):
+    with pytest.raises(TypeError, match="checkpoint_path="):
+        recover_journal(path, tmp_path, 1)
+    with pytest.raises(TypeError, match="paths="):
+        sweep_history(path if isinstance(path, list) else [path])
+
+
+@pytest.mark.parametrize(
+    "event", [Voided("x"), ApproximateDP(1.0, 1e-6, "add_remove", "x"), A.pair]
+)
+def test_lost_steps_are_charged_as_steps_only(tmp_path, event):
+    with pytest.raises(ValueError, match=r"costliest=.* must be an event of a step"):
+        recover_journal(tmp_path / "a.ckpt", tmp_path, 1, costliest=event)
 
 
 def test_a_constant_run_is_one_entry_in_a_checkpoint(books):
