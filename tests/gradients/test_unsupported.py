@@ -17,6 +17,7 @@ from lightning_dp._checks import check_model
 from lightning_dp.callbacks import DifferentialPrivacy
 from lightning_dp.gradients import UnsupportedModelError, attach_engine
 from lightning_dp.gradients.bookkeeping import Bookkeeping
+from tests.older_torch import fsdp_on_cpu
 
 
 @pytest.fixture
@@ -91,6 +92,7 @@ def test_some_engines_know_sharded_parameters_and_others_name_one(mesh):
     check_model(module, may_be_sharded=True)
 
 
+@fsdp_on_cpu
 def test_a_sharded_parameter_that_is_used_outside_of_its_layer_is_refused(mesh):
     class Outside(nn.Module):
         def __init__(self) -> None:

@@ -25,6 +25,7 @@ from lightning_dp import (
 )
 from lightning_dp.callbacks import DifferentialPrivacy
 from lightning_dp.strategies.checks import check_strategy
+from tests.older_torch import fsdp_on_cpu
 
 
 @pytest.fixture(autouse=True)
@@ -110,6 +111,7 @@ def test_other_ways_to_shard_are_refused_with_the_way_out():
         check_strategy(FSDPStrategy())
 
 
+@fsdp_on_cpu
 @pytest.mark.parametrize("estimator", [MeanGradient(1.0), Diff2(2, 1.0), Storm(0.5, 1.0)], ids=repr)
 def test_what_works_entry_by_entry_trains(tmp_path, estimator):
     privacy = {"postprocessing": [Momentum(0.5)], "estimator": estimator}

@@ -19,6 +19,9 @@ import torch
 from torch import Tensor, nn
 
 from lightning_dp.accounting.journal import read_journal
+from tests.older_torch import fsdp_on_cpu
+
+pytestmark = fsdp_on_cpu
 
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE))  # what the processes import, too
