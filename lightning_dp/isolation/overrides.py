@@ -8,13 +8,23 @@ from typing import Any
 
 from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities.model_helpers import is_overridden
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode
 
 from lightning_dp.gradients.chunks import is_differentiable
 
-__all__ = ["backward_loss", "configure_clipping", "moves_weights", "optimize", "schedule"]
+__all__ = [
+    "backward_loss",
+    "configure_clipping",
+    "modes_of",
+    "moves_weights",
+    "optimize",
+    "schedule",
+    "zero_gradients",
+]
+
+_PLAIN = (bool, int, float, str, type(None))
 
 
 def backward_loss(module: LightningModule, loss: Tensor) -> Tensor:
@@ -116,3 +126,32 @@ def schedule(module: LightningModule, trainer: Any) -> None:
             for config in trainer.lr_scheduler_configs:
                 metric = trainer.callback_metrics.get(config.monitor)
                 module.lr_scheduler_step(config.scheduler, metric)
+
+
+def zero_gradients(
+    module: LightningModule, trainer: Any, batch_idx: int, optimizer: Optimizer
+) -> None:
+    """Call the module's own ``optimizer_zero_grad``; what it does to gradients is done anyway."""
+    if is_overridden("optimizer_zero_grad", module):
+        with contextlib.suppress(Exception):
+            module.optimizer_zero_grad(trainer.current_epoch, batch_idx, optimizer)
+
+
+def modes_of(module: nn.Module) -> list[Any]:
+    """Return the modes of all parts, and of torch's own layers the settings, to be compared.
+
+    Example:
+        >>> modes_of(nn.Dropout(0.25))
+        [(True, 0.25, False)]
+    """
+    return [(part.training, *_settings_of(part)) for part in module.modules()]
+
+
+def _settings_of(part: nn.Module) -> list[Any]:
+    if not type(part).__module__.startswith("torch."):
+        return []
+    return [
+        value
+        for name, value in vars(part).items()
+        if isinstance(value, _PLAIN) and name[0] != "_" and name != "training"
+    ]

@@ -39,6 +39,7 @@ def show_trainer(module: LightningModule, trainer: StandInTrainer) -> LightningM
     for part in module.modules():
         if isinstance(part, LightningModule):
             part.log = trainer.log  # type: ignore[method-assign,assignment]
+    trainer.shown_to = module
     module.trainer = trainer  # type: ignore[assignment]
     return module
 

@@ -11,23 +11,27 @@ from typing import Any
 import torch
 from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.callbacks import LambdaCallback
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
 
 from lightning_dp._training_step import call_training_step
 from lightning_dp.gradients import RecordPasses
 from lightning_dp.isolation.answers import Answer, answer_about
+from lightning_dp.isolation.live_schedulers import LiveSchedulers
 from lightning_dp.isolation.model_copies import empty
 from lightning_dp.isolation.overrides import (
     backward_loss,
     configure_clipping,
+    modes_of,
     moves_weights,
     optimize,
     schedule,
+    zero_gradients,
 )
 from lightning_dp.isolation.passes import Passes
 from lightning_dp.isolation.prepared import NoLoss, begin, loss_of, prepared, show_trainer
 from lightning_dp.isolation.randomness import seed
-from lightning_dp.isolation.stand_in_optimizers import ByHand, give_optimizers
+from lightning_dp.isolation.stand_in_optimizers import ByHand, Stills, give_optimizers
 from lightning_dp.isolation.stand_ins import StandInTrainer
 
 __all__ = ["Rehearsal", "rehearsal"]
@@ -50,9 +54,12 @@ def rehearsal(passes: Passes) -> Iterator[Rehearsal]:
     same in the copies.
     """
     trainer = StandInTrainer(passes.trainer, passes.now)
-    module, callbacks = _copies(passes, trainer)
+    stills = passes.stills_of(passes.module, moves=moves_weights(passes.module))
+    module, callbacks, memo = _copies(passes, trainer, stills)
+    schedulers = LiveSchedulers(passes.trainer, memo)
+    module = show_trainer(prepared(module), trainer)
     try:
-        yield Rehearsal(passes, show_trainer(prepared(module), trainer), trainer, callbacks)
+        yield Rehearsal(passes, module, trainer, stills, schedulers, callbacks)
     finally:
         empty(module)
         passes.put_back()
@@ -70,6 +77,8 @@ class Rehearsal:
         passes: whose model it is.
         module: the copy, which nobody else uses.
         trainer: what it sees of its Trainer.
+        stills: what it sees of its optimizers, with its parameters.
+        schedulers: copies that change what these hold.
         callbacks: copies of the user's own.
     """
 
@@ -78,6 +87,8 @@ class Rehearsal:
         passes: Passes,
         module: LightningModule,
         trainer: StandInTrainer,
+        stills: Stills,
+        schedulers: LiveSchedulers,
         callbacks: Sequence[Callback],
     ) -> None:
         self.module, self.trainer, self.callbacks = module, trainer, callbacks
@@ -85,13 +96,13 @@ class Rehearsal:
         self._batch_idx = passes.now.batch_idx
         parameters = dict(module.named_parameters())
         self._trained = [parameters[name] for name in passes.trained]
-        stills = passes.stills_of(module, moves=moves_weights(module))
         self.optimizer = stills.optimizers[stills.private]
         self.scheduler = give_optimizers(module, trainer, stills.optimizers)
+        self.scheduler.on_step, self._schedulers = schedulers.step, schedulers
         self.settings: list[str] = []  # of each step
         self.steering: list[str] = []  # the run, after each step
         self._used: list[Any] = []
-        self._by_hand = ByHand(module, stills)
+        self._by_hand = ByHand(module, stills, self.scheduler)
         if passes.now.is_pretended:
             begin(module, passes.now)
             self._callback_hook("on_train_epoch_start")
@@ -145,7 +156,7 @@ class Rehearsal:
             )
         else:
             output = run()
-        schedule(self.module, self.trainer)
+        self._schedule("step")
         self.trainer.steps_made += 1
         self._hook("on_train_batch_end", output, batch, self._batch_idx)
         self._note()
@@ -173,6 +184,7 @@ class Rehearsal:
         loss = loss_of(output, self._by_hand if is_by_hand else None)
         if not is_by_hand:
             self._hook("on_before_zero_grad", self.optimizer)
+            zero_gradients(self.module, self.trainer, self._batch_idx, self.optimizer)
             self._hook("on_before_backward", loss)
         for param in self._trained:
             param.grad = None
@@ -200,7 +212,14 @@ class Rehearsal:
             for group in self.optimizer.param_groups
         ]
         asked = self.optimizer.steps, self.scheduler.steps, self._by_hand.clipped
-        return repr((self._used, groups, asked, self.trainer.rules()))
+        return repr((self._used, groups, asked, self.trainer.rules(), modes_of(self.module)))
+
+    def _schedule(self, interval: str) -> None:
+        """Step the schedulers that Lightning would step now."""
+        if is_overridden("lr_scheduler_step", self.module):
+            schedule(self.module, self.trainer)
+        elif self.module.automatic_optimization:
+            self._schedulers.step(interval)
 
     def new_epoch(self) -> None:
         """End the epoch and begin the next one."""
@@ -209,7 +228,7 @@ class Rehearsal:
         self._hook("on_train_epoch_end")
         self.trainer.epochs_made += 1
         self._batch_idx = 0
-        schedule(self.module, self.trainer)
+        self._schedule("epoch")
         self._hook("on_train_epoch_start")
         self._note()
 
@@ -226,21 +245,30 @@ class Rehearsal:
                 getattr(callback, name)(self.trainer, self.module, *args)
 
 
-def _copies(passes: Passes, trainer: StandInTrainer) -> tuple[LightningModule, list[Callback]]:
+def _copies(
+    passes: Passes, trainer: StandInTrainer, stills: Stills
+) -> tuple[LightningModule, list[Callback], dict[int, Any]]:
+    """Copy a model and the user's callbacks; return also what else stands for what.
+
+    Args:
+        stills: stand for the optimizers wherever these are held; they get the copy's parameters.
+    """
     real = passes.trainer
     own = [each for each in passes.callbacks if _is_users(each)]
     memo: dict[int, Any] = {}
     if real is not None:
-        shared = (real.strategy, real.train_dataloader, *real.loggers)
+        shared = (real.train_dataloader, *real.loggers)
         memo = {id(each): each for each in shared} | {id(real): trainer}
+        memo |= {id(real.strategy): trainer.strategy} | stills.in_place_of(real.optimizers)
     twin = passes.copied(memo)
+    stills.exchange(memo)
     for callback in own:
         if id(callback) not in memo and passes.shares(callback):
             trainer.copied_callbacks[id(callback)] = callback  # put back afterwards
             continue
         with contextlib.suppress(Exception):  # it holds a file, or a lock
             trainer.copied_callbacks[id(callback)] = copy.deepcopy(callback, memo)
-    return twin, list(trainer.copied_callbacks.values())
+    return twin, list(trainer.copied_callbacks.values()), memo
 
 
 def _repeated(numbers: Tensor, like: Tensor) -> Tensor:

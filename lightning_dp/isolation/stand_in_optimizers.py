@@ -48,13 +48,19 @@ class ByHand:
     Args:
         module: a copy; what it calls to optimize is replaced on it.
         stills: what it gets for its optimizers; by default one that does nothing.
+        scheduler: what it gets for its schedulers; by default one that nobody looks at.
     """
 
-    def __init__(self, module: LightningModule, stills: Stills | None = None) -> None:
+    def __init__(
+        self,
+        module: LightningModule,
+        stills: Stills | None = None,
+        scheduler: StillScheduler | None = None,
+    ) -> None:
         self._losses: list[Tensor] = []
         if stills is None:
             stills = Stills((StillOptimizer([{"params": list(module.parameters())}]),))
-        _show(module, stills.optimizers, StillScheduler(stills.optimizers))
+        _show(module, stills.optimizers, scheduler or StillScheduler(stills.optimizers))
         module.manual_backward = self._note  # type: ignore[method-assign]
         module.clip_gradients = self._note_clipping  # type: ignore[method-assign]
         self.clipped: list[str] = []
@@ -176,6 +182,24 @@ class Stills:
         wanted = {id(param) for param in trained}
         found = [i for i, each in enumerate(stills) if wanted & set(map(id, _held_by(each)))]
         return cls(stills, found[0] if found else 0)
+
+    def in_place_of(self, real: Sequence[Optimizer]) -> dict[int, Any]:
+        """Return a memo for ``copy.deepcopy``, in which they stand for optimizers and their groups."""
+        memo: dict[int, Any] = {}
+        for still, optimizer in zip(self.optimizers, real, strict=False):
+            memo |= {id(optimizer): still, id(optimizer.param_groups): still.param_groups}
+            pairs = zip(optimizer.param_groups, still.param_groups, strict=False)
+            memo |= {id(group): own for group, own in pairs}
+        return memo
+
+    def exchange(self, memo: Mapping[int, Any]) -> None:
+        """Hold the copies of parameters in their places.
+
+        Args:
+            memo: of ``copy.deepcopy``.
+        """
+        for group in (group for each in self.optimizers for group in each.param_groups):
+            group["params"] = [memo.get(id(param), param) for param in group["params"]]
 
     def parameters(self, *, private: bool = False) -> tuple[nn.Parameter, ...]:
         """Return those of the public optimizers, or of the private one."""

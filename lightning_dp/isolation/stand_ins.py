@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
@@ -15,6 +15,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 from torchmetrics import Metric
+
+from lightning_dp.isolation.copies import Copies
 
 __all__ = ["RUN", "NoCollectives", "NotProbed", "Now", "StandInTrainer", "StillScheduler", "ignore"]
 
@@ -78,6 +80,8 @@ class StandInTrainer:
         self.optimizers: list[Any] = []
         self.scheduler: Any = None
         self.copied_callbacks: dict[int, Any] = {}  # by the id of the real ones
+        self.shown_to: Any = None  # the module whose Trainer it is
+        self.data = _Data(real)
         self._loop: Any = None
         self._own = {*vars(self), "_own"}
 
@@ -173,10 +177,35 @@ class StandInTrainer:
         return next(iter(self.loggers), None)
 
     @property
+    def lightning_module(self) -> Any:
+        """The module whose Trainer it is."""
+        self.read.add("lightning_module")
+        if self.shown_to is None and self._real is not None:
+            return self._real.lightning_module
+        return self.shown_to
+
+    @property
+    def model(self) -> Any:
+        """The same."""
+        return self.lightning_module
+
+    @property
+    def strategy(self) -> Any:
+        """The Trainer's to read from, with the stand-ins for optimizers; it saves nothing."""
+        self.read.add("strategy")
+        return None if self._real is None else _Strategy(self._real.strategy, self)
+
+    @property
+    def datamodule(self) -> Any:
+        """A copy of the Trainer's, which shares the data; what is written to it stays there."""
+        self.read.add("datamodule")
+        return self.data.module(self)
+
+    @property
     def train_dataloader(self) -> Any:
         """The loader without its records, which are for charged steps only."""
         self.read.add("train_dataloader")
-        return None if self._real is None else _Unread(self._real.train_dataloader)
+        return None if self._real is None else _Unread(self._real.train_dataloader, self.data)
 
     @property
     def lr_scheduler_configs(self) -> list[Any]:
@@ -248,16 +277,77 @@ class _Loop:
         return own | {name: loop.written() for name, loop in self._inner.items()}
 
 
+class _Strategy:
+    """A Trainer's strategy to read from; what is written to it stays here, and it saves nothing."""
+
+    def __init__(self, real: Any, trainer: StandInTrainer) -> None:
+        vars(self)["_real"], vars(self)["_trainer"] = real, trainer
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or "_real" not in vars(self):
+            raise AttributeError(name)
+        if name in ("optimizers", "lightning_module", "model"):
+            return getattr(self._trainer, name)
+        if name in ("save_checkpoint", "remove_checkpoint"):
+            return ignore
+        return getattr(self._real, name)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Strategy:
+        return self
+
+
+class _Data:
+    """Copies of what hands out the data, which share the data; made when somebody asks for them.
+
+    Args:
+        real: the Trainer whose they are; None if there is none.
+    """
+
+    def __init__(self, real: Trainer | None) -> None:
+        self._real = real
+        self._module: Any = None
+        self._dataset: Any = None
+
+    def module(self, trainer: StandInTrainer) -> Any:
+        """Return the copy of the data module, which sees this Trainer; None if there is none."""
+        real = getattr(self._real, "datamodule", None)
+        if self._module is None and real is not None:
+            self._module = Copies(real).fresh()
+            if self._module is not real:
+                self._module.trainer = trainer
+        return self._module
+
+    def dataset(self, loader: Any) -> Any:
+        """Return the copy of a loader's data set."""
+        if self._dataset is None:
+            self._dataset = Copies(loader.dataset).fresh()
+        return self._dataset
+
+    def written(self) -> dict[str, Any]:
+        """Return the attributes of the copied data set; nothing if nobody asked for it."""
+        return dict(getattr(self._dataset, "__dict__", {}))
+
+    def noted(self) -> dict[str, Any]:
+        """Return the same of the data module."""
+        own = getattr(self._module, "__dict__", {})
+        return {name: value for name, value in own.items() if name not in ("trainer", "_log_hyperparams")}
+
+
 class _Unread:
     """A loader without its records."""
 
-    def __init__(self, loader: Any) -> None:
-        self._loader = loader
+    def __init__(self, loader: Any, data: _Data) -> None:
+        self._loader, self._data = loader, data
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):
             raise AttributeError(name)
         return getattr(self._loader, name)
+
+    @property
+    def dataset(self) -> Any:
+        """A copy of the data set, which shares the data."""
+        return self._data.dataset(self._loader)
 
     def __len__(self) -> int:
         return len(self._loader)
@@ -279,10 +369,12 @@ class StillScheduler:
         self._optimizers = optimizers
         self.last_epoch = 0
         self.steps: list[str] = []
+        self.on_step: Callable[[], None] = ignore
 
     def step(self, *args: Any, **kwargs: Any) -> None:
         """Remember the arguments."""
         self.steps.append(repr((args, kwargs)))
+        self.on_step()
 
     def get_last_lr(self) -> list[float]:
         """Return the rates as they are."""

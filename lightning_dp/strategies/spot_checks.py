@@ -375,7 +375,7 @@ class SpotChecks:
 def _nowhere(module: LightningModule, trainer: Trainer, device: torch.device) -> Iterator[None]:
     """Inside, what is printed and logged goes nowhere; random states and gradients stay as they are."""
     mute = StandInTrainer(trainer, RUN)
-    mute.optimizers = trainer.optimizers
+    mute.optimizers, mute.shown_to = trainer.optimizers, module
     gradients = [(param, param.grad, param.requires_grad) for param in module.parameters()]
     level = logging.root.manager.disable
     with RandomState(device).again(), contextlib.redirect_stdout(io.StringIO()):
