@@ -7,6 +7,7 @@ from abc import ABC, abstractmethod
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from functools import _lru_cache_wrapper
 from itertools import islice
 from typing import Any, Literal, TypeAlias
 
@@ -21,6 +22,7 @@ __all__ = [
     "Budget",
     "Held",
     "HeldArray",
+    "HeldCache",
     "HeldItems",
     "HeldMapping",
     "HeldNames",
@@ -165,6 +167,22 @@ class HeldRandom(Held):
 
     def differs(self, other: Any) -> bool:
         return bool(self._digest != other._digest)
+
+
+class HeldCache(Held):
+    """The results that a function remembers (``functools.cache``); all are forgotten to go back."""
+
+    def __init__(self, owner: _lru_cache_wrapper[Any], kind: Kind) -> None:
+        super().__init__(owner, kind)
+        self._misses = owner.cache_info().misses
+
+    def put_back(self) -> None:
+        if self.owner.cache_info().misses != self._misses:
+            self.owner.cache_clear()
+            self._misses = 0
+
+    def differs(self, other: Any) -> bool:
+        return False  # one results from others, which are looked at
 
 
 class HeldItems(Held):

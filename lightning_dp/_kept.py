@@ -6,7 +6,7 @@ import argparse
 import types
 from collections import deque
 from collections.abc import Callable, Iterator
-from functools import partial
+from functools import _lru_cache_wrapper, partial
 from typing import Any
 
 import numpy as np
@@ -19,6 +19,7 @@ from lightning_dp._held import (
     Budget,
     Held,
     HeldArray,
+    HeldCache,
     HeldItems,
     HeldMapping,
     HeldNames,
@@ -126,6 +127,9 @@ class Walk:
             return self._module(thing, "metric" if isinstance(thing, Metric) else kind)
         if isinstance(thing, types.MethodType | partial):
             return self._bound(thing, kind)
+        if isinstance(thing, _lru_cache_wrapper):
+            self._function(plain_function(thing))
+            return HeldCache(thing, kind)
         if isinstance(function := plain_function(thing), types.FunctionType):
             self._function(function)
             return None
@@ -197,6 +201,10 @@ class Walk:
         self._root(key, kind.__name__, HeldNames(kind, "attribute", names))
         for function in own_functions(kind):
             self._function(function)
+        for name, value in list(vars(kind).items()):
+            inner = getattr(value, "__func__", value)  # of a static method
+            if isinstance(inner, _lru_cache_wrapper):
+                self.take(f"{key} {name}", name, inner)
 
     def _function(self, function: types.FunctionType | None) -> None:
         """Begin at the variables outside of a user's function that it can reach."""

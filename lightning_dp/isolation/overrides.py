@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -15,6 +16,7 @@ from torch.overrides import TorchFunctionMode
 from lightning_dp.gradients.chunks import is_differentiable
 
 __all__ = [
+    "Deadline",
     "backward_loss",
     "configure_clipping",
     "modes_of",
@@ -65,6 +67,29 @@ class _Backward(TorchFunctionMode):
         weight = args[1] if len(args) > 1 else (kwargs or {}).get("gradient")
         self.losses.append(args[0] if weight is None else (args[0] * weight).sum())
         return None
+
+
+class Deadline(TorchFunctionMode):
+    """Inside, what calls torch after so many seconds is ended by an exception.
+
+    Args:
+        seconds: from now on.
+    """
+
+    def __init__(self, seconds: float) -> None:
+        super().__init__()
+        self._end = time.perf_counter() + seconds
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        if time.perf_counter() > self._end:
+            raise TimeoutError
+        return func(*args, **(kwargs or {}))
 
 
 def moves_weights(module: LightningModule) -> bool:

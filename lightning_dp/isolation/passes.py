@@ -160,6 +160,11 @@ class Passes:
         """True if the Trainer has several optimizers."""
         return self.trainer is not None and len(self.trainer.optimizers) > 1
 
+    @property
+    def validates(self) -> bool:
+        """True if the Trainer validates the model while it trains."""
+        return self.trainer is not None and bool(self.trainer.enable_validation)
+
     def stills_of(self, module: LightningModule, *, moves: bool = False) -> Stills:
         """Return stand-ins for the real optimizers, with a copy's parameters.
 

@@ -10,16 +10,19 @@ from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule
-from lightning.pytorch.callbacks import LambdaCallback
+from lightning.pytorch.callbacks import Checkpoint, LambdaCallback
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
 
 from lightning_dp._training_step import call_training_step
+from lightning_dp._user_code import plain_function
 from lightning_dp.gradients import RecordPasses
 from lightning_dp.isolation.answers import Answer, answer_about
 from lightning_dp.isolation.live_schedulers import LiveSchedulers
 from lightning_dp.isolation.model_copies import empty
+from lightning_dp.isolation.nesting import copied
 from lightning_dp.isolation.overrides import (
+    Deadline,
     backward_loss,
     configure_clipping,
     modes_of,
@@ -37,6 +40,8 @@ from lightning_dp.isolation.stand_ins import StandInTrainer
 __all__ = ["Rehearsal", "rehearsal"]
 
 _PERIOD = 4099  # of the random vector that stands for gradients: a prime, so that rows differ
+
+_SECONDS = 2.0  # of validation
 
 _LIBRARIES = frozenset(sys.stdlib_module_names) | {
     "lightning",
@@ -221,8 +226,14 @@ class Rehearsal:
         elif self.module.automatic_optimization:
             self._schedulers.step(interval)
 
-    def new_epoch(self) -> None:
-        """End the epoch and begin the next one."""
+    def new_epoch(self, batch: Any = None) -> None:
+        """End the epoch and begin the next one.
+
+        Args:
+            batch: to validate on before, if the Trainer validates.
+        """
+        if batch is not None and self._passes.validates:
+            self._validate(batch)
         with contextlib.suppress(Exception):  # a metric that cannot be averaged
             self.trainer.end_epoch()
         self._hook("on_train_epoch_end")
@@ -231,6 +242,24 @@ class Rehearsal:
         self._schedule("epoch")
         self._hook("on_train_epoch_start")
         self._note()
+
+    def _validate(self, batch: Any) -> None:
+        """Validate on one batch, in Lightning's order; what takes long is broken off."""
+        module = self.module
+        modes = [(part, part.training) for part in module.modules()]
+        module.eval()
+        with torch.no_grad(), Deadline(_SECONDS):
+            for name in ("on_validation_start", "on_validation_epoch_start"):
+                self._hook(name)
+            self._hook("on_validation_batch_start", batch, 0)
+            output: Any = None
+            with contextlib.suppress(Exception), self._passes.valid_labels():
+                output = module.validation_step(copied(batch), 0)
+            self._hook("on_validation_batch_end", output, batch, 0)
+            for name in ("on_validation_epoch_end", "on_validation_end"):
+                self._hook(name)
+        for part, mode in modes:
+            part.training = mode
 
     def _hook(self, name: str, *args: Any) -> list[Any]:
         """Call a hook of the callbacks and of the module; return what it returns."""
@@ -241,8 +270,24 @@ class Rehearsal:
 
     def _callback_hook(self, name: str, *args: Any) -> None:
         for callback in self.callbacks:
+            if not _is_users_own(callback, name):
+                continue  # Lightning's save files, print and stop runs
             with contextlib.suppress(Exception), self._passes.valid_labels():
                 getattr(callback, name)(self.trainer, self.module, *args)
+
+    def saved(self, checkpoint: dict[str, Any]) -> dict[str, Any]:
+        """Return a checkpoint after all of the user's code that adds to it; nothing if some raises."""
+        try:
+            for number, callback in enumerate(self.callbacks):
+                if _is_users_own(callback, "on_save_checkpoint"):
+                    callback.on_save_checkpoint(self.trainer, self.module, checkpoint)  # type: ignore[arg-type]
+                if _is_users_own(callback, "state_dict"):
+                    name = f"{type(callback).__name__} {number}"
+                    checkpoint["callbacks"][name] = callback.state_dict()
+            self.module.on_save_checkpoint(checkpoint)
+        except Exception:  # it needs a real Trainer
+            return {}
+        return checkpoint
 
 
 def _copies(
@@ -265,10 +310,20 @@ def _copies(
     for callback in own:
         if id(callback) not in memo and passes.shares(callback):
             trainer.copied_callbacks[id(callback)] = callback  # put back afterwards
-            continue
-        with contextlib.suppress(Exception):  # it holds a file, or a lock
-            trainer.copied_callbacks[id(callback)] = copy.deepcopy(callback, memo)
+        else:
+            trainer.copied_callbacks[id(callback)] = _copied(callback, memo)
     return twin, list(trainer.copied_callbacks.values()), memo
+
+
+def _copied(callback: Callback, memo: dict[int, Any]) -> Callback:
+    """Return a deep copy of a callback, which shares what cannot be copied: a file, a lock."""
+    with contextlib.suppress(Exception):
+        return copy.deepcopy(callback, memo)
+    twin = memo[id(callback)] = copy.copy(callback)
+    for name, value in vars(callback).items():
+        with contextlib.suppress(Exception):
+            vars(twin)[name] = copy.deepcopy(value, memo)
+    return twin
 
 
 def _repeated(numbers: Tensor, like: Tensor) -> Tensor:
@@ -282,8 +337,19 @@ def _checksum(gradient: Tensor) -> tuple[complex, float]:
 
 
 def _is_users(callback: Callback) -> bool:
-    """Tell whether all of a callback is the user's: others save files, print and stop runs."""
+    """Tell whether a callback, or what it makes of one of Lightning's, is the user's."""
     if isinstance(callback, LambdaCallback):
         return True
-    kinds = [kind for kind in type(callback).__mro__ if kind not in (Callback, object)]
-    return not any(kind.__module__.partition(".")[0] in _LIBRARIES for kind in kinds)
+    kinds = type(callback).__mro__
+    is_apart = isinstance(callback, Checkpoint) or any(_root(kind) == "lightning_dp" for kind in kinds)
+    return _root(kinds[0]) not in _LIBRARIES and not is_apart
+
+
+def _is_users_own(callback: Callback, hook: str) -> bool:
+    """Tell whether the user wrote what a hook of a callback calls."""
+    function = plain_function(getattr(callback, hook, None))
+    return function is not None and _root(function) not in _LIBRARIES
+
+
+def _root(thing: Any) -> str:
+    return str(thing.__module__).partition(".")[0]

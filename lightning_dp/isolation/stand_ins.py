@@ -330,7 +330,7 @@ class _Data:
     def noted(self) -> dict[str, Any]:
         """Return the same of the data module."""
         own = getattr(self._module, "__dict__", {})
-        return {name: value for name, value in own.items() if name not in ("trainer", "_log_hyperparams")}
+        return {f"datamodule.{name}": own[name] for name in own if name != "trainer"}
 
 
 class _Unread:

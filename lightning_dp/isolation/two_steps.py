@@ -29,8 +29,9 @@ from lightning_dp.isolation.synthetic import leaves_of, replace_leaf, take_rows
 __all__ = ["probe_steps"]
 
 _KEPT = (
-    "hooks or callbacks write what they see of the records into weights, buffers or a checkpoint, "
-    "without noise. Leave it out, or keep it in a plain attribute, for logging only"
+    "hooks or callbacks write what they see of the records into weights, buffers, a checkpoint or the "
+    "training set, without noise. Leave it out, or keep it in a plain attribute of the module, for "
+    "logging only"
 )
 # Factor of exchanged records, so that a maximum moves, and a minimum; step that begins an epoch.
 _VARIANTS = ((1000.0, 2), (-300.0, 1))
@@ -183,7 +184,7 @@ def _run(passes: Passes, batches: Sequence[Any], n: int, border: int, times: int
                     copy.forward_only(batch)
                     continue
                 if i == border:
-                    copy.new_epoch()
+                    copy.new_epoch(batch)
                 answers.append(copy.step(batch, n, engine))
                 clock.append(time.perf_counter())
             except Exception as error:
@@ -191,7 +192,7 @@ def _run(passes: Passes, batches: Sequence[Any], n: int, border: int, times: int
                 break
         kept.append(dict(_kept(passes, copy)))
         settings, steering = tuple(copy.settings), tuple(copy.steering)
-        attributes = plain, dict(_attributes(copy.module))
+        attributes = plain, dict(_attributes(copy.module)) | copy.trainer.data.noted()
         seconds = min(b - a for a, b in pairwise(clock))
         return _Run(tuple(answers), settings, tuple(kept), steering, attributes, seconds)
 
@@ -263,6 +264,9 @@ def _kept(passes: Passes, copy: Rehearsal) -> Iterator[tuple[str, Any]]:
     for name, now in (*module.named_parameters(), *module.named_buffers()):
         if not name.startswith(metrics) and not _is_unchanged(own.get(name), now):
             yield name, now.detach().clone()
+    for name, value in copy.trainer.data.written().items():
+        if type(value) in _PLAIN:
+            yield f"{name} of the training set", value
     checkpoint: dict[str, Any] = {
         "state_dict": dict(module.state_dict()),
         "hyper_parameters": dict(module.hparams),
@@ -272,13 +276,9 @@ def _kept(passes: Passes, copy: Rehearsal) -> Iterator[tuple[str, Any]]:
         "epoch": copy.trainer.current_epoch,
         "global_step": copy.trainer.global_step,
     }
-    try:
-        module.on_save_checkpoint(checkpoint)
-    except Exception:  # it needs a real Trainer
-        return
-    del checkpoint["state_dict"]
-    for name, value in checkpoint.items():
-        yield f"checkpoint[{name!r}]", value
+    for name, value in copy.saved(checkpoint).items():
+        if name != "state_dict":
+            yield f"checkpoint[{name!r}]", value
 
 
 def _is_unchanged(before: Tensor | None, now: Tensor) -> bool:
