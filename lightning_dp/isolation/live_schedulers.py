@@ -1,4 +1,4 @@
-"""Copies of a Trainer's learning rate schedulers: they act on copies of its optimizers, and on nothing."""
+"""Copies of a Trainer's learning rate schedulers, which act on copies of its optimizers."""
 
 from __future__ import annotations
 

@@ -341,7 +341,9 @@ def _is_users(callback: Callback) -> bool:
     if isinstance(callback, LambdaCallback):
         return True
     kinds = type(callback).__mro__
-    is_apart = isinstance(callback, Checkpoint) or any(_root(kind) == "lightning_dp" for kind in kinds)
+    is_apart = isinstance(callback, Checkpoint) or any(
+        _root(kind) == "lightning_dp" for kind in kinds
+    )
     return _root(kinds[0]) not in _LIBRARIES and not is_apart
 
 
