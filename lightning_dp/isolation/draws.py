@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import math
+from collections import Counter
 from typing import Any
 
 import torch
@@ -17,12 +19,19 @@ from lightning_dp.isolation.stand_ins import NotProbed
 
 __all__ = ["probe_draws"]
 
+_LOOKS, _SECONDS = 64, 1.0  # at what other random numbers do, forward only
+_RARE = 6  # ways that are probed, the rarest first
 _SEEDS = 6  # with which norms are averaged
 _SURE = 6.0  # standard errors
 
 
-def probe_draws(comparisons: Comparisons, pool: Any, n: int) -> Isolation:
+def probe_draws(
+    comparisons: Comparisons, pool: Any, n: int, *, in_short: bool = False
+) -> Isolation:
     """Replace records under rare random numbers, and tell a sum over records from a mean.
+
+    Rare are those of :data:`EXTREME_SEEDS`, and those with which the forward pass makes other calls
+    than usual.
 
     A model that draws nothing is isolated as far as this goes. For the sum, the last record is left
     out while the others meet the same random numbers; where that cannot be told, gradients of n and
@@ -30,12 +39,15 @@ def probe_draws(comparisons: Comparisons, pool: Any, n: int) -> Isolation:
 
     Args:
         pool: at least 2n synthetic records, the first n of which are the batch.
+        in_short: look for no others.
     """
     before = Batch.of(pool, range(n))
     if not comparisons.answer(before).is_random:
         return ISOLATED
-    for number in EXTREME_SEEDS:
-        rows = range(n // 2) if number % 2 else range(1, n, 2)
+    halves = range(n // 2), range(n // 2, n)
+    tries = [(number, halves[0] if number % 2 else range(1, n, 2)) for number in EXTREME_SEEDS]
+    branches = [] if in_short else _of_branches(comparisons, before)
+    for number, rows in (*tries, *itertools.product(branches, halves)):
         after = Batch.of(pool, [n + row if row in rows else row for row in range(n)])
         try:
             found = comparisons.outcome(Change.exchanged(before, after.records, rows, number))
@@ -44,6 +56,17 @@ def probe_draws(comparisons: Comparisons, pool: Any, n: int) -> Isolation:
         if found.outcome != "isolated":
             return found
     return _mean_or_sum(comparisons, pool, n)
+
+
+def _of_branches(comparisons: Comparisons, batch: Batch) -> list[int]:
+    """Return seeds with which the model makes other calls than with the first: one for each such way."""
+    try:
+        seen = comparisons.passes.signatures(batch.records, range(_LOOKS), _SECONDS)
+    except Exception:  # with some numbers it raises: the next checks will see
+        return []
+    often = Counter(seen.values())
+    found = {each: number for number, each in reversed(seen.items()) if each != seen[0]}
+    return [found[each] for each in sorted(found, key=often.__getitem__)][:_RARE]
 
 
 def _mean_or_sum(comparisons: Comparisons, pool: Any, n: int) -> Isolation:

@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
 from lightning_dp._user_code import is_library, own_functions, plain_function
 from lightning_dp.gradients import CoupledLossError, UnsupportedModelError
+from lightning_dp.isolation.calls_seen import CallsSeen
 from lightning_dp.isolation.comparison import Comparisons
 from lightning_dp.isolation.outcome import ISOLATED, Isolation, first_failure
 from lightning_dp.isolation.passes import Passes
@@ -74,7 +74,7 @@ def probe_later(passes: Passes, pool: Any, n: int, *, in_short: bool = False) ->
         look = _look(passes, batches)
     if look is None:
         return ISOLATED
-    known, probes = {look.operations}, 0
+    known, probes = {look.signature}, 0
     end = _end(passes)
     last = None if end is None else _look(passes.at(end), batches)
     read = look.read | (set() if last is None else last.read)
@@ -84,9 +84,9 @@ def probe_later(passes: Passes, pool: Any, n: int, *, in_short: bool = False) ->
     for now in few:
         there = passes.at(now)
         seen = last if now is end else _look(there, batches)
-        if seen is None or seen.operations in known:
+        if seen is None or seen.signature in known:
             continue
-        known.add(seen.operations)
+        known.add(seen.signature)
         found = probe_shortly(there, pool, n)
         if found.outcome != "isolated":
             return Isolation(found.outcome, f"{found.reason} (seen with {now})", found.modules)
@@ -97,44 +97,18 @@ def probe_later(passes: Passes, pool: Any, n: int, *, in_short: bool = False) ->
     return Isolation("isolated", left_out=left_out)
 
 
-class _Look(TorchFunctionMode):
+class _Look(CallsSeen):
     """A look at what two steps do.
 
     Args:
-        operations: that were called, each with the numbers that it was given.
         read: names of what was read of the Trainer.
         counters: of the module's own.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self._calls: list[Any] = []
         self.read: set[str] = set()
         self.counters: tuple[tuple[str, str], ...] = ()
-
-    @property
-    def operations(self) -> int:
-        return hash(tuple(self._calls))
-
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Sequence[type],
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        numbers = tuple(_rough(a) for a in (*args, *(kwargs or {}).values()) if _is_number(a))
-        self._calls.append((getattr(func, "__name__", ""), numbers))
-        return func(*args, **(kwargs or {}))
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float)
-
-
-def _rough(value: float) -> float | str:
-    """Return small whole numbers as they are (0 and 1 switch terms off and on), others by sign."""
-    return value if value in (0, 1) else "+" if value > 0 else "-"
 
 
 def _look(passes: Passes, batches: Sequence[Any]) -> _Look | None:

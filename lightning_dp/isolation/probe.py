@@ -262,7 +262,7 @@ def _layers_of_collated(passes: Passes, pool: CollatedPool) -> Iterator[Isolatio
     if found.reason == CURES["pairs"]:
         found = replace(found, reason=CURES["owners"])
     yield found
-    yield probe_draws(comparisons, pool, n)
+    yield probe_draws(comparisons, pool, n, in_short=is_long)
     yield mean_of_targets(comparisons, pool, n)
     yield probe_steps(passes, pool, n, steps=2 if is_long else 3)
     yield probe_later(passes, pool, n, in_short=is_long)
@@ -280,7 +280,7 @@ def _layers(passes: Passes, pool: Any, kind: SyntheticKind, expected: int) -> It
         yield Isolation("isolated", left_out=("each position, and a third step",))
     yield probe_public_steps(passes, pool, n, in_short=is_long)
     yield _probe(comparisons, pool, n, in_short=is_long)
-    yield probe_draws(comparisons, pool, n)
+    yield probe_draws(comparisons, pool, n, in_short=is_long)
     yield probe_targets(comparisons, pool, n)
     last = last_numbers(passes, pool, kind)
     yield probe_values(comparisons, pool, n, kind, last, in_short=is_long)

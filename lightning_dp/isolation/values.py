@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -22,7 +23,9 @@ from lightning_dp.isolation.kinds import (
     parts_of,
     real_labels,
 )
+from lightning_dp.isolation.nesting import map_rows
 from lightning_dp.isolation.outcome import Isolation
+from lightning_dp.isolation.own_constants import ComparedWith, compared_in_code
 from lightning_dp.isolation.own_numbers import padding_numbers
 from lightning_dp.isolation.synthetic import take_rows
 
@@ -37,6 +40,7 @@ _SCALES = {
     "inf": (Values(math.inf, math.inf, 1),),
 }
 _PIXELS = Values(0, 255, 256)
+_CONSTANTS = 6  # of the user's code
 _FEW = 2  # tries, where passes take long
 
 
@@ -78,7 +82,8 @@ def probe_values(
     ran: list[SyntheticKind] = [tamest]
     left_out: list[str] = []
     padding = padding_numbers(comparisons.passes.module)
-    tries = list(_tries(parts_of(pool), tamest, last, padding))
+    constants, texts = _constants(comparisons, pool, n)
+    tries = list(_tries(parts_of(pool), tamest, last, padding, constants))
     if in_short and len(tries) > _FEW:
         left_out.append("records with most other values")
     for number, each in enumerate(tries[:_FEW] if in_short else tries):
@@ -96,6 +101,10 @@ def probe_values(
         if each.name and not taken:
             left_out.append(each.name)
         ran += taken
+    for text in texts:
+        found = _with_text(comparisons, Batch.of(pool, range(n)), text)
+        if found is not None and found.outcome != "isolated":
+            return found
     known = SyntheticKinds(tuple(dict.fromkeys(ran)))
     return Isolation("isolated", kinds=known, left_out=tuple(left_out))
 
@@ -122,11 +131,45 @@ def _exchanged(
         return None
 
 
+def _constants(comparisons: Comparisons, pool: Any, n: int) -> tuple[list[float], list[str]]:
+    """Return numbers and texts that the model's code compares something with."""
+    numbers, texts = compared_in_code(comparisons.passes.module)
+    with ComparedWith() as seen, contextlib.suppress(Exception):
+        comparisons.passes.loss(take_rows(pool, range(n)))
+    return list(dict.fromkeys([*seen.numbers, *numbers]))[:_CONSTANTS], texts[:_CONSTANTS]
+
+
+def _with_text(comparisons: Comparisons, base: Batch, text: str) -> Isolation | None:
+    """Give half of the records another text; None if there is none, or the model does not take it."""
+    rows = range(base.n // 2)
+    texts = 0
+
+    def of_rows(part: Any) -> Any:
+        nonlocal texts
+        if type(part) not in (list, tuple) or not all(isinstance(each, str) for each in part):
+            return part
+        texts += 1
+        return type(part)(text if row in rows else each for row, each in enumerate(part))
+
+    after = map_rows(base.records, base.n, of_rows, lambda leaf: leaf)
+    try:
+        return comparisons.outcome(Change.exchanged(base, after, rows)) if texts else None
+    except UnsupportedModelError:
+        raise
+    except Exception:
+        return None
+
+
 def _tries(
-    parts: Sequence[Part], tamest: SyntheticKind, last: Sequence[int], padding: Sequence[int]
+    parts: Sequence[Part],
+    tamest: SyntheticKind,
+    last: Sequence[int],
+    padding: Sequence[int],
+    constants: Sequence[float] = (),
 ) -> Iterator[_Try]:
     """List what is tried for a batch with these parts."""
     yield from _of_labels(parts, tamest)
+    yield from _of_ends(parts, tamest)
     for place, part in enumerate(parts):
         if not part.is_real:
             numbers = dict.fromkeys((0, 1, last[place], *(n for n in padding if n >= 0)))
@@ -138,6 +181,21 @@ def _tries(
         each = tuple(tamest.at(place, v) for v in scales for place in reals)
         alone = (*(every if len(every) > 1 else ()), *(each if len(reals) > 1 else ()))
         yield _Try(every, alone, name)
+    for number in constants:
+        yield from _of_constant(number, parts, tamest)
+
+
+def _of_constant(number: float, parts: Sequence[Part], tamest: SyntheticKind) -> Iterator[_Try]:
+    """List a number that the user's code compares something with, and what lies beyond it."""
+    values = Values(number, number, 1), Values(2 * number, 2 * number, 1)
+    reals = [place for place, part in enumerate(parts) if part.is_real]
+    if reals:
+        kinds = tuple(tamest.everywhere(reals, each) for each in values)
+        each_part = tuple(tamest.at(place, values[0]) for place in reals)
+        yield _Try(kinds, (*kinds, *(each_part if len(reals) > 1 else ())))
+    for place, part in enumerate(parts):
+        if not part.is_real and number == int(number) and values[0].fit(part.dtype):
+            yield _Try((tamest.at(place, values[0]),))
 
 
 def _of_labels(parts: Sequence[Part], tamest: SyntheticKind) -> Iterator[_Try]:
@@ -153,6 +211,15 @@ def _of_labels(parts: Sequence[Part], tamest: SyntheticKind) -> Iterator[_Try]:
         ends = [Values(number, number, 1) for number in (values.low, values.high)]
         base = tuple(tamest.everywhere(labels, end) for end in ends)
         yield _Try(base[::-1], base=base)
+
+
+def _of_ends(parts: Sequence[Part], tamest: SyntheticKind) -> Iterator[_Try]:
+    """List records of ones, of which some become zeros, where no other try has them: many labels."""
+    labels = real_labels(parts)
+    for place, part in enumerate(parts):
+        if part.is_real and place not in labels:
+            zeros, ones = (tamest.at(place, Values(end, end, 1)) for end in (0, 1))
+            yield _Try((zeros,), base=(ones,))
 
 
 def _of_equal_records(parts: Sequence[Part], tamest: SyntheticKind) -> Iterator[_Try]:
