@@ -57,8 +57,9 @@ CURES = {
         "to logging"
     ),
     "settings": (
-        "a hook changes gradients, the learning rate or other settings of the optimizer by what it saw "
-        "of the records, without noise. Fix them in advance, or as functions of released values"
+        "a hook, a callback or a scheduler changes gradients, the learning rate, other settings of the "
+        "optimizer or modes of layers by what it saw of the records, without noise. Fix them in "
+        "advance, or as functions of released values"
     ),
     "rows": (
         "the layers see another number of rows than there are records. The collate_fn and the model "

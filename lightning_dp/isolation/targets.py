@@ -13,9 +13,9 @@ from lightning_dp.isolation.outcome import CONDITION, ISOLATED, Isolation
 from lightning_dp.isolation.own_numbers import padding_numbers
 from lightning_dp.isolation.synthetic import leaves_of, replace_leaf, take_rows
 
-__all__ = ["mean_of_targets", "probe_targets"]
+__all__ = ["IGNORED", "mean_of_targets", "probe_targets"]
 
-_IGNORED = (-100, -1, 255)  # torch's default ignore_index, and what others write by hand
+IGNORED = (-100, -1, 255)  # torch's default ignore_index, and what others write by hand
 
 
 def probe_targets(comparisons: Comparisons, pool: Any, n: int) -> Isolation:
@@ -28,7 +28,7 @@ def probe_targets(comparisons: Comparisons, pool: Any, n: int) -> Isolation:
         return found
     before = Batch.of(pool, range(n))
     own = (number for number in padding_numbers(comparisons.passes.module) if number < 0)
-    sentinels = tuple(dict.fromkeys((*_IGNORED, *own)))
+    sentinels = tuple(dict.fromkeys((*IGNORED, *own)))
     for place, leaf in enumerate(leaves_of(pool)):
         if leaf.dtype not in (torch.int64, torch.int32, torch.int16) or not leaf.dim():
             continue

@@ -28,6 +28,7 @@ from lightning_dp.isolation.outcome import Isolation
 from lightning_dp.isolation.own_constants import ComparedWith, compared_in_code
 from lightning_dp.isolation.own_numbers import padding_numbers
 from lightning_dp.isolation.synthetic import take_rows
+from lightning_dp.isolation.targets import IGNORED
 
 __all__ = ["probe_values"]
 
@@ -53,12 +54,14 @@ class _Try:
         alone: kinds that are tried one by one where the model does not take those.
         name: for the report, if it takes none of them.
         base: kinds of all records, in turn, among which they are exchanged; none: the tamest.
+        may_ignore: it may be the number of targets that are ignored, for which each batch is watched.
     """
 
     kinds: tuple[SyntheticKind, ...]
     alone: tuple[SyntheticKind, ...] = ()
     name: str = ""
     base: tuple[SyntheticKind, ...] = ()
+    may_ignore: bool = False
 
 
 def probe_values(
@@ -92,7 +95,7 @@ def probe_values(
         for kinds in (each.kinds, *((kind,) for kind in each.alone)):
             if taken == list(each.kinds):
                 break
-            found = _exchanged(comparisons, base, kinds, number)
+            found = _exchanged(comparisons, base, kinds, number, each.may_ignore)
             if found is None:
                 continue
             if found.outcome != "isolated":
@@ -117,18 +120,31 @@ def _base(pool: Any, n: int, kinds: Sequence[SyntheticKind]) -> Batch:
 
 
 def _exchanged(
-    comparisons: Comparisons, base: Batch, kinds: Sequence[SyntheticKind], number: int
+    comparisons: Comparisons,
+    base: Batch,
+    kinds: Sequence[SyntheticKind],
+    number: int,
+    may_ignore: bool = False,
 ) -> Isolation | None:
-    """Exchange half of the records; None if the model does not take the new ones."""
+    """Exchange half of the records; None if the model does not take the new ones, or ignores them."""
     rows = range(1, base.n - 1) if number % 2 else [*range(base.n // 4), *range(-(base.n // 4), 0)]
     rows = [row % base.n for row in rows]
     after = exchange_in_turn(base.records, rows, kinds, number)
     try:
-        return comparisons.outcome(Change.exchanged(base, after, rows))
+        change = Change.exchanged(base, after, rows)
+        found = comparisons.outcome(change)
+        is_ignored = may_ignore and found.outcome == "coupled" and _ignores(comparisons, change)
+        return None if is_ignored else found
     except UnsupportedModelError:
         raise
     except Exception:
         return None
+
+
+def _ignores(comparisons: Comparisons, change: Change) -> bool:
+    """Tell whether torch's own losses ignore other targets after a change."""
+    before, after = (comparisons.answer(each) for each in (change.before, change.after))
+    return before.ignored != after.ignored
 
 
 def _constants(comparisons: Comparisons, pool: Any, n: int) -> tuple[list[float], list[str]]:
@@ -194,8 +210,9 @@ def _of_constant(number: float, parts: Sequence[Part], tamest: SyntheticKind) ->
         each_part = tuple(tamest.at(place, values[0]) for place in reals)
         yield _Try(kinds, (*kinds, *(each_part if len(reals) > 1 else ())))
     for place, part in enumerate(parts):
-        if not part.is_real and number == int(number) and values[0].fit(part.dtype):
-            yield _Try((tamest.at(place, values[0]),))
+        is_whole = not part.is_real and number == int(number) and number not in IGNORED
+        if is_whole and values[0].fit(part.dtype):
+            yield _Try((tamest.at(place, values[0]),), may_ignore=True)
 
 
 def _of_labels(parts: Sequence[Part], tamest: SyntheticKind) -> Iterator[_Try]:

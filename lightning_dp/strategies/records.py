@@ -19,6 +19,7 @@ from lightning_dp.isolation.drawn import MIXED, NotRepeatable, fetch, mixes_samp
 from lightning_dp.isolation.outcome import Isolation
 from lightning_dp.isolation.padding import compare_lengths
 from lightning_dp.isolation.passes import Passes
+from lightning_dp.isolation.rows_behind import chosen_rows, shared_rows
 from lightning_dp.isolation.samples import size_of
 from lightning_dp.isolation.transfer import TransferHooks
 from lightning_dp.run import PrivateRun
@@ -37,6 +38,17 @@ _PADDING = (
     "synthetic samples. If it is wrong, leave the check out with isolation_probe=False.)"
 )
 _CHANGED = "The training set was changed during fit. {}"
+_SHARED = (
+    "Each of the {samples} samples of {kind} is made of {each} of the {rows} rows of its attribute "
+    "{name!r}, so one row is in several samples. ε is for one sample; all those of a row, and of "
+    "the person behind it, are protected less than it says. Make one sample of each row, with random "
+    "variants in __getitem__. (If the rows are public, nothing is lost.)"
+)
+_OTHER_ROWS = (
+    "train_dataloader gives other rows of the data set than before. If the records decide which (by "
+    "their losses, say), what is left out and what stays tells of them without noise, and ε would not "
+    "hold. Choose by numbers of epochs or by a seed, or train on all rows."
+)
 _RARELY = 50  # steps between two looks, on average
 
 
@@ -57,6 +69,9 @@ class Records:
         self._tries = run.config.isolation_probe
         self._watches = run.config.spot_checks
         self._steps = 0
+        self._loader: PrivateDataLoader | None = None  # of the latest epoch
+        self._rows: object = None  # that it has
+        self._has_said = False
 
     def at_first_batch(self, loader: PrivateDataLoader, chunk: Chunk) -> None:
         """Refuse what mixes samples, once in a fit and before anything is charged.
@@ -68,6 +83,8 @@ class Records:
             return
         self._tries = False
         is_lead = self._world.is_lead
+        if is_lead:
+            self._warn_of_shared_rows(loader, chunk)
         name, trial = self._world.broadcast(self._tried(loader, chunk) if is_lead else None)
         if trial.outcome == "mixed":
             raise MisconfigurationError(
@@ -86,6 +103,15 @@ class Records:
                 "data set before the training.",
                 topic="collate-fn",
             )
+
+    def _warn_of_shared_rows(self, loader: PrivateDataLoader, chunk: Chunk) -> None:
+        found = shared_rows(loader.dataset, chunk.records[:2])
+        if found is not None:
+            kind = type(loader.dataset).__name__
+            warn(_SHARED.format(kind=kind, **vars(found)), topic="repeated-records")
+            times = found.each * found.samples / found.rows
+            note = f"rows of the data that are in several samples ({times:.3g} on average)"
+            self._run.not_covered = (*self._run.not_covered, note)
 
     def _compare_lengths(self, name: str, loader: PrivateDataLoader, chunk: Chunk) -> None:
         """Refuse a model that reads what its batches are padded with; note what was compared.
@@ -126,6 +152,8 @@ class Records:
         As a pass begins, that the data set names a record twice by now; at a few steps, that a sample
         depends on the others.
         """
+        if not chunk.index:
+            self._compare_rows(loader)
         if not chunk.index and (fault := self.repeated(loader)) is not None:
             self._step.note(fault)
         due = self._watches and chunk.first and self._is_due()
@@ -140,6 +168,16 @@ class Records:
             return
         if found:
             self._step.note(MIXED.format(type(loader.dataset).__name__) + ".")
+
+    def _compare_rows(self, loader: PrivateDataLoader) -> None:
+        """Warn once if a new loader has other rows than the first one."""
+        if loader is self._loader or self._has_said:
+            return
+        is_first, self._loader = self._loader is None, loader
+        before, self._rows = self._rows, chosen_rows(loader.dataset)
+        self._has_said = not is_first and before != self._rows
+        if self._has_said and self._world.is_lead:
+            warn(_OTHER_ROWS, topic="data-changed")
 
     def repeated(self, loader: PrivateDataLoader) -> str | None:
         """Return why steps may not be released, if somebody has had a record named twice since."""
