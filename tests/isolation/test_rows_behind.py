@@ -195,7 +195,7 @@ class Chosen(L.LightningDataModule):
         return DataLoader(Subset(Rows(), range(self.epoch % 4, self.epoch % 4 + 4)), 2)
 
 
-def test_a_loader_made_anew_with_other_rows_warns_once(make_trainer, recwarn):
+def test_a_new_loader_with_other_rows_warns_once(make_trainer, recwarn):
     privacy = DifferentialPrivacy(noise_multiplier=4.0, target_delta=1e-3)
     trainer = make_trainer(callbacks=[privacy], max_epochs=4, reload_dataloaders_every_n_epochs=1)
     warnings.simplefilter("always")
