@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import time
 from collections import Counter
 from typing import Any
 
@@ -11,10 +12,12 @@ import torch
 from torch import Tensor
 
 from lightning_dp.gradients import UnsupportedModelError
+from lightning_dp.isolation.calls_seen import CallsSeen
 from lightning_dp.isolation.comparison import Batch, Change, Comparisons
 from lightning_dp.isolation.coupling import CURES
 from lightning_dp.isolation.outcome import ISOLATED, Isolation
-from lightning_dp.isolation.randomness import EXTREME_SEEDS
+from lightning_dp.isolation.passes import Passes
+from lightning_dp.isolation.randomness import EXTREME_SEEDS, seed
 from lightning_dp.isolation.stand_ins import NotProbed
 
 __all__ = ["probe_draws"]
@@ -61,12 +64,27 @@ def probe_draws(
 def _of_branches(comparisons: Comparisons, batch: Batch) -> list[int]:
     """Return seeds with which the model makes other calls than with the first: one for each such way."""
     try:
-        seen = comparisons.passes.signatures(batch.records, range(_LOOKS), _SECONDS)
+        seen = _signatures(comparisons.passes, batch.records)
     except Exception:  # with some numbers it raises: the next checks will see
         return []
     often = Counter(seen.values())
     found = {each: number for number, each in reversed(seen.items()) if each != seen[0]}
     return [found[each] for each in sorted(found, key=often.__getitem__)][:_RARE]
+
+
+def _signatures(passes: Passes, batch: Any) -> dict[int, int]:
+    """Run one copy forward again and again; return by seeds what tells which way each pass takes."""
+    found: dict[int, int] = {}
+    end = time.perf_counter() + _SECONDS
+    with passes.on_copy() as module:
+        for number in range(_LOOKS):
+            if time.perf_counter() > end:
+                break
+            seed(number)
+            with CallsSeen() as seen:
+                passes.forward(module, batch)
+            found[number] = seen.signature
+    return found
 
 
 def _mean_or_sum(comparisons: Comparisons, pool: Any, n: int) -> Isolation:
@@ -106,5 +124,5 @@ def _growth(comparisons: Comparisons, pool: Any, n: int) -> tuple[float, float]:
 def _logarithms(comparisons: Comparisons, pool: Any, n: int, times: int) -> Tensor:
     """Return the binary logarithms of the norms of the first n records, each that often."""
     batch = Batch.of(pool, [*range(n)] * times)
-    norms = [comparisons.answer(batch, 100 + seed).norms for seed in range(_SEEDS)]
+    norms = [comparisons.answer(batch, 100 + number).norms for number in range(_SEEDS)]
     return torch.cat(norms).double().log2()

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -23,7 +22,6 @@ from lightning_dp.gradients import (
 )
 from lightning_dp.gradients.module_hooks import ModuleHooks
 from lightning_dp.isolation.answers import Answer, Call, answer_about, watch_calls
-from lightning_dp.isolation.calls_seen import CallsSeen
 from lightning_dp.isolation.copies import quiet
 from lightning_dp.isolation.ignored import target_means
 from lightning_dp.isolation.kept_copy import KeptCopy, may_be_kept
@@ -210,26 +208,6 @@ class Passes:
                 self.loss(batch)
             self._counted = batch, float(counter.total)
         return self._counted[1]
-
-    def signatures(self, batch: Any, seeds: Iterable[int], seconds: float) -> dict[int, int]:
-        """Run the forward pass under several random numbers; tell by numbers which branches it takes.
-
-        Args:
-            batch: is run again and again, on one copy.
-            seeds: of the random numbers.
-            seconds: after which no other is begun.
-        """
-        found: dict[int, int] = {}
-        end = time.perf_counter() + seconds
-        with self._copy() as module:
-            for number in seeds:
-                if time.perf_counter() > end:
-                    break
-                seed(number)
-                with CallsSeen() as seen:
-                    self._loss(module, batch)
-                found[number] = seen.signature
-        return found
 
     def run(
         self,
