@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ NOISE_MULTIPLIER = "privacy/noise_multiplier"
 
 _WINDOW = 50  # steps at least, over which the signal beneath the noise is averaged
 _MAX_NODES = 300
+_MOST = 100_000  # steps to log, of one kind, that are looked at one by one
 _SHORT, _TOGETHER = 64, 4  # a stretch of the curve ends at that step, or at a multiple of its first
 _HORIZON = 100_000  # steps of a plan without an end for which nodes are chosen
 
@@ -180,12 +182,18 @@ def _nodes(run: PrivateRun, every: int) -> NDArray[np.int64]:
     endless = not math.isfinite(run.remaining_steps)
     last = _HORIZON if endless else int(run.remaining_steps)
     periods = [run.batches.steps_per_epoch, *([every] if every > 0 else [])]
-    wanted = {0, last}.union(*(range(p - run.step % p, last, p) for p in periods))
-    nodes = np.array(sorted(wanted), dtype=np.int64)
-    if len(nodes) > _MAX_NODES:  # dense at first, then geometric
-        places = np.geomspace(1, len(nodes), _MAX_NODES).astype(int) - 1
-        nodes = nodes[np.unique(places)]
-    return nodes
+    wanted = [_spread(range(p - run.step % p, last, p), _MOST) for p in periods]
+    nodes = np.unique(np.concatenate([np.array([0, last]), *wanted]))
+    return _spread(nodes, _MAX_NODES)
+
+
+def _spread(steps: Sequence[int] | NDArray[np.int64], most: int) -> NDArray[np.int64]:
+    """Return so many of them, dense at first and then geometric; all, if they are fewer."""
+    if len(steps) <= most:
+        return np.array(steps, dtype=np.int64)
+    places = np.geomspace(1, len(steps), most).astype(np.int64) - 1
+    distinct = np.unique(np.minimum(places, len(steps) - 1)).tolist()
+    return np.array([steps[place] for place in distinct], dtype=np.int64)
 
 
 def _shown(epsilon: float, target: float | None) -> str:

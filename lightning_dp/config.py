@@ -24,7 +24,7 @@ from lightning_dp._validate import (
     whole_from_0,
 )
 from lightning_dp.about import About
-from lightning_dp.accounting.base import AbstractAccountant, Relation
+from lightning_dp.accounting.base import LEAST_EPSILON, AbstractAccountant, Relation
 from lightning_dp.accounting.external import AbstractExternal
 from lightning_dp.accounting.pld import PLDAccountant
 from lightning_dp.estimators import AbstractEstimator, MeanGradient
@@ -141,6 +141,11 @@ class PrivacyConfig:
         normalise(self, explained(probability, "Choose it well below 1 / N."), "target_delta")
         no_privacy = "For training without privacy, leave it out and give noise_multiplier=0."
         normalise(self, explained(optional(positive), no_privacy), "target_epsilon")
+        if self.target_epsilon is not None and self.target_epsilon < LEAST_EPSILON:
+            raise ValueError(
+                f"target_epsilon={self.target_epsilon} is below {LEAST_EPSILON:g}, and no budget so "
+                "small can be kept and used. Raise it."
+            )
         normalise(self, optional(not_negative), "noise_multiplier")
         normalise(self, optional(above_0), "max_grad_norm")
         normalise(self, optional(seed), "seed")

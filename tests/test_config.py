@@ -189,3 +189,8 @@ def test_a_choice_is_one_of_its_words(name, value):
 def test_a_strategy_takes_a_privacy_configuration_only(value):
     with pytest.raises(TypeError, match=r"^privacy=.* must be a PrivacyConfig"):
         PrivateSingleDeviceStrategy(privacy=value)
+
+
+def test_a_budget_below_all_use_is_refused_by_its_name():
+    with pytest.raises(ValueError, match=r"target_epsilon=1e-12 is below 1e-09.*Raise it"):
+        PrivacyConfig(target_epsilon=1e-12, target_delta=1e-5)

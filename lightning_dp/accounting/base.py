@@ -23,6 +23,7 @@ from lightning_dp.accounting.steps import (
 )
 
 __all__ = [
+    "LEAST_EPSILON",
     "AbstractAccountant",
     "CachedAccountant",
     "Relation",
@@ -30,6 +31,9 @@ __all__ = [
     "check_epsilon",
     "check_relation",
 ]
+
+LEAST_EPSILON = 1e-9
+"""The smallest budget that noise is calibrated for; grids of losses are no finer."""
 
 _MOST = 16  # answers of a cache
 _FACTORS = {"add_remove": 1.0, "replace_one": 2.0}

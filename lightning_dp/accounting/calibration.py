@@ -13,6 +13,7 @@ from lightning_dp._validate import function, listed, number, positive, whole
 from lightning_dp._warnings import warn
 from lightning_dp.accounting._scale import ENDLESS, solve
 from lightning_dp.accounting.base import (
+    LEAST_EPSILON,
     AbstractAccountant,
     Relation,
     check_delta,
@@ -39,7 +40,6 @@ __all__ = ["affordable_steps", "alike", "calibrate", "calibrate_history", "calib
 
 _TOLERANCE = 1e-3
 _LARGEST_SCALE = 1e6
-_LEAST_EPSILON = 1e-9
 _MOST = 10**18  # steps that are alike
 _MOST_STEPS = 10**8  # that are looked at one by one
 _AT_ONCE = 10**6  # steps that are cheap enough to be looked at at first
@@ -346,9 +346,9 @@ def _check_that_delta_is_small(delta: float, steps: Steps) -> None:
 def _check_budget(epsilon: float, delta: float, relation: Relation) -> tuple[float, float]:
     """Return a legal budget, or raise."""
     epsilon = positive("epsilon", epsilon)
-    if not epsilon >= _LEAST_EPSILON:
+    if not epsilon >= LEAST_EPSILON:
         raise ValueError(
-            f"epsilon={epsilon} is below {_LEAST_EPSILON:g}, and no budget so small can be kept and "
+            f"epsilon={epsilon} is below {LEAST_EPSILON:g}, and no budget so small can be kept and "
             "used. Raise epsilon."
         )
     check_relation(relation)

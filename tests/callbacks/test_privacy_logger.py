@@ -8,8 +8,11 @@ import re
 import struct
 import time
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import lightning as L
+import numpy as np
 import pytest
 from lightning.pytorch.callbacks import (
     EarlyStopping,
@@ -21,6 +24,7 @@ from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger, WandbLogger
 
 from lightning_dp.accounting import PLDAccountant, PoissonGaussian, epsilon_text
 from lightning_dp.callbacks import DifferentialPrivacy
+from lightning_dp.callbacks.privacy_logger import _nodes
 from lightning_dp.schedules import StepDecay
 
 DELTA = 1e-5
@@ -339,3 +343,15 @@ def test_nothing_is_logged_through_the_module(classifier, mlp, loader, make_trai
 
     assert "val_loss" in model.logged
     assert not [name for name in model.logged if "privacy" in name]
+
+
+@pytest.mark.parametrize("last", [3, 1000, 10**6, 10**15])
+def test_the_steps_at_which_epsilon_is_computed_are_few_however_long_the_plan_is(last):
+    run: Any = SimpleNamespace(
+        batches=SimpleNamespace(steps_per_epoch=8), remaining_steps=float(last), step=5
+    )
+    nodes = _nodes(run, every=50)
+    assert nodes[0] == 0 and nodes[-1] == last and bool(np.all(np.diff(nodes) > 0))
+    assert len(nodes) <= 300
+    if last > 1000:  # the first ones are each of them
+        assert nodes.tolist()[:6] == [0, 3, 11, 19, 27, 35]
