@@ -31,7 +31,7 @@ def play(options: Options, seed: int, *, private: bool) -> tuple[float, float]:
     from async_federated_run import NO_PRIVACY, federate
 
     problem = problems.PROBLEMS["a9a"]
-    rounds, batch = (3, QUICK) if options.quick else (ROUNDS, BATCH)
+    rounds, batch = (3, QUICK // CLIENTS) if options.quick else (ROUNDS, BATCH)
     step = STEP if private else PLAIN_STEP
     model = Classifier(zero_linear(123, 2), Way(1, batch, step))
     shares = [problem.records(client, CLIENTS, options.data) for client in range(CLIENTS)]
