@@ -60,7 +60,7 @@ def compared_in_code(module: nn.Module) -> tuple[list[float], list[str]]:
 def _compared(code: CodeType) -> Iterator[Any]:
     before: list[Any] = []  # constants since the last comparison, with nothing between
     for each in dis.get_instructions(code):
-        if each.opname == "LOAD_CONST":
+        if each.opname in ("LOAD_CONST", "LOAD_SMALL_INT"):
             before.append(each.argval)
         elif each.opname in ("COMPARE_OP", "CONTAINS_OP"):
             for constant in before:

@@ -47,14 +47,6 @@ def shared_rows(dataset: Any, records: Sequence[int]) -> Shared | None:
     Args:
         dataset: of a class of the user's.
         records: indices of some samples.
-
-    Example:
-        >>> class Twice(Dataset):
-        ...     def __init__(self): self.rows = list("abcdefgh")
-        ...     def __len__(self): return 16
-        ...     def __getitem__(self, index): return self.rows[index % 8]
-        >>> shared_rows(Twice(), [3, 12])
-        Shared(name='rows', rows=8, samples=16, each=1)
     """
     if is_library(type(dataset)) or not hasattr(dataset, "__dict__"):
         return None
