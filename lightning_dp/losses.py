@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from lightning_dp._validate import flag, positive, whole
+from lightning_dp._validate import flag, instance, positive, whole
 
 __all__ = ["losses_of_records"]
 
@@ -59,6 +59,8 @@ def losses_of_records(
         >>> losses_of_records(logits, labels, shift=True, tokens_per_record=3)
         tensor([1.6094, 0.5365, 0.0000])
     """
+    instance("logits", logits, Tensor, of="losses_of_records")
+    instance("labels", labels, Tensor, of="losses_of_records")
     if logits.dim() != 3 or logits.shape[:2] != labels.shape:
         raise ValueError(
             "losses_of_records(logits, labels) needs shapes (n, T, classes) and (n, T), not "

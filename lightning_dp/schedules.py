@@ -328,7 +328,7 @@ class DynamicGD(AbstractSchedule):
         """
         kappa = condition_number("kappa", kappa, of="DynamicGD.recommended_steps")
         alpha = positive("alpha", alpha, of="DynamicGD.recommended_steps")
-        return math.ceil(2 * kappa * math.log1p(1 / (kappa * alpha)))
+        return _whole_steps(2 * kappa * math.log1p(1 / kappa / alpha))
 
 
 @dataclass(frozen=True)
@@ -410,7 +410,7 @@ class DynamicMomentum(AbstractSchedule):
         kappa = condition_number("kappa", kappa, of="DynamicMomentum.recommended_steps")
         eta0 = positive("eta0", eta0, of="DynamicMomentum.recommended_steps")
         alpha = positive("alpha", alpha, of="DynamicMomentum.recommended_steps")
-        return math.ceil(2 * kappa / eta0 * math.log1p(eta0 / (kappa * alpha)))
+        return _whole_steps(2 * kappa / eta0 * math.log1p(eta0 / kappa / alpha))
 
 
 @lru_cache(maxsize=16)
@@ -449,3 +449,12 @@ def momentum_weight(name: str, value: object, *, of: str | None = None) -> float
     """Return a number in [0, 1)."""
     weight: float = between("[0, 1)")(name, value, of=of)
     return weight
+
+
+def _whole_steps(number: float) -> int:
+    """Return a number of steps, or refuse one that no run could make."""
+    if not number <= 1e18:
+        raise ValueError(
+            f"{number:g} steps are more than can be made: lower kappa, or raise alpha or eta0."
+        )
+    return math.ceil(number)

@@ -242,7 +242,9 @@ def read_written(path: Path) -> Written:
         ) from None
     except OSError as error:
         raise JournalDiskError(
-            f"The privacy journal {path} cannot be read: {error}.", topic="journal-disk"
+            f"The privacy journal {path} cannot be read: {error}. Grant access to it, or put the right "
+            "file back.",
+            topic="journal-disk",
         ) from error
     return read_text(path, content)
 

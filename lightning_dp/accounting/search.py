@@ -12,6 +12,7 @@ from lightning_dp._validate import number
 
 __all__ = ["check_distribution", "draw_number_of_runs", "success_rate"]
 
+_MOST = 1e6  # runs on average
 _LEAST_LOG_RATE = -700.0
 
 
@@ -41,6 +42,8 @@ def draw_number_of_runs(mean: float, shape: float) -> int:
         True
     """
     mean, shape = check_distribution(mean, shape)
+    if not mean <= _MOST:
+        raise ValueError(f"mean={mean:g} is too large: at most {_MOST:g} runs can be made.")
     rng = np.random.Generator(np.random.PCG64DXSM(secrets.randbits(128)))
     if shape == math.inf:
         return int(rng.poisson(mean))

@@ -16,7 +16,7 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch.utils.data import DataLoader
 
-from lightning_dp._validate import explained, optional, positive, whole
+from lightning_dp._validate import explained, instance, listed, optional, positive, whole
 from lightning_dp.config import PrivacyConfig
 from lightning_dp.isolation.passes import Passes
 from lightning_dp.isolation.pools import pool_that_runs
@@ -138,7 +138,10 @@ def measure_memory(
     Raises:
         ValueError: if fewer than two sizes are given, or the model cannot be run on synthetic records.
     """
-    chosen = sorted({whole("sizes", size, 0) for size in sizes})
+    instance("module", module, LightningModule, of="measure_memory")
+    instance("loader", loader, DataLoader, of="measure_memory")
+    instance("privacy", privacy, PrivacyConfig, of="measure_memory")
+    chosen = sorted({whole("sizes", size, 0) for size in listed("sizes", sizes, "numbers")})
     if len(chosen) < 2 or not chosen[0] >= 1:
         raise ValueError(f"sizes={tuple(sizes)} must be at least two different numbers above 0.")
     arguments = dict(trainer or {})
@@ -195,6 +198,7 @@ def suggest_physical_batch(
     Raises:
         ValueError: if nothing fits, with the numbers; if an argument is out of range.
     """
+    instance("privacy", privacy, PrivacyConfig, of="suggest_physical_batch")
     if not privacy.sampling.follows_loader:
         raise ValueError(
             f"sampling={privacy.sampling} cuts its batches itself, so batch_size does not change q: "

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from lightning.pytorch import LightningModule, Trainer
 
-from lightning_dp._validate import flag
+from lightning_dp._validate import flag, instance
 from lightning_dp.gradients import CoupledLossError, EngineChoice, UnsupportedModelError
 from lightning_dp.gradients.compiled import as_written
 from lightning_dp.isolation.collated import CollatedPool
@@ -103,6 +103,7 @@ def check_isolation(
         'the loss divides by something that other records'
     """
     flag("loss_graph_check", loss_graph_check, of="check_isolation")
+    instance("module", module, LightningModule, of="check_isolation")
     if engine == "one_by_one":
         return Isolation("isolated", condition=BY_CONSTRUCTION)
     passes = _passes(module, engine, trained, trainer, loss_graph_check)

@@ -27,7 +27,7 @@ import math
 from collections.abc import Iterable, Sequence
 from typing import Literal, get_args
 
-from lightning_dp._validate import above_0, between, one_of, positive
+from lightning_dp._validate import above_0, between, instance, one_of, positive
 from lightning_dp.plan.training_plan import TrainingPlan
 
 __all__ = ["Optimizer", "learning_rate", "rounded", "weight_size"]
@@ -85,6 +85,7 @@ def learning_rate(
         >>> round(learning_rate(plan, 0.095), 4), round(learning_rate(plan, 0.095, optimizer="sgd"), 1)
         (0.0083, 7.7)
     """
+    instance("plan", plan, TrainingPlan)
     size = positive("size", size)
     one_of(get_args(Optimizer))("optimizer", optimizer)
     if optimizer == "adam":

@@ -5,7 +5,14 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field, replace
 
-from lightning_dp._validate import normalise, not_negative, positive, probability, whole
+from lightning_dp._validate import (
+    instance,
+    normalise,
+    not_negative,
+    positive,
+    probability,
+    whole,
+)
 from lightning_dp.accounting.base import Relation, check_relation
 from lightning_dp.plan.noise import AbstractNoise, IndependentNoise, full_batch_noise
 
@@ -187,6 +194,8 @@ def plan_training(
     """
     num_records = whole("num_records", num_records)
     batch_size = whole("batch_size", batch_size)
+    if noise is not None:
+        instance("noise", noise, AbstractNoise)  # type: ignore[type-abstract]
     if (epochs is None) == (steps is None):
         raise ValueError(f"epochs={epochs}, steps={steps}: give one of the two.")
     if epochs is not None:
