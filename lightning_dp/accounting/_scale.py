@@ -79,6 +79,8 @@ class Goal:
             if not 0 < value < math.inf or epsilon * (1 - tolerance) <= value <= epsilon:
                 break
             wanted = aim * estimate(scale) / value
+            if not wanted > 0:  # of next to nothing, an estimate may be 0
+                break
         return scale, slope
 
     def asking(self, epsilon_of: Callable[[Steps, Declared, float, Relation], float]) -> _Estimate:

@@ -207,6 +207,7 @@ def test_a_hundred_thousand_distinct_steps_are_calibrated_at_once(shape):
     [
         (1e-6, 100_000, 1e-9, 1e-12, "replace_one"),  # 5e7 points: losses of 1e-11
         (1e-9, 1, 1e-6, 1e-300, "add_remove"),
+        (0.1, 1, 1e-9, 1e-12, "add_remove"),  # an estimate of 0
         (0.125, 16, 1e-6, 1e-5, "add_remove"),  # orders up to 65,536
     ],
 )
