@@ -44,14 +44,17 @@ def _reads(code: CodeType) -> bool:
 def _iterated(code: CodeType) -> Iterator[bool]:
     """Yield True where training data are iterated, or given to what takes all of it."""
     aliases: set[str] = set()  # variables that hold them
+    before = ""  # the name of what an attribute is asked of
     is_data = False  # what stands on the stack
     takes: bool | None = False  # whether it goes to what takes all of it; None if to len()
     for each in dis.get_instructions(code):
         operation = each.opname
         if operation in _ATTRIBUTES:
-            is_data = is_data or _DATA.fullmatch(str(each.argval)) is not None
+            is_data = is_data or _names_data(before, str(each.argval))
+            before = str(each.argval)
         elif operation in _LOCALS:
             yield is_data and takes is True
+            before = str(each.argval)
             is_data = each.argval in aliases
         elif operation == "LOAD_GLOBAL":
             is_data = False
@@ -66,3 +69,10 @@ def _iterated(code: CodeType) -> Iterator[bool]:
             is_data, takes = False, False
         elif operation not in _CALLS:
             is_data = False
+
+
+def _names_data(owner: str, name: str) -> bool:
+    """Tell whether an attribute is training data; the Trainer's own loader refuses to be read."""
+    if name == "train_dataloader" and owner == "trainer":
+        return False
+    return _DATA.fullmatch(name) is not None or (owner, name) == ("train_dataloader", "dataset")
