@@ -215,8 +215,10 @@ class Bookkeeping(AbstractRecordingEngine):
             self._keep_found(per_record(call, gradients), combined)
             return
         for given, uses in by_rule:
-            part = given.part
+            part, folding = given.part, call.folding
             assert part is not None
+            if folding is not None:
+                uses = [each for use in uses for each in use.form.of_records(use, folding)]
             if part.param is not None:
                 self._count_in([(part.param, use) for use in uses], combined)
             else:

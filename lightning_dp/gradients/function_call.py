@@ -13,6 +13,7 @@ from torch.autograd.graph import GradientEdge
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from lightning_dp.gradients.base import UnsupportedModelError
+from lightning_dp.gradients.folding import AbstractFolding
 from lightning_dp.gradients.layouts import Layout, name_of_function
 from lightning_dp.gradients.parts import Part
 from lightning_dp.gradients.surroundings import Surroundings
@@ -57,8 +58,9 @@ class FunctionCall:
         edges: of the outputs; None for those without a gradient.
         sources: the graph nodes that made the tensors among the arguments; those of parts first.
         part_sources: those that made the parts.
-        n: the number of records.
+        n: the number of records; of rows, where there is a folding.
         surroundings: for running it again.
+        folding: whose the rows are, where they are scattered.
     """
 
     function: Callable[..., Any]
@@ -73,6 +75,7 @@ class FunctionCall:
     n: int
     surroundings: Surroundings
     moved: dict[int, Tensor] = field(default_factory=dict)  # along a direction: derivatives
+    folding: AbstractFolding | None = None
 
     @property
     def name(self) -> str:

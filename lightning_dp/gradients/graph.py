@@ -7,9 +7,20 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
+import torch
+from torch import Tensor
 from torch.utils.checkpoint import CheckpointFunction
 
-__all__ = ["Checkpoint", "Order", "Region", "Survey", "in_order", "survey", "uncovered"]
+__all__ = [
+    "Checkpoint",
+    "Order",
+    "Region",
+    "Survey",
+    "changes_order",
+    "in_order",
+    "survey",
+    "uncovered",
+]
 
 # The nodes of ``torch.utils.checkpoint`` with ``use_reentrant=True``.
 Checkpoint: type = CheckpointFunction._backward_cls
@@ -27,12 +38,20 @@ class Survey:
         reached: the recorded calls that the graph contains.
         innermost: those of them that no other recorded call feeds.
         checkpoints: nodes of reentrant activation checkpoints, with parts of the model inside.
+        choosing: nodes between recorded calls that may put rows into another order.
     """
 
     uses: Counter[int] = field(default_factory=Counter)
     reached: set[Any] = field(default_factory=set)
     innermost: set[Any] = field(default_factory=set)
     checkpoints: list[Any] = field(default_factory=list)
+    choosing: list[Any] = field(default_factory=list)
+
+
+_CHOOSING = {
+    *("IndexBackward0", "IndexSelectBackward0", "GatherBackward0", "FlipBackward0"),
+    *("RollBackward0", "SortBackward0", "IndexPutBackward0", "IndexCopyBackward0"),
+}
 
 
 def in_order(root: Any, stop: Collection[Any] = ()) -> Order:
@@ -81,6 +100,10 @@ def survey(order: Order, calls: Collection[Any]) -> Survey:
     owner: dict[Any, int | None] = {}  # of each node: the only parameter it depends on, if any
     boundaries = set(calls)
     over_calls: set[Any] = set()  # the boundaries, and what they feed
+    chosen: dict[
+        Any, bool
+    ] = {}  # nodes that choose among rows of calls: whether a call comes after
+    after_choice: set[Any] = set()
     for node, into in order.items():
         if not into and (variable := getattr(node, "variable", None)) is not None:
             owners: list[int | None] = [id(variable)]
@@ -91,6 +114,13 @@ def survey(order: Order, calls: Collection[Any]) -> Survey:
             found.reached.add(node)
             if not is_fed:
                 found.innermost.add(node)
+        if is_fed and type(node).__name__ in _CHOOSING:
+            chosen[node] = False
+            after_choice.add(node)
+        elif chosen and not after_choice.isdisjoint([child for child, _ in into]):
+            after_choice.add(node)
+            if is_boundary:
+                chosen.update(dict.fromkeys(chosen, True))
         if isinstance(node, Checkpoint):
             found.checkpoints.append(node)
             is_boundary = True
@@ -102,7 +132,38 @@ def survey(order: Order, calls: Collection[Any]) -> Survey:
             uses += owners
     uses += [owner[root] for root in (*order,)[-1:]]
     found.uses = Counter(each for each in uses if each is not None)
+    found.choosing = [node for node, is_between in chosen.items() if is_between]
     return found
+
+
+def changes_order(node: Any) -> bool:
+    """Tell whether a node of :attr:`Survey.choosing` moves what stands in the first dimension."""
+    name = type(node).__name__
+    if name in ("IndexBackward0", "IndexPutBackward0"):
+        first = node._saved_indices[0]
+        return first is not None and not _counts(first)
+    if name in ("FlipBackward0", "RollBackward0"):
+        dims = len(node._input_metadata[0].shape)
+        places = node._saved_dims
+        return not places or any(_signed(place) % dims == 0 for place in places)
+    dims = len(node._input_metadata[0].shape)
+    return bool(dims) and _signed(node._saved_dim) % dims == 0 and not _counts_in(node)
+
+
+def _signed(number: int) -> int:
+    """Return a dimension, which autograd's nodes keep without its sign."""
+    return number - (1 << 64) if number >= 1 << 63 else number
+
+
+def _counts_in(node: Any) -> bool:
+    return type(node).__name__ == "IndexSelectBackward0" and _counts(node._saved_index)
+
+
+def _counts(index: Tensor) -> bool:
+    """Tell whether an index is 0, 1, 2, …"""
+    if index.dtype in (torch.bool, torch.uint8) or index.dim() != 1:
+        return False
+    return torch.equal(index, torch.arange(len(index), device=index.device))
 
 
 @dataclass(frozen=True)

@@ -26,6 +26,7 @@ class _Places:
     reached: tuple[int, ...]
     innermost: tuple[int, ...]
     checkpoints: tuple[int, ...]
+    choosing: tuple[int, ...]
 
 
 @dataclass
@@ -79,17 +80,18 @@ class Graph:
         if places is None:
             found = survey(self.order, self.outputs)
             numbers = {node: number for number, node in enumerate(nodes)}
-            reached, innermost, checkpoints = (
+            places_of = [
                 tuple([numbers[node] for node in each])
-                for each in (found.reached, found.innermost, found.checkpoints)
-            )
-            self.known.survey = _Places(found.uses, reached, innermost, checkpoints)
+                for each in (found.reached, found.innermost, found.checkpoints, found.choosing)
+            ]
+            self.known.survey = _Places(found.uses, *places_of)
             return found
         return Survey(
             places.uses,
             {nodes[place] for place in places.reached},
             {nodes[place] for place in places.innermost},
             [nodes[place] for place in places.checkpoints],
+            [nodes[place] for place in places.choosing],
         )
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
-__all__ = ["Layout", "layouts_after", "name_of_function", "reshaped"]
+__all__ = ["Layout", "by_shape", "layouts_after", "name_of_function", "reshaped"]
 
 
 @dataclass(frozen=True)
@@ -106,6 +106,7 @@ _RESHAPING = {
     *("view", "reshape", "flatten", "unflatten", "view_as", "reshape_as", "ravel", "squeeze"),
     *("squeeze_", "unsqueeze", "unsqueeze_", "atleast_2d", "atleast_3d"),
 }
+_RECURRENT = {"lstm", "gru", "rnn_tanh", "rnn_relu"}
 _MANY = 1_000_003  # a number of records that no other size is a multiple of
 
 
@@ -158,6 +159,11 @@ def layouts_after(
     tensor, layout = layouts[0]
     if name in _RESHAPING:
         return [reshaped(layout, tensor.shape, each.shape, n) for each in outputs]
+    if name in _RECURRENT and layout.dim < 2 and not _is_packed(args):
+        return [
+            layout,
+            *(replace(layout, dim=1) for _ in outputs[1:]),
+        ]  # layers or directions first
     if len(layouts) == 1 and name not in _MOVING and len(outputs) == 1:
         if outputs[0].shape == tensor.shape:
             return [layout]
@@ -168,11 +174,17 @@ def layouts_after(
         return [joined if joined.fits(outputs[0], n) else None]
     found = _remembered(function, args, kwargs, layouts)
     if found is None or len(found) != len(outputs):
-        return [_by_shape(layouts, each) for each in outputs]
+        return [by_shape(layouts, each) for each in outputs]
     if found == [None] and (numbers := _record_numbers(args, n)) is not None:
         found = _with_many(function, args, kwargs, [*layouts, (numbers, Layout())]) or found
     pairs = zip(found, outputs, strict=True)
     return [place if place is not None and place.fits(each, n) else None for place, each in pairs]
+
+
+def _is_packed(args: Sequence[Any]) -> bool:
+    """Tell whether a recurrent function was called with packed sequences: sizes of steps come second."""
+    states = args[1] if len(args) > 1 else None
+    return isinstance(states, Tensor) and states.dim() == 1
 
 
 def _repeated(name: str, layout: Layout, before: Tensor, after: Tensor) -> Layout | None:
@@ -298,7 +310,7 @@ def _place_of_many(layouts: Sequence[Layout], shape: Sequence[int]) -> Layout | 
     return Layout(dims[0], outer, inner)
 
 
-def _by_shape(layouts: Sequence[tuple[Tensor, Layout]], output: Tensor) -> Layout | None:
+def by_shape(layouts: Sequence[tuple[Tensor, Layout]], output: Tensor) -> Layout | None:
     """Return the place that all inputs agree on, as functions that go entry by entry keep it."""
     found = set()
     for tensor, layout in layouts:

@@ -17,7 +17,15 @@ from torch.nn.utils.rnn import PackedSequence
 from lightning_dp.gradients.base import UnsupportedModelError
 from lightning_dp.gradients.module_hooks import ModuleHooks
 
-__all__ = ["Arrange", "OpacusLayers", "as_it_is", "own_parameters", "refuse"]
+__all__ = [
+    "Arrange",
+    "FromPacked",
+    "OpacusLayers",
+    "as_it_is",
+    "from_the_second",
+    "own_parameters",
+    "refuse",
+]
 
 # Makes of a tensor of a call one with the records in the first dimension, a row for each.
 Arrange = Callable[[Tensor], Tensor]
@@ -31,12 +39,12 @@ def as_it_is(tensor: Tensor) -> Tensor:
     return tensor
 
 
-def _from_the_second(tensor: Tensor) -> Tensor:
+def from_the_second(tensor: Tensor) -> Tensor:
     return tensor.movedim(1, 0)
 
 
 @dataclass(frozen=True)
-class _FromPacked:
+class FromPacked:
     """The arrangement of one time step of packed sequences: records whose sequences are over get zeros.
 
     Args:
@@ -63,7 +71,7 @@ class _InAttention(_AbstractInside):
     """A pass of attention, whose projections see (positions, records, ...) without ``batch_first``."""
 
     def __init__(self, layer: DPMultiheadAttention) -> None:
-        self._arrange: Arrange = as_it_is if layer.batch_first else _from_the_second
+        self._arrange: Arrange = as_it_is if layer.batch_first else from_the_second
         self._parts = {getattr(layer, name) for name in _PROJECTIONS}
 
     def arrange(self, part: nn.Module, given: Tensor) -> Arrange:
@@ -89,7 +97,7 @@ class _InRecurrent(_AbstractInside):
             sizes = given.batch_sizes.tolist()
             self._is_in_order = given.sorted_indices is not None
             if given.sorted_indices is not None:
-                self._arrange = _FromPacked(given.sorted_indices)
+                self._arrange = FromPacked(given.sorted_indices)
         elif given.dim() == 3:
             steps, records = given.shape[:2] if not layer.batch_first else given.shape[1::-1]
             sizes = [records] * steps
@@ -163,7 +171,7 @@ class OpacusLayers:
             UnsupportedModelError: if that is not certain.
         """
         if isinstance(layer, SequenceBias):  # inside of DPMultiheadAttention it has its own order
-            return as_it_is if layer.batch_first else _from_the_second
+            return as_it_is if layer.batch_first else from_the_second
         return as_it_is if self._inside is None else self._inside.arrange(layer, given)
 
 

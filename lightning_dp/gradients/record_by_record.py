@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +14,7 @@ from torch.func import jvp, vjp, vmap
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from lightning_dp.gradients.base import ALONE, UnsupportedModelError
+from lightning_dp.gradients.folding import AbstractFolding
 from lightning_dp.gradients.function_call import FunctionCall, Given
 from lightning_dp.gradients.guessed_places import guesses, share_of_each
 from lightning_dp.gradients.hessian import Dual
@@ -50,6 +53,9 @@ def per_record(call: FunctionCall, gradients: Sequence[Tensor | None]) -> list[F
         UnsupportedModelError: if it is not, or if torch.func cannot run the function.
     """
     call.check_unchanged()
+    if not call.n:  # of no row there is nothing
+        empty = [each.tensor.new_zeros(0, *each.tensor.shape) for each in call.parts]
+        return _found(call, {}, empty)
     _refuse_freed(call)
     _refuse_rows_in_totals(call)
     backs = _records_first(call, gradients)
@@ -163,11 +169,26 @@ def _of_each_record(call: FunctionCall) -> Tensor:
 
 
 def _found(call: FunctionCall, own: Mapping[int, Layout], rows: Sequence[Tensor]) -> list[Found]:
-    return [
+    found = [
         Found(each.part, each_rows, own.get(each.place))
         for each, each_rows in zip(call.parts, rows, strict=True)
         if each.part is not None
     ]
+    return found if call.folding is None else [_of_owners(each, call.folding) for each in found]
+
+
+def _of_owners(found: Found, folding: AbstractFolding) -> Found:
+    """Return the gradients of records, from those of rows."""
+    rows = found.gradients if found.own is None else found.own.in_whole(found.gradients)
+    return Found(found.part, folding.sums(rows))
+
+
+@contextmanager
+def _without_slow_batching() -> Iterator[None]:
+    """Inside, torch does not warn that it goes through the records one by one for some operation."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "There is a performance drop", UserWarning)
+        yield
 
 
 def _run(
@@ -192,7 +213,7 @@ def _run(
             return outputs, pull(back)[0]
         return _pull_along(call, wanted, tensors, back, *derivatives)
 
-    with call.surroundings.again(), torch.enable_grad():
+    with call.surroundings.again(), torch.enable_grad(), _without_slow_batching():
         try:
             outputs, found = vmap(of_record, tuple(in_dims), randomness="different")(*inputs)
         except RuntimeError:

@@ -17,24 +17,57 @@ from lightning_dp.gradients.base import UncoveredParameterError, UnsupportedMode
 from lightning_dp.gradients.checkpointing import REENTRANT
 from lightning_dp.gradients.covered_layers import CoveredLayers
 from lightning_dp.gradients.embedding_bag import embedding_bag, tensors_of_bags
-from lightning_dp.gradients.folding import Folded
+from lightning_dp.gradients.folding import Folded, Owned
 from lightning_dp.gradients.function_call import FunctionCall
-from lightning_dp.gradients.graph import Region, Survey, in_order, survey, uncovered
+from lightning_dp.gradients.graph import (
+    Region,
+    Survey,
+    changes_order,
+    in_order,
+    survey,
+    uncovered,
+)
 from lightning_dp.gradients.hessian import split
 from lightning_dp.gradients.known_graphs import Graph, KnownGraphs
 from lightning_dp.gradients.layer_call import Call, LayerCall
 from lightning_dp.gradients.layouts import Layout
 from lightning_dp.gradients.module_hooks import ModuleHooks
-from lightning_dp.gradients.opacus_layers import OpacusLayers
+from lightning_dp.gradients.opacus_layers import Arrange, FromPacked, OpacusLayers, from_the_second
 from lightning_dp.gradients.row_owners import folding_in_force
 from lightning_dp.gradients.rules import Rule, is_by_position
 from lightning_dp.gradients.saved_inputs import SavedInputs
+from lightning_dp.gradients.scattered import Place, Scattered
 from lightning_dp.gradients.sharded import WholeParameters, refuse_other_shards
 from lightning_dp.gradients.tensor_roles import TensorRoles
 from lightning_dp.gradients.tracing import FunctionTracer
 from lightning_dp.gradients.unsupported import refuse_special, refuse_without_records
 
 __all__ = ["Recorder"]
+
+
+def _place_of_output(arrange: Arrange, output: Tensor) -> Place:
+    """Return where the output of a layer holds the records, whose input had to be arranged."""
+    if isinstance(arrange, FromPacked):
+        return Scattered(0, arrange.records[: len(output)].to(output.device))
+    return Layout(1 if arrange is from_the_second else 0)
+
+
+_OTHER_ORDER = (
+    "Between layers, rows are chosen or put into another order (an index, flip, roll or sort along the "
+    "first dimension), so that a row is not the same record everywhere. Leave the records in the order "
+    "in which they came."
+)
+
+
+def _refuse_other_order(calls: Sequence[Call], graph: Survey) -> None:
+    """Refuse rows that are not the same records in all layers, unless it is known whose they are."""
+    are_told = any(
+        isinstance(call, LayerCall)
+        and (call.folding is not None or isinstance(call.arrange, FromPacked))
+        for call in calls
+    )
+    if not are_told and any(map(changes_order, graph.choosing)):
+        raise UnsupportedModelError(_OTHER_ORDER, topic="rows-and-records")
 
 
 _TENSORS = frozenset((Tensor, nn.Parameter))
@@ -226,7 +259,10 @@ class Recorder:
             self._note(layer, rule, args, output)
         if self._tracer is not None and len(self._calls) > before:
             self._tracer.forget_since(mark)
-            self._tracer.roles.add_layer_output(output if isinstance(output, Tensor) else output[0])
+            made = output if isinstance(output, Tensor) else output[0]
+            self._tracer.roles.add_layer_output(
+                made, _place_of_output(self._calls[-1].arrange, made)
+            )
 
     def _give_up(self, problem: UnsupportedModelError) -> None:
         """Remember why a call cannot be recorded by rule; a tracer has it by its functions."""
@@ -268,13 +304,18 @@ class Recorder:
         folding = folding_in_force()
         if folding is None and self._tracer is not None and not self._opacus_layers.is_inside:
             layout = self._traced_layout(self._tracer, layer, given, output)
-            if layout is None:
+            if layout is None or layout.dim is None:
                 return  # no rule holds for it: the tracer has it by its functions
             n = self._tracer.roles.n
-            if layout.dim > 0:
+            if isinstance(layout, Scattered):
+                arrange = partial(torch.movedim, source=layout.dim, destination=0)
+                folding = Owned(n, layout.owners)
+                layout = Layout(0)
+            elif layout.dim > 0:
                 arrange = partial(layout.rows_first, n=n)
                 layout = Layout(0, inner=layout.rows)
-            folding = None if layout.rows == 1 else Folded(n, layout.outer, layout.inner)
+            if layout.rows > 1:
+                folding = Folded(n, layout.outer, layout.inner)
         refuse_without_records(self._layers.names[layer], layer, given[0])
         saved = SavedInputs(given, output) if self._saves else None
         inputs = () if self._saves else tuple([each.detach() for each in given])
@@ -289,7 +330,7 @@ class Recorder:
 
     def _traced_layout(
         self, tracer: FunctionTracer, layer: nn.Module, given: tuple[Tensor, ...], output: Tensor
-    ) -> Layout | None:
+    ) -> Place | None:
         """Return where a call's rows hold the records; None if the layer's rule does not hold there."""
         rows = given[:1]
         if isinstance(layer, nn.MultiheadAttention):
@@ -298,7 +339,9 @@ class Recorder:
             rows = (output,)
         layouts = {tracer.roles.layout_of(each) for each in rows}
         layout = layouts.pop()
-        if layouts or layout is None:
+        if layouts or layout is None or layout.dim is None:
+            return None
+        if isinstance(layout, Scattered) and not layout.is_whole:
             return None
         if layout.dim > 0 and not is_by_position(layer, layout.dim, given[0].dim()):
             return None
@@ -346,6 +389,8 @@ class Recorder:
         self.whole.refuse_unknown(whole.leaves, self._known)
         if graph.checkpoints and self._tracer is not None:
             raise UnsupportedModelError(REENTRANT, topic="checkpointing")
+        if graph.choosing and self._tracer is None:
+            _refuse_other_order(calls, graph)
         for node in graph.reached & unseen.keys():
             raise UnsupportedModelError(unseen[node], topic="unseen-use")
         reached = {id(nodes[node]) for node in graph.reached}

@@ -11,6 +11,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from lightning_dp.gradients.layouts import Layout, name_of_function
 from lightning_dp.gradients.parts import Part
+from lightning_dp.gradients.scattered import Place
 from lightning_dp.gradients.sharded import WholeParameters
 
 __all__ = ["TensorRoles", "tensors_in"]
@@ -89,13 +90,13 @@ class TensorRoles:
         self._records[tensor] = Layout()
         return True
 
-    def layout_of(self, tensor: Tensor) -> Layout | None:
+    def layout_of(self, tensor: Tensor) -> Place | None:
         """Return where a tensor holds the records; None if that is not known, or it holds none.
 
         Where an unknown function made it, rows as many as records are taken for the records, as they
         are by every layer without a tracer; the isolation probe finds models in which they are not.
         """
-        layout: Layout | None = self._records.get(tensor)
+        layout: Place | None = self._records.get(tensor)
         if layout is None and tensor in self._records and Layout().fits(tensor, self.n):
             return Layout()
         return layout
@@ -157,19 +158,18 @@ class TensorRoles:
             stack += [child for child, _ in node.next_functions]
         return frozenset(names)
 
-    def add_layer_output(self, tensor: Tensor) -> None:
-        """Note the output of a layer whose call is recorded elsewhere."""
+    def add_layer_output(self, tensor: Tensor, place: Place) -> None:
+        """Note the output of a layer whose call is recorded elsewhere, and where it holds the records."""
         self._recorded.add(tensor.grad_fn)
         self._parts.pop(id(tensor), None)  # of a state that is a constant, say
         if tensor not in self._records:
-            layout = Layout()
-            self._records[tensor] = layout if layout.fits(tensor, self.n) else None
+            self._records[tensor] = place if place.fits(tensor, self.n) else None
 
     def add_recorded(self, nodes: Iterable[Any]) -> None:
         """Note the graph nodes of outputs of a recorded call."""
         self._recorded.update(nodes)
 
-    def add_records(self, tensors: Sequence[Tensor], layouts: Sequence[Layout | None]) -> None:
+    def add_records(self, tensors: Sequence[Tensor], layouts: Sequence[Place | None]) -> None:
         """Note that tensors hold records, and where; None where that is not known."""
         for each, layout in zip(tensors, layouts, strict=True):
             self._records[each] = layout

@@ -16,11 +16,19 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from lightning_dp._generators import generator_state
 from lightning_dp.gradients.base import ALONE, UnsupportedModelError
+from lightning_dp.gradients.folding import Owned
 from lightning_dp.gradients.function_call import FunctionCall, Given, in_place_target
 from lightning_dp.gradients.graph import in_order
 from lightning_dp.gradients.hessian import split
-from lightning_dp.gradients.layouts import Layout, layouts_after, name_of_function
+from lightning_dp.gradients.layouts import Layout, by_shape, layouts_after, name_of_function
 from lightning_dp.gradients.parts import Part
+from lightning_dp.gradients.scattered import (
+    Place,
+    Scattered,
+    common_owners,
+    places_after,
+    places_after_choice,
+)
 from lightning_dp.gradients.surroundings import Surroundings
 from lightning_dp.gradients.tensor_roles import TensorRoles, tensors_in
 
@@ -63,7 +71,7 @@ class _Before:
     kwargs: Mapping[str, Any]
     tensors: list[Tensor]
     parts: list[Part | None]
-    layouts: list[tuple[Tensor, Layout]]
+    layouts: list[tuple[Tensor, Place]]
     has_records: bool
     sources: list[Any]
     target: Tensor | None
@@ -212,26 +220,35 @@ class FunctionTracer(TorchFunctionMode):
             self._holders.setdefault(_storage_of(tensor), []).append(call)
         self.roles.add_recorded([edge.node for edge in call.edges if edge is not None])
 
-    def _layouts_after(self, before: _Before, outputs: list[Tensor]) -> list[Layout | None]:
+    def _layouts_after(self, before: _Before, outputs: list[Tensor]) -> list[Place | None]:
         if not before.layouts:
             return [None] * len(outputs)
+        places, n = before.layouts, self.roles.n
+        call = before.func, before.args, before.kwargs
+        chosen = places_after_choice(*call, places, outputs, n)
+        if chosen is not None:
+            return chosen
+        is_in_place = before.target is not None
+        if any(isinstance(place, Scattered) for _, place in places):
+            return [*places_after(*call, places, outputs, n, in_place=is_in_place)]
+        rows = [(each, place) for each, place in places if isinstance(place, Layout)]
         if before.target is not None:
-            known = self.roles.layout_of(before.target)
+            known = self.roles.layout_of(before.target) or by_shape(rows, before.target)
             layout = Layout() if known is None else known
-            return [layout if layout.fits(before.target, self.roles.n) else None]
-        return layouts_after(
-            before.func, before.args, before.kwargs, before.layouts, outputs, self.roles.n
-        )
+            return [layout if layout.fits(before.target, n) else None]
+        return [*layouts_after(before.func, before.args, before.kwargs, rows, outputs, n)]
 
     def _call(
-        self, before: _Before, outputs: list[Tensor], layouts: list[Layout | None]
+        self, before: _Before, outputs: list[Tensor], layouts: list[Place | None]
     ) -> FunctionCall:
-        """Return what is needed to run the call again for each record."""
+        """Return what is needed to run the call again for each record, or for each scattered row."""
         edges = [get_gradient_edge(each) if each.requires_grad else None for each in outputs]
         leaves, spec = tree_flatten((before.args, dict(before.kwargs)))
         parts = {id(each): part for each, part in zip(before.tensors, before.parts, strict=True)}
+        owners = self._owners_of_rows(before, layouts, outputs[0].device)
+        n = self.roles.n if owners is None else len(owners)
         given = [
-            self._given(place, each, parts.get(id(each)), before)
+            self._given(place, each, parts.get(id(each)), before, owners)
             for place, each in enumerate(leaves)
             if isinstance(each, Tensor)
         ]
@@ -243,14 +260,26 @@ class FunctionTracer(TorchFunctionMode):
             spec,
             given,
             [each.detach() for each in outputs],
-            layouts,
+            [_of_rows(each, n) for each in layouts],
             edges,
             set(before.sources) - of_parts,
             of_parts,
-            self.roles.n,
+            n,
             Surroundings.now(outputs[0].device, before.random_state),
             self._derivatives(before, leaves),
+            None if owners is None else Owned(self.roles.n, owners),
         )
+
+    def _owners_of_rows(
+        self, before: _Before, layouts: Sequence[Place | None], device: torch.device
+    ) -> Tensor | None:
+        """Return whose the rows are, where a call has some that are scattered and treats each alike."""
+        places = [*(place for _, place in before.layouts), *layouts]
+        known = [place for place in places if place is not None]
+        if self.roles.n == 1 or not any(isinstance(place, Scattered) for place in known):
+            return None
+        owners = common_owners(known, self.roles.n, device)
+        return owners if owners is not None and bool((owners >= 0).all()) else None
 
     def _derivatives(self, before: _Before, leaves: Sequence[Any]) -> dict[int, Tensor]:
         """Return the derivatives along the direction of what goes in, by its place."""
@@ -265,16 +294,27 @@ class FunctionTracer(TorchFunctionMode):
         duals = {i: split(each)[1] for i, each in enumerate(leaves) if isinstance(each, Tensor)}
         return {i: each for i, each in duals.items() if each is not None}
 
-    def _given(self, place: int, tensor: Tensor, part: Part | None, before: _Before) -> Given:
+    def _given(
+        self, place: int, tensor: Tensor, part: Part | None, before: _Before, owners: Tensor | None
+    ) -> Given:
         places = {id(each): place for each, place in before.layouts}
-        layout = None if part is not None else places.get(id(tensor))
-        is_lost = part is None and layout is None and self.roles.is_noted(tensor)
+        found = None if part is not None else places.get(id(tensor))
+        layout = _of_rows(found, self.roles.n if owners is None else len(owners))
+        is_lost = part is None and found is None and self.roles.is_noted(tensor)
+        is_lost |= isinstance(found, Scattered) and owners is None and self.roles.n > 1
         if tensor is before.target and before.kept is not None:
             version = before.kept._version
             return Given(place, before.kept, part, layout, version, is_lost=is_lost)
-        total = self._totals.get(tensor) if layout is None and part is None else None
+        total = self._totals.get(tensor) if found is None and part is None else None
         is_lost = is_lost and total is None
         return Given(place, tensor.detach(), part, layout, tensor._version, total, is_lost)
+
+
+def _of_rows(place: Place | None, n: int) -> Layout | None:
+    """Return the place of rows that are the records of a call; None for what is not split."""
+    if isinstance(place, Scattered):
+        return None if place.dim is None or n == 1 else Layout(place.dim)
+    return place
 
 
 def _storage_of(tensor: Tensor) -> int:

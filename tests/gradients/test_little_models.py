@@ -12,9 +12,10 @@ from lightning_dp.gradients import RecordPasses
 from tests.gradients.little_calls import CALLS
 from tests.gradients.little_losses import LOSSES
 from tests.gradients.little_models import Batch, Little, N
+from tests.gradients.little_orders import ORDERS
 from tests.gradients.little_parameters import PARAMETERS
 
-MODELS = {**CALLS, **PARAMETERS, **LOSSES}
+MODELS = {**CALLS, **PARAMETERS, **LOSSES, **ORDERS}
 
 
 def trained(module: nn.Module) -> list[nn.Parameter]:
@@ -57,3 +58,21 @@ def test_norms_and_sums_equal_the_loop(name):
     assert float(((norms - lengths).abs() / lengths).max()) <= little.tolerance
     assert float((total.double() - expected).norm() / expected.norm()) <= little.tolerance
     assert all(map(torch.equal, module.buffers(), buffers))
+
+
+@pytest.mark.parametrize("name", ORDERS)
+def test_a_record_alone_owns_all_rows(name):
+    torch.manual_seed(0)
+    little = ORDERS[name]
+    module = little.make()
+    batch = {each: part[:1] for each, part in little.batch().items()}
+    loss = little.loss(module, batch)
+    parts = torch.autograd.grad(loss, trained(module), materialize_grads=True)
+    expected = torch.cat([part.flatten() for part in parts]).double()
+
+    with RecordPasses(module, trained(module), "auto") as passes:
+        found = passes.run(lambda: little.loss(module, batch), size=1, batch=batch)
+        assert found is not None
+        total = found.weighted_sum(torch.ones(1)).double()
+
+    assert float((total - expected).norm() / expected.norm()) <= little.tolerance
