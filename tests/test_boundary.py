@@ -74,11 +74,12 @@ def test_a_gradient_and_a_product_at_one_point_are_one_pass():
         Term(1.0, point, one),
         Term(0.25, direction=one),
     )
-    assert Query(terms, 1.0, 1.0).passes == (
-        Pass(None, one, 5.0, 0.75),
-        Pass(point, other, -1.0, 1.5),
-        Pass(point, one, 0.0, 1.0),
-    )
+    found = Query(terms, 1.0, 1.0).passes
+    assert [(each.gradient, each.product) for each in found] == [(5, 0.75), (-1, 1.5), (0, 1)]
+    assert found[0].point is None
+    assert found[1].point is found[2].point is point
+    assert found[0].direction is found[2].direction is one
+    assert found[1].direction is other
 
 
 def test_a_query_for_the_gradient_here_needs_no_further_pass():

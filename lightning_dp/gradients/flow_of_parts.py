@@ -116,6 +116,8 @@ def chosen(meeting: Meeting) -> Outcome:
         return given.flow
     if not given.is_rows or place is None:
         return SomeRows()
+    if kind_of(meeting.node) == "Gather" and not meeting.has_rows and meeting.goes_along():
+        meeting.refuse_over_records()  # torch's quantiles are made of it
     if meeting.has_rows and not _has_mask_at(meeting, place):
         return given.flow
     size = meeting.shape[min(place, len(meeting.shape) - 1)] if meeting.shape else 1

@@ -46,25 +46,30 @@ def loss_of(net: nn.Module, x: Tensor = X, y: Tensor = Y) -> Callable[[], Tensor
 # -- the oracle -------------------------------------------------------------------------------
 
 
-@cache
 def part(term: Term, i: int) -> Tensor:
-    """w h(x) of one record, by plain autograd in float64."""
+    """w h(x) of one record."""
+    return term.weight * derivative(term.point, term.direction, i)
+
+
+@cache
+def derivative(point: Tensor | None, direction: Tensor | None, i: int) -> Tensor:
+    """h(x) of one record, by plain autograd in float64."""
     net = make_net().double()
     params = list(net.parameters())
     for param, value in zip(
         params,
-        unflatten((HERE if term.point is None else term.point).double(), params),
+        unflatten((HERE if point is None else point).double(), params),
         strict=True,
     ):
         param.data = value
     loss = F.cross_entropy(net(X[i : i + 1].double()), Y[i : i + 1])
     found = torch.autograd.grad(loss, params, create_graph=True)
-    if term.direction is not None:
-        along = unflatten(term.direction.double(), params)
+    if direction is not None:
+        along = unflatten(direction.double(), params)
         found = torch.autograd.grad(
             sum((g * u).sum() for g, u in zip(found, along, strict=True)), params
         )
-    return term.weight * flatten(found)
+    return flatten(found)
 
 
 def parts(query: Query) -> list[Tensor]:
