@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from types import CodeType
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from lightning_dp._user_code import is_library, own_functions
@@ -42,8 +42,9 @@ class ComparedWith(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        if getattr(func, "__name__", "") in _COMPARES and isinstance(args[0], Tensor):
-            self.numbers |= dict.fromkeys(filter(_is_telling, args[1:]))
+        if getattr(func, "__name__", "") in _COMPARES:
+            given = (*args, *(kwargs or {}).values())  # as torch.eq(input=x, other=3)
+            self.numbers |= dict.fromkeys(filter(_is_telling, given))
         return func(*args, **(kwargs or {}))
 
 

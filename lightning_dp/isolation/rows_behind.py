@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ __all__ = ["Shared", "chosen_rows", "shared_rows"]
 
 _TIMES = 32  # a table with fewer rows for a sample holds constants: names of classes, centres
 _DEPTH = 8  # of data sets in data sets
+_PART = 1 << 16  # indices that are looked at together
 
 
 @dataclass(frozen=True)
@@ -146,6 +148,21 @@ def chosen_rows(dataset: Any) -> object:
         if inner is None:
             break
         if indices is not None and _length(indices) == _length(dataset):
-            found.append(hash(np.sort(np.asarray(indices)).tobytes()))
+            with contextlib.suppress(Exception):  # a sequence of a kind that has no parts
+                found.append(_fingerprint(indices))
         dataset = inner
     return tuple(found)
+
+
+def _fingerprint(indices: Any) -> int:
+    """Return a number that depends on which indices there are, and not on their order.
+
+    It is the sum of a bijection of 64 bits (the end of SplitMix64), taken in parts: there may be many.
+    """
+    total = 0
+    for start in range(0, _length(indices), _PART):
+        mixed = np.asarray(indices[start : start + _PART]).astype(np.int64).view(np.uint64)
+        mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+        mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+        total += int((mixed ^ (mixed >> np.uint64(31))).sum(dtype=np.uint64))
+    return total % 2**64

@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from lightning_dp.isolation import probe_isolation
-from lightning_dp.isolation.own_constants import compared_in_code
+from lightning_dp.isolation.own_constants import ComparedWith, compared_in_code
 
 MISSING = -9999.0
 
@@ -149,3 +149,11 @@ def test_constants_are_those_of_comparisons():
 
     assert {42, -2.5, 99} <= set(numbers) and not {17, 5, 23} & set(numbers)
     assert texts == ["a", "b"]
+
+
+def test_comparisons_by_name_are_seen():
+    with ComparedWith() as seen:
+        torch.eq(input=torch.ones(2), other=7)
+        torch.ones(2).lt(other=-3.5)
+        torch.ones(2).gt(0)
+    assert list(seen.numbers) == [7, -3.5]

@@ -203,3 +203,13 @@ def test_a_new_loader_with_other_rows_warns_once(make_trainer, recwarn):
 
     said = [str(w.message) for w in recwarn if "gives other rows of the data set" in str(w.message)]
     assert len(said) == 1
+
+
+def test_chosen_rows_are_compared_without_their_order_and_in_parts():
+    rows = np.random.default_rng(0).permutation(200_000)
+    some, behind = chosen_rows(Subset(rows, rows.tolist())), rows[::-1].copy()
+    assert some == chosen_rows(Subset(rows, behind)) == chosen_rows(Subset(rows, range(200_000)))
+    twice = rows.copy()
+    twice[0] = twice[1]
+    assert some != chosen_rows(Subset(rows, twice))
+    assert chosen_rows(Subset(rows, {3: 4, 1: 0})) is not None  # no sequence
