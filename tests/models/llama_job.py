@@ -82,6 +82,8 @@ def main(file: Path, processes: int) -> None:
     found = {"weights": weights(model), "steps": trainer.global_step}
     if trainer.is_global_zero:
         torch.save({**found, "report": str(privacy.report())}, file)
+    if processes > 1:  # its threads would still run while Python ends
+        torch.distributed.destroy_process_group()
 
 
 if __name__ == "__main__":

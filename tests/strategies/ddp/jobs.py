@@ -371,6 +371,8 @@ def main(*scenarios: Scenario) -> None:
         (folder / name).mkdir(exist_ok=True)
         result = by_name[name](folder / name)
         torch.save(result, folder / f"{name}-{rank()}.pt")
+    if torch.distributed.is_initialized():  # its threads would still run while Python ends
+        torch.distributed.destroy_process_group()
 
 
 if __name__ == "__main__":

@@ -313,6 +313,8 @@ def main(folder: Path, processes: int, names: list[str]) -> None:
     for name in names:
         found = scenarios[name]()
         torch.save(found, folder / f"{name}-{processes}-{os.environ.get('LOCAL_RANK', '0')}.pt")
+    if torch.distributed.is_initialized():  # its threads would still run while Python ends
+        torch.distributed.destroy_process_group()
 
 
 if __name__ == "__main__":
