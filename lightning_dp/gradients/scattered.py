@@ -194,11 +194,27 @@ def places_after_choice(
     codes, owners = _codes(tensors, known, n)
     with torch.no_grad():
         found = _run_on_codes(function, args, kwargs, codes, owners)
+    is_choice = name_of_function(function) in _CHOOSING
+    if is_choice and not (_by_records(args, known) or _keeps_all(found, owners)):
+        # By their places: which records are left out depends on how many others there are.
+        return [NOBODY] * len(outputs) if isinstance(known[id(args[0])], Scattered) else None
     chosen: list[Place | None] = [
         NOBODY if each is None else _place_of(each, owners, hint, n) or NOBODY
         for each in found[: len(outputs)]
     ]
     return [*chosen, *[None] * (len(outputs) - len(chosen))]  # sizes of steps, say
+
+
+def _by_records(args: tuple[Any, ...], known: Mapping[int, Place]) -> bool:
+    """Tell whether what is chosen was computed from records, and does not follow from places alone."""
+    return any(id(each) in known for each in _flat(list(args[1:])) if isinstance(each, Tensor))
+
+
+def _keeps_all(found: Sequence[Tensor | None], owners: Tensor) -> bool:
+    """Tell whether one output has entries of every record."""
+    if len(found) != 1 or found[0] is None:
+        return False
+    return bool(torch.isin(owners[:-1], owners[found[0]]).all())
 
 
 def _sorted(

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from tests.gradients.little_models import Batch, Little, N, Net, head, linear, net, weight
 
-__all__ = ["ORDERS"]
+__all__ = ["BY_PLACE", "ORDERS"]
 
 SIZES = torch.tensor([1.0, 2.0, 4.0])  # records whose gradients differ
 
@@ -110,19 +110,18 @@ def last_state(m: Net, x: Tensor) -> Tensor:
     return m.head(torch.cat(list(hidden), 0)[-1] if isinstance(hidden, tuple) else hidden[-1])
 
 
+_PARTS = {"body": linear(), "experts": experts, "gain": weight(3, 6), "head": head}
+
+
 def _routed(forward: Any, batch: Any) -> Little:
-    parts = {"body": linear(), "experts": experts, "gain": weight(3, 6), "head": head}
-    return Little(net(forward, **parts), batch)
+    return Little(net(forward, **_PARTS), batch)
 
 
 ORDERS: Mapping[str, Little] = {
     "experts_by_mask": _routed(by_mask, rows),
     "experts_of_positions": _routed(by_mask, positions),
     "experts_by_index": _routed(by_index, positions),
-    "experts_in_groups": _routed(by_groups, positions),
     "two_experts": _routed(twice, positions),
-    "records_in_turn": _routed(one_after_another, rows),
-    "records_written_in_turn": _routed(written_in_turn, rows),
     **{
         f"{name}_between_layers": Little(
             net(reordered(order), body=linear(), head=head), rows, squares
@@ -135,5 +134,30 @@ ORDERS: Mapping[str, Little] = {
             positions,
         )
         for kind in (nn.LSTM, nn.GRU, nn.RNN)
+    },
+}
+
+LEFT_OUT: dict[str, Callable[[Tensor], Tensor]] = {
+    "the_first_left_out": lambda h: h[1:],
+    "the_first_alone": lambda h: h[0],
+    "the_first_half": lambda h: h.chunk(2)[0],
+    "every_other": lambda h: h[torch.arange(0, len(h), 2)],
+    "every_other_by_mask": lambda h: h[torch.arange(len(h)) % 2 == 0],
+    "narrowed": lambda h: h.narrow(0, 0, len(h) - 1),
+}
+
+
+def of_some(choice: Callable[[Tensor], Tensor]) -> Callable[[Net, Tensor], Tensor]:
+    return lambda m, x: m.head(m.gain[0] * choice(m.body(x)))
+
+
+# One record less puts all that follow into other places, so each may be chosen, or not, by the others.
+BY_PLACE: Mapping[str, Little] = {
+    "experts_in_groups": _routed(by_groups, positions),
+    "records_in_turn": _routed(one_after_another, rows),
+    "records_written_in_turn": _routed(written_in_turn, rows),
+    **{
+        name: Little(net(of_some(choice), **_PARTS), rows, squares)
+        for name, choice in LEFT_OUT.items()
     },
 }

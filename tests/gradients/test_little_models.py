@@ -8,11 +8,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_dp.gradients import RecordPasses
+from lightning_dp.gradients import RecordPasses, UnsupportedModelError
 from tests.gradients.little_calls import CALLS
 from tests.gradients.little_losses import LOSSES
 from tests.gradients.little_models import Batch, Little, N
-from tests.gradients.little_orders import ORDERS
+from tests.gradients.little_orders import BY_PLACE, ORDERS
 from tests.gradients.little_parameters import PARAMETERS
 
 MODELS = {**CALLS, **PARAMETERS, **LOSSES, **ORDERS}
@@ -76,3 +76,19 @@ def test_a_record_alone_owns_all_rows(name):
         total = found.weighted_sum(torch.ones(1)).double()
 
     assert float((total - expected).norm() / expected.norm()) <= little.tolerance
+
+
+@pytest.mark.parametrize("name", BY_PLACE)
+def test_rows_that_are_chosen_by_their_places_are_refused(name):
+    little = BY_PLACE[name]
+    module, batch = little.make(), little.batch()
+    with (
+        RecordPasses(module, trained(module), "auto") as passes,
+        pytest.raises(
+            UnsupportedModelError,
+            match="cannot be computed from its calls|cannot be run record by record",
+        ),
+    ):
+        found = passes.run(lambda: little.loss(module, batch), size=N, batch=batch)
+        assert found is not None
+        found.norms()
