@@ -86,7 +86,7 @@ def test_rows_that_are_chosen_by_their_places_are_refused(name):
         RecordPasses(module, trained(module), "auto") as passes,
         pytest.raises(
             UnsupportedModelError,
-            match="cannot be computed from its calls|cannot be run record by record",
+            match=r"cannot be computed from its calls|cannot be run record by record",
         ),
     ):
         found = passes.run(lambda: little.loss(module, batch), size=N, batch=batch)
