@@ -194,10 +194,10 @@ def places_after_choice(
     codes, owners = _codes(tensors, known, n)
     with torch.no_grad():
         found = _run_on_codes(function, args, kwargs, codes, owners)
-    is_choice = name_of_function(function) in _CHOOSING
-    if is_choice and not (_by_records(args, known) or _keeps_all(found, owners)):
-        # By their places: which records are left out depends on how many others there are.
-        return [NOBODY] * len(outputs) if isinstance(known[id(args[0])], Scattered) else None
+    by_place = name_of_function(function) in _CHOOSING and not _by_records(args, known)
+    is_in_order = isinstance(known.get(id(args[0])), Layout)  # not steps of packed sequences
+    if n > 1 and by_place and is_in_order and not _keeps_all(found, owners):
+        return None  # which records are left out depends on how many others there are
     chosen: list[Place | None] = [
         NOBODY if each is None else _place_of(each, owners, hint, n) or NOBODY
         for each in found[: len(outputs)]

@@ -121,6 +121,7 @@ ORDERS: Mapping[str, Little] = {
     "experts_by_mask": _routed(by_mask, rows),
     "experts_of_positions": _routed(by_mask, positions),
     "experts_by_index": _routed(by_index, positions),
+    "experts_in_groups": _routed(by_groups, positions),
     "two_experts": _routed(twice, positions),
     **{
         f"{name}_between_layers": Little(
@@ -153,7 +154,6 @@ def of_some(choice: Callable[[Tensor], Tensor]) -> Callable[[Net, Tensor], Tenso
 
 # One record less puts all that follow into other places, so each may be chosen, or not, by the others.
 BY_PLACE: Mapping[str, Little] = {
-    "experts_in_groups": _routed(by_groups, positions),
     "records_in_turn": _routed(one_after_another, rows),
     "records_written_in_turn": _routed(written_in_turn, rows),
     **{
