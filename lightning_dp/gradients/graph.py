@@ -7,8 +7,6 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
-import torch
-from torch import Tensor
 from torch.utils.checkpoint import CheckpointFunction
 
 __all__ = [
@@ -100,9 +98,7 @@ def survey(order: Order, calls: Collection[Any]) -> Survey:
     owner: dict[Any, int | None] = {}  # of each node: the only parameter it depends on, if any
     boundaries = set(calls)
     over_calls: set[Any] = set()  # the boundaries, and what they feed
-    chosen: dict[
-        Any, bool
-    ] = {}  # nodes that choose among rows of calls: whether a call comes after
+    chosen: dict[Any, bool] = {}  # nodes that choose among rows of calls: is a call after them?
     after_choice: set[Any] = set()
     for node, into in order.items():
         if not into and (variable := getattr(node, "variable", None)) is not None:
@@ -137,33 +133,25 @@ def survey(order: Order, calls: Collection[Any]) -> Survey:
 
 
 def changes_order(node: Any) -> bool:
-    """Tell whether a node of :attr:`Survey.choosing` moves what stands in the first dimension."""
+    """Tell whether a node of :attr:`Survey.choosing` may move what stands in the first dimension.
+
+    Which index stands where decides, never its values: they may be the records'. With indices of several
+    dimensions one entry of each record is chosen, as a rule (``h[arange(n), last]``).
+    """
     name = type(node).__name__
     if name in ("IndexBackward0", "IndexPutBackward0"):
-        first = node._saved_indices[0]
-        return first is not None and not _counts(first)
+        first, *others = node._saved_indices
+        return first is not None and all(each is None for each in others)
+    dims = len(node._input_metadata[0].shape)
     if name in ("FlipBackward0", "RollBackward0"):
-        dims = len(node._input_metadata[0].shape)
         places = node._saved_dims
         return not places or any(_signed(place) % dims == 0 for place in places)
-    dims = len(node._input_metadata[0].shape)
-    return bool(dims) and _signed(node._saved_dim) % dims == 0 and not _counts_in(node)
+    return bool(dims) and _signed(node._saved_dim) % dims == 0
 
 
 def _signed(number: int) -> int:
     """Return a dimension, which autograd's nodes keep without its sign."""
     return number - (1 << 64) if number >= 1 << 63 else number
-
-
-def _counts_in(node: Any) -> bool:
-    return type(node).__name__ == "IndexSelectBackward0" and _counts(node._saved_index)
-
-
-def _counts(index: Tensor) -> bool:
-    """Tell whether an index is 0, 1, 2, …"""
-    if index.dtype in (torch.bool, torch.uint8) or index.dim() != 1:
-        return False
-    return torch.equal(index, torch.arange(len(index), device=index.device))
 
 
 @dataclass(frozen=True)
