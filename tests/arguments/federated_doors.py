@@ -1,4 +1,4 @@
-"""What takes numbers for a federation."""
+"""Doors by which numbers come into a federation."""
 
 from __future__ import annotations
 

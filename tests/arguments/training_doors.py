@@ -1,4 +1,4 @@
-"""What takes numbers for a training, its plan, its accounting and its audit."""
+"""Doors by which numbers come into a training, its plan, its accounting and its audit."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What ``fix`` says."""
+"""Lines that ``fix`` says, read in tests."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 
 @pytest.fixture(autouse=True)
 def said(caplog, monkeypatch) -> Callable[[], str]:
-    """What was said since the last call."""
+    """Return the lines since the last call."""
     for name in ("lightning.pytorch", "lightning.pytorch.utilities.rank_zero"):
         caplog.set_level(logging.INFO, logger=name)
         monkeypatch.setattr(logging.getLogger(name), "propagate", True)

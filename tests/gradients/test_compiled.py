@@ -113,7 +113,7 @@ def applied(net: nn.Module, x: Tensor) -> Tensor:
 
 
 class Checkpointed(nn.Module):
-    """What runs again in the backward pass must be what ran in the forward pass."""
+    """The backward pass runs again exactly what ran in the forward pass."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -35,7 +35,7 @@ def rare_mixup(samples):
 
 
 class Wrapped:
-    """As the manual of torchvision wraps ``v2.MixUp``."""
+    """MixUp, wrapped as the manual of torchvision does it."""
 
     def __init__(self, transform):
         self.transform = transform

@@ -63,7 +63,7 @@ def at_most_six(samples):
 
 
 def dynamic_padding(samples):
-    """As data collators of transformers do it."""
+    """Padding, done as data collators of transformers do it."""
     longest = max(len(s["input_ids"]) for s in samples)
     batch = collections.UserDict()
     for name in samples[0]:

@@ -204,7 +204,7 @@ def test_a_state_that_records_share_is_refused(refuses, x):
 
 @pytest.mark.parametrize("packed", [False, True])
 def test_a_part_called_by_itself_for_all_records_is_refused(refuses, x, packed):
-    """What comes back for its bias is a sum over the records, and must not be added to theirs."""
+    """The gradient of its bias is a sum over the records, and must not be added to theirs."""
 
     def run(module: Any) -> Tensor:
         return module(x) + module.layer.l0.hh(torch.ones(1, HIDDEN).double()).sum()
