@@ -16,6 +16,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from lightning_dp._generators import generator_state
 from lightning_dp.gradients.base import ALONE, UnsupportedModelError
+from lightning_dp.gradients.chosen_rows import places_after_choice
 from lightning_dp.gradients.folding import Owned
 from lightning_dp.gradients.function_call import FunctionCall, Given, in_place_target
 from lightning_dp.gradients.graph import in_order
@@ -27,7 +28,6 @@ from lightning_dp.gradients.scattered import (
     Scattered,
     common_owners,
     places_after,
-    places_after_choice,
 )
 from lightning_dp.gradients.surroundings import Surroundings
 from lightning_dp.gradients.tensor_roles import TensorRoles, tensors_in
