@@ -44,7 +44,7 @@ def shared_rows(dataset: Any, records: Sequence[int]) -> Shared | None:
 
     Some samples are read from a copy that notes which rows of its lists, arrays and data sets are
     asked for by their number: if all samples together ask for more than there are, some row is in
-    two. No value is looked at but those of tables of such numbers.
+    two. No value is looked at but those of tables of such numbers, and none of them is told.
 
     Args:
         dataset: of a class of the user's.
@@ -94,8 +94,9 @@ def _through(
         return None
     rows = len(np.unique(numbers))
     others = [name for name in reads if name != table and int(given) in reads[name]]
-    is_named_twice = others and rows < samples <= rows * _TIMES
-    return Shared(others[0], rows, samples) if is_named_twice else None
+    if not others or not rows < samples <= rows * _TIMES:
+        return None
+    return Shared(others[0], _length(getattr(dataset, others[0])), samples)
 
 
 class _Noting:

@@ -68,6 +68,7 @@ class Records:
         self._module, self._step, self._run, self._world = module, step, run, world
         self._tries = run.config.isolation_probe
         self._watches = run.config.spot_checks
+        self._asks_for_rows = False
         self._steps = 0
         self._loader: PrivateDataLoader | None = None  # of the latest epoch
         self._rows: object = None  # that it has
@@ -81,10 +82,8 @@ class Records:
         """
         if not self._tries:
             return
-        self._tries = False
+        self._tries, self._asks_for_rows = False, self._world.is_lead
         is_lead = self._world.is_lead
-        if is_lead:
-            self._warn_of_shared_rows(loader, chunk)
         name, trial = self._world.broadcast(self._tried(loader, chunk) if is_lead else None)
         if trial.outcome == "mixed":
             raise MisconfigurationError(
@@ -109,8 +108,9 @@ class Records:
         if found is not None:
             kind = type(loader.dataset).__name__
             warn(_SHARED.format(kind=kind, **vars(found)), topic="repeated-records")
-            times = found.each * found.samples / found.rows
-            note = f"rows of the data that are in several samples ({times:.3g} on average)"
+            times = found.each * found.samples / found.rows  # of a table's numbers nothing is told
+            often = f" ({times:.3g} on average)" if times > 1 else ""
+            note = f"rows of the data that are in several samples{often}"
             self._run.not_covered = (*self._run.not_covered, note)
 
     def _compare_lengths(self, name: str, loader: PrivateDataLoader, chunk: Chunk) -> None:
@@ -152,6 +152,9 @@ class Records:
         As a pass begins, that the data set names a record twice by now; at a few steps, that a sample
         depends on the others.
         """
+        if self._asks_for_rows and chunk.size:
+            self._asks_for_rows = False
+            self._warn_of_shared_rows(loader, chunk)
         if not chunk.index:
             self._compare_rows(loader)
         if not chunk.index and (fault := self.repeated(loader)) is not None:
