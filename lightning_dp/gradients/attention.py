@@ -15,8 +15,8 @@ from torch.nn import functional as F
 
 from lightning_dp._generators import generator_state
 from lightning_dp.gradients.base import UnsupportedModelError
-from lightning_dp.gradients.forms import Rows, Use, Uses
-from lightning_dp.gradients.layers import OuterProduct
+from lightning_dp.gradients.bilinear import Rows, Use, Uses
+from lightning_dp.gradients.matrices import OuterProduct
 from lightning_dp.gradients.surroundings import Surroundings
 
 __all__ = [

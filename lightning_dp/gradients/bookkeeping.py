@@ -14,9 +14,8 @@ from lightning_dp._precision import FullPrecision, full_precision
 from lightning_dp._refusals import RefusedRun
 from lightning_dp.functional import unflatten
 from lightning_dp.gradients.base import as_unsupported
-from lightning_dp.gradients.bookkept import BookkeptGradients
+from lightning_dp.gradients.bilinear import Rows, Uses
 from lightning_dp.gradients.checkpointing import calling, joined
-from lightning_dp.gradients.forms import Rows, Uses
 from lightning_dp.gradients.function_call import FunctionCall
 from lightning_dp.gradients.function_rules import uses_by_rule
 from lightning_dp.gradients.going_back import (
@@ -29,7 +28,12 @@ from lightning_dp.gradients.going_back import (
 from lightning_dp.gradients.graph import Survey
 from lightning_dp.gradients.hessian import Dual, run_along, split, uses_along
 from lightning_dp.gradients.layer_call import Call, LayerCall
-from lightning_dp.gradients.parameter_gradients import Allowance, ParameterGradients, ScratchPool
+from lightning_dp.gradients.parameter_sum import (
+    Allowance,
+    BookkeptGradients,
+    ParameterGradients,
+    ScratchPool,
+)
 from lightning_dp.gradients.parts import PartGradients
 from lightning_dp.gradients.record_by_record import Found, per_record, per_record_along
 from lightning_dp.gradients.recorded import AbstractRecordingEngine

@@ -11,9 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from lightning_dp.gradients.base import UnsupportedModelError
-from lightning_dp.gradients.folding import Owned
-from lightning_dp.gradients.forms import Use, Uses
-from lightning_dp.gradients.layers import Lookup
+from lightning_dp.gradients.bilinear import Owned, Use, Uses
+from lightning_dp.gradients.matrices import Lookup
 
 __all__ = ["embedding_bag", "tensors_of_bags"]
 

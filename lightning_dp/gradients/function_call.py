@@ -13,7 +13,7 @@ from torch.autograd.graph import GradientEdge
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from lightning_dp.gradients.base import UnsupportedModelError
-from lightning_dp.gradients.folding import AbstractFolding
+from lightning_dp.gradients.bilinear import AbstractFolding
 from lightning_dp.gradients.layouts import Layout, name_of_function
 from lightning_dp.gradients.parts import Part
 from lightning_dp.gradients.surroundings import Surroundings

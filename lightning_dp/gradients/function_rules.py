@@ -11,11 +11,10 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.utils._pytree import tree_unflatten
 
-from lightning_dp.gradients.folding import Folded
-from lightning_dp.gradients.forms import Rows, Use
+from lightning_dp.gradients.bilinear import Folded, Rows, Use
 from lightning_dp.gradients.function_call import FunctionCall, Given
-from lightning_dp.gradients.layers import Lookup, OuterProduct
 from lightning_dp.gradients.layouts import Layout, name_of_function
+from lightning_dp.gradients.matrices import Lookup, OuterProduct
 from lightning_dp.gradients.parts import sum_to
 
 __all__ = ["uses_by_rule"]

@@ -15,8 +15,8 @@ from lightning_dp.boundary import AbstractPerSampleGradients
 from lightning_dp.functional import flat_zeros, parts_of
 from lightning_dp.gradients.base import UnsupportedModelError, number_of_records
 from lightning_dp.gradients.materialised import MaterialisedGradients, places_in, restricted
-from lightning_dp.gradients.parameter_gradients import ParameterGradients, without_zeros
 from lightning_dp.gradients.parameter_passes import ParameterPasses
+from lightning_dp.gradients.parameter_sum import ParameterGradients, without_zeros
 from lightning_dp.gradients.recorded import AbstractRecordingEngine
 from lightning_dp.gradients.recording import Recorder
 from lightning_dp.gradients.rules import RULES

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
-from lightning_dp.gradients.forms import Uses, uses_of_records
+from lightning_dp.gradients.bilinear import Uses, uses_of_records
 from lightning_dp.gradients.layer_call import Call, LayerCall
 
 __all__ = ["Arriving", "arranged", "at_least_float32", "go_back", "of_records"]

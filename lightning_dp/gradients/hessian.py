@@ -13,7 +13,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from lightning_dp.functional import unflatten
 from lightning_dp.gradients.base import UnsupportedModelError
-from lightning_dp.gradients.forms import Uses
+from lightning_dp.gradients.bilinear import Uses
 from lightning_dp.gradients.rules import Rule
 
 __all__ = ["Dual", "run_along", "split", "uses_along"]

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 
 from lightning_dp.gradients.base import UnsupportedModelError
-from lightning_dp.gradients.folding import AbstractFolding
+from lightning_dp.gradients.bilinear import AbstractFolding
 from lightning_dp.gradients.function_call import FunctionCall
 from lightning_dp.gradients.hessian import Dual
 from lightning_dp.gradients.opacus_layers import Arrange

@@ -13,12 +13,15 @@ from torch import Tensor, nn
 from lightning_dp._precision import FullPrecision, full_precision
 from lightning_dp._refusals import RefusedRun
 from lightning_dp.gradients.base import UnsupportedModelError, as_unsupported, number_of_records
+from lightning_dp.gradients.bilinear import Use
 from lightning_dp.gradients.compiled import as_written
-from lightning_dp.gradients.convolution import convolution
-from lightning_dp.gradients.forms import Use
 from lightning_dp.gradients.going_back import arranged, go_back, of_records
 from lightning_dp.gradients.layer_call import Call, LayerCall
-from lightning_dp.gradients.layers import (
+from lightning_dp.gradients.opacus_layers import as_it_is
+from lightning_dp.gradients.parameter_sum import Allowance, ParameterGradients
+from lightning_dp.gradients.recording import Recorder
+from lightning_dp.gradients.rules import (
+    convolution,
     embedding,
     group_norm,
     instance_norm,
@@ -26,9 +29,6 @@ from lightning_dp.gradients.layers import (
     linear,
     rms_norm,
 )
-from lightning_dp.gradients.opacus_layers import as_it_is
-from lightning_dp.gradients.parameter_gradients import Allowance, ParameterGradients
-from lightning_dp.gradients.recording import Recorder
 
 __all__ = ["ParameterPasses"]
 

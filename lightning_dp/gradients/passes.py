@@ -22,9 +22,9 @@ from lightning_dp.boundary import (
 )
 from lightning_dp.gradients.adding_up import check_sum, plain_gradients
 from lightning_dp.gradients.base import UnsupportedModelError
-from lightning_dp.gradients.bookkept import BookkeptGradients
 from lightning_dp.gradients.chunks import OtherRowsError, Replay, at_point, is_differentiable
 from lightning_dp.gradients.engines import EngineChoice
+from lightning_dp.gradients.parameter_sum import BookkeptGradients
 from lightning_dp.gradients.random_state import RandomState
 from lightning_dp.gradients.sharded import shards_at_point
 from lightning_dp.gradients.watched_model import WatchedModel, WrapEngine

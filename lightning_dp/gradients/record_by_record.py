@@ -14,7 +14,7 @@ from torch.func import jvp, vjp, vmap
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from lightning_dp.gradients.base import ALONE, UnsupportedModelError
-from lightning_dp.gradients.folding import AbstractFolding
+from lightning_dp.gradients.bilinear import AbstractFolding
 from lightning_dp.gradients.function_call import FunctionCall, Given
 from lightning_dp.gradients.guessed_places import guesses, share_of_each
 from lightning_dp.gradients.hessian import Dual

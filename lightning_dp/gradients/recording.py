@@ -14,10 +14,10 @@ from torch.autograd.graph import get_gradient_edge
 from lightning_dp.gradients import attention
 from lightning_dp.gradients.attention import AttentionCall, multihead_attention
 from lightning_dp.gradients.base import UncoveredParameterError, UnsupportedModelError
+from lightning_dp.gradients.bilinear import Folded, Owned
 from lightning_dp.gradients.checkpointing import REENTRANT
 from lightning_dp.gradients.covered_layers import CoveredLayers
 from lightning_dp.gradients.embedding_bag import embedding_bag, tensors_of_bags
-from lightning_dp.gradients.folding import Folded, Owned
 from lightning_dp.gradients.function_call import FunctionCall
 from lightning_dp.gradients.graph import (
     Region,

@@ -9,7 +9,7 @@ from contextvars import ContextVar
 from torch import Tensor
 
 from lightning_dp._validate import whole_from_0
-from lightning_dp.gradients.folding import AbstractFolding, Owned
+from lightning_dp.gradients.bilinear import AbstractFolding, Owned
 
 __all__ = ["folding_in_force", "rows_of_records"]
 

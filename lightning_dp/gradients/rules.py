@@ -3,31 +3,39 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import cast
+from typing import Any, cast
 
 from opacus.layers.dp_multihead_attention import SequenceBias
-from torch import nn
+from torch import Tensor, nn
+from torch.nn import functional as F
 from torch.nn.utils.parametrize import is_parametrized
 
 from lightning_dp._norms import FixedNorm
 from lightning_dp.gradients import opacus_layers
 from lightning_dp.gradients.attention import multihead_attention, refuse_attention
 from lightning_dp.gradients.base import UnsupportedModelError
-from lightning_dp.gradients.convolution import convolution
+from lightning_dp.gradients.bilinear import Rows, Use, Uses
+from lightning_dp.gradients.convolution import Convolution
 from lightning_dp.gradients.embedding_bag import embedding_bag
-from lightning_dp.gradients.forms import Uses
-from lightning_dp.gradients.layers import (
-    embedding,
-    fixed_norm,
-    group_norm,
-    instance_norm,
-    layer_norm,
-    linear,
-    rms_norm,
-    sequence_bias,
-)
+from lightning_dp.gradients.matrices import Lookup, OuterProduct, Scale, SharedFactor
 
-__all__ = ["RULES", "Rule", "is_by_position", "refuse_options", "rule_of"]
+__all__ = [
+    "RULES",
+    "Rule",
+    "convolution",
+    "embedding",
+    "fixed_norm",
+    "group_norm",
+    "instance_norm",
+    "is_by_position",
+    "layer_norm",
+    "linear",
+    "refuse_options",
+    "rms_norm",
+    "rule_of",
+    "sequence_bias",
+    "uses_of_positions",
+]
 
 
 _CURE = "Use engine='hooks', or change the layer."
@@ -36,6 +44,107 @@ _FIX = "lightning_dp.fix(model) puts a layer of Opacus in its place."
 # (layer, its input, the gradient of its output) -> every parameter with its use in this call;
 # the tensors have records first. That of nn.MultiheadAttention is also told of the call.
 Rule = Callable[..., Uses]
+
+
+def linear(layer: nn.Linear, inputs: Tensor, gradient: Tensor) -> Uses:
+    """Return weight and bias with their uses in one call; middle dimensions are positions."""
+    if inputs.dim() == 2:
+        use = Use(OuterProduct(), inputs.unsqueeze(1), gradient.unsqueeze(1))
+        return [(layer.weight, use), (layer.bias, Rows.use(gradient))]
+    v = inputs.reshape(len(inputs), -1, inputs.shape[-1])
+    u = gradient.reshape(len(gradient), -1, gradient.shape[-1])
+    return uses_of_positions(layer, v, u, None if layer.bias is None else u.sum(1))
+
+
+def uses_of_positions(
+    layer: nn.Linear, v: Tensor, u: Tensor, total: Tensor | None, shared: SharedFactor | None = None
+) -> Uses:
+    """Return the same for inputs v and output gradients u of shape (n, T, width).
+
+    Args:
+        layer: the layer.
+        v, u: of it.
+        total: Σ_t u_it, for a layer with a bias.
+        shared: u, where other layers have the same.
+    """
+    uses: Uses = [(layer.weight, Use(OuterProduct(shared), v, u))]
+    if total is not None:
+        uses.append((layer.bias, Rows.use(total)))
+    return uses
+
+
+def embedding(layer: nn.Embedding, inputs: Tensor, gradient: Tensor) -> Uses:
+    """Return the table with its use in one call."""
+    v = inputs.reshape(len(inputs), -1)
+    u = gradient.reshape(*v.shape, layer.embedding_dim)
+    if layer.padding_idx is not None:
+        u = u.masked_fill((v == layer.padding_idx).unsqueeze(2), 0.0)
+    return [(layer.weight, Use(Lookup(layer.num_embeddings), v, u))]
+
+
+def convolution(layer: nn.Conv1d | nn.Conv2d | nn.Conv3d, inputs: Tensor, gradient: Tensor) -> Uses:
+    """Return weight and bias with their uses in one call."""
+    padding, around = layer.padding, layer._reversed_padding_repeated_twice
+    if isinstance(padding, str) or layer.padding_mode != "zeros":
+        mode = "constant" if layer.padding_mode == "zeros" else layer.padding_mode
+        inputs, padding = F.pad(inputs, around, mode=mode), (0,) * len(layer.stride)
+    form = Convolution(
+        tuple(layer.weight.shape), layer.stride, padding, layer.dilation, layer.groups
+    )
+    uses: Uses = [(layer.weight, Use(form, inputs, gradient))]
+    if layer.bias is not None:
+        uses.append((layer.bias, Rows.use(gradient.flatten(2).sum(2))))
+    return uses
+
+
+def layer_norm(layer: nn.LayerNorm, inputs: Tensor, gradient: Tensor) -> Uses:
+    """Return weight and bias with their uses in one call."""
+    v = F.layer_norm(inputs, layer.normalized_shape, eps=layer.eps)
+    return _uses_of_scale(
+        layer, v, gradient, range(1, gradient.dim() - len(layer.normalized_shape))
+    )
+
+
+def rms_norm(layer: nn.RMSNorm, inputs: Tensor, gradient: Tensor) -> Uses:
+    """Return the weight with its use in one call."""
+    shape = list(layer.normalized_shape)
+    v = F.rms_norm(inputs, shape, eps=layer.eps)
+    return _uses_of_scale(layer, v, gradient, range(1, gradient.dim() - len(shape)))[:1]
+
+
+def group_norm(layer: nn.GroupNorm, inputs: Tensor, gradient: Tensor) -> Uses:
+    """Return weight and bias with their uses in one call; one entry for each channel."""
+    v = F.group_norm(inputs, layer.num_groups, eps=layer.eps)
+    return _uses_of_scale(layer, v, gradient, range(2, gradient.dim()))
+
+
+def instance_norm(
+    layer: nn.InstanceNorm1d | nn.InstanceNorm2d | nn.InstanceNorm3d,
+    inputs: Tensor,
+    gradient: Tensor,
+) -> Uses:
+    """Return weight and bias with their uses in one call; one entry for each channel."""
+    return _uses_of_scale(
+        layer, F.instance_norm(inputs, eps=layer.eps), gradient, range(2, gradient.dim())
+    )
+
+
+def fixed_norm(layer: FixedNorm, inputs: Tensor, gradient: Tensor) -> Uses:
+    """Return weight and bias with their uses in one call; one entry for each channel."""
+    return _uses_of_scale(layer, layer.normalised(inputs), gradient, range(2, gradient.dim()))
+
+
+def _uses_of_scale(layer: Any, v: Tensor, u: Tensor, sum_over: range) -> Uses:
+    dimensions = tuple(sum_over)
+    bias = u.sum(dimensions) if dimensions else u
+    scale = Use(Scale(dimensions), v, u)
+    return [(layer.weight, scale), (getattr(layer, "bias", None), Rows.use(bias))]
+
+
+def sequence_bias(layer: SequenceBias, inputs: Tensor, gradient: Tensor) -> Uses:
+    """Return the bias with its use in one call: it is the last position."""
+    return [(layer.bias, Rows.use(gradient[:, -1]))]
+
 
 RULES: Mapping[type[nn.Module], Rule] = {
     nn.Linear: linear,

@@ -11,10 +11,11 @@ from typing import TypeAlias, cast
 import torch
 from torch import Tensor, nn
 
-from lightning_dp.gradients.forms import Uses
+from lightning_dp.gradients.bilinear import Uses
 from lightning_dp.gradients.function_call import FunctionCall
 from lightning_dp.gradients.layer_call import Call, LayerCall
-from lightning_dp.gradients.layers import SharedFactor, linear, uses_of_positions
+from lightning_dp.gradients.matrices import SharedFactor
+from lightning_dp.gradients.rules import linear, uses_of_positions
 
 __all__ = ["TimeSteps"]
 

@@ -16,8 +16,8 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from lightning_dp._generators import generator_state
 from lightning_dp.gradients.base import ALONE, UnsupportedModelError
+from lightning_dp.gradients.bilinear import Owned
 from lightning_dp.gradients.chosen_rows import places_after_choice
-from lightning_dp.gradients.folding import Owned
 from lightning_dp.gradients.function_call import FunctionCall, Given, in_place_target
 from lightning_dp.gradients.graph import in_order
 from lightning_dp.gradients.hessian import split

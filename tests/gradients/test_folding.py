@@ -10,11 +10,17 @@ import torch
 from torch import Tensor
 
 from lightning_dp.gradients.base import UnsupportedModelError
+from lightning_dp.gradients.bilinear import (
+    AbstractFolding,
+    Folded,
+    Owned,
+    Rows,
+    Use,
+    uses_of_records,
+)
 from lightning_dp.gradients.convolution import Convolution
-from lightning_dp.gradients.folding import AbstractFolding, Folded, Owned
-from lightning_dp.gradients.forms import Rows, Use, uses_of_records
-from lightning_dp.gradients.layers import Lookup, OuterProduct, Scale
-from lightning_dp.gradients.parameter_gradients import ParameterGradients
+from lightning_dp.gradients.matrices import Lookup, OuterProduct, Scale
+from lightning_dp.gradients.parameter_sum import ParameterGradients
 
 RECORDS = 3
 RAGGED = torch.tensor([2, 0, 0, 2, 2, 0, 2])  # the record in the middle has no row

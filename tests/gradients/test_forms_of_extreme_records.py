@@ -12,13 +12,12 @@ from torch import Tensor, nn
 
 from lightning_dp.boundary import AbstractPerSampleGradients, bounded_sum
 from lightning_dp.functional import clip_factors, factor_norms, squared_row_norms
-from lightning_dp.gradients import AbstractGradientEngine, parameter_gradients
-from lightning_dp.gradients.bookkept import BookkeptGradients
+from lightning_dp.gradients import AbstractGradientEngine, parameter_sum
+from lightning_dp.gradients.bilinear import AbstractForm, Rows, Use
 from lightning_dp.gradients.convolution import Convolution
-from lightning_dp.gradients.forms import AbstractForm, Rows, Use
-from lightning_dp.gradients.layers import Lookup, OuterProduct, Scale
 from lightning_dp.gradients.materialised import MaterialisedGradients
-from lightning_dp.gradients.parameter_gradients import ParameterGradients
+from lightning_dp.gradients.matrices import Lookup, OuterProduct, Scale
+from lightning_dp.gradients.parameter_sum import BookkeptGradients, ParameterGradients
 
 pytestmark = pytest.mark.filterwarnings("ignore:Full backward hook is firing")
 
@@ -104,7 +103,7 @@ def flushed() -> Iterator[None]:
 def test_records_add_their_clipped_gradient_over_60_orders_of_magnitude(
     name, kept, clip_norm, monkeypatch
 ):
-    monkeypatch.setattr(parameter_gradients, "_KEEP_BYTES", kept)
+    monkeypatch.setattr(parameter_sum, "_KEEP_BYTES", kept)
     torch.manual_seed(0)
     kind = KINDS[name]
     v, u, norms = kind.batch()

@@ -8,12 +8,13 @@ from torch import Tensor, nn
 
 from lightning_dp.boundary import bounded_sum
 from lightning_dp.gradients import convolution as convolutions
-from lightning_dp.gradients import parameter_gradients
+from lightning_dp.gradients import parameter_sum
+from lightning_dp.gradients.bilinear import Rows, Use
 from lightning_dp.gradients.bookkeeping import Bookkeeping
-from lightning_dp.gradients.convolution import Convolution, convolution
-from lightning_dp.gradients.forms import Rows, Use
-from lightning_dp.gradients.layers import Lookup, OuterProduct, Scale
-from lightning_dp.gradients.parameter_gradients import ParameterGradients
+from lightning_dp.gradients.convolution import Convolution
+from lightning_dp.gradients.matrices import Lookup, OuterProduct, Scale
+from lightning_dp.gradients.parameter_sum import ParameterGradients
+from lightning_dp.gradients.rules import convolution
 
 
 @pytest.mark.parametrize("positions", [1, 3, 40])
@@ -183,7 +184,7 @@ def far_apart(kind: str) -> tuple[nn.Module, Tensor, Tensor]:
 
 @pytest.mark.parametrize("kind", ["sequence", "image"])
 def test_terms_that_cancel_stay_within_the_bound_where_rows_are_not_kept(kind, monkeypatch):
-    monkeypatch.setattr(parameter_gradients, "_KEEP_BYTES", 0)
+    monkeypatch.setattr(parameter_sum, "_KEEP_BYTES", 0)
     torch.manual_seed(0)
     longest = 0.0
     for _ in range(100):

@@ -6,10 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_dp.gradients.forms import Rows, Use
-from lightning_dp.gradients.layers import OuterProduct
-from lightning_dp.gradients.parameter_gradients import ParameterGradients
-from lightning_dp.gradients.quick_norms import squared_norms_of_all
+from lightning_dp.gradients.bilinear import Rows, Use
+from lightning_dp.gradients.matrices import OuterProduct
+from lightning_dp.gradients.parameter_sum import ParameterGradients, squared_norms_of_all
 
 N = 6
 

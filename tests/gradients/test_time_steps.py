@@ -9,10 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from lightning_dp.boundary import bounded_sum
-from lightning_dp.gradients import layers, time_steps
+from lightning_dp.gradients import matrices, time_steps
 from lightning_dp.gradients.bookkeeping import Bookkeeping
-from lightning_dp.gradients.bookkept import BookkeptGradients
-from lightning_dp.gradients.layers import OuterProduct
+from lightning_dp.gradients.matrices import OuterProduct
+from lightning_dp.gradients.parameter_sum import BookkeptGradients
 
 N = 5
 
@@ -90,15 +90,15 @@ def test_gradients_that_two_layers_are_handed_are_joined_once(case, monkeypatch)
     assert joined == [module.steps] * 3  # two inputs, one gradient
 
 
-@pytest.mark.parametrize("products", [layers.PRODUCTS, 2 * 40**2])
+@pytest.mark.parametrize("products", [matrices.PRODUCTS, 2 * 40**2])
 def test_inner_products_of_gradients_that_layers_share_are_made_once(products, monkeypatch):
     """And no rows of either layer, which would take nothing's place; two records at once, or all."""
     torch.manual_seed(0)
     module, engine, x = Steps(40, 64, 64), Bookkeeping(), torch.randn(N, 40, 64)
     engine.attach(module, tuple(module.parameters()))
-    made, products_of = [], layers._products
-    monkeypatch.setattr(layers, "PRODUCTS", products)
-    monkeypatch.setattr(layers, "_products", lambda f: made.append(len(f)) or products_of(f))
+    made, products_of = [], matrices._products
+    monkeypatch.setattr(matrices, "PRODUCTS", products)
+    monkeypatch.setattr(matrices, "_products", lambda f: made.append(len(f)) or products_of(f))
     found = taken(module, engine, x, combined=False)
     engine.rest()
     rows = one_by_one(module, x)

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_dp import FullBatch, rows_of_records
 from lightning_dp.callbacks import DifferentialPrivacy
-from lightning_dp.gradients.folding import Folded
+from lightning_dp.gradients.bilinear import Folded
 from lightning_dp.isolation import probe_isolation
 
 RECORDS = 24

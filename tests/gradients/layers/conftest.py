@@ -15,11 +15,10 @@ from torch.nn import functional as F
 
 from lightning_dp._norms import FixedNorm
 from lightning_dp.gradients import (
+    bilinear,
     convolution,
-    convolution_lines,
-    forms,
-    layers,
-    parameter_gradients,
+    matrices,
+    parameter_sum,
 )
 from lightning_dp.gradients.bookkeeping import Bookkeeping
 
@@ -347,14 +346,14 @@ def memory(
     if request.param == "sliced":
         if layer_engine.name == "functional":
             pytest.skip("makes all rows at once")
-        monkeypatch.setattr(parameter_gradients, "_KEEP_BYTES", 0)
-        for module in (forms, parameter_gradients):
+        monkeypatch.setattr(parameter_sum, "_KEEP_BYTES", 0)
+        for module in (bilinear, parameter_sum):
             monkeypatch.setattr(module, "SLICE_BYTES", 200)
-        for module in (layers, convolution):
+        for module in (matrices, convolution):
             monkeypatch.setattr(module, "PRODUCTS", 10)
-        monkeypatch.setattr(layers, "_CACHED_BYTES", 100)
+        monkeypatch.setattr(matrices, "_CACHED_BYTES", 100)
         monkeypatch.setattr(convolution, "_PATCHES_PER_CHANNEL", 0)  # convolutions, not products
-    monkeypatch.setattr(convolution_lines, "_ENTRIES", 200)
+    monkeypatch.setattr(convolution, "_ENTRIES", 200)
 
 
 @pytest.fixture

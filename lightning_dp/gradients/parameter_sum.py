@@ -1,19 +1,31 @@
-"""The gradients of one parameter, per record, from all the uses of it."""
+"""Norms and sums of gradients per record, from what each parameter's layers saw and got back."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import reduce
+from functools import lru_cache, reduce
 
 import torch
 from torch import Tensor
 
+from lightning_dp._precision import full_precision, where_used
 from lightning_dp._refusals import RefusedRun
-from lightning_dp.functional import squared_row_norms
-from lightning_dp.gradients.forms import SLICE_BYTES, Rows, Use, above_rounding
+from lightning_dp._shards import held_here, sum_into_shard
+from lightning_dp.boundary import AbstractPerSampleGradients
+from lightning_dp.functional import (
+    are_trusted,
+    as_rows,
+    flat_memory,
+    parts_of,
+    quick_squares,
+    squared_row_norms,
+)
+from lightning_dp.gradients.base import number_of_records
+from lightning_dp.gradients.bilinear import SLICE_BYTES, Rows, Use, above_rounding
+from lightning_dp.gradients.materialised import places_in, restricted
 
-__all__ = ["Allowance", "ParameterGradients", "ScratchPool", "without_zeros"]
+__all__ = ["Allowance", "BookkeptGradients", "ParameterGradients", "ScratchPool", "without_zeros"]
 
 
 # Gradients of all records that are larger than what they are made from are kept for the sum, beyond
@@ -288,3 +300,170 @@ def _both(here: Use, there: Use) -> list[Use]:
     if not alike or here.u.shape != there.u.shape:
         return [here, there]
     return here.form.both(here, there)
+
+
+class BookkeptGradients(AbstractPerSampleGradients):
+    """Gradients per record that are never made: for each parameter, what its layers saw and got back.
+
+    Args:
+        params: the trained parameters, in the order of flat vectors.
+        gradients: for each parameter, or None where it was not used.
+        scale: multiplies all of them; the loss was the mean over the records.
+    """
+
+    def __init__(
+        self,
+        params: Sequence[Tensor],
+        gradients: Sequence[ParameterGradients | None],
+        scale: float,
+    ) -> None:
+        self._params, self._gradients = params, gradients
+        self._used = [gradient for gradient in gradients if gradient is not None]
+        counts = {len(use.u) for gradient in self._used for use in gradient.uses}
+        self._count = number_of_records(counts)
+        self._dtype = params[0].dtype if params else torch.float32
+        self._scale, self._factor = scale, scale * self._count
+
+    @property
+    def count(self) -> int:
+        return self._count
+
+    def norms(self) -> Tensor:
+        if not self._used:
+            return torch.zeros(0, dtype=torch.float64)
+        with full_precision(self._params[0].device):
+            norms = squared_norms_of_all(self._used).sqrt() * abs(self._factor)
+        return where_used(norms, self._params[0].device)
+
+    def weighted_sum(self, weights: Tensor) -> Tensor:
+        total = flat_memory(held_here(self._params))
+        self._sum_up(weights, total, is_new=True)
+        return total
+
+    def add_weighted_sum(self, weights: Tensor, onto: Tensor) -> None:
+        self._sum_up(weights, onto, is_new=False)
+
+    def _sum_up(self, weights: Tensor, onto: Tensor, *, is_new: bool) -> None:
+        """Add the sum to a vector; to nothing, if nobody has written into it."""
+        weights, records, left_out = without_zeros(weights * self._factor)
+        weights = weights.to(torch.promote_types(self._dtype, torch.float32))
+        here = held_here(self._params)
+        parts = zip(self._params, here, parts_of(onto, here), self._gradients, strict=True)
+        with full_precision(onto.device):
+            for param, held, part, gradient in parts:
+                # Of sharded parameters one whole gradient at a time, on all processes together.
+                whole = part if held is param else part.new_zeros(param.numel())
+                if is_new and (gradient is None or whole is not part):
+                    part.zero_()
+                if gradient is not None:
+                    is_first = is_new and whole is part
+                    gradient.add_weighted_sum(weights, whole, records, left_out, is_new=is_first)
+                if whole is not part:
+                    sum_into_shard(whole.view(param.shape), part, param)
+
+    def discard(self) -> None:
+        for gradient in self._used:
+            gradient.discard()
+
+    def restrict(self, coordinates: Tensor) -> AbstractPerSampleGradients:
+        parts = []
+        chosen = places_in(coordinates, self._params)
+        for param, gradient, places in zip(self._params, self._gradients, chosen, strict=True):
+            dtype = torch.promote_types(param.dtype, torch.float32)
+            if gradient is None or not len(places):
+                parts.append(
+                    torch.zeros(self._count, len(places), dtype=dtype, device=param.device)
+                )
+            else:
+                with full_precision(param.device):
+                    parts.append(gradient.entries(places).to(dtype))
+        return restricted(parts, self._factor)
+
+    def combine(
+        self, weight: float, others: Sequence[tuple[float, AbstractPerSampleGradients]]
+    ) -> BookkeptGradients:
+        combined: list[ParameterGradients | None] = []
+        factors, allowance = [], Allowance()
+        for other_weight, other in others:
+            if not isinstance(other, BookkeptGradients) or other.count != self.count:
+                raise TypeError("Only gradients of the same records and engine can be combined.")
+            factors.append((other_weight * other._scale, other))
+        for position, (param, gradient) in enumerate(
+            zip(self._params, self._gradients, strict=True)
+        ):
+            here = ParameterGradients([], param.shape) if gradient is None else gradient
+            there = [(f, g) for f, o in factors if (g := o._gradients[position]) is not None]
+            is_used = gradient is not None or there
+            combined.append(
+                here.combine(weight * self._scale, there, allowance) if is_used else None
+            )
+        return BookkeptGradients(self._params, combined, 1.0)
+
+
+def squared_norms_of_all(gradients: Sequence[ParameterGradients]) -> Tensor:
+    """Return the squared norm of each record's gradient over several parameters, shape (n,), float64.
+
+    Where a parameter's norm is a product of those of a few matrices, whether they came out right is
+    looked up for all of them together. Where not, and for all others, each parameter tells its own.
+    """
+    matrices = _Matrices()
+    noted = [(each, matrices.places(each.factors())) for each in gradients]
+    matrices.look()
+    quick, squares = list[tuple[int, ...]](), list[Tensor]()
+    for each, places in noted:
+        if matrices.are_right(places):
+            quick.append(places)
+        else:
+            squares.append(each.squared_norms())
+    if quick:
+        squares.append(matrices.sum_of_products(quick))
+    return reduce(torch.add, squares)
+
+
+class _Matrices:
+    """Matrices, each of which is held once, and the squared norms of their rows."""
+
+    def __init__(self) -> None:
+        self._held: list[Tensor] = []  # so that no other one comes to stand in the same memory
+        self._places: dict[tuple[object, ...], int] = {}
+        self._right: list[bool] = []
+
+    def places(self, factors: Sequence[Tensor]) -> tuple[int, ...]:
+        """Return the places of some matrices, noting those that are new.
+
+        Nothing if they are not all float32 on the CPU.
+        """
+        found = []
+        for each in factors:
+            if each.dtype != torch.float32 or not each.is_cpu:
+                return ()
+            rows = as_rows(each)
+            key = rows.data_ptr(), rows.shape, rows.stride()
+            if (place := self._places.get(key)) is None:
+                self._places[key] = place = len(self._held)
+                self._held.append(rows)
+            found.append(place)
+        return tuple(found)
+
+    def look(self) -> None:
+        """Compute the norms, and look up which are right."""
+        if self._held:
+            self._squares = quick_squares(self._held)
+            self._right = are_trusted(self._squares, [rows.shape[1] for rows in self._held])
+
+    def are_right(self, places: Sequence[int]) -> bool:
+        """Tell whether there are places, and the norms there are right."""
+        return bool(places) and all(map(self._right.__getitem__, places))
+
+    def sum_of_products(self, places: Sequence[tuple[int, ...]]) -> Tensor:
+        """Return the sum of the products of the squared norms at the places of each parameter."""
+        most, one = max(map(len, places)), len(self._held)  # where there is none, a column of ones
+        chosen = _flat_places(tuple([(*each, *[one] * (most - len(each))) for each in places]))
+        factors = self._squares.index_select(1, chosen).view(-1, len(places), most)
+        return factors.prod(2).sum(1) if most > 1 else factors.flatten(1).sum(1)
+
+
+@lru_cache(maxsize=64)
+def _flat_places(places: tuple[tuple[int, ...], ...]) -> Tensor:
+    """Return places as a tensor: the same ones in every step of a model."""
+    return torch.tensor(places).flatten()

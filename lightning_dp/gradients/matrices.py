@@ -1,52 +1,33 @@
-"""The forms and rules of linear layers, embeddings, norm layers and Opacus' ``SequenceBias``."""
+"""The forms of linear layers, embeddings and norm layers."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import torch
-from opacus.layers.dp_multihead_attention import SequenceBias
-from torch import Tensor, nn
-from torch.nn import functional as F
+from torch import Tensor
 
-from lightning_dp._norms import FixedNorm
 from lightning_dp.functional import (
     block_norms,
     factor_norms,
     squares_of_blocks,
 )
-from lightning_dp.gradients.folding import AbstractFolding
-from lightning_dp.gradients.forms import (
+from lightning_dp.gradients.bilinear import (
     PRODUCTS,
+    AbstractFolding,
     AbstractForm,
     Rows,
     Scaled,
     Use,
-    Uses,
     above_what_vanishes,
     joined_positions,
     joined_rows,
     sum_of_products,
 )
 
-__all__ = [
-    "Lookup",
-    "OuterProduct",
-    "Scale",
-    "SharedFactor",
-    "embedding",
-    "fixed_norm",
-    "group_norm",
-    "instance_norm",
-    "layer_norm",
-    "linear",
-    "rms_norm",
-    "sequence_bias",
-    "uses_of_positions",
-]
+__all__ = ["Lookup", "OuterProduct", "Scale", "SharedFactor"]
 
 
 _CACHED_BYTES = 1 << 20
@@ -173,9 +154,6 @@ class OuterProduct(AbstractForm):
         return torch.cat(norms)
 
 
-_OUTER_PRODUCT = OuterProduct()
-
-
 def _scaled(v: Tensor, u: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
     """Return both as matrices of all positions, the narrower one times the weights of the records."""
     weights = weights.view(-1, 1, 1)
@@ -193,33 +171,6 @@ def _squares_of_products(of_u: tuple[Scaled, Tensor], of_v: tuple[Scaled, Tensor
     (a, left), (b, right) = of_u, of_v
     squares = sum_of_products(left * right)
     return above_what_vanishes(squares * (a.units * b.units).square_(), a, b)
-
-
-def linear(layer: nn.Linear, inputs: Tensor, gradient: Tensor) -> Uses:
-    """Return weight and bias with their uses in one call; middle dimensions are positions."""
-    if inputs.dim() == 2:
-        use = Use(_OUTER_PRODUCT, inputs.unsqueeze(1), gradient.unsqueeze(1))
-        return [(layer.weight, use), (layer.bias, Rows.use(gradient))]
-    v = inputs.reshape(len(inputs), -1, inputs.shape[-1])
-    u = gradient.reshape(len(gradient), -1, gradient.shape[-1])
-    return uses_of_positions(layer, v, u, None if layer.bias is None else u.sum(1))
-
-
-def uses_of_positions(
-    layer: nn.Linear, v: Tensor, u: Tensor, total: Tensor | None, shared: SharedFactor | None = None
-) -> Uses:
-    """Return the same for inputs v and output gradients u of shape (n, T, width).
-
-    Args:
-        layer: the layer.
-        v, u: of it.
-        total: Σ_t u_it, for a layer with a bias.
-        shared: u, where other layers have the same.
-    """
-    uses: Uses = [(layer.weight, Use(OuterProduct(shared), v, u))]
-    if total is not None:
-        uses.append((layer.bias, Rows.use(total)))
-    return uses
 
 
 @dataclass(frozen=True)
@@ -275,15 +226,6 @@ def _squares_of_lookup(u: Tensor, v: Tensor) -> Tensor:
     return above_what_vanishes(sum_of_products(products) * scaled.units.square(), scaled)
 
 
-def embedding(layer: nn.Embedding, inputs: Tensor, gradient: Tensor) -> Uses:
-    """Return the table with its use in one call."""
-    v = inputs.reshape(len(inputs), -1)
-    u = gradient.reshape(*v.shape, layer.embedding_dim)
-    if layer.padding_idx is not None:
-        u = u.masked_fill((v == layer.padding_idx).unsqueeze(2), 0.0)
-    return [(layer.weight, Use(Lookup(layer.num_embeddings), v, u))]
-
-
 _SLICE_ENTRIES = 1 << 17
 
 
@@ -337,52 +279,3 @@ def _sums_of_products(v: Tensor, u: Tensor) -> Tensor:
         [False, True, False],
     )[1]
     return sums.view(shape)
-
-
-def layer_norm(layer: nn.LayerNorm, inputs: Tensor, gradient: Tensor) -> Uses:
-    """Return weight and bias with their uses in one call."""
-    v = F.layer_norm(inputs, layer.normalized_shape, eps=layer.eps)
-    return _uses_of_scale(
-        layer, v, gradient, range(1, gradient.dim() - len(layer.normalized_shape))
-    )
-
-
-def rms_norm(layer: nn.RMSNorm, inputs: Tensor, gradient: Tensor) -> Uses:
-    """Return the weight with its use in one call."""
-    shape = list(layer.normalized_shape)
-    v = F.rms_norm(inputs, shape, eps=layer.eps)
-    return _uses_of_scale(layer, v, gradient, range(1, gradient.dim() - len(shape)))[:1]
-
-
-def group_norm(layer: nn.GroupNorm, inputs: Tensor, gradient: Tensor) -> Uses:
-    """Return weight and bias with their uses in one call; one entry for each channel."""
-    v = F.group_norm(inputs, layer.num_groups, eps=layer.eps)
-    return _uses_of_scale(layer, v, gradient, range(2, gradient.dim()))
-
-
-def instance_norm(
-    layer: nn.InstanceNorm1d | nn.InstanceNorm2d | nn.InstanceNorm3d,
-    inputs: Tensor,
-    gradient: Tensor,
-) -> Uses:
-    """Return weight and bias with their uses in one call; one entry for each channel."""
-    return _uses_of_scale(
-        layer, F.instance_norm(inputs, eps=layer.eps), gradient, range(2, gradient.dim())
-    )
-
-
-def fixed_norm(layer: FixedNorm, inputs: Tensor, gradient: Tensor) -> Uses:
-    """Return weight and bias with their uses in one call; one entry for each channel."""
-    return _uses_of_scale(layer, layer.normalised(inputs), gradient, range(2, gradient.dim()))
-
-
-def _uses_of_scale(layer: Any, v: Tensor, u: Tensor, sum_over: range) -> Uses:
-    dimensions = tuple(sum_over)
-    bias = u.sum(dimensions) if dimensions else u
-    scale = Use(Scale(dimensions), v, u)
-    return [(layer.weight, scale), (getattr(layer, "bias", None), Rows.use(bias))]
-
-
-def sequence_bias(layer: SequenceBias, inputs: Tensor, gradient: Tensor) -> Uses:
-    """Return the bias with its use in one call: it is the last position."""
-    return [(layer.bias, Rows.use(gradient[:, -1]))]
