@@ -1,0 +1,240 @@
+"""Batches as nested containers, and where in them the samples are."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias, cast
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from lightning_dp.gradients.base import UnsupportedModelError
+
+__all__ = ["DEFAULT_LAYOUT", "Layout", "SampleBatch", "leaves", "map_leaves"]
+
+_LEAVES = frozenset((Tensor, int, float, bool, str, type(None)))
+_LISTS = frozenset((list, tuple))
+_DEPTH = 6  # of objects inside objects that are looked into for a tensor
+
+Leaf: TypeAlias = Any
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Which leaves of a batch hold one entry for each sample.
+
+    Args:
+        holds_samples: of each leaf, in their order: True if its first dimension is that of the
+            samples, False if all samples share it, None if neither: then no sample can be taken out.
+            () where ``torch.utils.data.default_collate`` made the batch: it puts the samples into the
+            first dimension of every tensor, and of every list of texts.
+    """
+
+    holds_samples: tuple[bool | None, ...] = ()
+
+    @classmethod
+    def of(cls, two: Any, three: Any) -> Layout:
+        """Return the layout of batches of which one has 2 samples and one has 3.
+
+        Example:
+            >>> import torch
+            >>> def collate(samples):
+            ...     return {"x": torch.stack(samples), "names": ["a"] * len(samples), "k": 2.0}
+            >>> Layout.of(*(collate([torch.zeros(2)] * n) for n in (2, 3))).holds_samples
+            (True, True, False)
+        """
+        sizes = [[_length(leaf) for leaf in row_leaves(batch)] for batch in (two, three)]
+        if len(sizes[0]) != len(sizes[1]):
+            return cls((None,))
+        return cls(tuple(_is_of_samples(*pair) for pair in zip(*sizes, strict=True)))
+
+
+DEFAULT_LAYOUT = Layout()
+
+
+def _is_of_samples(of_two: int | None, of_three: int | None) -> bool | None:
+    if of_two == of_three:
+        return False
+    return True if (of_two, of_three) == (2, 3) else None
+
+
+@dataclass(frozen=True)
+class SampleBatch:
+    """A batch of n samples.
+
+    Args:
+        value: as ``training_step`` takes it.
+        size: n.
+        layout: where in it the samples are.
+
+    Raises:
+        UnsupportedModelError: if some part of it has no entry for each sample.
+    """
+
+    value: Any
+    size: int
+    layout: Layout = DEFAULT_LAYOUT
+
+    def __post_init__(self) -> None:
+        known = self.layout.holds_samples
+        found = row_leaves(self.value)
+        if known and len(known) != len(found):
+            raise UnsupportedModelError(_OTHER_LEAVES, topic="rows-and-records")
+        for leaf, holds in zip(found, self._holds(found), strict=True):
+            if holds is None or (holds and _length(leaf) != self.size):
+                raise UnsupportedModelError(_NO_ENTRY, topic="rows-and-records")
+
+    def _holds(self, found: Sequence[Leaf]) -> tuple[bool | None, ...]:
+        return self.layout.holds_samples or tuple(_is_collated(leaf) for leaf in found)
+
+    def of(self, samples: Tensor) -> SampleBatch:
+        """Return the batch of some of the samples, by their places."""
+        places: list[int] | None = None
+
+        def some(leaf: Leaf) -> Leaf:
+            nonlocal places
+            if isinstance(leaf, Tensor):
+                return leaf[samples.to(leaf.device)]
+            if isinstance(leaf, np.ndarray):
+                return leaf[samples.numpy()]
+            places = samples.tolist() if places is None else places
+            return type(leaf)([leaf[place] for place in places])
+
+        return SampleBatch(self.map(some), len(samples), self.layout)
+
+    def map(self, of_samples: Callable[[Leaf], Leaf]) -> Any:
+        """Return the value in new containers, with the leaves that hold samples replaced."""
+        holds = iter(self._holds(row_leaves(self.value)))
+        return map_leaves(self.value, lambda leaf: of_samples(leaf) if next(holds) else leaf, rows=True)
+
+    @property
+    def others(self) -> list[Sequence[Any]]:
+        """The leaves with an entry for each sample that are no tensors: texts, numbers, objects."""
+        found = row_leaves(self.value)
+        return [
+            leaf
+            for leaf, holds in zip(found, self._holds(found), strict=True)
+            if holds and not isinstance(leaf, Tensor)
+        ]
+
+
+_NO_ENTRY = (
+    "A part of the batch has no entry for each record in its first dimension (nodes of all graphs in one "
+    "matrix, say), so that no record can be taken out of it. Let the collate_fn put the records into "
+    "the first dimension of every tensor, or name the rows' records with rows_of_records"
+)
+_OTHER_LEAVES = "Batches of the collate_fn hold more parts, or fewer, with the records that are in them"
+
+
+def _length(leaf: Leaf) -> int | None:
+    """Return the size of the first dimension; None if there is none."""
+    if isinstance(leaf, Tensor | np.ndarray):
+        return len(leaf) if leaf.ndim else None
+    return len(leaf) if isinstance(leaf, list | tuple) else None
+
+
+def _is_collated(leaf: Leaf) -> bool | None:
+    """Return what ``default_collate`` makes of a leaf; arguments that are no batch are shared."""
+    if isinstance(leaf, Tensor):
+        return True if leaf.ndim else None
+    if isinstance(leaf, list | tuple) and leaf:
+        return True if all(isinstance(each, str | bytes) for each in leaf) else None
+    return None if isinstance(leaf, np.ndarray) else False
+
+
+# -- nesting --------------------------------------------------------------------------------------
+
+
+def map_leaves(batch: Any, function: Callable[[Any], Any], *, rows: bool = False) -> Any:
+    """Return the same nesting in new containers, with each leaf replaced; the batch is unchanged.
+
+    Args:
+        batch: anything.
+        function: of a leaf.
+        rows: a list in which nothing is a container or a tensor is one leaf.
+    """
+    if rows and _is_row(batch):
+        return function(batch)
+    if isinstance(batch, Mapping):
+        new = copy.copy(batch)
+        for key in batch:
+            new[key] = map_leaves(batch[key], function, rows=rows)  # type: ignore[index]
+        return new
+    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
+        return type(batch)(*(map_leaves(each, function, rows=rows) for each in batch))
+    if isinstance(batch, list | tuple):
+        return type(batch)(map_leaves(each, function, rows=rows) for each in batch)
+    if _is_object_with_tensors(batch):
+        new = copy.copy(batch)
+        for name, value in vars(batch).items():  # also of a frozen dataclass: it is ours
+            object.__setattr__(new, name, map_leaves(value, function, rows=rows))
+        return new
+    return function(batch)
+
+
+def leaves(batch: Any) -> list[Any]:
+    """Return the leaves in their order.
+
+    Example:
+        >>> leaves({"x": [1.0, "a"], "y": ()})
+        [1.0, 'a']
+    """
+    found: list[Any] = []
+    _collect(batch, found, rows=False)
+    return found
+
+
+def row_leaves(batch: Any) -> list[Any]:
+    """Return the leaves in their order, of which a list of plain things is one."""
+    found: list[Any] = []
+    _collect(batch, found, rows=True)
+    return found
+
+
+def _collect(part: Any, found: list[Any], *, rows: bool) -> None:
+    # Most parts are tensors, numbers or plain lists: at every step, that is told at once.
+    inside = None if type(part) in _LEAVES or (rows and _is_row(part)) else parts_of_container(part)
+    if inside is None:
+        found.append(part)
+    else:
+        for each in inside:
+            _collect(each, found, rows=rows)
+
+
+def _is_row(part: Any) -> bool:
+    if type(part) not in _LISTS or not part:
+        return False
+    return not any(
+        isinstance(each, Tensor | np.ndarray) or parts_of_container(each) is not None for each in part
+    )
+
+
+def parts_of_container(batch: Any) -> Sequence[Any] | None:
+    """Return what a container holds; None for a leaf."""
+    if type(batch) in _LISTS:
+        return cast("list[Any] | tuple[Any, ...]", batch)
+    if isinstance(batch, Mapping):
+        return list(batch.values())
+    if isinstance(batch, list | tuple):
+        return batch
+    return list(vars(batch).values()) if _is_object_with_tensors(batch) else None
+
+
+def _is_object_with_tensors(part: Any, depth: int = _DEPTH) -> bool:
+    """Return whether it is an object of a user's class that holds tensors."""
+    if isinstance(part, Tensor | np.ndarray | nn.Module | type) or not hasattr(part, "__dict__"):
+        return False
+    return any(_holds_tensor(value, depth) for value in vars(part).values())
+
+
+def _holds_tensor(part: Any, depth: int) -> bool:
+    if isinstance(part, Tensor | np.ndarray):
+        return True
+    if isinstance(part, Mapping):
+        return any(_holds_tensor(each, depth) for each in part.values())
+    if isinstance(part, list | tuple):
+        return any(_holds_tensor(each, depth) for each in part)
+    return depth > 0 and _is_object_with_tensors(part, depth - 1)

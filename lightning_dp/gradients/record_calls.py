@@ -1,0 +1,466 @@
+"""The calls in which parameters meet samples, where every sample runs alone under vmap.
+
+``torch.func.vmap`` runs a function of one sample for all samples at once, and knows of every tensor
+whether each sample has its own. Ordinary autograd goes around it. Where such a tensor meets what is
+computed from parameters, and nowhere else, a gradient per sample arises. There, and only there,
+something is recorded:
+
+- a function of the table (:data:`~lightning_dp.gradients.rules.FUNCTIONS`): its activations v and the
+  gradient u of its output, from which the rule makes norms and sums;
+- any other function: the gradient of a copy of the parameter for each sample.
+
+The parameters themselves never enter the graph of a sample's loss, so that one which is found there
+was missed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+from weakref import ReferenceType, ref
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.overrides import TorchFunctionMode
+
+from lightning_dp.gradients.base import UnsupportedModelError
+from lightning_dp.gradients.composites import COMPOSITES
+from lightning_dp.gradients.rules import BY_POSITION, FUNCTIONS, FunctionUse, Rule
+from lightning_dp.gradients.vmap import (
+    is_foreign,
+    is_sample,
+    level_of_samples,
+    outside,
+    rows,
+    wrapped,
+)
+
+__all__ = ["Call", "CallRecorder", "DifferentPaths", "recording_in_force"]
+
+Function: TypeAlias = Callable[..., Any]
+
+# What asks a tensor about itself, not about its values.
+_QUESTIONS = frozenset(
+    ("size", "dim", "numel", "is_floating_point", "is_complex", "__len__", "__hash__", "stride")
+    + ("element_size", "ndimension", "is_contiguous", "get_device", "is_signed", "_is_view", "nelement")
+    + ("__set__", "__delete__", "register_hook", "storage_offset", "data_ptr", "is_pinned", "retain_grad")
+)
+# What leaves torch: Python's numbers, lists and texts, and NumPy's arrays.
+_VALUES = frozenset(
+    ("__bool__", "__int__", "__float__", "__index__", "__complex__", "item", "tolist", "numpy")
+    + ("__array__", "is_nonzero", "__contains__", "equal", "allclose", "_is_all_true", "_is_any_true")
+)
+_TEXTS = frozenset(("__format__", "__repr__", "__str__"))
+_DIFFERENTIATE = frozenset(("grad", "backward", "requires_grad_"))
+_OF_THE_WHOLE_CALL = frozenset(
+    ("linear", "embedding", "layer_norm", "rms_norm", "conv1d", "conv2d", "conv3d", "group_norm")
+)
+_SHOWN = "<of one record>"
+
+_INSIDE = (
+    "training_step differentiates inside (a penalty on a gradient, backward(), autograd.grad), which "
+    "cannot be seen for each record."
+)
+_TRANSFORMED = "Trained parameters are used inside of a function transform (torch.func, torch.vmap)."
+_WRITTEN = (
+    "Records are written into {}, which outlives the step or is shared by all records, so that one "
+    "record's numbers reach another's."
+)
+_LEFT = (
+    "{} leaves tensors of single records behind (in an attribute, a list, a closure), where later "
+    "steps could read them. Keep none, or what detach().mean().item() logs of them."
+)
+
+
+class DifferentPaths(BaseException):
+    """Samples would take different branches; no error, so that no ``except Exception`` catches it.
+
+    Args:
+        labels: for each sample of the group, the number of its branch.
+    """
+
+    def __init__(self, labels: Sequence[int]) -> None:
+        super().__init__()
+        self.labels = labels
+
+
+class WritesIntoNew(BaseException):
+    """Samples are written into a tensor that the model made for itself: each needs its own."""
+
+
+@dataclass(slots=True, eq=False)
+class Call:
+    """One meeting of parameters and samples.
+
+    Args:
+        rule: what is made of v and u; None for copies of ``part``.
+        layer: has the parameters, as the rule reads them; None for copies.
+        part: the tensor, computed from parameters, that was copied.
+        v: the activations, shape (n, ...).
+        version: of v.
+        edge: where the gradient u arrives.
+        shape: of u; None if its first dimension is that of the samples.
+        is_first: no other call feeds it.
+        folds: v and u are of shape (n, b, ...), where the rule takes (n · b, ...).
+    """
+
+    rule: Rule | None
+    layer: Any
+    part: Tensor | None
+    v: Tensor | None
+    version: int
+    edge: GradientEdge
+    shape: torch.Size | None
+    is_first: bool
+    folds: bool = False
+
+
+_in_force: list[CallRecorder] = []
+
+
+def recording_in_force() -> bool:
+    """Return whether samples run alone at the moment."""
+    return bool(_in_force)
+
+
+class CallRecorder(TorchFunctionMode):
+    """Sees every function that a group of samples calls, and records where parameters meet them.
+
+    Args:
+        n: the number of samples.
+        own_memory: tensors that the model makes without samples are made for each of them, since it
+            writes samples into one.
+        along: parameters are dual numbers.
+    """
+
+    def __init__(self, n: int, *, own_memory: bool = False, along: bool = False) -> None:
+        super().__init__()
+        self.n, self.calls, self.along = n, list[Call](), along
+        self._own_memory, self._level = own_memory, 0
+        self._seen: list[ReferenceType[Tensor]] = []
+        self._packed: dict[int, Tensor] = {}
+        self._logged_only: set[int] = set()
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Enter vmap and this mode, where :meth:`sample` makes what one sample sees."""
+        with level_of_samples(self.n) as self._level:
+            _in_force.append(self)
+            try:
+                with self:
+                    yield
+            finally:
+                _in_force.pop()
+
+    def sample(self, tensor: Tensor) -> Tensor:
+        """Return what each sample sees of a tensor of shape (n, ...): shape (...)."""
+        seen = wrapped(tensor, self._level)
+        self._seen.append(ref(seen))
+        return seen
+
+    def seen_alone(self, tensor: Tensor) -> Tensor:
+        """Return the same of samples that come as batches of one: shape (1, ...)."""
+        return self.sample(tensor.unsqueeze(1))
+
+    @property
+    def leaves_samples(self) -> bool:
+        """True if somebody still has a tensor of single samples, when all else of the pass is gone."""
+        return any(each() is not None for each in self._seen)
+
+    def only_logged(self, value: Tensor) -> Tensor:
+        """Let no function of the model use a value that is not there yet."""
+        self._logged_only.add(id(value))
+        return value
+
+    # -- every function --------------------------------------------------------------------
+
+    def __torch_function__(
+        self, func: Function, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        name = func.__name__
+        if name in _QUESTIONS:
+            return func(*args, **(kwargs or {}))
+        result = self._called(func, name, args, kwargs or {})
+        if isinstance(result, Tensor):
+            if is_sample(result):
+                self._seen.append(ref(result))
+        elif isinstance(result, list | tuple):
+            self._seen += [ref(x) for x in result if isinstance(x, Tensor) and is_sample(x)]
+        return result
+
+    def _called(self, func: Function, name: str, args: Any, kwargs: Any) -> Any:
+        samples, parts, tensors = False, False, _tensors(args, kwargs)
+        foreign = False
+        for x in tensors:
+            if is_foreign(x, self._level):
+                foreign = True
+            elif is_sample(x):
+                samples = True
+            elif x.requires_grad:
+                parts = True
+        if self._logged_only and any(id(x) in self._logged_only for x in tensors):
+            raise UnsupportedModelError(_LATER, topic="metrics")
+        parts = parts and torch.is_grad_enabled()
+        if foreign:
+            if parts:
+                raise UnsupportedModelError(_TRANSFORMED, topic="unseen-use")
+            return func(*args, **kwargs)
+        if not samples:
+            return self._without_samples(func, name, args, kwargs, tensors, parts)
+        if name in _TEXTS:
+            return _SHOWN
+        if name in _DIFFERENTIATE:
+            raise UnsupportedModelError(_INSIDE, topic="unseen-use")
+        if name in _VALUES:
+            return self._value(func, name, args)
+        if _is_in_place(name) and isinstance(args[0], Tensor) and not is_sample(args[0]):
+            self._refuse_writing(args[0])
+        if name in COMPOSITES:
+            found = COMPOSITES[name](self, *args, **kwargs)
+            if found is not NotImplemented:
+                return found
+        if self._packed and any(id(x) in self._packed for x in tensors):
+            self.split_by(self._packed)
+        if parts:
+            return self._meet(func, name, args, kwargs)
+        return self._of_samples(func, args, kwargs)
+
+    def _without_samples(
+        self, func: Function, name: str, args: Any, kwargs: Any, tensors: list[Tensor], parts: bool
+    ) -> Any:
+        if parts and name == "embedding" and (use := FUNCTIONS[name](*args, **kwargs)) is not None:
+            # Constant indices (positions) meet the samples soon: the rule is cheaper than copies.
+            each = use.input.expand(self.n, *use.input.shape)
+            return self._by_rule(func, name, args, kwargs, use, each)
+        result = func(*args, **kwargs)
+        if parts and any(map(is_sample, _tensors((result,), {}))):  # it drew for each sample
+            return self._copied(func, args, kwargs)
+        is_new = not tensors or name in _NEW
+        if self._own_memory and is_new and isinstance(result, Tensor) and not is_sample(result):
+            with outside():
+                own = result.unsqueeze(0).repeat(self.n, *[1] * result.dim())
+            return self.sample(own)
+        return result
+
+    def _refuse_writing(self, target: Tensor) -> None:
+        """Begin again with new tensors for each sample; refuse what even so is shared by all."""
+        if not self._own_memory and not target.requires_grad:
+            raise WritesIntoNew
+        what = "what is computed from parameters" if target.requires_grad else "a tensor"
+        raise UnsupportedModelError(_WRITTEN.format(what), topic="kept-records")
+
+    # -- functions of samples alone --------------------------------------------------------
+
+    def _of_samples(self, func: Function, args: Any, kwargs: Any) -> Any:
+        try:
+            return func(*args, **kwargs)
+        except Exception:
+            return self._one_at_a_time(func, args, kwargs)
+
+    def _one_at_a_time(self, func: Function, args: Any, kwargs: Any) -> Any:
+        """Call a function that vmap does not know for each sample by itself."""
+        shared = [x for x in _tensors(args, kwargs) if not is_sample(x)]
+        versions = [x._version for x in shared]
+        with outside():
+            found = [
+                func(*_map(lambda x, i=i: _row(x, i), args), **_map(lambda x, i=i: _row(x, i), kwargs))
+                for i in range(self.n)
+            ]
+        if [x._version for x in shared] != versions:
+            raise UnsupportedModelError(_WRITTEN.format("a tensor"), topic="kept-records")
+        return args[0] if _is_in_place(func.__name__) else self._joined(found)
+
+    def _joined(self, found: Sequence[Any]) -> Any:
+        """Return what all samples have, or each its own; they are split where that has other shapes."""
+        first = found[0]
+        if isinstance(first, Tensor):
+            self.split_by([tuple(each.shape) for each in found])
+            with outside():
+                joined = torch.stack(list(found))
+            return wrapped(joined, self._level)
+        if isinstance(first, list | tuple) and any(isinstance(x, Tensor) for x in first):
+            self.split_by([len(each) for each in found])
+            columns = [self._joined(column) for column in zip(*found, strict=True)]
+            return type(first)(columns) if type(first) in (list, tuple) else type(first)(*columns)
+        self.split_by([_key(each) for each in found])
+        return first
+
+    def _value(self, func: Function, name: str, args: Any) -> Any:
+        """Return the value that all samples have; else split them by it."""
+        if self.n > 1 and name in ("item", "__bool__", "__int__", "__float__", "__index__"):
+            behind = rows(args[0]).detach().flatten()
+            if len(behind) == self.n and bool((behind == behind[0]).all()):
+                return func(behind[0])
+        with outside():
+            of_each = [[_row(x, i) for x in args] for i in range(self.n)]
+            found = [func(*each) for each in of_each]
+        self.split_by([_key(each) for each in found])
+        return found[0]
+
+    def split_by(self, keys: Sequence[Any]) -> None:
+        """Split the samples by what each of them has, if it is not the same.
+
+        Raises:
+            DifferentPaths: with a number for each.
+        """
+        numbers: dict[Any, int] = {}
+        labels = [numbers.setdefault(key, len(numbers)) for key in keys]
+        if len(numbers) > 1:
+            raise DifferentPaths(labels)
+
+    # -- parameters meet samples -----------------------------------------------------------
+
+    def _meet(self, func: Function, name: str, args: Any, kwargs: Any) -> Any:
+        use = FUNCTIONS[name](*args, **kwargs) if name in FUNCTIONS else None
+        if use is not None and is_sample(use.input) and not any(map(is_sample, _parts_of(use))):
+            return self._by_rule(func, name, args, kwargs, use, rows(use.input))
+        return self._copied(func, args, kwargs)
+
+    def _by_rule(
+        self, func: Function, name: str, args: Any, kwargs: Any, use: FunctionUse, v: Tensor
+    ) -> Any:
+        """Call a function of the table for all samples at once, and record its activations."""
+        given, by_position = use.input, use.rule in BY_POSITION
+        has_rows = by_position or given.dim() < use.layer.weight.dim()
+        is_first = not v.requires_grad
+        alias = {id(x): self._alias(x, is_leaf=is_first) for x in _parts_of(use) if x.requires_grad}
+        if name not in _OF_THE_WHOLE_CALL or given is not args[0]:
+            swapped = _map(lambda x: alias.get(id(x), x), (args, kwargs))
+            out = func(*swapped[0], **swapped[1])
+            raw, edge, shape = self._tapped(out)
+            out = wrapped(raw, self._level)
+        else:
+            with outside():
+                whole = v if has_rows else v.flatten(0, 1)
+                if name == "linear":
+                    whole = whole.reshape(-1, v.shape[-1])
+                swapped = _map(lambda x: alias.get(id(x), x), (args[1:], kwargs))
+                raw = func(whole, *swapped[0], **swapped[1])
+                edge = get_gradient_edge(raw)  # stays in the graph when somebody writes into a view
+                if name == "linear":
+                    out = raw.view(*v.shape[:-1], raw.shape[-1])
+                else:
+                    out = raw if has_rows else raw.unflatten(0, v.shape[:2])
+            shape, out = out.shape, wrapped(out, self._level)
+        kept = v if self.along else v.detach()
+        self.calls.append(
+            Call(
+                use.rule,
+                use.layer,
+                None,
+                kept,
+                kept._version,
+                edge,
+                shape,
+                is_first,
+                folds=not has_rows,
+            )
+        )
+        return out
+
+    def _tapped(self, out: Tensor) -> tuple[Tensor, GradientEdge, torch.Size]:
+        """Return the rows of an output, and where their gradient arrives."""
+        with outside():
+            raw = rows(out)
+            if raw._is_view():  # whose node leaves the graph when somebody writes into it
+                raw = raw.clone()
+        return raw, get_gradient_edge(raw), raw.shape
+
+    def _copied(self, func: Function, args: Any, kwargs: Any) -> Any:
+        """Call any function with a copy of what comes from parameters for each sample."""
+        if _is_in_place(func.__name__) and not is_sample(args[0]):
+            self._refuse_writing(args[0])
+        args, kwargs = _map(self._copy, (args, kwargs))
+        return self._of_samples(func, args, kwargs)
+
+    def _copy(self, x: Tensor) -> Tensor:
+        return x if is_sample(x) or not x.requires_grad else self.own(x)
+
+    def own(self, part: Tensor) -> Tensor:
+        """Return a copy of what is computed from parameters, for each sample."""
+        with outside():
+            value, moved = self._split(part)
+            leaf = value.detach().expand(self.n, *part.shape).requires_grad_()
+            edge = get_gradient_edge(leaf)
+            if moved is not None:
+                leaf = forward_ad.make_dual(leaf, moved.expand(self.n, *part.shape))
+        self.calls.append(Call(None, None, part, None, 0, edge, None, True))
+        return self.sample(leaf)
+
+    def _alias(self, part: Tensor, *, is_leaf: bool) -> Tensor:
+        """Return the value of a part, cut off from its graph.
+
+        Args:
+            is_leaf: it has a gradient, of which nothing is asked: so the output has one, too.
+        """
+        with outside():
+            value, moved = self._split(part)
+            alias = value.detach()
+            if is_leaf:
+                alias = alias.requires_grad_()
+            return alias if moved is None else forward_ad.make_dual(alias, moved)
+
+    def _split(self, part: Tensor) -> tuple[Tensor, Tensor | None]:
+        if not self.along:
+            return part, None
+        value, moved = forward_ad.unpack_dual(part)
+        return value, moved
+
+
+_LATER = "The value that a metric's forward returns is used in training_step; it can only be logged."
+_NEW = frozenset(
+    ("zeros_like", "ones_like", "empty_like", "full_like", "clone", "new_zeros", "new_ones")
+    + ("new_empty", "new_full", "new_tensor")
+)
+
+
+def _is_in_place(name: str) -> bool:
+    return name == "__setitem__" or name in _IN_PLACE or (name[-1] == "_" and name[-2] != "_")
+
+
+_IN_PLACE = frozenset(
+    f"__i{each}__"
+    for each in ("add", "sub", "mul", "truediv", "floordiv", "mod", "and", "or", "xor", "pow")
+)
+
+
+def _tensors(args: Any, kwargs: Any) -> list[Tensor]:
+    found: list[Tensor] = []
+    for x in args:  # flat arguments are the usual case
+        if isinstance(x, Tensor):
+            found.append(x)
+        elif isinstance(x, list | tuple):
+            found += _tensors(x, ())
+    for x in kwargs.values() if kwargs else ():
+        if isinstance(x, Tensor | list | tuple):
+            found += _tensors((x,), ())
+    return found
+
+
+def _map(function: Callable[[Tensor], Any], x: Any) -> Any:
+    if isinstance(x, Tensor):
+        return function(x)
+    if type(x) in (list, tuple):
+        return type(x)(_map(function, each) for each in x)
+    if isinstance(x, dict):
+        return {key: _map(function, each) for key, each in x.items()}
+    return x
+
+
+def _parts_of(use: FunctionUse) -> list[Tensor]:
+    found = (getattr(use.layer, name, None) for name in ("weight", "bias"))
+    return [each for each in found if isinstance(each, Tensor)]
+
+
+def _row(x: Any, i: int) -> Any:
+    """Return what one sample has of an argument."""
+    return rows(x)[i] if isinstance(x, Tensor) and is_sample(x) else x
+
+
+def _key(value: Any) -> Any:
+    """Return something that is equal for equal values."""
+    return repr(value.tolist()) if hasattr(value, "tolist") else repr(value)
