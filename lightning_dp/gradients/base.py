@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -14,15 +14,25 @@ from lightning_dp._refusals import Refusal
 from lightning_dp.boundary import AbstractPerSampleGradients
 from lightning_dp.gradients.known_graphs import Graph
 
+if TYPE_CHECKING:
+    from lightning_dp.gradients.batches import SampleBatch
+
 __all__ = [
     "ALONE",
     "AbstractGradientEngine",
     "UncoveredParameterError",
+    "Around",
+    "Forward",
     "UnsupportedModelError",
     "as_unsupported",
     "number_of_records",
     "without_alone",
 ]
+
+Forward: TypeAlias = Callable[[Any], Any]
+
+# Is entered with the recorder of a part of a batch and the places of its samples.
+Around: TypeAlias = Callable[[Any, Tensor], AbstractContextManager[object]]
 
 ALONE = "Or run each record alone with engine='one_by_one' (slow)."
 """The last cure of what cannot be taken apart into records."""
@@ -135,7 +145,10 @@ class AbstractGradientEngine(ABC):
     """True if its last backward pass gave parameters a gradient, as a side effect."""
 
     one_record: ClassVar[bool] = False
-    """True if it answers for batches of a single record, so that each one must run alone."""
+    """True if records run alone, one after the other."""
+
+    isolates: ClassVar[bool] = False
+    """True if records cannot mix in ``training_step``, by construction."""
 
     @abstractmethod
     def attach(self, module: nn.Module, params: Sequence[nn.Parameter]) -> None:
@@ -159,6 +172,18 @@ class AbstractGradientEngine(ABC):
                 what they are made from.
         """
         raise NotImplementedError(f"{type(self).__name__} watches loss.backward().")
+
+    def run(self, forward: Forward, batch: SampleBatch, around: Around | None = None) -> Any:
+        """Run the forward pass of a batch, watched; return what it returns for the whole batch.
+
+        Args:
+            forward: of what ``training_step`` takes as a batch.
+            batch: goes in.
+            around: is entered around each part of the batch that runs together, by engines that run
+                parts of it.
+        """
+        with self.following(batch.value, batch.size):
+            return forward(batch.value)
 
     def following(self, batch: Any, size: int) -> AbstractContextManager[None]:
         """Follow, inside, the records through a forward pass, for engines that need to know of them.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeGuard
@@ -10,12 +10,13 @@ from typing import Any, TypeGuard
 from torch import Tensor, nn
 
 from lightning_dp.functional import unflatten
-from lightning_dp.gradients.base import ALONE, UnsupportedModelError
+from lightning_dp.gradients.base import ALONE, Forward, UnsupportedModelError
 from lightning_dp.gradients.random_state import RandomState
 
 __all__ = [
     "OTHER_ROWS",
     "UNANSWERED",
+    "NoLoss",
     "OtherRowsError",
     "Replay",
     "at_point",
@@ -33,6 +34,10 @@ OTHER_ROWS = (
     "bounded. The collate_fn must make exactly one row of each record, and the model must keep "
     f"records in the first dimension. {ALONE}"
 )
+
+
+class NoLoss(Exception):
+    """A run gave nothing to go back from."""
 
 
 class OtherRowsError(UnsupportedModelError):
@@ -65,14 +70,14 @@ class Replay:
     """A chunk of records that can be run as often as a query asks.
 
     Args:
-        forward: runs it and returns its loss, the mean over the records, or None if it gives none.
-            None if it cannot be run again.
+        forward: runs a batch and returns its loss, the mean over the records, or None if it gives
+            none. None if it cannot be run again.
+        batch: what the records are in.
         size: how many records it has.
         randomness: as its first run found it; None if that run is still to come.
-        batch: what the records are in; None if that is not at hand.
     """
 
-    forward: Callable[[], Tensor | None] | None
+    forward: Forward | None
+    batch: Any
     size: int
     randomness: RandomState | None = None
-    batch: Any = None

@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 
 from lightning_dp._refusals import RefusedRun
 from lightning_dp._shards import held_here, is_sharded
+from lightning_dp._training_step import loss_in
 from lightning_dp.boundary import (
     AbstractPerSampleGradients,
     BoundedSum,
@@ -21,8 +22,14 @@ from lightning_dp.boundary import (
     bounded_sum,
 )
 from lightning_dp.gradients.adding_up import check_sum, plain_gradients
-from lightning_dp.gradients.base import UnsupportedModelError
-from lightning_dp.gradients.chunks import OtherRowsError, Replay, at_point, is_differentiable
+from lightning_dp.gradients.base import Forward, UnsupportedModelError
+from lightning_dp.gradients.chunks import (
+    NoLoss,
+    OtherRowsError,
+    Replay,
+    at_point,
+    is_differentiable,
+)
 from lightning_dp.gradients.engines import EngineChoice
 from lightning_dp.gradients.parameter_sum import BookkeptGradients
 from lightning_dp.gradients.random_state import RandomState
@@ -32,10 +39,6 @@ from lightning_dp.gradients.watched_model import WatchedModel, WrapEngine
 __all__ = ["RecordPasses"]
 
 _PLAIN = Pass(point=None, direction=None, gradient=1.0, product=0.0)
-
-
-class _NoLoss(Exception):
-    """A run gave nothing to go back from."""
 
 
 class RecordPasses:
@@ -215,29 +218,27 @@ class RecordPasses:
 
     def run(
         self,
-        forward: Callable[[], Tensor | None],
+        forward: Forward,
+        batch: Any,
+        size: int,
         *,
-        size: int = 0,
-        batch: Any = None,
         combined: bool = False,
     ) -> AbstractPerSampleGradients | None:
         """Return each record's gradient here; None if there is nothing to go back from.
 
         Args:
-            forward: as in :class:`Replay`.
-            size: how many records they are; 0 leaves the loss's graph unchecked.
-            batch: what they are in.
+            forward, batch, size: as in :class:`Replay`.
             combined: with the gradients of another pass.
         """
         randomness = self.watched.randomness
         try:
-            return self._run(Replay(forward, size, batch=batch), _PLAIN, combined)
+            return self._run(Replay(forward, batch, size), _PLAIN, combined)
         except UnsupportedModelError as reason:
             if randomness is None:
                 raise
             self.watched.go_down(reason)
         with self._again(), randomness.again():
-            return self.run(forward, size=size, batch=batch, combined=combined)
+            return self.run(forward, batch, size, combined=combined)
 
     def _run(self, chunk: Replay, each: Pass, combined: bool) -> AbstractPerSampleGradients | None:
         """Run one pass over some records; None if there is nothing to go back from.
@@ -254,13 +255,12 @@ class RecordPasses:
         with self._quietly(), self._at(each.point), torch.enable_grad():
             if each.direction is not None:
                 return self._along(each.direction, (each.gradient, each.product), chunk)
-            with self.watched.watching(chunk.batch, chunk.size):
-                loss = chunk.forward()
+            loss = loss_in(self.watched.run(chunk.forward, chunk.batch, chunk.size))
             if not is_differentiable(loss):
                 self.watched.engine.drop()
                 return None
             self.watched.check_loss(loss, chunk.size)
-            adds_up = self._adds_up and self.watched.engine.runs_backward
+            adds_up = self._adds_up and self.watched.engine.runs_backward and not self.watched.isolates
             with self.watched.engine.repeating():
                 plain = plain_gradients(loss, self._params) if adds_up else None
             if self.watched.engine.runs_backward:
@@ -290,16 +290,10 @@ class RecordPasses:
         weights: tuple[float, float],
         chunk: Replay,
     ) -> AbstractPerSampleGradients | None:
-        def sure() -> Tensor:
-            assert chunk.forward is not None
-            if not is_differentiable(loss := chunk.forward()):
-                raise _NoLoss
-            self.watched.check_loss(loss, chunk.size)
-            return loss
-
+        assert chunk.forward is not None
         try:
-            return self.watched.along(sure, direction, weights, chunk.batch, chunk.size)
-        except _NoLoss:
+            return self.watched.along(chunk.forward, chunk.batch, chunk.size, direction, weights)
+        except NoLoss:
             self.watched.engine.drop()
             return None
 

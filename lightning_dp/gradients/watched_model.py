@@ -9,9 +9,17 @@ from typing import Any, TypeAlias
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_dp._training_step import loss_in
 from lightning_dp.boundary import AbstractPerSampleGradients
-from lightning_dp.gradients.base import ALONE, AbstractGradientEngine, UnsupportedModelError
-from lightning_dp.gradients.chunks import OtherRowsError
+from lightning_dp.gradients.base import (
+    ALONE,
+    AbstractGradientEngine,
+    Around,
+    Forward,
+    UnsupportedModelError,
+)
+from lightning_dp.gradients.batches import SampleBatch
+from lightning_dp.gradients.chunks import NoLoss, OtherRowsError, is_differentiable
 from lightning_dp.gradients.compiled import CompiledParts, as_written
 from lightning_dp.gradients.engines import EngineChoice
 from lightning_dp.gradients.loss_graph import CoupledLossError, check_graph
@@ -142,6 +150,11 @@ class WatchedModel:
         """True if chunks must hold one record each."""
         return self.engine.one_record
 
+    @property
+    def isolates(self) -> bool:
+        """True if records cannot mix in ``training_step``, by construction."""
+        return self.engine.isolates
+
     def as_written(self) -> AbstractContextManager[None]:
         """Let compiled parts that the engine must see run their own code, inside.
 
@@ -154,21 +167,29 @@ class WatchedModel:
         """Let checkpoints run parts of the model again, in a backward pass of somebody else, inside."""
         return self.engine.repeating()
 
-    @contextmanager
-    def watching(self, batch: Any = None, size: int = 0) -> Iterator[None]:
-        """Inside, the engine's hooks are on the model; at no other time, so that copies have none.
+    def run(self, forward: Forward, batch: Any, size: int, around: Around | None = None) -> Any:
+        """Run a forward pass under the engine, whose hooks are on the model then and at no other time.
 
         Args:
-            batch: goes through the model.
+            forward: of a batch.
+            batch: goes in.
             size: how many records it has.
+            around: as for :meth:`AbstractGradientEngine.run`.
         """
+        with self._watching():
+            return self.engine.run(forward, self._batch(batch, size), around)
+
+    @contextmanager
+    def _watching(self) -> Iterator[None]:
         with self.as_written():
             self.engine.wake()
             try:
-                with self.engine.following(batch, size):
-                    yield
+                yield
             finally:
                 self.engine.rest()
+
+    def _batch(self, batch: Any, size: int) -> SampleBatch:
+        return SampleBatch(batch, size, self._choice.layout)
 
     def check_loss(self, loss: Tensor, size: int) -> None:
         """Refuse a loss that mixes records by more than sums, before its backward pass.
@@ -179,7 +200,7 @@ class WatchedModel:
         Raises:
             CoupledLossError: naming the node of the graph, and the cure.
         """
-        if self._checks_graph:
+        if self._checks_graph and not self.engine.isolates:
             check_graph(self.engine.graph_of(loss), size)
 
     def backward(self, loss: Tensor, *, keep_graph: bool = False, combined: bool = False) -> None:
@@ -231,20 +252,28 @@ class WatchedModel:
 
     def along(
         self,
-        run_again: Callable[[], Tensor],
-        direction: Tensor,
-        weights: tuple[float, float],
+        forward: Forward,
         batch: Any,
         size: int,
+        direction: Tensor,
+        weights: tuple[float, float],
     ) -> AbstractPerSampleGradients:
         """Return w g_i + w' H_i u of each record, as :meth:`AbstractGradientEngine.along`.
 
         Args:
-            run_again, direction, weights: see there.
-            batch, size: as for :meth:`watching`.
+            forward, batch, size: as for :meth:`run`.
+            direction, weights: see there.
         """
+
+        def run_again() -> Tensor:
+            loss = loss_in(self.engine.run(forward, self._batch(batch, size)))
+            if not is_differentiable(loss):
+                raise NoLoss
+            self.check_loss(loss, size)
+            return loss
+
         try:
-            with as_written(), self.watching(batch, size):
+            with as_written(), self._watching():
                 return self.engine.along(run_again, direction, weights)
         finally:
             self._raw.touched()
