@@ -55,10 +55,9 @@ class DifferentialPrivacy(Callback):
         accountant: computes ε.
         engine: computes gradients per record: "bookkeeping" (clipped sums from one backward pass,
             fast), "ghost" (from two backward passes, of which nothing is kept but norms: least
-            memory; "bookkeeping" where it does not cover the model), "hooks" (Opacus), "functional"
-            (torch.func, knows no layer types, slow), "one_by_one" (each record alone through
-            ``collate_fn`` and ``training_step``: any model, slowest); "auto" takes "bookkeeping" where it
-            covers the model, else "hooks".
+            memory; "bookkeeping" where it does not cover the model), "hooks" (Opacus' own, to compare
+            with), "one_by_one" (each record alone through ``collate_fn`` and ``training_step``: any
+            model, slowest); "auto" takes "bookkeeping".
         ledger_dir: folder of the privacy journal, on this machine; default
             ``<default_root_dir>/privacy``. A relative one begins where the process is now.
         isolation_probe: before the first step, check on a synthetic batch that no record changes

@@ -32,9 +32,9 @@ from lightning_dp.postprocessing import AbstractPostProcessor
 from lightning_dp.sampling import AbstractSampling, Poisson
 from lightning_dp.schedules import AbstractSchedule, Constant
 
-__all__ = ["EngineName", "PrivacyConfig"]
+__all__ = ["EngineName", "PrivacyConfig", "known_engine"]
 
-EngineName: TypeAlias = Literal["auto", "bookkeeping", "ghost", "hooks", "functional", "one_by_one"]
+EngineName: TypeAlias = Literal["auto", "bookkeeping", "ghost", "hooks", "one_by_one"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,10 +62,9 @@ class PrivacyConfig:
         accountant: computes ε; default the tight numerical one.
         engine: computes gradients per record: "bookkeeping" (clipped sums from one backward pass,
             fast), "ghost" (from two backward passes, of which nothing is kept but norms: least
-            memory; "bookkeeping" where it does not cover the model), "hooks" (Opacus), "functional"
-            (torch.func, knows no layer types, slow), "one_by_one" (each record alone through
-            ``collate_fn`` and ``training_step``: any model, slowest); "auto" takes "bookkeeping" where it
-            covers the model, else "hooks".
+            memory; "bookkeeping" where it does not cover the model), "hooks" (Opacus' own, to compare
+            with), "one_by_one" (each record alone through ``collate_fn`` and ``training_step``: any
+            model, slowest); "auto" takes "bookkeeping".
         ledger_dir: folder of the privacy journal, on this machine; default
             ``<default_root_dir>/privacy``. A relative one begins where the process is now.
         isolation_probe: use a synthetic batch, before the first step, to check that no
@@ -189,7 +188,7 @@ class PrivacyConfig:
                 f"about={self.about!r} must be an About, such as About(data_set='...')."
             )
         normalise(self, one_of(get_args(Relation)), "relation")
-        normalise(self, one_of(get_args(EngineName)), "engine")
+        normalise(self, known_engine, "engine")
 
     def _check_schedule(self) -> None:
         if self.is_adaptive and self.target_epsilon is None:
@@ -291,6 +290,24 @@ class PrivacyConfig:
         """
         default = PrivacyConfig(target_delta=self.target_delta, noise_multiplier=0.0)._identity()
         check_same(fingerprint, self._identity(), default.__getitem__)
+
+
+def known_engine(name: str, value: object, *, of: str | None = None) -> str:
+    """Return the name of an engine.
+
+    Raises:
+        ValueError: for one that is not known, or not any more.
+
+    Example:
+        >>> known_engine("engine", "ghost")
+        'ghost'
+    """
+    if isinstance(value, str) and value == "functional":
+        raise ValueError(
+            f"{name}='functional' is no engine any more: give engine='records', which knows no layer "
+            "types either and is faster, or leave it out."
+        )
+    return one_of(get_args(EngineName))(name, value, of=of)
 
 
 def _folder(name: str, value: object, *, of: str | None = None) -> str:

@@ -72,8 +72,8 @@ class Bookkeeping(AbstractRecordingEngine):
     (2023, arXiv:2210.00038), with the graph cut at the layers' outputs.
 
     Args:
-        rules: what is known of layer types. With none, the engine "functional": nothing is known but
-            the functions that are called.
+        rules: what is known of layer types. With none, nothing is known but the functions that are
+            called.
         traces: look for parameters in all functions.
     """
 

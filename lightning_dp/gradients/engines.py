@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
+from lightning_dp.config import known_engine
 from lightning_dp.gradients.base import (
     ALONE,
     AbstractGradientEngine,
@@ -31,14 +32,11 @@ class Rung:
     Args:
         name: in reports and refusals.
         make: makes the engine.
-        is_own: it is the package's own, whose refusals name what a user can change; those of Opacus'
-            hooks are told in short.
         takes_shards: it knows parameters of which each process holds a part.
     """
 
     name: str
     make: Callable[[], AbstractGradientEngine]
-    is_own: bool = True
     takes_shards: bool = False
 
 
@@ -61,12 +59,6 @@ def _traced() -> AbstractGradientEngine:
     return Bookkeeping(traces=True)
 
 
-def _functional() -> AbstractGradientEngine:
-    from lightning_dp.gradients.bookkeeping import Bookkeeping
-
-    return Bookkeeping(rules={}, traces=True)
-
-
 def _hooks() -> AbstractGradientEngine:
     from lightning_dp.gradients.opacus_hooks import OpacusHooks
 
@@ -85,13 +77,11 @@ _BOOKKEEPING = (
         "bookkeeping, with the functions where parameters meet records", _traced, takes_shards=True
     ),
 )
-_HOOKS = Rung("hooks", _hooks, is_own=False)
 _LADDERS: Mapping[str, tuple[Rung, ...]] = {
-    "auto": (*_BOOKKEEPING, _HOOKS),
+    "auto": _BOOKKEEPING,
     "bookkeeping": _BOOKKEEPING,
     "ghost": (Rung("ghost", _ghost), *_BOOKKEEPING),
-    "functional": (Rung("functional", _functional, takes_shards=True),),
-    "hooks": (_HOOKS,),
+    "hooks": (Rung("hooks", _hooks),),
     "one_by_one": (Rung("one_by_one", _one_by_one),),
 }
 
@@ -105,7 +95,6 @@ class EngineChoice:
 
     Args:
         name: as in ``PrivacyConfig``.
-        own_only: leave out Opacus' hooks, if others are there.
 
     Raises:
         ValueError: for a name that is not known.
@@ -120,13 +109,9 @@ class EngineChoice:
         False
     """
 
-    def __init__(self, name: str, *, own_only: bool = False) -> None:
-        if name not in _LADDERS:
-            raise ValueError(f"engine={name!r} is not one of {sorted(_LADDERS)}.")
+    def __init__(self, name: str) -> None:
         self._last_cure = ALONE
-        rungs = _LADDERS[name]
-        able = tuple(rung for rung in rungs if rung.is_own or not own_only)
-        self._rungs = able or rungs
+        self._rungs = _LADDERS[known_engine("engine", name)]
         self._reasons: tuple[UnsupportedModelError, ...] = ()  # of the engines above
 
     @property
@@ -138,11 +123,6 @@ class EngineChoice:
     def reasons(self) -> tuple[UnsupportedModelError, ...]:
         """The reasons for which the engines above are not in use."""
         return self._reasons
-
-    @property
-    def is_own(self) -> bool:
-        """True if the engine in use is the package's own, and not Opacus' hooks."""
-        return self._rung.is_own
 
     @property
     def _rung(self) -> Rung:
@@ -210,14 +190,13 @@ class EngineChoice:
         """Return the refusal by the last engine, with the reasons of those above in short."""
         reasons = [*self._reasons, last]
         rungs = self._rungs[: len(reasons)]
-        told = max((i for i, rung in enumerate(rungs) if rung.is_own), default=len(rungs) - 1)
-        parts = [without_alone(reasons[told].text)]
-        for number, (rung, reason) in enumerate(zip(rungs, reasons, strict=True)):
+        parts = [without_alone(last.text)]
+        for rung, reason in zip(rungs, self._reasons, strict=False):
             short = _in_short(reason.text)
-            if number != told and not any(short in part for part in parts):
+            if not any(short in part for part in parts):
                 parts.append(f"The engine {rung.name!r} does not cover it either: {short}")
         text = f"{' '.join(parts)} {self._last_cure}".rstrip()
-        return UnsupportedModelError(text, topic=reasons[told].topic)
+        return UnsupportedModelError(text, topic=last.topic)
 
 
 def attach_engine(

@@ -1,213 +1,216 @@
-"""Per-sample gradients from Opacus' rules, at hooks of our own."""
+"""Opacus' own per-sample gradients, for comparison: its hooks and rules, on a model left as it is."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from copy import copy
 from functools import partial
 from typing import Any, TypeAlias
 
 import torch
 from opacus.grad_sample.functorch import prepare_layer
 from opacus.grad_sample.grad_sample_module import GradSampleHooks
-from opacus.layers.dp_rnn import DPGRU, DPLSTM, DPRNN, DPRNNBase
+from opacus.grad_sample.gsm_base import OPACUS_PARAM_MONKEYPATCH_ATTRS
+from opacus.layers import DPMultiheadAttention
+from opacus.layers.dp_rnn import DPGRU, DPLSTM, DPRNN
+from opacus.validators.module_validator import ModuleValidator
 from torch import Tensor, nn
 
 from lightning_dp._refusals import RefusedRun
+from lightning_dp.functional import as_rows
 from lightning_dp.gradients.base import (
     AbstractGradientEngine,
     UncoveredParameterError,
     UnsupportedModelError,
     as_unsupported,
+    number_of_records,
 )
 from lightning_dp.gradients.materialised import MaterialisedGradients
 from lightning_dp.gradients.module_hooks import ModuleHooks
-from lightning_dp.gradients.opacus_limits import (
-    is_trained,
-    refuse_call,
-    refuse_layers,
-    refuse_output,
-    refuse_overwritten,
-    refuse_packed,
-    refuse_wrong_sums,
-)
+from lightning_dp.gradients.row_owners import folding_in_force
+from lightning_dp.gradients.unsupported import refuse_script, refuse_without_records
 
 __all__ = ["OpacusHooks"]
 
-# From a layer's input and the gradient of its output, both records first, to each record's gradients.
-_Rule: TypeAlias = Callable[[Tensor, Tensor], Mapping[nn.Parameter, Tensor]]
+_OF_LAYERS = ("activations", "max_batch_len", "ft_compute_sample_grad")
+_ATTRIBUTES = {*_OF_LAYERS, *OPACUS_PARAM_MONKEYPATCH_ATTRS}
+_Kept: TypeAlias = dict[Any, dict[str, Any]]  # by layer or parameter
+
+
+class _Hooks(GradSampleHooks):  # type: ignore[misc]
+    """Opacus' hooks, of which model and copies hold nothing while none of them runs."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.hooks, self.is_live, self.rows = ModuleHooks(), False, list[int]()
+        self.names = {layer: name for name, layer in module.named_modules()}
+        self.kept: _Kept = {}  # while no hook runs
+        try:
+            super().__init__(module, strict=False)
+        except UnsupportedModelError:
+            self.hooks.take_off()
+            raise
+        finally:
+            self._take_off(*module.modules(), *module.parameters())
+        self.fresh = _copied(self.kept)
+
+    def add_hooks(self, *, force_functorch: bool = False, **how: Any) -> None:
+        for layer in dict.fromkeys(self.iterate_submodules(self._module)):
+            if type(layer) in (DPRNN, DPLSTM, DPGRU):  # the hooks are on the layers inside
+                continue
+            if type(layer) not in self.GRAD_SAMPLERS:
+                with as_unsupported(self.names[layer], layer):
+                    prepare_layer(layer)
+            self.hooks.add(layer, layer.register_forward_hook, self.capture_activations_hook)
+            back = partial(self.capture_backprops_hook, **how)
+            self.hooks.add(layer, layer.register_full_backward_hook, back)
+        self.enable_hooks()
+
+    def capture_activations_hook(self, module: nn.Module, given: Any, output: Any) -> None:
+        is_packed = vars(module).pop("max_batch_len", None) is not None  # as Opacus' layers tell
+        with self._on(module):
+            if torch.is_grad_enabled() and (is_packed or folding_in_force() is not None):
+                raise UnsupportedModelError(
+                    f"{self.names[module] or 'The module'} ({type(module).__name__}) was called "
+                    "inside rows_of_records() or with packed sequences, and Opacus takes rows for "
+                    "records. Use engine='bookkeeping'.",
+                    topic="opacus-hooks",
+                )
+            refuse_without_records(self.names[module], module, next(iter(given), None))
+            super().capture_activations_hook(module, given, output)
+
+    def capture_backprops_hook(self, module: nn.Module, given: Any, back: Any, **how: Any) -> None:
+        if self.is_live:
+            with self._on(module):
+                super().capture_backprops_hook(module, given, back, **how)
+
+    def rearrange_grad_samples(self, **how: Any) -> tuple[list[Tensor], Tensor]:
+        """Put all into plain memory: the rules read tensors as if they lay there in order."""
+        activations, backprops = super().rearrange_grad_samples(**how)
+        self.rows.append(len(activations[-1]))  # to calls with fewer, Opacus adds rows of zeros
+        return [each.contiguous() for each in activations], backprops.contiguous()
+
+    @contextmanager
+    def _on(self, layer: nn.Module) -> Iterator[None]:
+        """Let layer and parameters have their attributes, inside."""
+        owners = (layer, *layer.parameters())
+        for owner in owners:
+            vars(owner).update(self.kept[owner])
+        try:
+            with as_unsupported(self.names[layer], layer):
+                yield
+        finally:
+            self._take_off(*owners)
+
+    def _take_off(self, *owners: Any) -> None:
+        for owner in owners:
+            names = vars(owner).keys() & _ATTRIBUTES
+            self.kept[owner] = {name: vars(owner).pop(name) for name in names}
 
 
 class OpacusHooks(AbstractGradientEngine):
-    """Opacus' rule for every layer that it has one for, and ``torch.func`` for any other without buffers.
+    """The hooks of Opacus' ``GradSampleModule``: one gradient per record and parameter in memory.
 
-    A forward hook keeps what a layer saw, and a hook on its output waits for the gradient there, so
-    that each call has its own, in whatever order they come and whatever overwrites the output. All is
-    put into plain memory first: the rules read tensors as if they lay there in order. One gradient
-    per record and parameter is made: memory is B times the parameters.
-
-    The mean of the gradients over the records must be the ordinary gradient of the loss, which the
-    same backward pass gives. That finds uses of a parameter that no hook sees.
-
-    Of Opacus' own layers two would be given the gradients of other records, which are refused:
-    ``DPMultiheadAttention`` with ``batch_first=False`` or ``add_bias_kv=True``, and recurrent layers
-    called with packed sequences, whose rows are in the order of the lengths. The book-keeping engine
-    covers both.
+    Refused is what its validators refuse, and gradients whose mean over the records is not the
+    ordinary gradient: parameters used outside of their layers, layers that Opacus takes for others,
+    tensors that were overwritten. So are records in another dimension or order, which no mean shows.
     """
 
     name = "hooks"
     runs_backward = True
 
     def __init__(self) -> None:
-        self._hooks = ModuleHooks()
-        self._params: Sequence[nn.Parameter] = ()
-        self._trained: set[nn.Parameter] = set()
-        self._names: dict[nn.Parameter, str] = {}
-        self._outputs: set[Any] = set()
-        self._is_live = False  # a backward pass is ours
-        self._found: dict[nn.Parameter, Tensor] | None = None  # of the last backward pass
-        self._plain: Sequence[Tensor | None] = ()  # its ordinary gradients
+        self._opacus, self._params = _Hooks(nn.Module()), dict[str, nn.Parameter]()
+        self._found: dict[str, tuple[Any, Any]] | None = None  # rows and ordinary gradients
 
     def attach(self, module: nn.Module, params: Sequence[nn.Parameter]) -> None:
         self.detach()
-        refuse_layers(module)
-        self._params, self._trained = params, set(params)
-        self._names = {param: name for name, param in module.named_parameters()}
-        names = {part: name for name, part in module.named_modules()}
-        try:
-            for part in module.modules():
-                if isinstance(part, DPRNNBase) and is_trained(part):
-                    before = partial(part.register_forward_pre_hook, with_kwargs=True)
-                    self._hooks.add(part, before, refuse_packed)
-            for layer in dict.fromkeys(_layers(module)):
-                self._watch(names[layer], layer)
-        except UnsupportedModelError:
-            self.detach()
-            raise
-
-    def _watch(self, name: str, layer: nn.Module) -> None:
-        rule = _rule_of(name, layer)
-
-        def before(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            refuse_call(name, layer, args, kwargs)
-
-        def after(_: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-            self._note(name, layer, rule, args[0], output)
-
-        self._hooks.add(layer, partial(layer.register_forward_pre_hook, with_kwargs=True), before)
-        # Before the user's hooks, which may change the output.
-        self._hooks.add(layer, partial(layer.register_forward_hook, prepend=True), after)
-
-    def _note(self, name: str, layer: nn.Module, rule: _Rule, given: Tensor, output: Any) -> None:
-        """Wait for the gradient of what a layer made."""
-        if not torch.is_grad_enabled():
-            return
-        refuse_output(name, layer, output)
-        if output.requires_grad:
-            self._outputs.add(output.grad_fn)
-            back = partial(self._back, name, layer, rule, given.detach(), given._version)
-            output.register_hook(back)
-
-    @torch.no_grad()
-    def _back(
-        self,
-        name: str,
-        layer: nn.Module,
-        rule: _Rule,
-        given: Tensor,
-        version: int,
-        gradient: Tensor,
-    ) -> None:
-        """Add up each record's gradients of one call; the rules want the loss to be a sum."""
-        if not self._is_live or self._found is None:
-            return
-        refuse_overwritten(name, layer, given, version)
-        with as_unsupported(name, layer):
-            rows = rule(given.contiguous(), (gradient.detach() * len(given)).contiguous())
-            for param, row in rows.items():
-                if param in self._trained:
-                    so_far = self._found.get(param)
-                    self._found[param] = row if so_far is None else so_far + row
-
-    def outputs_of_layers(self) -> Collection[Any]:
-        return self._outputs
+        _refuse_layers(module)
+        self._opacus, trained = _Hooks(module), set(params)
+        self._params = {name: p for name, p in module.named_parameters() if p in trained}
 
     def backward(self, loss: Tensor, *, keep_graph: bool = False, combined: bool = False) -> None:
-        self._found, self._is_live = {}, True
+        opacus, params = self._opacus, list(self._params.values())
+        after = _copied(opacus.kept if keep_graph else opacus.fresh)
+        opacus.is_live, opacus.rows = True, []
         try:
-            self._plain = torch.autograd.grad(
-                loss, tuple(self._params), retain_graph=keep_graph or None, allow_unused=True
-            )
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", "Full backward hook is firing")
+                plain = torch.autograd.grad(loss, params, None, keep_graph, allow_unused=True)
+            rows = [opacus.kept[param].get("grad_sample") for param in params]
+            self._found = dict(zip(self._params, zip(rows, plain, strict=True), strict=True))
         finally:
-            self._is_live = False
-            self._outputs = set()
+            opacus.is_live, opacus.kept = False, after
 
     def take(self, scale: float, touched: Mapping[str, nn.Parameter]) -> MaterialisedGradients:
-        found, plain = self._found, self._plain
-        self._found, self._plain = None, ()
+        found, self._found = self._found, None
         if found is None:
-            raise RefusedRun(
-                "OpacusHooks.backward() must come before take().", topic="out-of-order"
-            )
-        pairs = zip(self._params, plain, strict=True)
-        missing = [self._names[p] for p, g in pairs if g is not None and p not in found]
-        if missing:
+            raise RefusedRun("OpacusHooks.backward() comes before take().", topic="out-of-order")
+        used = {name: pair for name, pair in found.items() if pair[1] is not None}
+        if missing := [name for name, (rows, _) in used.items() if not isinstance(rows, Tensor)]:
             raise UncoveredParameterError(missing)
-        gradients = MaterialisedGradients(self._params, [found.get(p) for p in self._params], scale)
-        refuse_wrong_sums(self._names, found, dict(zip(self._params, plain, strict=True)))
+        number_of_records(self._opacus.rows)
+        rows = [rows for rows, _ in found.values()]
+        gradients = MaterialisedGradients(list(self._params.values()), rows, scale)
+        if gradients.count:
+            _refuse_wrong_means(used)
         return gradients
 
     def drop(self) -> None:
-        self._found, self._plain, self._outputs = None, (), set()
+        self._found, self._opacus.kept = None, _copied(self._opacus.fresh)
 
     def rest(self) -> None:
-        self._hooks.take_off()
+        self._opacus.hooks.take_off()
 
     def wake(self) -> None:
-        self._hooks.put_on()
+        self._opacus.hooks.put_on()
 
     def detach(self) -> None:
-        self._hooks.take_off()
-        self._hooks = ModuleHooks()
-        self._params, self._trained, self._names = (), set(), {}
-        self.drop()
+        self.rest()
+        self._opacus, self._params, self._found = _Hooks(nn.Module()), {}, None
 
 
-def _layers(module: nn.Module) -> Iterator[nn.Module]:
-    """Yield the layers whose gradients are worked out: of one without a rule, no layer inside."""
-    is_own = any(param.requires_grad for param in module.parameters(recurse=False))
-    if is_own and type(module) not in (DPRNN, DPLSTM, DPGRU):  # theirs are on the layers inside
-        yield module
-        if type(module) not in GradSampleHooks.GRAD_SAMPLERS:
-            return
-    for part in module.children():
-        yield from _layers(part)
+def _copied(kept: _Kept) -> _Kept:
+    return {each: {name: copy(value) for name, value in has.items()} for each, has in kept.items()}
 
 
-def _rule_of(name: str, layer: nn.Module) -> _Rule:
-    """Return Opacus' rule of a layer, or what ``torch.func`` makes of its forward pass.
-
-    Raises:
-        UnsupportedModelError: if there is neither.
-    """
-    known = GradSampleHooks.GRAD_SAMPLERS.get(type(layer))
-    if known is not None:
-        return lambda given, back: known(layer, [given], back)
-    if names := [key for key, _ in layer.named_buffers()]:
+def _refuse_layers(module: nn.Module) -> None:
+    """Refuse what Opacus' validators do, and records in the second dimension."""
+    reasons = []
+    for name, layer in module.named_modules():
+        if not any(param.requires_grad for param in layer.parameters()):
+            continue
+        refuse_script(name, layer)
+        errors = []
+        if any(param.requires_grad for param in layer.parameters(recurse=False)):
+            errors = ModuleValidator.VALIDATORS.get(type(layer), lambda _: [])(layer)
+            if not errors and (buffers := [key for key, _ in layer.named_buffers()]):
+                errors = [f"keep the buffers {buffers[:5]} in a module without parameters."]
+        if isinstance(layer, DPMultiheadAttention) and (layer.add_bias_kv or not layer.batch_first):
+            errors = ["engine='bookkeeping' takes what is not batch_first, and add_bias_kv=True."]
+        reasons += [f"{name or 'The module'} ({type(layer).__name__}): {error}" for error in errors]
+    if reasons:
         raise UnsupportedModelError(
-            f"{name or 'The module'} ({type(layer).__name__}) itself has parameters, and the buffers "
-            f"{names[:5]}, which Opacus does not take. Keep them in a module without parameters.",
+            f"Opacus cannot compute per-sample gradients for these layers: {' '.join(reasons)} "
+            "lightning_dp.fix(model, attention=True) puts opacus.layers.DPLSTM, DPGRU, DPRNN and "
+            "DPMultiheadAttention in their place; engine='auto' trains torch's layers as they are.",
             topic="opacus-hooks",
         )
-    with as_unsupported(name, layer):
-        try:
-            prepare_layer(layer)
-            compute = vars(layer)["ft_compute_sample_grad"]
-        finally:
-            vars(layer).pop("ft_compute_sample_grad", None)
-    params = list(layer.parameters())
 
-    def by_torch_func(given: Tensor, back: Tensor) -> Mapping[nn.Parameter, Tensor]:
-        given = given.to(back.dtype) if given.is_floating_point() else given
-        return dict(zip(params, compute(params, given, back), strict=True))
 
-    return by_torch_func
+def _refuse_wrong_means(pairs: Mapping[str, tuple[Any, Any]]) -> None:
+    """Refuse rows whose mean is not the ordinary gradient, by public tolerances; not NaN and inf."""
+    rough = any(rows.dtype.itemsize < 4 or rows.device.type != "cpu" for rows, _ in pairs.values())
+    part, whole = (5e-2, 1e-3) if rough or torch.is_autocast_enabled("cpu") else (1e-3, 1e-5)
+    means = [(as_rows(rows).float(), plain.to_dense().flatten()) for rows, plain in pairs.values()]
+    far = torch.stack([(rows.mean(0) - plain).norm() for rows, plain in means])
+    lengths = torch.stack([rows.norm(dim=1).mean() for rows, _ in means])
+    is_wrong = (far > part * lengths + whole * lengths.nan_to_num(0.0).norm()).tolist()
+    if wrong := [name for name, is_far in zip(pairs, is_wrong, strict=True) if is_far]:
+        raise UnsupportedModelError(
+            f"The mean of Opacus' gradients per record is not the ordinary gradient of {wrong[:5]}: "
+            "they are used outside of calls of their layers, a layer is not what Opacus takes it for, "
+            "or a tensor was overwritten. Use engine='auto'.",
+            topic="opacus-hooks",
+        )

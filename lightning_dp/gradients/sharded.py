@@ -181,6 +181,6 @@ class WholeParameters:
                 raise UnsupportedModelError(
                     f"A sharded parameter of shape {tuple(variable.shape)} is used outside of its layer "
                     "(F.linear(x, layer.weight), say), where it cannot be told which one it is. Call "
-                    "the layer that has it, or give engine='functional', which follows every function.",
+                    "the layer that has it.",
                     topic="sharded",
                 )

@@ -33,7 +33,7 @@ _SHARDS = "Its sums do not go into shards of parameters."
 _WAITS = (
     "A batch has shapes that the gradient engine cannot tell records apart in, and training_step must "
     "not run again for the next engine, since it waits for other processes (all_gather, all_reduce). "
-    "Leave that out of training_step, or choose the engine: engine='hooks', or engine='one_by_one'."
+    "Leave that out of training_step, or choose engine='one_by_one'."
 )
 
 
@@ -80,8 +80,7 @@ def _chosen(config: PrivacyConfig, world: World, *, has_public: bool) -> EngineC
         has_public: there are parameters of public optimizers.
     """
     traits = config.resolved_estimator().traits
-    # Opacus' hooks have no Hessian-vector products, and watch one ordinary backward pass.
-    choice = EngineChoice(config.engine, own_only=traits.uses_hessian or has_public)
+    choice = EngineChoice(config.engine)
     if config.engine == "ghost":
         _leave_ghost(
             choice, is_sharded=world.is_sharded, asks_one_gradient=traits.asks_one_gradient
