@@ -12,7 +12,6 @@ from torch import Tensor, nn
 
 from lightning_dp._refusals import Refusal
 from lightning_dp.boundary import AbstractPerSampleGradients
-from lightning_dp.gradients.known_graphs import Graph
 
 if TYPE_CHECKING:
     from lightning_dp.gradients.batches import SampleBatch
@@ -204,10 +203,6 @@ class AbstractGradientEngine(ABC):
         Full backward hooks on modules show by themselves where their outputs are.
         """
         return ()
-
-    def graph_of(self, loss: Tensor) -> Graph:
-        """Return the graph of a loss."""
-        return Graph.of(loss.grad_fn, self.outputs_of_layers())
 
     @abstractmethod
     def take(self, scale: float, touched: Mapping[str, nn.Parameter]) -> AbstractPerSampleGradients:

@@ -16,7 +16,7 @@ from lightning_dp.gradients.base import (
     UnsupportedModelError,
     without_alone,
 )
-from lightning_dp.gradients.record_flow import CoupledLossError
+from lightning_dp.gradients.loss_graph import CoupledLossError
 from lightning_dp.gradients.sharded import refuse_other_shards
 from lightning_dp.gradients.unsupported import refuse_sharded, refuse_special
 

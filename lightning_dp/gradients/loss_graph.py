@@ -2,51 +2,35 @@ r"""The check of a loss by its autograd graph: records meet in sums with constan
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Sequence
-from functools import cached_property
+from functools import cache
 from typing import Any
 
+import torch
 from torch import Tensor, nn
-from torch.autograd.function import BackwardCFunction
 
-from lightning_dp.gradients import flow_arithmetic as arithmetic
-from lightning_dp.gradients import flow_of_parts as of_parts
-from lightning_dp.gradients.flow_arithmetic import Outcome, Rule
-from lightning_dp.gradients.known_graphs import Graph, Sources
-from lightning_dp.gradients.record_flow import (
-    NOTHING,
-    ROWS,
-    CoupledLossError,
-    Flow,
-    Given,
-    Meeting,
-    name_of,
-)
+from lightning_dp.gradients.base import ALONE, UnsupportedModelError
 
-__all__ = ["CoupledLossError", "check_graph", "check_loss_graph"]
+__all__ = ["CoupledLossError", "check_loss_graph"]
 
-# What a value of any shape may hold; more than that would keep nodes of a graph.
-_ANY_SHAPE = (ROWS, NOTHING)
+
+class CoupledLossError(UnsupportedModelError):
+    """The loss mixes records by more than sums with constant coefficients."""
 
 
 def check_loss_graph(loss: Tensor, records: int, outputs: Collection[Any]) -> None:
     r"""Refuse a loss that is not :math:`\sum_i c_i f_i` with f_i of record i alone and constant c_i.
 
-    Seen in the graph alone, whatever the values are: where does the dimension of the records go?
-    Nodes that take rows to rows may be anything. A node that goes over the records may be a sum or
-    a mean, and after it only sums, constant factors and changes of shape may come. Values that are
-    known to be of one record (``losses[3]``) may go through anything, too.
-
-    The dimension of the records is that whose size is a multiple of their number. Where several
-    are, or none, nothing is refused until it is clear again: a batch of another size tells, and
-    the other checks of isolation look at values. A coefficient without a gradient is taken for a
-    constant.
+    One walk goes from the loss back to the rows, which are tensors with a dimension that is a multiple
+    of the number of records; what happens before them is not judged. On the way only sums, means,
+    constant factors and changes of shape may stand, and anything within a single record
+    (``losses[3].sqrt()``). A factor without a gradient is taken for a constant.
 
     Args:
         loss: before its backward pass.
         records: n, the number of records it was computed from.
-        outputs: the graph nodes that made the outputs of trained layers: there the rows begin.
-            Tensors with a gradient that are no parameters have rows, too.
+        outputs: the graph nodes that made the outputs of trained layers, which depend on records.
 
     Raises:
         CoupledLossError: naming the node and the cure.
@@ -62,277 +46,207 @@ def check_loss_graph(loss: Tensor, records: int, outputs: Collection[Any]) -> No
         ...     str(error)[:60]
         'The loss takes clamp (ClampBackward1) of what mean (MeanBack'
     """
-    check_graph(Graph.of(loss.grad_fn, outputs), records)
+    if records > 1 and loss.grad_fn is not None:
+        _Walk(records, outputs).back_from(loss.grad_fn)
 
 
-def check_graph(graph: Graph, records: int) -> None:
-    """Do the same with the graph of a loss.
+def _names(names: str) -> frozenset[str]:
+    return frozenset(names.split())
 
-    Of graphs made alike only those nodes are looked at again whose shapes or attributes decide.
 
-    Raises:
-        CoupledLossError: naming the node and the cure.
-    """
-    if records < 2:
-        return
-    if graph.known.looked is None or not _Walk(records, graph).once_more():
-        _Walk(records, graph).along()
+# Nodes that choose some entries, that put them into a whole, and that only move them.
+_CHOICES = _names(
+    "Index IndexSelect Gather MaskedSelect Take Select Slice Split SplitWithSizes UnsafeSplit "
+    "UnsafeSplitWithSizes Unbind PackPaddedSequence"
+)
+_WHOLES = _names(
+    "Stack Cat IndexPut IndexCopy IndexAdd Scatter ScatterAdd MaskedScatter CopySlices"
+)
+_HOOK = "BackwardHookFunction"  # a module's full backward hooks: an identity
+_MOVES = (_CHOICES | _WHOLES | {_HOOK}) | _names(
+    "ToCopy Clone Copy Alias View UnsafeView ReshapeAlias AsStrided Squeeze Unsqueeze Expand Repeat "
+    "Permute Transpose T Flip Roll Diagonal ConstantPadNd AccumulateGrad"
+)
+_LINEAR = _MOVES | _names("Add Sub Rsub Neg Sum Mean Cumsum Trace NllLoss NllLoss2D")
+_PRODUCTS = _names("Mul Mm Bmm Mv Dot Vdot Addmm Addmv Addbmm Baddbmm")
+_LOSSES = _names(  # sums or means of what each row is alone
+    "MseLoss SmoothL1Loss HuberLoss BinaryCrossEntropy BinaryCrossEntropyWithLogits SoftMarginLoss "
+    "MultiMarginLoss MultilabelMarginLoss"
+)
 
 
 class _Walk:
-    """One walk through a graph, from what it begins with to the loss.
+    """One walk from a loss back to its rows.
 
     Args:
-        records: their number.
-        graph: its outputs of layers are the nodes at which rows begin.
+        n: the number of records.
+        outputs: the nodes that made the outputs of trained layers.
     """
 
-    def __init__(self, records: int, graph: Graph) -> None:
-        self._records, self._graph, self._outputs = records, graph, graph.outputs
-        self._flows: dict[Any, Outcome] = {}
-        self._pieces: dict[Any, Outcome] = {}
+    def __init__(self, n: int, outputs: Collection[Any]) -> None:
+        self._n, self._outputs = n, outputs
+        self._constant = set[Any]()  # nodes that hold nothing of the records
 
-    @cached_property
-    def _layers(self) -> set[Any]:
-        return {_behind_a_view(node) for node in self._outputs}
+    def back_from(self, root: Any) -> None:
+        """Refuse the first node that takes more than a sum over records."""
+        todo, met = [(root, 0)], set[Any]()
+        while todo:
+            node, number = todo.pop()
+            if node in met or self._rows(node, number):
+                continue
+            met.add(node)
+            if not self._is_linear(node):
+                taker = self._taker(node, 0, None)
+                if taker is not None:
+                    raise _refusal(_OVER if taker is node else _OF, node, taker)
+            elif _is_mean(node) and self._is_over_chosen(node):
+                raise _refusal(_CHOSEN, node)
+            todo += _above(node)
 
-    def along(self) -> None:
-        """Follow the records from the first node to the last, and remember what structure decides."""
-        flows, looked = self._flows, list[tuple[int, Sources | None]]()
-        places = {node: number for number, node in enumerate(self._graph.order)}
-        for number, (node, edges) in enumerate(self._graph.order.items()):
-            given = self._given(edges)
-            decided = self._by_structure(node, edges, given)
-            if decided is None:
-                flows[node] = self._flow(node, edges, given)
-                looked.append((number, self._sources(node, edges, given, places)))
-            else:
-                flows[node] = decided
-        known = self._graph.known
-        known.flows = tuple([flow if flow in _ANY_SHAPE else None for flow in flows.values()])
-        known.looked = tuple(looked)
+    def _rows(self, node: Any, number: int) -> list[int]:
+        """Return the sizes of the dimensions that may be those of the rows, of an output of a node."""
+        return [size for size in _shape(node, number) if size and size % self._n == 0]
 
-    def once_more(self) -> bool:
-        """Look only where structure did not decide; False if something else is found there."""
-        graph, known = self._graph, self._graph.known
-        self._flows = flows = dict(zip(graph.order, known.flows, strict=True))
-        for number, sources in known.looked or ():
-            if sources is not None:
-                if self._are_rows(sources):
-                    continue
-                return False
-            node, before = graph.nodes[number], known.flows[number]
-            edges = graph.order[node]
-            flows[node] = flow = self._flow(node, edges, self._given(edges))
-            if before is not None and flow is not before:
-                return False  # and what follows may have relied on it
-        return True
+    def _is_linear(self, node: Any) -> bool:
+        """Return whether a node without rows takes a sum with constant coefficients."""
+        name, above = _name(type(node)), node.next_functions
+        if name in _PRODUCTS:  # a matrix product of rows takes the sum over them
+            of_records = [e for e in above[-2:] if e[0] is not None and self._is_of_records(e[0])]
+            return len(of_records) < 2 or all(self._rows(*edge) for edge in of_records)
+        if name == "Div":
+            below = above[1][0] if len(above) > 1 else None
+            return below is None or not self._is_of_records(below)
+        is_norm_1 = 1 in (getattr(node, "_saved_ord", 0), getattr(node, "_saved_p", 0))
+        if name in _LOSSES or (is_norm_1 and name.endswith("Norm")):
+            return all(self._rows(*edge) for edge in _above(node))
+        return name in _LINEAR and (name != "CopySlices" or len(above) > 1)  # 1: done in place
 
-    def _given(self, edges: Any) -> list[Outcome]:
-        return [NOTHING if into is None else self._flows[into] for into, _ in edges]
+    def _is_of_records(self, node: Any) -> bool:
+        """Return whether a node depends on records: on a layer's output, or on data with a gradient."""
+        todo, met = [node], set[Any]()
+        while todo:
+            node = todo.pop()
+            if node in met or node in self._constant:
+                continue
+            met.add(node)
+            variable = getattr(node, "variable", None)
+            is_data = variable is not None and not isinstance(variable, nn.Parameter)
+            is_output = node in self._outputs or _name(type(node)) == _HOOK
+            if is_output or (is_data and self._rows(node, 0)):
+                return True
+            todo += [each for each, _ in _above(node)]
+        self._constant |= met
+        return False
 
-    def _by_structure(self, node: Any, edges: Any, given: Sequence[Outcome]) -> Flow | None:
-        """Return what a node of any shape and with any attributes holds; None if they decide."""
-        nothing, rows = given.count(NOTHING), given.count(ROWS)
-        if nothing == len(given):
-            return None if self._may_begin(node, edges) else NOTHING
-        if rows != 1 or rows + nothing != len(given):
-            return None
-        rule, is_entry_by_entry = _rules[type(node)]
-        is_of_rows = is_entry_by_entry or (rule in _LAYERS and node in self._layers)
-        return ROWS if is_of_rows else None
+    def _taker(self, node: Any, number: int, taker: Any) -> Any:
+        """Return a node, from one on upwards, that takes the rows of several records; None if none does.
 
-    def _sources(
-        self, node: Any, edges: Any, given: Sequence[Outcome], places: dict[Any, int]
-    ) -> Sources | None:
-        """Return inputs of which it is enough that they are rows of one shape: then the node has rows.
+        Where some rows were chosen (one record in a loop, say), nobody knows whose they are.
 
-        None if more decides what it holds.
+        Args:
+            node, number: where to begin.
+            taker: one that is below, if it has been found and only the rows have to be seen.
         """
-        flows = _each(given, edges)
-        are_sure = all(
-            each is NOTHING or flow is ROWS for each, flow in zip(given, flows, strict=True)
-        )
-        if not (are_sure and self._makes_rows(node, edges, flows)):
-            return None
-        pairs = zip(edges, flows, strict=True)
-        return tuple([(places[into], number) for (into, number), flow in pairs if flow is ROWS])
+        todo, met = [(node, number, taker)], set[Any]()
+        while todo:
+            node, number, taker = todo.pop()
+            above = [edge for edge in _above(node) if self._is_of_records(edge[0])]
+            if taker is not None and not above:
+                return taker
+            for child, output in above:
+                rows, lower = self._rows(child, output), taker
+                if rows and lower is None:
+                    if not self._goes_over(node, child, output):
+                        continue
+                    lower = node
+                elif _name(type(node)) in _CHOICES and rows != self._rows(node, number):
+                    continue
+                if (child, output, lower is None) not in met:
+                    met.add((child, output, lower is None))
+                    todo.append((child, output, lower))
+        return None
 
-    def _are_rows(self, sources: Sources) -> bool:
-        """Tell whether outputs of nodes, by their places, are rows of one shape."""
-        first: Any = None
-        for place, number in sources:
-            node = self._graph.nodes[place]
-            flow = self._flows[node]
-            if (flow[number] if isinstance(flow, list) else flow) is not ROWS:
-                return False
-            if len(sources) > 1:
-                shape = node._input_metadata[number].shape
-                if first is not None and shape != first:
-                    return False
-                first = shape
-        return True
+    def _goes_over(self, node: Any, child: Any, output: int) -> bool:
+        """Return whether a node without rows surely takes them together."""
+        name = _name(type(node))
+        if name in _MOVES or name in _PRODUCTS:
+            return name in _PRODUCTS
+        before, after = _shape(child, output), _shape(node)
+        return len(after) < len(before) or after[before.index(self._rows(child, output)[0])] == 1
 
-    def _makes_rows(self, node: Any, edges: Any, flows: Sequence[Flow]) -> bool:
-        """Tell whether a node makes rows of rows of one shape, and of nothing else of the records."""
-        rule, is_entry_by_entry = _rules[type(node)]
-        rows = flows.count(ROWS)
-        if not rows or rows + flows.count(NOTHING) != len(flows):
-            return False
-        if rows == 1:
-            return is_entry_by_entry or (rule in _LAYERS and node in self._layers)
-        return rule in _OF_ALIKE and _are_alike(edges, flows)  # so that rows meet their own ones
+    def _is_over_chosen(self, mean: Any) -> bool:
+        """Return whether a mean goes over as many records as a mask or an index chose."""
+        kept = set(_shape(mean))
+        todo = [(child, set(_shape(child, output)) - kept) for child, output in _above(mean)]
+        met = set[Any]()
+        while todo:
+            node, sizes = todo.pop()  # of dimensions that the mean may go over
+            name = _name(type(node))
+            if node in met or not sizes or node in self._outputs or name in _WHOLES:
+                continue
+            met.add(node)
+            for child, output in _above(node):
+                before, after = _shape(child, output), _shape(node)
+                if after and after[0] in sizes and self._is_chosen(node, before, after):
+                    if self._taker(child, output, mean) is not None:
+                        return True
+                else:
+                    todo.append((child, sizes.intersection(before)))
+        return False
 
-    def _flow(self, node: Any, edges: Any, given: Sequence[Outcome]) -> Outcome:
-        """Return what a node holds, from what its inputs hold."""
-        rule, flows = _rules[type(node)][0], _each(given, edges)
-        if self._makes_rows(node, edges, flows):
-            return ROWS
-        rows = flows.count(ROWS)
-        if rows + flows.count(NOTHING) == len(flows):
-            if not rows:
-                return self._beginning(node, edges)
-            if rows == 1 and rule is of_parts.parts:
-                return self._parts(node, edges, flows)
-        return rule(self._meeting(node, edges, flows))
-
-    def _meeting(self, node: Any, edges: Any, flows: Sequence[Flow]) -> Meeting:
-        inputs = [
-            None if e is None else Given(flow, e._input_metadata[number].shape)
-            for (e, number), flow in zip(edges, flows, strict=True)
-        ]
-        return Meeting(node, inputs, self._records)
-
-    def _parts(self, node: Any, edges: Any, flows: Sequence[Flow]) -> Outcome:
-        """Return what parts of rows hold: alike wherever the same is cut in the same way."""
-        into, number = next(e for e, flow in zip(edges, flows, strict=True) if flow is ROWS)
-        sizes = getattr(node, "_saved_split_sizes", None) or getattr(node, "_saved_split_size", 0)
-        shape = tuple(into._input_metadata[number].shape)
-        key = type(node), shape, node._saved_dim, str(sizes)
-        if key not in self._pieces:
-            self._pieces[key] = of_parts.parts(self._meeting(node, edges, flows))
-        return self._pieces[key]
-
-    def _beginning(self, node: Any, edges: Any) -> Flow:
-        """Return rows where they begin: at a layer's output, or in data that have a gradient."""
-        if not self._may_begin(node, edges):
-            return NOTHING
-        if edges:
-            return self._with_rows(node._input_metadata[0].shape)
-        is_parameter = isinstance(node.variable, nn.Parameter)
-        return NOTHING if is_parameter else self._with_rows(node.variable.shape)
-
-    def _may_begin(self, node: Any, edges: Any) -> bool:
-        """Tell whether rows may begin at a node that holds nothing of them else."""
-        if edges:
-            return node in self._outputs or type(node).__name__ == _HOOK
-        variable = getattr(node, "variable", None)
-        return variable is not None and type(variable) is not nn.Parameter
-
-    def _with_rows(self, shape: Sequence[int]) -> Flow:
-        """Return rows for a shape that has them first, or after the time."""
-        first = shape[: max(1, min(2, len(shape) - 1))]
-        return ROWS if any(size and size % self._records == 0 for size in first) else NOTHING
+    def _is_chosen(self, node: Any, before: Sequence[int], after: Sequence[int]) -> bool:
+        """Return whether the number of rows may follow the records: that of a mask, even if it is n."""
+        name = _name(type(node))
+        if name != "Index" or not before or before[0] != self._n:
+            return name == "MaskedSelect" and self._n in before
+        first = node._saved_indices[0]
+        return first is not None and (first.dtype == torch.bool or after[0] != self._n)
 
 
-def _each(given: Sequence[Outcome], edges: Any) -> list[Flow]:
-    """Return what comes along each edge, of what its node gives."""
-    return [
-        each[number] if isinstance(each, list) else each
-        for each, (_, number) in zip(given, edges, strict=True)
-    ]
+def _above(node: Any) -> list[tuple[Any, int]]:
+    """Return the nodes that feed a node, each with the number of its output."""
+    return [edge for edge in node.next_functions if edge[0] is not None]
 
 
-def _behind_a_view(node: Any) -> Any:
-    """Return the node that computes a layer's output: a linear one has a view behind it."""
-    is_view = _rules[type(node)][0] is arithmetic.linear and len(node.next_functions) == 1
-    return node.next_functions[0][0] if is_view else node
+def _shape(node: Any, number: int = 0) -> Sequence[int]:
+    return tuple(node._input_metadata[number].shape)
 
 
-def _are_alike(edges: Any, flows: Sequence[Flow]) -> bool:
-    """Tell whether all inputs that hold rows have one shape."""
-    first = None
-    for (into, number), flow in zip(edges, flows, strict=True):
-        if flow is ROWS:
-            shape = into._input_metadata[number].shape
-            if first is None:
-                first = shape
-            elif shape != first:
-                return False
-    return True
+def _is_mean(node: Any) -> bool:
+    return _name(type(node)) == "Mean" or getattr(node, "_saved_reduction", 0) == 1
 
 
-# A module's full backward hooks stand behind its output, and in front of its inputs: an identity.
-_HOOK = "BackwardHookFunctionBackward"
+@cache
+def _name(kind: type) -> str:
+    """Return the name of what a type of node differentiates."""
+    return re.sub(r"Backward[s\d]*(_copy)?$", "", kind.__name__)
 
 
-def _own_function(meeting: Meeting) -> Outcome:
-    """Follow a Function that somebody wrote: of what is in it, nothing is known."""
-    is_identity = type(meeting.node).__name__ == _HOOK
-    return arithmetic.linear(meeting) if is_identity else arithmetic.anything(meeting)
+# -- refusals -----------------------------------------------------------------------------------
 
-
-_BY_NAME = {
-    arithmetic.linear: "Add Sub Rsub Neg ToCopy Clone Copy Alias View UnsafeView ReshapeAlias Unsqueeze "
-    "Squeeze Permute Transpose T Expand Repeat AsStrided ConstantPadNd Real Imag ViewAsReal "
-    "ViewAsComplex Conj ConjPhysical Triu Tril Diagonal ToDense Unfold Rot90",
-    arithmetic.product: "Mul",
-    arithmetic.quotient: "Div",
-    arithmetic.power: "Pow",
-    arithmetic.interpolated: "Lerp",
-    arithmetic.total: "Sum",
-    arithmetic.mean: "Mean",
-    arithmetic.by_more_than_sums: "Max Min Amax Amin Aminmax Median Nanmedian Mode Kthvalue Topk Prod "
-    "Std Var StdMean VarMean Logsumexp Nansum",
-    arithmetic.norm: "Norm LinalgVectorNorm",
-    arithmetic.along: "Softmax SafeSoftmax LogSoftmax Sort Cumprod Cummax Cummin Logcumsumexp",
-    arithmetic.running_sum: "Cumsum FftC2C FftR2C FftC2R",
-    arithmetic.loss_function: "NllLoss NllLoss2D MseLoss SmoothL1Loss HuberLoss BinaryCrossEntropy "
-    "BinaryCrossEntropyWithLogits SoftMarginLoss MultiMarginLoss MultilabelMarginLoss",
-    arithmetic.layer_norm: "NativeLayerNorm FusedRmsNorm",
-    arithmetic.batch_norm: "NativeBatchNorm CudnnBatchNorm MiopenBatchNorm",
-    arithmetic.matrix_product: "Mm Bmm Mv Dot Vdot Addmm Addmv Addbmm Baddbmm",
-    arithmetic.matrix_function: "LinalgSvd LinalgQr LinalgEig LinalgEigh LinalgInvEx LinalgDet "
-    "LinalgSlogdet LinalgCholeskyEx LinalgSolveEx LinalgLuFactorEx LinalgLu LinalgLstsq "
-    "LinalgMatrixExp LinalgPinv LinalgSolveTriangular CholeskySolve CholeskyInverse",
-    arithmetic.distances: "Cdist EuclideanDist Pdist",
-    of_parts.part: "Select Slice",
-    of_parts.parts: "Unbind Split SplitWithSizes UnsafeSplit UnsafeSplitWithSizes",
-    of_parts.whole: "Stack Cat IndexPut IndexCopy IndexFill Scatter MaskedScatter SelectScatter "
-    "SliceScatter",
-    of_parts.written: "CopySlices",
-    of_parts.added_at: "IndexAdd ScatterAdd Put",
-    of_parts.reduced_at: "ScatterReduce IndexReduce SegmentReduce",
-    of_parts.chosen: "Index IndexSelect Gather MaskedSelect Take",
-    of_parts.packed: "PackPaddedSequence",
-    of_parts.moved: "Roll Flip",
-}
-# Of rows alone, these make rows, whatever the shapes are.
-_ENTRY_BY_ENTRY = frozenset(
-    (
-        *("Relu", "Gelu", "Silu", "Tanh", "Sigmoid", "LeakyRelu", "Elu", "Hardtanh", "Hardswish"),
-        *("Exp", "Log", "Sqrt", "Rsqrt", "Abs", "Clamp", "Convolution", "MaxPool2DWithIndices"),
-        *("AvgPool2D", "AdaptiveAvgPool2D", "NativeDropout"),
-    )
+_OF = (
+    "{} of what {} makes of several records, so that records change each other's gradients. Take it of "
+    "each record's own value (reduction='none'), and then the mean over the records, with nothing but "
+    "sums and constant factors after it."
 )
-_LAYERS = {arithmetic.matrix_product, arithmetic.layer_norm}
-_OF_ALIKE = {arithmetic.linear, arithmetic.product, arithmetic.quotient}
-_OF_ONE = {arithmetic.linear, arithmetic.product, arithmetic.quotient, arithmetic.power}
+_OVER = (
+    "{} over several records, which is more than their sum, so that records change each other's "
+    "gradients. Take it within each record, over the other dimensions, and then the mean over the "
+    "records; leave out terms between records."
+)
+_CHOSEN = (
+    "{} over rows that a mask or an index chose, so that it divides by a number that all records "
+    "decide. Multiply each row's loss by the mask instead, and take the mean over all rows: "
+    "(losses * mask).mean()."
+)
 
 
-class _Rules(dict[type, tuple[Rule, bool]]):
-    """For each type of node the rule, and whether it makes rows of the rows of one input."""
-
-    def __missing__(self, kind: type) -> tuple[Rule, bool]:
-        if issubclass(kind, BackwardCFunction):
-            return _own_function, False  # not kept: such classes come and go
-        name = name_of(kind)
-        rule = _by_name.get(name, arithmetic.anything)
-        if name.startswith("ScaledDotProduct"):
-            rule = arithmetic.attention
-        self[kind] = rule, rule in _OF_ONE or name in _ENTRY_BY_ENTRY
-        return self[kind]
+def _refusal(text: str, *nodes: Any) -> CoupledLossError:
+    found = text.format(*map(_words, nodes))
+    return CoupledLossError(f"The loss takes {found} {ALONE}", topic="coupled-loss")
 
 
-_by_name = {name: rule for rule, names in _BY_NAME.items() for name in names.split()}
-_rules = _Rules()
+def _words(node: Any) -> str:
+    """Return a node's name as the user would call it, and as the graph does."""
+    snake = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", _name(type(node))).lower()
+    return f"{snake} ({type(node).__name__})"

@@ -5,11 +5,8 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import Any
 
-from torch import Tensor
-
 from lightning_dp._refusals import RefusedRun
 from lightning_dp.gradients.base import AbstractGradientEngine
-from lightning_dp.gradients.known_graphs import Graph
 from lightning_dp.gradients.recording import Recorder
 
 __all__ = ["AbstractRecordingEngine"]
@@ -33,9 +30,6 @@ class AbstractRecordingEngine(AbstractGradientEngine):
 
     def outputs_of_layers(self) -> Collection[Any]:
         return self._attached.outputs()
-
-    def graph_of(self, loss: Tensor) -> Graph:
-        return self._attached.graph_of(loss)
 
     def drop(self) -> None:
         if self._recorder is not None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import cached_property, partial
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -28,7 +28,6 @@ from lightning_dp.gradients.graph import (
     uncovered,
 )
 from lightning_dp.gradients.hessian import split
-from lightning_dp.gradients.known_graphs import Graph, KnownGraphs
 from lightning_dp.gradients.layer_call import Call, LayerCall
 from lightning_dp.gradients.layouts import Layout
 from lightning_dp.gradients.module_hooks import ModuleHooks
@@ -109,8 +108,6 @@ class Recorder:
         self._random_states: dict[nn.Module, Tensor | None] = {}  # before calls that are running
         self._marks: list[int] = []  # the tracer's calls before layers that are running
         self._problem: UnsupportedModelError | None = None
-        self._graph: tuple[Any, Graph] | None = None  # the root of a loss, and its graph
-        self._graphs = KnownGraphs()
         self._is_watching = True
         self._is_along = False  # a direction
         self._known = list(module.parameters())
@@ -149,7 +146,7 @@ class Recorder:
 
     def drop(self) -> None:
         """Forget what was recorded."""
-        self._calls, self._problem, self._graph = [], None, None
+        self._calls, self._problem = [], None
         self._unseen, self._random_states, self._marks = {}, {}, []
         if self._tracer is not None:
             self._tracer.clear()
@@ -356,13 +353,6 @@ class Recorder:
         edges = (edge for call in self._all() for edge in call.edges)
         return {edge.node for edge in edges if edge is not None} | self._unseen.keys()
 
-    def graph_of(self, loss: Tensor) -> Graph:
-        """Return the graph of a loss: one walk for all who ask before :meth:`take`."""
-        root, outputs = loss.grad_fn, self.outputs()
-        if self._graph is None or self._graph[0] is not root or self._graph[1].outputs != outputs:
-            self._graph = root, self._graphs.graph(root, outputs)
-        return self._graph[1]
-
     def _all(self) -> list[Call]:
         return [*self._calls, *([] if self._tracer is None else self._tracer.calls)]
 
@@ -383,10 +373,11 @@ class Recorder:
         nodes = {edge.node: call for call in calls for edge in call.edges if edge is not None}
         # Below what is computed from parameters alone nothing is a call: it is pulled back as one.
         parts = {s for call in calls if isinstance(call, FunctionCall) for s in call.part_sources}
-        whole = self.graph_of(loss)
-        graph = survey(in_order(loss.grad_fn, parts), whole.outputs) if parts else whole.survey()
+        order = in_order(loss.grad_fn)
+        leaves = [getattr(node, "variable", None) for node, into in order.items() if not into]
+        graph = survey(in_order(loss.grad_fn, parts) if parts else order, self.outputs())
         self.drop()
-        self.whole.refuse_unknown(whole.leaves, self._known)
+        self.whole.refuse_unknown(leaves, self._known)
         if graph.checkpoints and self._tracer is not None:
             raise UnsupportedModelError(REENTRANT, topic="checkpointing")
         if graph.choosing and self._tracer is None:
@@ -396,17 +387,8 @@ class Recorder:
         reached = {id(nodes[node]) for node in graph.reached}
         if len(reached) < len(calls):
             calls = [call for call in calls if id(call) in reached]
-        layers = tuple([id(call.layer) for call in calls if isinstance(call, LayerCall)])
-        if layers not in whole.known.covered:
-            self._refuse_uncovered(loss, calls, graph)
-            if self._structure_decides:
-                whole.known.covered.add(layers)
+        self._refuse_uncovered(loss, calls, graph)
         return calls, graph
-
-    @cached_property
-    def _structure_decides(self) -> bool:
-        """True if the layers that are called and a graph's structure tell whether all uses are known."""
-        return self._layers.are_plain and self._tracer is None and not self.whole.is_used
 
     def _refuse_uncovered(self, loss: Tensor, calls: Sequence[Call], graph: Survey) -> None:
         """Refuse a use of a parameter in the graph that is not a recorded call."""

@@ -22,7 +22,7 @@ from lightning_dp.gradients.batches import SampleBatch
 from lightning_dp.gradients.chunks import NoLoss, OtherRowsError, is_differentiable
 from lightning_dp.gradients.compiled import CompiledParts, as_written
 from lightning_dp.gradients.engines import EngineChoice
-from lightning_dp.gradients.loss_graph import CoupledLossError, check_graph
+from lightning_dp.gradients.loss_graph import CoupledLossError, check_loss_graph
 from lightning_dp.gradients.random_state import RandomState
 from lightning_dp.gradients.raw import RawGradientGuard
 
@@ -201,7 +201,7 @@ class WatchedModel:
             CoupledLossError: naming the node of the graph, and the cure.
         """
         if self._checks_graph and not self.engine.isolates:
-            check_graph(self.engine.graph_of(loss), size)
+            check_loss_graph(loss, size, self.engine.outputs_of_layers())
 
     def backward(self, loss: Tensor, *, keep_graph: bool = False, combined: bool = False) -> None:
         """Run the backward pass of a loss as the engine does it.
