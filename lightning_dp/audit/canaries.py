@@ -150,7 +150,7 @@ def _check(privacy: PrivacyConfig, num_canaries: int, confidence: float) -> None
         raise ValueError("noise_multiplier=0 claims nothing, so there is nothing to audit.")
     if privacy.runs_each_record_alone:
         raise ValueError(
-            "engine='one_by_one' has no chunk to put canaries in. Audit with engine='functional': what "
+            "engine='one_by_one' has no chunk to put canaries in. Audit with engine='layers': what "
             "is audited comes after the gradients, and is the same for all engines."
         )
     estimator = privacy.resolved_estimator()

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 
 from lightning_dp._refusals import Refusal
 from lightning_dp.boundary import AbstractPerSampleGradients
-from lightning_dp.gradients.known_graphs import Graph
 
 __all__ = [
     "ALONE",
@@ -131,9 +130,6 @@ class AbstractGradientEngine(ABC):
     keeps_compiled = False
     """True if it is right about models of which frozen modules run compiled: it counts all uses."""
 
-    goes_into_parameters = False
-    """True if its last backward pass gave parameters a gradient, as a side effect."""
-
     one_record: ClassVar[bool] = False
     """True if it answers for batches of a single record, so that each one must run alone."""
 
@@ -179,10 +175,6 @@ class AbstractGradientEngine(ABC):
         Full backward hooks on modules show by themselves where their outputs are.
         """
         return ()
-
-    def graph_of(self, loss: Tensor) -> Graph:
-        """Return the graph of a loss."""
-        return Graph.of(loss.grad_fn, self.outputs_of_layers())
 
     @abstractmethod
     def take(self, scale: float, touched: Mapping[str, nn.Parameter]) -> AbstractPerSampleGradients:

@@ -43,28 +43,16 @@ class Rung:
 
 
 # Opacus takes a second to import, and a command that only reads a report needs no engine.
-def _bookkeeping() -> AbstractGradientEngine:
-    from lightning_dp.gradients.bookkeeping import Bookkeeping
+def _layers() -> AbstractGradientEngine:
+    from lightning_dp.gradients.layer_calls import LayerCalls
 
-    return Bookkeeping()
+    return LayerCalls()
 
 
 def _ghost() -> AbstractGradientEngine:
     from lightning_dp.gradients.ghost import GhostClipping
 
     return GhostClipping()
-
-
-def _traced() -> AbstractGradientEngine:
-    from lightning_dp.gradients.bookkeeping import Bookkeeping
-
-    return Bookkeeping(traces=True)
-
-
-def _functional() -> AbstractGradientEngine:
-    from lightning_dp.gradients.bookkeeping import Bookkeeping
-
-    return Bookkeeping(rules={}, traces=True)
 
 
 def _hooks() -> AbstractGradientEngine:
@@ -79,19 +67,13 @@ def _one_by_one() -> AbstractGradientEngine:
     return OneByOne()
 
 
-_BOOKKEEPING = (
-    Rung("bookkeeping", _bookkeeping, takes_shards=True),
-    Rung(
-        "bookkeeping, with the functions where parameters meet records", _traced, takes_shards=True
-    ),
-)
-_HOOKS = Rung("hooks", _hooks, is_own=False)
+_LAYERS = Rung("layers", _layers, takes_shards=True)
 _LADDERS: Mapping[str, tuple[Rung, ...]] = {
-    "auto": (*_BOOKKEEPING, _HOOKS),
-    "bookkeeping": _BOOKKEEPING,
-    "ghost": (Rung("ghost", _ghost), *_BOOKKEEPING),
-    "functional": (Rung("functional", _functional, takes_shards=True),),
-    "hooks": (_HOOKS,),
+    "auto": (_LAYERS,),
+    "layers": (_LAYERS,),
+    "bookkeeping": (_LAYERS,),  # its old name
+    "ghost": (Rung("ghost", _ghost), _LAYERS),
+    "hooks": (Rung("hooks", _hooks, is_own=False),),
     "one_by_one": (Rung("one_by_one", _one_by_one),),
 }
 
@@ -111,9 +93,9 @@ class EngineChoice:
         ValueError: for a name that is not known.
 
     Example:
-        >>> choice = EngineChoice("auto")
+        >>> choice = EngineChoice("ghost")
         >>> choice.description
-        'bookkeeping'
+        'ghost'
         >>> choice.fall(UnsupportedModelError("net.scale was called with rows of (3, 4). Cure."))
         True
         >>> EngineChoice("hooks").fall(UnsupportedModelError("There is no other one."))

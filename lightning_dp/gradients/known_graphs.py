@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Collection, Hashable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, TypeAlias
 
-from lightning_dp.gradients.graph import Order, Survey, in_order, survey
+from lightning_dp.gradients.graph import Order, in_order
 
 __all__ = ["Graph", "Known", "KnownGraphs", "Sources"]
 
@@ -18,33 +17,18 @@ Sources: TypeAlias = tuple[tuple[int, int], ...]
 _MOST = 32  # structures that are kept
 
 
-@dataclass(frozen=True)
-class _Places:
-    """A :class:`Survey` with the places of nodes instead of nodes."""
-
-    uses: Counter[int]
-    reached: tuple[int, ...]
-    innermost: tuple[int, ...]
-    checkpoints: tuple[int, ...]
-    choosing: tuple[int, ...]
-
-
 @dataclass
 class Known:
     """All that was found in graphs of one structure, and no node of any of them.
 
     Args:
-        survey: where the recorded calls are.
         flows: what each node holds of the records, where it is rows or nothing.
         looked: the places of nodes for which more than the structure decides that, with inputs of which
             it is enough that they are rows of one shape; None if more is to be looked at.
-        covered: layers, by ``id``, whose calls are all uses of trained parameters.
     """
 
-    survey: _Places | None = None
     flows: tuple[Any, ...] = ()
     looked: tuple[tuple[int, Sources | None], ...] | None = None
-    covered: set[tuple[int, ...]] = field(default_factory=set)
 
 
 @dataclass(frozen=True)
@@ -73,26 +57,6 @@ class Graph:
     def nodes(self) -> list[Any]:
         """The nodes in their order."""
         return list(self.order)
-
-    def survey(self) -> Survey:
-        """Return what :func:`~lightning_dp.gradients.graph.survey` finds, the outputs being calls."""
-        nodes, places = self.nodes, self.known.survey
-        if places is None:
-            found = survey(self.order, self.outputs)
-            numbers = {node: number for number, node in enumerate(nodes)}
-            places_of = [
-                tuple([numbers[node] for node in each])
-                for each in (found.reached, found.innermost, found.checkpoints, found.choosing)
-            ]
-            self.known.survey = _Places(found.uses, *places_of)
-            return found
-        return Survey(
-            places.uses,
-            {nodes[place] for place in places.reached},
-            {nodes[place] for place in places.innermost},
-            [nodes[place] for place in places.checkpoints],
-            [nodes[place] for place in places.choosing],
-        )
 
 
 class KnownGraphs:

@@ -12,8 +12,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from lightning_dp.boundary import AbstractPerSampleGradients
 from lightning_dp.functional import unflatten
 from lightning_dp.gradients.base import AbstractGradientEngine, UnsupportedModelError
-from lightning_dp.gradients.checkpointing import gradients_of, has_checkpoints
 from lightning_dp.gradients.compiled import as_written
+from lightning_dp.gradients.graph import nodes, refuse_reentrant
 from lightning_dp.gradients.materialised import MaterialisedGradients
 
 __all__ = ["OneByOne"]
@@ -44,14 +44,13 @@ class OneByOne(AbstractGradientEngine):
         self._params = tuple(params)
 
     def backward(self, loss: Tensor, *, keep_graph: bool = False, combined: bool = False) -> None:
-        found: Sequence[Tensor | None]
-        self.goes_into_parameters = has_checkpoints(loss.grad_fn)
-        if self.goes_into_parameters:
-            found = gradients_of(loss, self._params, keep_graph=keep_graph)
-        else:
+        try:
             found = torch.autograd.grad(
                 loss, self._params, retain_graph=keep_graph or None, allow_unused=True
             )
+        except RuntimeError:
+            refuse_reentrant(loss.grad_fn)
+            raise
         self._found = self._flat(found)
 
     def take(self, scale: float, touched: Mapping[str, nn.Parameter]) -> AbstractPerSampleGradients:
@@ -110,16 +109,7 @@ def _has_error_node(tensor: Tensor) -> bool:
 
     Autograd raises only where it needs that part, and goes on without it otherwise.
     """
-    seen, stack = set(), [tensor.grad_fn]
-    while stack:
-        node = stack.pop()
-        if node is None or node in seen:
-            continue
-        if node.name().endswith("Error"):
-            return True
-        seen.add(node)
-        stack.extend(child for child, _ in node.next_functions)
-    return False
+    return any(node.name().endswith("Error") for node in nodes(tensor.grad_fn))
 
 
 def _entries(param: Tensor, gradient: Tensor | None) -> Tensor:

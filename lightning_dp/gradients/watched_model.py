@@ -14,7 +14,7 @@ from lightning_dp.gradients.base import ALONE, AbstractGradientEngine, Unsupport
 from lightning_dp.gradients.chunks import OtherRowsError
 from lightning_dp.gradients.compiled import CompiledParts, as_written
 from lightning_dp.gradients.engines import EngineChoice
-from lightning_dp.gradients.loss_graph import CoupledLossError, check_graph
+from lightning_dp.gradients.loss_graph import CoupledLossError, check_loss_graph
 from lightning_dp.gradients.random_state import RandomState
 from lightning_dp.gradients.raw import RawGradientGuard
 
@@ -180,7 +180,7 @@ class WatchedModel:
             CoupledLossError: naming the node of the graph, and the cure.
         """
         if self._checks_graph:
-            check_graph(self.engine.graph_of(loss), size)
+            check_loss_graph(loss, size, self.engine.outputs_of_layers())
 
     def backward(self, loss: Tensor, *, keep_graph: bool = False, combined: bool = False) -> None:
         """Run the backward pass of a loss as the engine does it.
@@ -192,8 +192,7 @@ class WatchedModel:
         with self.as_written():
             self._raw.touched()
             self.engine.backward(loss, keep_graph=keep_graph, combined=combined)
-        inside = self._raw.touched()
-        if inside and not self.engine.goes_into_parameters:
+        if inside := self._raw.touched():
             raise UnsupportedModelError(_INSIDE.format(sorted(inside)[:5]), topic="unseen-use")
 
     def take(self, scale: float = 1.0) -> AbstractPerSampleGradients | None:
