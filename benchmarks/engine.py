@@ -2,7 +2,7 @@
 
     python benchmarks/engine.py [--quick] [--models MLP CNN ...]
 
-Forward and backward pass, norms and clipped sum of one batch, by book-keeping and by ghost clipping,
+Forward and backward pass, norms and clipped sum of one batch, by the engine of layers and by ghost clipping,
 beside the forward and backward pass of the same batch with plain autograd; and one draw of noise for
 each parameter. Runs alternate, on one thread, and times are those of the processor, so that other work
 on the machine disturbs less. On an accelerator at hand a step ends when the device is done.
@@ -26,8 +26,8 @@ from torch.nn import functional as F
 from lightning_dp._noise import NoiseSource
 from lightning_dp.boundary import bounded_sum
 from lightning_dp.gradients import AbstractGradientEngine
-from lightning_dp.gradients.bookkeeping import Bookkeeping
 from lightning_dp.gradients.ghost import GhostClipping
+from lightning_dp.gradients.layer_calls import LayerCalls
 
 
 def seconds(step: Callable[[], object], steps: int) -> float:
@@ -58,7 +58,7 @@ def without_privacy(model: Model, steps: int) -> float:
 
 
 def engine(
-    model: Model, steps: int, kind: Callable[[], AbstractGradientEngine] = Bookkeeping
+    model: Model, steps: int, kind: Callable[[], AbstractGradientEngine] = LayerCalls
 ) -> float:
     """The sum of the records' clipped gradients."""
     net, x, y = example(model)

@@ -34,7 +34,9 @@ from lightning_dp.schedules import AbstractSchedule, Constant
 
 __all__ = ["EngineName", "PrivacyConfig", "known_engine"]
 
-EngineName: TypeAlias = Literal["auto", "bookkeeping", "ghost", "hooks", "one_by_one"]
+EngineName: TypeAlias = Literal[
+    "auto", "records", "layers", "bookkeeping", "ghost", "hooks", "one_by_one"
+]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,11 +62,11 @@ class PrivacyConfig:
         relation: neighbouring data sets differ by adding or removing a record ("add_remove"), or
             by replacing one ("replace_one").
         accountant: computes ε; default the tight numerical one.
-        engine: computes gradients per record: "bookkeeping" (clipped sums from one backward pass,
-            fast), "ghost" (from two backward passes, of which nothing is kept but norms: least
-            memory; "bookkeeping" where it does not cover the model), "hooks" (Opacus' own, to compare
-            with), "one_by_one" (each record alone through ``collate_fn`` and ``training_step``: any
-            model, slowest); "auto" takes "bookkeeping".
+        engine: computes gradients per record: "layers" (clipped sums from one backward pass, fast;
+            "bookkeeping" is its old name), "ghost" (from two backward passes, of which nothing is kept
+            but norms: least memory; "layers" where it does not cover the model), "hooks" (Opacus),
+            "one_by_one" (each record alone through ``collate_fn`` and ``training_step``: any model,
+            slowest); "auto" takes "layers".
         ledger_dir: folder of the privacy journal, on this machine; default
             ``<default_root_dir>/privacy``. A relative one begins where the process is now.
         isolation_probe: use a synthetic batch, before the first step, to check that no

@@ -116,7 +116,7 @@ def check_engine(records: Records, estimator: AbstractEstimator) -> None:
     if estimator.traits.uses_hessian and not getattr(records, "has_products", True):
         raise UnsupportedModelError(
             f"{type(estimator).__name__} needs Hessian-vector products, which only the "
-            "'bookkeeping' engine computes. Use LocalRecords(engine='bookkeeping') to see what it "
+            "'layers' engine computes. Use LocalRecords(engine='layers') to see what it "
             "does not support in this model.",
             topic="hessian-products",
         )

@@ -25,7 +25,7 @@ from lightning_dp._checks import (
 from lightning_dp._generators import accelerator_kept
 from lightning_dp._module_state import ModuleState
 from lightning_dp._refusals import RefusedSetting
-from lightning_dp._training_step import apart, call_training_step, loss_in, muted
+from lightning_dp._training_step import apart, call_training_step, muted
 from lightning_dp._validate import optional, whole
 from lightning_dp.accounting.events import VoidedRunError
 from lightning_dp.boundary import (
@@ -301,10 +301,10 @@ class LocalRecords:
     ) -> BoundedSum | None:
         """Answer a query from one batch, onto a sum so far; None if it gives no gradient."""
 
-        def forward() -> Any:
-            return loss_in(call_training_step(self._module, batch, number))
+        def forward(batch: Any) -> Any:
+            return call_training_step(self._module, batch, number)
 
-        return passes.answer(query, Replay(forward, size, batch=batch), onto=onto)
+        return passes.answer(query, Replay(forward, batch, size), onto=onto)
 
     def _passes(self) -> RecordPasses:
         """Watch the module, until the result is detached: nothing of it is left there then."""

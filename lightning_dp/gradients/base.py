@@ -19,9 +19,9 @@ if TYPE_CHECKING:
 __all__ = [
     "ALONE",
     "AbstractGradientEngine",
-    "UncoveredParameterError",
     "Around",
     "Forward",
+    "UncoveredParameterError",
     "UnsupportedModelError",
     "as_unsupported",
     "number_of_records",
@@ -139,9 +139,6 @@ class AbstractGradientEngine(ABC):
 
     keeps_compiled = False
     """True if it is right about models of which frozen modules run compiled: it counts all uses."""
-
-    goes_into_parameters = False
-    """True if its last backward pass gave parameters a gradient, as a side effect."""
 
     one_record: ClassVar[bool] = False
     """True if records run alone, one after the other."""

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias, cast
 
 import numpy as np
-import torch
 from torch import Tensor, nn
 
 from lightning_dp.gradients.base import UnsupportedModelError
@@ -69,16 +68,18 @@ class SampleBatch:
         value: as ``training_step`` takes it.
         size: n.
         layout: where in it the samples are.
-
-    Raises:
-        UnsupportedModelError: if some part of it has no entry for each sample.
     """
 
     value: Any
     size: int
     layout: Layout = DEFAULT_LAYOUT
 
-    def __post_init__(self) -> None:
+    def check(self) -> None:
+        """Refuse a batch that cannot be taken apart.
+
+        Raises:
+            UnsupportedModelError: if some part of it has no entry for each sample.
+        """
         known = self.layout.holds_samples
         found = row_leaves(self.value)
         if known and len(known) != len(found):
@@ -108,7 +109,9 @@ class SampleBatch:
     def map(self, of_samples: Callable[[Leaf], Leaf]) -> Any:
         """Return the value in new containers, with the leaves that hold samples replaced."""
         holds = iter(self._holds(row_leaves(self.value)))
-        return map_leaves(self.value, lambda leaf: of_samples(leaf) if next(holds) else leaf, rows=True)
+        return map_leaves(
+            self.value, lambda leaf: of_samples(leaf) if next(holds) else leaf, rows=True
+        )
 
     @property
     def others(self) -> list[Sequence[Any]]:
@@ -124,9 +127,11 @@ class SampleBatch:
 _NO_ENTRY = (
     "A part of the batch has no entry for each record in its first dimension (nodes of all graphs in one "
     "matrix, say), so that no record can be taken out of it. Let the collate_fn put the records into "
-    "the first dimension of every tensor, or name the rows' records with rows_of_records"
+    "the first dimension of every tensor, or name the rows' records with rows_of_records."
 )
-_OTHER_LEAVES = "Batches of the collate_fn hold more parts, or fewer, with the records that are in them"
+_OTHER_LEAVES = (
+    "Batches of the collate_fn hold more parts, or fewer, with the records that are in them."
+)
 
 
 def _length(leaf: Leaf) -> int | None:
@@ -208,7 +213,8 @@ def _is_row(part: Any) -> bool:
     if type(part) not in _LISTS or not part:
         return False
     return not any(
-        isinstance(each, Tensor | np.ndarray) or parts_of_container(each) is not None for each in part
+        isinstance(each, Tensor | np.ndarray) or parts_of_container(each) is not None
+        for each in part
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -123,9 +124,7 @@ def _multi_head_attention(
             k = torch.cat([k, bias_k.expand(1, b, -1)])
             v = torch.cat([v, bias_v.expand(1, b, -1)])
             attn_mask, key_padding_mask = _wider(attn_mask, 1), _wider(key_padding_mask, 1)
-        q, k, v = (
-            x.reshape(x.shape[0], b, num_heads, -1).permute(1, 2, 0, 3) for x in (q, k, v)
-        )
+        q, k, v = (x.reshape(x.shape[0], b, num_heads, -1).permute(1, 2, 0, 3) for x in (q, k, v))
         if add_zero_attn:
             k, v = F.pad(k, (0, 0, 0, 1)), F.pad(v, (0, 0, 0, 1))
             attn_mask, key_padding_mask = _wider(attn_mask, 1), _wider(key_padding_mask, 1)
@@ -170,28 +169,6 @@ def _added(mask: Tensor | None, like: Tensor) -> Tensor | None:
     return torch.where(mask, none - torch.inf, none)
 
 
-def _cross_entropy(
-    recorder: CallRecorder,
-    input: Tensor,
-    target: Tensor,
-    weight: Tensor | None = None,
-    size_average: bool | None = None,
-    ignore_index: int = -100,
-    reduce: bool | None = None,
-    reduction: str = "mean",
-    **options: Any,
-) -> Any:
-    """Call cross-entropy on all samples, and take each one's mean over its own targets."""
-    return _negative_log(
-        F.cross_entropy, recorder, input, target, weight, size_average, ignore_index, reduce, reduction, **options
-    )
-
-
-def _nll_loss(recorder: CallRecorder, *args: Any, **kwargs: Any) -> Any:
-    """Call the negative log likelihood in the same way."""
-    return _negative_log(F.nll_loss, recorder, *args, **kwargs)
-
-
 def _negative_log(
     func: Callable[..., Tensor],
     recorder: CallRecorder,
@@ -204,6 +181,7 @@ def _negative_log(
     reduction: str = "mean",
     **options: Any,
 ) -> Any:
+    """Call a loss of classes on all samples, and take each one's mean over its own targets."""
     are_samples = is_sample(input) and is_sample(target)
     is_constant = weight is None or not (weight.requires_grad or is_sample(weight))
     if not (are_samples and is_constant and size_average is None and reduce is None):
@@ -234,6 +212,6 @@ def _negative_log(
 COMPOSITES: Mapping[str, Callable[..., Any]] = {
     "scaled_dot_product_attention": _attention,
     "multi_head_attention_forward": _multi_head_attention,
-    "cross_entropy": _cross_entropy,
-    "nll_loss": _nll_loss,
+    "cross_entropy": partial(_negative_log, F.cross_entropy),
+    "nll_loss": partial(_negative_log, F.nll_loss),
 }

@@ -16,12 +16,17 @@ from lightning_dp.gradients.base import (
     UnsupportedModelError,
     without_alone,
 )
+from lightning_dp.gradients.batches import DEFAULT_LAYOUT
 from lightning_dp.gradients.loss_graph import CoupledLossError
 from lightning_dp.gradients.sharded import refuse_other_shards
 from lightning_dp.gradients.unsupported import refuse_sharded, refuse_special
 
 __all__ = ["EngineChoice", "Rung", "attach_engine"]
 
+_WHOLE = (
+    "With manual optimization or several optimizers, training_step runs with the whole batch, which "
+    "engine={!r} does not. Leave the engine at 'auto'."
+)
 _LONGEST = 300  # characters of a reason that is told in short
 
 
@@ -33,18 +38,20 @@ class Rung:
         name: in reports and refusals.
         make: makes the engine.
         takes_shards: it knows parameters of which each process holds a part.
+        runs_whole_batch: ``training_step`` runs once, with all records.
     """
 
     name: str
     make: Callable[[], AbstractGradientEngine]
     takes_shards: bool = False
+    runs_whole_batch: bool = True
 
 
 # Opacus takes a second to import, and a command that only reads a report needs no engine.
-def _bookkeeping() -> AbstractGradientEngine:
-    from lightning_dp.gradients.bookkeeping import Bookkeeping
+def _layers() -> AbstractGradientEngine:
+    from lightning_dp.gradients.layer_calls import LayerCalls
 
-    return Bookkeeping()
+    return LayerCalls()
 
 
 def _ghost() -> AbstractGradientEngine:
@@ -53,10 +60,10 @@ def _ghost() -> AbstractGradientEngine:
     return GhostClipping()
 
 
-def _traced() -> AbstractGradientEngine:
-    from lightning_dp.gradients.bookkeeping import Bookkeeping
+def _records() -> AbstractGradientEngine:
+    from lightning_dp.gradients.records import Records
 
-    return Bookkeeping(traces=True)
+    return Records()
 
 
 def _hooks() -> AbstractGradientEngine:
@@ -71,18 +78,17 @@ def _one_by_one() -> AbstractGradientEngine:
     return OneByOne()
 
 
-_BOOKKEEPING = (
-    Rung("bookkeeping", _bookkeeping, takes_shards=True),
-    Rung(
-        "bookkeeping, with the functions where parameters meet records", _traced, takes_shards=True
-    ),
-)
+_LAYERS = Rung("layers", _layers, takes_shards=True)
+_RECORDS = Rung("records", _records, runs_whole_batch=False)
+_ONE_BY_ONE = Rung("one_by_one", _one_by_one, runs_whole_batch=False)
 _LADDERS: Mapping[str, tuple[Rung, ...]] = {
-    "auto": _BOOKKEEPING,
-    "bookkeeping": _BOOKKEEPING,
-    "ghost": (Rung("ghost", _ghost), *_BOOKKEEPING),
+    "auto": (_LAYERS, _RECORDS, _ONE_BY_ONE),
+    "records": (_RECORDS, _ONE_BY_ONE),
+    "layers": (_LAYERS,),
+    "bookkeeping": (_LAYERS,),  # its old name
+    "ghost": (Rung("ghost", _ghost), _LAYERS, _RECORDS, _ONE_BY_ONE),
     "hooks": (Rung("hooks", _hooks),),
-    "one_by_one": (Rung("one_by_one", _one_by_one),),
+    "one_by_one": (_ONE_BY_ONE,),
 }
 
 
@@ -100,9 +106,9 @@ class EngineChoice:
         ValueError: for a name that is not known.
 
     Example:
-        >>> choice = EngineChoice("auto")
+        >>> choice = EngineChoice("ghost")
         >>> choice.description
-        'bookkeeping'
+        'ghost'
         >>> choice.fall(UnsupportedModelError("net.scale was called with rows of (3, 4). Cure."))
         True
         >>> EngineChoice("hooks").fall(UnsupportedModelError("There is no other one."))
@@ -113,6 +119,8 @@ class EngineChoice:
         self._last_cure = ALONE
         self._rungs = _LADDERS[known_engine("engine", name)]
         self._reasons: tuple[UnsupportedModelError, ...] = ()  # of the engines above
+        self.layout = DEFAULT_LAYOUT
+        """Where in a batch the samples are, for engines that take batches apart."""
 
     @property
     def can_fall(self) -> bool:
@@ -172,6 +180,19 @@ class EngineChoice:
         alone = copy.copy(self)
         alone._rungs, alone._reasons = (self._rung,), ()
         return alone
+
+    def whole_batch(self) -> EngineChoice:
+        """Return a choice among the engines from here on that run the whole batch at once.
+
+        Raises:
+            UnsupportedModelError: if there is none.
+        """
+        able, place = copy.copy(self), len(self._reasons)
+        below = tuple(rung for rung in self._rungs[place:] if rung.runs_whole_batch)
+        if not below:
+            raise UnsupportedModelError(_WHOLE.format(self._rung.name), topic="engines")
+        able._last_cure, able._rungs = "", (*self._rungs[:place], *below)
+        return able
 
     def over_shards(self) -> EngineChoice:
         """Return a choice among the engines from here on that know shards, if there are any."""

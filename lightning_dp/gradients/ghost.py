@@ -2,24 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from functools import reduce
+from functools import partial, reduce
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
 
-from lightning_dp._precision import where_used
+from lightning_dp._precision import full_precision, where_used
 from lightning_dp._refusals import RefusedRun
 from lightning_dp.boundary import AbstractPerSampleGradients
 from lightning_dp.functional import flat_zeros, parts_of
-from lightning_dp.gradients.base import UnsupportedModelError, number_of_records
+from lightning_dp.gradients.base import UnsupportedModelError, as_unsupported, number_of_records
+from lightning_dp.gradients.bilinear import Use
+from lightning_dp.gradients.compiled import as_written
+from lightning_dp.gradients.layer_calls import (
+    AbstractLayerEngine,
+    KeptInputs,
+    LayerCall,
+    Recorder,
+    go_back,
+)
 from lightning_dp.gradients.materialised import MaterialisedGradients, places_in, restricted
-from lightning_dp.gradients.parameter_passes import ParameterPasses
-from lightning_dp.gradients.parameter_sum import ParameterGradients, without_zeros
-from lightning_dp.gradients.recorded import AbstractRecordingEngine
-from lightning_dp.gradients.recording import Recorder
-from lightning_dp.gradients.rules import RULES
+from lightning_dp.gradients.parameter_sum import Allowance, ParameterGradients, without_zeros
 
 __all__ = ["GhostClipping", "GhostGradients"]
 
@@ -29,22 +36,29 @@ _SEVERAL = (
 )
 _NEEDED = (
     "The graph of the loss goes back once more after engine='ghost', in a backward() of the module's own "
-    "or with arguments of manual_backward, and it is needed later. Use engine='bookkeeping'."
+    "or with arguments of manual_backward, and it is needed later. Use engine='layers'."
 )
-_REENTRANT = (
-    "The model has reentrant activation checkpoints. Give torch.utils.checkpoint use_reentrant=False; "
-    "with Hugging Face, gradient_checkpointing_enable("
-    "gradient_checkpointing_kwargs={'use_reentrant': False})."
+_ONCE = (
+    "The graph of the loss could not be differentiated a second time ({}), as engine='ghost' does. Use "
+    "engine='layers'."
 )
 
+# What is made of the records is made slice by slice: of so many bytes that go into a layer and come back.
+_SLICE, _SLICE_ELSEWHERE = 2 << 20, 64 << 20
+_ROWS = 2 << 20  # gradients of records of one slice that may be made at once
 
-class GhostClipping(AbstractRecordingEngine):
+# Is called with the place of a parameter, some records, and their gradients for it: for every parameter
+# that has any, for all records from the first to the last.
+Done: TypeAlias = Callable[[int, slice, ParameterGradients], None]
+
+
+class GhostClipping(AbstractLayerEngine):
     """Two backward passes for the gradients of layer outputs; between them nothing is kept but norms.
 
     The first one computes each record's norm, layer by layer: the input that autograd holds for the
     layer and the gradient of its output give it, and the latter is free before the pass goes on.
     The second one comes to the same layers with the same gradients, and adds up the clipped ones,
-    by the same rules of :class:`Bookkeeping`. So a record that is not finite is left out exactly, and
+    by the same rules as :class:`LayerCalls`. So a record that is not finite is left out exactly, and
     the loss need not be given for each record. It costs the time of a second pass (without weight
     gradients), and next to no memory; inputs are dropped and computed again where activation
     checkpoints do that.
@@ -54,37 +68,38 @@ class GhostClipping(AbstractRecordingEngine):
     down to the norm that the first one found, so the bound holds whatever the second one finds.
 
     Parameters that are used several times keep what their uses saw until all of them have come.
-    Hooks on tensors run twice. Covers the layers of :class:`Bookkeeping` without ``traces``.
+    Hooks on tensors run twice.
 
     Li, Tramèr, Liang and Hashimoto, Large Language Models Can Be Strong Differentially Private
     Learners (2022, arXiv:2110.05679).
     """
 
     name = "ghost"
-    keeps_compiled = True
 
     def __init__(self) -> None:
         super().__init__()
         self._params: Sequence[nn.Parameter] = ()
-        self._last: tuple[ParameterPasses, _Norms] | None = None
+        self._last: tuple[_Passes, Mapping[int, Tensor]] | None = None
 
     def attach(self, module: nn.Module, params: Sequence[nn.Parameter]) -> None:
         self.detach()
-        self._recorder, self._params = Recorder(module, params, RULES, saves=True), params
+        self._recorder, self._params = Recorder(module, params, _SavedInputs), params
 
     def backward(self, loss: Tensor, *, keep_graph: bool = False, combined: bool = False) -> None:
         self._last = None
-        calls, graph = self._attached.take(loss)
-        if graph.checkpoints:
-            raise UnsupportedModelError(_REENTRANT, topic="checkpointing")
+        calls, innermost = self._attached.take(loss)
         if combined or keep_graph:
             raise UnsupportedModelError(
                 _SEVERAL if combined else _NEEDED, topic="unsupported-model"
             )
-        passes = ParameterPasses(self._attached, self._params, loss, calls, graph.innermost)
-        norms = _Norms()
-        passes.run(norms.add, keep=True)
-        self._last = passes, norms
+        passes = _Passes(self._attached, self._params, loss, calls, innermost)
+        squares: dict[int, list[Tensor]] = {}
+
+        def add(place: int, records: slice, gradients: ParameterGradients) -> None:
+            squares.setdefault(place, []).append(gradients.squared_norms())
+
+        passes.run(add, keep=True)
+        self._last = passes, {place: torch.cat(parts) for place, parts in squares.items()}
 
     def repeating(self) -> AbstractContextManager[None]:
         return self._attached.repeating()
@@ -103,29 +118,156 @@ class GhostClipping(AbstractRecordingEngine):
 
     def detach(self) -> None:
         super().detach()
-        self._params, self._last = (), None
+        self._params = ()
 
 
-class _Norms:
-    """The squared norm of each record's gradient, for each parameter."""
+class _Save(torch.autograd.Function):
+    """A node that saves tensors; no backward pass comes to it."""
 
-    def __init__(self) -> None:
-        self._squares: dict[int, list[Tensor]] = {}
+    @staticmethod
+    def forward(ctx: Any, output: Tensor, *inputs: Tensor) -> Tensor:
+        ctx.save_for_backward(*inputs)
+        return output.new_empty(0)
 
-    def add(self, place: int, records: slice, gradients: ParameterGradients) -> None:
-        """Take those of some records, which follow those before, for one parameter."""
-        self._squares.setdefault(place, []).append(gradients.squared_norms())
 
-    def of(self, place: int) -> Tensor:
-        """Return those of all records for one parameter."""
-        parts = self._squares[place]
-        if len(parts) > 1:
-            self._squares[place] = parts = [torch.cat(parts)]
-        return parts[0]
+class _SavedInputs(KeptInputs):
+    """The inputs of a call, saved by autograd next to what the layer saves itself.
 
-    def of_all(self) -> list[Tensor]:
-        """Return them for every parameter that has any."""
-        return [self.of(place) for place in self._squares]
+    Where an activation checkpoint drops what a layer saves, it drops these as well, and runs its part
+    of the model again when they are asked for; where hooks on saved tensors move them to the host, they
+    move these. The same must be saved again while the part runs again, since a checkpoint counts.
+    """
+
+    def __init__(self, inputs: Sequence[Tensor], output: Tensor) -> None:
+        # Older torch frees what a node saved with the tensor that it made, so that is held.
+        self._made: Any = _Save.apply(output, *inputs)  # type: ignore[no-untyped-call]
+
+    def take(self, *, keep: bool) -> tuple[Tensor, ...] | None:
+        made = self._made
+        if not keep:
+            self._made = None
+        try:
+            return tuple(each.detach() for each in made.grad_fn.saved_tensors)
+        except RuntimeError as error:
+            if "inplace operation" not in str(error):
+                raise
+            return None
+
+
+class _Passes:
+    """Backward passes through one graph, which hand each parameter's gradients over when they are whole.
+
+    Args:
+        recorder: of the calls.
+        params: the trained parameters.
+        loss: whose graph it is.
+        calls: of layers, that the loss depends on.
+        innermost: the graph nodes of those that no other call feeds.
+    """
+
+    def __init__(
+        self,
+        recorder: Recorder,
+        params: Sequence[nn.Parameter],
+        loss: Tensor,
+        calls: Sequence[LayerCall],
+        innermost: set[Any],
+    ) -> None:
+        self._recorder, self._params = recorder, params
+        self._graph: tuple[Tensor, Sequence[LayerCall], set[Any]] | None = loss, calls, innermost
+        self._place_of = {id(param): place for place, param in enumerate(params)}
+        self._calls_of = Counter(place for call in calls for place in self._used_by(call))
+        self._to_come, self._found = Counter[int](), dict[int, list[Use]]()  # of this pass
+        self._is_first = True
+
+    def run(self, done: Done, *, keep: bool) -> None:
+        """Go back once.
+
+        Args:
+            done: is handed the gradients.
+            keep: the graph is needed once more; else it is free where the pass has been.
+        """
+        if self._graph is None:
+            raise RefusedRun(
+                "The gradients were summed already; their graph is free.", topic="out-of-order"
+            )
+        loss, calls, innermost = self._graph
+        if not keep:
+            self._graph = None
+        self._to_come, self._found = Counter(self._calls_of), {}
+        self._precision = full_precision(loss.device)
+        arrived = partial(self._arrived, done, keep)
+        try:
+            with self._recorder.repeating(), as_written():
+                go_back(loss, calls, innermost, arrived, keep_graph=keep)
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError as error:
+            if self._is_first:
+                raise
+            # Torch's own words tell sizes of a batch, which is private.
+            raise UnsupportedModelError(
+                _ONCE.format(type(error).__name__), topic="unsupported-model"
+            ) from None
+        self._is_first = False
+
+    @torch.no_grad()
+    def _arrived(self, done: Done, keep: bool, call: LayerCall, gradient: Tensor | None) -> None:
+        places = self._used_by(call)
+        with as_unsupported(call.name, call.layer):
+            if gradient is not None:
+                tensors = *call.take_inputs(keep=keep), gradient
+                is_only_one = all(self._calls_of[place] == 1 for place in places)
+                if is_only_one and call.folding is None:
+                    for records in _slices(len(gradient), tensors):
+                        some = self._uses(call, *[each[records] for each in tensors])
+                        for place, uses in some.items():
+                            self._hand_over(done, place, records, uses)
+                else:
+                    for place, uses in self._uses(call, *tensors).items():
+                        self._found.setdefault(place, []).extend(uses)
+            for place in places:
+                self._to_come[place] -= 1
+                if not self._to_come[place] and place in self._found:
+                    self._take(done, place)
+
+    def _uses(self, call: LayerCall, *tensors: Tensor) -> dict[int, list[Use]]:
+        """Return the uses of each trained parameter in a call, by its place."""
+        found: dict[int, list[Use]] = {}
+        for param, use in call.uses(*tensors):
+            if (place := self._place_of.get(id(param))) is not None:
+                found.setdefault(place, []).append(use)
+        return found
+
+    def _used_by(self, call: LayerCall) -> list[int]:
+        """Return the places of the trained parameters that a call uses."""
+        keys = dict.fromkeys(self._recorder.used_by(call))
+        return [self._place_of[key] for key in keys if key in self._place_of]
+
+    def _take(self, done: Done, place: int) -> None:
+        """Hand over what several calls left, all of which have come."""
+        uses = self._found.pop(place)
+        number_of_records({len(use.u) for use in uses})  # or it raises
+        tensors = [each for use in uses for each in (use.v, use.u)]
+        for records in _slices(len(uses[0].u), tensors):
+            self._hand_over(done, place, records, [use.of(records) for use in uses])
+
+    def _hand_over(self, done: Done, place: int, records: slice, uses: Sequence[Use]) -> None:
+        shape = self._params[place].shape
+        with self._precision:
+            done(place, records, ParameterGradients(uses, shape, None, Allowance(_ROWS)))
+
+    def close(self) -> None:
+        """Free the graph."""
+        self._graph = None
+
+
+def _slices(count: int, tensors: Sequence[Tensor]) -> list[slice]:
+    """Return the records in slices whose parts of the tensors take no more than is allowed."""
+    most = _SLICE if tensors[0].device.type == "cpu" else _SLICE_ELSEWHERE
+    each = sum(tensor.nbytes for tensor in tensors) // (count or 1)
+    size = max(1, most // (each or 1))
+    return [slice(start, start + size) for start in range(0, count, size)]
 
 
 class GhostGradients(AbstractPerSampleGradients):
@@ -134,7 +276,7 @@ class GhostGradients(AbstractPerSampleGradients):
     Args:
         params: the trained parameters, in the order of flat vectors.
         passes: through the graph of the loss, the mean over the records.
-        norms: what the first one found.
+        squares: the squared norms that the first one found, by the place of the parameter.
         scale: multiplies all of them.
         keep: the graph is needed after the sum.
     """
@@ -142,14 +284,14 @@ class GhostGradients(AbstractPerSampleGradients):
     def __init__(
         self,
         params: Sequence[Tensor],
-        passes: ParameterPasses,
-        norms: _Norms,
+        passes: _Passes,
+        squares: Mapping[int, Tensor],
         scale: float,
         *,
         keep: bool = False,
     ) -> None:
-        self._params, self._passes, self._norms, self._keep = params, passes, norms, keep
-        self._count = number_of_records({len(each) for each in norms.of_all()})
+        self._params, self._passes, self._squares, self._keep = params, passes, squares, keep
+        self._count = number_of_records({len(each) for each in squares.values()})
         self._scale, self._factor = scale, scale * self._count
 
     @property
@@ -157,9 +299,9 @@ class GhostGradients(AbstractPerSampleGradients):
         return self._count
 
     def norms(self) -> Tensor:
-        if not (squares := self._norms.of_all()):
+        if not self._squares:
             return torch.zeros(0, dtype=torch.float64)
-        total = reduce(torch.add, squares)
+        total = reduce(torch.add, self._squares.values())
         return where_used(total.sqrt() * abs(self._factor), self._params[0].device)
 
     def weighted_sum(self, weights: Tensor) -> Tensor:
@@ -173,7 +315,7 @@ class GhostGradients(AbstractPerSampleGradients):
         parts = parts_of(onto, self._params)
 
         def add(place: int, records: slice, gradients: ParameterGradients) -> None:
-            again, first = gradients.squared_norms(), self._norms.of(place)[records]
+            again, first = gradients.squared_norms(), self._squares[place][records]
             shares = where_used(_no_longer(again, first), weights.device)
             own, kept, left_out = without_zeros(weights[records] * shares)
             gradients.add_weighted_sum(own.to(dtype), parts[place], kept, left_out)
@@ -208,7 +350,7 @@ class GhostGradients(AbstractPerSampleGradients):
         if others:
             raise TypeError("Gradients of which only the norms are known cannot be combined.")
         return GhostGradients(
-            self._params, self._passes, self._norms, weight * self._scale, keep=True
+            self._params, self._passes, self._squares, weight * self._scale, keep=True
         )
 
 

@@ -4,16 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import reduce
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from lightning_dp._training_step import loss_in
 from lightning_dp.boundary import AbstractPerSampleGradients
 from lightning_dp.functional import unflatten
-from lightning_dp.gradients.base import AbstractGradientEngine, UnsupportedModelError
-from lightning_dp.gradients.checkpointing import gradients_of, has_checkpoints
+from lightning_dp.gradients.base import (
+    AbstractGradientEngine,
+    Around,
+    Forward,
+    UnsupportedModelError,
+)
+from lightning_dp.gradients.batches import SampleBatch
 from lightning_dp.gradients.compiled import as_written
+from lightning_dp.gradients.graph import nodes, refuse_reentrant
 from lightning_dp.gradients.materialised import MaterialisedGradients
 
 __all__ = ["OneByOne"]
@@ -25,40 +33,71 @@ _NO_SECOND = (
 
 
 class OneByOne(AbstractGradientEngine):
-    """The gradient of a batch that is one record, with respect to the trained parameters.
+    """The gradient of each record by itself, with respect to the trained parameters.
 
-    It sees neither layers nor calls, so a parameter may be used anywhere and in any way. What it is
-    asked about must be the loss of a single record; whoever runs the model sees to that.
+    It sees neither layers nor calls, so a parameter may be used anywhere and in any way. A batch of
+    several records is taken apart, and ``training_step`` runs for each of them.
     """
 
     name = "one_by_one"
     has_products = True
     runs_backward = True
     one_record = True
+    isolates = True
 
     def __init__(self) -> None:
         self._params: tuple[nn.Parameter, ...] = ()
+        self._along: tuple[Tensor, tuple[float, float]] | None = None
+        self._rows: Tensor | None = None  # of several records, and their losses
+        self._losses: Tensor | None = None
         self._found: Tensor | None = None
 
     def attach(self, module: nn.Module, params: Sequence[nn.Parameter]) -> None:
         self._params = tuple(params)
 
+    def run(self, forward: Forward, batch: SampleBatch, around: Around | None = None) -> Any:
+        self.drop()
+        if batch.size < 2:
+            return forward(batch.value)
+        batch.check()
+        rows, losses = list[Tensor](), list[Tensor]()
+        for place in range(batch.size):
+            loss = loss_in(forward(batch.of(torch.tensor([place])).value))
+            if not isinstance(loss, Tensor):  # it contributes zero
+                loss = torch.zeros((), device=self._params[0].device)
+            rows.append(self._row(loss))
+            losses.append(loss.detach().mean().float())
+        self._rows, self._losses = torch.stack(rows), torch.stack(losses).requires_grad_()
+        return self._losses.mean()
+
     def backward(self, loss: Tensor, *, keep_graph: bool = False, combined: bool = False) -> None:
-        found: Sequence[Tensor | None]
-        self.goes_into_parameters = has_checkpoints(loss.grad_fn)
-        if self.goes_into_parameters:
-            found = gradients_of(loss, self._params, keep_graph=keep_graph)
-        else:
+        if self._rows is None or self._losses is None:
+            self._found = self._row(loss, keep_graph=keep_graph).unsqueeze(0)
+            return
+        (shares,) = torch.autograd.grad(loss, self._losses)
+        self._found = self._rows * (len(shares) * shares).unsqueeze(1).to(self._rows)
+
+    def _row(self, loss: Tensor, *, keep_graph: bool = False) -> Tensor:
+        """Return the gradient of one record, or what :meth:`along` asks for in its place."""
+        if not loss.requires_grad:
+            return self._flat([None] * len(self._params))
+        if self._along is not None:
+            return self._product(loss, *self._along)
+        try:
             found = torch.autograd.grad(
                 loss, self._params, retain_graph=keep_graph or None, allow_unused=True
             )
-        self._found = self._flat(found)
+        except RuntimeError:
+            refuse_reentrant(loss.grad_fn)
+            raise
+        return self._flat(found)
 
     def take(self, scale: float, touched: Mapping[str, nn.Parameter]) -> AbstractPerSampleGradients:
-        found, self._found = self._found, None
+        found = self._found
+        self.drop()
         if found is None:
             raise UnsupportedModelError("There was no backward pass.", topic="no-loss")
-        return _of_one(found, scale)
+        return MaterialisedGradients([found[0]], [found], scale)
 
     def along(
         self,
@@ -66,17 +105,28 @@ class OneByOne(AbstractGradientEngine):
         direction: Tensor,
         weights: tuple[float, float],
     ) -> AbstractPerSampleGradients:
-        with as_written(), sdpa_kernel(SDPBackend.MATH):  # fused attention has no second derivative
-            loss = run_again()
-            first = torch.autograd.grad(loss, self._params, create_graph=True, allow_unused=True)
-            parts = unflatten(direction.to(loss.device), self._params)
-            products = [
-                (gradient * part).sum()
-                for gradient, part in zip(first, parts, strict=True)
-                if gradient is not None and gradient.requires_grad
-            ]
-            second = self._derivatives(products)
-        return _of_one(weights[0] * self._flat(first) + weights[1] * self._flat(second), 1.0)
+        self._along = direction, weights
+        try:
+            with (
+                as_written(),
+                sdpa_kernel(SDPBackend.MATH),
+            ):  # fused attention has no second derivative
+                self.backward(run_again())
+        finally:
+            self._along = None
+        return self.take(1.0, {})
+
+    def _product(self, loss: Tensor, direction: Tensor, weights: tuple[float, float]) -> Tensor:
+        """Return w g + w' H u."""
+        first = torch.autograd.grad(loss, self._params, create_graph=True, allow_unused=True)
+        parts = unflatten(direction.to(loss.device), self._params)
+        products = [
+            (gradient * part).sum()
+            for gradient, part in zip(first, parts, strict=True)
+            if gradient is not None and gradient.requires_grad
+        ]
+        second = self._derivatives(products)
+        return weights[0] * self._flat(first) + weights[1] * self._flat(second)
 
     def _derivatives(self, products: Sequence[Tensor]) -> Sequence[Tensor | None]:
         """Return the gradient of a sum; where the first gradients are constants, nothing."""
@@ -99,10 +149,11 @@ class OneByOne(AbstractGradientEngine):
         return torch.cat([_entries(param, gradient).to(dtype) for param, gradient in pairs])
 
     def drop(self) -> None:
-        self._found = None
+        self._rows = self._losses = self._found = None
 
     def detach(self) -> None:
-        self._params, self._found = (), None
+        self.drop()
+        self._params = ()
 
 
 def _has_error_node(tensor: Tensor) -> bool:
@@ -110,16 +161,7 @@ def _has_error_node(tensor: Tensor) -> bool:
 
     Autograd raises only where it needs that part, and goes on without it otherwise.
     """
-    seen, stack = set(), [tensor.grad_fn]
-    while stack:
-        node = stack.pop()
-        if node is None or node in seen:
-            continue
-        if node.name().endswith("Error"):
-            return True
-        seen.add(node)
-        stack.extend(child for child, _ in node.next_functions)
-    return False
+    return any(node.name().endswith("Error") for node in nodes(tensor.grad_fn))
 
 
 def _entries(param: Tensor, gradient: Tensor | None) -> Tensor:
@@ -127,7 +169,3 @@ def _entries(param: Tensor, gradient: Tensor | None) -> Tensor:
         return torch.zeros_like(param).reshape(-1).detach()
     dense = gradient.to_dense() if gradient.is_sparse else gradient
     return dense.detach().reshape(-1)
-
-
-def _of_one(found: Tensor, scale: float) -> MaterialisedGradients:
-    return MaterialisedGradients([found], [found.unsqueeze(0)], scale)

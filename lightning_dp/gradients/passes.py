@@ -260,7 +260,9 @@ class RecordPasses:
                 self.watched.engine.drop()
                 return None
             self.watched.check_loss(loss, chunk.size)
-            adds_up = self._adds_up and self.watched.engine.runs_backward and not self.watched.isolates
+            adds_up = (
+                self._adds_up and self.watched.engine.runs_backward and not self.watched.isolates
+            )
             with self.watched.engine.repeating():
                 plain = plain_gradients(loss, self._params) if adds_up else None
             if self.watched.engine.runs_backward:

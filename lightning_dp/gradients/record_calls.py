@@ -45,14 +45,47 @@ Function: TypeAlias = Callable[..., Any]
 
 # What asks a tensor about itself, not about its values.
 _QUESTIONS = frozenset(
-    ("size", "dim", "numel", "is_floating_point", "is_complex", "__len__", "__hash__", "stride")
-    + ("element_size", "ndimension", "is_contiguous", "get_device", "is_signed", "_is_view", "nelement")
-    + ("__set__", "__delete__", "register_hook", "storage_offset", "data_ptr", "is_pinned", "retain_grad")
+    [
+        "size",
+        "dim",
+        "numel",
+        "is_floating_point",
+        "is_complex",
+        "__len__",
+        "__hash__",
+        "stride",
+        "element_size",
+        "ndimension",
+        "is_contiguous",
+        "get_device",
+        "is_signed",
+        "nelement",
+        "__set__",
+        "__delete__",
+        "register_hook",
+        "storage_offset",
+        "is_pinned",
+        "retain_grad",
+    ]
 )
 # What leaves torch: Python's numbers, lists and texts, and NumPy's arrays.
 _VALUES = frozenset(
-    ("__bool__", "__int__", "__float__", "__index__", "__complex__", "item", "tolist", "numpy")
-    + ("__array__", "is_nonzero", "__contains__", "equal", "allclose", "_is_all_true", "_is_any_true")
+    [
+        "__bool__",
+        "__int__",
+        "__float__",
+        "__index__",
+        "__complex__",
+        "item",
+        "tolist",
+        "numpy",
+        "__array__",
+        "is_nonzero",
+        "__contains__",
+        "equal",
+        "allclose",
+        "_is_all_true",
+    ]
 )
 _TEXTS = frozenset(("__format__", "__repr__", "__str__"))
 _DIFFERENTIATE = frozenset(("grad", "backward", "requires_grad_"))
@@ -65,7 +98,9 @@ _INSIDE = (
     "training_step differentiates inside (a penalty on a gradient, backward(), autograd.grad), which "
     "cannot be seen for each record."
 )
-_TRANSFORMED = "Trained parameters are used inside of a function transform (torch.func, torch.vmap)."
+_TRANSFORMED = (
+    "Trained parameters are used inside of a function transform (torch.func, torch.vmap)."
+)
 _WRITTEN = (
     "Records are written into {}, which outlives the step or is shared by all records, so that one "
     "record's numbers reach another's."
@@ -267,7 +302,10 @@ class CallRecorder(TorchFunctionMode):
         versions = [x._version for x in shared]
         with outside():
             found = [
-                func(*_map(lambda x, i=i: _row(x, i), args), **_map(lambda x, i=i: _row(x, i), kwargs))
+                func(
+                    *_map(lambda x, i=i: _row(x, i), args),
+                    **_map(lambda x, i=i: _row(x, i), kwargs),
+                )
                 for i in range(self.n)
             ]
         if [x._version for x in shared] != versions:
@@ -411,10 +449,22 @@ class CallRecorder(TorchFunctionMode):
         return value, moved
 
 
-_LATER = "The value that a metric's forward returns is used in training_step; it can only be logged."
+_LATER = (
+    "The value that a metric's forward returns is used in training_step; it can only be logged."
+)
 _NEW = frozenset(
-    ("zeros_like", "ones_like", "empty_like", "full_like", "clone", "new_zeros", "new_ones")
-    + ("new_empty", "new_full", "new_tensor")
+    [
+        "zeros_like",
+        "ones_like",
+        "empty_like",
+        "full_like",
+        "clone",
+        "new_zeros",
+        "new_ones",
+        "new_empty",
+        "new_full",
+        "new_tensor",
+    ]
 )
 
 

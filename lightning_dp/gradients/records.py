@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import reduce
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd import forward_ad
 
 from lightning_dp._precision import full_precision
 from lightning_dp._refusals import RefusedRun
@@ -19,12 +18,13 @@ from lightning_dp._training_step import loss_in
 from lightning_dp.boundary import AbstractPerSampleGradients
 from lightning_dp.gradients.base import (
     AbstractGradientEngine,
+    Around,
+    Forward,
     UncoveredParameterError,
     UnsupportedModelError,
 )
 from lightning_dp.gradients.batches import SampleBatch, map_leaves
 from lightning_dp.gradients.bilinear import Folded, Rows, Use, uses_of_records
-from lightning_dp.gradients.hessian import run_along
 from lightning_dp.gradients.materialised import restricted
 from lightning_dp.gradients.parameter_sum import (
     Allowance,
@@ -41,11 +41,6 @@ from lightning_dp.gradients.record_calls import (
 from lightning_dp.gradients.vmap import MISSING, is_sample, rows
 
 __all__ = ["GroupedGradients", "Records"]
-
-Forward: TypeAlias = Callable[[Any], Any]
-
-# Is entered around each group of samples that runs together, with the places of its samples.
-Around: TypeAlias = Callable[[CallRecorder, Tensor], AbstractContextManager[object]]
 
 _NOT_HERE = "This torch lacks {} of functorch, which running each record under vmap needs."
 _RAISED = (
@@ -120,6 +115,7 @@ class Records(AbstractGradientEngine):
 
     def run(self, forward: Forward, batch: SampleBatch, around: Around | None = None) -> Any:
         self.drop()
+        batch.check()
         self._size = batch.size
         places = torch.arange(batch.size)
         around = around or (lambda recorder, places: nullcontext())
@@ -224,7 +220,9 @@ class Records(AbstractGradientEngine):
         if not groups:
             raise RefusedRun("Records.run() must come before backward().", topic="out-of-order")
         pools = [self._new_sums() for _ in groups]
-        calls = [(call, pool) for group, pool in zip(groups, pools, strict=True) for call in group.calls]
+        calls = [
+            (call, pool) for group, pool in zip(groups, pools, strict=True) for call in group.calls
+        ]
         waiting = {id(call): call for call, _ in calls}
         handles = []
 
@@ -314,7 +312,9 @@ def _joined(outputs: Sequence[Any], order: Tensor) -> Any:
             return whole[order.to(whole.device)] if len(whole) == len(order) else whole
         return first
     if isinstance(first, Mapping):
-        return {key: _joined([each[key] for each in outputs if key in each], order) for key in first}
+        return {
+            key: _joined([each[key] for each in outputs if key in each], order) for key in first
+        }
     return first
 
 

@@ -2,24 +2,19 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import wraps
-from typing import Any, TypeAlias, cast
+from typing import Any, TypeAlias
 
-from opacus.layers.dp_multihead_attention import SequenceBias
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.utils.parametrize import is_parametrized
 
 from lightning_dp._norms import FixedNorm
-from lightning_dp.gradients import opacus_layers
-from lightning_dp.gradients.attention import multihead_attention, refuse_attention
 from lightning_dp.gradients.base import UnsupportedModelError
 from lightning_dp.gradients.bilinear import Rows, Use, Uses
 from lightning_dp.gradients.convolution import Convolution
-from lightning_dp.gradients.embedding_bag import embedding_bag
 from lightning_dp.gradients.matrices import Lookup, OuterProduct, Scale
 
 __all__ = [
@@ -34,22 +29,20 @@ __all__ = [
     "fixed_norm",
     "group_norm",
     "instance_norm",
-    "is_by_position",
     "layer_norm",
     "linear",
+    "own_parameters",
     "product",
     "refuse_options",
     "rms_norm",
     "rule_of",
-    "sequence_bias",
 ]
 
 
 _CURE = "Use engine='hooks', or change the layer."
-_FIX = "lightning_dp.fix(model) puts a layer of Opacus in its place."
 
 # (layer, its input, the gradient of its output) -> every parameter with its use in this call;
-# the tensors have records first. That of nn.MultiheadAttention is also told of the call.
+# the tensors have records first.
 Rule: TypeAlias = Callable[..., Uses]
 
 
@@ -179,11 +172,6 @@ def _uses_of_scale(layer: Any, v: Tensor, u: Tensor, sum_over: range) -> Uses:
     return [(layer.weight, scale), (getattr(layer, "bias", None), Rows.use(bias))]
 
 
-def sequence_bias(layer: SequenceBias, inputs: Tensor, gradient: Tensor) -> Uses:
-    """Return the bias with its use in one call: it is the last position."""
-    return [(layer.bias, Rows.use(gradient[:, -1]))]
-
-
 # Dimensions between the records and what the rule is about are positions of a record. The other rules
 # take one row each: what stands there belongs into the rows, whose records a folding tells.
 BY_POSITION = frozenset({linear, product, embedding, layer_norm, rms_norm})
@@ -194,7 +182,6 @@ RULES: Mapping[type[nn.Module], Rule] = {
     nn.Conv2d: convolution,
     nn.Conv3d: convolution,
     nn.Embedding: embedding,
-    nn.EmbeddingBag: embedding_bag,
     nn.LayerNorm: layer_norm,
     nn.GroupNorm: group_norm,
     nn.InstanceNorm1d: instance_norm,
@@ -202,8 +189,6 @@ RULES: Mapping[type[nn.Module], Rule] = {
     nn.InstanceNorm3d: instance_norm,
     nn.RMSNorm: rms_norm,
     FixedNorm: fixed_norm,
-    nn.MultiheadAttention: multihead_attention,
-    SequenceBias: sequence_bias,
 }
 
 
@@ -347,7 +332,9 @@ def _group_norm(
 ) -> FunctionUse | None:
     if weight is None:
         return None
-    return FunctionUse(group_norm, FunctionLayer(weight, bias, num_groups=num_groups, eps=eps), input)
+    return FunctionUse(
+        group_norm, FunctionLayer(weight, bias, num_groups=num_groups, eps=eps), input
+    )
 
 
 @_as_declared
@@ -384,75 +371,54 @@ FUNCTIONS: Mapping[str, _Entry] = {
 }
 
 
-def rule_of(layer: nn.Module, rules: Mapping[type[nn.Module], Rule] = RULES) -> Rule | None:
+def rule_of(layer: nn.Module) -> Rule | None:
     """Return the rule of a layer's type, or of the one whose forward pass it inherits; else None."""
     for kind in type(layer).__mro__:
-        if kind in rules and type(layer).forward is getattr(kind, "forward", None):
-            return rules[kind]
+        if kind in RULES and type(layer).forward is getattr(kind, "forward", None):
+            return RULES[kind]
     return None
 
 
-def is_by_position(layer: nn.Module, dim: int, dimensions: int) -> bool:
-    """Tell whether a layer treats each entry of a dimension of its input alike.
+def own_parameters(layer: nn.Module) -> list[nn.Parameter]:
+    """Return the parameters that its own calls use, without those of layers inside that it lists.
 
-    Args:
-        layer: has a rule.
-        dim: the dimension.
-        dimensions: how many the input has.
+    A head lists its decoder's bias.
     """
-    if isinstance(layer, nn.Embedding):
-        return True
-    if isinstance(layer, nn.Linear):
-        return dim < dimensions - 1
-    if isinstance(layer, nn.LayerNorm | nn.RMSNorm):
-        return dim < dimensions - len(layer.normalized_shape)
-    return False
+    own = list(layer.parameters(recurse=False))
+    if not own:  # most modules with others inside: what all of those hold need not be looked up
+        return []
+    inside = {id(param) for each in layer.children() for param in each.parameters()}
+    return [param for param in own if id(param) not in inside]
 
 
-def refuse_options(name: str, layer: nn.Module, rule: Rule | None) -> None:
-    """Refuse options under which a layer's gradient is not what its rule says.
+def refuse_options(name: str, layer: nn.Module, *, has_rule: bool, has_own: bool) -> None:
+    """Refuse a layer whose gradient no rule tells, or under whose options it is not what its rule says.
 
     Args:
         name: of the layer in the model.
-        layer: any layer.
-        rule: of its type, if there is one.
+        layer: has trained parameters, in itself or in layers inside.
+        has_rule: there is one for its type.
+        has_own: its own calls use some of them.
     """
-    if isinstance(layer, nn.Embedding | nn.EmbeddingBag):
+    what, topic = f"{name or 'The module'} ({type(layer).__name__})", "unsupported-layer"
+    if isinstance(layer, nn.Embedding):
         for option in ("max_norm", "scale_grad_by_freq"):
             if getattr(layer, option):
-                raise UnsupportedModelError(
-                    f"{name} ({type(layer).__name__}) has {option} set. {_CURE}",
-                    topic="unsupported-layer",
-                )
-    opacus_layers.refuse(name, layer, rule is not None)
-    hides_records = isinstance(layer, nn.RNNBase | nn.MultiheadAttention)
-    if hides_records and rule is not multihead_attention:
-        cure = _FIX if isinstance(layer, nn.RNNBase) else _CURE
-        raise UnsupportedModelError(
-            f"{name} ({type(layer).__name__}) hides its records. {cure}", topic="attention"
-        )
+                raise UnsupportedModelError(f"{what} has {option} set. {_CURE}", topic=topic)
     if is_parametrized(layer):
-        raise UnsupportedModelError(
-            f"{name} ({type(layer).__name__}) is parametrized. {_CURE}", topic="changed-layer"
-        )
-    if rule is multihead_attention:
-        refuse_attention(name, cast(nn.MultiheadAttention, layer))
-        return
+        raise UnsupportedModelError(f"{what} is parametrized. {_CURE}", topic="changed-layer")
+    if (has_own and not has_rule) or _hides_records(layer):
+        raise UnsupportedModelError(f"{what}: no rule is known of its type. {_CURE}", topic=topic)
     names = {name for name, _ in layer.named_parameters(recurse=False)}
-    if rule is None and own_parameters_are_trained(layer):
+    if has_rule and not names <= {"weight", "bias"}:
         raise UnsupportedModelError(
-            f"{name or 'The module'} ({type(layer).__name__}) has own parameters "
-            f"({sorted(names)}) and no rule is known of its type.",
-            topic="unsupported-layer",
-        )
-    if rule is not None and not names <= {"weight", "bias"}:
-        raise UnsupportedModelError(
-            f"{name} ({type(layer).__name__}) has parameters that its type does not: "
-            f"{sorted(names - {'weight', 'bias'})}. {_CURE}",
+            f"{what} has parameters that its type does not: {sorted(names - {'weight', 'bias'})}. "
+            f"{_CURE}",
             topic="changed-layer",
         )
 
 
-def own_parameters_are_trained(layer: nn.Module) -> bool:
-    """Tell whether calls of the layer itself use trained parameters."""
-    return any(param.requires_grad for param in opacus_layers.own_parameters(layer))
+def _hides_records(layer: nn.Module) -> bool:
+    """Return whether layers inside may see rows that are not the records: positions, or fewer of them."""
+    is_of_opacus = any(kind.__module__.startswith("opacus.layers") for kind in type(layer).__mro__)
+    return is_of_opacus or isinstance(layer, nn.RNNBase | nn.MultiheadAttention)

@@ -136,22 +136,6 @@ class WholeParameters:
         """Return the parameter that a tensor is, or stands for."""
         return self._shard_of.get(id(param), param)
 
-    def found(self, tensor: Tensor) -> nn.Parameter | None:
-        """Return the parameter that a tensor stands for, wherever it is used; None if for none."""
-        if not self._shards or not isinstance(tensor, nn.Parameter):
-            return None
-        if id(tensor) not in self._shard_of:
-            for layer in self._shards:
-                self.look(layer)
-        return self._shard_of.get(id(tensor))
-
-    def leaves(self, params: Sequence[nn.Parameter]) -> list[tuple[Tensor, nn.Parameter]]:
-        """Return what graphs end in, with the parameter that it is or stands for."""
-        trained = {id(param) for param in params}
-        seen = ((each, self._shard_of[id(each)]) for each in self._seen)
-        whole = [(each, shard) for each, shard in seen if id(shard) in trained]
-        return [*((param, param) for param in params if not is_sharded(param)), *whole]
-
     def translated(self, uses: Counter[int]) -> Counter[int]:
         """Return uses of parameters, by ``id``, as those of the parameters that are trained."""
         if not self._shard_of:
@@ -161,11 +145,6 @@ class WholeParameters:
             shard = self._shard_of.get(key)
             found[key if shard is None else id(shard)] += count
         return found
-
-    @property
-    def is_used(self) -> bool:
-        """True if there are sharded parameters."""
-        return bool(self._shards)
 
     def refuse_unknown(self, leaves: Iterable[Any], known: Iterable[nn.Parameter]) -> None:
         """Refuse a graph that ends in a parameter nobody knows: it was used outside of its layer.

@@ -42,7 +42,7 @@ def refuse_sharded(module: nn.Module) -> None:
             f"{_some(names)} of the model are sharded (fully_shard, FSDP or another use of DTensor): "
             "its layers use other tensors than its parameters, so per-record gradients cannot be "
             "computed this way. Shard it by fully_shard() in configure_model, under Lightning's "
-            "ModelParallelStrategy and engine='bookkeeping', or leave it whole: strategy='ddp'.",
+            "ModelParallelStrategy and engine='layers', or leave it whole: strategy='ddp'.",
             topic="sharded",
         )
 

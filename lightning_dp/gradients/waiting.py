@@ -7,6 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
+from lightning_dp.gradients.graph import nodes
+
 __all__ = ["WaitingLosses", "reached"]
 
 
@@ -19,15 +21,7 @@ def reached(loss: Tensor, parameters: Sequence[nn.Parameter]) -> list[nn.Paramet
         >>> [p is other.weight for p in reached(loss, [layer.weight, other.weight])]
         [True]
     """
-    found, seen, stack = set(), set(), [loss.grad_fn]
-    while stack:
-        node = stack.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        if (variable := getattr(node, "variable", None)) is not None:
-            found.add(id(variable))
-        stack.extend(child for child, _ in node.next_functions)
+    found = {id(getattr(node, "variable", None)) for node in nodes(loss.grad_fn)}
     return [param for param in parameters if id(param) in found]
 
 

@@ -213,8 +213,7 @@ class WatchedModel:
         with self.as_written():
             self._raw.touched()
             self.engine.backward(loss, keep_graph=keep_graph, combined=combined)
-        inside = self._raw.touched()
-        if inside and not self.engine.goes_into_parameters:
+        if inside := self._raw.touched():
             raise UnsupportedModelError(_INSIDE.format(sorted(inside)[:5]), topic="unseen-use")
 
     def take(self, scale: float = 1.0) -> AbstractPerSampleGradients | None:

@@ -257,7 +257,7 @@ class Passes:
         ] = []  # before the graph is freed
         before, own_before = seed(seed_number), self._own_generators(module)
 
-        def forward() -> Tensor:
+        def forward(batch: Any) -> Tensor:
             loss = self.forward(module, batch)
             own_after = self._own_generators(module)
             has_drawn = before != random_state() or (
@@ -270,12 +270,12 @@ class Passes:
             return loss
 
         with self.valid_labels():
-            gradients = passes.run(forward, size=n, batch=batch)
+            gradients = passes.run(forward, copied(batch), n)
         self._added_up.add(self.choice.description)
         if gradients is not None and gradients.count not in (0, n) and self.choice.can_fall:
             raise OtherRowsError
         answer = answer_about(gradients, params, n)
-        ((is_random, weighs, ignores, may_write),) = noticed
+        is_random, weighs, ignores, may_write = noticed[-1]
         return replace(
             answer,
             is_random=is_random,
@@ -380,5 +380,5 @@ class Passes:
         is_automatic = module.automatic_optimization
         by_hand = None if is_automatic else ByHand(module, self.stills_of(module))
         with self.valid_labels():
-            output = call_training_step(module, copied(batch), self.now.batch_idx)
+            output = call_training_step(module, batch, self.now.batch_idx)
         return backward_loss(module, loss_of(output, by_hand))

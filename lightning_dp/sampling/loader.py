@@ -191,8 +191,7 @@ class PrivateDataLoader(DataLoader[Any]):
         self._position = position
         self._admit = admit
         self.current: Chunk | None = None
-        self.alone: list[Any] = []
-        """A batch of each record of the current chunk, if they are wanted."""
+        self._alone: list[Any] = []
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
         self._admit()  # before workers read ahead
@@ -200,10 +199,10 @@ class PrivateDataLoader(DataLoader[Any]):
         self._chunks.resume_at = self._position()
         at_once = read_at_once(self)
         for batch in super().__iter__() if at_once is None else at_once:
-            self.alone = []
+            self._alone = []
             if isinstance(batch, _BothWays):
-                batch, self.alone = batch
-            if batch is None or any(each is None for each in self.alone):
+                batch, self._alone = batch
+            if batch is None or any(each is None for each in self._alone):
                 raise TypeError(
                     "The collate_fn of the training loader returned None. Records of a private "
                     "batch cannot be left out on the way: return a batch for every list of records."
@@ -212,9 +211,17 @@ class PrivateDataLoader(DataLoader[Any]):
             yield batch
             self._admit()
 
+    @property
+    def alone(self) -> list[Any]:
+        """A batch of each record of the current chunk; read once more if nobody wanted them before."""
+        if not self._alone and self.current is not None:
+            records = (self.dataset[record] for record in self.current.records)
+            self._alone = [self.collate_of_user([record]) for record in records]
+        return self._alone
+
     def __getstate__(self) -> dict[str, Any]:
         """Leave the current chunk out of copies and pickles: its size tells who is in the batch."""
-        return {**vars(self), "current": None, "alone": []}
+        return {**vars(self), "current": None, "_alone": []}
 
     def state_dict(self) -> dict[str, Any]:
         """Return nothing; that the method exists tells Lightning that runs resume mid-epoch."""

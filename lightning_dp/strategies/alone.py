@@ -50,17 +50,17 @@ class RecordsAlone:
 
     def forwards(
         self, forward: Callable[[Any], Any], batches: Sequence[Any]
-    ) -> list[Callable[[], Tensor | None]]:
-        """Return, for each record, what runs it and returns its loss; the first run of each counts.
+    ) -> list[tuple[Callable[[Any], Tensor | None], Any]]:
+        """Return, for each record, what runs it and returns its loss, and its batch; a first run counts.
 
         Args:
             forward: runs ``training_step`` on a batch.
             batches: of one record each.
         """
         self._logged, self._counted, self._outputs = {}, {}, []
-        return [partial(self._run, forward, batch, []) for batch in batches]
+        return [(partial(self._run, forward, []), batch) for batch in batches]
 
-    def _run(self, forward: Callable[[Any], Any], batch: Any, earlier: list[None]) -> Tensor | None:
+    def _run(self, forward: Callable[[Any], Any], earlier: list[None], batch: Any) -> Tensor | None:
         if earlier:
             loss: Tensor | None = loss_in(forward(batch))
             return loss

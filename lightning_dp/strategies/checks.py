@@ -163,14 +163,14 @@ def check_estimator(
     if traits.uses_hessian and not step.engine.watched.has_products:
         raise MisconfigurationError(
             f"{estimator} needs Hessian-vector products, which this engine does not have: "
-            f"{step.engine.choice.description}. Use engine='bookkeeping', and change a layer that it "
+            f"{step.engine.choice.description}. Use engine='layers', and change a layer that it "
             "does not cover.",
             topic="hessian-products",
         )
-    if several and engine not in ("auto", "bookkeeping", "one_by_one"):
+    if several and engine not in ("auto", "layers", "bookkeeping", "one_by_one"):
         raise MisconfigurationError(
             f"engine={engine!r} does not know that generated rows belong to records, nor which loss is "
-            "public, as several optimizers need it. Use engine='bookkeeping'.",
+            "public, as several optimizers need it. Use engine='layers'.",
             topic="several-optimizers",
         )
     if step.one_record and not is_automatic:

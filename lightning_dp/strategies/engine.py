@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_info
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 
 from lightning_dp._module_state import ModuleState
@@ -17,6 +17,7 @@ from lightning_dp._world import World
 from lightning_dp.boundary import AbstractPerSampleGradients
 from lightning_dp.config import PrivacyConfig
 from lightning_dp.gradients import EngineChoice, RecordPasses, Replay, UnsupportedModelError
+from lightning_dp.gradients.base import Forward
 from lightning_dp.gradients.watched_model import WrapEngine
 from lightning_dp.isolation.stand_ins import NoCollectives, NotProbed
 from lightning_dp.run import PrivateRun
@@ -59,7 +60,11 @@ def engine_for(
     engine = FitEngine(
         trainer.lightning_module,
         params,
-        _chosen(run.config, world, has_public=bool(public)),
+        _chosen(
+            run.config,
+            world,
+            is_automatic=trainer.lightning_module.automatic_optimization and not public,
+        ),
         optimizer=optimizers.private,
         public=public,
         wrap=wrap,
@@ -71,13 +76,13 @@ def engine_for(
     return engine
 
 
-def _chosen(config: PrivacyConfig, world: World, *, has_public: bool) -> EngineChoice:
+def _chosen(config: PrivacyConfig, world: World, *, is_automatic: bool) -> EngineChoice:
     """Return the engines that can do what a run asks for, from the one that its name stands for on.
 
     Args:
         config: of the run.
         world: its processes.
-        has_public: there are parameters of public optimizers.
+        is_automatic: Lightning steps the only optimizer.
     """
     traits = config.resolved_estimator().traits
     choice = EngineChoice(config.engine)
@@ -85,9 +90,8 @@ def _chosen(config: PrivacyConfig, world: World, *, has_public: bool) -> EngineC
         _leave_ghost(
             choice, is_sharded=world.is_sharded, asks_one_gradient=traits.asks_one_gradient
         )
-    # Generated rows are paired with records, which the engines below do not know.
-    if has_public:
-        choice = choice.here()
+    if not is_automatic and config.engine != "one_by_one":
+        choice = choice.whole_batch()  # which goes back, steps, and makes public rows
     return choice.over_shards() if world.is_sharded else choice
 
 
@@ -195,17 +199,17 @@ class FitEngine:
             self._before_records = None
 
     def run_once_more(
-        self, forward: Callable[[], Tensor | None], batch: object, size: int
+        self, forward: Forward, batch: object, size: int
     ) -> AbstractPerSampleGradients | None:
         """Return the gradients of records that nobody is answered from; None if there are none.
 
         Args:
-            forward: runs them and returns their loss.
+            forward: runs a batch and returns its loss.
             batch: what they are in.
             size: how many they are.
         """
         try:
-            return self.passes.run(forward, size=size, batch=batch)
+            return self.passes.run(forward, batch, size)
         finally:
             self.watched.drop()
 
@@ -215,7 +219,7 @@ class FitEngine:
             for each in records:
                 assert each.randomness is not None and each.forward is not None
                 with each.randomness.again():
-                    self.passes.run(each.forward)
+                    self.passes.run(each.forward, each.batch, 1)
 
     def _state(self) -> ModuleState:
         return ModuleState.of(self._module, self._trainer.callbacks)  # type: ignore[attr-defined]

@@ -6,7 +6,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import cached_property
 from pathlib import Path
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -161,7 +160,7 @@ class PrivateFitStrategy(Strategy):
         leave = self._leave_the_model
         world, wrap = self._world(), self.wrap_engine
         self._fit = begin_fit(
-            trainer, run, world, folder, wrap, leave, self._forward_again, optimizers
+            trainer, run, world, folder, wrap, leave, self._chunk_again, optimizers
         )
         self._sharded = self._fit.step.params if self._fit.step.engine.is_sharded else ()
         estimator = run.config.resolved_estimator()
@@ -255,10 +254,14 @@ class PrivateFitStrategy(Strategy):
                 warn(message, topic=topic)
 
     def _forward_again(
-        self, args: tuple[Any, ...], kwargs: Mapping[str, Any] = MappingProxyType({})
+        self, others: tuple[Any, ...], kwargs: Mapping[str, Any], batch: Any
     ) -> Tensor | None:
-        loss: Tensor | None = loss_in(super().training_step(*args, **kwargs))
+        loss: Tensor | None = loss_in(super().training_step(batch, *others, **kwargs))
         return loss
+
+    def _chunk_again(self, args: tuple[Any, ...]) -> Tensor | None:
+        batch, *others = args
+        return self._forward_again(tuple(others), {}, batch)
 
     # -- checkpoints and the end -----------------------------------------------------------
 

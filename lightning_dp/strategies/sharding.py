@@ -59,7 +59,7 @@ def check_settings(config: PrivacyConfig, *, several_optimizers: bool) -> None:
         parts.append(f"noise_schedule={config.noise_schedule}")
     if config.count_clipped:
         parts.append("count_clipped=True")
-    if config.engine not in ("auto", "bookkeeping", "ghost"):
+    if config.engine not in ("auto", "layers", "bookkeeping", "ghost"):
         parts.append(f"engine={config.engine!r}")
     if several_optimizers:
         parts.append("A LightningModule with several optimizers")

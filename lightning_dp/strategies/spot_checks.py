@@ -332,9 +332,10 @@ class SpotChecks:
         with _nowhere(self._module, self._trainer, device):
             hooks = watch_calls(self._module, calls) if watch else None
             try:
-                args = (batch, *check.args[1:])
-                forward = partial(self._forward, args, at_loss)
-                found = self._step.engine.run_once_more(forward, args, check.size)
+                forward = partial(self._forward, check.args[1:], at_loss)
+                found = self._step.engine.run_once_more(forward, batch, check.size)
+                if not noted:
+                    at_loss()
                 gradients = None if found is None else self._glimpse(found)
                 if found is not None:
                     found.discard()
@@ -346,12 +347,15 @@ class SpotChecks:
                     hooks.take_off()
                 check.start.restore()
 
-    def _forward(self, args: tuple[Any, ...], at_loss: Callable[[], None]) -> Tensor | None:
-        """Return the loss of a chunk, and say when it is there."""
-        module = self._module
+    def _forward(
+        self, others: tuple[Any, ...], at_loss: Callable[[], None], batch: Any
+    ) -> Tensor | None:
+        """Return the loss of a chunk, and say when it is there, if all its records run at once."""
+        module, args = self._module, (batch, *others)
         if module.automatic_optimization:
             loss = self._run_chunk(args)
-            at_loss()
+            if not self._step.engine.watched.isolates:
+                at_loss()
             return loss
         real = self._trainer.optimizers
         groups = [[dict(group) for group in each.param_groups] for each in real]

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from typing import TypeAlias
+from contextlib import nullcontext
+from typing import Any, TypeAlias
 
 import torch
 from lightning.pytorch import LightningModule
@@ -17,6 +17,7 @@ from lightning_dp._shards import as_shard, held_here
 from lightning_dp.boundary import AbstractPerSampleGradients, Query
 from lightning_dp.functional import unflatten
 from lightning_dp.gradients import OtherRowsError, Replay, UnsupportedModelError
+from lightning_dp.gradients.base import Forward
 from lightning_dp.gradients.chunks import OTHER_ROWS
 from lightning_dp.gradients.random_state import RandomState
 from lightning_dp.isolation.synthetic import leaves_of
@@ -28,7 +29,6 @@ from lightning_dp.strategies.weights import SameParameters
 
 __all__ = ["PrivateStep"]
 
-Forward: TypeAlias = Callable[[], Tensor | None]
 Look: TypeAlias = Callable[[AbstractPerSampleGradients], AbstractPerSampleGradients]
 
 
@@ -74,7 +74,7 @@ class PrivateStep:
         self._module, self._device = module, device
         self._batch = BatchAccounts()
         self._look: Look | None = None  # at the gradients of the next chunk
-        self._forward_again: Forward | None = None  # the chunk's forward pass
+        self._forward_again: Forward | None = None  # the chunk's forward pass, once more
         self._records: object = None  # what goes into it
         self._randomness: RandomState | None = None  # of the chunk, if it may be run again
         self._is_passed_on = False  # the chunk is the next engine's
@@ -89,10 +89,10 @@ class PrivateStep:
         """True if each record must run alone, by :meth:`answer_each`."""
         return self._watched.one_record
 
-    def watching(self) -> AbstractContextManager[None]:
-        """Let the engine see what the model does, inside."""
+    def run(self, forward: Forward, batch: object) -> Any:
+        """Run the chunk's forward pass under the engine, and return what ``training_step`` does."""
         chunk = self._batch.chunk
-        return self._watched.watching(self._records, 1 if chunk is None else max(1, chunk.size))
+        return self._watched.run(forward, batch, 1 if chunk is None else max(1, chunk.size))
 
     def begin(self, chunk: Chunk) -> None:
         """Open the accounts of the next physical batch."""
@@ -108,7 +108,7 @@ class PrivateStep:
 
         Args:
             mechanism: has begun a step.
-            forward_again: runs the chunk once more and returns its loss.
+            forward_again: runs a batch once more and returns its loss.
             batch: what ``training_step`` is called with.
         """
         query = mechanism.query
@@ -201,7 +201,7 @@ class PrivateStep:
             raise RefusedRun(_AGAIN, topic="batches-and-steps")
         batch.chunk = None
         gradients = self._take(scale)
-        replay = Replay(self._forward_again, chunk.size, self._randomness, self._records)
+        replay = Replay(self._forward_again, self._records, chunk.size, self._randomness)
         if gradients is None or not chunk.size:
             self._add_nothing(mechanism, replay)
         if gradients is None and not self._is_passed_on:
@@ -218,7 +218,7 @@ class PrivateStep:
             self._give(mechanism, mechanism.query, replay, gradients)
 
     def answer_each(
-        self, mechanism: Mechanism, forwards: Sequence[Forward], *, is_first: bool
+        self, mechanism: Mechanism, forwards: Sequence[tuple[Forward, object]], *, is_first: bool
     ) -> None:
         """Run each record of the chunk alone, and give its part to the mechanism.
 
@@ -227,7 +227,7 @@ class PrivateStep:
 
         Args:
             mechanism: has begun a step.
-            forwards: run one record each and return its loss; one of a stand-in for an empty chunk.
+            forwards: what runs each record, and its batch; one of a stand-in for an empty chunk.
             is_first: nothing was released yet; then some record must have a gradient.
         """
         batch, chunk, query = self._batch, self._batch.chunk, mechanism.query
@@ -236,8 +236,8 @@ class PrivateStep:
         batch.chunk = None
         seeds = _seeds(len(forwards))
         replays = [
-            Replay(forward, 1, RandomState.seeded(self._device, seed))
-            for forward, seed in zip(forwards, seeds, strict=True)
+            Replay(forward, record, 1, RandomState.seeded(self._device, seed))
+            for (forward, record), seed in zip(forwards, seeds, strict=True)
         ]
         if not chunk.size or query is None:
             self.engine.run_for_nothing(replays)

@@ -95,11 +95,13 @@ class DifferentialPrivacyStrategy(PrivateFitStrategy):
             fit.probe.watch_batch(args[0])
             fit.latest.see(args[0])
         fit.spots.before_forward(args)
-        again = partial(self._forward_again, args, kwargs)
-        fit.step.before_forward(mechanism, again, (args, kwargs))
+        again = partial(self._forward_again, args[1:], kwargs)
+        fit.step.before_forward(mechanism, again, args[0])
         fit.first.enter_forward()
         fit.later.enter_forward(has_snapshot=fit.first.is_looking or fit.spots.is_checking)
         output = self._watched(*args, **kwargs)
+        if fit.step.one_record:
+            return output  # which took over
         self._answer_waiting()
         self._leave_forward()
         fit.monitors.check()
@@ -112,16 +114,17 @@ class DifferentialPrivacyStrategy(PrivateFitStrategy):
             fit.agree(fit.step.fault(mechanism), Place.NO_RELEASE)
         return output
 
-    def _watched(self, *args: Any, **kwargs: Any) -> Any:
+    def _watched(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
         """Run ``training_step`` under the engine; once more under the next, if that one refuses."""
-        step = self._now.step
+        step, run = self._now.step, super().training_step
         try:
-            with step.watching():
-                return super().training_step(*args, **kwargs)
+            return step.run(lambda batch: run(batch, *args, **kwargs), batch)
         except UnsupportedModelError as reason:
             step.pass_on(reason)
         step.begin_again()
-        return self._watched(*args, **kwargs)
+        if step.one_record:
+            return self._one_by_one(batch, *args, **kwargs)
+        return self._watched(batch, *args, **kwargs)
 
     def _one_by_one(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
         """Run ``training_step`` and the backward pass for each record of the batch alone."""
