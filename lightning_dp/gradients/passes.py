@@ -203,7 +203,8 @@ class RecordPasses:
             if first is not None and each.point is None and each.direction is None:
                 found: AbstractPerSampleGradients | None = first
             elif randomness is None:
-                randomness = RandomState(self._params[0].device)
+                if combined:
+                    randomness = RandomState(self._params[0].device)
                 found = self._run(chunk, each, combined)
             else:
                 with randomness.again():

@@ -45,47 +45,36 @@ Function: TypeAlias = Callable[..., Any]
 
 # What asks a tensor about itself, not about its values.
 _QUESTIONS = frozenset(
-    [
-        "size",
-        "dim",
-        "numel",
-        "is_floating_point",
-        "is_complex",
-        "__len__",
-        "__hash__",
-        "stride",
-        "element_size",
-        "ndimension",
-        "is_contiguous",
-        "get_device",
-        "is_signed",
-        "nelement",
-        "__set__",
-        "__delete__",
-        "register_hook",
-        "storage_offset",
-        "is_pinned",
-        "retain_grad",
-    ]
+    (
+        *(
+            "size",
+            "dim",
+            "numel",
+            "is_floating_point",
+            "is_complex",
+            "__len__",
+            "__hash__",
+            "stride",
+        ),
+        *("element_size", "ndimension", "is_contiguous", "get_device", "is_signed", "nelement"),
+        *("__set__", "__delete__", "register_hook", "storage_offset", "is_pinned", "retain_grad"),
+    )
 )
 # What leaves torch: Python's numbers, lists and texts, and NumPy's arrays.
 _VALUES = frozenset(
-    [
-        "__bool__",
-        "__int__",
-        "__float__",
-        "__index__",
-        "__complex__",
-        "item",
-        "tolist",
-        "numpy",
-        "__array__",
-        "is_nonzero",
-        "__contains__",
-        "equal",
-        "allclose",
-        "_is_all_true",
-    ]
+    (
+        *(
+            "__bool__",
+            "__int__",
+            "__float__",
+            "__index__",
+            "__complex__",
+            "item",
+            "tolist",
+            "numpy",
+        ),
+        *("__array__", "is_nonzero", "__contains__", "equal", "allclose", "_is_all_true"),
+    )
 )
 _TEXTS = frozenset(("__format__", "__repr__", "__str__"))
 _DIFFERENTIATE = frozenset(("grad", "backward", "requires_grad_"))
@@ -271,7 +260,12 @@ class CallRecorder(TorchFunctionMode):
             # Constant indices (positions) meet the samples soon: the rule is cheaper than copies.
             each = use.input.expand(self.n, *use.input.shape)
             return self._by_rule(func, name, args, kwargs, use, each)
-        result = func(*args, **kwargs)
+        try:
+            result = func(*args, **kwargs)
+        except RuntimeError:
+            if _is_in_place(name) and not self._own_memory:  # random numbers, one for each sample
+                raise WritesIntoNew from None
+            raise
         if parts and any(map(is_sample, _tensors((result,), {}))):  # it drew for each sample
             return self._copied(func, args, kwargs)
         is_new = not tensors or name in _NEW
@@ -453,18 +447,10 @@ _LATER = (
     "The value that a metric's forward returns is used in training_step; it can only be logged."
 )
 _NEW = frozenset(
-    [
-        "zeros_like",
-        "ones_like",
-        "empty_like",
-        "full_like",
-        "clone",
-        "new_zeros",
-        "new_ones",
-        "new_empty",
-        "new_full",
-        "new_tensor",
-    ]
+    (
+        *("zeros_like", "ones_like", "empty_like", "full_like", "clone", "new_zeros", "new_ones"),
+        *("new_empty", "new_full", "new_tensor"),
+    )
 )
 
 
