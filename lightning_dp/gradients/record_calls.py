@@ -419,7 +419,7 @@ class CallRecorder(TorchFunctionMode):
             leaf = value.detach().expand(self.n, *part.shape).requires_grad_()
             edge = get_gradient_edge(leaf)
             if moved is not None:
-                leaf = forward_ad.make_dual(leaf, moved.expand(self.n, *part.shape))
+                leaf = forward_ad.make_dual(leaf, moved.detach().expand(self.n, *part.shape))
         self.calls.append(Call(None, None, part, None, 0, edge, None, True))
         return self.sample(leaf)
 
@@ -434,7 +434,7 @@ class CallRecorder(TorchFunctionMode):
             alias = value.detach()
             if is_leaf:
                 alias = alias.requires_grad_()
-            return alias if moved is None else forward_ad.make_dual(alias, moved)
+            return alias if moved is None else forward_ad.make_dual(alias, moved.detach())
 
     def _split(self, part: Tensor) -> tuple[Tensor, Tensor | None]:
         if not self.along:

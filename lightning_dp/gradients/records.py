@@ -247,13 +247,7 @@ class Records(AbstractGradientEngine):
         finally:
             for handle in handles:
                 handle.remove()
-        missed = [
-            self._names.get(id(param), "")
-            for param, found in zip(self._params, back[len(firsts) :], strict=True)
-            if found is not None
-        ]
-        if missed:
-            raise UncoveredParameterError(missed)
+        self._refuse_missed(back[len(firsts) :])
         for place, (call, sums) in enumerate(firsts):
             u, back[place] = back[place], None
             arrived(call, sums, u)
@@ -269,6 +263,53 @@ class Records(AbstractGradientEngine):
             for group, sums in zip(groups, pools, strict=True)
         ]
         self._places = [group.places for group in groups]
+
+    def along(
+        self, run_again: Callable[[], Tensor], direction: Tensor, weights: tuple[float, float]
+    ) -> AbstractPerSampleGradients:
+        """Return w g_i + w' H_i u from one forward and backward pass in dual numbers.
+
+        Where a rule is known, a gradient is a bilinear form, so that its derivative along the
+        direction is two uses of the same form (:meth:`AbstractForm.along`).
+        """
+        assert self._module is not None
+        module, self._along = self._module, True
+
+        def run() -> list[_Sums]:
+            loss = run_again()
+            groups, self._groups = self._groups, []
+            named = {name: param for name, param in module.named_parameters()}
+            duals = [named[self._names[id(param)]] for param in self._params]
+            edges: list[Any] = [call.edge for group in groups for call in group.calls]
+            back = torch.autograd.grad(loss, [*edges, *duals], create_graph=True, allow_unused=True)
+            self._refuse_missed(back[len(edges) :])
+            found, self._places = iter(back), [group.places for group in groups]
+            pools = [_DualSums(self._params, self._memory, duals, weights) for _ in groups]
+            with torch.no_grad():
+                for group, sums in zip(groups, pools, strict=True):
+                    for call in group.calls:
+                        if (u := next(found)) is not None:
+                            sums.take(call, u, combined=True)
+            for sums in pools:
+                sums.pull_back(combined=True)
+            return list(pools)
+
+        try:
+            pools = run_along(module, self._params, direction, run)
+        finally:
+            self._along = False
+        self._found = [
+            sums.gradients(self._params, self._size / len(places))
+            for sums, places in zip(pools, self._places, strict=True)
+        ]
+        return self.take(1.0, {})
+
+    def _refuse_missed(self, found: Sequence[Tensor | None]) -> None:
+        """Refuse parameters that have a gradient by themselves: they met samples unseen."""
+        pairs = zip(self._params, found, strict=True)
+        missed = [self._names[id(param)] for param, each in pairs if each is not None]
+        if missed:
+            raise UncoveredParameterError(missed)
 
     def _new_sums(self) -> _Sums:
         return _Sums(self._params, self._memory)
@@ -388,6 +429,55 @@ class _Sums:
     def gradients(self, params: Sequence[nn.Parameter], scale: float) -> BookkeptGradients:
         each = [self._of[id(param)] for param in params]
         return BookkeptGradients(params, [g if g.uses else None for g in each], scale)
+
+
+class _DualSums(_Sums):
+    """The same inside dual numbers: for w g + w' H u in the place of the gradient g.
+
+    Args:
+        duals: in the places of the parameters.
+        weights: w and w'.
+    """
+
+    def __init__(
+        self,
+        params: Sequence[nn.Parameter],
+        memory: ScratchPool,
+        duals: Sequence[Tensor],
+        weights: tuple[float, float],
+    ) -> None:
+        super().__init__(params, memory)
+        self._duals, self._weights = duals, weights
+        self._of |= {id(d): self._of[id(p)] for d, p in zip(duals, params, strict=True)}
+
+    def _add(self, tensor: Tensor, use: Use, combined: bool) -> None:
+        if id(tensor) in self._of:
+            for each in use.form.along(split(use.v), split(use.u), self._weights):
+                super()._add(tensor, each, combined)
+        else:
+            super()._add(tensor, use, combined)
+
+    def pull_back(self, *, combined: bool) -> None:
+        parts, self._parts = list(self._parts.values()), {}
+        for tensor, found in parts:
+            total = reduce(torch.add, found).to(tensor.dtype)
+            rows = [self._pulled_back(tensor, each) for each in total]
+            with torch.no_grad():
+                for param, each in zip(self._params, zip(*rows, strict=True), strict=True):
+                    super()._add(param, Rows.use(torch.stack(each)), combined)
+
+    def _pulled_back(self, tensor: Tensor, total: Tensor) -> list[Tensor]:
+        back = torch.autograd.grad(tensor, self._duals, total, create_graph=True, allow_unused=True)
+        found = []
+        for param, each in zip(self._params, back, strict=True):
+            if each is None:
+                found.append(torch.zeros_like(param))
+                continue
+            value, moved = split(each)
+            found.append(self._weights[0] * value)
+            if moved is not None:
+                found[-1] += self._weights[1] * moved
+        return found
 
 
 def uses_of_call(call: Call, v: Tensor, u: Tensor) -> list[tuple[Tensor | None, Use]]:
