@@ -240,11 +240,6 @@ class AbstractForm(ABC):
     which loses no digits when the points are close.
     """
 
-    @property
-    def shares(self) -> bool:
-        """True if another use holds u as well, whatever stands for this one."""
-        return False
-
     @abstractmethod
     def rows(self, v: Tensor, u: Tensor) -> Tensor:
         """Return f(v_i, u_i) of each record: shape (n, *parameter shape)."""
@@ -343,10 +338,6 @@ class AbstractForm(ABC):
         size = max(1, SLICE_BYTES // (4 * shape.numel()))
         parts = zip(torch.split(v, size), torch.split(u, size), strict=True)
         return torch.cat([_at(self.rows(*part), places) for part in parts])
-
-    def factors(self, v: Tensor, u: Tensor) -> tuple[Tensor, ...] | None:
-        """Return tensors, records first, the product of whose norms is that of f(v_i, u_i); else None."""
-        return None
 
     def lengths(self, v: Tensor, u: Tensor) -> Tensor:
         """Return a bound on Σ_s ‖a_s‖ where f(v_i, u_i) = Σ_s a_s is computed, float64, shape (n,)."""
@@ -462,9 +453,6 @@ class Rows(AbstractForm):
 
     def entries(self, v: Tensor, u: Tensor, shape: torch.Size, places: Tensor) -> Tensor:
         return _at(self.rows(v, u), places)
-
-    def factors(self, v: Tensor, u: Tensor) -> tuple[Tensor, ...] | None:
-        return (u,)
 
     def lengths(self, v: Tensor, u: Tensor) -> Tensor:
         return squared_row_norms(u).sqrt()

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from lightning_dp.functional import squared_row_norms
 from lightning_dp.gradients.bilinear import (
     PRODUCTS,
     SLICE_BYTES,
@@ -33,7 +32,8 @@ _TOGETHER = 32  # records in one convolution: batches of every size stay fast
 
 # Writing down what the kernel sees pays if each of its entries is used for enough output channels. The
 # bound was fitted to timings of many shapes on one core; it decides about time alone.
-_PATCHES_PER_CHANNEL = 4096
+_PATCHES_PER_CHANNEL = 640
+_ENTRIES = 1 << 18  # of patches that are written down at once: they stay in the cache
 
 
 @dataclass(frozen=True)
@@ -43,8 +43,8 @@ class Convolution(AbstractForm):
     Where a record has f rows, both have a second dimension for them: (n, f, in, *size).
 
     The records' gradients are those of one convolution with n times as many groups, one record
-    after the other in the channels, or products with what lines of the kernel see: which of the two is
-    decided by the shapes, so that all processes do the same. Norms of wide layers on small maps come
+    after the other in the channels, or products with what the kernel sees: which of the two is decided
+    by the shapes, so that all processes do the same. Norms of wide layers on small maps come
     from inner products.
     """
 
@@ -66,24 +66,33 @@ class Convolution(AbstractForm):
 
     def put(self, v: Tensor, u: Tensor, out: Tensor) -> Use:
         v, u = self._of_rows(v), self._of_rows(u)
-        if not self._prefers_products(v, u):
-            rows = out.view(len(u), *self.weight_shape)
-            self._convolutions(v, u, rows)
-            return Rows.use(rows)
-        outputs, inputs, *kernel = self.weight_shape
-        window = Window.of(kernel, self.stride, self.padding, self.dilation)
-        lines, *rest = window.kernel
-        by_line = out.view(lines, len(u), outputs, *rest, inputs)
-        window.put_products(v, u, by_line.flatten(3))
-        by_record = by_line.transpose(0, 1)
-        return Use(Lines(self.weight_shape), by_record, by_record)
+        rows = out.view(len(u), *self.weight_shape)
+        (self._products if self._prefers_products(v, u) else self._convolutions)(v, u, rows)
+        return Rows.use(rows)
 
     def _prefers_products(self, v: Tensor, u: Tensor) -> bool:
-        """Tell from the shapes if matrix products are likely to be faster than convolutions."""
-        if v.device.type != "cpu" or self.groups > 1:
+        """Return whether matrix products are likely to be faster than convolutions, by shapes alone."""
+        if v.device.type != "cpu" or self.groups > 1 or len(self.stride) != 2:
             return False
         patches = math.prod(self.weight_shape[1:]) * u.shape[-len(self.stride) :].numel()
         return patches <= _PATCHES_PER_CHANNEL * self.weight_shape[0]
+
+    def _products(self, v: Tensor, u: Tensor, out: Tensor) -> None:
+        """Write down what the kernel sees at each position, of some records at a time."""
+        patch = math.prod(self.weight_shape[1:])
+        size = max(1, _ENTRIES // (patch * u[:1, :, 0].numel() or 1))
+        parts = zip(*(torch.split(each, size) for each in (v, u, out)), strict=True)
+        for x, y, rows in parts:
+            kernel, options = self.weight_shape[2:], (self.dilation, self.padding, self.stride)
+            seen = F.unfold(x.flatten(0, 1), kernel, *options).transpose(1, 2)
+            seen, y, target = (
+                seen.view(*x.shape[:2], *seen.shape[1:]),
+                y.flatten(3),
+                rows.flatten(2),
+            )
+            torch.bmm(y[:, 0], seen[:, 0], out=target)
+            for row in range(1, y.shape[1]):
+                target.baddbmm_(y[:, row], seen[:, row])
 
     def _convolutions(self, v: Tensor, u: Tensor, out: Tensor) -> None:
         """Run the records as groups of a convolution, some of them at a time."""
@@ -218,149 +227,3 @@ class Convolution(AbstractForm):
     def _padded(self, v: Tensor) -> Tensor:
         rows, columns = self.padding
         return F.pad(v, (columns, columns, rows, rows))
-
-
-_ENTRIES = 1 << 18  # of patches that are written down at once: they stay in the cache
-
-
-@dataclass(frozen=True)
-class Window:
-    """The places where a convolution's kernel sees its input.
-
-    What one line of the kernel sees (its first dimension is the number of the line) another one sees
-    some lines of the input further on. So it is written down once, and each line of the kernel is a
-    product with that part of it which begins so much further on.
-
-    Args:
-        kernel: its size, as all of these in at least two dimensions.
-        stride: of the convolution.
-        padding: of the input.
-        dilation: of the kernel.
-    """
-
-    kernel: tuple[int, ...]
-    stride: tuple[int, ...]
-    padding: tuple[int, ...]
-    dilation: tuple[int, ...]
-
-    @classmethod
-    def of(cls, kernel: Sequence[int], *others: Sequence[int]) -> Window:
-        """Return a window, where a kernel of one dimension is a single line."""
-        if len(kernel) > 1:
-            return cls(tuple(kernel), *map(tuple, others))
-        stride, padding, dilation = others
-        return cls((1, *kernel), (1, *stride), (0, *padding), (1, *dilation))
-
-    def put_products(self, v: Tensor, u: Tensor, out: Tensor) -> None:
-        """Write Σ over positions of output gradient times what a line sees there, for each record.
-
-        Args:
-            v: the input, shape (n, f, in, *size), for f rows of a record.
-            u: the gradient of the output, shape (n, f, out, *size).
-            out: shape (lines, n, out, entries of a line).
-        """
-        if v.dim() == 4:
-            v, u = v.unsqueeze(3), u.unsqueeze(3)
-        size, u = u.shape[3:], u.flatten(3)
-        rows, positions, width = v.shape[1], u.shape[3], size[1:].numel()
-        step = max(1, _ENTRIES // (rows * self._entries_seen(v.shape[2], size) or 1))
-        for part in (slice(start, start + step) for start in range(0, len(u), step)):
-            seen = self._seen(v[part].flatten(0, 1), size)
-            seen = seen.view(-1, rows, *seen.shape[1:])
-            for line, target in enumerate(out[:, part]):
-                further, phase = divmod(line * self.dilation[0], self.stride[0])
-                places = slice(further * width, further * width + positions)
-                torch.bmm(u[part, 0], seen[:, 0, phase, places], out=target)
-                for row in range(1, rows):
-                    target.baddbmm_(u[part, row], seen[:, row, phase, places])
-
-    def _lines_seen(self, lines: int) -> tuple[int, int]:
-        """Return how many phases of the stride the kernel's lines meet, and the lines in each."""
-        reach = self.dilation[0] * (self.kernel[0] - 1)
-        return min(self.stride[0], reach + 1), lines + reach // self.stride[0]
-
-    def _entries_seen(self, channels: int, size: torch.Size) -> int:
-        """Return the entries of :meth:`_seen` for one row."""
-        phases, lines = self._lines_seen(size[0])
-        return phases * lines * size[1:].numel() * math.prod(self.kernel[1:]) * channels
-
-    def _seen(self, v: Tensor, size: torch.Size) -> Tensor:
-        """Return what a line sees at each position: shape (N, phases, positions, entries of a line).
-
-        The first input line of phase k is line k; between the lines of a phase is the stride.
-
-        Args:
-            v: shape (N, in, *size).
-            size: of the output.
-        """
-        phases, lines = self._lines_seen(size[0])
-        v = self._padded(v, phases + self.stride[0] * (lines - 1))
-        count, line, *others, channel = v.stride()
-        moves = (each * s for each, s in zip(others, self.stride[1:], strict=True))
-        offsets = (each * d for each, d in zip(others, self.dilation[1:], strict=True))
-        seen = v.as_strided(
-            (len(v), phases, lines, *size[1:], *self.kernel[1:], v.shape[-1]),
-            (count, line, line * self.stride[0], *moves, *offsets, channel),
-        )
-        return seen.reshape(len(v), phases, lines * size[1:].numel(), -1)
-
-    def _padded(self, v: Tensor, least: int) -> Tensor:
-        """Return the padded input with channels last: then a patch's lines are in one piece.
-
-        Args:
-            v: shape (N, in, *size).
-            least: so many lines there must be.
-        """
-        first, *others = self.padding
-        after = first + max(0, least - v.shape[2] - 2 * first)
-        around = [0, 0, *(side for each in reversed(others) for side in (each, each)), first, after]
-        v = v.movedim(1, -1)
-        if any(around):
-            v = F.pad(v, around)
-        return v.contiguous() if math.prod(self.kernel[1:]) > 1 else v
-
-
-@dataclass(frozen=True)
-class Lines(Rows):
-    """The gradients themselves, line by line of the kernel, of shape (n, lines, out, *rest, in).
-
-    The lines of all records follow each other in memory.
-
-    Args:
-        shape: of the weight.
-    """
-
-    shape: tuple[int, ...]
-
-    def rows(self, v: Tensor, u: Tensor) -> Tensor:
-        return _in_order(u, 1).reshape(len(u), *self.shape)
-
-    def weighted_sum(self, v: Tensor, u: Tensor, weights: Tensor) -> Tensor:
-        sums = torch.stack([weights @ line.flatten(1) for line in u.unbind(1)])
-        return _in_order(sums.view(u.shape[1:]), 0)
-
-    def add_weighted_sum(self, v: Tensor, u: Tensor, weights: Tensor, onto: Tensor) -> None:
-        AbstractForm.add_weighted_sum(self, v, u, weights, onto)
-
-    def put_weighted_sum(self, v: Tensor, u: Tensor, weights: Tensor, into: Tensor) -> None:
-        AbstractForm.put_weighted_sum(self, v, u, weights, into)
-
-    def factors(self, v: Tensor, u: Tensor) -> tuple[Tensor, ...] | None:
-        return None
-
-    def lengths(self, v: Tensor, u: Tensor) -> Tensor:
-        return self._squares(u).sqrt()
-
-    def squared_norms(self, uses: Sequence[Use], *, may_keep: bool) -> Tensor | None:
-        (use,) = uses
-        return self._squares(use.u)
-
-    def _squares(self, u: Tensor) -> Tensor:
-        return squared_row_norms(u.transpose(0, 1).flatten(0, 1)).view(u.shape[1], -1).sum(0)
-
-
-def _in_order(tensor: Tensor, first: int) -> Tensor:
-    """Return (..., lines, out, *rest, in) as (..., out, in, lines, *rest); ``first`` is that of lines."""
-    last = tensor.dim() - 1
-    rest = range(first + 2, last)
-    return tensor.permute(*range(first), first + 1, last, first, *rest)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -27,42 +27,16 @@ from lightning_dp.gradients.bilinear import (
     sum_of_products,
 )
 
-__all__ = ["Lookup", "OuterProduct", "Scale", "SharedFactor"]
+__all__ = ["Lookup", "OuterProduct", "Scale"]
 
 
 _CACHED_BYTES = 1 << 20
 _LONG = 32  # positions from which on matrix products, not memory, are what rows cost
 
 
-class SharedFactor:
-    """Output gradients that several layers have: their inner products are computed once."""
-
-    def __init__(self, u: Tensor) -> None:
-        self._u = u
-        self._products: tuple[Scaled, Tensor] | None = None
-
-    def products_of(self, u: Tensor) -> tuple[Scaled, Tensor]:
-        """Return the inner products of a factor, which may be another one by now."""
-        if u is not self._u:
-            return _products(u)
-        if self._products is None:
-            self._products = _products(u)
-        return self._products
-
-
 @dataclass(frozen=True)
 class OuterProduct(AbstractForm):
-    """Σ_t u_it v_itᵀ for v of shape (n, T, in) and u of shape (n, T, out).
-
-    Args:
-        shared: u, where other parameters have the same.
-    """
-
-    shared: SharedFactor | None = field(default=None, compare=False, repr=False)
-
-    @property
-    def shares(self) -> bool:
-        return self.shared is not None
+    """Σ_t u_it v_itᵀ for v of shape (n, T, in) and u of shape (n, T, out)."""
 
     def rows(self, v: Tensor, u: Tensor) -> Tensor:
         return torch.bmm(u.transpose(1, 2), v)
@@ -87,8 +61,7 @@ class OuterProduct(AbstractForm):
     def prefers_rows(self, v: Tensor, u: Tensor) -> bool:
         times, rows, columns = u.shape[1], u.shape[2], v.shape[2]
         # Of rows twice as large as v and u, inner products take less than half of the work.
-        is_quick = times >= _LONG and 2 * times * (rows + columns) > rows * columns
-        return is_quick and not self.shares
+        return times >= _LONG and 2 * times * (rows + columns) > rows * columns
 
     def joined(self, uses: Sequence[Use]) -> list[Use]:
         """Return one use with the positions of all of them, the time steps of a recurrent layer."""
@@ -124,9 +97,6 @@ class OuterProduct(AbstractForm):
         v, u = _scaled(v, u, weights)
         torch.mm(u.T, v, out=into.view(u.shape[1], v.shape[1]))
 
-    def factors(self, v: Tensor, u: Tensor) -> tuple[Tensor, ...] | None:
-        return (v, u) if u.shape[1] == 1 else None
-
     def lengths(self, v: Tensor, u: Tensor) -> Tensor:
         norms = factor_norms(v.flatten(0, 1)) * factor_norms(u.flatten(0, 1))
         return norms.view(u.shape[:2]).sum(1)
@@ -145,8 +115,7 @@ class OuterProduct(AbstractForm):
             return None  # the rows cost no more, and if they are kept the sum is almost free
         size = max(1, PRODUCTS // times**2)
         if size >= len(u):
-            of_u = _products(u) if self.shared is None else self.shared.products_of(u)
-            return _squares_of_products(of_u, _products(v))
+            return _squares_of_products(_products(u), _products(v))
         norms = [
             _squares_of_products(_products(y), _products(x))
             for y, x in zip(torch.split(u, size), torch.split(v, size), strict=True)

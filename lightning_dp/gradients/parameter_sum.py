@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import lru_cache, reduce
+from functools import reduce
 
 import torch
 from torch import Tensor
@@ -13,14 +13,7 @@ from lightning_dp._precision import full_precision, where_used
 from lightning_dp._refusals import RefusedRun
 from lightning_dp._shards import held_here, sum_into_shard
 from lightning_dp.boundary import AbstractPerSampleGradients
-from lightning_dp.functional import (
-    are_trusted,
-    as_rows,
-    flat_memory,
-    parts_of,
-    quick_squares,
-    squared_row_norms,
-)
+from lightning_dp.functional import flat_memory, parts_of, squared_row_norms
 from lightning_dp.gradients.base import number_of_records
 from lightning_dp.gradients.bilinear import SLICE_BYTES, Rows, Use, above_rounding
 from lightning_dp.gradients.materialised import places_in, restricted
@@ -133,7 +126,7 @@ class ParameterGradients:
     def _is_made_at_once(self, use: Use) -> bool:
         """Tell whether the gradients take the place of v and u: smaller, or cheap and not much larger."""
         more = self._size(use) - use.nbytes
-        if more <= 0 and not use.form.shares:
+        if more <= 0:
             return True
         at_once = self._allowance.has(more) and use.form.prefers_rows(use.v, use.u)
         if at_once:
@@ -172,13 +165,6 @@ class ParameterGradients:
         # The sum is made from other sums of the same terms, rounded in another way.
         lengths = reduce(torch.add, (use.form.lengths(use.v, use.u) for use in self.uses))
         return above_rounding(squares, lengths, self.uses[0].u.dtype)
-
-    def factors(self) -> tuple[Tensor, ...]:
-        """Return tensors the product of whose norms is that of a record's gradient; none if not known."""
-        if len(self.uses) != 1 or self._squares is not None:
-            return ()
-        (use,) = self.uses
-        return use.form.factors(use.v, use.u) or ()
 
     def _made(self, *uses: Use) -> Use:
         """Return the gradients of all records, in memory that is used again if the form says so."""
@@ -247,6 +233,12 @@ class ParameterGradients:
     def _give_back(self) -> None:
         while self._borrowed:
             self._memory.give_back(self._borrowed.pop())
+
+    def of(self, records: Tensor) -> ParameterGradients:
+        """Return the same for some of the records; nothing is computed."""
+        uses = self.uses if self._kept is None else [self._kept]
+        parts = [use.of(records) for use in uses]
+        return ParameterGradients(parts, self._shape, None, self._allowance)
 
     def entries(self, places: Tensor) -> Tensor:
         """Return g_i at some places of the flat parameter: shape (n, places)."""
@@ -328,11 +320,23 @@ class BookkeptGradients(AbstractPerSampleGradients):
     def count(self) -> int:
         return self._count
 
+    def of(self, records: Tensor) -> BookkeptGradients:
+        """Return the same for some of the records, in their order; nothing is computed.
+
+        Args:
+            records: which ones.
+        """
+        parts = [None if each is None else each.of(records) for each in self._gradients]
+        # The mean is still over all of them.
+        scale = self._scale * self._count / max(1, len(records))
+        return BookkeptGradients(self._params, parts, scale)
+
     def norms(self) -> Tensor:
         if not self._used:
             return torch.zeros(0, dtype=torch.float64)
         with full_precision(self._params[0].device):
-            norms = squared_norms_of_all(self._used).sqrt() * abs(self._factor)
+            squares = reduce(torch.add, (each.squared_norms() for each in self._used))
+            norms = squares.sqrt() * abs(self._factor)
         return where_used(norms, self._params[0].device)
 
     def weighted_sum(self, weights: Tensor) -> Tensor:
@@ -398,72 +402,3 @@ class BookkeptGradients(AbstractPerSampleGradients):
                 here.combine(weight * self._scale, there, allowance) if is_used else None
             )
         return BookkeptGradients(self._params, combined, 1.0)
-
-
-def squared_norms_of_all(gradients: Sequence[ParameterGradients]) -> Tensor:
-    """Return the squared norm of each record's gradient over several parameters, shape (n,), float64.
-
-    Where a parameter's norm is a product of those of a few matrices, whether they came out right is
-    looked up for all of them together. Where not, and for all others, each parameter tells its own.
-    """
-    matrices = _Matrices()
-    noted = [(each, matrices.places(each.factors())) for each in gradients]
-    matrices.look()
-    quick, squares = list[tuple[int, ...]](), list[Tensor]()
-    for each, places in noted:
-        if matrices.are_right(places):
-            quick.append(places)
-        else:
-            squares.append(each.squared_norms())
-    if quick:
-        squares.append(matrices.sum_of_products(quick))
-    return reduce(torch.add, squares)
-
-
-class _Matrices:
-    """Matrices, each of which is held once, and the squared norms of their rows."""
-
-    def __init__(self) -> None:
-        self._held: list[Tensor] = []  # so that no other one comes to stand in the same memory
-        self._places: dict[tuple[object, ...], int] = {}
-        self._right: list[bool] = []
-
-    def places(self, factors: Sequence[Tensor]) -> tuple[int, ...]:
-        """Return the places of some matrices, noting those that are new.
-
-        Nothing if they are not all float32 on the CPU.
-        """
-        found = []
-        for each in factors:
-            if each.dtype != torch.float32 or not each.is_cpu:
-                return ()
-            rows = as_rows(each)
-            key = rows.data_ptr(), rows.shape, rows.stride()
-            if (place := self._places.get(key)) is None:
-                self._places[key] = place = len(self._held)
-                self._held.append(rows)
-            found.append(place)
-        return tuple(found)
-
-    def look(self) -> None:
-        """Compute the norms, and look up which are right."""
-        if self._held:
-            self._squares = quick_squares(self._held)
-            self._right = are_trusted(self._squares, [rows.shape[1] for rows in self._held])
-
-    def are_right(self, places: Sequence[int]) -> bool:
-        """Tell whether there are places, and the norms there are right."""
-        return bool(places) and all(map(self._right.__getitem__, places))
-
-    def sum_of_products(self, places: Sequence[tuple[int, ...]]) -> Tensor:
-        """Return the sum of the products of the squared norms at the places of each parameter."""
-        most, one = max(map(len, places)), len(self._held)  # where there is none, a column of ones
-        chosen = _flat_places(tuple([(*each, *[one] * (most - len(each))) for each in places]))
-        factors = self._squares.index_select(1, chosen).view(-1, len(places), most)
-        return factors.prod(2).sum(1) if most > 1 else factors.flatten(1).sum(1)
-
-
-@lru_cache(maxsize=64)
-def _flat_places(places: tuple[tuple[int, ...], ...]) -> Tensor:
-    """Return places as a tensor: the same ones in every step of a model."""
-    return torch.tensor(places).flatten()

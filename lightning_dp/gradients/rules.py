@@ -1,9 +1,12 @@
-"""The table of layer types: the rule that tells how each of them uses its parameters."""
+"""Rules that tell how layers and functions use their parameters, and a table of both."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any, cast
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import wraps
+from typing import Any, TypeAlias, cast
 
 from opacus.layers.dp_multihead_attention import SequenceBias
 from torch import Tensor, nn
@@ -17,10 +20,14 @@ from lightning_dp.gradients.base import UnsupportedModelError
 from lightning_dp.gradients.bilinear import Rows, Use, Uses
 from lightning_dp.gradients.convolution import Convolution
 from lightning_dp.gradients.embedding_bag import embedding_bag
-from lightning_dp.gradients.matrices import Lookup, OuterProduct, Scale, SharedFactor
+from lightning_dp.gradients.matrices import Lookup, OuterProduct, Scale
 
 __all__ = [
+    "BY_POSITION",
+    "FUNCTIONS",
     "RULES",
+    "FunctionLayer",
+    "FunctionUse",
     "Rule",
     "convolution",
     "embedding",
@@ -30,11 +37,11 @@ __all__ = [
     "is_by_position",
     "layer_norm",
     "linear",
+    "product",
     "refuse_options",
     "rms_norm",
     "rule_of",
     "sequence_bias",
-    "uses_of_positions",
 ]
 
 
@@ -43,50 +50,71 @@ _FIX = "lightning_dp.fix(model) puts a layer of Opacus in its place."
 
 # (layer, its input, the gradient of its output) -> every parameter with its use in this call;
 # the tensors have records first. That of nn.MultiheadAttention is also told of the call.
-Rule = Callable[..., Uses]
+Rule: TypeAlias = Callable[..., Uses]
 
 
-def linear(layer: nn.Linear, inputs: Tensor, gradient: Tensor) -> Uses:
+@dataclass(frozen=True, eq=False)
+class FunctionLayer:
+    """What a rule reads of a layer, where a function was called without one."""
+
+    weight: Tensor
+    bias: Tensor | None = None
+    padding_idx: int | None = None
+    stride: tuple[int, ...] = ()
+    padding: str | tuple[int, ...] = ()
+    dilation: tuple[int, ...] = ()
+    groups: int = 1
+    padding_mode: str = "zeros"
+    normalized_shape: tuple[int, ...] = ()
+    num_groups: int = 1
+    eps: Any = None  # a number; None, by which rms_norm takes that of the precision
+
+
+def linear(layer: nn.Linear | FunctionLayer, inputs: Tensor, gradient: Tensor) -> Uses:
     """Return weight and bias with their uses in one call; middle dimensions are positions."""
-    if inputs.dim() == 2:
-        use = Use(OuterProduct(), inputs.unsqueeze(1), gradient.unsqueeze(1))
-        return [(layer.weight, use), (layer.bias, Rows.use(gradient))]
-    v = inputs.reshape(len(inputs), -1, inputs.shape[-1])
-    u = gradient.reshape(len(gradient), -1, gradient.shape[-1])
-    return uses_of_positions(layer, v, u, None if layer.bias is None else u.sum(1))
+    v, u = _vectors(inputs), _vectors(gradient)
+    uses: Uses = [(layer.weight, Use(OuterProduct(), v, u))]
+    return [*uses, *_of_bias(layer.bias, u)]
 
 
-def uses_of_positions(
-    layer: nn.Linear, v: Tensor, u: Tensor, total: Tensor | None, shared: SharedFactor | None = None
-) -> Uses:
-    """Return the same for inputs v and output gradients u of shape (n, T, width).
-
-    Args:
-        layer: the layer.
-        v, u: of it.
-        total: Σ_t u_it, for a layer with a bias.
-        shared: u, where other layers have the same.
-    """
-    uses: Uses = [(layer.weight, Use(OuterProduct(shared), v, u))]
-    if total is not None:
-        uses.append((layer.bias, Rows.use(total)))
-    return uses
+def product(layer: FunctionLayer, inputs: Tensor, gradient: Tensor) -> Uses:
+    """Return the same for a weight of shape (in, out)."""
+    v, u = _vectors(inputs), _vectors(gradient)
+    uses: Uses = [(layer.weight, Use(OuterProduct(), u, v))]
+    return [*uses, *_of_bias(layer.bias, u)]
 
 
-def embedding(layer: nn.Embedding, inputs: Tensor, gradient: Tensor) -> Uses:
+def _vectors(tensor: Tensor) -> Tensor:
+    """Return shape (n, positions, features)."""
+    if tensor.dim() == 2:
+        return tensor.unsqueeze(1)
+    return tensor.reshape(len(tensor), -1, tensor.shape[-1])
+
+
+def _of_bias(bias: Tensor | None, u: Tensor) -> Uses:
+    if bias is None:
+        return []
+    return [(bias, Rows.use(u[:, 0] if u.shape[1] == 1 else u.sum(1)))]
+
+
+def embedding(layer: nn.Embedding | FunctionLayer, inputs: Tensor, gradient: Tensor) -> Uses:
     """Return the table with its use in one call."""
+    rows, width = layer.weight.shape
     v = inputs.reshape(len(inputs), -1)
-    u = gradient.reshape(*v.shape, layer.embedding_dim)
+    u = gradient.reshape(*v.shape, width)
     if layer.padding_idx is not None:
         u = u.masked_fill((v == layer.padding_idx).unsqueeze(2), 0.0)
-    return [(layer.weight, Use(Lookup(layer.num_embeddings), v, u))]
+    return [(layer.weight, Use(Lookup(rows), v, u))]
 
 
-def convolution(layer: nn.Conv1d | nn.Conv2d | nn.Conv3d, inputs: Tensor, gradient: Tensor) -> Uses:
+def convolution(
+    layer: nn.Conv1d | nn.Conv2d | nn.Conv3d | FunctionLayer, inputs: Tensor, gradient: Tensor
+) -> Uses:
     """Return weight and bias with their uses in one call."""
-    padding, around = layer.padding, layer._reversed_padding_repeated_twice
+    padding = layer.padding
     if isinstance(padding, str) or layer.padding_mode != "zeros":
         mode = "constant" if layer.padding_mode == "zeros" else layer.padding_mode
+        around = _around(padding, layer.weight.shape[2:], layer.dilation)
         inputs, padding = F.pad(inputs, around, mode=mode), (0,) * len(layer.stride)
     form = Convolution(
         tuple(layer.weight.shape), layer.stride, padding, layer.dilation, layer.groups
@@ -97,36 +125,48 @@ def convolution(layer: nn.Conv1d | nn.Conv2d | nn.Conv3d, inputs: Tensor, gradie
     return uses
 
 
-def layer_norm(layer: nn.LayerNorm, inputs: Tensor, gradient: Tensor) -> Uses:
-    """Return weight and bias with their uses in one call."""
-    v = F.layer_norm(inputs, layer.normalized_shape, eps=layer.eps)
-    return _uses_of_scale(
-        layer, v, gradient, range(1, gradient.dim() - len(layer.normalized_shape))
-    )
+def _around(
+    padding: str | Sequence[int], kernel: Sequence[int], dilation: Sequence[int]
+) -> list[int]:
+    """Return what is put before and after each dimension, the last one first."""
+    if padding == "same":
+        totals = [d * (k - 1) for d, k in zip(dilation, kernel, strict=True)]
+        sides = [(total // 2, total - total // 2) for total in totals]
+    elif isinstance(padding, str):
+        sides = [(0, 0)] * len(kernel)
+    else:
+        sides = [(each, each) for each in padding]
+    return [side for each in reversed(sides) for side in each]
 
 
-def rms_norm(layer: nn.RMSNorm, inputs: Tensor, gradient: Tensor) -> Uses:
-    """Return the weight with its use in one call."""
+def layer_norm(layer: nn.LayerNorm | FunctionLayer, inputs: Tensor, gradient: Tensor) -> Uses:
+    """Return weight and bias with their uses in one call; middle dimensions are positions."""
+    shape = list(layer.normalized_shape)
+    v = F.layer_norm(inputs, shape, eps=layer.eps)
+    return _uses_of_scale(layer, v, gradient, range(1, gradient.dim() - len(shape)))
+
+
+def rms_norm(layer: nn.RMSNorm | FunctionLayer, inputs: Tensor, gradient: Tensor) -> Uses:
+    """Return the weight with its use in one call; middle dimensions are positions."""
     shape = list(layer.normalized_shape)
     v = F.rms_norm(inputs, shape, eps=layer.eps)
     return _uses_of_scale(layer, v, gradient, range(1, gradient.dim() - len(shape)))[:1]
 
 
-def group_norm(layer: nn.GroupNorm, inputs: Tensor, gradient: Tensor) -> Uses:
+def group_norm(layer: nn.GroupNorm | FunctionLayer, inputs: Tensor, gradient: Tensor) -> Uses:
     """Return weight and bias with their uses in one call; one entry for each channel."""
     v = F.group_norm(inputs, layer.num_groups, eps=layer.eps)
     return _uses_of_scale(layer, v, gradient, range(2, gradient.dim()))
 
 
 def instance_norm(
-    layer: nn.InstanceNorm1d | nn.InstanceNorm2d | nn.InstanceNorm3d,
+    layer: nn.InstanceNorm1d | nn.InstanceNorm2d | nn.InstanceNorm3d | FunctionLayer,
     inputs: Tensor,
     gradient: Tensor,
 ) -> Uses:
     """Return weight and bias with their uses in one call; one entry for each channel."""
-    return _uses_of_scale(
-        layer, F.instance_norm(inputs, eps=layer.eps), gradient, range(2, gradient.dim())
-    )
+    v = F.instance_norm(inputs, eps=layer.eps)
+    return _uses_of_scale(layer, v, gradient, range(2, gradient.dim()))
 
 
 def fixed_norm(layer: FixedNorm, inputs: Tensor, gradient: Tensor) -> Uses:
@@ -146,6 +186,10 @@ def sequence_bias(layer: SequenceBias, inputs: Tensor, gradient: Tensor) -> Uses
     return [(layer.bias, Rows.use(gradient[:, -1]))]
 
 
+# Dimensions between the records and what the rule is about are positions of a record. The other rules
+# take one row each: what stands there belongs into the rows, whose records a folding tells.
+BY_POSITION = frozenset({linear, product, embedding, layer_norm, rms_norm})
+
 RULES: Mapping[type[nn.Module], Rule] = {
     nn.Linear: linear,
     nn.Conv1d: convolution,
@@ -162,6 +206,187 @@ RULES: Mapping[type[nn.Module], Rule] = {
     FixedNorm: fixed_norm,
     nn.MultiheadAttention: multihead_attention,
     SequenceBias: sequence_bias,
+}
+
+
+@dataclass(frozen=True, eq=False)
+class FunctionUse:
+    """A call of a function that uses parameters as a layer does.
+
+    Args:
+        rule: tells the uses.
+        layer: what the rule reads of a layer.
+        input: the activations.
+    """
+
+    rule: Rule
+    layer: FunctionLayer
+    input: Tensor
+
+
+_Entry: TypeAlias = Callable[..., "FunctionUse | None"]
+
+
+def _as_declared(entry: _Entry) -> _Entry:
+    """Return an entry that is None for arguments it does not declare: ``out``, or factors."""
+    signature = inspect.signature(entry)
+
+    @wraps(entry)
+    def use(*args: Any, **kwargs: Any) -> FunctionUse | None:
+        try:
+            signature.bind(*args, **kwargs)
+        except TypeError:
+            return None
+        found = entry(*args, **kwargs)
+        # Gradients of complex products take conjugates, which no rule does.
+        return None if found is None or found.layer.weight.is_complex() else found
+
+    return use
+
+
+@_as_declared
+def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> FunctionUse | None:
+    if weight.dim() != 2 or not _is_vector(bias, weight.shape[0]):
+        return None
+    return FunctionUse(linear, FunctionLayer(weight, bias), input)
+
+
+@_as_declared
+def _addmm(input: Tensor, mat1: Tensor, mat2: Tensor) -> FunctionUse | None:
+    if not _is_vector(input, mat2.shape[1]):
+        return None
+    return FunctionUse(product, FunctionLayer(mat2, input), mat1)
+
+
+@_as_declared
+def _mm(input: Tensor, mat2: Tensor) -> FunctionUse | None:
+    return FunctionUse(product, FunctionLayer(mat2), input)
+
+
+@_as_declared
+def _matmul(input: Tensor, other: Tensor) -> FunctionUse | None:
+    return FunctionUse(product, FunctionLayer(other), input) if other.dim() == 2 else None
+
+
+def _is_vector(bias: Tensor | None, size: int) -> bool:
+    """Return whether a bias has an entry for each output: a shorter one is repeated."""
+    return bias is None or bias.shape == (size,)
+
+
+@_as_declared
+def _embedding(
+    input: Tensor,
+    weight: Tensor,
+    padding_idx: int | None = None,
+    max_norm: float | None = None,
+    norm_type: float = 2.0,
+    scale_grad_by_freq: bool = False,
+    sparse: bool = False,
+) -> FunctionUse | None:
+    if input.is_floating_point() or max_norm is not None or scale_grad_by_freq or sparse:
+        return None  # torch.embedding has the table first
+    place = None if padding_idx is None else padding_idx % len(weight)
+    return FunctionUse(embedding, FunctionLayer(weight, padding_idx=place), input)
+
+
+@_as_declared
+def _convolution(
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    stride: int | Sequence[int] = 1,
+    padding: str | int | Sequence[int] = 0,
+    dilation: int | Sequence[int] = 1,
+    groups: int = 1,
+) -> FunctionUse:
+    def each(option: int | Sequence[int]) -> tuple[int, ...]:
+        given = (option,) if isinstance(option, int) else tuple(option)
+        return given * (weight.dim() - 2) if len(given) == 1 else given
+
+    layer = FunctionLayer(
+        weight,
+        bias,
+        stride=each(stride),
+        padding=padding if isinstance(padding, str) else each(padding),
+        dilation=each(dilation),
+        groups=groups,
+    )
+    return FunctionUse(convolution, layer, input)
+
+
+@_as_declared
+def _layer_norm(
+    input: Tensor,
+    normalized_shape: Sequence[int],
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+) -> FunctionUse | None:
+    if weight is None:
+        return None
+    layer = FunctionLayer(weight, bias, normalized_shape=tuple(normalized_shape), eps=eps)
+    return FunctionUse(layer_norm, layer, input)
+
+
+@_as_declared
+def _rms_norm(
+    input: Tensor,
+    normalized_shape: Sequence[int],
+    weight: Tensor | None = None,
+    eps: float | None = None,
+) -> FunctionUse | None:
+    if weight is None:
+        return None
+    layer = FunctionLayer(weight, normalized_shape=tuple(normalized_shape), eps=eps)
+    return FunctionUse(rms_norm, layer, input)
+
+
+@_as_declared
+def _group_norm(
+    input: Tensor,
+    num_groups: int,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+) -> FunctionUse | None:
+    if weight is None:
+        return None
+    return FunctionUse(
+        group_norm, FunctionLayer(weight, bias, num_groups=num_groups, eps=eps), input
+    )
+
+
+@_as_declared
+def _instance_norm(
+    input: Tensor,
+    running_mean: Tensor | None = None,
+    running_var: Tensor | None = None,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    use_input_stats: bool = True,
+    momentum: float = 0.1,
+    eps: float = 1e-5,
+) -> FunctionUse | None:
+    if weight is None or running_mean is not None or not use_input_stats:
+        return None
+    return FunctionUse(instance_norm, FunctionLayer(weight, bias, eps=eps), input)
+
+
+# Name of a function -> what its own arguments tell; None where no rule holds.
+FUNCTIONS: Mapping[str, _Entry] = {
+    "linear": _linear,
+    "addmm": _addmm,
+    "mm": _mm,
+    "matmul": _matmul,
+    "__matmul__": _matmul,
+    "embedding": _embedding,
+    "conv1d": _convolution,
+    "conv2d": _convolution,
+    "conv3d": _convolution,
+    "layer_norm": _layer_norm,
+    "rms_norm": _rms_norm,
+    "group_norm": _group_norm,
+    "instance_norm": _instance_norm,
 }
 
 

@@ -14,8 +14,7 @@ from torch import Tensor, nn
 from lightning_dp.gradients.bilinear import Uses
 from lightning_dp.gradients.function_call import FunctionCall
 from lightning_dp.gradients.layer_call import Call, LayerCall
-from lightning_dp.gradients.matrices import SharedFactor
-from lightning_dp.gradients.rules import linear, uses_of_positions
+from lightning_dp.gradients.rules import linear
 
 __all__ = ["TimeSteps"]
 
@@ -66,11 +65,9 @@ class TimeSteps:
         """Hand over one call of each layer, with the uses of its parameters in all of them."""
         for gradients, layers in self._of_the_same_gradients():
             u = _stacked(gradients)
-            total = u.sum(1)
-            shared = SharedFactor(u) if len(layers) > 1 else None
             for call, inputs in layers:
                 layer = cast(nn.Linear, call.layer)
-                yield call, uses_of_positions(layer, _stacked(inputs), u, total, shared)
+                yield call, linear(layer, _stacked(inputs), u)
 
     def _of_the_same_gradients(self) -> list[_Alike]:
         """Return lists of output gradients, each with the calls and inputs of layers that had these."""
