@@ -140,42 +140,6 @@ def squares_of_blocks(norms: Tensor, rows: Tensor) -> Tensor:
     return squares
 
 
-def quick_squares(tensors: Sequence[Tensor]) -> Tensor:
-    """Return the squared norms of the float32 rows of tensors on the CPU, a column for each tensor.
-
-    They are right if :func:`are_trusted`. A last column holds ones.
-    """
-    norms = [block_norms(rows) for rows in tensors]
-    norms.append(norms[0].new_ones(len(norms[0]), 1))
-    squares = torch.cat(norms, dim=1).double().square_()
-    if squares.shape[1] == len(norms):
-        return squares
-    owners = _owners(tuple([each.shape[1] for each in norms]))
-    return squares.new_zeros(len(squares), len(norms)).index_add_(1, owners, squares)
-
-
-@functools.lru_cache(maxsize=64)
-def _owners(sizes: tuple[int, ...]) -> Tensor:
-    """Return for each of so many columns in a row the number of the group it belongs to."""
-    return torch.arange(len(sizes)).repeat_interleave(torch.tensor(sizes))
-
-
-def are_trusted(squares: Tensor, columns: Sequence[int]) -> list[bool]:
-    """Tell of each tensor if its squared norms are right, and right also as factors of products.
-
-    Args:
-        squares: as :func:`quick_squares` gave them.
-        columns: of each tensor.
-    """
-    if not len(squares):
-        return [True] * len(columns)
-    least, most = (each.tolist() for each in squares.aminmax(dim=0))
-    return [
-        width * _TRUSTED**2 < low and high < _LARGEST_FACTOR**2  # not if NaN
-        for width, low, high in zip(columns, least, most, strict=False)
-    ]
-
-
 def _squares_in_float64(rows: Tensor) -> Tensor:
     """Square and add some entries at a time; on a device more of them: there is no cache to fit."""
     entries = _ENTRIES if rows.device.type == "cpu" else 64 * _ENTRIES

@@ -32,7 +32,7 @@ _TOGETHER = 32  # records in one convolution: batches of every size stay fast
 
 # Writing down what the kernel sees pays if each of its entries is used for enough output channels. The
 # bound was fitted to timings of many shapes on one core; it decides about time alone.
-_PATCHES_PER_CHANNEL = 1024
+_PATCHES_PER_CHANNEL = 640
 _ENTRIES = 1 << 18  # of patches that are written down at once: they stay in the cache
 
 
@@ -84,8 +84,12 @@ class Convolution(AbstractForm):
         parts = zip(*(torch.split(each, size) for each in (v, u, out)), strict=True)
         for x, y, rows in parts:
             kernel, options = self.weight_shape[2:], (self.dilation, self.padding, self.stride)
-            seen = F.unfold(x.flatten(0, 1), kernel, *options).unflatten(0, x.shape[:2])
-            seen, y, target = seen.transpose(2, 3), y.flatten(3), rows.flatten(2)
+            seen = F.unfold(x.flatten(0, 1), kernel, *options).transpose(1, 2)
+            seen, y, target = (
+                seen.view(*x.shape[:2], *seen.shape[1:]),
+                y.flatten(3),
+                rows.flatten(2),
+            )
             torch.bmm(y[:, 0], seen[:, 0], out=target)
             for row in range(1, y.shape[1]):
                 target.baddbmm_(y[:, row], seen[:, row])

@@ -25,6 +25,7 @@ from lightning_dp.gradients.base import (
 )
 from lightning_dp.gradients.batches import SampleBatch, map_leaves
 from lightning_dp.gradients.bilinear import Folded, Rows, Use, uses_of_records
+from lightning_dp.gradients.hessian import run_along, split
 from lightning_dp.gradients.materialised import restricted
 from lightning_dp.gradients.parameter_sum import (
     Allowance,
@@ -278,7 +279,7 @@ class Records(AbstractGradientEngine):
         def run() -> list[_Sums]:
             loss = run_again()
             groups, self._groups = self._groups, []
-            named = {name: param for name, param in module.named_parameters()}
+            named = dict(module.named_parameters())
             duals = [named[self._names[id(param)]] for param in self._params]
             edges: list[Any] = [call.edge for group in groups for call in group.calls]
             back = torch.autograd.grad(loss, [*edges, *duals], create_graph=True, allow_unused=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import wraps
@@ -40,6 +41,7 @@ __all__ = [
 
 
 _CURE = "Use engine='hooks', or change the layer."
+_FIX = "lightning_dp.fix(model) puts a layer of Opacus in its place."
 
 # (layer, its input, the gradient of its output) -> every parameter with its use in this call;
 # the tensors have records first.
@@ -60,7 +62,7 @@ class FunctionLayer:
     padding_mode: str = "zeros"
     normalized_shape: tuple[int, ...] = ()
     num_groups: int = 1
-    eps: float | None = None
+    eps: Any = None  # a number; None, by which rms_norm takes that of the precision
 
 
 def linear(layer: nn.Linear | FunctionLayer, inputs: Tensor, gradient: Tensor) -> Uses:
@@ -125,8 +127,10 @@ def _around(
     if padding == "same":
         totals = [d * (k - 1) for d, k in zip(dilation, kernel, strict=True)]
         sides = [(total // 2, total - total // 2) for total in totals]
+    elif isinstance(padding, str):
+        sides = [(0, 0)] * len(kernel)
     else:
-        sides = [(0, 0) if padding == "valid" else (int(each),) * 2 for each in padding]
+        sides = [(each, each) for each in padding]
     return [side for each in reversed(sides) for side in each]
 
 
@@ -212,13 +216,15 @@ _Entry: TypeAlias = Callable[..., "FunctionUse | None"]
 
 def _as_declared(entry: _Entry) -> _Entry:
     """Return an entry that is None for arguments it does not declare: ``out``, or factors."""
+    signature = inspect.signature(entry)
 
     @wraps(entry)
     def use(*args: Any, **kwargs: Any) -> FunctionUse | None:
         try:
-            found = entry(*args, **kwargs)
+            signature.bind(*args, **kwargs)
         except TypeError:
             return None
+        found = entry(*args, **kwargs)
         # Gradients of complex products take conjugates, which no rule does.
         return None if found is None or found.layer.weight.is_complex() else found
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_dp.boundary import bounded_sum
-from lightning_dp.gradients import matrices, time_steps
+from lightning_dp.gradients import time_steps
 from lightning_dp.gradients.bookkeeping import Bookkeeping
 from lightning_dp.gradients.matrices import OuterProduct
 from lightning_dp.gradients.parameter_sum import BookkeptGradients
@@ -88,24 +88,6 @@ def test_gradients_that_two_layers_are_handed_are_joined_once(case, monkeypatch)
     )
     taken(module, engine, x, combined=False)
     assert joined == [module.steps] * 3  # two inputs, one gradient
-
-
-@pytest.mark.parametrize("products", [matrices.PRODUCTS, 2 * 40**2])
-def test_inner_products_of_gradients_that_layers_share_are_made_once(products, monkeypatch):
-    """And no rows of either layer, which would take nothing's place; two records at once, or all."""
-    torch.manual_seed(0)
-    module, engine, x = Steps(40, 64, 64), Bookkeeping(), torch.randn(N, 40, 64)
-    engine.attach(module, tuple(module.parameters()))
-    made, products_of = [], matrices._products
-    monkeypatch.setattr(matrices, "PRODUCTS", products)
-    monkeypatch.setattr(matrices, "_products", lambda f: made.append(len(f)) or products_of(f))
-    found = taken(module, engine, x, combined=False)
-    engine.rest()
-    rows = one_by_one(module, x)
-    torch.testing.assert_close(found.norms(), rows.norm(dim=1).double(), rtol=1e-5, atol=0)
-    assert made == ([N] * 3 if products > 2 * 40**2 else [2, 2, 2, 2, 1, 1] * 2)
-    clipped = rows * (0.3 / rows.norm(dim=1)).clamp(max=1).unsqueeze(1)
-    torch.testing.assert_close(bounded_sum(found, 0.3).value, clipped.sum(0), rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.parametrize("count", [2, 8, 21])
