@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from lightning_dp.gradients.base import UnsupportedModelError
 
-__all__ = ["DEFAULT_LAYOUT", "Layout", "SampleBatch", "leaves", "map_leaves"]
+__all__ = ["DEFAULT_LAYOUT", "UNKNOWN_LAYOUT", "Layout", "SampleBatch", "leaves", "map_leaves"]
 
 _LEAVES = frozenset((Tensor, int, float, bool, str, type(None)))
 _LISTS = frozenset((list, tuple))
@@ -38,6 +38,9 @@ class Layout:
     def of(cls, two: Any, three: Any) -> Layout:
         """Return the layout of batches of which one has 2 samples and one has 3.
 
+        What has one value in both is shared by all samples; what differs in another way than by its
+        length is made from several of them, so that none can be taken out.
+
         Example:
             >>> import torch
             >>> def collate(samples):
@@ -45,19 +48,23 @@ class Layout:
             >>> Layout.of(*(collate([torch.zeros(2)] * n) for n in (2, 3))).holds_samples
             (True, True, False)
         """
-        sizes = [[_length(leaf) for leaf in row_leaves(batch)] for batch in (two, three)]
-        if len(sizes[0]) != len(sizes[1]):
-            return cls((None,))
-        return cls(tuple(_is_of_samples(*pair) for pair in zip(*sizes, strict=True)))
+        leaves_of_both = row_leaves(two), row_leaves(three)
+        if len(leaves_of_both[0]) != len(leaves_of_both[1]):
+            return UNKNOWN_LAYOUT
+        return cls(tuple(_is_of_samples(*pair) for pair in zip(*leaves_of_both, strict=True)))
 
 
 DEFAULT_LAYOUT = Layout()
+UNKNOWN_LAYOUT = Layout((None,))
 
 
-def _is_of_samples(of_two: int | None, of_three: int | None) -> bool | None:
-    if of_two == of_three:
-        return False
-    return True if (of_two, of_three) == (2, 3) else None
+def _is_of_samples(of_two: Leaf, of_three: Leaf) -> bool | None:
+    if (_length(of_two), _length(of_three)) == (2, 3):
+        return True
+    if isinstance(of_two, Tensor | np.ndarray):
+        is_same = type(of_two) is type(of_three) and of_two.shape == of_three.shape
+        return False if is_same and bool((of_two == of_three).all()) else None
+    return False if of_two == of_three else None
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from lightning_dp.gradients.base import (
     UnsupportedModelError,
     without_alone,
 )
-from lightning_dp.gradients.batches import DEFAULT_LAYOUT
+from lightning_dp.gradients.batches import Layout
 from lightning_dp.gradients.loss_graph import CoupledLossError
 from lightning_dp.gradients.sharded import refuse_other_shards
 from lightning_dp.gradients.unsupported import refuse_sharded, refuse_special
@@ -119,8 +119,8 @@ class EngineChoice:
         self._last_cure = ALONE
         self._rungs = _LADDERS[known_engine("engine", name)]
         self._reasons: tuple[UnsupportedModelError, ...] = ()  # of the engines above
-        self.layout = DEFAULT_LAYOUT
-        """Where in a batch the samples are, for engines that take batches apart."""
+        self.layout: Layout | None = None
+        """Where in a batch the samples are, once it is known."""
 
     @property
     def can_fall(self) -> bool:
@@ -131,6 +131,11 @@ class EngineChoice:
     def reasons(self) -> tuple[UnsupportedModelError, ...]:
         """The reasons for which the engines above are not in use."""
         return self._reasons
+
+    @property
+    def isolates(self) -> bool:
+        """True if the engine in use runs records alone, so that they cannot mix in the model."""
+        return not self._rung.runs_whole_batch
 
     @property
     def _rung(self) -> Rung:

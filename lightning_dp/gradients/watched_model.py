@@ -18,7 +18,7 @@ from lightning_dp.gradients.base import (
     Forward,
     UnsupportedModelError,
 )
-from lightning_dp.gradients.batches import SampleBatch
+from lightning_dp.gradients.batches import DEFAULT_LAYOUT, SampleBatch
 from lightning_dp.gradients.chunks import NoLoss, OtherRowsError, is_differentiable
 from lightning_dp.gradients.compiled import CompiledParts, as_written
 from lightning_dp.gradients.engines import EngineChoice
@@ -189,7 +189,7 @@ class WatchedModel:
                 self.engine.rest()
 
     def _batch(self, batch: Any, size: int) -> SampleBatch:
-        return SampleBatch(batch, size, self._choice.layout)
+        return SampleBatch(batch, size, self._choice.layout or DEFAULT_LAYOUT)
 
     def check_loss(self, loss: Tensor, size: int) -> None:
         """Refuse a loss that mixes records by more than sums, before its backward pass.

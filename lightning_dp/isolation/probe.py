@@ -35,6 +35,7 @@ from lightning_dp.isolation.synthetic import (
     NoSyntheticBatch,
     leaves_of,
     replace_leaf,
+    take_rows,
 )
 from lightning_dp.isolation.targets import mean_of_targets, probe_targets
 from lightning_dp.isolation.two_steps import probe_steps
@@ -44,6 +45,13 @@ __all__ = ["check_isolation", "probe_again", "probe_isolation"]
 
 
 _RECORDS = 4
+_SEEDS = 3
+_CONSTANT = (
+    "The loss of a record that is alone in its batch does not depend on the parameters (it compares "
+    "records with each other, as a contrastive loss does), so the training would be on noise alone. "
+    "Compare each record with something of its own (two views of it, a fixed set of classes), not with "
+    "other records."
+)
 _FOLDED = (
     "other values, larger batches, and real records exchanged: rows of a batch are not records"
 )
@@ -275,6 +283,14 @@ def _layers(passes: Passes, pool: Any, kind: SyntheticKind, expected: int) -> It
     n, comparisons = _RECORDS, Comparisons(passes)
     effort = Effort.of(passes, pool, n)
     is_long = effort.is_long(n)
+    if (
+        passes.choice.isolates
+    ):  # in the model records cannot mix: what they leave may still show them
+        yield _probe_constant(passes, pool, n)
+        yield probe_state(comparisons, pool, n)
+        yield probe_steps(passes, pool, n, steps=2 if is_long else 3)
+        yield Isolation("isolated", condition=BY_CONSTRUCTION)
+        return
     if names := kinds_of_objects(pool):
         yield Isolation("isolated", left_out=(f"what objects of {', '.join(names)} hold",))
     if is_long:
@@ -288,6 +304,14 @@ def _layers(passes: Passes, pool: Any, kind: SyntheticKind, expected: int) -> It
     yield probe_size(comparisons, pool, n, kind, last, expected, effort.records)
     yield probe_steps(passes, pool, n, steps=2 if is_long else 3)
     yield probe_later(passes, pool, n, in_short=is_long)
+
+
+def _probe_constant(passes: Passes, pool: Any, n: int) -> Isolation:
+    """Refuse a loss that no parameter changes where a record is alone: it compares records."""
+    for seed in range(_SEEDS):
+        if passes.run(take_rows(pool, range(n)), n, seed_number=seed).norms.any():
+            return ISOLATED
+    return Isolation("refused", _CONSTANT, topic="coupled-records")
 
 
 def _probe(comparisons: Comparisons, pool: Any, n: int, *, in_short: bool = False) -> Isolation:

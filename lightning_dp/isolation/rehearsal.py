@@ -119,15 +119,15 @@ class Rehearsal:
         def run() -> Any:
             outputs: list[Any] = []
 
-            def forward() -> Tensor:
+            def forward(batch: Any) -> Tensor:
                 loss, output = self._forward(batch)
                 outputs.append(output)
                 return loss
 
             with self._passes.valid_labels():
-                gradients = engine.run(forward, size=n, batch=batch)
+                gradients = engine.run(forward, batch, n)
             answers.append(answer_about(gradients, self._trained, n))
-            return outputs[0]
+            return outputs[-1]
 
         self._make(batch, run)
         return answers[0]

@@ -12,6 +12,7 @@ from torch.utils.data import default_collate
 from lightning_dp._checks import MisconfigurationError, repeated_record
 from lightning_dp._warnings import warn
 from lightning_dp._world import World
+from lightning_dp.gradients.batches import DEFAULT_LAYOUT, UNKNOWN_LAYOUT, Layout
 from lightning_dp.isolation.collated import CollatedPool, collated_pools, has_folded_rows
 from lightning_dp.isolation.collation import Collate, EachAlone, Trial, try_collate
 from lightning_dp.isolation.copies import Copies, quiet
@@ -20,7 +21,7 @@ from lightning_dp.isolation.outcome import Isolation
 from lightning_dp.isolation.padding import compare_lengths
 from lightning_dp.isolation.passes import Passes
 from lightning_dp.isolation.rows_behind import chosen_rows, shared_rows
-from lightning_dp.isolation.samples import size_of
+from lightning_dp.isolation.samples import SampleMaker, lengths_in, size_of
 from lightning_dp.isolation.transfer import TransferHooks
 from lightning_dp.run import PrivateRun
 from lightning_dp.sampling.at_once import collates_as_torch
@@ -73,6 +74,32 @@ class Records:
         self._loader: PrivateDataLoader | None = None  # of the latest epoch
         self._rows: object = None  # that it has
         self._has_said = False
+
+    def find_layout(self, loader: PrivateDataLoader, chunk: Chunk) -> Layout:
+        """Return where in a batch the samples are, from batches of 2 and of 3 made-up ones.
+
+        Nobody has to try where the ``collate_fn`` is torch's own. One of three is longer, where samples
+        have lengths: what a batch takes from its longest one shows then.
+        """
+        hooks = self._hooks
+        if self._is_torchs_own(loader.collate_of_user, hooks):
+            return DEFAULT_LAYOUT
+        copies = Copies(loader.collate_of_user, closes_datasets=True)
+        fresh = partial(hooks.fresh, copies) if hooks.overridden else copies.fresh
+        try:
+            maker = SampleMaker(_sample(loader, chunk))
+        except Exception:
+            return UNKNOWN_LAYOUT
+        lengths = {length: 2 * length for length in lengths_in(maker.like, 0)}
+        for longest in (lengths, {}):
+            try:
+                with quiet():
+                    last = maker.make(2, lengths=longest)
+                    two = [maker.make(i) for i in range(2)]
+                    return Layout.of(fresh()(two), fresh()([*two, last]))
+            except Exception:  # of the user's, on samples that are none
+                continue
+        return UNKNOWN_LAYOUT
 
     def at_first_batch(self, loader: PrivateDataLoader, chunk: Chunk) -> None:
         """Refuse what mixes samples, once in a fit and before anything is charged.

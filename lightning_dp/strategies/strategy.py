@@ -56,6 +56,9 @@ class DifferentialPrivacyStrategy(PrivateFitStrategy):
             fit.step.parameters.check_optimizer(fit.optimizers.private)
             fit.step.parameters.check_model()
             self._warn(fit.first.between_steps())
+        if fit.step.engine.choice.layout is None:
+            layout = fit.records.find_layout(loader, chunk) if self._world().is_lead else None
+            fit.step.engine.choice.layout = self._world().broadcast(layout)
         fit.probe.at_first_batch(batch, partial(fit.records.pools, loader, chunk))
         fit.records.at_first_batch(loader, chunk)
         check_rate(chunk, mechanism)
