@@ -304,7 +304,7 @@ def test_reentrant_ones_are_refused_with_the_cure(engine, oracle):
     batch = torch.randn(1, WIDTH)
     with (
         RecordPasses(model, oracle.trained(model), engine) as runs,
-        pytest.raises(UnsupportedModelError, match="reentrant.*use_reentrant=False"),
+        pytest.raises(UnsupportedModelError, match=r"reentrant.*use_reentrant=False"),
     ):
         runs.run(lambda: model(batch).square().mean())
     assert all(param.grad is None for param in model.parameters())
