@@ -2,7 +2,7 @@
 
     python benchmarks/engine.py [--quick] [--models MLP CNN ...]
 
-Forward and backward pass, norms and clipped sum of one batch, by the engine of layers and by ghost clipping,
+Forward and backward pass, norms and clipped sum of one batch, by layers and by ghost clipping,
 beside the forward and backward pass of the same batch with plain autograd; and one draw of noise for
 each parameter. Runs alternate, on one thread, and times are those of the processor, so that other work
 on the machine disturbs less. On an accelerator at hand a step ends when the device is done.

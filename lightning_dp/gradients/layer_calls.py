@@ -35,7 +35,7 @@ from lightning_dp.gradients.parameter_sum import (
 )
 from lightning_dp.gradients.row_owners import folding_in_force
 from lightning_dp.gradients.rules import Rule, own_parameters, refuse_options, rule_of
-from lightning_dp.gradients.sharded import WholeParameters, refuse_other_shards
+from lightning_dp.gradients.sharded import WholeParameters, is_unit, refuse_other_shards, unit_rule
 from lightning_dp.gradients.unsupported import (
     refuse_script,
     refuse_special,
@@ -202,7 +202,7 @@ class Recorder:
 
     def _watch(
         self,
-        rule: Rule,
+        rule: Rule | None,
         layer: nn.Module,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
@@ -224,10 +224,11 @@ class Recorder:
             self._note(layer, rule, args, output)
 
     def _note(
-        self, layer: nn.Module, rule: Rule, given: tuple[Tensor, ...], output: Tensor
+        self, layer: nn.Module, rule: Rule | None, given: tuple[Tensor, ...], output: Tensor
     ) -> None:
         name = self._names[layer]
         refuse_without_records(name, layer, given[0])
+        rule = unit_rule(layer) if rule is None else rule
         inputs, edge = self._keeps(given, output), get_gradient_edge(output)
         moved = tuple(split(each) for each in given) if self._is_along else ()
         self._calls.append(LayerCall(name, layer, rule, inputs, edge, folding_in_force(), moved))
@@ -308,25 +309,27 @@ def _are_tensors(given: Sequence[Any]) -> bool:
 
 def _used_by_a_call(layer: nn.Module) -> list[int]:
     """Return the ids of the parameters that one call uses; one that is weight and bias is used twice."""
+    if rule_of(layer) is None:
+        return [id(param) for param in own_parameters(layer)]
     found = (getattr(layer, name, None) for name in ("weight", "bias"))
     return [id(param) for param in found if param is not None]
 
 
-def _rules_of_layers(module: nn.Module, trained: Collection[int]) -> dict[nn.Module, Rule]:
-    """Return the layers whose calls use trained parameters, with their rules.
+def _rules_of_layers(module: nn.Module, trained: Collection[int]) -> dict[nn.Module, Rule | None]:
+    """Return the layers whose calls use trained parameters, with their rules; None for a unit with shards.
 
     Raises:
         UnsupportedModelError: naming a layer of which none is known, and the cure.
     """
-    found = {}
+    found: dict[nn.Module, Rule | None] = {}
     for name, layer in module.named_modules():
         if not any(id(param) in trained for param in layer.parameters()):
             continue
         refuse_script(name, layer)
         rule = rule_of(layer)
         own = [param for param in own_parameters(layer) if id(param) in trained]
-        refuse_options(name, layer, has_rule=rule is not None, has_own=bool(own))
-        if rule is not None and own:
+        refuse_options(name, layer, has_rule=rule is not None or is_unit(layer), has_own=bool(own))
+        if own:
             found[layer] = rule
     return found
 

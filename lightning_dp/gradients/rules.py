@@ -416,7 +416,7 @@ def refuse_options(name: str, layer: nn.Module, *, has_rule: bool, has_own: bool
     if (has_own and not has_rule) or _hides_records(layer):
         raise UnsupportedModelError(f"{what}: no rule is known of its type. {_CURE}", topic=topic)
     names = {name for name, _ in layer.named_parameters(recurse=False)}
-    if has_rule and not names <= {"weight", "bias"}:
+    if has_rule and rule_of(layer) and not names <= {"weight", "bias"}:
         raise UnsupportedModelError(
             f"{what} has parameters that its type does not: {sorted(names - {'weight', 'bias'})}. "
             f"{_CURE}",

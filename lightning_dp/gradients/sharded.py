@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor, nn
+from torch.func import functional_call, vjp
 
 from lightning_dp._shards import held_here, is_sharded
 from lightning_dp.functional import flatten, unflatten
 from lightning_dp.gradients.base import UnsupportedModelError
+from lightning_dp.gradients.forms import Rows, Uses
 from lightning_dp.gradients.module_hooks import ModuleHooks
 from lightning_dp.gradients.unsupported import is_flat_sharded, is_fully_sharded
 
-__all__ = ["WholeParameters", "refuse_other_shards", "shards_at_point"]
+__all__ = ["WholeParameters", "is_unit", "refuse_other_shards", "shards_at_point", "unit_rule"]
 
 
 def refuse_other_shards(module: nn.Module, params: Sequence[nn.Parameter]) -> None:
@@ -163,3 +166,51 @@ class WholeParameters:
                     "the layer that has it.",
                     topic="sharded",
                 )
+
+
+def is_unit(layer: nn.Module) -> bool:
+    """Return whether a layer of no known type has shards of its own, and no shards of their own inside.
+
+    No other engine takes shards.
+    """
+    own = list(layer.parameters(recurse=False))
+    inside = list(layer.modules())[1:]
+    return bool(own) and all(map(is_sharded, own)) and not any(map(is_fully_sharded, inside))
+
+
+class _Forward(nn.Module):
+    """Runs the forward pass of a layer without the hooks on it."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, *inputs: Tensor) -> Tensor:
+        output: Tensor = self.layer.forward(*inputs)
+        return output
+
+
+def unit_rule(layer: nn.Module) -> Callable[..., Uses]:
+    """Return the rule of one call of such a layer: its forward pass again, for each record alone.
+
+    The whole parameters of now are kept, since torch lets go of them.
+    """
+    held = {
+        f"layer.{name}": p.detach().clone()
+        for name, p in layer._parameters.items()
+        if p is not None
+    }
+
+    def rule(layer: nn.Module, *tensors: Tensor) -> Uses:
+        def of_record(*parts: Tensor) -> dict[str, Tensor]:
+            *inputs, gradient = (part.unsqueeze(0) for part in parts)
+            run = partial(functional_call, _Forward(layer), args=tuple(inputs))
+            pulled: Any = vjp(run, held)
+            output, back = pulled
+            (found,) = back(gradient.to(output.dtype))
+            return dict(found)
+
+        rows = torch.vmap(of_record)(*tensors)
+        return [(layer._parameters[key[6:]], Rows.use(each.float())) for key, each in rows.items()]
+
+    return rule

@@ -4,24 +4,19 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from opacus.layers import DPLSTM, DPMultiheadAttention
+from opacus.layers import DPLSTM
 from torch import Tensor, nn
-from torch.nn.utils.rnn import PackedSequence
-from torch.utils.hooks import RemovableHandle
 
 from lightning_dp.boundary import bounded_sum
 from lightning_dp.gradients import AbstractGradientEngine, UnsupportedModelError
-from lightning_dp.gradients.bookkeeping import Bookkeeping
 from lightning_dp.gradients.ghost import GhostClipping
+from lightning_dp.gradients.layer_calls import LayerCalls
 from lightning_dp.gradients.opacus_hooks import OpacusHooks
-from lightning_dp.gradients.rules import RULES
 
 RECORDS = 5
 
@@ -46,14 +41,14 @@ class TransformerBlock(nn.Module):
         super().__init__()
         self.embedding = nn.Embedding(7, 8)
         self.norm = nn.LayerNorm(8)
-        self.attention = DPMultiheadAttention(8, 2, batch_first=True)
+        self.q, self.k, self.v = (nn.Linear(8, 8) for _ in range(3))
         self.mlp = nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 6), nn.GELU(), nn.Linear(6, 8))
         self.head = nn.Linear(8, 3)
 
     def forward(self, tokens: Tensor) -> Tensor:
         x = self.embedding(tokens)
         y = self.norm(x)
-        x = x + self.attention(y, y, y)[0]
+        x = x + nn.functional.scaled_dot_product_attention(self.q(y), self.k(y), self.v(y))
         return self.head((x + self.mlp(x)).mean(1))
 
 
@@ -161,59 +156,8 @@ def cases() -> dict[str, Case]:
     return CASES
 
 
-class Followed(Bookkeeping):
-    """Book-keeping that follows the records through every call of the model, as passes let it."""
-
-    def __init__(self, rules: Any = RULES) -> None:
-        super().__init__(rules, traces=True)
-        self._handles: list[RemovableHandle] = []
-        self._open: list[Any] = []
-        self._is_following = False
-
-    def __deepcopy__(self, memo: Any) -> Followed:
-        return Followed()  # hangs on the copy of a model, and does nothing there
-
-    @contextmanager
-    def following(self, batch: Any, size: int) -> Iterator[None]:
-        """Follow once: calls of the model inside belong to it."""
-        if self._is_following:
-            yield
-            return
-        self._is_following = True
-        try:
-            with super().following(batch, size):
-                yield
-        finally:
-            self._is_following = False
-
-    def attach(self, module: nn.Module, params: Sequence[nn.Parameter]) -> None:
-        super().attach(module, params)
-        self._handles = [
-            module.register_forward_pre_hook(self._enter, prepend=True, with_kwargs=True),
-            module.register_forward_hook(self._leave, always_call=True),
-        ]
-
-    def _enter(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        if self._recorder is None:
-            return
-        first = next(each for each in (*args, *kwargs.values()) if each is not None)
-        count = int(first.batch_sizes[0]) if isinstance(first, PackedSequence) else len(first)
-        self._open.append(self.following((args, kwargs), count))
-        self._open[-1].__enter__()
-
-    def _leave(self, *unused: Any) -> None:
-        if self._open:
-            self._open.pop().__exit__(None, None, None)
-
-    def detach(self) -> None:
-        super().detach()
-        for handle in self._handles:
-            handle.remove()
-        self._handles = []
-
-
-class Ghost(GhostClipping):
-    """Ghost clipping, where it knows all layers; else the engine below it in its ladder answers."""
+class _Covered(AbstractGradientEngine):
+    """Skips models with layers of which no rule is known: engines below answer there."""
 
     def attach(self, module: nn.Module, params: Sequence[nn.Parameter]) -> None:
         try:
@@ -224,10 +168,15 @@ class Ghost(GhostClipping):
             pytest.skip("has a layer without a rule")
 
 
+class OfLayers(_Covered, LayerCalls): ...
+
+
+class Ghost(_Covered, GhostClipping): ...
+
+
 ENGINES: dict[str, Callable[[], AbstractGradientEngine]] = {
     "hooks": OpacusHooks,
-    "bookkeeping": Followed,
-    "functional": partial(Followed, rules={}),
+    "layers": OfLayers,
     "ghost": Ghost,
 }
 
@@ -240,13 +189,10 @@ def engine(request: pytest.FixtureRequest) -> Iterator[AbstractGradientEngine]:
     engine.detach()
 
 
-@pytest.fixture(
-    params=[Followed, pytest.param(partial(Followed, rules={}), marks=pytest.mark.slow)],
-    ids=["Bookkeeping", "Functional"],
-)
-def layer_engine(request: pytest.FixtureRequest) -> Iterator[Bookkeeping]:
-    """The engine that goes layer by layer: with its rules, and without any."""
-    engine = request.param()
+@pytest.fixture
+def layer_engine() -> Iterator[LayerCalls]:
+    """The engine that goes layer by layer."""
+    engine = LayerCalls()
     yield engine
     engine.detach()
 
@@ -351,7 +297,7 @@ class Oracle:
         return engine.take(divide_by, touched)
 
     @staticmethod
-    def run_loss(engine: Bookkeeping, forward: Callable[[], Tensor]) -> Any:
+    def run_loss(engine: LayerCalls, forward: Callable[[], Tensor]) -> Any:
         """The same for anything that runs the model and returns the mean over the records."""
         engine.backward(forward())
         return engine.take(1.0, {})

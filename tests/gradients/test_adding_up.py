@@ -9,14 +9,14 @@ from torch import nn
 from lightning_dp.functional import parts_of
 from lightning_dp.gradients import UnsupportedModelError
 from lightning_dp.gradients.adding_up import check_sum, plain_gradients
-from lightning_dp.gradients.bookkeeping import Bookkeeping
+from lightning_dp.gradients.layer_calls import LayerCalls
 
 
 @pytest.mark.parametrize("fault", ["none", "missed", "twice", "another's"])
 def test_what_was_missed_or_counted_twice_is_refused(fault, oracle):
     torch.manual_seed(0)
     module, batch = nn.Sequential(nn.Linear(6, 4), nn.Tanh(), nn.Linear(4, 3)), oracle.features()
-    params, engine = oracle.trained(module), Bookkeeping()
+    params, engine = oracle.trained(module), LayerCalls()
     names = [name for name, _ in module.named_parameters()]
     engine.attach(module, params)
     loss = oracle.mean_loss(module(batch))

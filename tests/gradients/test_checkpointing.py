@@ -1,4 +1,4 @@
-"""Activation checkpoints of both kinds, in all places, beside one record at a time without them."""
+"""Activation checkpoints, in all places, beside one record at a time without them."""
 
 from __future__ import annotations
 
@@ -132,7 +132,6 @@ def to_the_end(function: Callable[..., Any], *args: Any) -> Any:
 
 KINDS = [Plain, Residual, Nested, SeveralTensors, Frozen, Twice, First, Direct, Normal]
 CALLS = {
-    "reentrant": partial(checkpoint, use_reentrant=True),
     "not reentrant": partial(checkpoint, use_reentrant=False),
     "to the end": to_the_end,
 }
@@ -147,7 +146,7 @@ def pair(kind: type[Plain], call: Any) -> tuple[Plain, Plain]:
 
 
 def compare(
-    oracle: Any, plain: nn.Module, model: nn.Module, engine: str = "bookkeeping", **passes: Any
+    oracle: Any, plain: nn.Module, model: nn.Module, engine: str = "layers", **passes: Any
 ) -> None:
     torch.manual_seed(1)
     batch = torch.randn(oracle.records, WIDTH)
@@ -174,18 +173,6 @@ def test_the_same_in_two_backward_passes(kind, call, oracle):
     compare(oracle, *_used(pair(kind, call)), "ghost", adds_up=True)
 
 
-@pytest.mark.parametrize("call", ["not reentrant", "to the end"])
-@pytest.mark.parametrize("kind", [Residual, Nested, SeveralTensors, Twice])
-def test_the_same_where_functions_are_followed(kind, call, oracle):
-    compare(oracle, *_used(pair(kind, call)), "functional")
-
-
-def test_functions_inside_of_reentrant_ones_are_refused_with_the_cure(oracle):
-    plain, model = pair(Plain, "reentrant")
-    with pytest.raises(UnsupportedModelError, match=r"use_reentrant=False.*one_by_one"):
-        compare(oracle, plain, model, "functional")
-
-
 def _used(models: tuple[Plain, Plain]) -> tuple[Plain, Plain]:
     """Freeze what a model does not use, which the oracle would miss."""
     plain, _ = models
@@ -198,19 +185,19 @@ def _used(models: tuple[Plain, Plain]) -> tuple[Plain, Plain]:
     return models
 
 
-@pytest.mark.parametrize("reentrant", [True, False])
-def test_sequences_and_wrappers(reentrant, oracle):
+def test_sequences_and_wrappers(oracle):
     class Segments(Plain):
         def body(self, x: Tensor) -> Tensor:
-            return checkpoint_sequential(list(self.blocks), 2, x, use_reentrant=reentrant)
+            return checkpoint_sequential(list(self.blocks), 2, x, use_reentrant=False)
 
-    plain, _ = pair(Plain, "reentrant")
+    plain, _ = pair(Plain, "not reentrant")
     torch.manual_seed(0)
     compare(oracle, plain, Segments())
-    kind = CheckpointImpl.REENTRANT if reentrant else CheckpointImpl.NO_REENTRANT
     wrapped = copy.deepcopy(plain)
     for number, block in enumerate(plain.blocks):
-        wrapped.blocks[number] = checkpoint_wrapper(copy.deepcopy(block), kind)
+        wrapped.blocks[number] = checkpoint_wrapper(
+            copy.deepcopy(block), CheckpointImpl.NO_REENTRANT
+        )
     compare(oracle, plain, wrapped)
 
 
@@ -224,12 +211,12 @@ def test_masks_are_those_of_the_forward_pass(call, oracle):
     batch, found = torch.randn(oracle.records, WIDTH), []
     state = RandomState.seeded(torch.device("cpu"), 3)
     for each in (plain, model):
-        with RecordPasses(each, oracle.trained(each), "bookkeeping") as runs, state.again():
+        with RecordPasses(each, oracle.trained(each), "layers") as runs, state.again():
             found.append(runs.run(lambda net=each: oracle.mean_loss(net(batch))).norms())
     torch.testing.assert_close(*found, rtol=1e-6, atol=0)
 
 
-@pytest.mark.parametrize("call", ["reentrant", "not reentrant"])
+@pytest.mark.parametrize("call", CALLS)
 def test_two_passes_over_a_batch(call, oracle):
     """Gradients at two points, combined per record."""
     found = []
@@ -237,17 +224,17 @@ def test_two_passes_over_a_batch(call, oracle):
         params, batch = oracle.trained(model), torch.ones(oracle.records, WIDTH).cumsum(0)
         point = torch.cat([param.detach().flatten() for param in params]) * 0.9
         query = Query((Term(), Term(-1.0, point)), 1.0, 0.0)
-        with RecordPasses(model, params, "bookkeeping") as runs:
+        with RecordPasses(model, params, "layers") as runs:
             replay = Replay(lambda net=model, x=batch: oracle.mean_loss(net(x)), len(batch))
             found.append(runs.gradients(query, replay).norms())
     torch.testing.assert_close(*found, rtol=1e-5, atol=1e-9)
 
 
-@pytest.mark.parametrize("call", ["reentrant", "not reentrant"])
+@pytest.mark.parametrize("call", CALLS)
 def test_a_graph_that_is_kept_is_good_for_another_pass(call, oracle):
     plain, model = pair(Nested, call)
     batch = torch.randn(oracle.records, WIDTH)
-    with RecordPasses(model, oracle.trained(model), "bookkeeping") as runs:
+    with RecordPasses(model, oracle.trained(model), "layers") as runs:
         with runs.watched.watching():
             loss = oracle.mean_loss(model(batch))
         runs.watched.backward(loss, keep_graph=True)
@@ -271,8 +258,8 @@ def test_a_use_that_nobody_recorded_is_refused(call, oracle):
     _, model = pair(UsedInside, call)
     batch = torch.randn(oracle.records, WIDTH)
     with (
-        RecordPasses(model, oracle.trained(model), "bookkeeping") as runs,
-        pytest.raises(UnsupportedModelError, match=r"blocks\.0\.1\.weight|use_reentrant=False"),
+        RecordPasses(model, oracle.trained(model), "layers") as runs,
+        pytest.raises(UnsupportedModelError, match=r"blocks\.0\.1\.weight"),
     ):
         runs.run(lambda: oracle.mean_loss(model(batch)))
 
@@ -296,38 +283,28 @@ class Backs(torch.autograd.Function):
 
 
 def test_a_checkpoint_of_somebody_elses_is_refused(oracle):
-    plain, _ = pair(Plain, "reentrant")
+    plain, _ = pair(Plain, "not reentrant")
     model = Plain(Backs.apply)
     with pytest.raises(UnsupportedModelError, match=r"blocks\.0\.0\.weight.*inside"):
         compare(oracle, plain, model)
     assert all(param.grad is None for param in model.parameters())
 
 
-def test_products_with_hessians_are_refused(oracle):
-    _, model = pair(Plain, "reentrant")
-    params = oracle.trained(model)
-    query = Query((Term(direction=torch.ones(sum(p.numel() for p in params))),), 1.0, 0.0)
-    batch = torch.randn(oracle.records, WIDTH)
-    with (
-        RecordPasses(model, params, "bookkeeping") as runs,
-        pytest.raises(UnsupportedModelError, match="one_by_one"),
-    ):
-        runs.gradients(query, Replay(lambda: oracle.mean_loss(model(batch)), len(batch)))
-
-
 def test_nothing_is_left_on_the_model(oracle, anatomy):
-    plain, model = pair(Nested, "reentrant")
+    plain, model = pair(Nested, "not reentrant")
     before = anatomy(model)
     compare(oracle, plain, model)
     assert anatomy(model) == before
 
 
-@pytest.mark.parametrize("kind", [Residual, Nested])
-def test_one_record_at_a_time(kind, oracle):
-    plain, model = _used(pair(kind, "reentrant"))
-    batch = torch.randn(oracle.records, WIDTH)
-    norms = []
-    for net in (plain, model):
-        with RecordPasses(net, oracle.trained(net), "one_by_one") as runs:
-            norms.append(runs.run(lambda net=net: net(batch[:1]).square().sum()).norms())
-    torch.testing.assert_close(*norms, rtol=1e-6, atol=0)
+@pytest.mark.parametrize("engine", ["layers", "ghost", "one_by_one"])
+def test_reentrant_ones_are_refused_with_the_cure(engine, oracle):
+    torch.manual_seed(0)
+    model = Plain(partial(checkpoint, use_reentrant=True))
+    batch = torch.randn(1, WIDTH)
+    with (
+        RecordPasses(model, oracle.trained(model), engine) as runs,
+        pytest.raises(UnsupportedModelError, match=r"reentrant.*use_reentrant=False"),
+    ):
+        runs.run(lambda: model(batch).square().mean())
+    assert all(param.grad is None for param in model.parameters())

@@ -7,9 +7,9 @@ import torch
 from torch import nn
 
 from lightning_dp.boundary import bounded_sum
-from lightning_dp.gradients import UnsupportedModelError, attach_engine
-from lightning_dp.gradients.bookkeeping import Bookkeeping
+from lightning_dp.gradients import attach_engine
 from lightning_dp.gradients.ghost import GhostClipping
+from lightning_dp.gradients.layer_calls import LayerCalls
 from lightning_dp.gradients.opacus_hooks import OpacusHooks
 
 pytestmark = pytest.mark.filterwarnings("ignore:Full backward hook is firing")
@@ -122,33 +122,14 @@ def test_an_engine_is_made_by_its_name(oracle, mlp):
     module = mlp()
     for name, kind in {
         "hooks": OpacusHooks,
-        "bookkeeping": Bookkeeping,
-        "functional": Bookkeeping,
+        "layers": LayerCalls,
+        "bookkeeping": LayerCalls,
         "ghost": GhostClipping,
-        "auto": Bookkeeping,
+        "auto": LayerCalls,
     }.items():
         engine, description = attach_engine(name, module, oracle.trained(module))
         assert isinstance(engine, kind) and description == engine.name
-        assert engine.name == ("bookkeeping" if name == "auto" else name)
+        assert engine.name == ("layers" if name in ("auto", "bookkeeping") else name)
         engine.detach()
     with pytest.raises(ValueError, match="engine='phantom' is not one of"):
         attach_engine("phantom", module, oracle.trained(module))
-
-
-@pytest.mark.parametrize("name", ["embedding_lstm", "transformer_block"])
-def test_auto_covers_layers_of_opacus(name, cases, oracle):
-    module = cases[name].make()
-    engine, description = attach_engine("auto", module, oracle.trained(module))
-    assert isinstance(engine, Bookkeeping) and description == "bookkeeping"
-    engine.detach()
-
-
-def test_auto_falls_back_with_a_reason(oracle):
-    module = nn.Sequential(nn.Embedding(7, 4, scale_grad_by_freq=True), nn.Linear(4, 3))
-    engine, description = attach_engine("auto", module, oracle.trained(module))
-    assert isinstance(engine, Bookkeeping)
-    assert description.startswith("bookkeeping, with the functions where parameters meet records, ")
-    assert "since bookkeeping does not cover this model: 0 (Embedding) has scale_" in description
-    engine.detach()
-    with pytest.raises(UnsupportedModelError, match="Use engine='hooks'"):
-        Bookkeeping().attach(module, oracle.trained(module))

@@ -19,13 +19,13 @@ from lightning_dp.gradients import (
     UnsupportedModelError,
     engines,
 )
-from lightning_dp.gradients.bookkeeping import Bookkeeping
 from lightning_dp.gradients.engines import Rung
+from lightning_dp.gradients.layer_calls import LayerCalls
 
 QUERY = Query((Term(),), clip_norm=0.5, noise_multiplier=0.0)
 
 
-class Fussy(Bookkeeping):
+class Fussy(LayerCalls):
     """Refuses batches of other than 4 records, at one of the places where an engine can refuse."""
 
     place = "backward"
@@ -39,7 +39,7 @@ class Fussy(Bookkeeping):
         self._refuse("attach", 0)
 
     def backward(self, loss: Tensor, **how: Any) -> None:
-        self._rows = len(self._attached._calls[0].inputs[0])
+        self._rows = len(self._attached._calls[0].inputs._inputs[0])
         self._refuse("backward", self._rows)
         super().backward(loss, **how)
 
@@ -54,7 +54,7 @@ def ladder(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
 
     def make(place: str) -> None:
         monkeypatch.setattr(Fussy, "place", place)
-        rungs = (Rung("fussy", Fussy), Rung("bookkeeping", Bookkeeping))
+        rungs = (Rung("fussy", Fussy), Rung("layers", LayerCalls))
         monkeypatch.setitem(engines._LADDERS, "auto", rungs)  # type: ignore[arg-type]
 
     return make
@@ -79,7 +79,7 @@ def chunk_of(model: nn.Module, rows: int, runs: list[int]) -> Replay:
 def test_the_next_engine_answers_from_the_same_records_and_random_numbers(place, ladder):
     ladder(place)
     answers, described, runs = [], [], list[int]()
-    for name in ("bookkeeping", "auto"):
+    for name in ("layers", "auto"):
         model = net()
         torch.manual_seed(7)
         with RecordPasses(model, list(model.parameters()), name) as passes:
@@ -88,14 +88,14 @@ def test_the_next_engine_answers_from_the_same_records_and_random_numbers(place,
             )
             described.append(passes.watched.description)
     torch.testing.assert_close(*answers, rtol=0, atol=0)
-    assert described[1].startswith("bookkeeping, since fussy does not cover this model: 0 (Linear)")
+    assert described[1].startswith("layers, since fussy does not cover this model: 0 (Linear)")
     assert runs == [4, 3, 4] * 2 if place == "attach" else [4, 3, 4, 4, 3, 3, 4]
 
 
 def test_no_random_numbers_are_drawn_by_a_run_that_is_repeated(ladder):
     ladder("take")
     states = []
-    for name in ("bookkeeping", "auto"):
+    for name in ("layers", "auto"):
         model = net()
         torch.manual_seed(7)
         with RecordPasses(model, list(model.parameters()), name) as passes:
@@ -112,7 +112,7 @@ def test_a_combination_is_of_one_engine(ladder):
     moved = nn.utils.parameters_to_vector(params).detach() + 0.1
     query = Query((Term(), Term(-1.0, moved)), clip_norm=0.1, noise_multiplier=0.0)
     found = []
-    for name in ("bookkeeping", "auto"):
+    for name in ("layers", "auto"):
         with RecordPasses(model, params, name) as passes:
             found.append(passes.answer(query, chunk_of(model, 3, [])).value)
     assert found[0].norm() > 0
@@ -137,7 +137,7 @@ def test_other_rows_are_tried_by_each_engine(ladder):
     with RecordPasses(model, list(model.parameters()), "auto") as passes:
         with pytest.raises(UnsupportedModelError, match="more or fewer rows than the batch"):
             passes.answer(QUERY, Replay(chunk_of(model, 4, []).forward, 2))
-        assert passes.watched.description.startswith("bookkeeping, since fussy")
+        assert passes.watched.description.startswith("layers, since fussy")
 
 
 def test_a_loss_that_mixes_records_is_no_matter_of_engines(ladder):
@@ -158,14 +158,14 @@ def test_a_choice_goes_down_for_all_who_share_it():
         pass
     assert choice.description.startswith("hooks, since ")
     assert choice.description.endswith(": The layer net.x saw rows of (3,).")
-    assert alone.description == "bookkeeping"
+    assert alone.description == "layers"
 
 
 def test_over_shards_only_engines_that_know_them_are_left_and_all_stay_with_the_same():
     choice = EngineChoice("ghost")
     choice.fall(UnsupportedModelError("Not here."))
     lead, other = choice.over_shards(), choice.over_shards()
-    assert lead.description == "bookkeeping, since ghost does not cover this model: Not here."
+    assert lead.description == "layers, since ghost does not cover this model: Not here."
     assert lead.fall(UnsupportedModelError("The layer net.x saw rows of (3,)."))
     assert not lead.can_fall  # to Opacus' hooks
     for each in (lead, other):

@@ -10,7 +10,7 @@ from torch.nn.utils.rnn import pack_padded_sequence
 
 from lightning_dp.boundary import bounded_sum
 from lightning_dp.gradients import UnsupportedModelError
-from lightning_dp.gradients.bookkeeping import Bookkeeping
+from lightning_dp.gradients.layer_calls import LayerCalls
 from lightning_dp.gradients.opacus_hooks import OpacusHooks
 
 pytestmark = pytest.mark.filterwarnings("ignore:Full backward hook is firing")
@@ -117,7 +117,7 @@ PAST_THE_HOOKS = {
 }
 
 
-@pytest.mark.parametrize("kind", [Bookkeeping, OpacusHooks])
+@pytest.mark.parametrize("kind", [LayerCalls, OpacusHooks])
 @pytest.mark.parametrize("name", PAST_THE_HOOKS)
 def test_what_goes_past_the_hooks_of_layers_is_refused_by_name(kind, name, oracle):
     make, forward, message = PAST_THE_HOOKS[name]
@@ -149,7 +149,7 @@ class NotCopyable(nn.Module):
         return x * self.gain
 
 
-@pytest.mark.parametrize("kind", [Bookkeeping, OpacusHooks])
+@pytest.mark.parametrize("kind", [LayerCalls, OpacusHooks])
 @pytest.mark.parametrize(
     "make",
     [

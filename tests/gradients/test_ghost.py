@@ -15,9 +15,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint
 
 from lightning_dp.boundary import bounded_sum
-from lightning_dp.gradients import RecordPasses, UnsupportedModelError, parameter_passes
-from lightning_dp.gradients.bookkeeping import Bookkeeping
+from lightning_dp.gradients import UnsupportedModelError, ghost
 from lightning_dp.gradients.ghost import GhostClipping
+from lightning_dp.gradients.layer_calls import LayerCalls
 
 ODD = 37  # nothing else has this width
 C = 0.1
@@ -69,7 +69,7 @@ def test_no_record_is_longer_than_its_bound_when_the_second_pass_differs(change,
     torch.testing.assert_close(total[first:], expected[first:], rtol=1e-5, atol=1e-8)
 
 
-@pytest.mark.parametrize(("kind", "kept"), [(GhostClipping, False), (Bookkeeping, True)])
+@pytest.mark.parametrize(("kind", "kept"), [(GhostClipping, False), (LayerCalls, True)])
 def test_output_gradients_are_not_kept_between_the_passes(kind, kept, oracle):
     net = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 3))
     engine, came = attached(net, kind), list[StorageWeakRef]()
@@ -89,7 +89,7 @@ def held() -> int:
     return sum(each.shape[-1:] == (ODD,) for each in tensors)
 
 
-@pytest.mark.parametrize(("kind", "kept"), [(GhostClipping, False), (Bookkeeping, True)])
+@pytest.mark.parametrize(("kind", "kept"), [(GhostClipping, False), (LayerCalls, True)])
 def test_a_checkpoint_drops_the_inputs_of_its_layers(kind, kept, oracle):
     net = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, ODD), nn.Tanh(), nn.Linear(ODD, 3))
     engine = attached(net, kind)
@@ -103,9 +103,9 @@ def test_a_checkpoint_drops_the_inputs_of_its_layers(kind, kept, oracle):
     engine.detach()
 
 
-@pytest.mark.parametrize("name", ["cnn_group_norm", "embedding_lstm", "tied_weights"])
+@pytest.mark.parametrize("name", ["cnn_group_norm", "transformer_block", "tied_weights"])
 def test_slices_of_one_record_give_the_same(name, cases, oracle, monkeypatch):
-    monkeypatch.setattr(parameter_passes, "_SLICE", 1)
+    monkeypatch.setattr(ghost, "_SLICE", 1)
     torch.manual_seed(0)
     module, batch = cases[name].make(), cases[name].batch()
     assert oracle.is_equal(GhostClipping(), module, batch)
@@ -141,23 +141,6 @@ def test_what_needs_more_than_norms_is_refused(arguments, message, oracle, mlp):
         engine.backward(oracle.mean_loss(module(oracle.features())), **arguments)
 
 
-def test_the_engine_below_takes_what_runs_inside_of_reentrant_checkpoints(oracle):
-    net = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 3))
-    batch = oracle.features()
-
-    def forward() -> Tensor:
-        return oracle.mean_loss(checkpoint(net[1], net[0](batch), use_reentrant=True))
-
-    with RecordPasses(net, list(net.parameters()), "ghost") as passes:
-        found = passes.run(forward, size=len(batch))
-        assert passes.watched.description.startswith(
-            "bookkeeping, since ghost does not cover this model"
-        )
-    torch.testing.assert_close(
-        found.norms(), oracle.one_by_one(net, batch).norm(dim=1), rtol=1e-5, atol=0
-    )
-
-
 def test_a_graph_that_is_gone_after_one_pass_is_refused(oracle):
     class Once(torch.autograd.Function):
         """Frees what it saved by itself."""
@@ -177,6 +160,6 @@ def test_a_graph_that_is_gone_after_one_pass_is_refused(oracle):
     net = nn.Sequential(nn.Linear(6, 5), nn.Linear(5, 3))
     engine = attached(net)
     engine.backward(oracle.mean_loss(net[1](Once.apply(net[0](oracle.features())))))
-    with pytest.raises(UnsupportedModelError, match=r"second time.*engine='bookkeeping'") as caught:
+    with pytest.raises(UnsupportedModelError, match=r"second time.*engine='layers'") as caught:
         engine.take(1.0, {}).weighted_sum(torch.ones(oracle.records))
     assert "secrets" not in str(caught.value)

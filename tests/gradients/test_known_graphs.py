@@ -10,7 +10,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_dp.gradients.graph import in_order, survey
 from lightning_dp.gradients.known_graphs import Graph, KnownGraphs
 from lightning_dp.gradients.loss_graph import CoupledLossError, check_graph
 
@@ -81,17 +80,6 @@ def test_other_variables_in_the_same_places_are_another_graph() -> None:
     model.second = nn.Linear(3, 3)
     after = model.graph(4, lambda y: y.pow(2).mean())
     assert after.known is not before.known
-    assert after.survey().uses.keys() >= {id(param) for param in model.second.parameters()}
-
-
-def test_what_is_remembered_equals_a_new_look() -> None:
-    model = _Model()
-    weight = model.first.weight
-    for n in (4, 6, 4):
-        graph = model.graph(n, lambda y: (y @ weight).pow(2).mean())
-        found, new = graph.survey(), survey(in_order(graph.nodes[-1]), graph.outputs)
-        assert found == new
-        assert found.uses[id(weight)] == 2
 
 
 def test_nothing_of_a_graph_is_kept() -> None:

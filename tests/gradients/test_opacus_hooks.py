@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from lightning_dp.boundary import bounded_sum
 from lightning_dp.gradients import UnsupportedModelError
-from lightning_dp.gradients.bookkeeping import Bookkeeping
+from lightning_dp.gradients.layer_calls import LayerCalls
 from lightning_dp.gradients.opacus_hooks import OpacusHooks
 
 RECORDS = 5
@@ -247,7 +247,7 @@ def test_whatever_is_raised_while_a_gradient_is_worked_out_names_the_layer(hooks
     ],
     ids=lambda value: type(value).__name__ if isinstance(value, nn.Module) else "",
 )
-@pytest.mark.parametrize("engine", [OpacusHooks, Bookkeeping], ids=["hooks", "rules"])
+@pytest.mark.parametrize("engine", [OpacusHooks, LayerCalls], ids=["hooks", "rules"])
 def test_a_layer_called_without_records_is_refused_in_words(engine, layer, call, oracle):
     module, engine = Called(layer, call), engine()
     engine.attach(module, oracle.trained(module))
@@ -256,7 +256,7 @@ def test_a_layer_called_without_records_is_refused_in_words(engine, layer, call,
 
 
 def test_attention_without_records_is_refused_in_words(oracle):
-    module, engine = nn.TransformerEncoderLayer(6, 2, 8, batch_first=True), Bookkeeping()
+    module, engine = nn.TransformerEncoderLayer(6, 2, 8, batch_first=True), LayerCalls()
     engine.attach(module, oracle.trained(module))
     with pytest.raises(UnsupportedModelError, match=r"2 dimensions.*records, positions"):
         oracle.run(engine, module, oracle.features())

@@ -10,7 +10,7 @@ from lightning_dp.boundary import bounded_sum
 from lightning_dp.gradients import convolution as convolutions
 from lightning_dp.gradients import parameter_sum
 from lightning_dp.gradients.bilinear import Rows, Use
-from lightning_dp.gradients.bookkeeping import Bookkeeping
+from lightning_dp.gradients.layer_calls import LayerCalls
 from lightning_dp.gradients.convolution import Convolution
 from lightning_dp.gradients.matrices import Lookup, OuterProduct, Scale
 from lightning_dp.gradients.parameter_sum import ParameterGradients
@@ -101,7 +101,7 @@ def test_norms_of_wide_layers_are_not_too_small():
     assert gradients.squared_norms().tolist() == pytest.approx([exact] * 2, rel=1e-6)
 
 
-def kept_bytes(engine: Bookkeeping) -> int:
+def kept_bytes(engine: LayerCalls) -> int:
     tensors = [part for each in engine._found.values() for c in each.uses for part in (c.v, c.u)]
     return sum({t.data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values())
 
@@ -109,7 +109,7 @@ def kept_bytes(engine: Bookkeeping) -> int:
 def test_of_layers_with_large_maps_only_gradients_are_kept(oracle):
     """Unless they are going to be subtracted from those at a point nearby."""
     net = nn.Sequential(nn.Conv2d(4, 4, 3), nn.GroupNorm(2, 4), nn.ReLU(), nn.Conv2d(4, 4, 3))
-    engine, x = Bookkeeping(), torch.randn(16, 4, 20, 20)
+    engine, x = LayerCalls(), torch.randn(16, 4, 20, 20)
     engine.attach(net, oracle.trained(net))
     rows = 4 * 16 * sum(param.numel() for param in net.parameters())
     engine.backward(oracle.mean_loss(net(x)))
@@ -158,7 +158,7 @@ def test_a_record_whose_large_terms_cancel_stays_within_its_bound(kind):
     longest = 0.0
     for _ in range(100):
         layer, batch, weights = cancelling(kind)
-        engine, weights = Bookkeeping(), weights * torch.randn(weights.shape[2:])
+        engine, weights = LayerCalls(), weights * torch.randn(weights.shape[2:])
         if kind == "image":
             weights = torch.randn(1, 16, 1, 1).expand(1, 16, 2, 1)
         engine.attach(layer, list(layer.parameters()))
@@ -189,7 +189,7 @@ def test_terms_that_cancel_stay_within_the_bound_where_rows_are_not_kept(kind, m
     longest = 0.0
     for _ in range(100):
         layer, batch, weights = far_apart(kind)
-        engine = Bookkeeping()
+        engine = LayerCalls()
         engine.attach(layer, list(layer.parameters()))
         engine.backward(1e9 * (layer(batch) * weights)[:1].sum(), combined=True)
         longest = max(longest, float(bounded_sum(engine.take(1.0, {}), 1.0).value.norm()))
@@ -204,7 +204,7 @@ def test_a_gradient_and_a_product_that_cancel_stay_within_their_bound():
     for _ in range(100):
         net = nn.Sequential(nn.Linear(6, 5, bias=False), nn.Linear(5, 4, bias=False))
         params, x, target = list(net.parameters()), torch.randn(1, 6), torch.randn(4)
-        engine, u = Bookkeeping(), torch.cat([param.detach().flatten() for param in params])
+        engine, u = LayerCalls(), torch.cat([param.detach().flatten() for param in params])
         engine.attach(net, params)
         gradients = engine.along(
             lambda: 1e9 * (net(x) @ target).mean(),  # noqa: B023 (called at once)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from lightning_dp import rows_of_records
 from lightning_dp.boundary import bounded_sum
 from lightning_dp.gradients.base import UnsupportedModelError
-from lightning_dp.gradients.bookkeeping import Bookkeeping
+from lightning_dp.gradients.layer_calls import LayerCalls
 from lightning_dp.gradients.row_owners import folding_in_force
 
 RECORDS = 4
@@ -26,13 +26,13 @@ class Backbone(nn.Module):
         self.image = nn.Sequential(nn.Conv2d(2, 4, 3), nn.GroupNorm(2, 4), nn.Tanh(), nn.Flatten())
         self.tokens = nn.Embedding(5, 16)
         self.norm = nn.LayerNorm(16)
-        self.attention = nn.MultiheadAttention(16, 2, batch_first=True)
+        self.q, self.k = nn.Linear(16, 16), nn.Linear(16, 16)
         self.linear = nn.Linear(16, 3)
 
     def forward(self, images: Tensor, tokens: Tensor) -> Tensor:
         hidden = torch.cat([self.image(images).unsqueeze(1), self.tokens(tokens)], 1)
         hidden = self.norm(hidden)
-        hidden = self.attention(hidden, hidden, hidden)[0]
+        hidden = nn.functional.scaled_dot_product_attention(self.q(hidden), self.k(hidden), hidden)
         return torch.tanh(self.linear(hidden)).mean(1)
 
 
@@ -67,8 +67,8 @@ def one_by_one(model: OfRows, given: tuple[Tensor, Tensor]) -> Tensor:
 
 
 @pytest.fixture
-def engine() -> Iterator[Bookkeeping]:
-    engine = Bookkeeping()
+def engine() -> Iterator[LayerCalls]:
+    engine = LayerCalls()
     yield engine
     engine.detach()
 

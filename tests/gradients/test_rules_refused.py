@@ -6,20 +6,22 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from opacus.layers import DPLSTM, DPMultiheadAttention
+from opacus.layers.dp_multihead_attention import SequenceBias
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from lightning_dp.gradients import UnsupportedModelError
-from lightning_dp.gradients.bookkeeping import Bookkeeping
+from lightning_dp.gradients.ghost import GhostClipping
+from lightning_dp.gradients.layer_calls import LayerCalls
 from lightning_dp.gradients.opacus_hooks import OpacusHooks
 
 RECORDS = 5
 
 
 @pytest.fixture
-def lean() -> Iterator[Bookkeeping]:
+def lean() -> Iterator[LayerCalls]:
     """The engine that knows of layers alone."""
-    engine = Bookkeeping()
+    engine = LayerCalls()
     yield engine
     engine.detach()
 
@@ -31,7 +33,7 @@ def lean() -> Iterator[Bookkeeping]:
         lambda: nn.utils.parametrizations.orthogonal(nn.Linear(6, RECORDS)),
     ],
 )
-@pytest.mark.parametrize("kind", [Bookkeeping, OpacusHooks])
+@pytest.mark.parametrize("kind", [LayerCalls, OpacusHooks])
 def test_a_parametrized_layer_is_refused(kind, make, oracle):
     """Its weight is made by a module without records; its rows must not pass for them."""
     module = nn.Sequential(nn.Linear(6, 6), make())
@@ -43,32 +45,7 @@ def test_a_parametrized_layer_is_refused(kind, make, oracle):
 def test_a_layer_with_more_parameters_than_its_type_is_refused(oracle):
     module = nn.Sequential(nn.utils.weight_norm(nn.Linear(6, 4)))
     with pytest.raises(UnsupportedModelError, match=r"parameters that its type does not.*weight_g"):
-        Bookkeeping().attach(module, oracle.trained(module))
-
-
-class Constant(nn.Module):
-    """Called without any tensor: its output has no records."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.value = nn.Parameter(torch.ones(RECORDS, 6))
-
-    def forward(self) -> Tensor:
-        return self.value * 2
-
-
-def times_a_row(module: nn.ModuleList, x: Tensor) -> Tensor:
-    return module[1](x * module[0]()[:1])
-
-
-def test_a_layer_called_without_a_tensor(layer_engine, lean, oracle):
-    """Its output has no records, though it has as many rows."""
-    torch.manual_seed(0)
-    module = nn.ModuleList([Constant(), nn.Linear(6, 3)])
-    assert oracle.is_equal(layer_engine, module, oracle.features(), times_a_row)
-    layer_engine.detach()
-    with pytest.raises(UnsupportedModelError, match="own parameters"):
-        lean.attach(module, oracle.trained(module))
+        LayerCalls().attach(module, oracle.trained(module))
 
 
 @pytest.mark.parametrize(
@@ -76,47 +53,12 @@ def test_a_layer_called_without_a_tensor(layer_engine, lean, oracle):
     [
         (nn.Embedding(7, 4, max_norm=1.0), "1 .Embedding. has max_norm set"),
         (nn.Embedding(7, 4, scale_grad_by_freq=True), "1 .Embedding. has scale_grad_by_freq set"),
-        (nn.LSTM(4, 3), "1 .LSTM. hides its records"),
     ],
 )
 def test_layers_that_are_not_covered_are_refused_with_name_and_cure(lean, layer, message, oracle):
     module = nn.Sequential(nn.Linear(6, 4), layer)
-    cure = "lightning_dp.fix" if isinstance(layer, nn.LSTM) else "Use engine='hooks'"
-    with pytest.raises(UnsupportedModelError, match=f"{message}.*{cure}"):
+    with pytest.raises(UnsupportedModelError, match=f"{message}.*Use engine='hooks'"):
         lean.attach(module, oracle.trained(module))
-
-
-def test_a_parameter_with_a_row_for_each_place_in_the_batch_is_refused(layer_engine, oracle):
-    """A record's gradient would depend on how many records come before it."""
-
-    class ByPlace(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.rows = nn.Parameter(torch.randn(RECORDS, 6))
-
-        def forward(self, x: Tensor) -> Tensor:
-            return x * self.rows
-
-    module = ByPlace()
-    layer_engine.attach(module, oracle.trained(module))
-    with pytest.raises(UnsupportedModelError, match=r"rows in mul\(\).*record by record"):
-        oracle.run(layer_engine, module, oracle.features())
-
-
-class ForAllRecords(nn.Module):
-    """A layer without a rule, called with the records and once for all of them."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.PReLU()
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.layer(x) + self.layer(-x.new_ones(1, 6))
-
-
-def test_a_call_without_records_belongs_to_every_record(layer_engine, oracle):
-    torch.manual_seed(0)
-    assert oracle.is_equal(layer_engine, ForAllRecords(), oracle.features())
 
 
 class Own(nn.Module):
@@ -137,42 +79,27 @@ class Pair(Own):
         return x * self.scale, x
 
 
-class Noisy(Own):
-    def forward(self, x: Tensor) -> Tensor:
-        return F.dropout(x * self.scale)
+class Wrapped(nn.LSTM):
+    """A layer that others are built on."""
 
 
-OWN = {
-    "by name": (Named, lambda net, x: net(x, by=2.0)),
-    "two outputs": (Pair, lambda net, x: net(x)[0]),
-}
+@pytest.mark.parametrize(
+    "make",
+    [
+        *(Own, Named, Pair, nn.PReLU, lambda: nn.EmbeddingBag(7, 4), lambda: nn.GRUCell(2, 4)),
+        *(lambda: nn.LSTM(4, 3), lambda: Wrapped(4, 3), lambda: nn.MultiheadAttention(4, 2)),
+        *(lambda: DPLSTM(4, 3), lambda: DPMultiheadAttention(4, 2), lambda: SequenceBias(4)),
+    ],
+)
+@pytest.mark.parametrize("kind", [LayerCalls, GhostClipping])
+def test_layers_without_a_rule_are_refused_by_their_path(kind, make, oracle):
+    module = nn.Sequential(nn.Linear(6, 4), nn.Sequential(make()))
+    with pytest.raises(UnsupportedModelError, match=r"1\.0 \(\w+\): no rule is known of its type"):
+        kind().attach(module, oracle.trained(module))
 
 
-@pytest.mark.parametrize("name", OWN)
-def test_layers_of_the_users_own_are_followed(layer_engine, lean, name, oracle):
-    make, forward = OWN[name]
-    torch.manual_seed(0)
-    module = make()
-    assert oracle.is_equal(layer_engine, module, oracle.features(), forward)
-    layer_engine.detach()
-    with pytest.raises(UnsupportedModelError, match=r"own parameters .*no rule is known"):
-        lean.attach(module, oracle.trained(module))
-
-
-def test_random_numbers_after_a_layer_are_those_of_the_pass(layer_engine, oracle):
-    """Half of the entries are gone: where an entry is left, its gradient is twice the input."""
-    torch.manual_seed(0)
-    module, x = Noisy(), torch.ones(oracle.records, 6)
-    layer_engine.attach(module, oracle.trained(module))
-    with layer_engine.following(x, len(x)):
-        output = module(x)
-    layer_engine.backward(output.sum(1).mean())
-    norms = layer_engine.take(1.0, {}).norms()
-    torch.testing.assert_close(norms, output.detach().double().norm(dim=1))
-
-
-def test_batch_norm_is_refused_where_functions_are_followed(layer_engine, oracle):
-    module, x = nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4)), oracle.features()
-    layer_engine.attach(module, oracle.trained(module))
-    with pytest.raises(UnsupportedModelError, match=r"1\.bias, 1\.weight in batch_norm.*record by"):
-        oracle.run(layer_engine, module, x)
+def test_what_is_frozen_needs_no_rule(oracle):
+    module = nn.Sequential(nn.Linear(6, 4), nn.PReLU().requires_grad_(False))
+    engine = LayerCalls()
+    engine.attach(module, oracle.trained(module))
+    assert oracle.run(engine, module, oracle.features()).count == RECORDS

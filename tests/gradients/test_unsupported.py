@@ -16,7 +16,7 @@ from torch.distributed.tensor import Replicate, distribute_tensor
 from lightning_dp._checks import check_model
 from lightning_dp.callbacks import DifferentialPrivacy
 from lightning_dp.gradients import UnsupportedModelError, attach_engine
-from lightning_dp.gradients.bookkeeping import Bookkeeping
+from lightning_dp.gradients.layer_calls import LayerCalls
 from tests.older_torch import fsdp_on_cpu
 
 
@@ -103,7 +103,7 @@ def test_a_sharded_parameter_that_is_used_outside_of_its_layer_is_refused(mesh):
             return nn.functional.linear(self.layer(x), self.other.weight)
 
     module = fully_shard(Outside(), mesh=mesh)
-    engine = Bookkeeping()
+    engine = LayerCalls()
     engine.attach(module, list(module.parameters()))
     loss = module(torch.randn(3, 6)).square().mean()
     with pytest.raises(UnsupportedModelError, match=r"shape \(6, 4\) is used outside of its layer"):
@@ -159,7 +159,7 @@ class Swaps(nn.Module):
 def test_a_layer_whose_parameters_are_exchanged_while_it_runs(layer_engine, oracle):
     """By hooks alone it is refused; followed, it has no more of a gradient than without privacy."""
     torch.manual_seed(0)
-    module, lean = Swaps(), Bookkeeping()
+    module, lean = Swaps(), LayerCalls()
     assert oracle.is_equal(layer_engine, module, oracle.features())
     layer_engine.detach()
     lean.attach(module, oracle.trained(module))

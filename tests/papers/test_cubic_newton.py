@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from lightning_dp.accounting import Gaussian, epsilon
 from lightning_dp.boundary import Query, Term, bounded_sum
-from lightning_dp.gradients.bookkeeping import Bookkeeping
+from lightning_dp.gradients.layer_calls import LayerCalls
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "papers"
 SCRIPT = EXAMPLES / "cubic_newton.py"
@@ -74,7 +74,7 @@ class Margin(nn.Module):
 
 def by_the_engine(x: Tensor, point: Tensor, direction: Tensor | None, query: Query) -> Tensor:
     """The clipped sum by the package's engine, from an ordinary model."""
-    model, engine = Margin(point), Bookkeeping()
+    model, engine = Margin(point), LayerCalls()
     params = list(model.parameters())
     engine.attach(model, params)
 

@@ -15,13 +15,13 @@ from lightning_dp import FullBatch
 from lightning_dp.boundary import AbstractPerSampleGradients
 from lightning_dp.callbacks import DifferentialPrivacy
 from lightning_dp.gradients import UnsupportedModelError, engines
-from lightning_dp.gradients.bookkeeping import Bookkeeping
 from lightning_dp.gradients.engines import Rung
+from lightning_dp.gradients.layer_calls import LayerCalls
 
 PLACES = ["forward", "backward", "take"]
 
 
-class Fussy(Bookkeeping):
+class Fussy(LayerCalls):
     """Refuses one width of rows, at one of the places where an engine can refuse."""
 
     place = "backward"
@@ -90,7 +90,7 @@ def train(classifier, make_trainer, monkeypatch):
     def run(place: str | None, width: int = 12, model: Any = Counting, **options: Any) -> Any:
         monkeypatch.setattr(Fussy, "place", place)
         monkeypatch.setattr(Fussy, "width", width)
-        rungs = (Rung("fussy", Fussy), Rung("bookkeeping", Bookkeeping))
+        rungs = (Rung("fussy", Fussy), Rung("bookkeeping", LayerCalls))
         monkeypatch.setitem(engines._LADDERS, "auto", rungs)  # type: ignore[arg-type]
         torch.manual_seed(0)
         module = model()

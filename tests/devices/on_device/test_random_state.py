@@ -13,10 +13,8 @@ from scipy import stats
 from torch import Tensor, nn
 
 from lightning_dp import Diff2
-from lightning_dp._generators import accelerator_kept, generator_state
 from lightning_dp._noise import NoiseSource
 from lightning_dp.gradients.random_state import RandomState
-from lightning_dp.gradients.surroundings import Surroundings
 
 THERE = torch.device(DEVICE, 0)
 
@@ -48,18 +46,6 @@ def test_seeded_states_differ_and_leave_those_of_now() -> None:
             drawn.append(draw())
     assert torch.equal(drawn[0], drawn[2])
     assert not torch.equal(drawn[0], drawn[1])
-
-
-def test_a_call_that_runs_again_draws_the_same_and_leaves_no_trace() -> None:
-    surroundings = Surroundings.now(THERE, generator_state(THERE))
-    first, now = draw(), RandomState(THERE)
-    with surroundings.again():
-        assert torch.equal(draw(), first)
-    assert now.is_now()
-    if DEVICE != "cuda":  # Lightning keeps those of CUDA, wherever this is called
-        with accelerator_kept():
-            draw()
-        assert now.is_now()
 
 
 class Dropping(nn.Module):

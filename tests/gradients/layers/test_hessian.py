@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from lightning_dp.boundary import bounded_sum
 from lightning_dp.gradients import UncoveredParameterError, UnsupportedModelError
-from lightning_dp.gradients.bookkeeping import Bookkeeping
+from lightning_dp.gradients.layer_calls import LayerCalls
 from lightning_dp.gradients.opacus_hooks import OpacusHooks
 
 RECORDS = 5
@@ -48,14 +48,9 @@ def along(oracle: Any) -> Callable[..., Any]:
     """An layer_engine's answer for w g_i + w' H_i u."""
 
     def answer(
-        engine: Bookkeeping, module: nn.Module, batch: Tensor, u: Tensor, *weights: float
+        engine: LayerCalls, module: nn.Module, batch: Tensor, u: Tensor, *weights: float
     ) -> Any:
-        try:
-            return engine.along(lambda: oracle.mean_loss(module(batch)), u, weights)
-        except UnsupportedModelError as refusal:
-            if "no linear function" in str(refusal):
-                pytest.skip("refused: a part is no linear function of the parameters")
-            raise
+        return engine.along(lambda: oracle.mean_loss(module(batch)), u, weights)
 
     return answer
 
@@ -239,17 +234,11 @@ class Unrecorded(nn.Module):
         return self.layer(x) + x @ self.layer.weight
 
 
-def test_uses_outside_a_layer_are_found_along_a_direction_too(layer_engine, along, oracle):
-    torch.manual_seed(0)
-    module, lean, batch = Unrecorded(), Bookkeeping(), torch.randn(RECORDS, 6)
-    expected = oracle.one_by_one(module, batch) + products_along_a_direction(module, batch)
+def test_uses_outside_a_layer_are_found_along_a_direction_too(layer_engine, along):
+    module, batch = Unrecorded(), torch.randn(RECORDS, 6)
     layer_engine.attach(module, params_of(module))
-    found = along(layer_engine, module, batch, direction_for(module), 1.0, 1.0)
-    torch.testing.assert_close(found.norms(), expected.norm(dim=1), rtol=2e-5, atol=0)
-    layer_engine.detach()
-    lean.attach(module, params_of(module))
     with pytest.raises(UncoveredParameterError, match=r"layer\.weight"):
-        along(lean, module, batch, direction_for(module), 1.0, 1.0)
+        along(layer_engine, module, batch, direction_for(module), 1.0, 1.0)
 
 
 def test_engines_without_products_say_so(along):

@@ -94,23 +94,6 @@ class Transformer(nn.Module):
         return self.head(x)
 
 
-class Attending(nn.Module):
-    """Torch's own attention, which uses parameters of a layer inside it without a call."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(11, 6)
-        self.blocks = nn.ModuleList(
-            nn.TransformerEncoderLayer(6, 2, 8, 0.0, batch_first=True) for _ in range(2)
-        )
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        x = self.embedding(tokens)
-        for block in self.blocks:
-            x = block(x)
-        return x[..., :3]  # of all entries together LayerNorm leaves nothing to learn
-
-
 class RMSNorm(nn.Module):
     """Written by hand, as language models have it: its weight is in no layer of torch."""
 
@@ -136,22 +119,19 @@ class OwnBlock(nn.Module):
 
 
 class OwnParameters(nn.Module):
-    """Positions and a first token of the root, and a head that is its embedding by hand."""
+    """Blocks with parameters of their own; the root has none."""
 
     def __init__(self, block: Callable[[int], nn.Module], width: int = 6) -> None:
         super().__init__()
         self.embedding = nn.Embedding(11, width)
-        self.first = nn.Parameter(torch.randn(1, 1, width))
-        self.places = nn.Parameter(0.1 * torch.randn(1, 6, width))
         self.blocks = nn.ModuleList(block(width) for _ in range(2))
         self.norm = RMSNorm(width)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        x = torch.cat([self.first.expand(len(tokens), -1, -1), self.embedding(tokens)], 1)
-        x = x + self.places
+        x = self.embedding(tokens)
         for block in self.blocks:
             x = block(x)
-        return nn.functional.linear(self.norm(x), self.embedding.weight)
+        return self.norm(x)
 
 
 class ByHand(nn.Module):
@@ -224,7 +204,6 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor]]] = {
     "cnn": (seeded(convolutional), images),
     "tied": (seeded(Transformer), tokens),
     "checkpointed": (seeded(lambda: Transformer(Checkpointed)), tokens),
-    "attention": (seeded(Attending), tokens),
     "own": (seeded(lambda: OwnParameters(OwnBlock)), tokens),
     "lora": (seeded(lora), features),
     "even": (seeded(lambda: Chain(nn.Linear(6, 4), nn.Tanh(), nn.Linear(4, 2))), features),
