@@ -13,8 +13,7 @@ import torch
 from opacus.grad_sample.functorch import prepare_layer
 from opacus.grad_sample.grad_sample_module import GradSampleHooks
 from opacus.grad_sample.gsm_base import OPACUS_PARAM_MONKEYPATCH_ATTRS as OF_PARAMETERS
-from opacus.layers import DPMultiheadAttention
-from opacus.layers.dp_rnn import DPGRU, DPLSTM, DPRNN
+from opacus.layers import DPGRU, DPLSTM, DPRNN, DPMultiheadAttention
 from opacus.validators.module_validator import ModuleValidator
 from torch import Tensor, nn
 
@@ -41,7 +40,8 @@ class _Hooks(GradSampleHooks):  # type: ignore[misc]
     """Opacus' hooks, of which model and copies hold nothing while none of them runs."""
 
     def __init__(self, module: nn.Module) -> None:
-        self.hooks, self.is_live, self.rows, self.kept = ModuleHooks(), False, list[int](), {}
+        self.hooks, self.is_live, self.rows = ModuleHooks(), False, list[int]()
+        self.kept = dict[Any, dict[str, Any]]()  # what stands on layers and parameters otherwise
         self.names = {layer: name for name, layer in module.named_modules()}
         try:
             super().__init__(module, strict=False)
@@ -99,7 +99,7 @@ class _Hooks(GradSampleHooks):  # type: ignore[misc]
     def _take_off(self, *owners: Any) -> None:
         for owner in owners:
             has = vars(owner)
-            self.kept[owner] = {name: has.pop(name) for name in has.keys() & _ATTRIBUTES}
+            self.kept[owner] = {name: has.pop(name) for name in _ATTRIBUTES & has.keys()}
 
 
 class OpacusHooks(AbstractGradientEngine):
@@ -167,15 +167,12 @@ def _copied(kept: Mapping[Any, dict[str, Any]]) -> dict[Any, dict[str, Any]]:
 
 def _refuse_layers(module: nn.Module) -> None:
     """Refuse what Opacus' validators do, and records in the second dimension."""
-    reasons = []
+    reasons = [str(error) for error in GradSampleHooks.validate(module, strict=False)]
     for name, layer in module.named_modules():
         if not any(param.requires_grad for param in layer.parameters()):
             continue
         refuse_script(name, layer)
         errors = ModuleValidator.VALIDATORS.get(type(layer), lambda _: [])(layer)
-        is_own = any(param.requires_grad for param in layer.parameters(recurse=False))
-        if is_own and not errors and any(True for _ in layer.buffers()):
-            errors = ["keep its buffers in a module without parameters."]
         if isinstance(layer, DPMultiheadAttention) and (layer.add_bias_kv or not layer.batch_first):
             errors = ["engine='bookkeeping' takes records second, and add_bias_kv=True."]
         reasons += [f"{name or 'The module'} ({type(layer).__name__}): {error}" for error in errors]
