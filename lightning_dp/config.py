@@ -309,7 +309,7 @@ def known_engine(name: str, value: object, *, of: str | None = None) -> str:
             f"{name}='functional' is no engine any more: give engine='records', which knows no layer "
             "types either and is faster, or leave it out."
         )
-    return one_of(get_args(EngineName))(name, value, of=of)
+    return str(one_of(get_args(EngineName))(name, value, of=of))
 
 
 def _folder(name: str, value: object, *, of: str | None = None) -> str:

@@ -7,14 +7,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import copy
 from functools import partial
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 from opacus.grad_sample.functorch import prepare_layer
 from opacus.grad_sample.grad_sample_module import GradSampleHooks
-from opacus.grad_sample.gsm_base import OPACUS_PARAM_MONKEYPATCH_ATTRS
-from opacus.layers import DPMultiheadAttention
-from opacus.layers.dp_rnn import DPGRU, DPLSTM, DPRNN
+from opacus.grad_sample.gsm_base import OPACUS_PARAM_MONKEYPATCH_ATTRS as OF_PARAMETERS
+from opacus.layers import DPGRU, DPLSTM, DPRNN, DPMultiheadAttention
 from opacus.validators.module_validator import ModuleValidator
 from torch import Tensor, nn
 
@@ -34,9 +33,7 @@ from lightning_dp.gradients.unsupported import refuse_script, refuse_without_rec
 
 __all__ = ["OpacusHooks"]
 
-_OF_LAYERS = ("activations", "max_batch_len", "ft_compute_sample_grad")
-_ATTRIBUTES = {*_OF_LAYERS, *OPACUS_PARAM_MONKEYPATCH_ATTRS}
-_Kept: TypeAlias = dict[Any, dict[str, Any]]  # by layer or parameter
+_ATTRIBUTES = {"activations", "max_batch_len", "ft_compute_sample_grad", *OF_PARAMETERS}
 
 
 class _Hooks(GradSampleHooks):  # type: ignore[misc]
@@ -44,24 +41,22 @@ class _Hooks(GradSampleHooks):  # type: ignore[misc]
 
     def __init__(self, module: nn.Module) -> None:
         self.hooks, self.is_live, self.rows = ModuleHooks(), False, list[int]()
+        self.kept = dict[Any, dict[str, Any]]()  # what stands on layers and parameters otherwise
         self.names = {layer: name for name, layer in module.named_modules()}
-        self.kept: _Kept = {}  # while no hook runs
         try:
             super().__init__(module, strict=False)
-        except UnsupportedModelError:
-            self.hooks.take_off()
-            raise
         finally:
             self._take_off(*module.modules(), *module.parameters())
         self.fresh = _copied(self.kept)
 
     def add_hooks(self, *, force_functorch: bool = False, **how: Any) -> None:
-        for layer in dict.fromkeys(self.iterate_submodules(self._module)):
-            if type(layer) in (DPRNN, DPLSTM, DPGRU):  # the hooks are on the layers inside
-                continue
-            if type(layer) not in self.GRAD_SAMPLERS:
-                with as_unsupported(self.names[layer], layer):
+        found = dict.fromkeys(self.iterate_submodules(self._module))
+        layers = [each for each in found if type(each) not in (DPRNN, DPLSTM, DPGRU)]
+        for layer in layers:
+            with as_unsupported(self.names[layer], layer):
+                if type(layer) not in self.GRAD_SAMPLERS:
                     prepare_layer(layer)
+        for layer in layers:
             self.hooks.add(layer, layer.register_forward_hook, self.capture_activations_hook)
             back = partial(self.capture_backprops_hook, **how)
             self.hooks.add(layer, layer.register_full_backward_hook, back)
@@ -69,14 +64,15 @@ class _Hooks(GradSampleHooks):  # type: ignore[misc]
 
     def capture_activations_hook(self, module: nn.Module, given: Any, output: Any) -> None:
         is_packed = vars(module).pop("max_batch_len", None) is not None  # as Opacus' layers tell
+        if not torch.is_grad_enabled():
+            return
+        if is_packed or folding_in_force() is not None:
+            raise UnsupportedModelError(
+                f"{self.names[module] or type(module).__name__} was called inside rows_of_records() or "
+                "with packed sequences: Opacus takes rows for records. Use engine='bookkeeping'.",
+                topic="opacus-hooks",
+            )
         with self._on(module):
-            if torch.is_grad_enabled() and (is_packed or folding_in_force() is not None):
-                raise UnsupportedModelError(
-                    f"{self.names[module] or 'The module'} ({type(module).__name__}) was called "
-                    "inside rows_of_records() or with packed sequences, and Opacus takes rows for "
-                    "records. Use engine='bookkeeping'.",
-                    topic="opacus-hooks",
-                )
             refuse_without_records(self.names[module], module, next(iter(given), None))
             super().capture_activations_hook(module, given, output)
 
@@ -86,16 +82,13 @@ class _Hooks(GradSampleHooks):  # type: ignore[misc]
                 super().capture_backprops_hook(module, given, back, **how)
 
     def rearrange_grad_samples(self, **how: Any) -> tuple[list[Tensor], Tensor]:
-        """Put all into plain memory: the rules read tensors as if they lay there in order."""
         activations, backprops = super().rearrange_grad_samples(**how)
         self.rows.append(len(activations[-1]))  # to calls with fewer, Opacus adds rows of zeros
-        return [each.contiguous() for each in activations], backprops.contiguous()
+        return [each.contiguous() for each in activations], backprops.contiguous()  # as rules want
 
     @contextmanager
     def _on(self, layer: nn.Module) -> Iterator[None]:
-        """Let layer and parameters have their attributes, inside."""
-        owners = (layer, *layer.parameters())
-        for owner in owners:
+        for owner in (owners := (layer, *layer.parameters())):
             vars(owner).update(self.kept[owner])
         try:
             with as_unsupported(self.names[layer], layer):
@@ -105,16 +98,15 @@ class _Hooks(GradSampleHooks):  # type: ignore[misc]
 
     def _take_off(self, *owners: Any) -> None:
         for owner in owners:
-            names = vars(owner).keys() & _ATTRIBUTES
-            self.kept[owner] = {name: vars(owner).pop(name) for name in names}
+            has = vars(owner)
+            self.kept[owner] = {name: has.pop(name) for name in _ATTRIBUTES & has.keys()}
 
 
 class OpacusHooks(AbstractGradientEngine):
     """The hooks of Opacus' ``GradSampleModule``: one gradient per record and parameter in memory.
 
-    Refused is what its validators refuse, and gradients whose mean over the records is not the
-    ordinary gradient: parameters used outside of their layers, layers that Opacus takes for others,
-    tensors that were overwritten. So are records in another dimension or order, which no mean shows.
+    Refused is what its validators refuse; gradients whose mean over the records is not the ordinary
+    gradient; and records in another dimension or order, which no mean shows.
     """
 
     name = "hooks"
@@ -150,12 +142,10 @@ class OpacusHooks(AbstractGradientEngine):
         used = {name: pair for name, pair in found.items() if pair[1] is not None}
         if missing := [name for name, (rows, _) in used.items() if not isinstance(rows, Tensor)]:
             raise UncoveredParameterError(missing)
-        number_of_records(self._opacus.rows)
-        rows = [rows for rows, _ in found.values()]
-        gradients = MaterialisedGradients(list(self._params.values()), rows, scale)
-        if gradients.count:
+        if number_of_records(self._opacus.rows):
             _refuse_wrong_means(used)
-        return gradients
+        params, rows = list(self._params.values()), [rows for rows, _ in found.values()]
+        return MaterialisedGradients(params, rows, scale)
 
     def drop(self) -> None:
         self._found, self._opacus.kept = None, _copied(self._opacus.fresh)
@@ -171,30 +161,25 @@ class OpacusHooks(AbstractGradientEngine):
         self._opacus, self._params, self._found = _Hooks(nn.Module()), {}, None
 
 
-def _copied(kept: _Kept) -> _Kept:
+def _copied(kept: Mapping[Any, dict[str, Any]]) -> dict[Any, dict[str, Any]]:
     return {each: {name: copy(value) for name, value in has.items()} for each, has in kept.items()}
 
 
 def _refuse_layers(module: nn.Module) -> None:
     """Refuse what Opacus' validators do, and records in the second dimension."""
-    reasons = []
+    reasons = [str(error) for error in GradSampleHooks.validate(module, strict=False)]
     for name, layer in module.named_modules():
         if not any(param.requires_grad for param in layer.parameters()):
             continue
         refuse_script(name, layer)
-        errors = []
-        if any(param.requires_grad for param in layer.parameters(recurse=False)):
-            errors = ModuleValidator.VALIDATORS.get(type(layer), lambda _: [])(layer)
-            if not errors and (buffers := [key for key, _ in layer.named_buffers()]):
-                errors = [f"keep the buffers {buffers[:5]} in a module without parameters."]
+        errors = ModuleValidator.VALIDATORS.get(type(layer), lambda _: [])(layer)
         if isinstance(layer, DPMultiheadAttention) and (layer.add_bias_kv or not layer.batch_first):
-            errors = ["engine='bookkeeping' takes what is not batch_first, and add_bias_kv=True."]
+            errors = ["engine='bookkeeping' takes records second, and add_bias_kv=True."]
         reasons += [f"{name or 'The module'} ({type(layer).__name__}): {error}" for error in errors]
     if reasons:
         raise UnsupportedModelError(
-            f"Opacus cannot compute per-sample gradients for these layers: {' '.join(reasons)} "
-            "lightning_dp.fix(model, attention=True) puts opacus.layers.DPLSTM, DPGRU, DPRNN and "
-            "DPMultiheadAttention in their place; engine='auto' trains torch's layers as they are.",
+            f"Opacus has no per-sample gradients for these layers: {' '.join(reasons)} "
+            "lightning_dp.fix(model, attention=True) puts opacus.layers there, or give engine='auto'.",
             topic="opacus-hooks",
         )
 
@@ -210,7 +195,6 @@ def _refuse_wrong_means(pairs: Mapping[str, tuple[Any, Any]]) -> None:
     if wrong := [name for name, is_far in zip(pairs, is_wrong, strict=True) if is_far]:
         raise UnsupportedModelError(
             f"The mean of Opacus' gradients per record is not the ordinary gradient of {wrong[:5]}: "
-            "they are used outside of calls of their layers, a layer is not what Opacus takes it for, "
-            "or a tensor was overwritten. Use engine='auto'.",
+            "they are used outside of their layers, or Opacus mistakes one. Use engine='auto'.",
             topic="opacus-hooks",
         )
