@@ -10,8 +10,8 @@ from lightning_dp.boundary import bounded_sum
 from lightning_dp.gradients import convolution as convolutions
 from lightning_dp.gradients import parameter_sum
 from lightning_dp.gradients.bilinear import Rows, Use
-from lightning_dp.gradients.layer_calls import LayerCalls
 from lightning_dp.gradients.convolution import Convolution
+from lightning_dp.gradients.layer_calls import LayerCalls
 from lightning_dp.gradients.matrices import Lookup, OuterProduct, Scale
 from lightning_dp.gradients.parameter_sum import ParameterGradients
 from lightning_dp.gradients.rules import convolution
