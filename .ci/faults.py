@@ -32,6 +32,7 @@ TESTS = [
     "tests/strategies/test_sensitivity.py",
     "tests/test_fingerprint.py",
     "tests/gradients/test_loss_graph.py",
+    "tests/gradients/test_recording.py",
     "tests/isolation/test_record_gradients.py",
     "tests/isolation/test_kinds.py",
     "tests/isolation/test_two_steps.py",
@@ -73,6 +74,13 @@ FAULTS = (
         "two_steps_without_hooks",
         'self._hook("on_train_batch_end", output, batch, self._batch_idx)',
         "if 0 else None",
+    ),
+    Fault("uses_not_counted", "if uses[id(param)] != recorded[id(param)]", "and False"),
+    Fault("overwritten_inputs_pass", "for each in inputs] == self._versions", "or True"),
+    Fault(
+        "rows_in_another_order_pass",
+        "if not is_told and any(map(changes_order, graph.choosing))",
+        "and False",
     ),
     Fault("nothing_exchanged", "return _exchanged(part, rows", "[:0]"),
 )

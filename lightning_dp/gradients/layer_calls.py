@@ -316,7 +316,7 @@ def _used_by_a_call(layer: nn.Module) -> list[int]:
 
 
 def _rules_of_layers(module: nn.Module, trained: Collection[int]) -> dict[nn.Module, Rule | None]:
-    """Return the layers whose calls use trained parameters, with their rules (None: a sharded unit).
+    """Return the layers whose calls use trained parameters, with their rules; None for shards.
 
     Raises:
         UnsupportedModelError: naming a layer of which none is known, and the cure.

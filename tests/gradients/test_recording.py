@@ -91,6 +91,12 @@ def test_an_overwritten_input_is_refused(parts, oracle):
         parts.engine.backward(loss)
 
 
+def test_rows_in_another_order_between_layers_are_refused(parts, oracle):
+    hidden = parts.net["one"](torch.randn(oracle.records, 6)).flip(0)
+    with pytest.raises(UnsupportedModelError, match="another order"):
+        parts.engine.backward(oracle.mean_loss(parts.net["two"](hidden)))
+
+
 def test_gradients_of_stride_zero_are_read_right(parts, oracle):
     """The gradient of a sum is one number, expanded."""
     one, x = parts.net["one"], torch.randn(oracle.records, 6)
