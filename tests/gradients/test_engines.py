@@ -123,7 +123,6 @@ def test_an_engine_is_made_by_its_name(oracle, mlp):
     for name, kind in {
         "hooks": OpacusHooks,
         "bookkeeping": Bookkeeping,
-        "functional": Bookkeeping,
         "ghost": GhostClipping,
         "auto": Bookkeeping,
     }.items():
@@ -131,7 +130,7 @@ def test_an_engine_is_made_by_its_name(oracle, mlp):
         assert isinstance(engine, kind) and description == engine.name
         assert engine.name == ("bookkeeping" if name == "auto" else name)
         engine.detach()
-    with pytest.raises(ValueError, match="engine='phantom' is not one of"):
+    with pytest.raises(ValueError, match="engine='phantom' must be one of"):
         attach_engine("phantom", module, oracle.trained(module))
 
 

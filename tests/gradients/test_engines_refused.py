@@ -66,6 +66,8 @@ def test_a_frozen_layer_of_an_unsupported_kind_is_allowed(engine, oracle):
 
 
 def test_forward_and_backward_passes_are_paired_by_the_graph(engine, oracle, mlp):
+    if engine.name == "hooks":
+        pytest.skip("Opacus pairs them by their order, and the mean of its gradients is refused")
     module, batch = mlp(), oracle.features()
     engine.attach(module, oracle.trained(module))
     expected = oracle.clipped(oracle.one_by_one(module, batch), 0.1)
