@@ -30,7 +30,7 @@ HOOKS_SECOND = "engine='bookkeeping' takes records second"
 HOOKS_PACKED = r"packed sequences.*Use engine='bookkeeping'"
 BAG = "EmbeddingBag|embedding_bag"
 TRACED = "records in one dimension"  # without rules, functions on some of the rows are refused
-EVERY = ("auto", "bookkeeping", "functional", "hooks")
+EVERY = ("auto", "bookkeeping", "hooks")
 
 
 @dataclass(frozen=True)
@@ -351,7 +351,7 @@ def _recurrent() -> Iterator[Case]:
             x = torch.randn(n, t, 4)
             return (x, torch.tensor(lengths)) if packed else (x,)
 
-        refused = {"hooks": HOOKS_PACKED, "functional": TRACED} if packed else {}
+        refused = {"hooks": HOOKS_PACKED} if packed else {}
         yield Case(options, make, batch, refused)
 
 

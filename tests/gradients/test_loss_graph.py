@@ -84,7 +84,7 @@ def test_one_record_alone_may_do_anything(records):
     check_loss_graph(output.mean().clamp(max=1.0), records, {output.grad_fn})
 
 
-ENGINES = ["bookkeeping", "functional", "hooks"]
+ENGINES = ["bookkeeping", "hooks"]
 
 
 def network() -> nn.Module:

@@ -13,8 +13,7 @@ from torch import Tensor, nn
 from lightning_dp import PrivacyConfig
 from lightning_dp.boundary import bounded_sum
 from lightning_dp.gradients import EngineChoice, UnsupportedModelError
-from lightning_dp.gradients.bookkeeping import Bookkeeping
-from lightning_dp.gradients.opacus_hooks import OpacusHooks
+from tests.gradients.little_models import Called
 
 RECORDS = 5
 
@@ -73,17 +72,6 @@ def test_gradients_do_not_depend_on_the_order_in_memory(hooks, name, oracle):
     torch.testing.assert_close(gradients.norms(), expected.norm(dim=1), rtol=1e-5, atol=0)
     wanted = oracle.clipped(expected, 0.1)
     assert (bounded_sum(gradients, 0.1).value.double() - wanted).norm() <= 1e-5 * wanted.norm()
-
-
-class Called(nn.Module):
-    """A layer and the way in which it is called."""
-
-    def __init__(self, layer: nn.Module, call: Callable[[nn.Module, Tensor], Tensor]) -> None:
-        super().__init__()
-        self.first, self.layer, self.call = nn.Linear(6, 6), layer, call
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.call(self.layer, self.first(x))
 
 
 def with_a_parameter(inner: nn.Module) -> nn.Module:
@@ -158,35 +146,6 @@ def test_a_record_that_is_not_finite_is_no_wrong_sum(hooks, oracle, mlp):
     for value in (float("nan"), float("inf"), 1e30):
         batch[1] = value
         assert oracle.run(hooks, module, batch).count == oracle.records
-
-
-@pytest.mark.parametrize(
-    ("layer", "call"),
-    [
-        (nn.Linear(6, 3), lambda layer, x: layer(x[0])),
-        (nn.Linear(6, 3), lambda layer, x: torch.stack([layer(each) for each in x])),
-        (nn.Conv2d(2, 3, 1), lambda layer, x: layer(x[:2, :, None])),
-        (nn.Conv1d(5, 3, 1), lambda layer, x: layer(x)),
-        (nn.LayerNorm(6), lambda layer, x: layer(x[0])),
-        (nn.RMSNorm(6), lambda layer, x: layer(x[0])),
-        (nn.InstanceNorm1d(5, affine=True), lambda layer, x: layer(x)),
-    ],
-    ids=lambda value: type(value).__name__ if isinstance(value, nn.Module) else "",
-)
-@pytest.mark.parametrize("engine", [OpacusHooks, Bookkeeping], ids=["hooks", "rules"])
-def test_a_layer_called_without_records_is_refused_in_words(engine, layer, call, oracle):
-    module, engine = Called(layer, call), engine()
-    engine.attach(module, oracle.trained(module))
-    with pytest.raises(UnsupportedModelError, match=r"layer \(\w+\) was called with .* records"):
-        oracle.run(engine, module, oracle.features())
-
-
-def test_attention_without_records_is_refused_in_words(oracle):
-    module, engine = nn.TransformerEncoderLayer(6, 2, 8, batch_first=True), Bookkeeping()
-    engine.attach(module, oracle.trained(module))
-    with pytest.raises(UnsupportedModelError, match=r"2 dimensions.*records, positions"):
-        oracle.run(engine, module, oracle.features())
-    engine.detach()
 
 
 @pytest.mark.parametrize("seed", range(8))

@@ -11,6 +11,8 @@ from torch.nn import functional as F
 
 from lightning_dp.gradients import UnsupportedModelError
 from lightning_dp.gradients.bookkeeping import Bookkeeping
+from lightning_dp.gradients.opacus_hooks import OpacusHooks
+from tests.gradients.little_models import Called
 
 RECORDS = 5
 
@@ -174,3 +176,32 @@ def test_batch_norm_is_refused_where_functions_are_followed(layer_engine, oracle
     layer_engine.attach(module, oracle.trained(module))
     with pytest.raises(UnsupportedModelError, match=r"1\.bias, 1\.weight in batch_norm.*record by"):
         oracle.run(layer_engine, module, x)
+
+
+@pytest.mark.parametrize(
+    ("layer", "call"),
+    [
+        (nn.Linear(6, 3), lambda layer, x: layer(x[0])),
+        (nn.Linear(6, 3), lambda layer, x: torch.stack([layer(each) for each in x])),
+        (nn.Conv2d(2, 3, 1), lambda layer, x: layer(x[:2, :, None])),
+        (nn.Conv1d(5, 3, 1), lambda layer, x: layer(x)),
+        (nn.LayerNorm(6), lambda layer, x: layer(x[0])),
+        (nn.RMSNorm(6), lambda layer, x: layer(x[0])),
+        (nn.InstanceNorm1d(5, affine=True), lambda layer, x: layer(x)),
+    ],
+    ids=lambda value: type(value).__name__ if isinstance(value, nn.Module) else "",
+)
+@pytest.mark.parametrize("engine", [OpacusHooks, Bookkeeping], ids=["hooks", "rules"])
+def test_a_layer_called_without_records_is_refused_in_words(engine, layer, call, oracle):
+    module, engine = Called(layer, call), engine()
+    engine.attach(module, oracle.trained(module))
+    with pytest.raises(UnsupportedModelError, match=r"layer \(\w+\) was called with .* records"):
+        oracle.run(engine, module, oracle.features())
+
+
+def test_attention_without_records_is_refused_in_words(oracle):
+    module, engine = nn.TransformerEncoderLayer(6, 2, 8, batch_first=True), Bookkeeping()
+    engine.attach(module, oracle.trained(module))
+    with pytest.raises(UnsupportedModelError, match=r"2 dimensions.*records, positions"):
+        oracle.run(engine, module, oracle.features())
+    engine.detach()
