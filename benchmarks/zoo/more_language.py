@@ -141,7 +141,11 @@ def _reformer(width: int, dropout: float) -> Sizes:
     return {
         **{**lengths, **places, **sizes, **rates, "attention_head_size": width // 2},
         **{"attn_layers": ["local", "lsh"], "hash_seed": 3, "is_decoder": True},
-        **{"max_position_embeddings": 16, "use_cache": False, "lsh_attention_probs_dropout_prob": 0.0},
+        **{
+            "max_position_embeddings": 16,
+            "use_cache": False,
+            "lsh_attention_probs_dropout_prob": 0.0,
+        },
     }
 
 

@@ -123,7 +123,11 @@ def _pixart(width: int, dropout: float) -> nn.Module:
     return diffusers.PixArtTransformer2DModel(
         **{"sample_size": 8, "in_channels": 2, "out_channels": 2, "num_layers": 2},
         **{"num_attention_heads": 4, "attention_head_dim": width // 4, "dropout": dropout},
-        **{"cross_attention_dim": width, "caption_channels": 12, "use_additional_conditions": False},
+        **{
+            "cross_attention_dim": width,
+            "caption_channels": 12,
+            "use_additional_conditions": False,
+        },
     )
 
 

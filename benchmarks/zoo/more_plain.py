@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -19,7 +20,7 @@ CLASSES, FEATURES = 5, 8
 
 def _mlp(*sizes: int, dropout: float = 0.0, act: type[nn.Module] = nn.Tanh) -> nn.Sequential:
     layers: list[nn.Module] = []
-    for inner, outer in zip(sizes, sizes[1:], strict=False):
+    for inner, outer in itertools.pairwise(sizes):
         layers += [nn.Linear(inner, outer), act(), nn.Dropout(dropout)]
     return nn.Sequential(*layers[:-2])
 
