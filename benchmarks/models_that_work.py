@@ -79,7 +79,7 @@ def private_step(case: Case) -> Step:
     params = trained(module)
     passes = RecordPasses(module, params, "auto")
     optimizer, noise = torch.optim.SGD(params, lr=0.01), NoiseSource()
-    chunk = Replay(lambda: module.training_step(batch, 0), size)
+    chunk = Replay(lambda records: module.training_step(records, 0), batch, size)
 
     def step() -> None:
         total = passes.answer(QUERY, chunk)

@@ -156,7 +156,8 @@ def _through(
 ) -> tuple[AbstractPerSampleGradients, str]:
     query = Query((Term(),), clip_norm=1.0, noise_multiplier=0.0)
     with RecordPasses(module, trained(module), engine) as passes:
-        found = passes.gradients(query, Replay(lambda: module.training_step(batch, 0), n))
+        chunk = Replay(lambda records: module.training_step(records, 0), batch, n)
+        found = passes.gradients(query, chunk)
         assert found is not None, "the step gave no gradient"
         return found, passes.watched.description
 
