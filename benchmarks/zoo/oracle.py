@@ -20,15 +20,21 @@ SMALL = 0.1
 """A part of the gradient shorter than this share of the whole is measured against that share."""
 
 
+SAME = 1e-3
+"""The gradient of a batch that is further from the mean over its records couples them."""
+
+
 @dataclass(frozen=True)
 class Found:
     """The distance of an engine from plain autograd.
 
     Args:
-        engine: that answered.
+        engine: that answered, in its own words.
         clipped: error of the clipped sum, against one record at a time; NaN where a step draws
             random numbers by itself, so that records alone draw others.
-        total: error of the sum of all gradients, with dropout, against the batch's gradient.
+        total: error of the sum of all gradients, with dropout, against the batch's gradient; NaN
+            where the two cannot be compared: the engine drew its masks in another order, or the
+            loss of the batch is not the mean of the losses of its records.
     """
 
     engine: str
@@ -36,9 +42,14 @@ class Found:
     total: float
 
     @property
+    def rung(self) -> str:
+        """The name of the rung: the first word."""
+        return self.engine.split(maxsplit=1)[0].rstrip(",.:;")
+
+    @property
     def error(self) -> float:
-        """The larger of both."""
-        return max(e for e in (self.clipped, self.total) if e == e)
+        """The larger of both; NaN where nothing could be compared."""
+        return max((e for e in (self.clipped, self.total) if e == e), default=float("nan"))
 
 
 def compare(case: Case, engine: str = "auto", dropout: float = 0.1) -> Found:
@@ -50,7 +61,8 @@ def compare(case: Case, engine: str = "auto", dropout: float = 0.1) -> Found:
     total, name = _error_of_total(case, engine, dropout)
     if _is_random(case):
         return Found(name, float("nan"), total)
-    return Found(name, _error_of_clipped(case, engine), total)
+    clipped, is_coupled = _error_of_clipped(case, engine)
+    return Found(name, clipped, float("nan") if is_coupled else total)
 
 
 def trained(module: nn.Module) -> list[nn.Parameter]:
@@ -58,7 +70,7 @@ def trained(module: nn.Module) -> list[nn.Parameter]:
 
 
 def _is_random(case: Case) -> bool:
-    """Tell whether the loss is random without dropout."""
+    """Return whether the loss is random without dropout."""
     module, batch = case.training(), case.batch()
     buffers = [each.clone() for each in module.buffers()]
     losses = []
@@ -75,12 +87,17 @@ def _restore(module: nn.Module, buffers: Sequence[Tensor]) -> None:
         buffer.copy_(kept)
 
 
-def _error_of_clipped(case: Case, engine: str) -> float:
+def _error_of_clipped(case: Case, engine: str) -> tuple[float, bool]:
+    """Return the error, and whether the loss of the batch couples its records."""
     module, batch = case.training(), case.batch()
-    expected, clip_norm = _clipped_one_by_one(module, batch, case.n)
+    rows = _one_by_one(module, batch, case.n)
+    whole = case.n * _gradient(module, batch)
+    is_coupled = _distance(whole, rows.sum(0), trained(module)) > SAME
+    expected, clip_norm = _clipped(rows)
+    module = case.training()
     gradients, _ = _through(module, batch, case.n, engine)
     found = bounded_sum(gradients, clip_norm).value.double()
-    return _distance(found, expected, trained(module))
+    return _distance(found, expected, trained(module)), is_coupled
 
 
 def _error_of_total(case: Case, engine: str, dropout: float) -> tuple[float, str]:
@@ -88,19 +105,25 @@ def _error_of_total(case: Case, engine: str, dropout: float) -> tuple[float, str
     buffers = [each.clone() for each in module.buffers()]
     torch.manual_seed(4)
     expected = case.n * _gradient(module, batch)
+    drawn = torch.get_rng_state()
     _restore(module, buffers)
     torch.manual_seed(4)
     gradients, name = _through(module, batch, case.n, engine)
+    if name.startswith("one_by_one") or not torch.equal(torch.get_rng_state(), drawn):
+        return float("nan"), name
     norms = gradients.norms()
     found = gradients.weighted_sum(torch.ones_like(norms)).double()
     return _distance(found, expected, trained(module)), name
 
 
 def _gradient(module: Training, batch: Batch) -> Tensor:
+    """Return it as ``backward`` leaves it: some layers write it there by themselves."""
+    module.zero_grad()
+    module.training_step(batch, 0).backward()
     params = trained(module)
-    found = torch.autograd.grad(module.training_step(batch, 0), params, allow_unused=True)
-    each = [torch.zeros_like(p) if g is None else g for p, g in zip(params, found, strict=True)]
-    return _flat(each)
+    found = _flat([torch.zeros_like(p) if p.grad is None else p.grad for p in params])
+    module.zero_grad()
+    return found
 
 
 def _flat(tensors: Sequence[Tensor]) -> Tensor:
@@ -109,19 +132,23 @@ def _flat(tensors: Sequence[Tensor]) -> Tensor:
     return parameters_to_vector([t.contiguous() for t in real]).double()
 
 
-def _clipped_one_by_one(module: Training, batch: Batch, n: int) -> tuple[Tensor, float]:
-    """Return the clipped sum, and the clip norm: between the norms, so that some are clipped."""
+def _one_by_one(module: Training, batch: Batch, n: int) -> Tensor:
+    """Return a row for each record."""
     buffers = [each.clone() for each in module.buffers()]
     rows = []
     for index in range(n):
-        _restore(module, buffers)
         rows.append(_gradient(module, row(batch, index)))
-    _restore(module, buffers)
-    norms = torch.stack([each.norm() for each in rows])
-    middle = norms.sort().values
+        _restore(module, buffers)
+    return torch.stack(rows)
+
+
+def _clipped(rows: Tensor) -> tuple[Tensor, float]:
+    """Return the clipped sum, and the clip norm: between the norms, so that some are clipped."""
+    norms = rows.norm(dim=1)
+    middle, n = norms.sort().values, len(rows)
     clip_norm = float((middle[n // 2 - 1] + middle[n // 2]) / 2)
     factors = (clip_norm / norms).clamp(max=1.0)
-    return (torch.stack(rows) * factors.unsqueeze(1)).sum(0), clip_norm
+    return (rows * factors.unsqueeze(1)).sum(0), clip_norm
 
 
 def _through(
@@ -129,7 +156,8 @@ def _through(
 ) -> tuple[AbstractPerSampleGradients, str]:
     query = Query((Term(),), clip_norm=1.0, noise_multiplier=0.0)
     with RecordPasses(module, trained(module), engine) as passes:
-        found = passes.gradients(query, Replay(lambda: module.training_step(batch, 0), n))
+        chunk = Replay(lambda records: module.training_step(records, 0), batch, n)
+        found = passes.gradients(query, chunk)
         assert found is not None, "the step gave no gradient"
         return found, passes.watched.description
 
