@@ -79,11 +79,6 @@ class CoveredLayers:
             self._known_rules[key] = rule_of(layer, self._rules)
         return self._known_rules[key]
 
-    @property
-    def are_plain(self) -> bool:
-        """True if the rules alone tell which parameters a call uses, and how often."""
-        return all(self.rule_of(layer) is not multihead_attention for layer in self.own)
-
     def _parameters_of(self, layer: nn.Module) -> list[nn.Parameter]:
         """Return the parameters that its calls use."""
         if self.rule_of(layer) is multihead_attention:

@@ -162,11 +162,6 @@ class WholeParameters:
             found[key if shard is None else id(shard)] += count
         return found
 
-    @property
-    def is_used(self) -> bool:
-        """True if there are sharded parameters."""
-        return bool(self._shards)
-
     def refuse_unknown(self, leaves: Iterable[Any], known: Iterable[nn.Parameter]) -> None:
         """Refuse a graph that ends in a parameter nobody knows: it was used outside of its layer.
 
