@@ -238,10 +238,12 @@ def tells_no_length(func: Callable[..., Any], args: Sequence[Any]) -> bool:
     if name == "size":  # of features; of batch sizes, pad_packed_sequence asks how far to pad
         return args[1:] == (-1,) or not args[0].is_floating_point()
     # The first batch size is 1.
-    return name in RECURRENT or (name == "__getitem__" and type(args[1]) is int and args[1] == 0)
+    is_first = name == "__getitem__" and type(args[1]) is int and args[1] == 0
+    return is_first or name in RECURRENT or name in _QUESTIONS
 
 
 _ATTRIBUTES = frozenset(("dtype", "device", "is_cuda"))
+_QUESTIONS = frozenset(("dim", "is_floating_point", "is_complex", "__hash__"))
 
 
 def _pack(recorder: CallRecorder, input: Tensor, lengths: Tensor, batch_first: bool) -> Any:
