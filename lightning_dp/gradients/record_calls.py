@@ -26,9 +26,11 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.overrides import TorchFunctionMode
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from lightning_dp.gradients.base import UnsupportedModelError
 from lightning_dp.gradients.composites import COMPOSITES
+from lightning_dp.gradients.recurrent import Packed, tells_no_length
 from lightning_dp.gradients.rules import BY_POSITION, FUNCTIONS, FunctionUse, Rule
 from lightning_dp.gradients.vmap import (
     is_foreign,
@@ -166,7 +168,7 @@ class CallRecorder(TorchFunctionMode):
         self.n, self.calls, self.along = n, list[Call](), along
         self._own_memory, self._level = own_memory, 0
         self._seen: list[ReferenceType[Tensor]] = []
-        self._packed: dict[int, Tensor] = {}
+        self.packed = WeakTensorKeyDictionary()
         self._logged_only: set[int] = set()
 
     @contextmanager
@@ -207,6 +209,8 @@ class CallRecorder(TorchFunctionMode):
     ) -> Any:
         name = func.__name__
         if name in _QUESTIONS:
+            if self.packed:
+                self._split_by_length(func, args, _tensors(args, kwargs))
             return func(*args, **(kwargs or {}))
         result = self._called(func, name, args, kwargs or {})
         if isinstance(result, Tensor):
@@ -239,6 +243,8 @@ class CallRecorder(TorchFunctionMode):
             return _SHOWN
         if name in _DIFFERENTIATE:
             raise UnsupportedModelError(_INSIDE, topic="unseen-use")
+        if self.packed:
+            self._split_by_length(func, args, tensors)
         if name in _VALUES:
             return self._value(func, name, args)
         if _is_in_place(name) and isinstance(args[0], Tensor) and not is_sample(args[0]):
@@ -247,8 +253,6 @@ class CallRecorder(TorchFunctionMode):
             found = COMPOSITES[name](self, *args, **kwargs)
             if found is not NotImplemented:
                 return found
-        if self._packed and any(id(x) in self._packed for x in tensors):
-            self.split_by(self._packed)
         if parts:
             return self._meet(func, name, args, kwargs)
         return self._of_samples(func, args, kwargs)
@@ -344,6 +348,13 @@ class CallRecorder(TorchFunctionMode):
         if len(numbers) > 1:
             raise DifferentPaths(labels)
 
+    def _split_by_length(self, func: Function, args: Any, tensors: Sequence[Tensor]) -> None:
+        """Split the samples by their lengths if a function looks at how a sequence is packed."""
+        for each in tensors:
+            known: Packed | None = self.packed.get(each)
+            if known is not None and known.lengths is not None and not tells_no_length(func, args):
+                self.split_by(known.lengths)
+
     # -- parameters meet samples -----------------------------------------------------------
 
     def _meet(self, func: Function, name: str, args: Any, kwargs: Any) -> Any:
@@ -359,7 +370,7 @@ class CallRecorder(TorchFunctionMode):
         given, by_position = use.input, use.rule in BY_POSITION
         has_rows = by_position or given.dim() < use.layer.weight.dim()
         is_first = not v.requires_grad
-        alias = {id(x): self._alias(x, is_leaf=is_first) for x in _parts_of(use) if x.requires_grad}
+        alias = {id(x): self.alias(x, is_leaf=is_first) for x in _parts_of(use) if x.requires_grad}
         if name not in _OF_THE_WHOLE_CALL or given is not args[0]:
             swapped = _map(lambda x: alias.get(id(x), x), (args, kwargs))
             out = func(*swapped[0], **swapped[1])
@@ -378,21 +389,23 @@ class CallRecorder(TorchFunctionMode):
                 else:
                     out = raw if has_rows else raw.unflatten(0, v.shape[:2])
             shape, out = out.shape, wrapped(out, self._level)
-        kept = v if self.along else v.detach()
-        self.calls.append(
-            Call(
-                use.rule,
-                use.layer,
-                None,
-                kept,
-                kept._version,
-                edge,
-                shape,
-                is_first,
-                folds=not has_rows,
-            )
-        )
+        self.record(use.rule, use.layer, v, edge, shape, is_first=is_first, folds=not has_rows)
         return out
+
+    def record(
+        self,
+        rule: Rule,
+        layer: Any,
+        v: Tensor,
+        edge: GradientEdge,
+        shape: torch.Size,
+        *,
+        is_first: bool,
+        folds: bool = False,
+    ) -> None:
+        """Keep the activations of a call for its rule; the arguments are those of :class:`Call`."""
+        v = v if self.along else v.detach()
+        self.calls.append(Call(rule, layer, None, v, v._version, edge, shape, is_first, folds))
 
     def _tapped(self, out: Tensor) -> tuple[Tensor, GradientEdge, torch.Size]:
         """Return the rows of an output, and where their gradient arrives."""
@@ -423,7 +436,7 @@ class CallRecorder(TorchFunctionMode):
         self.calls.append(Call(None, None, part, None, 0, edge, None, True))
         return self.sample(leaf)
 
-    def _alias(self, part: Tensor, *, is_leaf: bool) -> Tensor:
+    def alias(self, part: Tensor, *, is_leaf: bool = False) -> Tensor:
         """Return the value of a part, cut off from its graph.
 
         Args:
