@@ -1,4 +1,4 @@
-"""What ``training_step`` does besides its loss, where samples run alone in groups: logs, metrics, state."""
+"""What ``training_step`` does besides its loss, where samples run alone: logs, metrics, state."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ from lightning_dp.gradients.record_calls import CallRecorder, DifferentPaths
 from lightning_dp.gradients.records import Around
 from lightning_dp.gradients.vmap import is_sample, outside, rows
 from lightning_dp.strategies.alone import over_records
+from lightning_dp.strategies.joined_calls import OfSamples, joined, whole
 
 __all__ = ["SideEffects"]
 
@@ -42,13 +43,6 @@ _NUMBER = (
     "which each record has to run by itself, slowly. Log the tensor: self.log({0!r}, loss), or "
     "loss.detach()."
 )
-
-
-@dataclass(frozen=True, slots=True)
-class _OfSamples:
-    """A value that each sample has its own of, shape (n, ...)."""
-
-    rows: Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,6 +171,7 @@ class SideEffects:
         part: Any,
         name: str,
         function: Callable[..., Any],
+        /,
         *args: Any,
         **kwargs: Any,
     ) -> Any:
@@ -188,7 +183,9 @@ class SideEffects:
             del kwargs["self"]
             label, value = (kwargs["name"],), kwargs["value"]
             if isinstance(value, Tensor) and is_sample(value) and value.numel() != 1:
-                raise ValueError(f"self.log({label[0]!r}, ...) needs a single number of each record.")
+                raise ValueError(
+                    f"self.log({label[0]!r}, ...) needs a single number of each record."
+                )
         number, key = 0, (name, id(part), label, 0)
         while key in calls:
             number, key = number + 1, (*key[:-1], number + 1)
@@ -208,7 +205,7 @@ class SideEffects:
             return value
         if id(value) in self._later:
             return self._later[id(value)][1]
-        return _OfSamples(rows(value).detach()) if is_sample(value) else value.detach()
+        return OfSamples(rows(value).detach()) if is_sample(value) else value.detach()
 
     def _promised(self, recorder: CallRecorder, later: _Later) -> Tensor:
         value = recorder.only_logged(torch.full((), torch.nan))
@@ -229,13 +226,16 @@ class SideEffects:
 
         for key in _in_order([list(group.calls) for group in self._groups]):
             groups = [group for group in self._groups if key in group.calls]
-            calls, places = [group.calls[key] for group in groups], [group.places for group in groups]
+            calls, places = (
+                [group.calls[key] for group in groups],
+                [group.places for group in groups],
+            )
             args, kwargs = calls[0].args, calls[0].kwargs
             if key[0] in _LOGS:
                 kwargs = self._entry([call.kwargs for call in calls], places)
             else:
                 given = [(call.args, call.kwargs) for call in calls]
-                args, kwargs = map_leaves(_joined(given, places), _whole)
+                args, kwargs = map_leaves(joined(given, places), whole)
             args, kwargs = map_leaves((args, kwargs), now)
             results[key] = calls[0].function(*args, **kwargs)
 
@@ -244,17 +244,19 @@ class SideEffects:
         entry = dict(given[0])
         if (size := entry.get("batch_size")) is not None:
             sizes = [
-                each["batch_size"].rows.sum() if isinstance(size, _OfSamples)
+                each["batch_size"].rows.sum() if isinstance(size, OfSamples)
                 else each["batch_size"] * len(at)
                 for each, at in zip(given, places, strict=True)
             ]  # fmt: skip
             entry["batch_size"] = int(sum(sizes))
         if "value" in entry:
             values = [each["value"] for each in given]
-            joined = _joined(values, places)
-            if isinstance(joined, _OfSamples):
+            value = joined(values, places)
+            if isinstance(value, OfSamples):
                 self._warn_of_numbers(entry["name"], values)
-                entry["value"] = over_records(_whole(joined).flatten(), entry.get("reduce_fx", "mean"))
+                entry["value"] = over_records(
+                    whole(value).flatten(), entry.get("reduce_fx", "mean")
+                )
         return entry
 
     def _warn_of_numbers(self, name: str, values: Sequence[Any]) -> None:
@@ -287,70 +289,6 @@ def _in_order(groups: Sequence[Sequence[_Key]]) -> list[_Key]:
                 found.insert(place, key)
             place = found.index(key) + 1
     return found
-
-
-# -- values of several groups ---------------------------------------------------------------------
-
-
-def _joined(parts: Sequence[Any], places: Sequence[Tensor]) -> Any:
-    """Return arguments of several groups as those of the batch.
-
-    A list holds an entry for each row, whatever is in it; other containers are looked into.
-    """
-    first = parts[0]
-    if isinstance(first, dict):
-        return {key: _joined([part[key] for part in parts], places) for key in first}
-    if isinstance(first, tuple):
-        return tuple(_joined(column, places) for column in zip(*parts, strict=True))
-    if isinstance(first, list):
-        lists = [
-            [map_leaves(each, partial(_own, i=i)) for each in part]
-            for part, at in zip(parts, places, strict=True)
-            for i in range(len(at))
-        ]
-        return [each for i in _order(places) for each in lists[i]]
-    if not any(isinstance(part, _OfSamples) for part in parts):
-        is_number = isinstance(first, int | float | Tensor)
-        if not is_number or all(_is_same(first, part) for part in parts):
-            return first
-    if len(parts) == 1:
-        return first
-    of_each = [
-        row for part, at in zip(parts, places, strict=True) for row in _rows_of(part, len(at))
-    ]
-    ordered = [of_each[i] for i in _order(places)]
-    if len({row.shape for row in ordered}) == 1:
-        return _OfSamples(torch.stack(ordered))
-    return _OfSamples(torch.cat(ordered).unsqueeze(1))
-
-
-def _order(places: Sequence[Tensor]) -> list[int]:
-    order: list[int] = torch.cat(list(places)).argsort().tolist()
-    return order
-
-
-def _rows_of(part: Any, n: int) -> Tensor:
-    if isinstance(part, _OfSamples):
-        return part.rows
-    value = torch.as_tensor(part)
-    return value.expand(n, *value.shape)
-
-
-def _own(value: Any, i: int) -> Any:
-    return value.rows[i] if isinstance(value, _OfSamples) else value
-
-
-def _is_same(one: Any, other: Any) -> bool:
-    if isinstance(one, Tensor) and isinstance(other, Tensor):
-        return torch.equal(one, other)
-    return type(one) is type(other) and bool(one == other)
-
-
-def _whole(value: Any) -> Any:
-    """Return the rows of all samples: (n, b, ...) as (n · b, ...), and numbers as (n,)."""
-    if not isinstance(value, _OfSamples):
-        return value
-    return value.rows.flatten(0, 1) if value.rows.dim() > 1 else value.rows
 
 
 # -- state ----------------------------------------------------------------------------------------

@@ -11,9 +11,10 @@ from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
-from torchmetrics import MeanMetric, MetricCollection, MinMaxMetric
+from torchmetrics import CatMetric, MeanMetric, MetricCollection, MinMaxMetric
 from torchmetrics.classification import MulticlassAccuracy, MulticlassF1Score, MulticlassRecall
 from torchmetrics.functional import accuracy
+from torchmetrics.text import WordErrorRate
 
 from lightning_dp._warnings import PrivacyWarning
 from lightning_dp.gradients.base import UnsupportedModelError
@@ -31,6 +32,7 @@ class Model(LightningModule):
         self.first, self.last, self.body = nn.Linear(6, 8), nn.Linear(8, 3), body
         self.acc = MulticlassAccuracy(3, average="micro")
         self.mean, self.bounds = MeanMetric(), MinMaxMetric(MulticlassAccuracy(3))
+        self.rows, self.words = CatMetric(), WordErrorRate()
         several = [MulticlassAccuracy(3), MulticlassF1Score(3), MulticlassRecall(3)]
         self.several = MetricCollection(several, prefix="m_")
         self.count, self.seen = 0, []
@@ -161,7 +163,23 @@ def keeps(self, batch, batch_idx):
     return {"loss": loss, "numbers": batch["y"]}
 
 
-BODIES = [logs_in_many_ways, updates, calls, collection_updates, collection_calls, keeps]
+def rows_and_texts(self, batch, batch_idx):
+    names = [f"{'abc'[i]} word" for i in batch["y"].tolist()]
+    self.words.update(names, ["a word"] * len(names))
+    self.log("words", self.words, on_epoch=True)
+    self.rows.update(batch["x"][:, 0])
+    return loss_of(self, batch)
+
+
+BODIES = [
+    rows_and_texts,
+    logs_in_many_ways,
+    updates,
+    calls,
+    collection_updates,
+    collection_calls,
+    keeps,
+]
 BODIES = [*BODIES, functional_metric]
 
 
@@ -182,10 +200,15 @@ def splitting(body):
     return split
 
 
+def whole(value):
+    is_rows = isinstance(value, list) and bool(value) and isinstance(value[0], torch.Tensor)
+    return torch.cat(value) if is_rows else torch.as_tensor(value)
+
+
 def assert_alike(found, wanted):
     assert found.keys() == wanted.keys()
     for name, value in wanted.items():
-        torch.testing.assert_close(torch.as_tensor(found[name]), torch.as_tensor(value))
+        torch.testing.assert_close(whole(found[name]), whole(value))
 
 
 def rows_of(trainer):
@@ -206,8 +229,11 @@ def test_what_samples_do_alone_is_seen_as_what_the_batch_does(tmp_path, body, is
     for found, read in zip(watching.read, was_read.read, strict=True):
         assert_alike(found, read)
     assert_alike({**bar.last, "v_num": 0}, {**shown.last, "v_num": 0})
-    for name in ("acc", "mean", "bounds", "m_MulticlassRecall"):
-        mine, its = (dict(x.named_modules()).get(name) or x.several["MulticlassRecall"] for x in (model, plain))
+    for name in ("acc", "mean", "bounds", "rows", "words", "m_MulticlassRecall"):
+        mine, its = (
+            dict(x.named_modules()).get(name) or x.several["MulticlassRecall"]
+            for x in (model, plain)
+        )
         assert mine._update_count == its._update_count
         assert_alike(mine.metric_state, its.metric_state)
     kept = [(x.count, x.seen, x.steps.item()) for x in (model, plain)]
@@ -242,7 +268,7 @@ def test_a_number_made_of_the_loss_is_logged_as_its_mean_and_warned_of_once(tmp_
         self.log("number", loss.item())
         return loss
 
-    with pytest.warns(PrivacyWarning, match=r'self.log\(.number., loss\)') as caught:
+    with pytest.warns(PrivacyWarning, match=r"self.log\(.number., loss\)") as caught:
         _, trainer, *_ = fit(body, tmp_path, is_alone=True)
     assert sum(issubclass(each.category, PrivacyWarning) for each in caught) == 1
     _, wanted, *_ = fit(body, tmp_path, is_alone=False)
@@ -273,7 +299,7 @@ def test_groups_that_leave_other_states_are_told_by_its_name(tmp_path, place):
 def test_what_a_metric_returns_can_only_be_logged_and_a_refusal_leaves_nothing(tmp_path):
     def body(self, batch, batch_idx):
         self.count += 1
-        return loss_of(self, batch) * (1 + self.acc(self(batch["x"]), batch["y"]))
+        return torch.add(loss_of(self, batch), self.acc(self(batch["x"]), batch["y"]))
 
     model = Model(body, is_alone=True)
     batch = {"x": torch.randn(4, 6), "y": torch.zeros(4, dtype=torch.int64)}
