@@ -78,6 +78,7 @@ _VALUES = frozenset(
         *("__array__", "is_nonzero", "__contains__", "equal", "allclose", "_is_all_true"),
     )
 )
+_BRANCHES = frozenset(("__bool__", "is_nonzero", "__contains__", "equal", "allclose"))
 _TEXTS = frozenset(("__format__", "__repr__", "__str__"))
 _DIFFERENTIATE = frozenset(("grad", "backward", "requires_grad_"))
 _OF_THE_WHOLE_CALL = frozenset(
@@ -107,11 +108,12 @@ class DifferentPaths(BaseException):
 
     Args:
         labels: for each sample of the group, the number of its branch.
+        are_numbers: they differ in numbers that left torch, as by ``.item()``.
     """
 
-    def __init__(self, labels: Sequence[int]) -> None:
+    def __init__(self, labels: Sequence[int], *, are_numbers: bool = False) -> None:
         super().__init__()
-        self.labels = labels
+        self.labels, self.are_numbers = labels, are_numbers
 
 
 class WritesIntoNew(BaseException):
@@ -334,10 +336,10 @@ class CallRecorder(TorchFunctionMode):
         with outside():
             of_each = [[_row(x, i) for x in args] for i in range(self.n)]
             found = [func(*each) for each in of_each]
-        self.split_by([_key(each) for each in found])
+        self.split_by([_key(each) for each in found], are_numbers=name not in _BRANCHES)
         return found[0]
 
-    def split_by(self, keys: Sequence[Any]) -> None:
+    def split_by(self, keys: Sequence[Any], *, are_numbers: bool = False) -> None:
         """Split the samples by what each of them has, if it is not the same.
 
         Raises:
@@ -346,7 +348,7 @@ class CallRecorder(TorchFunctionMode):
         numbers: dict[Any, int] = {}
         labels = [numbers.setdefault(key, len(numbers)) for key in keys]
         if len(numbers) > 1:
-            raise DifferentPaths(labels)
+            raise DifferentPaths(labels, are_numbers=are_numbers)
 
     def _split_by_length(self, func: Function, args: Any, tensors: Sequence[Tensor]) -> None:
         """Split the samples by their lengths if a function looks at how a sequence is packed."""

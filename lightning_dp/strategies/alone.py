@@ -18,7 +18,7 @@ from torchmetrics.utilities import dim_zero_cat, dim_zero_max, dim_zero_min, dim
 from lightning_dp._checks import MisconfigurationError
 from lightning_dp._training_step import loss_in
 
-__all__ = ["RecordsAlone"]
+__all__ = ["RecordsAlone", "over_records"]
 
 _Over: TypeAlias = Callable[[Tensor, int], Tensor]
 
@@ -122,6 +122,13 @@ class RecordsAlone:
         return {**{name: [each.get(name) for each in of_each] for name in names}, "loss": loss}
 
 
+def over_records(values: Tensor, reduce_fx: Any) -> Tensor:
+    """Return the one value that is logged of those of records, shape (n,), as ``reduce_fx`` says."""
+    values = values if values.is_floating_point() else values.float()
+    name = getattr(reduce_fx, "__name__", reduce_fx)
+    return _OVER_RECORDS.get(name, torch.mean)(values, 0)
+
+
 def _one_entry(entries: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Return the arguments of ``log`` for the whole batch, from those for the records."""
     entry = dict(entries[-1])
@@ -129,9 +136,8 @@ def _one_entry(entries: Sequence[dict[str, Any]]) -> dict[str, Any]:
     if all(isinstance(value, int | float | Tensor) for value in values):
         numbers = [torch.as_tensor(value) for value in values]
         if all(number.numel() == 1 for number in numbers):
-            floats = [n.float() if not n.is_floating_point() else n for n in numbers]
-            over = _OVER_RECORDS.get(str(entry.get("reduce_fx", "mean")), torch.mean)
-            entry["value"] = over(torch.stack([each.reshape(()) for each in floats]), 0)
+            of_each = torch.cat([number.reshape(1) for number in numbers])
+            entry["value"] = over_records(of_each, entry.get("reduce_fx", "mean"))
     if entry.get("batch_size") is not None:
         entry["batch_size"] = sum(each["batch_size"] for each in entries)
     return entry
