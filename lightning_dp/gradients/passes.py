@@ -22,7 +22,7 @@ from lightning_dp.boundary import (
     bounded_sum,
 )
 from lightning_dp.gradients.adding_up import check_sum, plain_gradients
-from lightning_dp.gradients.base import Forward, UnsupportedModelError
+from lightning_dp.gradients.base import Around, Forward, UnsupportedModelError
 from lightning_dp.gradients.chunks import (
     NoLoss,
     OtherRowsError,
@@ -61,6 +61,7 @@ class RecordPasses:
         again: is entered around what runs once more since another engine takes over.
         adds_up: refuse an engine whose gradients of records do not add up to that of the loss
             (``check_sum``), by one more backward pass; for made-up records.
+        around: gives, for each run, what is entered around parts of a batch that run together.
 
     Raises:
         UnsupportedModelError: if no engine can handle the model.
@@ -82,8 +83,9 @@ class RecordPasses:
         wrap: WrapEngine = lambda engine: engine,
         loss_graph_check: bool = True,
         adds_up: bool = False,
+        around: Callable[[], AbstractContextManager[Around | None]] = nullcontext,
     ) -> None:
-        self._adds_up = adds_up
+        self._adds_up, self._around = adds_up, around
         self._is_sharded = any(map(is_sharded, params))
         self._elsewhere = 0  # passes at other points that were made
         self._module, self._params = module, params
@@ -256,7 +258,9 @@ class RecordPasses:
         with self._quietly(), self._at(each.point), torch.enable_grad():
             if each.direction is not None:
                 return self._along(each.direction, (each.gradient, each.product), chunk)
-            loss = loss_in(self.watched.run(chunk.forward, chunk.batch, chunk.size))
+            with self._around() as around:
+                output = self.watched.run(chunk.forward, chunk.batch, chunk.size, around)
+            loss = loss_in(output)
             if not is_differentiable(loss):
                 self.watched.engine.drop()
                 return None
@@ -295,7 +299,10 @@ class RecordPasses:
     ) -> AbstractPerSampleGradients | None:
         assert chunk.forward is not None
         try:
-            return self.watched.along(chunk.forward, chunk.batch, chunk.size, direction, weights)
+            with self._around() as around:
+                return self.watched.along(
+                    chunk.forward, chunk.batch, chunk.size, direction, weights, around
+                )
         except NoLoss:
             self.watched.engine.drop()
             return None

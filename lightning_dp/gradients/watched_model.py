@@ -256,16 +256,17 @@ class WatchedModel:
         size: int,
         direction: Tensor,
         weights: tuple[float, float],
+        around: Around | None = None,
     ) -> AbstractPerSampleGradients:
         """Return w g_i + w' H_i u of each record, as :meth:`AbstractGradientEngine.along`.
 
         Args:
-            forward, batch, size: as for :meth:`run`.
+            forward, batch, size, around: as for :meth:`run`.
             direction, weights: see there.
         """
 
         def run_again() -> Tensor:
-            loss = loss_in(self.engine.run(forward, self._batch(batch, size)))
+            loss = loss_in(self.engine.run(forward, self._batch(batch, size), around))
             if not is_differentiable(loss):
                 raise NoLoss
             self.check_loss(loss, size)

@@ -16,9 +16,10 @@ from torchmetrics import Metric
 from torchmetrics.utilities import dim_zero_cat, dim_zero_max, dim_zero_min, dim_zero_sum
 
 from lightning_dp._checks import MisconfigurationError
+from lightning_dp._joined_calls import over_records
 from lightning_dp._training_step import loss_in
 
-__all__ = ["RecordsAlone", "over_records"]
+__all__ = ["RecordsAlone"]
 
 _Over: TypeAlias = Callable[[Tensor, int], Tensor]
 
@@ -27,7 +28,6 @@ _JOINED: dict[Any, _Over] = {
     dim_zero_max: torch.amax,
     dim_zero_min: torch.amin,
 }
-_OVER_RECORDS: dict[str, _Over] = {"sum": torch.sum, "max": torch.amax, "min": torch.amin}
 
 
 class RecordsAlone:
@@ -120,13 +120,6 @@ class RecordsAlone:
             return loss
         of_each = [each if isinstance(each, Mapping) else {} for each in outputs]
         return {**{name: [each.get(name) for each in of_each] for name in names}, "loss": loss}
-
-
-def over_records(values: Tensor, reduce_fx: Any) -> Tensor:
-    """Return the one value that is logged of those of records, shape (n,), as ``reduce_fx`` says."""
-    values = values if values.is_floating_point() else values.float()
-    name = getattr(reduce_fx, "__name__", reduce_fx)
-    return _OVER_RECORDS.get(name, torch.mean)(values, 0)
 
 
 def _one_entry(entries: Sequence[dict[str, Any]]) -> dict[str, Any]:

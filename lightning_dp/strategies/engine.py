@@ -12,12 +12,13 @@ from torch.optim import Optimizer
 
 from lightning_dp._module_state import ModuleState
 from lightning_dp._shards import is_sharded
+from lightning_dp._side_effects import SideEffects
 from lightning_dp._training_step import apart, muted
 from lightning_dp._world import World
 from lightning_dp.boundary import AbstractPerSampleGradients
 from lightning_dp.config import PrivacyConfig
 from lightning_dp.gradients import EngineChoice, RecordPasses, Replay, UnsupportedModelError
-from lightning_dp.gradients.base import Forward
+from lightning_dp.gradients.base import Around, Forward
 from lightning_dp.gradients.watched_model import WrapEngine
 from lightning_dp.isolation.stand_ins import NoCollectives, NotProbed
 from lightning_dp.run import PrivateRun
@@ -144,8 +145,11 @@ class FitEngine:
             again=self.unchanged,
             wrap=wrap,
             loss_graph_check=loss_graph_check,
+            around=self._without_trace,
         )
         self.watched = self.passes.watched
+        self.effects = SideEffects(module)
+        """Does once for the batch what records do that run alone."""
 
     @property
     def trained_names(self) -> list[str]:
@@ -187,6 +191,14 @@ class FitEngine:
             raise UnsupportedModelError(_WAITS, topic="manual-optimization") from error
         finally:
             now.restore()
+
+    @contextmanager
+    def _without_trace(self) -> Iterator[Around | None]:
+        if self.watched.isolates and not self.watched.one_record:
+            with self.effects.of_step(are_done=False) as around:
+                yield around
+        else:
+            yield None
 
     @contextmanager
     def each_alone(self) -> Iterator[None]:

@@ -91,8 +91,15 @@ class PrivateStep:
 
     def run(self, forward: Forward, batch: object) -> Any:
         """Run the chunk's forward pass under the engine, and return what ``training_step`` does."""
-        chunk = self._batch.chunk
-        return self._watched.run(forward, batch, 1 if chunk is None else max(1, chunk.size))
+        chunk, effects = self._batch.chunk, self.engine.effects
+        size = 1 if chunk is None else max(1, chunk.size)
+        if not self._watched.isolates or self.one_record:
+            return self._watched.run(forward, batch, size)
+        with effects.of_step() as around:
+            output = self._watched.run(forward, batch, size, around)
+        if effects.state_differs is not None:
+            self.note(effects.state_differs)
+        return output
 
     def begin(self, chunk: Chunk) -> None:
         """Open the accounts of the next physical batch."""

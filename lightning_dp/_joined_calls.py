@@ -12,7 +12,9 @@ from torch import Tensor
 
 from lightning_dp.gradients.batches import map_leaves
 
-__all__ = ["OfSamples", "joined", "whole"]
+__all__ = ["OfSamples", "joined", "over_records", "whole"]
+
+_OVER = {"sum": torch.sum, "max": torch.amax, "min": torch.amin}
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,3 +83,10 @@ def whole(value: Any) -> Any:
     if not isinstance(value, OfSamples):
         return value
     return value.rows.flatten(0, 1) if value.rows.dim() > 1 else value.rows
+
+
+def over_records(values: Tensor, reduce_fx: Any) -> Tensor:
+    """Return the one value that is logged of those of records, shape (n,), as ``reduce_fx`` says."""
+    values = values if values.is_floating_point() else values.float()
+    name = getattr(reduce_fx, "__name__", reduce_fx)
+    return _OVER.get(name, torch.mean)(values, 0)

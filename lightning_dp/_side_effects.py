@@ -15,14 +15,13 @@ from lightning.pytorch import LightningModule
 from torch import Tensor
 from torchmetrics import Metric, MetricCollection
 
+from lightning_dp._joined_calls import OfSamples, joined, over_records, whole
 from lightning_dp._module_state import ModuleState
 from lightning_dp._warnings import warn
+from lightning_dp.gradients.base import Around
 from lightning_dp.gradients.batches import map_leaves
 from lightning_dp.gradients.record_calls import CallRecorder, DifferentPaths
-from lightning_dp.gradients.records import Around
 from lightning_dp.gradients.vmap import is_sample, outside, rows
-from lightning_dp.strategies.alone import over_records
-from lightning_dp.strategies.joined_calls import OfSamples, joined, whole
 
 __all__ = ["SideEffects"]
 
