@@ -258,7 +258,7 @@ class RecordPasses:
         with self._quietly(), self._at(each.point), torch.enable_grad():
             if each.direction is not None:
                 return self._along(each.direction, (each.gradient, each.product), chunk)
-            with self._around() as around:
+            with self._apart() as around:
                 output = self.watched.run(chunk.forward, chunk.batch, chunk.size, around)
             loss = loss_in(output)
             if not is_differentiable(loss):
@@ -282,6 +282,11 @@ class RecordPasses:
                 check_sum(found, plain, self._params, [names[id(p)] for p in self._params])
             return found
 
+    def _apart(self) -> AbstractContextManager[Around | None]:
+        """Return a context that keeps what parts of a batch do apart, where an engine runs parts."""
+        is_in_parts = self.watched.isolates and not self.watched.one_record
+        return self._around() if is_in_parts else nullcontext()
+
     def _at(self, point: Tensor | None) -> AbstractContextManager[None]:
         """Return a context in which the parameters are those of a point; as they are, if it is None."""
         if point is None:
@@ -299,7 +304,7 @@ class RecordPasses:
     ) -> AbstractPerSampleGradients | None:
         assert chunk.forward is not None
         try:
-            with self._around() as around:
+            with self._apart() as around:
                 return self.watched.along(
                     chunk.forward, chunk.batch, chunk.size, direction, weights, around
                 )

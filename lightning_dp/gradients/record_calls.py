@@ -84,6 +84,7 @@ _DIFFERENTIATE = frozenset(("grad", "backward", "requires_grad_"))
 _OF_THE_WHOLE_CALL = frozenset(
     ("linear", "embedding", "layer_norm", "rms_norm", "conv1d", "conv2d", "conv3d", "group_norm")
 )
+_HAS_GRADIENT = Tensor.requires_grad.__get__  # type: ignore[attr-defined]
 _SHOWN = "<of one record>"
 
 _INSIDE = (
@@ -210,6 +211,8 @@ class CallRecorder(TorchFunctionMode):
         self, func: Function, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         name = func.__name__
+        if name == "__get__" and func == _HAS_GRADIENT and is_sample(args[0]):
+            return rows(args[0]).requires_grad
         if name in _QUESTIONS:
             if self.packed:
                 self._split_by_length(func, args, _tensors(args, kwargs))

@@ -303,7 +303,7 @@ class Passes:
             public=public,
             loss_graph_check=loss_graph_check,
             adds_up=adds_up,
-            around=SideEffects(module).of_step if self.choice.isolates else contextlib.nullcontext,
+            around=SideEffects(module).of_step,
         )
 
     def _own_generators(self, module: LightningModule) -> ModuleState | None:

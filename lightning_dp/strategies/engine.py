@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from functools import partial
 
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_info
@@ -18,7 +19,7 @@ from lightning_dp._world import World
 from lightning_dp.boundary import AbstractPerSampleGradients
 from lightning_dp.config import PrivacyConfig
 from lightning_dp.gradients import EngineChoice, RecordPasses, Replay, UnsupportedModelError
-from lightning_dp.gradients.base import Around, Forward
+from lightning_dp.gradients.base import Forward
 from lightning_dp.gradients.watched_model import WrapEngine
 from lightning_dp.isolation.stand_ins import NoCollectives, NotProbed
 from lightning_dp.run import PrivateRun
@@ -132,7 +133,7 @@ class FitEngine:
         self._before_records: ModuleState | None = None  # while they run alone
         self.is_sharded = any(is_sharded(param) for param in params)
         """Each process has a part of each parameter, and all run the same passes together."""
-        self.choice = choice
+        self.choice, self.effects = choice, SideEffects(module)
         self.passes = RecordPasses(
             module,
             params,
@@ -145,11 +146,9 @@ class FitEngine:
             again=self.unchanged,
             wrap=wrap,
             loss_graph_check=loss_graph_check,
-            around=self._without_trace,
+            around=partial(self.effects.of_step, are_done=False),
         )
         self.watched = self.passes.watched
-        self.effects = SideEffects(module)
-        """Does once for the batch what records do that run alone."""
 
     @property
     def trained_names(self) -> list[str]:
@@ -191,14 +190,6 @@ class FitEngine:
             raise UnsupportedModelError(_WAITS, topic="manual-optimization") from error
         finally:
             now.restore()
-
-    @contextmanager
-    def _without_trace(self) -> Iterator[Around | None]:
-        if self.watched.isolates and not self.watched.one_record:
-            with self.effects.of_step(are_done=False) as around:
-                yield around
-        else:
-            yield None
 
     @contextmanager
     def each_alone(self) -> Iterator[None]:
