@@ -226,24 +226,28 @@ class RecordPasses:
         size: int,
         *,
         combined: bool = False,
+        see: Callable[[Any], object] = id,
     ) -> AbstractPerSampleGradients | None:
         """Return each record's gradient here; None if there is nothing to go back from.
 
         Args:
             forward, batch, size: as in :class:`Replay`.
+            see: is called with what ``training_step`` returns for the whole batch.
             combined: with the gradients of another pass.
         """
         randomness = self.watched.randomness
         try:
-            return self._run(Replay(forward, batch, size), _PLAIN, combined)
+            return self._run(Replay(forward, batch, size), _PLAIN, combined, see)
         except UnsupportedModelError as reason:
             if randomness is None:
                 raise
             self.watched.go_down(reason)
         with self._again(), randomness.again():
-            return self.run(forward, batch, size, combined=combined)
+            return self.run(forward, batch, size, combined=combined, see=see)
 
-    def _run(self, chunk: Replay, each: Pass, combined: bool) -> AbstractPerSampleGradients | None:
+    def _run(
+        self, chunk: Replay, each: Pass, combined: bool, see: Callable[[Any], object] = id
+    ) -> AbstractPerSampleGradients | None:
         """Run one pass over some records; None if there is nothing to go back from.
 
         Args:
@@ -260,6 +264,7 @@ class RecordPasses:
                 return self._along(each.direction, (each.gradient, each.product), chunk)
             with self._apart() as around:
                 output = self.watched.run(chunk.forward, chunk.batch, chunk.size, around)
+            see(output)
             loss = loss_in(output)
             if not is_differentiable(loss):
                 self.watched.engine.drop()
