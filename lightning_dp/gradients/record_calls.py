@@ -244,13 +244,13 @@ class CallRecorder(TorchFunctionMode):
             return func(*args, **kwargs)
         if not samples:
             return self._without_samples(func, name, args, kwargs, tensors, parts)
-        if name in _TEXTS:
+        if name in _TEXTS and (args[0].is_floating_point() or args[0].is_complex()):
             return _SHOWN
-        if name in _DIFFERENTIATE:
+        if name in _DIFFERENTIATE and False not in args[1:]:  # requires_grad_(False)
             raise UnsupportedModelError(_INSIDE, topic="unseen-use")
         if self.packed:
             self._split_by_length(func, args, tensors)
-        if name in _VALUES:
+        if name in _VALUES or name in _TEXTS:
             return self._value(func, name, args)
         if _is_in_place(name) and isinstance(args[0], Tensor) and not is_sample(args[0]):
             self._refuse_writing(args[0])
@@ -274,11 +274,15 @@ class CallRecorder(TorchFunctionMode):
         except RuntimeError:
             if _is_in_place(name) and not self._own_memory:  # random numbers, one for each sample
                 raise WritesIntoNew from None
-            raise
+            if not parts or _is_in_place(name):
+                raise
+            return self._copied(func, args, kwargs)
         if parts and any(map(is_sample, _tensors((result,), {}))):  # it drew for each sample
             return self._copied(func, args, kwargs)
         is_new = not tensors or name in _NEW
         if self._own_memory and is_new and isinstance(result, Tensor) and not is_sample(result):
+            if result.requires_grad:
+                return self.own(result)
             with outside():
                 own = result.unsqueeze(0).repeat(self.n, *[1] * result.dim())
             return self.sample(own)

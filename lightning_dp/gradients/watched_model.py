@@ -177,7 +177,10 @@ class WatchedModel:
             around: as for :meth:`AbstractGradientEngine.run`.
         """
         with self._watching():
-            return self.engine.run(forward, self._batch(batch, size), around)
+            output = self.engine.run(forward, self._batch(batch, size), around)
+        if self.engine.one_record:  # which goes back at once, where there are several
+            self._refuse_inside()
+        return output
 
     @contextmanager
     def _watching(self) -> Iterator[None]:
@@ -213,6 +216,9 @@ class WatchedModel:
         with self.as_written():
             self._raw.touched()
             self.engine.backward(loss, keep_graph=keep_graph, combined=combined)
+        self._refuse_inside()
+
+    def _refuse_inside(self) -> None:
         if inside := self._raw.touched():
             raise UnsupportedModelError(_INSIDE.format(sorted(inside)[:5]), topic="unseen-use")
 
