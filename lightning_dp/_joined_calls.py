@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -14,7 +14,7 @@ from lightning_dp.gradients.batches import map_leaves
 
 __all__ = ["OfSamples", "joined", "over_records", "whole"]
 
-_OVER = {"sum": torch.sum, "max": torch.amax, "min": torch.amin}
+_OVER: dict[Any, Callable[..., Tensor]] = {"sum": torch.sum, "max": torch.amax, "min": torch.amin}
 
 
 @dataclass(frozen=True, slots=True)

@@ -64,7 +64,7 @@ def _attention(
             out = F.scaled_dot_product_attention(
                 query, key, value, attn_mask, dropout_p, is_causal, **options
             )
-        out = out if dims == 3 else out.unflatten(0, (n, each))
+        out = out if dims == 3 else out.view(n, each, *out.shape[1:])
     return recorder.sample(out)
 
 
@@ -115,6 +115,7 @@ def _multi_head_attention(
             weights = list(in_proj_weight.chunk(3))
         biases = [None] * 3 if in_proj_bias is None else list(in_proj_bias.chunk(3))
         if not use_separate_proj_weight and query is key and key is value:
+            assert in_proj_weight is not None
             q, k, v = F.linear(query, in_proj_weight, in_proj_bias).chunk(3, dim=-1)
         else:
             q, k, v = (

@@ -16,7 +16,7 @@ from lightning_dp.boundary import AbstractPerSampleGradients
 from lightning_dp.functional import flat_memory, parts_of, squared_row_norms
 from lightning_dp.gradients.base import number_of_records
 from lightning_dp.gradients.bilinear import SLICE_BYTES, Rows, Use, above_rounding
-from lightning_dp.gradients.materialised import places_in, restricted
+from lightning_dp.gradients.materialised import MaterialisedGradients, places_in, restricted
 
 __all__ = ["Allowance", "BookkeptGradients", "ParameterGradients", "ScratchPool", "without_zeros"]
 
@@ -369,7 +369,7 @@ class BookkeptGradients(AbstractPerSampleGradients):
         for gradient in self._used:
             gradient.discard()
 
-    def restrict(self, coordinates: Tensor) -> AbstractPerSampleGradients:
+    def restrict(self, coordinates: Tensor) -> MaterialisedGradients:
         parts = []
         chosen = places_in(coordinates, self._params)
         for param, gradient, places in zip(self._params, self._gradients, chosen, strict=True):

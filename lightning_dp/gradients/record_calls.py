@@ -18,6 +18,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeAlias
 from weakref import ReferenceType, ref
 
@@ -308,13 +309,8 @@ class CallRecorder(TorchFunctionMode):
         shared = [x for x in _tensors(args, kwargs) if not is_sample(x)]
         versions = [x._version for x in shared]
         with outside():
-            found = [
-                func(
-                    *_map(lambda x, i=i: _row(x, i), args),
-                    **_map(lambda x, i=i: _row(x, i), kwargs),
-                )
-                for i in range(self.n)
-            ]
+            rows_of_each = [partial(_row, i=i) for i in range(self.n)]
+            found = [func(*_map(own, args), **_map(own, kwargs)) for own in rows_of_each]
         if [x._version for x in shared] != versions:
             raise UnsupportedModelError(_WRITTEN.format("a tensor"), topic="kept-records")
         return args[0] if _is_in_place(func.__name__) else self._joined(found)
@@ -360,7 +356,7 @@ class CallRecorder(TorchFunctionMode):
     def _split_by_length(self, func: Function, args: Any, tensors: Sequence[Tensor]) -> None:
         """Split the samples by their lengths if a function looks at how a sequence is packed."""
         for each in tensors:
-            known: Packed | None = self.packed.get(each)
+            known: Packed | None = self.packed.get(each)  # type: ignore[no-untyped-call]
             if known is not None and known.lengths is not None and not tells_no_length(func, args):
                 self.split_by(known.lengths)
 
@@ -441,7 +437,7 @@ class CallRecorder(TorchFunctionMode):
             leaf = value.detach().expand(self.n, *part.shape).requires_grad_()
             edge = get_gradient_edge(leaf)
             if moved is not None:
-                leaf = forward_ad.make_dual(leaf, moved.detach().expand(self.n, *part.shape))
+                leaf = _dual(leaf, moved.expand(self.n, *part.shape))
         self.calls.append(Call(None, None, part, None, 0, edge, None, True))
         return self.sample(leaf)
 
@@ -456,12 +452,12 @@ class CallRecorder(TorchFunctionMode):
             alias = value.detach()
             if is_leaf:
                 alias = alias.requires_grad_()
-            return alias if moved is None else forward_ad.make_dual(alias, moved.detach())
+            return alias if moved is None else _dual(alias, moved)
 
     def _split(self, part: Tensor) -> tuple[Tensor, Tensor | None]:
         if not self.along:
             return part, None
-        value, moved = forward_ad.unpack_dual(part)
+        value, moved = forward_ad.unpack_dual(part)  # type: ignore[no-untyped-call]
         return value, moved
 
 
@@ -474,6 +470,11 @@ _NEW = frozenset(
         *("new_empty", "new_full", "new_tensor"),
     )
 )
+
+
+def _dual(value: Tensor, moved: Tensor) -> Tensor:
+    dual: Tensor = forward_ad.make_dual(value, moved.detach())  # type: ignore[no-untyped-call]
+    return dual
 
 
 def _is_in_place(name: str) -> bool:

@@ -6,7 +6,7 @@ import gc
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from functools import reduce
+from functools import partial, reduce
 from typing import Any
 
 import torch
@@ -200,14 +200,13 @@ class Records(AbstractGradientEngine):
         first = groups[0].output
         if not known:
             return first if not isinstance(first, Tensor) else None
-        if len(groups) == 1 and isinstance(first, Tensor) and known:
-            return known[0].losses.mean()
+        first_losses = known[0].losses
+        if len(groups) == 1 and isinstance(first, Tensor) and first_losses is not None:
+            return first_losses.mean()
         order = torch.cat([group.places for group in groups]).argsort()
+        none = torch.zeros((), device=self._params[0].device)
         losses = torch.cat(
-            [
-                known[0].losses.new_zeros(len(g.places)) if g.losses is None else g.losses
-                for g in groups
-            ]
+            [none.expand(len(g.places)) if g.losses is None else g.losses for g in groups]
         )
         loss = losses.mean()
         if not isinstance(known[0].output, Mapping):
@@ -237,10 +236,10 @@ class Records(AbstractGradientEngine):
         firsts = [pair for pair in calls if pair[0].is_first]
         for call, sums in calls:
             if not call.is_first:
-                handles.append(_watch(call, lambda u, c=call, s=sums: arrived(c, s, u)))
+                handles.append(_watch(call, partial(arrived, call, sums)))
         try:
             edges: list[Any] = [call.edge for call, _ in firsts]
-            back = list(
+            back: list[Tensor | None] = list(
                 torch.autograd.grad(
                     loss, [*edges, *self._params], retain_graph=keep_graph, allow_unused=True
                 )
@@ -559,7 +558,7 @@ class GroupedGradients(AbstractPerSampleGradients):
             for number, places in enumerate(point._places):
                 labels[places, column] = number
         groups, places_of = list[BookkeptGradients](), list[Tensor]()
-        for label in labels.unique(dim=0):
+        for label in torch.unique(labels, dim=0):
             places = (labels == label).all(1).nonzero().flatten()
             parts = [
                 (w, point._part(int(number), places))

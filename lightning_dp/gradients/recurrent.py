@@ -87,7 +87,7 @@ class _Layer:
         """
         is_first = not x.requires_grad
         inputs, hidden, projection = self.values
-        products = F.linear(x, *inputs)
+        products = F.linear(x, *inputs)  # type: ignore[arg-type]
         if is_first and _has_trained(self.inputs):
             products = products.requires_grad_()
         self._record(self.inputs, x, products, is_first=is_first)
@@ -99,12 +99,12 @@ class _Layer:
         before, cells, after = list[Tensor](), list[Tensor](), list[Tensor]()
         order = slice(None, None, -1 if self.reverse else 1)
         for t in range(len(xs))[order]:
-            h = F.linear(state[0], *hidden)
+            h = F.linear(state[0], *hidden)  # type: ignore[arg-type]
             new = self.step(xs[t], h + taps[t] if taps else h, state)
             before.append(state[0])
             if projection:
                 cells.append(new[0])
-                out = F.linear(new[0], *projection)
+                out = F.linear(new[0], *projection)  # type: ignore[arg-type]
                 new = (out + ends[t] if ends else out, *new[1:])
             if goes_on is not None:
                 new = tuple(torch.where(goes_on[t], *each) for each in zip(new, state, strict=True))
@@ -202,9 +202,9 @@ def _recurrent(step: Step, recorder: CallRecorder, *args: Any) -> Any:
             if training and dropout and number < count - 1:
                 # Time first, as torch draws.
                 x = F.dropout(x.transpose(0, 1).contiguous(), dropout).transpose(0, 1)
-        x = x.unflatten(0, (n, b))
+        x = x.unflatten(0, (n, b))  # type: ignore[no-untyped-call]
         final = [
-            recorder.sample(torch.stack(each, 1).unflatten(0, (n, b)).transpose(1, 2))
+            recorder.sample(torch.stack(each, 1).unflatten(0, (n, b)).transpose(1, 2))  # type: ignore[no-untyped-call]
             for each in zip(*last, strict=True)
         ]
         if batch_sizes is None:
@@ -286,7 +286,7 @@ def _pad(
     total_length: int,
 ) -> Any:
     """Undo :func:`_pack`."""
-    known = recorder.packed.get(batch_sizes)
+    known = recorder.packed.get(batch_sizes)  # type: ignore[no-untyped-call]
     x, goes_on = _unpacked(recorder, data, batch_sizes)
     with outside():
         more = max(total_length, 0 if known is None else known.padded) - x.shape[2]

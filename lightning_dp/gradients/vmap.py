@@ -5,15 +5,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor
 
 __all__ = ["MISSING", "is_foreign", "is_sample", "level_of_samples", "outside", "rows", "wrapped"]
 
-_functorch = torch._C._functorch  # type: ignore[attr-defined]
+_functorch: Any = torch._C._functorch
 
 _NAMES = (
     *("_vmap_increment_nesting", "_vmap_decrement_nesting", "_add_batch_dim", "get_unwrapped"),
@@ -24,7 +25,7 @@ _NAMES = (
 MISSING = tuple(name for name in _NAMES if not hasattr(_functorch, name))
 """The names that this torch lacks; with any, the engine cannot be used."""
 
-is_sample = getattr(_functorch, "is_batchedtensor", None)
+is_sample: Callable[[Tensor], bool] = getattr(_functorch, "is_batchedtensor", torch.is_tensor)
 """Return whether each sample has its own values of a tensor."""
 
 

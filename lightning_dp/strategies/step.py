@@ -34,7 +34,7 @@ Look: TypeAlias = Callable[[AbstractPerSampleGradients], AbstractPerSampleGradie
 
 
 _NORMS = (
-    "A BatchNorm layer that was frozen and in eval() as the fit began is in train() now, so that it mixes "
+    "A BatchNorm layer that was frozen and in eval() as the fit began is in train() now: it mixes "
     "records and keeps statistics of them. Put it into eval() again before each step, or let "
     "lightning_dp.fix(model) put constants in its place."
 )
