@@ -40,7 +40,7 @@ __all__ = [
 ]
 
 
-_CURE = "Use engine='hooks', or change the layer."
+_CURE = "Leave the engine at 'auto', or change the layer."
 _FIX = "lightning_dp.fix(model) puts a layer of Opacus in its place."
 
 # (layer, its input, the gradient of its output) -> every parameter with its use in this call;

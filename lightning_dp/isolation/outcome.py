@@ -12,7 +12,7 @@ __all__ = ["BY_CONSTRUCTION", "CONDITION", "ISOLATED", "Isolation", "Outcome", "
 
 Outcome = Literal["isolated", "coupled", "kept", "refused", "not probed"]
 
-BY_CONSTRUCTION = "by construction: each record runs alone (engine='one_by_one')"
+BY_CONSTRUCTION = "by construction: each record runs alone"
 CONDITION = "provided that no target is ignored (ignore_index=-100)"
 _WATCHED = " (every batch is watched for ignored targets)"
 
