@@ -67,7 +67,7 @@ FAULTS = (
     Fault("noise_drawn_ahead_serves_twice", "self._unused -= size", "* 0"),
     Fault("charge_in_memory_only", "self._charges.length(self._run), event)", "if 0 else None"),
     Fault("weaker_queries_pass", "if not together >= least", "/ 2"),
-    Fault("clamped_losses_pass", '"ViewAsComplex Conj ConjPhysical', 'Clamp "  "'),
+    Fault("clamped_losses_pass", '_LINEAR = _MOVES | _names("Add Sub Rsub', 'Clamp "  "'),
     Fault("spot_checks_compare_nothing", "if not rows", "or True", "record_gradients"),
     Fault("constant_fingerprint", "mul_(_weights(device)[: len(words)])", ".mul_(0)"),
     Fault(

@@ -9,8 +9,8 @@ Models are random and small, of the libraries that are installed (the extra "mod
 that of zoo/oracle.py. A step is forward, backward, clipping, noise and SGD of 128 records (of 32, for
 picture libraries and diffusion) on one thread, beside the same without privacy; seconds are those of
 the processor, so that other work on the machine disturbs less. Memory is the peak of two steps above
-the loaded model, in a forked process (Linux only). Start-up is what a private fit with all checks
-takes until its first step of six records ended, more than one without privacy does.
+the loaded model, in a forked process (Linux only). The rung is the one of the ladder of "auto" that
+answered; a model that mixes records is refused by the checks of a fit.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ import statistics
 import tempfile
 import time
 import warnings
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -47,7 +48,7 @@ from lightning_dp.gradients.chunks import Replay
 from lightning_dp.gradients.passes import RecordPasses
 
 RECORDED = Path(__file__).with_name("models_that_work.json")
-COLUMNS = ("error", "time", "memory", "start")
+COLUMNS = ("error", "time", "memory")
 ROUNDS, STEPS, WARM_UP = 3, 2, 1
 QUERY = Query((Term(),), clip_norm=1.0, noise_multiplier=1.0)
 Step = Callable[[], object]
@@ -78,7 +79,7 @@ def private_step(case: Case) -> Step:
     params = trained(module)
     passes = RecordPasses(module, params, "auto")
     optimizer, noise = torch.optim.SGD(params, lr=0.01), NoiseSource()
-    chunk = Replay(lambda: module.training_step(batch, 0), size)
+    chunk = Replay(lambda records: module.training_step(records, 0), batch, size)
 
     def step() -> None:
         total = passes.answer(QUERY, chunk)
@@ -136,74 +137,62 @@ def memory_of(case: Case) -> dict[str, float]:
     return {"MiB": plain, "memory": private / max(plain, 1.0)}
 
 
-class _Clock(L.Callback):
-    """The moment at which the first step ended."""
+def error_of(case: Case) -> dict[str, Any]:
+    """The rung, what it says of itself, and its error, if anything could be compared."""
+    found = compare(case)
+    row = {"rung": found.rung, "engine": found.engine}
+    compared = {"clipped": found.clipped, "dropout": found.total, "error": found.error}
+    return {**row, **{name: error for name, error in compared.items() if error == error}}
 
-    end = 0.0
 
-    def on_train_batch_end(self, *_: Any) -> None:
-        self.end = time.process_time()
+def fit(case: Case) -> None:
+    """Train two steps with all checks.
 
-
-def _seconds_to_first_step(case: Case, callbacks: list[L.Callback]) -> float:
-    module = case.training(dropout=0.1)
-    loader = DataLoader(Records(case.batch(24)), 6, shuffle=True)
-    clock = _Clock()
+    Raises:
+        UnsupportedModelError: if no rung takes the model.
+        MisconfigurationException: if a check finds that it mixes records.
+    """
+    privacy = DifferentialPrivacy(noise_multiplier=1.0, target_delta=1e-6)
     quiet = ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary")
     with tempfile.TemporaryDirectory() as folder:
         trainer = L.Trainer(
-            accelerator="cpu", max_steps=1, callbacks=[*callbacks, clock],
-            default_root_dir=folder, **dict.fromkeys(quiet, False),
+            accelerator="cpu", max_steps=2, callbacks=[privacy], default_root_dir=folder,
+            **dict.fromkeys(quiet, False),
         )  # fmt: skip
-        start = time.process_time()
-        trainer.fit(module, loader)
-    return clock.end - start
-
-
-def start_of(case: Case) -> dict[str, float]:
-    """Seconds that a private fit takes longer until its first step ended."""
-    privacy = DifferentialPrivacy(noise_multiplier=1.0, target_delta=1e-6)
-    private = _seconds_to_first_step(case, [privacy])
-    return {"start": private - _seconds_to_first_step(case, [])}
-
-
-def error_of(case: Case) -> dict[str, Any]:
-    """The engine and its error."""
-    found = compare(case)
-    return {"engine": found.engine, "error": found.error}
+        trainer.fit(case.training(), DataLoader(Records(case.batch(24)), 6, shuffle=True))
 
 
 MEASURES: dict[str, Callable[[Case], dict[str, Any]]] = {
     "error": error_of,
     "time": time_of,
     "memory": memory_of,
-    "start": start_of,
 }
 
 
 def measure(case: Case, columns: list[str]) -> dict[str, Any]:
     """A row of the table: what was asked for, or the refusal."""
-    found: dict[str, Any] = {}
-    if case.refused:
-        columns = ["start"]  # a fit
-    for column in columns:
-        try:
-            found.update(MEASURES[column](case))
-        except (UnsupportedModelError, MisconfigurationException) as error:
-            return {"refused": str(error)}
-        except Exception as error:
-            found[f"{column} failed"] = f"{type(error).__name__}: {error}"
-    return found
+    row: dict[str, Any] = {}
+    try:
+        if case.refused:
+            fit(case)
+            row["rung"] = "not refused"
+        for column in () if case.refused else columns:
+            row.update(MEASURES[column](case))
+    except (UnsupportedModelError, MisconfigurationException) as error:
+        return {"rung": "refused", "refused": str(error)}
+    except Exception as error:
+        row["failed"] = f"{type(error).__name__}: {error}"
+    return row
 
 
 def line(name: str, row: dict[str, Any]) -> str:
-    """A row as it stands in the table."""
-    if "refused" in row:
-        return f"| {name} | refused | | | | |"
-    forms = {"error": "{:.0e}", "time": "{:.2f}", "memory": "{:.2f}", "start": "{:.1f}"}
-    cells = [form.format(row[k]) if k in row else "" for k, form in forms.items()]
-    engine = row.get("engine", "").split(",")[0]
-    return f"| {name} | {engine} | {' | '.join(cells)} |"
+    """A row as it stands in the table; an error without dropout is marked, so is a failure."""
+    forms = {"error": "{:.0e}", "time": "{:.2f}", "memory": "{:.2f}"}
+    cells = {name: form.format(row[name]) if name in row else "" for name, form in forms.items()}
+    if "error" in row and "dropout" not in row:
+        cells["error"] += "*"
+    rung = "failed" if "failed" in row else row.get("rung", "")
+    return f"| {name} | {rung} | {' | '.join(cells.values())} |"
 
 
 def table(kept: dict[str, dict[str, Any]]) -> str:
@@ -212,24 +201,36 @@ def table(kept: dict[str, dict[str, Any]]) -> str:
     for family, cases in FAMILIES.items():
         rows = [line(case.name, kept[case.name]) for case in cases if case.name in kept]
         head = [
-            f"| {family} | engine | error | time | memory | start-up (s) |",
-            "|---|---|---|---|---|---|",
+            f"| {family} | rung | error | time | memory |",
+            "|---|---|---|---|---|",
         ]
         lines += [*head, *rows, ""] if rows else []
     return "\n".join(lines)
 
 
 def summary(kept: dict[str, dict[str, Any]]) -> str:
-    """Return the number that train, their errors and their times, in words."""
-    wrong = {case.name for cases in FAMILIES.values() for case in cases if case.refused}
-    rows = {name: row for name, row in kept.items() if name not in wrong}
+    """Return how many train on each rung, their errors and their costs, in words."""
+    mixing = {case.name for cases in FAMILIES.values() for case in cases if case.refused}
+    rows = {name: row for name, row in kept.items() if name not in mixing}
+    rungs = Counter("failed" if "failed" in row else row.get("rung", "") for row in rows.values())
     exact = sum(row.get("error", 1.0) < 1e-5 for row in rows.values())
-    timed = [row["time"] for row in rows.values() if "time" in row]
-    fast = sum(found <= 2 for found in timed)
-    return (
-        f"{len(rows)} models; {exact} with an error below 1e-5; {fast} of {len(timed)} at most twice "
-        f"as long; {len(kept) - len(rows)} that mix records, for comparison."
-    )
+    parts = [f"{len(rows)} models", *(f"{n} on {rung}" for rung, n in rungs.most_common())]
+    parts += [f"{exact} with an error below 1e-5"]
+    for column in ("time", "memory"):
+        found = [row[column] for row in rows.values() if column in row]
+        parts += [f"median {column} {statistics.median(found):.2f}"] if found else []
+    return f"{'; '.join(parts)}; {len(kept) - len(rows)} that mix records, for comparison."
+
+
+def _merged(earlier: dict[str, Any], row: dict[str, Any], columns: list[str]) -> dict[str, Any]:
+    """Return the new row with the earlier costs that were not measured again."""
+    costs = {"time": ("seconds", "time"), "memory": ("MiB", "memory")}
+    still = [k for column, names in costs.items() if column not in columns for k in names]
+    if "error" not in columns:
+        still += ["rung", "engine", "clipped", "dropout", "error"]
+    if row.get("rung") in ("refused", "not refused"):
+        return row
+    return {**{k: earlier[k] for k in still if k in earlier}, **row}
 
 
 def main() -> None:
@@ -252,13 +253,9 @@ def main() -> None:
         if missing(case) or not any(part in case.name for part in arguments.models or [""]):
             continue
         row = found[case.name] = measure(case, arguments.only)
-        print(line(case.name, row), row.get("refused", ""), flush=True)
-        for column in (name for name in row if name.endswith("failed")):
-            print(f"    {column}: {row[column]}", flush=True)
+        print(line(case.name, row), row.get("refused", row.get("failed", "")), flush=True)
         if arguments.record:
-            now = {"error", "engine", "refused"} if "error" in arguments.only else {"refused"}
-            earlier = {k: v for k, v in kept.get(case.name, {}).items() if k not in now}
-            kept[case.name] = row if "refused" in row else {**earlier, **row}
+            kept[case.name] = _merged(kept.get(case.name, {}), row, arguments.only)
             RECORDED.write_text(json.dumps(kept, indent=1) + "\n")
     print(summary(found))
 

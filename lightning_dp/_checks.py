@@ -17,7 +17,7 @@ from torch.utils.data import (
     SequentialSampler,
 )
 
-from lightning_dp._norms import normalises_over_the_batch
+from lightning_dp._norms import is_constant, normalises_over_the_batch
 from lightning_dp._refusals import Refusal
 from lightning_dp.gradients.unsupported import refuse_sharded
 
@@ -41,13 +41,17 @@ def check_model(module: nn.Module, *, may_be_sharded: bool = False) -> None:
     """
     if not may_be_sharded:
         refuse_sharded(module)
-    mixing = [name for name, part in module.named_modules() if normalises_over_the_batch(part)]
+    mixing = [
+        name
+        for name, part in module.named_modules()
+        if normalises_over_the_batch(part) and not is_constant(part)
+    ]
     if mixing:
         raise MisconfigurationError(
             f"Layers {mixing} normalise over the batch (BatchNorm, or InstanceNorm with running "
-            "statistics): they mix records and keep statistics of the data, also when frozen or "
-            "without parameters. lightning_dp.fix(model) before fit puts GroupNorm in their place, and "
-            "in a frozen pretrained backbone its statistics as constants.",
+            "statistics): they mix records and keep statistics of the data, also without parameters. "
+            "lightning_dp.fix(model) before fit puts GroupNorm in their place, and in a frozen "
+            "pretrained backbone its statistics as constants; frozen and in eval() they may stay.",
             topic="batch-norm",
         )
     rescaled = [

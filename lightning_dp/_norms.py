@@ -17,6 +17,7 @@ __all__ = [
     "group_norm",
     "has_own_forward",
     "has_seen_data",
+    "is_constant",
     "normalises_over_the_batch",
     "number_of_groups",
     "with_what_followed",
@@ -30,7 +31,7 @@ MOST_GROUPS = 32  # the number of Wu and He, 2018 (arXiv:1803.08494), for the wi
 
 
 def normalises_over_the_batch(layer: nn.Module) -> bool:
-    """Tell whether a layer mixes records, or keeps statistics of them.
+    """Return whether a layer mixes records, or keeps statistics of them, when it trains.
 
     Example:
         >>> [normalises_over_the_batch(each) for each in (nn.BatchNorm1d(2), nn.GroupNorm(1, 2))]
@@ -39,6 +40,13 @@ def normalises_over_the_batch(layer: nn.Module) -> bool:
     if isinstance(layer, _InstanceNorm):
         return layer.track_running_stats
     return isinstance(layer, _BatchNorm)
+
+
+def is_constant(layer: nn.Module) -> bool:
+    """Return whether a normalising layer is frozen and in eval(): its statistics stay."""
+    has_statistics = getattr(layer, "running_mean", None) is not None
+    is_frozen = not any(param.requires_grad for param in layer.parameters())
+    return has_statistics and is_frozen and not layer.training
 
 
 def has_own_forward(layer: BatchNorm) -> bool:

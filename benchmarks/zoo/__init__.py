@@ -5,7 +5,20 @@ from __future__ import annotations
 import importlib.util
 import os
 
-from zoo import adapters, diffusion, language, pictures, plain, senses, tables
+from zoo import (
+    adapters,
+    diffusion,
+    language,
+    more_language,
+    more_pictures,
+    more_plain,
+    more_recurrent,
+    more_senses,
+    pictures,
+    plain,
+    senses,
+    tables,
+)
 from zoo.case import Case, Records, Training, row
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # before a library is imported
@@ -20,6 +33,11 @@ FAMILIES: dict[str, tuple[Case, ...]] = {
     "picture libraries": pictures.CASES,
     "adapters": adapters.CASES,
     "diffusion": diffusion.CASES,
+    "chosen unseen: own sequences and graphs": more_recurrent.CASES,
+    "chosen unseen: own networks": more_plain.CASES,
+    "chosen unseen: language": more_language.CASES,
+    "chosen unseen: series, pictures, sound": more_senses.CASES,
+    "chosen unseen: picture libraries, diffusion": more_pictures.CASES,
 }
 """All cases, by the heading under which they stand."""
 

@@ -25,6 +25,7 @@ from lightning_dp._checks import (
 from lightning_dp._generators import accelerator_kept
 from lightning_dp._module_state import ModuleState
 from lightning_dp._refusals import RefusedSetting
+from lightning_dp._side_effects import SideEffects
 from lightning_dp._training_step import apart, call_training_step, muted
 from lightning_dp._validate import optional, whole
 from lightning_dp.accounting.events import VoidedRunError
@@ -315,6 +316,7 @@ class LocalRecords:
             backward=self._module.backward,
             quietly=partial(self._quietly, ModuleState.of(self._module)),
             loss_graph_check=self._checks_graph,
+            around=partial(SideEffects(self._module).of_step, are_done=False),
         )
 
     def _muted(self) -> AbstractContextManager[None]:

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from lightning_dp.gradients.recurrent import RECURRENT
 from lightning_dp.gradients.vmap import is_sample, outside, rows
 
 if TYPE_CHECKING:
@@ -214,4 +215,5 @@ COMPOSITES: Mapping[str, Callable[..., Any]] = {
     "multi_head_attention_forward": _multi_head_attention,
     "cross_entropy": partial(_negative_log, F.cross_entropy),
     "nll_loss": partial(_negative_log, F.nll_loss),
+    **RECURRENT,
 }

@@ -138,6 +138,11 @@ class EngineChoice:
         return not self._rung.runs_whole_batch
 
     @property
+    def is_last(self) -> bool:
+        """True if records run one after the other, which everything else is below."""
+        return self._rung is _ONE_BY_ONE
+
+    @property
     def _rung(self) -> Rung:
         return self._rungs[len(self._reasons)]
 

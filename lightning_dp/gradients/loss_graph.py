@@ -40,11 +40,9 @@ def check_loss_graph(loss: Tensor, records: int, outputs: Collection[Any]) -> No
         >>> output = torch.nn.Linear(3, 2)(torch.ones(4, 3))
         >>> losses = output.pow(2).mean(1)
         >>> check_loss_graph(losses.clamp(max=9.0).mean(), 4, {output.grad_fn})
-        >>> try:
-        ...     check_loss_graph(losses.mean().clamp(max=9.0), 4, {output.grad_fn})
-        ... except CoupledLossError as error:
-        ...     str(error)[:60]
-        'The loss takes clamp (ClampBackward1) of what mean (MeanBack'
+        >>> check_loss_graph(losses.mean().clamp(max=9.0), 4, {output.grad_fn})
+        Traceback (most recent call last):
+        lightning_dp.gradients.loss_graph.CoupledLossError: The loss takes clamp (ClampBackward1) of ...
     """
     if records > 1 and loss.grad_fn is not None:
         _Walk(records, outputs).back_from(loss.grad_fn)
@@ -59,9 +57,7 @@ _CHOICES = _names(
     "Index IndexSelect Gather MaskedSelect Take Select Slice Split SplitWithSizes UnsafeSplit "
     "UnsafeSplitWithSizes Unbind PackPaddedSequence"
 )
-_WHOLES = _names(
-    "Stack Cat IndexPut IndexCopy IndexAdd Scatter ScatterAdd MaskedScatter CopySlices"
-)
+_WHOLES = _names("Stack Cat IndexPut IndexCopy IndexAdd Scatter ScatterAdd CopySlices")
 _HOOK = "BackwardHookFunction"  # a module's full backward hooks: an identity
 _MOVES = (_CHOICES | _WHOLES | {_HOOK}) | _names(
     "ToCopy Clone Copy Alias View UnsafeView ReshapeAlias AsStrided Squeeze Unsqueeze Expand Repeat "
@@ -76,12 +72,7 @@ _LOSSES = _names(  # sums or means of what each row is alone
 
 
 class _Walk:
-    """One walk from a loss back to its rows.
-
-    Args:
-        n: the number of records.
-        outputs: the nodes that made the outputs of trained layers.
-    """
+    """One walk from a loss of n records back to their rows."""
 
     def __init__(self, n: int, outputs: Collection[Any]) -> None:
         self._n, self._outputs = n, outputs
@@ -96,10 +87,10 @@ class _Walk:
                 continue
             met.add(node)
             if not self._is_linear(node):
-                taker = self._taker(node, 0, None)
-                if taker is not None:
+                if (taker := self._taker(node)) is not None:
                     raise _refusal(_OVER if taker is node else _OF, node, taker)
-            elif _is_mean(node) and self._is_over_chosen(node):
+                continue  # and what is above it is within a record, too
+            if self._is_mean_of_chosen(node):
                 raise _refusal(_CHOSEN, node)
             todo += _above(node)
 
@@ -109,17 +100,16 @@ class _Walk:
 
     def _is_linear(self, node: Any) -> bool:
         """Return whether a node without rows takes a sum with constant coefficients."""
-        name, above = _name(type(node)), node.next_functions
+        name, inputs = _name(node), node.next_functions
         if name in _PRODUCTS:  # a matrix product of rows takes the sum over them
-            of_records = [e for e in above[-2:] if e[0] is not None and self._is_of_records(e[0])]
-            return len(of_records) < 2 or all(self._rows(*edge) for edge in of_records)
+            factors = [e for e in inputs[-2:] if e[0] is not None and self._is_of_records(e[0])]
+            return len(factors) < 2 or all(self._rows(*edge) for edge in factors)
         if name == "Div":
-            below = above[1][0] if len(above) > 1 else None
-            return below is None or not self._is_of_records(below)
+            return not any(each is not None and self._is_of_records(each) for each, _ in inputs[1:])
         is_norm_1 = 1 in (getattr(node, "_saved_ord", 0), getattr(node, "_saved_p", 0))
         if name in _LOSSES or (is_norm_1 and name.endswith("Norm")):
             return all(self._rows(*edge) for edge in _above(node))
-        return name in _LINEAR and (name != "CopySlices" or len(above) > 1)  # 1: done in place
+        return name in _LINEAR and (name != "CopySlices" or len(inputs) > 1)  # 1: done in place
 
     def _is_of_records(self, node: Any) -> bool:
         """Return whether a node depends on records: on a layer's output, or on data with a gradient."""
@@ -131,23 +121,20 @@ class _Walk:
             met.add(node)
             variable = getattr(node, "variable", None)
             is_data = variable is not None and not isinstance(variable, nn.Parameter)
-            is_output = node in self._outputs or _name(type(node)) == _HOOK
+            is_output = node in self._outputs or _name(node) == _HOOK
             if is_output or (is_data and self._rows(node, 0)):
                 return True
             todo += [each for each, _ in _above(node)]
         self._constant |= met
         return False
 
-    def _taker(self, node: Any, number: int, taker: Any) -> Any:
-        """Return a node, from one on upwards, that takes the rows of several records; None if none does.
+    def _taker(self, start: Any, number: int = 0, taker: Any = None) -> Any:
+        """Return a node, from one on upwards, that takes the rows of all records; None if none does.
 
-        Where some rows were chosen (one record in a loop, say), nobody knows whose they are.
-
-        Args:
-            node, number: where to begin.
-            taker: one that is below, if it has been found and only the rows have to be seen.
+        Where some rows were chosen (one record in a loop, say), nobody knows whose they are. With a
+        ``taker`` below, which takes whatever rows there are, only they are looked for.
         """
-        todo, met = [(node, number, taker)], set[Any]()
+        todo, met = [(start, number, taker)], set[Any]()
         while todo:
             node, number, taker = todo.pop()
             above = [edge for edge in _above(node) if self._is_of_records(edge[0])]
@@ -159,7 +146,7 @@ class _Walk:
                     if not self._goes_over(node, child, output):
                         continue
                     lower = node
-                elif _name(type(node)) in _CHOICES and rows != self._rows(node, number):
+                elif _name(node) in _CHOICES and rows != self._rows(node, number):
                     continue
                 if (child, output, lower is None) not in met:
                     met.add((child, output, lower is None))
@@ -168,21 +155,22 @@ class _Walk:
 
     def _goes_over(self, node: Any, child: Any, output: int) -> bool:
         """Return whether a node without rows surely takes them together."""
-        name = _name(type(node))
+        name = _name(node)
         if name in _MOVES or name in _PRODUCTS:
             return name in _PRODUCTS
         before, after = _shape(child, output), _shape(node)
         return len(after) < len(before) or after[before.index(self._rows(child, output)[0])] == 1
 
-    def _is_over_chosen(self, mean: Any) -> bool:
-        """Return whether a mean goes over as many records as a mask or an index chose."""
+    def _is_mean_of_chosen(self, mean: Any) -> bool:
+        """Return whether a node is a mean over as many records as a mask or an index chose."""
+        if _name(mean) != "Mean" and getattr(mean, "_saved_reduction", 0) != 1:
+            return False
         kept = set(_shape(mean))
         todo = [(child, set(_shape(child, output)) - kept) for child, output in _above(mean)]
         met = set[Any]()
         while todo:
             node, sizes = todo.pop()  # of dimensions that the mean may go over
-            name = _name(type(node))
-            if node in met or not sizes or node in self._outputs or name in _WHOLES:
+            if node in met or not sizes or node in self._outputs or _name(node) in _WHOLES:
                 continue
             met.add(node)
             for child, output in _above(node):
@@ -196,11 +184,10 @@ class _Walk:
 
     def _is_chosen(self, node: Any, before: Sequence[int], after: Sequence[int]) -> bool:
         """Return whether the number of rows may follow the records: that of a mask, even if it is n."""
-        name = _name(type(node))
-        if name != "Index" or not before or before[0] != self._n:
-            return name == "MaskedSelect" and self._n in before
-        first = node._saved_indices[0]
-        return first is not None and (first.dtype == torch.bool or after[0] != self._n)
+        first = node._saved_indices[0] if _name(node) == "Index" else None
+        if first is None or before[0] != self._n:
+            return False
+        return bool(first.dtype == torch.bool or after[0] != self._n)
 
 
 def _above(node: Any) -> list[tuple[Any, int]]:
@@ -212,22 +199,19 @@ def _shape(node: Any, number: int = 0) -> Sequence[int]:
     return tuple(node._input_metadata[number].shape)
 
 
-def _is_mean(node: Any) -> bool:
-    return _name(type(node)) == "Mean" or getattr(node, "_saved_reduction", 0) == 1
+def _name(node: Any) -> str:
+    """Return the name of what a node differentiates."""
+    return _without_end(type(node).__name__)
 
 
 @cache
-def _name(kind: type) -> str:
-    """Return the name of what a type of node differentiates."""
-    return re.sub(r"Backward[s\d]*(_copy)?$", "", kind.__name__)
+def _without_end(name: str) -> str:
+    return re.sub(r"Backward[s\d]*(_copy)?$", "", name)
 
-
-# -- refusals -----------------------------------------------------------------------------------
 
 _OF = (
     "{} of what {} makes of several records, so that records change each other's gradients. Take it of "
-    "each record's own value (reduction='none'), and then the mean over the records, with nothing but "
-    "sums and constant factors after it."
+    "each record's own value (reduction='none'), then the mean over the records, and only sums after it."
 )
 _OVER = (
     "{} over several records, which is more than their sum, so that records change each other's "
@@ -236,17 +220,11 @@ _OVER = (
 )
 _CHOSEN = (
     "{} over rows that a mask or an index chose, so that it divides by a number that all records "
-    "decide. Multiply each row's loss by the mask instead, and take the mean over all rows: "
-    "(losses * mask).mean()."
+    "decide. Multiply each row's loss by the mask instead: (losses * mask).mean()."
 )
 
 
 def _refusal(text: str, *nodes: Any) -> CoupledLossError:
-    found = text.format(*map(_words, nodes))
-    return CoupledLossError(f"The loss takes {found} {ALONE}", topic="coupled-loss")
-
-
-def _words(node: Any) -> str:
-    """Return a node's name as the user would call it, and as the graph does."""
-    snake = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", _name(type(node))).lower()
-    return f"{snake} ({type(node).__name__})"
+    names = [re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", _name(node)).lower() for node in nodes]
+    words = [f"{name} ({type(node).__name__})" for name, node in zip(names, nodes, strict=True)]
+    return CoupledLossError(f"The loss takes {text.format(*words)} {ALONE}", topic="coupled-loss")

@@ -22,7 +22,7 @@ from lightning_dp.boundary import (
     bounded_sum,
 )
 from lightning_dp.gradients.adding_up import check_sum, plain_gradients
-from lightning_dp.gradients.base import Forward, UnsupportedModelError
+from lightning_dp.gradients.base import Around, Forward, UnsupportedModelError
 from lightning_dp.gradients.chunks import (
     NoLoss,
     OtherRowsError,
@@ -61,6 +61,7 @@ class RecordPasses:
         again: is entered around what runs once more since another engine takes over.
         adds_up: refuse an engine whose gradients of records do not add up to that of the loss
             (``check_sum``), by one more backward pass; for made-up records.
+        around: gives, for each run, what is entered around parts of a batch that run together.
 
     Raises:
         UnsupportedModelError: if no engine can handle the model.
@@ -82,8 +83,9 @@ class RecordPasses:
         wrap: WrapEngine = lambda engine: engine,
         loss_graph_check: bool = True,
         adds_up: bool = False,
+        around: Callable[[], AbstractContextManager[Around | None]] = nullcontext,
     ) -> None:
-        self._adds_up = adds_up
+        self._adds_up, self._around = adds_up, around
         self._is_sharded = any(map(is_sharded, params))
         self._elsewhere = 0  # passes at other points that were made
         self._module, self._params = module, params
@@ -224,24 +226,28 @@ class RecordPasses:
         size: int,
         *,
         combined: bool = False,
+        see: Callable[[Any], object] = id,
     ) -> AbstractPerSampleGradients | None:
         """Return each record's gradient here; None if there is nothing to go back from.
 
         Args:
             forward, batch, size: as in :class:`Replay`.
+            see: is called with what ``training_step`` returns for the whole batch.
             combined: with the gradients of another pass.
         """
         randomness = self.watched.randomness
         try:
-            return self._run(Replay(forward, batch, size), _PLAIN, combined)
+            return self._run(Replay(forward, batch, size), _PLAIN, combined, see)
         except UnsupportedModelError as reason:
             if randomness is None:
                 raise
             self.watched.go_down(reason)
         with self._again(), randomness.again():
-            return self.run(forward, batch, size, combined=combined)
+            return self.run(forward, batch, size, combined=combined, see=see)
 
-    def _run(self, chunk: Replay, each: Pass, combined: bool) -> AbstractPerSampleGradients | None:
+    def _run(
+        self, chunk: Replay, each: Pass, combined: bool, see: Callable[[Any], object] = id
+    ) -> AbstractPerSampleGradients | None:
         """Run one pass over some records; None if there is nothing to go back from.
 
         Args:
@@ -256,7 +262,10 @@ class RecordPasses:
         with self._quietly(), self._at(each.point), torch.enable_grad():
             if each.direction is not None:
                 return self._along(each.direction, (each.gradient, each.product), chunk)
-            loss = loss_in(self.watched.run(chunk.forward, chunk.batch, chunk.size))
+            with self._apart() as around:
+                output = self.watched.run(chunk.forward, chunk.batch, chunk.size, around)
+            see(output)
+            loss = loss_in(output)
             if not is_differentiable(loss):
                 self.watched.engine.drop()
                 return None
@@ -278,6 +287,11 @@ class RecordPasses:
                 check_sum(found, plain, self._params, [names[id(p)] for p in self._params])
             return found
 
+    def _apart(self) -> AbstractContextManager[Around | None]:
+        """Return a context that keeps what parts of a batch do apart, where an engine runs parts."""
+        is_in_parts = self.watched.isolates and not self.watched.one_record
+        return self._around() if is_in_parts else nullcontext()
+
     def _at(self, point: Tensor | None) -> AbstractContextManager[None]:
         """Return a context in which the parameters are those of a point; as they are, if it is None."""
         if point is None:
@@ -295,7 +309,10 @@ class RecordPasses:
     ) -> AbstractPerSampleGradients | None:
         assert chunk.forward is not None
         try:
-            return self.watched.along(chunk.forward, chunk.batch, chunk.size, direction, weights)
+            with self._apart() as around:
+                return self.watched.along(
+                    chunk.forward, chunk.batch, chunk.size, direction, weights, around
+                )
         except NoLoss:
             self.watched.engine.drop()
             return None

@@ -26,9 +26,11 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.overrides import TorchFunctionMode
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from lightning_dp.gradients.base import UnsupportedModelError
 from lightning_dp.gradients.composites import COMPOSITES
+from lightning_dp.gradients.recurrent import Packed, tells_no_length
 from lightning_dp.gradients.rules import BY_POSITION, FUNCTIONS, FunctionUse, Rule
 from lightning_dp.gradients.vmap import (
     is_foreign,
@@ -76,11 +78,13 @@ _VALUES = frozenset(
         *("__array__", "is_nonzero", "__contains__", "equal", "allclose", "_is_all_true"),
     )
 )
+_BRANCHES = frozenset(("__bool__", "is_nonzero", "__contains__", "equal", "allclose"))
 _TEXTS = frozenset(("__format__", "__repr__", "__str__"))
 _DIFFERENTIATE = frozenset(("grad", "backward", "requires_grad_"))
 _OF_THE_WHOLE_CALL = frozenset(
     ("linear", "embedding", "layer_norm", "rms_norm", "conv1d", "conv2d", "conv3d", "group_norm")
 )
+_HAS_GRADIENT = Tensor.requires_grad.__get__  # type: ignore[attr-defined]
 _SHOWN = "<of one record>"
 
 _INSIDE = (
@@ -105,11 +109,12 @@ class DifferentPaths(BaseException):
 
     Args:
         labels: for each sample of the group, the number of its branch.
+        are_numbers: they differ in numbers that left torch, as by ``.item()``.
     """
 
-    def __init__(self, labels: Sequence[int]) -> None:
+    def __init__(self, labels: Sequence[int], *, are_numbers: bool = False) -> None:
         super().__init__()
-        self.labels = labels
+        self.labels, self.are_numbers = labels, are_numbers
 
 
 class WritesIntoNew(BaseException):
@@ -166,7 +171,7 @@ class CallRecorder(TorchFunctionMode):
         self.n, self.calls, self.along = n, list[Call](), along
         self._own_memory, self._level = own_memory, 0
         self._seen: list[ReferenceType[Tensor]] = []
-        self._packed: dict[int, Tensor] = {}
+        self.packed = WeakTensorKeyDictionary()
         self._logged_only: set[int] = set()
 
     @contextmanager
@@ -206,7 +211,11 @@ class CallRecorder(TorchFunctionMode):
         self, func: Function, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         name = func.__name__
+        if name == "__get__" and func == _HAS_GRADIENT and is_sample(args[0]):
+            return rows(args[0]).requires_grad
         if name in _QUESTIONS:
+            if self.packed:
+                self._split_by_length(func, args, _tensors(args, kwargs))
             return func(*args, **(kwargs or {}))
         result = self._called(func, name, args, kwargs or {})
         if isinstance(result, Tensor):
@@ -235,11 +244,13 @@ class CallRecorder(TorchFunctionMode):
             return func(*args, **kwargs)
         if not samples:
             return self._without_samples(func, name, args, kwargs, tensors, parts)
-        if name in _TEXTS:
+        if name in _TEXTS and (args[0].is_floating_point() or args[0].is_complex()):
             return _SHOWN
-        if name in _DIFFERENTIATE:
+        if name in _DIFFERENTIATE and False not in args[1:]:  # requires_grad_(False)
             raise UnsupportedModelError(_INSIDE, topic="unseen-use")
-        if name in _VALUES:
+        if self.packed:
+            self._split_by_length(func, args, tensors)
+        if name in _VALUES or name in _TEXTS:
             return self._value(func, name, args)
         if _is_in_place(name) and isinstance(args[0], Tensor) and not is_sample(args[0]):
             self._refuse_writing(args[0])
@@ -247,8 +258,6 @@ class CallRecorder(TorchFunctionMode):
             found = COMPOSITES[name](self, *args, **kwargs)
             if found is not NotImplemented:
                 return found
-        if self._packed and any(id(x) in self._packed for x in tensors):
-            self.split_by(self._packed)
         if parts:
             return self._meet(func, name, args, kwargs)
         return self._of_samples(func, args, kwargs)
@@ -265,11 +274,15 @@ class CallRecorder(TorchFunctionMode):
         except RuntimeError:
             if _is_in_place(name) and not self._own_memory:  # random numbers, one for each sample
                 raise WritesIntoNew from None
-            raise
+            if not parts or _is_in_place(name):
+                raise
+            return self._copied(func, args, kwargs)
         if parts and any(map(is_sample, _tensors((result,), {}))):  # it drew for each sample
             return self._copied(func, args, kwargs)
         is_new = not tensors or name in _NEW
         if self._own_memory and is_new and isinstance(result, Tensor) and not is_sample(result):
+            if result.requires_grad:
+                return self.own(result)
             with outside():
                 own = result.unsqueeze(0).repeat(self.n, *[1] * result.dim())
             return self.sample(own)
@@ -330,10 +343,10 @@ class CallRecorder(TorchFunctionMode):
         with outside():
             of_each = [[_row(x, i) for x in args] for i in range(self.n)]
             found = [func(*each) for each in of_each]
-        self.split_by([_key(each) for each in found])
+        self.split_by([_key(each) for each in found], are_numbers=name not in _BRANCHES)
         return found[0]
 
-    def split_by(self, keys: Sequence[Any]) -> None:
+    def split_by(self, keys: Sequence[Any], *, are_numbers: bool = False) -> None:
         """Split the samples by what each of them has, if it is not the same.
 
         Raises:
@@ -342,7 +355,14 @@ class CallRecorder(TorchFunctionMode):
         numbers: dict[Any, int] = {}
         labels = [numbers.setdefault(key, len(numbers)) for key in keys]
         if len(numbers) > 1:
-            raise DifferentPaths(labels)
+            raise DifferentPaths(labels, are_numbers=are_numbers)
+
+    def _split_by_length(self, func: Function, args: Any, tensors: Sequence[Tensor]) -> None:
+        """Split the samples by their lengths if a function looks at how a sequence is packed."""
+        for each in tensors:
+            known: Packed | None = self.packed.get(each)
+            if known is not None and known.lengths is not None and not tells_no_length(func, args):
+                self.split_by(known.lengths)
 
     # -- parameters meet samples -----------------------------------------------------------
 
@@ -359,7 +379,7 @@ class CallRecorder(TorchFunctionMode):
         given, by_position = use.input, use.rule in BY_POSITION
         has_rows = by_position or given.dim() < use.layer.weight.dim()
         is_first = not v.requires_grad
-        alias = {id(x): self._alias(x, is_leaf=is_first) for x in _parts_of(use) if x.requires_grad}
+        alias = {id(x): self.alias(x, is_leaf=is_first) for x in _parts_of(use) if x.requires_grad}
         if name not in _OF_THE_WHOLE_CALL or given is not args[0]:
             swapped = _map(lambda x: alias.get(id(x), x), (args, kwargs))
             out = func(*swapped[0], **swapped[1])
@@ -378,21 +398,23 @@ class CallRecorder(TorchFunctionMode):
                 else:
                     out = raw if has_rows else raw.unflatten(0, v.shape[:2])
             shape, out = out.shape, wrapped(out, self._level)
-        kept = v if self.along else v.detach()
-        self.calls.append(
-            Call(
-                use.rule,
-                use.layer,
-                None,
-                kept,
-                kept._version,
-                edge,
-                shape,
-                is_first,
-                folds=not has_rows,
-            )
-        )
+        self.record(use.rule, use.layer, v, edge, shape, is_first=is_first, folds=not has_rows)
         return out
+
+    def record(
+        self,
+        rule: Rule,
+        layer: Any,
+        v: Tensor,
+        edge: GradientEdge,
+        shape: torch.Size,
+        *,
+        is_first: bool,
+        folds: bool = False,
+    ) -> None:
+        """Keep the activations of a call for its rule; the arguments are those of :class:`Call`."""
+        v = v if self.along else v.detach()
+        self.calls.append(Call(rule, layer, None, v, v._version, edge, shape, is_first, folds))
 
     def _tapped(self, out: Tensor) -> tuple[Tensor, GradientEdge, torch.Size]:
         """Return the rows of an output, and where their gradient arrives."""
@@ -423,7 +445,7 @@ class CallRecorder(TorchFunctionMode):
         self.calls.append(Call(None, None, part, None, 0, edge, None, True))
         return self.sample(leaf)
 
-    def _alias(self, part: Tensor, *, is_leaf: bool) -> Tensor:
+    def alias(self, part: Tensor, *, is_leaf: bool = False) -> Tensor:
         """Return the value of a part, cut off from its graph.
 
         Args:

@@ -19,6 +19,7 @@ _NAMES = (
     *("_vmap_increment_nesting", "_vmap_decrement_nesting", "_add_batch_dim", "get_unwrapped"),
     *("is_batchedtensor", "is_functorch_wrapped_tensor", "maybe_get_bdim", "maybe_get_level"),
     *("pop_dynamic_layer_stack", "push_dynamic_layer_stack"),
+    "_set_vmap_fallback_warning_enabled",
 )
 MISSING = tuple(name for name in _NAMES if not hasattr(_functorch, name))
 """The names that this torch lacks; with any, the engine cannot be used."""
@@ -30,6 +31,7 @@ is_sample = getattr(_functorch, "is_batchedtensor", None)
 @contextmanager
 def level_of_samples(n: int) -> Iterator[int]:
     """Enter a level of vmap over n samples that draw different random numbers; yield its number."""
+    _functorch._set_vmap_fallback_warning_enabled(False)  # of what is slow; an error for some
     level: int = _functorch._vmap_increment_nesting(n, "different")
     try:
         yield level

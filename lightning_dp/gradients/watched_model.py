@@ -177,7 +177,10 @@ class WatchedModel:
             around: as for :meth:`AbstractGradientEngine.run`.
         """
         with self._watching():
-            return self.engine.run(forward, self._batch(batch, size), around)
+            output = self.engine.run(forward, self._batch(batch, size), around)
+        if self.engine.one_record:  # which goes back at once, where there are several
+            self._refuse_inside()
+        return output
 
     @contextmanager
     def _watching(self) -> Iterator[None]:
@@ -213,6 +216,9 @@ class WatchedModel:
         with self.as_written():
             self._raw.touched()
             self.engine.backward(loss, keep_graph=keep_graph, combined=combined)
+        self._refuse_inside()
+
+    def _refuse_inside(self) -> None:
         if inside := self._raw.touched():
             raise UnsupportedModelError(_INSIDE.format(sorted(inside)[:5]), topic="unseen-use")
 
@@ -256,16 +262,17 @@ class WatchedModel:
         size: int,
         direction: Tensor,
         weights: tuple[float, float],
+        around: Around | None = None,
     ) -> AbstractPerSampleGradients:
         """Return w g_i + w' H_i u of each record, as :meth:`AbstractGradientEngine.along`.
 
         Args:
-            forward, batch, size: as for :meth:`run`.
+            forward, batch, size, around: as for :meth:`run`.
             direction, weights: see there.
         """
 
         def run_again() -> Tensor:
-            loss = loss_in(self.engine.run(forward, self._batch(batch, size)))
+            loss = loss_in(self.engine.run(forward, self._batch(batch, size), around))
             if not is_differentiable(loss):
                 raise NoLoss
             self.check_loss(loss, size)

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode, _get_current_function_mode
 
 from lightning_dp._module_state import ModuleState
+from lightning_dp._side_effects import SideEffects
 from lightning_dp._training_step import call_training_step
 from lightning_dp.gradients import (
     EngineChoice,
@@ -302,6 +303,7 @@ class Passes:
             public=public,
             loss_graph_check=loss_graph_check,
             adds_up=adds_up,
+            around=SideEffects(module).of_step,
         )
 
     def _own_generators(self, module: LightningModule) -> ModuleState | None:

@@ -119,13 +119,12 @@ class Rehearsal:
         def run() -> Any:
             outputs: list[Any] = []
 
-            def forward(batch: Any) -> Tensor:
+            def forward(batch: Any) -> Any:
                 loss, output = self._forward(batch)
-                outputs.append(output)
-                return loss
+                return {**output, "loss": loss} if isinstance(output, Mapping) else loss
 
             with self._passes.valid_labels():
-                gradients = engine.run(forward, batch, n)
+                gradients = engine.run(forward, batch, n, see=outputs.append)
             answers.append(answer_about(gradients, self._trained, n))
             return outputs[-1]
 

@@ -16,6 +16,7 @@ from torchmetrics import Metric
 from torchmetrics.utilities import dim_zero_cat, dim_zero_max, dim_zero_min, dim_zero_sum
 
 from lightning_dp._checks import MisconfigurationError
+from lightning_dp._joined_calls import over_records
 from lightning_dp._training_step import loss_in
 
 __all__ = ["RecordsAlone"]
@@ -27,7 +28,6 @@ _JOINED: dict[Any, _Over] = {
     dim_zero_max: torch.amax,
     dim_zero_min: torch.amin,
 }
-_OVER_RECORDS: dict[str, _Over] = {"sum": torch.sum, "max": torch.amax, "min": torch.amin}
 
 
 class RecordsAlone:
@@ -129,9 +129,8 @@ def _one_entry(entries: Sequence[dict[str, Any]]) -> dict[str, Any]:
     if all(isinstance(value, int | float | Tensor) for value in values):
         numbers = [torch.as_tensor(value) for value in values]
         if all(number.numel() == 1 for number in numbers):
-            floats = [n.float() if not n.is_floating_point() else n for n in numbers]
-            over = _OVER_RECORDS.get(str(entry.get("reduce_fx", "mean")), torch.mean)
-            entry["value"] = over(torch.stack([each.reshape(()) for each in floats]), 0)
+            of_each = torch.cat([number.reshape(1) for number in numbers])
+            entry["value"] = over_records(of_each, entry.get("reduce_fx", "mean"))
     if entry.get("batch_size") is not None:
         entry["batch_size"] = sum(each["batch_size"] for each in entries)
     return entry

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from functools import partial
 
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_info
@@ -12,6 +13,7 @@ from torch.optim import Optimizer
 
 from lightning_dp._module_state import ModuleState
 from lightning_dp._shards import is_sharded
+from lightning_dp._side_effects import SideEffects
 from lightning_dp._training_step import apart, muted
 from lightning_dp._world import World
 from lightning_dp.boundary import AbstractPerSampleGradients
@@ -131,7 +133,7 @@ class FitEngine:
         self._before_records: ModuleState | None = None  # while they run alone
         self.is_sharded = any(is_sharded(param) for param in params)
         """Each process has a part of each parameter, and all run the same passes together."""
-        self.choice = choice
+        self.choice, self.effects = choice, SideEffects(module)
         self.passes = RecordPasses(
             module,
             params,
@@ -144,6 +146,7 @@ class FitEngine:
             again=self.unchanged,
             wrap=wrap,
             loss_graph_check=loss_graph_check,
+            around=partial(self.effects.of_step, are_done=False),
         )
         self.watched = self.passes.watched
 

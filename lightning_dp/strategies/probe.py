@@ -24,7 +24,7 @@ from lightning_dp.isolation.phases import Phases
 from lightning_dp.isolation.probe import probe_again
 from lightning_dp.isolation.synthetic import leaves_of
 from lightning_dp.isolation.transfer import TransferHooks
-from lightning_dp.isolation.undone import UNDONE, changed_by_a_record
+from lightning_dp.isolation.undone import UNDONE, changed_by_a_record, times_alone
 from lightning_dp.isolation.whole_copies import whole_copy
 from lightning_dp.run import PrivateRun
 from lightning_dp.sampling import FullBatch
@@ -102,6 +102,9 @@ class Probe:
         self._run.isolation = str(found)
         # Synthetic records may have shown another engine.
         self._run.engine = self._step.engine.watched.description
+        if self._step.one_record:
+            self._run.isolation = BY_CONSTRUCTION
+            self._warn_of_time(batch, made)
         _raise_or_warn(found, self._module, may_warn=self._world.is_lead)
         self.kinds = found.kinds
         self._ignored = _IgnoredTargets(found.is_mean_of_targets, found.ignored, found.sentinels)
@@ -137,6 +140,19 @@ class Probe:
             )
         if found.outcome in ("coupled", "kept"):
             self._step.note(_LATER.format(type(self._module).__name__, found.reason))
+
+    def _warn_of_time(self, batch: Any, pools: list[CollatedPool] | None) -> None:
+        """Warn that the records run one after the other, and how much longer that takes."""
+        if not self._world.is_lead:
+            return
+        with self._step.engine.off():
+            passes = Passes(self._module, "one_by_one", (), self._module.trainer, made_up=True)
+            times = times_alone(passes, batch, pools)
+        longer = (
+            "" if times is None else f", about {times:.1f} times as long (forward passes, made up)"
+        )
+        reason = self._step.engine.choice.reasons[-1].text
+        warn(f"Each record runs alone, one after the other{longer}. {reason}", topic="one-by-one")
 
     def _warn_of_undone_state(self, batch: Any) -> None:
         if not self._world.is_lead:

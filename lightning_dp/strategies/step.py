@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_dp._checks import MisconfigurationError
+from lightning_dp._norms import normalises_over_the_batch
 from lightning_dp._refusals import RefusedRun
 from lightning_dp._shards import as_shard, held_here
 from lightning_dp.boundary import AbstractPerSampleGradients, Query
@@ -31,6 +32,12 @@ __all__ = ["PrivateStep"]
 
 Look: TypeAlias = Callable[[AbstractPerSampleGradients], AbstractPerSampleGradients]
 
+
+_NORMS = (
+    "A BatchNorm layer that was frozen and in eval() as the fit began is in train() now, so that it mixes "
+    "records and keeps statistics of them. Put it into eval() again before each step, or let "
+    "lightning_dp.fix(model) put constants in its place."
+)
 
 _TOO_EARLY = (
     "optimizer.step() was called before all chunks of the batch were there. A batch is handed out in "
@@ -73,6 +80,7 @@ class PrivateStep:
         self.engine, self._passes, self._watched = engine, engine.passes, engine.watched
         self._module, self._device = module, device
         self._batch = BatchAccounts()
+        self._norms = [part for part in module.modules() if normalises_over_the_batch(part)]
         self._look: Look | None = None  # at the gradients of the next chunk
         self._forward_again: Forward | None = None  # the chunk's forward pass, once more
         self._records: object = None  # what goes into it
@@ -91,8 +99,15 @@ class PrivateStep:
 
     def run(self, forward: Forward, batch: object) -> Any:
         """Run the chunk's forward pass under the engine, and return what ``training_step`` does."""
-        chunk = self._batch.chunk
-        return self._watched.run(forward, batch, 1 if chunk is None else max(1, chunk.size))
+        chunk, effects = self._batch.chunk, self.engine.effects
+        size = 1 if chunk is None else max(1, chunk.size)
+        if not self._watched.isolates or self.one_record:
+            return self._watched.run(forward, batch, size)
+        with effects.of_step() as around:
+            output = self._watched.run(forward, batch, size, around)
+        if effects.state_differs is not None:
+            self.note(effects.state_differs)
+        return output
 
     def begin(self, chunk: Chunk) -> None:
         """Open the accounts of the next physical batch."""
@@ -113,6 +128,7 @@ class PrivateStep:
         """
         query = mechanism.query
         self._records = batch
+        self._check_norms()
         if not self.one_record and _is_one_row(batch, self.records_in_hand):
             self.note(OTHER_ROWS)
         if not self._module.automatic_optimization:
@@ -122,6 +138,11 @@ class PrivateStep:
             self._randomness = RandomState(self._device)
         else:
             self._randomness = self._watched.randomness
+
+    def _check_norms(self) -> None:
+        """Note that a layer that was constant as the fit began normalises over the batch by now."""
+        if any(part.training for part in self._norms):
+            self.note(_NORMS)
 
     def pass_on(self, reason: UnsupportedModelError) -> None:
         """Leave the chunk to the next engine, which runs it again, if that can be.
@@ -200,6 +221,7 @@ class PrivateStep:
         if chunk is None or not mechanism.is_begun:
             raise RefusedRun(_AGAIN, topic="batches-and-steps")
         batch.chunk = None
+        self._check_norms()
         gradients = self._take(scale)
         replay = Replay(self._forward_again, self._records, chunk.size, self._randomness)
         if gradients is None or not chunk.size:

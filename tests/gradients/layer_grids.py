@@ -26,11 +26,11 @@ Refusals: TypeAlias = Mapping[str, str]
 
 # A layer that is called with records in its second dimension, and does not say so.
 SECOND = "records|rows"
-HOOKS_SECOND = r"second dimension\. Use engine='bookkeeping'"
-HOOKS_PACKED = r"packed sequences.*Use engine='bookkeeping'"
+HOOKS_SECOND = "engine='auto' takes records second"
+HOOKS_PACKED = r"packed.*Use engine='auto'"
 BAG = "EmbeddingBag|embedding_bag"
 TRACED = "records in one dimension"  # without rules, functions on some of the rows are refused
-EVERY = ("auto", "bookkeeping", "functional", "hooks")
+EVERY = ("auto", "bookkeeping", "hooks")
 
 
 @dataclass(frozen=True)
@@ -299,7 +299,7 @@ def _sequence_bias() -> Iterator[Case]:
             layer = SequenceBias(d, is_first)
             return layer if is_first else RecordsSecond(layer)
 
-        refused = {"hooks": "layer alone"}
+        refused = {"hooks": "layer .SequenceBias.|ordinary gradient"}
         yield Case(options, make, lambda n=n, t=t, d=d: (torch.randn(n, t, d),), refused)
 
 
@@ -351,7 +351,7 @@ def _recurrent() -> Iterator[Case]:
             x = torch.randn(n, t, 4)
             return (x, torch.tensor(lengths)) if packed else (x,)
 
-        refused = {"hooks": HOOKS_PACKED, "functional": TRACED} if packed else {}
+        refused = {"hooks": HOOKS_PACKED} if packed else {}
         yield Case(options, make, batch, refused)
 
 

@@ -89,3 +89,14 @@ def head() -> nn.Linear:
 
 def weight(*shape: int) -> Callable[[], nn.Parameter]:
     return lambda: nn.Parameter(torch.randn(shape) / 2)
+
+
+class Called(nn.Module):
+    """A layer and the way in which it is called."""
+
+    def __init__(self, layer: nn.Module, call: Callable[[nn.Module, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.first, self.layer, self.call = nn.Linear(6, 6), layer, call
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.call(self.layer, self.first(x))

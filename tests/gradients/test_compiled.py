@@ -162,7 +162,6 @@ def check(net: nn.Module, engine: str, oracle: Any) -> str:
         *((kind, "bookkeeping") for kind in TRAINED),
         *((kind, "hooks") for kind in ("in place", "a part wrapped")),
         pytest.param("in a checkpoint", "hooks", marks=pytest.mark.slow),
-        pytest.param("wrapped", "functional", marks=pytest.mark.slow),
     ],
 )
 def test_trained_parts_run_as_written(kind, engine, oracle):

@@ -31,14 +31,17 @@ class WithBuffer(nn.Module):
 @pytest.mark.parametrize(
     ("layer", "message"),
     [
-        (nn.LSTM(4, 3), r"1 \(LSTM\).*opacus\.layers\.DPLSTM"),
-        (nn.GRU(4, 3), r"1 \(GRU\).*DPGRU"),
+        (nn.LSTM(4, 3), r"1 \(LSTM\).*DPLSTM"),
+        (nn.GRU(4, 3), r"1 \(GRU\).*opacus\.layers"),
         (nn.MultiheadAttention(4, 2), r"1 \(MultiheadAttention\).*DPMultiheadAttention"),
-        (DPMultiheadAttention(4, 2), r"1 .*second dimension\. Use engine='bookkeeping'"),
-        (DPMultiheadAttention(4, 2, add_bias_kv=True, batch_first=True), r"add_bias_kv=False"),
+        (DPMultiheadAttention(4, 2), r"1 .*engine='auto' takes records second"),
+        (
+            DPMultiheadAttention(4, 2, add_bias_kv=True, batch_first=True),
+            r"takes.* add_bias_kv=True",
+        ),
         (nn.BatchNorm1d(4), r"1 \(BatchNorm1d\).*GroupNorm"),
         (nn.BatchNorm2d(4), r"1 \(BatchNorm2d\).*GroupNorm"),
-        (WithBuffer(), r"1 \(WithBuffer\) .*the buffers \['mean'\].*module without param"),
+        (WithBuffer(), r"layer with buffers.*1:WithBuffer"),
     ],
     ids=lambda value: type(value).__name__ if isinstance(value, nn.Module) else "",
 )
@@ -54,7 +57,7 @@ def test_hooks_refuse_packed_sequences_where_there_is_a_gradient(hooks, oracle):
     hooks.attach(module, oracle.trained(module))
     with torch.no_grad():
         module(packed)
-    with pytest.raises(UnsupportedModelError, match=r"packed.*Use engine='bookkeeping'"):
+    with pytest.raises(UnsupportedModelError, match=r"packed.*Use engine='auto'"):
         module(input=packed)
     hooks.detach()
     module(packed)
@@ -66,6 +69,8 @@ def test_a_frozen_layer_of_an_unsupported_kind_is_allowed(engine, oracle):
 
 
 def test_forward_and_backward_passes_are_paired_by_the_graph(engine, oracle, mlp):
+    if engine.name == "hooks":
+        pytest.skip("Opacus pairs them by their order, and the mean of its gradients is refused")
     module, batch = mlp(), oracle.features()
     engine.attach(module, oracle.trained(module))
     expected = oracle.clipped(oracle.one_by_one(module, batch), 0.1)

@@ -120,7 +120,7 @@ def passes() -> Iterator[Callable[..., RecordPasses]]:
 
 
 def cases() -> list[Any]:
-    engines = [*("auto", "functional", "hooks")]
+    engines = ["auto", "hooks"]
     return [
         pytest.param(terms, engine, id=f"{engine}-{name}")
         for name, terms in QUERIES.items()
@@ -269,7 +269,7 @@ def test_a_loss_without_trained_layers_is_no_answer(passes, engine):
     assert mine.answer(query, Replay(lambda: free * 2, RECORDS)) is None
 
 
-@pytest.mark.parametrize("engine", ["auto", "functional", "hooks"])
+@pytest.mark.parametrize("engine", ["auto", "hooks"])
 @pytest.mark.parametrize("name", ["here", "there", "a difference"])
 def test_other_rows_than_records_are_an_error(passes, name, engine):
     net = make_net()

@@ -36,7 +36,7 @@ def test_what_couples_records_is_named(coupled, engine):
 
 @pytest.mark.parametrize(
     "engine",
-    ["auto", pytest.param("hooks", marks=SLOW), pytest.param("functional", marks=SLOW)],
+    ["auto", pytest.param("hooks", marks=SLOW)],
 )
 def test_what_keeps_records_apart_passes(isolated, engine):
     model, batch = isolated

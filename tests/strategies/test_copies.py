@@ -129,7 +129,7 @@ def privacy() -> Callable[[str], DifferentialPrivacy]:
     return make
 
 
-ENGINES = ("bookkeeping", "functional", "hooks")
+ENGINES = ("bookkeeping", "hooks")
 
 
 @pytest.mark.parametrize("engine", ENGINES)

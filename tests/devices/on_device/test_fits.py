@@ -16,7 +16,6 @@ ENGINES = {
     "ghost": {"name": "cnn", "engine": "ghost"},
     "attention": {"name": "attention"},
     "traced": {"name": "raw"},
-    "functional": {"engine": "functional"},
     "hooks": {"name": "cnn", "engine": "hooks"},
     "one by one": {"engine": "one_by_one"},
 }

@@ -199,7 +199,7 @@ def test_bfloat16_autocast(classifier, mlp, blobs, make_trainer, keep_fraction):
 
 def test_engines_agree(classifier, mlp, blobs, make_trainer):
     results = []
-    for engine in ("bookkeeping", "functional"):
+    for engine in ("bookkeeping", "auto"):
         model = classifier(mlp(), plain_sgd)
         privacy = DifferentialPrivacy(
             target_delta=1e-5,

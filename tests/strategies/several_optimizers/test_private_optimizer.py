@@ -48,7 +48,6 @@ class Moved(GAN):
         (Shared, {"private_optimizer": 1}, r"both hold the parameters \['critic.0.bias'"),
         (Shared, {}, "2 hold some of them.*private_optimizer=0"),
         (GAN, {"engine": "hooks"}, "generated rows.*engine='bookkeeping'"),
-        (GAN, {"engine": "functional"}, "generated rows.*engine='bookkeeping'"),
         (GAN, {"engine": "one_by_one"}, "runs training_step once for each record"),
         (GAN, {"estimator": Diff2(2)}, "must run training_step again"),
         (Moved, {}, r"without a backward\(\) of the LightningModule's own"),

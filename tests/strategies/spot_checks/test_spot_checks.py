@@ -129,14 +129,13 @@ def test_ordinary_modules_train_for_long(fit, model):
     ("privacy", "trainer"),
     [
         ({"engine": "hooks"}, {}),
-        pytest.param({"engine": "functional"}, {}, marks=pytest.mark.slow),
         ({}, {"accumulate_grad_batches": 3}),
         ({"sampling": FullBatch()}, {}),
         ({"estimator": Diff2(3, 1.0, 1.0)}, {}),
         pytest.param({"estimator": Storm(0.5, 1.0, 1.0)}, {}, marks=pytest.mark.slow),
         ({"isolation_probe": True}, {}),
     ],
-    ids=["hooks", "functional", "accumulated", "full batch", "diff2", "storm", "probed"],
+    ids=["hooks", "accumulated", "full batch", "diff2", "storm", "probed"],
 )
 @pytest.mark.parametrize("model", [Multi, Centred], ids=["ordinary", "coupled"])
 def test_all_kinds_of_steps(fit, privacy, trainer, model):

@@ -1,0 +1,319 @@
+"""What ``training_step`` does besides its loss, where samples run alone: logs, metrics, state."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, TypeAlias
+
+import torch
+from lightning.pytorch import LightningModule
+from torch import Tensor
+from torchmetrics import Metric, MetricCollection
+
+from lightning_dp._joined_calls import OfSamples, joined, over_records, whole
+from lightning_dp._module_state import ModuleState
+from lightning_dp._warnings import warn
+from lightning_dp.gradients.base import Around
+from lightning_dp.gradients.batches import map_leaves
+from lightning_dp.gradients.record_calls import CallRecorder, DifferentPaths
+from lightning_dp.gradients.vmap import is_sample, outside, rows
+
+__all__ = ["SideEffects"]
+
+_Key: TypeAlias = tuple[Any, ...]
+
+_LOGS = ("log", "log_dict")
+_COUNTS = ("update", "forward", "compute", "reset")
+_RETURNING = frozenset(("forward", "compute"))
+_LOG = inspect.signature(LightningModule.log)
+_ABSENT = object()
+
+_DIFFERS = (
+    "training_step leaves another value in {} for some records than for others, so that later steps "
+    "could read what a record left. Keep there only what depends on no record; log the rest."
+)
+_NUMBER = (
+    "self.log({0!r}, ...) in training_step is given a number made of a tensor (.item(), float()), for "
+    "which each record has to run by itself, slowly. Log the tensor: self.log({0!r}, loss), or "
+    "loss.detach()."
+)
+
+
+@dataclass(frozen=True, slots=True)
+class _Later:
+    """What a call of a metric returns, when it is made; or one entry of it."""
+
+    key: _Key
+    entry: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class _Noted:
+    """A call that is made once for the whole batch, after the pass."""
+
+    function: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class _Group:
+    """Samples that ran together: their places in the batch, and the calls that they wish to make."""
+
+    places: Tensor
+    calls: dict[_Key, _Noted]
+
+
+class SideEffects:
+    """Does once, for the whole batch, what ``training_step`` does besides its loss.
+
+    Samples run alone, in groups, some of them again in smaller ones. What they log becomes one entry
+    per name and call: their mean (sum, maximum, minimum, as ``reduce_fx`` says). torchmetrics get one
+    call with the rows of all samples, in the order of the batch; what their ``forward`` and
+    ``compute`` return can only be logged. Every group begins with the state of the module before the
+    step, so that counters count steps.
+
+    Args:
+        module: the user's model.
+    """
+
+    def __init__(self, module: LightningModule) -> None:
+        self._module = module
+        self._groups: list[_Group] = []
+        self._before: _State | None = None
+        self._of_first: _State | None = None
+        self._has_run = self._reads_numbers = self._has_warned = False
+        self._later: dict[int, tuple[Tensor, _Later]] = {}
+        self.state_differs: str | None = None
+        """Why the step may not be released: records left different states behind; None if not."""
+
+    @contextmanager
+    def of_step(self, *, are_done: bool = True) -> Iterator[Around]:
+        """Yield what is entered around each group; afterwards do once what the samples did.
+
+        After an exception the module is as it was before.
+
+        Args:
+            are_done: False for a further pass over the same batch: it leaves no trace.
+        """
+        self._forget()
+        self._before, self.state_differs = _State(self._module), None
+        try:
+            yield self._around
+            if are_done:
+                self._do()
+            else:
+                self._before.restore()
+        except BaseException:
+            self._before.restore()
+            raise
+        finally:
+            self._forget()
+
+    def _forget(self) -> None:
+        self._groups, self._later = [], {}
+        self._before = self._of_first = None
+        self._has_run = self._reads_numbers = False
+
+    # -- in the pass -------------------------------------------------------------------------------
+
+    @contextmanager
+    def _around(self, recorder: CallRecorder, places: Tensor) -> Iterator[None]:
+        assert self._before is not None
+        with _aside():
+            if self._groups and self._of_first is None:
+                self._of_first = _State(self._module)
+            if self._has_run:
+                self._before.restore()
+        self._has_run = True
+        group = _Group(places, {})
+        try:
+            with self._noting(recorder, group.calls):
+                yield
+        except DifferentPaths as paths:
+            self._reads_numbers |= paths.are_numbers
+            raise
+        self._groups.append(group)
+        if self._of_first is not None:
+            with _aside():
+                names = self._of_first.differing(_State(self._module))
+            if names and self.state_differs is None:
+                self.state_differs = _DIFFERS.format(", ".join(names))
+
+    @contextmanager
+    def _noting(self, recorder: CallRecorder, calls: dict[_Key, _Noted]) -> Iterator[None]:
+        """Note what the module logs and its metrics count, inside, instead of doing it."""
+        shadowed: list[tuple[dict[str, Any], str, Any]] = []
+        try:
+            for part in self._module.modules():
+                for name in _shadowed(part):
+                    own, function = vars(part), getattr(part, name)
+                    shadowed.append((own, name, own.get(name, _ABSENT)))
+                    own[name] = partial(self._note, recorder, calls, part, name, function)
+            yield
+        finally:
+            for own, name, value in shadowed:
+                if value is _ABSENT:
+                    del own[name]
+                else:
+                    own[name] = value
+
+    def _note(
+        self,
+        recorder: CallRecorder,
+        calls: dict[_Key, _Noted],
+        part: Any,
+        name: str,
+        function: Callable[..., Any],
+        /,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        if name == "log_dict" and id(args[0] if args else None) not in self._later:
+            return function(*args, **kwargs)  # calls log
+        label: tuple[Any, ...] = (len(args), *kwargs)
+        if name == "log":
+            kwargs, args = dict(_LOG.bind(part, *args, **kwargs).arguments), ()
+            del kwargs["self"]
+            label, value = (kwargs["name"],), kwargs["value"]
+            if isinstance(value, Tensor) and is_sample(value) and value.numel() != 1:
+                raise ValueError(
+                    f"self.log({label[0]!r}, ...) needs a single number of each record."
+                )
+        number, key = 0, (name, id(part), label, 0)
+        while key in calls:
+            number, key = number + 1, (*key[:-1], number + 1)
+        with _aside():
+            args, kwargs = map_leaves((args, kwargs), self._taken)
+            calls[key] = _Noted(function, args, kwargs)
+            if name not in _RETURNING:
+                return None
+            if isinstance(part, MetricCollection):
+                entries = [str(entry) for entry in part.keys(keep_base=False)]
+                return {entry: self._promised(recorder, _Later(key, entry)) for entry in entries}
+            return self._promised(recorder, _Later(key, None))
+
+    def _taken(self, value: Any) -> Any:
+        """Return a leaf of arguments as it is kept: nothing of the pass's graph, or of its level."""
+        if not isinstance(value, Tensor):
+            return value
+        if id(value) in self._later:
+            return self._later[id(value)][1]
+        return OfSamples(rows(value).detach()) if is_sample(value) else value.detach()
+
+    def _promised(self, recorder: CallRecorder, later: _Later) -> Tensor:
+        value = recorder.only_logged(torch.full((), torch.nan))
+        self._later[id(value)] = value, later
+        return value
+
+    # -- after the pass ----------------------------------------------------------------------------
+
+    def _do(self) -> None:
+        """Make the noted calls, each once, in the order of the code."""
+        results: dict[_Key, Any] = {}
+
+        def now(value: Any) -> Any:
+            if not isinstance(value, _Later):
+                return value
+            found = results[value.key]
+            return found if value.entry is None else found[value.entry]
+
+        for key in _in_order([list(group.calls) for group in self._groups]):
+            groups = [group for group in self._groups if key in group.calls]
+            calls, places = (
+                [group.calls[key] for group in groups],
+                [group.places for group in groups],
+            )
+            args, kwargs = calls[0].args, calls[0].kwargs
+            if key[0] in _LOGS:
+                kwargs = self._entry([call.kwargs for call in calls], places)
+            else:
+                given = [(call.args, call.kwargs) for call in calls]
+                args, kwargs = map_leaves(joined(given, places), whole)
+            args, kwargs = map_leaves((args, kwargs), now)
+            results[key] = calls[0].function(*args, **kwargs)
+
+    def _entry(self, given: Sequence[dict[str, Any]], places: Sequence[Tensor]) -> dict[str, Any]:
+        """Return the arguments of one entry of the log for the whole batch."""
+        entry = dict(given[0])
+        if (size := entry.get("batch_size")) is not None:
+            sizes = [
+                each["batch_size"].rows.sum() if isinstance(size, OfSamples)
+                else each["batch_size"] * len(at)
+                for each, at in zip(given, places, strict=True)
+            ]  # fmt: skip
+            entry["batch_size"] = int(sum(sizes))
+        if "value" in entry:
+            values = [each["value"] for each in given]
+            value = joined(values, places)
+            if isinstance(value, OfSamples):
+                self._warn_of_numbers(entry["name"], values)
+                entry["value"] = over_records(
+                    whole(value).flatten(), entry.get("reduce_fx", "mean")
+                )
+        return entry
+
+    def _warn_of_numbers(self, name: str, values: Sequence[Any]) -> None:
+        are_numbers = all(isinstance(value, int | float) for value in values)
+        if self._reads_numbers and are_numbers and not self._has_warned:
+            self._has_warned = True
+            warn(_NUMBER.format(name), topic="metrics")
+
+
+def _shadowed(part: Any) -> tuple[str, ...]:
+    if isinstance(part, LightningModule):
+        return _LOGS
+    return _COUNTS if isinstance(part, Metric | MetricCollection) else ()
+
+
+@contextmanager
+def _aside() -> Iterator[None]:
+    """Leave the level and its recorder for a while."""
+    with outside(), torch._C.DisableTorchFunction():
+        yield
+
+
+def _in_order(groups: Sequence[Sequence[_Key]]) -> list[_Key]:
+    """Return the keys of all groups, each after those that come before it in its own group."""
+    found: list[_Key] = []
+    for keys in groups:
+        place = 0
+        for key in keys:
+            if key not in found:
+                found.insert(place, key)
+            place = found.index(key) + 1
+    return found
+
+
+# -- state ----------------------------------------------------------------------------------------
+
+
+class _State:
+    """What a module keeps, and the settings of its optimizers."""
+
+    def __init__(self, module: LightningModule) -> None:
+        trainer = module._trainer
+        optimizers = [] if trainer is None else trainer.optimizers
+        self._module = ModuleState.of(module, [] if trainer is None else trainer.callbacks)  # type: ignore[attr-defined]
+        self._groups = [group for each in optimizers for group in each.param_groups]
+        self._settings = [copy.deepcopy(_without_params(group)) for group in self._groups]
+
+    def restore(self) -> None:
+        self._module.restore()
+        for group, settings in zip(self._groups, self._settings, strict=True):
+            group.update(copy.deepcopy(settings))
+
+    def differing(self, other: _State) -> list[str]:
+        """Return the names of what differs; random generators move on as they may."""
+        found = self._module.differences(other._module)
+        names = [each.name for each in found if each.kind != "random"]
+        return [*names, "the optimizers' settings"] if self._settings != other._settings else names
+
+
+def _without_params(group: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in group.items() if name != "params"}
