@@ -53,11 +53,12 @@ class DifferentialPrivacy(Callback):
         sampling: ``Poisson()`` or ``FullBatch()``.
         relation: "add_remove" or "replace_one".
         accountant: computes ε.
-        engine: computes gradients per record: "bookkeeping" (clipped sums from one backward pass,
-            fast), "ghost" (from two backward passes, of which nothing is kept but norms: least
-            memory; "bookkeeping" where it does not cover the model), "hooks" (Opacus' own, to compare
-            with), "one_by_one" (each record alone through ``collate_fn`` and ``training_step``: any
-            model, slowest); "auto" takes "bookkeeping".
+        engine: computes gradients per record: "layers" (the whole batch at once, by the types of its
+            layers; "bookkeeping" is its old name), "records" (every record alone, all at once under
+            ``torch.func.vmap``), "ghost" (two backward passes, of which nothing is kept but norms:
+            least memory), "one_by_one" (each record alone through ``collate_fn`` and
+            ``training_step``: slowest), "hooks" (Opacus' own, to compare with); "auto" takes the
+            first of "layers", "records" and "one_by_one" that covers the model.
         ledger_dir: folder of the privacy journal, on this machine; default
             ``<default_root_dir>/privacy``. A relative one begins where the process is now.
         isolation_probe: before the first step, check on a synthetic batch that no record changes

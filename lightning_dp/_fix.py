@@ -79,10 +79,9 @@ def fix(
     - BatchNorm and SyncBatchNorm become GroupNorm, or constants (see ``norms``); InstanceNorm loses
       its running statistics.
     - ``nn.LSTM``, ``nn.GRU`` and ``nn.RNN`` that are trained become Opacus' ``DPLSTM``, ``DPGRU`` and
-      ``DPRNN``: the same function. Those of torch train as well, but several times slower, and not if
-      sequences are packed.
-    - ``nn.MultiheadAttention`` becomes ``DPMultiheadAttention`` with ``attention=True``. Only
-      ``engine="hooks"`` needs it, also for position ids: by default, both train as they are.
+      ``DPRNN``: the same function. Only ``engine="hooks"`` needs it: those of torch train as they are.
+    - ``nn.MultiheadAttention`` becomes ``DPMultiheadAttention`` with ``attention=True``, for
+      ``engine="hooks"`` as well.
     - ``max_norm`` of embeddings becomes None.
 
     Everything else is left alone. A layer that has two names has both afterwards. Call it before

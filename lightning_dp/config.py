@@ -62,11 +62,12 @@ class PrivacyConfig:
         relation: neighbouring data sets differ by adding or removing a record ("add_remove"), or
             by replacing one ("replace_one").
         accountant: computes ε; default the tight numerical one.
-        engine: computes gradients per record: "layers" (clipped sums from one backward pass, fast;
-            "bookkeeping" is its old name), "ghost" (from two backward passes, of which nothing is kept
-            but norms: least memory; "layers" where it does not cover the model), "hooks" (Opacus),
-            "one_by_one" (each record alone through ``collate_fn`` and ``training_step``: any model,
-            slowest); "auto" takes "layers".
+        engine: computes gradients per record: "layers" (the whole batch at once, by the types of its
+            layers; "bookkeeping" is its old name), "records" (every record alone, all at once under
+            ``torch.func.vmap``), "ghost" (two backward passes, of which nothing is kept but norms:
+            least memory), "one_by_one" (each record alone through ``collate_fn`` and
+            ``training_step``: slowest), "hooks" (Opacus' own, to compare with); "auto" takes the
+            first of "layers", "records" and "one_by_one" that covers the model.
         ledger_dir: folder of the privacy journal, on this machine; default
             ``<default_root_dir>/privacy``. A relative one begins where the process is now.
         isolation_probe: use a synthetic batch, before the first step, to check that no

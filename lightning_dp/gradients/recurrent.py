@@ -217,7 +217,7 @@ def _recurrent(step: Step, recorder: CallRecorder, *args: Any) -> Any:
 
 @dataclass(frozen=True)
 class Packed:
-    """What is known of a tensor of packed sequences, or of its batch sizes.
+    """The facts about a tensor of packed sequences, or of its batch sizes.
 
     Args:
         padded: the number of steps before packing, to which sequences are padded again: lengths of

@@ -40,7 +40,7 @@ __all__ = [
 ]
 
 
-_CURE = "Use engine='hooks', or change the layer."
+_CURE = "Leave the engine at 'auto', or change the layer."
 _FIX = "lightning_dp.fix(model) puts a layer of Opacus in its place."
 
 # (layer, its input, the gradient of its output) -> every parameter with its use in this call;
@@ -50,7 +50,7 @@ Rule: TypeAlias = Callable[..., Uses]
 
 @dataclass(frozen=True, eq=False)
 class FunctionLayer:
-    """What a rule reads of a layer, where a function was called without one."""
+    """The settings of a layer that a rule reads, where a function was called without one."""
 
     weight: Tensor
     bias: Tensor | None = None

@@ -34,7 +34,7 @@ class WithBuffer(nn.Module):
         (nn.LSTM(4, 3), r"1 \(LSTM\).*DPLSTM"),
         (nn.GRU(4, 3), r"1 \(GRU\).*opacus\.layers"),
         (nn.MultiheadAttention(4, 2), r"1 \(MultiheadAttention\).*DPMultiheadAttention"),
-        (DPMultiheadAttention(4, 2), r"1 .*engine='bookkeeping' takes records second"),
+        (DPMultiheadAttention(4, 2), r"1 .*engine='auto' takes records second"),
         (
             DPMultiheadAttention(4, 2, add_bias_kv=True, batch_first=True),
             r"takes.* add_bias_kv=True",
@@ -57,7 +57,7 @@ def test_hooks_refuse_packed_sequences_where_there_is_a_gradient(hooks, oracle):
     hooks.attach(module, oracle.trained(module))
     with torch.no_grad():
         module(packed)
-    with pytest.raises(UnsupportedModelError, match=r"packed.*Use engine='bookkeeping'"):
+    with pytest.raises(UnsupportedModelError, match=r"packed.*Use engine='auto'"):
         module(input=packed)
     hooks.detach()
     module(packed)

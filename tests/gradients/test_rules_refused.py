@@ -57,7 +57,7 @@ def test_a_layer_with_more_parameters_than_its_type_is_refused(oracle):
 )
 def test_layers_that_are_not_covered_are_refused_with_name_and_cure(lean, layer, message, oracle):
     module = nn.Sequential(nn.Linear(6, 4), layer)
-    with pytest.raises(UnsupportedModelError, match=f"{message}.*Use engine='hooks'"):
+    with pytest.raises(UnsupportedModelError, match=f"{message}.*Leave the engine at 'auto'"):
         lean.attach(module, oracle.trained(module))
 
 
