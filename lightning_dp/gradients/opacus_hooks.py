@@ -124,7 +124,6 @@ class OpacusHooks(AbstractGradientEngine):
 
     def backward(self, loss: Tensor, *, keep_graph: bool = False, combined: bool = False) -> None:
         opacus, params = self._opacus, list(self._params.values())
-        after = _copied(opacus.kept if keep_graph else opacus.fresh)
         opacus.is_live, opacus.rows = True, []
         try:
             with warnings.catch_warnings():
@@ -133,7 +132,7 @@ class OpacusHooks(AbstractGradientEngine):
             rows = [opacus.kept[param].get("grad_sample") for param in params]
             self._found = dict(zip(self._params, zip(rows, plain, strict=True), strict=True))
         finally:
-            opacus.is_live, opacus.kept = False, after
+            opacus.is_live, opacus.kept = False, _copied(opacus.fresh)
 
     def take(self, scale: float, touched: Mapping[str, nn.Parameter]) -> MaterialisedGradients:
         found, self._found = self._found, None
