@@ -23,7 +23,7 @@ from lightning_dp.federated.spending import Spending
 from lightning_dp.functional import flatten, unflatten
 from lightning_dp.gradients import RawGradientHookError, UnsupportedModelError
 
-ENGINES = ["auto", "bookkeeping", "functional", "hooks", "one_by_one"]
+ENGINES = ["auto", "layers", "records", "hooks", "one_by_one"]
 
 
 def gradient(module: nn.Module, point: Tensor, record: tuple[Tensor, Tensor]) -> Tensor:

@@ -86,7 +86,7 @@ def silent(**settings):
 
 
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("engine", ["bookkeeping", "hooks"])
+@pytest.mark.parametrize("engine", ["layers", "hooks"])
 def test_a_chunk_without_an_answer_is_never_released(
     way, engine, skipping, mlp, loader, make_trainer, weights, at_each_step
 ):
@@ -133,7 +133,7 @@ def test_manual_optimization_without_a_backward_pass(
     assert privacy.epsilon == math.inf
 
 
-@pytest.mark.parametrize("engine", ["bookkeeping", "hooks"])
+@pytest.mark.parametrize("engine", ["layers", "hooks"])
 def test_a_backward_override_is_not_asked(engine, classifier, mlp, loader, make_trainer):
     class Deaf(classifier):
         def backward(self, loss, *args, **kwargs):
