@@ -69,7 +69,7 @@ class _Hooks(GradSampleHooks):  # type: ignore[misc]
         if is_packed or folding_in_force() is not None:
             raise UnsupportedModelError(
                 f"{self.names[module] or type(module).__name__} was called inside rows_of_records() or "
-                "with packed sequences: Opacus takes rows for records. Use engine='bookkeeping'.",
+                "with packed sequences: Opacus takes rows for records. Use engine='auto'.",
                 topic="opacus-hooks",
             )
         with self._on(module):
@@ -173,7 +173,7 @@ def _refuse_layers(module: nn.Module) -> None:
         refuse_script(name, layer)
         errors = ModuleValidator.VALIDATORS.get(type(layer), lambda _: [])(layer)
         if isinstance(layer, DPMultiheadAttention) and (layer.add_bias_kv or not layer.batch_first):
-            errors = ["engine='bookkeeping' takes records second, and add_bias_kv=True."]
+            errors = ["engine='auto' takes records second, and add_bias_kv=True."]
         reasons += [f"{name or 'The module'} ({type(layer).__name__}): {error}" for error in errors]
     if reasons:
         raise UnsupportedModelError(
