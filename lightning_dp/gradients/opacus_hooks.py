@@ -29,7 +29,7 @@ from lightning_dp.gradients.base import (
 from lightning_dp.gradients.materialised import MaterialisedGradients
 from lightning_dp.gradients.module_hooks import ModuleHooks
 from lightning_dp.gradients.row_owners import folding_in_force
-from lightning_dp.gradients.unsupported import refuse_script, refuse_without_records
+from lightning_dp.gradients.unsupported import refuse_without_records
 
 __all__ = ["OpacusHooks"]
 
@@ -170,7 +170,6 @@ def _refuse_layers(module: nn.Module) -> None:
     for name, layer in module.named_modules():
         if not any(param.requires_grad for param in layer.parameters()):
             continue
-        refuse_script(name, layer)
         errors = ModuleValidator.VALIDATORS.get(type(layer), lambda _: [])(layer)
         if isinstance(layer, DPMultiheadAttention) and (layer.add_bias_kv or not layer.batch_first):
             errors = ["engine='auto' takes records second, and add_bias_kv=True."]

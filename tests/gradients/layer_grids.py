@@ -26,8 +26,8 @@ Refusals: TypeAlias = Mapping[str, str]
 
 # A layer that is called with records in its second dimension, and does not say so.
 SECOND = "records|rows"
-HOOKS_SECOND = r"second dimension\. Use engine='auto'"
-HOOKS_PACKED = r"packed sequences.*Use engine='auto'"
+HOOKS_SECOND = r"second dimension\. Use engine='bookkeeping'"
+HOOKS_PACKED = r"packed sequences.*Use engine='bookkeeping'"
 BAG = "EmbeddingBag|embedding_bag"
 TRACED = "records in one dimension"  # without rules, functions on some of the rows are refused
 EVERY = ("auto", "bookkeeping", "functional", "hooks")

@@ -34,7 +34,7 @@ class WithBuffer(nn.Module):
         (nn.LSTM(4, 3), r"1 \(LSTM\).*opacus\.layers\.DPLSTM"),
         (nn.GRU(4, 3), r"1 \(GRU\).*DPGRU"),
         (nn.MultiheadAttention(4, 2), r"1 \(MultiheadAttention\).*DPMultiheadAttention"),
-        (DPMultiheadAttention(4, 2), r"1 .*second dimension\. Use engine='auto'"),
+        (DPMultiheadAttention(4, 2), r"1 .*second dimension\. Use engine='bookkeeping'"),
         (DPMultiheadAttention(4, 2, add_bias_kv=True, batch_first=True), r"add_bias_kv=False"),
         (nn.BatchNorm1d(4), r"1 \(BatchNorm1d\).*GroupNorm"),
         (nn.BatchNorm2d(4), r"1 \(BatchNorm2d\).*GroupNorm"),
@@ -54,7 +54,7 @@ def test_hooks_refuse_packed_sequences_where_there_is_a_gradient(hooks, oracle):
     hooks.attach(module, oracle.trained(module))
     with torch.no_grad():
         module(packed)
-    with pytest.raises(UnsupportedModelError, match=r"packed.*Use engine='auto'"):
+    with pytest.raises(UnsupportedModelError, match=r"packed.*Use engine='bookkeeping'"):
         module(input=packed)
     hooks.detach()
     module(packed)

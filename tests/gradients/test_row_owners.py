@@ -156,7 +156,7 @@ def test_opacus_hooks_would_take_rows_for_records(hooks):
     net = nn.Linear(3, 2)
     hooks.attach(net, list(net.parameters()))
     with (
-        pytest.raises(UnsupportedModelError, match=r"inside rows_of_records.*engine='auto'"),
+        pytest.raises(UnsupportedModelError, match=r"inside rows_of_records.*engine='bookkeeping'"),
         rows_of_records(torch.tensor([1, 0]), 2),
     ):
         net(torch.ones(2, 3))

@@ -73,7 +73,7 @@ def test_a_fit_is_the_same_with_checkpoints(
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad=True")
 def test_reentrant_checkpoints_are_refused_with_the_cure(classifier, blobs, make_trainer):
     privacy = DifferentialPrivacy(target_delta=1e-5, noise_multiplier=1.0)
-    with pytest.raises(TypeError, match="reentrant activation checkpoints.*use_reentrant=False"):
+    with pytest.raises(TypeError, match=r"reentrant activation checkpoints.*use_reentrant=False"):
         make_trainer(max_epochs=1, callbacks=[privacy]).fit(
             classifier(Blocks(True)), DataLoader(blobs, 60)
         )

@@ -168,8 +168,7 @@ def test_a_compiled_module_is_resumed_and_loaded_under_its_own_names(
     assert next(iter(state)).startswith("net._orig_mod.")
 
 
-def test_a_scripted_model_is_refused_by_name_or_runs_each_record_alone(fit):
+@pytest.mark.parametrize("engine", ["auto", "one_by_one"])
+def test_a_scripted_model_is_refused_by_name(engine, fit):
     with pytest.raises(UnsupportedModelError, match=r"net is a module of TorchScript"):
-        fit(of_net=torch.jit.script, engine="layers")
-    _, report = fit(of_net=torch.jit.script, isolation_probe=True)
-    assert report.mechanism["gradient engine"].startswith("one_by_one, since records")
+        fit(of_net=torch.jit.script, engine=engine)

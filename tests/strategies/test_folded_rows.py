@@ -61,6 +61,7 @@ class Bags(Nodes):
     def __init__(self) -> None:
         super().__init__()
         self.words, self.head = nn.EmbeddingBag(9, 4, mode="mean"), nn.Linear(4, 2)
+        del self.layers
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
         return cross_entropy(self.head(self.words(batch["words"], batch["offsets"])), batch["y"])
