@@ -36,7 +36,10 @@ nitpicky = True
 nitpick_ignore_regex = [
     ("py:.*", r"(?!lightning_dp\.).*"),
     ("py:(class|obj)", r"lightning_dp\..*\._\w+"),  # bases and types that one file alone uses
-    ("py:class", r"lightning_dp\.(_\w+\.\w+|run\.PrivateRun|gradients\.batches\.Layout)"),  # of no use outside
+    (
+        "py:class",
+        r"lightning_dp\.(_\w+\.\w+|run\.PrivateRun|gradients\.batches\.Layout)",
+    ),  # of no use outside
     ("py:class", r"lightning_dp\.accounting\.(steps|external)\.\w+"),
     ("py:class", r"lightning_dp\.report\.facts\.\w+"),  # what PrivacyReport is made of
     ("py:class", r"lightning_dp\.strategies\..*"),  # what the callbacks are made of

@@ -4,7 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
-__all__ = ["ADDRESS", "Refusal", "RefusedRun", "RefusedSetting", "pointer", "text_of"]
+__all__ = [
+    "ADDRESS",
+    "Refusal",
+    "RefusedRun",
+    "RefusedSetting",
+    "UnsupportedModelError",
+    "pointer",
+    "text_of",
+]
 
 ADDRESS: str | None = None
 """The address of the published documentation. None: there is none, and the pointer is a command."""
@@ -77,3 +85,14 @@ class RefusedSetting(Refusal, ValueError):
 
 class RefusedRun(Refusal, RuntimeError):
     """Something happened during a run under which ε would not hold."""
+
+
+class UnsupportedModelError(Refusal, TypeError):
+    """Per-record gradients cannot be computed for this model."""
+
+    def __init__(self, text: str, *, topic: str = "unsupported-model") -> None:
+        super().__init__(text, topic=topic)
+
+    def plain(self) -> UnsupportedModelError:
+        """Return it to be kept: without its traceback, which holds tensors."""
+        return UnsupportedModelError(self.text, topic=self.topic)

@@ -150,7 +150,7 @@ def test_it_passes_every_check_of_a_private_run(make_trainer, sequences):
     trainer = make_trainer(max_steps=12, max_epochs=-1, callbacks=[privacy])
     trainer.fit(NextToken(), sequences)
     run = trainer.strategy.private_run
-    assert run.engine == "bookkeeping"
+    assert run.engine == "layers"
     assert run.isolation.startswith("probed, isolated")
     assert run.spot_checks > 2
     assert privacy.steps == 12

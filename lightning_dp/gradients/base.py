@@ -5,16 +5,14 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
+from typing import Any, ClassVar, TypeAlias
 
 import torch
 from torch import Tensor, nn
 
-from lightning_dp._refusals import Refusal
+from lightning_dp._refusals import UnsupportedModelError
 from lightning_dp.boundary import AbstractPerSampleGradients
-
-if TYPE_CHECKING:
-    from lightning_dp.gradients.batches import SampleBatch
+from lightning_dp.gradients.batches import SampleBatch
 
 __all__ = [
     "ALONE",
@@ -45,17 +43,6 @@ def without_alone(refusal: str) -> str:
         'Layer net.0 is frozen.'
     """
     return refusal.replace(ALONE, "").rstrip()
-
-
-class UnsupportedModelError(Refusal, TypeError):
-    """Per-record gradients cannot be computed for this model."""
-
-    def __init__(self, text: str, *, topic: str = "unsupported-model") -> None:
-        super().__init__(text, topic=topic)
-
-    def plain(self) -> UnsupportedModelError:
-        """Return it to be kept: without its traceback, which holds tensors."""
-        return UnsupportedModelError(self.text, topic=self.topic)
 
 
 class UncoveredParameterError(UnsupportedModelError):

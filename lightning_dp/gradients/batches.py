@@ -10,7 +10,7 @@ from typing import Any, TypeAlias, cast
 import numpy as np
 from torch import Tensor, nn
 
-from lightning_dp.gradients.base import UnsupportedModelError
+from lightning_dp._refusals import UnsupportedModelError
 
 __all__ = ["DEFAULT_LAYOUT", "UNKNOWN_LAYOUT", "Layout", "SampleBatch", "leaves", "map_leaves"]
 

@@ -5,18 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from lightning_dp.gradients.record_calls import CallRecorder
 from lightning_dp.gradients.recurrent import RECURRENT
 from lightning_dp.gradients.vmap import is_sample, outside, rows
-
-if TYPE_CHECKING:
-    from lightning_dp.gradients.record_calls import CallRecorder
 
 __all__ = ["COMPOSITES"]
 

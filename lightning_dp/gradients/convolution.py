@@ -171,7 +171,7 @@ class Convolution(AbstractForm):
         products = inner**2 * channels + outer**2 * (outputs + math.prod(kernel))
         if (len(uses) + 1) * products > outer * outputs * channels * math.prod(kernel):
             return None
-        size = max(1, PRODUCTS // inner**2)
+        size = max(1, PRODUCTS // max(1, inner**2))
         parts = (slice(start, start + size) for start in range(0, len(u), size))
         return torch.cat([self._squares([use.of(part) for use in uses]) for part in parts])
 

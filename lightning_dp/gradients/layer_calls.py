@@ -37,7 +37,6 @@ from lightning_dp.gradients.row_owners import folding_in_force
 from lightning_dp.gradients.rules import Rule, own_parameters, refuse_options, rule_of
 from lightning_dp.gradients.sharded import WholeParameters, is_unit, refuse_other_shards, unit_rule
 from lightning_dp.gradients.unsupported import (
-    refuse_script,
     refuse_special,
     refuse_without_records,
 )
@@ -325,7 +324,6 @@ def _rules_of_layers(module: nn.Module, trained: Collection[int]) -> dict[nn.Mod
     for name, layer in module.named_modules():
         if not any(id(param) in trained for param in layer.parameters()):
             continue
-        refuse_script(name, layer)
         rule = rule_of(layer)
         own = [param for param in own_parameters(layer) if id(param) in trained]
         refuse_options(name, layer, has_rule=rule is not None or is_unit(layer), has_own=bool(own))

@@ -113,7 +113,7 @@ class OuterProduct(AbstractForm):
             return (factor_norms(u) * factor_norms(v)).square_()
         if times * (rows + columns) > 2 * rows * columns or (may_keep and self.prefers_rows(v, u)):
             return None  # the rows cost no more, and if they are kept the sum is almost free
-        size = max(1, PRODUCTS // times**2)
+        size = max(1, PRODUCTS // max(1, times**2))
         if size >= len(u):
             return _squares_of_products(_products(u), _products(v))
         norms = [
@@ -180,7 +180,7 @@ class Lookup(AbstractForm):
         """Return Σ over positions s, t of equal rows of u_s · u_t: nothing of the table's size."""
         (use,) = uses
         v, u = use.v, use.u
-        size = max(1, PRODUCTS // v.shape[1] ** 2)
+        size = max(1, PRODUCTS // max(1, v.shape[1] ** 2))
         norms = [
             _squares_of_lookup(*part)
             for part in zip(torch.split(u, size), torch.split(v, size), strict=True)

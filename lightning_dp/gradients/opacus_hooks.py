@@ -29,7 +29,7 @@ from lightning_dp.gradients.base import (
 from lightning_dp.gradients.materialised import MaterialisedGradients
 from lightning_dp.gradients.module_hooks import ModuleHooks
 from lightning_dp.gradients.row_owners import folding_in_force
-from lightning_dp.gradients.unsupported import refuse_script, refuse_without_records
+from lightning_dp.gradients.unsupported import refuse_without_records
 
 __all__ = ["OpacusHooks"]
 
@@ -124,7 +124,6 @@ class OpacusHooks(AbstractGradientEngine):
 
     def backward(self, loss: Tensor, *, keep_graph: bool = False, combined: bool = False) -> None:
         opacus, params = self._opacus, list(self._params.values())
-        after = _copied(opacus.kept if keep_graph else opacus.fresh)
         opacus.is_live, opacus.rows = True, []
         try:
             with warnings.catch_warnings():
@@ -133,7 +132,7 @@ class OpacusHooks(AbstractGradientEngine):
             rows = [opacus.kept[param].get("grad_sample") for param in params]
             self._found = dict(zip(self._params, zip(rows, plain, strict=True), strict=True))
         finally:
-            opacus.is_live, opacus.kept = False, after
+            opacus.is_live, opacus.kept = False, _copied(opacus.fresh)
 
     def take(self, scale: float, touched: Mapping[str, nn.Parameter]) -> MaterialisedGradients:
         found, self._found = self._found, None
@@ -171,7 +170,6 @@ def _refuse_layers(module: nn.Module) -> None:
     for name, layer in module.named_modules():
         if not any(param.requires_grad for param in layer.parameters()):
             continue
-        refuse_script(name, layer)
         errors = ModuleValidator.VALIDATORS.get(type(layer), lambda _: [])(layer)
         if isinstance(layer, DPMultiheadAttention) and (layer.add_bias_kv or not layer.batch_first):
             errors = ["engine='auto' takes records second, and add_bias_kv=True."]

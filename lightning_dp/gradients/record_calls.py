@@ -15,7 +15,7 @@ was missed.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -30,8 +30,6 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from lightning_dp.gradients.base import UnsupportedModelError
-from lightning_dp.gradients.composites import COMPOSITES
-from lightning_dp.gradients.recurrent import Packed, tells_no_length
 from lightning_dp.gradients.rules import BY_POSITION, FUNCTIONS, FunctionUse, Rule
 from lightning_dp.gradients.vmap import (
     is_foreign,
@@ -162,13 +160,22 @@ class CallRecorder(TorchFunctionMode):
 
     Args:
         n: the number of samples.
+        composites: takes the place of functions, by name, unless it returns NotImplemented.
         own_memory: tensors that the model makes without samples are made for each of them, since it
             writes samples into one.
         along: parameters are dual numbers.
     """
 
-    def __init__(self, n: int, *, own_memory: bool = False, along: bool = False) -> None:
+    def __init__(
+        self,
+        n: int,
+        composites: Mapping[str, Function],
+        *,
+        own_memory: bool = False,
+        along: bool = False,
+    ) -> None:
         super().__init__()
+        self._composites = composites
         self.n, self.calls, self.along = n, list[Call](), along
         self._own_memory, self._level = own_memory, 0
         self._seen: list[ReferenceType[Tensor]] = []
@@ -255,8 +262,8 @@ class CallRecorder(TorchFunctionMode):
             return self._value(func, name, args)
         if _is_in_place(name) and isinstance(args[0], Tensor) and not is_sample(args[0]):
             self._refuse_writing(args[0])
-        if name in COMPOSITES:
-            found = COMPOSITES[name](self, *args, **kwargs)
+        if name in self._composites:
+            found = self._composites[name](self, *args, **kwargs)
             if found is not NotImplemented:
                 return found
         if parts:
@@ -356,8 +363,8 @@ class CallRecorder(TorchFunctionMode):
     def _split_by_length(self, func: Function, args: Any, tensors: Sequence[Tensor]) -> None:
         """Split the samples by their lengths if a function looks at how a sequence is packed."""
         for each in tensors:
-            known: Packed | None = self.packed.get(each)  # type: ignore[no-untyped-call]
-            if known is not None and known.lengths is not None and not tells_no_length(func, args):
+            known: Any = self.packed.get(each)  # type: ignore[no-untyped-call]
+            if known is not None and known.is_told_by(func, args):
                 self.split_by(known.lengths)
 
     # -- parameters meet samples -----------------------------------------------------------

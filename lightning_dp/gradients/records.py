@@ -25,6 +25,7 @@ from lightning_dp.gradients.base import (
 )
 from lightning_dp.gradients.batches import SampleBatch, map_leaves
 from lightning_dp.gradients.bilinear import Folded, Rows, Use, uses_of_records
+from lightning_dp.gradients.composites import COMPOSITES
 from lightning_dp.gradients.hessian import run_along, split
 from lightning_dp.gradients.materialised import restricted
 from lightning_dp.gradients.parameter_sum import (
@@ -162,7 +163,9 @@ class Records(AbstractGradientEngine):
     def _run_together(
         self, forward: Forward, batch: SampleBatch, places: Tensor, around: Around
     ) -> _Group:
-        recorder = CallRecorder(batch.size, own_memory=self._own_memory, along=self._along)
+        recorder = CallRecorder(
+            batch.size, COMPOSITES, own_memory=self._own_memory, along=self._along
+        )
         with recorder.running(), around(recorder, places):
             value = batch.map(
                 lambda x: recorder.seen_alone(x) if isinstance(x, Tensor) else type(x)(x[:1])

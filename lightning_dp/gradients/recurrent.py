@@ -5,20 +5,18 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 from torch.nn import functional as F
 
+from lightning_dp.gradients.record_calls import CallRecorder
 from lightning_dp.gradients.rules import FunctionLayer, linear
 from lightning_dp.gradients.vmap import is_sample, outside, rows
 
-if TYPE_CHECKING:
-    from lightning_dp.gradients.record_calls import CallRecorder
-
-__all__ = ["RECURRENT", "Packed", "tells_no_length"]
+__all__ = ["RECURRENT"]
 
 # The hidden state, shape (B, width), and that of the cell in an LSTM.
 State: TypeAlias = tuple[Tensor, ...]
@@ -229,17 +227,18 @@ class Packed:
     padded: int
     lengths: Sequence[int] | None = None
 
-
-def tells_no_length(func: Callable[..., Any], args: Sequence[Any]) -> bool:
-    """Return whether a function may see a packed sequence with the steps behind its end."""
-    name = func.__name__
-    if name == "__get__":
-        return getattr(getattr(func, "__self__", None), "__name__", "") in _ATTRIBUTES
-    if name == "size":  # of features; of batch sizes, pad_packed_sequence asks how far to pad
-        return args[1:] == (-1,) or not args[0].is_floating_point()
-    # The first batch size is 1.
-    is_first = name == "__getitem__" and type(args[1]) is int and args[1] == 0
-    return is_first or name in RECURRENT or name in _QUESTIONS
+    def is_told_by(self, func: Callable[..., Any], args: Sequence[Any]) -> bool:
+        """Return whether a function would see the steps behind the end."""
+        name = func.__name__
+        if self.lengths is None:
+            return False
+        if name == "__get__":
+            return getattr(getattr(func, "__self__", None), "__name__", "") not in _ATTRIBUTES
+        if name == "size":  # of features; of batch sizes, pad_packed_sequence asks how far to pad
+            return args[1:] != (-1,) and args[0].is_floating_point()
+        # The first batch size is 1.
+        is_first = name == "__getitem__" and type(args[1]) is int and args[1] == 0
+        return not (is_first or name in RECURRENT or name in _QUESTIONS)
 
 
 _ATTRIBUTES = frozenset(("dtype", "device", "is_cuda"))

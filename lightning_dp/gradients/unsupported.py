@@ -17,7 +17,6 @@ from lightning_dp.gradients.base import ALONE, UnsupportedModelError
 __all__ = [
     "is_flat_sharded",
     "is_fully_sharded",
-    "refuse_script",
     "refuse_sharded",
     "refuse_special",
     "refuse_without_records",
@@ -63,11 +62,12 @@ def _is_of_fsdp(name: str, part: nn.Module) -> bool:
 
 
 def refuse_special(module: nn.Module, params: Sequence[nn.Parameter]) -> None:
-    """Refuse trained parameters that are tensors of special classes (quantised ones, say).
+    """Refuse trained modules of TorchScript and parameters of special classes (quantised ones, say).
 
     Raises:
         UnsupportedModelError: naming them and the cure.
     """
+    refuse_script(module)
     refuse_complex(module, params)
     trained = {id(param) for param in params}
     found = {
@@ -85,6 +85,24 @@ def refuse_special(module: nn.Module, params: Sequence[nn.Parameter]) -> None:
             "next to them (LoRA), or make them plain tensors.",
             topic="special-parameters",
         )
+
+
+def refuse_script(module: nn.Module) -> None:
+    """Refuse trained modules of TorchScript: nothing sees into the graph that runs.
+
+    Raises:
+        UnsupportedModelError: naming one and the cure.
+    """
+    for name, part in module.named_modules():
+        is_trained = any(param.requires_grad for param in part.parameters())
+        if is_trained and isinstance(part, torch.jit.ScriptModule):
+            raise UnsupportedModelError(
+                f"{name or 'The module'} is a module of TorchScript (torch.jit), and hooks do not see "
+                "into the graph that runs. Train the nn.Module it was made from, and script that after "
+                "the fit; or freeze its parameters: for p in module.parameters(): "
+                "p.requires_grad_(False).",
+                topic="torchscript",
+            )
 
 
 def refuse_complex(module: nn.Module, params: Sequence[nn.Parameter]) -> None:
@@ -143,16 +161,4 @@ def refuse_without_records(name: str, layer: nn.Module, given: Any) -> None:
             "Call it once with all records of the batch, without a loop over them; for one record, "
             f"with x.unsqueeze(0). {ALONE}",
             topic="rows-and-records",
-        )
-
-
-def refuse_script(name: str, layer: nn.Module) -> None:
-    """Refuse a trained module of TorchScript: hooks do not see into the graph that runs."""
-    if isinstance(layer, torch.jit.ScriptModule):
-        raise UnsupportedModelError(
-            f"{name or 'The module'} is a module of TorchScript (torch.jit), and hooks do not see into "
-            "the graph that runs. Train the nn.Module it was made from, and script that after the "
-            "fit; or freeze its parameters: for p in module.parameters(): p.requires_grad_(False). "
-            f"{ALONE}",
-            topic="torchscript",
         )

@@ -268,6 +268,10 @@ def _probe_collated(passes: Passes, like: Any, pools: Sequence[CollatedPool]) ->
 def _layers_of_collated(passes: Passes, pool: CollatedPool) -> Iterator[Isolation]:
     """Probe with batches in which a record has several rows; each layer may rely on those before."""
     n, comparisons = _RECORDS, Comparisons(passes)
+    if passes.choice.isolates:
+        yield _probe_constant(passes, pool, n)
+        yield Isolation("isolated", condition=BY_CONSTRUCTION)
+        return
     is_long = Effort.of(passes, pool, n).is_long(n)
     yield probe_public_steps(passes, pool, n, in_short=is_long)
     found = _probe(comparisons, pool, n, in_short=is_long)
@@ -312,9 +316,9 @@ def _layers(passes: Passes, pool: Any, kind: SyntheticKind, expected: int) -> It
 def _probe_constant(passes: Passes, pool: Any, n: int) -> Isolation:
     """Refuse a loss that no parameter changes where a record is alone: it compares records."""
     for seed in range(_SEEDS):
-        norms = passes.run(take_rows(pool, range(n)), n, seed_number=seed).norms
-        if (norms > _NOTHING).any():
-            return ISOLATED
+        for record in range(n):
+            if (passes.run(take_rows(pool, [record]), 1, seed_number=seed).norms > _NOTHING).any():
+                return ISOLATED
     return Isolation("refused", _CONSTANT, topic="coupled-records")
 
 

@@ -120,13 +120,13 @@ class DifferentialPrivacyStrategy(PrivateFitStrategy):
     def _watched(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
         """Run ``training_step`` under the engine; once more under the next, if that one refuses."""
         step, run = self._now.step, super().training_step
+        if step.one_record:
+            return self._one_by_one(batch, *args, **kwargs)
         try:
             return step.run(lambda batch: run(batch, *args, **kwargs), batch)
         except UnsupportedModelError as reason:
             step.pass_on(reason)
         step.begin_again()
-        if step.one_record:
-            return self._one_by_one(batch, *args, **kwargs)
         return self._watched(batch, *args, **kwargs)
 
     def _one_by_one(self, batch: Any, *args: Any, **kwargs: Any) -> Any:

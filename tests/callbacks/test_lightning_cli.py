@@ -99,6 +99,6 @@ def test_lightning_cli_builds_the_callback_from_a_configuration(tmp_path):
         "post-processing": "[Momentum(beta=0.9), LaplacianSmoothing(sigma=1.0, "
         "per_parameter=False)]",
         "sampling": "Poisson()",
-        "gradient engine": "bookkeeping",
+        "gradient engine": "layers",
     }
     assert (tmp_path / "config.yaml").read_text().count("Momentum") == 1

@@ -23,7 +23,7 @@ from lightning_dp.federated.spending import Spending
 from lightning_dp.functional import flatten, unflatten
 from lightning_dp.gradients import RawGradientHookError, UnsupportedModelError
 
-ENGINES = ["auto", "bookkeeping", "hooks", "one_by_one"]
+ENGINES = ["auto", "layers", "records", "hooks", "one_by_one"]
 
 
 def gradient(module: nn.Module, point: Tensor, record: tuple[Tensor, Tensor]) -> Tensor:
@@ -358,7 +358,8 @@ def test_rows_that_are_not_records_are_refused(module, blobs):
         x, y = zip(*records, strict=True)
         return torch.stack(x + x), torch.stack(y + y)
 
-    local = LocalRecords(module, DataLoader(blobs, batch_size=4, collate_fn=twice))
+    loader = DataLoader(blobs, batch_size=4, collate_fn=twice)
+    local = LocalRecords(module, loader, engine="layers")
 
     with pytest.raises(UnsupportedModelError, match="exactly one row"):
         local.bounded_sum(Query((Term(),), 1.0, 1.0), [1, 2, 3])

@@ -94,7 +94,7 @@ def fit(classifier, blobs, make_trainer) -> Callable[..., tuple[Tensor, Any]]:
 def test_a_compiled_model_trains_as_the_plain_one(how, whole, fit, caplog):
     """Its validation is compiled, and its training says once that it is not."""
     expected, plain = fit()
-    assert plain.mechanism["gradient engine"] == "bookkeeping"
+    assert plain.mechanism["gradient engine"] == "layers"
     RAN.clear()
     with caplog.at_level(logging.INFO):
         found, report = fit(of_module=how) if whole else fit(of_net=how)
@@ -119,7 +119,7 @@ def test_frozen_compiled_parts_run_compiled_in_training(classifier, blobs, make_
     trainer = make_trainer(max_epochs=1, callbacks=[privacy])
     trainer.fit(Tuned(), DataLoader(blobs, 60))
     assert any(RAN)
-    assert privacy.report().mechanism["gradient engine"] == "bookkeeping"
+    assert privacy.report().mechanism["gradient engine"] == "layers"
 
 
 @pytest.mark.slow
@@ -168,6 +168,7 @@ def test_a_compiled_module_is_resumed_and_loaded_under_its_own_names(
     assert next(iter(state)).startswith("net._orig_mod.")
 
 
-def test_a_scripted_model_is_refused_by_name(fit):
+@pytest.mark.parametrize("engine", ["auto", "one_by_one"])
+def test_a_scripted_model_is_refused_by_name(engine, fit):
     with pytest.raises(UnsupportedModelError, match=r"net is a module of TorchScript"):
-        fit(of_net=torch.jit.script)
+        fit(of_net=torch.jit.script, engine=engine)

@@ -129,7 +129,7 @@ def privacy() -> Callable[[str], DifferentialPrivacy]:
     return make
 
 
-ENGINES = ("bookkeeping", "hooks")
+ENGINES = ("auto", "records", "hooks")
 
 
 @pytest.mark.parametrize("engine", ENGINES)

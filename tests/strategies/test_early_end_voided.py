@@ -86,7 +86,7 @@ def silent(**settings):
 
 
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("engine", ["bookkeeping", "hooks"])
+@pytest.mark.parametrize("engine", ["layers", "hooks"])
 def test_a_chunk_without_an_answer_is_never_released(
     way, engine, skipping, mlp, loader, make_trainer, weights, at_each_step
 ):
@@ -133,7 +133,7 @@ def test_manual_optimization_without_a_backward_pass(
     assert privacy.epsilon == math.inf
 
 
-@pytest.mark.parametrize("engine", ["bookkeeping", "hooks"])
+@pytest.mark.parametrize("engine", ["layers", "hooks"])
 def test_a_backward_override_is_not_asked(engine, classifier, mlp, loader, make_trainer):
     class Deaf(classifier):
         def backward(self, loss, *args, **kwargs):
@@ -186,7 +186,7 @@ def test_rows_that_are_no_records_are_found_at_any_batch(classifier, mlp, loader
             x, y = batch
             return super().training_step((x[1:], y[1:]) if batch_idx == 2 else batch, batch_idx)
 
-    privacy = silent(spot_checks=False)  # which may see it first
+    privacy = silent(engine="layers", spot_checks=False)  # which may see it first
 
     with pytest.raises(VoidedRunError, match="more or fewer rows than the batch has records"):
         make_trainer(max_epochs=1, callbacks=[privacy]).fit(DropsOne(mlp()), loader)
@@ -205,7 +205,7 @@ def test_what_an_engine_refuses_at_a_later_batch_withdraws_what_was_released(
                 return sum(param.sum() for param in self.parameters()) * 0.0
             return super().training_step(batch, batch_idx)
 
-    privacy = silent()
+    privacy = silent(engine="layers")
 
     with pytest.raises(VoidedRunError, match=r"net\.0"):
         make_trainer(max_epochs=1, callbacks=[privacy]).fit(Zero(mlp()), loader)

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_dp import FullBatch, fix
@@ -29,20 +28,6 @@ class Block(nn.Module):
         y = self.relu(self.norm(self.conv(x.unsqueeze(1))))
         y = self.relu(self.again(self.down(y)) + y)
         return self.head(y.mean(2))
-
-
-class Packed(nn.Module):
-    """An LSTM on sequences of one to three tokens."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.lstm, self.head = nn.LSTM(2, 4, batch_first=True), nn.Linear(4, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = x.view(len(x), 3, 2)
-        lengths = 1 + (x[:, 1:, 0] > 0).sum(1)
-        packed = pack_padded_sequence(x, lengths.cpu(), True, enforce_sorted=False)
-        return self.head(pad_packed_sequence(self.lstm(packed)[0], True)[0].sum(1))
 
 
 class Attending(nn.Module):
@@ -92,8 +77,6 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], str, str]] = {
     ),
     "frozen backbone": (backbone, {}, "auto", r"normalise.*its statistics as constants"),
     "max_norm": (rescaled, {}, "auto", r"max_norm set.*as lightning_dp\.fix\(model\) does"),
-    "packed sequences": (Packed, {}, "auto", r"net\.lstm\.bias_hh.*lightning_dp\.fix\(model\)"),
-    "residual block, hooks": (Block, {}, "hooks", r"normalise.*lightning_dp\.fix\(model\)"),
     "attention, hooks": (
         Attending,
         {"attention": True},

@@ -17,7 +17,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:Full backward hook is firing")
 
 
 class Gated(nn.Module):
-    """A layer called with two tensors, which Opacus' hooks do not know."""
+    """A layer of no known type, called with two tensors."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -38,7 +38,7 @@ class WithGate(nn.Module):
 
 
 class OwnAttention(DPMultiheadAttention):
-    """Another forward pass than the one that book-keeping knows."""
+    """Another forward pass than that of its base."""
 
     def forward(self, x: Tensor) -> Any:
         return super().forward(x, x, x)
@@ -96,9 +96,9 @@ def train(classifier, blobs, make_trainer):
 @pytest.mark.parametrize(
     ("make", "description"),
     [
-        (plain, "bookkeeping"),
-        (Recurrent, "bookkeeping"),
-        (Attentive, "bookkeeping, with the functions where parameters meet records, since "),
+        (plain, "layers"),
+        (Recurrent, "records, since layers does not cover this model: net.lstm"),
+        (Attentive, "records, since layers does not cover this model: net.own"),
     ],
 )
 def test_auto_takes_an_engine_that_covers_the_model(train, make, description):
@@ -112,8 +112,8 @@ def test_auto_takes_an_engine_that_covers_the_model(train, make, description):
     ("make", "description"),
     [
         (plain, "ghost"),
-        (Recurrent, "ghost"),
-        (WithGate, "bookkeeping, with the functions where parameters meet records, since "),
+        (Recurrent, "records, since layers does not cover this model: net.lstm"),
+        (WithGate, "records, since layers does not cover this model: net.gated"),
     ],
 )
 def test_a_second_backward_pass_gives_the_same_training(train, make, description):
@@ -130,11 +130,11 @@ def test_differences_do_not_depend_on_the_engine(train):
         "noise_multiplier": 0.0,
     }
     expected, _ = train("hooks", plain, **options)
-    weights, engine = train("bookkeeping", plain, **options)
-    assert engine == "bookkeeping"
+    weights, engine = train("layers", plain, **options)
+    assert engine == "layers"
     torch.testing.assert_close(weights, expected, rtol=0, atol=2e-6)
     weights, engine = train("ghost", plain, **options)
-    assert engine.startswith("bookkeeping, since ghost does not cover this model: The estimator")
+    assert engine.startswith("layers, since ghost does not cover this model: The estimator")
     torch.testing.assert_close(weights, expected, rtol=0, atol=2e-6)
 
 
@@ -146,9 +146,7 @@ def test_a_named_engine_does_not_fall_back(train):
 def test_a_layer_of_two_tensors_is_covered(train):
     expected, _ = train("one_by_one", WithGate)
     weights, engine = train("auto", WithGate)
-    assert engine.startswith(
-        "bookkeeping, with the functions where parameters meet records, since "
-    )
+    assert engine.startswith("records, since layers does not cover this model: net.gated")
     torch.testing.assert_close(weights, expected, rtol=0, atol=2e-6)
 
 

@@ -90,7 +90,7 @@ def train(classifier, make_trainer, monkeypatch):
     def run(place: str | None, width: int = 12, model: Any = Counting, **options: Any) -> Any:
         monkeypatch.setattr(Fussy, "place", place)
         monkeypatch.setattr(Fussy, "width", width)
-        rungs = (Rung("fussy", Fussy), Rung("bookkeeping", LayerCalls))
+        rungs = (Rung("fussy", Fussy), Rung("layers", LayerCalls))
         monkeypatch.setitem(engines._LADDERS, "auto", rungs)  # type: ignore[arg-type]
         torch.manual_seed(0)
         module = model()
@@ -137,7 +137,7 @@ def test_a_synthetic_batch_shows_it_before_anything_is_charged(place, train):
     expected, _, _ = train(None)
     said = report.mechanism["gradient engine"]
     assert said == (
-        "bookkeeping, since fussy does not cover this model: net (Linear) saw rows of 9 places."
+        "layers, since fussy does not cover this model: net (Linear) saw rows of 9 places."
     )
     assert module.seen == expected.seen == 6  # each batch once
     torch.testing.assert_close(list(module.parameters()), list(expected.parameters()))

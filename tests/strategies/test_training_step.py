@@ -26,7 +26,7 @@ def test_a_forward_pass_before_training_does_not_matter(
     assert trainer.global_step == privacy.steps == 10
 
 
-@pytest.mark.parametrize("engine", ["auto", "hooks"])
+@pytest.mark.parametrize("engine", ["auto", "records"])
 def test_a_forward_pass_beside_the_loss_is_no_part_of_it(
     engine, classifier, mlp, loader, make_trainer
 ):

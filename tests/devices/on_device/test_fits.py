@@ -12,11 +12,11 @@ from device import DEVICE
 from lightning_dp import CubicNewton, Diff2, FullBatch, LaplacianSmoothing, Momentum, Storm
 
 ENGINES = {
-    "bookkeeping": {"name": "cnn"},
+    "layers": {"name": "cnn"},
     "ghost": {"name": "cnn", "engine": "ghost"},
     "attention": {"name": "attention"},
-    "traced": {"name": "raw"},
-    "hooks": {"name": "cnn", "engine": "hooks"},
+    "records": {"name": "raw"},
+    "hooks": {"engine": "hooks"},
     "one by one": {"engine": "one_by_one"},
 }
 ESTIMATORS = {
@@ -43,7 +43,7 @@ def test_fit_equals_that_on_the_cpu(case: str, fit: Callable[..., Any]) -> None:
 
 
 @pytest.mark.parametrize(
-    "case", [pytest.param(case, marks=[pytest.mark.slow] * (case != "traced")) for case in CASES]
+    "case", [pytest.param(case, marks=[pytest.mark.slow] * (case != "records")) for case in CASES]
 )
 def test_checks_run_on_the_device_and_change_nothing(case: str, fit: Callable[..., Any]) -> None:
     there, here = fit(DEVICE, **CASES[case]), fit("cpu", **CASES[case], **UNCHECKED)

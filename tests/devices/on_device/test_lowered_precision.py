@@ -10,6 +10,7 @@ from device import DEVICE
 from torch import Tensor, nn
 
 from lightning_dp.boundary import bounded_sum
+from lightning_dp.gradients.batches import SampleBatch
 from lightning_dp.gradients.engines import attach_engine
 
 
@@ -28,8 +29,8 @@ class Times(nn.Module):
         super().__init__()
         self.layer, self.gradients = layer, gradients
 
-    def forward(self, x: Tensor) -> Tensor:
-        return (self.layer(x) * self.gradients).flatten(1).sum(1)
+    def forward(self, x: Tensor, places: Tensor) -> Tensor:
+        return (self.layer(x) * self.gradients[places]).flatten(1).sum(1)
 
 
 def almost_nothing(kind: str) -> tuple[Times, Tensor]:
@@ -60,13 +61,13 @@ def exact(net: Times, x: Tensor, clip_norm: float) -> Tensor:
     return total
 
 
-@pytest.mark.parametrize("engine", ["bookkeeping", "ghost"])
+@pytest.mark.parametrize("engine", ["layers", "ghost", "records"])
 @pytest.mark.parametrize("kind", ["linear", "convolution"])
 def test_clipped_sums_are_those_of_float64(kind: str, engine: str) -> None:
     net, x = almost_nothing(kind)
     attached, _ = attach_engine(engine, net, list(net.parameters()))
-    with attached.following(x, len(x)):
-        loss = net(x).mean()
+    places = torch.arange(len(x), device=x.device)
+    loss = attached.run(lambda batch: net(*batch).mean(), SampleBatch((x, places), len(x)))
     attached.rest()
     attached.backward(loss)
     found = bounded_sum(attached.take(1.0, {}), 0.5).value.cpu().double()

@@ -20,8 +20,8 @@ CASES = {
     "convolutions": {"name": "cnn"},
     "ghost": {"name": "cnn", "engine": "ghost"},
     "attention": {"name": "attention"},
-    "traced": {"name": "raw"},
-    "hooks": {"name": "cnn", "engine": "hooks"},
+    "records": {"name": "raw"},
+    "hooks": {"engine": "hooks"},
     "one by one": {"engine": "one_by_one"},
     "diff2": {"estimator": Diff2(restart_every=2)},
     "cubic": {"estimator": CubicNewton(1.0, 1.0, inner_steps=3, keep=20)},
@@ -93,7 +93,7 @@ def test_no_record_is_longer_than_its_bound(kind: str, clip_norm: float) -> None
         params = list(net.parameters())[:1]
         net.requires_grad_(False)
         params[0].requires_grad_(True)
-        engine, _ = attach_engine("bookkeeping", net, params)
+        engine, _ = attach_engine("layers", net, params)
         with engine.following(x * size, 1):
             loss = (net(x * size) * weight).sum()
         engine.rest()

@@ -156,7 +156,7 @@ def test_clipped_step_equals_a_loop_over_the_union_of_the_ranks_records(
     job: Path, scenario: str
 ) -> None:
     lead, other = results(job, scenario)
-    assert lead["engine"].startswith("ghost" if scenario == "ghost" else "bookkeeping")
+    assert lead["engine"].startswith("ghost" if scenario == "ghost" else "layers")
     x, y = records(60)
     net = network(of_net(lead))
     optimizer = sgd(net)

@@ -54,7 +54,7 @@ def y0() -> Tensor:
 @pytest.mark.parametrize("name", ESTIMATORS)
 def test_every_estimator_makes_the_steps_of_the_other_engines(name, fit, weights):
     found = []
-    for engine in ("bookkeeping", "one_by_one"):
+    for engine in ("layers", "one_by_one"):
         model, estimator = Base(), ESTIMATORS[name]()
         asked = {} if estimator is None else {"estimator": estimator, "max_grad_norm": None}
         fit(model, engine=engine, seed=1, **asked, trainer={"max_steps": 4})

@@ -29,7 +29,7 @@ def test_what_is_logged_and_counted_is_that_of_the_batch(fit):
             return {"loss": loss, "output": output.detach()}
 
     seen = []
-    for engine in ("bookkeeping", "one_by_one"):
+    for engine in ("layers", "one_by_one"):
         trainer, _ = fit(Logs(), engine=engine, sampling=FullBatch(), batch_size=N)
         metrics = {k: float(v) for k, v in trainer.callback_metrics.items() if "privacy" not in k}
         seen.append({k: round(v, 5) for k, v in metrics.items() if "count" not in k})

@@ -24,6 +24,8 @@ from torch.utils.data import (
     random_split,
 )
 
+from lightning_dp.callbacks import DifferentialPrivacy
+
 
 class Stream(IterableDataset[Any]):
     def __iter__(self) -> Iterator[Any]:
@@ -172,8 +174,9 @@ def nothing(records: Any) -> None:
     ids=["two rows of each record", "one row of all records", "None"],
 )
 def test_a_collate_function_that_changes_the_number_of_rows_is_refused(
-    collate, match, charged, blobs, classifier, mlp, make_trainer, privacy, tmp_path
+    collate, match, charged, blobs, classifier, mlp, make_trainer, tmp_path
 ):
+    privacy = DifferentialPrivacy(noise_multiplier=1.0, target_delta=1e-5, engine="layers")
     model, trainer = classifier(mlp()), make_trainer(max_epochs=1, callbacks=[privacy])
     before = [param.detach().clone() for param in model.parameters()]
 
@@ -182,6 +185,14 @@ def test_a_collate_function_that_changes_the_number_of_rows_is_refused(
 
     assert privacy.steps == charged
     assert all(map(torch.equal, before, model.parameters()))
+
+
+def test_two_rows_of_each_record_train_where_each_runs_alone(
+    blobs, classifier, mlp, make_trainer, privacy
+):
+    trainer = make_trainer(max_epochs=1, callbacks=[privacy])
+    trainer.fit(classifier(mlp()), plain(blobs, collate_fn=two_rows))
+    assert privacy.report().mechanism["gradient engine"].startswith("one_by_one, since records")
 
 
 REPEATS = {

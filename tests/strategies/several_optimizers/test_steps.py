@@ -69,9 +69,9 @@ def plain_update(kind: str, before: dict[str, Tensor], x: Tensor, z: Tensor) -> 
 @pytest.mark.parametrize(
     ("engine", "order", "toggles"),
     [
-        ("bookkeeping", "gd", True),
-        ("bookkeeping", "gd", False),
-        ("bookkeeping", "dg", False),
+        ("layers", "gd", True),
+        ("layers", "gd", False),
+        ("layers", "dg", False),
     ],
 )
 def test_each_step_is_that_of_the_obvious_loop(engine, order, toggles, fit):

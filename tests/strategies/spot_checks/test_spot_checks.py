@@ -264,28 +264,6 @@ def test_planted_faults_in_the_comparison_let_bad_modules_pass(fit, monkeypatch,
     assert fit(TurnsGradients()).voided is None
 
 
-def test_a_pass_with_nothing_exchanged_leaves_the_engine_as_it_is(make_trainer):
-    """At the first batch of an own collate_fn: which of its parts hold records is not known yet."""
-
-    class Scaled(Base):
-        def __init__(self):
-            super().__init__()
-            self.scale = nn.Parameter(torch.ones(WIDTH))
-
-        def loss(self, x, y):
-            return super().loss(x * self.scale, y)
-
-    def collate(samples):
-        return tuple(torch.stack(each) for each in zip(*samples, strict=True))
-
-    privacy = DifferentialPrivacy(noise_multiplier=1.0, target_delta=1e-5, seed=0)
-    trainer = make_trainer(callbacks=[privacy], max_steps=3)
-    trainer.fit(Scaled(), DataLoader(data(), batch_size=16, collate_fn=collate))
-    assert trainer.strategy.private_run.spot_checks >= 2
-    engine = trainer.strategy.private_run.engine
-    assert engine.startswith("bookkeeping, with the functions")
-
-
 def test_what_all_records_share_may_once_have_as_many_rows(fit, make_trainer):
     """A mask from collate_fn, of as many rows as there are records in some batches."""
 
