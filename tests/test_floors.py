@@ -53,6 +53,8 @@ FLOORS = (
     ("_module_state",),
     ("_training_step",),
     ("gradients",),
+    ("_joined_calls",),
+    ("_side_effects",),
     ("_checks", "_fix", "isolation"),
     ("metrics", "plotting"),
     ("report",),
@@ -182,7 +184,10 @@ def test_no_file_imports_itself_through_others():
         ("torch", (*set(FLOOR_OF) - NUMPY_ONLY, "accounting.journals")),  # it reads a checkpoint
         (
             "lightning",
-            (*LIGHTNING, "federated.local", "_checks", "_fix", "_training_step", "_kept"),
+            (
+                *LIGHTNING,
+                *("federated.local", "_checks", "_fix", "_training_step", "_kept", "_side_effects"),
+            ),
         ),
         ("flwr", ("federated.flower", "testing")),
         ("pytorch_lightning", ()),
