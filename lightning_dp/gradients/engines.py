@@ -120,7 +120,7 @@ class EngineChoice:
         self._rungs = _LADDERS[known_engine("engine", name)]
         self._reasons: tuple[UnsupportedModelError, ...] = ()  # of the engines above
         self.layout: Layout | None = None
-        """Where in a batch the samples are, once it is known."""
+        """The places of samples in a batch, once they are known."""
 
     @property
     def can_fall(self) -> bool:

@@ -169,7 +169,7 @@ class WholeParameters:
 
 
 def is_unit(layer: nn.Module) -> bool:
-    """Return whether a layer of no known type has shards of its own, and no shards of their own inside.
+    """Return whether a layer of no known type holds shards itself, and none of its parts does.
 
     No other engine takes shards.
     """

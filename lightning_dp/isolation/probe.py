@@ -49,7 +49,7 @@ _SEEDS = 3
 _CONSTANT = (
     "The loss of a record that is alone in its batch does not depend on the parameters (it compares "
     "records with each other, as a contrastive loss does), so the training would be on noise alone. "
-    "Compare each record with something of its own (two views of it, a fixed set of classes), not with "
+    "Compare each record with itself (two views of it) or with a fixed set of classes, not with "
     "other records."
 )
 _FOLDED = (
