@@ -142,7 +142,7 @@ def test_long_vectors_are_multiplied_in_blocks():
     value = torch.randn((1 << 18) + 1000, generator=generator)
     tracker = tracked([value, value], [1.0, 1.0])
     squared = float(value.double() @ value.double())
-    assert tracker.signal().whole.squared == pytest.approx(2 * squared, rel=1e-6)
+    assert tracker.signal().whole.squared == pytest.approx(2 * squared, rel=2e-6)
     followed = float(value[::5].double().norm())  # of more than 65,536 entries
     assert tracker.signal().stretches[1].agreement == pytest.approx(followed, rel=1e-5)
 

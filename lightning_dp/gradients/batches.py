@@ -23,7 +23,7 @@ Leaf: TypeAlias = Any
 
 @dataclass(frozen=True)
 class Layout:
-    """The leaves of a batch that hold one entry for each sample.
+    """Says which leaves of a batch hold one entry for each sample.
 
     Args:
         holds_samples: of each leaf, in their order: True if its first dimension is that of the

@@ -120,7 +120,7 @@ class EngineChoice:
         self._rungs = _LADDERS[known_engine("engine", name)]
         self._reasons: tuple[UnsupportedModelError, ...] = ()  # of the engines above
         self.layout: Layout | None = None
-        """The places of the samples in a batch, once they are known."""
+        """The places of samples in a batch, once they are known."""
 
     @property
     def can_fall(self) -> bool:

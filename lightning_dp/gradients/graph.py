@@ -158,7 +158,7 @@ def _signed(number: int) -> int:
 
 
 def refuse_reentrant(root: Any) -> None:
-    """Refuse a graph with reentrant activation checkpoints: each runs another backward pass inside.
+    """Refuse a graph with reentrant activation checkpoints: each goes back by itself inside.
 
     Args:
         root: the node where to begin, ``loss.grad_fn``.

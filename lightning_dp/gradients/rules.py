@@ -50,7 +50,7 @@ Rule: TypeAlias = Callable[..., Uses]
 
 @dataclass(frozen=True, eq=False)
 class FunctionLayer:
-    """The settings of a layer that a rule reads, where a function was called without one."""
+    """Holds what a rule reads of a layer, where a function was called without one."""
 
     weight: Tensor
     bias: Tensor | None = None

@@ -169,7 +169,7 @@ class WholeParameters:
 
 
 def is_unit(layer: nn.Module) -> bool:
-    """Return whether a layer of no known type holds shards itself, and no layer with a unit inside does.
+    """Return whether a layer of no known type holds shards itself, and none of its parts does.
 
     No other engine takes shards.
     """

@@ -50,7 +50,7 @@ _NOTHING = 1e-30  # a norm of zeros may come out as float32's least number
 _CONSTANT = (
     "The loss of a record that is alone in its batch does not depend on the parameters (it compares "
     "records with each other, as a contrastive loss does), so the training would be on noise alone. "
-    "Compare each record with what it holds itself (two views of it, a fixed set of classes), not with "
+    "Compare each record with itself (two views of it) or with a fixed set of classes, not with "
     "other records."
 )
 _FOLDED = (

@@ -160,10 +160,9 @@ def trained(
 def by_hand(folder: Path, processes: int, **options: Any) -> dict[str, Any]:
     """Try to train a model whose weights are used outside of their layer."""
     try:
-        trained(folder, processes, **{"model": Small(ByHand), **options})
+        return trained(folder, processes, **{"model": Small(ByHand), **options})
     except (TypeError, MisconfigurationException) as error:
         return {"message": str(error)}
-    return {"message": "trained"}
 
 
 class Apart(Small):
@@ -298,7 +297,7 @@ def main(folder: Path, processes: int, names: list[str]) -> None:
         "ghost": lambda: trained(folder, processes, engine="ghost"),
         "by hand": lambda: by_hand(folder, processes, checks=True),
         "by hand, unprobed": lambda: by_hand(folder, processes),
-        "by hand, normed": lambda: by_hand(folder, processes, model=Small(Normed)),
+        "normed": lambda: trained(folder, processes, model=Small(Normed)),
         "by hand, records": lambda: by_hand(folder, processes, engine="records"),
         "saved": lambda: saved(folder, processes),
         "consolidated": lambda: saved(folder, processes, is_distributed=False),
