@@ -1,4 +1,4 @@
-"""What ``training_step`` does besides its loss, where samples run alone: logs, metrics, state."""
+"""Logs, metrics and state of a ``training_step`` that runs for each sample alone: done once."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ _NUMBER = (
 
 @dataclass(frozen=True, slots=True)
 class _Later:
-    """What a call of a metric returns, when it is made; or one entry of it."""
+    """Stands for the result of a metric's call until it is made, or for one entry of it."""
 
     key: _Key
     entry: str | None
@@ -90,7 +90,7 @@ class SideEffects:
         self._has_run = self._reads_numbers = self._has_warned = False
         self._later: dict[int, tuple[Tensor, _Later]] = {}
         self.state_differs: str | None = None
-        """Why the step may not be released: records left different states behind; None if not."""
+        """The reason for which the step may not be released: records left different states; else None."""
 
     @contextmanager
     def of_step(self, *, are_done: bool = True) -> Iterator[Around]:
@@ -294,7 +294,7 @@ def _in_order(groups: Sequence[Sequence[_Key]]) -> list[_Key]:
 
 
 class _State:
-    """What a module keeps, and the settings of its optimizers."""
+    """A snapshot of a module's state, and of the settings of its optimizers."""
 
     def __init__(self, module: LightningModule) -> None:
         trainer = module._trainer

@@ -73,7 +73,7 @@ class SampleBatch:
 
     Args:
         value: as ``training_step`` takes it.
-        size: n.
+        size: how many samples it has.
         layout: where in it the samples are.
     """
 
@@ -122,7 +122,7 @@ class SampleBatch:
 
     @property
     def others(self) -> list[Sequence[Any]]:
-        """The leaves with an entry for each sample that are no tensors: texts, numbers, objects."""
+        """Lists of texts, numbers and objects with an entry for each sample."""
         found = row_leaves(self.value)
         return [
             leaf
