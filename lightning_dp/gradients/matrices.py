@@ -109,6 +109,8 @@ class OuterProduct(AbstractForm):
         (use,) = uses
         u, v = use.u, use.v
         times, rows, columns = u.shape[1], u.shape[2], v.shape[2]
+        if times == 0:
+            return u.new_zeros(len(u), dtype=torch.float64)
         if times == 1:
             return (factor_norms(u) * factor_norms(v)).square_()
         if times * (rows + columns) > 2 * rows * columns or (may_keep and self.prefers_rows(v, u)):

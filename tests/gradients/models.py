@@ -26,6 +26,7 @@ ALONE = "records one_by_one"
 ALL = f"{ALONE} layers ghost hooks"
 HOOKED = f"{ALONE} hooks"
 LAYERS = f"{ALONE} layers ghost"
+PRODUCTS = "records layers one_by_one"
 Words = namedtuple("Words", ["text", "label"])
 
 
@@ -98,7 +99,8 @@ class Example:
         loss: of the model and a packed batch, the mean over its records.
         by: the engines that are right about it; the others must refuse it.
         pack: makes what ``training_step`` takes.
-        has_products: it has second derivatives.
+        products: the engines among them that find its second derivatives.
+        mixes: a whole batch of it is something else than its records.
     """
 
     make: Callable[[], nn.Module]
@@ -106,7 +108,8 @@ class Example:
     loss: Callable[[nn.Module, Any], Tensor] = scores
     by: str = ALONE
     pack: Callable[[Batch], Any] = lambda batch: batch
-    has_products: bool = True
+    products: str = PRODUCTS
+    mixes: bool = False
 
 
 def linear(into: int = 6, out: int = 6, **options: Any) -> Callable[[], nn.Linear]:
@@ -131,13 +134,14 @@ def on_images(make: Callable[[], nn.Module], *size: int, by: str = ALL) -> Examp
 
 
 def of_hidden(function: Callable[[Net, Tensor], Tensor], batch: Any = features, by: str = ALONE,
-              loss: Any = scores, **parts: Callable[[], Any]) -> Example:  # fmt: skip
+              products: str = PRODUCTS, mixes: bool = False, **parts: Callable[[], Any]) -> Example:  # fmt: skip
     """An example with a linear body, whose output a function takes to a head."""
     return Example(
         net(lambda m, x: m.head(function(m, x)), body=linear(), head=head, **parts),
         batch,
-        loss,
-        by,
+        by=by,
+        products=products,
+        mixes=mixes,
     )
 
 
@@ -335,13 +339,17 @@ def kinds() -> dict[str, Example]:
         "nll": lambda s, y, x: F.nll_loss(s.log_softmax(1), y),
         "sums": lambda s, y, x: F.cross_entropy(s, y, reduction="sum") / len(y),
         "focal": lambda s, y, x: F.cross_entropy(s, y, reduction="none").square().mean(),
-        "margin": lambda s, y, x: F.multi_margin_loss(s, y),
+        "hinge": lambda s, y, x: (1 - s.gather(1, y[:, None])).relu().mean(),
         "gathered": lambda s, y, x: -s.log_softmax(1).gather(1, y[:, None]).mean(),
         "distilled": lambda s, y, x: F.mse_loss(s, s.detach() * 0.5),
     }
     found = {
         f"loss: {name}": Example(
-            MLP, loss=lambda m, b, of=of: of(m(b["x"]), b["y"], b["x"]), by=ALL
+            MLP,
+            loss=lambda m, b, of=of: of(m(b["x"]), b["y"], b["x"]),
+            by=ALL,
+            # A derivative of zero that is none to torch: "ZeroTensors are immutable".
+            products=PRODUCTS.replace("layers ", "") if name == "distilled" else PRODUCTS,
         )
         for name, of in losses.items()
     }
@@ -371,7 +379,8 @@ EXAMPLES: Mapping[str, Example] = {
     "conv1d": on_images(lambda: nn.Conv1d(2, 4, 3, stride=2, padding=1), 9),
     "conv3d": on_images(lambda: nn.Conv3d(2, 3, 2, padding=1), 4, 3, 5),
     "conv same": on_images(lambda: nn.Conv2d(2, 3, (2, 3), padding="same"), 5, 5),
-    "conv circular": on_images(lambda: nn.Conv2d(2, 3, 3, padding=1, padding_mode="circular")),
+    "conv circular": on_images(lambda: nn.Conv2d(2, 3, 3, padding=1, padding_mode="circular"),
+                               by=LAYERS),
     "conv transposed": on_images(lambda: nn.ConvTranspose2d(2, 4, 3), by=HOOKED),
     "conv on small maps": on_images(of(lambda: nn.Conv2d(2, 40, (1, 2)), nn.Tanh,
                                        lambda: nn.Conv2d(40, 36, (3, 2), padding=(1, 0))), 4, 4),
@@ -381,7 +390,7 @@ EXAMPLES: Mapping[str, Example] = {
     ),
     "instance norm": on_images(
         of(lambda: nn.Conv2d(2, 3, 3), lambda: nn.InstanceNorm2d(3, affine=True))),
-    "fixed norm": on_images(with_constants),
+    "fixed norm": on_images(with_constants, by=LAYERS),
     "frozen batch norm": on_images(frozen_batch_norm),
     "layer norm of images": on_images(
         lambda: nn.Sequential(nn.Conv2d(2, 3, 3), nn.LayerNorm((3, 6, 6)))),
@@ -390,17 +399,17 @@ EXAMPLES: Mapping[str, Example] = {
     "positions": Example(net(lambda m, x: m.head(torch.tanh(m.body(x)).mean(1)), body=linear(),
                              head=head), sequences, by=ALL),
     "positions, masked": Example(MLP, masked_sequences, over_valid, by=ALL),
-    "positions, selected": Example(MLP, masked_sequences, of_selected),
+    "positions, selected": Example(MLP, masked_sequences, of_selected, ALL),
     "embedding": Example(net(lambda m, x: m.head(m.words(x).tanh().mean(1)), words=words,
                              head=head), tokens, by=ALL),
     "embedding, padded": Example(net(
         lambda m, x: m.head(m.words(x).tanh().mean(1)),
-        words=lambda: nn.Embedding(7, 6, padding_idx=-2), head=head), tokens, by=ALL),
+        words=lambda: nn.Embedding(7, 6, padding_idx=-2), head=head), tokens, by=LAYERS),
     "embedding of places": of_hidden(
         lambda m, x: torch.tanh(m.body(m.words(x) + m.places(torch.arange(5)))).mean(1), tokens,
         words=words, places=words),
     "class token": of_hidden(
-        class_token, sequences, token=weight(1, 1, 6), places=weight(1, 6, 6), scale=weight(6),
+        class_token, sequences, HOOKED, token=weight(1, 1, 6), places=weight(1, 6, 6), scale=weight(6),
         mlp=of(linear(), nn.GELU, linear()), norm=lambda: nn.LayerNorm(6)),
     "prompt": of_hidden(
         lambda m, x: torch.tanh(m.body(torch.cat(
@@ -432,38 +441,38 @@ EXAMPLES: Mapping[str, Example] = {
         lambda g, x: x * g.weight + g.shift, weight=weight(6), shift=weight())),
         by=HOOKED),
     "raw parameters": of_hidden(
-        lambda m, x: torch.tanh(x @ m.first + m.shift[0]) @ (m.a @ m.b), first=weight(6, 6),
+        lambda m, x: torch.tanh(x @ m.first + m.shift[0]) @ (m.a @ m.b), by=HOOKED, first=weight(6, 6),
         a=weight(6, 2), b=weight(2, 6), shift=weight(2, 6)),
     "parameter lists": of_hidden(
         lambda m, x: torch.tanh(x @ m.all[0] * m.of["gain"]) @ m.all[1],
         all=lambda: nn.ParameterList([weight(6, 6)() for _ in range(2)]),
         of=lambda: nn.ParameterDict({"gain": weight(6)()})),
     "weight outside its layer": of_hidden(lambda m, x: F.linear(x, m.body.weight) + m.body(x)),
-    "weight norm": of_hidden(lambda m, x: m.normed(m.body(x)),
+    "weight norm": of_hidden(lambda m, x: m.normed(m.body(x)), by=HOOKED, products="one_by_one",
                              normed=lambda: parametrizations.weight_norm(nn.Linear(6, 6))),
     "orthogonal": of_hidden(lambda m, x: m.turned(m.body(x)),
                             turned=lambda: parametrizations.orthogonal(nn.Linear(6, 6))),
-    "hypernetwork": of_hidden(lambda m, x: F.linear(x, m.maker(m.code).view(6, 6)),
+    "hypernetwork": of_hidden(lambda m, x: F.linear(x, m.maker(m.code).view(6, 6)), by=HOOKED,
                               maker=linear(3, 36), code=weight(3)),
-    "cosine": of_hidden(lambda m, x: F.normalize(m.body(x)) @ F.normalize(m.more).T,
+    "cosine": of_hidden(lambda m, x: F.normalize(m.body(x)) @ F.normalize(m.more).T, by=HOOKED,
                         more=weight(6, 6)),
-    "prototypes": of_hidden(lambda m, x: torch.cdist(m.body(x), m.centres), centres=weight(6, 6)),
-    "einsum": of_hidden(lambda m, x: torch.einsum("ntd,dtc->nc", m.body(x), m.more), sequences,
+    "prototypes": of_hidden(lambda m, x: torch.cdist(m.body(x), m.centres), by=HOOKED, products="", centres=weight(6, 6)),
+    "einsum": of_hidden(lambda m, x: torch.einsum("ntd,dtc->nc", m.body(x), m.more), sequences, HOOKED,
                         more=weight(6, 5, 6)),
-    "looked up": of_hidden(lambda m, x: m.body(m.table[x]).mean(1), tokens, table=weight(7, 6)),
-    "complex": of_hidden(filtered, filter=weight(4, 2), gain=weight(4)),
+    "looked up": of_hidden(lambda m, x: m.body(m.table[x]).mean(1), tokens, HOOKED, table=weight(7, 6)),
+    "complex": of_hidden(filtered, by=HOOKED, filter=weight(4, 2), gain=weight(4)),
     "prelu": of_hidden(lambda m, x: m.act(m.body(x)), by=HOOKED, act=lambda: nn.PReLU(6)),
     "bilinear": of_hidden(lambda m, x: m.two(m.body(x), x), two=lambda: nn.Bilinear(6, 6, 6)),
-    "in place": of_hidden(in_place),
-    "in place, by a layer": Example(of(linear(), lambda: nn.ReLU(inplace=True), head), by=ALL),
+    "in place": of_hidden(in_place, by=LAYERS),
+    "in place, by a layer": Example(of(linear(), lambda: nn.ReLU(inplace=True), head), by=LAYERS),
     "written": of_hidden(written, token=weight(6)),
-    "detached": of_hidden(lambda m, x: m.body(x).detach() + m.body(x).tanh(), by=ALL),
+    "detached": of_hidden(lambda m, x: m.body(x).detach() + m.body(x).tanh(), by=LAYERS),
     "routed by mask": routed(by_mask),
     "routed by index": routed(by_index),
     "routed in groups": routed(in_groups),
-    "branches": of_hidden(branches, gain=weight(6)),
-    "by item": of_hidden(by_item),
-    "in turn": of_hidden(in_turn, gain=weight(6)),
+    "branches": of_hidden(branches, mixes=True, gain=weight(6)),
+    "by item": of_hidden(by_item, mixes=True),
+    "in turn": of_hidden(in_turn, by=HOOKED, gain=weight(6)),
     "named": Example(MLP, named, of_words, by=ALL),
     "penalty": Example(MLP, loss=penalised),
     "uncertain": Example(net(lambda m, x: m.head(m.body(x)), body=linear(), head=head,
