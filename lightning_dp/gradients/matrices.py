@@ -182,7 +182,9 @@ class Lookup(AbstractForm):
         """Return Σ over positions s, t of equal rows of u_s · u_t: nothing of the table's size."""
         (use,) = uses
         v, u = use.v, use.u
-        size = max(1, PRODUCTS // max(1, v.shape[1] ** 2))
+        if v.shape[1] == 0:
+            return u.new_zeros(len(u), dtype=torch.float64)
+        size = max(1, PRODUCTS // v.shape[1] ** 2)
         norms = [
             _squares_of_lookup(*part)
             for part in zip(torch.split(u, size), torch.split(v, size), strict=True)
