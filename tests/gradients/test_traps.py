@@ -19,8 +19,10 @@ from lightning_dp.gradients.batches import Layout, SampleBatch
 from lightning_dp.gradients.chunks import at_point
 from lightning_dp.gradients.engines import EngineChoice
 from lightning_dp.isolation import probe_isolation
-from tests.gradients.models import Example, features, linear, net, weight
+from tests.gradients.models import Example, linear, net, weight
 from tests.gradients.test_contract import N, alone, made, replay, rows, trained
+
+pytestmark = pytest.mark.filterwarnings("ignore:There is a performance drop")
 
 MLP = {"body": linear(), "head": linear(6, 3)}
 
@@ -321,17 +323,18 @@ def contrastive(scores: Tensor) -> Tensor:
 
 
 def hinge(scores: Tensor) -> Tensor:
-    return (1.0 - scores.abs().sum(1)).relu().mean()
+    return (1.0 - scores[:, 0]).relu().mean()
 
 
 @pytest.mark.parametrize("loss", [contrastive, hinge])
 def test_a_loss_that_compares_records_is_refused_and_one_with_its_margin_met_is_not(loss):
     torch.manual_seed(0)
-    model, batch = Pairs(loss), [100 * torch.randn(N, 6)]
+    model = Pairs(loss)
+    batch = [100 * model.net.weight.detach()[:1].expand(N, 6).clone()]
     params = list(model.parameters())
     with RecordPasses(model, params, EngineChoice("records").here()) as passes:
         found = passes.run(lambda b: model.training_step(b, 0), batch, N)
-        assert found is None or not found.norms().any()  # on this batch
+        assert (found.norms() < 1e-30).all()  # on this batch, up to what a bound adds to norms
     found = probe_isolation(model, batch, engine="records")
     assert found.outcome == ("refused" if loss is contrastive else "isolated")
     assert loss is hinge or "compares records with each other" in found.reason
@@ -356,5 +359,3 @@ def test_frozen_in_eval_they_train():
     for engine in ("records", "layers", "ghost", "one_by_one"):
         check_right(hidden(lambda m, y: m.layer(y).tanh(), layer=layer), engine)
 
-
-assert features  # the batch of every example here
