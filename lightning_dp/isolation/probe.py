@@ -15,7 +15,7 @@ from lightning_dp._validate import flag, instance
 from lightning_dp.gradients import CoupledLossError, EngineChoice, UnsupportedModelError
 from lightning_dp.gradients.compiled import as_written
 from lightning_dp.isolation.collated import CollatedPool
-from lightning_dp.isolation.comparison import Comparisons
+from lightning_dp.isolation.comparison import NOTHING, Comparisons
 from lightning_dp.isolation.coupling import CURES
 from lightning_dp.isolation.draws import probe_draws
 from lightning_dp.isolation.effort import Effort
@@ -309,7 +309,8 @@ def _layers(passes: Passes, pool: Any, kind: SyntheticKind, expected: int) -> It
 def _probe_constant(passes: Passes, pool: Any, n: int) -> Isolation:
     """Refuse a loss that no parameter changes where a record is alone: it compares records."""
     for seed in range(_SEEDS):
-        if passes.run(take_rows(pool, range(n)), n, seed_number=seed).norms.any():
+        norms = passes.run(take_rows(pool, range(n)), n, seed_number=seed).norms
+        if bool((norms > NOTHING).any()):
             return ISOLATED
     return Isolation("refused", _CONSTANT, topic="coupled-records")
 
