@@ -1,4 +1,7 @@
-"""Losses of one batch: such as couple its records, and such as don't, however strange they look."""
+"""Losses of one batch: such as couple its records after the rows, and such as don't, however strange.
+
+What couples them before (pairs, softmax over records) no graph tells: made-up records do.
+"""
 
 from __future__ import annotations
 
@@ -144,11 +147,6 @@ def vicreg(b: Batch) -> Tensor:
     return F.relu(1 - z.var(0).sqrt()).mean() + covariance.pow(2).sum()
 
 
-def info_nce(b: Batch) -> Tensor:
-    z = F.normalize(b.out, dim=1)
-    return F.cross_entropy(z @ z.T / 0.1, torch.arange(b.n))
-
-
 def within_a_record(b: Batch) -> Tensor:
     z = F.normalize(b.steps + torch.linspace(0, 1, STEPS)[:, None], dim=2)
     scores = z @ z.transpose(1, 2) / 0.1
@@ -189,58 +187,24 @@ COUPLED: dict[str, Loss] = {
     "free_bits": lambda b: b.out.pow(2).mean(0).clamp(min=0.9).sum(),
     "product_of_means": lambda b: b.losses.mean() * b.out.pow(2).mean(),
     "moments": lambda b: F.mse_loss(b.out.mean(0), torch.ones(CLASSES)),
-    "loop_then_abs": lambda b: (
-        sum((b.losses[i] for i in range(b.n)), torch.zeros(())) / b.n - 2.1
-    ).abs(),
-    "sum_of_two_records": lambda b: (b.losses[0] + b.losses[1]).sqrt() + b.losses.mean(),
-    # values of the batch that come back to the rows
-    "share": lambda b: (b.losses * (b.losses / b.losses.sum())).sum(),
-    "softmax_weights": lambda b: (b.losses * b.losses.softmax(0)).sum(),
-    "centred": lambda b: (b.out - b.out.mean(0)).pow(2).mean(),
-    "weighted_by_mean": lambda b: (b.losses * b.losses.mean()).mean(),
-    "anchor": lambda b: (b.out - b.out[0]).pow(2).mean(),
-    "two_records": lambda b: (b.out[0] * b.out[1]).sum() + b.losses.mean(),
-    "rolled": lambda b: (b.out * b.out.roll(1, 0)).mean(),
-    "flipped": lambda b: (b.out - b.out.flip(0)).abs().mean(),
-    "manifold_mixup": lambda b: F.cross_entropy(0.7 * b.out + 0.3 * b.out.roll(1, 0), b.y),
-    "cumulated": lambda b: b.losses.cumsum(0).sqrt().mean(),
-    "batch_norm": lambda b: F.batch_norm(b.out, None, None, training=True).exp().mean(),
-    "layer_norm_over_records": lambda b: F.layer_norm(b.losses, (b.n,)).exp().mean(),
-    "fourier": lambda b: torch.fft.fft(b.out, dim=0).abs().mean(),
-    "attention_over_records": lambda b: (
-        F.scaled_dot_product_attention(b.out[None], b.out[None], b.out[None]).pow(2).mean()
-    ),
     # more than sums over the records
     "logsumexp": lambda b: b.losses.logsumexp(0),
     "maximum": lambda b: b.losses.max(),
     "amax_of_classes": lambda b: b.out.amax(0).mean(),
     "median": lambda b: b.losses.median(),
-    "quantile": lambda b: b.losses.quantile(0.6),
-    "top": lambda b: b.losses.topk(2)[0].mean(),
-    "trimmed": lambda b: b.losses.sort()[0][:-2].sum() / b.n,
     "variance": lambda b: b.losses.mean() + b.losses.var(),
     "standard_deviations": lambda b: b.out.std(0).sum(),
     "norm": lambda b: b.out.norm(),
-    "spectral_norm": lambda b: torch.linalg.svdvals(b.out).sum(),
     # One record that is not finite makes all gradients so.
     "norm_squared": lambda b: b.out.norm() ** 2 / b.n,
-    "diagonal_of_pairs": lambda b: (b.out @ b.out.T).diagonal().sigmoid().mean(),
     "norm_of_losses": lambda b: b.losses.norm(p=3),
     "product": lambda b: b.losses.prod(),
-    "softmax_over_records": lambda b: b.out.softmax(0).pow(2).sum(),
-    "cosine_over_records": lambda b: 1 - F.cosine_similarity(b.out[:, 0], b.y.float(), dim=0),
     "concordance": concordance,
     "dice": dice,
     "vicreg": vicreg,
     "log_determinant": lambda b: torch.logdet(b.out.T @ b.out + torch.eye(CLASSES)),
     "penalty_of_the_gradient": penalty_of_the_gradient,
     # pairs
-    "info_nce": info_nce,
-    "sum_of_pairs": lambda b: (b.out @ b.out.T).mean(),
-    "pairs_by_einsum": lambda b: torch.einsum("ic,jc->ij", b.out, b.out).sigmoid().mean(),
-    "differences": lambda b: (b.out[:, None] - b.out[None]).pow(2).mean(),
-    "outer": lambda b: (b.losses[:, None] * b.losses[None]).mean(),
-    "cdist": lambda b: torch.cdist(b.out, b.out).mean(),
     "pdist": lambda b: F.pdist(b.out).mean(),
     # as many rows as the data choose
     "mean_of_chosen": lambda b: b.losses[b.mask].mean(),
@@ -249,20 +213,7 @@ COUPLED: dict[str, Loss] = {
     "mean_of_hard": lambda b: b.losses[b.losses > 2.1].mean(),
     "mean_of_indexed": lambda b: b.losses[b.losses.argsort()[-2:]].mean(),
     "nanmean": lambda b: b.losses.masked_fill(~b.mask, torch.nan).nanmean(),
-    "mean_of_chosen_tokens": lambda b: F.cross_entropy(
-        b.folded[b.valid.flatten()], torch.zeros(int(b.valid.sum())).long()
-    ),
     "mean_of_tokens": lambda b: b.steps[b.valid].pow(2).mean(),
-    "mean_of_a_shorter_stack": lambda b: torch.stack(
-        [b.losses[i] for i in range(b.n) if b.mask[i]]
-    ).mean(),
-    "means_of_classes": lambda b: (
-        torch.stack([b.out[b.y == c].sum(0) for c in range(2)]).pow(2).sum()
-    ),
-    "largest_of_classes": lambda b: (
-        torch.zeros(CLASSES).scatter_reduce(0, b.y, b.losses, "amax").sum()
-    ),
-    "sums_of_classes": lambda b: torch.zeros(CLASSES).index_add(0, b.y, b.losses).pow(2).sum(),
 }
 
 SEPARATE: dict[str, Loss] = {
@@ -302,7 +253,6 @@ SEPARATE: dict[str, Loss] = {
     "dot": lambda b: b.losses.dot(torch.ones(b.n)) / b.n,
     "accumulated": lambda b: b.losses.mean() / 4,
     "half": lambda b: b.losses.to(torch.bfloat16).mean().float() * 3 + 1,
-    "first_power": lambda b: (b.losses.mean() ** 1).squeeze(),
     "two_heads": two_heads,
     "stack_of_terms": lambda b: (
         torch.stack([b.losses.mean(), b.out.pow(2).mean()]) @ torch.tensor([1.0, 0.1])
@@ -316,7 +266,6 @@ SEPARATE: dict[str, Loss] = {
     "weight_decay": lambda b: (
         b.losses.mean() + 0.1 * torch.nn.Parameter(torch.ones(b.n, 3)).pow(2).sum().sqrt()
     ),
-    "moving_average": lambda b: torch.lerp(b.losses.mean(), torch.tensor(1.0), 0.3),
     "sum_of_chosen": lambda b: b.losses[b.mask].sum() / b.n,
     "linear_sums_of_classes": lambda b: (
         torch.zeros(CLASSES).index_add(0, b.y, b.losses).sum() / b.n

@@ -70,7 +70,7 @@ def test_parameters_that_are_sharded_otherwise_are_refused_by_name(make, says, m
     for engine in ("auto", "bookkeeping"):
         with pytest.raises(UnsupportedModelError, match=says):
             attach_engine(engine, module, list(module.parameters()))
-    for engine in ("functional", "hooks", "one_by_one"):
+    for engine in ("records", "hooks", "one_by_one"):
         with pytest.raises(UnsupportedModelError, match="sharded"):
             attach_engine(engine, module, list(module.parameters()))
     with pytest.raises(UnsupportedModelError, match="sharded"):
@@ -79,7 +79,7 @@ def test_parameters_that_are_sharded_otherwise_are_refused_by_name(make, says, m
 
 def test_some_engines_know_sharded_parameters_and_others_name_one(mesh):
     module = fully_sharded(mesh)
-    used = {"auto": "bookkeeping", "bookkeeping": "bookkeeping", "functional": "functional"}
+    used = {"auto": "layers", "bookkeeping": "layers", "layers": "layers"}
     for engine, name in used.items():
         attached, description = attach_engine(engine, module, list(module.parameters()))
         attached.detach()
