@@ -212,7 +212,9 @@ def test_masks_are_those_of_the_forward_pass(call, oracle):
     state = RandomState.seeded(torch.device("cpu"), 3)
     for each in (plain, model):
         with RecordPasses(each, oracle.trained(each), "layers") as runs, state.again():
-            found.append(runs.run(lambda b, net=each: oracle.mean_loss(net(b)), batch, len(batch)).norms())
+            found.append(
+                runs.run(lambda b, net=each: oracle.mean_loss(net(b)), batch, len(batch)).norms()
+            )
     torch.testing.assert_close(*found, rtol=1e-6, atol=0)
 
 

@@ -161,7 +161,6 @@ def check(net: nn.Module, engine: str, oracle: Any) -> str:
         *((kind, "layers") for kind in TRAINED),
         *((kind, "hooks") for kind in ("in place", "a part wrapped")),
         pytest.param("in a checkpoint", "hooks", marks=pytest.mark.slow),
-        ("wrapped", "records"),
     ],
 )
 def test_trained_parts_run_as_written(kind, engine, oracle):
@@ -176,9 +175,7 @@ def test_trained_parts_run_as_written(kind, engine, oracle):
 def test_the_description_names_them(kind, oracle):
     names = {"wrapped": "the model:", "in place": "the model:", "a part wrapped": "2:"}
     description = check(TRAINED[kind](), "auto", oracle)
-    assert (
-        f"layers; {names.get(kind, 'the model:')} compiled, and run as written" in description
-    )
+    assert f"layers; {names.get(kind, 'the model:')} compiled, and run as written" in description
 
 
 def test_what_is_not_compiled_is_not_named(oracle):
@@ -243,7 +240,7 @@ def test_torchscript_is_refused_where_it_is_trained(how, oracle):
     net, batch = tower(), torch.randn(oracle.records, 6)
     scripted = torch.jit.script(net) if how == "script" else torch.jit.trace(net, batch)
     model = nn.Sequential(scripted, nn.Linear(3, 3))
-    for engine in ("auto", "hooks"):
+    for engine in ("layers", "hooks"):
         with pytest.raises(
             UnsupportedModelError, match=r"0 is a module of TorchScript.*one_by_one"
         ):

@@ -149,7 +149,9 @@ def test_an_engine_is_right_about_a_model_or_refuses_it(engine, name):
     module, batch = made(example)
     state = copy.deepcopy(module.state_dict())
     if engine not in example.by.split():
-        refusal = (UnsupportedModelError, RuntimeError) if engine == "hooks" else UnsupportedModelError
+        refusal = (
+            (UnsupportedModelError, RuntimeError) if engine == "hooks" else UnsupportedModelError
+        )
         with pytest.raises(refusal), alone(engine, module) as passes:
             passes.run(*_arguments(example, module, batch))
         return

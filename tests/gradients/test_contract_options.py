@@ -117,7 +117,9 @@ def test_linear_layers_and_norms_on_positions(length, width, out, bias, norm):
 def test_embeddings(rows_of_table, length, padding):
     rows_of_table += 3
     table = lambda: nn.Embedding(rows_of_table, 3, padding_idx=padding)  # noqa: E731
-    make = net(lambda m, x: m.head(m.table(x).sum(1).sin()), table=table, head=lambda: nn.Linear(3, 3))
+    make = net(
+        lambda m, x: m.head(m.table(x).sum(1).sin()), table=table, head=lambda: nn.Linear(3, 3)
+    )
     batch = lambda n: {"x": torch.randint(rows_of_table, (n, length)), "y": torch.arange(n) % 3}  # noqa: E731
     check(Example(make, batch), ("records", "layers", "ghost"))
 
@@ -164,7 +166,9 @@ def test_multi_head_attention(data):
 
 
 @settings(FEW, max_examples=8)
-@given(st.booleans(), st.booleans(), st.booleans(), st.sampled_from(["relu", "gelu"]), st.booleans())
+@given(
+    st.booleans(), st.booleans(), st.booleans(), st.sampled_from(["relu", "gelu"]), st.booleans()
+)
 def test_transformers(batch_first, norm_first, bias, activation, masked):
     def forward(m: Net, x: Tensor) -> Tensor:
         mask = nn.Transformer.generate_square_subsequent_mask(5) if masked else None
@@ -297,6 +301,8 @@ def test_autocast_is_the_same_for_each_record(engine, name):
     expected = rows(lower, module, batch)
     with alone(engine, module) as passes:
         found = run(passes, lower, module, batch)
-        torch.testing.assert_close(found.norms().float(), expected.norm(dim=1), rtol=2e-2, atol=1e-4)
+        torch.testing.assert_close(
+            found.norms().float(), expected.norm(dim=1), rtol=2e-2, atol=1e-4
+        )
         total = found.weighted_sum(torch.ones(N)).float()
     assert (total - expected.sum(0)).norm() <= 2e-2 * expected.sum(0).norm()

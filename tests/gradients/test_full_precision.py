@@ -75,7 +75,9 @@ def test_products_of_norms_and_sums_are_not_rounded(model: str, engine: str) -> 
     attached, _ = attach_engine(engine, net, list(net.parameters()))
     products = Products()
     with products:
-        loss = attached.run(lambda b: net(b).square().flatten(1).sum(1).mean(), SampleBatch(x, len(x)))
+        loss = attached.run(
+            lambda b: net(b).square().flatten(1).sum(1).mean(), SampleBatch(x, len(x))
+        )
         attached.rest()
         attached.backward(loss)
         bounded_sum(attached.take(1.0, {}), 0.5)

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from lightning_dp.boundary import Query, Term
-from lightning_dp.gradients import OtherRowsError, RecordPasses, Replay, UnsupportedModelError
+from lightning_dp.gradients import RecordPasses, Replay, UnsupportedModelError
 from lightning_dp.gradients.one_by_one import OneByOne
 from lightning_dp.gradients.random_state import RandomState
 

@@ -258,7 +258,9 @@ def test_an_engine_that_gives_up_half_way_leaves_the_answer_and_the_numbers_to_t
         module, batch = made(example)
         torch.manual_seed(5)
         with RecordPasses(module, trained(module), engine) as passes:
-            answers.append(passes.answer(Query((Term(),), 0.1, 0.0), replay(example, module, batch)))
+            answers.append(
+                passes.answer(Query((Term(),), 0.1, 0.0), replay(example, module, batch))
+            )
             answers.append(torch.rand(2))
     assert torch.equal(answers[0].value, answers[2].value) and torch.equal(answers[1], answers[3])
 
@@ -295,7 +297,10 @@ def test_a_tap_without_a_gradient_is_an_error_where_the_loss_reaches_it(monkeypa
     module, batch = made(example)
     deaf = nn.Identity().register_forward_hook(print)
     monkeypatch.setattr(records, "_watch", lambda call, done: deaf)
-    with alone("records", module) as passes, pytest.raises(UnsupportedModelError, match="no gradient"):
+    with (
+        alone("records", module) as passes,
+        pytest.raises(UnsupportedModelError, match="no gradient"),
+    ):
         run(passes, replay(example, module, batch))
 
 
@@ -358,4 +363,3 @@ def test_frozen_in_eval_they_train():
 
     for engine in ("records", "layers", "ghost", "one_by_one"):
         check_right(hidden(lambda m, y: m.layer(y).tanh(), layer=layer), engine)
-
