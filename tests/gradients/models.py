@@ -1,4 +1,4 @@
-"""Small models in the words that people use, each with its batch, its loss, and the engines that take it."""
+"""Small models in the words that people use, with batch and loss, and the engines that take them."""
 
 from __future__ import annotations
 
@@ -134,7 +134,7 @@ def on_images(make: Callable[[], nn.Module], *size: int, by: str = ALL) -> Examp
 
 
 def of_hidden(function: Callable[[Net, Tensor], Tensor], batch: Any = features, by: str = ALONE,
-              products: str = PRODUCTS, mixes: bool = False, **parts: Callable[[], Any]) -> Example:  # fmt: skip
+              products: str = PRODUCTS, mixes: bool = False, **parts: Any) -> Example:  # fmt: skip
     """An example with a linear body, whose output a function takes to a head."""
     return Example(
         net(lambda m, x: m.head(function(m, x)), body=linear(), head=head, **parts),
@@ -379,7 +379,8 @@ EXAMPLES: Mapping[str, Example] = {
     "conv1d": on_images(lambda: nn.Conv1d(2, 4, 3, stride=2, padding=1), 9),
     "conv3d": on_images(lambda: nn.Conv3d(2, 3, 2, padding=1), 4, 3, 5),
     "conv same": on_images(lambda: nn.Conv2d(2, 3, (2, 3), padding="same"), 5, 5),
-    "conv circular": on_images(lambda: nn.Conv2d(2, 3, 3, padding=1, padding_mode="circular"),
+    "conv circular": on_images(
+        lambda: nn.Conv2d(2, 3, 3, padding=1, padding_mode="circular"),
                                by=LAYERS),
     "conv transposed": on_images(lambda: nn.ConvTranspose2d(2, 4, 3), by=HOOKED),
     "conv on small maps": on_images(of(lambda: nn.Conv2d(2, 40, (1, 2)), nn.Tanh,
@@ -456,7 +457,8 @@ EXAMPLES: Mapping[str, Example] = {
                               maker=linear(3, 36), code=weight(3)),
     "cosine": of_hidden(lambda m, x: F.normalize(m.body(x)) @ F.normalize(m.more).T, by=HOOKED,
                         more=weight(6, 6)),
-    "prototypes": of_hidden(lambda m, x: torch.cdist(m.body(x), m.centres), by=HOOKED, products="", centres=weight(6, 6)),
+    "prototypes": of_hidden(lambda m, x: torch.cdist(m.body(x), m.centres), by=HOOKED,
+                            products="", centres=weight(6, 6)),
     "einsum": of_hidden(lambda m, x: torch.einsum("ntd,dtc->nc", m.body(x), m.more), sequences, HOOKED,
                         more=weight(6, 5, 6)),
     "looked up": of_hidden(lambda m, x: m.body(m.table[x]).mean(1), tokens, HOOKED, table=weight(7, 6)),

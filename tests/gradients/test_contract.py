@@ -6,6 +6,7 @@ import copy
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
+from itertools import chain
 from typing import Any
 
 import pytest
@@ -45,7 +46,7 @@ def double(part: Any) -> Any:
 def some(batch: Batch, places: Sequence[int]) -> Batch:
     """Return some records, by slices alone."""
     rows = {name: [part[i : i + 1] for i in places] for name, part in batch.items()}
-    return {n: torch.cat(r) if isinstance(r[0], Tensor) else sum(r, []) for n, r in rows.items()}
+    return {n: torch.cat(r) if isinstance(r[0], Tensor) else [*chain(*r)] for n, r in rows.items()}
 
 
 def made(example: Example, n: int = N) -> tuple[nn.Module, Batch]:

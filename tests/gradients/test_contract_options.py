@@ -1,4 +1,4 @@
-"""Options of layers, random numbers and precisions: engines against a loop over records, or torch.func."""
+"""Options of layers, random numbers and precisions: engines against a loop, or torch.func."""
 
 from __future__ import annotations
 

@@ -124,7 +124,7 @@ PARTS = {  # of which Opacus sees a part, or mistakes one
 def test_calls_that_opacus_mistakes_are_refused(hooks, name, oracle):
     torch.manual_seed(0)
     module = applied(*PARTS[name])
-    with pytest.raises(UnsupportedModelError, match="layer|mean of Opacus"):
+    with pytest.raises(UnsupportedModelError, match=r"layer|mean of Opacus"):
         hooks.attach(module, oracle.trained(module))
         oracle.run(hooks, module, oracle.features())
 

@@ -1,4 +1,7 @@
-"""What goes wrong where records run alone, unless it is looked at: one section for each trap."""
+"""What goes wrong where records run alone, unless it is looked at: one section for each trap.
+
+The second one, leaves of a batch without records, is that of ``test_batches.py``.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,6 @@ from lightning_dp._checks import MisconfigurationError, check_model
 from lightning_dp.boundary import Query, Term
 from lightning_dp.functional import flatten
 from lightning_dp.gradients import RecordPasses, Replay, UnsupportedModelError, records
-from lightning_dp.gradients.batches import Layout, SampleBatch
 from lightning_dp.gradients.chunks import at_point
 from lightning_dp.gradients.engines import EngineChoice
 from lightning_dp.isolation import probe_isolation
@@ -81,13 +83,11 @@ KEPT = {
     "attribute": keep(lambda m, y: setattr(m, "last", y)),
     "detached": keep(lambda m, y: setattr(m, "last", y.detach().mean())),
     "list": keep(lambda m, y: m.__dict__.setdefault("all", []).append(y.detach())),
-    "tuple in a dictionary": keep(lambda m, y: m.__dict__.update(of={"a": (1, y)})),
     "part": keep(lambda m, y: setattr(m.parts[0], "last", y)),
     "buffer": keep(lambda m, y: m.register_buffer("last", y.detach())),
     "global": keep(lambda m, y: STORE.append(y)),
     "object": keep(lambda m, y: setattr(Watcher, "seen", y)),
     "closure": hidden(in_closure()),
-    "view": keep(lambda m, y: setattr(m, "last", y[:, :2].t())),
     "part of a split": keep(lambda m, y: setattr(m, "last", y.chunk(2, 1)[0])),
 }
 
@@ -152,65 +152,6 @@ def test_records_are_not_written_into_what_all_of_them_share():
     with alone("records", module) as passes, pytest.raises(UnsupportedModelError, match="written"):
         run(passes, replay(example, module, batch))
     assert not shared.any()
-
-
-# -- 2: leaves of a batch that have no record -------------------------------------------------
-
-
-def collated(n: int) -> dict[str, Any]:
-    """A batch of n, as a collate_fn of one's own makes it."""
-    return {
-        "x": torch.arange(6.0 * n).view(n, 6) / 10, "y": torch.arange(n) % 3, "k": 2.0,
-        "table": torch.linspace(-1, 1, N * 6).view(N, 6), "names": ["ab"[i % 2] for i in range(n)],
-    }  # fmt: skip
-
-
-def test_which_leaves_hold_records_is_settled_by_two_sizes():
-    layout = Layout.of(collated(2), collated(3))
-    assert layout.holds_samples == (True, True, False, False, True)
-    assert Layout.of([torch.ones(4)], [torch.ones(6)]).holds_samples == (None,)
-    assert Layout.of({"n": 2}, {"n": 3}).holds_samples == (None,)
-    assert Layout.of([1.0], [1.0, 2.0]).holds_samples == (None,)
-
-
-def test_a_size_that_happens_to_be_that_of_the_batch_is_not_taken_for_records():
-    example = Example(net(lambda m, x: m.head(m.body(x).tanh()), **MLP))
-    module, _ = made(example)
-    module.float()
-
-    def loss(batch: dict[str, Any]) -> Tensor:
-        assert batch["table"].shape == (N, 6) and batch["k"] == 2.0
-        signs = torch.tensor([1.0 if name == "a" else -1.0 for name in batch["names"]])
-        x = batch["x"] * signs[:, None] + batch["table"].sum(0) * batch["k"]
-        return F.cross_entropy(module(x), batch["y"])
-
-    batch, found, expected = collated(N), [], []
-    for i in range(N):
-        one = {**batch, **{k: batch[k][i : i + 1] for k in ("x", "y", "names")}}
-        parts = torch.autograd.grad(loss(one), trained(module))
-        expected.append(flatten(parts).norm().double())
-    for engine in ("records", "one_by_one"):
-        choice = EngineChoice(engine).here()
-        choice.layout = Layout.of(collated(2), collated(3))
-        with RecordPasses(module, trained(module), choice) as passes:
-            found = passes.run(loss, batch, N).norms()
-        torch.testing.assert_close(found.double(), torch.stack(expected), rtol=1e-5, atol=0)
-
-
-@pytest.mark.parametrize(
-    "batch",
-    [
-        {"x": torch.ones(4, 2), "k": torch.tensor(1.0)},
-        {"x": torch.ones(4, 2), "y": torch.ones(3)},
-        {"x": torch.ones(4, 2), "y": torch.ones(8, 2)},
-        {"x": torch.ones(4, 2), "names": ["a", "b"]},
-        {"x": torch.ones(4, 2), "numbers": [1, 2, 3, 4]},
-    ],
-    ids=["no dimension", "shorter", "longer", "fewer texts", "list of numbers"],
-)
-def test_a_batch_that_cannot_be_taken_apart_is_refused(batch):
-    with pytest.raises(UnsupportedModelError, match="no entry for each record"):
-        SampleBatch(batch, 4).check()
 
 
 # -- 4: passes that are given up half-way -----------------------------------------------------
@@ -282,6 +223,9 @@ LAYERS = {
     "norm": lambda: nn.LayerNorm(6),
     "conv": lambda: nn.Sequential(nn.Unflatten(1, (2, 3)), nn.Conv1d(2, 2, 1), nn.Flatten()),
     "group norm": lambda: nn.GroupNorm(2, 6),
+    "instance norm": lambda: nn.Sequential(
+        nn.Unflatten(1, (2, 3)), nn.InstanceNorm1d(2, affine=True), nn.Flatten()
+    ),
     "raw": net(lambda m, x: x @ m.a, a=weight(6, 6)),
 }
 
