@@ -11,6 +11,7 @@ from torch.autograd import forward_ad
 from torch.func import functional_call
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from lightning_dp._refusals import Refusal
 from lightning_dp.functional import unflatten
 from lightning_dp.gradients.base import UnsupportedModelError
 from lightning_dp.gradients.bilinear import Uses
@@ -58,10 +59,13 @@ def run_along(
                 for param, part in zip(params, parts, strict=True)
             }
             result: T = functional_call(_Holder(module), duals, (run,))
-    except NotImplementedError as error:
+    except (Refusal, torch.OutOfMemoryError):
+        raise
+    except RuntimeError as error:  # other words of torch's tell sizes of a batch, which is private
+        which = f": {error}" if isinstance(error, NotImplementedError) else "."
         raise UnsupportedModelError(
             f"A Hessian-vector product needs the second derivative of every operation, and one has "
-            f"none: {error} Replace the operation, or use an estimator without Hessians.",
+            f"none{which} Replace the operation, or use an estimator without Hessians.",
             topic="hessian-products",
         ) from error
     return result

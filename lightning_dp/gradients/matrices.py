@@ -109,6 +109,8 @@ class OuterProduct(AbstractForm):
         (use,) = uses
         u, v = use.u, use.v
         times, rows, columns = u.shape[1], u.shape[2], v.shape[2]
+        if times == 0:
+            return u.new_zeros(len(u), dtype=torch.float64)
         if times == 1:
             return (factor_norms(u) * factor_norms(v)).square_()
         if times * (rows + columns) > 2 * rows * columns or (may_keep and self.prefers_rows(v, u)):
@@ -180,7 +182,9 @@ class Lookup(AbstractForm):
         """Return Σ over positions s, t of equal rows of u_s · u_t: nothing of the table's size."""
         (use,) = uses
         v, u = use.v, use.u
-        size = max(1, PRODUCTS // max(1, v.shape[1] ** 2))
+        if v.shape[1] == 0:
+            return u.new_zeros(len(u), dtype=torch.float64)
+        size = max(1, PRODUCTS // v.shape[1] ** 2)
         norms = [
             _squares_of_lookup(*part)
             for part in zip(torch.split(u, size), torch.split(v, size), strict=True)

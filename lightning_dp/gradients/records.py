@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 
 from lightning_dp._precision import full_precision
 from lightning_dp._refusals import RefusedRun
@@ -408,8 +409,11 @@ class _Sums:
         if id(tensor) in self._of:
             self._of[id(tensor)].add(use, combined=combined)
         elif tensor.requires_grad and tensor.grad_fn is not None:
-            made = use.form.rows(use.v, use.u).reshape(len(use.u), *tensor.shape)
+            made = self._rows(use).reshape(len(use.u), *tensor.shape)
             self._parts.setdefault(id(tensor), (tensor, []))[1].append(made)
+
+    def _rows(self, use: Use) -> Tensor:
+        return use.form.rows(use.v, use.u)
 
     def pull_back(self, *, combined: bool) -> None:
         """Count in what came back for what is computed from parameters: it is linear."""
@@ -459,6 +463,11 @@ class _DualSums(_Sums):
                 super()._add(tensor, each, combined)
         else:
             super()._add(tensor, use, combined)
+
+    def _rows(self, use: Use) -> Tensor:
+        v, u = split(use.v), split(use.u)
+        moved = [part.form.rows(part.v, part.u) for part in use.form.along(v, u, (0.0, 1.0))]
+        return forward_ad.make_dual(use.form.rows(v[0], u[0]), reduce(torch.add, moved))
 
     def pull_back(self, *, combined: bool) -> None:
         parts, self._parts = list(self._parts.values()), {}

@@ -23,9 +23,9 @@ from lightning_dp.isolation.prepared import NoLoss
 from lightning_dp.isolation.stand_ins import NotProbed
 from lightning_dp.isolation.synthetic import take_rows
 
-__all__ = ["Batch", "Change", "Comparisons"]
+__all__ = ["NOTHING", "Batch", "Change", "Comparisons"]
 
-_NOTHING = 1e-30  # engines add a little to norms, so that a bound holds
+NOTHING = 1e-30  # engines add a little to norms, so that a bound holds
 
 
 @dataclass(frozen=True)
@@ -130,8 +130,8 @@ class Comparisons:
         if after.count != change.after.n:
             return Isolation("coupled", CURES["rows"])
         here, there = before.about(change.rows_before), after.about(change.rows_after)
-        if not bool((here.norms > _NOTHING).any()):
-            if bool((there.norms > _NOTHING).any()):  # all records alike give none, for instance
+        if not bool((here.norms > NOTHING).any()):
+            if bool((there.norms > NOTHING).any()):  # all records alike give none, for instance
                 return Isolation("coupled", CURES["pairs"])
             raise NotProbed("the batch gives no gradient")
         changed = change.after.n - len(change.rows_after)

@@ -15,7 +15,7 @@ from lightning_dp._validate import flag, instance
 from lightning_dp.gradients import CoupledLossError, EngineChoice, UnsupportedModelError
 from lightning_dp.gradients.compiled import as_written
 from lightning_dp.isolation.collated import CollatedPool
-from lightning_dp.isolation.comparison import Comparisons
+from lightning_dp.isolation.comparison import NOTHING, Comparisons
 from lightning_dp.isolation.coupling import CURES
 from lightning_dp.isolation.draws import probe_draws
 from lightning_dp.isolation.effort import Effort
@@ -46,7 +46,6 @@ __all__ = ["check_isolation", "probe_again", "probe_isolation"]
 
 _RECORDS = 4
 _SEEDS = 3
-_NOTHING = 1e-30  # a norm of zeros may come out as float32's least number
 _CONSTANT = (
     "The loss of a record that is alone in its batch does not depend on the parameters (it compares "
     "records with each other, as a contrastive loss does), so the training would be on noise alone. "
@@ -317,7 +316,8 @@ def _probe_constant(passes: Passes, pool: Any, n: int) -> Isolation:
     """Refuse a loss that no parameter changes where a record is alone: it compares records."""
     for seed in range(_SEEDS):
         for record in range(n):
-            if (passes.run(take_rows(pool, [record]), 1, seed_number=seed).norms > _NOTHING).any():
+            norms = passes.run(take_rows(pool, [record]), 1, seed_number=seed).norms
+            if bool((norms > NOTHING).any()):
                 return ISOLATED
     return Isolation("refused", _CONSTANT, topic="coupled-records")
 

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from opacus.layers import DPLSTM
 from torch import Tensor, nn
 
 from lightning_dp.boundary import bounded_sum
@@ -17,143 +16,21 @@ from lightning_dp.gradients import AbstractGradientEngine, UnsupportedModelError
 from lightning_dp.gradients.ghost import GhostClipping
 from lightning_dp.gradients.layer_calls import LayerCalls
 from lightning_dp.gradients.opacus_hooks import OpacusHooks
+from tests.gradients.models import EXAMPLES
 
 RECORDS = 5
-
-
-class Recurrent(nn.Module):
-    """Embedding, LSTM, last state."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(7, 4)
-        self.lstm = DPLSTM(4, 5, batch_first=True)
-        self.head = nn.Linear(5, 3)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        return self.head(self.lstm(self.embedding(tokens))[0][:, -1])
-
-
-class TransformerBlock(nn.Module):
-    """Pre-norm attention and MLP with residual connections."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(7, 8)
-        self.norm = nn.LayerNorm(8)
-        self.q, self.k, self.v = (nn.Linear(8, 8) for _ in range(3))
-        self.mlp = nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 6), nn.GELU(), nn.Linear(6, 8))
-        self.head = nn.Linear(8, 3)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        x = self.embedding(tokens)
-        y = self.norm(x)
-        x = x + nn.functional.scaled_dot_product_attention(self.q(y), self.k(y), self.v(y))
-        return self.head((x + self.mlp(x)).mean(1))
-
-
-class Tied(nn.Module):
-    """One weight matrix in two modules: input embedding and output projection."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(7, 4)
-        self.middle = nn.Linear(4, 4)
-        self.output = nn.Linear(4, 7, bias=False)
-        self.output.weight = self.embedding.weight
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        return self.output(torch.tanh(self.middle(self.embedding(tokens).mean(1))))
-
-
-class Reused(nn.Module):
-    """One layer called twice in a forward pass."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(6, 6)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.layer(torch.tanh(self.layer(x)))[:, :3]
-
-
-class Gain(nn.Module):
-    """A layer without a rule in Opacus: vector and scalar parameters of its own."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.gain = nn.Parameter(torch.linspace(0.5, 2.0, 6))
-        self.shift = nn.Parameter(torch.tensor(0.3))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x * self.gain + self.shift
 
 
 def features() -> Tensor:
     return torch.randn(RECORDS, 6)
 
 
-def images() -> Tensor:
-    return torch.randn(RECORDS, 2, 8, 8)
-
-
-def tokens() -> Tensor:
-    return torch.randint(7, (RECORDS, 6))
-
-
-def frozen_layer() -> nn.Module:
-    net = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 3))
-    net[2].requires_grad_(False)
-    return net
-
-
-def frozen_bias() -> nn.Module:
-    net = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
-    net[0].bias.requires_grad_(False)
-    return net
-
-
-def convolutional() -> nn.Module:
-    return nn.Sequential(
-        nn.Conv2d(2, 4, 3, padding=1, stride=2),
-        nn.GroupNorm(2, 4),
-        nn.ReLU(),
-        nn.Conv2d(4, 4, 3, groups=2),
-        nn.Flatten(),
-        nn.Linear(16, 3),
-    )
-
-
-@dataclass(frozen=True)
-class Case:
-    """A model, and what a batch for it looks like."""
-
-    make: Callable[[], nn.Module]
-    batch: Callable[[], Tensor]
-
-
-CASES = {
-    "mlp": Case(lambda: nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3)), features),
-    "cnn_group_norm": Case(convolutional, images),
-    "layer_norm": Case(
-        lambda: nn.Sequential(nn.Linear(6, 8), nn.LayerNorm(8), nn.ReLU(), nn.Linear(8, 3)),
-        features,
-    ),
-    "embedding_lstm": Case(Recurrent, tokens),
-    "transformer_block": Case(TransformerBlock, tokens),
-    "tied_weights": Case(Tied, tokens),
-    "layer_used_twice": Case(Reused, features),
-    "frozen_layer": Case(frozen_layer, features),
-    "frozen_bias": Case(frozen_bias, features),
-    "direct_parameters": Case(
-        lambda: nn.Sequential(Gain(), nn.Linear(6, 4), nn.Tanh(), nn.Linear(4, 3)), features
-    ),
-}
-
-
-@pytest.fixture
-def cases() -> dict[str, Case]:
-    return CASES
+@pytest.fixture(params=["mlp", "cnn", "tied embedding"])
+def case(request: pytest.FixtureRequest) -> SimpleNamespace:
+    """What makes a model and the inputs of a batch."""
+    torch.manual_seed(0)
+    example = EXAMPLES[request.param]
+    return SimpleNamespace(make=example.make, batch=lambda: example.batch(RECORDS)["x"])
 
 
 class _Covered(AbstractGradientEngine):
@@ -202,12 +79,6 @@ def hooks() -> Iterator[AbstractGradientEngine]:
     engine = OpacusHooks()
     yield engine
     engine.detach()
-
-
-@pytest.fixture(params=CASES)
-def case(request: pytest.FixtureRequest) -> Case:
-    torch.manual_seed(0)
-    return CASES[request.param]
 
 
 class Oracle:

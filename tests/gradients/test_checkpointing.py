@@ -152,7 +152,7 @@ def compare(
     batch = torch.randn(oracle.records, WIDTH)
     expected = oracle.one_by_one(plain, batch)
     with RecordPasses(model, oracle.trained(model), engine, **passes) as runs:
-        found = runs.run(lambda: oracle.mean_loss(model(batch)), size=len(batch))
+        found = runs.run(lambda b: oracle.mean_loss(model(b)), batch, len(batch))
     assert found is not None
     norms = found.norms()
     torch.testing.assert_close(norms, expected.norm(dim=1), rtol=3e-6, atol=0)
@@ -212,7 +212,9 @@ def test_masks_are_those_of_the_forward_pass(call, oracle):
     state = RandomState.seeded(torch.device("cpu"), 3)
     for each in (plain, model):
         with RecordPasses(each, oracle.trained(each), "layers") as runs, state.again():
-            found.append(runs.run(lambda net=each: oracle.mean_loss(net(batch))).norms())
+            found.append(
+                runs.run(lambda b, net=each: oracle.mean_loss(net(b)), batch, len(batch)).norms()
+            )
     torch.testing.assert_close(*found, rtol=1e-6, atol=0)
 
 
@@ -225,7 +227,7 @@ def test_two_passes_over_a_batch(call, oracle):
         point = torch.cat([param.detach().flatten() for param in params]) * 0.9
         query = Query((Term(), Term(-1.0, point)), 1.0, 0.0)
         with RecordPasses(model, params, "layers") as runs:
-            replay = Replay(lambda net=model, x=batch: oracle.mean_loss(net(x)), len(batch))
+            replay = Replay(lambda x, net=model: oracle.mean_loss(net(x)), batch, len(batch))
             found.append(runs.gradients(query, replay).norms())
     torch.testing.assert_close(*found, rtol=1e-5, atol=1e-9)
 
@@ -235,8 +237,7 @@ def test_a_graph_that_is_kept_is_good_for_another_pass(call, oracle):
     plain, model = pair(Nested, call)
     batch = torch.randn(oracle.records, WIDTH)
     with RecordPasses(model, oracle.trained(model), "layers") as runs:
-        with runs.watched.watching():
-            loss = oracle.mean_loss(model(batch))
+        loss = runs.watched.run(lambda b: oracle.mean_loss(model(b)), batch, len(batch))
         runs.watched.backward(loss, keep_graph=True)
         norms = runs.watched.take().norms()
         loss.backward()
@@ -261,7 +262,7 @@ def test_a_use_that_nobody_recorded_is_refused(call, oracle):
         RecordPasses(model, oracle.trained(model), "layers") as runs,
         pytest.raises(UnsupportedModelError, match=r"blocks\.0\.1\.weight"),
     ):
-        runs.run(lambda: oracle.mean_loss(model(batch)))
+        runs.run(lambda b: oracle.mean_loss(model(b)), batch, len(batch))
 
 
 class Backs(torch.autograd.Function):
@@ -306,5 +307,5 @@ def test_reentrant_ones_are_refused_with_the_cure(engine, oracle):
         RecordPasses(model, oracle.trained(model), engine) as runs,
         pytest.raises(UnsupportedModelError, match=r"reentrant.*use_reentrant=False"),
     ):
-        runs.run(lambda: model(batch).square().mean())
+        runs.run(lambda b: model(b).square().mean(), batch, 1)
     assert all(param.grad is None for param in model.parameters())

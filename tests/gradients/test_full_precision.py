@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_dp._precision import full_precision
 from lightning_dp.boundary import bounded_sum
+from lightning_dp.gradients.batches import SampleBatch
 from lightning_dp.gradients.engines import attach_engine
 
 pytestmark = pytest.mark.skipif(
@@ -65,7 +66,7 @@ MODELS = {
 }
 
 
-@pytest.mark.parametrize("engine", ["bookkeeping", "functional", "ghost", "hooks"])
+@pytest.mark.parametrize("engine", ["bookkeeping", "records", "ghost", "hooks"])
 @pytest.mark.parametrize("model", MODELS)
 def test_products_of_norms_and_sums_are_not_rounded(model: str, engine: str) -> None:
     make, shape = MODELS[model]
@@ -74,8 +75,9 @@ def test_products_of_norms_and_sums_are_not_rounded(model: str, engine: str) -> 
     attached, _ = attach_engine(engine, net, list(net.parameters()))
     products = Products()
     with products:
-        with attached.following(x, len(x)):
-            loss = net(x).square().flatten(1).sum(1).mean()
+        loss = attached.run(
+            lambda b: net(b).square().flatten(1).sum(1).mean(), SampleBatch(x, len(x))
+        )
         attached.rest()
         attached.backward(loss)
         bounded_sum(attached.take(1.0, {}), 0.5)

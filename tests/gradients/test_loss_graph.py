@@ -169,10 +169,10 @@ def test_every_engine_is_guarded_unless_it_is_left_out(engine, checked):
     x, y = torch.randn(N, 2, 5), torch.arange(N) % CLASSES
     params = list(net.parameters())
     with RecordPasses(net, params, engine, loss_graph_check=checked) as passes:
-        found = passes.run(lambda: F.cross_entropy(net(x), y), size=N)
+        found = passes.run(lambda b: F.cross_entropy(net(b[0]), b[1]), (x, y), N)
         assert found is not None and found.count == N
         with pytest.raises(CoupledLossError) if checked else nullcontext():
-            passes.run(lambda: F.cross_entropy(net(x), y).clamp(max=9.0), size=N)
+            passes.run(lambda b: F.cross_entropy(net(b[0]), b[1]).clamp(max=9.0), (x, y), N)
 
 
 def test_the_message_names_the_node_and_what_was_there_before():

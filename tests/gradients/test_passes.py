@@ -39,8 +39,12 @@ def vector(seed: int, size: float = 0.3) -> Tensor:
     return size * torch.randn(D, generator=torch.Generator().manual_seed(seed))
 
 
-def loss_of(net: nn.Module, x: Tensor = X, y: Tensor = Y) -> Callable[[], Tensor]:
-    return lambda: F.cross_entropy(net(x), y)
+def loss_of(net: nn.Module) -> Callable[[Any], Tensor]:
+    return lambda batch: F.cross_entropy(net(batch[0]), batch[1])
+
+
+def chunk_of(net: nn.Module, x: Tensor = X, y: Tensor = Y, **more: Any) -> Replay:
+    return Replay(loss_of(net), (x, y), len(x), **more)
 
 
 # -- the oracle -------------------------------------------------------------------------------
@@ -120,7 +124,7 @@ def passes() -> Iterator[Callable[..., RecordPasses]]:
 
 
 def cases() -> list[Any]:
-    engines = ["auto", "hooks"]
+    engines = [*("auto", "records", "hooks")]
     return [
         pytest.param(terms, engine, id=f"{engine}-{name}")
         for name, terms in QUERIES.items()
@@ -138,7 +142,7 @@ def test_an_answer_is_that_of_a_loop_over_records(passes, terms, engine, coordin
     for clip_norm in (sorted(norms)[2], math.inf):  # some records are clipped, and none
         query = Query(terms, clip_norm, 0.0, coordinates)
 
-        found = mine.answer(query, Replay(loss_of(net), RECORDS))
+        found = mine.answer(query, chunk_of(net))
 
         assert found.clip_norm == clip_norm
         torch.testing.assert_close(found.value.double(), slow_sum(query), rtol=2e-4, atol=2e-6)
@@ -149,11 +153,11 @@ def test_an_answer_is_that_of_a_loop_over_records(passes, terms, engine, coordin
 def test_gradients_that_are_known_are_not_computed_again(passes, name, engine):
     net, runs = make_net(), []
     mine = passes(net, engine)
-    first = mine.run(loss_of(net), combined=True)
-    forward = lambda: runs.append(0) or loss_of(net)()  # noqa: E731
+    first = mine.run(loss_of(net), (X, Y), RECORDS, combined=True)
+    forward = lambda batch: runs.append(0) or loss_of(net)(batch)  # noqa: E731
     query = Query(GRADIENTS[name], 0.2, 0.0)
 
-    again = Replay(forward, RECORDS, RandomState(torch.device("cpu")))
+    again = Replay(forward, (X, Y), RECORDS, RandomState(torch.device("cpu")))
     found = mine.answer(query, again, first=first)
 
     assert len(runs) == sum(each.point is not None for each in query.passes)
@@ -169,9 +173,9 @@ def test_a_record_that_is_not_finite_contributes_zero(passes, name, bad):
     others = [i for i in range(RECORDS) if i != 2]
 
     mine = passes(net)
-    found = mine.answer(query, Replay(loss_of(net, x), RECORDS))
+    found = mine.answer(query, chunk_of(net, x))
 
-    expected = mine.answer(query, Replay(loss_of(net, X[others], Y[others]), RECORDS - 1))
+    expected = mine.answer(query, chunk_of(net, X[others], Y[others]))
     torch.testing.assert_close(found.value, expected.value)
 
 
@@ -195,7 +199,7 @@ class Noisy(nn.Module):
 def test_all_passes_draw_the_same_numbers_and_the_next_chunk_others(passes, name):
     net = Noisy()
     mine, query = passes(net), Query(QUERIES[name], 1.0, 0.0)
-    chunk = Replay(loss_of(net), RECORDS)
+    chunk = chunk_of(net)
 
     mine.answer(query, chunk)
     after = torch.get_rng_state()
@@ -211,8 +215,8 @@ def test_all_passes_draw_the_same_numbers_and_the_next_chunk_others(passes, name
 
 def test_a_chunk_run_before_is_run_with_its_first_randomness_and_leaves_the_states(passes):
     net = Noisy()
-    mine, chunk = passes(net), Replay(loss_of(net), RECORDS, RandomState(torch.device("cpu")))
-    first = mine.run(chunk.forward, combined=True)
+    mine, chunk = passes(net), chunk_of(net, randomness=RandomState(torch.device("cpu")))
+    first = mine.run(chunk.forward, chunk.batch, chunk.size, combined=True)
     torch.rand(7)
     before = torch.get_rng_state()
 
@@ -228,7 +232,7 @@ def test_a_difference_at_one_and_the_same_point_is_zero(passes):
     net = Noisy()
     here = flatten(list(net.parameters()))
     query = Query((Term(), Term(-1.0, here)), 1.0, 0.0)
-    assert not passes(net).answer(query, Replay(loss_of(net), RECORDS)).value.any()
+    assert not passes(net).answer(query, chunk_of(net)).value.any()
 
 
 # -- what is no answer ------------------------------------------------------------------------
@@ -237,8 +241,8 @@ def test_a_difference_at_one_and_the_same_point_is_zero(passes):
 def test_a_chunk_without_records_runs_nothing(passes):
     net, ran = make_net(), []
     mine = passes(net)
-    stand_in = mine.run(loss_of(net, X[:1], Y[:1]))
-    chunk = Replay(lambda: ran.append(0), 0)
+    stand_in = mine.run(loss_of(net), (X[:1], Y[:1]), 1)
+    chunk = Replay(lambda _: ran.append(0), (X, Y), 0)
 
     for terms in (QUERIES["here"], QUERIES["three points"]):
         assert mine.answer(Query(terms, 1.0, 0.0), chunk) is None
@@ -253,11 +257,11 @@ def test_a_pass_without_a_loss_is_no_answer_and_leaves_nothing_for_the_next(pass
         pytest.skip("has no products")
     net = make_net()
     mine, query = passes(net, engine), Query(QUERIES[name], 0.2, 0.0)
-    nothing = [lambda: None, lambda: loss_of(net)().detach(), lambda: {"loss": None}]
+    nothing = [lambda _: None, lambda b: loss_of(net)(b).detach(), lambda _: {"loss": None}]
     for forward in nothing:
-        assert mine.answer(query, Replay(forward, RECORDS)) is None
+        assert mine.answer(query, Replay(forward, (X, Y), RECORDS)) is None
 
-    found = mine.answer(query, Replay(loss_of(net), RECORDS))
+    found = mine.answer(query, chunk_of(net))
     torch.testing.assert_close(found.value.double(), slow_sum(query), rtol=2e-4, atol=2e-6)
 
 
@@ -266,23 +270,23 @@ def test_a_loss_without_trained_layers_is_no_answer(passes, engine):
     net, free = make_net(), torch.ones((), requires_grad=True)
     mine = passes(net, engine)
     query = Query(QUERIES["here"], 0.2, 0.0)
-    assert mine.answer(query, Replay(lambda: free * 2, RECORDS)) is None
+    assert mine.answer(query, Replay(lambda _: free * 2, (X, Y), RECORDS)) is None
 
 
-@pytest.mark.parametrize("engine", ["auto", "hooks"])
+@pytest.mark.parametrize("engine", ["auto", "records", "hooks"])
 @pytest.mark.parametrize("name", ["here", "there", "a difference"])
 def test_other_rows_than_records_are_an_error(passes, name, engine):
     net = make_net()
     query = Query(QUERIES[name], 0.2, 0.0)
     mine = passes(net, engine)
     for size in (RECORDS - 1, RECORDS + 1):
-        with pytest.raises(UnsupportedModelError, match=r"more or fewer rows|record by record"):
-            mine.answer(query, Replay(loss_of(net), size, batch=X))
-    if engine == "functional":
-        return  # it runs nothing without the batch
-    first = mine.run(loss_of(net))
+        with pytest.raises(
+            UnsupportedModelError, match=r"more or fewer rows|no entry for each record"
+        ):
+            mine.answer(query, Replay(loss_of(net), (X, Y), size))
+    first = mine.run(loss_of(net), (X, Y), RECORDS)
     with pytest.raises(OtherRowsError):  # also where the query does not use them
-        mine.answer(query, Replay(loss_of(net), RECORDS - 1), first=first)
+        mine.answer(query, Replay(loss_of(net), (X, Y), RECORDS - 1), first=first)
 
 
 # -- what is left -----------------------------------------------------------------------------
@@ -293,7 +297,7 @@ def test_nothing_is_left_on_the_module(engine):
     class Fault(Exception):
         pass
 
-    def fails() -> Tensor:
+    def fails(_: Any) -> Tensor:
         net(X)
         raise Fault
 
@@ -306,11 +310,11 @@ def test_nothing_is_left_on_the_module(engine):
 
     with RecordPasses(net, list(net.parameters()), engine, quietly=quietly) as mine:
         query = Query(GRADIENTS["three points"], 0.2, 0.0)
-        mine.answer(query, Replay(loss_of(net), RECORDS))
+        mine.answer(query, chunk_of(net))
         assert len(entered) == 3  # once for each pass
         assert all(not part._forward_hooks for part in net.modules())  # between two passes
         with pytest.raises(Fault):
-            mine.answer(Query(GRADIENTS["there"], 0.2, 0.0), Replay(fails, RECORDS))
+            mine.answer(Query(GRADIENTS["there"], 0.2, 0.0), Replay(fails, (X, Y), RECORDS))
         assert all(not part._forward_hooks for part in net.modules())
         assert all(param.grad is None for param in net.parameters())
 
@@ -327,9 +331,9 @@ def test_without_the_engine_raw_gradients_are_still_dropped(passes):
     mine, query = passes(net), Query(QUERIES["here"], 0.2, 0.0)
 
     mine.watched.take_engine_off()
-    loss_of(net)().backward()
+    loss_of(net)((X, Y)).backward()
     assert all(param.grad is None for param in net.parameters())
     mine.watched.put_engine_on()
 
-    found = mine.answer(query, Replay(loss_of(net), RECORDS))
+    found = mine.answer(query, chunk_of(net))
     torch.testing.assert_close(found.value.double(), slow_sum(query), rtol=2e-4, atol=2e-6)

@@ -70,7 +70,7 @@ def test_parameters_that_are_sharded_otherwise_are_refused_by_name(make, says, m
     for engine in ("auto", "bookkeeping"):
         with pytest.raises(UnsupportedModelError, match=says):
             attach_engine(engine, module, list(module.parameters()))
-    for engine in ("hooks", "one_by_one"):
+    for engine in ("records", "hooks", "one_by_one"):
         with pytest.raises(UnsupportedModelError, match="sharded"):
             attach_engine(engine, module, list(module.parameters()))
     with pytest.raises(UnsupportedModelError, match="sharded"):
@@ -79,13 +79,13 @@ def test_parameters_that_are_sharded_otherwise_are_refused_by_name(make, says, m
 
 def test_some_engines_know_sharded_parameters_and_others_name_one(mesh):
     module = fully_sharded(mesh)
-    used = {"auto": "bookkeeping", "bookkeeping": "bookkeeping"}
+    used = {"auto": "layers", "bookkeeping": "layers", "layers": "layers"}
     for engine, name in used.items():
         attached, description = attach_engine(engine, module, list(module.parameters()))
         attached.detach()
         assert description == name
     for engine in ("hooks", "one_by_one"):
-        with pytest.raises(UnsupportedModelError, match=r"'0.* sharded .*engine='bookkeeping'"):
+        with pytest.raises(UnsupportedModelError, match=r"\['0.* sharded "):
             attach_engine(engine, module, list(module.parameters()))
     with pytest.raises(UnsupportedModelError, match="sharded"):
         check_model(module)
@@ -156,12 +156,8 @@ class Swaps(nn.Module):
             self.layer.weight = own
 
 
-def test_a_layer_whose_parameters_are_exchanged_while_it_runs(layer_engine, oracle):
-    """By hooks alone it is refused; followed, it has no more of a gradient than without privacy."""
-    torch.manual_seed(0)
+def test_a_layer_whose_parameters_are_exchanged_while_it_runs_is_refused(oracle):
     module, lean = Swaps(), LayerCalls()
-    assert oracle.is_equal(layer_engine, module, oracle.features())
-    layer_engine.detach()
     lean.attach(module, oracle.trained(module))
     with pytest.raises(
         UnsupportedModelError, match=r"layer \(Linear\) was called with other param"

@@ -1,0 +1,186 @@
+"""Models and calls that an engine of the whole batch refuses, by name, in words and with the cure."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from opacus.layers import DPLSTM, DPMultiheadAttention
+from opacus.layers.dp_multihead_attention import SequenceBias
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.nn.utils.rnn import pack_padded_sequence
+
+from lightning_dp.boundary import bounded_sum
+from lightning_dp.gradients import UnsupportedModelError
+from lightning_dp.gradients.ghost import GhostClipping
+from lightning_dp.gradients.layer_calls import LayerCalls
+from lightning_dp.gradients.opacus_hooks import OpacusHooks
+from tests.gradients.models import net, weight
+
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:Full backward hook is firing", "ignore:.*weight_norm"
+)
+
+SCALE = net(lambda m, x: x * m.scale, scale=weight(6))
+
+
+def with_a_buffer() -> nn.Module:
+    layer = SCALE()
+    layer.register_buffer("mean", torch.zeros(6))
+    return layer
+
+
+@pytest.mark.parametrize("kind", [LayerCalls, GhostClipping])
+@pytest.mark.parametrize(
+    "make",
+    [
+        *(SCALE, nn.PReLU, lambda: nn.EmbeddingBag(7, 4), lambda: nn.GRUCell(2, 4)),
+        *(lambda: nn.LSTM(4, 3), lambda: type("Own", (nn.LSTM,), {})(4, 3)),
+        *(lambda: nn.MultiheadAttention(4, 2), lambda: DPMultiheadAttention(4, 2)),
+        *(lambda: DPLSTM(4, 3), lambda: SequenceBias(4)),
+    ],
+)
+def test_layers_without_a_rule_are_refused_by_their_path(kind, make, oracle, anatomy):
+    module, engine = nn.Sequential(nn.Linear(6, 4), nn.Sequential(make())), kind()
+    before = anatomy(module)
+    with pytest.raises(UnsupportedModelError, match=r"1\.0 \(\w+\): no rule is known of its type"):
+        engine.attach(module, oracle.trained(module))
+    assert anatomy(module) == before
+    module[1].requires_grad_(False)  # what is frozen needs no rule
+    engine.attach(module, oracle.trained(module))
+    engine.detach()
+
+
+@pytest.mark.parametrize(
+    ("layer", "message"),
+    [
+        (nn.Embedding(7, 4, max_norm=1.0), r"has max_norm set.*Use engine='hooks'"),
+        (nn.Embedding(7, 4, scale_grad_by_freq=True), "has scale_grad_by_freq set"),
+        (nn.utils.parametrizations.weight_norm(nn.Linear(6, 5)), "is parametrized"),
+        (nn.utils.parametrizations.orthogonal(nn.Linear(6, 5)), "is parametrized"),
+        (nn.utils.weight_norm(nn.Linear(6, 4)), "parameters that its type does not.*weight_g"),
+    ],
+)
+def test_options_that_change_what_a_layer_is_are_refused(layer, message, oracle):
+    module = nn.Sequential(nn.Linear(6, 6), layer)
+    with pytest.raises(UnsupportedModelError, match=rf"1 \(\w+\) .*{message}"):
+        LayerCalls().attach(module, oracle.trained(module))
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: nn.LSTM(4, 3), "DPLSTM"),
+        (lambda: nn.GRU(4, 3), "GRU class"),
+        (lambda: nn.MultiheadAttention(4, 2), "DPMultiheadAttention"),
+        (lambda: DPMultiheadAttention(4, 2), "records second"),
+        (lambda: nn.BatchNorm1d(4), "GroupNorm"),
+        (with_a_buffer, "buffers"),
+        (lambda: nn.utils.parametrizations.orthogonal(nn.Linear(6, 5)), "buffers"),
+    ],
+)
+def test_what_opacus_refuses_is_refused_and_the_model_left_as_it_was(
+    make, message, oracle, anatomy
+):
+    module = nn.Sequential(nn.Linear(6, 4), make())
+    before = anatomy(module)
+    with pytest.raises(UnsupportedModelError, match=f"Opacus has no .*{message}"):
+        OpacusHooks().attach(module, oracle.trained(module))
+    assert anatomy(module) == before
+
+
+def test_hooks_refuse_packed_sequences_where_there_is_a_gradient(hooks, oracle):
+    module = DPLSTM(6, 3, batch_first=True)
+    packed = pack_padded_sequence(torch.randn(2, 3, 6), [1, 3], True, enforce_sorted=False)
+    hooks.attach(module, oracle.trained(module))
+    with torch.no_grad():
+        module(packed)
+    with pytest.raises(UnsupportedModelError, match="packed"):
+        module(input=packed)
+
+
+def applied(layer: Callable[[], nn.Module], call: Callable[..., Tensor]) -> nn.Module:
+    """A layer behind another, and the way in which it is called."""
+    return net(lambda m, x: call(m.layer, m.first(x)), first=lambda: nn.Linear(6, 6), layer=layer)()
+
+
+LINEAR = lambda: nn.Linear(6, 3)  # noqa: E731
+PARTS = {  # of which Opacus sees a part, or mistakes one
+    "two inputs": (lambda: nn.Bilinear(6, 6, 3), lambda layer, x: layer(x, x)),
+    "two states": (lambda: nn.GRUCell(6, 4), lambda cell, x: cell(x, x.new_zeros(len(x), 4))),
+    "a name": (LINEAR, lambda layer, x: layer(input=x)),
+    "outside too": (LINEAR, lambda layer, x: layer(x) + 0.1 * x @ layer.weight.t()),
+    "more": (
+        lambda: nn.utils.weight_norm(nn.Linear(6, 4)), lambda layer, x: layer(x)),
+    "around": (
+        lambda: nn.Conv1d(2, 3, 3, padding_mode="circular", padding=1),
+        lambda layer, x: layer(x.view(-1, 2, 3)).flatten(1)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PARTS)
+def test_calls_that_opacus_mistakes_are_refused(hooks, name, oracle):
+    torch.manual_seed(0)
+    module = applied(*PARTS[name])
+    with pytest.raises(UnsupportedModelError, match=r"layer|mean of Opacus"):
+        hooks.attach(module, oracle.trained(module))
+        oracle.run(hooks, module, oracle.features())
+
+
+@pytest.mark.parametrize(
+    ("layer", "call"),
+    [
+        (LINEAR, lambda layer, x: layer(x[0])),
+        (LINEAR, lambda layer, x: torch.stack([layer(each) for each in x])),
+        (lambda: nn.Conv2d(2, 3, 1), lambda layer, x: layer(x[:2, :, None])),
+        (lambda: nn.Conv1d(5, 3, 1), lambda layer, x: layer(x)),
+        (lambda: nn.LayerNorm(6), lambda layer, x: layer(x[0])),
+        (lambda: nn.RMSNorm(6), lambda layer, x: layer(x[0])),
+        (lambda: nn.InstanceNorm1d(5, affine=True), lambda layer, x: layer(x)),
+    ],
+)
+@pytest.mark.parametrize("kind", [OpacusHooks, LayerCalls])
+def test_a_layer_called_without_records_is_refused_in_words(kind, layer, call, oracle):
+    module, engine = applied(layer, call), kind()
+    engine.attach(module, oracle.trained(module))
+    with pytest.raises(UnsupportedModelError, match=r"layer \(\w+\) was called with .* records"):
+        oracle.run(engine, module, oracle.features())
+
+
+PAST_THE_HOOKS = {
+    "function": (lambda m, x: m[2](torch.tanh(F.linear(x, m[0].weight))), r"\['0.weight'\]"),
+    "time": (lambda m, x: m[2](m[0](x).repeat(2, 1)).view(len(x), -1), "first dimension"),
+}
+
+
+@pytest.mark.parametrize("kind", [LayerCalls, OpacusHooks])
+@pytest.mark.parametrize("name", PAST_THE_HOOKS)
+def test_what_goes_past_the_hooks_of_layers_is_refused_by_name(kind, name, oracle):
+    forward, message = PAST_THE_HOOKS[name]
+    module, engine = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3)), kind()
+    engine.attach(module, oracle.trained(module))
+    with pytest.raises(UnsupportedModelError, match=message):
+        loss = oracle.mean_loss(forward(module, oracle.features()))
+        engine.take(1.0, oracle.back(engine, module, loss))
+
+
+def test_forward_and_backward_passes_are_paired_by_the_graph(layer_engine, oracle, mlp):
+    module, batch = mlp(), oracle.features()
+    layer_engine.attach(module, oracle.trained(module))
+    expected = oracle.clipped(oracle.one_by_one(module, batch), 0.1)
+    module(oracle.features())  # not part of the loss
+    loss = oracle.mean_loss(module(batch))
+    module(oracle.features())
+    layer_engine.backward(loss)
+    total = bounded_sum(layer_engine.take(1.0, {}), 0.1).value.double()
+    assert (total - expected).norm() / expected.norm() <= 1e-5
+
+
+def test_a_record_that_is_not_finite_is_no_wrong_mean(hooks, oracle, mlp):
+    module, batch = mlp(), oracle.features()
+    hooks.attach(module, oracle.trained(module))
+    for value in (float("nan"), float("inf"), 1e30):
+        batch[1] = value
+        assert oracle.run(hooks, module, batch).count == oracle.records
