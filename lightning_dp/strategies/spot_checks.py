@@ -107,7 +107,9 @@ class SpotChecks:
         run, self._due, self._size = self._run, None, max(chunk.size, 1)
         if chunk.first:
             self._check = None
-        if not run.config.spot_checks or run.batches is None or self._step.one_record:
+        if not run.config.spot_checks or run.batches is None:
+            return
+        if self._step.engine.watched.isolates:  # no record is there when another one runs
             return
         self._first = run.step if self._first is None else self._first
         since, chunks = run.step - self._first, run.batches.chunks_per_step
@@ -334,8 +336,6 @@ class SpotChecks:
             try:
                 forward = partial(self._forward, check.args[1:], at_loss)
                 found = self._step.engine.run_once_more(forward, batch, check.size)
-                if not noted:
-                    at_loss()
                 gradients = None if found is None else self._glimpse(found)
                 if found is not None:
                     found.discard()
@@ -350,12 +350,11 @@ class SpotChecks:
     def _forward(
         self, others: tuple[Any, ...], at_loss: Callable[[], None], batch: Any
     ) -> Tensor | None:
-        """Return the loss of a chunk, and say when it is there, if all its records run at once."""
+        """Return the loss of a chunk, and say when it is there."""
         module, args = self._module, (batch, *others)
         if module.automatic_optimization:
             loss = self._run_chunk(args)
-            if not self._step.engine.watched.isolates:
-                at_loss()
+            at_loss()
             return loss
         real = self._trainer.optimizers
         groups = [[dict(group) for group in each.param_groups] for each in real]

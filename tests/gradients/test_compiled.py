@@ -241,9 +241,7 @@ def test_torchscript_is_refused_where_it_is_trained(how, oracle):
     scripted = torch.jit.script(net) if how == "script" else torch.jit.trace(net, batch)
     model = nn.Sequential(scripted, nn.Linear(3, 3))
     for engine in ("layers", "hooks"):
-        with pytest.raises(
-            UnsupportedModelError, match=r"0 is a module of TorchScript.*one_by_one"
-        ):
+        with pytest.raises(UnsupportedModelError, match=r"0 is a module of TorchScript"):
             RecordPasses(model, oracle.trained(model), engine)
     for param in scripted.parameters():
         param.requires_grad_(False)

@@ -56,7 +56,7 @@ def test_layers_without_a_rule_are_refused_by_their_path(kind, make, oracle, ana
 @pytest.mark.parametrize(
     ("layer", "message"),
     [
-        (nn.Embedding(7, 4, max_norm=1.0), r"has max_norm set.*Use engine='hooks'"),
+        (nn.Embedding(7, 4, max_norm=1.0), r"has max_norm set.*at 'auto'"),
         (nn.Embedding(7, 4, scale_grad_by_freq=True), "has scale_grad_by_freq set"),
         (nn.utils.parametrizations.weight_norm(nn.Linear(6, 5)), "is parametrized"),
         (nn.utils.parametrizations.orthogonal(nn.Linear(6, 5)), "is parametrized"),
