@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import nn
 
@@ -52,6 +52,12 @@ def _layers() -> AbstractGradientEngine:
     from lightning_dp.gradients.layer_calls import LayerCalls
 
     return LayerCalls()
+
+
+def _layers_of_shards() -> AbstractGradientEngine:
+    from lightning_dp.gradients.layer_calls import LayerCalls
+
+    return LayerCalls(units=True)
 
 
 def _ghost() -> AbstractGradientEngine:
@@ -209,7 +215,8 @@ class EngineChoice:
         able, place = copy.copy(self), len(self._reasons)
         able._last_cure = ""  # where all processes run together, no record runs alone
         below = tuple(rung for rung in self._rungs[place:] if rung.takes_shards)
-        able._rungs = (*self._rungs[:place], *(below or (self._rung,)))
+        units = tuple(replace(rung, make=_layers_of_shards) for rung in below)
+        able._rungs = (*self._rungs[:place], *(units or (self._rung,)))
         return able
 
     def stay(self, reasons: Sequence[UnsupportedModelError]) -> None:

@@ -121,6 +121,7 @@ class Recorder:
         module: the whole model.
         params: the trained parameters.
         keeps: holds the inputs of a call.
+        units: layers of no known type run again for each record.
 
     Raises:
         UnsupportedModelError: naming a layer of which no rule is known, and the cure.
@@ -131,6 +132,8 @@ class Recorder:
         module: nn.Module,
         params: Sequence[nn.Parameter],
         keeps: Callable[[Sequence[Tensor], Tensor], KeptInputs] = KeptInputs,
+        *,
+        units: bool = False,
     ) -> None:
         refuse_other_shards(module, params)
         refuse_special(module, params)
@@ -143,7 +146,7 @@ class Recorder:
         self._is_watching, self._is_along = True, False  # along a direction
         self.drop()
         trained = {id(param) for param in params}
-        rules = _rules_of_layers(module, trained)
+        rules = _rules_of_layers(module, trained, units)
         # Along a direction other tensors stand in the places of the parameters.
         self._held = {layer: tuple(layer._parameters.values()) for layer in rules}
         self._used = {layer: _used_by_a_call(layer) for layer in rules}
@@ -314,7 +317,9 @@ def _used_by_a_call(layer: nn.Module) -> list[int]:
     return [id(param) for param in found if param is not None]
 
 
-def _rules_of_layers(module: nn.Module, trained: Collection[int]) -> dict[nn.Module, Rule | None]:
+def _rules_of_layers(
+    module: nn.Module, trained: Collection[int], units: bool
+) -> dict[nn.Module, Rule | None]:
     """Return the layers whose calls use trained parameters, with their rules; None for shards.
 
     Raises:
@@ -326,7 +331,8 @@ def _rules_of_layers(module: nn.Module, trained: Collection[int]) -> dict[nn.Mod
             continue
         rule = rule_of(layer)
         own = [param for param in own_parameters(layer) if id(param) in trained]
-        refuse_options(name, layer, has_rule=rule is not None or is_unit(layer), has_own=bool(own))
+        is_known = rule is not None or units or is_unit(layer)
+        refuse_options(name, layer, has_rule=is_known, has_own=bool(own))
         if own:
             found[layer] = rule
     return found
@@ -435,13 +441,17 @@ class LayerCalls(AbstractLayerEngine):
 
     Bu, Wang, Zha and Karypis, Differentially Private Optimization on Large Model at Small Cost
     (2023, arXiv:2210.00038), with the graph cut at the layers' outputs.
+
+    Args:
+        units: layers of no known type run again for each record: in copies of sharded models.
     """
 
     name = "layers"
     has_products = True
 
-    def __init__(self) -> None:
+    def __init__(self, *, units: bool = False) -> None:
         super().__init__()
+        self._units = units
         self._module: nn.Module | None = None
         self._params: Sequence[nn.Parameter] = ()
         self._found: dict[int, ParameterGradients] | None = None  # of the last backward pass
@@ -450,7 +460,7 @@ class LayerCalls(AbstractLayerEngine):
 
     def attach(self, module: nn.Module, params: Sequence[nn.Parameter]) -> None:
         self.detach()
-        self._recorder = Recorder(module, params)
+        self._recorder = Recorder(module, params, units=self._units)
         self._module, self._params = module, params
 
     def backward(self, loss: Tensor, *, keep_graph: bool = False, combined: bool = False) -> None:

@@ -37,4 +37,3 @@ def test_clipped_steps_on_shards_are_those_of_one_process(tmp_path: Path) -> Non
     assert whole["steps"] == sharded["steps"] == 3
     torch.testing.assert_close(sharded["weights"], whole["weights"], rtol=0, atol=1e-6)
     assert "probed, isolated" in sharded["report"]
-    assert "LlamaRMSNorm" in sharded["report"]
