@@ -120,6 +120,16 @@ class SampleBatch:
             self.value, lambda leaf: of_samples(leaf) if next(holds) else leaf, rows=True
         )
 
+    def copied(self) -> SampleBatch:
+        """Return the batch with tensors of its own, which may be changed in place."""
+        own = self.map(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf)
+        return SampleBatch(own, self.size, self.layout)
+
+    @property
+    def versions(self) -> list[int]:
+        """How often each tensor was changed in place."""
+        return [leaf._version for leaf in row_leaves(self.value) if isinstance(leaf, Tensor)]
+
     @property
     def others(self) -> list[Sequence[Any]]:
         """Lists of texts, numbers and objects with an entry for each sample."""

@@ -54,6 +54,10 @@ _OVERWRITTEN = (
     "The input of a layer was overwritten after the layer had used it. Do not change tensors in place "
     "between layers."
 )
+_EDITED = (
+    "training_step changes the batch in place, and has to begin again with some of the records. Change a "
+    "copy: x = x + noise instead of x += noise."
+)
 _LEFT = (
     "training_step leaves numbers of single records behind (in an attribute, a list, a closure), where "
     "later steps could read them"
@@ -104,7 +108,7 @@ class Records(AbstractGradientEngine):
         self._params: tuple[nn.Parameter, ...] = ()
         self._names: dict[int, str] = {}
         self._memory = ScratchPool()
-        self._own_memory = self._along = False
+        self._own_memory = self._along = self._edits = False
         self._groups: list[_Group] = []
         self._size = 0
         self._found: list[BookkeptGradients] | None = None
@@ -140,12 +144,21 @@ class Records(AbstractGradientEngine):
         self, forward: Forward, batch: SampleBatch, places: Tensor, around: Around
     ) -> list[_Group]:
         while True:
+            fresh = batch.copied() if self._edits else batch
+            versions = fresh.versions
             try:
-                return [self._run_together(forward, batch, places, around)]
+                return [self._run_together(forward, fresh, places, around)]
             except DifferentPaths as paths:
-                return self._run_split(paths.labels, forward, batch, places, around)
+                labels = paths.labels
             except WritesIntoNew:
-                self._own_memory = True
+                self._own_memory, labels = True, None
+            finally:
+                is_edited = fresh.versions != versions and not self._edits
+                self._edits |= is_edited
+            if is_edited:  # and what it was is gone; from now on, each pass has its own
+                raise UnsupportedModelError(_EDITED, topic="overwritten-tensors")
+            if labels is not None:
+                return self._run_split(labels, forward, batch, places, around)
 
     def _run_split(
         self,

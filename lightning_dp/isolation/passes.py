@@ -271,7 +271,7 @@ class Passes:
             return loss
 
         with self.valid_labels():
-            gradients = passes.run(forward, copied(batch), n)
+            gradients = passes.run(forward, batch, n)
         self._added_up.add(self.choice.description)
         if gradients is not None and gradients.count not in (0, n) and self.choice.can_fall:
             raise OtherRowsError
@@ -382,5 +382,5 @@ class Passes:
         is_automatic = module.automatic_optimization
         by_hand = None if is_automatic else ByHand(module, self.stills_of(module))
         with self.valid_labels():
-            output = call_training_step(module, batch, self.now.batch_idx)
+            output = call_training_step(module, copied(batch), self.now.batch_idx)
         return backward_loss(module, loss_of(output, by_hand))

@@ -210,8 +210,6 @@ def probe_again(
 
 def _outcome(passes: Passes, probe: Callable[[Passes, Any], Isolation], batch: Any) -> Isolation:
     """Return what a probe finds: of a coupling that the graph shows, the modules if there are any."""
-    if passes.choice.is_last:
-        return Isolation("isolated", condition=BY_CONSTRUCTION)
     try:
         return probe(passes, batch)
     except CoupledLossError as error:
@@ -293,6 +291,9 @@ def _layers(passes: Passes, pool: Any, kind: SyntheticKind, expected: int) -> It
         passes.choice.isolates
     ):  # in the model records cannot mix: what they leave may still show them
         yield _probe_constant(passes, pool, n)
+        if passes.choice.is_last:
+            yield Isolation("isolated", condition=BY_CONSTRUCTION)
+            return
         yield probe_state(comparisons, pool, n)
         yield probe_steps(passes, pool, n, steps=2 if is_long else 3)
         yield Isolation("isolated", condition=BY_CONSTRUCTION)

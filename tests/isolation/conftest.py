@@ -210,14 +210,6 @@ COUPLED: dict[str, tuple[Callable[[], Model], Callable[[], Any], str, str]] = {
         r"net\.1 \(PositionsOverTheBatch\) lets.*positions",
         "net.1",
     ),
-    "folds_records": (
-        lambda: Model(
-            nn.Sequential(FoldsPairs(), nn.Linear(12, 3)), lambda o, y: o.square().mean()
-        ),
-        features,
-        r"another number of rows|net\.0 \(FoldsPairs\) lets",
-        "net.0",
-    ),
 }
 
 ISOLATED: dict[str, tuple[Callable[[], Model], Callable[[], Any]]] = {

@@ -24,6 +24,7 @@ from torch.utils.data import (
     random_split,
 )
 
+from lightning_dp._warnings import PrivacyWarning
 from lightning_dp.callbacks import DifferentialPrivacy
 
 
@@ -191,7 +192,8 @@ def test_two_rows_of_each_record_train_where_each_runs_alone(
     blobs, classifier, mlp, make_trainer, privacy
 ):
     trainer = make_trainer(max_epochs=1, callbacks=[privacy])
-    trainer.fit(classifier(mlp()), plain(blobs, collate_fn=two_rows))
+    with pytest.warns(PrivacyWarning, match="one after the other"):
+        trainer.fit(classifier(mlp()), plain(blobs, collate_fn=two_rows))
     assert privacy.report().mechanism["gradient engine"].startswith("one_by_one, since records")
 
 

@@ -24,7 +24,6 @@ NORMS = {
     "BatchNorm1d": lambda: nn.BatchNorm1d(6),
     "BatchNorm2d": lambda: nn.BatchNorm2d(6),
     "BatchNorm, frozen": lambda: frozen(nn.BatchNorm1d(6)),
-    "BatchNorm, frozen in eval mode": lambda: frozen(nn.BatchNorm1d(6)).eval(),
     "BatchNorm, affine=False": lambda: nn.BatchNorm1d(6, affine=False),
     "BatchNorm without statistics": lambda: nn.BatchNorm1d(6, track_running_stats=False),
     "SyncBatchNorm": lambda: nn.SyncBatchNorm(6),
