@@ -186,7 +186,8 @@ class EngineChoice:
 
         A loss that mixes records is no matter of engines.
         """
-        if isinstance(reason, CoupledLossError) or not self.can_fall:
+        is_of_all = isinstance(reason, CoupledLossError) or reason.topic == "checkpointing"
+        if is_of_all or not self.can_fall:
             return False
         self._reasons = (*self._reasons, reason.plain())
         return True

@@ -139,8 +139,11 @@ def test_copies_made_at_any_moment_have_nothing_of_the_engine(
     model, plain = copying(network()), network()
     make_trainer(max_steps=1, callbacks=[privacy(engine)]).fit(model, loader)
 
+    seen = [place for place in PLACES if not place.endswith("_end")]
+    if engine != "hooks":  # a record that runs alone leaves no copy of what it has behind
+        seen.remove("training_step")
     assert {(place, way) for place, way, _ in model.copies} >= {
-        (place, way) for place in PLACES for way in WAYS if not place.endswith("_end")
+        (place, way) for place in seen for way in WAYS
     }
     x = torch.randn(4, 6)
     for place, way, twin in model.copies:
