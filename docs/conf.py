@@ -38,7 +38,7 @@ nitpick_ignore_regex = [
     ("py:(class|obj)", r"lightning_dp\..*\._\w+"),  # bases and types that one file alone uses
     (
         "py:class",
-        r"lightning_dp\.(_\w+\.\w+|run\.PrivateRun|gradients\.batches\.Layout)",
+        r"lightning_dp\.(_\w+\.\w+|run\.PrivateRun|gradients\.batches\.\w+)",
     ),  # of no use outside
     ("py:class", r"lightning_dp\.accounting\.(steps|external)\.\w+"),
     ("py:class", r"lightning_dp\.report\.facts\.\w+"),  # what PrivacyReport is made of

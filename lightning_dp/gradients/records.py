@@ -480,7 +480,9 @@ class _DualSums(_Sums):
     def _rows(self, use: Use) -> Tensor:
         v, u = split(use.v), split(use.u)
         moved = [part.form.rows(part.v, part.u) for part in use.form.along(v, u, (0.0, 1.0))]
-        return forward_ad.make_dual(use.form.rows(v[0], u[0]), reduce(torch.add, moved))
+        rows = use.form.rows(v[0], u[0])
+        dual: Tensor = forward_ad.make_dual(rows, reduce(torch.add, moved))  # type: ignore[no-untyped-call]
+        return dual
 
     def pull_back(self, *, combined: bool) -> None:
         parts, self._parts = list(self._parts.values()), {}
