@@ -127,7 +127,7 @@ class SampleBatch:
 
     @property
     def versions(self) -> list[int]:
-        """How often each tensor was changed in place."""
+        """The numbers of times that the tensors were changed in place."""
         return [leaf._version for leaf in row_leaves(self.value) if isinstance(leaf, Tensor)]
 
     @property
