@@ -84,6 +84,9 @@ class Records:
         hooks = self._hooks
         if self._is_torchs_own(loader.collate_of_user, hooks):
             return DEFAULT_LAYOUT
+        engine = self._step.engine
+        if not (self._run.config.isolation_probe or engine.choice.isolates):
+            return UNKNOWN_LAYOUT  # and no code of the user's runs on made-up samples
         copies = Copies(loader.collate_of_user, closes_datasets=True)
         fresh = partial(hooks.fresh, copies) if hooks.overridden else copies.fresh
         try:
