@@ -127,7 +127,7 @@ class SampleBatch:
 
     @property
     def versions(self) -> list[int]:
-        """The numbers of times that the tensors were changed in place."""
+        """The version counters of the tensors, which count changes in place."""
         return [leaf._version for leaf in row_leaves(self.value) if isinstance(leaf, Tensor)]
 
     @property
