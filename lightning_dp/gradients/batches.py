@@ -121,7 +121,7 @@ class SampleBatch:
         )
 
     def copied(self) -> SampleBatch:
-        """Return the batch with tensors of its own, which may be changed in place."""
+        """Return the batch with copies of the tensors, which may be changed in place."""
         own = self.map(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf)
         return SampleBatch(own, self.size, self.layout)
 
