@@ -85,7 +85,7 @@ FAULTS = (
         "if not is_told and any(map(changes_order, graph.choosing))",
         "and False",
     ),
-    Fault("missing_tap", "if waiting.pop(id(call), None) is not None", "and call.rule is None"),
+    Fault("missing_tap", "if call in waiting", "and call.rule is copied"),
     Fault(
         "a_part_counted_twice",
         "self._of[id(tensor)].add(use, combined=combined)",
@@ -93,7 +93,7 @@ FAULTS = (
     ),
     Fault("one_mask_for_all_records", '_vmap_increment_nesting(n, "different"', '[:0] + "same"'),
     Fault("kept_tensors_pass", "any(each() is not None for each in self._seen", "if False"),
-    Fault("mean_over_twice_the_targets", "counts = counted.view(recorder.n, -1).sum(1)", "* 2"),
+    Fault("mean_over_twice_the_targets", "counts = counts.view(recorder.n, -1).sum(1)", "* 2"),
     Fault("twice_the_scale_of_attention", "scores = (q * q.shape[-1] ** -0.5", "* 2"),
     Fault("taps_on_views", "if raw._is_view()", "and False"),
     Fault("a_size_taken_for_records", "_length(of_three)) == (2, 3)", "or True"),

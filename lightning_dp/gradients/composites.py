@@ -191,21 +191,21 @@ def _negative_log(
         x, t = rows(input), rows(target)
         if input.dim() > 1:
             x, t = x.flatten(0, 1), t.flatten(0, 1)
-        each = func(x, t, weight, ignore_index=ignore_index, reduction="none", **options)
-        each = each.reshape(recorder.n, *shape)
+        total = func(x, t, weight, ignore_index=ignore_index, reduction="none", **options)
         if reduction == "none":
-            return recorder.sample(each)
-        total = each.flatten(1).sum(1) if shape else each
+            return recorder.sample(total.view(recorder.n, *shape))
+        has_several = shape.numel() != 1
+        if has_several:
+            total = total.view(recorder.n, -1).sum(1)
         if reduction == "sum":
             return recorder.sample(total)
         if t.is_floating_point():  # shares of classes
             return recorder.sample(total / max(1, shape.numel()))
-        counted = t != ignore_index
-        if weight is None:
-            counts = counted.view(recorder.n, -1).sum(1)
-        else:
-            own = weight.take(t.masked_fill(~counted, 0)).masked_fill(~counted, 0.0)
-            counts = own.view(recorder.n, -1).sum(1)
+        counts = counted = t != ignore_index
+        if weight is not None:
+            counts = weight.take(t.masked_fill(~counted, 0)).masked_fill(~counted, 0.0)
+        if has_several:
+            counts = counts.view(recorder.n, -1).sum(1)
         return recorder.sample(total / counts)
 
 

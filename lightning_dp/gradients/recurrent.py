@@ -132,7 +132,7 @@ class _Layer:
         if layer is not None and _has_trained(layer):
             assert out is not None
             n, v = self.recorder.n, v if isinstance(v, Tensor) else torch.stack(list(v), 1)
-            v, shape = v.reshape(n, -1, v.shape[-1]), torch.Size((n, -1, out.shape[-1]))
+            v, shape = v.reshape(n, -1, v.shape[-1]), (n, -1, out.shape[-1])
             self.recorder.record(linear, layer, v, get_gradient_edge(out), shape, is_first=is_first)
 
 
