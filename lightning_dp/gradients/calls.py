@@ -16,7 +16,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from lightning_dp._precision import full_precision
 from lightning_dp._refusals import Refusal
-from lightning_dp.functional import unflatten
+from lightning_dp.functional import real, unflatten
 from lightning_dp.gradients.base import UnsupportedModelError
 from lightning_dp.gradients.bilinear import AbstractFolding, Rows, Use, Uses, uses_of_records
 from lightning_dp.gradients.parameter_sum import (
@@ -195,7 +195,10 @@ class CallSums:
         allowance = Allowance()
         self._params, self._combined, self._trained = params, combined, trained
         self._precision = full_precision(params[0].device)
-        self._of = {id(p): ParameterGradients([], p.shape, memory, allowance) for p in params}
+        # Sums are of real numbers: both parts of complex ones.
+        self._real = [real(p.detach()) if p.is_complex() else p for p in params]
+        pairs = zip(params, self._real, strict=True)
+        self._of = {id(p): ParameterGradients([], r.shape, memory, allowance) for p, r in pairs}
         self._parts: dict[int, tuple[Tensor, list[Tensor]]] = {}
 
     def take(self, call: Call, gradient: Tensor | None) -> None:
@@ -210,6 +213,8 @@ class CallSums:
 
     def _add(self, tensor: Tensor, use: Use) -> None:
         if id(tensor) in self._of:
+            if tensor.is_complex():
+                use = Rows.use(real(use.u))
             self._of[id(tensor)].add(use, combined=self._combined)
         elif tensor.requires_grad and tensor.grad_fn is not None:
             made = self._rows(use).reshape(len(use.u), *tensor.shape)
@@ -241,7 +246,7 @@ class CallSums:
     def gradients(self, scale: float) -> BookkeptGradients:
         """Return the gradients times a number."""
         each = [self._of[id(param)] for param in self._params]
-        return BookkeptGradients(self._params, [g if g.uses else None for g in each], scale)
+        return BookkeptGradients(self._real, [g if g.uses else None for g in each], scale)
 
 
 # -- along a direction ----------------------------------------------------------------------------

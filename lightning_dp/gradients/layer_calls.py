@@ -27,7 +27,11 @@ from lightning_dp.gradients.parameter_sum import BookkeptGradients, ScratchPool
 from lightning_dp.gradients.row_owners import folding_in_force
 from lightning_dp.gradients.rules import Rule, own_parameters, refuse_options, rule_of
 from lightning_dp.gradients.sharded import WholeParameters, is_unit, refuse_other_shards, unit_rule
-from lightning_dp.gradients.unsupported import refuse_special, refuse_without_records
+from lightning_dp.gradients.unsupported import (
+    refuse_complex,
+    refuse_special,
+    refuse_without_records,
+)
 
 __all__ = ["AbstractLayerEngine", "LayerCalls", "Recorder"]
 
@@ -62,6 +66,7 @@ class Recorder:
     ) -> None:
         refuse_other_shards(module, params)
         refuse_special(module, params)
+        refuse_complex(module, params)
         self.whole = WholeParameters(module)
         """The parameters that stand in the places of sharded ones."""
         self._params, self._keeps = params, keeps

@@ -45,45 +45,33 @@ __all__ = ["CallRecorder", "DifferentPaths", "WritesIntoNew", "recording_in_forc
 
 Function: TypeAlias = Callable[..., Any]
 
+
+def _names(names: str) -> frozenset[str]:
+    return frozenset(names.split())
+
+
 # What asks a tensor about itself, not about its values.
-_QUESTIONS = frozenset(
-    (
-        *(
-            "size",
-            "dim",
-            "numel",
-            "is_floating_point",
-            "is_complex",
-            "__len__",
-            "__hash__",
-            "stride",
-        ),
-        *("element_size", "ndimension", "is_contiguous", "get_device", "is_signed", "nelement"),
-        *("__set__", "__delete__", "register_hook", "storage_offset", "is_pinned", "retain_grad"),
-    )
+_QUESTIONS = _names(
+    "size dim numel is_floating_point is_complex __len__ __hash__ stride element_size ndimension "
+    "is_contiguous get_device is_signed nelement __set__ __delete__ register_hook storage_offset "
+    "is_pinned retain_grad"
 )
+_BRANCHES = _names("__bool__ is_nonzero __contains__ equal allclose")
 # What leaves torch: Python's numbers, lists and texts, and NumPy's arrays.
-_VALUES = frozenset(
-    (
-        *(
-            "__bool__",
-            "__int__",
-            "__float__",
-            "__index__",
-            "__complex__",
-            "item",
-            "tolist",
-            "numpy",
-        ),
-        *("__array__", "is_nonzero", "__contains__", "equal", "allclose", "_is_all_true"),
-    )
+_VALUES = _BRANCHES | _names(
+    "__int__ __float__ __index__ __complex__ item tolist numpy __array__ _is_all_true"
 )
-_BRANCHES = frozenset(("__bool__", "is_nonzero", "__contains__", "equal", "allclose"))
-_TEXTS = frozenset(("__format__", "__repr__", "__str__"))
-_DIFFERENTIATE = frozenset(("grad", "backward", "requires_grad_"))
-_OF_THE_WHOLE_CALL = frozenset(
-    ("linear", "embedding", "layer_norm", "rms_norm", "conv1d", "conv2d", "conv3d", "group_norm")
+_TEXTS = _names("__format__ __repr__ __str__")
+_DIFFERENTIATE = _names("grad backward requires_grad_")
+_NEW = _names(
+    "zeros_like ones_like empty_like full_like clone new_zeros new_ones new_empty new_full "
+    "new_tensor"
 )
+_IN_PLACE = _names(
+    "__setitem__ __iadd__ __isub__ __imul__ __itruediv__ __ifloordiv__ __imod__ __iand__ __ior__ "
+    "__ixor__ __ipow__"
+)
+_OF_THE_WHOLE_CALL = _names("linear embedding layer_norm rms_norm conv1d conv2d conv3d group_norm")
 _HAS_GRADIENT = Tensor.requires_grad.__get__  # type: ignore[attr-defined]
 _SHOWN = "<of one record>"
 
@@ -98,9 +86,8 @@ _WRITTEN = (
     "Records are written into {}, which outlives the step or is shared by all records, so that one "
     "record's numbers reach another's."
 )
-_LEFT = (
-    "{} leaves tensors of single records behind (in an attribute, a list, a closure), where later "
-    "steps could read them. Keep none, or what detach().mean().item() logs of them."
+_LATER = (
+    "The value that a metric's forward returns is used in training_step; it can only be logged."
 )
 
 
@@ -328,9 +315,8 @@ class CallRecorder(TorchFunctionMode):
         Raises:
             DifferentPaths: with a number for each.
         """
-        numbers: dict[Any, int] = {}
-        labels = [numbers.setdefault(key, len(numbers)) for key in keys]
-        if len(numbers) > 1:
+        labels = numbered(keys)
+        if max(labels, default=0):
             raise DifferentPaths(labels, are_numbers=are_numbers)
 
     def _split_by_length(self, func: Function, args: Any, tensors: Sequence[Tensor]) -> None:
@@ -439,25 +425,8 @@ class CallRecorder(TorchFunctionMode):
         return value, moved
 
 
-_LATER = (
-    "The value that a metric's forward returns is used in training_step; it can only be logged."
-)
-_NEW = frozenset(
-    (
-        *("zeros_like", "ones_like", "empty_like", "full_like", "clone", "new_zeros", "new_ones"),
-        *("new_empty", "new_full", "new_tensor"),
-    )
-)
-
-
 def _is_in_place(name: str) -> bool:
-    return name == "__setitem__" or name in _IN_PLACE or (name[-1] == "_" and name[-2] != "_")
-
-
-_IN_PLACE = frozenset(
-    f"__i{each}__"
-    for each in ("add", "sub", "mul", "truediv", "floordiv", "mod", "and", "or", "xor", "pow")
-)
+    return name in _IN_PLACE or (name[-1] == "_" and name[-2] != "_")
 
 
 def _tensors(args: Any, kwargs: Any) -> list[Tensor]:
@@ -486,6 +455,12 @@ def _map(function: Callable[[Tensor], Any], x: Any) -> Any:
 def _parts_of(use: FunctionUse) -> list[Tensor]:
     found = (getattr(use.layer, name, None) for name in ("weight", "bias"))
     return [each for each in found if isinstance(each, Tensor)]
+
+
+def numbered(keys: Sequence[Any]) -> list[int]:
+    """Return a number for each key, from 0 on, the same for equal ones."""
+    numbers: dict[Any, int] = {}
+    return [numbers.setdefault(key, len(numbers)) for key in keys]
 
 
 def _row(x: Any, i: int) -> Any:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -27,7 +28,12 @@ from lightning_dp.gradients.composites import COMPOSITES
 from lightning_dp.gradients.graph import nodes
 from lightning_dp.gradients.materialised import restricted
 from lightning_dp.gradients.parameter_sum import BookkeptGradients, ScratchPool
-from lightning_dp.gradients.record_calls import CallRecorder, DifferentPaths, WritesIntoNew
+from lightning_dp.gradients.record_calls import (
+    CallRecorder,
+    DifferentPaths,
+    WritesIntoNew,
+    numbered,
+)
 from lightning_dp.gradients.vmap import MISSING, is_sample, rows
 
 __all__ = ["GroupedGradients", "Records"]
@@ -62,6 +68,14 @@ class _Group:
     calls: list[Call]
     losses: Tensor | None
     output: Any
+
+
+# Runs samples together, which are in these places of the batch.
+_Step: TypeAlias = Callable[[SampleBatch, Tensor], _Group]
+
+
+def _nothing_around(recorder: Any, places: Tensor) -> AbstractContextManager[None]:
+    return nullcontext()
 
 
 class Records(AbstractGradientEngine):
@@ -106,31 +120,23 @@ class Records(AbstractGradientEngine):
     def run(self, forward: Forward, batch: SampleBatch, around: Around | None = None) -> Any:
         self.drop()
         batch.check()
-        self._size = batch.size
-        places = torch.arange(batch.size)
-        around = around or (lambda recorder, places: nullcontext())
-        self._groups = self._split_by_texts(forward, batch, places, around)
+        self._size, places = batch.size, torch.arange(batch.size)
+        step = partial(self._run_together, forward, around or _nothing_around)
+        if (
+            others := batch.others
+        ):  # texts and other things that are no tensors are equal in a group
+            keys = [repr([each[i] for each in others]) for i in range(batch.size)]
+            self._groups = self._run_split(step, numbered(keys), batch, places)
+        else:
+            self._groups = self._run(step, batch, places)
         return self._output()
 
-    def _split_by_texts(
-        self, forward: Forward, batch: SampleBatch, places: Tensor, around: Around
-    ) -> list[_Group]:
-        """Run samples together whose texts, and other things that are no tensors, are equal."""
-        if not (others := batch.others):
-            return self._run(forward, batch, places, around)
-        numbers: dict[str, int] = {}
-        keys = [repr([each[i] for each in others]) for i in range(batch.size)]
-        labels = [numbers.setdefault(key, len(numbers)) for key in keys]
-        return self._run_split(labels, forward, batch, places, around)
-
-    def _run(
-        self, forward: Forward, batch: SampleBatch, places: Tensor, around: Around
-    ) -> list[_Group]:
+    def _run(self, step: _Step, batch: SampleBatch, places: Tensor) -> list[_Group]:
         while True:
             fresh = batch.copied() if self._edits else batch
             versions = fresh.versions
             try:
-                return [self._run_together(forward, fresh, places, around)]
+                return [step(fresh, places)]
             except DifferentPaths as paths:
                 labels = paths.labels
             except WritesIntoNew:
@@ -141,24 +147,19 @@ class Records(AbstractGradientEngine):
             if is_edited:  # and what it was is gone; from now on, each pass has its own
                 raise UnsupportedModelError(_EDITED, topic="overwritten-tensors")
             if labels is not None:
-                return self._run_split(labels, forward, batch, places, around)
+                return self._run_split(step, labels, batch, places)
 
     def _run_split(
-        self,
-        labels: Sequence[int],
-        forward: Forward,
-        batch: SampleBatch,
-        places: Tensor,
-        around: Around,
+        self, step: _Step, labels: Sequence[int], batch: SampleBatch, places: Tensor
     ) -> list[_Group]:
         label, found = torch.tensor(labels), list[_Group]()
-        for number in range(int(label.max()) + 1):
+        for number in range(max(labels) + 1):
             part = (label == number).nonzero().flatten()
-            found += self._run(forward, batch.of(part), places[part], around)
+            found += self._run(step, batch.of(part), places[part])
         return found
 
     def _run_together(
-        self, forward: Forward, batch: SampleBatch, places: Tensor, around: Around
+        self, forward: Forward, around: Around, batch: SampleBatch, places: Tensor
     ) -> _Group:
         recorder = CallRecorder(
             batch.size, COMPOSITES, own_memory=self._own_memory, along=self._along
@@ -198,23 +199,18 @@ class Records(AbstractGradientEngine):
         """Return what ``training_step`` would have given for the whole batch."""
         groups = self._groups
         known = [group for group in groups if group.losses is not None]
-        first = groups[0].output
         if not known:
-            return first if not isinstance(first, Tensor) else None
-        first_losses = known[0].losses
-        if len(groups) == 1 and isinstance(first, Tensor) and first_losses is not None:
-            return first_losses.mean()
-        order = torch.cat([group.places for group in groups]).argsort()
+            return None if isinstance(groups[0].output, Tensor) else groups[0].output
         none = torch.zeros((), device=self._params[0].device)
-        losses = torch.cat(
-            [none.expand(len(g.places)) if g.losses is None else g.losses for g in groups]
-        )
-        loss = losses.mean()
+        losses = [none.expand(len(g.places)) if g.losses is None else g.losses for g in groups]
+        loss = (torch.cat(losses) if len(losses) > 1 else losses[0]).mean()
         if not isinstance(known[0].output, Mapping):
             return loss
         others = [{k: v for k, v in g.output.items() if k != "loss"} for g in known]
-        joined = _joined(others, order) if len(known) == len(groups) else others[0]
-        return {**joined, "loss": loss}
+        if len(known) < len(groups):
+            return {**others[0], "loss": loss}
+        order = torch.cat([group.places for group in groups]).argsort()
+        return {**_joined(others, order), "loss": loss}
 
     # -- backward --------------------------------------------------------------------------
 

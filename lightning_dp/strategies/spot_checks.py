@@ -16,6 +16,7 @@ from torch.utils.data import default_collate
 
 from lightning_dp._module_state import ModuleState
 from lightning_dp.boundary import AbstractPerSampleGradients
+from lightning_dp.functional import number_of_entries
 from lightning_dp.gradients.random_state import RandomState
 from lightning_dp.isolation.answers import Call, watch_calls
 from lightning_dp.isolation.nesting import copied, number_of_rows
@@ -92,7 +93,7 @@ class SpotChecks:
         self._trainer, self._step, self._run, self._probe = trainer, step, run, probe
         self._run_chunk = run_chunk
         self._module = trainer.lightning_module
-        self._sizes = [param.numel() for param in step.params]
+        self._sizes = [number_of_entries([param]) for param in step.params]
         self._first: int | None = None  # the plan's step at which the fit began
         self._made = 0
         self._size = 0  # of the chunk in hand

@@ -463,6 +463,13 @@ EXAMPLES: Mapping[str, Example] = {
                         more=weight(6, 5, 6)),
     "looked up": of_hidden(lambda m, x: m.body(m.table[x]).mean(1), tokens, HOOKED, table=weight(7, 6)),
     "complex": of_hidden(filtered, by=HOOKED, filter=weight(4, 2), gain=weight(4)),
+    "complex weights": of_hidden(
+        lambda m, x: torch.fft.irfft(torch.fft.rfft(m.body(x)) * m.filter, n=6).to(x.dtype) * m.gain,
+        by="records one_by_one", gain=weight(6),
+        filter=lambda: nn.Parameter(torch.randn(4, dtype=torch.complex128))),
+    "complex layer": of_hidden(
+        lambda m, x: m.turn((m.body(x) + 1j * x).cdouble()).abs().to(x.dtype), by="records one_by_one",
+        turn=lambda: nn.Linear(6, 6, dtype=torch.complex128)),
     "prelu": of_hidden(lambda m, x: m.act(m.body(x)), by=HOOKED, act=lambda: nn.PReLU(6)),
     "bilinear": of_hidden(lambda m, x: m.two(m.body(x), x), two=lambda: nn.Bilinear(6, 6, 6)),
     "in place": of_hidden(in_place, by=LAYERS),
