@@ -88,8 +88,8 @@ FAULTS = (
     Fault("missing_tap", "if call in waiting", "and call.rule is copied"),
     Fault(
         "a_part_counted_twice",
-        "self._of[id(tensor)].add(use, combined=combined)",
-        "or self._of[id(tensor)].add(use, combined=combined)",
+        "self._of[id(tensor)].add(use, combined=self._combined)",
+        "or self._of[id(tensor)].add(use, combined=self._combined)",
     ),
     Fault("one_mask_for_all_records", '_vmap_increment_nesting(n, "different"', '[:0] + "same"'),
     Fault("kept_tensors_pass", "any(each() is not None for each in self._seen", "if False"),
