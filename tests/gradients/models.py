@@ -306,6 +306,13 @@ def penalised(module: nn.Module, batch: Batch) -> Tensor:
     return scores(module, batch) + 0.1 * sum(p.square().sum() for p in module.parameters())
 
 
+def of_positions(module: nn.Module, batch: Batch) -> Tensor:
+    """Several targets, of which one is ignored."""
+    found, y = module(batch["x"]), batch["y"]
+    targets = torch.stack([y, torch.full_like(y, -100), y], 1)
+    return F.cross_entropy(torch.stack([found, 2 * found, -found], 2), targets)
+
+
 def uncertain(m: Net, batch: Batch) -> Tensor:
     """Two tasks, weighted by learnt variances."""
     found = m(batch["x"])
@@ -484,6 +491,7 @@ EXAMPLES: Mapping[str, Example] = {
     "in turn": of_hidden(in_turn, by=HOOKED, gain=weight(6)),
     "named": Example(MLP, named, of_words, by=ALL),
     "penalty": Example(MLP, loss=penalised),
+    "several targets": Example(MLP, loss=of_positions, by=ALL),
     "uncertain": Example(net(lambda m, x: m.head(m.body(x)), body=linear(), head=head,
                              logs=weight(2)), loss=uncertain),
     "temperature": Example(net(None, body=linear(), classes=weight(CLASSES, 6), scale=weight()),
