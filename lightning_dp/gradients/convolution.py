@@ -15,9 +15,8 @@ from torch.nn import functional as F
 from lightning_dp.gradients.bilinear import (
     PRODUCTS,
     SLICE_BYTES,
-    AbstractFolding,
     AbstractForm,
-    Rows,
+    Folding,
     Scaled,
     Use,
     above_rounding,
@@ -55,20 +54,10 @@ class Convolution(AbstractForm):
     groups: int
 
     def rows(self, v: Tensor, u: Tensor) -> Tensor:
-        use = self.put(v, u, u.new_empty(len(u) * math.prod(self.weight_shape)))
-        return use.form.rows(use.v, use.u)
-
-    def writes_out(self, v: Tensor, u: Tensor) -> bool:
-        return True
-
-    def keeps_memory(self) -> bool:
-        return False  # the backward pass has just freed as much, and the next forward pass needs it
-
-    def put(self, v: Tensor, u: Tensor, out: Tensor) -> Use:
         v, u = self._of_rows(v), self._of_rows(u)
-        rows = out.view(len(u), *self.weight_shape)
+        rows = u.new_empty(len(u), *self.weight_shape)
         (self._products if self._prefers_products(v, u) else self._convolutions)(v, u, rows)
-        return Rows.use(rows)
+        return rows
 
     def _prefers_products(self, v: Tensor, u: Tensor) -> bool:
         """Return whether matrix products are likely to be faster than convolutions, by shapes alone."""
@@ -81,39 +70,33 @@ class Convolution(AbstractForm):
         """Write down what the kernel sees at each position, of some records at a time."""
         patch = math.prod(self.weight_shape[1:])
         size = max(1, _ENTRIES // (patch * u[:1, :, 0].numel() or 1))
+        kernel, options = self.weight_shape[2:], (self.dilation, self.padding, self.stride)
         parts = zip(*(torch.split(each, size) for each in (v, u, out)), strict=True)
         for x, y, rows in parts:
-            kernel, options = self.weight_shape[2:], (self.dilation, self.padding, self.stride)
-            seen = F.unfold(x.flatten(0, 1), kernel, *options).transpose(1, 2)
-            seen, y, target = (
-                seen.view(*x.shape[:2], *seen.shape[1:]),
-                y.flatten(3),
-                rows.flatten(2),
-            )
-            torch.bmm(y[:, 0], seen[:, 0], out=target)
-            for row in range(1, y.shape[1]):
-                target.baddbmm_(y[:, row], seen[:, row])
+            seen = F.unfold(x.flatten(0, 1), kernel, *options)
+            seen = seen.view(*x.shape[:2], *seen.shape[1:])
+            # The positions of all rows of a record: (n, f, channels, positions) -> (n, channels, all).
+            y, seen = (each.transpose(1, 2).flatten(2) for each in (y.flatten(3), seen))
+            torch.bmm(y, seen.transpose(1, 2), out=rows.flatten(2))
 
     def _convolutions(self, v: Tensor, u: Tensor, out: Tensor) -> None:
         """Run the records as groups of a convolution, some of them at a time."""
         # (n, f, in, ...) as (f, n·in, ...): with n times as many groups no channel of one record
         # meets one of another, so the weight gradient has a block for each record.
-        start = 0
-        for x, y in zip(torch.split(v, _TOGETHER), torch.split(u, _TOGETHER), strict=True):
+        parts = zip(*(torch.split(each, _TOGETHER) for each in (v, u, out)), strict=True)
+        for x, y, rows in parts:
             n = len(x)
             x, y = (part.transpose(0, 1).flatten(1, 2) for part in (x, y))
             shape = (n * self.weight_shape[0], *self.weight_shape[1:])
-            rows = self._backward(x, y, shape, n * self.groups)
-            out[start : start + n] = rows.view(n, *self.weight_shape)
-            start += n
+            rows.copy_(self._backward(x, y, shape, n * self.groups).view_as(rows))
 
     def weighted_sum(self, v: Tensor, u: Tensor, weights: Tensor) -> Tensor:
         scaled = u * weights.view(-1, *[1] * (u.dim() - 1))
         v, scaled = (self._of_rows(each).flatten(0, 1) for each in (v, scaled))
         return self._backward(v, scaled, self.weight_shape, self.groups)
 
-    def of_records(self, use: Use, folding: AbstractFolding) -> list[Use]:
-        return [Use(self, folding.apart(use.v), folding.apart(use.u))]
+    def of_records(self, use: Use, folding: Folding) -> Use:
+        return Use(self, folding(use.v), folding(use.u))
 
     def _of_rows(self, tensor: Tensor) -> Tensor:
         """Return shape (n, f, channels, *size), f = 1 where a record has one row."""
@@ -151,9 +134,8 @@ class Convolution(AbstractForm):
         return (u[:, :, output].permute(2, 0, 1, 3, 4) * seen).flatten(2).sum(2).T
 
     def lengths(self, v: Tensor, u: Tensor) -> Tensor:
-        return super().lengths(v, u) * math.sqrt(
-            math.prod(self.weight_shape[2:])
-        )  # overlapping patches
+        overlaps = math.prod(self.weight_shape[2:])  # patches that have a position
+        return super().lengths(v, u) * math.sqrt(overlaps)
 
     def squared_norms(self, uses: Sequence[Use], *, may_keep: bool) -> Tensor | None:
         """Return squared norms from inner products of patches and of output gradients, if these are few.

@@ -23,7 +23,7 @@ from lightning_dp.gradients.base import (
     UnsupportedModelError,
     as_unsupported,
 )
-from lightning_dp.gradients.bilinear import AbstractFolding, Uses, uses_of_records
+from lightning_dp.gradients.bilinear import Folding, Uses, uses_of_records
 from lightning_dp.gradients.graph import Survey, changes_order, survey
 from lightning_dp.gradients.hessian import Dual, run_along, split, uses_along
 from lightning_dp.gradients.module_hooks import ModuleHooks
@@ -80,7 +80,7 @@ class LayerCall:
     rule: Rule
     inputs: KeptInputs
     edge: GradientEdge  # of the output
-    folding: AbstractFolding | None  # whose the rows are; None if they are the records
+    folding: Folding | None  # whose the rows are; None if they are the records
     moved: tuple[Dual, ...] = ()  # along a direction: the inputs with their derivatives
 
     def take_inputs(self, *, keep: bool = False) -> tuple[Tensor, ...]:

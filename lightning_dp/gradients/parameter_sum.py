@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import reduce
+from functools import partial, reduce
 
 import torch
 from torch import Tensor
@@ -169,17 +169,17 @@ class ParameterGradients:
     def _made(self, *uses: Use) -> Use:
         """Return the gradients of all records, in memory that is used again if the form says so."""
         first = uses[0]
-        if len(uses) > 1 or not first.form.writes_out(first.v, first.u):
+        if len(uses) > 1:
             return Rows.use(_sum_of_rows(uses))
-        if first.form.keeps_memory():
-            memory = self._memory.take(len(first.u), self._shape, first.u)
-            self._borrowed.append(memory)
-        else:
-            memory = first.u.new_empty((len(first.u), *self._shape))
-        out = memory[: len(first.u)].view(-1)
-        made, squares = first.form.put_and_square(first.v, first.u, out)
-        self._squares = made.u, squares
-        return made
+        rows, squares = first.form.rows_in(first.v, first.u, partial(self._borrow, first.u))
+        if squares is not None:
+            self._squares = rows, squares
+        return Rows.use(rows)
+
+    def _borrow(self, like: Tensor) -> Tensor:
+        memory = self._memory.take(len(like), self._shape, like)
+        self._borrowed.append(memory)
+        return memory[: len(like)]
 
     def _known_squares(self, uses: Sequence[Use]) -> Tensor | None:
         """Return the squared norms that were computed with the rows, if these rows are all there is."""
@@ -220,8 +220,8 @@ class ParameterGradients:
         for use in uses:
             if left_out is not None:
                 use = use.without(left_out)
-            to_sum = use.form.put_weighted_sum if is_new else use.form.add_weighted_sum
-            to_sum(use.v, use.u, weights.to(use.u.dtype), onto)
+            own = weights.to(use.u.dtype)
+            use.form.add_weighted_sum(use.v, use.u, own, onto, is_new=is_new)
             is_new = False
         self._give_back()
 

@@ -25,7 +25,7 @@ from lightning_dp.gradients.base import (
     UnsupportedModelError,
 )
 from lightning_dp.gradients.batches import SampleBatch, map_leaves
-from lightning_dp.gradients.bilinear import Folded, Rows, Use, uses_of_records
+from lightning_dp.gradients.bilinear import Rows, Use, uses_of_records
 from lightning_dp.gradients.composites import COMPOSITES
 from lightning_dp.gradients.hessian import run_along, split
 from lightning_dp.gradients.materialised import restricted
@@ -514,7 +514,7 @@ def uses_of_call(call: Call, v: Tensor, u: Tensor) -> list[tuple[Tensor | None, 
         return call.rule(call.layer, v, u)
     n, b = v.shape[:2]
     uses = call.rule(call.layer, v.flatten(0, 1), u.flatten(0, 1))
-    return uses if b == 1 else uses_of_records(uses, Folded(n, 1, b))
+    return uses if b == 1 else uses_of_records(uses, lambda x: x.view(n, b, *x.shape[1:]))
 
 
 def _at_least_float32(tensor: Tensor) -> Tensor:

@@ -14,9 +14,8 @@ from torch.nn.utils.parametrize import is_parametrized
 
 from lightning_dp._norms import FixedNorm
 from lightning_dp.gradients.base import UnsupportedModelError
-from lightning_dp.gradients.bilinear import Rows, Use, Uses
+from lightning_dp.gradients.bilinear import Lookup, OuterProduct, Rows, Scale, Use, Uses
 from lightning_dp.gradients.convolution import Convolution
-from lightning_dp.gradients.matrices import Lookup, OuterProduct, Scale
 
 __all__ = [
     "BY_POSITION",

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.func import grad, vmap
 from torch.nn import functional as F
 
-from lightning_dp.gradients.bilinear import Folded, Uses, uses_of_records
+from lightning_dp.gradients.bilinear import Uses, uses_of_records
 from lightning_dp.gradients.parameter_sum import BookkeptGradients, ParameterGradients
 from lightning_dp.gradients.rules import BY_POSITION, FUNCTIONS, linear
 
@@ -69,7 +69,7 @@ def gradients(case: str) -> tuple[list[tuple[Tensor, list[Any]]], dict[int, Tens
         uses: Uses = use.rule(use.layer, x, u)
     else:
         rows = use.rule(use.layer, x.flatten(0, 1), u.flatten(0, 1))
-        uses = uses_of_records(rows, Folded(N, 1, B))
+        uses = uses_of_records(rows, lambda y: y.view(N, B, *y.shape[1:]))
 
     def product(w: Tensor, b: Tensor, one: Tensor, back: Tensor) -> Tensor:
         return (call(run, one, w, b) * back).sum()

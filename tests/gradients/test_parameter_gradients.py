@@ -9,10 +9,9 @@ from torch import Tensor, nn
 from lightning_dp.boundary import bounded_sum
 from lightning_dp.gradients import convolution as convolutions
 from lightning_dp.gradients import parameter_sum
-from lightning_dp.gradients.bilinear import Rows, Use
+from lightning_dp.gradients.bilinear import Lookup, OuterProduct, Rows, Scale, Use
 from lightning_dp.gradients.convolution import Convolution
 from lightning_dp.gradients.layer_calls import LayerCalls
-from lightning_dp.gradients.matrices import Lookup, OuterProduct, Scale
 from lightning_dp.gradients.parameter_sum import ParameterGradients
 from lightning_dp.gradients.rules import convolution
 
@@ -240,15 +239,15 @@ def test_both_ways_to_the_rows_of_a_convolution(kind, size, options, frames, bou
     form = convolution(layer, v.flatten(0, 1), u.flatten(0, 1))[0][1].form
     each = [torch.autograd.grad(layer(v[i]), layer.weight, grad_outputs=u[i])[0] for i in range(n)]
     expected, weights = torch.stack(each), torch.randn(n, dtype=torch.float64)
-    memory = torch.full((expected.numel(),), float("nan"), dtype=torch.float64)
-    use, squares = form.put_and_square(v, u, memory)
+    use = Rows.use(form.rows(v, u))
+    squares = use.form.squared_norms([use], may_keep=False)
     for some in (slice(None), torch.tensor([3, 0])):
         made = use.of(some)
         torch.testing.assert_close(made.form.rows(made.v, made.u), expected[some])
         total = made.form.weighted_sum(made.v, made.u, weights[some]).reshape(-1)
         torch.testing.assert_close(total, weights[some] @ expected[some].flatten(1))
         put = torch.full_like(total, float("nan"))
-        made.form.put_weighted_sum(made.v, made.u, weights[some], put)
+        made.form.add_weighted_sum(made.v, made.u, weights[some], put, is_new=True)
         torch.testing.assert_close(put, total)
         made.form.add_weighted_sum(made.v, made.u, weights[some], put)
         torch.testing.assert_close(put, 2 * total)
@@ -274,6 +273,6 @@ def test_a_sum_that_is_put_into_memory_is_that_which_is_added_to_zeros(kind, rec
     for dtype in (torch.float32, torch.float64):
         added, put = torch.zeros(size, dtype=dtype), torch.full((size,), torch.nan, dtype=dtype)
         use.form.add_weighted_sum(use.v, use.u, weights, added)
-        use.form.put_weighted_sum(use.v, use.u, weights, put)
+        use.form.add_weighted_sum(use.v, use.u, weights, put, is_new=True)
         torch.testing.assert_close(put, added)
         assert bool(put.any()) == bool(records)
