@@ -23,7 +23,7 @@ CASES: dict[str, tuple[Callable[..., Any], tuple[int, ...], tuple[int, ...], tup
     "linear": (lambda f, x, w, b: f(x, w, b), (B, 3, 5), (4, 5), (4,)),
     "linear by name": (lambda f, x, w, b: f(input=x, bias=b, weight=w), (5,), (4, 5), (4,)),
     "addmm": (lambda f, x, w, b: f(b, x, w), (3, 5), (5, 4), (4,)),
-    "mm": (lambda f, x, w, b: f(x, mat2=w), (3, 5), (5, 4), (4,)),
+    "mm": (lambda f, x, w, b: f(x, w), (3, 5), (5, 4), (4,)),
     "matmul": (lambda f, x, w, b: f(x, w), (B, 3, 5), (5, 4), (4,)),
     "__matmul__": (lambda f, x, w, b: f(x, w), (5,), (5, 4), (4,)),
     "embedding": (lambda f, x, w, b: f(x, w, padding_idx=-3), (B, 6), (7, 3), (1,)),
@@ -117,6 +117,7 @@ TOKENS = torch.zeros(2, 3, dtype=torch.long)
         ("addmm", (torch.ones(2, 4), X, W.T), {}),
         ("addmm", (torch.ones(4), X, W.T), {"beta": 2}),
         ("mm", (X, W.T), {"out": torch.empty(2, 4)}),
+        ("addmm", (), {"input": torch.ones(4), "mat1": X, "mat2": W.T}),  # other names of torch's
         ("matmul", (X, W[0]), {}),
         ("embedding", (TOKENS, TABLE), {"max_norm": 1.0}),
         ("embedding", (TOKENS, TABLE), {"scale_grad_by_freq": True}),

@@ -13,7 +13,7 @@ from lightning_dp.gradients.bilinear import Lookup, OuterProduct, Rows, Scale, U
 from lightning_dp.gradients.convolution import Convolution
 from lightning_dp.gradients.layer_calls import LayerCalls
 from lightning_dp.gradients.parameter_sum import ParameterGradients
-from lightning_dp.gradients.rules import convolution
+from lightning_dp.gradients.rules import RULES
 
 
 @pytest.mark.parametrize("positions", [1, 3, 40])
@@ -236,7 +236,7 @@ def test_both_ways_to_the_rows_of_a_convolution(kind, size, options, frames, bou
     n = 5
     v = torch.randn(n, frames, 2, *size, dtype=torch.float64)
     u = torch.randn_like(layer(v.flatten(0, 1)).unflatten(0, (n, frames))).detach()
-    form = convolution(layer, v.flatten(0, 1), u.flatten(0, 1))[0][1].form
+    form = RULES[kind](layer, v.flatten(0, 1), u.flatten(0, 1))[0][1].form
     each = [torch.autograd.grad(layer(v[i]), layer.weight, grad_outputs=u[i])[0] for i in range(n)]
     expected, weights = torch.stack(each), torch.randn(n, dtype=torch.float64)
     use = Rows.use(form.rows(v, u))
