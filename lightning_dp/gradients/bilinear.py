@@ -30,12 +30,9 @@ __all__ = [
     "OuterProduct",
     "Rows",
     "Scale",
-    "Scaled",
     "Use",
     "Uses",
     "above_rounding",
-    "above_what_vanishes",
-    "sum_in_float64",
     "uses_of_records",
 ]
 
@@ -270,7 +267,7 @@ class Rows(AbstractForm):
 
 # Terms of an inner product below float32's least number become zero. With factors of ordinary norms,
 # or divided by their largest entries, all that vanishes so is less than this times the product of their
-# norms, and above_what_vanishes takes no squared norm to be less.
+# norms, and _above_what_vanishes takes no squared norm to be less.
 _HIDDEN = 1e-9
 _ORDINARY = (1e-5, 1e9)
 
@@ -294,7 +291,7 @@ def above_rounding(squares: Tensor, lengths: Tensor, dtype: torch.dtype) -> Tens
 
 
 @dataclass(frozen=True)
-class Scaled:
+class _Scaled:
     """A factor of inner products, with each record's part over a unit so that they stay in range.
 
     Args:
@@ -308,7 +305,7 @@ class Scaled:
     norms: Tensor
 
     @classmethod
-    def of(cls, tensor: Tensor) -> Scaled:
+    def of(cls, tensor: Tensor) -> _Scaled:
         """Divide each record's part by its largest entry; by 1 where all products stay in range."""
         if tensor.device.type == "cpu" and len(tensor):  # elsewhere, a look waits for the device
             norms = torch.linalg.vector_norm(as_rows(tensor), dim=1)
@@ -325,7 +322,7 @@ class Scaled:
         return torch.bmm(self.tensor, self.tensor.transpose(1, 2))
 
 
-def sum_in_float64(rows: Tensor) -> Tensor:
+def _sum_in_float64(rows: Tensor) -> Tensor:
     """Return the sum of each row; on a device without float64 by float32 sums of a few of its entries.
 
     Those are off by less than what :func:`above_rounding` allows for.
@@ -336,21 +333,21 @@ def sum_in_float64(rows: Tensor) -> Tensor:
     return in_float64(torch.stack([part.sum(1) for part in parts], dim=1)).sum(1)
 
 
-def above_what_vanishes(squares: Tensor, *factors: Scaled) -> Tensor:
+def _above_what_vanishes(squares: Tensor, *factors: _Scaled) -> Tensor:
     """Return squared norms, and not less than what may have vanished in inner products of the factors."""
     least = reduce(torch.mul, (each.norms for each in factors))
     return torch.maximum(squares, (_HIDDEN * least).square_())
 
 
-def _squares_of(products: Tensor, *factors: Scaled) -> Tensor:
+def _squares_of(products: Tensor, *factors: _Scaled) -> Tensor:
     """Return ‖Σ_s a_s‖² of each record from the (T, T) inner products of the a_s, made of factors.
 
     Float32 products, summed in float64: the products in float64 would double the work.
     """
-    lengths = sum_in_float64(products.diagonal(dim1=1, dim2=2).clamp(min=0.0).sqrt())
-    squares = above_rounding(sum_in_float64(products.flatten(1)), lengths, products.dtype)
+    lengths = _sum_in_float64(products.diagonal(dim1=1, dim2=2).clamp(min=0.0).sqrt())
+    squares = above_rounding(_sum_in_float64(products.flatten(1)), lengths, products.dtype)
     units = reduce(torch.mul, (each.units for each in factors))
-    return above_what_vanishes(squares * units.square(), *factors)
+    return _above_what_vanishes(squares * units.square(), *factors)
 
 
 # -- linear layers, embeddings and norm layers ----------------------------------------------------
@@ -383,11 +380,11 @@ class _OfPositions(AbstractForm):
             return use.u.new_zeros(len(use.u), dtype=torch.float64)
         size = max(1, PRODUCTS // times**2)
         parts = zip(torch.split(use.v, size), torch.split(use.u, size), strict=True)
-        return torch.cat([self._squares(*part) for part in parts])
+        return torch.cat([self.squares(*part) for part in parts])
 
     @abstractmethod
-    def _squares(self, v: Tensor, u: Tensor) -> Tensor:
-        """Return ‖f(v_i, u_i)‖² of each record."""
+    def squares(self, v: Tensor, u: Tensor) -> Tensor:
+        """Return ‖f(v_i, u_i)‖² of each record from all inner products at once."""
 
 
 @dataclass(frozen=True)
@@ -454,8 +451,8 @@ class OuterProduct(_OfPositions):
             return None  # the rows cost no more, and if they are kept the sum is almost free
         return super().squared_norms(uses, may_keep=may_keep)
 
-    def _squares(self, v: Tensor, u: Tensor) -> Tensor:
-        a, b = Scaled.of(u), Scaled.of(v)
+    def squares(self, v: Tensor, u: Tensor) -> Tensor:
+        a, b = _Scaled.of(u), _Scaled.of(v)
         return _squares_of(a.products() * b.products(), a, b)
 
 
@@ -500,8 +497,8 @@ class Lookup(_OfPositions):
     def lengths(self, v: Tensor, u: Tensor) -> Tensor:
         return factor_norms(u) * math.sqrt(u.shape[1])
 
-    def _squares(self, v: Tensor, u: Tensor) -> Tensor:
-        scaled = Scaled.of(u)
+    def squares(self, v: Tensor, u: Tensor) -> Tensor:
+        scaled = _Scaled.of(u)
         is_other = v.unsqueeze(2) != v.unsqueeze(1)
         return _squares_of(scaled.products().masked_fill_(is_other, 0.0), scaled)
 
