@@ -8,7 +8,7 @@ from torch import nn
 
 from lightning_dp.functional import parts_of
 from lightning_dp.gradients import UnsupportedModelError
-from lightning_dp.gradients.adding_up import check_sum, plain_gradients
+from lightning_dp.gradients.parameter_sum import check_sum, plain_gradients
 from lightning_dp.gradients.layer_calls import LayerCalls
 
 
