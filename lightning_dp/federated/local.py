@@ -313,7 +313,6 @@ class LocalRecords:
             self._module,
             self.params,
             self._engine_name,
-            backward=self._module.backward,
             quietly=partial(self._quietly, ModuleState.of(self._module)),
             loss_graph_check=self._checks_graph,
             around=partial(SideEffects(self._module).of_step, are_done=False),

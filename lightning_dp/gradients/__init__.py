@@ -9,7 +9,7 @@ from lightning_dp.gradients.base import (
     UnsupportedModelError,
 )
 from lightning_dp.gradients.chunks import OtherRowsError, Replay
-from lightning_dp.gradients.engines import EngineChoice, attach_engine
+from lightning_dp.gradients.engines import EngineChoice
 from lightning_dp.gradients.loss_graph import CoupledLossError
 from lightning_dp.gradients.passes import RecordPasses
 from lightning_dp.gradients.raw import RawGradientGuard, RawGradientHookError
@@ -26,5 +26,4 @@ __all__ = [
     "Replay",
     "UncoveredParameterError",
     "UnsupportedModelError",
-    "attach_engine",
 ]

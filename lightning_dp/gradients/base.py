@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, ClassVar, TypeAlias
 
@@ -121,9 +121,6 @@ class AbstractGradientEngine(ABC):
     has_products: ClassVar[bool] = False
     """True if :meth:`along` answers."""
 
-    runs_backward: ClassVar[bool] = False
-    """True if :meth:`backward` takes the place of ``loss.backward()``."""
-
     keeps_compiled = False
     """True if it is right about models of which frozen modules run compiled: it counts all uses."""
 
@@ -145,8 +142,9 @@ class AbstractGradientEngine(ABC):
             UnsupportedModelError: naming the layers that cannot be handled, and the cure.
         """
 
+    @abstractmethod
     def backward(self, loss: Tensor, *, keep_graph: bool = False, combined: bool = False) -> None:
-        """Run the backward pass of a loss, as far as the engine needs it.
+        """Run the backward pass of a loss, in the place of ``loss.backward()``.
 
         Args:
             loss: the mean over the records of the batch.
@@ -154,7 +152,6 @@ class AbstractGradientEngine(ABC):
             combined: the gradients will be combined with others at a point nearby, which takes
                 what they are made from.
         """
-        raise NotImplementedError(f"{type(self).__name__} watches loss.backward().")
 
     def run(self, forward: Forward, batch: SampleBatch, around: Around | None = None) -> Any:
         """Run the forward pass of a batch, watched; return what it returns for the whole batch.
@@ -165,17 +162,7 @@ class AbstractGradientEngine(ABC):
             around: is entered around each part of the batch that runs together, by engines that run
                 parts of it.
         """
-        with self.following(batch.value, batch.size):
-            return forward(batch.value)
-
-    def following(self, batch: Any, size: int) -> AbstractContextManager[None]:
-        """Follow, inside, the records through a forward pass, for engines that need to know of them.
-
-        Args:
-            batch: goes in.
-            size: how many records it has.
-        """
-        return nullcontext()
+        return forward(batch.value)
 
     def repeating(self) -> AbstractContextManager[None]:
         """Let checkpoints of a watched model run parts of it again, in somebody else's pass."""
@@ -189,17 +176,16 @@ class AbstractGradientEngine(ABC):
         return ()
 
     @abstractmethod
-    def take(self, scale: float, touched: Mapping[str, nn.Parameter]) -> AbstractPerSampleGradients:
+    def take(self, scale: float) -> AbstractPerSampleGradients:
         """Hand over, once, the per-sample gradients of the last backward pass.
 
         The loss must have been the mean over the records of the batch.
 
         Args:
             scale: what to multiply with, to undo a division of the loss.
-            touched: the parameters that got an ordinary gradient, by name.
 
         Raises:
-            UnsupportedModelError: if one of them has no gradient per record.
+            UnsupportedModelError: if a parameter that was used has no gradient per record.
         """
 
     def along(

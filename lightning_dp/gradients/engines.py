@@ -21,7 +21,7 @@ from lightning_dp.gradients.loss_graph import CoupledLossError
 from lightning_dp.gradients.sharded import refuse_other_shards
 from lightning_dp.gradients.unsupported import refuse_sharded, refuse_special
 
-__all__ = ["EngineChoice", "Rung", "attach_engine"]
+__all__ = ["EngineChoice", "Rung"]
 
 _WHOLE = (
     "With manual optimization or several optimizers, training_step runs with the whole batch, which "
@@ -236,19 +236,6 @@ class EngineChoice:
                 parts.append(f"The engine {rung.name!r} does not cover it either: {short}")
         text = f"{' '.join(parts)} {self._last_cure}".rstrip()
         return UnsupportedModelError(text, topic=last.topic)
-
-
-def attach_engine(
-    name: str, module: nn.Module, params: Sequence[nn.Parameter]
-) -> tuple[AbstractGradientEngine, str]:
-    """Return the engine of that name, watching the module, and a sentence about it for the report.
-
-    Raises:
-        ValueError: for a name that is not known.
-        UnsupportedModelError: if no engine of that name can handle the model.
-    """
-    choice = EngineChoice(name)
-    return choice.attach(module, params), choice.description
 
 
 def _in_short(reason: str) -> str:

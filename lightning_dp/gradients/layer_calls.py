@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -388,7 +388,6 @@ def go_back(
 class AbstractLayerEngine(AbstractGradientEngine):
     """An engine that sees a model through a :class:`Recorder`, which ``attach`` makes."""
 
-    runs_backward = True
     keeps_compiled = True
 
     def __init__(self) -> None:
@@ -521,7 +520,7 @@ class LayerCalls(AbstractLayerEngine):
                     *inputs, back = (_dual_in_float32(each) for each in (*call.moved, gradient))
                     uses = uses_along(call.rule, call.layer, inputs, back, of, weights)
                     self._count_in(call.of_records(uses), combined=False)
-        return self.take(1.0, {})
+        return self.take(1.0)
 
     def _duals_of(self, loss: Tensor) -> list[tuple[LayerCall, Dual]]:
         """Return the calls that have a gradient with it and its derivative, inside dual numbers."""
@@ -535,7 +534,7 @@ class LayerCalls(AbstractLayerEngine):
         pairs = zip(calls, found, strict=True)
         return [(call, split(gradient)) for call, gradient in pairs if gradient is not None]
 
-    def take(self, scale: float, touched: Mapping[str, nn.Parameter]) -> BookkeptGradients:
+    def take(self, scale: float) -> BookkeptGradients:
         found, self._found = self._found, None
         if found is None:
             raise RefusedRun("LayerCalls.backward() must come before take().", topic="out-of-order")

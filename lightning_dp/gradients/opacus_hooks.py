@@ -110,7 +110,6 @@ class OpacusHooks(AbstractGradientEngine):
     """
 
     name = "hooks"
-    runs_backward = True
 
     def __init__(self) -> None:
         self._opacus, self._params = _Hooks(nn.Module()), dict[str, nn.Parameter]()
@@ -134,7 +133,7 @@ class OpacusHooks(AbstractGradientEngine):
         finally:
             opacus.is_live, opacus.kept = False, _copied(opacus.fresh)
 
-    def take(self, scale: float, touched: Mapping[str, nn.Parameter]) -> MaterialisedGradients:
+    def take(self, scale: float) -> MaterialisedGradients:
         found, self._found = self._found, None
         if found is None:
             raise RefusedRun("OpacusHooks.backward() comes before take().", topic="out-of-order")

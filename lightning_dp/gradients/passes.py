@@ -55,8 +55,7 @@ class RecordPasses:
         module: the whole model.
         params: the trained parameters, in the order of flat vectors.
         engine: name of the gradient engine, or a choice that is shared with others.
-        optimizer, public, attaching, wrap, loss_graph_check: as for :class:`WatchedModel`.
-        backward: goes back from a loss, for engines that watch ``loss.backward()``.
+        optimizer, public, wrap, loss_graph_check: as for :class:`WatchedModel`.
         quietly: is entered around each run of a chunk, so that it leaves no trace in the model.
         again: is entered around what runs once more since another engine takes over.
         adds_up: refuse an engine whose gradients of records do not add up to that of the loss
@@ -76,9 +75,7 @@ class RecordPasses:
         *,
         optimizer: Optimizer | None = None,
         public: Collection[nn.Parameter] = (),
-        backward: Callable[[Tensor], object] = Tensor.backward,
         quietly: Callable[[], AbstractContextManager[None]] = nullcontext,
-        attaching: Callable[[], AbstractContextManager[None]] = nullcontext,
         again: Callable[[], AbstractContextManager[None]] = nullcontext,
         wrap: WrapEngine = lambda engine: engine,
         loss_graph_check: bool = True,
@@ -89,14 +86,13 @@ class RecordPasses:
         self._is_sharded = any(map(is_sharded, params))
         self._elsewhere = 0  # passes at other points that were made
         self._module, self._params = module, params
-        self._go_back, self._quietly, self._again = backward, quietly, again
+        self._quietly, self._again = quietly, again
         self.watched = WatchedModel(
             module,
             params,
             EngineChoice(engine) if isinstance(engine, str) else engine,
             optimizer=optimizer,
             public=public,
-            attaching=attaching,
             wrap=wrap,
             loss_graph_check=loss_graph_check,
         )
@@ -270,19 +266,13 @@ class RecordPasses:
                 self.watched.engine.drop()
                 return None
             self.watched.check_loss(loss, chunk.size)
-            adds_up = (
-                self._adds_up and self.watched.engine.runs_backward and not self.watched.isolates
-            )
+            adds_up = self._adds_up and not self.watched.isolates
             with self.watched.engine.repeating():
                 plain = plain_gradients(loss, self._params) if adds_up else None
-            if self.watched.engine.runs_backward:
-                elsewhere = each.point is not None  # where nothing can be asked for after the pass
-                self.watched.backward(loss, combined=combined or elsewhere)
-            else:
-                with self.watched.as_written():
-                    self._go_back(loss)
+            elsewhere = each.point is not None  # where nothing can be asked for after the pass
+            self.watched.backward(loss, combined=combined or elsewhere)
             found = self.watched.take()
-            if plain is not None and found is not None:
+            if plain is not None:
                 names = {id(param): name for name, param in self._module.named_parameters()}
                 check_sum(found, plain, self._params, [names[id(p)] for p in self._params])
             return found

@@ -98,7 +98,6 @@ class Records(AbstractGradientEngine):
 
     name = "records"
     has_products = True
-    runs_backward = True
     isolates = True
 
     def __init__(self) -> None:
@@ -319,7 +318,7 @@ class Records(AbstractGradientEngine):
             sums.gradients(self._params, self._size / len(places))
             for sums, places in zip(pools, self._places, strict=True)
         ]
-        return self.take(1.0, {})
+        return self.take(1.0)
 
     def _refuse_missed(self, found: Sequence[Tensor | None]) -> None:
         """Refuse parameters that have a gradient by themselves: they met samples unseen."""
@@ -331,7 +330,7 @@ class Records(AbstractGradientEngine):
     def _new_sums(self) -> _Sums:
         return _Sums(self._params, self._memory)
 
-    def take(self, scale: float, touched: Mapping[str, nn.Parameter]) -> AbstractPerSampleGradients:
+    def take(self, scale: float) -> AbstractPerSampleGradients:
         found, self._found = self._found, None
         if found is None:
             raise RefusedRun("Records.backward() must come before take().", topic="out-of-order")

@@ -49,7 +49,6 @@ class WatchedModel:
         choice: of the engine.
         optimizer: whose steps raise unless :meth:`allow_step` allowed them; None where nobody steps.
         public: parameters that are trained on no records; their gradients are let through.
-        attaching: is entered around the attachment of an engine.
         wrap: puts something between the engine and the clipping.
         loss_graph_check: :meth:`check_loss` refuses losses that mix records, by their graph.
 
@@ -66,12 +65,11 @@ class WatchedModel:
         *,
         optimizer: Optimizer | None,
         public: Collection[nn.Parameter],
-        attaching: Callable[[], AbstractContextManager[None]],
         wrap: WrapEngine,
         loss_graph_check: bool,
     ) -> None:
         self._module, self._params, self._choice = module, params, choice
-        self._attaching, self._wrap, self._checks_graph = attaching, wrap, loss_graph_check
+        self._wrap, self._checks_graph = wrap, loss_graph_check
         self.engine = self._attached()
         """The engine in use."""
         try:
@@ -83,8 +81,7 @@ class WatchedModel:
             raise
 
     def _attached(self) -> AbstractGradientEngine:
-        with self._attaching():
-            engine = self._choice.attach(self._module, self._params)
+        engine = self._choice.attach(self._module, self._params)
         engine.rest()
         self._compiled = CompiledParts(
             self._module, self._params, keeps_frozen=engine.keeps_compiled
@@ -139,11 +136,6 @@ class WatchedModel:
     def has_products(self) -> bool:
         """True if the engine can compute Hessian-vector products."""
         return self.engine.has_products
-
-    @property
-    def runs_backward(self) -> bool:
-        """True if :meth:`backward` takes the place of ``loss.backward()``."""
-        return self.engine.runs_backward
 
     @property
     def one_record(self) -> bool:
@@ -222,17 +214,14 @@ class WatchedModel:
         if inside := self._raw.touched():
             raise UnsupportedModelError(_INSIDE.format(sorted(inside)[:5]), topic="unseen-use")
 
-    def take(self, scale: float = 1.0) -> AbstractPerSampleGradients | None:
-        """Take what the last backward pass left; None if nothing was back-propagated.
+    def take(self, scale: float = 1.0) -> AbstractPerSampleGradients:
+        """Take what the last backward pass left.
 
         Args:
             scale: undoes a division of the loss.
         """
-        touched = self._raw.touched()
-        if not self.engine.runs_backward and not touched:
-            self.engine.drop()
-            return None
-        return self.engine.take(scale, touched)
+        self._raw.touched()
+        return self.engine.take(scale)
 
     def drop(self) -> None:
         """Forget what passes left."""

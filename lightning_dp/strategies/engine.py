@@ -140,9 +140,7 @@ class FitEngine:
             choice,
             optimizer=optimizer,
             public=public,
-            backward=module.backward,
             quietly=self._quietly,
-            attaching=self._without_trainer,
             again=self.unchanged,
             wrap=wrap,
             loss_graph_check=loss_graph_check,
@@ -233,13 +231,3 @@ class FitEngine:
         module, before = self._module, self._before_records
         with muted(module) if before is None else apart(module, before):
             yield
-
-    @contextmanager
-    def _without_trainer(self) -> Iterator[None]:
-        """Keep the Trainer out of copies of the module that an engine makes, inside."""
-        module, trainer = self._module, self._module.trainer
-        module.trainer = None
-        try:
-            yield
-        finally:
-            module.trainer = trainer

@@ -245,9 +245,7 @@ class DifferentialPrivacyStrategy(PrivateFitStrategy):
         """Run the backward pass and bound what it leaves."""
         mechanism, step = self._mechanism, self._now.step
         mechanism.begin_noise(step.held)
-        if not step.engine.watched.runs_backward:
-            loss = super().backward(closure_loss, optimizer, *args, **kwargs)
-        elif args or kwargs or is_overridden("backward", self.lightning_module):
+        if args or kwargs or is_overridden("backward", self.lightning_module):
             step.backward(closure_loss, mechanism.query, keep_graph=True)
             with step.engine.watched.repeating():
                 loss = super().backward(closure_loss, optimizer, *args, **kwargs)

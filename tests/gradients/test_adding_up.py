@@ -30,7 +30,7 @@ def test_what_was_missed_or_counted_twice_is_refused(fault, oracle):
         weight *= 0.5
     elif fault == "another's":
         weight.copy_(weight.roll(1, 0))
-    found = engine.take(1.0, {})
+    found = engine.take(1.0)
     engine.detach()
     if fault == "none":
         check_sum(found, plain, params, names)

@@ -163,7 +163,7 @@ def test_a_record_whose_large_terms_cancel_stays_within_its_bound(kind):
             weights = torch.randn(1, 16, 1, 1).expand(1, 16, 2, 1)
         engine.attach(layer, list(layer.parameters()))
         engine.backward(1e9 * (layer(batch) * weights).sum())
-        longest = max(longest, float(bounded_sum(engine.take(1.0, {}), 1.0).value.norm()))
+        longest = max(longest, float(bounded_sum(engine.take(1.0), 1.0).value.norm()))
         engine.detach()
     assert longest <= 1 + 1e-5
 
@@ -192,7 +192,7 @@ def test_terms_that_cancel_stay_within_the_bound_where_rows_are_not_kept(kind, m
         engine = LayerCalls()
         engine.attach(layer, list(layer.parameters()))
         engine.backward(1e9 * (layer(batch) * weights)[:1].sum(), combined=True)
-        longest = max(longest, float(bounded_sum(engine.take(1.0, {}), 1.0).value.norm()))
+        longest = max(longest, float(bounded_sum(engine.take(1.0), 1.0).value.norm()))
         engine.detach()
     assert longest <= 1 + 1e-5
 
