@@ -38,8 +38,9 @@ from lightning_dp.boundary import (
 from lightning_dp.federated.agreement import fingerprint
 from lightning_dp.functional import flatten, unflatten
 from lightning_dp.gradients import RecordPasses, Replay
-from lightning_dp.gradients.chunks import UNANSWERED, at_point
+from lightning_dp.gradients.base import UNANSWERED
 from lightning_dp.gradients.materialised import MaterialisedGradients
+from lightning_dp.gradients.passes import at_point
 from lightning_dp.isolation.synthetic import (
     NoSyntheticBatch,
     ValidLabels,

@@ -22,6 +22,8 @@ from lightning_dp.gradients.base import (
     UncoveredParameterError,
     UnsupportedModelError,
     as_unsupported,
+    refuse_special,
+    refuse_without_records,
 )
 from lightning_dp.gradients.bilinear import AbstractFolding, Uses, uses_of_records
 from lightning_dp.gradients.graph import Survey, changes_order, survey
@@ -36,10 +38,6 @@ from lightning_dp.gradients.parameter_sum import (
 from lightning_dp.gradients.row_owners import folding_in_force
 from lightning_dp.gradients.rules import Rule, own_parameters, refuse_options, rule_of
 from lightning_dp.gradients.sharded import WholeParameters, is_unit, refuse_other_shards, unit_rule
-from lightning_dp.gradients.unsupported import (
-    refuse_special,
-    refuse_without_records,
-)
 
 __all__ = ["AbstractLayerEngine", "KeptInputs", "LayerCall", "LayerCalls", "Recorder", "go_back"]
 

@@ -25,11 +25,11 @@ from lightning_dp.gradients.base import (
     UnsupportedModelError,
     as_unsupported,
     number_of_records,
+    refuse_without_records,
 )
 from lightning_dp.gradients.materialised import MaterialisedGradients
 from lightning_dp.gradients.module_hooks import ModuleHooks
 from lightning_dp.gradients.row_owners import folding_in_force
-from lightning_dp.gradients.unsupported import refuse_without_records
 
 __all__ = ["OpacusHooks"]
 

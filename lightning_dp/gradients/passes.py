@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
-from dataclasses import replace
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_dp._generators import RandomState
 from lightning_dp._refusals import RefusedRun
 from lightning_dp._shards import held_here, is_sharded
-from lightning_dp._training_step import loss_in
+from lightning_dp._training_step import is_differentiable, loss_in
 from lightning_dp.boundary import (
     AbstractPerSampleGradients,
     BoundedSum,
@@ -21,24 +22,48 @@ from lightning_dp.boundary import (
     Query,
     bounded_sum,
 )
+from lightning_dp.functional import unflatten
 from lightning_dp.gradients.adding_up import check_sum, plain_gradients
-from lightning_dp.gradients.base import Around, Forward, UnsupportedModelError
-from lightning_dp.gradients.chunks import (
-    NoLoss,
-    OtherRowsError,
-    Replay,
-    at_point,
-    is_differentiable,
-)
+from lightning_dp.gradients.base import Around, Forward, OtherRowsError, UnsupportedModelError
 from lightning_dp.gradients.engines import EngineChoice
 from lightning_dp.gradients.parameter_sum import BookkeptGradients
-from lightning_dp.gradients.random_state import RandomState
 from lightning_dp.gradients.sharded import shards_at_point
-from lightning_dp.gradients.watched_model import WatchedModel, WrapEngine
+from lightning_dp.gradients.watched_model import NoLoss, WatchedModel, WrapEngine
 
-__all__ = ["RecordPasses"]
+__all__ = ["RecordPasses", "Replay", "at_point"]
 
 _PLAIN = Pass(point=None, direction=None, gradient=1.0, product=0.0)
+
+
+@contextmanager
+def at_point(params: Sequence[nn.Parameter], point: Tensor) -> Iterator[None]:
+    """Inside, the parameters hold the flat vector ``point``; afterwards they are what they were."""
+    kept = [param.data for param in params]
+    for param, data in zip(params, unflatten(point, params), strict=True):
+        param.data = data.to(param.device)
+    try:
+        yield
+    finally:
+        for param, data in zip(params, kept, strict=True):
+            param.data = data
+
+
+@dataclass(frozen=True)
+class Replay:
+    """A chunk of records that can be run as often as a query asks.
+
+    Args:
+        forward: runs a batch and returns its loss, the mean over the records, or None if it gives
+            none. None if it cannot be run again.
+        batch: what the records are in.
+        size: how many records it has.
+        randomness: as its first run found it; None if that run is still to come.
+    """
+
+    forward: Forward | None
+    batch: Any
+    size: int
+    randomness: RandomState | None = None
 
 
 class RecordPasses:

@@ -9,24 +9,24 @@ from typing import Any, TypeAlias
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_dp._training_step import loss_in
+from lightning_dp._generators import RandomState
+from lightning_dp._training_step import is_differentiable, loss_in
 from lightning_dp.boundary import AbstractPerSampleGradients
 from lightning_dp.gradients.base import (
     ALONE,
     AbstractGradientEngine,
     Around,
     Forward,
+    OtherRowsError,
     UnsupportedModelError,
 )
 from lightning_dp.gradients.batches import DEFAULT_LAYOUT, SampleBatch
-from lightning_dp.gradients.chunks import NoLoss, OtherRowsError, is_differentiable
 from lightning_dp.gradients.compiled import CompiledParts, as_written
 from lightning_dp.gradients.engines import EngineChoice
 from lightning_dp.gradients.loss_graph import CoupledLossError, check_loss_graph
-from lightning_dp.gradients.random_state import RandomState
 from lightning_dp.gradients.raw import RawGradientGuard
 
-__all__ = ["WatchedModel", "WrapEngine"]
+__all__ = ["NoLoss", "WatchedModel", "WrapEngine"]
 
 _INSIDE = (
     "Parameters {} got a gradient inside of an autograd Function of the model (an activation "
@@ -35,6 +35,10 @@ _INSIDE = (
 )
 
 WrapEngine: TypeAlias = Callable[[AbstractGradientEngine], AbstractGradientEngine]
+
+
+class NoLoss(Exception):
+    """A run gave nothing to go back from."""
 
 
 class WatchedModel:

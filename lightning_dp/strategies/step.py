@@ -12,15 +12,14 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_dp._checks import MisconfigurationError
+from lightning_dp._generators import RandomState
 from lightning_dp._norms import normalises_over_the_batch
 from lightning_dp._refusals import RefusedRun
 from lightning_dp._shards import as_shard, held_here
 from lightning_dp.boundary import AbstractPerSampleGradients, Query
 from lightning_dp.functional import unflatten
 from lightning_dp.gradients import OtherRowsError, Replay, UnsupportedModelError
-from lightning_dp.gradients.base import Forward
-from lightning_dp.gradients.chunks import OTHER_ROWS
-from lightning_dp.gradients.random_state import RandomState
+from lightning_dp.gradients.base import OTHER_ROWS, Forward
 from lightning_dp.isolation.synthetic import leaves_of
 from lightning_dp.mechanism import Mechanism
 from lightning_dp.sampling.loader import Chunk

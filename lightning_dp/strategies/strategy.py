@@ -13,12 +13,11 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_dp._checks import MisconfigurationError
-from lightning_dp._training_step import with_loss
+from lightning_dp._training_step import is_differentiable, with_loss
 from lightning_dp._warnings import warn
 from lightning_dp.boundary import Query
 from lightning_dp.gradients import CoupledLossError, UnsupportedModelError
 from lightning_dp.gradients.base import without_alone
-from lightning_dp.gradients.chunks import is_differentiable
 from lightning_dp.strategies.checks import evaluated_once
 from lightning_dp.strategies.data import (
     before_transfer,

@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from lightning_dp._generators import RandomState
 from lightning_dp.gradients import RecordPasses, UnsupportedModelError
 from lightning_dp.gradients.one_by_one import OneByOne
-from lightning_dp.gradients.random_state import RandomState
 
 
 def loss_of(module: nn.Module, x: Tensor) -> Tensor:

@@ -13,11 +13,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from lightning_dp._generators import RandomState
 from lightning_dp.boundary import Query, Term
 from lightning_dp.functional import flatten, unflatten
 from lightning_dp.gradients import OtherRowsError, RecordPasses, Replay, UnsupportedModelError
-from lightning_dp.gradients.chunks import at_point
-from lightning_dp.gradients.random_state import RandomState
+from lightning_dp.gradients.passes import at_point
 
 pytestmark = pytest.mark.filterwarnings("ignore:Full backward hook is firing")
 
