@@ -80,6 +80,11 @@ class AbstractGradientEngine(ABC):
     isolates: ClassVar[bool] = False
     """True if records cannot mix in ``training_step``, by construction."""
 
+    @property
+    def runs_parts(self) -> bool:
+        """True if records run alone, but parts of a batch together (``around`` of :meth:`run`)."""
+        return self.isolates and not self.one_record
+
     @abstractmethod
     def attach(self, module: nn.Module, params: Sequence[nn.Parameter]) -> None:
         """Start watching.

@@ -51,7 +51,7 @@ class WatchedModel:
         module: the whole model.
         params: the trained parameters, in the order of flat vectors.
         choice: of the engine.
-        optimizer: whose steps raise unless :meth:`allow_step` allowed them; None where nobody steps.
+        optimizer: whose steps raise unless the guard allowed them; None where nobody steps.
         public: parameters that are trained on no records; their gradients are let through.
         wrap: puts something between the engine and the clipping.
         loss_graph_check: :meth:`check_loss` refuses losses that mix records, by their graph.
@@ -76,10 +76,11 @@ class WatchedModel:
         self._wrap, self._checks_graph = wrap, loss_graph_check
         self.engine = self._attached()
         """The engine in use."""
+        others = {id(param) for param in public}
+        watched = ((n, p) for n, p in module.named_parameters() if id(p) not in others)
         try:
-            others = {id(param) for param in public}
-            watched = ((n, p) for n, p in module.named_parameters() if id(p) not in others)
-            self._raw = RawGradientGuard(watched, optimizer)
+            self.guard = RawGradientGuard(watched, optimizer)
+            """Keeps raw gradients away from everybody else."""
         except Exception:
             self.engine.detach()
             raise
@@ -92,6 +93,22 @@ class WatchedModel:
         )
         return self._wrap(engine)
 
+    def detach(self) -> None:
+        """Leave the model as it was."""
+        self.engine.detach()
+        self.guard.remove()
+
+    @contextmanager
+    def without_engine(self) -> Iterator[None]:
+        """Leave the model without the engine, inside; the guard stays, and a new engine comes."""
+        self.engine.detach()
+        try:
+            yield
+        finally:
+            self.engine = self._attached()
+
+    # -- the engine in use -------------------------------------------------------------------------
+
     @property
     def description(self) -> str:
         """The engine in use, why it is not another one, and what runs as written, in words."""
@@ -101,7 +118,7 @@ class WatchedModel:
     @property
     def compiled_note(self) -> str | None:
         """The compiled parts that run as written, in words; None if there are none."""
-        return None if self.one_record else self._compiled.note
+        return None if self.engine.one_record else self._compiled.note
 
     @property
     def randomness(self) -> RandomState | None:
@@ -123,45 +140,7 @@ class WatchedModel:
         self.engine.detach()
         self.engine = self._attached()
 
-    def take_engine_off(self) -> None:
-        """Leave the model without the engine, until :meth:`put_engine_on`; the guard stays."""
-        self.engine.detach()
-
-    def put_engine_on(self) -> None:
-        """Attach a new engine."""
-        self.engine = self._attached()
-
-    def detach(self) -> None:
-        """Leave the model as it was."""
-        self.engine.detach()
-        self._raw.remove()
-
-    @property
-    def has_products(self) -> bool:
-        """True if the engine can compute Hessian-vector products."""
-        return self.engine.has_products
-
-    @property
-    def one_record(self) -> bool:
-        """True if chunks must hold one record each."""
-        return self.engine.one_record
-
-    @property
-    def isolates(self) -> bool:
-        """True if records cannot mix in ``training_step``, by construction."""
-        return self.engine.isolates
-
-    def as_written(self) -> AbstractContextManager[None]:
-        """Let compiled parts that the engine must see run their own code, inside.
-
-        For forward passes that are watched and for their backward passes, which run parts of them
-        again; an engine that sees no layers needs nothing of it.
-        """
-        return nullcontext() if self.engine.one_record else self._compiled.as_written()
-
-    def repeating(self) -> AbstractContextManager[None]:
-        """Let checkpoints run parts of the model again, in a backward pass of somebody else, inside."""
-        return self.engine.repeating()
+    # -- a pass ------------------------------------------------------------------------------------
 
     def run(self, forward: Forward, batch: Any, size: int, around: Around | None = None) -> Any:
         """Run a forward pass under the engine, whose hooks are on the model then and at no other time.
@@ -187,6 +166,14 @@ class WatchedModel:
             finally:
                 self.engine.rest()
 
+    def as_written(self) -> AbstractContextManager[None]:
+        """Let compiled parts that the engine must see run their own code, inside.
+
+        For forward passes that are watched and for their backward passes, which run parts of them
+        again; an engine that sees no layers needs nothing of it.
+        """
+        return nullcontext() if self.engine.one_record else self._compiled.as_written()
+
     def _batch(self, batch: Any, size: int) -> SampleBatch:
         return SampleBatch(batch, size, self._choice.layout or DEFAULT_LAYOUT)
 
@@ -194,7 +181,8 @@ class WatchedModel:
         """Refuse a loss that mixes records by more than sums, before its backward pass.
 
         Args:
-            size: the number of records that it was computed from.
+            loss: the mean over the records.
+            size: how many they are.
 
         Raises:
             CoupledLossError: naming the node of the graph, and the cure.
@@ -203,19 +191,14 @@ class WatchedModel:
             check_loss_graph(loss, size, self.engine.outputs_of_layers())
 
     def backward(self, loss: Tensor, *, keep_graph: bool = False, combined: bool = False) -> None:
-        """Run the backward pass of a loss as the engine does it.
-
-        Args:
-            keep_graph: the graph is going to be used once more.
-            combined: the gradients will be combined with those of another pass.
-        """
+        """Run the backward pass of a loss, as :meth:`AbstractGradientEngine.backward`."""
         with self.as_written():
-            self._raw.touched()
+            self.guard.touched()
             self.engine.backward(loss, keep_graph=keep_graph, combined=combined)
         self._refuse_inside()
 
     def _refuse_inside(self) -> None:
-        if inside := self._raw.touched():
+        if inside := self.guard.touched():
             raise UnsupportedModelError(_INSIDE.format(sorted(inside)[:5]), topic="unseen-use")
 
     def take(self, scale: float = 1.0) -> AbstractPerSampleGradients:
@@ -224,29 +207,8 @@ class WatchedModel:
         Args:
             scale: undoes a division of the loss.
         """
-        self._raw.touched()
+        self.guard.touched()
         return self.engine.take(scale)
-
-    def drop(self) -> None:
-        """Forget what passes left."""
-        self._raw.touched()
-        self.engine.drop()
-
-    def expect_step(self) -> None:
-        """Stand after all other hooks of the optimizer, whose step is next."""
-        self._raw.expect_step()
-
-    def without_guard(self) -> AbstractContextManager[None]:
-        """Let any step of the optimizer pass, inside."""
-        return self._raw.off()
-
-    def allow_step(self, check: Callable[[], None] | None = None) -> None:
-        """Let the next optimizer step pass: the gradients are private now.
-
-        Args:
-            check: is called once, right before the optimizer uses them.
-        """
-        self._raw.allow_step(check)
 
     def along(
         self,
@@ -262,6 +224,9 @@ class WatchedModel:
         Args:
             forward, batch, size, around: as for :meth:`run`.
             direction, weights: see there.
+
+        Raises:
+            NoLoss: if there is nothing to go back from.
         """
 
         def run_again() -> Tensor:
@@ -275,4 +240,9 @@ class WatchedModel:
             with as_written(), self._watching():
                 return self.engine.along(run_again, direction, weights)
         finally:
-            self._raw.touched()
+            self.guard.touched()
+
+    def drop(self) -> None:
+        """Forget what passes left."""
+        self.guard.touched()
+        self.engine.drop()

@@ -109,7 +109,7 @@ class SpotChecks:
             self._check = None
         if not run.config.spot_checks or run.batches is None:
             return
-        if self._step.engine.watched.isolates:  # no record is there when another one runs
+        if self._step.engine.watched.engine.isolates:  # no record is there when another one runs
             return
         self._first = run.step if self._first is None else self._first
         since, chunks = run.step - self._first, run.batches.chunks_per_step
@@ -335,7 +335,7 @@ class SpotChecks:
             hooks = watch_calls(self._module, calls) if watch else None
             try:
                 forward = partial(self._forward, check.args[1:], at_loss)
-                found = self._step.engine.run_once_more(forward, batch, check.size)
+                found = self._step.engine.passes.run(forward, batch, check.size)
                 gradients = None if found is None else self._glimpse(found)
                 if found is not None:
                     found.discard()

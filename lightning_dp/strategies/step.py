@@ -94,13 +94,13 @@ class PrivateStep:
     @property
     def one_record(self) -> bool:
         """True if each record must run alone, by :meth:`answer_each`."""
-        return self._watched.one_record
+        return self._watched.engine.one_record
 
     def run(self, forward: Forward, batch: object) -> Any:
         """Run the chunk's forward pass under the engine, and return what ``training_step`` does."""
         chunk, effects = self._batch.chunk, self.engine.effects
         size = 1 if chunk is None else max(1, chunk.size)
-        if not self._watched.isolates or self.one_record:
+        if not self._watched.engine.runs_parts:
             return self._watched.run(forward, batch, size)
         with effects.of_step() as around:
             output = self._watched.run(forward, batch, size, around)
@@ -352,7 +352,7 @@ class PrivateStep:
 
     def expect_update(self) -> None:
         """Be the last to look at the gradients when the optimizer steps next."""
-        self._watched.expect_step()
+        self._watched.guard.expect_step()
 
     def release(
         self,
@@ -385,7 +385,7 @@ class PrivateStep:
             self._batch.answered.clear()
         for param, gradient in zip(self.params, unflatten(estimate, held), strict=True):
             param.grad = as_shard(gradient, param)
-        self._watched.allow_step(check)
+        self._watched.guard.allow_step(check)
 
     def detach(self) -> None:
         """Leave the model as it was."""

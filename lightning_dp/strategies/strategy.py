@@ -246,7 +246,7 @@ class DifferentialPrivacyStrategy(PrivateFitStrategy):
         mechanism.begin_noise(step.held)
         if args or kwargs or is_overridden("backward", self.lightning_module):
             step.backward(closure_loss, mechanism.query, keep_graph=True)
-            with step.engine.watched.repeating():
+            with step.engine.watched.engine.repeating():
                 loss = super().backward(closure_loss, optimizer, *args, **kwargs)
         else:
             loss = self._backward_of_the_engine(closure_loss, mechanism.query)
