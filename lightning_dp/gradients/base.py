@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, ClassVar, TypeAlias
 
 import torch
@@ -213,32 +213,26 @@ class UncoveredParameterError(UnsupportedModelError):
         )
 
 
-class as_unsupported:
-    """Turn what code for gradients per record raises into a refusal that names the layer.
+@contextmanager
+def as_unsupported(name: str, layer: nn.Module) -> Iterator[None]:
+    """Turn what code for gradients per record raises, inside, into a refusal that names the layer.
 
     Args:
         name: of the layer in the model.
         layer: whose gradients they are.
     """
-
-    def __init__(self, name: str, layer: nn.Module) -> None:
-        self._name, self._layer = name, layer
-
-    def __enter__(self) -> None: ...
-
-    def __exit__(self, _: object, error: BaseException | None, trace: object) -> None:
-        if not isinstance(error, Exception) or isinstance(
-            error, MemoryError | torch.OutOfMemoryError
-        ):
-            return
-        name, kind = self._name, type(error).__name__
-        if isinstance(error, UnsupportedModelError):
-            if name in error.text:
-                return
-            raise UnsupportedModelError(f"{name}: {error.text}", topic=error.topic) from None
+    try:
+        yield
+    except (MemoryError, torch.OutOfMemoryError):
+        raise
+    except UnsupportedModelError as error:
+        if name in error.text:
+            raise
+        raise UnsupportedModelError(f"{name}: {error.text}", topic=error.topic) from None
+    except Exception as error:
         raise UnsupportedModelError(
-            f"{name or 'The module'} ({type(self._layer).__name__}): per-record gradients cannot be "
-            f"computed from its calls ({kind}). Give its parameters to layers of "
+            f"{name or 'The module'} ({type(layer).__name__}): per-record gradients cannot be "
+            f"computed from its calls ({type(error).__name__}). Give its parameters to layers of "
             "torch.nn that are called with one tensor, records first, or freeze it with "
             f"requires_grad_(False). {ALONE}",
             topic="unsupported-layer",
@@ -301,36 +295,10 @@ def _is_of_fsdp(name: str, part: nn.Module) -> bool:
 
 
 def refuse_special(module: nn.Module, params: Sequence[nn.Parameter]) -> None:
-    """Refuse trained modules of TorchScript and parameters of special classes (quantised ones, say).
+    """Refuse trained modules of TorchScript, and parameters that are complex or of a class of their own.
 
     Raises:
         UnsupportedModelError: naming them and the cure.
-    """
-    refuse_script(module)
-    refuse_complex(module, params)
-    trained = {id(param) for param in params}
-    found = {
-        name: type(param.data).__name__
-        for name, param in module.named_parameters()
-        if id(param) in trained
-        and not (is_lazy(param) or is_sharded(param))
-        and type(param.data) is not Tensor
-    }
-    if found:
-        kinds = sorted(set(found.values()))
-        raise UnsupportedModelError(
-            f"{_some(list(found))} are trained and of the class {', '.join(kinds)}, whose gradients per "
-            "record are not known. Freeze them with requires_grad_(False) and train plain parameters "
-            "next to them (LoRA), or make them plain tensors.",
-            topic="special-parameters",
-        )
-
-
-def refuse_script(module: nn.Module) -> None:
-    """Refuse trained modules of TorchScript: nothing sees into the graph that runs.
-
-    Raises:
-        UnsupportedModelError: naming one and the cure.
     """
     for name, part in module.named_modules():
         is_trained = any(param.requires_grad for param in part.parameters())
@@ -342,21 +310,24 @@ def refuse_script(module: nn.Module) -> None:
                 "p.requires_grad_(False).",
                 topic="torchscript",
             )
-
-
-def refuse_complex(module: nn.Module, params: Sequence[nn.Parameter]) -> None:
-    """Refuse trained parameters with complex values, which have no place in a vector of real ones.
-
-    Raises:
-        UnsupportedModelError: naming them and the cure.
-    """
     trained = {id(param) for param in params}
-    named = module.named_parameters()
-    names = [name for name, param in named if id(param) in trained and param.is_complex()]
-    if names:
+    named = [(name, param) for name, param in module.named_parameters() if id(param) in trained]
+    if names := [name for name, param in named if param.is_complex()]:
         raise UnsupportedModelError(
             f"{_some(names)} are complex. Keep their real and imaginary parts in one real parameter, "
             "torch.view_as_real(weight), and use torch.view_as_complex(parameter) in forward().",
+            topic="special-parameters",
+        )
+    kinds = {
+        name: type(param.data).__name__
+        for name, param in named
+        if not (is_lazy(param) or is_sharded(param)) and type(param.data) is not Tensor
+    }
+    if kinds:
+        raise UnsupportedModelError(
+            f"{_some(list(kinds))} are trained and of the class {', '.join(sorted({*kinds.values()}))}, "
+            "whose gradients per record are not known. Freeze them with requires_grad_(False) and train "
+            "plain parameters next to them (LoRA), or make them plain tensors.",
             topic="special-parameters",
         )
 
@@ -368,17 +339,15 @@ def _some(names: Sequence[str]) -> str:
 
 def _dimensions(layer: nn.Module) -> int:
     """Return how many dimensions the input has at least, of records in the first one."""
-    if isinstance(layer, nn.Linear | nn.GroupNorm):
+    if isinstance(layer, nn.Linear | nn.Bilinear | nn.GroupNorm | nn.RNNCellBase):
         return 2
     if isinstance(layer, _ConvNd | _ConvTransposeNd):
         return 2 + len(layer.kernel_size)
     if isinstance(layer, nn.LayerNorm | nn.RMSNorm):
         return 1 + len(layer.normalized_shape)
-    for kind, places in ((nn.InstanceNorm1d, 1), (nn.InstanceNorm2d, 2), (nn.InstanceNorm3d, 3)):
+    for places, kind in enumerate((nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d), 1):
         if isinstance(layer, kind):
             return 2 + places
-    if isinstance(layer, nn.RNNCellBase | nn.Bilinear):
-        return 2
     return 1
 
 

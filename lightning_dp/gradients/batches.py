@@ -48,7 +48,7 @@ class Layout:
             >>> Layout.of(*(collate([torch.zeros(2)] * n) for n in (2, 3))).holds_samples
             (True, True, False)
         """
-        leaves_of_both = row_leaves(two), row_leaves(three)
+        leaves_of_both = leaves(two, rows=True), leaves(three, rows=True)
         if len(leaves_of_both[0]) != len(leaves_of_both[1]):
             return UNKNOWN_LAYOUT
         return cls(tuple(_is_of_samples(*pair) for pair in zip(*leaves_of_both, strict=True)))
@@ -88,15 +88,17 @@ class SampleBatch:
             UnsupportedModelError: if some part of it has no entry for each sample.
         """
         known = self.layout.holds_samples
-        found = row_leaves(self.value)
-        if known and len(known) != len(found):
+        if known and len(known) != len(leaves(self.value, rows=True)):
             raise UnsupportedModelError(_OTHER_LEAVES, topic="rows-and-records")
-        for leaf, holds in zip(found, self._holds(found), strict=True):
+        for leaf, holds in self._leaves():
             if holds is None or (holds and _length(leaf) != self.size):
                 raise UnsupportedModelError(_NO_ENTRY, topic="rows-and-records")
 
-    def _holds(self, found: Sequence[Leaf]) -> tuple[bool | None, ...]:
-        return self.layout.holds_samples or tuple(_is_collated(leaf) for leaf in found)
+    def _leaves(self) -> list[tuple[Leaf, bool | None]]:
+        """Return each leaf, and if it holds samples."""
+        found = leaves(self.value, rows=True)
+        holds = self.layout.holds_samples or tuple(_is_collated(leaf) for leaf in found)
+        return list(zip(found, holds, strict=True))
 
     def of(self, samples: Tensor) -> SampleBatch:
         """Return the batch of some of the samples, by their places."""
@@ -115,7 +117,7 @@ class SampleBatch:
 
     def map(self, of_samples: Callable[[Leaf], Leaf]) -> Any:
         """Return the value in new containers, with the leaves that hold samples replaced."""
-        holds = iter(self._holds(row_leaves(self.value)))
+        holds = iter([holds for _, holds in self._leaves()])
         return map_leaves(
             self.value, lambda leaf: of_samples(leaf) if next(holds) else leaf, rows=True
         )
@@ -128,17 +130,12 @@ class SampleBatch:
     @property
     def versions(self) -> list[int]:
         """The version counters of the tensors, which count changes in place."""
-        return [leaf._version for leaf in row_leaves(self.value) if isinstance(leaf, Tensor)]
+        return [leaf._version for leaf, _ in self._leaves() if isinstance(leaf, Tensor)]
 
     @property
     def others(self) -> list[Sequence[Any]]:
         """Lists of texts, numbers and objects with an entry for each sample."""
-        found = row_leaves(self.value)
-        return [
-            leaf
-            for leaf, holds in zip(found, self._holds(found), strict=True)
-            if holds and not isinstance(leaf, Tensor)
-        ]
+        return [leaf for leaf, holds in self._leaves() if holds and not isinstance(leaf, Tensor)]
 
 
 _NO_ENTRY = (
@@ -197,45 +194,35 @@ def map_leaves(batch: Any, function: Callable[[Any], Any], *, rows: bool = False
     return function(batch)
 
 
-def leaves(batch: Any) -> list[Any]:
+def leaves(batch: Any, *, rows: bool = False) -> list[Leaf]:
     """Return the leaves in their order.
+
+    Args:
+        batch: anything.
+        rows: a list in which nothing is a container or a tensor is one leaf.
 
     Example:
         >>> leaves({"x": [1.0, "a"], "y": ()})
         [1.0, 'a']
+        >>> leaves({"x": [1.0, "a"], "y": 2}, rows=True)
+        [[1.0, 'a'], 2]
     """
-    found: list[Any] = []
-    _collect(batch, found, rows=False)
-    return found
-
-
-def row_leaves(batch: Any) -> list[Any]:
-    """Return the leaves in their order, of which a list of plain things is one."""
-    found: list[Any] = []
-    _collect(batch, found, rows=True)
-    return found
-
-
-def _collect(part: Any, found: list[Any], *, rows: bool) -> None:
     # Most parts are tensors, numbers or plain lists: at every step, that is told at once.
-    inside = None if type(part) in _LEAVES or (rows and _is_row(part)) else parts_of_container(part)
-    if inside is None:
-        found.append(part)
-    else:
-        for each in inside:
-            _collect(each, found, rows=rows)
+    is_leaf = type(batch) in _LEAVES or (rows and _is_row(batch))
+    if is_leaf or (inside := _parts(batch)) is None:
+        return [batch]
+    return [leaf for part in inside for leaf in leaves(part, rows=rows)]
 
 
 def _is_row(part: Any) -> bool:
     if type(part) not in _LISTS or not part:
         return False
     return not any(
-        isinstance(each, Tensor | np.ndarray) or parts_of_container(each) is not None
-        for each in part
+        isinstance(each, Tensor | np.ndarray) or _parts(each) is not None for each in part
     )
 
 
-def parts_of_container(batch: Any) -> Sequence[Any] | None:
+def _parts(batch: Any) -> Sequence[Any] | None:
     """Return what a container holds; None for a leaf."""
     if type(batch) in _LISTS:
         return cast("list[Any] | tuple[Any, ...]", batch)

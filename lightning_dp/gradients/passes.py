@@ -9,7 +9,6 @@ from typing import Any, TypeAlias, TypeGuard
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
 from lightning_dp._generators import RandomState
 from lightning_dp._refusals import RefusedRun
@@ -93,7 +92,7 @@ class RecordPasses:
         module: the whole model.
         params: the trained parameters, in the order of flat vectors.
         engine: name of the gradient engine, or a choice that is shared with others.
-        optimizer, public, wrap, loss_graph_check: as for :class:`WatchedModel`.
+        public, wrap, loss_graph_check: as for :class:`WatchedModel`.
         quietly: given the engine in use, is entered around each run of a chunk, so that it leaves no
             trace in the model; yields what is entered around parts of a batch that run together.
         again: is entered around what runs once more since another engine takes over.
@@ -111,7 +110,6 @@ class RecordPasses:
         params: Sequence[nn.Parameter],
         engine: str | EngineChoice,
         *,
-        optimizer: Optimizer | None = None,
         public: Collection[nn.Parameter] = (),
         quietly: Quietly = lambda engine: nullcontext(),
         again: Callable[[], AbstractContextManager[None]] = nullcontext,
@@ -126,7 +124,6 @@ class RecordPasses:
             module,
             params,
             EngineChoice(engine) if isinstance(engine, str) else engine,
-            optimizer=optimizer,
             public=public,
             wrap=wrap,
             loss_graph_check=loss_graph_check,

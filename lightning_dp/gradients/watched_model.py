@@ -7,7 +7,6 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, TypeAlias
 
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
 from lightning_dp._generators import RandomState
 from lightning_dp._training_step import is_differentiable, loss_in
@@ -51,7 +50,6 @@ class WatchedModel:
         module: the whole model.
         params: the trained parameters, in the order of flat vectors.
         choice: of the engine.
-        optimizer: whose steps raise unless the guard allowed them; None where nobody steps.
         public: parameters that are trained on no records; their gradients are let through.
         wrap: puts something between the engine and the clipping.
         loss_graph_check: :meth:`check_loss` refuses losses that mix records, by their graph.
@@ -67,7 +65,6 @@ class WatchedModel:
         params: Sequence[nn.Parameter],
         choice: EngineChoice,
         *,
-        optimizer: Optimizer | None,
         public: Collection[nn.Parameter],
         wrap: WrapEngine,
         loss_graph_check: bool,
@@ -79,8 +76,7 @@ class WatchedModel:
         others = {id(param) for param in public}
         watched = ((n, p) for n, p in module.named_parameters() if id(p) not in others)
         try:
-            self.guard = RawGradientGuard(watched, optimizer)
-            """Keeps raw gradients away from everybody else."""
+            self._raw = RawGradientGuard(watched)
         except Exception:
             self.engine.detach()
             raise
@@ -96,7 +92,7 @@ class WatchedModel:
     def detach(self) -> None:
         """Leave the model as it was."""
         self.engine.detach()
-        self.guard.remove()
+        self._raw.remove()
 
     @contextmanager
     def without_engine(self) -> Iterator[None]:
@@ -193,12 +189,12 @@ class WatchedModel:
     def backward(self, loss: Tensor, *, keep_graph: bool = False, combined: bool = False) -> None:
         """Run the backward pass of a loss, as :meth:`AbstractGradientEngine.backward`."""
         with self.as_written():
-            self.guard.touched()
+            self._raw.touched()
             self.engine.backward(loss, keep_graph=keep_graph, combined=combined)
         self._refuse_inside()
 
     def _refuse_inside(self) -> None:
-        if inside := self.guard.touched():
+        if inside := self._raw.touched():
             raise UnsupportedModelError(_INSIDE.format(sorted(inside)[:5]), topic="unseen-use")
 
     def take(self, scale: float = 1.0) -> AbstractPerSampleGradients:
@@ -207,7 +203,7 @@ class WatchedModel:
         Args:
             scale: undoes a division of the loss.
         """
-        self.guard.touched()
+        self._raw.touched()
         return self.engine.take(scale)
 
     def along(
@@ -240,9 +236,9 @@ class WatchedModel:
             with as_written(), self._watching():
                 return self.engine.along(run_again, direction, weights)
         finally:
-            self.guard.touched()
+            self._raw.touched()
 
     def drop(self) -> None:
         """Forget what passes left."""
-        self.guard.touched()
+        self._raw.touched()
         self.engine.drop()

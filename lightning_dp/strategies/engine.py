@@ -28,6 +28,7 @@ from lightning_dp.gradients.watched_model import WrapEngine
 from lightning_dp.isolation.stand_ins import NoCollectives, NotProbed
 from lightning_dp.run import PrivateRun
 from lightning_dp.strategies.optimizers import Optimizers
+from lightning_dp.strategies.step_guard import StepGuard
 
 __all__ = ["FitEngine", "engine_for"]
 
@@ -142,7 +143,6 @@ class FitEngine:
             module,
             params,
             choice,
-            optimizer=optimizer,
             public=public,
             quietly=self._quietly,
             again=self.unchanged,
@@ -150,6 +150,8 @@ class FitEngine:
             loss_graph_check=loss_graph_check,
         )
         self.watched = self.passes.watched
+        self.steps = StepGuard(optimizer)
+        """Lets the optimizer step with what was released, and raises at other steps."""
 
     @property
     def trained_names(self) -> list[str]:
@@ -160,6 +162,11 @@ class FitEngine:
     def off(self) -> AbstractContextManager[None]:
         """Leave the model without the engine, inside; between two batches."""
         return self.watched.without_engine()
+
+    def detach(self) -> None:
+        """Leave the model and the optimizer as they were."""
+        self.watched.detach()
+        self.steps.remove()
 
     def settle(self, world: World) -> None:
         """Go on with the engine that the lead process came to, and with no other, if there are shards.

@@ -352,7 +352,7 @@ class PrivateStep:
 
     def expect_update(self) -> None:
         """Be the last to look at the gradients when the optimizer steps next."""
-        self._watched.guard.expect_step()
+        self.engine.steps.expect()
 
     def release(
         self,
@@ -385,11 +385,11 @@ class PrivateStep:
             self._batch.answered.clear()
         for param, gradient in zip(self.params, unflatten(estimate, held), strict=True):
             param.grad = as_shard(gradient, param)
-        self._watched.guard.allow_step(check)
+        self.engine.steps.allow(check)
 
     def detach(self) -> None:
         """Leave the model as it was."""
-        self._watched.detach()
+        self.engine.detach()
         self._batch, self._forward_again, self._records = BatchAccounts(), None, None
 
 
