@@ -228,13 +228,6 @@ def test_a_chunk_run_before_is_run_with_its_first_randomness_and_leaves_the_stat
     assert torch.equal(before, torch.get_rng_state())
 
 
-def test_a_difference_at_one_and_the_same_point_is_zero(passes):
-    net = Noisy()
-    here = flatten(list(net.parameters()))
-    query = Query((Term(), Term(-1.0, here)), 1.0, 0.0)
-    assert not passes(net).answer(query, chunk_of(net)).value.any()
-
-
 # -- what is no answer ------------------------------------------------------------------------
 
 
