@@ -295,7 +295,7 @@ def _is_of_fsdp(name: str, part: nn.Module) -> bool:
 
 
 def refuse_special(module: nn.Module, params: Sequence[nn.Parameter]) -> None:
-    """Refuse trained modules of TorchScript, and parameters that are complex or of a class of their own.
+    """Refuse trained modules of TorchScript, and parameters that are complex or of special classes.
 
     Raises:
         UnsupportedModelError: naming them and the cure.
