@@ -67,7 +67,7 @@ def engine(
 
     def step() -> None:
         engine.backward(F.cross_entropy(net(x), y))
-        bounded_sum(engine.take(1.0, {}), CLIP_NORM)
+        bounded_sum(engine.take(1.0), CLIP_NORM)
 
     return seconds(step, steps)
 

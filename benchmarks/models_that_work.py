@@ -44,8 +44,7 @@ from lightning_dp.boundary import Query, Term, add_noise
 from lightning_dp.callbacks import DifferentialPrivacy
 from lightning_dp.functional import unflatten
 from lightning_dp.gradients import UnsupportedModelError
-from lightning_dp.gradients.chunks import Replay
-from lightning_dp.gradients.passes import RecordPasses
+from lightning_dp.gradients.passes import RecordPasses, Replay
 
 RECORDED = Path(__file__).with_name("models_that_work.json")
 COLUMNS = ("error", "time", "memory")

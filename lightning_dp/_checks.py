@@ -19,7 +19,7 @@ from torch.utils.data import (
 
 from lightning_dp._norms import is_constant, normalises_over_the_batch
 from lightning_dp._refusals import Refusal
-from lightning_dp.gradients.unsupported import refuse_sharded
+from lightning_dp.gradients.base import refuse_sharded
 
 __all__ = [
     "MisconfigurationError",

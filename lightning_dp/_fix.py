@@ -6,9 +6,11 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
-from typing import TypeVar, cast, get_args
+from typing import TypeAlias, TypeVar, cast, get_args
 
 from lightning.pytorch.utilities import rank_zero_info
+from opacus.layers import DPMultiheadAttention
+from opacus.layers.dp_rnn import DPGRU, DPLSTM, DPRNN, DPRNNBase
 from torch import nn
 from torch.nn.modules.instancenorm import _InstanceNorm
 from torch.nn.modules.lazy import LazyModuleMixin
@@ -17,11 +19,17 @@ from torch.nn.utils.parametrize import is_parametrized
 from lightning_dp import _norms
 from lightning_dp._norms import BatchNorm, FixedNorm, Norms, normalises_over_the_batch
 from lightning_dp._validate import flag, one_of, whole
-from lightning_dp.gradients.opacus_replacements import Replaceable, opacus_layer, why_not
 
 __all__ = ["fix"]
 
 M = TypeVar("M", bound=nn.Module)
+_Replaceable: TypeAlias = nn.RNNBase | nn.MultiheadAttention
+
+_RECURRENT: Mapping[type[nn.RNNBase], type[DPRNNBase]] = {
+    nn.LSTM: DPLSTM,
+    nn.GRU: DPGRU,
+    nn.RNN: DPRNN,
+}
 
 _SHOWN = 4  # names of layers in one line
 _MANY = 1000  # items of a list that are looked into
@@ -189,8 +197,8 @@ class _Fixing:
             params = list(self._model.get_submodule(name.rpartition(".")[0]).parameters())
         return bool(params) and not any(param.requires_grad for param in params)
 
-    def _replace_slow(self, name: str, layer: Replaceable) -> None:
-        reason = _unreplaceable(layer) or why_not(layer)
+    def _replace_slow(self, name: str, layer: _Replaceable) -> None:
+        reason = _unreplaceable(layer) or _why_not(layer)
         if any(self._users[param] > 1 for param in layer.parameters()):
             reason = (
                 reason or "shares parameters with another layer. It trains as it is, only slowly."
@@ -198,7 +206,7 @@ class _Fixing:
         if reason:
             self._note(name, layer, "", reason)
         else:
-            self._put(name, layer, opacus_layer(layer), _SAME)
+            self._put(name, layer, _opacus_layer(layer), _SAME)
 
     def _put(self, name: str, layer: nn.Module, new: nn.Module, words: str) -> None:
         self._new[layer] = new
@@ -259,3 +267,65 @@ def _in_words(model: str, changes: Sequence[_Change]) -> str:
         what = f"{fate.kind} -> {fate.became}" if fate.became else f"NOT CHANGED, {fate.kind}"
         lines.append(f"  {what} ({shown}{more}): {fate.words}")
     return "\n".join(lines)
+
+
+# -- layers of Opacus, which keep records apart ---------------------------------------------------
+
+
+def _why_not(layer: _Replaceable) -> str | None:
+    """Return why Opacus has no such layer; None if it has one."""
+    known: tuple[type[nn.Module], ...] = (*_RECURRENT, nn.MultiheadAttention)
+    kind = next((each for each in known if isinstance(layer, each)), None)
+    if kind is None or type(layer).forward is not kind.forward:
+        return "has its own forward pass"
+    if getattr(layer, "proj_size", 0):
+        return "has proj_size, which Opacus' layer has not"
+    trained = {param.requires_grad for param in layer.parameters()}
+    if isinstance(layer, nn.MultiheadAttention) and len(trained) > 1:
+        return "is trained in parts, which Opacus' layer has otherwise"
+    return None
+
+
+def _opacus_layer(layer: _Replaceable) -> nn.Module:
+    """Return Opacus' layer with the options of one that :func:`_why_not` has nothing against.
+
+    Values, devices, types of numbers, and which parameters are trained, are the layer's as well.
+    """
+    new = _attention(layer) if isinstance(layer, nn.MultiheadAttention) else _recurrent(layer)
+    first = next(layer.parameters())
+    new.to(first.device, first.dtype).load_state_dict(dict(layer.state_dict()))
+    is_trained = {name: param.requires_grad for name, param in layer.named_parameters()}
+    # Attention has other names, and is trained as a whole.
+    for name, param in new.named_parameters():
+        param.requires_grad_(is_trained.get(name, first.requires_grad))
+    replaced: nn.Module = new.train(layer.training)
+    return replaced
+
+
+def _recurrent(layer: nn.RNNBase) -> DPRNNBase:
+    kind = next(each for each in _RECURRENT if isinstance(layer, each))
+    options = {"nonlinearity": layer.nonlinearity} if kind is nn.RNN else {}
+    return _RECURRENT[kind](
+        layer.input_size,
+        layer.hidden_size,
+        num_layers=layer.num_layers,
+        bias=layer.bias,
+        batch_first=layer.batch_first,
+        dropout=layer.dropout,
+        bidirectional=layer.bidirectional,
+        **options,
+    )
+
+
+def _attention(layer: nn.MultiheadAttention) -> DPMultiheadAttention:
+    return DPMultiheadAttention(
+        layer.embed_dim,
+        layer.num_heads,
+        dropout=layer.dropout,
+        bias=layer.in_proj_bias is not None,
+        add_bias_kv=layer.bias_k is not None,
+        add_zero_attn=layer.add_zero_attn,
+        kdim=layer.kdim,
+        vdim=layer.vdim,
+        batch_first=layer.batch_first,
+    )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from lightning.pytorch import LightningModule
@@ -14,7 +14,7 @@ from torchmetrics import Metric
 
 from lightning_dp._module_state import ModuleState
 
-__all__ = ["apart", "call_training_step", "loss_in", "muted", "with_loss"]
+__all__ = ["apart", "call_training_step", "is_differentiable", "loss_in", "muted", "with_loss"]
 
 
 def call_training_step(module: LightningModule, batch: Any, batch_idx: int) -> Any:
@@ -30,6 +30,11 @@ def call_training_step(module: LightningModule, batch: Any, batch_idx: int) -> A
 def loss_in(output: Any) -> Any:
     """Return the loss in the output of ``training_step``: the output itself, or its entry "loss"."""
     return output.get("loss") if isinstance(output, Mapping) else output
+
+
+def is_differentiable(loss: object) -> TypeGuard[Tensor]:
+    """Tell whether there is anything to go back from."""
+    return isinstance(loss, Tensor) and loss.requires_grad
 
 
 def with_loss(output: Any, none: Tensor) -> Any:

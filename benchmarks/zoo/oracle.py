@@ -11,8 +11,7 @@ from torch.nn.utils import parameters_to_vector
 
 from lightning_dp.boundary import AbstractPerSampleGradients, Query, Term, bounded_sum
 from lightning_dp.functional import unflatten
-from lightning_dp.gradients.chunks import Replay
-from lightning_dp.gradients.passes import RecordPasses
+from lightning_dp.gradients.passes import RecordPasses, Replay
 from zoo.case import Batch, Case, Training, row
 
 __all__ = ["Found", "compare", "trained"]

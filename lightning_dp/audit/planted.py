@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -144,7 +144,6 @@ class CanaryEngine(AbstractGradientEngine):
 
     def __init__(self, engine: AbstractGradientEngine, canaries: Canaries) -> None:
         self._engine, self._canaries = engine, canaries
-        self.runs_backward = engine.runs_backward  # type: ignore[misc]
 
     def attach(self, module: nn.Module, params: Sequence[nn.Parameter]) -> None:
         self._engine.attach(module, params)
@@ -158,8 +157,8 @@ class CanaryEngine(AbstractGradientEngine):
     def outputs_of_layers(self) -> Collection[Any]:
         return self._engine.outputs_of_layers()
 
-    def take(self, scale: float, touched: Mapping[str, nn.Parameter]) -> AbstractPerSampleGradients:
-        return self._canaries.plant(self._engine.take(scale, touched))
+    def take(self, scale: float) -> AbstractPerSampleGradients:
+        return self._canaries.plant(self._engine.take(scale))
 
     def drop(self) -> None:
         self._engine.drop()

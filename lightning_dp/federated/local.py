@@ -37,9 +37,10 @@ from lightning_dp.boundary import (
 )
 from lightning_dp.federated.agreement import fingerprint
 from lightning_dp.functional import flatten, unflatten
-from lightning_dp.gradients import RecordPasses, Replay
-from lightning_dp.gradients.chunks import UNANSWERED, at_point
+from lightning_dp.gradients import AbstractGradientEngine, RecordPasses, Replay
+from lightning_dp.gradients.base import UNANSWERED, Around
 from lightning_dp.gradients.materialised import MaterialisedGradients
+from lightning_dp.gradients.passes import at_point
 from lightning_dp.isolation.synthetic import (
     NoSyntheticBatch,
     ValidLabels,
@@ -148,7 +149,7 @@ class LocalRecords:
         self.params = tuple(param for param in module.parameters() if param.requires_grad)
         with self._passes() as passes:
             self.engine = passes.watched.description
-            self.has_products = passes.watched.has_products
+            self.has_products = passes.watched.engine.has_products
             """True if queries with Hessian-vector products can be answered."""
 
     @property
@@ -313,10 +314,8 @@ class LocalRecords:
             self._module,
             self.params,
             self._engine_name,
-            backward=self._module.backward,
             quietly=partial(self._quietly, ModuleState.of(self._module)),
             loss_graph_check=self._checks_graph,
-            around=partial(SideEffects(self._module).of_step, are_done=False),
         )
 
     def _muted(self) -> AbstractContextManager[None]:
@@ -324,11 +323,17 @@ class LocalRecords:
         return nullcontext() if self._one_record else muted(self._module)
 
     @contextmanager
-    def _quietly(self, before: ModuleState) -> Iterator[None]:
+    def _quietly(
+        self, before: ModuleState, engine: AbstractGradientEngine
+    ) -> Iterator[Around | None]:
+        alone: AbstractContextManager[Around | None] = nullcontext()
+        if self._one_record:
+            alone = apart(self._module, before)
+        elif engine.runs_parts:
+            alone = SideEffects(self._module).of_step(are_done=False)
         # Weights that training_step changes in place are copies.
-        alone = apart(self._module, before) if self._one_record else nullcontext()
-        with at_point(self.params, self.point), alone:
-            yield
+        with at_point(self.params, self.point), alone as around:
+            yield around
 
 
 def _check_module(module: nn.Module) -> None:

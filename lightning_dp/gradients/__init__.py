@@ -5,13 +5,13 @@ from __future__ import annotations
 from lightning_dp.gradients.base import (
     ALONE,
     AbstractGradientEngine,
+    OtherRowsError,
     UncoveredParameterError,
     UnsupportedModelError,
 )
-from lightning_dp.gradients.chunks import OtherRowsError, Replay
-from lightning_dp.gradients.engines import EngineChoice, attach_engine
+from lightning_dp.gradients.engines import EngineChoice
 from lightning_dp.gradients.graph import CoupledLossError
-from lightning_dp.gradients.passes import RecordPasses
+from lightning_dp.gradients.passes import RecordPasses, Replay
 from lightning_dp.gradients.raw import RawGradientGuard, RawGradientHookError
 
 __all__ = [
@@ -26,5 +26,4 @@ __all__ = [
     "Replay",
     "UncoveredParameterError",
     "UnsupportedModelError",
-    "attach_engine",
 ]

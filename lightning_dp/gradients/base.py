@@ -1,28 +1,41 @@
-"""The interface of gradient engines: they answer for each record of the batch that was just run."""
+"""The interface of gradient engines, and their refusals of what cannot be taken apart into records."""
 
 from __future__ import annotations
 
+import sys
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, ClassVar, TypeAlias
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
+from torch.nn.parameter import is_lazy
 
 from lightning_dp._refusals import UnsupportedModelError
+from lightning_dp._shards import is_sharded
 from lightning_dp.boundary import AbstractPerSampleGradients
 from lightning_dp.gradients.batches import SampleBatch
 
 __all__ = [
     "ALONE",
+    "OTHER_ROWS",
+    "UNANSWERED",
     "AbstractGradientEngine",
     "Around",
     "Forward",
+    "OtherRowsError",
     "UncoveredParameterError",
     "UnsupportedModelError",
     "as_unsupported",
+    "is_flat_sharded",
+    "is_fully_sharded",
     "number_of_records",
+    "refuse_complex",
+    "refuse_sharded",
+    "refuse_special",
+    "refuse_without_records",
     "without_alone",
 ]
 
@@ -34,79 +47,17 @@ Around: TypeAlias = Callable[[Any, Tensor], AbstractContextManager[object]]
 ALONE = "Or run each record alone with engine='one_by_one' (slow)."
 """The last cure of what cannot be taken apart into records."""
 
-
-def without_alone(refusal: str) -> str:
-    """Return a refusal without that cure, which manual optimization does not have.
-
-    Example:
-        >>> without_alone(f"Layer net.0 is frozen. {ALONE}")
-        'Layer net.0 is frozen.'
-    """
-    return refusal.replace(ALONE, "").rstrip()
-
-
-class UncoveredParameterError(UnsupportedModelError):
-    """A parameter is used where no engine can see it."""
-
-    def __init__(self, names: Sequence[str]) -> None:
-        super().__init__(
-            f"Parameters {list(names)} received a gradient but no gradient per record. They are used "
-            "outside the forward() of the module that owns them (for a parameter directly on the "
-            "LightningModule: call self(x)), their module is in eval mode or compiled, or its "
-            f"layer is not called as a module, or training_step differentiates a gradient (a penalty "
-            "on it: clip the weights after the step instead). Move them into a separate layer. "
-            f"{ALONE}",
-            topic="unseen-use",
-        )
-
-
-class as_unsupported:
-    """Turn what code for gradients per record raises into a refusal that names the layer.
-
-    Args:
-        name: of the layer in the model.
-        layer: whose gradients they are.
-    """
-
-    def __init__(self, name: str, layer: nn.Module) -> None:
-        self._name, self._layer = name, layer
-
-    def __enter__(self) -> None: ...
-
-    def __exit__(self, _: object, error: BaseException | None, trace: object) -> None:
-        if not isinstance(error, Exception) or isinstance(
-            error, MemoryError | torch.OutOfMemoryError
-        ):
-            return
-        name, kind = self._name, type(error).__name__
-        if isinstance(error, UnsupportedModelError):
-            if name in error.text:
-                return
-            raise UnsupportedModelError(f"{name}: {error.text}", topic=error.topic) from None
-        raise UnsupportedModelError(
-            f"{name or 'The module'} ({type(self._layer).__name__}): per-record gradients cannot be "
-            f"computed from its calls ({kind}). Give its parameters to layers of "
-            "torch.nn that are called with one tensor, records first, or freeze it with "
-            f"requires_grad_(False). {ALONE}",
-            topic="unsupported-layer",
-        ) from None  # torch's own words tell sizes of a batch, which is private
-
-
-def number_of_records(rows_seen: Collection[int]) -> int:
-    """Return n from the numbers of rows that the layers saw; 0 if there are none.
-
-    Raises:
-        UnsupportedModelError: if they differ, since rows are not records then.
-    """
-    if len(set(rows_seen)) > 1:
-        raise UnsupportedModelError(
-            "Some layers see more rows than there are records (the model folds another dimension "
-            "into the batch, or is not batch-first), so a record's gradient cannot be bounded. "
-            "Keep records in the first dimension of every layer's input, one row each. Position ids "
-            f"without a row for each record train with engine='auto'. {ALONE}",
-            topic="rows-and-records",
-        )
-    return max(rows_seen, default=0)
+UNANSWERED = (
+    "{} gave no gradient for a chunk that has records (training_step returned no loss, nothing was "
+    "back-propagated, or the loss does not depend on trained layers), and noise alone in its place "
+    "would tell which records do that. Let the package zero records whose gradients are not finite: "
+    "return the loss as it is, and don't skip batches."
+)
+OTHER_ROWS = (
+    "the model saw more or fewer rows than the batch has records, so a record's gradient cannot be "
+    "bounded. The collate_fn must make exactly one row of each record, and the model must keep "
+    f"records in the first dimension. {ALONE}"
+)
 
 
 class AbstractGradientEngine(ABC):
@@ -121,9 +72,6 @@ class AbstractGradientEngine(ABC):
     has_products: ClassVar[bool] = False
     """True if :meth:`along` answers."""
 
-    runs_backward: ClassVar[bool] = False
-    """True if :meth:`backward` takes the place of ``loss.backward()``."""
-
     keeps_compiled = False
     """True if it is right about models of which frozen modules run compiled: it counts all uses."""
 
@@ -132,6 +80,11 @@ class AbstractGradientEngine(ABC):
 
     isolates: ClassVar[bool] = False
     """True if records cannot mix in ``training_step``, by construction."""
+
+    @property
+    def runs_parts(self) -> bool:
+        """True if records run alone, but parts of a batch together (``around`` of :meth:`run`)."""
+        return self.isolates and not self.one_record
 
     @abstractmethod
     def attach(self, module: nn.Module, params: Sequence[nn.Parameter]) -> None:
@@ -145,8 +98,9 @@ class AbstractGradientEngine(ABC):
             UnsupportedModelError: naming the layers that cannot be handled, and the cure.
         """
 
+    @abstractmethod
     def backward(self, loss: Tensor, *, keep_graph: bool = False, combined: bool = False) -> None:
-        """Run the backward pass of a loss, as far as the engine needs it.
+        """Run the backward pass of a loss, in the place of ``loss.backward()``.
 
         Args:
             loss: the mean over the records of the batch.
@@ -154,7 +108,6 @@ class AbstractGradientEngine(ABC):
             combined: the gradients will be combined with others at a point nearby, which takes
                 what they are made from.
         """
-        raise NotImplementedError(f"{type(self).__name__} watches loss.backward().")
 
     def run(self, forward: Forward, batch: SampleBatch, around: Around | None = None) -> Any:
         """Run the forward pass of a batch, watched; return what it returns for the whole batch.
@@ -165,17 +118,7 @@ class AbstractGradientEngine(ABC):
             around: is entered around each part of the batch that runs together, by engines that run
                 parts of it.
         """
-        with self.following(batch.value, batch.size):
-            return forward(batch.value)
-
-    def following(self, batch: Any, size: int) -> AbstractContextManager[None]:
-        """Follow, inside, the records through a forward pass, for engines that need to know of them.
-
-        Args:
-            batch: goes in.
-            size: how many records it has.
-        """
-        return nullcontext()
+        return forward(batch.value)
 
     def repeating(self) -> AbstractContextManager[None]:
         """Let checkpoints of a watched model run parts of it again, in somebody else's pass."""
@@ -189,17 +132,16 @@ class AbstractGradientEngine(ABC):
         return ()
 
     @abstractmethod
-    def take(self, scale: float, touched: Mapping[str, nn.Parameter]) -> AbstractPerSampleGradients:
+    def take(self, scale: float) -> AbstractPerSampleGradients:
         """Hand over, once, the per-sample gradients of the last backward pass.
 
         The loss must have been the mean over the records of the batch.
 
         Args:
             scale: what to multiply with, to undo a division of the loss.
-            touched: the parameters that got an ordinary gradient, by name.
 
         Raises:
-            UnsupportedModelError: if one of them has no gradient per record.
+            UnsupportedModelError: if a parameter that was used has no gradient per record.
         """
 
     def along(
@@ -235,3 +177,209 @@ class AbstractGradientEngine(ABC):
     @abstractmethod
     def detach(self) -> None:
         """Stop watching and leave the model as it was. May be called twice."""
+
+
+# -- refusals -------------------------------------------------------------------------------------
+
+
+def without_alone(refusal: str) -> str:
+    """Return a refusal without that cure, which manual optimization does not have.
+
+    Example:
+        >>> without_alone(f"Layer net.0 is frozen. {ALONE}")
+        'Layer net.0 is frozen.'
+    """
+    return refusal.replace(ALONE, "").rstrip()
+
+
+class OtherRowsError(UnsupportedModelError):
+    """The model saw another number of rows than the chunk has records."""
+
+    def __init__(self) -> None:
+        super().__init__(f"{OTHER_ROWS[0].upper()}{OTHER_ROWS[1:]}", topic="rows-and-records")
+
+
+class UncoveredParameterError(UnsupportedModelError):
+    """A parameter is used where no engine can see it."""
+
+    def __init__(self, names: Sequence[str]) -> None:
+        super().__init__(
+            f"Parameters {list(names)} received a gradient but no gradient per record. They are used "
+            "outside the forward() of the module that owns them (for a parameter directly on the "
+            "LightningModule: call self(x)), their module is in eval mode or compiled, or its "
+            f"layer is not called as a module, or training_step differentiates a gradient (a penalty "
+            "on it: clip the weights after the step instead). Move them into a separate layer. "
+            f"{ALONE}",
+            topic="unseen-use",
+        )
+
+
+@contextmanager
+def as_unsupported(name: str, layer: nn.Module) -> Iterator[None]:
+    """Turn what code for gradients per record raises, inside, into a refusal that names the layer.
+
+    Args:
+        name: of the layer in the model.
+        layer: whose gradients they are.
+    """
+    try:
+        yield
+    except (MemoryError, torch.OutOfMemoryError):
+        raise
+    except UnsupportedModelError as error:
+        if name in error.text:
+            raise
+        raise UnsupportedModelError(f"{name}: {error.text}", topic=error.topic) from None
+    except Exception as error:
+        raise UnsupportedModelError(
+            f"{name or 'The module'} ({type(layer).__name__}): per-record gradients cannot be "
+            f"computed from its calls ({type(error).__name__}). Give its parameters to layers of "
+            "torch.nn that are called with one tensor, records first, or freeze it with "
+            f"requires_grad_(False). {ALONE}",
+            topic="unsupported-layer",
+        ) from None  # torch's own words tell sizes of a batch, which is private
+
+
+def number_of_records(rows_seen: Collection[int]) -> int:
+    """Return n from the numbers of rows that the layers saw; 0 if there are none.
+
+    Raises:
+        UnsupportedModelError: if they differ, since rows are not records then.
+    """
+    if len(set(rows_seen)) > 1:
+        raise UnsupportedModelError(
+            "Some layers see more rows than there are records (the model folds another dimension "
+            "into the batch, or is not batch-first), so a record's gradient cannot be bounded. "
+            "Keep records in the first dimension of every layer's input, one row each. Position ids "
+            f"without a row for each record train with engine='auto'. {ALONE}",
+            topic="rows-and-records",
+        )
+    return max(rows_seen, default=0)
+
+
+def refuse_sharded(module: nn.Module) -> None:
+    """Refuse models of which each process holds a part: forward passes use other parameters.
+
+    Raises:
+        UnsupportedModelError: naming the parameters or modules, and the cure.
+    """
+    named = module.named_parameters()
+    names = [name for name, param in named if type(param.data).__name__ == "DTensor"]
+    names += [
+        name
+        for name, part in module.named_modules()
+        if is_fully_sharded(part) or is_flat_sharded(part)
+    ]
+    if names:
+        raise UnsupportedModelError(
+            f"{_some(names)} of the model are sharded (fully_shard, FSDP or another use of DTensor): "
+            "its layers use other tensors than its parameters, so per-record gradients cannot be "
+            "computed this way. Shard it by fully_shard() in configure_model, under Lightning's "
+            "ModelParallelStrategy and engine='layers', or leave it whole: strategy='ddp'.",
+            topic="sharded",
+        )
+
+
+def is_fully_sharded(part: nn.Module) -> bool:
+    """Tell whether ``fully_shard`` (FSDP2) shards a module."""
+    return _is_of_fsdp("FSDPModule", part)
+
+
+def is_flat_sharded(part: nn.Module) -> bool:
+    """Tell whether a module is a ``FullyShardedDataParallel`` (FSDP1)."""
+    return _is_of_fsdp("FullyShardedDataParallel", part)
+
+
+def _is_of_fsdp(name: str, part: nn.Module) -> bool:
+    kind = getattr(sys.modules.get("torch.distributed.fsdp"), name, None)  # imported if it is one
+    return kind is not None and isinstance(part, kind)
+
+
+def refuse_special(module: nn.Module, params: Sequence[nn.Parameter]) -> None:
+    """Refuse trained modules of TorchScript and parameters of special classes (quantised ones, say).
+
+    Raises:
+        UnsupportedModelError: naming them and the cure.
+    """
+    for name, part in module.named_modules():
+        is_trained = any(param.requires_grad for param in part.parameters())
+        if is_trained and isinstance(part, torch.jit.ScriptModule):
+            raise UnsupportedModelError(
+                f"{name or 'The module'} is a module of TorchScript (torch.jit), and hooks do not see "
+                "into the graph that runs. Train the nn.Module it was made from, and script that after "
+                "the fit; or freeze its parameters: for p in module.parameters(): "
+                "p.requires_grad_(False).",
+                topic="torchscript",
+            )
+    trained = {id(param) for param in params}
+    named = [(name, param) for name, param in module.named_parameters() if id(param) in trained]
+    kinds = {
+        name: type(param.data).__name__
+        for name, param in named
+        if not (is_lazy(param) or is_sharded(param)) and type(param.data) is not Tensor
+    }
+    if kinds:
+        raise UnsupportedModelError(
+            f"{_some(list(kinds))} are trained and of the class {', '.join(sorted({*kinds.values()}))}, "
+            "whose gradients per record are not known. Freeze them with requires_grad_(False) and train "
+            "plain parameters next to them (LoRA), or make them plain tensors.",
+            topic="special-parameters",
+        )
+
+
+def refuse_complex(module: nn.Module, params: Sequence[nn.Parameter]) -> None:
+    """Refuse trained parameters with complex values: their gradients take conjugates, which no rule does.
+
+    Raises:
+        UnsupportedModelError: naming them and the cure.
+    """
+    trained = {id(param) for param in params}
+    named = module.named_parameters()
+    names = [name for name, param in named if id(param) in trained and param.is_complex()]
+    if names:
+        raise UnsupportedModelError(
+            f"{_some(names)} are complex. Leave the engine at 'auto', or keep their real and imaginary "
+            "parts in one real parameter, torch.view_as_real(weight), and use "
+            "torch.view_as_complex(parameter) in forward().",
+            topic="special-parameters",
+        )
+
+
+def _some(names: Sequence[str]) -> str:
+    more = f" and {len(names) - 5} more" if len(names) > 5 else ""
+    return f"Parameters {[name or 'the module' for name in names[:5]]}{more}"
+
+
+def _dimensions(layer: nn.Module) -> int:
+    """Return how many dimensions the input has at least, of records in the first one."""
+    if isinstance(layer, nn.Linear | nn.Bilinear | nn.GroupNorm | nn.RNNCellBase):
+        return 2
+    if isinstance(layer, _ConvNd | _ConvTransposeNd):
+        return 2 + len(layer.kernel_size)
+    if isinstance(layer, nn.LayerNorm | nn.RMSNorm):
+        return 1 + len(layer.normalized_shape)
+    for places, kind in enumerate((nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d), 1):
+        if isinstance(layer, kind):
+            return 2 + places
+    return 1
+
+
+def refuse_without_records(name: str, layer: nn.Module, given: Any) -> None:
+    """Refuse a call whose input has no dimension for records.
+
+    Args:
+        name: of the layer in the model.
+        layer: is called.
+        given: its first input.
+
+    Raises:
+        UnsupportedModelError: naming the layer and the cure.
+    """
+    if isinstance(given, Tensor) and given.dim() < (least := _dimensions(layer)):
+        raise UnsupportedModelError(
+            f"{name or 'The module'} ({type(layer).__name__}) was called with a tensor of "
+            f"{given.dim()} dimensions, where {least} are needed: the first one is of the records. "
+            "Call it once with all records of the batch, without a loop over them; for one record, "
+            f"with x.unsqueeze(0). {ALONE}",
+            topic="rows-and-records",
+        )

@@ -49,7 +49,7 @@ class Layout:
             >>> Layout.of(*(collate([torch.zeros(2)] * n) for n in (2, 3))).holds_samples
             (True, True, False)
         """
-        leaves_of_both = row_leaves(two), row_leaves(three)
+        leaves_of_both = leaves(two, rows=True), leaves(three, rows=True)
         if len(leaves_of_both[0]) != len(leaves_of_both[1]):
             return UNKNOWN_LAYOUT
         return cls(tuple(_is_of_samples(*pair) for pair in zip(*leaves_of_both, strict=True)))
@@ -97,7 +97,7 @@ class SampleBatch:
 
     @cached_property
     def _leaves(self) -> list[Leaf]:
-        return row_leaves(self.value)
+        return leaves(self.value, rows=True)
 
     @cached_property
     def _holds(self) -> tuple[bool | None, ...]:
@@ -201,45 +201,35 @@ def map_leaves(batch: Any, function: Callable[[Any], Any], *, rows: bool = False
     return function(batch)
 
 
-def leaves(batch: Any) -> list[Any]:
+def leaves(batch: Any, *, rows: bool = False) -> list[Leaf]:
     """Return the leaves in their order.
+
+    Args:
+        batch: anything.
+        rows: a list in which nothing is a container or a tensor is one leaf.
 
     Example:
         >>> leaves({"x": [1.0, "a"], "y": ()})
         [1.0, 'a']
+        >>> leaves({"x": [1.0, "a"], "y": 2}, rows=True)
+        [[1.0, 'a'], 2]
     """
-    found: list[Any] = []
-    _collect(batch, found, rows=False)
-    return found
-
-
-def row_leaves(batch: Any) -> list[Any]:
-    """Return the leaves in their order, of which a list of plain things is one."""
-    found: list[Any] = []
-    _collect(batch, found, rows=True)
-    return found
-
-
-def _collect(part: Any, found: list[Any], *, rows: bool) -> None:
     # Most parts are tensors, numbers or plain lists: at every step, that is told at once.
-    inside = None if type(part) in _LEAVES or (rows and _is_row(part)) else parts_of_container(part)
-    if inside is None:
-        found.append(part)
-    else:
-        for each in inside:
-            _collect(each, found, rows=rows)
+    is_leaf = type(batch) in _LEAVES or (rows and _is_row(batch))
+    if is_leaf or (inside := _parts(batch)) is None:
+        return [batch]
+    return [leaf for part in inside for leaf in leaves(part, rows=rows)]
 
 
 def _is_row(part: Any) -> bool:
     if type(part) not in _LISTS or not part:
         return False
     return not any(
-        isinstance(each, Tensor | np.ndarray) or parts_of_container(each) is not None
-        for each in part
+        isinstance(each, Tensor | np.ndarray) or _parts(each) is not None for each in part
     )
 
 
-def parts_of_container(batch: Any) -> Sequence[Any] | None:
+def _parts(batch: Any) -> Sequence[Any] | None:
     """Return what a container holds; None for a leaf."""
     if type(batch) in _LISTS:
         return cast("list[Any] | tuple[Any, ...]", batch)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from types import FunctionType, MethodType
@@ -128,19 +128,18 @@ def _is_function(value: Any) -> bool:
 
 def _methods(module: nn.Module) -> list[str]:
     """Return the dotted names of compiled functions that are attributes of modules or their classes."""
-    found: list[str] = []
-    of_classes: dict[type, list[str]] = {}  # a model has many parts of few classes
-    for path, part in module.named_modules():
-        if not _is_compiled(part):
-            kind = type(part)
-            if kind not in of_classes:
-                of_classes[kind] = [
-                    name for each in kind.__mro__ for name in _compiled_in(vars(each))
-                ]
-            names = (*_compiled_in(vars(part)), *of_classes[kind])
-            found += [f"{path}.{name}" if path else name for name in names]
+    kinds = {type(part) for part in module.modules()}  # few, where a model has many parts
+    of_class = {
+        kind: [name for each in kind.__mro__ for name in _compiled_in(each)] for kind in kinds
+    }
+    found = [
+        f"{path}.{name}" if path else name
+        for path, part in module.named_modules()
+        if not _is_compiled(part)
+        for name in (*_compiled_in(part), *of_class[type(part)])
+    ]
     return list(dict.fromkeys(found))
 
 
-def _compiled_in(attributes: Mapping[str, Any]) -> list[str]:
-    return [name for name, value in attributes.items() if _is_function(value)]
+def _compiled_in(owner: object) -> list[str]:
+    return [name for name, value in vars(owner).items() if _is_function(value)]

@@ -6,6 +6,7 @@ import copy
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 from torch import nn
 
@@ -14,14 +15,19 @@ from lightning_dp.gradients.base import (
     ALONE,
     AbstractGradientEngine,
     UnsupportedModelError,
+    refuse_sharded,
+    refuse_special,
     without_alone,
 )
 from lightning_dp.gradients.batches import Layout
+from lightning_dp.gradients.ghost import GhostClipping
 from lightning_dp.gradients.graph import CoupledLossError
+from lightning_dp.gradients.layer_calls import LayerCalls
+from lightning_dp.gradients.one_by_one import OneByOne
+from lightning_dp.gradients.records import Records
 from lightning_dp.gradients.sharded import refuse_other_shards
-from lightning_dp.gradients.unsupported import refuse_sharded, refuse_special
 
-__all__ = ["EngineChoice", "Rung", "attach_engine"]
+__all__ = ["EngineChoice", "Rung"]
 
 _WHOLE = (
     "With manual optimization or several optimizers, training_step runs with the whole batch, which "
@@ -37,62 +43,31 @@ class Rung:
     Args:
         name: in reports and refusals.
         make: makes the engine.
-        takes_shards: it knows parameters of which each process holds a part.
+        of_shards: makes it where each process holds a part of each parameter; None if it cannot be.
         runs_whole_batch: ``training_step`` runs once, with all records.
     """
 
     name: str
     make: Callable[[], AbstractGradientEngine]
-    takes_shards: bool = False
+    of_shards: Callable[[], AbstractGradientEngine] | None = None
     runs_whole_batch: bool = True
 
 
-# Opacus takes a second to import, and a command that only reads a report needs no engine.
-def _layers() -> AbstractGradientEngine:
-    from lightning_dp.gradients.layer_calls import LayerCalls
-
-    return LayerCalls()
-
-
-def _layers_of_shards() -> AbstractGradientEngine:
-    from lightning_dp.gradients.layer_calls import LayerCalls
-
-    return LayerCalls(units=True)
-
-
-def _ghost() -> AbstractGradientEngine:
-    from lightning_dp.gradients.ghost import GhostClipping
-
-    return GhostClipping()
-
-
-def _records() -> AbstractGradientEngine:
-    from lightning_dp.gradients.records import Records
-
-    return Records()
-
-
 def _hooks() -> AbstractGradientEngine:
-    from lightning_dp.gradients.opacus_hooks import OpacusHooks
+    from lightning_dp.gradients.opacus_hooks import OpacusHooks  # Opacus takes a second to import
 
     return OpacusHooks()
 
 
-def _one_by_one() -> AbstractGradientEngine:
-    from lightning_dp.gradients.one_by_one import OneByOne
-
-    return OneByOne()
-
-
-_LAYERS = Rung("layers", _layers, takes_shards=True)
-_RECORDS = Rung("records", _records, runs_whole_batch=False)
-_ONE_BY_ONE = Rung("one_by_one", _one_by_one, runs_whole_batch=False)
+_LAYERS = Rung("layers", LayerCalls, of_shards=partial(LayerCalls, units=True))
+_RECORDS = Rung("records", Records, runs_whole_batch=False)
+_ONE_BY_ONE = Rung("one_by_one", OneByOne, runs_whole_batch=False)
 _LADDERS: Mapping[str, tuple[Rung, ...]] = {
     "auto": (_LAYERS, _RECORDS, _ONE_BY_ONE),
     "records": (_RECORDS, _ONE_BY_ONE),
     "layers": (_LAYERS,),
     "bookkeeping": (_LAYERS,),  # its old name
-    "ghost": (Rung("ghost", _ghost), _LAYERS, _RECORDS, _ONE_BY_ONE),
+    "ghost": (Rung("ghost", GhostClipping), _LAYERS, _RECORDS, _ONE_BY_ONE),
     "hooks": (Rung("hooks", _hooks),),
     "one_by_one": (_ONE_BY_ONE,),
 }
@@ -172,7 +147,7 @@ class EngineChoice:
         while True:
             engine = self._rung.make()
             try:
-                if not self._rung.takes_shards:
+                if self._rung.of_shards is None:
                     refuse_sharded(module)
                 engine.attach(module, params)
             except UnsupportedModelError as reason:
@@ -204,21 +179,26 @@ class EngineChoice:
         Raises:
             UnsupportedModelError: if there is none.
         """
-        able, place = copy.copy(self), len(self._reasons)
-        below = tuple(rung for rung in self._rungs[place:] if rung.runs_whole_batch)
-        if not below:
+        able = [rung for rung in self._from_here if rung.runs_whole_batch]
+        if not able:
             raise UnsupportedModelError(_WHOLE.format(self._rung.name), topic="engines")
-        able._last_cure, able._rungs = "", (*self._rungs[:place], *below)
-        return able
+        return self._among(able)
 
     def over_shards(self) -> EngineChoice:
         """Return a choice among the engines from here on that know shards, if there are any."""
-        able, place = copy.copy(self), len(self._reasons)
-        able._last_cure = ""  # where all processes run together, no record runs alone
-        below = tuple(rung for rung in self._rungs[place:] if rung.takes_shards)
-        units = tuple(replace(rung, make=_layers_of_shards) for rung in below)
-        able._rungs = (*self._rungs[:place], *(units or (self._rung,)))
-        return able
+        able = [replace(r, make=r.of_shards) for r in self._from_here if r.of_shards is not None]
+        return self._among(able or [self._rung])
+
+    @property
+    def _from_here(self) -> tuple[Rung, ...]:
+        return self._rungs[len(self._reasons) :]
+
+    def _among(self, able: Sequence[Rung]) -> EngineChoice:
+        """Return a choice that goes on with these engines, none of which runs a record alone."""
+        choice = copy.copy(self)
+        choice._last_cure = ""
+        choice._rungs = (*self._rungs[: len(self._reasons)], *able)
+        return choice
 
     def stay(self, reasons: Sequence[UnsupportedModelError]) -> None:
         """Go down as far as another choice did, for its reasons, and never again."""
@@ -236,19 +216,6 @@ class EngineChoice:
                 parts.append(f"The engine {rung.name!r} does not cover it either: {short}")
         text = f"{' '.join(parts)} {self._last_cure}".rstrip()
         return UnsupportedModelError(text, topic=last.topic)
-
-
-def attach_engine(
-    name: str, module: nn.Module, params: Sequence[nn.Parameter]
-) -> tuple[AbstractGradientEngine, str]:
-    """Return the engine of that name, watching the module, and a sentence about it for the report.
-
-    Raises:
-        ValueError: for a name that is not known.
-        UnsupportedModelError: if no engine of that name can handle the model.
-    """
-    choice = EngineChoice(name)
-    return choice.attach(module, params), choice.description
 
 
 def _in_short(reason: str) -> str:

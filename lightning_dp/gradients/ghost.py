@@ -99,7 +99,7 @@ class GhostClipping(AbstractLayerEngine):
     def repeating(self) -> AbstractContextManager[None]:
         return self._attached.repeating()
 
-    def take(self, scale: float, touched: Mapping[str, nn.Parameter]) -> GhostGradients:
+    def take(self, scale: float) -> GhostGradients:
         last, self._last = self._last, None
         if last is None:
             raise RefusedRun(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from operator import is_
@@ -19,6 +19,9 @@ from lightning_dp.gradients.base import (
     UncoveredParameterError,
     UnsupportedModelError,
     as_unsupported,
+    refuse_complex,
+    refuse_special,
+    refuse_without_records,
 )
 from lightning_dp.gradients.calls import Call, CallSums, DualSums, KeptInputs, go_back, run_along
 from lightning_dp.gradients.graph import Survey, changes_order, survey
@@ -27,11 +30,6 @@ from lightning_dp.gradients.parameter_sum import BookkeptGradients, ScratchPool
 from lightning_dp.gradients.row_owners import folding_in_force
 from lightning_dp.gradients.rules import Rule, own_parameters, refuse_options, rule_of
 from lightning_dp.gradients.sharded import WholeParameters, is_unit, refuse_other_shards, unit_rule
-from lightning_dp.gradients.unsupported import (
-    refuse_complex,
-    refuse_special,
-    refuse_without_records,
-)
 
 __all__ = ["AbstractLayerEngine", "LayerCalls", "Recorder"]
 
@@ -271,7 +269,6 @@ def _rules_of_layers(
 class AbstractLayerEngine(AbstractGradientEngine):
     """An engine that sees a model through a :class:`Recorder`, which ``attach`` makes."""
 
-    runs_backward = True
     keeps_compiled = True
 
     def __init__(self) -> None:
@@ -375,9 +372,9 @@ class LayerCalls(AbstractLayerEngine):
 
         with self._attached.along_a_direction():
             run_along(self._module, self._params, direction, run)
-        return self.take(1.0, {})
+        return self.take(1.0)
 
-    def take(self, scale: float, touched: Mapping[str, nn.Parameter]) -> BookkeptGradients:
+    def take(self, scale: float) -> BookkeptGradients:
         sums, self._sums = self._sums, None
         if sums is None:
             raise RefusedRun("LayerCalls.backward() must come before take().", topic="out-of-order")

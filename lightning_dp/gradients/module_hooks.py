@@ -4,69 +4,51 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeAlias
 
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 __all__ = ["ModuleHooks"]
 
-Register = Callable[[Callable[..., Any]], RemovableHandle]
+Register: TypeAlias = Callable[[Callable[..., Any]], RemovableHandle]
 
 
-class _Inert:
-    """The stand-in for a hook in a copy of a module: it does nothing, and is taken off later.
+class _Hook:
+    """A hook of one module, which does nothing on any other: a shallow copy shares the hooks.
+
+    A deep copy, and one that was unpickled, is a hook of no module.
 
     Args:
-        copies: handles of all that copying left behind; None for one that was unpickled.
+        owner: the module.
+        function: called as torch calls hooks.
+        copies: handles of all that deep copies left behind.
     """
 
-    def __init__(self, copies: list[RemovableHandle] | None = None) -> None:
+    def __init__(
+        self,
+        owner: nn.Module | None = None,
+        function: Callable[..., Any] | None = None,
+        copies: list[RemovableHandle] | None = None,
+    ) -> None:
+        self._owner, self._function, self._copies = owner, function, copies
         self.handle: RemovableHandle | None = None
-        self._copies = copies
 
     def __call__(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        return None
+        if self._function is None or module is not self._owner:
+            return None
+        return self._function(module, *args, **kwargs)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> _Inert:
-        twin = _Inert(self._copies)
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Hook:
+        twin = _Hook(copies=self._copies)
         if self.handle is not None and self._copies is not None:
             # A handle that is copied with its module belongs to the copy.
             twin.handle = copy.deepcopy(self.handle, memo)
             self._copies.append(twin.handle)
         return twin
 
-    def __reduce__(self) -> tuple[type[_Inert], tuple[()]]:
-        return _Inert, ()
-
-
-class _Hook(_Inert):
-    """A hook of one module, which does nothing on any other.
-
-    A shallow copy of a module shares the dictionary in which its hooks are.
-    """
-
-    def __init__(
-        self,
-        owner: nn.Module,
-        register: Register,
-        function: Callable[..., Any],
-        copies: list[RemovableHandle],
-    ) -> None:
-        super().__init__(copies)
-        self._owner, self._register, self._function = owner, register, function
-
-    def __call__(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        return self._function(module, *args, **kwargs) if module is self._owner else None
-
-    def put_on(self) -> None:
-        if self.handle is None:
-            self.handle = self._register(self)
-
-    def take_off(self) -> None:
-        if self.handle is not None:
-            self.handle.remove()
-        self.handle = None
+    def __reduce__(self) -> tuple[type[_Hook], tuple[()]]:
+        return _Hook, ()
 
 
 class ModuleHooks:
@@ -87,7 +69,7 @@ class ModuleHooks:
     """
 
     def __init__(self) -> None:
-        self._hooks: list[_Hook] = []
+        self._hooks: list[tuple[_Hook, Register]] = []
         self._copies: list[RemovableHandle] = []
 
     def add(self, owner: nn.Module, register: Register, function: Callable[..., Any]) -> None:
@@ -98,24 +80,26 @@ class ModuleHooks:
             register: its method that registers the kind of hook.
             function: called as torch calls hooks of that kind.
         """
-        hook = _Hook(owner, register, function, self._copies)
-        hook.put_on()
-        self._hooks.append(hook)
+        hook = _Hook(owner, function, self._copies)
+        hook.handle = register(hook)
+        self._hooks.append((hook, register))
 
     @property
     def are_on(self) -> bool:
         """True if they are registered."""
-        return any(hook.handle is not None for hook in self._hooks)
+        return any(hook.handle is not None for hook, _ in self._hooks)
 
     def put_on(self) -> None:
-        """Register again those that were taken off."""
-        for hook in self._hooks:
-            hook.put_on()
+        """Register those that are not."""
+        for hook, register in self._hooks:
+            if hook.handle is None:
+                hook.handle = register(hook)
 
     def take_off(self) -> None:
         """Leave the modules, and all copies that were made of them, without these hooks."""
-        for hook in self._hooks:
-            hook.take_off()
-        for handle in self._copies:
+        handles = [hook.handle for hook, _ in self._hooks if hook.handle is not None]
+        for handle in (*handles, *self._copies):
             handle.remove()
+        for hook, _ in self._hooks:
+            hook.handle = None
         self._copies.clear()

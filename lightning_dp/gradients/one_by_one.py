@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -40,7 +40,6 @@ class OneByOne(AbstractGradientEngine):
 
     name = "one_by_one"
     has_products = True
-    runs_backward = True
     one_record = True
     isolates = True
 
@@ -91,7 +90,7 @@ class OneByOne(AbstractGradientEngine):
             raise
         return self._flat(found)
 
-    def take(self, scale: float, touched: Mapping[str, nn.Parameter]) -> AbstractPerSampleGradients:
+    def take(self, scale: float) -> AbstractPerSampleGradients:
         found = self._found
         self.drop()
         if found is None:
@@ -113,7 +112,7 @@ class OneByOne(AbstractGradientEngine):
                 self.backward(run_again())
         finally:
             self._along = None
-        return self.take(1.0, {})
+        return self.take(1.0)
 
     def _product(self, loss: Tensor, direction: Tensor, weights: tuple[float, float]) -> Tensor:
         """Return w g + w' H u."""

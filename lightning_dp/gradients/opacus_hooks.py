@@ -25,11 +25,12 @@ from lightning_dp.gradients.base import (
     UnsupportedModelError,
     as_unsupported,
     number_of_records,
+    refuse_complex,
+    refuse_without_records,
 )
 from lightning_dp.gradients.materialised import MaterialisedGradients
 from lightning_dp.gradients.module_hooks import ModuleHooks
 from lightning_dp.gradients.row_owners import folding_in_force
-from lightning_dp.gradients.unsupported import refuse_complex, refuse_without_records
 
 __all__ = ["OpacusHooks"]
 
@@ -110,7 +111,6 @@ class OpacusHooks(AbstractGradientEngine):
     """
 
     name = "hooks"
-    runs_backward = True
 
     def __init__(self) -> None:
         self._opacus, self._params = _Hooks(nn.Module()), dict[str, nn.Parameter]()
@@ -135,7 +135,7 @@ class OpacusHooks(AbstractGradientEngine):
         finally:
             opacus.is_live, opacus.kept = False, _copied(opacus.fresh)
 
-    def take(self, scale: float, touched: Mapping[str, nn.Parameter]) -> MaterialisedGradients:
+    def take(self, scale: float) -> MaterialisedGradients:
         found, self._found = self._found, None
         if found is None:
             raise RefusedRun("OpacusHooks.backward() comes before take().", topic="out-of-order")

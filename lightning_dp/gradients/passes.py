@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
-from dataclasses import replace
-from typing import Any
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from typing import Any, TypeAlias, TypeGuard
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
+from lightning_dp._generators import RandomState
 from lightning_dp._refusals import RefusedRun
 from lightning_dp._shards import held_here, is_sharded
-from lightning_dp._training_step import loss_in
+from lightning_dp._training_step import is_differentiable, loss_in
 from lightning_dp.boundary import (
     AbstractPerSampleGradients,
     BoundedSum,
@@ -21,30 +21,67 @@ from lightning_dp.boundary import (
     Query,
     bounded_sum,
 )
-from lightning_dp.gradients.base import Around, Forward, UnsupportedModelError
-from lightning_dp.gradients.chunks import (
-    NoLoss,
+from lightning_dp.functional import unflatten
+from lightning_dp.gradients.base import (
+    AbstractGradientEngine,
+    Around,
+    Forward,
     OtherRowsError,
-    Replay,
-    at_point,
-    is_differentiable,
+    UnsupportedModelError,
 )
 from lightning_dp.gradients.engines import EngineChoice
 from lightning_dp.gradients.parameter_sum import BookkeptGradients, check_sum, plain_gradients
-from lightning_dp.gradients.random_state import RandomState
 from lightning_dp.gradients.sharded import shards_at_point
-from lightning_dp.gradients.watched_model import WatchedModel, WrapEngine
+from lightning_dp.gradients.watched_model import NoLoss, WatchedModel, WrapEngine
 
-__all__ = ["RecordPasses"]
+__all__ = ["RecordPasses", "Replay", "at_point"]
 
-_PLAIN = Pass(point=None, direction=None, gradient=1.0, product=0.0)
+_HERE = Pass(point=None, direction=None, gradient=1.0, product=0.0)
+
+Quietly: TypeAlias = Callable[[AbstractGradientEngine], AbstractContextManager[Around | None]]
+
+
+@contextmanager
+def at_point(params: Sequence[nn.Parameter], point: Tensor) -> Iterator[None]:
+    """Inside, the parameters hold the flat vector ``point``; afterwards they are what they were."""
+    before = [param.data for param in params]
+    for param, data in zip(params, unflatten(point, params), strict=True):
+        param.data = data.to(param.device)
+    try:
+        yield
+    finally:
+        for param, data in zip(params, before, strict=True):
+            param.data = data
+
+
+@dataclass(frozen=True)
+class Replay:
+    """A chunk of records that can be run as often as a query asks.
+
+    Args:
+        forward: runs a batch and returns its loss, the mean over the records, or None if it gives
+            none. None if it cannot be run again.
+        batch: what the records are in.
+        size: how many records it has.
+        randomness: as its first run found it; None if that run is still to come.
+    """
+
+    forward: Forward | None
+    batch: Any
+    size: int
+    randomness: RandomState | None = None
+
+    def again(self) -> AbstractContextManager[None]:
+        """Return a context in which the records draw what they drew in their first run."""
+        return nullcontext() if self.randomness is None else self.randomness.again()
 
 
 class RecordPasses:
     """A model under its gradient engine, which answers queries from chunks of records.
 
     Every pass over a chunk sees the same records with the same randomness, and what each record
-    contributes is combined and restricted before it is clipped.
+    contributes is combined and restricted before it is clipped. A pass leaves nothing of the engine
+    on the model, and nothing in the engine; so any number of them may be made between two steps.
 
     Where an engine cannot tell the records of a chunk apart, the next one of the choice answers from
     the same records with the same randomness, and is used from then on. Shapes and graphs decide
@@ -54,13 +91,12 @@ class RecordPasses:
         module: the whole model.
         params: the trained parameters, in the order of flat vectors.
         engine: name of the gradient engine, or a choice that is shared with others.
-        optimizer, public, attaching, wrap, loss_graph_check: as for :class:`WatchedModel`.
-        backward: goes back from a loss, for engines that watch ``loss.backward()``.
-        quietly: is entered around each run of a chunk, so that it leaves no trace in the model.
+        public, wrap, loss_graph_check: as for :class:`WatchedModel`.
+        quietly: given the engine in use, is entered around each run of a chunk, so that it leaves no
+            trace in the model; yields what is entered around parts of a batch that run together.
         again: is entered around what runs once more since another engine takes over.
         adds_up: refuse an engine whose gradients of records do not add up to that of the loss
             (``check_sum``), by one more backward pass; for made-up records.
-        around: gives, for each run, what is entered around parts of a batch that run together.
 
     Raises:
         UnsupportedModelError: if no engine can handle the model.
@@ -73,29 +109,21 @@ class RecordPasses:
         params: Sequence[nn.Parameter],
         engine: str | EngineChoice,
         *,
-        optimizer: Optimizer | None = None,
         public: Collection[nn.Parameter] = (),
-        backward: Callable[[Tensor], object] = Tensor.backward,
-        quietly: Callable[[], AbstractContextManager[None]] = nullcontext,
-        attaching: Callable[[], AbstractContextManager[None]] = nullcontext,
+        quietly: Quietly = lambda engine: nullcontext(),
         again: Callable[[], AbstractContextManager[None]] = nullcontext,
         wrap: WrapEngine = lambda engine: engine,
         loss_graph_check: bool = True,
         adds_up: bool = False,
-        around: Callable[[], AbstractContextManager[Around | None]] = nullcontext,
     ) -> None:
-        self._adds_up, self._around = adds_up, around
+        self._module, self._params, self._adds_up = module, params, adds_up
         self._is_sharded = any(map(is_sharded, params))
-        self._elsewhere = 0  # passes at other points that were made
-        self._module, self._params = module, params
-        self._go_back, self._quietly, self._again = backward, quietly, again
+        self._quietly, self._again = quietly, again
         self.watched = WatchedModel(
             module,
             params,
             EngineChoice(engine) if isinstance(engine, str) else engine,
-            optimizer=optimizer,
             public=public,
-            attaching=attaching,
             wrap=wrap,
             loss_graph_check=loss_graph_check,
         )
@@ -135,21 +163,15 @@ class RecordPasses:
             CoupledLossError: if the loss mixes them by more than sums.
             UnsupportedModelError: if the engine cannot tell the records apart.
         """
-        before = self._elsewhere
-        try:
-            found = self.gradients(query, chunk, first=first)
-        except OtherRowsError:
-            self.go_along(query, chunk, made=self._elsewhere - before)
-            raise
+        found = self.gradients(query, chunk, first=first)
         if found is None:
-            self.go_along(query, chunk, made=self._elsewhere - before)
             return None
         if onto is None and query.count_weight > 0:  # without one the first sum is taken as it is
             onto = BoundedSum.empty(query, held_here(self._params))
         return bounded_sum(found, query.clip_norm, query.count_weight, onto)
 
-    def go_along(self, query: Query, chunk: Replay, made: int = 0) -> None:
-        """Make the passes at other points that are left, of which nothing is taken.
+    def go_along(self, query: Query, chunk: Replay) -> None:
+        """Make a query's passes at other points, of which nothing is taken.
 
         Processes with shards gather each layer's parameters together, so all make the same passes; also
         one that has no record, but a stand-in, or nothing to go back from.
@@ -157,15 +179,11 @@ class RecordPasses:
         Args:
             query: what is asked.
             chunk: its records, or the stand-in.
-            made: how many of these passes were made.
         """
-        if not self._is_sharded or chunk.forward is None:
-            return
-        randomness = chunk.randomness or RandomState(self._params[0].device)
-        for each in [each for each in query.passes if each.point is not None][made:]:
-            with suppress(OtherRowsError), randomness.again():
-                self._run(chunk, each, combined=True)
-            self.watched.drop()
+        if self._is_sharded and chunk.forward is not None:
+            for each in query.passes:
+                if each.point is not None:
+                    self._pass(chunk, each)
 
     def add_nothing(self, query: Query, onto: BoundedSum) -> BoundedSum:
         """Add the sum over no records to one over shards, which all processes add up together.
@@ -181,42 +199,7 @@ class RecordPasses:
         self, query: Query, chunk: Replay, *, first: AbstractPerSampleGradients | None = None
     ) -> AbstractPerSampleGradients | None:
         """Return each record's part before it is clipped; as :meth:`answer`."""
-        begun = self.watched.randomness if chunk.randomness is None else chunk.randomness
-        try:
-            return self._gradients(query, chunk, first)
-        except UnsupportedModelError as reason:
-            if chunk.forward is None:
-                raise
-            self.watched.go_down(reason)
-        with self._again():
-            return self.gradients(query, replace(chunk, randomness=begun))
-
-    def _gradients(
-        self, query: Query, chunk: Replay, first: AbstractPerSampleGradients | None
-    ) -> AbstractPerSampleGradients | None:
-        """Return the same by the engine in use."""
-        if not chunk.size or not (first is None or _is_of_all(first, chunk)):
-            return None
-        randomness, passes = chunk.randomness, query.passes
-        combined = len(passes) > 1
-        parts: list[tuple[float, AbstractPerSampleGradients]] = []
-        for each in passes:
-            if first is not None and each.point is None and each.direction is None:
-                found: AbstractPerSampleGradients | None = first
-            elif randomness is None:
-                if combined:
-                    randomness = RandomState(self._params[0].device)
-                found = self._run(chunk, each, combined)
-            else:
-                with randomness.again():
-                    found = self._run(chunk, each, combined)
-            if found is None or not _is_of_all(found, chunk):
-                return None
-            # A pass along a direction has its two weights in it.
-            parts.append((each.gradient if each.direction is None else 1.0, found))
-        (weight, one), *others = parts
-        total = one if weight == 1 and not others else one.combine(weight, others)
-        return total if query.coordinates is None else total.restrict(query.coordinates)
+        return self._by_some_engine(chunk, lambda chunk: self._combined(query, chunk, first))
 
     def run(
         self,
@@ -231,21 +214,58 @@ class RecordPasses:
 
         Args:
             forward, batch, size: as in :class:`Replay`.
-            see: is called with what ``training_step`` returns for the whole batch.
             combined: with the gradients of another pass.
+            see: is called with what ``training_step`` returns for the whole batch.
         """
-        randomness = self.watched.randomness
+        chunk = Replay(forward, batch, size)
+        return self._by_some_engine(chunk, lambda chunk: self._pass(chunk, _HERE, combined, see))
+
+    def _by_some_engine(
+        self, chunk: Replay, ask: Callable[[Replay], AbstractPerSampleGradients | None]
+    ) -> AbstractPerSampleGradients | None:
+        """Ask the engine in use; where it cannot tell the records apart, the next one."""
+        begun = chunk.randomness or self.watched.randomness
         try:
-            return self._run(Replay(forward, batch, size), _PLAIN, combined, see)
+            return ask(chunk)
         except UnsupportedModelError as reason:
-            if randomness is None:
+            if chunk.forward is None:
                 raise
             self.watched.go_down(reason)
-        with self._again(), randomness.again():
-            return self.run(forward, batch, size, combined=combined, see=see)
+        with self._again():
+            return self._by_some_engine(replace(chunk, randomness=begun), ask)
 
-    def _run(
-        self, chunk: Replay, each: Pass, combined: bool, see: Callable[[Any], object] = id
+    def _combined(
+        self, query: Query, chunk: Replay, first: AbstractPerSampleGradients | None
+    ) -> AbstractPerSampleGradients | None:
+        """Return each record's part by the engine in use."""
+        if not chunk.size:
+            return None
+        combined = len(query.passes) > 1
+        parts: list[tuple[float, AbstractPerSampleGradients | None]] = []
+        for each in query.passes:
+            if first is not None and each.point is None and each.direction is None:
+                found: AbstractPerSampleGradients | None = first
+            else:
+                begun = chunk.randomness
+                if combined and begun is None:
+                    begun = RandomState(self._params[0].device)
+                found = self._pass(chunk, each, combined)
+                chunk = replace(chunk, randomness=begun)
+            # A pass along a direction has its two weights in it.
+            parts.append((each.gradient if each.direction is None else 1.0, found))
+        whole = [(weight, found) for weight, found in parts if _is_of_all(found, chunk)]
+        if len(whole) < len(parts) or not (first is None or _is_of_all(first, chunk)):
+            return None
+        (weight, one), *others = whole
+        total = one if weight == 1 and not others else one.combine(weight, others)
+        return total if query.coordinates is None else total.restrict(query.coordinates)
+
+    def _pass(
+        self,
+        chunk: Replay,
+        each: Pass,
+        combined: bool = True,
+        see: Callable[[Any], object] = id,
     ) -> AbstractPerSampleGradients | None:
         """Run one pass over some records; None if there is nothing to go back from.
 
@@ -253,72 +273,57 @@ class RecordPasses:
             chunk: the records.
             each: where, and along which direction.
             combined: with the gradients of another pass.
+            see: as for :meth:`run`.
         """
         if chunk.forward is None:
             raise RefusedRun(
                 "A chunk that cannot be run again was asked for more.", topic="out-of-order"
             )
-        with self._quietly(), self._at(each.point), torch.enable_grad():
-            if each.direction is not None:
-                return self._along(each.direction, (each.gradient, each.product), chunk)
-            with self._apart() as around:
-                output = self.watched.run(chunk.forward, chunk.batch, chunk.size, around)
-            see(output)
-            loss = loss_in(output)
-            if not is_differentiable(loss):
-                self.watched.engine.drop()
-                return None
-            self.watched.check_loss(loss, chunk.size)
-            adds_up = (
-                self._adds_up and self.watched.engine.runs_backward and not self.watched.isolates
-            )
-            with self.watched.engine.repeating():
-                plain = plain_gradients(loss, self._params) if adds_up else None
-            if self.watched.engine.runs_backward:
+        run = chunk.forward, chunk.batch, chunk.size
+        quietly = self._quietly(self.watched.engine)
+        with chunk.again(), quietly as around, self._at(each.point), torch.enable_grad():
+            try:
+                if each.direction is not None:
+                    weights = each.gradient, each.product
+                    return self.watched.along(*run, each.direction, weights, around)
+                output = self.watched.run(*run, around)
+                see(output)
                 elsewhere = each.point is not None  # where nothing can be asked for after the pass
-                self.watched.backward(loss, combined=combined or elsewhere)
-            else:
-                with self.watched.as_written():
-                    self._go_back(loss)
-            found = self.watched.take()
-            if plain is not None and found is not None:
-                names = {id(param): name for name, param in self._module.named_parameters()}
-                check_sum(found, plain, self._params, [names[id(p)] for p in self._params])
-            return found
+                return self._back(loss_in(output), chunk.size, combined or elsewhere)
+            except NoLoss:
+                return None
+            finally:
+                self.watched.drop()
 
-    def _apart(self) -> AbstractContextManager[Around | None]:
-        """Return a context that keeps what parts of a batch do apart, where an engine runs parts."""
-        is_in_parts = self.watched.isolates and not self.watched.one_record
-        return self._around() if is_in_parts else nullcontext()
+    def _back(self, loss: Any, size: int, combined: bool) -> AbstractPerSampleGradients:
+        """Go back from a loss."""
+        if not is_differentiable(loss):
+            raise NoLoss
+        watched, plain = self.watched, None
+        watched.check_loss(loss, size)
+        if self._adds_up and not watched.engine.isolates:
+            with watched.engine.repeating():
+                plain = plain_gradients(loss, self._params)
+        watched.backward(loss, combined=combined)
+        found = watched.take()
+        if plain is not None:
+            names = {id(param): name for name, param in self._module.named_parameters()}
+            check_sum(found, plain, self._params, [names[id(param)] for param in self._params])
+        return found
 
     def _at(self, point: Tensor | None) -> AbstractContextManager[None]:
         """Return a context in which the parameters are those of a point; as they are, if it is None."""
         if point is None:
             return nullcontext()
-        self._elsewhere += 1
         if self._is_sharded:
             return shards_at_point(self._module, self._params, point)
         return at_point(self._params, point)
 
-    def _along(
-        self,
-        direction: Tensor,
-        weights: tuple[float, float],
-        chunk: Replay,
-    ) -> AbstractPerSampleGradients | None:
-        assert chunk.forward is not None
-        try:
-            with self._apart() as around:
-                return self.watched.along(
-                    chunk.forward, chunk.batch, chunk.size, direction, weights, around
-                )
-        except NoLoss:
-            self.watched.engine.drop()
-            return None
 
-
-def _is_of_all(found: AbstractPerSampleGradients, chunk: Replay) -> bool:
+def _is_of_all(
+    found: AbstractPerSampleGradients | None, chunk: Replay
+) -> TypeGuard[AbstractPerSampleGradients]:
     """Tell whether each record has its gradient; no record at all is for the caller to judge."""
-    if found.count not in (0, chunk.size):
+    if found is not None and found.count not in (0, chunk.size):
         raise OtherRowsError
-    return found.count > 0
+    return found is not None and found.count > 0

@@ -95,7 +95,6 @@ class Records(AbstractGradientEngine):
 
     name = "records"
     has_products = True
-    runs_backward = True
     isolates = True
 
     def __init__(self) -> None:
@@ -237,7 +236,7 @@ class Records(AbstractGradientEngine):
             run_along(self._module, self._params, direction, run)
         finally:
             self._along = False
-        return self.take(1.0, {})
+        return self.take(1.0)
 
     def _go_back(
         self,
@@ -298,7 +297,7 @@ class Records(AbstractGradientEngine):
                 topic="unseen-use",
             )
 
-    def take(self, scale: float, touched: Mapping[str, nn.Parameter]) -> AbstractPerSampleGradients:
+    def take(self, scale: float) -> AbstractPerSampleGradients:
         found, self._found = self._found, None
         if found is None:
             raise RefusedRun("Records.backward() must come before take().", topic="out-of-order")

@@ -14,10 +14,9 @@ from torch.func import functional_call, vjp
 
 from lightning_dp._shards import held_here, is_sharded
 from lightning_dp.functional import flatten, unflatten
-from lightning_dp.gradients.base import UnsupportedModelError
+from lightning_dp.gradients.base import UnsupportedModelError, is_flat_sharded, is_fully_sharded
 from lightning_dp.gradients.bilinear import Rows, Uses
 from lightning_dp.gradients.module_hooks import ModuleHooks
-from lightning_dp.gradients.unsupported import is_flat_sharded, is_fully_sharded
 
 __all__ = ["WholeParameters", "is_unit", "refuse_other_shards", "shards_at_point", "unit_rule"]
 

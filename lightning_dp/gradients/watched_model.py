@@ -7,26 +7,25 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, TypeAlias
 
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
-from lightning_dp._training_step import loss_in
+from lightning_dp._generators import RandomState
+from lightning_dp._training_step import is_differentiable, loss_in
 from lightning_dp.boundary import AbstractPerSampleGradients
 from lightning_dp.gradients.base import (
     ALONE,
     AbstractGradientEngine,
     Around,
     Forward,
+    OtherRowsError,
     UnsupportedModelError,
 )
 from lightning_dp.gradients.batches import DEFAULT_LAYOUT, SampleBatch
-from lightning_dp.gradients.chunks import NoLoss, OtherRowsError, is_differentiable
 from lightning_dp.gradients.compiled import CompiledParts, as_written
 from lightning_dp.gradients.engines import EngineChoice
 from lightning_dp.gradients.graph import CoupledLossError, check_loss_graph
-from lightning_dp.gradients.random_state import RandomState
 from lightning_dp.gradients.raw import RawGradientGuard
 
-__all__ = ["WatchedModel", "WrapEngine"]
+__all__ = ["NoLoss", "WatchedModel", "WrapEngine"]
 
 _INSIDE = (
     "Parameters {} got a gradient inside of an autograd Function of the model (an activation "
@@ -35,6 +34,10 @@ _INSIDE = (
 )
 
 WrapEngine: TypeAlias = Callable[[AbstractGradientEngine], AbstractGradientEngine]
+
+
+class NoLoss(Exception):
+    """A run gave nothing to go back from."""
 
 
 class WatchedModel:
@@ -47,9 +50,7 @@ class WatchedModel:
         module: the whole model.
         params: the trained parameters, in the order of flat vectors.
         choice: of the engine.
-        optimizer: whose steps raise unless :meth:`allow_step` allowed them; None where nobody steps.
         public: parameters that are trained on no records; their gradients are let through.
-        attaching: is entered around the attachment of an engine.
         wrap: puts something between the engine and the clipping.
         loss_graph_check: :meth:`check_loss` refuses losses that mix records, by their graph.
 
@@ -64,32 +65,45 @@ class WatchedModel:
         params: Sequence[nn.Parameter],
         choice: EngineChoice,
         *,
-        optimizer: Optimizer | None,
         public: Collection[nn.Parameter],
-        attaching: Callable[[], AbstractContextManager[None]],
         wrap: WrapEngine,
         loss_graph_check: bool,
     ) -> None:
         self._module, self._params, self._choice = module, params, choice
-        self._attaching, self._wrap, self._checks_graph = attaching, wrap, loss_graph_check
+        self._wrap, self._checks_graph = wrap, loss_graph_check
         self.engine = self._attached()
         """The engine in use."""
+        others = {id(param) for param in public}
+        watched = ((n, p) for n, p in module.named_parameters() if id(p) not in others)
         try:
-            others = {id(param) for param in public}
-            watched = ((n, p) for n, p in module.named_parameters() if id(p) not in others)
-            self._raw = RawGradientGuard(watched, optimizer)
+            self._raw = RawGradientGuard(watched)
         except Exception:
             self.engine.detach()
             raise
 
     def _attached(self) -> AbstractGradientEngine:
-        with self._attaching():
-            engine = self._choice.attach(self._module, self._params)
+        engine = self._choice.attach(self._module, self._params)
         engine.rest()
         self._compiled = CompiledParts(
             self._module, self._params, keeps_frozen=engine.keeps_compiled
         )
         return self._wrap(engine)
+
+    def detach(self) -> None:
+        """Leave the model as it was."""
+        self.engine.detach()
+        self._raw.remove()
+
+    @contextmanager
+    def without_engine(self) -> Iterator[None]:
+        """Leave the model without the engine, inside; the guard stays, and a new engine comes."""
+        self.engine.detach()
+        try:
+            yield
+        finally:
+            self.engine = self._attached()
+
+    # -- the engine in use -------------------------------------------------------------------------
 
     @property
     def description(self) -> str:
@@ -100,7 +114,7 @@ class WatchedModel:
     @property
     def compiled_note(self) -> str | None:
         """The compiled parts that run as written, in words; None if there are none."""
-        return None if self.one_record else self._compiled.note
+        return None if self.engine.one_record else self._compiled.note
 
     @property
     def randomness(self) -> RandomState | None:
@@ -122,50 +136,7 @@ class WatchedModel:
         self.engine.detach()
         self.engine = self._attached()
 
-    def take_engine_off(self) -> None:
-        """Leave the model without the engine, until :meth:`put_engine_on`; the guard stays."""
-        self.engine.detach()
-
-    def put_engine_on(self) -> None:
-        """Attach a new engine."""
-        self.engine = self._attached()
-
-    def detach(self) -> None:
-        """Leave the model as it was."""
-        self.engine.detach()
-        self._raw.remove()
-
-    @property
-    def has_products(self) -> bool:
-        """True if the engine can compute Hessian-vector products."""
-        return self.engine.has_products
-
-    @property
-    def runs_backward(self) -> bool:
-        """True if :meth:`backward` takes the place of ``loss.backward()``."""
-        return self.engine.runs_backward
-
-    @property
-    def one_record(self) -> bool:
-        """True if chunks must hold one record each."""
-        return self.engine.one_record
-
-    @property
-    def isolates(self) -> bool:
-        """True if records cannot mix in ``training_step``, by construction."""
-        return self.engine.isolates
-
-    def as_written(self) -> AbstractContextManager[None]:
-        """Let compiled parts that the engine must see run their own code, inside.
-
-        For forward passes that are watched and for their backward passes, which run parts of them
-        again; an engine that sees no layers needs nothing of it.
-        """
-        return nullcontext() if self.engine.one_record else self._compiled.as_written()
-
-    def repeating(self) -> AbstractContextManager[None]:
-        """Let checkpoints run parts of the model again, in a backward pass of somebody else, inside."""
-        return self.engine.repeating()
+    # -- a pass ------------------------------------------------------------------------------------
 
     def run(self, forward: Forward, batch: Any, size: int, around: Around | None = None) -> Any:
         """Run a forward pass under the engine, whose hooks are on the model then and at no other time.
@@ -191,6 +162,14 @@ class WatchedModel:
             finally:
                 self.engine.rest()
 
+    def as_written(self) -> AbstractContextManager[None]:
+        """Let compiled parts that the engine must see run their own code, inside.
+
+        For forward passes that are watched and for their backward passes, which run parts of them
+        again; an engine that sees no layers needs nothing of it.
+        """
+        return nullcontext() if self.engine.one_record else self._compiled.as_written()
+
     def _batch(self, batch: Any, size: int) -> SampleBatch:
         return SampleBatch(batch, size, self._choice.layout or DEFAULT_LAYOUT)
 
@@ -198,7 +177,8 @@ class WatchedModel:
         """Refuse a loss that mixes records by more than sums, before its backward pass.
 
         Args:
-            size: the number of records that it was computed from.
+            loss: the mean over the records.
+            size: how many they are.
 
         Raises:
             CoupledLossError: naming the node of the graph, and the cure.
@@ -207,12 +187,7 @@ class WatchedModel:
             check_loss_graph(loss, size, self.engine.outputs_of_layers())
 
     def backward(self, loss: Tensor, *, keep_graph: bool = False, combined: bool = False) -> None:
-        """Run the backward pass of a loss as the engine does it.
-
-        Args:
-            keep_graph: the graph is going to be used once more.
-            combined: the gradients will be combined with those of another pass.
-        """
+        """Run the backward pass of a loss, as :meth:`AbstractGradientEngine.backward`."""
         with self.as_written():
             self._raw.touched()
             self.engine.backward(loss, keep_graph=keep_graph, combined=combined)
@@ -222,38 +197,14 @@ class WatchedModel:
         if inside := self._raw.touched():
             raise UnsupportedModelError(_INSIDE.format(sorted(inside)[:5]), topic="unseen-use")
 
-    def take(self, scale: float = 1.0) -> AbstractPerSampleGradients | None:
-        """Take what the last backward pass left; None if nothing was back-propagated.
+    def take(self, scale: float = 1.0) -> AbstractPerSampleGradients:
+        """Take what the last backward pass left.
 
         Args:
             scale: undoes a division of the loss.
         """
-        touched = self._raw.touched()
-        if not self.engine.runs_backward and not touched:
-            self.engine.drop()
-            return None
-        return self.engine.take(scale, touched)
-
-    def drop(self) -> None:
-        """Forget what passes left."""
         self._raw.touched()
-        self.engine.drop()
-
-    def expect_step(self) -> None:
-        """Stand after all other hooks of the optimizer, whose step is next."""
-        self._raw.expect_step()
-
-    def without_guard(self) -> AbstractContextManager[None]:
-        """Let any step of the optimizer pass, inside."""
-        return self._raw.off()
-
-    def allow_step(self, check: Callable[[], None] | None = None) -> None:
-        """Let the next optimizer step pass: the gradients are private now.
-
-        Args:
-            check: is called once, right before the optimizer uses them.
-        """
-        self._raw.allow_step(check)
+        return self.engine.take(scale)
 
     def along(
         self,
@@ -269,6 +220,9 @@ class WatchedModel:
         Args:
             forward, batch, size, around: as for :meth:`run`.
             direction, weights: see there.
+
+        Raises:
+            NoLoss: if there is nothing to go back from.
         """
 
         def run_again() -> Tensor:
@@ -283,3 +237,8 @@ class WatchedModel:
                 return self.engine.along(run_again, direction, weights)
         finally:
             self._raw.touched()
+
+    def drop(self) -> None:
+        """Forget what passes left."""
+        self._raw.touched()
+        self.engine.drop()

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode
 
-from lightning_dp.gradients.chunks import is_differentiable
+from lightning_dp._training_step import is_differentiable
 
 __all__ = [
     "Deadline",

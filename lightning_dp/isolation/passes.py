@@ -295,7 +295,7 @@ class Passes:
         adds_up: bool = False,
     ) -> RecordPasses:
         """Attach the engine that the choice has come to to a copy."""
-        public = self.stills_of(module).parameters()
+        public, of_step = self.stills_of(module).parameters(), SideEffects(module).of_step
         return RecordPasses(
             module,
             params,
@@ -303,7 +303,7 @@ class Passes:
             public=public,
             loss_graph_check=loss_graph_check,
             adds_up=adds_up,
-            around=SideEffects(module).of_step,
+            quietly=lambda engine: of_step() if engine.runs_parts else contextlib.nullcontext(),
         )
 
     def _own_generators(self, module: LightningModule) -> ModuleState | None:

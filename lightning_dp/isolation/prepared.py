@@ -9,8 +9,7 @@ from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torch.nn.modules.dropout import _DropoutNd
 
-from lightning_dp._training_step import loss_in
-from lightning_dp.gradients.chunks import is_differentiable
+from lightning_dp._training_step import is_differentiable, loss_in
 from lightning_dp.isolation.stand_in_optimizers import ByHand
 from lightning_dp.isolation.stand_ins import NotProbed, Now, StandInTrainer
 

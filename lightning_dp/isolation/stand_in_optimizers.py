@@ -12,7 +12,7 @@ from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_dp.gradients.waiting import WaitingLosses
+from lightning_dp._waiting_losses import WaitingLosses
 from lightning_dp.isolation.stand_ins import StandInTrainer, StillScheduler, ignore
 
 __all__ = ["ByHand", "PublicStep", "StillOptimizer", "Stills", "give_optimizers"]

@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_dp._shards import is_sharded
-from lightning_dp.gradients.unsupported import is_fully_sharded
+from lightning_dp.gradients.base import is_fully_sharded
 
 __all__ = ["whole_copy"]
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from lightning_dp.gradients import Replay
-from lightning_dp.gradients.chunks import UNANSWERED
+from lightning_dp.gradients.base import UNANSWERED
 from lightning_dp.sampling.loader import Chunk
 
 __all__ = ["BatchAccounts"]

@@ -160,7 +160,7 @@ def check_estimator(
         MisconfigurationException: naming the cure.
     """
     traits, is_automatic = estimator.traits, module.automatic_optimization
-    if traits.uses_hessian and not step.engine.watched.has_products:
+    if traits.uses_hessian and not step.engine.watched.engine.has_products:
         raise MisconfigurationError(
             f"{estimator} needs Hessian-vector products, which this engine does not have: "
             f"{step.engine.choice.description}. Use engine='layers', and change a layer that it "

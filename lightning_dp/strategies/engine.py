@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
-from functools import partial
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_info
@@ -16,14 +15,20 @@ from lightning_dp._shards import is_sharded
 from lightning_dp._side_effects import SideEffects
 from lightning_dp._training_step import apart, muted
 from lightning_dp._world import World
-from lightning_dp.boundary import AbstractPerSampleGradients
 from lightning_dp.config import PrivacyConfig
-from lightning_dp.gradients import EngineChoice, RecordPasses, Replay, UnsupportedModelError
-from lightning_dp.gradients.base import Forward
+from lightning_dp.gradients import (
+    AbstractGradientEngine,
+    EngineChoice,
+    RecordPasses,
+    Replay,
+    UnsupportedModelError,
+)
+from lightning_dp.gradients.base import Around
 from lightning_dp.gradients.watched_model import WrapEngine
 from lightning_dp.isolation.stand_ins import NoCollectives, NotProbed
 from lightning_dp.run import PrivateRun
 from lightning_dp.strategies.optimizers import Optimizers
+from lightning_dp.strategies.step_guard import StepGuard
 
 __all__ = ["FitEngine", "engine_for"]
 
@@ -138,17 +143,15 @@ class FitEngine:
             module,
             params,
             choice,
-            optimizer=optimizer,
             public=public,
-            backward=module.backward,
             quietly=self._quietly,
-            attaching=self._without_trainer,
             again=self.unchanged,
             wrap=wrap,
             loss_graph_check=loss_graph_check,
-            around=partial(self.effects.of_step, are_done=False),
         )
         self.watched = self.passes.watched
+        self.steps = StepGuard(optimizer)
+        """Lets the optimizer step with what was released, and raises at other steps."""
 
     @property
     def trained_names(self) -> list[str]:
@@ -156,14 +159,14 @@ class FitEngine:
         trained = {id(param) for param in self._params}
         return [name for name, param in self._module.named_parameters() if id(param) in trained]
 
-    @contextmanager
-    def off(self) -> Iterator[None]:
+    def off(self) -> AbstractContextManager[None]:
         """Leave the model without the engine, inside; between two batches."""
-        self.watched.take_engine_off()
-        try:
-            yield
-        finally:
-            self.watched.put_engine_on()
+        return self.watched.without_engine()
+
+    def detach(self) -> None:
+        """Leave the model and the optimizer as they were."""
+        self.watched.detach()
+        self.steps.remove()
 
     def settle(self, world: World) -> None:
         """Go on with the engine that the lead process came to, and with no other, if there are shards.
@@ -194,27 +197,12 @@ class FitEngine:
     @contextmanager
     def each_alone(self) -> Iterator[None]:
         """Let each record begin with the state of now, inside, if they run alone."""
-        if self.watched.one_record:
+        if self.watched.engine.one_record:
             self._before_records = self._state()
         try:
             yield
         finally:
             self._before_records = None
-
-    def run_once_more(
-        self, forward: Forward, batch: object, size: int
-    ) -> AbstractPerSampleGradients | None:
-        """Return the gradients of records that nobody is answered from; None if there are none.
-
-        Args:
-            forward: runs a batch and returns its loss.
-            batch: what they are in.
-            size: how many they are.
-        """
-        try:
-            return self.passes.run(forward, batch, size)
-        finally:
-            self.watched.drop()
 
     def run_for_nothing(self, records: Sequence[Replay]) -> None:
         """Run records, each alone, of which nothing is asked: they log, as ever."""
@@ -227,19 +215,10 @@ class FitEngine:
     def _state(self) -> ModuleState:
         return ModuleState.of(self._module, self._trainer.callbacks)  # type: ignore[attr-defined]
 
-    @contextmanager
-    def _quietly(self) -> Iterator[None]:
+    def _quietly(self, engine: AbstractGradientEngine) -> AbstractContextManager[Around | None]:
         """Leave no trace of a run in the module."""
-        module, before = self._module, self._before_records
-        with muted(module) if before is None else apart(module, before):
-            yield
-
-    @contextmanager
-    def _without_trainer(self) -> Iterator[None]:
-        """Keep the Trainer out of copies of the module that an engine makes, inside."""
-        module, trainer = self._module, self._module.trainer
-        module.trainer = None
-        try:
-            yield
-        finally:
-            module.trainer = trainer
+        if self._before_records is not None:
+            return apart(self._module, self._before_records)
+        if engine.runs_parts:
+            return self.effects.of_step(are_done=False)
+        return muted(self._module)

@@ -9,8 +9,8 @@ from pathlib import Path
 from lightning.pytorch import Trainer
 from lightning.pytorch.plugins import Precision
 
+from lightning_dp._waiting_losses import WaitingLosses
 from lightning_dp._world import World
-from lightning_dp.gradients.waiting import WaitingLosses
 from lightning_dp.gradients.watched_model import WrapEngine
 from lightning_dp.run import PrivateRun
 from lightning_dp.strategies.alone import RecordsAlone

@@ -303,7 +303,7 @@ class PrivateFitStrategy(Strategy):
     def _without_guard(self) -> AbstractContextManager[None]:
         """Let torch step an optimizer with zeros, to make the state that a sharded one is read into."""
         fit = self._fit if self._sharded else None
-        return nullcontext() if fit is None else fit.step.engine.watched.without_guard()
+        return nullcontext() if fit is None else fit.step.engine.steps.off()
 
     def _leave_the_model(self) -> None:
         if self._fit is not None:

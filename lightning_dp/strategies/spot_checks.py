@@ -14,10 +14,10 @@ from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor
 from torch.utils.data import default_collate
 
+from lightning_dp._generators import RandomState
 from lightning_dp._module_state import ModuleState
 from lightning_dp.boundary import AbstractPerSampleGradients
 from lightning_dp.functional import number_of_entries
-from lightning_dp.gradients.random_state import RandomState
 from lightning_dp.isolation.answers import Call, watch_calls
 from lightning_dp.isolation.nesting import copied, number_of_rows
 from lightning_dp.isolation.record_gradients import Glimpse, Movement, Tolerance, glimpse, moved
@@ -110,7 +110,7 @@ class SpotChecks:
             self._check = None
         if not run.config.spot_checks or run.batches is None:
             return
-        if self._step.engine.watched.isolates:  # no record is there when another one runs
+        if self._step.engine.watched.engine.isolates:  # no record is there when another one runs
             return
         self._first = run.step if self._first is None else self._first
         since, chunks = run.step - self._first, run.batches.chunks_per_step
@@ -336,7 +336,7 @@ class SpotChecks:
             hooks = watch_calls(self._module, calls) if watch else None
             try:
                 forward = partial(self._forward, check.args[1:], at_loss)
-                found = self._step.engine.run_once_more(forward, batch, check.size)
+                found = self._step.engine.passes.run(forward, batch, check.size)
                 gradients = None if found is None else self._glimpse(found)
                 if found is not None:
                     found.discard()

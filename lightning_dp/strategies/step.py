@@ -12,15 +12,14 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_dp._checks import MisconfigurationError
+from lightning_dp._generators import RandomState
 from lightning_dp._norms import normalises_over_the_batch
 from lightning_dp._refusals import RefusedRun
 from lightning_dp._shards import as_shard, held_here
 from lightning_dp.boundary import AbstractPerSampleGradients, Query
 from lightning_dp.functional import unflatten
 from lightning_dp.gradients import OtherRowsError, Replay, UnsupportedModelError
-from lightning_dp.gradients.base import Forward
-from lightning_dp.gradients.chunks import OTHER_ROWS
-from lightning_dp.gradients.random_state import RandomState
+from lightning_dp.gradients.base import OTHER_ROWS, Forward
 from lightning_dp.isolation.synthetic import leaves_of
 from lightning_dp.mechanism import Mechanism
 from lightning_dp.sampling.loader import Chunk
@@ -95,13 +94,13 @@ class PrivateStep:
     @property
     def one_record(self) -> bool:
         """True if each record must run alone, by :meth:`answer_each`."""
-        return self._watched.one_record
+        return self._watched.engine.one_record
 
     def run(self, forward: Forward, batch: object) -> Any:
         """Run the chunk's forward pass under the engine, and return what ``training_step`` does."""
         chunk, effects = self._batch.chunk, self.engine.effects
         size = 1 if chunk is None else max(1, chunk.size)
-        if not self._watched.isolates or self.one_record:
+        if not self._watched.engine.runs_parts:
             return self._watched.run(forward, batch, size)
         with effects.of_step() as around:
             output = self._watched.run(forward, batch, size, around)
@@ -353,7 +352,7 @@ class PrivateStep:
 
     def expect_update(self) -> None:
         """Be the last to look at the gradients when the optimizer steps next."""
-        self._watched.expect_step()
+        self.engine.steps.expect()
 
     def release(
         self,
@@ -386,11 +385,11 @@ class PrivateStep:
             self._batch.answered.clear()
         for param, gradient in zip(self.params, unflatten(estimate, held), strict=True):
             param.grad = as_shard(gradient, param)
-        self._watched.allow_step(check)
+        self.engine.steps.allow(check)
 
     def detach(self) -> None:
         """Leave the model as it was."""
-        self._watched.detach()
+        self.engine.detach()
         self._batch, self._forward_again, self._records = BatchAccounts(), None, None
 
 

@@ -13,12 +13,11 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_dp._checks import MisconfigurationError
-from lightning_dp._training_step import with_loss
+from lightning_dp._training_step import is_differentiable, with_loss
 from lightning_dp._warnings import warn
 from lightning_dp.boundary import Query
 from lightning_dp.gradients import CoupledLossError, UnsupportedModelError
 from lightning_dp.gradients.base import without_alone
-from lightning_dp.gradients.chunks import is_differentiable
 from lightning_dp.strategies.checks import evaluated_once
 from lightning_dp.strategies.data import (
     before_transfer,
@@ -245,11 +244,9 @@ class DifferentialPrivacyStrategy(PrivateFitStrategy):
         """Run the backward pass and bound what it leaves."""
         mechanism, step = self._mechanism, self._now.step
         mechanism.begin_noise(step.held)
-        if not step.engine.watched.runs_backward:
-            loss = super().backward(closure_loss, optimizer, *args, **kwargs)
-        elif args or kwargs or is_overridden("backward", self.lightning_module):
+        if args or kwargs or is_overridden("backward", self.lightning_module):
             step.backward(closure_loss, mechanism.query, keep_graph=True)
-            with step.engine.watched.repeating():
+            with step.engine.watched.engine.repeating():
                 loss = super().backward(closure_loss, optimizer, *args, **kwargs)
         else:
             loss = self._backward_of_the_engine(closure_loss, mechanism.query)

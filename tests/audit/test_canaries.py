@@ -203,7 +203,7 @@ def test_clipping_before_the_difference_is_caught(run_audit, monkeypatch):
         total: Any = 0
         for each in query.passes:
             at_present = each.point is None and first is not None
-            gradients = first if at_present else self._run(chunk, each, True)
+            gradients = first if at_present else self._pass(chunk, each)
             total = total + each.gradient * bounded_sum(gradients, query.clip_norm).value
         return BoundedSum(total, query.clip_norm)
 

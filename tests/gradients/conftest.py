@@ -125,9 +125,8 @@ class Oracle:
         norms = expected.norm(dim=1)
         clip_norm = float(norms.median())
         engine.attach(module, self.trained(module))
-        with engine.following(batch, len(batch)):
-            loss = self.mean_loss(forward(module, batch))
-        found = engine.take(1.0, self.back(engine, module, loss))
+        engine.backward(self.mean_loss(forward(module, batch)))
+        found = engine.take(1.0)
         torch.testing.assert_close(found.norms(), norms, rtol=1e-5, atol=1e-7)
         total, wanted = (
             bounded_sum(found, clip_norm).value.double(),
@@ -140,19 +139,6 @@ class Oracle:
         """The sum of the rows, each scaled down to that norm."""
         return (rows * (clip_norm / rows.norm(dim=1, keepdim=True)).clamp(max=1)).sum(0)
 
-    @staticmethod
-    def back(
-        engine: AbstractGradientEngine, module: nn.Module, loss: Tensor, *, combined: bool = False
-    ) -> dict[str, nn.Parameter]:
-        """The backward pass as the engine wants it; the parameters that got a gradient."""
-        if engine.runs_backward:
-            engine.backward(loss, combined=combined)
-            return {}
-        loss.backward()
-        touched = {n: p for n, p in module.named_parameters() if p.grad is not None}
-        module.zero_grad()
-        return touched
-
     def run(
         self,
         engine: AbstractGradientEngine,
@@ -163,15 +149,14 @@ class Oracle:
         combined: bool = False,
     ) -> Any:
         """One watched forward and backward pass: the engine's answer."""
-        loss = self.mean_loss(module(batch)) / divide_by
-        touched = self.back(engine, module, loss, combined=combined)
-        return engine.take(divide_by, touched)
+        engine.backward(self.mean_loss(module(batch)) / divide_by, combined=combined)
+        return engine.take(divide_by)
 
     @staticmethod
     def run_loss(engine: LayerCalls, forward: Callable[[], Tensor]) -> Any:
         """The same for anything that runs the model and returns the mean over the records."""
         engine.backward(forward())
-        return engine.take(1.0, {})
+        return engine.take(1.0)
 
 
 @pytest.fixture(scope="session")

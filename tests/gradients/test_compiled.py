@@ -132,13 +132,10 @@ TRAINED = {
     "in a checkpoint": Checkpointed,
     "with a frozen part": lambda: wrapped(frozen=2),
 }
-
-
-def gradients(net: nn.Module, engine: str, oracle: Any, batch: Tensor) -> Any:
-    """Return the gradients of the records, and the passes' description."""
-    with RecordPasses(net, oracle.trained(net), engine) as passes:
-        found = passes.run(lambda b: oracle.mean_loss(net(b)), batch, len(batch))
-        return found, passes.watched.description
+NAMED = {
+    "wrapped": "the model", "in place": "the model", "its forward": "the model",
+    "a part wrapped": "2",
+}  # fmt: skip
 
 
 def check(net: nn.Module, engine: str, oracle: Any) -> str:
@@ -147,7 +144,9 @@ def check(net: nn.Module, engine: str, oracle: Any) -> str:
     batch = torch.randn(oracle.records, 6)
     with as_written():
         expected = oracle.one_by_one(net, batch)
-    found, description = gradients(net, engine, oracle, batch)
+    with RecordPasses(net, oracle.trained(net), engine) as passes:
+        found = passes.run(lambda b: oracle.mean_loss(net(b)), batch, len(batch))
+        description = passes.watched.description
     total = oracle.clipped(expected, 0.1).to(torch.float32)
     factors = (0.1 / found.norms()).clamp(max=1)
     torch.testing.assert_close(found.norms(), expected.norm(dim=1), rtol=2e-6, atol=0)
@@ -163,19 +162,14 @@ def check(net: nn.Module, engine: str, oracle: Any) -> str:
         pytest.param("in a checkpoint", "hooks", marks=pytest.mark.slow),
     ],
 )
-def test_trained_parts_run_as_written(kind, engine, oracle):
+def test_trained_parts_run_as_written_and_the_description_names_them(kind, engine, oracle):
     net = TRAINED[kind]()
-    check(net, engine, oracle)
+    description = check(net, engine, oracle)
     assert not RAN
+    if kind in NAMED:
+        assert f"{engine}; {NAMED[kind]}: compiled, and run as written" in description
     net(torch.randn(3, 6))
     assert RAN, "outside of private steps the model is compiled, as before"
-
-
-@pytest.mark.parametrize("kind", ["wrapped", "in place", "a part wrapped", "its forward"])
-def test_the_description_names_them(kind, oracle):
-    names = {"wrapped": "the model:", "in place": "the model:", "a part wrapped": "2:"}
-    description = check(TRAINED[kind](), "auto", oracle)
-    assert f"layers; {names.get(kind, 'the model:')} compiled, and run as written" in description
 
 
 def test_what_is_not_compiled_is_not_named(oracle):

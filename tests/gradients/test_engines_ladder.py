@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -44,9 +44,9 @@ class Fussy(LayerCalls):
         self._refuse("backward", self._rows)
         super().backward(loss, **how)
 
-    def take(self, scale: float, touched: Mapping[str, nn.Parameter]) -> AbstractPerSampleGradients:
+    def take(self, scale: float) -> AbstractPerSampleGradients:
         self._refuse("take", self._rows)
-        return super().take(scale, touched)
+        return super().take(scale)
 
 
 @pytest.fixture

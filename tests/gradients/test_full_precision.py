@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from lightning_dp._precision import full_precision
 from lightning_dp.boundary import bounded_sum
 from lightning_dp.gradients.batches import SampleBatch
-from lightning_dp.gradients.engines import attach_engine
+from lightning_dp.gradients.engines import EngineChoice
 
 pytestmark = pytest.mark.skipif(
     not hasattr(torch.backends.cudnn, "conv"),
@@ -72,7 +72,7 @@ def test_products_of_norms_and_sums_are_not_rounded(model: str, engine: str) -> 
     make, shape = MODELS[model]
     torch.manual_seed(0)
     net, x = make(), torch.randn(shape)
-    attached, _ = attach_engine(engine, net, list(net.parameters()))
+    attached = EngineChoice(engine).attach(net, list(net.parameters()))
     products = Products()
     with products:
         loss = attached.run(
@@ -80,7 +80,7 @@ def test_products_of_norms_and_sums_are_not_rounded(model: str, engine: str) -> 
         )
         attached.rest()
         attached.backward(loss)
-        bounded_sum(attached.take(1.0, {}), 0.5)
+        bounded_sum(attached.take(1.0), 0.5)
     attached.detach()
     assert products.of_model and all(each == {"bf16"} for each in products.of_model)
     assert products.of_sums and all(each == {"ieee"} for each in products.of_sums)

@@ -101,7 +101,7 @@ def test_a_checkpoint_drops_the_inputs_of_its_layers(kind, kept, oracle):
 
     assert (held() > before) is kept
     engine.backward(oracle.mean_loss(output))
-    assert engine.take(1.0, {}).count == oracle.records
+    assert engine.take(1.0).count == oracle.records
     engine.detach()
 
 
@@ -161,5 +161,5 @@ def test_a_graph_that_is_gone_after_one_pass_is_refused(oracle):
     engine = attached(net)
     engine.backward(oracle.mean_loss(net[1](Once.apply(net[0](oracle.features())))))
     with pytest.raises(UnsupportedModelError, match=r"second time.*engine='layers'") as caught:
-        engine.take(1.0, {}).weighted_sum(torch.ones(oracle.records))
+        engine.take(1.0).weighted_sum(torch.ones(oracle.records))
     assert "secrets" not in str(caught.value)

@@ -9,26 +9,19 @@ from lightning_dp.boundary import bounded_sum
 pytestmark = pytest.mark.filterwarnings("ignore:Full backward hook is firing")
 
 
-def test_detach_leaves_the_model_as_it_was(engine, case, oracle, anatomy):
+def test_attach_keeps_type_and_state_dict_and_detach_leaves_the_model_as_it_was(
+    engine, case, oracle, anatomy
+):
     module = case.make()
-    before = anatomy(module)
+    before, kind, keys = anatomy(module), type(module), list(module.state_dict())
     engine.attach(module, oracle.trained(module))
+    assert (type(module), list(module.state_dict())) == (kind, keys)
     oracle.run(engine, module, case.batch())
 
     engine.detach()
     engine.detach()  # may be called twice
 
     assert anatomy(module) == before
-
-
-def test_attach_changes_neither_type_nor_state_dict(engine, case, oracle):
-    module = case.make()
-    kind, keys = type(module), list(module.state_dict())
-
-    engine.attach(module, oracle.trained(module))
-
-    assert type(module) is kind
-    assert list(module.state_dict()) == keys
 
 
 def test_detach_after_an_exception_in_the_middle_leaves_the_model_as_it_was(
@@ -46,23 +39,17 @@ def test_detach_after_an_exception_in_the_middle_leaves_the_model_as_it_was(
     assert anatomy(module) == before
 
 
-def test_a_model_can_be_attached_again(engine, case, oracle):
+@pytest.mark.parametrize("detaches", [True, False])
+def test_a_model_can_be_attached_again(detaches, engine, case, oracle):
     module, batch = case.make(), case.batch()
     for _ in range(2):
         engine.attach(module, oracle.trained(module))
         oracle.mean_loss(module(batch))  # ends with a forward pass that is never back-propagated
-        engine.detach()
+        if detaches:
+            engine.detach()
     engine.attach(module, oracle.trained(module))
 
     assert oracle.run(engine, module, batch).count == oracle.records
-
-
-def test_attaching_twice_replaces_the_first_watch(engine, oracle, mlp):
-    module = mlp()
-    engine.attach(module, oracle.trained(module))
-    engine.attach(module, oracle.trained(module))
-
-    assert oracle.run(engine, module, oracle.features()).count == oracle.records
 
 
 def test_a_dropped_forward_pass_is_not_mixed_with_the_next_batch(engine, case, oracle, anatomy):

@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from lightning_dp._generators import RandomState
 from lightning_dp.gradients import RecordPasses, UnsupportedModelError
 from lightning_dp.gradients.one_by_one import OneByOne
-from lightning_dp.gradients.random_state import RandomState
 
 
 def loss_of(module: nn.Module, x: Tensor) -> Tensor:
@@ -24,7 +24,7 @@ def test_gradients_of_all_types_and_shapes_are_one_row():
     engine = OneByOne()
     engine.attach(nn.Module(), params)
     engine.backward((sparse(torch.tensor([[3]])) * half * scale).sum())
-    gradients = engine.take(1.0, {})
+    gradients = engine.take(1.0)
     row = gradients.weighted_sum(torch.ones(1))
     assert gradients.count == 1 and row.dtype == torch.float32
     dense = torch.zeros(5, 2)
@@ -44,7 +44,7 @@ def test_nothing_is_taken_without_a_backward_pass():
     engine = OneByOne()
     engine.attach(nn.Module(), list(nn.Linear(2, 2).parameters()))
     with pytest.raises(UnsupportedModelError, match="no backward pass"):
-        engine.take(1.0, {})
+        engine.take(1.0)
 
 
 def test_a_seed_makes_random_states_and_leaves_those_of_now():

@@ -151,7 +151,7 @@ def test_a_record_whose_large_terms_cancel_stays_within_its_bound(kind):
             weights = torch.randn(1, 16, 1, 1).expand(1, 16, 2, 1)
         engine.attach(layer, list(layer.parameters()))
         engine.backward(1e9 * (layer(batch) * weights).sum())
-        longest = max(longest, float(bounded_sum(engine.take(1.0, {}), 1.0).value.norm()))
+        longest = max(longest, float(bounded_sum(engine.take(1.0), 1.0).value.norm()))
         engine.detach()
     assert longest <= 1 + 1e-5
 
@@ -180,7 +180,7 @@ def test_terms_that_cancel_stay_within_the_bound_where_rows_are_not_kept(kind, m
         engine = LayerCalls()
         engine.attach(layer, list(layer.parameters()))
         engine.backward(1e9 * (layer(batch) * weights)[:1].sum(), combined=True)
-        longest = max(longest, float(bounded_sum(engine.take(1.0, {}), 1.0).value.norm()))
+        longest = max(longest, float(bounded_sum(engine.take(1.0), 1.0).value.norm()))
         engine.detach()
     assert longest <= 1 + 1e-5
 
@@ -285,7 +285,7 @@ def test_what_was_missed_or_counted_twice_is_refused(fault, oracle):
         weight *= 0.5
     elif fault == "another's":
         weight.copy_(weight.roll(1, 0))
-    found = engine.take(1.0, {})
+    found = engine.take(1.0)
     engine.detach()
     refused = pytest.raises(UnsupportedModelError, match=r"^2\.weight: .*do not add up")
     with nullcontext() if fault == "none" else refused:

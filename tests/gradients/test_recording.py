@@ -78,7 +78,7 @@ def test_branches_and_residuals_are_no_second_use(parts, oracle):
     one, x = parts.net["one"], torch.randn(oracle.records, 6)
     y = one(x)
     parts.engine.backward(oracle.mean_loss(y + torch.tanh(y) * y + one(y)))
-    assert parts.engine.take(1.0, {}).count == oracle.records
+    assert parts.engine.take(1.0).count == oracle.records
 
 
 def test_an_overwritten_input_is_refused(parts, oracle):
@@ -101,7 +101,7 @@ def test_gradients_of_stride_zero_are_read_right(parts, oracle):
     """The gradient of a sum is one number, expanded."""
     one, x = parts.net["one"], torch.randn(oracle.records, 6)
     parts.engine.backward(one(x).sum(1).mean())
-    norms = parts.engine.take(1.0, {}).norms()
+    norms = parts.engine.take(1.0).norms()
     torch.testing.assert_close(norms, x.double().norm(dim=1) * 6**0.5, rtol=1e-6, atol=0)
 
 

@@ -29,7 +29,7 @@ def check(module: nn.Module, loss: Loss, *, groups: int = 1) -> None:
     engine = Records()
     engine.attach(module, params)
     engine.backward(engine.run(loss, SampleBatch(batch, N)))
-    found = engine.take(1.0, {})
+    found = engine.take(1.0)
     assert (len(found._groups) if isinstance(found, GroupedGradients) else 1) == groups
     expected = torch.stack(
         [
@@ -143,7 +143,7 @@ def test_dropout_draws_the_masks_of_an_ordinary_batch(kind: type[nn.Module]) -> 
     engine.attach(module, params)
     torch.manual_seed(7)
     engine.backward(engine.run(lambda x: module(x)[0].square().sum(), SampleBatch(x, N)))
-    found = engine.take(1.0, {}).weighted_sum(torch.ones(N))
+    found = engine.take(1.0).weighted_sum(torch.ones(N))
     torch.manual_seed(7)
     expected = torch.autograd.grad(module(x)[0].square().sum(), params)
     torch.testing.assert_close(found, torch.cat([g.flatten() for g in expected]))

@@ -18,8 +18,8 @@ from lightning_dp._checks import MisconfigurationError, check_model
 from lightning_dp.boundary import Query, Term
 from lightning_dp.functional import flatten
 from lightning_dp.gradients import RecordPasses, Replay, UnsupportedModelError, calls
-from lightning_dp.gradients.chunks import at_point
 from lightning_dp.gradients.engines import EngineChoice
+from lightning_dp.gradients.passes import at_point
 from lightning_dp.isolation import probe_isolation
 from tests.gradients.models import Example, linear, net, weight
 from tests.gradients.test_contract import N, alone, made, replay, rows, trained

@@ -15,7 +15,7 @@ from torch.distributed.tensor import Replicate, distribute_tensor
 
 from lightning_dp._checks import check_model
 from lightning_dp.callbacks import DifferentialPrivacy
-from lightning_dp.gradients import UnsupportedModelError, attach_engine
+from lightning_dp.gradients import EngineChoice, UnsupportedModelError
 from lightning_dp.gradients.layer_calls import LayerCalls
 from tests.older_torch import fsdp_on_cpu
 
@@ -69,10 +69,10 @@ def test_parameters_that_are_sharded_otherwise_are_refused_by_name(make, says, m
     module = make(mesh)
     for engine in ("auto", "bookkeeping"):
         with pytest.raises(UnsupportedModelError, match=says):
-            attach_engine(engine, module, list(module.parameters()))
+            EngineChoice(engine).attach(module, list(module.parameters()))
     for engine in ("records", "hooks", "one_by_one"):
         with pytest.raises(UnsupportedModelError, match="sharded"):
-            attach_engine(engine, module, list(module.parameters()))
+            EngineChoice(engine).attach(module, list(module.parameters()))
     with pytest.raises(UnsupportedModelError, match="sharded"):
         check_model(module)
 
@@ -81,12 +81,12 @@ def test_some_engines_know_sharded_parameters_and_others_name_one(mesh):
     module = fully_sharded(mesh)
     used = {"auto": "layers", "bookkeeping": "layers", "layers": "layers"}
     for engine, name in used.items():
-        attached, description = attach_engine(engine, module, list(module.parameters()))
-        attached.detach()
-        assert description == name
+        choice = EngineChoice(engine)
+        choice.attach(module, list(module.parameters())).detach()
+        assert choice.description == name
     for engine in ("hooks", "one_by_one"):
         with pytest.raises(UnsupportedModelError, match=r"\['0.* sharded "):
-            attach_engine(engine, module, list(module.parameters()))
+            EngineChoice(engine).attach(module, list(module.parameters()))
     with pytest.raises(UnsupportedModelError, match="sharded"):
         check_model(module)
     check_model(module, may_be_sharded=True)
@@ -134,10 +134,10 @@ def test_a_trained_parameter_of_a_class_of_its_own_is_refused(engine):
     special._is_param = True
     module[2].weight = special
     with pytest.raises(UnsupportedModelError, match=r"'2.weight'.*Quantised.*LoRA"):
-        attach_engine(engine, module, list(module.parameters()))
+        EngineChoice(engine).attach(module, list(module.parameters()))
     module[2].weight.requires_grad_(False)
     trained = [param for param in module.parameters() if param.requires_grad]
-    attach_engine(engine, module, trained)[0].detach()
+    EngineChoice(engine).attach(module, trained).detach()
 
 
 class Swaps(nn.Module):

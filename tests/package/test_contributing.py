@@ -78,8 +78,8 @@ def test_the_engine_example_agrees_with_opacus(example):
     def sums(engine, layer: nn.Linear) -> torch.Tensor:
         engine.attach(layer, list(layer.parameters()))
         loss = nn.functional.cross_entropy(layer(x), y)
-        engine.backward(loss) if engine.runs_backward else loss.backward()
-        taken = engine.take(2.0, {})
+        engine.backward(loss)
+        taken = engine.take(2.0)
         engine.detach()
         assert not layer._forward_hooks
         return taken.weighted_sum(torch.arange(7.0))

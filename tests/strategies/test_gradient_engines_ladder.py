@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import pytest
@@ -46,9 +45,9 @@ class Fussy(LayerCalls):
         self._refuse("backward", is_odd=self._odd)
         super().backward(loss, **how)
 
-    def take(self, scale: float, touched: Mapping[str, nn.Parameter]) -> AbstractPerSampleGradients:
+    def take(self, scale: float) -> AbstractPerSampleGradients:
         self._refuse("take", is_odd=self._odd)
-        return super().take(scale, touched)
+        return super().take(scale)
 
 
 def collate(samples: list[Any]) -> Any:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from lightning_dp.boundary import bounded_sum
 from lightning_dp.gradients.batches import SampleBatch
-from lightning_dp.gradients.engines import attach_engine
+from lightning_dp.gradients.engines import EngineChoice
 
 
 @pytest.fixture(autouse=True)
@@ -65,12 +65,12 @@ def exact(net: Times, x: Tensor, clip_norm: float) -> Tensor:
 @pytest.mark.parametrize("kind", ["linear", "convolution"])
 def test_clipped_sums_are_those_of_float64(kind: str, engine: str) -> None:
     net, x = almost_nothing(kind)
-    attached, _ = attach_engine(engine, net, list(net.parameters()))
+    attached = EngineChoice(engine).attach(net, list(net.parameters()))
     places = torch.arange(len(x), device=x.device)
     loss = attached.run(lambda batch: net(*batch).mean(), SampleBatch((x, places), len(x)))
     attached.rest()
     attached.backward(loss)
-    found = bounded_sum(attached.take(1.0, {}), 0.5).value.cpu().double()
+    found = bounded_sum(attached.take(1.0), 0.5).value.cpu().double()
     attached.detach()
     wanted = exact(net, x, 0.5)
     error = float((found - wanted).norm() / wanted.norm())

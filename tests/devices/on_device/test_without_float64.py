@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from lightning_dp import CubicNewton, Diff2, LaplacianSmoothing
 from lightning_dp._precision import has_float64
 from lightning_dp.boundary import bounded_sum
-from lightning_dp.gradients.engines import attach_engine
+from lightning_dp.gradients.engines import EngineChoice
 
 CASES = {
     "convolutions": {"name": "cnn"},
@@ -93,12 +93,11 @@ def test_no_record_is_longer_than_its_bound(kind: str, clip_norm: float) -> None
         params = list(net.parameters())[:1]
         net.requires_grad_(False)
         params[0].requires_grad_(True)
-        engine, _ = attach_engine("layers", net, params)
-        with engine.following(x * size, 1):
-            loss = (net(x * size) * weight).sum()
+        engine = EngineChoice("layers").attach(net, params)
+        loss = (net(x * size) * weight).sum()
         engine.rest()
         engine.backward(loss, keep_graph=True)
-        total = bounded_sum(engine.take(1.0, {}), clip_norm).value.cpu().double()
+        total = bounded_sum(engine.take(1.0), clip_norm).value.cpu().double()
         engine.detach()
         assert total.norm() <= clip_norm * (1 + 1e-5)
         raw = torch.autograd.grad(loss, params)[0].flatten().cpu().double()

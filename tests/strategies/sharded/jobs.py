@@ -30,8 +30,7 @@ from lightning_dp._shards import as_shard, held_here
 from lightning_dp._world import World
 from lightning_dp.boundary import Query, Term, add_noise, begin_with_noise, bounded_sum
 from lightning_dp.functional import flatten
-from lightning_dp.gradients.chunks import Replay
-from lightning_dp.gradients.passes import RecordPasses
+from lightning_dp.gradients.passes import RecordPasses, Replay
 from lightning_dp.gradients.sharded import shards_at_point
 
 CLIP_NORM, RECORDS = 0.05, 8
