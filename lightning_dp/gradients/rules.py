@@ -165,7 +165,7 @@ def _uses_of_scale(layer: Any, v: Tensor, u: Tensor, sum_over: range) -> Uses:
 
 @dataclass(frozen=True)
 class _Entry:
-    """What a rule is about.
+    """One row of the table: a rule, and the layers and functions that it is for.
 
     Args:
         rule: the rule.
