@@ -193,7 +193,8 @@ def test_the_callbacks_bring_nothing_that_lightning_does_not(loaded):
     """Importing them costs less than a tenth of a second beyond Lightning: their own modules alone."""
     packages = {name.split(".")[0] for name in loaded["brought"]}
     assert packages <= {"lightning_dp", "filelock"}  # some version of torch brings it
-    assert len(loaded["brought"]) < 70
+    own = [name for name in loaded["brought"] if name.startswith("lightning_dp")]
+    assert len(own) < 70  # how many the others have is their versions' matter
 
 
 def test_one_version_and_one_name_of_the_authors_everywhere(root):

@@ -83,7 +83,7 @@ def by_the_engine(x: Tensor, point: Tensor, direction: Tensor | None, query: Que
 
     if direction is None:
         engine.backward(run())
-        gradients = engine.take(1.0, {"line.weight": params[0]})
+        gradients = engine.take(1.0)
     else:
         gradients = engine.along(run, direction, (1.0, 1.0))
     if query.coordinates is not None:
