@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_dp._shards import held_here
+from lightning_dp.functional import real
 
 __all__ = ["GradientEdits", "Gradients", "watched"]
 
@@ -286,7 +287,8 @@ def _sample(gradients: Sequence[Tensor], step: int) -> Iterator[Tensor]:
     vectors = {id(whole): whole for whole in wholes}
     stride = max(1, sum(each.numel() for each in vectors.values()) // _ENTRIES)
     for each in vectors.values():
-        bits = each.detach().reshape(-1).view(_INTEGERS[each.itemsize])
+        entries = real(each.detach()).reshape(-1)
+        bits = entries.view(_INTEGERS[entries.itemsize])
         if stride == 1:
             yield bits
             continue

@@ -27,7 +27,7 @@ def features() -> Tensor:
 
 @pytest.fixture(params=["mlp", "cnn", "tied embedding"])
 def case(request: pytest.FixtureRequest) -> SimpleNamespace:
-    """What makes a model and the inputs of a batch."""
+    """Return functions that make a model and the inputs of a batch."""
     torch.manual_seed(0)
     example = EXAMPLES[request.param]
     return SimpleNamespace(make=example.make, batch=lambda: example.batch(RECORDS)["x"])

@@ -1,4 +1,4 @@
-"""What an engine does to a model while it watches, and that it leaves nothing behind."""
+"""Hooks of an engine on a model while it watches, of which nothing is left behind."""
 
 from __future__ import annotations
 

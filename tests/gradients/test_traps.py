@@ -1,4 +1,4 @@
-"""What goes wrong where records run alone, unless it is looked at: one section for each trap.
+"""Traps of records that run alone: one section for each.
 
 The second one, leaves of a batch without records, is that of ``test_batches.py``.
 """
@@ -158,7 +158,7 @@ def test_records_are_not_written_into_what_all_of_them_share():
 
 
 def test_records_that_part_at_one_point_and_not_at_another_are_combined():
-    """Which branch a record takes depends on the parameters."""
+    """The branch that a record takes depends on the parameters."""
     example = Example(
         net(
             lambda m, x: m.head(m.body(x) if m.gate(x).sum() > 0 else x * m.gain),

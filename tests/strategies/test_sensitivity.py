@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_dp import FullBatch
 from lightning_dp.callbacks import DifferentialPrivacy
+from lightning_dp.functional import real
 
 C = 0.7
 N = 31
@@ -57,15 +58,30 @@ def two_layers():
     return nn.Sequential(nn.Linear(6, 5), nn.ReLU(), nn.LayerNorm(5), nn.Linear(5, 3))
 
 
+class Magnitudes(nn.Module):
+    """Complex weights; the length of each output is what the loss sees."""
+
+    def __init__(self, outputs=3):
+        super().__init__()
+        self.outputs = outputs
+
+    def to(self, dtype):
+        self.weight = nn.Parameter(torch.randn(6, self.outputs, dtype=dtype.to_complex()))
+        return self
+
+    def forward(self, x):
+        return (x.to(self.weight.dtype) @ self.weight).abs()
+
+
 @pytest.fixture
 def released_sum(make_trainer, weights):
     """lr = 1 and q = 1, so one update times B = N is the released sum."""
 
-    def run(x, net, dtype, y=None, engine="auto"):
+    def run(x, net, dtype, y=None, engine="auto", noise_multiplier=0.0):
         model = Regression(net, dtype)
         before = weights(model)
         privacy = DifferentialPrivacy(
-            noise_multiplier=0.0,
+            noise_multiplier=noise_multiplier,
             max_grad_norm=C,
             target_delta=1e-5,
             sampling=FullBatch(),
@@ -77,7 +93,7 @@ def released_sum(make_trainer, weights):
         data = TensorDataset(x, torch.arange(len(x)) % 3 if y is None else y)
         trainer.fit(model, DataLoader(data, batch_size=8))
         assert trainer.global_step == 1
-        return (before - weights(model)).double() * len(x)
+        return real(before - weights(model)).flatten().double() * len(x)
 
     return run
 
@@ -86,7 +102,7 @@ def with_record(x, name):
     return torch.cat([x, torch.tensor([RECORDS[name]], dtype=torch.float64).to(x.dtype)])
 
 
-@pytest.mark.parametrize("net", [linear, two_layers])
+@pytest.mark.parametrize("net", [linear, two_layers, Magnitudes])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("name", RECORDS)
 def test_one_more_record_moves_the_sum_by_at_most_c(name, dtype, net, released_sum):
@@ -98,7 +114,7 @@ def test_one_more_record_moves_the_sum_by_at_most_c(name, dtype, net, released_s
     assert float(difference.norm()) <= C + rounding
 
 
-@pytest.mark.parametrize("net", [linear, two_layers])
+@pytest.mark.parametrize("net", [linear, two_layers, Magnitudes])
 @pytest.mark.parametrize("name", sorted(set(RECORDS) - {"overflowing"}))
 def test_the_sum_is_that_of_records_that_run_alone(name, net, released_sum):
     """Book-keeping leaves records out whose factors overflow float32, also where products do not."""
@@ -121,13 +137,14 @@ def test_a_record_that_is_not_finite_contributes_nothing(name, released_sum):
     torch.testing.assert_close(with_it, without, rtol=0, atol=1e-13)
 
 
+@pytest.mark.parametrize("net", [linear, Magnitudes])
 @pytest.mark.parametrize("name", ["ordinary", "huge"])
-def test_a_record_with_a_large_gradient_contributes_exactly_c(name, released_sum):
+def test_a_record_with_a_large_gradient_contributes_exactly_c(name, net, released_sum):
     """The bound is reached: a clip norm twice too small or too large would show."""
     x = ordinary(torch.float64)
 
-    difference = released_sum(with_record(x, name), linear, torch.float64) - released_sum(
-        x, linear, torch.float64
+    difference = released_sum(with_record(x, name), net, torch.float64) - released_sum(
+        x, net, torch.float64
     )
 
     assert float(difference.norm()) == pytest.approx(C, rel=1e-9)
@@ -143,3 +160,15 @@ def test_removing_any_record_moves_the_sum_by_at_most_c(position, released_sum):
     )
 
     assert 0 < float(difference.norm()) <= C + 1e-12
+
+
+def test_both_parts_of_complex_weights_get_the_noise_of_a_real_one(released_sum):
+    z = 1e3  # records add up to N C at most
+
+    def wide():
+        return Magnitudes(1000)
+
+    released = released_sum(ordinary(torch.float64), wide, torch.float64, noise_multiplier=z)
+
+    for part in released.view(-1, 2).unbind(1):
+        assert float(part.std()) == pytest.approx(z * C, rel=0.1)
