@@ -42,7 +42,7 @@ from lightning_dp.gradients.vmap import (
     wrapped,
 )
 
-__all__ = ["CallRecorder", "DifferentPaths", "WritesIntoNew", "recording_in_force"]
+__all__ = ["CallRecorder", "DifferentPaths", "WritesIntoNew"]
 
 Function: TypeAlias = Callable[..., Any]
 
@@ -109,14 +109,6 @@ class WritesIntoNew(BaseException):
     """Samples are written into a tensor that the model made for itself: each needs its own."""
 
 
-_in_force: list[CallRecorder] = []
-
-
-def recording_in_force() -> bool:
-    """Return whether samples run alone at the moment."""
-    return bool(_in_force)
-
-
 class CallRecorder(TorchFunctionMode):
     """Sees every function that a group of samples calls, and records where parameters meet them.
 
@@ -148,11 +140,7 @@ class CallRecorder(TorchFunctionMode):
     def running(self) -> Iterator[None]:
         """Enter vmap, where :meth:`sample` makes what one sample sees, but not yet this mode."""
         with level_of_samples(self.n) as self._level:
-            _in_force.append(self)
-            try:
-                yield
-            finally:
-                _in_force.pop()
+            yield
 
     def sample(self, tensor: Tensor) -> Tensor:
         """Return what each sample sees of a tensor of shape (n, ...): shape (...)."""
