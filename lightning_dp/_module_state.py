@@ -198,3 +198,31 @@ def _copied(module: nn.Module) -> frozenset[int]:
     room = 2 * sum(param.nbytes for param in trained) + _FEW_BYTES
     is_small = sum(param.nbytes for param in frozen) <= room
     return frozenset(map(id, [*trained, *(frozen if is_small else ())]))
+
+
+# TEMPORARY SHIM
+import contextlib, io
+import torch
+class Snapshot:
+    def __init__(self, s): self.s = s
+    @classmethod
+    def of(cls, module, **k): return cls(ModuleState.of(module))
+    def restore(self): self.s.restore()
+    def differences(self, o): return self.s.differences(o.s)
+
+@contextlib.contextmanager
+def restored(module, **k):
+    snap = Snapshot.of(module)
+    grads = [(p, p.grad, p.requires_grad) for p in module.parameters()]
+    own = vars(module).get("log")
+    module.log = lambda *a, **k: None
+    with contextlib.redirect_stdout(io.StringIO()):
+        try:
+            for p, *_ in grads: p.grad = None
+            yield snap
+        finally:
+            vars(module).pop('log', None)
+            if own is not None: module.log = own
+            snap.restore()
+            for p, g, r in grads:
+                p.grad = g; p.requires_grad_(r)

@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
+from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_info
 from torch import nn
 from torch.optim import Optimizer
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_dp._module_state import ModuleState
 from lightning_dp._shards import is_sharded
@@ -21,7 +23,6 @@ from lightning_dp.config import PrivacyConfig
 from lightning_dp.gradients import EngineChoice, RecordPasses, Replay, UnsupportedModelError
 from lightning_dp.gradients.base import Forward
 from lightning_dp.gradients.watched_model import WrapEngine
-from lightning_dp.isolation.stand_ins import NoCollectives, NotProbed
 from lightning_dp.run import PrivateRun
 from lightning_dp.strategies.optimizers import Optimizers
 
@@ -184,10 +185,8 @@ class FitEngine:
         now = self._state()
         is_alone = self._trainer.world_size > 1
         try:
-            with NoCollectives() if is_alone else nullcontext():
+            with NoCollectives() if is_alone else nullcontext():  # type: ignore[no-untyped-call]
                 yield
-        except NotProbed as error:
-            raise UnsupportedModelError(_WAITS, topic="manual-optimization") from error
         finally:
             now.restore()
 
@@ -243,3 +242,19 @@ class FitEngine:
             yield
         finally:
             module.trainer = trainer
+
+
+class NoCollectives(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Inside, operations over several processes raise: the others do not make them."""
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        """Run an operation of this process."""
+        if func.namespace in ("c10d", "_c10d_functional"):
+            raise UnsupportedModelError(_WAITS, topic="manual-optimization")
+        return func(*args, **(kwargs or {}))

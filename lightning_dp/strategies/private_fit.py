@@ -160,7 +160,7 @@ class PrivateFitStrategy(Strategy):
         leave = self._leave_the_model
         world, wrap = self._world(), self.wrap_engine
         self._fit = begin_fit(
-            trainer, run, world, folder, wrap, leave, self._chunk_again, optimizers
+            trainer, run, world, folder, wrap, leave, self._step_again, optimizers
         )
         self._sharded = self._fit.step.params if self._fit.step.engine.is_sharded else ()
         estimator = run.config.resolved_estimator()
@@ -259,9 +259,8 @@ class PrivateFitStrategy(Strategy):
         loss: Tensor | None = loss_in(super().training_step(batch, *others, **kwargs))
         return loss
 
-    def _chunk_again(self, args: tuple[Any, ...]) -> Tensor | None:
-        batch, *others = args
-        return self._forward_again(tuple(others), {}, batch)
+    def _step_again(self, batch: Any, *others: Any) -> Any:
+        return super().training_step(batch, *others)
 
     # -- checkpoints and the end -----------------------------------------------------------
 
@@ -274,7 +273,7 @@ class PrivateFitStrategy(Strategy):
         if fit is not None:
             fit.monitors.check()
             written = fit.edits.written(fit.optimizers.private)
-            fit.agree(written or fit.latest.fault(checkpoint), Place.SAVE)
+            fit.agree(written, Place.SAVE)
         lead, params = self.is_global_zero, self._sharded
         content = write_record(checkpoint, run, is_writer=lead, sharded=params)
         if content is not None:

@@ -19,9 +19,9 @@ from lightning_dp.boundary import AbstractPerSampleGradients, Query
 from lightning_dp.functional import unflatten
 from lightning_dp.gradients import OtherRowsError, Replay, UnsupportedModelError
 from lightning_dp.gradients.base import Forward
+from lightning_dp.gradients.batches import leaves
 from lightning_dp.gradients.chunks import OTHER_ROWS
 from lightning_dp.gradients.random_state import RandomState
-from lightning_dp.isolation.synthetic import leaves_of
 from lightning_dp.mechanism import Mechanism
 from lightning_dp.sampling.loader import Chunk
 from lightning_dp.strategies.accounts import BatchAccounts
@@ -29,9 +29,6 @@ from lightning_dp.strategies.engine import FitEngine
 from lightning_dp.strategies.weights import SameParameters
 
 __all__ = ["PrivateStep"]
-
-Look: TypeAlias = Callable[[AbstractPerSampleGradients], AbstractPerSampleGradients]
-
 
 _NORMS = (
     "A BatchNorm layer that was frozen and in eval() as the fit began is in train() now: it mixes "
@@ -81,7 +78,6 @@ class PrivateStep:
         self._module, self._device = module, device
         self._batch = BatchAccounts()
         self._norms = [part for part in module.modules() if normalises_over_the_batch(part)]
-        self._look: Look | None = None  # at the gradients of the next chunk
         self._forward_again: Forward | None = None  # the chunk's forward pass, once more
         self._records: object = None  # what goes into it
         self._randomness: RandomState | None = None  # of the chunk, if it may be run again
@@ -111,7 +107,7 @@ class PrivateStep:
 
     def begin(self, chunk: Chunk) -> None:
         """Open the accounts of the next physical batch."""
-        self._look, self._is_passed_on = None, False
+        self._is_passed_on = False
         if self._batch.chunk is not None:
             self._watched.drop()  # what a batch without a backward pass left
         if chunk.first:
@@ -161,14 +157,6 @@ class PrivateStep:
         """Draw the random numbers of the chunk once more from here on."""
         if self._randomness is not None:
             self._randomness.restore()
-
-    def look_at_gradients(self, look: Look) -> None:
-        """Show the gradients of the chunk in hand, when they are there and before they are clipped.
-
-        Args:
-            look: returns them, or something that stands for them.
-        """
-        self._look = look
 
     @property
     def records_in_hand(self) -> int:
@@ -233,9 +221,6 @@ class PrivateStep:
         if _has_rounds(mechanism):
             batch.answered.append(replay)
         batch.owed -= chunk.size
-        if self._look is not None and gradients is not None:
-            (look, self._look) = self._look, None
-            gradients = look(gradients)
         with self.engine.unchanged() if gradients is None else nullcontext():
             self._give(mechanism, mechanism.query, replay, gradients)
 
@@ -281,10 +266,6 @@ class PrivateStep:
         """
         self._batch.faults.append(fault)
         self._watched.drop()
-
-    def suspect(self, found: Sequence[Tensor], fault: str) -> None:
-        """Note the same for the case that one of these is true; they are read when the step ends."""
-        self._batch.suspect(found, fault)
 
     def fault(self, mechanism: Mechanism) -> str | None:
         """Return why what was answered so far may not be released; None if it may."""
@@ -405,7 +386,7 @@ def _is_one_row(batch: object, size: int) -> bool:
 
     An engine would take such a row for one that all records share and no record is in.
     """
-    tensors = [leaf for leaf in leaves_of(batch) if leaf.dim()]
+    tensors = [leaf for leaf in leaves(batch) if isinstance(leaf, Tensor) and leaf.dim()]
     return size > 1 and bool(tensors) and all(len(leaf) == 1 for leaf in tensors)
 
 

@@ -8,29 +8,14 @@ import math
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-__all__ = [
-    "LONGER",
-    "WORDS",
-    "NoSyntheticSample",
-    "SampleMaker",
-    "Values",
-    "is_container",
-    "lengths_in",
-    "size_of",
-]
+__all__ = ["NoSyntheticSample", "SampleMaker", "lengths_in", "size_of"]
 
-Values = Literal["plain", "equal", "missing", "low", "high", "wide", "none"]
-
-# By how many times its length a sample is made longer, one after the other, until a batch is longer, too:
-# some are padded to a multiple of a length.
-LONGER = (0, 2, 8, 32)
-WORDS = 0  # the key of further words among lengths
 _WORDS = ("one", "two", "six", "ten", "cat", "dog", "sun", "sea", "red", "sky")  # of one length
 _NO_NUMBERS = "OSUMmV"  # kinds of arrays
 
@@ -45,48 +30,31 @@ class SampleMaker:
 
     Real numbers are uniform in (0, 1), whole ones are below ``classes``, truth values, texts and
     images are made up. What is none of these (None, a path, an object without numbers) is kept as
-    it is, and so are the texts if ``keeps_text``.
+    it is.
 
     Args:
         like: the sample.
         classes: whole numbers are below this.
-        keeps_text: keep texts and bytes, since a ``collate_fn`` may look them up.
     """
 
     like: Any = field(repr=False)
     classes: int = 8
-    keeps_text: bool = False
 
-    def make(
-        self,
-        i: int,
-        values: Values = "plain",
-        lengths: Mapping[int, int] | None = None,
-        dim: int = 0,
-    ) -> Any:
+    def make(self, i: int, lengths: Mapping[int, int] | None = None) -> Any:
         """Return the i-th sample; the same one for the same arguments.
 
         Args:
             i: its number, at least 0.
-            values: of numbers. "plain" as above; "equal": whole numbers alike in all samples;
-                "missing": half of the real numbers are NaN; "low" and "high": zeros, or
-                255 and the last class; "wide": real numbers of both signs, about 50 in size;
-                "none": no sample, None.
-            lengths: other lengths instead of those in the keys; at ``WORDS``, how many words more.
-            dim: the dimension in which arrays have them: 0 or -1. Lists have one.
+            lengths: other lengths of first dimensions and lists, instead of those in the keys.
         """
-        if values == "none":
-            return None
-        maker = _Maker(
-            torch.Generator().manual_seed(1 + i), i, values, lengths or {}, dim, self.classes
-        )
-        return maker.part(self.like, self.keeps_text)
+        generator = torch.Generator().manual_seed(1 + i)
+        return _Maker(generator, i, lengths or {}, self.classes).part(self.like)
 
 
-def lengths_in(sample: Any, dim: int) -> set[int]:
-    """Return the lengths that a sample's arrays and lists of numbers have in a dimension."""
+def lengths_in(sample: Any) -> set[int]:
+    """Return the lengths of a sample's arrays and lists of numbers in their first dimension."""
     shapes = [shape for _, shape in _arrays(sample)]
-    return {shape[dim] for shape in shapes if shape and shape[dim] > 1}
+    return {shape[0] for shape in shapes if shape and shape[0] > 1}
 
 
 def size_of(sample: Any) -> int:
@@ -116,12 +84,10 @@ def _parts(container: Any) -> list[Any]:
 class _Maker:
     generator: torch.Generator
     i: int
-    values: Values
     lengths: Mapping[int, int]
-    dim: int
     classes: int
 
-    def part(self, like: Any, keeps_text: bool) -> Any:
+    def part(self, like: Any) -> Any:
         """Make something of the same type and structure."""
         if isinstance(like, Tensor):
             return self._tensor(like)
@@ -130,22 +96,20 @@ class _Maker:
         if isinstance(like, bool | int | float | complex | np.number | np.bool_):
             return self._number(like)
         if isinstance(like, str | bytes):
-            return like if keeps_text else self._text(like)
+            return self._text(like)
         if _is_image(like):
             return self._image(like)
         if _is_list_of_numbers(like) and len(like) in self.lengths:
             like = type(like)([like[0]] * self.lengths[len(like)])
         if is_container(like):
-            return _rebuilt(like, lambda each: self.part(each, keeps_text))
+            return _rebuilt(like, self.part)
         return like
 
     def _shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         if not shape:
             return shape
-        changed = list(shape)
-        size = shape[self.dim]
-        changed[self.dim] = self.lengths.get(size, size) if size > 1 else size
-        return tuple(changed)
+        size = self.lengths.get(shape[0], shape[0]) if shape[0] > 1 else shape[0]
+        return (size, *shape[1:])
 
     def _tensor(self, like: Tensor) -> Tensor:
         if like.layout != torch.strided or like.is_nested or like.is_quantized:
@@ -176,29 +140,16 @@ class _Maker:
             return self._real(shape).to(dtype)
         if dtype.is_complex:
             return torch.complex(self._real(shape), self._real(shape)).to(dtype)
-        if self.values == "high":
-            last = 1 if dtype == torch.bool else self.classes - 1
-            return torch.full(shape, last, dtype=dtype)
-        if self.values in ("low", "equal"):
-            return torch.zeros(shape, dtype=dtype)
         if not shape:
             return torch.tensor(self.i % (2 if dtype == torch.bool else self.classes)).to(dtype)
         below = 2 if dtype == torch.bool else self.classes
         return torch.randint(below, shape, generator=self.generator).to(dtype)
 
     def _real(self, shape: tuple[int, ...]) -> Tensor:
-        made = torch.rand(shape, generator=self.generator, dtype=torch.float64)
-        if self.values == "missing":
-            gone = torch.rand(shape, generator=self.generator) < 0.5
-            return made.masked_fill(gone, torch.nan)
-        if self.values == "wide":
-            return 100 * made - 50
-        scale = {"low": 0.0, "high": 0.0}.get(self.values, 1.0)
-        return scale * made + (255.0 if self.values == "high" else 0.0)
+        return torch.rand(shape, generator=self.generator, dtype=torch.float64)
 
     def _text(self, like: str | bytes) -> Any:
-        count = 2 + self.lengths.get(WORDS, 0)
-        words = [_WORDS[(self.i + 3 * k) % len(_WORDS)] for k in range(count)]
+        words = [_WORDS[(self.i + 3 * k) % len(_WORDS)] for k in range(2)]
         text = " ".join(words)
         return text.encode() if isinstance(like, bytes) else type(like)(text)
 

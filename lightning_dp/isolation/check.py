@@ -1,0 +1,306 @@
+"""The check of one batch: runs of its samples that differ in some of them, and the verdict."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_dp.boundary import AbstractPerSampleGradients, Query
+from lightning_dp.gradients import UnsupportedModelError
+from lightning_dp.gradients.random_state import RandomState
+from lightning_dp.isolation.comparison import (
+    TOLERANCE,
+    GradientSample,
+    movement,
+    resolution,
+    take_sample,
+)
+from lightning_dp.isolation.diagnosis import first_that_mixes
+from lightning_dp.isolation.outcome import CURES, Outcome
+from lightning_dp.isolation.replay import Run, Runner
+from lightning_dp.isolation.state import TwinState
+from lightning_dp.isolation.variants import Variants, paired_rows
+
+__all__ = ["Check", "Settings"]
+
+# A fault shows in so many of the further exchanges; a tie that rounding decides does not come again.
+_ATTEMPTS, _MUST_SHOW = 8, 2
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What a check compares, and how finely.
+
+    Args:
+        query: says which gradients, and C.
+        whole: the samples of the whole batch.
+        eps: of the type in which the model computes.
+        seed: public.
+        gradients: compare them, and not only what the module keeps.
+    """
+
+    query: Query
+    whole: int
+    eps: float
+    seed: int
+    gradients: bool = True
+
+
+@dataclass
+class _Found:
+    """What one pair of runs shows."""
+
+    exchanged: float = 0.0
+    alone: float = 0.0
+    buffers: tuple[str, ...] = ()
+    public: bool = False
+    why_not: str = ""  # nothing can be said of gradients
+    where: str = ""
+    runs: list[Run] = field(default_factory=list, repr=False)  # together, and exchanged
+
+
+class Check:
+    """Compares runs of samples, in which some are exchanged, or left out.
+
+    All begin from the same state and the same random numbers. :meth:`look` makes the runs that are
+    always made; if they show something, :meth:`settle` makes more before it is called a fault.
+
+    Args:
+        runner: runs the samples.
+        samples: of a batch.
+        settings: what is compared.
+        kept: returns the places of the samples that are kept, by the number of the attempt.
+        twins: attributes that followed the records at earlier steps.
+    """
+
+    def __init__(
+        self,
+        runner: Runner,
+        samples: Sequence[Any],
+        settings: Settings,
+        kept: Callable[[int], list[int]],
+        twins: TwinState,
+    ) -> None:
+        self._runner, self._samples, self._settings = runner, list(samples), settings
+        self._kept, self._twins = kept, twins
+        self._start = RandomState(runner.device)
+        self._sizes = [param.numel() for param in runner.params]
+        self._first: _Found | None = None
+        self._shown = Counter[str]()
+        self._where = ""
+        self._fault = ""
+        self.not_compared = ""
+        """Why nothing can be said of the gradients; "" if they were compared."""
+
+    # -- runs --------------------------------------------------------------------------------------
+
+    def look(self) -> bool:
+        """Make the first runs; return True if they show something that is to be settled.
+
+        Raises:
+            UnsupportedModelError: of the model, whatever its samples are.
+        """
+        found = self._first = self._pair(0)
+        self.not_compared = found.why_not
+        self._note_twins(found)
+        return bool(self._seen(found)) or bool(self._fault)
+
+    def settle(self, anyone: Callable[[bool], bool], attempts: int = _ATTEMPTS) -> Outcome:
+        """Make further runs while they are needed, and return the outcome.
+
+        Args:
+            anyone: returns True if one of several processes still needs them: all make the same runs.
+            attempts: how many at most.
+        """
+        first = self._first
+        is_open = first is not None and bool(self._seen(first))
+        if anyone(is_open):
+            control = self._run(self._samples, self._kept(0))
+            is_open = is_open and first is not None and self._repeats(first, control)
+        for attempt in range(1, attempts + 1):
+            if not anyone(is_open):
+                break
+            found = self._pair(attempt, watched=True)
+            self._shown.update(self._seen(found))
+            self._where = self._where or found.where
+            is_open = is_open and not self._verdict(first)
+        return self._outcome(first)
+
+    def _pair(self, attempt: int, *, watched: bool = False) -> _Found:
+        """Run the samples together, with some of them exchanged, and without these."""
+        kept = self._kept(attempt)
+        variants = Variants.of(self._samples, kept, attempt)
+        rows = kept, kept
+        if attempt and self._settings.gradients:
+            rows = self._rows(variants.together, variants.exchanged, kept, kept)
+        found = _Found()
+        together = self._run(variants.together, rows[0], watched=watched)
+        exchanged = self._try(found, variants.exchanged, rows[1], watched)
+        found.runs = [together]
+        if exchanged is None:
+            return found
+        self._compare(found, together, exchanged, rows)
+        if not self._settings.gradients or together.has_drawn or rows[0] != kept:
+            return found
+        places = list(range(len(kept)))
+        alone_rows = self._rows(variants.together, variants.alone, kept, places) if attempt else None
+        if alone_rows is None or alone_rows == (kept, places):
+            alone = self._try(found, variants.alone, places, watched)
+            if alone is not None:
+                found.alone = self._distance(together, alone, len(kept))
+        return found
+
+    def _try(
+        self, found: _Found, samples: Sequence[Any], rows: Sequence[int], watched: bool
+    ) -> Run | None:
+        """Run samples of which the user's code may never have seen the like."""
+        try:
+            return self._run(samples, rows, watched=watched)
+        except UnsupportedModelError:
+            raise
+        except Exception as error:
+            found.why_not = f"{type(error).__name__} where records were exchanged"
+            return None
+
+    def _run(self, samples: Sequence[Any], rows: Sequence[int], *, watched: bool = False) -> Run:
+        query, seed = self._settings.query, self._settings.seed
+
+        def look(gradients: AbstractPerSampleGradients) -> GradientSample:
+            generator = torch.Generator().manual_seed(seed)
+            return take_sample(gradients, list(rows), query.clip_norm, self._sizes, generator)
+
+        return self._runner.run(samples, query, self._start, look, watched=watched)
+
+    def _rows(
+        self, one: Sequence[Any], other: Sequence[Any], kept: list[int], places: list[int]
+    ) -> tuple[list[int], list[int]]:
+        batches = (self._runner.batch_of(each, self._start) for each in (one, other))
+        return paired_rows(*batches, (len(one), len(other)), kept, places)
+
+    # -- what they show ----------------------------------------------------------------------------
+
+    def _compare(
+        self, found: _Found, a: Run, b: Run, rows: tuple[list[int], list[int]]
+    ) -> None:
+        """Compare the gradients of the same samples in two runs, and what the module keeps."""
+        kept = len(rows[0])
+        is_same_draw = a.drawn is not None and b.drawn is not None and a.drawn.is_same(b.drawn)
+        is_ordered = rows[0] != rows[1]
+        failed = a.batch_end_failed or b.batch_end_failed
+        if not is_same_draw and (a.gradients or b.gradients):
+            found.why_not = "records decide how many random numbers are drawn"
+            return
+        if is_ordered and a.has_drawn:
+            found.why_not = "records are put in an order, and meet other random numbers"
+        elif failed:
+            found.why_not = f"on_train_batch_end raised {failed}"
+        if self._settings.gradients and not found.why_not:
+            found.exchanged = self._distance(a, b, kept)
+        found.public = _steps_differ(a, b)
+        if a.end is not None and b.end is not None:
+            found.buffers = tuple(
+                each.name
+                for each in a.end.differences(b.end)
+                if each.kind in ("buffer", "parameter")
+            )
+        if found.exchanged > TOLERANCE and a.calls and b.calls:
+            sizes = (a.size, b.size)
+            found.where = first_that_mixes(a.calls, b.calls, rows, sizes)
+        found.runs = [a, b]
+
+    def _distance(self, a: Run, b: Run, kept: int) -> float:
+        if not self._settings.gradients:
+            return 0.0
+        if a.gradients is None or b.gradients is None:
+            return 0.0 if a.gradients is b.gradients else math.inf
+        distance = movement(a.gradients, b.gradients, self._settings.whole, kept)
+        return float(distance) if bool(distance.isfinite()) else math.inf
+
+    def _note_twins(self, found: _Found) -> None:
+        """Run the samples once more with the other values of what followed earlier records."""
+        kept, twins = self._kept(0), self._twins
+        if twins.has_twins and found.runs:
+            with twins.in_place():
+                twin = self._run(self._samples, kept)
+            together = found.runs[0]
+            if self._distance(together, twin, len(kept)) > self._limit(len(kept)):
+                self._fault = twins.fault()
+            if together.end is not None and twin.end is not None:
+                twins.after_twin(together.end, twin.end)
+        ends = [run.end for run in found.runs if run.end is not None]
+        if len(ends) == 2 and not found.buffers:
+            twins.after_pair(ends[0], ends[1])
+
+
+    def _limit(self, kept: int) -> float:
+        settings = self._settings
+        return max(TOLERANCE, resolution(settings.eps, settings.whole, kept))
+
+    def _seen(self, found: _Found) -> list[str]:
+        """Return the kinds of faults that a pair shows; what rounding may explain is not compared."""
+        seen = [*(f"buffer {name}" for name in found.buffers), *(["public"] if found.public else [])]
+        limit = self._limit(len(self._kept(0)))
+        for kind, distance in (("exchanged", found.exchanged), ("alone", found.alone)):
+            if not distance <= limit:
+                seen.append(kind)
+            elif not distance <= TOLERANCE:
+                self.not_compared = "the model computes in half precision, which is too coarse"
+        return seen
+
+    def _repeats(self, first: _Found, control: Run) -> bool:
+        """Return True if the same samples give what they gave."""
+        if self._distance(first.runs[0], control, len(self._kept(0))) > TOLERANCE:
+            self.not_compared = "the same records give other gradients when they are run again"
+            return False
+        end = first.runs[0].end
+        if end is not None and control.end is not None:
+            again = {each.name for each in end.differences(control.end)}
+            if again & set(first.buffers):
+                return False
+        return True
+
+    def _verdict(self, first: _Found | None) -> str:
+        """Return the kind of fault that has shown often enough; "" if none has."""
+        if first is None:
+            return ""
+        return next((kind for kind in self._seen(first) if self._shown[kind] >= _MUST_SHOW), "")
+
+    def _outcome(self, first: _Found | None) -> Outcome:
+        kind = self._verdict(first)
+        if self._fault:
+            return Outcome("coupled", self._fault)
+        if kind.startswith("buffer "):
+            names = [each[7:] for each in self._shown if each.startswith("buffer ")]
+            return Outcome("coupled", CURES["buffer"].format(names=", ".join(sorted(names)[:5])))
+        if kind:
+            where = f", first in the outputs of {self._where}" if self._where else ""
+            return Outcome("coupled", CURES[kind].format(where=where))
+        if self.not_compared:
+            return Outcome("not compared", self.not_compared)
+        return Outcome("isolated")
+
+
+def _steps_differ(a: Run, b: Run) -> bool:
+    """Return True if a public optimizer stepped otherwise."""
+    if [each.place for each in a.public_steps] != [each.place for each in b.public_steps]:
+        return True
+    return any(
+        _differ(one, other)
+        for x, y in zip(a.public_steps, b.public_steps, strict=True)
+        for one, other in zip(x.gradients, y.gradients, strict=True)
+    )
+
+
+def _differ(one: Tensor | None, other: Tensor | None) -> bool:
+    if one is None or other is None:
+        return one is not other
+    if not one.numel():
+        return False
+    scale = torch.maximum(one.abs().max(), other.abs().max())
+    return not bool((one - other).abs().max() <= 1e-3 * scale) and bool(scale != 0)

@@ -1,0 +1,195 @@
+"""One run of some samples, from the ``collate_fn`` to their gradients, that leaves no trace."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from torch import Tensor, nn
+
+from lightning_dp._module_state import Snapshot, restored
+from lightning_dp._training_step import loss_in
+from lightning_dp.boundary import AbstractPerSampleGradients, Query
+from lightning_dp.gradients import RecordPasses, Replay
+from lightning_dp.gradients.random_state import RandomState
+from lightning_dp.isolation.comparison import GradientSample
+from lightning_dp.isolation.diagnosis import Call, watch_calls
+from lightning_dp.isolation.manual import ByHand, PublicStep, without_dropout
+from lightning_dp.isolation.variants import own_copies
+
+__all__ = ["Pipeline", "Run", "Runner"]
+
+
+@dataclass(frozen=True)
+class Pipeline:
+    """The way of samples through the user's code.
+
+    Args:
+        collate: makes a batch of them.
+        transfer: the hooks through which a batch goes to the device.
+        training_step: returns what the module's does for a batch.
+        batch_idx: of the batch in its epoch.
+    """
+
+    collate: Callable[[list[Any]], Any]
+    transfer: Callable[[Any], Any]
+    training_step: Callable[[Any], Any]
+    batch_idx: int = 0
+
+
+@dataclass
+class Run:
+    """What one run gave; sensitive.
+
+    Args:
+        batch: as ``training_step`` took it.
+        size: the number of samples.
+        gradients: what is compared of those of some samples; None if there are none.
+        end: what the module keeps afterwards; None if its hook at the end of a batch raised.
+        drawn: the random states when the loss was there.
+        has_drawn: random numbers were drawn.
+        public_steps: of public optimizers.
+        calls: of modules, if they were watched.
+        batch_end_failed: the type of what ``on_train_batch_end`` raised, or "".
+    """
+
+    batch: Any = field(repr=False)
+    size: int = 0
+    gradients: GradientSample | None = field(default=None, repr=False)
+    end: Snapshot | None = field(default=None, repr=False)
+    drawn: RandomState | None = field(default=None, repr=False)
+    has_drawn: bool = False
+    public_steps: tuple[PublicStep, ...] = field(default=(), repr=False)
+    calls: tuple[Call, ...] = field(default=(), repr=False)
+    batch_end_failed: str = ""
+
+
+class Runner:
+    """Runs variants of a batch, each from the same state of the module and of random numbers.
+
+    Args:
+        module: in training mode, with or without a Trainer.
+        passes: its gradient engine.
+        params: the trained parameters.
+        pipeline: the user's code around it.
+        device: where the model runs.
+    """
+
+    def __init__(
+        self,
+        module: LightningModule,
+        passes: RecordPasses,
+        params: Sequence[nn.Parameter],
+        pipeline: Pipeline,
+        device: torch.device,
+    ) -> None:
+        self.module, self.passes, self.params = module, passes, params
+        self._pipeline, self.device = pipeline, device
+        self.has_drawn = False
+        """The latest run drew random numbers."""
+
+    def run(
+        self,
+        samples: Sequence[Any],
+        query: Query,
+        start: RandomState,
+        look: Callable[[AbstractPerSampleGradients], GradientSample],
+        *,
+        watched: bool = False,
+    ) -> Run:
+        """Run samples; afterwards all is as it was.
+
+        Args:
+            samples: are copied.
+            query: says which gradients.
+            start: the random numbers.
+            look: returns what is compared of the gradients.
+            watched: keep what goes in and out of modules.
+
+        Raises:
+            UnsupportedModelError: ours, about the model.
+            Exception: what the user's code raises.
+        """
+        module = self.module
+        with self._traceless(start), ExitStack() as stack:
+            if self.passes.watched.isolates:
+                stack.enter_context(without_dropout(module))
+            run = Run(self._batch(samples), len(samples))
+            calls: list[Call] = []
+            if watched and not self.passes.watched.isolates:
+                stack.callback(watch_calls(module, calls).take_off)
+            self._differentiate(run, query, look)
+            run.calls = tuple(calls)
+        return run
+
+    def batch_of(self, samples: Sequence[Any], start: RandomState) -> Any:
+        """Return the batch that a run of these samples begins with."""
+        with self._traceless(start):
+            return self._batch(samples)
+
+    def _batch(self, samples: Sequence[Any]) -> Any:
+        return self._pipeline.transfer(self._pipeline.collate(own_copies(samples)))
+
+    @contextmanager
+    def _traceless(self, start: RandomState) -> Iterator[None]:
+        with restored(self.module), start.again():
+            yield
+
+    def _differentiate(
+        self,
+        run: Run,
+        query: Query,
+        look: Callable[[AbstractPerSampleGradients], GradientSample],
+    ) -> None:
+        """Fill in the gradients of a run, and what it leaves."""
+        outputs: list[Any] = []
+        ends: list[Snapshot] = []
+        begun = RandomState(self.device)
+
+        def forward(batch: Any) -> Tensor | None:
+            loss, output = self._forward(batch, run)
+            run.drawn = RandomState(self.device)
+            ends[:], outputs[:] = [Snapshot.of(self.module)], [output]
+            return loss
+
+        replay = Replay(forward, run.batch, run.size, begun)
+        try:
+            found = self.passes.gradients(query, replay)
+            run.gradients = None if found is None else look(found)
+        finally:
+            self.passes.watched.drop()
+        run.has_drawn = run.drawn is not None and not run.drawn.is_same(begun)
+        self.has_drawn = run.has_drawn
+        if ends:
+            run.end = self._after_batch_end(run, ends[0], outputs[0])
+
+    def _forward(self, batch: Any, run: Run) -> tuple[Tensor | None, Any]:
+        module = self.module
+        if module.automatic_optimization:
+            output = self._pipeline.training_step(batch)
+            return loss_in(output), output
+        by_hand = ByHand(module, module.trainer.optimizers, self.params)
+        with by_hand.in_place():
+            output = self._pipeline.training_step(batch)
+        loss, run.public_steps = by_hand.loss, tuple(by_hand.public_steps)
+        return loss, output
+
+    def _after_batch_end(self, run: Run, end: Snapshot, output: Any) -> Snapshot | None:
+        """Return the state behind the module's own hook at the end of a batch."""
+        module = self.module
+        if not is_overridden("on_train_batch_end", module):
+            return end
+        end.restore()
+        if self.passes.watched.isolates:  # its values are of single samples
+            output = {"loss": torch.zeros((), device=self.device)}
+        try:
+            module.on_train_batch_end(output, run.batch, self._pipeline.batch_idx)
+        except Exception as error:
+            run.batch_end_failed = type(error).__name__
+            return None
+        return Snapshot.of(module)

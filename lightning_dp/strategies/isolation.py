@@ -1,0 +1,302 @@
+"""The watch over a fit's isolation: a dry run before the first charge, and comparisons of charged batches."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, TypeAlias
+
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.core.hooks import DataHooks
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from torch.utils.data import Subset, default_collate
+
+from lightning_dp._checks import MisconfigurationError
+from lightning_dp._warnings import warn
+from lightning_dp._world import World
+from lightning_dp.boundary import Query, Term
+from lightning_dp.gradients import ALONE, UnsupportedModelError
+from lightning_dp.gradients.base import without_alone
+from lightning_dp.gradients.batches import DEFAULT_LAYOUT
+from lightning_dp.gradients.random_state import RandomState
+from lightning_dp.isolation.check import Check, Settings
+from lightning_dp.isolation.dry_run import DryRun, find_layout
+from lightning_dp.isolation.outcome import BY_CONSTRUCTION, Outcome
+from lightning_dp.isolation.replay import Pipeline, Runner
+from lightning_dp.isolation.schedule import Schedule
+from lightning_dp.isolation.state import TwinState
+from lightning_dp.run import PrivateRun
+from lightning_dp.sampling.at_once import collates_as_torch
+from lightning_dp.sampling.loader import Chunk, PrivateDataLoader
+from lightning_dp.strategies.data import before_transfer, private_loader_of
+from lightning_dp.strategies.early_end import Agreement, Place
+from lightning_dp.strategies.step import PrivateStep
+
+__all__ = ["IsolationWatch"]
+
+# Runs training_step, as the strategy does it, and returns what it does.
+RunStep: TypeAlias = Callable[..., Any]
+
+_HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
+_FAULT = "{}: {}."
+_MADE_UP = (
+    "(Found on made-up samples. If it is wrong, leave the check out with isolation_probe=False.)"
+)
+
+
+class IsolationWatch:
+    """Compares runs of a batch that differ in some of its samples, on public steps.
+
+    Args:
+        trainer: of the fit.
+        step: the model's side of the fit's steps; it is told of faults.
+        run: counts comparisons.
+        world: the processes.
+        run_step: runs ``training_step`` under the strategy's precision.
+    """
+
+    def __init__(
+        self,
+        trainer: Trainer,
+        step: PrivateStep,
+        run: PrivateRun,
+        world: World,
+        run_step: RunStep,
+    ) -> None:
+        self._trainer, self._step, self._run, self._world = trainer, step, run, world
+        self._module: LightningModule = trainer.lightning_module
+        self._run_step = run_step
+        self._twins = TwinState(self._module)
+        self._is_first = True
+        self._since: int | None = None  # the plan's step at which the fit began
+        self._looks = 0
+        self._due: Chunk | None = None
+        self._check: Check | None = None
+
+    # -- before the first charge -------------------------------------------------------------------
+
+    def before_first_charge(self, chunk: Chunk) -> None:
+        """Run made-up samples once in a fit: refuse what always couples, and settle the engine.
+
+        Raises:
+            UnsupportedModelError: if no engine takes the model.
+            MisconfigurationException: if it couples records, or keeps what it saw of them.
+        """
+        if not self._is_first:
+            return
+        self._is_first = False
+        engine, config = self._step.engine, self._run.config
+        dry = DryRun(self._sample(chunk)) if config.isolation_probe else None
+        layout = DEFAULT_LAYOUT
+        if not self._collates_as_torch:
+            collate, transfer = self._collate_and_transfer(self._loader)
+            layout = find_layout(dry, lambda samples: transfer(collate(samples)))
+        engine.choice.layout = self._world.broadcast(layout)
+        if dry is None:
+            engine.settle(self._world)
+            return
+        query = Query((Term(),), self._clip_norm, 0.0)
+        runner = self._runner(self._loader, 0)
+        found = dry.run(runner, partial(self._settings, query=query))
+        found = self._world.broadcast(found)
+        engine.settle(self._world)
+        self._run.engine = engine.watched.description
+        self._run.isolation = self._described(found)
+        if engine.watched.one_record and self._world.is_lead and engine.choice.reasons:
+            reason = engine.choice.reasons[-1].text
+            warn(f"Each record runs alone, one after the other. {reason}", topic="one-by-one")
+        self._refuse(found)
+
+    def _refuse(self, found: Outcome) -> None:
+        alone = f" {ALONE}" if self._module.automatic_optimization else ""  # which it needs
+        if found.kind == "coupled":
+            raise MisconfigurationError(
+                f"{type(self._module).__name__} couples the records of a batch: {found.reason}. "
+                f"Clipping does not bound what a record does then, and ε would not hold.{alone} "
+                f"{_MADE_UP}",
+                topic="coupled-records",
+            )
+
+    def _described(self, found: Outcome) -> str:
+        if self._step.engine.watched.isolates and not self._needs_gradients:
+            return BY_CONSTRUCTION
+        if found.kind == "not compared":
+            return f"made-up samples were not compared ({found.reason})"
+        return "compared on made-up samples"
+
+    def _sample(self, chunk: Chunk) -> Any:
+        """Return a sample of which types and shapes are used; None if none can be read again."""
+        start = RandomState(self._trainer.strategy.root_device)
+        with start.again():
+            try:
+                return self._loader.dataset[chunk.records[0]]
+            except Exception:
+                return None
+
+    # -- at charged batches ------------------------------------------------------------------------
+
+    def at_chunk(self, chunk: Chunk) -> None:
+        """Find out whether this chunk is compared; the same on all ranks."""
+        run, self._due = self._run, None
+        if chunk.first:
+            self._check = None
+        if not run.config.spot_checks or run.batches is None:
+            return
+        self._since = run.step if self._since is None else self._since
+        step, chunks = run.step - self._since, run.batches.chunks_per_step
+        if chunks > 1 and chunk.index % chunks != self._schedule.chunk(step, chunks):
+            return
+        if self._schedule.is_due(step, self._looks, begins_epoch=chunk.index < chunks):
+            self._due, self._looks = chunk, self._looks + 1
+            run.spot_checks += 1
+
+    def before_forward(self, args: tuple[Any, ...]) -> None:
+        """Make the runs of a comparison, if the chunk is due."""
+        chunk, self._due = self._due, None
+        if chunk is None:
+            return
+        try:
+            self._compare(chunk, args)
+        except UnsupportedModelError as error:
+            self._step.note(without_alone(error.text))
+        except Exception as error:  # of the user's code, which will raise again in the step
+            self._count(Outcome("not compared", type(error).__name__))
+
+    def _compare(self, chunk: Chunk, args: tuple[Any, ...]) -> None:
+        mechanism, number = self._run.mechanism, self._run.step - (self._since or 0)
+        query = None if mechanism is None else mechanism.query
+        if query is None or chunk.size < 2:
+            return
+        loader, look = self._loader, self._looks - 1
+        names = self._schedule.samples(number, look, chunk.size)
+        records = [chunk.records[place] for place in names]
+        samples: Sequence[Any] = records
+        if not _reads_together(loader):
+            with RandomState(self._trainer.strategy.root_device).again():
+                samples = [loader.dataset[record] for record in records]
+        self._check = Check(
+            self._runner(loader, *args[1:]),
+            samples,
+            self._settings(query=query, whole=chunk.size, seed=number),
+            partial(self._schedule.kept, number, look, len(samples)),
+            self._twins,
+        )
+        self._check.look()
+
+    def settle(self, agree: Agreement) -> None:
+        """Look closer at what moved, on all ranks, before the step is released.
+
+        Raises:
+            VoidedRunError: if the ranks are apart.
+        """
+        check, self._check = self._check, None
+        if check is None:
+            return
+        found = check.settle(partial(agree.anyone, place=Place.SPOT_CHECK))
+        self._count(found)
+        if found.kind == "coupled":
+            self._step.note(_FAULT.format(type(self._module).__name__, found.reason))
+
+    def _count(self, found: Outcome) -> None:
+        if found.kind == "not compared":
+            reasons = self._run.not_compared
+            reasons[found.reason] = reasons.get(found.reason, 0) + 1
+
+    # -- the user's code ---------------------------------------------------------------------------
+
+    @property
+    def _schedule(self) -> Schedule:
+        return Schedule(self._run.ledger.id)
+
+    @property
+    def _loader(self) -> PrivateDataLoader:
+        return private_loader_of(self._trainer)
+
+    @property
+    def _clip_norm(self) -> float:
+        norms = self._run.config.resolved_estimator().traits.clip_norms
+        return max(norms, default=math.inf)
+
+    @property
+    def _needs_gradients(self) -> bool:
+        """False if records ran alone, and nobody but torch made a batch of them."""
+        engine = self._step.engine.watched
+        return not (engine.isolates and (engine.one_record or self._is_plain))
+
+    @property
+    def _collates_as_torch(self) -> bool:
+        return self._loader.collate_of_user is default_collate and collates_as_torch()
+
+    @property
+    def _is_plain(self) -> bool:
+        owners = (self._module, getattr(self._trainer, "datamodule", None))
+        hooks = [
+            hook
+            for hook in _HOOKS
+            for owner in owners
+            if owner is not None and is_overridden(hook, owner, parent=DataHooks)
+        ]
+        starts = [
+            each
+            for each in (self._module, *self._trainer.callbacks)  # type: ignore[attr-defined]
+            if is_overridden("on_train_batch_start", each)
+            and not type(each).__module__.startswith(("lightning.", "lightning_dp."))
+        ]
+        return (
+            self._collates_as_torch
+            and not hooks
+            and not starts
+            and not _reads_together(self._loader)
+        )
+
+    def _settings(self, *, query: Query, whole: int, seed: int) -> Settings:
+        return Settings(query, whole, self._eps, seed, self._needs_gradients)
+
+    @property
+    def _eps(self) -> float:
+        """The precision in which the model computes: the coarsest of its types."""
+        types = {param.dtype for param in self._step.params if param.is_floating_point()}
+        if "bf16" in str(self._trainer.precision):
+            types.add(torch.bfloat16)
+        elif "16" in str(self._trainer.precision):
+            types.add(torch.float16)
+        return max((torch.finfo(each).eps for each in types), default=0.0)
+
+    def _runner(self, loader: PrivateDataLoader, *others: Any) -> Runner:
+        step = self._step
+        collate, transfer = self._collate_and_transfer(loader, *others)
+        return Runner(
+            self._module,
+            step.engine.passes,
+            step.params,
+            Pipeline(collate, transfer, lambda batch: self._run_step(batch, *others), *others[:1]),
+            self._trainer.strategy.root_device,
+        )
+
+    def _collate_and_transfer(
+        self, loader: PrivateDataLoader, *others: Any
+    ) -> tuple[Callable[[list[Any]], Any], Callable[[Any], Any]]:
+        collate, dataset = loader.collate_of_user, loader.dataset
+
+        def read_and_collate(records: list[Any]) -> Any:
+            return collate(dataset.__getitems__(records))  # type: ignore[attr-defined]
+
+        def transfer(batch: Any) -> Any:
+            strategy = self._trainer.strategy
+            batch = strategy.precision_plugin.convert_input(batch)
+            batch = strategy.batch_to_device(before_transfer(self._trainer, batch))
+            if is_overridden("on_train_batch_start", self._module):
+                self._module.on_train_batch_start(batch, *(others[:1] or (0,)))
+            return batch
+
+        return (read_and_collate if _reads_together(loader) else collate), transfer
+
+
+def _reads_together(loader: PrivateDataLoader) -> bool:
+    """Return True if a data set of the user's reads all records of a batch in one call."""
+    dataset = loader.dataset
+    while type(dataset) is Subset:
+        dataset = dataset.dataset
+    return callable(getattr(dataset, "__getitems__", None))
