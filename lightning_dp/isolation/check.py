@@ -59,6 +59,7 @@ class _Found:
     exchanged: float = 0.0
     alone: float = 0.0
     buffers: tuple[str, ...] = ()
+    settings: tuple[str, ...] = ()
     public: bool = False
     why_not: str = ""  # nothing can be said of gradients
     where: str = ""
@@ -77,6 +78,7 @@ class Check:
         settings: what is compared.
         kept: returns the places of the samples that are kept, by the number of the attempt.
         twins: attributes that followed the records at earlier steps.
+        start: the random numbers of all runs; those of now by default.
     """
 
     def __init__(
@@ -86,10 +88,11 @@ class Check:
         settings: Settings,
         kept: Callable[[int], list[int]],
         twins: TwinState,
+        start: RandomState | None = None,
     ) -> None:
         self._runner, self._samples, self._settings = runner, list(samples), settings
         self._kept, self._twins = kept, twins
-        self._start = RandomState(runner.device)
+        self._start = start or RandomState(runner.device)
         self._sizes = [param.numel() for param in runner.params]
         self._first: _Found | None = None
         self._shown = Counter[str]()
@@ -97,6 +100,8 @@ class Check:
         self._fault = ""
         self.not_compared = ""
         """Why nothing can be said of the gradients; "" if they were compared."""
+        self.same_in_both: set[str] = set()
+        """Names of what the step changes, whatever the records are."""
 
     # -- runs --------------------------------------------------------------------------------------
 
@@ -192,23 +197,24 @@ class Check:
         kept = len(rows[0])
         is_same_draw = a.drawn is not None and b.drawn is not None and a.drawn.is_same(b.drawn)
         is_ordered = rows[0] != rows[1]
-        failed = a.batch_end_failed or b.batch_end_failed
+        failed = a.hook_failed or b.hook_failed
         if not is_same_draw and (a.gradients or b.gradients):
             found.why_not = "records decide how many random numbers are drawn"
             return
         if is_ordered and a.has_drawn:
             found.why_not = "records are put in an order, and meet other random numbers"
         elif failed:
-            found.why_not = f"on_train_batch_end raised {failed}"
+            found.why_not = failed
         if self._settings.gradients and not found.why_not:
             found.exchanged = self._distance(a, b, kept)
         found.public = _steps_differ(a, b)
         if a.end is not None and b.end is not None:
-            found.buffers = tuple(
-                each.name
-                for each in a.end.differences(b.end)
-                if each.kind in ("buffer", "parameter")
-            )
+            moved = a.end.differences(b.end)
+            found.buffers = tuple(each.name for each in moved if each.kind == "buffer")
+            found.settings = tuple(each.name for each in moved if each.kind == "setting")
+            if a.start is not None:
+                changed = {each.name for each in a.start.differences(a.end)}
+                self.same_in_both = changed - {each.name for each in moved}
         if found.exchanged > TOLERANCE and a.calls and b.calls:
             sizes = (a.size, b.size)
             found.where = first_that_mixes(a.calls, b.calls, rows, sizes)
@@ -244,7 +250,9 @@ class Check:
 
     def _seen(self, found: _Found) -> list[str]:
         """Return the kinds of faults that a pair shows; what rounding may explain is not compared."""
-        seen = [*(f"buffer {name}" for name in found.buffers), *(["public"] if found.public else [])]
+        seen = [f"buffer {name}" for name in found.buffers]
+        seen += [f"setting {name}" for name in found.settings]
+        seen += ["public"] if found.public else []
         limit = self._limit(len(self._kept(0)))
         for kind, distance in (("exchanged", found.exchanged), ("alone", found.alone)):
             if not distance <= limit:
@@ -261,7 +269,7 @@ class Check:
         end = first.runs[0].end
         if end is not None and control.end is not None:
             again = {each.name for each in end.differences(control.end)}
-            if again & set(first.buffers):
+            if again & {*first.buffers, *first.settings}:
                 return False
         return True
 
@@ -275,9 +283,10 @@ class Check:
         kind = self._verdict(first)
         if self._fault:
             return Outcome("coupled", self._fault)
-        if kind.startswith("buffer "):
-            names = [each[7:] for each in self._shown if each.startswith("buffer ")]
-            return Outcome("coupled", CURES["buffer"].format(names=", ".join(sorted(names)[:5])))
+        if " " in kind:
+            kind, _, _ = kind.partition(" ")
+            names = sorted(each.partition(" ")[2] for each in self._shown if each.startswith(kind))
+            return Outcome("coupled", CURES[kind].format(names=", ".join(names[:5])))
         if kind:
             where = f", first in the outputs of {self._where}" if self._where else ""
             return Outcome("coupled", CURES[kind].format(where=where))

@@ -110,9 +110,9 @@ class DryRun:
         twins, found = TwinState(runner.module), Outcome("isolated")
         half = len(samples) // 2
         for kept in (list(range(half)), list(range(half, len(samples)))):
-            check = Check(
-                runner, samples, settings(whole=len(samples), seed=half), lambda _, k=kept: k, twins
-            )
+            start = RandomState.seeded(runner.device, kept[0])
+            asked = settings(whole=len(samples), seed=half)
+            check = Check(runner, samples, asked, lambda _, k=kept: k, twins, start)
             check.look()
             found = check.settle(bool, attempts=2)
             if found.kind != "isolated":

@@ -25,9 +25,9 @@ CURES = {
         "They are in every checkpoint, and steer later steps. Leave them fixed, compute them from "
         "weights, or make them parameters that are trained"
     ),
-    "attribute": (
-        "gradients follow {names}, which an earlier step computed from other records, without noise. "
-        "Compute it from the weights, fix it in advance, or only log it"
+    "setting": (
+        "{names} follow what the step sees of the records, without noise. Fix them in advance, or as "
+        "functions of released values"
     ),
     "public": (
         "a public optimizer steps by gradients that follow the records, without noise. Give its loss "

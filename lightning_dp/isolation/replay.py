@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -50,23 +50,24 @@ class Run:
         batch: as ``training_step`` took it.
         size: the number of samples.
         gradients: what is compared of those of some samples; None if there are none.
-        end: what the module keeps afterwards; None if its hook at the end of a batch raised.
+        start, end: what the module keeps before and afterwards; no end if a hook raised.
         drawn: the random states when the loss was there.
         has_drawn: random numbers were drawn.
         public_steps: of public optimizers.
         calls: of modules, if they were watched.
-        batch_end_failed: the type of what ``on_train_batch_end`` raised, or "".
+        hook_failed: the hook of the module that raised, in words, or "".
     """
 
     batch: Any = field(repr=False)
     size: int = 0
     gradients: GradientSample | None = field(default=None, repr=False)
+    start: Snapshot | None = field(default=None, repr=False)
     end: Snapshot | None = field(default=None, repr=False)
     drawn: RandomState | None = field(default=None, repr=False)
     has_drawn: bool = False
     public_steps: tuple[PublicStep, ...] = field(default=(), repr=False)
     calls: tuple[Call, ...] = field(default=(), repr=False)
-    batch_end_failed: str = ""
+    hook_failed: str = ""
 
 
 class Runner:
@@ -92,6 +93,8 @@ class Runner:
         self._pipeline, self.device = pipeline, device
         self.has_drawn = False
         """The latest run drew random numbers."""
+        self.hooks: tuple[str, ...] = ("on_train_batch_end",)
+        """The hooks of the module that follow the step."""
 
     def run(
         self,
@@ -116,10 +119,10 @@ class Runner:
             Exception: what the user's code raises.
         """
         module = self.module
-        with self._traceless(start), ExitStack() as stack:
+        with self._traceless(start) as begun, ExitStack() as stack:
             if self.passes.watched.isolates:
                 stack.enter_context(without_dropout(module))
-            run = Run(self._batch(samples), len(samples))
+            run = Run(self._batch(samples), len(samples), start=begun)
             calls: list[Call] = []
             if watched and not self.passes.watched.isolates:
                 stack.callback(watch_calls(module, calls).take_off)
@@ -136,9 +139,9 @@ class Runner:
         return self._pipeline.transfer(self._pipeline.collate(own_copies(samples)))
 
     @contextmanager
-    def _traceless(self, start: RandomState) -> Iterator[None]:
-        with restored(self.module), start.again():
-            yield
+    def _traceless(self, start: RandomState) -> Iterator[Snapshot]:
+        with restored(self.module) as before, start.again():
+            yield before
 
     def _differentiate(
         self,
@@ -166,7 +169,7 @@ class Runner:
         run.has_drawn = run.drawn is not None and not run.drawn.is_same(begun)
         self.has_drawn = run.has_drawn
         if ends:
-            run.end = self._after_batch_end(run, ends[0], outputs[0])
+            run.end = self._after_hooks(run, ends[0], outputs[0])
 
     def _forward(self, batch: Any, run: Run) -> tuple[Tensor | None, Any]:
         module = self.module
@@ -179,17 +182,23 @@ class Runner:
         loss, run.public_steps = by_hand.loss, tuple(by_hand.public_steps)
         return loss, output
 
-    def _after_batch_end(self, run: Run, end: Snapshot, output: Any) -> Snapshot | None:
-        """Return the state behind the module's own hook at the end of a batch."""
+    def _after_hooks(self, run: Run, end: Snapshot, output: Any) -> Snapshot | None:
+        """Return the state behind the module's own hooks at the end of a batch, and of an epoch."""
         module = self.module
-        if not is_overridden("on_train_batch_end", module):
+        hooks = [name for name in self.hooks if is_overridden(name, module)]
+        if not hooks:
             return end
         end.restore()
         if self.passes.watched.isolates:  # its values are of single samples
-            output = {"loss": torch.zeros((), device=self.device)}
-        try:
-            module.on_train_batch_end(output, run.batch, self._pipeline.batch_idx)
-        except Exception as error:
-            run.batch_end_failed = type(error).__name__
-            return None
+            output = torch.zeros((), device=self.device)
+        loss = loss_in(output)
+        loss = loss.detach() if isinstance(loss, Tensor) else loss
+        outputs = {**(output if isinstance(output, Mapping) else {}), "loss": loss}
+        for name in hooks:
+            of_batch = (outputs, run.batch, self._pipeline.batch_idx)
+            try:
+                getattr(module, name)(*(of_batch if name == "on_train_batch_end" else ()))
+            except Exception as error:
+                run.hook_failed = f"{name} raised {type(error).__name__}"
+                return None
         return Snapshot.of(module)

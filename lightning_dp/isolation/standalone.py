@@ -15,6 +15,7 @@ from lightning_dp._validate import above_0, flag, instance
 from lightning_dp.boundary import Query, Term
 from lightning_dp.gradients import EngineChoice, RecordPasses
 from lightning_dp.gradients.compiled import as_written
+from lightning_dp.gradients.random_state import RandomState
 from lightning_dp.isolation.check import Check, Settings
 from lightning_dp.isolation.dry_run import DryRun, find_layout
 from lightning_dp.isolation.outcome import Outcome
@@ -110,9 +111,9 @@ def _compared(runner: Runner, samples: list[Any], clip_norm: float) -> Outcome:
     twins, found = TwinState(runner.module), Outcome("isolated")
     for look in range(_LOOKS):
         kept = partial(schedule.kept, look, look, len(samples))
-        check = Check(
-            runner, samples, Settings(query, len(samples), eps, seed=look), kept, twins
-        )
+        settings = Settings(query, len(samples), eps, seed=look)
+        start = RandomState.seeded(runner.device, look)
+        check = Check(runner, samples, settings, kept, twins, start)
         check.look()
         found = check.settle(bool)
         if found.kind != "isolated":

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from fnmatch import fnmatch
 from functools import partial
 from typing import Any, TypeAlias
 
 import torch
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.core.hooks import DataHooks
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch.utils.data import Subset, default_collate
@@ -26,7 +27,7 @@ from lightning_dp.isolation.dry_run import DryRun, find_layout
 from lightning_dp.isolation.outcome import BY_CONSTRUCTION, Outcome
 from lightning_dp.isolation.replay import Pipeline, Runner
 from lightning_dp.isolation.schedule import Schedule
-from lightning_dp.isolation.state import TwinState
+from lightning_dp.isolation.state import Marks, TwinState
 from lightning_dp.run import PrivateRun
 from lightning_dp.sampling.at_once import collates_as_torch
 from lightning_dp.sampling.loader import Chunk, PrivateDataLoader
@@ -41,6 +42,13 @@ RunStep: TypeAlias = Callable[..., Any]
 
 _HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
 _FAULT = "{}: {}."
+_UNEXPLAINED = (
+    "The buffers or frozen weights {} were written to, and no comparison of batches has shown that what "
+    "is in them is the same with other records. They are saved without noise. Compute them from weights "
+    "in a hook of the module (on_train_batch_end, on_train_epoch_end), where it can be compared; or, if "
+    "a callback or validation writes them by weights and public numbers alone, say so: "
+    "DifferentialPrivacy(public_state=['their names']), which the report prints."
+)
 _MADE_UP = (
     "(Found on made-up samples. If it is wrong, leave the check out with isolation_probe=False.)"
 )
@@ -74,6 +82,20 @@ class IsolationWatch:
         self._looks = 0
         self._due: Chunk | None = None
         self._check: Check | None = None
+        self._marks = Marks.of(self._module)
+        self._changed: set[str] = set()  # buffers and frozen weights that no comparison has cleared
+        self._cleared: set[str] = set()
+        self._hooks = _BeforeHooks(self)
+        trainer.callbacks.insert(0, self._hooks)  # type: ignore[attr-defined]
+        if names := run.config.public_state:
+            note = f"what callbacks and validation write into {', '.join(names)} (declared, not checked)"
+            run.not_covered = (*run.not_covered, note)
+
+    def remove_hooks(self) -> None:
+        """Take the callback out of the Trainer that runs hooks of the module before it does."""
+        callbacks = self._trainer.callbacks  # type: ignore[attr-defined]
+        if self._hooks in callbacks:
+            callbacks.remove(self._hooks)
 
     # -- before the first charge -------------------------------------------------------------------
 
@@ -145,12 +167,15 @@ class IsolationWatch:
         if not run.config.spot_checks or run.batches is None:
             return
         self._since = run.step if self._since is None else self._since
+        self._note_changes()
         step, chunks = run.step - self._since, run.batches.chunks_per_step
         if chunks > 1 and chunk.index % chunks != self._schedule.chunk(step, chunks):
             return
         if self._schedule.is_due(step, self._looks, begins_epoch=chunk.index < chunks):
             self._due, self._looks = chunk, self._looks + 1
             run.spot_checks += 1
+        elif self._changed:  # which is counted nowhere
+            self._due = chunk
 
     def before_forward(self, args: tuple[Any, ...]) -> None:
         """Make the runs of a comparison, if the chunk is due."""
@@ -176,14 +201,45 @@ class IsolationWatch:
         if not _reads_together(loader):
             with RandomState(self._trainer.strategy.root_device).again():
                 samples = [loader.dataset[record] for record in records]
+        runner = self._runner(loader, *args[1:])
+        if self._changed:
+            runner.hooks = ("on_train_batch_end", "on_train_epoch_end")
         self._check = Check(
-            self._runner(loader, *args[1:]),
+            runner,
             samples,
             self._settings(query=query, whole=chunk.size, seed=number),
             partial(self._schedule.kept, number, look, len(samples)),
             self._twins,
         )
         self._check.look()
+
+    def _note_changes(self) -> None:
+        """Note which buffers and frozen weights were written to since the last look, and not cleared."""
+        marks = Marks.of(self._module)
+        names = marks.changed_since(self._marks)
+        self._marks = marks
+        self._changed.update(name for name in names if not self._is_public(name))
+
+    def _is_public(self, name: str) -> bool:
+        return name in self._cleared or any(map(partial(fnmatch, name), self._run.config.public_state))
+
+    def unexplained(self) -> str | None:
+        """Return why nothing may be saved, or said to be private, as the module is now; None if it may.
+
+        A buffer or a frozen weight that was written to, and that no comparison has found to be the same
+        with other records.
+        """
+        self._note_changes()
+        if not self._changed:
+            return None
+        return _UNEXPLAINED.format(sorted(self._changed)[:5])
+
+    def before_hook(self, name: str, *args: Any) -> None:
+        """Run a hook of the module as it would run after other records; then Lightning runs it."""
+        if self._twins.has_twins and is_overridden(name, self._module):
+            fault = self._twins.run_hook(getattr(self._module, name), *args)
+            if fault is not None:
+                self._step.note(_FAULT.format(type(self._module).__name__, fault))
 
     def settle(self, agree: Agreement) -> None:
         """Look closer at what moved, on all ranks, before the step is released.
@@ -196,6 +252,9 @@ class IsolationWatch:
             return
         found = check.settle(partial(agree.anyone, place=Place.SPOT_CHECK))
         self._count(found)
+        if found.kind == "isolated":
+            self._cleared.update(check.same_in_both)
+            self._changed -= check.same_in_both
         if found.kind == "coupled":
             self._step.note(_FAULT.format(type(self._module).__name__, found.reason))
 
@@ -292,6 +351,29 @@ class IsolationWatch:
             return batch
 
         return (read_and_collate if _reads_together(loader) else collate), transfer
+
+
+class _BeforeHooks(Callback):
+    """Runs hooks of the module at the ends of epochs as they would run after other records.
+
+    Args:
+        watch: runs them.
+    """
+
+    def __init__(self, watch: IsolationWatch) -> None:
+        self._watch = watch
+
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._watch.before_hook("on_train_epoch_start")
+
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any) -> None:
+        self._watch.before_hook("on_train_batch_end", *args)
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._watch.before_hook("on_train_epoch_end")
+
+    def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._watch.before_hook("on_validation_epoch_end")
 
 
 def _reads_together(loader: PrivateDataLoader) -> bool:

@@ -16,7 +16,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_dp._checks import check_model
+from lightning_dp._checks import MisconfigurationError, check_model
 from lightning_dp._refusals import RefusedRun, RefusedSetting
 from lightning_dp._shards import scattered
 from lightning_dp._training_step import loss_in
@@ -274,6 +274,8 @@ class PrivateFitStrategy(Strategy):
             fit.monitors.check()
             written = fit.edits.written(fit.optimizers.private)
             fit.agree(written, Place.SAVE)
+            if (reason := fit.isolation.unexplained()) is not None:
+                raise MisconfigurationError(reason, topic="kept-records")
         lead, params = self.is_global_zero, self._sharded
         content = write_record(checkpoint, run, is_writer=lead, sharded=params)
         if content is not None:
@@ -316,6 +318,11 @@ class PrivateFitStrategy(Strategy):
         fit = self._fit
         if fit is not None and self.private_run.voided is None:
             self._look_at_unread(fit)
+            fit.isolation.remove_hooks()
+            if (reason := fit.isolation.unexplained()) is not None:
+                self.private_run.void(reason)
+                self._leave_the_model()
+                raise VoidedRunError(reason)
         self._leave_the_model()
         if "_accumulate" in vars(self):
             self._trainer.accumulate_grad_batches = self._accumulate

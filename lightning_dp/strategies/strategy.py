@@ -274,6 +274,7 @@ class DifferentialPrivacyStrategy(PrivateFitStrategy):
         def check_update() -> None:
             fit.agree(fit.edits.fault(optimizer), Place.UPDATE, unused=fit.edits.skipped + 1)
 
+        fit.isolation.before_hook("on_before_optimizer_step", optimizer)
         fit.edits.look_at_state(optimizer)
         fit.step.expect_update()
         output = super().optimizer_step(optimizer, private_closure, model, **kwargs)
@@ -292,6 +293,7 @@ class DifferentialPrivacyStrategy(PrivateFitStrategy):
         if self._mechanism.is_begun:
             self._agree_without_step()
         written = fit.edits.written(fit.optimizers.private)
-        fit.agree(written or changed_rows(private_loader_of(trainer)), Place.END)
+        written = written or changed_rows(private_loader_of(trainer)) or fit.isolation.unexplained()
+        fit.agree(written, Place.END)
         for callback in self._callbacks:
             callback.on_privacy_end(trainer, run)
