@@ -40,12 +40,7 @@ from lightning_dp.functional import flatten, unflatten
 from lightning_dp.gradients import RecordPasses, Replay
 from lightning_dp.gradients.chunks import UNANSWERED, at_point
 from lightning_dp.gradients.materialised import MaterialisedGradients
-from lightning_dp.isolation.synthetic import (
-    NoSyntheticBatch,
-    ValidLabels,
-    synthetic_pool,
-    take_rows,
-)
+from lightning_dp.isolation.dry_run import DryRun
 
 __all__ = ["LocalRecords"]
 
@@ -212,15 +207,12 @@ class LocalRecords:
             copied._muted(),
             torch.enable_grad(),
         ):
-            batch, _ = next(copied._chunks(list(range(min(2, self.num_records)))))
             try:
-                made_up = synthetic_pool(batch, _MADE_UP, classes=2)
-            except NoSyntheticBatch:
-                return  # of such a batch, nothing can be made up
-            if self._one_record:
-                made_up = take_rows(made_up, [0])
-            with ValidLabels():
-                copied._try(passes, self._module.transfer_batch_to_device(made_up, self._device, 0))
+                samples = DryRun(self._loader.dataset[0]).samples(_MADE_UP, are_longer=False)
+            except ValueError:
+                return  # of such samples, nothing can be made up
+            batch = self._loader.collate_fn(samples[:1] if self._one_record else samples)
+            copied._try(passes, self._on_device(batch))
 
     def _try(self, passes: RecordPasses, made_up: Any) -> None:
         query = Query((Term(),), clip_norm=1.0, noise_multiplier=1.0)
@@ -280,16 +272,20 @@ class LocalRecords:
         loader: DataLoader[Any] = DataLoader(
             self._loader.dataset, batch_sampler=chunks, collate_fn=self._loader.collate_fn
         )
-        module = self._module
         for chunk, batch in zip(chunks, loader, strict=True):
             if batch is None:
                 raise TypeError(
                     "The collate_fn returned None. Records cannot be left out on the way: return a "
                     "batch for every list of records."
                 )
-            batch = module.on_before_batch_transfer(batch, 0)
-            batch = module.transfer_batch_to_device(batch, self._device, 0)
-            yield module.on_after_batch_transfer(batch, 0), len(chunk)
+            yield self._on_device(batch), len(chunk)
+
+    def _on_device(self, batch: Any) -> Any:
+        """Return a batch behind the user's hooks of transfer."""
+        module = self._module
+        batch = module.on_before_batch_transfer(batch, 0)
+        batch = module.transfer_batch_to_device(batch, self._device, 0)
+        return module.on_after_batch_transfer(batch, 0)
 
     def _answer(
         self,

@@ -22,6 +22,7 @@ from lightning_dp.isolation.comparison import (
     take_sample,
 )
 from lightning_dp.isolation.diagnosis import first_that_mixes
+from lightning_dp.isolation.manual import without_dropout
 from lightning_dp.isolation.outcome import CURES, Outcome
 from lightning_dp.isolation.replay import Run, Runner
 from lightning_dp.isolation.state import TwinState
@@ -126,8 +127,7 @@ class Check:
         first = self._first
         is_open = first is not None and bool(self._seen(first))
         if anyone(is_open):
-            control = self._run(self._samples, self._kept(0))
-            is_open = is_open and first is not None and self._repeats(first, control)
+            is_open = is_open and first is not None and self._is_suspect(first)
         for attempt in range(1, attempts + 1):
             if not anyone(is_open):
                 break
@@ -137,26 +137,52 @@ class Check:
             is_open = is_open and not self._verdict(first)
         return self._outcome(first)
 
+    def _is_suspect(self, first: _Found) -> bool:
+        """Return False if the same samples give something else again, or were only put in an order."""
+        control = self._run(self._samples, self._kept(0))
+        sums_add_up = all([self._adds_up(self._kept(attempt)) for attempt in range(2)])
+        if not self._repeats(first, control):
+            return False
+        if sums_add_up and not (first.buffers or first.settings or first.public):
+            return False
+        variants = Variants.of(self._samples, self._kept(0))
+        batches = [
+            self._runner.batch_of(each, self._start)
+            for each in (variants.together, variants.exchanged)
+        ]
+        rows = paired_rows(*batches, (control.size, control.size), variants.kept, variants.kept)
+        if rows[0] != rows[1] and control.has_drawn:
+            self.not_compared = "records are put in an order, and meet other random numbers"
+            return False
+        return True
+
+    def _adds_up(self, kept: list[int]) -> bool:
+        """Return True if the clipped sum of all samples is that of two parts of them, run apart.
+
+        Then nothing is wrong with it, in whatever order the model has its samples.
+        """
+        others = [place for place in range(len(self._samples)) if place not in kept]
+        parts = [[self._samples[place] for place in places] for places in (kept, others)]
+        with without_dropout(self._runner.module):
+            runs = [self._run(each, range(len(each))) for each in (self._samples, *parts)]
+        if any(run.has_drawn or run.gradients is None for run in runs):
+            return False
+        whole, one, other = (run.gradients.total for run in runs if run.gradients is not None)
+        return bool((whole - one - other).norm() <= TOLERANCE)
+
     def _pair(self, attempt: int, *, watched: bool = False) -> _Found:
         """Run the samples together, with some of them exchanged, and without these."""
         kept = self._kept(attempt)
         variants = Variants.of(self._samples, kept, attempt)
-        rows = kept, kept
-        if attempt and self._settings.gradients:
-            rows = self._rows(variants.together, variants.exchanged, kept, kept)
         found = _Found()
-        together = self._run(variants.together, rows[0], watched=watched)
-        exchanged = self._try(found, variants.exchanged, rows[1], watched)
+        together = self._run(variants.together, kept, watched=watched)
+        exchanged = self._try(found, variants.exchanged, kept, watched)
         found.runs = [together]
         if exchanged is None:
             return found
-        self._compare(found, together, exchanged, rows)
-        if not self._settings.gradients or together.has_drawn or rows[0] != kept:
-            return found
-        places = list(range(len(kept)))
-        alone_rows = self._rows(variants.together, variants.alone, kept, places) if attempt else None
-        if alone_rows is None or alone_rows == (kept, places):
-            alone = self._try(found, variants.alone, places, watched)
+        self._compare(found, together, exchanged, kept)
+        if self._settings.gradients and not together.has_drawn:
+            alone = self._try(found, variants.alone, range(len(kept)), watched)
             if alone is not None:
                 found.alone = self._distance(together, alone, len(kept))
         return found
@@ -182,31 +208,17 @@ class Check:
 
         return self._runner.run(samples, query, self._start, look, watched=watched)
 
-    def _rows(
-        self, one: Sequence[Any], other: Sequence[Any], kept: list[int], places: list[int]
-    ) -> tuple[list[int], list[int]]:
-        batches = (self._runner.batch_of(each, self._start) for each in (one, other))
-        return paired_rows(*batches, (len(one), len(other)), kept, places)
-
     # -- what they show ----------------------------------------------------------------------------
 
-    def _compare(
-        self, found: _Found, a: Run, b: Run, rows: tuple[list[int], list[int]]
-    ) -> None:
+    def _compare(self, found: _Found, a: Run, b: Run, kept: list[int]) -> None:
         """Compare the gradients of the same samples in two runs, and what the module keeps."""
-        kept = len(rows[0])
         is_same_draw = a.drawn is not None and b.drawn is not None and a.drawn.is_same(b.drawn)
-        is_ordered = rows[0] != rows[1]
         failed = a.hook_failed or b.hook_failed
         if not is_same_draw and (a.gradients or b.gradients):
             found.why_not = "records decide how many random numbers are drawn"
             return
-        if is_ordered and a.has_drawn:
-            found.why_not = "records are put in an order, and meet other random numbers"
-        elif failed:
-            found.why_not = failed
-        if self._settings.gradients and not found.why_not:
-            found.exchanged = self._distance(a, b, kept)
+        found.why_not = failed
+        found.exchanged = self._distance(a, b, len(kept))
         found.public = _steps_differ(a, b)
         if a.end is not None and b.end is not None:
             moved = a.end.differences(b.end)
@@ -217,7 +229,7 @@ class Check:
                 self.same_in_both = changed - {each.name for each in moved}
         if found.exchanged > TOLERANCE and a.calls and b.calls:
             sizes = (a.size, b.size)
-            found.where = first_that_mixes(a.calls, b.calls, rows, sizes)
+            found.where = first_that_mixes(a.calls, b.calls, (kept, kept), sizes)
         found.runs = [a, b]
 
     def _distance(self, a: Run, b: Run, kept: int) -> float:

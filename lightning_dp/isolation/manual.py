@@ -10,7 +10,7 @@ from typing import Any
 
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
-from torch.nn.modules.dropout import _DropoutNd
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 
 from lightning_dp.gradients.waiting import WaitingLosses
@@ -25,7 +25,13 @@ def _ignore(*args: Any, **kwargs: Any) -> None:
 @contextmanager
 def without_dropout(module: nn.Module) -> Iterator[None]:
     """Let no layer of torch drop anything, inside."""
-    active = [part for part in module.modules() if isinstance(part, _DropoutNd) and part.training]
+    active = [
+        part
+        for part in module.modules()
+        if part.training
+        and type(part).__module__.startswith("torch.nn.")
+        and not isinstance(part, _BatchNorm)
+    ]
     try:
         for part in active:
             part.training = False

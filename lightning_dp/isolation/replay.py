@@ -126,7 +126,7 @@ class Runner:
             calls: list[Call] = []
             if watched and not self.passes.watched.isolates:
                 stack.callback(watch_calls(module, calls).take_off)
-            self._differentiate(run, query, look)
+            self._differentiate(run, query, start, look)
             run.calls = tuple(calls)
         return run
 
@@ -147,6 +147,7 @@ class Runner:
         self,
         run: Run,
         query: Query,
+        start: RandomState,
         look: Callable[[AbstractPerSampleGradients], GradientSample],
     ) -> None:
         """Fill in the gradients of a run, and what it leaves."""
@@ -166,7 +167,7 @@ class Runner:
             run.gradients = None if found is None else look(found)
         finally:
             self.passes.watched.drop()
-        run.has_drawn = run.drawn is not None and not run.drawn.is_same(begun)
+        run.has_drawn = run.drawn is not None and not run.drawn.is_same(start)
         self.has_drawn = run.has_drawn
         if ends:
             run.end = self._after_hooks(run, ends[0], outputs[0])

@@ -188,6 +188,7 @@ class IsolationWatch:
             self._step.note(without_alone(error.text))
         except Exception as error:  # of the user's code, which will raise again in the step
             self._count(Outcome("not compared", type(error).__name__))
+        self._marks = Marks.of(self._module)  # what these runs wrote was put back
 
     def _compare(self, chunk: Chunk, args: tuple[Any, ...]) -> None:
         mechanism, number = self._run.mechanism, self._run.step - (self._since or 0)

@@ -6,6 +6,7 @@ import os
 import random
 import subprocess
 from collections import Counter
+from pathlib import Path
 from typing import ClassVar
 
 import lightning as L
@@ -232,7 +233,7 @@ def charged(folder):
     for root, _, files in os.walk(folder):
         for name in files:
             if name.endswith(".journal"):
-                _, runs = read_journal(os.path.join(root, name))
+                _, runs = read_journal(Path(root, name))
                 total += sum(n for run in runs.values() for _, n in run)
     return total
 
