@@ -15,8 +15,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from lightning_dp._generators import as_text, put_back, seed_own, state_of
 from lightning_dp._lazy_copies import is_one_memory, lazily_copied
-from lightning_dp._own_generators import as_text, put_back, seed_own, state_of
 
 __all__ = [
     "Budget",

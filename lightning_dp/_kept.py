@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 from torchmetrics import Metric
 
+from lightning_dp._generators import OWN_GENERATORS
 from lightning_dp._held import (
     Budget,
     Held,
@@ -29,7 +30,6 @@ from lightning_dp._held import (
     Kind,
     Names,
 )
-from lightning_dp._own_generators import OWN_GENERATORS
 from lightning_dp._user_code import Variables, is_library, own_functions, plain_function
 
 __all__ = ["Walk"]

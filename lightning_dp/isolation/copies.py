@@ -19,8 +19,7 @@ from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
-from lightning_dp._generators import accelerator_kept
-from lightning_dp._own_generators import OWN_GENERATORS, as_text, seed_own, state_of
+from lightning_dp._generators import OWN_GENERATORS, accelerator_kept, as_text, seed_own, state_of
 
 __all__ = ["Copies", "ReadsDataset", "quiet", "random_state", "seeded"]
 

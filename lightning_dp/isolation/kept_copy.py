@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 from lightning.pytorch import LightningModule
 
-from lightning_dp._module_state import ModuleState
 from lightning_dp.gradients import RecordPasses
 from lightning_dp.isolation.model_copies import empty, is_much
+from lightning_dp.isolation.module_state import ModuleState
 from lightning_dp.isolation.untouched import Untouched, is_shared, keeps_results
 
 __all__ = ["AttachedCopy", "KeptCopy", "may_be_kept"]

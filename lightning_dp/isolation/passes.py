@@ -12,7 +12,6 @@ from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode, _get_current_function_mode
 
-from lightning_dp._module_state import ModuleState
 from lightning_dp._side_effects import SideEffects
 from lightning_dp._training_step import call_training_step
 from lightning_dp.gradients import (
@@ -27,6 +26,7 @@ from lightning_dp.isolation.copies import quiet
 from lightning_dp.isolation.ignored import target_means
 from lightning_dp.isolation.kept_copy import KeptCopy, may_be_kept
 from lightning_dp.isolation.model_copies import ModelCopies, empty, may_be_written
+from lightning_dp.isolation.module_state import ModuleState
 from lightning_dp.isolation.nesting import copied
 from lightning_dp.isolation.operations import OperationCounter
 from lightning_dp.isolation.overrides import backward_loss

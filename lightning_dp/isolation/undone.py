@@ -6,9 +6,9 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from lightning_dp._module_state import ModuleState
 from lightning_dp.gradients.compiled import as_written
 from lightning_dp.isolation.collated import CollatedPool
+from lightning_dp.isolation.module_state import ModuleState
 from lightning_dp.isolation.passes import Passes
 from lightning_dp.isolation.pools import pool_that_runs
 from lightning_dp.isolation.randomness import seed

@@ -14,10 +14,10 @@ from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor
 from torch.utils.data import default_collate
 
-from lightning_dp._module_state import ModuleState
 from lightning_dp.boundary import AbstractPerSampleGradients
 from lightning_dp.gradients.random_state import RandomState
 from lightning_dp.isolation.answers import Call, watch_calls
+from lightning_dp.isolation.module_state import ModuleState
 from lightning_dp.isolation.nesting import copied, number_of_rows
 from lightning_dp.isolation.record_gradients import Glimpse, Movement, Tolerance, glimpse, moved
 from lightning_dp.isolation.spot_plan import Exchange, PartsSeen, SpotPlan

@@ -8,10 +8,10 @@ from typing import Any
 
 from lightning.pytorch import LightningModule
 
-from lightning_dp._module_state import Difference, ModuleState
 from lightning_dp.gradients.random_state import RandomState
 from lightning_dp.isolation.answers import Call
 from lightning_dp.isolation.coupling import Pair, mixing_module
+from lightning_dp.isolation.module_state import Difference, ModuleState
 from lightning_dp.isolation.record_gradients import Glimpse, Movement
 from lightning_dp.isolation.spot_plan import Exchange
 
