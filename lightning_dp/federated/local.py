@@ -23,10 +23,10 @@ from lightning_dp._checks import (
     check_training_step,
 )
 from lightning_dp._generators import accelerator_kept
-from lightning_dp._module_state import ModuleState
+from lightning_dp._module_state import apart, restored
 from lightning_dp._refusals import RefusedSetting
 from lightning_dp._side_effects import SideEffects
-from lightning_dp._training_step import apart, call_training_step, muted
+from lightning_dp._training_step import call_training_step
 from lightning_dp._validate import optional, whole
 from lightning_dp.accounting.events import VoidedRunError
 from lightning_dp.boundary import (
@@ -310,19 +310,19 @@ class LocalRecords:
             self.params,
             self._engine_name,
             backward=self._module.backward,
-            quietly=partial(self._quietly, ModuleState.of(self._module)),
+            quietly=self._quietly,
             loss_graph_check=self._checks_graph,
             around=partial(SideEffects(self._module).of_step, are_done=False),
         )
 
-    def _muted(self) -> AbstractContextManager[None]:
+    def _muted(self) -> AbstractContextManager[object]:
         """Leave no trace of all chunks; of records that run alone, each is apart from the others."""
-        return nullcontext() if self._one_record else muted(self._module)
+        return nullcontext() if self._one_record else restored(self._module, global_random=False)
 
     @contextmanager
-    def _quietly(self, before: ModuleState) -> Iterator[None]:
+    def _quietly(self) -> Iterator[None]:
         # Weights that training_step changes in place are copies.
-        alone = apart(self._module, before) if self._one_record else nullcontext()
+        alone = apart(self._module) if self._one_record else nullcontext()
         with at_point(self.params, self.point), alone:
             yield
 

@@ -13,10 +13,9 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lightning_dp._module_state import ModuleState
+from lightning_dp._module_state import apart, restored
 from lightning_dp._shards import is_sharded
 from lightning_dp._side_effects import SideEffects
-from lightning_dp._training_step import apart, muted
 from lightning_dp._world import World
 from lightning_dp.boundary import AbstractPerSampleGradients
 from lightning_dp.config import PrivacyConfig
@@ -131,7 +130,6 @@ class FitEngine:
         loss_graph_check: bool,
     ) -> None:
         self._module, self._trainer, self._params = module, module.trainer, params
-        self._before_records: ModuleState | None = None  # while they run alone
         self.is_sharded = any(is_sharded(param) for param in params)
         """Each process has a part of each parameter, and all run the same passes together."""
         self.choice, self.effects = choice, SideEffects(module)
@@ -182,23 +180,13 @@ class FitEngine:
         Raises:
             UnsupportedModelError: if the model waits for other ranks.
         """
-        now = self._state()
         is_alone = self._trainer.world_size > 1
         try:
-            with NoCollectives() if is_alone else nullcontext():  # type: ignore[no-untyped-call]
+            with (
+                restored(self._module, global_random=False),
+                NoCollectives() if is_alone else nullcontext(),  # type: ignore[no-untyped-call]
+            ):
                 yield
-        finally:
-            now.restore()
-
-    @contextmanager
-    def each_alone(self) -> Iterator[None]:
-        """Let each record begin with the state of now, inside, if they run alone."""
-        if self.watched.one_record:
-            self._before_records = self._state()
-        try:
-            yield
-        finally:
-            self._before_records = None
 
     def run_once_more(
         self, forward: Forward, batch: object, size: int
@@ -217,20 +205,16 @@ class FitEngine:
 
     def run_for_nothing(self, records: Sequence[Replay]) -> None:
         """Run records, each alone, of which nothing is asked: they log, as ever."""
-        with self.each_alone():
-            for each in records:
-                assert each.randomness is not None and each.forward is not None
-                with each.randomness.again():
-                    self.passes.run(each.forward, each.batch, 1)
-
-    def _state(self) -> ModuleState:
-        return ModuleState.of(self._module, self._trainer.callbacks)  # type: ignore[attr-defined]
+        for each in records:
+            assert each.randomness is not None and each.forward is not None
+            with each.randomness.again():
+                self.passes.run(each.forward, each.batch, 1)
 
     @contextmanager
     def _quietly(self) -> Iterator[None]:
-        """Leave no trace of a run in the module."""
-        module, before = self._module, self._before_records
-        with muted(module) if before is None else apart(module, before):
+        """Leave no trace of a run in the module; passes see to the global random states."""
+        module = self._module
+        with apart(module) if self.watched.one_record else restored(module, global_random=False):
             yield
 
     @contextmanager

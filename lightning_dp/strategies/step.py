@@ -254,8 +254,7 @@ class PrivateStep:
         if _has_rounds(mechanism):
             batch.answered += replays
         batch.owed -= chunk.size
-        with self.engine.each_alone():
-            found = [self._give(mechanism, query, replay) for replay in replays]
+        found = [self._give(mechanism, query, replay) for replay in replays]
         if is_first and not any(found):
             self.note(_SILENT.format(type(self._module).__name__))
 
@@ -327,9 +326,8 @@ class PrivateStep:
         query = mechanism.query
         if query is None:
             raise RefusedRun("No further query was asked.", topic="out-of-order")
-        with self.engine.each_alone():
-            for replay in self._batch.answered:
-                self._give(mechanism, query, replay)
+        for replay in self._batch.answered:
+            self._give(mechanism, query, replay)
         agree(self.fault(mechanism))
 
     def expect_update(self) -> None:
