@@ -168,7 +168,8 @@ class Check:
         if any(run.has_drawn or run.gradients is None for run in runs):
             return False
         whole, one, other = (run.gradients.total for run in runs if run.gradients is not None)
-        return bool((whole - one - other).norm() <= TOLERANCE)
+        scale = self._settings.whole / min(len(kept), len(others))
+        return bool((whole - one - other).norm() * scale <= TOLERANCE)
 
     def _pair(self, attempt: int, *, watched: bool = False) -> _Found:
         """Run the samples together, with some of them exchanged, and without these."""

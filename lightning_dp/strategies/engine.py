@@ -181,27 +181,11 @@ class FitEngine:
             UnsupportedModelError: if the model waits for other ranks.
         """
         is_alone = self._trainer.world_size > 1
-        try:
-            with (
-                restored(self._module, global_random=False),
-                NoCollectives() if is_alone else nullcontext(),  # type: ignore[no-untyped-call]
-            ):
-                yield
-
-    def run_once_more(
-        self, forward: Forward, batch: object, size: int
-    ) -> AbstractPerSampleGradients | None:
-        """Return the gradients of records that nobody is answered from; None if there are none.
-
-        Args:
-            forward: runs a batch and returns its loss.
-            batch: what they are in.
-            size: how many they are.
-        """
-        try:
-            return self.passes.run(forward, batch, size)
-        finally:
-            self.watched.drop()
+        with (
+            restored(self._module, global_random=False),
+            NoCollectives() if is_alone else nullcontext(),  # type: ignore[no-untyped-call]
+        ):
+            yield
 
     def run_for_nothing(self, records: Sequence[Replay]) -> None:
         """Run records, each alone, of which nothing is asked: they log, as ever."""

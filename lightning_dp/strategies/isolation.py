@@ -12,6 +12,7 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.core.hooks import DataHooks
 from lightning.pytorch.utilities.model_helpers import is_overridden
+from torch import Tensor
 from torch.utils.data import Subset, default_collate
 
 from lightning_dp._checks import MisconfigurationError
@@ -42,6 +43,7 @@ RunStep: TypeAlias = Callable[..., Any]
 
 _HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
 _FAULT = "{}: {}."
+_LARGE = 64 << 20  # bytes of buffers
 _UNEXPLAINED = (
     "The buffers or frozen weights {} were written to, and no comparison of batches has shown that what "
     "is in them is the same with other records. They are saved without noise. Compute them from weights "
@@ -82,7 +84,7 @@ class IsolationWatch:
         self._looks = 0
         self._due: Chunk | None = None
         self._check: Check | None = None
-        self._marks = Marks.of(self._module)
+        self._marks, self._buffers = Marks.of(self._module), self._copies()
         self._changed: set[str] = set()  # buffers and frozen weights that no comparison has cleared
         self._cleared: set[str] = set()
         self._hooks = _BeforeHooks(self)
@@ -188,7 +190,6 @@ class IsolationWatch:
             self._step.note(without_alone(error.text))
         except Exception as error:  # of the user's code, which will raise again in the step
             self._count(Outcome("not compared", type(error).__name__))
-        self._marks = Marks.of(self._module)  # what these runs wrote was put back
 
     def _compare(self, chunk: Chunk, args: tuple[Any, ...]) -> None:
         mechanism, number = self._run.mechanism, self._run.step - (self._since or 0)
@@ -216,10 +217,23 @@ class IsolationWatch:
 
     def _note_changes(self) -> None:
         """Note which buffers and frozen weights were written to since the last look, and not cleared."""
-        marks = Marks.of(self._module)
+        marks, before = Marks.of(self._module), self._buffers
         names = marks.changed_since(self._marks)
-        self._marks = marks
-        self._changed.update(name for name in names if not self._is_public(name))
+        if not names:
+            return
+        self._marks, self._buffers = marks, self._copies()
+        for name in names:
+            known, now = before.get(name), self._buffers.get(name)
+            is_same = known is not None and now is not None and torch.equal(known, now)
+            if not is_same and not self._is_public(name):  # passes that left no trace write, too
+                self._changed.add(name)
+
+    def _copies(self) -> dict[str, Tensor]:
+        """Return copies of the buffers, but of very large ones."""
+        buffers = dict(self._module.named_buffers())
+        if sum(each.nbytes for each in buffers.values()) > _LARGE:
+            return {}
+        return {name: each.detach().clone() for name, each in buffers.items()}
 
     def _is_public(self, name: str) -> bool:
         return name in self._cleared or any(map(partial(fnmatch, name), self._run.config.public_state))
