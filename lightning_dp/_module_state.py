@@ -468,11 +468,13 @@ def _owner_in(value: Any, kind: Kind) -> Any:
 
 @cache
 def _is_of_user(kind: type) -> bool:
-    """True if a class is a dataclass, or from no installed library."""
-    file = getattr(sys.modules.get(kind.__module__), "__file__", None) or sysconfig.__file__
-    libraries = {sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib")}
-    is_own = kind.__module__ == "__main__" or not file.startswith(tuple(libraries))
-    return dataclasses.is_dataclass(kind) or is_own
+    """Return whether a class is a dataclass, or from no installed library."""
+    package = kind.__module__.partition(".")[0]
+    if dataclasses.is_dataclass(kind) or package == "__main__":
+        return True
+    file = getattr(sys.modules.get(kind.__module__), "__file__", None)
+    libraries = tuple(sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib"))
+    return not (file is None or package == "lightning_dp" or file.startswith(libraries))
 
 
 def _copied(owner: Any) -> Any:

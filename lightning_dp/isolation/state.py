@@ -70,8 +70,9 @@ class TwinState:
         >>> twins.names
         ('latest',)
         >>> with twins.in_place():
-        ...     model.latest
-        2.5
+        ...     seen = model.latest
+        >>> seen, model.latest
+        (2.5, 0.0)
     """
 
     def __init__(self, module: LightningModule) -> None:

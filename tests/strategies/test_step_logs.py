@@ -291,7 +291,7 @@ def test_groups_that_leave_other_states_are_told_by_its_name(tmp_path, place):
         return loss
 
     model, *_ = fit(body, tmp_path, is_alone=True)
-    names = {"attribute": "count", "list": "seen", "buffer": "steps", "optimizer": "settings"}
+    names = {"attribute": "count", "list": "seen", "buffer": "steps", "optimizer": "momentum"}
     assert names[place] in model.effects.state_differs
     assert not any(letter.isdigit() for letter in model.effects.state_differs)
 
