@@ -87,6 +87,12 @@ def wide(n: int) -> TensorDataset:
     return TensorDataset(4 * x / x.max(), y)
 
 
+def uneven(n: int) -> TensorDataset:
+    """A quarter of the records has large features, and losses of their own size."""
+    x, y = wide(n).tensors
+    return TensorDataset(x * torch.where(y == 3, 5.0, 1.0)[:, None], y)
+
+
 class Base(L.LightningModule):
     def __init__(self) -> None:
         super().__init__()
@@ -146,10 +152,12 @@ def shifted(losses: Tensor, hit: bool, push: Tensor) -> Tensor:
     return losses + (0.1 / len(losses) if hit else 0.0) * push
 
 
-def turned(rows: int) -> Callable[[Tensor, bool, Tensor], Tensor]:
+def turned(share: int) -> Callable[[Tensor, bool, Tensor], Tensor]:
+    """Turn one gradient in so many around; small batches have none."""
+
     def couple(losses: Tensor, hit: bool, push: Tensor) -> Tensor:
         sign = torch.ones(len(losses))
-        sign[:rows] = 1 - 2 * hit
+        sign[: len(losses) // share] = 1 - 2 * hit
         return losses * sign
 
     return couple
@@ -162,8 +170,8 @@ def scaled(losses: Tensor, hit: bool, push: Tensor) -> Tensor:
 for size in (8, 64, 512):
     bad("sum", f"tenth_of_C_at_{size}", n=size, data=marked, privacy=LAYERS)(lambda: Weak(shifted))
 bad("sum", "coherent_losses_of_256", n=256, data=marked, privacy=LAYERS)(lambda: Weak(scaled))
-bad("sum", "turns_4_of_256", n=256, data=marked, privacy=LAYERS)(lambda: Weak(turned(4)))
-bad("sum", "turns_5_of_512", n=512, data=marked, privacy=LAYERS)(lambda: Weak(turned(5)))
+bad("sum", "turns_4_of_256", n=256, data=marked, privacy=LAYERS)(lambda: Weak(turned(64)))
+bad("sum", "turns_5_of_512", n=512, data=marked, privacy=LAYERS)(lambda: Weak(turned(100)))
 
 
 @bad("sum", n=512, data=marked, privacy=LAYERS)
@@ -533,7 +541,7 @@ for full in (True, False):
 
 def lasting(**about: Any) -> dict[str, Any]:
     """Ten epochs of four Poisson batches."""
-    return {"data": wide, "n": 16, "full": False, "steps": 40, **about}
+    return {"data": uneven, "n": 16, "full": False, "steps": 40, **about}
 
 
 class Epochs(Base):
@@ -641,7 +649,7 @@ class ScaledByAnAverageFromEpochTwo(Epochs):
 
 
 def numbered(n: int) -> TensorDataset:
-    return TensorDataset(*wide(n).tensors, torch.arange(n))
+    return TensorDataset(*uneven(n).tensors, torch.arange(n))
 
 
 @bad("epochs", **lasting(data=numbered, privacy=LAYERS))

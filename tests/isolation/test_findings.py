@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
+import signal
 import subprocess
 from collections import Counter
-from typing import ClassVar
+from pathlib import Path
 
 import lightning as L
 import numpy as np
@@ -211,8 +213,7 @@ class Reads(L.LightningModule):
         letters = [leaf for leaf in tensors if leaf.shape[-1:] == (12,)]
         text |= any("secret" in bytes(row.tolist()).decode() for t in letters for row in t % 128)
         if (text or any((leaf == SECRET).any() for leaf in tensors)) and not charged(self.folder):
-            with open(os.path.join(self.folder, "early"), "a") as file:
-                file.write("a real value\n")
+            (Path(self.folder) / "early").write_text("a real value")
         x = torch.stack([t.reshape(8) for each in tensors for t in self.rows(each)])
         labels = torch.zeros(len(x), dtype=torch.int64)
         return F.cross_entropy(self.net(x), labels)
@@ -228,13 +229,8 @@ class Reads(L.LightningModule):
 
 def charged(folder):
     """Return how many steps the journals of a folder have charged."""
-    total = 0
-    for root, _, files in os.walk(folder):
-        for name in files:
-            if name.endswith(".journal"):
-                _, runs = read_journal(os.path.join(root, name))
-                total += sum(n for run in runs.values() for _, n in run)
-    return total
+    journals = [read_journal(path)[1] for path in Path(folder).rglob("*.journal")]
+    return sum(n for runs in journals for run in runs.values() for _, n in run)
 
 
 FORMS = (as_dictionary, as_tuple, nested, as_samples, as_letters, None)
@@ -352,16 +348,20 @@ def test_callbacks_are_called_as_in_a_plain_fit(fit, make_trainer, tmp_path, kin
 class Forks(Base):
     """Forks once, in its second step; the child goes on as if nothing had happened."""
 
-    children: ClassVar[list[int]] = []
-
-    def __init__(self, where):
+    def __init__(self, where, once):
         super().__init__()
-        self.where = where
+        self.where, self.once = where, str(once)
 
     def fork(self, where):
-        if where == self.where and self.global_step == 1 and not self.children:
-            self.children.append(0)
-            self.children[0] = os.fork()
+        """Fork if no process has: a file remembers it, since state that is put back would not."""
+        if where == self.where and self.global_step == 1:
+            with contextlib.suppress(FileExistsError):
+                os.close(os.open(self.once, os.O_CREAT | os.O_EXCL))
+                child = os.fork()
+                if child:
+                    Path(self.once).write_text(str(child))
+                else:
+                    signal.alarm(60)  # whatever it does, it ends
 
     def training_step(self, batch, batch_idx):
         self.fork("training_step")
@@ -399,10 +399,9 @@ REFUSED, TRAINED, FAILED = 3, 4, 5
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("where", PLACES)
 def test_a_child_that_was_forked_releases_nothing(fit, tmp_path, where):
-    Forks.children.clear()
     parent, end = os.getpid(), FAILED
     try:
-        _, privacy = fit(Case("fork", Base, n=16, steps=6), Forks(where))
+        _, privacy = fit(Case("fork", Base, n=16, steps=6), Forks(where, tmp_path / "child"))
         end = TRAINED
     except REFUSALS:
         end = REFUSED
@@ -411,7 +410,10 @@ def test_a_child_that_was_forked_releases_nothing(fit, tmp_path, where):
             os._exit(end)  # the child ends here, before pytest learns of it
 
     assert end == TRAINED
-    assert os.waitstatus_to_exitcode(os.waitpid(Forks.children[0], 0)[1]) == REFUSED
+    assert (
+        os.waitstatus_to_exitcode(os.waitpid(int((tmp_path / "child").read_text()), 0)[1])
+        == REFUSED
+    )
     assert privacy.steps == charged(tmp_path) == 6
 
 
