@@ -173,8 +173,12 @@ def _twins_of(end: Snapshot, other: Snapshot) -> dict[Path, _Twin]:
     found: dict[Path, _Twin] = {}
     for path, difference in end.differing_values(other).items():
         if difference.kind in ("attribute", "buffer"):
+            whole = other.list_of(path)  # which may be longer or shorter by the time that it is read
             with suppress(LookupError):  # there is no such attribute in the other world
-                found[path] = _Twin(difference.name, other.value_at(path))
+                value = other.value_at(whole)
+                with suppress(Exception):  # of objects that cannot be copied
+                    value = copy.deepcopy(value)
+                found[whole] = _Twin(difference.name, value)
     return found
 
 
@@ -188,6 +192,8 @@ def _moved(value: Any, twin: Any, scale: float) -> Any:
             return twin.clone()
         step = (twin.double() - value.double()) * _limited(scale, twin.is_floating_point())
         return (value.double() + step).to(twin.dtype)
+    if isinstance(twin, list) and isinstance(value, list) and len(twin) == len(value):
+        return [_moved(*pair, scale) for pair in zip(value, twin, strict=True)]
     is_number = isinstance(twin, int | float | np.number) and not isinstance(twin, bool)
     if scale == 1 or not is_number or type(value) is not type(twin) or not math.isfinite(value):
         return copy.copy(twin)

@@ -87,17 +87,20 @@ class IsolationWatch:
         self._marks, self._buffers = Marks.of(self._module), self._copies()
         self._changed: set[str] = set()  # buffers and frozen weights that no comparison has cleared
         self._cleared: set[str] = set()
+        self.fault: str | None = None
+        """Why nothing more may be released, by what a hook between two steps did."""
         self._hooks = _BeforeHooks(self)
         trainer.callbacks.insert(0, self._hooks)  # type: ignore[attr-defined]
         if names := run.config.public_state:
             note = f"what callbacks and validation write into {', '.join(names)} (declared, not checked)"
             run.not_covered = (*run.not_covered, note)
 
-    def remove_hooks(self) -> None:
-        """Take the callback out of the Trainer that runs hooks of the module before it does."""
+    def end(self) -> None:
+        """Begin to watch a model that is trained, and moved off its device: its hooks may write still."""
         callbacks = self._trainer.callbacks  # type: ignore[attr-defined]
         if self._hooks in callbacks:
             callbacks.remove(self._hooks)
+        self._marks, self._buffers = Marks.of(self._module), self._copies()
 
     # -- before the first charge -------------------------------------------------------------------
 
@@ -245,16 +248,15 @@ class IsolationWatch:
         with other records.
         """
         self._note_changes()
-        if not self._changed:
-            return None
+        if self.fault is not None or not self._changed:
+            return self.fault
         return _UNEXPLAINED.format(sorted(self._changed)[:5])
 
     def before_hook(self, name: str, *args: Any) -> None:
         """Run a hook of the module as it would run after other records; then Lightning runs it."""
         if self._twins.has_twins and is_overridden(name, self._module):
             fault = self._twins.run_hook(getattr(self._module, name), *args)
-            if fault is not None:
-                self._step.note(_FAULT.format(type(self._module).__name__, fault))
+            self.fault = self.fault or fault
 
     def settle(self, agree: Agreement) -> None:
         """Look closer at what moved, on all ranks, before the step is released.
@@ -263,6 +265,8 @@ class IsolationWatch:
             VoidedRunError: if the ranks are apart.
         """
         check, self._check = self._check, None
+        if self.fault is not None:
+            self._step.note(self.fault)
         if check is None:
             return
         found = check.settle(partial(agree.anyone, place=Place.SPOT_CHECK))

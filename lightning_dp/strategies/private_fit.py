@@ -41,6 +41,7 @@ from lightning_dp.strategies.storage import default_folder, record_in, write_rec
 
 if TYPE_CHECKING:
     from lightning_dp.strategies.fit import Fit
+    from lightning_dp.strategies.isolation import IsolationWatch
 
 __all__ = ["PrivateFitStrategy"]
 
@@ -58,6 +59,7 @@ class PrivateFitStrategy(Strategy):
     _given: tuple[PrivacyCallback, ...] = ()  # with the run
     _callbacks: tuple[PrivacyCallback, ...] = ()  # of the latest fit: checkpoints may follow it
     _fit: Fit | None = None  # between fits
+    _watch: IsolationWatch | None = None  # of the latest fit, whose model hooks may still write to
     _sharded: Sequence[
         Tensor
     ] = ()  # trained parameters of the latest fit: checkpoints may follow it
@@ -274,8 +276,9 @@ class PrivateFitStrategy(Strategy):
             fit.monitors.check()
             written = fit.edits.written(fit.optimizers.private)
             fit.agree(written, Place.SAVE)
-            if (reason := fit.isolation.unexplained()) is not None:
-                raise MisconfigurationError(reason, topic="kept-records")
+        watch = self._watch if fit is None else fit.isolation
+        if watch is not None and (reason := watch.unexplained()) is not None:
+            raise MisconfigurationError(reason, topic="kept-records")
         lead, params = self.is_global_zero, self._sharded
         content = write_record(checkpoint, run, is_writer=lead, sharded=params)
         if content is not None:
@@ -318,7 +321,6 @@ class PrivateFitStrategy(Strategy):
         fit = self._fit
         if fit is not None and self.private_run.voided is None:
             self._look_at_unread(fit)
-            fit.isolation.remove_hooks()
             if (reason := fit.isolation.unexplained()) is not None:
                 self.private_run.void(reason)
                 self._leave_the_model()
@@ -330,6 +332,8 @@ class PrivateFitStrategy(Strategy):
             vars(self).pop(name, None)
         super().teardown()
         if fit is not None:
+            fit.isolation.end()
+            self._watch = fit.isolation
             for callback in self._callbacks:
                 callback.on_privacy_teardown(self._trainer, self.private_run)
 
@@ -342,4 +346,4 @@ class PrivateFitStrategy(Strategy):
 
     def __getstate__(self) -> dict[str, Any]:
         """For copies and pickles: nothing of a fit, which holds what is not noised yet."""
-        return {**super().__getstate__(), "_fit": None, "_sharded": ()}
+        return {**super().__getstate__(), "_fit": None, "_watch": None, "_sharded": ()}
