@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -32,6 +33,7 @@ __all__ = ["Check", "Settings"]
 
 # A fault shows in so many of the further exchanges; a tie that rounding decides does not come again.
 _ATTEMPTS, _MUST_SHOW = 8, 2
+_FAR = 100.0  # times the difference between two worlds, which may be small for one batch
 
 
 @dataclass(frozen=True)
@@ -243,19 +245,27 @@ class Check:
 
     def _note_twins(self, found: _Found) -> None:
         """Run the samples once more with the other values of what followed earlier records."""
-        kept, twins = self._kept(0), self._twins
+        twins = self._twins
         if twins.has_twins and found.runs:
-            with twins.in_place():
-                twin = self._run(self._samples, kept)
             together = found.runs[0]
-            if self._distance(together, twin, len(kept)) > self._limit(len(kept)):
-                self._fault = twins.fault()
+            twin = self._with_twins(together, 1.0)
+            if not self._fault:
+                with suppress(Exception):  # of the user's, on values that no run had
+                    self._with_twins(together, _FAR)
             if together.end is not None and twin.end is not None:
                 twins.after_twin(together.end, twin.end)
         ends = [run.end for run in found.runs if run.end is not None]
         if len(ends) == 2 and not found.buffers:
             twins.after_pair(ends[0], ends[1])
 
+    def _with_twins(self, together: Run, scale: float) -> Run:
+        """Return a run with the twins in place, and note a fault if gradients follow them."""
+        kept = self._kept(0)
+        with self._twins.in_place(scale=scale):
+            twin = self._run(self._samples, kept)
+        if not self._distance(together, twin, len(kept)) <= self._limit(len(kept)):
+            self._fault = self._twins.fault().removesuffix(".")
+        return twin
 
     def _limit(self, kept: int) -> float:
         settings = self._settings
