@@ -226,6 +226,16 @@ def test_a_rate_by_the_training_loss_is_a_fault_when_it_changes():
     assert "self.best" in faults[0]
 
 
+def test_a_threshold_is_found_that_is_far_from_both_worlds():
+    model = OwnPlateau()
+    fit = Fit(model)
+    model.best, model.bad = 1e-3, 2
+    fit.compare(fit.batch())
+    fit.step(fit.batch())
+    fit.hook("on_train_epoch_end")
+    assert [fault[:25] for fault in fit.faults] == ["on_train_epoch_end() sets"]
+
+
 # -- no faults ------------------------------------------------------------------------------------
 
 
