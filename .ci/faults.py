@@ -31,6 +31,7 @@ TESTS = [
     "tests/estimators/test_two_points.py",
     "tests/strategies/test_sensitivity.py",
     "tests/test_fingerprint.py",
+    "tests/test_module_state.py",
     "tests/gradients/test_loss_graph.py",
     "tests/gradients/test_recording.py",
     "tests/gradients/test_traps.py",
@@ -39,6 +40,7 @@ TESTS = [
     "tests/isolation/test_record_gradients.py",
     "tests/isolation/test_kinds.py",
     "tests/isolation/test_two_steps.py",
+    "tests/isolation/test_state.py",
 ]
 
 
@@ -78,6 +80,12 @@ FAULTS = (
         'self._hook("on_train_batch_end", output, batch, self._batch_idx)',
         "if 0 else None",
     ),
+    Fault("passes_leave_traces", "part.fill(part.content)", "if 0 else None"),
+    Fault("gradients_of_passes_stay", "param.grad = gradient", "or param.grad", "_module_state"),
+    Fault("twins_not_in_place", "twin.value, scale))", "if 0 else None"),
+    Fault("thresholds_seem_public", "for scale in (1.0, _FAR, -_FAR)", "[:1]"),
+    Fault("marks_of_nothing", "if self._marks == earlier._marks", "or True"),
+    Fault("any_state_is_the_released_one", "flat.view(torch.uint8)", "[:0]", "state"),
     Fault("uses_not_counted", "if uses[id(param)] != recorded[id(param)]", "and False"),
     Fault("overwritten_inputs_pass", "for each in inputs] == self._versions", "or True"),
     Fault(

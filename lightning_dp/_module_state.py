@@ -391,7 +391,8 @@ class _Still:
         for path, name, each in _modules_in((), "", module, set()):
             found: _Parts = {}
             _add(found, path, _Part(vars(each), name, "attribute", hidden, True), set())
-            parts[(*path, "_modules")] = found.pop((*path, "_modules"))
+            children = (*path, "_modules")
+            parts[children] = found.pop(children)
             known = {} if earlier is None else earlier.parts
             has_changed = any(
                 p in known and not _are_same_objects(known[p].content, part.content)
@@ -469,9 +470,8 @@ def _owner_in(value: Any, kind: Kind) -> Any:
         return value if len(value) <= _LONG else None
     if isinstance(value, OWN_GENERATORS):
         return value
-    if isinstance(value, LRScheduler | types.SimpleNamespace) or _is_of_user(type(value)):
-        return vars(value)
-    return None
+    is_known = isinstance(value, LRScheduler | types.SimpleNamespace)
+    return vars(value) if is_known or _is_of_user(type(value)) else None  # type: ignore[arg-type]
 
 
 @cache
@@ -509,9 +509,9 @@ def _write(tensor: Tensor, values: Tensor) -> None:
 def _is_same_content(a: Any, b: Any) -> bool:
     """Compare tensors, arrays, sets, or states of generators; NaN is equal to itself."""
     if isinstance(a, np.ndarray):
-        return a.dtype == b.dtype and np.array_equal(a, b, equal_nan=a.dtype.kind in "fc")
+        return a.dtype == b.dtype and bool(np.array_equal(a, b, equal_nan=a.dtype.kind in "fc"))
     if isinstance(a, set):
-        return a == b
+        return bool(a == b)
     if not isinstance(a, Tensor):
         return as_text(a) == as_text(b)
     if a.shape != b.shape or a.dtype != b.dtype or a.device != b.device:
@@ -523,7 +523,9 @@ def _are_same_objects(a: Collection[Any], b: Collection[Any]) -> bool:
     """True if two containers hold the same objects in one order."""
     if len(a) != len(b) or not all(map(is_, a, b)):
         return False
-    return not isinstance(a, dict) or all(map(is_, a.values(), b.values()))
+    return not (isinstance(a, dict) and isinstance(b, dict)) or all(
+        map(is_, a.values(), b.values())
+    )
 
 
 def _is_plain(value: Any) -> bool:

@@ -184,7 +184,15 @@ def test_no_file_imports_itself_through_others():
             "lightning",
             (
                 *LIGHTNING,
-                *("federated.local", "_checks", "_fix", "_training_step", "_kept", "_side_effects", "_module_state"),
+                *(
+                    "federated.local",
+                    "_checks",
+                    "_fix",
+                    "_training_step",
+                    "_kept",
+                    "_side_effects",
+                    "_module_state",
+                ),
             ),
         ),
         ("flwr", ("federated.flower", "testing")),

@@ -6,6 +6,7 @@ import copy
 import hashlib
 import math
 import pickle
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -158,7 +159,8 @@ class TwinState:
     def _end_of(self, hook: Callable[..., Any], args: tuple[Any, ...], scale: float) -> Any:
         """Return the state after a hook; None if it raises."""
         try:
-            with self.in_place(scale=scale, parameters=True):
+            with self.in_place(scale=scale, parameters=True), warnings.catch_warnings():
+                warnings.simplefilter("ignore")
                 hook(*args)
                 return Snapshot.of(self._module)
         except Exception:  # of the user's, on values that no run had
@@ -290,7 +292,7 @@ def _hash(value: Any) -> bytes:
     if isinstance(local, Tensor) and local.layout is torch.strided and not local.is_quantized:
         found.update(f"{local.dtype} {tuple(local.shape)}".encode())
         flat = local.detach().cpu().contiguous().reshape(-1)
-        found.update(flat.view(torch.uint8).numpy())
+        found.update(flat.view(torch.uint8).numpy().tobytes())
     else:
         with suppress(Exception):  # what has no bytes is compared by nothing
             found.update(pickle.dumps(value))
