@@ -27,7 +27,7 @@ from lightning_dp.isolation.manual import without_dropout
 from lightning_dp.isolation.outcome import CURES, Outcome
 from lightning_dp.isolation.replay import Run, Runner
 from lightning_dp.isolation.state import TwinState
-from lightning_dp.isolation.variants import Variants, paired_rows
+from lightning_dp.isolation.variants import Variants, are_same_rows, paired_rows
 
 __all__ = ["Check", "Settings"]
 
@@ -230,9 +230,12 @@ class Check:
             if a.start is not None:
                 changed = {each.name for each in a.start.differences(a.end)}
                 self.same_in_both = changed - {each.name for each in moved}
-        if found.exchanged > TOLERANCE and a.calls and b.calls:
+        if found.exchanged > TOLERANCE:
             sizes = (a.size, b.size)
-            found.where = first_that_mixes(a.calls, b.calls, (kept, kept), sizes)
+            if self._runner.pipeline.made_by and not are_same_rows(a.batch, b.batch, sizes, kept):
+                found.where = f"the batch itself, made by {self._runner.pipeline.made_by}"
+            else:
+                found.where = first_that_mixes(a.calls, b.calls, (kept, kept), sizes)
         found.runs = [a, b]
 
     def _distance(self, a: Run, b: Run, kept: int) -> float:
@@ -311,7 +314,7 @@ class Check:
             names = sorted(each.partition(" ")[2] for each in self._shown if each.startswith(kind))
             return Outcome("coupled", CURES[kind].format(names=", ".join(names[:5])))
         if kind:
-            where = f", first in the outputs of {self._where}" if self._where else ""
+            where = f", first in {self._where}" if self._where else ""
             return Outcome("coupled", CURES[kind].format(where=where))
         if self.not_compared:
             return Outcome("not compared", self.not_compared)

@@ -60,7 +60,7 @@ def first_that_mixes(
     rows: tuple[Sequence[int], Sequence[int]],
     sizes: tuple[int, int],
 ) -> str:
-    """Return the dotted name and the class of that module; "" if none is found.
+    """Return the dotted name and the class of that module, in words; "" if none is found.
 
     Args:
         before, after: the calls in two runs.
@@ -84,5 +84,5 @@ def first_that_mixes(
         results = [pair for pair in zip(a.outputs, b.outputs, strict=False) if pair[0].dim()]
         if any(moved(*pair) for pair in results) and a.name:
             if not any(moved(*pair) for pair in zip(a.inputs, b.inputs, strict=False)):
-                return f"{a.name} ({a.kind})"
+                return f"the outputs of {a.name} ({a.kind})"
     return ""

@@ -4,21 +4,22 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from lightning_dp._precision import in_float64
-from lightning_dp.boundary import AbstractPerSampleGradients
+from lightning_dp.boundary import AbstractPerSampleGradients, Query, Term
 from lightning_dp.gradients import UnsupportedModelError
 from lightning_dp.gradients.batches import UNKNOWN_LAYOUT, Layout
 from lightning_dp.gradients.random_state import RandomState
 from lightning_dp.isolation.check import Check, Settings
 from lightning_dp.isolation.comparison import GradientSample
 from lightning_dp.isolation.made_up import SampleMaker, lengths_in
-from lightning_dp.isolation.outcome import CURES, Outcome
 from lightning_dp.isolation.manual import without_dropout
+from lightning_dp.isolation.outcome import CURES, Outcome
 from lightning_dp.isolation.replay import Runner
 from lightning_dp.isolation.state import TwinState
 from lightning_dp.isolation.variants import own_copies
@@ -41,9 +42,11 @@ class DryRun:
 
     Args:
         like: the sample; None if there is none.
+        have_lengths: the ``collate_fn`` may take samples of several lengths.
     """
 
-    def __init__(self, like: Any) -> None:
+    def __init__(self, like: Any, *, have_lengths: bool = True) -> None:
+        self._have_lengths = have_lengths
         self._maker = None if like is None else SampleMaker(like, _CLASSES)
 
     def samples(self, count: int, *, are_longer: bool = True) -> list[Any]:
@@ -58,50 +61,60 @@ class DryRun:
         """
         if self._maker is None:
             raise ValueError("no sample can be read twice")
-        lengths = lengths_in(self._maker.like) if are_longer else ()
+        lengths = lengths_in(self._maker.like) if are_longer and self._have_lengths else ()
         longer = {length: 2 * length for length in lengths}
         made = [self._maker.make(i) for i in range(count - 1)]
         return [*made, self._maker.make(count - 1, longer)]
 
-    def run(self, runner: Runner, settings: Callable[..., Settings]) -> Outcome:
+    def run(self, runner: Runner, settings: Callable[..., Settings], clip_norm: float) -> Outcome:
         """Compare runs of a few samples.
+
+        Where all gradients are shorter than C, the longest one is the unit: what couples a few samples by
+        little couples a whole batch by more.
 
         Args:
             runner: runs them.
-            settings: makes the settings of a comparison, by ``whole`` and ``seed``; asked when an engine
-                has run.
+            settings: makes the settings of a comparison, by ``query``, ``whole`` and ``seed``; asked when an
+                engine has run.
+            clip_norm: C.
 
         Raises:
             UnsupportedModelError: if no engine takes the model, or no record has a gradient.
         """
         try:
             with without_dropout(runner.module):
-                samples = self._that_run(runner, settings)
-                found = self._compared(runner, samples, settings)
+                samples, longest = self._that_run(runner)
+                unit = min(clip_norm, longest) if longest > 0 else clip_norm
+                found = self._compared(runner, samples, partial(settings, query=_plain(unit)))
                 if found.kind == "isolated" and not runner.passes.watched.isolates:
-                    return _mean_or_sum(runner, samples, settings)
+                    return _mean_or_sum(runner, samples)
                 return found
         except UnsupportedModelError:
             raise
         except Exception as error:  # the user's code, on values that are none of the user's
             return Outcome("not compared", f"{type(error).__name__}: {error}")
 
-    def _that_run(self, runner: Runner, settings: Callable[..., Settings]) -> list[Any]:
-        """Return samples on which the model runs; refuse it where a record alone has no gradient."""
+    def _that_run(self, runner: Runner) -> tuple[list[Any], float]:
+        """Return samples on which the model runs, and the longest of their gradients.
+
+        Raises:
+            UnsupportedModelError: where a record alone has no gradient.
+        """
         count = _FEWEST if runner.passes.watched.one_record else _SAMPLES
         samples = self.samples(count)
         try:
-            first = _norms(runner, samples, settings, 0)
+            first = _norms(runner, samples, 0)
         except UnsupportedModelError:
             raise
         except Exception:  # made-up lengths that it does not take
             samples = self.samples(count, are_longer=False)
-            first = _norms(runner, samples, settings, 0)
+            first = _norms(runner, samples, 0)
         if runner.passes.watched.isolates and not bool((first > 0).any()):
-            others = (_norms(runner, samples, settings, seed) for seed in range(1, _SEEDS // 2))
+            others = (_norms(runner, samples, seed) for seed in range(1, _SEEDS // 2))
             if not any(bool((norms > 0).any()) for norms in others):
                 raise UnsupportedModelError(_CONSTANT, topic="coupled-records")
-        return samples
+        finite = first[first.isfinite()]
+        return samples, float(finite.max()) if len(finite) else 0.0
 
     def _compared(
         self, runner: Runner, samples: list[Any], settings: Callable[..., Settings]
@@ -120,9 +133,11 @@ class DryRun:
         return found
 
 
-def _norms(
-    runner: Runner, samples: Sequence[Any], settings: Callable[..., Settings], seed: int
-) -> Tensor:
+def _plain(clip_norm: float) -> Query:
+    return Query((Term(),), clip_norm, 0.0)
+
+
+def _norms(runner: Runner, samples: Sequence[Any], seed: int) -> Tensor:
     """Return the norm of each sample's gradient, with random numbers of a seed."""
     norms: list[Tensor] = []
 
@@ -131,14 +146,11 @@ def _norms(
         gradients.discard()
         return GradientSample(norms[0], None)
 
-    query = settings(whole=len(samples), seed=0).query
-    runner.run(samples, query, RandomState.seeded(runner.device, seed), look)
+    runner.run(samples, _plain(1.0), RandomState.seeded(runner.device, seed), look)
     return norms[0] if norms else torch.zeros(len(samples), dtype=torch.float64)
 
 
-def _mean_or_sum(
-    runner: Runner, samples: list[Any], settings: Callable[..., Settings]
-) -> Outcome:
+def _mean_or_sum(runner: Runner, samples: list[Any]) -> Outcome:
     """Tell a sum over the records from their mean, where random numbers differ with their number.
 
     Engines take the loss for the mean. If it is a sum, gradients double with the number of records.
@@ -147,7 +159,7 @@ def _mean_or_sum(
         return Outcome("isolated")
     small, large = (
         torch.cat(
-            [_norms(runner, samples * times, settings, 100 + i)[: len(samples)] for i in range(_SEEDS)]
+            [_norms(runner, samples * times, 100 + i)[: len(samples)] for i in range(_SEEDS)]
         ).log2()
         for times in (1, 2)
     )

@@ -34,12 +34,14 @@ class Pipeline:
         transfer: the hooks through which a batch goes to the device.
         training_step: returns what the module's does for a batch.
         batch_idx: of the batch in its epoch.
+        made_by: the user's code that makes a batch, in words.
     """
 
     collate: Callable[[list[Any]], Any]
     transfer: Callable[[Any], Any]
     training_step: Callable[[Any], Any]
     batch_idx: int = 0
+    made_by: str = ""
 
 
 @dataclass
@@ -90,7 +92,7 @@ class Runner:
         device: torch.device,
     ) -> None:
         self.module, self.passes, self.params = module, passes, params
-        self._pipeline, self.device = pipeline, device
+        self.pipeline, self.device = pipeline, device
         self.has_drawn = False
         """The latest run drew random numbers."""
         self.hooks: tuple[str, ...] = ("on_train_batch_end",)
@@ -136,7 +138,7 @@ class Runner:
             return self._batch(samples)
 
     def _batch(self, samples: Sequence[Any]) -> Any:
-        return self._pipeline.transfer(self._pipeline.collate(own_copies(samples)))
+        return self.pipeline.transfer(self.pipeline.collate(own_copies(samples)))
 
     @contextmanager
     def _traceless(self, start: RandomState) -> Iterator[Snapshot]:
@@ -158,7 +160,11 @@ class Runner:
         def forward(batch: Any) -> Tensor | None:
             loss, output = self._forward(batch, run)
             run.drawn = RandomState(self.device)
-            ends[:], outputs[:] = [Snapshot.of(self.module)], [output]
+            ends[:] = [Snapshot.of(self.module)]
+            if (
+                not self.passes.watched.isolates
+            ):  # else nothing of single samples may outlive the pass
+                outputs[:] = [output]
             return loss
 
         replay = Replay(forward, run.batch, run.size, begun)
@@ -170,16 +176,17 @@ class Runner:
         run.has_drawn = run.drawn is not None and not run.drawn.is_same(start)
         self.has_drawn = run.has_drawn
         if ends:
-            run.end = self._after_hooks(run, ends[0], outputs[0])
+            none = torch.zeros((), device=self.device)
+            run.end = self._after_hooks(run, ends[0], outputs[0] if outputs else none)
 
     def _forward(self, batch: Any, run: Run) -> tuple[Tensor | None, Any]:
         module = self.module
         if module.automatic_optimization:
-            output = self._pipeline.training_step(batch)
+            output = self.pipeline.training_step(batch)
             return loss_in(output), output
         by_hand = ByHand(module, module.trainer.optimizers, self.params)
         with by_hand.in_place():
-            output = self._pipeline.training_step(batch)
+            output = self.pipeline.training_step(batch)
         loss, run.public_steps = by_hand.loss, tuple(by_hand.public_steps)
         return loss, output
 
@@ -190,13 +197,11 @@ class Runner:
         if not hooks:
             return end
         end.restore()
-        if self.passes.watched.isolates:  # its values are of single samples
-            output = torch.zeros((), device=self.device)
         loss = loss_in(output)
         loss = loss.detach() if isinstance(loss, Tensor) else loss
         outputs = {**(output if isinstance(output, Mapping) else {}), "loss": loss}
         for name in hooks:
-            of_batch = (outputs, run.batch, self._pipeline.batch_idx)
+            of_batch = (outputs, run.batch, self.pipeline.batch_idx)
             try:
                 getattr(module, name)(*(of_batch if name == "on_train_batch_end" else ()))
             except Exception as error:

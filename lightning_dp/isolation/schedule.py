@@ -1,4 +1,4 @@
-"""The public schedule of comparisons: at which steps, with which samples; known before the first charge."""
+"""The public schedule of comparisons: at which steps, and with which samples."""
 
 from __future__ import annotations
 

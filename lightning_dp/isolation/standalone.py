@@ -86,17 +86,18 @@ def check_isolation(
     samples = list(samples)
     if len(samples) < 2:
         raise ValueError(
-            f"check_isolation(samples=...) has {len(samples)} samples; give 8: [dataset[i] for i in range(8)]."
+            f"check_isolation(samples=...) has {len(samples)} samples; give 8, such as "
+            "[dataset[i] for i in range(8)]."
         )
     params = [param for param in module.parameters() if param.requires_grad]
     choice = EngineChoice(engine)
     transfer = partial(_transferred, module)
     if collate_fn is not default_collate:
-        choice.layout = find_layout(
-            DryRun(samples[0]), lambda few: transfer(collate_fn(list(few)))
-        )
+        choice.layout = find_layout(DryRun(samples[0]), lambda few: transfer(collate_fn(list(few))))
     pipeline = Pipeline(
-        lambda few: collate_fn(list(few)), transfer, lambda batch: call_training_step(module, batch, 0)
+        lambda few: collate_fn(list(few)),
+        transfer,
+        lambda batch: call_training_step(module, batch, 0),
     )
     with RecordPasses(
         module, params, choice, backward=module.backward, loss_graph_check=loss_graph_check

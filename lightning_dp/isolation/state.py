@@ -175,7 +175,9 @@ def _twins_of(end: Snapshot, other: Snapshot) -> dict[Path, _Twin]:
     found: dict[Path, _Twin] = {}
     for path, difference in end.differing_values(other).items():
         if difference.kind in ("attribute", "buffer"):
-            whole = other.list_of(path)  # which may be longer or shorter by the time that it is read
+            whole = other.list_of(
+                path
+            )  # which may be longer or shorter by the time that it is read
             with suppress(LookupError):  # there is no such attribute in the other world
                 value = other.value_at(whole)
                 with suppress(Exception):  # of objects that cannot be copied

@@ -1,4 +1,4 @@
-"""Variants of a batch: its samples together, some exchanged for copies of the others, the others alone."""
+"""Variants of a batch: its samples together, some exchanged for copies of others, the others alone."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from lightning_dp.gradients.batches import row_leaves
 
-__all__ = ["Variants", "own_copies", "paired_rows"]
+__all__ = ["Variants", "are_same_rows", "own_copies", "paired_rows"]
 
 
 @dataclass(frozen=True)
@@ -94,6 +94,12 @@ def paired_rows(
     return list(pairs), list(pairs.values())
 
 
+def are_same_rows(before: Any, after: Any, sizes: tuple[int, int], kept: Sequence[int]) -> bool:
+    """Return True if two batches hold the same of some samples, up to padding."""
+    leaves = _leaves_of_samples(before, after, sizes)
+    return all(_are_equal(leaves, i, i) for i in kept)
+
+
 def _leaves_of_samples(
     before: Any, after: Any, sizes: tuple[int, int]
 ) -> list[tuple[Tensor, Tensor]]:
@@ -104,9 +110,7 @@ def _leaves_of_samples(
         if isinstance(a, Tensor | np.ndarray) and isinstance(b, Tensor | np.ndarray)
     ]
     return [
-        (a, b)
-        for a, b in of_both
-        if a.dim() and a.dim() == b.dim() and (len(a), len(b)) == sizes
+        (a, b) for a, b in of_both if a.dim() and a.dim() == b.dim() and (len(a), len(b)) == sizes
     ]
 
 

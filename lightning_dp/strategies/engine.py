@@ -17,10 +17,8 @@ from lightning_dp._module_state import apart, restored
 from lightning_dp._shards import is_sharded
 from lightning_dp._side_effects import SideEffects
 from lightning_dp._world import World
-from lightning_dp.boundary import AbstractPerSampleGradients
 from lightning_dp.config import PrivacyConfig
 from lightning_dp.gradients import EngineChoice, RecordPasses, Replay, UnsupportedModelError
-from lightning_dp.gradients.base import Forward
 from lightning_dp.gradients.watched_model import WrapEngine
 from lightning_dp.run import PrivateRun
 from lightning_dp.strategies.optimizers import Optimizers

@@ -1,4 +1,4 @@
-"""The watch over a fit's isolation: a dry run before the first charge, and comparisons of charged batches."""
+"""The watch over a fit's isolation: a dry run before the first charge, comparisons after it."""
 
 from __future__ import annotations
 
@@ -16,9 +16,10 @@ from torch import Tensor
 from torch.utils.data import Subset, default_collate
 
 from lightning_dp._checks import MisconfigurationError
+from lightning_dp._generators import OWN_GENERATORS, put_back, state_of
 from lightning_dp._warnings import warn
 from lightning_dp._world import World
-from lightning_dp.boundary import Query, Term
+from lightning_dp.boundary import Query
 from lightning_dp.gradients import ALONE, UnsupportedModelError
 from lightning_dp.gradients.base import without_alone
 from lightning_dp.gradients.batches import DEFAULT_LAYOUT
@@ -115,7 +116,12 @@ class IsolationWatch:
             return
         self._is_first = False
         engine, config = self._step.engine, self._run.config
-        dry = DryRun(self._sample(chunk)) if config.isolation_probe else None
+        if config.runs_each_record_alone:
+            self._run.isolation = BY_CONSTRUCTION
+            return
+        dry = None
+        if config.isolation_probe:
+            dry = DryRun(self._sample(chunk), have_lengths=not self._collates_as_torch)
         layout = DEFAULT_LAYOUT
         if not self._collates_as_torch:
             collate, transfer = self._collate_and_transfer(self._loader)
@@ -124,9 +130,7 @@ class IsolationWatch:
         if dry is None:
             engine.settle(self._world)
             return
-        query = Query((Term(),), self._clip_norm, 0.0)
-        runner = self._runner(self._loader, 0)
-        found = dry.run(runner, partial(self._settings, query=query))
+        found = dry.run(self._runner(self._loader, 0), self._settings, self._clip_norm)
         found = self._world.broadcast(found)
         engine.settle(self._world)
         self._run.engine = engine.watched.description
@@ -155,12 +159,22 @@ class IsolationWatch:
 
     def _sample(self, chunk: Chunk) -> Any:
         """Return a sample of which types and shapes are used; None if none can be read again."""
-        start = RandomState(self._trainer.strategy.root_device)
-        with start.again():
-            try:
-                return self._loader.dataset[chunk.records[0]]
-            except Exception:
-                return None
+        try:
+            return self._read(chunk.records[:1])[0]
+        except Exception:
+            return None
+
+    def _read(self, records: Sequence[int]) -> list[Any]:
+        """Read records once more; the random numbers of the run go on as if nobody had."""
+        dataset = self._loader.dataset
+        own = [each for each in vars(dataset).values() if isinstance(each, OWN_GENERATORS)]
+        states = [state_of(each) for each in own]
+        try:
+            with RandomState(self._trainer.strategy.root_device).again():
+                return [dataset[record] for record in records]
+        finally:
+            for each, state in zip(own, states, strict=True):
+                put_back(each, state)
 
     # -- at charged batches ------------------------------------------------------------------------
 
@@ -169,7 +183,8 @@ class IsolationWatch:
         run, self._due = self._run, None
         if chunk.first:
             self._check = None
-        if not run.config.spot_checks or run.batches is None:
+        config = run.config
+        if not config.spot_checks or run.batches is None or config.runs_each_record_alone:
             return
         self._since = run.step if self._since is None else self._since
         self._note_changes()
@@ -204,8 +219,7 @@ class IsolationWatch:
         records = [chunk.records[place] for place in names]
         samples: Sequence[Any] = records
         if not _reads_together(loader):
-            with RandomState(self._trainer.strategy.root_device).again():
-                samples = [loader.dataset[record] for record in records]
+            samples = self._read(records)
         runner = self._runner(loader, *args[1:])
         if self._changed:
             runner.hooks = ("on_train_batch_end", "on_train_epoch_end")
@@ -239,7 +253,9 @@ class IsolationWatch:
         return {name: each.detach().clone() for name, each in buffers.items()}
 
     def _is_public(self, name: str) -> bool:
-        return name in self._cleared or any(map(partial(fnmatch, name), self._run.config.public_state))
+        return name in self._cleared or any(
+            map(partial(fnmatch, name), self._run.config.public_state)
+        )
 
     def unexplained(self) -> str | None:
         """Return why nothing may be saved, or said to be private, as the module is now; None if it may.
@@ -308,26 +324,30 @@ class IsolationWatch:
         return self._loader.collate_of_user is default_collate and collates_as_torch()
 
     @property
-    def _is_plain(self) -> bool:
+    def _made_by(self) -> str:
+        """The user's code that makes a batch, in words; "" if there is none."""
         owners = (self._module, getattr(self._trainer, "datamodule", None))
-        hooks = [
-            hook
+        found = [
+            f"{type(owner).__name__}.{hook}"
             for hook in _HOOKS
             for owner in owners
             if owner is not None and is_overridden(hook, owner, parent=DataHooks)
         ]
+        if not self._collates_as_torch:
+            collate: Any = self._loader.collate_of_user
+            name = getattr(collate, "__qualname__", type(collate).__name__)
+            found.insert(0, f"collate_fn ({name})")
+        return ", ".join(found)
+
+    @property
+    def _is_plain(self) -> bool:
         starts = [
             each
             for each in (self._module, *self._trainer.callbacks)  # type: ignore[attr-defined]
             if is_overridden("on_train_batch_start", each)
             and not type(each).__module__.startswith(("lightning.", "lightning_dp."))
         ]
-        return (
-            self._collates_as_torch
-            and not hooks
-            and not starts
-            and not _reads_together(self._loader)
-        )
+        return not self._made_by and not starts and not _reads_together(self._loader)
 
     def _settings(self, *, query: Query, whole: int, seed: int) -> Settings:
         return Settings(query, whole, self._eps, seed, self._needs_gradients)
@@ -349,7 +369,13 @@ class IsolationWatch:
             self._module,
             step.engine.passes,
             step.params,
-            Pipeline(collate, transfer, lambda batch: self._run_step(batch, *others), *others[:1]),
+            Pipeline(
+                collate,
+                transfer,
+                lambda batch: self._run_step(batch, *others),
+                *(others[:1] or (0,)),
+                self._made_by,
+            ),
             self._trainer.strategy.root_device,
         )
 
