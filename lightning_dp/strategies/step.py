@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import Any
@@ -47,6 +48,12 @@ _AGAIN = (
     "twice. Add the losses up and call backward once per batch."
 )
 
+_FORKED = (
+    "This process was forked from the one that charged the step (os.fork, multiprocessing inside of "
+    "training_step or a hook), which releases it: two releases of one charge. Let the child leave "
+    "training to its parent, or start it with multiprocessing's 'spawn'."
+)
+
 _SILENT = (
     "{} gave no gradient for any record of the first batch (training_step returns no loss, or one "
     "that does not depend on trained parameters), so it would train on noise alone. Return the loss."
@@ -75,7 +82,7 @@ class PrivateStep:
     ) -> None:
         self.parameters, self.params = parameters, parameters.trained
         self.engine, self._passes, self._watched = engine, engine.passes, engine.watched
-        self._module, self._device = module, device
+        self._module, self._device, self._process = module, device, os.getpid()
         self._batch = BatchAccounts()
         self._norms = [part for part in module.modules() if normalises_over_the_batch(part)]
         self._forward_again: Forward | None = None  # the chunk's forward pass, once more
@@ -354,6 +361,8 @@ class PrivateStep:
                 "charged. Step once per batch.",
                 topic="batches-and-steps",
             )
+        if os.getpid() != self._process:
+            raise RefusedRun(_FORKED, topic="batches-and-steps")
         self.parameters.check_optimizer(optimizer)
         if mechanism.query is not None and not self._batch.is_whole:
             self.note(_TOO_EARLY)
