@@ -16,7 +16,6 @@ from lightning_dp.run import PrivateRun
 from lightning_dp.strategies.alone import RecordsAlone
 from lightning_dp.strategies.earlier_training import EarlierTraining
 from lightning_dp.strategies.early_end import Agreement
-from lightning_dp.strategies.edits import GradientEdits, watched
 from lightning_dp.strategies.engine import engine_for
 from lightning_dp.strategies.monitors import Monitors
 from lightning_dp.strategies.optimizers import Optimizers
@@ -24,8 +23,13 @@ from lightning_dp.strategies.probe import Probe
 from lightning_dp.strategies.records import Records
 from lightning_dp.strategies.spot_checks import RunChunk, SpotChecks
 from lightning_dp.strategies.step import PrivateStep
+from lightning_dp.strategies.update_guard import (
+    GradientGuard,
+    SameParameters,
+    UnwrittenWeights,
+    watched,
+)
 from lightning_dp.strategies.verbatim import LatestBatches
-from lightning_dp.strategies.weights import FirstStep, LaterSteps, SameParameters
 
 __all__ = ["Fit", "begin_fit"]
 
@@ -37,8 +41,7 @@ class Fit:
     Args:
         folder: where a new journal goes.
         step: the accounts of the current step, and the model under its engine.
-        first: watches which parameters the first step changes.
-        later: watches which ones training_step writes to in the steps after it.
+        weights: watches which parameters training_step writes to.
         probe: watches batches for what couples records.
         records: tries and watches what happens to records before ``training_step``.
         spots: runs batches of some steps once more.
@@ -55,8 +58,7 @@ class Fit:
 
     folder: Path
     step: PrivateStep
-    first: FirstStep
-    later: LaterSteps
+    weights: UnwrittenWeights
     probe: Probe
     records: Records
     spots: SpotChecks
@@ -64,7 +66,7 @@ class Fit:
     earlier: EarlierTraining
     agree: Agreement
     alone: RecordsAlone
-    edits: GradientEdits
+    edits: GradientGuard
     plugin: Precision
     latest: LatestBatches
     optimizers: Optimizers
@@ -99,13 +101,12 @@ def begin_fit(
     engine = engine_for(run, trainer, world, parameters.trained, optimizers, wrap)
     step = PrivateStep(module, parameters, engine, strategy.root_device)
     run.optimizers = optimizers.description
-    edits = GradientEdits(trainer, step.params, is_declared=run.config.gradient_edits is not None)
+    edits = GradientGuard(trainer, step.params, is_declared=run.config.gradient_edits is not None)
     probe = Probe(module, step, run, world)
     return Fit(
         folder,
         step,
-        FirstStep(module, optimizer, public),
-        LaterSteps(module, public),
+        UnwrittenWeights(module, public),
         probe,
         Records(module, step, run, world),
         SpotChecks(trainer, step, run, probe, run_chunk),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -273,8 +273,7 @@ class PrivateFitStrategy(Strategy):
             raise VoidedRunError(run.voided)
         if fit is not None:
             fit.monitors.check()
-            written = fit.edits.written(fit.optimizers.private)
-            fit.agree(written or fit.latest.fault(checkpoint), Place.SAVE)
+            fit.agree(fit.latest.fault(checkpoint), Place.SAVE)
         lead, params = self.is_global_zero, self._sharded
         content = write_record(checkpoint, run, is_writer=lead, sharded=params)
         if content is not None:
@@ -315,8 +314,6 @@ class PrivateFitStrategy(Strategy):
 
     def teardown(self) -> None:
         fit = self._fit
-        if fit is not None and self.private_run.voided is None:
-            self._look_at_unread(fit)
         self._leave_the_model()
         if "_accumulate" in vars(self):
             self._trainer.accumulate_grad_batches = self._accumulate
@@ -326,13 +323,6 @@ class PrivateFitStrategy(Strategy):
         if fit is not None:
             for callback in self._callbacks:
                 callback.on_privacy_teardown(self._trainer, self.private_run)
-
-    def _look_at_unread(self, fit: Fit) -> None:
-        """Withdraw ε at the end of a fit that failed, if the device knows of an edit that nobody read."""
-        with suppress(RuntimeError):  # of a device that failed, so that nothing of it can be used
-            fault = fit.edits.written(fit.optimizers.private)
-            if fault is not None:
-                self.private_run.void(fault)
 
     def __getstate__(self) -> dict[str, Any]:
         """For copies and pickles: nothing of a fit, which holds what is not noised yet."""

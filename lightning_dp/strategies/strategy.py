@@ -55,7 +55,6 @@ class DifferentialPrivacyStrategy(PrivateFitStrategy):
         if chunk.first:
             fit.step.parameters.check_optimizer(fit.optimizers.private)
             fit.step.parameters.check_model()
-            self._warn(fit.first.between_steps())
         if fit.step.engine.choice.layout is None:
             layout = fit.records.find_layout(loader, chunk) if self._world().is_lead else None
             fit.step.engine.choice.layout = self._world().broadcast(layout)
@@ -100,8 +99,7 @@ class DifferentialPrivacyStrategy(PrivateFitStrategy):
         fit.spots.before_forward(args)
         again = partial(self._forward_again, args[1:], kwargs)
         fit.step.before_forward(mechanism, again, args[0])
-        fit.first.enter_forward()
-        fit.later.enter_forward(has_snapshot=fit.first.is_looking or fit.spots.is_checking)
+        fit.weights.enter_forward()
         output = self._watched(*args, **kwargs)
         if fit.step.one_record:
             return output  # which took over
@@ -135,8 +133,7 @@ class DifferentialPrivacyStrategy(PrivateFitStrategy):
         fit.latest.see(batch)
         records = private_loader_of(self._trainer).alone
         forwards = fit.alone.forwards(partial(self._forward_alone, args, kwargs), records)
-        fit.first.enter_forward()
-        fit.later.enter_forward(has_snapshot=fit.first.is_looking)
+        fit.weights.enter_forward()
         is_first = self.private_run.steps <= 1
         self._mechanism.begin_noise(step.held)
         try:
@@ -166,9 +163,9 @@ class DifferentialPrivacyStrategy(PrivateFitStrategy):
     def _leave_forward(self) -> None:
         """Compare the parameters with what they were when training_step began."""
         fit = self._now
-        fit.first.leave_forward()
+        fault = fit.weights.leave_forward()
         fit.spots.leave_forward()
-        if (fault := fit.later.fault()) is not None:
+        if fault is not None:
             fit.step.note(fault)
 
     def backward(
@@ -289,7 +286,6 @@ class DifferentialPrivacyStrategy(PrivateFitStrategy):
             fit.spots.settle(fit.agree)
             fit.step.release(mechanism, optimizer, fit.agree, check_update)
             fit.edits.begin()
-            fit.first.enter_update()
 
         def check_update() -> None:
             fit.agree(fit.edits.fault(optimizer), Place.UPDATE, unused=fit.edits.skipped + 1)
@@ -297,7 +293,6 @@ class DifferentialPrivacyStrategy(PrivateFitStrategy):
         fit.edits.look_at_state(optimizer)
         fit.step.expect_update()
         output = super().optimizer_step(optimizer, private_closure, model, **kwargs)
-        self._warn(fit.first.leave_update(optimizer))
         fit.edits.note_state(optimizer)
         if run.is_over_early:
             end_training(self._trainer, run)
@@ -311,7 +306,6 @@ class DifferentialPrivacyStrategy(PrivateFitStrategy):
         fit.monitors.check()
         if self._mechanism.is_begun:
             self._agree_without_step()
-        written = fit.edits.written(fit.optimizers.private)
-        fit.agree(written or fit.records.repeated(private_loader_of(trainer)), Place.END)
+        fit.agree(fit.records.repeated(private_loader_of(trainer)), Place.END)
         for callback in self._callbacks:
             callback.on_privacy_end(trainer, run)

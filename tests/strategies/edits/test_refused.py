@@ -28,7 +28,7 @@ def test_an_edit_changes_the_training_and_is_refused(edit, run, plain, assert_re
     declared = run(in_the_module, edit, gradient_edits="some", trainer={"max_steps": 1})
     assert not torch.equal(declared, plain)
 
-    assert_refused_at_once(in_the_module, edit, match=f"{REFUSED}|Model.on_before_optimizer_step")
+    assert_refused_at_once(in_the_module, edit, match="Model.on_before_optimizer_step")
 
 
 @pytest.mark.parametrize("place", PLACES)
@@ -58,7 +58,7 @@ def test_a_gradient_of_a_frozen_parameter_is_refused(assert_refused_at_once):
         model.frozen.grad = torch.ones_like(model.frozen)
 
     assert_refused_at_once(
-        in_the_module, moves_a_frozen_weight, match=r"SGD is about to move the frozen.*\['frozen'\]"
+        in_the_module, moves_a_frozen_weight, match=r"would move the frozen parameters \['frozen'\]"
     )
 
 

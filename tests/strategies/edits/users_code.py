@@ -25,15 +25,6 @@ def scales(model: Any) -> None:
         param.grad.mul_(0.5)
 
 
-def zeroes_when_the_loss_spikes(model: Any) -> None:
-    if model.loss > 0.1:
-        scales(model)
-
-
-def writes_past_the_version_counter(model: Any) -> None:
-    trained(model)[0].grad.data.mul_(0.5)
-
-
 def exchanges_the_memory(model: Any) -> None:
     trained(model)[0].grad.data = torch.ones_like(trained(model)[0])
 
@@ -50,54 +41,21 @@ def makes_one_sparse(model: Any) -> None:
     trained(model)[0].grad = (2 * trained(model)[0].grad).to_sparse()
 
 
-def adds_a_raw_penalty(model: Any) -> None:
-    for param in trained(model):
-        param.grad += 0.1 * model.loss * param.detach()
-
-
-def flips_signs(model: Any) -> None:
-    trained(model)[0].grad.neg_()
-
-
-def flips_signs_of_a_column(model: Any) -> None:
-    trained(model)[0].grad[:, 1].neg_()
-
-
-def turns_round(model: Any) -> None:
-    trained(model)[0].grad.copy_(trained(model)[0].grad.flip(0))
-
-
 def adds_next_to_nothing(model: Any) -> None:
     trained(model)[1].grad[0] *= 1.001
-
-
-def exchanges_two_parameters(model: Any) -> None:
-    first, second = trained(model)[1], trained(model)[1].grad.flip(0)
-    first.grad = second
 
 
 def clips_by_hand(model: Any) -> None:
     nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
 
 
-def moves_a_frozen_weight(model: Any) -> None:
-    model.frozen.grad = torch.ones_like(model.frozen)
-
-
 EDITS = [
     scales,
-    zeroes_when_the_loss_spikes,
-    writes_past_the_version_counter,
     exchanges_the_memory,
     replaces,
     takes_one_away,
     makes_one_sparse,
-    adds_a_raw_penalty,
-    flips_signs,
-    flips_signs_of_a_column,
-    turns_round,
     adds_next_to_nothing,
-    exchanges_two_parameters,
     clips_by_hand,
 ]
 
@@ -125,17 +83,6 @@ def in_a_callback(setting: Setting, edit: Edit) -> None:
 
 def in_clipping(setting: Setting, edit: Edit) -> None:
     setting.model.configure_gradient_clipping = lambda optimizer, *_, **__: edit(setting.model)
-
-
-def in_optimizer_step(setting: Setting, edit: Edit) -> None:
-    """The closure of the user runs in ours, so only what stands in the optimizer's can edit."""
-
-    def optimizer_step(epoch: int, batch: int, optimizer: Any, closure: Any) -> None:
-        handle = optimizer.optimizer.register_step_pre_hook(wraps(setting.model, edit))
-        optimizer.step(closure=closure)
-        handle.remove()
-
-    setting.model.optimizer_step = optimizer_step
 
 
 def wraps(model: Any, edit: Edit) -> Any:
@@ -218,7 +165,6 @@ PLACES = [
     in_the_module,
     in_a_callback,
     in_clipping,
-    in_optimizer_step,
     in_a_hook_of_the_optimizer,
     in_a_hook_that_runs_the_closure,
     around_step,
