@@ -13,7 +13,6 @@ from torch import Tensor
 from tests.strategies.edits.users_code import (
     EDITS,
     PLACES,
-    REFUSED,
     by_hand,
     in_a_callback,
     in_the_module,
