@@ -83,15 +83,16 @@ class Marks:
 
     def written(self) -> list[int]:
         """Return the positions of those that were written to, or got memory with other values."""
-        then = zip(self._memory, self._versions, strict=True)
-        return [
-            i
-            for i, (now, (memory, version)) in enumerate(
-                zip(held_here(self._tensors), then, strict=True)
-            )
-            if _version(now) != version
-            or not (memory.is_set_to(now) or torch.equal(memory, now))  # equal: an LSTM made flat
-        ]
+        now = held_here(self._tensors)
+        looks = zip(now, self._memory, self._versions, strict=True)
+        return [i for i, look in enumerate(looks) if _is_written(*look)]
+
+
+def _is_written(now: Tensor, memory: Tensor, version: int) -> bool:
+    if _version(now) != version:
+        return True
+    # Other memory may hold the same: an LSTM puts its weights together.
+    return not (memory.is_set_to(now) or torch.equal(memory, now.detach().to(memory)))
 
 
 def _version(tensor: Tensor) -> int:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from lightning_dp._warnings import PrivacyWarning
 from lightning_dp.accounting.events import VoidedRunError
-from tests.strategies.edits.users_code import Edit, Setting, by_hand, in_the_module
+from tests.strategies.edits.users_code import between_steps, by_hand, in_the_module
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*already private")
 
@@ -34,10 +34,6 @@ def forgets_moments(model: Any) -> None:
 def replaces_moments(model: Any) -> None:
     for state in model.trainer.optimizers[0].state.values():
         state["exp_avg"] = state["exp_avg"] * 0.5
-
-
-def between_steps(setting: Setting, edit: Edit) -> None:
-    setting.model.on_train_batch_end = lambda *_: edit(setting.model)
 
 
 @pytest.mark.parametrize("edit", [damps_moments, forgets_moments, replaces_moments])

@@ -25,6 +25,10 @@ def scales(model: Any) -> None:
         param.grad.mul_(0.5)
 
 
+def adds_next_to_nothing(model: Any) -> None:
+    trained(model)[1].grad[0] *= 1.001
+
+
 def exchanges_the_memory(model: Any) -> None:
     trained(model)[0].grad.data = torch.ones_like(trained(model)[0])
 
@@ -41,21 +45,16 @@ def makes_one_sparse(model: Any) -> None:
     trained(model)[0].grad = (2 * trained(model)[0].grad).to_sparse()
 
 
-def adds_next_to_nothing(model: Any) -> None:
-    trained(model)[1].grad[0] *= 1.001
-
-
 def clips_by_hand(model: Any) -> None:
     nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
 
 
 EDITS = [
-    scales,
+    adds_next_to_nothing,
     exchanges_the_memory,
     replaces,
     takes_one_away,
     makes_one_sparse,
-    adds_next_to_nothing,
     clips_by_hand,
 ]
 
@@ -73,6 +72,10 @@ def in_the_module(setting: Setting, edit: Edit) -> None:
     setting.model.on_before_optimizer_step = lambda optimizer: edit(setting.model)
 
 
+def between_steps(setting: Setting, edit: Edit) -> None:
+    setting.model.on_train_batch_end = lambda *_: edit(setting.model)
+
+
 def in_a_callback(setting: Setting, edit: Edit) -> None:
     class Edits(L.Callback):
         def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
@@ -85,28 +88,20 @@ def in_clipping(setting: Setting, edit: Edit) -> None:
     setting.model.configure_gradient_clipping = lambda optimizer, *_, **__: edit(setting.model)
 
 
-def wraps(model: Any, edit: Edit) -> Any:
-    """A hook of an optimizer that exchanges the closure."""
+def in_a_hook_of_the_optimizer(setting: Setting, edit: Edit) -> None:
+    """It exchanges the closure."""
 
     def hook(optimizer: Any, args: Any, kwargs: Any) -> Any:
         closure = kwargs["closure"]
 
         def edited() -> Any:
             result = closure()
-            edit(model)
+            edit(setting.model)
             return result
 
         return args, {**kwargs, "closure": edited}
 
-    return hook
-
-
-def in_a_hook_of_the_optimizer(setting: Setting, edit: Edit) -> None:
-    class Hooks(L.Callback):
-        def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-            trainer.optimizers[0].register_step_pre_hook(wraps(pl_module, edit))
-
-    setting.callbacks.append(Hooks())
+    setting.model.on_train_start = lambda: register(setting.model, hook)
 
 
 def in_a_hook_that_runs_the_closure(setting: Setting, edit: Edit) -> None:
@@ -115,11 +110,11 @@ def in_a_hook_that_runs_the_closure(setting: Setting, edit: Edit) -> None:
         edit(setting.model)
         return args, {**kwargs, "closure": None}
 
-    class Hooks(L.Callback):
-        def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-            trainer.optimizers[0].register_step_pre_hook(hook)
+    setting.model.on_train_start = lambda: register(setting.model, hook)
 
-    setting.callbacks.append(Hooks())
+
+def register(model: Any, hook: Any) -> None:
+    model.trainer.optimizers[0].register_step_pre_hook(hook)
 
 
 def around_step(setting: Setting, edit: Edit) -> None:
