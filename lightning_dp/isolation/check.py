@@ -142,10 +142,10 @@ class Check:
     def _is_suspect(self, first: _Found) -> bool:
         """Return False if the same samples give something else again, or were only put in an order."""
         control = self._run(self._samples, self._kept(0))
-        sums_add_up = all([self._adds_up(self._kept(attempt)) for attempt in range(2)])
+        parts = [self._adds_up(self._kept(attempt)) for attempt in range(2)]  # all ranks make both
         if not self._repeats(first, control):
             return False
-        if sums_add_up and not (first.buffers or first.settings or first.public):
+        if all(parts) and not (first.buffers or first.settings or first.public):
             return False
         variants = Variants.of(self._samples, self._kept(0))
         batches = [

@@ -27,7 +27,7 @@ from lightning_dp.mechanism import Mechanism
 from lightning_dp.sampling.loader import Chunk
 from lightning_dp.strategies.accounts import BatchAccounts
 from lightning_dp.strategies.engine import FitEngine
-from lightning_dp.strategies.weights import SameParameters
+from lightning_dp.strategies.update_guard import SameParameters
 
 __all__ = ["PrivateStep"]
 
