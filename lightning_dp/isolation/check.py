@@ -29,7 +29,7 @@ from lightning_dp.isolation.replay import Run, Runner
 from lightning_dp.isolation.state import TwinState
 from lightning_dp.isolation.variants import Variants, are_same_rows, paired_rows
 
-__all__ = ["Check", "Settings"]
+__all__ = ["Check", "Settings", "stand_by"]
 
 # A fault shows in so many of the further exchanges; a tie that rounding decides does not come again.
 _ATTEMPTS, _MUST_SHOW = 8, 2
@@ -319,6 +319,14 @@ class Check:
         if self.not_compared:
             return Outcome("not compared", self.not_compared)
         return Outcome("isolated")
+
+
+def stand_by(anyone: Callable[[bool], bool], attempts: int = _ATTEMPTS) -> None:
+    """Take part in what other processes settle, where this one has made no runs."""
+    anyone(False)
+    for _ in range(attempts):
+        if not anyone(False):
+            break
 
 
 def _steps_differ(a: Run, b: Run) -> bool:

@@ -25,7 +25,7 @@ from lightning_dp.gradients import ALONE, UnsupportedModelError
 from lightning_dp.gradients.base import without_alone
 from lightning_dp.gradients.batches import DEFAULT_LAYOUT
 from lightning_dp.gradients.random_state import RandomState
-from lightning_dp.isolation.check import Check, Settings
+from lightning_dp.isolation.check import Check, Settings, stand_by
 from lightning_dp.isolation.dry_run import DryRun, find_layout
 from lightning_dp.isolation.outcome import BY_CONSTRUCTION, Outcome
 from lightning_dp.isolation.replay import Pipeline, Runner
@@ -87,6 +87,7 @@ class IsolationWatch:
         self._looks = 0
         self._due: Chunk | None = None
         self._check: Check | None = None
+        self._was_due = False  # a chunk of the step, on all ranks
         self._marks, self._buffers = Marks.of(self._module), self._copies()
         self._changed: set[str] = set()  # buffers and frozen weights that no comparison has cleared
         self._cleared: set[str] = set()
@@ -205,6 +206,7 @@ class IsolationWatch:
         chunk, self._due = self._due, None
         if chunk is None:
             return
+        self._was_due = True
         try:
             self._compare(chunk, args)
         except UnsupportedModelError as error:
@@ -294,11 +296,15 @@ class IsolationWatch:
             VoidedRunError: if the ranks are apart.
         """
         check, self._check = self._check, None
+        was_due, self._was_due = self._was_due, False
+        anyone = partial(agree.anyone, place=Place.SPOT_CHECK)
         if self.fault is not None:
             self._step.note(self.fault)
         if check is None:
+            if was_due:  # the other ranks may have something to settle
+                stand_by(anyone)
             return
-        found = check.settle(partial(agree.anyone, place=Place.SPOT_CHECK))
+        found = check.settle(anyone)
         self._count(found)
         if found.kind == "isolated":
             self._cleared.update(check.same_in_both)
