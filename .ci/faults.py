@@ -122,7 +122,7 @@ FAULTS = (
         "self._has_other_state |= key not in now or now[key][1] != version",
         "and False",
     ),
-    Fault("constant_losses_pass", "if bool((norms > NOTHING).any())", "or True"),
+    Fault("constant_losses_pass", "isolates and not bool((first > 0).any())", "and False"),
     Fault("nothing_exchanged", "return _exchanged(part, rows", "[:0]"),
 )
 

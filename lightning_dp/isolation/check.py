@@ -15,6 +15,7 @@ from torch import Tensor
 from lightning_dp._generators import RandomState
 from lightning_dp._module_state import Snapshot, restored
 from lightning_dp.boundary import AbstractPerSampleGradients, Query
+from lightning_dp.functional import number_of_entries
 from lightning_dp.gradients import UnsupportedModelError
 from lightning_dp.isolation.comparison import (
     TOLERANCE,
@@ -99,7 +100,7 @@ class Check:
         self._runner, self._samples, self._settings = runner, list(samples), settings
         self._kept, self._twins = kept, twins
         self._start = start or RandomState(runner.device)
-        self._sizes = [param.numel() for param in runner.params]
+        self._sizes = [number_of_entries([param]) for param in runner.params]
         self._begin: Snapshot | None = None  # of the runs, which are settled when the step has run
         self._first: _Found | None = None
         self._shown = Counter[str]()
@@ -159,11 +160,12 @@ class Check:
         if all(ordered) and not (first.buffers or first.settings or first.public):
             return False
         variants = Variants.of(self._samples, self._kept(0))
-        batches = [
+        before, after = (
             self._runner.batch_of(each, self._start)
             for each in (variants.together, variants.exchanged)
-        ]
-        rows = paired_rows(*batches, (control.size, control.size), variants.kept, variants.kept)
+        )
+        sizes = control.size, control.size
+        rows = paired_rows(before, after, sizes, variants.kept, variants.kept)
         if rows[0] != rows[1] and control.has_drawn:
             self.not_compared = "records are put in an order, and meet other random numbers"
             return False

@@ -397,7 +397,7 @@ class IsolationWatch:
     @property
     def _eps(self) -> float:
         """The precision in which the model computes: the coarsest of its types."""
-        types = {param.dtype for param in self._step.params if param.is_floating_point()}
+        types = {param.dtype for param in self._step.params}
         if "bf16" in str(self._trainer.precision):
             types.add(torch.bfloat16)
         elif "16" in str(self._trainer.precision):
@@ -415,8 +415,8 @@ class IsolationWatch:
                 collate,
                 transfer,
                 lambda batch: self._run_step(batch, *others),
-                *(others[:1] or (0,)),
-                self._made_by,
+                batch_idx=others[0] if others else 0,
+                made_by=self._made_by,
             ),
             self._trainer.strategy.root_device,
         )
