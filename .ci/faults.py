@@ -30,7 +30,10 @@ TESTS = [
     "tests/accounting",
     "tests/estimators/test_two_points.py",
     "tests/strategies/test_sensitivity.py",
+    "tests/strategies/test_weights.py",
+    "tests/strategies/edits",
     "tests/test_fingerprint.py",
+    "tests/test_module_state.py",
     "tests/gradients/test_loss_graph.py",
     "tests/gradients/test_recording.py",
     "tests/gradients/test_traps.py",
@@ -39,6 +42,7 @@ TESTS = [
     "tests/isolation/test_record_gradients.py",
     "tests/isolation/test_kinds.py",
     "tests/isolation/test_two_steps.py",
+    "tests/isolation/test_state.py",
 ]
 
 
@@ -78,6 +82,12 @@ FAULTS = (
         'self._hook("on_train_batch_end", output, batch, self._batch_idx)',
         "if 0 else None",
     ),
+    Fault("passes_leave_traces", "part.fill(part.content)", "if 0 else None"),
+    Fault("gradients_of_passes_stay", "param.grad = gradient", "or param.grad", "_module_state"),
+    Fault("twins_not_in_place", "twin.value, scale))", "if 0 else None"),
+    Fault("thresholds_seem_public", "for scale in (1.0, _FAR, -_FAR)", "[:1]"),
+    Fault("marks_of_nothing", "if self._marks == earlier._marks", "or True"),
+    Fault("any_state_is_the_released_one", "flat.view(torch.uint8)", "[:0]", "state"),
     Fault("uses_not_counted", "if uses[id(param)] != recorded[id(param)]", "and False"),
     Fault("overwritten_inputs_pass", "for each in inputs] == self._versions", "or True"),
     Fault(
@@ -97,7 +107,22 @@ FAULTS = (
     Fault("twice_the_scale_of_attention", "scores = (q * q.shape[-1] ** -0.5", "* 2"),
     Fault("taps_on_views", "if raw._is_view()", "and False"),
     Fault("a_size_taken_for_records", "_length(of_three)) == (2, 3)", "or True"),
-    Fault("constant_losses_pass", "if bool((norms > NOTHING).any())", "or True"),
+    Fault(
+        "edited_gradients_pass", "return not is_same or bool(self._marks.written())", "and False"
+    ),
+    Fault(
+        "replaced_gradients_pass",
+        "is_same = _are_the_same(self._gradients(), self._released)",
+        "or True",
+    ),
+    Fault("written_weights_pass", "written = [names[i] for i in before.written()]", "[:0]"),
+    Fault("steps_left_out_pass", "is_fault = self._usual is not None", "and False"),
+    Fault(
+        "edited_moments_pass",
+        "self._has_other_state |= key not in now or now[key][1] != version",
+        "and False",
+    ),
+    Fault("constant_losses_pass", "isolates and not bool((first > 0).any())", "and False"),
     Fault("nothing_exchanged", "return _exchanged(part, rows", "[:0]"),
 )
 

@@ -61,17 +61,21 @@ class DifferentialPrivacy(Callback):
             first of "layers", "records" and "one_by_one" that covers the model.
         ledger_dir: folder of the privacy journal, on this machine; default
             ``<default_root_dir>/privacy``. A relative one begins where the process is now.
-        isolation_probe: before the first step, check on a synthetic batch that no record changes
-            another's gradient and that the model keeps none in weights or buffers, else refuse it.
-            The batch has the shapes of the first one and none of its values; see
-            :func:`lightning_dp.audit.check_isolation`.
+        isolation_probe: before the first step, run a few made-up samples, and refuse a model whose
+            records always change what others contribute; see
+            :func:`lightning_dp.audit.check_isolation`. Types and shapes are those of a sample of the
+            training set, values are not.
         loss_graph_check: at every step, refuse a loss whose autograd graph mixes records by more
             than sums with constant coefficients.
-        spot_checks: at random steps, run the batch once more with some records exchanged, and end
-            the run if that moves another's gradient or changes what the model keeps.
+        spot_checks: at public steps, compare runs of the batch with some records exchanged, and end
+            the run if the clipped sum of the others moves by more than 0.05 C, or if the model keeps
+            what it saw of them.
         gradient_edits: your declaration of what is done to the private gradient before the
             optimizer uses it, as a function of released values alone; the report prints it. Without
             it every edit but Lightning's own clipping is refused.
+        public_state: your declaration of buffers and frozen weights that callbacks or validation write by
+            weights and public numbers alone: their dotted names, or patterns ("teacher.*"). What else is
+            written between steps and cannot be compared is not saved; the report prints these.
         private_optimizer: where ``configure_optimizers`` gives several (manual optimization), the one
             that is trained on the records: its place, or the dotted path of a module whose
             parameters it holds ("discriminator"). The others are public: their steps may use
@@ -120,6 +124,7 @@ class DifferentialPrivacy(Callback):
         loss_graph_check: bool = True,
         spot_checks: bool = True,
         gradient_edits: str | None = None,
+        public_state: Sequence[str] = (),
         private_optimizer: int | str | None = None,
         advice: bool = True,
         count_clipped: bool = False,
@@ -145,6 +150,7 @@ class DifferentialPrivacy(Callback):
                 loss_graph_check=loss_graph_check,
                 spot_checks=spot_checks,
                 gradient_edits=gradient_edits,
+                public_state=public_state,
                 private_optimizer=private_optimizer,
                 advice=advice,
                 count_clipped=count_clipped,

@@ -1,49 +1,86 @@
-"""Snapshots of what a module keeps: buffers, attributes, global variables, closures, callbacks."""
+"""Snapshots of what a module keeps from step to step: compared with others, and put back."""
 
 from __future__ import annotations
 
+import enum
+import io
+import sys
 import types
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Collection, Hashable, Iterator
+from contextlib import contextmanager, redirect_stdout, suppress
+from dataclasses import dataclass, field
+from functools import cache, partial
+from itertools import chain
+from operator import is_
+from pathlib import PurePath
+from typing import Any, Literal, TypeAlias
 
-from torch import nn
+import numpy as np
+import torch
+from lightning.pytorch import LightningModule
+from lightning.pytorch.loggers.logger import DummyLogger
+from torch import Tensor, nn
+from torch.optim.lr_scheduler import LRScheduler
+from torchmetrics import Metric
 
-from lightning_dp._held import Held, HeldRandom, HeldTensor, Kind
-from lightning_dp._kept import Walk
-from lightning_dp._user_code import is_library
+from lightning_dp._generators import (
+    OWN_GENERATORS,
+    RandomState,
+    as_text,
+    put_back,
+    seed_own,
+    state_of,
+)
 
-__all__ = ["Difference", "ModuleState"]
+__all__ = ["Difference", "Path", "Snapshot", "apart", "restored"]
 
-_FEW_BYTES = 64 << 20  # of frozen parameters that are copied in any case
+Kind: TypeAlias = Literal["parameter", "buffer", "attribute", "setting", "random"]
+Path: TypeAlias = tuple[Hashable, ...]
+"""Keys from the module down to a value; the last one is ... for all items of a container."""
+
+_DEPTH = 12  # of containers in containers
+_LONG = 20_000  # items from which on a container is kept by reference
+_MANY = 256  # last items of a container that are looked into
+_LARGE = 64 << 20  # bytes from which on an attribute is kept by reference
+_ATOMS = frozenset(
+    {type(None), bool, int, float, complex, str, bytes, type, torch.dtype, torch.device, torch.Size}
+)
+_CODE = frozenset(
+    {types.FunctionType, types.MethodType, types.BuiltinFunctionType, types.ModuleType, partial}
+)
+_PLAIN = _ATOMS | _CODE
+_INNER: dict[Hashable, Kind] = {
+    "_buffers": "buffer",
+    "_modules": "attribute",
+    "_parameters": "parameter",
+}
+# Torch's and Lightning's own attributes.
+_HIDDEN = frozenset(vars(LightningModule())) - {"training", "_buffers", "_modules"}
+_RANDOM = "global random state"
 
 
 @dataclass(frozen=True)
 class Difference:
-    """A place where two states differ.
+    """A place where two snapshots differ.
 
     Args:
-        name: dotted, of modules, attributes and variables; never of keys or items of containers.
-        kind: "parameter", "buffer", "metric" (anything in a torchmetrics part), "random" (a random
-            generator) or "attribute" (of a module, a class, an object or a callback; a global
-            variable, or a variable of a closure).
-        is_resized: True for a tensor of another shape.
+        name: dotted, of modules and attributes; never of keys or items of containers.
+        kind: "parameter", "buffer", "setting" (of an optimizer), "random" (a generator), or "attribute".
     """
 
     name: str
     kind: Kind
-    is_resized: bool = False
 
 
-class ModuleState:
-    """A snapshot of what a module keeps, to be compared with another, or to go back to.
+class Snapshot:
+    """What a module keeps from step to step, at one moment.
 
-    It holds buffers and attributes of all submodules, and what is inside them, however nested;
-    attributes of the user's own classes; global variables and variables of closures that their
-    methods use; callbacks. None of the user's code runs while it is taken. What cannot be copied, or
-    is too large to (data sets, containers of more than 20,000 items, tensors above 64 MiB that are
-    no buffers), is kept by reference.
+    It holds buffers and attributes of the module and its children, the settings of its optimizers,
+    its learning-rate schedulers, and the states of random generators in attributes. It looks into
+    lists, tuples, dictionaries, sets, deques, tensors, arrays and objects of the user's own classes.
+    Global variables, closures, class attributes, slots, callbacks and data sets are no part of it;
+    neither are tensors above 64 MiB that are no buffers, and containers of more than 20,000 items.
 
     Example:
         >>> from lightning.pytorch import LightningModule
@@ -52,149 +89,449 @@ class ModuleState:
         ...         super().__init__()
         ...         self.seen = deque([1.0], maxlen=8)
         >>> model = Model()
-        >>> before, seen = ModuleState.of(model), model.seen
+        >>> before, seen = Snapshot.of(model), model.seen
         >>> model.seen.append(2.0)
-        >>> [difference.name for difference in before.differences(ModuleState.of(model))]
-        ['seen']
+        >>> before.differences(Snapshot.of(model))
+        (Difference(name='seen', kind='attribute'),)
         >>> before.restore()
         >>> model.seen is seen, list(seen)
         (True, [1.0])
     """
 
-    def __init__(self, roots: Mapping[str, tuple[str, Held]], parts: Iterable[Held]) -> None:
-        self._roots, self._parts = dict(roots), list(parts)
+    def __init__(self, still: _Still, moving: _Parts, randomness: RandomState | None) -> None:
+        self._still, self._moving, self._randomness = still, moving, randomness
 
     @classmethod
     def of(
         cls,
         module: nn.Module,
-        callbacks: Iterable[object] = (),
         *,
         parameters: bool = False,
-        copies: bool = True,
-        sharded: bool = False,
-    ) -> ModuleState:
+        global_random: bool = False,
+        earlier: Snapshot | None = None,
+    ) -> Snapshot:
         """Take a snapshot.
 
         Args:
             module: the whole model.
-            callbacks: of its Trainer; those that are Lightning's own are left out.
-            parameters: also of the values of parameters. Frozen ones are kept by reference where
-                they are many times those that are trained.
-            copies: of buffers and parameters; without them the snapshot is good for comparing at
-                once, not for going back to.
-            sharded: parameters are left out: in their places torch puts whole ones and shards by turns,
-                and it frees the memory of whole ones.
+            parameters: also of the values of parameters.
+            global_random: also of the global random states, of the module's device among them.
+            earlier: an earlier one of the same, which makes this one cheap: modules that did not change
+                are not walked again.
         """
-        values = _copied(module) if parameters and not sharded else frozenset()
-        walk = Walk(values, copies, left_out="_parameters" if sharded else None)
-        walk.take("", "", module)
-        for number, callback in enumerate(callbacks):
-            if not is_library(type(callback)):
-                walk.take(f"callback {number}", type(callback).__name__, callback)
-        walk.finish()
-        return cls(walk.roots, walk.known.values())
-
-    def holds(self, thing: object) -> bool:
-        """Tell whether an object is among what the module keeps."""
-        return any(part.owner is thing for part in self._parts)
-
-    def drop_parameters(self) -> None:
-        """Keep the values of parameters by reference only, from now on: they take memory."""
-        for part in self._parts:
-            if isinstance(part, HeldTensor) and part.kind == "parameter":
-                part.drop()
+        hidden = _HIDDEN - ({"_parameters"} if parameters else set())
+        still = None if earlier is None else earlier._still
+        if still is None or still.hidden != hidden or not still.is_current():
+            still = _Still.of(module, hidden, still)
+        moving: _Parts = {}
+        met: set[int] = set()
+        for path, (name, each) in still.moving.items():
+            _add(moving, path, _Part(vars(each), name, "attribute", still.hidden, True), met)
+        for path, part in _parts_of_trainer(getattr(module, "_trainer", None)):
+            _add(moving, path, part, met)
+        return cls(still, moving, RandomState(_device_of(module)) if global_random else None)
 
     def restore(self) -> None:
-        """Put everything back into the same objects: containers, values of tensors, names.
+        """Put everything back into the same objects; what does not let itself be changed stays."""
+        still = () if self._still.is_current() else self._still.parts.values()
+        for part in chain(still, self._moving.values()):
+            with suppress(Exception):
+                part.fill(part.content)
+        if self._randomness is not None:
+            self._randomness.restore()
 
-        What cannot be put back stays as it is; nothing is raised.
+    def differences(self, other: Snapshot) -> tuple[Difference, ...]:
+        """Return where two snapshots of one module differ, each name once; NaN is equal to itself.
+
+        Of objects that are not looked into, only the type counts.
         """
-        for part in self._parts:
-            try:
-                part.put_back()
-            except Exception:  # an object that does not let itself be changed
-                continue
+        return tuple(dict.fromkeys(self.differing_values(other).values()))
 
-    def left_outside(self) -> Iterator[Any]:
-        """Yield what is kept by reference only, of what classes, global variables and closures hold."""
-        outside = (held for _, held in self._roots.values())
-        work = [held for held in outside if isinstance(held.owner, type | types.FunctionType)]
-        met = set(map(id, work))
-        while work:
-            held = work.pop()
-            yield from (thing for key, thing in held.inside() if key not in held.parts)
-            new = [part for part in held.parts.values() if id(part) not in met]
-            met.update(map(id, new))
-            work += new
+    def differing_values(self, other: Snapshot) -> dict[Path, Difference]:
+        """Return the single values that differ, and whole containers where their keys do."""
+        found: dict[Path, Difference] = {}
+        mine, its = self._moving, other._moving
+        if self._still is not other._still:
+            mine, its = {**self._still.parts, **mine}, {**other._still.parts, **its}
+        for path in [path for path in mine if path in its]:
+            with suppress(Exception):  # of objects that do not let themselves be compared
+                found |= mine[path].differing(its[path], path)
+        a, b = self._randomness, other._randomness
+        if a is not None and b is not None and not a.is_same(b):
+            found[(_RANDOM,)] = Difference(_RANDOM, "random")
+        return found
+
+    def value_at(self, path: Path) -> Any:
+        """Return a value as it was then.
+
+        Raises:
+            LookupError: if there was none.
+        """
+        part = self._part(path)
+        if part is not None and not part.is_container:
+            return part.content
+        above = self._parent(path)
+        return above.content if path[-1] is ... else above.content[path[-1]]
+
+    def put(self, path: Path, value: Any) -> None:
+        """Put another value into the module, in a place that it had then.
+
+        Raises:
+            LookupError: if there was none.
+        """
+        above = self._parent(path)
+        if path[-1] is ...:
+            above.fill(value)
+        elif isinstance(above.owner, tuple):
+            items = [value if i == path[-1] else each for i, each in enumerate(above.owner)]
+            self.put(path[:-1], getattr(above.owner, "_make", tuple)(items))
+        else:
+            above.owner[path[-1]] = value
 
     def reseed(self) -> None:
-        """Give every random generator among it a new seed, from torch's global one."""
-        for part in self._parts:
-            if isinstance(part, HeldRandom):
-                part.reseed()
+        """Give every generator in attributes a new seed, from torch's global one."""
+        for part in self._moving.values():
+            if isinstance(part.owner, OWN_GENERATORS):
+                seed_own(part.owner, int(torch.randint(2**32, ())))
+
+    def _part(self, path: Path) -> _Part | None:
+        return self._moving.get(path) or self._still.parts.get(path)
+
+    def _parent(self, path: Path) -> _Part:
+        if (part := self._part(path[:-1])) is None:
+            raise KeyError(path)
+        return part
+
+
+@contextmanager
+def restored(
+    module: LightningModule, *, parameters: bool = False, global_random: bool = True
+) -> Iterator[Snapshot]:
+    """Leave no trace of what the module does inside; yields the snapshot of the beginning.
+
+    State, metrics and random states are as before, gradients and ``requires_grad`` too. Nothing is
+    logged or printed. Inside, parameters begin without gradients.
+
+    Args:
+        module: the whole model.
+        parameters: also put the values of parameters back.
+        global_random: also put the global random states back.
+    """
+    before = Snapshot.of(module, parameters=parameters, global_random=global_random)
+    gradients = [(param, param.grad, param.requires_grad) for param in module.parameters()]
+    try:
+        with _muted(module):
+            for param, *_ in gradients:
+                param.grad = None
+            yield before
+    finally:
+        before.restore()
+        for param, gradient, requires_grad in gradients:
+            param.grad = gradient
+            if param.requires_grad is not requires_grad:
+                param.requires_grad_(requires_grad)
+
+
+@contextmanager
+def apart(module: LightningModule) -> Iterator[None]:
+    """Let one record run alone inside, and leave no trace of it.
+
+    torchmetrics have counted nothing yet, and generators in attributes begin with seeds from torch's
+    global one, which moves on from record to record.
+    """
+    with restored(module, global_random=False) as before:
+        for part in module.modules():
+            if isinstance(part, Metric):
+                part.reset()
+        before.reseed()
+        yield
+
+
+@contextmanager
+def _muted(module: LightningModule) -> Iterator[None]:
+    """Log and print nothing inside; ``log_dict`` goes through ``log``."""
+    own, trainer = vars(module), module._trainer
+    earlier = {name: own[name] for name in ("log",) if name in own}
+    loggers = getattr(trainer, "loggers", [])
+    own["log"] = lambda *args, **kwargs: None
+    if trainer is not None and loggers:
+        trainer.loggers = [DummyLogger() for _ in loggers]
+    try:
+        with redirect_stdout(io.StringIO()):
+            yield
+    finally:
+        own.pop("log", None)
+        own.update(earlier)
+        if trainer is not None and loggers:
+            trainer.loggers = loggers
+
+
+def _device_of(module: nn.Module) -> torch.device:
+    return next((param.device for param in module.parameters()), torch.device("cpu"))
+
+
+# -- parts of a snapshot --------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class _Part:
+    """The content of one object at one moment.
+
+    Args:
+        owner: the object; of one with attributes, the dictionary of them.
+        name: dotted.
+        kind: of what it holds.
+        hidden: keys that are left out.
+        is_named: its keys are names, not data.
+    """
+
+    owner: Any
+    name: str
+    kind: Kind
+    hidden: frozenset[str] = frozenset()
+    is_named: bool = False
+    content: Any = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.content = _copied(self.owner)
 
     @property
-    def has_generators(self) -> bool:
-        """True if a random generator is among what the module keeps."""
-        return any(isinstance(part, HeldRandom) for part in self._parts)
+    def is_container(self) -> bool:
+        """False for a tensor, an array or a generator."""
+        return isinstance(self.owner, dict | list | tuple | deque | set)
 
-    def drew(self, other: ModuleState) -> bool:
-        """Tell whether a random generator is elsewhere in another state."""
-        return any(each.kind == "random" for each in self.differences(other))
+    def items(self) -> list[tuple[Hashable, Any]]:
+        """Return keys and values inside."""
+        if isinstance(self.content, dict):
+            return [(key, each) for key, each in self.content.items() if key not in self.hidden]
+        return list(enumerate(self.content)) if isinstance(self.content, list) else []
 
-    def differences(self, other: ModuleState) -> tuple[Difference, ...]:
-        """Return where this state and another one differ, of the same module or of a copy of it.
+    def fill(self, content: Any) -> None:
+        """Give the object this content."""
+        owner = self.owner
+        if isinstance(owner, Tensor):
+            _write(owner, content)
+        elif isinstance(owner, np.ndarray):
+            np.copyto(owner, content)
+        elif isinstance(owner, OWN_GENERATORS):
+            put_back(owner, content)
+        elif isinstance(owner, tuple) or _are_same_objects(owner, content):
+            return
+        elif isinstance(owner, dict):
+            for key in [key for key in owner if key not in self.hidden]:
+                del owner[key]
+            for key, value in content.items():
+                if key not in self.hidden:
+                    owner[key] = value
+        else:
+            owner.clear()
+            (owner.update if isinstance(owner, set) else owner.extend)(content)
 
-        Numbers and entries are compared exactly; NaN is equal to itself. Of what is kept by
-        reference only the type counts.
-        """
-        found: dict[Difference, None] = {}
-        met: set[tuple[int, int]] = set()
-        pairs = [
-            (held, other._roots[key][1], name)
-            for key, (name, held) in self._roots.items()
-            if key in other._roots
-        ]
-        work = deque(pairs)
-        while work:
-            mine, its, name = work.popleft()
-            if (id(mine), id(its)) in met:
-                continue
-            met.add((id(mine), id(its)))
-            for each in _differing(mine, its, name):
-                found[Difference(each, mine.kind, _is_resized(mine, its))] = None
-            work += [
-                (part, its.parts[key], mine.name_of(name, key))
-                for key, part in mine.parts.items()
-                if key in its.parts
-            ]
-        return tuple(found)
+    def differing(self, other: _Part, path: Path) -> dict[Path, Difference]:
+        """Return the paths of values that differ, those of parts left out."""
+        a, b = self.content, other.content
+        whole = Difference(self.name, self.kind)
+        if not self.is_container or isinstance(self.owner, set):
+            key = (...,) if self.is_container else ()
+            return {} if _is_same_content(a, b) else {(*path, *key): whole}
+        if a is b or _are_same_objects(a, b):
+            return {}
+        mine, its = dict(self.items()), dict(other.items())
+        if not self.is_named and list(mine) != list(its):
+            return {(*path, ...): whole}
+        return {
+            (*path, key): Difference(self.name_of(key), self.kind)
+            for key in dict.fromkeys([*mine, *its])
+            if not _is_same(mine.get(key, ...), its.get(key, ...))
+        }
+
+    def name_of(self, key: Hashable) -> str:
+        """Return the dotted name of a value inside."""
+        if not self.is_named or key in _INNER:
+            return self.name
+        return f"{self.name}.{key}" if self.name else str(key)
 
 
-def _differing(mine: Held, its: Held, name: str) -> list[str]:
-    if type(mine) is not type(its) or type(mine.owner) is not type(its.owner):
-        return [name]
-    try:
-        return mine.differing(its, name)
-    except Exception:  # nothing can be said of objects that do not compare
-        return []
+_Parts: TypeAlias = dict[Path, _Part]
 
 
-def _is_resized(mine: Held, its: Held) -> bool:
-    if not (isinstance(mine, HeldTensor) and isinstance(its, HeldTensor)):
-        return False
-    return mine.shape != its.shape
+class _Still:
+    """The parts of the modules that do not change from one snapshot to the next, in ordinary models.
 
+    They hold nothing but plain values, and are looked at all at once.
 
-def _copied(module: nn.Module) -> frozenset[int]:
-    """Return the ids of the parameters whose values are copied.
-
-    A teacher has the size of the model, and training_step may move it; a frozen backbone under a few
-    trained weights is larger, and nobody does.
+    Args:
+        parts: of modules whose attributes are plain, and which modules are in which.
+        moving: the paths, names and objects of all other modules.
+        hidden: attributes that are left out.
     """
-    trained = [param for param in module.parameters() if param.requires_grad]
-    frozen = [param for param in module.parameters() if not param.requires_grad]
-    room = 2 * sum(param.nbytes for param in trained) + _FEW_BYTES
-    is_small = sum(param.nbytes for param in frozen) <= room
-    return frozenset(map(id, [*trained, *(frozen if is_small else ())]))
+
+    def __init__(
+        self, parts: _Parts, moving: dict[Path, tuple[str, nn.Module]], hidden: frozenset[str]
+    ) -> None:
+        self.parts, self.moving, self.hidden = parts, moving, hidden
+        owners = [part.owner for part in parts.values()]
+        self._views = [each.values() if isinstance(each, dict) else each for each in owners]
+        self._values = list(chain.from_iterable(self._views))
+
+    @classmethod
+    def of(cls, module: nn.Module, hidden: frozenset[str], earlier: _Still | None) -> _Still:
+        """Walk through all modules; what changed since an earlier walk counts as moving."""
+        parts: _Parts = {}
+        moving: dict[Path, tuple[str, nn.Module]] = {}
+        for path, name, each in _modules_in((), "", module, set()):
+            found: _Parts = {}
+            _add(found, path, _Part(vars(each), name, "attribute", hidden, True), set())
+            children = (*path, "_modules")
+            parts[children] = found.pop(children)
+            known = {} if earlier is None else earlier.parts
+            has_changed = any(
+                p in known and not _are_same_objects(known[p].content, part.content)
+                for p, part in found.items()
+            )
+            was_moving = earlier is not None and path in earlier.moving
+            is_plain = all(isinstance(part.owner, dict | list) for part in found.values())
+            if path and is_plain and not has_changed and not was_moving:
+                parts |= found
+            else:
+                moving[path] = name, each
+        return cls(parts, moving, hidden)
+
+    def is_current(self) -> bool:
+        """Return whether no module of these changed."""
+        values = self._values
+        return sum(map(len, self._views)) == len(values) and all(
+            map(is_, chain.from_iterable(self._views), values)
+        )
+
+
+def _modules_in(
+    path: Path, name: str, module: nn.Module, met: set[int]
+) -> Iterator[tuple[Path, str, nn.Module]]:
+    """Yield a module and those in it, each once, with paths and names."""
+    if id(module) not in met:
+        met.add(id(module))
+        yield path, name, module
+        for key, inner in module._modules.items():
+            if inner is not None:
+                dotted = f"{name}.{key}" if name else key
+                yield from _modules_in((*path, "_modules", key), dotted, inner, met)
+
+
+def _parts_of_trainer(trainer: Any) -> Iterator[tuple[Path, _Part]]:
+    """Yield the settings of optimizers, and what their schedulers keep."""
+    for i, optimizer in enumerate(getattr(trainer, "optimizers", ())):
+        for j, group in enumerate(optimizer.param_groups):
+            name = f"optimizers.{i}.param_groups.{j}"
+            yield (name,), _Part(group, name, "setting", frozenset({"params"}), True)
+    for i, config in enumerate(getattr(trainer, "lr_scheduler_configs", ())):
+        name = f"lr_schedulers.{i}"
+        yield (name,), _Part(vars(config.scheduler), name, "attribute", is_named=True)
+
+
+def _add(parts: _Parts, path: Path, part: _Part, met: set[int], depth: int = 0) -> None:
+    """Add a part, and those inside it, each object once; registered modules are for others."""
+    if id(part.owner) in met or depth > _DEPTH:
+        return
+    met.add(id(part.owner))
+    parts[path] = part
+    if path[-1:] == ("_modules",):
+        return
+    inside = [(key, value) for key, value in part.items() if not _is_plain(value)]
+    for key, value in inside if part.is_named else inside[-_MANY:]:
+        name, kind = part.name_of(key), _INNER.get(key, part.kind)
+        with suppress(Exception):  # of objects that nobody may look at
+            if isinstance(value, nn.Module):
+                for at, dotted, each in _modules_in((*path, key), name, value, set()):
+                    found = _Part(vars(each), dotted, kind, _HIDDEN, True)
+                    _add(parts, at, found, met, depth + 1)
+            elif (owner := _owner_in(value, kind)) is not None:
+                is_named = key in _INNER or owner is not value
+                kind = "random" if isinstance(value, OWN_GENERATORS) else kind
+                found = _Part(owner, name, kind, is_named=is_named)
+                _add(parts, (*path, key), found, met, depth + 1)
+
+
+def _owner_in(value: Any, kind: Kind) -> Any:
+    """Return what is held of an object: it, the dictionary of its attributes, or None."""
+    if isinstance(value, Tensor | np.ndarray):
+        is_else = isinstance(value, nn.Parameter) and kind != "parameter"
+        return None if is_else or (value.nbytes > _LARGE and kind == "attribute") else value
+    if isinstance(value, dict | list | tuple | deque | set):
+        return value if len(value) <= _LONG else None
+    if isinstance(value, OWN_GENERATORS):
+        return value
+    is_known = isinstance(value, LRScheduler | types.SimpleNamespace)
+    return vars(value) if is_known or _is_of_user(type(value)) else None  # type: ignore[arg-type]
+
+
+@cache
+def _is_of_user(kind: type) -> bool:
+    """Return whether a class is from no installed library; FSDP's objects, say, hold freed memory."""
+    package = kind.__module__.partition(".")[0]
+    if package == "__main__":
+        return True
+    file = getattr(sys.modules.get(kind.__module__), "__file__", None)
+    if file is None or package == "lightning_dp" or package in sys.stdlib_module_names:
+        return False
+    return not {"site-packages", "dist-packages"} & set(PurePath(file).parts)
+
+
+def _copied(owner: Any) -> Any:
+    """Return a copy of an object's content."""
+    if isinstance(owner, Tensor):
+        return owner.detach().clone()
+    if isinstance(owner, OWN_GENERATORS):
+        return state_of(owner)
+    if isinstance(owner, np.ndarray):
+        return owner.copy()
+    if isinstance(owner, dict | set):
+        return dict(owner.items()) if isinstance(owner, dict) else set(owner)
+    return list(owner)
+
+
+def _write(tensor: Tensor, values: Tensor) -> None:
+    """Give a tensor these values; if it has them it is left alone: for autograd, writing is a change."""
+    if tensor.shape != values.shape or tensor.dtype != values.dtype:
+        tensor.data = values.clone()
+    elif not _is_same_content(tensor.detach(), values):
+        tensor.detach().copy_(values)
+
+
+def _is_same_content(a: Any, b: Any) -> bool:
+    """Compare tensors, arrays, sets, or states of generators; NaN is equal to itself."""
+    if isinstance(a, np.ndarray):
+        return a.dtype == b.dtype and bool(np.array_equal(a, b, equal_nan=a.dtype.kind in "fc"))
+    if isinstance(a, set):
+        return bool(a == b)
+    if not isinstance(a, Tensor):
+        return as_text(a) == as_text(b)
+    if a.shape != b.shape or a.dtype != b.dtype or a.device != b.device:
+        return False
+    return torch.equal(a, b) or bool(((a == b) | ((a != a) & (b != b))).all())
+
+
+def _are_same_objects(a: Collection[Any], b: Collection[Any]) -> bool:
+    """True if two containers hold the same objects in one order."""
+    if len(a) != len(b) or not all(map(is_, a, b)):
+        return False
+    return not (isinstance(a, dict) and isinstance(b, dict)) or all(
+        map(is_, a.values(), b.values())
+    )
+
+
+def _is_plain(value: Any) -> bool:
+    kind = type(value)
+    return kind in _PLAIN or (kind is tuple and all(map(_is_plain, value)))
+
+
+def _is_same(a: Any, b: Any) -> bool:
+    """Compare plain values; of other objects, which are compared as parts, only the type."""
+    if a is b or type(a) in _CODE:
+        return True
+    if type(a) is not type(b):
+        return False
+    if type(a) is tuple and _is_plain(a) and _is_plain(b):
+        return len(a) == len(b) and all(map(_is_same, a, b))
+    is_value = type(a) in _ATOMS or isinstance(a, enum.Enum | np.generic)
+    return not is_value or bool(a == b or (a != a and b != b))

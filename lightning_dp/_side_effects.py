@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -16,7 +15,7 @@ from torch import Tensor
 from torchmetrics import Metric, MetricCollection
 
 from lightning_dp._joined_calls import OfSamples, joined, over_records, whole
-from lightning_dp._module_state import ModuleState
+from lightning_dp._module_state import Snapshot
 from lightning_dp._warnings import warn
 from lightning_dp.gradients.base import Around
 from lightning_dp.gradients.batches import map_leaves
@@ -85,8 +84,9 @@ class SideEffects:
     def __init__(self, module: LightningModule) -> None:
         self._module = module
         self._groups: list[_Group] = []
-        self._before: _State | None = None
-        self._of_first: _State | None = None
+        self._before: Snapshot | None = None
+        self._of_first: Snapshot | None = None
+        self._latest: Snapshot | None = None
         self._has_run = self._reads_numbers = self._has_warned = False
         self._later: dict[int, tuple[Tensor, _Later]] = {}
         self.state_differs: str | None = None
@@ -102,7 +102,8 @@ class SideEffects:
             are_done: False for a further pass over the same batch: it leaves no trace.
         """
         self._forget()
-        self._before, self.state_differs = _State(self._module), None
+        self._before = self._latest = Snapshot.of(self._module, earlier=self._latest)
+        self.state_differs = None
         try:
             yield self._around
             if are_done:
@@ -127,7 +128,7 @@ class SideEffects:
         assert self._before is not None
         with _aside():
             if self._groups and self._of_first is None:
-                self._of_first = _State(self._module)
+                self._of_first = Snapshot.of(self._module, earlier=self._before)
             if self._has_run:
                 self._before.restore()
         self._has_run = True
@@ -141,7 +142,9 @@ class SideEffects:
         self._groups.append(group)
         if self._of_first is not None:
             with _aside():
-                names = self._of_first.differing(_State(self._module))
+                now = Snapshot.of(self._module, earlier=self._of_first)
+                found = self._of_first.differences(now)
+            names = [each.name for each in found if each.kind != "random"]  # they may move on
             if names and self.state_differs is None:
                 self.state_differs = _DIFFERS.format(", ".join(names))
 
@@ -288,32 +291,3 @@ def _in_order(groups: Sequence[Sequence[_Key]]) -> list[_Key]:
                 found.insert(place, key)
             place = found.index(key) + 1
     return found
-
-
-# -- state ----------------------------------------------------------------------------------------
-
-
-class _State:
-    """A snapshot of a module's state, and of the settings of its optimizers."""
-
-    def __init__(self, module: LightningModule) -> None:
-        trainer = module._trainer
-        optimizers = [] if trainer is None else trainer.optimizers
-        self._module = ModuleState.of(module, [] if trainer is None else trainer.callbacks)  # type: ignore[attr-defined]
-        self._groups = [group for each in optimizers for group in each.param_groups]
-        self._settings = [copy.deepcopy(_without_params(group)) for group in self._groups]
-
-    def restore(self) -> None:
-        self._module.restore()
-        for group, settings in zip(self._groups, self._settings, strict=True):
-            group.update(copy.deepcopy(settings))
-
-    def differing(self, other: _State) -> list[str]:
-        """Return the names of what differs; random generators move on as they may."""
-        found = self._module.differences(other._module)
-        names = [each.name for each in found if each.kind != "random"]
-        return [*names, "the optimizers' settings"] if self._settings != other._settings else names
-
-
-def _without_params(group: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in group.items() if name != "params"}

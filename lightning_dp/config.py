@@ -16,6 +16,7 @@ from lightning_dp._validate import (
     listed,
     normalise,
     not_negative,
+    one_line,
     one_of,
     optional,
     positive,
@@ -70,16 +71,20 @@ class PrivacyConfig:
             first of "layers", "records" and "one_by_one" that covers the model.
         ledger_dir: folder of the privacy journal, on this machine; default
             ``<default_root_dir>/privacy``. A relative one begins where the process is now.
-        isolation_probe: use a synthetic batch, before the first step, to check that no
-            record changes another's gradient (:func:`lightning_dp.audit.check_isolation`).
+        isolation_probe: before the first step, run a few made-up samples, and refuse a model whose
+            records always change what others contribute (:func:`lightning_dp.audit.check_isolation`).
         loss_graph_check: at every step, refuse a loss whose autograd graph mixes records by more
             than sums with constant coefficients.
-        spot_checks: at random steps, run the batch once more with some records exchanged, and end
-            the run if that moves another's gradient or changes what the model keeps.
+        spot_checks: at public steps, compare runs of the batch with some records exchanged, and end
+            the run if the clipped sum of the others moves by more than 0.05 C, or if the model keeps
+            what it saw of them.
         gradient_edits: your declaration of what is done to the private gradient before the
             optimizer uses it ("centralised per layer", say), as a function of released values
             alone. Without it every edit but Lightning's own clipping is refused; with it, the report
             prints it.
+        public_state: your declaration of buffers and frozen weights that callbacks or validation write by
+            weights and public numbers alone: their dotted names, or patterns ("teacher.*"). What else is
+            written between steps and cannot be compared is not saved; the report prints these.
         private_optimizer: where ``configure_optimizers`` gives several (manual optimization), the one
             that is trained on the records: its place, or the dotted path of a module whose
             parameters it holds ("discriminator"). The others are public: their steps may use
@@ -121,6 +126,7 @@ class PrivacyConfig:
     loss_graph_check: bool = True
     spot_checks: bool = True
     gradient_edits: str | None = None
+    public_state: Sequence[str] = ()
     private_optimizer: int | str | None = None
     advice: bool = True
     count_clipped: bool = False
@@ -160,6 +166,7 @@ class PrivacyConfig:
         ):
             normalise(self, flag, name)
         normalise(self, optional(_declaration), "gradient_edits")
+        normalise(self, _names, "public_state")
         normalise(self, optional(_place), "private_optimizer")
         normalise(self, optional(_folder), "ledger_dir")
         normalise(self, _sequence, "postprocessing")
@@ -338,6 +345,12 @@ def _declaration(name: str, value: object, *, of: str | None = None) -> str:
     if not value.strip() or len(value.splitlines()) != 1:
         raise ValueError(f"{name}={value!r} must be one line that says what is done.")
     return value.strip()
+
+
+def _names(name: str, value: object, *, of: str | None = None) -> tuple[str, ...]:
+    """Return dotted names or patterns, each a line."""
+    found = listed(name, value, "the names of buffers and frozen weights", of=of)
+    return tuple(one_line(f"{name}[{i}]", each, of=of) for i, each in enumerate(found))
 
 
 def _releases(name: str, value: object, *, of: str | None = None) -> tuple[AbstractExternal, ...]:

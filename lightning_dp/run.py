@@ -64,9 +64,10 @@ class PrivateRun:
         self.engine: str = config.engine  # what "auto" turned out to be, once it is known
         self.optimizers: str | None = None  # which one is private, where there are several
         self.setting: Setting | None = None  # public numbers of the latest fit, once they are known
-        self.isolation = "not probed (no batch yet)" if config.isolation_probe else "opted out"
+        self.isolation = "not compared (no batch yet)" if config.isolation_probe else "opted out"
         self.started: str | None = None  # the first charge of the checkpoint that was resumed
-        self.spot_checks = 0  # steps with one, in all fits of this object
+        self.spot_checks = 0  # steps whose batch was looked at, in all fits of this object
+        self.not_compared: dict[str, int] = {}  # such steps of which nothing can be said, by reason
         self.is_seeded = config.seed is not None  # for good: also a run resumed without the seed
         self._fit: PlannedFit | None = None  # the latest one; None before the first
         self._resumed: dict[str, Any] | None = None  # a checkpoint's record, until a fit begins

@@ -3,29 +3,20 @@
 from __future__ import annotations
 
 import copy
-import functools
 import math
 import random
-import types
 from collections import Counter, OrderedDict, defaultdict, deque
 from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import NamedTuple
 
 import numpy as np
 import pytest
 import torch
-from lightning.pytorch import Callback, LightningModule
+from lightning.pytorch import LightningModule
 from torch import nn
 from torchmetrics.classification import MulticlassAccuracy
 
-from lightning_dp._held import HeldTensor
-from lightning_dp._lazy_copies import is_one_memory
-from lightning_dp._module_state import Difference, ModuleState
-
-SEEN: list[float] = []
-TOTAL = 0.0
-_memory = types.ModuleType("memory")  # a module of the user's
-_memory.last = 0.0
+from lightning_dp._module_state import Difference, Snapshot, apart, restored
 
 
 @dataclass
@@ -34,71 +25,57 @@ class Bank:
     size: int = 0
 
 
-class Slotted:
-    __slots__ = ("value",)
+class Pair(NamedTuple):
+    rate: float
+    rows: list
+
+
+class Ring:
+    """A user's own class."""
 
     def __init__(self):
-        self.value = 1.0
-
-
-def counter():
-    count = 0
-
-    def increase():
-        nonlocal count
-        count += 1
-
-    return increase
-
-
-@functools.lru_cache
-def note(value):
-    SEEN.append(value)
+        self.start, self.rows = 0, torch.zeros(3)
 
 
 class Model(LightningModule):
-    shared: ClassVar[dict] = {}
-    steps = 0
-
     def __init__(self):
         super().__init__()
         self.layers = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+        self.layers.scale = 1.0
         self.accuracy = MulticlassAccuracy(3)
         self.queue = deque([torch.zeros(2)], maxlen=2)
         self.counts, self.by_label = Counter("aa"), defaultdict(list)
         self.order = OrderedDict(a=1, b=2)
-        self.names, self.pair = {"x"}, (1, [2])
+        self.names, self.pair = {"x"}, Pair(0.1, [2])
         self.array, self.tensor = np.zeros(3), torch.ones(2)
-        self.bank, self.slotted = Bank(), Slotted()
+        self.bank, self.ring = Bank(), Ring()
         self.bank.me = self.bank  # a circle
         self.generator, self.numpy = torch.Generator(), np.random.default_rng(0)
         self.legacy, self.python = np.random.RandomState(0), random.Random(0)
-        self.increase, self.bound = counter(), functools.partial(max, [3])
-        self.teachers = [nn.Linear(2, 2)]
-        self.nothing, self.nan = None, math.nan
-
-    def uses_globals(self):
-        global TOTAL
-        TOTAL += 1.0
-        note(1.0)
-        _memory.last += 1.0
-
-    def with_default(self, seen=[]):  # noqa: B006
-        seen.append(1)
+        self.teachers = [nn.Sequential(nn.Linear(2, 2))]
+        self.nothing, self.nan, self.mean = None, math.nan, np.float64(0)
 
 
 CHANGES = {
-    "buffer": (lambda m: m.layers(torch.randn(4, 2)), "layers.1.running_mean"),
+    "buffer": (lambda m: m.layers(torch.randn(4, 2)), "layers.1.running_mean", "buffer"),
     "buffer replaced": (
         lambda m: setattr(m.layers[1], "running_var", torch.full((2,), 7.0)),
         "layers.1.running_var",
+        "buffer",
+    ),
+    "new buffer": (
+        lambda m: m.layers[0].register_buffer("seen", torch.ones(1)),
+        "layers.0.seen",
+        "buffer",
     ),
     "metric": (lambda m: m.accuracy.update(torch.tensor([1]), torch.tensor([1])), "accuracy.tp"),
     "deque": (lambda m: m.queue.append(torch.ones(2)), "queue"),
     "tensor in a deque": (lambda m: m.queue[0].add_(1), "queue"),
     "number": (lambda m: setattr(m, "nothing", 1), "nothing"),
-    "new attribute": (lambda m: setattr(m, "fresh", 1), "(names in Model)"),
-    "deleted attribute": (lambda m: delattr(m, "nan"), "(names in Model)"),
+    "number of NumPy": (lambda m: setattr(m, "mean", np.float64(1)), "mean"),
+    "attribute of a child": (lambda m: setattr(m.layers, "scale", 2.0), "layers.scale"),
+    "new attribute": (lambda m: setattr(m, "fresh", 1), "fresh"),
+    "deleted attribute": (lambda m: delattr(m, "nan"), "nan"),
     "counter": (lambda m: m.counts.update("a"), "counts"),
     "defaultdict": (lambda m: m.by_label["cat"].append(1), "by_label"),
     "ordered dictionary": (lambda m: m.order.move_to_end("a"), "order"),
@@ -106,98 +83,95 @@ CHANGES = {
     "list in a tuple": (lambda m: m.pair[1].append(3), "pair"),
     "array": (lambda m: m.array.__setitem__(0, 1.0), "array"),
     "tensor": (lambda m: m.tensor.mul_(2), "tensor"),
+    "tensor by its data": (lambda m: m.tensor.data.mul_(2), "tensor"),
     "tensor of another shape": (lambda m: m.tensor.resize_(5).fill_(0), "tensor"),
     "dataclass": (lambda m: m.bank.rows.append(1), "bank.rows"),
-    "number in an object": (lambda m: setattr(m.bank, "size", 2), "bank.size"),
-    "slots": (lambda m: setattr(m.slotted, "value", 2.0), "slotted.value"),
-    "torch generator": (lambda m: torch.rand(1, generator=m.generator), "generator"),
-    "numpy generator": (lambda m: m.numpy.random(), "numpy"),
-    "numpy's old generator": (lambda m: m.legacy.rand(), "legacy"),
-    "python generator": (lambda m: m.python.random(), "python"),
-    "closure": (lambda m: m.increase(), "counter.<locals>.increase.count"),
-    "argument of a partial": (lambda m: m.bound.args[0].append(1), "bound"),
-    "hidden module": (lambda m: m.teachers[0].register_buffer("x", torch.ones(1)), "teachers"),
+    "number in an object": (lambda m: setattr(m.ring, "start", 2), "ring.start"),
+    "tensor in an object": (lambda m: m.ring.rows.add_(1), "ring.rows"),
+    "torch generator": (lambda m: torch.rand(1, generator=m.generator), "generator", "random"),
+    "numpy generator": (lambda m: m.numpy.random(), "numpy", "random"),
+    "numpy's old generator": (lambda m: m.legacy.rand(), "legacy", "random"),
+    "python generator": (lambda m: m.python.random(), "python", "random"),
+    "hidden module": (
+        lambda m: m.teachers[0][0].register_buffer("x", torch.ones(1)),
+        "teachers.0.x",
+        "buffer",
+    ),
     "mode": (lambda m: m.layers[1].eval(), "layers.1.training"),
-    "class attribute": (lambda m: setattr(Model, "steps", Model.steps + 1), "Model.steps"),
-    "container of a class": (lambda m: Model.shared.update(a=1), "Model.shared"),
-    "global number": (lambda m: m.uses_globals(), "Model.uses_globals.TOTAL"),
-    "variable of a module": (lambda m: m.uses_globals(), "Model.uses_globals._memory.last"),
-    "global of a helper": (lambda m: m.uses_globals(), "note.SEEN"),
-    "default argument": (lambda m: m.with_default(), "Model.with_default.__defaults__"),
-    "parameter": (lambda m: m.layers[0].weight.data.add_(1), "layers.0.weight"),
-    "new submodule": (lambda m: setattr(m, "more", nn.Linear(1, 1)), ""),
+    "parameter": (lambda m: m.layers[0].weight.data.add_(1), "layers.0.weight", "parameter"),
+    "new submodule": (lambda m: setattr(m, "more", nn.Linear(1, 1)), "more"),
 }
 
 
+@pytest.mark.parametrize("is_cheap", [False, True])
 @pytest.mark.parametrize("name", list(CHANGES))
-def test_each_change_is_seen_and_put_back(name):
-    change, place = CHANGES[name]
+def test_each_change_is_seen_and_put_back(name, is_cheap):
+    change, place, *kinds = CHANGES[name]
     model = Model()
-    note.cache_clear()
-    before = ModuleState.of(model, parameters=True)
+    before = Snapshot.of(model, parameters=True)
+
+    def now():
+        return Snapshot.of(model, parameters=True, earlier=before if is_cheap else None)
+
+    assert before.differences(now()) == ()
     change(model)
-    found = before.differences(ModuleState.of(model, parameters=True))
-    assert found
-    assert any(place in each.name for each in found)
+    found = before.differences(now())
+    assert Difference(place, kinds[0] if kinds else "attribute") in found
     before.restore()
-    assert before.differences(ModuleState.of(model, parameters=True)) == ()
+    assert before.differences(now()) == ()
 
 
-def test_nothing_differs_from_itself_nor_from_a_copy():
+def test_parameters_are_held_on_request_only():
     model = Model()
-    state = ModuleState.of(model, parameters=True)
-    assert state.differences(ModuleState.of(model, parameters=True)) == ()
-    assert state.differences(ModuleState.of(copy.deepcopy(model), parameters=True)) == ()
+    before, weight = Snapshot.of(model), model.layers[0].weight
+    weight.data.zero_()
+    model.layers[0].weight = nn.Parameter(torch.ones(2, 2))
+    assert before.differences(Snapshot.of(model)) == ()
+    before.restore()
+    assert bool(model.layers[0].weight.all())
+    assert Snapshot.of(model, parameters=True, earlier=before).differences(
+        Snapshot.of(Model(), parameters=True)
+    )
+
+
+def test_nothing_differs_from_a_copy():
+    model = Model()
+    other = Snapshot.of(copy.deepcopy(model), parameters=True)
+    assert Snapshot.of(model, parameters=True).differences(other) == ()
 
 
 def test_objects_stay_the_same_objects():
     model = Model()
-    kept = {name: id(value) for name, value in vars(model).items()}
-    before = ModuleState.of(model)
+    ids = {name: id(value) for name, value in vars(model).items()}
+    before = Snapshot.of(model)
     for name in ("queue", "tensor", "array", "bank", "order", "generator"):
         setattr(model, name, None)
     before.restore()
-    assert {name: id(value) for name, value in vars(model).items()} == kept
-
-
-def test_kinds():
-    model = Model()
-    before = ModuleState.of(model, parameters=True)
-    for name in ("buffer", "metric", "deque", "torch generator", "parameter"):
-        CHANGES[name][0](model)
-    kinds = {
-        each.name: each.kind for each in before.differences(ModuleState.of(model, parameters=True))
-    }
-    before.restore()
-    assert kinds["layers.1.running_var"] == "buffer"
-    assert kinds["accuracy.tp"] == kinds["accuracy._update_count"] == "metric"
-    assert kinds["queue"] == "attribute"
-    assert kinds["generator"] == "random"
-    assert kinds["layers.0.weight"] == "parameter"
+    assert {name: id(value) for name, value in vars(model).items()} == ids
 
 
 def test_names_hold_no_keys():
     model = Model()
     model.by_label["secret"] = [1]
-    before = ModuleState.of(model)
+    before = Snapshot.of(model)
     model.by_label["secret"].append(2)
-    found = before.differences(ModuleState.of(model))
-    assert [each.name for each in found] == ["by_label"]
+    assert before.differences(Snapshot.of(model)) == (Difference("by_label", "attribute"),)
 
 
-class Counting(Callback):
-    def __init__(self):
-        self.rows = []
-
-
-def test_callbacks_of_users_are_held():
-    callback = Counting()
-    before = ModuleState.of(nn.Linear(1, 1), [callback])
-    callback.rows.append(1)
-    after = ModuleState.of(nn.Linear(1, 1), [callback])
-    assert before.differences(after) == (Difference("Counting.rows", "attribute"),)
-    before.restore()
-    assert callback.rows == []
+def test_a_module_that_changes_at_each_step_costs_one_walk():
+    model = Model()
+    model.layers.count = 0
+    first = Snapshot.of(model)
+    model.layers.count += 1
+    second = Snapshot.of(model, earlier=first)
+    model.layers.count += 1
+    third = Snapshot.of(model, earlier=second)
+    assert second._still is not first._still
+    assert third._still is second._still
+    for earlier, later in ((first, second), (second, third), (first, third)):
+        assert earlier.differences(later) == (Difference("layers.count", "attribute"),)
+    first.restore()
+    assert model.layers.count == 0
 
 
 class Odd:
@@ -216,70 +190,106 @@ def test_odd_objects_raise_nothing():
     model = Model()
     model.odd = [Odd(), (x for x in "ab"), open, type("Meta", (), {}), torch.ones(1).expand(4)]
     model.sparse = torch.eye(2).to_sparse()
+    model.records = [torch.zeros(1) for _ in range(30_000)]
     model.deep = []
     inner = model.deep
     for _ in range(500):
         inner.append([])
         inner = inner[0]
-    before = ModuleState.of(model)
-    assert before.differences(ModuleState.of(model)) == ()
+    before = Snapshot.of(model)
+    assert before.differences(Snapshot.of(model)) == ()
     model.odd.append(1)
     before.restore()
     assert len(model.odd) == 5
 
 
-def test_what_is_long_is_kept_by_reference():
-    model = Model()
-    model.records = [torch.zeros(1) for _ in range(30_000)]
-    before = ModuleState.of(model)
-    model.records.append(torch.zeros(1))
-    before.restore()
-    assert len(model.records) == 30_000
-
-
 def test_the_trainer_and_the_hooks_are_no_state():
     model = Model()
-    before = ModuleState.of(model)
+    before = Snapshot.of(model)
     model._trainer = object()
     model.layers.register_forward_hook(lambda *args: None)
-    assert before.differences(ModuleState.of(model)) == ()
+    assert before.differences(Snapshot.of(model)) == ()
     before.restore()
     assert model._trainer is not None
 
 
-def test_what_hooks_of_users_keep_is_held():
-    model, features = Model(), []
-    model.layers.register_forward_hook(lambda *args: features.append(1))
-    before = ModuleState.of(model)
-    model.layers(torch.zeros(2, 2))
-    assert any(each.name.endswith("features") for each in before.differences(ModuleState.of(model)))
+class Trainer:
+    def __init__(self, module):
+        self.optimizers = [torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.5)]
+        plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(self.optimizers[0])
+        self.lr_scheduler_configs = [type("Config", (), {"scheduler": plateau})()]
+
+
+def test_settings_of_optimizers_and_what_their_schedulers_keep_are_held():
+    model = Model()
+    model._trainer = Trainer(model)
+    group = model._trainer.optimizers[0].param_groups[0]
+    params, before = group["params"], Snapshot.of(model)
+    group["momentum"] = 0.9
+    model._trainer.lr_scheduler_configs[0].scheduler.step(1.0)
+    found = before.differences(Snapshot.of(model))
+    assert Difference("optimizers.0.param_groups.0.momentum", "setting") in found
+    assert Difference("lr_schedulers.0.best", "attribute") in found
     before.restore()
-    assert features == []
+    assert before.differences(Snapshot.of(model)) == ()
+    assert group["params"] is params
 
 
-def test_a_frozen_backbone_is_not_copied():
-    backbone = nn.Linear(4096, 4200).requires_grad_(False)
-    model = nn.Sequential(backbone, nn.Linear(4, 1))
-    before = ModuleState.of(model, parameters=True)
-    backbone.weight.data.zero_()
-    before.restore()
-    assert not backbone.weight.any()
+# -- passes without a trace -----------------------------------------------------------------------
 
 
-def test_weights_take_memory_only_where_they_are_written_to():
-    model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 1))
-    place = model[0].weight.data_ptr()
-    before = ModuleState.of(model, parameters=True)
-    held = [p for p in before._parts if isinstance(p, HeldTensor) and p.kind == "parameter"]
-    assert all(is_one_memory(part.owner.detach(), part._values) for part in held)
+def everything(model):
+    state = Snapshot.of(model, parameters=True, global_random=True)
+    return state, [(p.grad, p.requires_grad) for p in model.parameters()]
 
-    with torch.no_grad():
-        model[1].weight.mul_(2)
-    shared = [is_one_memory(part.owner.detach(), part._values) for part in held]
-    assert sorted(shared) == [False, True, True, True]
-    after = ModuleState.of(model, parameters=True)
-    assert [each.name for each in before.differences(after)] == ["1.weight"]
 
-    before.drop_parameters()
-    after.drop_parameters()
-    assert model[0].weight.data_ptr() == place
+def do_everything(model):
+    for name, (change, *_) in CHANGES.items():
+        if name not in ("parameter", "deleted attribute"):
+            change(model)
+    model.layers[0](torch.rand(3, 2)).sum().backward()
+    model.layers[0].weight.requires_grad_(False)
+    model.log("loss", torch.rand(()))
+    print(random.random(), np.random.rand())
+
+
+@pytest.mark.parametrize("raises", [False, True])
+def test_a_pass_leaves_no_trace(raises, capsys):
+    model = Model()
+    model.layers[0](torch.ones(1, 2)).sum().backward()
+    (state, gradients), values = everything(model), model.layers[0].weight.grad.clone()
+    try:
+        with restored(model), restored(model):
+            do_everything(model)
+            if raises:
+                raise KeyError
+    except KeyError:
+        assert raises
+    now, gradients_now = everything(model)
+    assert state.differences(now) == ()
+    assert all(a is c and b is d for (a, b), (c, d) in zip(gradients, gradients_now, strict=True))
+    assert torch.equal(model.layers[0].weight.grad, values)
+    assert capsys.readouterr().out == ""
+    assert "log" not in vars(model)
+
+
+def test_two_passes_draw_the_same():
+    model, drawn = Model(), []
+    for _ in range(2):
+        with restored(model):
+            own = torch.rand(1, generator=model.generator).item(), model.python.random()
+            drawn.append((torch.rand(1).item(), random.random(), *own))
+    assert drawn[0] == drawn[1]
+
+
+def test_records_apart_draw_differently_and_count_alone():
+    model, drawn = Model(), []
+    model.accuracy.update(torch.tensor([1]), torch.tensor([1]))
+    before = Snapshot.of(model)
+    for _ in range(2):
+        with apart(model):
+            assert model.accuracy._update_count == 0
+            drawn.append((torch.rand(1).item(), torch.rand(1, generator=model.generator).item()))
+    assert drawn[0][0] != drawn[1][0]
+    assert drawn[0][1] != drawn[1][1]
+    assert before.differences(Snapshot.of(model)) == ()

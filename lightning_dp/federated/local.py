@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any, Literal, TypeAlias, get_args
 
 import torch
@@ -23,10 +23,10 @@ from lightning_dp._checks import (
     check_training_step,
 )
 from lightning_dp._generators import accelerator_kept
-from lightning_dp._module_state import ModuleState
+from lightning_dp._module_state import apart, restored
 from lightning_dp._refusals import RefusedSetting
 from lightning_dp._side_effects import SideEffects
-from lightning_dp._training_step import apart, call_training_step, muted
+from lightning_dp._training_step import call_training_step
 from lightning_dp._validate import optional, whole
 from lightning_dp.accounting.events import VoidedRunError
 from lightning_dp.boundary import (
@@ -41,12 +41,7 @@ from lightning_dp.gradients import AbstractGradientEngine, RecordPasses, Replay
 from lightning_dp.gradients.base import UNANSWERED, Around
 from lightning_dp.gradients.materialised import MaterialisedGradients
 from lightning_dp.gradients.passes import at_point
-from lightning_dp.isolation.synthetic import (
-    NoSyntheticBatch,
-    ValidLabels,
-    synthetic_pool,
-    take_rows,
-)
+from lightning_dp.isolation.dry_run import DryRun
 
 __all__ = ["LocalRecords"]
 
@@ -213,15 +208,12 @@ class LocalRecords:
             copied._muted(),
             torch.enable_grad(),
         ):
-            batch, _ = next(copied._chunks(list(range(min(2, self.num_records)))))
             try:
-                made_up = synthetic_pool(batch, _MADE_UP, classes=2)
-            except NoSyntheticBatch:
-                return  # of such a batch, nothing can be made up
-            if self._one_record:
-                made_up = take_rows(made_up, [0])
-            with ValidLabels():
-                copied._try(passes, self._module.transfer_batch_to_device(made_up, self._device, 0))
+                samples = DryRun(self._loader.dataset[0]).samples(_MADE_UP, are_longer=False)
+            except ValueError:
+                return  # of such samples, nothing can be made up
+            batch = self._loader.collate_fn(samples[:1] if self._one_record else samples)
+            copied._try(passes, self._on_device(batch))
 
     def _try(self, passes: RecordPasses, made_up: Any) -> None:
         query = Query((Term(),), clip_norm=1.0, noise_multiplier=1.0)
@@ -281,16 +273,20 @@ class LocalRecords:
         loader: DataLoader[Any] = DataLoader(
             self._loader.dataset, batch_sampler=chunks, collate_fn=self._loader.collate_fn
         )
-        module = self._module
         for chunk, batch in zip(chunks, loader, strict=True):
             if batch is None:
                 raise TypeError(
                     "The collate_fn returned None. Records cannot be left out on the way: return a "
                     "batch for every list of records."
                 )
-            batch = module.on_before_batch_transfer(batch, 0)
-            batch = module.transfer_batch_to_device(batch, self._device, 0)
-            yield module.on_after_batch_transfer(batch, 0), len(chunk)
+            yield self._on_device(batch), len(chunk)
+
+    def _on_device(self, batch: Any) -> Any:
+        """Return a batch behind the user's hooks of transfer."""
+        module = self._module
+        batch = module.on_before_batch_transfer(batch, 0)
+        batch = module.transfer_batch_to_device(batch, self._device, 0)
+        return module.on_after_batch_transfer(batch, 0)
 
     def _answer(
         self,
@@ -314,21 +310,19 @@ class LocalRecords:
             self._module,
             self.params,
             self._engine_name,
-            quietly=partial(self._quietly, ModuleState.of(self._module)),
+            quietly=self._quietly,
             loss_graph_check=self._checks_graph,
         )
 
-    def _muted(self) -> AbstractContextManager[None]:
+    def _muted(self) -> AbstractContextManager[object]:
         """Leave no trace of all chunks; of records that run alone, each is apart from the others."""
-        return nullcontext() if self._one_record else muted(self._module)
+        return nullcontext() if self._one_record else restored(self._module, global_random=False)
 
     @contextmanager
-    def _quietly(
-        self, before: ModuleState, engine: AbstractGradientEngine
-    ) -> Iterator[Around | None]:
+    def _quietly(self, engine: AbstractGradientEngine) -> Iterator[Around | None]:
         alone: AbstractContextManager[Around | None] = nullcontext()
         if self._one_record:
-            alone = apart(self._module, before)
+            alone = apart(self._module)
         elif engine.runs_parts:
             alone = SideEffects(self._module).of_step(are_done=False)
         # Weights that training_step changes in place are copies.

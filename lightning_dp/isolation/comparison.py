@@ -1,177 +1,174 @@
-"""Two batches that differ in some records: did the gradients of the others move, and through what?"""
+r"""The comparison of two runs: how far may the clipped sum of the kept samples move, in units of C?
+
+Some samples of a batch are kept, the others exchanged for copies of them. With :math:`a_i` and
+:math:`b_i` the gradients of the k kept ones in the two runs, of n in the whole batch, the movement is
+
+.. math:: \frac{n}{kC} \Bigl\| \sum_i \mathrm{clip}_C(a_i) - \mathrm{clip}_C(b_i) \Bigr\|,
+    \qquad \frac1C \sqrt{\frac nk \sum_i \| \mathrm{clip}_C(a_i) - \mathrm{clip}_C(b_i) \|^2},
+
+whichever is larger: what clipping should bound by C is the sum, and the first is an estimate of what
+the exchanged samples did to that of the whole batch. The second sees movements that cancel in this sum
+and would not in others.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
+from torch import Tensor
 
-from lightning_dp.isolation.answers import Answer
-from lightning_dp.isolation.coupling import (
-    CURES,
-    Pair,
-    common_factor,
-    mixing_module,
-    moved,
-    reordered,
-)
-from lightning_dp.isolation.outcome import ISOLATED, Isolation
-from lightning_dp.isolation.passes import Passes
-from lightning_dp.isolation.prepared import NoLoss
-from lightning_dp.isolation.stand_ins import NotProbed
-from lightning_dp.isolation.synthetic import take_rows
+from lightning_dp._precision import in_float64
+from lightning_dp.boundary import AbstractPerSampleGradients
+from lightning_dp.functional import clip_factors
+from lightning_dp.gradients.materialised import MaterialisedGradients
 
-__all__ = ["NOTHING", "Batch", "Change", "Comparisons"]
+__all__ = [
+    "TOLERANCE",
+    "GradientSample",
+    "are_in_other_rows",
+    "movement",
+    "resolution",
+    "take_sample",
+]
 
-NOTHING = 1e-30  # engines add a little to norms, so that a bound holds
+TOLERANCE = 0.05
+"""C that the sum of the whole batch may move by: rounding, and no coupling worth the name."""
 
-
-@dataclass(frozen=True)
-class Batch:
-    """Some records.
-
-    Args:
-        records: the batch.
-        n: how many.
-        key: under which answers about it are kept; None if it comes but once.
-    """
-
-    records: Any = field(repr=False)
-    n: int
-    key: Any = None
-
-    @classmethod
-    def of(cls, pool: Any, rows: Sequence[int]) -> Batch:
-        """Take records of a pool."""
-        return cls(take_rows(pool, rows), len(rows), (id(pool), tuple(rows)))
+_ROUNDING = 1e-4  # of a gradient's length
+_SKETCH = 1 << 16  # entries that are kept of a longer sum
+_PARAMETERS, _ENTRIES = 8, 32  # of so many parameters, so many entries of each gradient
 
 
 @dataclass(frozen=True)
-class Change:
-    """A batch, and another one in which some of its records are gone, or others.
+class GradientSample:
+    """The part that is kept of the gradients of some samples of one run; sensitive.
 
     Args:
-        before, after: the batches.
-        rows_before, rows_after: where those stand that are the same in both, in the same order.
-        seed_number: of the random numbers with which both begin.
-        same_first_rows: what is drawn does not depend on the number of rows.
+        total: their clipped sum in units of C, or a sketch of it that keeps its length.
+        entries: of each clipped gradient, some, in units of C, shape (k, m), weighted so that their
+            square is on average that of all; None where the engine keeps norms alone.
     """
 
-    before: Batch
-    after: Batch
-    rows_before: Sequence[int]
-    rows_after: Sequence[int]
-    seed_number: int = 0
-    same_first_rows: bool = False
-
-    @classmethod
-    def exchanged(
-        cls, before: Batch, after: Any, rows: Sequence[int], seed: int = 0, *, key: Any = None
-    ) -> Change:
-        """Return the change of a batch in some rows to what stands there in another one.
-
-        Args:
-            key: of the second batch.
-        """
-        others = [row for row in range(before.n) if row not in rows]
-        return cls(before, Batch(after, before.n, key), others, others, seed)
+    total: Tensor = field(repr=False)
+    entries: Tensor | None = field(repr=False)
 
 
-class Comparisons:
-    """Answers about batches, compared. What a batch that comes again gives is kept.
+def take_sample(
+    gradients: AbstractPerSampleGradients,
+    rows: list[int],
+    clip_norm: float,
+    sizes: list[int],
+    generator: torch.Generator,
+) -> GradientSample:
+    """Return what is compared of the gradients of some samples; they cannot be used afterwards.
 
     Args:
-        passes: of the model.
+        gradients: of all samples of the run.
+        rows: the places of the samples.
+        clip_norm: C; where it is infinite, the unit is 1.
+        sizes: of the trained parameters, in the order of flat vectors.
+        generator: public; the same state gives the same entries.
     """
+    norms = gradients.norms().detach()  # first: what is made for them may be used again
+    factors = clip_factors(norms, clip_norm)
+    if clip_norm < float("inf"):
+        factors = factors / clip_norm
+    at = torch.tensor(rows, device=norms.device)
+    weights = torch.zeros_like(factors).index_copy_(0, at, factors[at])
+    places, importance = _places(sizes, generator)
+    try:
+        few = gradients.restrict(places)
+    except NotImplementedError:
+        few = None
+    entries = None
+    if isinstance(few, MaterialisedGradients):
+        found = in_float64(few.entries().detach())[at]
+        found = found * in_float64(factors)[at].unsqueeze(1) * importance.to(found)
+        entries = torch.where(found.isfinite(), found, 0.0)
+    total = _sketch(gradients.weighted_sum(weights).detach(), generator)
+    return GradientSample(in_float64(total), entries)
 
-    def __init__(self, passes: Passes) -> None:
-        self.passes = passes
-        self._kept: dict[Any, Answer] = {}
 
-    def knows(self, batch: Batch) -> bool:
-        """Tell whether a batch was run before."""
-        return (batch.key, 0) in self._kept
+def movement(before: GradientSample, after: GradientSample, n: int, k: int) -> Tensor:
+    """Return the estimate, in C, of how far the sum of the whole batch moved.
 
-    def answer(
-        self, batch: Batch, seed_number: int = 0, *, same_first_rows: bool = False
-    ) -> Answer:
-        """Run a batch, unless the answer is known."""
-        sure = self._kept.get((batch.key, 0))
-        if sure is not None and not sure.is_random:
-            return sure
-        key = batch.key, (-1 - seed_number if same_first_rows else seed_number)
-        if batch.key is not None and key in self._kept:
-            return self._kept[key]
-        answer = self.passes.run(
-            batch.records, batch.n, seed_number=seed_number, same_first_rows=same_first_rows
-        )
-        if batch.key is not None:
-            self._kept[key] = answer
-        return answer
+    Args:
+        before, after: the same k samples, in the same order.
+        n: the samples of the whole batch.
+        k: those that were kept.
+    """
+    moved: Tensor = (before.total - after.total).norm() * (n / k)
+    if before.entries is None or after.entries is None:
+        return moved
+    apart = (before.entries - after.entries).norm() * (n / k) ** 0.5
+    return torch.maximum(moved, apart)
 
-    def outcome(self, change: Change, *, why: bool = True) -> Isolation:
-        """Tell whether the gradients of the unchanged records are the same in both batches.
 
-        Args:
-            change: between the batches.
-            why: if they are not, find out through what; else no reason is given.
+def are_in_other_rows(before: GradientSample, after: GradientSample) -> bool:
+    """Return True if all gradients of the second run are among those of the first, up to rounding.
 
-        Raises:
-            NotProbed: if there is nothing to compare, or what there is is not finite.
-            Exception: what the model raises.
-        """
-        before, after = self._answers(change)
-        if before.count != change.before.n:
-            return Isolation("coupled", CURES["rows"])
-        if after is None or not after.count:
-            return Isolation("coupled", CURES["no loss"])
-        if after.count != change.after.n:
-            return Isolation("coupled", CURES["rows"])
-        here, there = before.about(change.rows_before), after.about(change.rows_after)
-        if not bool((here.norms > NOTHING).any()):
-            if bool((there.norms > NOTHING).any()):  # all records alike give none, for instance
-                return Isolation("coupled", CURES["pairs"])
-            raise NotProbed("the batch gives no gradient")
-        changed = change.after.n - len(change.rows_after)
-        if moved(here, there) and not reordered(before, after, changed):
-            return self._diagnosed(change, here, there) if why else Isolation("coupled")
-        return ISOLATED
+    By some of their entries; each row of the first run stands for one of the second.
+    """
+    if before.entries is None or after.entries is None:
+        return False
+    left = list(range(len(before.entries)))
+    for row in after.entries:
+        distances = (before.entries[left] - row).norm(dim=1)
+        nearest = int(distances.argmin())
+        if not float(distances[nearest]) <= _ROUNDING * (float(row.norm()) + _ROUNDING):
+            return False
+        left.pop(nearest)
+    return True
 
-    def _answers(self, change: Change) -> tuple[Answer, Answer | None]:
-        """Return both answers; None for the second if it has no loss."""
-        how = change.seed_number, change.same_first_rows
-        before = self.answer(change.before, how[0], same_first_rows=how[1])
-        if before.count == change.before.n:
-            norms = before.norms[list(change.rows_before)]
-            if not bool(torch.isfinite(norms).all()):
-                raise NotProbed("gradients are not finite on the synthetic batch")
-        elif not before.count:
-            raise NotProbed("the batch gives no gradient")
-        try:
-            return before, self.answer(change.after, how[0], same_first_rows=how[1])
-        except NoLoss:
-            return before, None
 
-    def _diagnosed(self, change: Change, here: Answer, there: Answer) -> Isolation:
-        batches = change.before, change.after
-        watched = [
-            self.passes.run(
-                batch.records,
-                batch.n,
-                seed_number=change.seed_number,
-                same_first_rows=change.same_first_rows,
-                watch_modules=True,
-            ).calls
-            for batch in batches
-        ]
-        sizes = change.before.n, change.after.n
-        pair = Pair(watched[0], watched[1], change.rows_before, change.rows_after, sizes)
-        module = mixing_module(pair)
-        if module is not None:
-            name = f"{module.name} ({module.kind})" if module.name else module.kind
-            return Isolation("coupled", f"{name} {CURES['module']}", (module.name or module.kind,))
-        # All gradients scaled alike: the loss is divided by something that the changed record moves.
-        factor = common_factor(here, there)
-        return Isolation("coupled", CURES["pairs" if factor is None else "denominator"])
+def resolution(eps: float, n: int, k: int) -> float:
+    """Return the movement, in C, that rounding alone may show.
+
+    Where two runs have other shapes inside the model, gradients differ by some ``eps`` of their length,
+    each in a direction of its own.
+
+    Args:
+        eps: of the type in which the model computes.
+        n, k: see :func:`movement`.
+
+    Example:
+        >>> resolution(torch.finfo(torch.float32).eps, 512, 128) < TOLERANCE
+        True
+        >>> resolution(torch.finfo(torch.bfloat16).eps, 512, 128) < TOLERANCE
+        False
+    """
+    return (256.0 if eps < 1e-5 else 8.0) * eps * n / math.sqrt(k)
+
+
+def _places(sizes: list[int], generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    """Return places in flat gradients, sorted and distinct, and the weight of each."""
+    starts = torch.tensor([0, *sizes]).cumsum(0)
+    chosen = sorted(torch.randperm(len(sizes), generator=generator)[:_PARAMETERS].tolist())
+    chosen = [i for i in chosen if sizes[i]]
+    places, weights = [], []
+    for i in chosen:
+        drawn = torch.randint(sizes[i], (min(_ENTRIES, sizes[i]),), generator=generator)
+        here = drawn.unique()  # type: ignore[no-untyped-call]
+        places.append(starts[i] + here)
+        share = len(here) * len(chosen) / (sizes[i] * len(sizes))
+        weights.append(torch.full((len(here),), share**-0.5, dtype=torch.float64))
+    none = torch.zeros(0)
+    return torch.cat([*places, none.long()]), torch.cat([*weights, none.double()])
+
+
+def _sketch(vector: Tensor, generator: torch.Generator) -> Tensor:
+    """Return a linear map of a long vector that keeps its length on average: shifted rows, with signs."""
+    if len(vector) <= _SKETCH:
+        return vector.clone()
+    rows = -(-len(vector) // _SKETCH)
+    signs = torch.randint(2, (rows,), generator=generator) * 2 - 1
+    shifts = torch.randint(_SKETCH, (rows,), generator=generator)
+    found = vector.new_zeros(_SKETCH)
+    for row, (sign, shift) in enumerate(zip(signs.tolist(), shifts.tolist(), strict=True)):
+        part = vector[row * _SKETCH : (row + 1) * _SKETCH]
+        if len(part) < _SKETCH:
+            part = torch.nn.functional.pad(part, (0, _SKETCH - len(part)))
+        found.add_(part.roll(shift), alpha=sign)
+    return found

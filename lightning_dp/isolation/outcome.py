@@ -1,89 +1,57 @@
-"""The outcome of an isolation probe."""
+"""Outcomes of comparisons, and the words for them."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal
 
-from lightning_dp.isolation.kinds import NO_KINDS, SyntheticKinds
-
-__all__ = ["BY_CONSTRUCTION", "CONDITION", "ISOLATED", "Isolation", "Outcome", "first_failure"]
-
-Outcome = Literal["isolated", "coupled", "kept", "refused", "not probed"]
+__all__ = ["BY_CONSTRUCTION", "CURES", "Outcome"]
 
 BY_CONSTRUCTION = "by construction: each record runs alone"
-CONDITION = "provided that no target is ignored (ignore_index=-100)"
-_WATCHED = " (every batch is watched for ignored targets)"
+
+CURES = {
+    "exchanged": (
+        "when some records of a batch are exchanged for others, the clipped sum of the rest moves by "
+        "more than 0.05 C{where}. Use a loss of single records, layers that treat each record alone, a "
+        "collate_fn and hooks that mix none, and nothing that was computed from other records"
+    ),
+    "alone": (
+        "without the other records of its batch, a record has another gradient{where}. Take "
+        "the mean over the records, each counted once (reduction='mean', not 'sum'; a mean for each "
+        "record first where lengths or ignored targets differ), whatever the size of the batch"
+    ),
+    "buffer": (
+        "what the step sees of the records is written into weights or buffers, without noise: {names}. "
+        "They are in every checkpoint, and steer later steps. Leave them fixed, compute them from "
+        "weights, or make them parameters that are trained"
+    ),
+    "setting": (
+        "{names} follow what the step sees of the records, without noise. Fix them in advance, or as "
+        "functions of released values"
+    ),
+    "public": (
+        "a public optimizer steps by gradients that follow the records, without noise. Give its loss "
+        "released or synthetic values only"
+    ),
+}
 
 
 @dataclass(frozen=True)
-class Isolation:
-    """Outcome of a probe; nothing in it comes from a value of the data, except by your own call.
+class Outcome:
+    """The outcome of a comparison.
 
     Args:
-        outcome: "isolated"; "coupled" (a record moved another's gradient); "kept" (records are
-            written into weights or buffers); "refused" (the gradient engine cannot tell the
-            records apart); "not probed".
-        reason: why, with the cure; "" if isolated. Of an exception of the model its type only.
-        modules: names of the modules through which records are coupled, or of the tensors.
-        condition: further assumption that the verdict rests on; "" if there is none.
-        is_doubtful: True if that often fails: records have several targets each, as where padding
-            is ignored.
-        is_mean_of_targets: True if the loss is a mean over the targets of all records, by torch's
-            own functions: each real batch must be watched for ignored ones.
-        ignored: how many targets every record ignores by the model's own doing, for each such mean.
-        sentinels: for losses written by hand, the places of tensors in a batch and the values in
-            them that may not occur.
-        kinds: synthetic records that the model took, and that moved no other's gradient. Empty
-            where the records were given.
-        left_out: what could not be tried, in words without values.
-        notes: facts for the report, in words without values, that are no fault.
-        topic: of a refusal, the anchor of its entry on the troubleshooting page.
+        kind: "isolated": nothing moved; "coupled": a record changes what others contribute, or what
+            outlives the step; "not compared": nothing can be said.
+        reason: in words; for "coupled" with the cure.
+
+    Example:
+        >>> print(Outcome("not compared", "the model drew other random numbers"))
+        not compared (the model drew other random numbers)
     """
 
-    outcome: Outcome
+    kind: Literal["isolated", "coupled", "not compared"]
     reason: str = ""
-    modules: tuple[str, ...] = ()
-    condition: str = ""
-    is_doubtful: bool = False
-    is_mean_of_targets: bool = False
-    ignored: tuple[int, ...] = ()
-    sentinels: tuple[tuple[int, int], ...] = ()
-    kinds: SyntheticKinds = NO_KINDS
-    left_out: tuple[str, ...] = ()
-    notes: tuple[str, ...] = ()
-    topic: str = ""
 
     def __str__(self) -> str:
-        if self.outcome == "not probed":
-            return f"not probed ({self.reason})"
-        verdict = "isolated" if self.outcome == "isolated" else f"FAILED: {self.reason}"
-        watched = _WATCHED if self.is_mean_of_targets or self.sentinels else ""
-        condition = f", {self.condition}" if self.condition else ""
-        left_out = f" (not tried: {'; '.join(self.left_out)})" if self.left_out else ""
-        notes = "".join(f"; {note}" for note in self.notes)
-        return f"probed, {verdict}{watched}{left_out}{condition}{notes}"
-
-
-ISOLATED = Isolation("isolated")
-
-
-def first_failure(found: Iterable[Isolation]) -> Isolation:
-    """Return the first outcome that is not "isolated", else all of them in one."""
-    total = ISOLATED
-    for each in found:
-        if each.outcome != "isolated":
-            return each
-        total = replace(
-            total,
-            condition=total.condition or each.condition,
-            is_doubtful=total.is_doubtful or each.is_doubtful,
-            is_mean_of_targets=total.is_mean_of_targets or each.is_mean_of_targets,
-            ignored=total.ignored or each.ignored,
-            sentinels=total.sentinels + each.sentinels,
-            kinds=each.kinds if each.kinds.ran else total.kinds,
-            left_out=total.left_out + each.left_out,
-            notes=tuple(dict.fromkeys(total.notes + each.notes)),
-        )
-    return total
+        return f"{self.kind} ({self.reason})" if self.reason else self.kind

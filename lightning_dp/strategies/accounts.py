@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
-
-from torch import Tensor
 
 from lightning_dp.gradients import Replay
 from lightning_dp.gradients.base import UNANSWERED
@@ -23,8 +20,6 @@ class BatchAccounts:
         is_whole: all chunks of the batch were handed out.
         owed: records that were handed out and have no answer yet.
         faults: reasons for which the batch may not be released.
-        suspicions: faults that hold if a tensor is true; looked at late, so that no device is
-            waited for.
         answered: the chunks of a step that asks several queries.
     """
 
@@ -32,18 +27,12 @@ class BatchAccounts:
     is_whole: bool = False
     owed: int = 0
     faults: list[str] = field(default_factory=list)
-    suspicions: list[tuple[Tensor, str]] = field(default_factory=list)
     answered: list[Replay] = field(default_factory=list)
 
     def hand_out(self, chunk: Chunk) -> None:
         """Owe an answer for each record of the next chunk."""
         self.chunk, self.is_whole = chunk, chunk.last
         self.owed += chunk.size
-
-    def suspect(self, found: Sequence[Tensor], fault: str) -> None:
-        """Note a fault of the chunk in hand for the case that one of these is true."""
-        if self.chunk is not None and self.chunk.size:
-            self.suspicions += [(each, fault) for each in found]
 
     def fault(self, name: str, *, is_asked: bool) -> str | None:
         """Return why what was answered so far may not be released; None if it may.
@@ -52,9 +41,6 @@ class BatchAccounts:
             name: of the module's class.
             is_asked: there is a query; else nothing is released, and nothing owed.
         """
-        suspicions, self.suspicions = self.suspicions, []
-        if is_asked:
-            self.faults += [fault for found, fault in suspicions if found]
         if self.faults:
             return self.faults[0]
         return UNANSWERED.format(name) if is_asked and self.owed else None

@@ -39,7 +39,7 @@ class RecordsAlone:
 
     Args:
         module: the user's model. While a record runs, it is kept apart
-            (:func:`lightning_dp._training_step.apart`).
+            (:func:`lightning_dp._module_state.apart`).
     """
 
     def __init__(self, module: LightningModule) -> None:

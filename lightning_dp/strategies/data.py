@@ -11,7 +11,7 @@ from lightning.pytorch.loops import fetchers, training_epoch_loop
 from lightning.pytorch.utilities import combined_loader
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
-from lightning_dp._checks import MisconfigurationError, check_loader
+from lightning_dp._checks import MisconfigurationError, check_loader, repeated_record
 from lightning_dp._refusals import RefusedRun, RefusedSetting
 from lightning_dp._world import World
 from lightning_dp.mechanism import Mechanism
@@ -20,6 +20,7 @@ from lightning_dp.sampling.loader import Chunk, ChunkSampler, PrivateDataLoader
 
 __all__ = [
     "before_transfer",
+    "changed_rows",
     "check_rate",
     "chunk_in_hand",
     "make_private_loader",
@@ -181,6 +182,12 @@ def before_transfer(trainer: Trainer, batch: Any) -> Any:
     is_of_data = of_data is not None and is_overridden(name, of_data)
     owner: Any = of_data if is_of_data else trainer.lightning_module
     return owner.on_before_batch_transfer(batch, 0)
+
+
+def changed_rows(loader: PrivateDataLoader) -> str | None:
+    """Return why steps may not be released, if somebody has had a record named twice since."""
+    text = repeated_record(loader.dataset)
+    return None if text is None else f"The training set was changed during fit. {text}"
 
 
 def check_rate(chunk: Chunk, mechanism: Mechanism) -> None:

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_info
 from torch import nn
 from torch.optim import Optimizer
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from lightning_dp._module_state import ModuleState
+from lightning_dp._module_state import apart, restored
 from lightning_dp._shards import is_sharded
 from lightning_dp._side_effects import SideEffects
-from lightning_dp._training_step import apart, muted
 from lightning_dp._world import World
 from lightning_dp.config import PrivacyConfig
 from lightning_dp.gradients import (
@@ -25,7 +26,6 @@ from lightning_dp.gradients import (
 )
 from lightning_dp.gradients.base import Around
 from lightning_dp.gradients.watched_model import WrapEngine
-from lightning_dp.isolation.stand_ins import NoCollectives, NotProbed
 from lightning_dp.run import PrivateRun
 from lightning_dp.strategies.optimizers import Optimizers
 from lightning_dp.strategies.step_guard import StepGuard
@@ -135,7 +135,6 @@ class FitEngine:
         loss_graph_check: bool,
     ) -> None:
         self._module, self._trainer, self._params = module, module.trainer, params
-        self._before_records: ModuleState | None = None  # while they run alone
         self.is_sharded = any(is_sharded(param) for param in params)
         """Each process has a part of each parameter, and all run the same passes together."""
         self.choice, self.effects = choice, SideEffects(module)
@@ -184,41 +183,43 @@ class FitEngine:
         Raises:
             UnsupportedModelError: if the model waits for other ranks.
         """
-        now = self._state()
         is_alone = self._trainer.world_size > 1
-        try:
-            with NoCollectives() if is_alone else nullcontext():
-                yield
-        except NotProbed as error:
-            raise UnsupportedModelError(_WAITS, topic="manual-optimization") from error
-        finally:
-            now.restore()
-
-    @contextmanager
-    def each_alone(self) -> Iterator[None]:
-        """Let each record begin with the state of now, inside, if they run alone."""
-        if self.watched.engine.one_record:
-            self._before_records = self._state()
-        try:
+        with (
+            restored(self._module, global_random=False),
+            NoCollectives() if is_alone else nullcontext(),  # type: ignore[no-untyped-call]
+        ):
             yield
-        finally:
-            self._before_records = None
 
     def run_for_nothing(self, records: Sequence[Replay]) -> None:
         """Run records, each alone, of which nothing is asked: they log, as ever."""
-        with self.each_alone():
-            for each in records:
-                assert each.randomness is not None and each.forward is not None
-                with each.randomness.again():
-                    self.passes.run(each.forward, each.batch, 1)
+        for each in records:
+            assert each.randomness is not None and each.forward is not None
+            with each.randomness.again():
+                self.passes.run(each.forward, each.batch, 1)
 
-    def _state(self) -> ModuleState:
-        return ModuleState.of(self._module, self._trainer.callbacks)  # type: ignore[attr-defined]
-
-    def _quietly(self, engine: AbstractGradientEngine) -> AbstractContextManager[Around | None]:
-        """Leave no trace of a run in the module."""
-        if self._before_records is not None:
-            return apart(self._module, self._before_records)
+    @contextmanager
+    def _quietly(self, engine: AbstractGradientEngine) -> Iterator[Around | None]:
+        """Leave no trace of a run in the module; passes see to the global random states."""
+        module = self._module
+        in_parts: AbstractContextManager[Around | None] = nullcontext()
         if engine.runs_parts:
-            return self.effects.of_step(are_done=False)
-        return muted(self._module)
+            in_parts = self.effects.of_step(are_done=False)
+        alone = apart(module) if engine.one_record else restored(module, global_random=False)
+        with alone, in_parts as around:
+            yield around
+
+
+class NoCollectives(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Inside, operations over several processes raise: the others do not make them."""
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        """Run an operation of this process."""
+        if func.namespace in ("c10d", "_c10d_functional"):
+            raise UnsupportedModelError(_WAITS, topic="manual-optimization")
+        return func(*args, **(kwargs or {}))

@@ -16,16 +16,17 @@ from lightning_dp.run import PrivateRun
 from lightning_dp.strategies.alone import RecordsAlone
 from lightning_dp.strategies.earlier_training import EarlierTraining
 from lightning_dp.strategies.early_end import Agreement
-from lightning_dp.strategies.edits import GradientEdits, watched
 from lightning_dp.strategies.engine import engine_for
+from lightning_dp.strategies.isolation import IsolationWatch, RunStep
 from lightning_dp.strategies.monitors import Monitors
 from lightning_dp.strategies.optimizers import Optimizers
-from lightning_dp.strategies.probe import Probe
-from lightning_dp.strategies.records import Records
-from lightning_dp.strategies.spot_checks import RunChunk, SpotChecks
 from lightning_dp.strategies.step import PrivateStep
-from lightning_dp.strategies.verbatim import LatestBatches
-from lightning_dp.strategies.weights import FirstStep, LaterSteps, SameParameters
+from lightning_dp.strategies.update_guard import (
+    GradientGuard,
+    SameParameters,
+    UnwrittenWeights,
+    watched,
+)
 
 __all__ = ["Fit", "begin_fit"]
 
@@ -37,36 +38,28 @@ class Fit:
     Args:
         folder: where a new journal goes.
         step: the accounts of the current step, and the model under its engine.
-        first: watches which parameters the first step changes.
-        later: watches which ones training_step writes to in the steps after it.
-        probe: watches batches for what couples records.
-        records: tries and watches what happens to records before ``training_step``.
-        spots: runs batches of some steps once more.
+        weights: watches which parameters training_step writes to.
+        isolation: compares runs of a batch that differ in some of its records.
         monitors: watches who acts on metrics of the training data.
         earlier: knows which ledgers trained the model before.
         agree: ends the fit on all ranks, or on none.
         alone: runs the records of a batch one by one, if the engine asks for it.
         edits: compares the gradient that the optimizer uses with what was released.
         plugin: the strategy's precision plugin, whose clipping is seen.
-        latest: looks for records in checkpoints.
         optimizers: the private one and the public ones.
         losses: those of a step with several optimizers.
     """
 
     folder: Path
     step: PrivateStep
-    first: FirstStep
-    later: LaterSteps
-    probe: Probe
-    records: Records
-    spots: SpotChecks
+    weights: UnwrittenWeights
+    isolation: IsolationWatch
     monitors: Monitors
     earlier: EarlierTraining
     agree: Agreement
     alone: RecordsAlone
-    edits: GradientEdits
+    edits: GradientGuard
     plugin: Precision
-    latest: LatestBatches
     optimizers: Optimizers
     losses: WaitingLosses
 
@@ -78,7 +71,7 @@ def begin_fit(
     folder: Path,
     wrap: WrapEngine,
     leave: Callable[[], None],
-    run_chunk: RunChunk,
+    run_step: RunStep,
     optimizers: Optimizers,
 ) -> Fit:
     """Attach the gradient engine to the model, and put the parts together.
@@ -90,7 +83,7 @@ def begin_fit(
         folder: where a new journal goes.
         wrap: puts something between the engine and the clipping.
         leave: called when the run is void.
-        run_chunk: runs training_step.
+        run_step: runs training_step.
         optimizers: which one is private.
     """
     module, strategy = trainer.lightning_module, trainer.strategy
@@ -99,23 +92,18 @@ def begin_fit(
     engine = engine_for(run, trainer, world, parameters.trained, optimizers, wrap)
     step = PrivateStep(module, parameters, engine, strategy.root_device)
     run.optimizers = optimizers.description
-    edits = GradientEdits(trainer, step.params, is_declared=run.config.gradient_edits is not None)
-    probe = Probe(module, step, run, world)
+    edits = GradientGuard(trainer, step.params, is_declared=run.config.gradient_edits is not None)
     return Fit(
         folder,
         step,
-        FirstStep(module, optimizer, public),
-        LaterSteps(module, public),
-        probe,
-        Records(module, step, run, world),
-        SpotChecks(trainer, step, run, probe, run_chunk),
+        UnwrittenWeights(module, public),
+        IsolationWatch(trainer, step, run, world, run_step),
         Monitors(trainer, run),
         EarlierTraining(module, run),
         Agreement(run, world, strategy.root_device, strategy.broadcast, leave),
         RecordsAlone(module),
         edits,
         watched(strategy.precision_plugin, edits, optimizer),
-        LatestBatches(),
         optimizers,
         WaitingLosses(step.params, public),
     )

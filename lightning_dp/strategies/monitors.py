@@ -12,7 +12,6 @@ from torchmetrics import Metric
 
 from lightning_dp._checks import MisconfigurationError
 from lightning_dp._warnings import warn
-from lightning_dp.isolation.data_readers import readers_of_training_data
 from lightning_dp.run import PrivateRun
 
 __all__ = ["Monitors"]
@@ -22,12 +21,6 @@ _CURE = (
     "It carries no noise, and what follows it steers the next steps by the records past ε. Follow a "
     "metric of public validation data, or take a schedule that is fixed in advance (StepLR, "
     "CosineAnnealingLR, OneCycleLR)."
-)
-
-
-_READS = (
-    "{} reads the training data itself, past the private loader. Whatever is computed of them (a centre, "
-    "statistics, weights of classes) carries no noise and is not in ε. Use public data, or constants."
 )
 
 
@@ -65,10 +58,6 @@ class Monitors:
                 f"The module steps a {by_hand} itself. If it does so by a metric of the training data, "
                 f"ε does not hold. {_CURE}"
             )
-        module, callbacks = self._trainer.lightning_module, self._trainer.callbacks  # type: ignore[attr-defined]
-        if readers := readers_of_training_data(module, callbacks):
-            self._note(f"what {', '.join(readers[:5])} computes of the training data")
-            self._warn_once(_READS.format(", ".join(readers[:5])), topic="loader-elsewhere")
         for name, part in self._trainer.lightning_module.named_modules():
             if isinstance(part, Metric) and part.state_dict():
                 self._note(f"what the metric {name!r} counted, saved in checkpoints without noise")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,7 +16,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_dp._checks import check_model
+from lightning_dp._checks import MisconfigurationError, check_model
 from lightning_dp._refusals import RefusedRun, RefusedSetting
 from lightning_dp._shards import scattered
 from lightning_dp._training_step import loss_in
@@ -32,7 +32,7 @@ from lightning_dp.strategies.checks import (
     weak_settings,
 )
 from lightning_dp.strategies.data import make_private_loader, private_loader_of
-from lightning_dp.strategies.early_end import Place, end_before_first_step
+from lightning_dp.strategies.early_end import end_before_first_step
 from lightning_dp.strategies.hooks import PrivacyCallback, among
 from lightning_dp.strategies.optimizers import Optimizers, find_optimizers
 from lightning_dp.strategies.setting import setting_of
@@ -41,6 +41,7 @@ from lightning_dp.strategies.storage import default_folder, record_in, write_rec
 
 if TYPE_CHECKING:
     from lightning_dp.strategies.fit import Fit
+    from lightning_dp.strategies.isolation import IsolationWatch
 
 __all__ = ["PrivateFitStrategy"]
 
@@ -58,6 +59,7 @@ class PrivateFitStrategy(Strategy):
     _given: tuple[PrivacyCallback, ...] = ()  # with the run
     _callbacks: tuple[PrivacyCallback, ...] = ()  # of the latest fit: checkpoints may follow it
     _fit: Fit | None = None  # between fits
+    _watch: IsolationWatch | None = None  # of the latest fit, whose model hooks may still write to
     _sharded: Sequence[
         Tensor
     ] = ()  # trained parameters of the latest fit: checkpoints may follow it
@@ -160,7 +162,7 @@ class PrivateFitStrategy(Strategy):
         leave = self._leave_the_model
         world, wrap = self._world(), self.wrap_engine
         self._fit = begin_fit(
-            trainer, run, world, folder, wrap, leave, self._chunk_again, optimizers
+            trainer, run, world, folder, wrap, leave, self._step_again, optimizers
         )
         self._sharded = self._fit.step.params if self._fit.step.engine.is_sharded else ()
         estimator = run.config.resolved_estimator()
@@ -259,9 +261,8 @@ class PrivateFitStrategy(Strategy):
         loss: Tensor | None = loss_in(super().training_step(batch, *others, **kwargs))
         return loss
 
-    def _chunk_again(self, args: tuple[Any, ...]) -> Tensor | None:
-        batch, *others = args
-        return self._forward_again(tuple(others), {}, batch)
+    def _step_again(self, batch: Any, *others: Any) -> Any:
+        return super().training_step(batch, *others)
 
     # -- checkpoints and the end -----------------------------------------------------------
 
@@ -273,8 +274,9 @@ class PrivateFitStrategy(Strategy):
             raise VoidedRunError(run.voided)
         if fit is not None:
             fit.monitors.check()
-            written = fit.edits.written(fit.optimizers.private)
-            fit.agree(written or fit.latest.fault(checkpoint), Place.SAVE)
+        watch = self._watch if fit is None else fit.isolation
+        if watch is not None and (reason := watch.unexplained()) is not None:
+            raise MisconfigurationError(reason, topic="kept-records")
         lead, params = self.is_global_zero, self._sharded
         content = write_record(checkpoint, run, is_writer=lead, sharded=params)
         if content is not None:
@@ -315,8 +317,12 @@ class PrivateFitStrategy(Strategy):
 
     def teardown(self) -> None:
         fit = self._fit
-        if fit is not None and self.private_run.voided is None:
-            self._look_at_unread(fit)
+        is_whole = fit is not None and self.private_run.voided is None
+        reason = fit.isolation.unexplained() if fit is not None and is_whole else None
+        if reason is not None:
+            self.private_run.void(reason)
+            self._leave_the_model()
+            raise VoidedRunError(reason)
         self._leave_the_model()
         if "_accumulate" in vars(self):
             self._trainer.accumulate_grad_batches = self._accumulate
@@ -324,16 +330,11 @@ class PrivateFitStrategy(Strategy):
             vars(self).pop(name, None)
         super().teardown()
         if fit is not None:
+            fit.isolation.end()
+            self._watch = fit.isolation
             for callback in self._callbacks:
                 callback.on_privacy_teardown(self._trainer, self.private_run)
 
-    def _look_at_unread(self, fit: Fit) -> None:
-        """Withdraw ε at the end of a fit that failed, if the device knows of an edit that nobody read."""
-        with suppress(RuntimeError):  # of a device that failed, so that nothing of it can be used
-            fault = fit.edits.written(fit.optimizers.private)
-            if fault is not None:
-                self.private_run.void(fault)
-
     def __getstate__(self) -> dict[str, Any]:
         """For copies and pickles: nothing of a fit, which holds what is not noised yet."""
-        return {**super().__getstate__(), "_fit": None, "_sharded": ()}
+        return {**super().__getstate__(), "_fit": None, "_watch": None, "_sharded": ()}

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule
@@ -20,17 +21,14 @@ from lightning_dp.boundary import AbstractPerSampleGradients, Query
 from lightning_dp.functional import unflatten
 from lightning_dp.gradients import OtherRowsError, Replay, UnsupportedModelError
 from lightning_dp.gradients.base import OTHER_ROWS, Forward
-from lightning_dp.isolation.synthetic import leaves_of
+from lightning_dp.gradients.batches import leaves
 from lightning_dp.mechanism import Mechanism
 from lightning_dp.sampling.loader import Chunk
 from lightning_dp.strategies.accounts import BatchAccounts
 from lightning_dp.strategies.engine import FitEngine
-from lightning_dp.strategies.weights import SameParameters
+from lightning_dp.strategies.update_guard import SameParameters
 
 __all__ = ["PrivateStep"]
-
-Look: TypeAlias = Callable[[AbstractPerSampleGradients], AbstractPerSampleGradients]
-
 
 _NORMS = (
     "A BatchNorm layer that was frozen and in eval() as the fit began is in train() now: it mixes "
@@ -47,6 +45,12 @@ _TOO_EARLY = (
 _AGAIN = (
     "Backward ran more than once for one batch, or after its optimizer step: a record would count "
     "twice. Add the losses up and call backward once per batch."
+)
+
+_FORKED = (
+    "This process was forked from the one that charged the step (os.fork, multiprocessing inside of "
+    "training_step or a hook), which releases it: two releases of one charge. Let the child leave "
+    "training to its parent, or start it with multiprocessing's 'spawn'."
 )
 
 _SILENT = (
@@ -77,10 +81,9 @@ class PrivateStep:
     ) -> None:
         self.parameters, self.params = parameters, parameters.trained
         self.engine, self._passes, self._watched = engine, engine.passes, engine.watched
-        self._module, self._device = module, device
+        self._module, self._device, self._process = module, device, os.getpid()
         self._batch = BatchAccounts()
         self._norms = [part for part in module.modules() if normalises_over_the_batch(part)]
-        self._look: Look | None = None  # at the gradients of the next chunk
         self._forward_again: Forward | None = None  # the chunk's forward pass, once more
         self._records: object = None  # what goes into it
         self._randomness: RandomState | None = None  # of the chunk, if it may be run again
@@ -110,12 +113,17 @@ class PrivateStep:
 
     def begin(self, chunk: Chunk) -> None:
         """Open the accounts of the next physical batch."""
-        self._look, self._is_passed_on = None, False
+        self._check_process()
+        self._is_passed_on = False
         if self._batch.chunk is not None:
             self._watched.drop()  # what a batch without a backward pass left
         if chunk.first:
             self._batch = BatchAccounts()
         self._batch.hand_out(chunk)
+
+    def _check_process(self) -> None:
+        if os.getpid() != self._process:
+            raise RefusedRun(_FORKED, topic="batches-and-steps")
 
     def before_forward(self, mechanism: Mechanism, forward_again: Forward, batch: object) -> None:
         """Remember what further passes over the chunk need: its forward pass and its randomness.
@@ -160,14 +168,6 @@ class PrivateStep:
         """Draw the random numbers of the chunk once more from here on."""
         if self._randomness is not None:
             self._randomness.restore()
-
-    def look_at_gradients(self, look: Look) -> None:
-        """Show the gradients of the chunk in hand, when they are there and before they are clipped.
-
-        Args:
-            look: returns them, or something that stands for them.
-        """
-        self._look = look
 
     @property
     def records_in_hand(self) -> int:
@@ -232,9 +232,6 @@ class PrivateStep:
         if _has_rounds(mechanism):
             batch.answered.append(replay)
         batch.owed -= chunk.size
-        if self._look is not None and gradients is not None:
-            (look, self._look) = self._look, None
-            gradients = look(gradients)
         with self.engine.unchanged() if gradients is None else nullcontext():
             self._give(mechanism, mechanism.query, replay, gradients)
 
@@ -268,8 +265,7 @@ class PrivateStep:
         if _has_rounds(mechanism):
             batch.answered += replays
         batch.owed -= chunk.size
-        with self.engine.each_alone():
-            found = [self._give(mechanism, query, replay) for replay in replays]
+        found = [self._give(mechanism, query, replay) for replay in replays]
         if is_first and not any(found):
             self.note(_SILENT.format(type(self._module).__name__))
 
@@ -280,10 +276,6 @@ class PrivateStep:
         """
         self._batch.faults.append(fault)
         self._watched.drop()
-
-    def suspect(self, found: Sequence[Tensor], fault: str) -> None:
-        """Note the same for the case that one of these is true; they are read when the step ends."""
-        self._batch.suspect(found, fault)
 
     def fault(self, mechanism: Mechanism) -> str | None:
         """Return why what was answered so far may not be released; None if it may."""
@@ -345,9 +337,8 @@ class PrivateStep:
         query = mechanism.query
         if query is None:
             raise RefusedRun("No further query was asked.", topic="out-of-order")
-        with self.engine.each_alone():
-            for replay in self._batch.answered:
-                self._give(mechanism, query, replay)
+        for replay in self._batch.answered:
+            self._give(mechanism, query, replay)
         agree(self.fault(mechanism))
 
     def expect_update(self) -> None:
@@ -374,6 +365,7 @@ class PrivateStep:
                 "charged. Step once per batch.",
                 topic="batches-and-steps",
             )
+        self._check_process()
         self.parameters.check_optimizer(optimizer)
         if mechanism.query is not None and not self._batch.is_whole:
             self.note(_TOO_EARLY)
@@ -404,7 +396,7 @@ def _is_one_row(batch: object, size: int) -> bool:
 
     An engine would take such a row for one that all records share and no record is in.
     """
-    tensors = [leaf for leaf in leaves_of(batch) if leaf.dim()]
+    tensors = [leaf for leaf in leaves(batch) if isinstance(leaf, Tensor) and leaf.dim()]
     return size > 1 and bool(tensors) and all(len(leaf) == 1 for leaf in tensors)
 
 

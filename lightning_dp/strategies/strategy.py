@@ -21,6 +21,7 @@ from lightning_dp.gradients.base import without_alone
 from lightning_dp.strategies.checks import evaluated_once
 from lightning_dp.strategies.data import (
     before_transfer,
+    changed_rows,
     check_rate,
     chunk_in_hand,
     private_loader_of,
@@ -54,21 +55,16 @@ class DifferentialPrivacyStrategy(PrivateFitStrategy):
         if chunk.first:
             fit.step.parameters.check_optimizer(fit.optimizers.private)
             fit.step.parameters.check_model()
-            self._warn(fit.first.between_steps())
-        if fit.step.engine.choice.layout is None:
-            layout = fit.records.find_layout(loader, chunk) if self._world().is_lead else None
-            fit.step.engine.choice.layout = self._world().broadcast(layout)
-        fit.probe.at_first_batch(batch, partial(fit.records.pools, loader, chunk))
-        fit.records.at_first_batch(loader, chunk)
+        fit.isolation.before_first_charge(chunk)
         check_rate(chunk, mechanism)
         fit.losses.drop()
         fit.step.begin(chunk)
         if chunk.first:
-            fit.probe.at_new_phase(batch)
             mechanism.ask(fit.step.held)
             self.barrier("privacy charge")  # on the disk before any rank touches the batch
-        fit.records.after_charge(loader, chunk)
-        fit.spots.at_chunk(chunk)
+        if not chunk.index and (fault := changed_rows(loader)) is not None:
+            fit.step.note(fault)
+        fit.isolation.at_chunk(chunk)
 
     def _agree_without_step(self) -> None:
         """Go on, or end the run, where a batch was charged and the optimizer did not step."""
@@ -91,16 +87,12 @@ class DifferentialPrivacyStrategy(PrivateFitStrategy):
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         mechanism, fit = self._mechanism, self._now
+        fit.isolation.before_forward(args)
         if fit.step.one_record:
             return self._one_by_one(*args, **kwargs)
-        if args:
-            fit.probe.watch_batch(args[0])
-            fit.latest.see(args[0])
-        fit.spots.before_forward(args)
         again = partial(self._forward_again, args[1:], kwargs)
         fit.step.before_forward(mechanism, again, args[0])
-        fit.first.enter_forward()
-        fit.later.enter_forward(has_snapshot=fit.first.is_looking or fit.spots.is_checking)
+        fit.weights.enter_forward()
         output = self._watched(*args, **kwargs)
         if fit.step.one_record:
             return output  # which took over
@@ -131,11 +123,9 @@ class DifferentialPrivacyStrategy(PrivateFitStrategy):
     def _one_by_one(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
         """Run ``training_step`` and the backward pass for each record of the batch alone."""
         fit, step = self._now, self._now.step
-        fit.latest.see(batch)
         records = private_loader_of(self._trainer).alone
         forwards = fit.alone.forwards(partial(self._forward_alone, args, kwargs), records)
-        fit.first.enter_forward()
-        fit.later.enter_forward(has_snapshot=fit.first.is_looking)
+        fit.weights.enter_forward()
         is_first = self.private_run.steps <= 1
         self._mechanism.begin_noise(step.held)
         try:
@@ -153,21 +143,11 @@ class DifferentialPrivacyStrategy(PrivateFitStrategy):
         record = before_transfer(self._trainer, self.precision_plugin.convert_input(record))
         return super().training_step(self.batch_to_device(record), *args, **kwargs)
 
-    def batch_to_device(
-        self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0
-    ) -> Any:
-        moved = super().batch_to_device(batch, device, dataloader_idx)
-        is_elsewhere = self.root_device.type != "cpu"  # and looking at it would wait
-        if is_elsewhere and self._fit is not None and self._trainer.training:
-            self._now.probe.copies.moved(batch, moved)
-        return moved
-
     def _leave_forward(self) -> None:
         """Compare the parameters with what they were when training_step began."""
         fit = self._now
-        fit.first.leave_forward()
-        fit.spots.leave_forward()
-        if (fault := fit.later.fault()) is not None:
+        fault = fit.weights.leave_forward()
+        if fault is not None:
             fit.step.note(fault)
 
     def backward(
@@ -181,7 +161,6 @@ class DifferentialPrivacyStrategy(PrivateFitStrategy):
             return closure_loss  # a chunk with records stays without an answer
         if fit.step.one_record:  # they had theirs; this is for the hooks
             return super().backward(closure_loss, optimizer, *args, **kwargs)
-        fit.probe.watch_loss(closure_loss)
         with self._noting_refusals():
             fit.step.check_loss(closure_loss)
             with fit.step.engine.watched.as_written():  # checkpoints run parts of the model again
@@ -213,7 +192,6 @@ class DifferentialPrivacyStrategy(PrivateFitStrategy):
                 "arguments but retain_graph, and without a backward() of the LightningModule's own.",
                 topic="several-optimizers",
             )
-        fit.spots.leave_forward()
         if not is_differentiable(loss):
             return loss
         waits = fit.step.awaits(self._mechanism) and fit.losses.reaches_private(loss)
@@ -231,7 +209,6 @@ class DifferentialPrivacyStrategy(PrivateFitStrategy):
         fit, mechanism = self._now, self._mechanism
         if (loss := fit.losses.take()) is None or not fit.step.awaits(mechanism):
             return
-        fit.probe.watch_loss(loss)
         with self._noting_refusals():
             fit.step.check_loss(loss)
             mechanism.begin_noise(fit.step.held)
@@ -283,18 +260,18 @@ class DifferentialPrivacyStrategy(PrivateFitStrategy):
             fit.edits.note_state(optimizer)  # an optimizer may begin its step before
             once()  # its loss has no noise: an optimizer that sets its step size by it must not see it
             self._answer_waiting()
-            fit.spots.settle(fit.agree)
+            fit.isolation.settle(fit.agree)
             fit.step.release(mechanism, optimizer, fit.agree, check_update)
             fit.edits.begin()
-            fit.first.enter_update()
 
         def check_update() -> None:
             fit.agree(fit.edits.fault(optimizer), Place.UPDATE, unused=fit.edits.skipped + 1)
 
+        fit.isolation.before_hook("on_before_optimizer_step", optimizer)
         fit.edits.look_at_state(optimizer)
         fit.step.expect_update()
         output = super().optimizer_step(optimizer, private_closure, model, **kwargs)
-        self._warn(fit.first.leave_update(optimizer))
+        fit.isolation.after_update()
         fit.edits.note_state(optimizer)
         if run.is_over_early:
             end_training(self._trainer, run)
@@ -308,7 +285,7 @@ class DifferentialPrivacyStrategy(PrivateFitStrategy):
         fit.monitors.check()
         if self._mechanism.is_begun:
             self._agree_without_step()
-        written = fit.edits.written(fit.optimizers.private)
-        fit.agree(written or fit.records.repeated(private_loader_of(trainer)), Place.END)
+        fault = changed_rows(private_loader_of(trainer)) or fit.isolation.unexplained()
+        fit.agree(fault, Place.END)
         for callback in self._callbacks:
             callback.on_privacy_end(trainer, run)

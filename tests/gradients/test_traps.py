@@ -6,6 +6,7 @@ The second one, leaves of a batch without records, is that of ``test_batches.py`
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import lightning as L
@@ -13,6 +14,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.data import default_collate
 
 from lightning_dp._checks import MisconfigurationError, check_model
 from lightning_dp.boundary import Query, Term
@@ -20,7 +22,9 @@ from lightning_dp.functional import flatten
 from lightning_dp.gradients import RecordPasses, Replay, UnsupportedModelError, calls
 from lightning_dp.gradients.engines import EngineChoice
 from lightning_dp.gradients.passes import at_point
-from lightning_dp.isolation import probe_isolation
+from lightning_dp.isolation.check import Settings
+from lightning_dp.isolation.dry_run import DryRun
+from lightning_dp.isolation.replay import Pipeline, Runner
 from tests.gradients.models import Example, linear, net, weight
 from tests.gradients.test_contract import N, alone, made, replay, rows, trained
 
@@ -284,9 +288,14 @@ def test_a_loss_that_compares_records_is_refused_and_one_with_its_margin_met_is_
     with RecordPasses(model, params, EngineChoice("records").here()) as passes:
         found = passes.run(lambda b: model.training_step(b, 0), batch, N)
         assert (found.norms() < 1e-30).all()  # on this batch, up to what a bound adds to norms
-    found = probe_isolation(model, batch, engine="records")
-    assert found.outcome == ("refused" if loss is contrastive else "isolated")
-    assert loss is hinge or "compares records with each other" in found.reason
+        pipeline = Pipeline(default_collate, lambda b: b, lambda b: model.training_step(b, 0))
+        runner = Runner(model, passes, params, pipeline, model.device)
+        dry_run = partial(DryRun([batch[0][0]]).run, runner, partial(Settings, eps=1e-7), 1.0)
+        if loss is hinge:
+            assert dry_run().kind == "isolated"
+            return
+        with pytest.raises(UnsupportedModelError, match="compares records with each other"):
+            dry_run()
 
 
 # -- 7: statistics of a batch -----------------------------------------------------------------

@@ -1,0 +1,368 @@
+"""The check of one batch: runs of its samples that differ in some of them, and the verdict."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_dp._generators import RandomState
+from lightning_dp._module_state import Snapshot, restored
+from lightning_dp.boundary import AbstractPerSampleGradients, Query
+from lightning_dp.functional import number_of_entries
+from lightning_dp.gradients import UnsupportedModelError
+from lightning_dp.isolation.comparison import (
+    TOLERANCE,
+    GradientSample,
+    are_in_other_rows,
+    movement,
+    resolution,
+    take_sample,
+)
+from lightning_dp.isolation.diagnosis import first_that_mixes
+from lightning_dp.isolation.manual import without_dropout
+from lightning_dp.isolation.outcome import CURES, Outcome
+from lightning_dp.isolation.replay import Run, Runner
+from lightning_dp.isolation.state import TwinState
+from lightning_dp.isolation.variants import Variants, are_same_rows, paired_rows
+
+__all__ = ["Check", "Settings", "stand_by"]
+
+# A fault shows in so many of the further exchanges; a tie that rounding decides does not come again.
+_ATTEMPTS, _MUST_SHOW = 8, 2
+_KEPT = ("buffer", "parameter")  # in every checkpoint
+_FAR = 100.0  # times the difference between two worlds, which may be small for one batch
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What a check compares, and how finely.
+
+    Args:
+        query: says which gradients, and C.
+        whole: the samples of the whole batch.
+        eps: of the type in which the model computes.
+        seed: public.
+        gradients: compare them, and not only what the module keeps.
+    """
+
+    query: Query
+    whole: int
+    eps: float
+    seed: int
+    gradients: bool = True
+
+
+@dataclass
+class _Found:
+    """What one pair of runs shows."""
+
+    exchanged: float = 0.0
+    alone: float = 0.0
+    buffers: tuple[str, ...] = ()
+    settings: tuple[str, ...] = ()
+    public: bool = False
+    why_not: str = ""  # nothing can be said of gradients
+    where: str = ""
+    runs: list[Run] = field(default_factory=list, repr=False)  # together, and exchanged
+
+
+class Check:
+    """Compares runs of samples, in which some are exchanged, or left out.
+
+    All begin from the same state and the same random numbers. :meth:`look` makes the runs that are
+    always made; if they show something, :meth:`settle` makes more before it is called a fault.
+
+    Args:
+        runner: runs the samples.
+        samples: of a batch.
+        settings: what is compared.
+        kept: returns the places of the samples that are kept, by the number of the attempt.
+        twins: attributes that followed the records at earlier steps.
+        start: the random numbers of all runs; those of now by default.
+    """
+
+    def __init__(
+        self,
+        runner: Runner,
+        samples: Sequence[Any],
+        settings: Settings,
+        kept: Callable[[int], list[int]],
+        twins: TwinState,
+        start: RandomState | None = None,
+    ) -> None:
+        self._runner, self._samples, self._settings = runner, list(samples), settings
+        self._kept, self._twins = kept, twins
+        self._start = start or RandomState(runner.device)
+        self._sizes = [number_of_entries([param]) for param in runner.params]
+        self._begin: Snapshot | None = None  # of the runs, which are settled when the step has run
+        self._first: _Found | None = None
+        self._shown = Counter[str]()
+        self._where = ""
+        self._fault = ""
+        self.not_compared = ""
+        """Why nothing can be said of the gradients; "" if they were compared."""
+        self.same_in_both: set[str] = set()
+        """Names of what the step changes, whatever the records are."""
+
+    # -- runs --------------------------------------------------------------------------------------
+
+    def look(self) -> bool:
+        """Make the first runs; return True if they show something that is to be settled.
+
+        Raises:
+            UnsupportedModelError: of the model, whatever its samples are.
+        """
+        self._begin = Snapshot.of(self._runner.module)
+        found = self._first = self._pair(0)
+        self.not_compared = found.why_not
+        self._note_twins(found)
+        return bool(self._seen(found)) or bool(self._fault)
+
+    def settle(self, anyone: Callable[[bool], bool], attempts: int = _ATTEMPTS) -> Outcome:
+        """Make further runs while they are needed, and return the outcome.
+
+        Args:
+            anyone: returns True if one of several processes still needs them: all make the same runs.
+            attempts: how many at most.
+        """
+        with restored(self._runner.module):
+            if self._begin is not None:
+                self._begin.restore()
+            return self._settle(anyone, attempts)
+
+    def _settle(self, anyone: Callable[[bool], bool], attempts: int) -> Outcome:
+        first = self._first
+        is_open = first is not None and bool(self._seen(first))
+        if anyone(is_open):
+            is_open = is_open and first is not None and self._is_suspect(first)
+        for attempt in range(1, attempts + 1):
+            if not anyone(is_open):
+                break
+            found = self._pair(attempt, watched=True)
+            self._shown.update(self._seen(found))
+            self._where = self._where or found.where
+            is_open = is_open and not self._verdict(first)
+        return self._outcome(first)
+
+    def _is_suspect(self, first: _Found) -> bool:
+        """Return False if the same samples give something else again, or were only put in an order."""
+        control = self._run(self._samples, self._kept(0))
+        ordered = [self._is_only_ordered(self._kept(i)) for i in range(2)]  # all ranks make both
+        if not self._repeats(first, control):
+            return False
+        if all(ordered) and not (first.buffers or first.settings or first.public):
+            return False
+        variants = Variants.of(self._samples, self._kept(0))
+        before, after = (
+            self._runner.batch_of(each, self._start)
+            for each in (variants.together, variants.exchanged)
+        )
+        sizes = control.size, control.size
+        rows = paired_rows(before, after, sizes, variants.kept, variants.kept)
+        if rows[0] != rows[1] and control.has_drawn:
+            self.not_compared = "records are put in an order, and meet other random numbers"
+            return False
+        return True
+
+    def _is_only_ordered(self, kept: list[int]) -> bool:
+        """Return True if the kept samples have the same gradients without the others, in other rows.
+
+        A model may sort or shuffle its samples.
+        """
+        samples = [self._samples[place] for place in kept]
+        with without_dropout(self._runner.module):
+            together = self._run(self._samples, range(len(self._samples)))
+            alone = self._run(samples, range(len(kept)))
+        if together.has_drawn or together.gradients is None or alone.gradients is None:
+            return False
+        return are_in_other_rows(together.gradients, alone.gradients)
+
+    def _pair(self, attempt: int, *, watched: bool = False) -> _Found:
+        """Run the samples together, with some of them exchanged, and without these."""
+        kept = self._kept(attempt)
+        variants = Variants.of(self._samples, kept, attempt)
+        found = _Found()
+        together = self._run(variants.together, kept, watched=watched)
+        exchanged = self._try(found, variants.exchanged, kept, watched)
+        found.runs = [together]
+        if exchanged is None:
+            return found
+        self._compare(found, together, exchanged, kept)
+        if self._settings.gradients and not together.has_drawn:
+            alone = self._try(found, variants.alone, range(len(kept)), watched)
+            if alone is not None:
+                found.alone = self._distance(together, alone, len(kept))
+        return found
+
+    def _try(
+        self, found: _Found, samples: Sequence[Any], rows: Sequence[int], watched: bool
+    ) -> Run | None:
+        """Run samples of which the user's code may never have seen the like."""
+        try:
+            return self._run(samples, rows, watched=watched)
+        except UnsupportedModelError:
+            raise
+        except Exception as error:
+            found.why_not = f"{type(error).__name__} where records were exchanged"
+            return None
+
+    def _run(self, samples: Sequence[Any], rows: Sequence[int], *, watched: bool = False) -> Run:
+        query, seed = self._settings.query, self._settings.seed
+
+        def look(gradients: AbstractPerSampleGradients) -> GradientSample:
+            generator = torch.Generator().manual_seed(seed)
+            return take_sample(gradients, list(rows), query.clip_norm, self._sizes, generator)
+
+        return self._runner.run(samples, query, self._start, look, watched=watched)
+
+    # -- what they show ----------------------------------------------------------------------------
+
+    def _compare(self, found: _Found, a: Run, b: Run, kept: list[int]) -> None:
+        """Compare the gradients of the same samples in two runs, and what the module keeps."""
+        is_same_draw = a.drawn is not None and b.drawn is not None and a.drawn.is_same(b.drawn)
+        failed = a.hook_failed or b.hook_failed
+        if not is_same_draw and (a.gradients or b.gradients):
+            found.why_not = "records decide how many random numbers are drawn"
+            return
+        found.why_not = failed
+        if self._settings.gradients:
+            found.exchanged = self._distance(a, b, len(kept))
+        found.public = _steps_differ(a, b)
+        if a.settings != b.settings:
+            found.settings = ("the optimizers' settings",)
+        if a.end is not None and b.end is not None:
+            moved = a.end.differences(b.end)
+            found.buffers = tuple(each.name for each in moved if each.kind in _KEPT)
+            found.settings += tuple(each.name for each in moved if each.kind == "setting")
+            if a.start is not None:
+                changed = {each.name for each in a.start.differences(a.end) if each.kind in _KEPT}
+                self.same_in_both = changed - {each.name for each in moved}
+        if found.exchanged > TOLERANCE:
+            sizes = (a.size, b.size)
+            if self._runner.pipeline.made_by and not are_same_rows(a.batch, b.batch, sizes, kept):
+                found.where = f"the batch itself, made by {self._runner.pipeline.made_by}"
+            else:
+                found.where = first_that_mixes(a.calls, b.calls, (kept, kept), sizes)
+        found.runs = [a, b]
+
+    def _distance(self, a: Run, b: Run, kept: int) -> float:
+        if a.gradients is None or b.gradients is None:
+            return 0.0 if a.gradients is b.gradients else math.inf
+        distance = movement(a.gradients, b.gradients, self._settings.whole, kept)
+        return float(distance) if bool(distance.isfinite()) else math.inf
+
+    def _note_twins(self, found: _Found) -> None:
+        """Run the samples once more in each of two worlds that earlier records could have left.
+
+        And in one far away from both: what one batch did may be small.
+        """
+        twins = self._twins
+        if twins.has_twins and found.runs:
+            together = found.runs[0]
+            twin = self._in_world(twins.in_place())
+            runs = [
+                together,
+                twin,
+                self._in_world(twins.at_end(0)),
+                self._in_world(twins.at_end(1)),
+            ]
+            with suppress(Exception):  # of the user's, on values that no run had
+                runs += [together, self._in_world(twins.in_place(scale=_FAR))]
+            kept = len(self._kept(0))
+            pairs = zip(runs[::2], runs[1::2], strict=True)
+            if not all(self._distance(a, b, kept) <= self._limit(kept) for a, b in pairs):
+                self._fault = twins.fault().removesuffix(".")
+            if together.end is not None and twin.end is not None:
+                twins.after_twin(together.end, twin.end)
+        ends = [run.end for run in found.runs if run.end is not None]
+        if len(ends) == 2 and not found.buffers:
+            twins.after_pair(ends[0], ends[1])
+
+    def _in_world(self, world: AbstractContextManager[None]) -> Run:
+        with world:
+            return self._run(self._samples, self._kept(0))
+
+    def _limit(self, kept: int) -> float:
+        settings = self._settings
+        return max(TOLERANCE, resolution(settings.eps, settings.whole, kept))
+
+    def _seen(self, found: _Found) -> list[str]:
+        """Return the kinds of faults that a pair shows; what rounding may explain is not compared."""
+        seen = [f"buffer {name}" for name in found.buffers]
+        seen += [f"setting {name}" for name in found.settings]
+        seen += ["public"] if found.public else []
+        limit = self._limit(len(self._kept(0)))
+        for kind, distance in (("exchanged", found.exchanged), ("alone", found.alone)):
+            if not distance <= limit:
+                seen.append(kind)
+            elif not distance <= TOLERANCE:
+                self.not_compared = "the model computes in half precision, which is too coarse"
+        return seen
+
+    def _repeats(self, first: _Found, control: Run) -> bool:
+        """Return True if the same samples give what they gave."""
+        if self._distance(first.runs[0], control, len(self._kept(0))) > TOLERANCE:
+            self.not_compared = "the same records give other gradients when they are run again"
+            return False
+        end = first.runs[0].end
+        if end is not None and control.end is not None:
+            again = {each.name for each in end.differences(control.end)}
+            if again & {*first.buffers, *first.settings}:
+                return False
+        return True
+
+    def _verdict(self, first: _Found | None) -> str:
+        """Return the kind of fault that has shown often enough; "" if none has."""
+        if first is None:
+            return ""
+        return next((kind for kind in self._seen(first) if self._shown[kind] >= _MUST_SHOW), "")
+
+    def _outcome(self, first: _Found | None) -> Outcome:
+        kind = self._verdict(first)
+        if self._fault:
+            return Outcome("coupled", self._fault)
+        if " " in kind:
+            kind, _, _ = kind.partition(" ")
+            names = sorted(each.partition(" ")[2] for each in self._shown if each.startswith(kind))
+            return Outcome("coupled", CURES[kind].format(names=", ".join(names[:5])))
+        if kind:
+            where = f", first in {self._where}" if self._where else ""
+            return Outcome("coupled", CURES[kind].format(where=where))
+        if self.not_compared:
+            return Outcome("not compared", self.not_compared)
+        return Outcome("isolated")
+
+
+def stand_by(anyone: Callable[[bool], bool], attempts: int = _ATTEMPTS) -> None:
+    """Take part in what other processes settle, where this one has made no runs."""
+    anyone(False)
+    for _ in range(attempts):
+        if not anyone(False):
+            break
+
+
+def _steps_differ(a: Run, b: Run) -> bool:
+    """Return True if a public optimizer stepped otherwise."""
+    if [each.place for each in a.public_steps] != [each.place for each in b.public_steps]:
+        return True
+    return any(
+        _differ(one, other)
+        for x, y in zip(a.public_steps, b.public_steps, strict=True)
+        for one, other in zip(x.gradients, y.gradients, strict=True)
+    )
+
+
+def _differ(one: Tensor | None, other: Tensor | None) -> bool:
+    if one is None or other is None:
+        return one is not other
+    if not one.numel():
+        return False
+    scale = torch.maximum(one.abs().max(), other.abs().max())
+    return not bool((one - other).abs().max() <= 1e-3 * scale) and bool(scale != 0)

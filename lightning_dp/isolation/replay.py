@@ -1,0 +1,220 @@
+"""One run of some samples, from the ``collate_fn`` to their gradients, that leaves no trace."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from torch import Tensor, nn
+
+from lightning_dp._generators import RandomState
+from lightning_dp._module_state import Snapshot, restored
+from lightning_dp._training_step import loss_in
+from lightning_dp.boundary import AbstractPerSampleGradients, Query
+from lightning_dp.gradients import RecordPasses, Replay
+from lightning_dp.isolation.comparison import GradientSample
+from lightning_dp.isolation.diagnosis import Call, watch_calls
+from lightning_dp.isolation.manual import ByHand, PublicStep, without_dropout
+from lightning_dp.isolation.variants import own_copies
+
+__all__ = ["Pipeline", "Run", "Runner"]
+
+
+@dataclass(frozen=True)
+class Pipeline:
+    """The way of samples through the user's code.
+
+    Args:
+        collate: makes a batch of them.
+        transfer: the hooks through which a batch goes to the device.
+        training_step: returns what the module's does for a batch.
+        batch_idx: of the batch in its epoch.
+        made_by: the user's code that makes a batch, in words.
+    """
+
+    collate: Callable[[list[Any]], Any]
+    transfer: Callable[[Any], Any]
+    training_step: Callable[[Any], Any]
+    batch_idx: int = 0
+    made_by: str = ""
+
+
+@dataclass
+class Run:
+    """What one run gave; sensitive.
+
+    Args:
+        batch: as ``training_step`` took it.
+        size: the number of samples.
+        gradients: what is compared of those of some samples; None if there are none.
+        start, end: what the module keeps before and afterwards; no end if a hook raised.
+        drawn: the random states when the loss was there.
+        has_drawn: random numbers were drawn.
+        public_steps: of public optimizers.
+        settings: of optimizers that the module steps itself.
+        calls: of modules, if they were watched.
+        hook_failed: the hook of the module that raised, in words, or "".
+    """
+
+    batch: Any = field(repr=False)
+    size: int = 0
+    gradients: GradientSample | None = field(default=None, repr=False)
+    start: Snapshot | None = field(default=None, repr=False)
+    end: Snapshot | None = field(default=None, repr=False)
+    drawn: RandomState | None = field(default=None, repr=False)
+    has_drawn: bool = False
+    public_steps: tuple[PublicStep, ...] = field(default=(), repr=False)
+    settings: list[dict[str, Any]] = field(default_factory=list, repr=False)
+    calls: tuple[Call, ...] = field(default=(), repr=False)
+    hook_failed: str = ""
+
+
+class Runner:
+    """Runs variants of a batch, each from the same state of the module and of random numbers.
+
+    Args:
+        module: in training mode, with or without a Trainer.
+        passes: its gradient engine.
+        params: the trained parameters.
+        pipeline: the user's code around it.
+        device: where the model runs.
+    """
+
+    def __init__(
+        self,
+        module: LightningModule,
+        passes: RecordPasses,
+        params: Sequence[nn.Parameter],
+        pipeline: Pipeline,
+        device: torch.device,
+    ) -> None:
+        self.module, self.passes, self.params = module, passes, params
+        self.pipeline, self.device = pipeline, device
+        self.has_drawn = False
+        """The latest run drew random numbers."""
+        self.without_dropout = False
+        """Let no layer of torch drop anything, so that runs of fewer samples can be compared, too."""
+        self.hooks: tuple[str, ...] = ("on_train_batch_end",)
+        """The hooks of the module that follow the step."""
+
+    def run(
+        self,
+        samples: Sequence[Any],
+        query: Query,
+        start: RandomState,
+        look: Callable[[AbstractPerSampleGradients], GradientSample],
+        *,
+        watched: bool = False,
+    ) -> Run:
+        """Run samples; afterwards all is as it was.
+
+        Args:
+            samples: are copied.
+            query: says which gradients.
+            start: the random numbers.
+            look: returns what is compared of the gradients.
+            watched: keep what goes in and out of modules.
+
+        Raises:
+            UnsupportedModelError: ours, about the model.
+            Exception: what the user's code raises.
+        """
+        module = self.module
+        with self._traceless(start) as begun, ExitStack() as stack:
+            if self.passes.watched.engine.isolates or self.without_dropout:
+                stack.enter_context(without_dropout(module))
+            run = Run(self._batch(samples), len(samples), start=begun)
+            calls: list[Call] = []
+            if watched and not self.passes.watched.engine.isolates:
+                stack.callback(watch_calls(module, calls).take_off)
+            self._differentiate(run, query, start, look)
+            run.calls = tuple(calls)
+        return run
+
+    def batch_of(self, samples: Sequence[Any], start: RandomState) -> Any:
+        """Return the batch that a run of these samples begins with."""
+        with self._traceless(start):
+            return self._batch(samples)
+
+    def _batch(self, samples: Sequence[Any]) -> Any:
+        return self.pipeline.transfer(self.pipeline.collate(own_copies(samples)))
+
+    @contextmanager
+    def _traceless(self, start: RandomState) -> Iterator[Snapshot]:
+        with restored(self.module, parameters=self._writes) as before, start.again():
+            yield before
+
+    @property
+    def _writes(self) -> bool:
+        """True if a hook runs that may write to weights."""
+        return any(is_overridden(name, self.module) for name in self.hooks)
+
+    def _differentiate(
+        self,
+        run: Run,
+        query: Query,
+        start: RandomState,
+        look: Callable[[AbstractPerSampleGradients], GradientSample],
+    ) -> None:
+        """Fill in the gradients of a run, and what it leaves."""
+        outputs: list[Any] = []
+        ends: list[Snapshot] = []
+        begun = RandomState(self.device)
+
+        def forward(batch: Any) -> Tensor | None:
+            loss, output = self._forward(batch, run)
+            run.drawn = RandomState(self.device)
+            ends[:] = [Snapshot.of(self.module, parameters=self._writes)]
+            if (
+                not self.passes.watched.engine.isolates
+            ):  # else nothing of single samples may outlive the pass
+                outputs[:] = [output]
+            return loss
+
+        replay = Replay(forward, run.batch, run.size, begun)
+        try:
+            found = self.passes.gradients(query, replay)
+            run.gradients = None if found is None else look(found)
+        finally:
+            self.passes.watched.drop()
+        run.has_drawn = run.drawn is not None and not run.drawn.is_same(start)
+        self.has_drawn = run.has_drawn
+        if ends:
+            none = torch.zeros((), device=self.device)
+            run.end = self._after_hooks(run, ends[0], outputs[0] if outputs else none)
+
+    def _forward(self, batch: Any, run: Run) -> tuple[Tensor | None, Any]:
+        module = self.module
+        if module.automatic_optimization:
+            output = self.pipeline.training_step(batch)
+            return loss_in(output), output
+        by_hand = ByHand(module, module.trainer.optimizers, self.params)
+        with by_hand.in_place():
+            output = self.pipeline.training_step(batch)
+        loss, run.public_steps = by_hand.loss, tuple(by_hand.public_steps)
+        run.settings = by_hand.settings
+        return loss, output
+
+    def _after_hooks(self, run: Run, end: Snapshot, output: Any) -> Snapshot | None:
+        """Return the state behind the module's own hooks at the end of a batch, and of an epoch."""
+        module = self.module
+        hooks = [name for name in self.hooks if is_overridden(name, module)]
+        if not hooks:
+            return end
+        end.restore()
+        loss = loss_in(output)
+        loss = loss.detach() if isinstance(loss, Tensor) else loss
+        outputs = {**(output if isinstance(output, Mapping) else {}), "loss": loss}
+        for name in hooks:
+            of_batch = (outputs, run.batch, self.pipeline.batch_idx)
+            try:
+                getattr(module, name)(*(of_batch if name == "on_train_batch_end" else ()))
+            except Exception as error:
+                run.hook_failed = f"{name} raised {type(error).__name__}"
+                return None
+        return Snapshot.of(module, parameters=True)

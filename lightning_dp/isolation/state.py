@@ -1,0 +1,316 @@
+"""State that follows the records: carried along until something reads it, and held against releases."""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import math
+import pickle
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from lightning.pytorch import LightningModule
+from torch import Tensor, nn
+
+from lightning_dp._module_state import Path, Snapshot, restored
+
+__all__ = ["FinalState", "Marks", "TwinState"]
+
+_FAR = 1e6  # times the difference of two worlds, for thresholds that lie far from both
+_FAR_WHOLE = 1e3  # the same for whole numbers, which may be sizes
+_NAMED = 5  # attributes in a message
+
+_READ = (
+    "Gradients depend on {}, which follows the records of earlier steps, so clipping does not bound "
+    "what a record does. Keep there only what depends on no record; log the rest with self.log."
+)
+_SET = (
+    "{}() sets {} of an optimizer by {}, which follows the records of earlier steps, without noise. "
+    "Set it by the number of steps or epochs, or by a metric of public validation data."
+)
+
+
+@dataclass(frozen=True)
+class _Twin:
+    """The value that an attribute has where other records were in a batch."""
+
+    name: str
+    value: Any
+
+
+class TwinState:
+    """The values that attributes and buffers would have if a batch had held other records.
+
+    Two runs of one step, from one snapshot and one random state, with some records exchanged, end
+    with other values in what follows the records. That is ordinary (a list of losses, a metric)
+    until a gradient or an optimizer setting reads it. So the other run's values, the twins, are kept:
+    a later comparison, or a hook, runs once more with them in place.
+
+    All ranks must ask alike, since hooks may wait for each other; :attr:`has_twins` may differ.
+
+    Args:
+        module: the user's model.
+
+    Example:
+        >>> class Model(LightningModule):
+        ...     def __init__(self):
+        ...         super().__init__()
+        ...         self.steps, self.latest = 0, 0.0
+        >>> model, ends = Model(), []
+        >>> for loss in (1.5, 2.5):  # of the batch, and of the one with other records
+        ...     with restored(model):
+        ...         model.steps, model.latest = model.steps + 1, loss
+        ...         ends.append(Snapshot.of(model))
+        >>> twins = TwinState(model)
+        >>> twins.after_pair(*ends)
+        >>> twins.names
+        ('latest',)
+        >>> with twins.in_place():
+        ...     seen = model.latest
+        >>> seen, model.latest
+        (2.5, 0.0)
+    """
+
+    def __init__(self, module: LightningModule) -> None:
+        self._module = module
+        self._twins: dict[Path, _Twin] = {}
+        self._left: dict[Path, _Twin] = {}  # that had no place when twins were put in place
+        self._ends: tuple[dict[Path, _Twin], dict[Path, _Twin]] = ({}, {})  # of the latest pair
+
+    @property
+    def has_twins(self) -> bool:
+        """True if something follows the records."""
+        return bool(self._twins)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The dotted names of what follows the records."""
+        return tuple(dict.fromkeys(twin.name for twin in self._twins.values()))
+
+    def after_pair(self, end: Snapshot, other: Snapshot) -> None:
+        """Take the twins of what differs between a batch and one with other records; the rest stays.
+
+        Args:
+            end: after the batch.
+            other: after the one with other records, from the same start.
+        """
+        self._twins |= _twins_of(end, other)
+        self._ends = _twins_of(other, end), _twins_of(end, other)
+
+    def after_twin(self, end: Snapshot, other: Snapshot) -> None:
+        """Replace all twins by what differs after a run with twins; what was overwritten loses its own.
+
+        Args:
+            end: after the batch.
+            other: after the same batch, with the twins in place at its start.
+        """
+        self._twins = {**self._left, **_twins_of(end, other)}
+
+    @contextmanager
+    def in_place(self, *, scale: float = 1.0, parameters: bool = False) -> Iterator[None]:
+        """Put the twins into the module inside, which is restored afterwards.
+
+        Args:
+            scale: times the difference between the twin and the value of now, for numbers.
+            parameters: also restore the values of parameters.
+        """
+        with restored(self._module, parameters=parameters) as now:
+            self._left = _put(now, self._twins, scale)
+            yield
+
+    @contextmanager
+    def at_end(self, of: int) -> Iterator[None]:
+        """Put what followed the records of the latest pair into the module inside.
+
+        Args:
+            of: 0 for the batch, 1 for the one with other records.
+        """
+        with restored(self._module) as now:
+            _put(now, self._ends[of], 1.0)
+            yield
+
+    def fault(self) -> str:
+        """Return the words for gradients that differ with the twins in place."""
+        return _READ.format(self._in_words)
+
+    def run_hook(self, hook: Callable[..., Any], *args: Any) -> str | None:
+        """Run a hook of the module with the twins in place, before it runs in earnest; restore all.
+
+        What it computes from twins becomes a twin, what it overwrites is none any more. It runs from
+        the present state and from three others; nothing is run if there are no twins. Where it raises,
+        nothing is said.
+
+        Args:
+            hook: a bound method, such as ``module.on_train_epoch_end``.
+            args: of it.
+
+        Returns:
+            The fault, if an optimizer setting follows the twins.
+        """
+        if not self._twins or (end := self._end_of(hook, args, 0.0)) is None:
+            return None
+        found: dict[Path, _Twin] = {}
+        for scale in (1.0, _FAR, -_FAR):
+            if (other := self._end_of(hook, args, scale)) is None:
+                found = {**self._twins, **found}
+                continue
+            settings = [each.name for each in end.differences(other) if each.kind == "setting"]
+            if settings:
+                name = settings[0].rpartition(".")[2]
+                return _SET.format(getattr(hook, "__name__", hook), name, self._in_words)
+            found = {**self._left, **_twins_of(end, other), **found}
+        self._twins = found
+        return None
+
+    def _end_of(self, hook: Callable[..., Any], args: tuple[Any, ...], scale: float) -> Any:
+        """Return the state after a hook; None if it raises."""
+        try:
+            with self.in_place(scale=scale, parameters=True), warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                hook(*args)
+                return Snapshot.of(self._module)
+        except Exception:  # of the user's, on values that no run had
+            return None
+
+    @property
+    def _in_words(self) -> str:
+        return ", ".join(f"self.{name}" for name in self.names[:_NAMED])
+
+
+def _put(now: Snapshot, twins: Mapping[Path, _Twin], scale: float) -> dict[Path, _Twin]:
+    """Put twins into the module; return those that have no place there now: of items yet to come."""
+    left: dict[Path, _Twin] = {}
+    whole_first = sorted(twins.items(), key=lambda item: item[0][-1] is not ...)
+    for path, twin in whole_first:
+        try:
+            now.put(path, _moved(now.value_at(path), twin.value, scale))
+        except LookupError:
+            left[path] = twin
+    return left
+
+
+def _twins_of(end: Snapshot, other: Snapshot) -> dict[Path, _Twin]:
+    found: dict[Path, _Twin] = {}
+    for path, difference in end.differing_values(other).items():
+        if difference.kind in ("attribute", "buffer"):
+            with suppress(LookupError):  # there is no such attribute in the other world
+                found[path] = _Twin(difference.name, other.value_at(path))
+    return found
+
+
+def _moved(value: Any, twin: Any, scale: float) -> Any:
+    """Return a value moved towards its twin, so many times the way; what is no number, the twin."""
+    if scale == 0:
+        return copy.copy(value) if not isinstance(value, Tensor) else value.clone()
+    if isinstance(twin, Tensor):
+        is_alike = isinstance(value, Tensor) and value.shape == twin.shape
+        if scale == 1 or not is_alike or twin.dtype == torch.bool or twin.dtype != value.dtype:
+            return twin.clone()
+        step = (twin.double() - value.double()) * _limited(scale, twin.is_floating_point())
+        return (value.double() + step).to(twin.dtype)
+    is_number = isinstance(twin, int | float | np.number) and not isinstance(twin, bool)
+    if scale == 1 or not is_number or type(value) is not type(twin) or not math.isfinite(value):
+        return copy.copy(twin)
+    factor = _limited(scale, isinstance(twin, float | np.floating))
+    return type(twin)(value + (twin - value) * factor)
+
+
+def _limited(scale: float, is_real: bool) -> float:
+    return scale if is_real else math.copysign(min(abs(scale), _FAR_WHOLE), scale)
+
+
+@dataclass(frozen=True)
+class Marks:
+    """Marks of all buffers and frozen parameters, which show that one was written to or replaced.
+
+    Objects, addresses and ``_version``: no values are read. Not seen are writes into ``.data``.
+
+    Example:
+        >>> layer = nn.BatchNorm1d(2)
+        >>> before = Marks.of(layer)
+        >>> _ = layer.running_mean.add_(1)
+        >>> Marks.of(layer).changed_since(before)
+        ('running_mean',)
+    """
+
+    _module: nn.Module = field(repr=False)
+    _tensors: tuple[Tensor, ...] = field(repr=False)  # which keeps their ids from being used again
+    _marks: tuple[tuple[int, int, int], ...] = field(repr=False)
+
+    @classmethod
+    def of(cls, module: nn.Module) -> Marks:
+        """Return the marks of now."""
+        modules = [module]
+        for each in modules:  # which grows
+            modules += [inner for inner in each._modules.values() if inner is not None]
+        tensors = tuple(
+            tensor
+            for each in modules
+            for tensor in (*each._buffers.values(), *each._parameters.values())
+            if tensor is not None and not tensor.requires_grad
+        )
+        return cls(module, tensors, tuple(map(_mark, tensors)))
+
+    def changed_since(self, earlier: Marks) -> tuple[str, ...]:
+        """Return the dotted names of what was written to, or is another object, since earlier marks.
+
+        A parameter that was frozen or set free in between is left out.
+        """
+        if self._marks == earlier._marks:
+            return ()
+        known = {each[0]: each for each in earlier._marks}
+        buffers = [(name, _mark(each)) for name, each in self._module.named_buffers()]
+        frozen = [(name, _mark(each)) for name, each in self._module.named_parameters()]
+        return tuple(
+            [name for name, mark in buffers if known.get(mark[0]) != mark]
+            + [name for name, mark in frozen if known.get(mark[0], mark) != mark]
+        )
+
+
+def _mark(tensor: Tensor) -> tuple[int, int, int]:
+    version = -1 if tensor.is_inference() else tensor._version
+    return id(tensor), version, tensor.data_ptr()
+
+
+@dataclass(frozen=True)
+class FinalState:
+    """Hashes of a ``state_dict`` at its release, which later ones are held against.
+
+    Example:
+        >>> layer = nn.Linear(2, 1)
+        >>> released = FinalState.of(layer.state_dict())
+        >>> layer.bias.data += 1
+        >>> released.changed_in(layer.state_dict())
+        ('bias',)
+    """
+
+    _hashes: Mapping[str, bytes] = field(repr=False)
+
+    @classmethod
+    def of(cls, state: Mapping[str, Any]) -> FinalState:
+        """Return the hashes of all entries; tensors on a device are copied from there."""
+        return cls({name: _hash(value) for name, value in state.items()})
+
+    def changed_in(self, state: Mapping[str, Any]) -> tuple[str, ...]:
+        """Return the names of entries that are new, gone, or hold other values than at the release."""
+        now = {name: _hash(value) for name, value in state.items()}
+        names = dict.fromkeys([*self._hashes, *now])
+        return tuple(name for name in names if self._hashes.get(name) != now.get(name))
+
+
+def _hash(value: Any) -> bytes:
+    found = hashlib.blake2b(digest_size=16)
+    local = value.to_local() if hasattr(value, "to_local") else value  # of a sharded one
+    if isinstance(local, Tensor) and local.layout is torch.strided and not local.is_quantized:
+        found.update(f"{local.dtype} {tuple(local.shape)}".encode())
+        flat = local.detach().cpu().contiguous().reshape(-1)
+        found.update(flat.view(torch.uint8).numpy().tobytes())
+    else:
+        with suppress(Exception):  # what has no bytes is compared by nothing
+            found.update(pickle.dumps(value))
+    return found.digest()

@@ -1,0 +1,471 @@
+"""The watch over a fit's isolation: a dry run before the first charge, comparisons after it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from fnmatch import fnmatch
+from functools import partial
+from typing import Any, TypeAlias
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.core.hooks import DataHooks
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
+from torch import Tensor
+from torch.utils.data import Subset, default_collate
+
+from lightning_dp._checks import MisconfigurationError
+from lightning_dp._generators import OWN_GENERATORS, RandomState, put_back, state_of
+from lightning_dp._module_state import Snapshot
+from lightning_dp._warnings import warn
+from lightning_dp._world import World
+from lightning_dp.boundary import Query
+from lightning_dp.gradients import ALONE, UnsupportedModelError
+from lightning_dp.gradients.base import without_alone
+from lightning_dp.gradients.batches import DEFAULT_LAYOUT
+from lightning_dp.isolation.check import Check, Settings, stand_by
+from lightning_dp.isolation.dry_run import DryRun, find_layout
+from lightning_dp.isolation.outcome import BY_CONSTRUCTION, Outcome
+from lightning_dp.isolation.replay import Pipeline, Runner
+from lightning_dp.isolation.schedule import Schedule
+from lightning_dp.isolation.state import Marks, TwinState
+from lightning_dp.run import PrivateRun
+from lightning_dp.sampling.at_once import collates_as_torch
+from lightning_dp.sampling.loader import Chunk, PrivateDataLoader
+from lightning_dp.strategies.data import before_transfer, private_loader_of
+from lightning_dp.strategies.early_end import Agreement, Place
+from lightning_dp.strategies.step import PrivateStep
+
+__all__ = ["IsolationWatch"]
+
+# Runs training_step, as the strategy does it, and returns what it does.
+RunStep: TypeAlias = Callable[..., Any]
+
+_HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
+_FAULT = "{}: {}."
+_LARGE = 64 << 20  # bytes of buffers
+_FEW = 4  # samples, where no gradients are compared
+_UNEXPLAINED = (
+    "The buffers or frozen weights {} were written to, and no comparison of batches has shown that what "
+    "is in them is the same with other records. They are saved without noise. Compute them from weights "
+    "in a hook of the module (on_train_batch_end, on_train_epoch_end), where it can be compared; or, if "
+    "a callback or validation writes them by weights and public numbers alone, say so: "
+    "DifferentialPrivacy(public_state=['their names']), which the report prints."
+)
+_MADE_UP = (
+    "(Found on made-up samples. If it is wrong, leave the check out with isolation_probe=False.)"
+)
+
+
+class IsolationWatch:
+    """Compares runs of a batch that differ in some of its samples, on public steps.
+
+    Args:
+        trainer: of the fit.
+        step: the model's side of the fit's steps; it is told of faults.
+        run: counts comparisons.
+        world: the processes.
+        run_step: runs ``training_step`` under the strategy's precision.
+    """
+
+    def __init__(
+        self,
+        trainer: Trainer,
+        step: PrivateStep,
+        run: PrivateRun,
+        world: World,
+        run_step: RunStep,
+    ) -> None:
+        self._trainer, self._step, self._run, self._world = trainer, step, run, world
+        self._module: LightningModule = trainer.lightning_module
+        self._run_step = run_step
+        self._twins = TwinState(self._module)
+        self._is_first = True
+        self._since: int | None = None  # the plan's step at which the fit began
+        self._looks = 0
+        self._due: Chunk | None = None
+        self._check: Check | None = None
+        self._was_due = False  # a chunk of the step, on all ranks
+        self._marks, self._buffers = Marks.of(self._module), self._copies()
+        self._changed: set[str] = set()  # buffers and frozen weights that no comparison has cleared
+        self._cleared: set[str] = set()
+        self._before: Snapshot | None = None  # at the last look
+        self._weights: tuple[int, ...] | None = None  # versions of trained ones, after an update
+        self.fault: str | None = None
+        """Why nothing more may be released, by what a hook between two steps did."""
+        self._hooks = _BeforeHooks(self)
+        trainer.callbacks.insert(0, self._hooks)  # type: ignore[attr-defined]
+        if names := run.config.public_state:
+            note = f"what callbacks and validation write into {', '.join(names)} (declared, not checked)"
+            run.not_covered = (*run.not_covered, note)
+
+    def end(self) -> None:
+        """Begin to watch a model that is trained, and moved off its device: its hooks may write still."""
+        callbacks = self._trainer.callbacks  # type: ignore[attr-defined]
+        if self._hooks in callbacks:
+            callbacks.remove(self._hooks)
+        self._marks, self._buffers = Marks.of(self._module), self._copies()
+
+    # -- before the first charge -------------------------------------------------------------------
+
+    def before_first_charge(self, chunk: Chunk) -> None:
+        """Run made-up samples once in a fit: refuse what always couples, and settle the engine.
+
+        Raises:
+            UnsupportedModelError: if no engine takes the model.
+            MisconfigurationException: if it couples records, or keeps what it saw of them.
+        """
+        if not self._is_first:
+            return
+        self._is_first = False
+        engine, config = self._step.engine, self._run.config
+        if config.runs_each_record_alone:
+            self._run.isolation = BY_CONSTRUCTION
+            return
+        dry = None
+        if config.isolation_probe:
+            dry = DryRun(self._sample(chunk), have_lengths=not self._collates_as_torch)
+        layout = DEFAULT_LAYOUT
+        if not self._collates_as_torch:
+            collate, transfer = self._collate_and_transfer(self._loader)
+            layout = find_layout(dry, lambda samples: transfer(collate(samples)))
+        engine.choice.layout = self._world.broadcast(layout)
+        if dry is None:
+            engine.settle(self._world)
+            return
+        takes_number = is_param_in_hook_signature(
+            self._module.training_step, "batch_idx", min_args=2
+        )
+        runner = self._runner(self._loader, *((0,) if takes_number else ()))
+        found = dry.run(runner, self._settings, self._clip_norm)
+        found = self._world.broadcast(found)
+        engine.settle(self._world)
+        self._run.engine = engine.watched.description
+        self._run.isolation = self._described(found)
+        if engine.watched.engine.one_record and self._world.is_lead and engine.choice.reasons:
+            reason = engine.choice.reasons[-1].text
+            warn(f"Each record runs alone, one after the other. {reason}", topic="one-by-one")
+        self._refuse(found)
+
+    def _refuse(self, found: Outcome) -> None:
+        alone = f" {ALONE}" if self._module.automatic_optimization else ""  # which it needs
+        if found.kind == "coupled":
+            raise MisconfigurationError(
+                f"{type(self._module).__name__} couples the records of a batch: {found.reason}. "
+                f"Clipping does not bound what a record does then, and ε would not hold.{alone} "
+                f"{_MADE_UP}",
+                topic="coupled-records",
+            )
+
+    def _described(self, found: Outcome) -> str:
+        if self._step.engine.watched.engine.isolates and not self._needs_gradients:
+            return BY_CONSTRUCTION
+        if found.kind == "not compared":
+            return f"made-up samples were not compared ({found.reason})"
+        return "compared on made-up samples"
+
+    def _sample(self, chunk: Chunk) -> Any:
+        """Return a sample of which types and shapes are used; None if none can be read again."""
+        try:
+            return self._read(chunk.records[:1])[0]
+        except Exception:
+            return None
+
+    def _read(self, records: Sequence[int]) -> list[Any]:
+        """Read records once more; the random numbers of the run go on as if nobody had."""
+        dataset = self._loader.dataset
+        own = [each for each in vars(dataset).values() if isinstance(each, OWN_GENERATORS)]
+        states = [state_of(each) for each in own]
+        try:
+            with RandomState(self._trainer.strategy.root_device).again():
+                return [dataset[record] for record in records]
+        finally:
+            for each, state in zip(own, states, strict=True):
+                put_back(each, state)
+
+    # -- at charged batches ------------------------------------------------------------------------
+
+    def at_chunk(self, chunk: Chunk) -> None:
+        """Find out whether this chunk is compared; the same on all ranks."""
+        run, self._due = self._run, None
+        if chunk.first:
+            self._check = None
+        config = run.config
+        if not config.spot_checks or run.batches is None or config.runs_each_record_alone:
+            return
+        self._since = run.step if self._since is None else self._since
+        self._note_changes()
+        step, chunks = run.step - self._since, run.batches.chunks_per_step
+        if chunks > 1 and chunk.index % chunks != self._schedule.chunk(step, chunks):
+            return
+        if self._schedule.is_due(step, self._looks, begins_epoch=chunk.index < chunks):
+            self._due, self._looks = chunk, self._looks + 1
+            run.spot_checks += 1
+        elif self._changed or self._written_since() - self._cleared:
+            self._due = chunk  # which is counted nowhere
+
+    def before_forward(self, args: tuple[Any, ...]) -> None:
+        """Make the runs of a comparison, if the chunk is due."""
+        chunk, self._due = self._due, None
+        if chunk is None:
+            return
+        self._was_due = True
+        try:
+            self._compare(chunk, args)
+        except UnsupportedModelError as error:
+            self._step.note(without_alone(error.text))
+        except Exception as error:  # of the user's code, which will raise again in the step
+            self._count(Outcome("not compared", type(error).__name__))
+
+    def _compare(self, chunk: Chunk, args: tuple[Any, ...]) -> None:
+        mechanism, number = self._run.mechanism, self._run.step - (self._since or 0)
+        query = None if mechanism is None else mechanism.query
+        if query is None or chunk.size < 2:
+            return
+        loader, look = self._loader, self._looks - 1
+        names = self._schedule.samples(number, look, chunk.size)
+        if not self._needs_gradients:
+            if not self._keeps_something():
+                return
+            names = names[:_FEW]
+        records = [chunk.records[place] for place in names]
+        samples: Sequence[Any] = records
+        if not _reads_together(loader):
+            samples = self._read(records)
+        runner = self._runner(loader, *args[1:])
+        runner.without_dropout = look % 2 == 1
+        if self._changed or self._written_since():
+            runner.hooks = ("on_train_batch_end", "on_train_epoch_end")
+        self._check = Check(
+            runner,
+            samples,
+            self._settings(query=query, whole=chunk.size, seed=number),
+            partial(self._schedule.kept, number, look, len(samples)),
+            self._twins,
+        )
+        self._check.look()
+
+    def _note_changes(self) -> None:
+        """Note which buffers and frozen weights were written to since the last look, and not cleared."""
+        marks, before = Marks.of(self._module), self._buffers
+        names = marks.changed_since(self._marks)
+        if not names:
+            return
+        self._marks, self._buffers = marks, self._copies()
+        for name in names:
+            known, now = before.get(name), self._buffers.get(name)
+            is_same = known is not None and now is not None and torch.equal(known, now)
+            if not is_same and not self._is_public(name):  # passes that left no trace write, too
+                self._changed.add(name)
+
+    def after_update(self) -> None:
+        """Remember the trained weights as the optimizer's step left them."""
+        self._weights = self._versions()
+
+    def _written_since(self) -> set[str]:
+        """Return the names of trained weights that were written to since the optimizer's step."""
+        before, now = self._weights, self._versions()
+        if before is None or before == now:
+            return set()
+        moved = {
+            number for number, pair in enumerate(zip(before, now, strict=True)) if len({*pair}) > 1
+        }
+        ids = {id(param) for number, param in enumerate(self._step.params) if number in moved}
+        return {name for name, param in self._module.named_parameters() if id(param) in ids}
+
+    def _versions(self) -> tuple[int, ...]:
+        return tuple(param._version for param in self._step.params)
+
+    def _copies(self) -> dict[str, Tensor]:
+        """Return copies of the buffers, but of very large ones."""
+        buffers = dict(self._module.named_buffers())
+        if sum(each.nbytes for each in buffers.values()) > _LARGE:
+            return {}
+        return {name: each.detach().clone() for name, each in buffers.items()}
+
+    def _is_public(self, name: str) -> bool:
+        return name in self._cleared or any(
+            map(partial(fnmatch, name), self._run.config.public_state)
+        )
+
+    def unexplained(self) -> str | None:
+        """Return why nothing may be saved, or said to be private, as the module is now; None if it may.
+
+        A buffer or a frozen weight that was written to, and that no comparison has found to be the same
+        with other records.
+        """
+        self._note_changes()
+        if self.fault is not None or not self._changed:
+            return self.fault
+        return _UNEXPLAINED.format(sorted(self._changed)[:5])
+
+    def before_hook(self, name: str, *args: Any) -> None:
+        """Run a hook of the module as it would run after other records; then Lightning runs it."""
+        if self._twins.has_twins and is_overridden(name, self._module):
+            fault = self._twins.run_hook(getattr(self._module, name), *args)
+            self.fault = self.fault or fault
+
+    def _keeps_something(self) -> bool:
+        """Return False if nothing that the module keeps has changed since the last look."""
+        before, self._before = self._before, Snapshot.of(self._module, earlier=self._before)
+        return before is None or self._twins.has_twins or bool(before.differences(self._before))
+
+    def settle(self, agree: Agreement) -> None:
+        """Look closer at what moved, on all ranks, before the step is released.
+
+        Raises:
+            VoidedRunError: if the ranks are apart.
+        """
+        check, self._check = self._check, None
+        was_due, self._was_due = self._was_due, False
+        anyone = partial(agree.anyone, place=Place.SPOT_CHECK)
+        if self.fault is not None:
+            self._step.note(self.fault)
+        if check is None:
+            if was_due:  # the other ranks may have something to settle
+                stand_by(anyone)
+            return
+        found = check.settle(anyone)
+        self._count(found)
+        if found.kind == "isolated":
+            self._cleared |= check.same_in_both | self._written_since()
+            self._changed -= check.same_in_both
+        if found.kind == "coupled":
+            self._step.note(_FAULT.format(type(self._module).__name__, found.reason))
+
+    def _count(self, found: Outcome) -> None:
+        if found.kind == "not compared":
+            reasons = self._run.not_compared
+            reasons[found.reason] = reasons.get(found.reason, 0) + 1
+
+    # -- the user's code ---------------------------------------------------------------------------
+
+    @property
+    def _schedule(self) -> Schedule:
+        return Schedule(self._run.ledger.id)
+
+    @property
+    def _loader(self) -> PrivateDataLoader:
+        return private_loader_of(self._trainer)
+
+    @property
+    def _clip_norm(self) -> float:
+        norms = self._run.config.resolved_estimator().traits.clip_norms
+        return max(norms, default=math.inf)
+
+    @property
+    def _needs_gradients(self) -> bool:
+        """False if records ran alone, and nobody but torch made a batch of them."""
+        engine = self._step.engine.watched.engine
+        return not (engine.isolates and (engine.one_record or self._is_plain))
+
+    @property
+    def _collates_as_torch(self) -> bool:
+        return self._loader.collate_of_user is default_collate and collates_as_torch()
+
+    @property
+    def _made_by(self) -> str:
+        """The user's code that makes a batch, in words; "" if there is none."""
+        owners = (self._module, getattr(self._trainer, "datamodule", None))
+        found = [
+            f"{type(owner).__name__}.{hook}"
+            for hook in _HOOKS
+            for owner in owners
+            if owner is not None and is_overridden(hook, owner, parent=DataHooks)
+        ]
+        if not self._collates_as_torch:
+            collate: Any = self._loader.collate_of_user
+            name = getattr(collate, "__qualname__", type(collate).__name__)
+            found.insert(0, f"collate_fn ({name})")
+        return ", ".join(found)
+
+    @property
+    def _is_plain(self) -> bool:
+        starts = [
+            each
+            for each in (self._module, *self._trainer.callbacks)  # type: ignore[attr-defined]
+            if is_overridden("on_train_batch_start", each)
+            and not type(each).__module__.startswith(("lightning.", "lightning_dp."))
+        ]
+        return not self._made_by and not starts and not _reads_together(self._loader)
+
+    def _settings(self, *, query: Query, whole: int, seed: int) -> Settings:
+        return Settings(query, whole, self._eps, seed, self._needs_gradients)
+
+    @property
+    def _eps(self) -> float:
+        """The precision in which the model computes: the coarsest of its types."""
+        types = {param.dtype for param in self._step.params}
+        if "bf16" in str(self._trainer.precision):
+            types.add(torch.bfloat16)
+        elif "16" in str(self._trainer.precision):
+            types.add(torch.float16)
+        return max((torch.finfo(each).eps for each in types), default=0.0)
+
+    def _runner(self, loader: PrivateDataLoader, *others: Any) -> Runner:
+        step = self._step
+        collate, transfer = self._collate_and_transfer(loader, *others)
+        return Runner(
+            self._module,
+            step.engine.passes,
+            step.params,
+            Pipeline(
+                collate,
+                transfer,
+                lambda batch: self._run_step(batch, *others),
+                batch_idx=others[0] if others else 0,
+                made_by=self._made_by,
+            ),
+            self._trainer.strategy.root_device,
+        )
+
+    def _collate_and_transfer(
+        self, loader: PrivateDataLoader, *others: Any
+    ) -> tuple[Callable[[list[Any]], Any], Callable[[Any], Any]]:
+        collate, dataset = loader.collate_of_user, loader.dataset
+
+        def read_and_collate(records: list[Any]) -> Any:
+            return collate(dataset.__getitems__(records))  # type: ignore[attr-defined]
+
+        def transfer(batch: Any) -> Any:
+            strategy = self._trainer.strategy
+            batch = strategy.precision_plugin.convert_input(batch)
+            batch = strategy.batch_to_device(before_transfer(self._trainer, batch))
+            if is_overridden("on_train_batch_start", self._module):
+                self._module.on_train_batch_start(batch, *(others[:1] or (0,)))
+            return batch
+
+        return (read_and_collate if _reads_together(loader) else collate), transfer
+
+
+class _BeforeHooks(Callback):
+    """Runs hooks of the module at the ends of epochs as they would run after other records.
+
+    Args:
+        watch: runs them.
+    """
+
+    def __init__(self, watch: IsolationWatch) -> None:
+        self._watch = watch
+
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._watch.before_hook("on_train_epoch_start")
+
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any) -> None:
+        self._watch.before_hook("on_train_batch_end", *args)
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._watch.before_hook("on_train_epoch_end")
+
+    def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._watch.before_hook("on_validation_epoch_end")
+
+
+def _reads_together(loader: PrivateDataLoader) -> bool:
+    """Return True if a data set of the user's reads all records of a batch in one call."""
+    dataset = loader.dataset
+    while type(dataset) is Subset:
+        dataset = dataset.dataset
+    return callable(getattr(dataset, "__getitems__", None))

@@ -1,0 +1,413 @@
+"""State that follows the records is harmless until something reads it; releases, and later writes."""
+
+from __future__ import annotations
+
+from collections import deque
+
+import numpy as np
+import pytest
+import torch
+from lightning.pytorch import LightningModule
+from torch import nn
+from torchmetrics.classification import MulticlassAccuracy
+
+from lightning_dp._module_state import Snapshot, restored
+from lightning_dp.isolation.state import FinalState, Marks, TwinState
+
+EXCHANGED = slice(0, 4)  # the records of a batch that are others in the other world
+
+
+class Classifier(LightningModule):
+    """A linear classifier of 4 numbers in 3 classes, whose hooks subclasses add."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer = nn.Linear(4, 3)
+        self.start()
+
+    def start(self):
+        """Add attributes."""
+
+    def losses_of(self, batch):
+        x, y = batch
+        return nn.functional.cross_entropy(self.layer(x), y, reduction="none")
+
+    def training_step(self, batch, batch_idx):
+        return self.losses_of(batch).mean()
+
+
+class Fit:
+    """Runs epochs of steps, compares their first ones as a private fit does, and notes faults."""
+
+    def __init__(self, model, lr=0.1):
+        self.model, self.twins, self.faults = model, TwinState(model), []
+        self.optimizer = torch.optim.SGD(model.parameters(), lr=lr)
+        model._trainer = type(
+            "Trainer", (), {"optimizers": [self.optimizer], "lr_scheduler_configs": []}
+        )()
+        self.generator = torch.Generator().manual_seed(1)
+
+    def batch(self):
+        x = torch.randn(8, 4, generator=self.generator)
+        return x, torch.randint(3, (8,), generator=self.generator)
+
+    def run(self, epochs, steps=3):
+        for _ in range(epochs):
+            for step in range(steps):
+                batch = self.batch()
+                if step == 0:
+                    self.compare(batch)
+                self.step(batch)
+            self.hook("on_train_epoch_end")
+        return self.faults
+
+    def step(self, batch):
+        self.optimizer.zero_grad()
+        self.model.training_step(batch, 0).backward()
+        self.optimizer.step()
+
+    def hook(self, name):
+        hook = getattr(self.model, name)
+        if (fault := self.twins.run_hook(hook)) is not None:
+            self.faults.append(fault)
+        hook()
+
+    def compare(self, batch):
+        x, y = batch
+        others = x.clone(), (y + 1) % 3
+        others[0][EXCHANGED] = 9 * torch.randn(4, 4, generator=self.generator)
+        gradients, end = self.pass_over(batch)
+        _, other = self.pass_over(others)
+        if self.twins.has_twins:
+            with self.twins.in_place():
+                moved, with_twins = self.pass_over(batch)
+            if not all(map(torch.equal, gradients, moved)):
+                self.faults.append(self.twins.fault())
+            self.twins.after_twin(end, with_twins)
+        self.twins.after_pair(end, other)
+
+    def pass_over(self, batch):
+        with restored(self.model):
+            self.model.training_step(batch, 0).backward()
+            gradients = [param.grad for param in self.model.parameters()]
+            return gradients, Snapshot.of(self.model)
+
+
+# -- faults ---------------------------------------------------------------------------------------
+
+
+class Queue(Classifier):
+    def start(self):
+        self.queue = deque(maxlen=8)
+
+    def training_step(self, batch, batch_idx):
+        loss = self.losses_of(batch).mean()
+        for key in self.queue:
+            loss = loss + (self.layer(batch[0]) @ key).square().mean()
+        self.queue.append(self.layer(batch[0])[0].detach())
+        return loss
+
+
+class RunningMean(Classifier):
+    def start(self):
+        self.mean = torch.zeros(4)
+
+    def training_step(self, batch, batch_idx):
+        loss = self.losses_of((batch[0] - self.mean, batch[1])).mean()
+        self.mean = 0.9 * self.mean + 0.1 * batch[0].mean(0)
+        return loss
+
+
+class LossOverItsAverage(Classifier):
+    def start(self):
+        self.average = 1.0
+
+    def training_step(self, batch, batch_idx):
+        loss = self.losses_of(batch).mean()
+        scaled = loss / self.average
+        self.average = 0.9 * self.average + 0.1 * loss.item()
+        return scaled
+
+
+class DynamicWeightAverage(Classifier):
+    """Two losses, weighed by how fast they fell over the two epochs before."""
+
+    def start(self):
+        self.seen, self.averages, self.weights = [], [], np.ones(2)
+
+    def training_step(self, batch, batch_idx):
+        losses = torch.stack([self.losses_of(batch).mean(), self.layer(batch[0]).square().mean()])
+        self.seen.append(losses.detach())
+        return (losses * torch.as_tensor(self.weights, dtype=torch.float32)).sum()
+
+    def on_train_epoch_end(self):
+        self.averages.append(torch.stack(self.seen).mean(0).numpy())
+        self.seen = []
+        if len(self.averages) > 1:
+            ratio = np.exp(self.averages[-1] / self.averages[-2] / 2)
+            self.weights = 2 * ratio / ratio.sum()
+
+
+class OwnPlateau(Classifier):
+    def start(self):
+        self.losses, self.best, self.bad = [], float("inf"), 0
+
+    def training_step(self, batch, batch_idx):
+        loss = self.losses_of(batch).mean()
+        self.losses.append(loss.item())
+        return loss
+
+    def on_train_epoch_end(self):
+        loss = sum(self.losses) / len(self.losses)
+        self.losses.clear()
+        self.best, self.bad = (loss, 0) if loss < self.best else (self.best, self.bad + 1)
+        if self.bad > 2:
+            self.trainer.optimizers[0].param_groups[0]["lr"] *= 0.5
+            self.bad = 0
+
+
+class ClassWeightsByErrors(Classifier):
+    def start(self):
+        self.errors, self.weights = torch.zeros(3), torch.ones(3)
+
+    def training_step(self, batch, batch_idx):
+        x, y = batch
+        output = self.layer(x)
+        wrong = y[output.argmax(1) != y]
+        self.errors += torch.bincount(wrong, minlength=3)
+        losses = nn.functional.cross_entropy(output, y, reduction="none")
+        return (losses * self.weights[y]).mean()
+
+    def on_train_epoch_end(self):
+        self.weights = (1 + self.errors) / (1 + self.errors).mean()
+        self.errors = torch.zeros(3)
+
+
+class WeightsByMetric(Classifier):
+    """A metric's state is no fault; a gradient that follows it is."""
+
+    def start(self):
+        self.accuracy, self.weight = MulticlassAccuracy(3), 1.0
+
+    def training_step(self, batch, batch_idx):
+        self.accuracy(self.layer(batch[0]), batch[1])
+        return self.weight * self.losses_of(batch).mean()
+
+    def on_train_epoch_end(self):
+        self.weight = 2.0 - float(self.accuracy.compute())
+        self.accuracy.reset()
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "epochs"),
+    [
+        (Queue, "self.queue", 2),
+        (RunningMean, "self.mean", 2),
+        (LossOverItsAverage, "self.average", 2),
+        (DynamicWeightAverage, "self.weights", 3),
+        (ClassWeightsByErrors, "self.weights", 2),
+        (WeightsByMetric, "self.weight", 2),
+    ],
+)
+def test_gradients_that_follow_kept_records_are_a_fault(kind, name, epochs):
+    faults = Fit(kind()).run(epochs)
+    assert faults
+    assert name in faults[0]
+
+
+def test_a_rate_by_the_training_loss_is_a_fault_when_it_changes():
+    """Without learning the loss goes up and down; after three bad epochs the rate falls."""
+    fit = Fit(OwnPlateau(), lr=1e-9)
+    faults = fit.run(40)
+    assert fit.optimizer.param_groups[0]["lr"] < 1e-9
+    assert faults
+    assert "on_train_epoch_end() sets lr" in faults[0]
+    assert "self.best" in faults[0]
+
+
+def test_a_threshold_is_found_that_is_far_from_both_worlds():
+    model = OwnPlateau()
+    fit = Fit(model)
+    model.best, model.bad = 1e-3, 2
+    fit.compare(fit.batch())
+    fit.step(fit.batch())
+    fit.hook("on_train_epoch_end")
+    assert [fault[:25] for fault in fit.faults] == ["on_train_epoch_end() sets"]
+
+
+# -- no faults ------------------------------------------------------------------------------------
+
+
+class Counts(Classifier):
+    def start(self):
+        self.steps = 0
+        self.register_buffer("batches", torch.zeros(()))
+
+    def training_step(self, batch, batch_idx):
+        self.steps += 1
+        self.batches += 1
+        return self.losses_of(batch).mean() / (1 + self.batches)
+
+
+class AnnealsByOwnCounter(Classifier):
+    def start(self):
+        self.steps, self.epochs = 0, 0
+
+    def training_step(self, batch, batch_idx):
+        self.steps += 1
+        return 0.9**self.steps * self.losses_of(batch).mean() / (1 + self.epochs)
+
+    def on_train_epoch_end(self):
+        self.epochs += 1
+        self.trainer.optimizers[0].param_groups[0]["lr"] *= 0.9
+
+
+class CountsMetrics(Classifier):
+    def start(self):
+        self.accuracy = MulticlassAccuracy(3)
+
+    def training_step(self, batch, batch_idx):
+        self.accuracy(self.layer(batch[0]), batch[1])
+        return self.losses_of(batch).mean()
+
+    def on_train_epoch_end(self):
+        self.accuracy.compute()
+        self.accuracy.reset()
+
+
+class ListsLosses(Classifier):
+    def start(self):
+        self.losses, self.means, self.rate = [], [], 1.0
+
+    def training_step(self, batch, batch_idx):
+        loss = self.losses_of(batch).mean()
+        self.losses.append((len(self.losses), loss.item()))
+        return loss * self.rate / (1 + len(self.losses) // 4)
+
+    def on_train_epoch_end(self):
+        self.means.append(sum(loss for _, loss in self.losses) / len(self.losses))
+        self.rate *= 0.5
+        self.trainer.optimizers[0].param_groups[0]["lr"] *= 0.5
+
+
+class DrawsByItself(Classifier):
+    def start(self):
+        self.generator = torch.Generator().manual_seed(0)
+
+    def training_step(self, batch, batch_idx):
+        noise = torch.randn(8, 4, generator=self.generator)
+        return self.losses_of((batch[0] + noise + torch.randn(8, 4), batch[1])).mean()
+
+
+@pytest.mark.parametrize(
+    "kind", [Classifier, Counts, AnnealsByOwnCounter, CountsMetrics, ListsLosses, DrawsByItself]
+)
+def test_what_nothing_reads_and_what_is_public_are_no_faults(kind):
+    fit = Fit(kind())
+    assert fit.run(4) == []
+    assert fit.twins.has_twins is (kind is ListsLosses)
+
+
+def test_comparisons_leave_no_trace():
+    plain, watched = DynamicWeightAverage(), DynamicWeightAverage()
+    fits = Fit(plain), Fit(watched)
+    fits[0].compare = lambda batch: [torch.randn(4, 4, generator=fits[0].generator)]
+    for fit in fits:
+        torch.manual_seed(3)
+        fit.run(3)
+    assert (
+        Snapshot.of(plain, parameters=True).differences(Snapshot.of(watched, parameters=True)) == ()
+    )
+
+
+# -- twins ----------------------------------------------------------------------------------------
+
+
+def test_what_a_hook_overwrites_is_no_twin_any_more():
+    fit = Fit(OwnPlateau())
+    fit.compare(fit.batch())
+    assert fit.twins.names == ("losses",)
+    fit.step(fit.batch())
+    fit.hook("on_train_epoch_end")
+    assert fit.twins.names == ("best",)
+
+
+def test_a_twin_keeps_to_its_place_in_a_list_that_has_grown():
+    model = ListsLosses()
+    fit = Fit(model)
+    fit.compare(fit.batch())
+    for _ in range(3):
+        fit.step(fit.batch())
+    real = list(model.losses)
+    with fit.twins.in_place():
+        moved = list(model.losses)
+    assert model.losses == real
+    assert [place for place, _ in moved] == [0, 1, 2]
+    assert moved[0][1] != real[0][1]
+    assert moved[1:] == real[1:]
+
+
+def test_a_hook_that_raises_elsewhere_keeps_the_twins():
+    class Raises(OwnPlateau):
+        def on_train_epoch_end(self):
+            if not all(0 < loss < 1e3 for loss in self.losses):
+                raise ValueError("a loss out of range")
+
+    fit = Fit(Raises())
+    fit.compare(fit.batch())
+    fit.step(fit.batch())
+    fit.hook("on_train_epoch_end")
+    assert fit.twins.names == ("losses",)
+
+
+# -- marks and releases ---------------------------------------------------------------------------
+
+
+class Marked(Classifier):
+    def start(self):
+        self.register_buffer("mean", torch.zeros(2))
+        self.teacher = nn.Linear(2, 2).requires_grad_(False)
+
+
+CHANGES = {
+    "in place": (lambda m: m.mean.add_(1), ("mean",)),
+    "another object": (lambda m: setattr(m, "mean", m.mean + 1), ("mean",)),
+    "another address": (lambda m: setattr(m.mean, "data", torch.ones(2)), ("mean",)),
+    "new": (lambda m: m.layer.register_buffer("seen", torch.zeros(1)), ("layer.seen",)),
+    "frozen": (lambda m: m.teacher.weight.mul_(2), ("teacher.weight",)),
+    "trained": (lambda m: m.layer.weight.detach().mul_(2), ()),
+    "set free": (lambda m: m.teacher.requires_grad_(True), ()),
+    "made frozen": (lambda m: m.layer.requires_grad_(False), ()),
+    "nothing": (lambda m: m.mean + 1, ()),
+}
+
+
+@pytest.mark.parametrize("name", list(CHANGES))
+def test_marks_show_writes_to_buffers_and_frozen_weights(name):
+    change, names = CHANGES[name]
+    model = Marked()
+    before = Marks.of(model)
+    change(model)
+    assert Marks.of(model).changed_since(before) == names
+
+
+def test_a_released_state_is_held_against_a_later_one():
+    model = Marked()
+    released = FinalState.of(model.state_dict())
+    copied = {name: value.clone() for name, value in model.state_dict().items()}
+    assert released.changed_in(copied) == ()
+    model.mean.data[0] = 1  # no mark shows it
+    model.layer.register_buffer("features", torch.ones(3))
+    later = model.state_dict()
+    del later["teacher.bias"]
+    assert set(released.changed_in(later)) == {"mean", "layer.features", "teacher.bias"}
+
+
+@pytest.mark.parametrize(
+    "value", [torch.ones(2, dtype=torch.bfloat16), torch.tensor(True), torch.zeros(0), {"a": 1}]
+)
+def test_entries_of_every_kind_are_compared(value):
+    released = FinalState.of({"x": value})
+    assert released.changed_in({"x": value}) == ()
+    assert released.changed_in({"x": torch.zeros(5)}) == ("x",)
