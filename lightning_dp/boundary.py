@@ -46,7 +46,7 @@ from lightning_dp._noise import NoiseSource
 from lightning_dp._refusals import RefusedSetting
 from lightning_dp._validate import above_0, finite, normalise, not_negative
 from lightning_dp._world import World
-from lightning_dp.functional import clip_factors, flat_memory, flat_zeros
+from lightning_dp.functional import clip_factors, flat_memory, flat_zeros, number_of_entries
 
 __all__ = [
     "AbstractPerSampleGradients",
@@ -284,7 +284,7 @@ class BoundedSum:
             query: what was asked.
             params: the trainable parameters, for their number, type and device.
         """
-        size = query.size(sum(param.numel() for param in params))
+        size = query.size(number_of_entries(params))
         return cls(flat_zeros(params, size), query.sensitivity)
 
     @classmethod
@@ -469,7 +469,7 @@ def begin_with_noise(
         raise RefusedSetting(
             "A sum over shards is of whole gradients, without a count.", topic="out-of-order"
         )
-    size = query.size(sum(param.numel() for param in params))
+    size = query.size(number_of_entries(params))
     share = slice(0, size) if world.is_sharded else world.share(size)
     # Noise is written over what is there, so zeros are written to the others' shares only.
     total = BoundedSum(flat_memory(params, size), query.sensitivity)

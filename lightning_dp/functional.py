@@ -23,8 +23,10 @@ __all__ = [
     "flat_zeros",
     "flatten",
     "laplacian_smoothing",
+    "number_of_entries",
     "parts_of",
     "per_sample_norms",
+    "real",
     "unflatten",
 ]
 
@@ -186,33 +188,60 @@ def clip_factors(norms: Tensor, clip_norm: float) -> Tensor:
     return factors.nan_to_num_(nan=0.0).to(norms.dtype)
 
 
+def real(tensor: Tensor) -> Tensor:
+    """Return the same entries as real numbers: of a complex tensor, shape (..., 2), both parts of each.
+
+    Example:
+        >>> real(torch.tensor([3 + 4j])).tolist()
+        [[3.0, 4.0]]
+    """
+    return torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
+
+
+def number_of_entries(tensors: Sequence[Tensor]) -> int:
+    """Return d, the number of real entries of all tensors.
+
+    Example:
+        >>> number_of_entries([torch.zeros(2, 2), torch.zeros(3, dtype=torch.complex64)])
+        10
+    """
+    return sum([_entries(tensor) for tensor in tensors])
+
+
+def _entries(tensor: Tensor) -> int:
+    return tensor.numel() * (2 if tensor.is_complex() else 1)
+
+
 def flatten(tensors: Sequence[Tensor]) -> Tensor:
-    """Return all entries, in order, as one flat vector.
+    """Return all entries, in order, as one flat vector of real numbers.
 
     Example:
         >>> flatten([torch.zeros(2, 2), torch.ones(1)])
         tensor([0., 0., 0., 0., 1.])
     """
-    return torch.cat([tensor.detach().reshape(-1) for tensor in tensors])
+    return torch.cat([real(tensor.detach()).reshape(-1) for tensor in tensors])
 
 
 def unflatten(vector: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
-    """Undo :func:`flatten`: views of ``vector``, cast to each tensor's shape and dtype.
+    """Undo :func:`flatten`: views of ``vector`` (copies if complex), of each tensor's shape and dtype.
 
     Example:
         >>> [part.shape for part in unflatten(torch.zeros(5), [torch.zeros(2, 2), torch.ones(1)])]
         [torch.Size([2, 2]), torch.Size([1])]
     """
-    parts = [part.view_as(t) for part, t in zip(parts_of(vector, like), like, strict=True)]
-    return [
-        part if part.dtype is t.dtype else part.to(t.dtype)
-        for part, t in zip(parts, like, strict=True)
-    ]
+    return [_as(part, t) for part, t in zip(parts_of(vector, like), like, strict=True)]
+
+
+def _as(part: Tensor, like: Tensor) -> Tensor:
+    if like.is_complex():
+        part = torch.complex(*part.view(*like.shape, 2).unbind(-1))  # a view may be unaligned
+    part = part.view_as(like)
+    return part if part.dtype is like.dtype else part.to(like.dtype)
 
 
 def parts_of(vector: Tensor, like: Sequence[Tensor]) -> tuple[Tensor, ...]:
     """Return the flat view of ``vector`` that belongs to each tensor."""
-    return torch.split(vector, [tensor.numel() for tensor in like])
+    return torch.split(vector, [_entries(tensor) for tensor in like])
 
 
 def brought_to(state: Any, device: torch.device) -> Any:
@@ -233,16 +262,16 @@ def flat_zeros(like: Sequence[Tensor], size: int | None = None) -> Tensor:
         like: the tensors.
         size: its length; by default that of all of them together.
     """
-    size = sum([tensor.numel() for tensor in like]) if size is None else size
+    size = number_of_entries(like) if size is None else size
     return torch.zeros(size, dtype=flat_dtype(like), device=like[0].device)
 
 
 def flat_memory(like: Sequence[Tensor], size: int | None = None) -> Tensor:
     """Return the same as :func:`flat_zeros`, before anything was written into it."""
-    size = sum([tensor.numel() for tensor in like]) if size is None else size
+    size = number_of_entries(like) if size is None else size
     return torch.empty(size, dtype=flat_dtype(like), device=like[0].device)
 
 
 def flat_dtype(like: Sequence[Tensor]) -> torch.dtype:
     """Return the type of flat vectors of such tensors: theirs, but at least float32."""
-    return functools.reduce(torch.promote_types, {t.dtype for t in like}, torch.float32)
+    return functools.reduce(torch.promote_types, {t.dtype.to_real() for t in like}, torch.float32)

@@ -25,7 +25,7 @@ from lightning_dp.boundary import (
     begin_with_noise,
 )
 from lightning_dp.estimators.driver import Driver
-from lightning_dp.functional import brought_to
+from lightning_dp.functional import brought_to, number_of_entries
 from lightning_dp.noise_plan import NoisePlan
 from lightning_dp.postprocessing import AbstractPostProcessor, postprocessed
 from lightning_dp.signal import SignalTracker
@@ -399,4 +399,4 @@ class Mechanism:
 
 def _num_values(params: Sequence[Tensor]) -> int:
     """Return the number of values that all parameters hold together."""
-    return sum(param.numel() for param in params)
+    return number_of_entries(params)

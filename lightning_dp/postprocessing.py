@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lightning_dp._validate import between, flag, normalise, not_negative
 from lightning_dp.boundary import State
-from lightning_dp.functional import laplacian_smoothing
+from lightning_dp.functional import laplacian_smoothing, number_of_entries
 
 __all__ = ["AbstractPostProcessor", "LaplacianSmoothing", "Momentum"]
 
@@ -66,7 +66,7 @@ class Momentum(AbstractPostProcessor):
         normalise(self, between("[0, 1)"), "beta", of="Momentum")
 
     def init(self, params: Sequence[Tensor]) -> State:
-        return {"average": torch.zeros(sum(param.numel() for param in params)), "steps": 0}
+        return {"average": torch.zeros(number_of_entries(params)), "steps": 0}
 
     def apply(self, state: State, estimate: Tensor) -> tuple[Tensor, State]:
         steps = state["steps"] + 1
@@ -115,7 +115,11 @@ class LaplacianSmoothing(AbstractPostProcessor):
         normalise(self, flag, "per_parameter", of="LaplacianSmoothing")
 
     def init(self, params: Sequence[Tensor]) -> State:
-        return {"sizes": [param.numel() for param in params]} if self.per_parameter else {}
+        return (
+            {"sizes": [number_of_entries([param]) for param in params]}
+            if self.per_parameter
+            else {}
+        )
 
     def apply(self, state: State, estimate: Tensor) -> tuple[Tensor, State]:
         if not self.per_parameter:

@@ -10,6 +10,7 @@ from torch.optim import Optimizer
 
 from lightning_dp._validate import above_0, normalise, not_negative, positive, probability, whole
 from lightning_dp.accounting.base import Relation
+from lightning_dp.functional import number_of_entries
 from lightning_dp.plan import weight_size
 from lightning_dp.plan.learning_rate import Optimizer as Kind
 
@@ -109,7 +110,7 @@ def optimizer_setting(optimizer: Optimizer) -> tuple[OptimizerSetting, int, floa
     )
     shapes = [tuple(parameter.shape) for parameter in trained]
     matrices = [shape for shape in shapes if len(shape) > 1 and math.prod(shape)]
-    size = sum(parameter.numel() for parameter in trained)
+    size = number_of_entries(trained)
     return setting, size, weight_size(matrices) if matrices else None
 
 

@@ -16,6 +16,7 @@ from lightning_dp._noise import random_generator
 from lightning_dp.audit.bounds import FloatArray
 from lightning_dp.boundary import AbstractPerSampleGradients, Query, Release, State
 from lightning_dp.estimators.base import AbstractEstimator, Traits
+from lightning_dp.functional import number_of_entries
 from lightning_dp.gradients import AbstractGradientEngine
 
 __all__ = ["Canaries", "CanaryData", "CanaryEngine", "WatchedEstimator"]
@@ -201,7 +202,7 @@ class WatchedEstimator(AbstractEstimator):
         self._estimator.check(optimizer)
 
     def init(self, params: Sequence[Tensor]) -> State:
-        self._canaries.place(sum(param.numel() for param in params))
+        self._canaries.place(number_of_entries(params))
         return self._estimator.init(params)
 
     def ask(

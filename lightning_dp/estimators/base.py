@@ -17,7 +17,7 @@ from lightning_dp._refusals import RefusedRun
 from lightning_dp._shards import HeldParts
 from lightning_dp._validate import above_0, between, flag, normalise, whole
 from lightning_dp.boundary import Query, Release, State, Term
-from lightning_dp.functional import flatten, length
+from lightning_dp.functional import flatten, length, number_of_entries
 
 __all__ = [
     "AbstractEstimator",
@@ -217,7 +217,7 @@ def entries(params: Sequence[Tensor]) -> int:
     """Return d, the number of all entries, wherever they are."""
     if isinstance(params, HeldParts):
         return params.entries
-    return sum(param.numel() for param in params)
+    return number_of_entries(params)
 
 
 def distance(params: Sequence[Tensor], point: Tensor) -> float:

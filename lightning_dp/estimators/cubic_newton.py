@@ -24,7 +24,7 @@ from lightning_dp._validate import (
 )
 from lightning_dp.boundary import Query, Release, State, Term
 from lightning_dp.estimators.base import AbstractEstimator, Traits, share_of_noise
-from lightning_dp.functional import flatten, length
+from lightning_dp.functional import flatten, length, number_of_entries
 from lightning_dp.sparsify import shared_mask
 
 __all__ = ["CubicNewton", "average_weight", "inner_step"]
@@ -149,7 +149,7 @@ class CubicNewton(AbstractEstimator):
                         topic="optimizer",
                     )
         params = [p for group in optimizer.param_groups for p in group["params"]]
-        self.kept(sum(param.numel() for param in params if param.requires_grad))
+        self.kept(number_of_entries([param for param in params if param.requires_grad]))
 
     def kept(self, size: int) -> int:
         """Return k for d = ``size`` coordinates.
@@ -171,13 +171,13 @@ class CubicNewton(AbstractEstimator):
     # -- one inner step --------------------------------------------------------------------
 
     def init(self, params: Sequence[Tensor]) -> State:
-        self.kept(sum(param.numel() for param in params))
+        self.kept(number_of_entries(params))
         return {"round": 0, "inner": 0, "offset": None, "average": None}
 
     def ask(
         self, state: State, params: Sequence[Tensor], step: int, noise_multiplier: float
     ) -> Query:
-        size = sum(param.numel() for param in params)
+        size = number_of_entries(params)
         coordinates = self.coordinates(state["round"], size)
         offset, terms = state["offset"], [Term()]
         distance = 0.0 if offset is None else state.get("distance")

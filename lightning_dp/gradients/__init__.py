@@ -10,7 +10,7 @@ from lightning_dp.gradients.base import (
 )
 from lightning_dp.gradients.chunks import OtherRowsError, Replay
 from lightning_dp.gradients.engines import EngineChoice, attach_engine
-from lightning_dp.gradients.loss_graph import CoupledLossError
+from lightning_dp.gradients.graph import CoupledLossError
 from lightning_dp.gradients.passes import RecordPasses
 from lightning_dp.gradients.raw import RawGradientGuard, RawGradientHookError
 

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from lightning_dp._precision import has_float64
 from lightning_dp.boundary import AbstractPerSampleGradients
-from lightning_dp.functional import flat_zeros, parts_of
+from lightning_dp.functional import flat_zeros, parts_of, real
 from lightning_dp.gradients.base import ALONE, UnsupportedModelError
 
 __all__ = ["check_sum", "plain_gradients"]
@@ -30,7 +30,7 @@ def plain_gradients(loss: Tensor, params: Sequence[nn.Parameter]) -> Tensor | No
     for place, part in enumerate(parts_of(flat, params)):
         own, parts[place] = parts[place], None  # freed, so that there are never two of all
         if own is not None:
-            part.copy_((own.to_dense() if own.is_sparse else own).reshape(-1))
+            part.copy_(real(own.to_dense() if own.is_sparse else own).reshape(-1))
     return flat
 
 

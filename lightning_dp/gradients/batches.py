@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, TypeAlias, cast
 
 import numpy as np
@@ -88,15 +89,19 @@ class SampleBatch:
             UnsupportedModelError: if some part of it has no entry for each sample.
         """
         known = self.layout.holds_samples
-        found = row_leaves(self.value)
-        if known and len(known) != len(found):
+        if known and len(known) != len(self._leaves):
             raise UnsupportedModelError(_OTHER_LEAVES, topic="rows-and-records")
-        for leaf, holds in zip(found, self._holds(found), strict=True):
+        for leaf, holds in zip(self._leaves, self._holds, strict=True):
             if holds is None or (holds and _length(leaf) != self.size):
                 raise UnsupportedModelError(_NO_ENTRY, topic="rows-and-records")
 
-    def _holds(self, found: Sequence[Leaf]) -> tuple[bool | None, ...]:
-        return self.layout.holds_samples or tuple(_is_collated(leaf) for leaf in found)
+    @cached_property
+    def _leaves(self) -> list[Leaf]:
+        return row_leaves(self.value)
+
+    @cached_property
+    def _holds(self) -> tuple[bool | None, ...]:
+        return self.layout.holds_samples or tuple(map(_is_collated, self._leaves))
 
     def of(self, samples: Tensor) -> SampleBatch:
         """Return the batch of some of the samples, by their places."""
@@ -115,7 +120,7 @@ class SampleBatch:
 
     def map(self, of_samples: Callable[[Leaf], Leaf]) -> Any:
         """Return the value in new containers, with the leaves that hold samples replaced."""
-        holds = iter(self._holds(row_leaves(self.value)))
+        holds = iter(self._holds)
         return map_leaves(
             self.value, lambda leaf: of_samples(leaf) if next(holds) else leaf, rows=True
         )
@@ -128,15 +133,14 @@ class SampleBatch:
     @property
     def versions(self) -> list[int]:
         """The version counters of the tensors, which count changes in place."""
-        return [leaf._version for leaf in row_leaves(self.value) if isinstance(leaf, Tensor)]
+        return [leaf._version for leaf in self._leaves if isinstance(leaf, Tensor)]
 
     @property
     def others(self) -> list[Sequence[Any]]:
         """Lists of texts, numbers and objects with an entry for each sample."""
-        found = row_leaves(self.value)
         return [
             leaf
-            for leaf, holds in zip(found, self._holds(found), strict=True)
+            for leaf, holds in zip(self._leaves, self._holds, strict=True)
             if holds and not isinstance(leaf, Tensor)
         ]
 

@@ -17,7 +17,7 @@ from lightning_dp.gradients.base import (
     without_alone,
 )
 from lightning_dp.gradients.batches import Layout
-from lightning_dp.gradients.loss_graph import CoupledLossError
+from lightning_dp.gradients.graph import CoupledLossError
 from lightning_dp.gradients.sharded import refuse_other_shards
 from lightning_dp.gradients.unsupported import refuse_sharded, refuse_special
 

@@ -17,14 +17,9 @@ from lightning_dp.boundary import AbstractPerSampleGradients
 from lightning_dp.functional import flat_zeros, parts_of
 from lightning_dp.gradients.base import UnsupportedModelError, as_unsupported, number_of_records
 from lightning_dp.gradients.bilinear import Use
+from lightning_dp.gradients.calls import Call, KeptInputs, go_back
 from lightning_dp.gradients.compiled import as_written
-from lightning_dp.gradients.layer_calls import (
-    AbstractLayerEngine,
-    KeptInputs,
-    LayerCall,
-    Recorder,
-    go_back,
-)
+from lightning_dp.gradients.layer_calls import AbstractLayerEngine, Recorder
 from lightning_dp.gradients.materialised import MaterialisedGradients, places_in, restricted
 from lightning_dp.gradients.parameter_sum import Allowance, ParameterGradients, without_zeros
 
@@ -87,12 +82,12 @@ class GhostClipping(AbstractLayerEngine):
 
     def backward(self, loss: Tensor, *, keep_graph: bool = False, combined: bool = False) -> None:
         self._last = None
-        calls, innermost = self._attached.take(loss)
+        calls = self._attached.take(loss)
         if combined or keep_graph:
             raise UnsupportedModelError(
                 _SEVERAL if combined else _NEEDED, topic="unsupported-model"
             )
-        passes = _Passes(self._attached, self._params, loss, calls, innermost)
+        passes = _Passes(self._attached, self._params, loss, calls)
         squares: dict[int, list[Tensor]] = {}
 
         def add(place: int, records: slice, gradients: ParameterGradients) -> None:
@@ -138,7 +133,7 @@ class _SavedInputs(KeptInputs):
     move these. The same must be saved again while the part runs again, since a checkpoint counts.
     """
 
-    def __init__(self, inputs: Sequence[Tensor], output: Tensor) -> None:
+    def __init__(self, inputs: Sequence[Tensor], output: Tensor | None = None) -> None:
         # Older torch frees what a node saved with the tensor that it made, so that is held.
         self._made: Any = _Save.apply(output, *inputs)  # type: ignore[no-untyped-call]
 
@@ -162,7 +157,6 @@ class _Passes:
         params: the trained parameters.
         loss: whose graph it is.
         calls: of layers, that the loss depends on.
-        innermost: the graph nodes of those that no other call feeds.
     """
 
     def __init__(
@@ -170,11 +164,10 @@ class _Passes:
         recorder: Recorder,
         params: Sequence[nn.Parameter],
         loss: Tensor,
-        calls: Sequence[LayerCall],
-        innermost: set[Any],
+        calls: Sequence[Call],
     ) -> None:
         self._recorder, self._params = recorder, params
-        self._graph: tuple[Tensor, Sequence[LayerCall], set[Any]] | None = loss, calls, innermost
+        self._graph: tuple[Tensor, Sequence[Call]] | None = loss, calls
         self._place_of = {id(param): place for place, param in enumerate(params)}
         self._calls_of = Counter(place for call in calls for place in self._used_by(call))
         self._to_come, self._found = Counter[int](), dict[int, list[Use]]()  # of this pass
@@ -191,7 +184,7 @@ class _Passes:
             raise RefusedRun(
                 "The gradients were summed already; their graph is free.", topic="out-of-order"
             )
-        loss, calls, innermost = self._graph
+        loss, calls = self._graph
         if not keep:
             self._graph = None
         self._to_come, self._found = Counter(self._calls_of), {}
@@ -199,7 +192,7 @@ class _Passes:
         arrived = partial(self._arrived, done, keep)
         try:
             with self._recorder.repeating(), as_written():
-                go_back(loss, calls, innermost, arrived, keep_graph=keep)
+                go_back(loss, calls, arrived, keep_graph=keep)
         except torch.OutOfMemoryError:
             raise
         except RuntimeError as error:
@@ -212,7 +205,7 @@ class _Passes:
         self._is_first = False
 
     @torch.no_grad()
-    def _arrived(self, done: Done, keep: bool, call: LayerCall, gradient: Tensor | None) -> None:
+    def _arrived(self, done: Done, keep: bool, call: Call, gradient: Tensor | None) -> None:
         places = self._used_by(call)
         with as_unsupported(call.name, call.layer):
             if gradient is not None:
@@ -231,7 +224,7 @@ class _Passes:
                 if not self._to_come[place] and place in self._found:
                     self._take(done, place)
 
-    def _uses(self, call: LayerCall, *tensors: Tensor) -> dict[int, list[Use]]:
+    def _uses(self, call: Call, *tensors: Tensor) -> dict[int, list[Use]]:
         """Return the uses of each trained parameter in a call, by its place."""
         found: dict[int, list[Use]] = {}
         for param, use in call.uses(*tensors):
@@ -239,7 +232,7 @@ class _Passes:
                 found.setdefault(place, []).append(use)
         return found
 
-    def _used_by(self, call: LayerCall) -> list[int]:
+    def _used_by(self, call: Call) -> list[int]:
         """Return the places of the trained parameters that a call uses."""
         keys = dict.fromkeys(self._recorder.used_by(call))
         return [self._place_of[key] for key in keys if key in self._place_of]

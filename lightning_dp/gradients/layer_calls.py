@@ -5,43 +5,35 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 from operator import is_
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.autograd.graph import get_gradient_edge
 
-from lightning_dp._precision import FullPrecision, full_precision
 from lightning_dp._refusals import RefusedRun
-from lightning_dp.functional import unflatten
 from lightning_dp.gradients.base import (
     AbstractGradientEngine,
     UncoveredParameterError,
     UnsupportedModelError,
     as_unsupported,
 )
-from lightning_dp.gradients.bilinear import AbstractFolding, Uses, uses_of_records
+from lightning_dp.gradients.calls import Call, CallSums, DualSums, KeptInputs, go_back, run_along
 from lightning_dp.gradients.graph import Survey, changes_order, survey
-from lightning_dp.gradients.hessian import Dual, run_along, split, uses_along
 from lightning_dp.gradients.module_hooks import ModuleHooks
-from lightning_dp.gradients.parameter_sum import (
-    Allowance,
-    BookkeptGradients,
-    ParameterGradients,
-    ScratchPool,
-)
+from lightning_dp.gradients.parameter_sum import BookkeptGradients, ScratchPool
 from lightning_dp.gradients.row_owners import folding_in_force
 from lightning_dp.gradients.rules import Rule, own_parameters, refuse_options, rule_of
 from lightning_dp.gradients.sharded import WholeParameters, is_unit, refuse_other_shards, unit_rule
 from lightning_dp.gradients.unsupported import (
+    refuse_complex,
     refuse_special,
     refuse_without_records,
 )
 
-__all__ = ["AbstractLayerEngine", "KeptInputs", "LayerCall", "LayerCalls", "Recorder", "go_back"]
+__all__ = ["AbstractLayerEngine", "LayerCalls", "Recorder"]
 
 _OTHER_ORDER = (
     "Between layers, rows are chosen or put into another order (an index, flip, roll or sort along the "
@@ -49,69 +41,6 @@ _OTHER_ORDER = (
     "in which they came."
 )
 _TENSORS = frozenset((Tensor, nn.Parameter))
-
-
-class KeptInputs:
-    """The inputs of a call, held as they are.
-
-    Args:
-        inputs: of the call.
-        output: of the call.
-    """
-
-    def __init__(self, inputs: Sequence[Tensor], output: Tensor) -> None:
-        self._inputs = tuple([each.detach() for each in inputs])
-        self._versions = [each._version for each in inputs]
-
-    def take(self, *, keep: bool) -> tuple[Tensor, ...] | None:
-        """Return the inputs, as often as they are kept; None if one was overwritten since."""
-        inputs = self._inputs
-        if not keep:
-            self._inputs = ()
-        return inputs if [each._version for each in inputs] == self._versions else None
-
-
-@dataclass(eq=False, slots=True)
-class LayerCall:
-    """One call of a layer, until the backward pass comes to it."""
-
-    name: str
-    layer: nn.Module
-    rule: Rule
-    inputs: KeptInputs
-    edge: GradientEdge  # of the output
-    folding: AbstractFolding | None  # whose the rows are; None if they are the records
-    moved: tuple[Dual, ...] = ()  # along a direction: the inputs with their derivatives
-
-    def take_inputs(self, *, keep: bool = False) -> tuple[Tensor, ...]:
-        """Hand over the inputs. Raises if they are not what they were.
-
-        Args:
-            keep: they are taken once more; else they are not held any longer.
-        """
-        if (inputs := self.inputs.take(keep=keep)) is None:
-            raise UnsupportedModelError(
-                f"The input of {self.name or 'the module'} ({type(self.layer).__name__}) was "
-                "overwritten after the layer had used it. Do not change tensors in place between layers.",
-                topic="overwritten-tensors",
-            )
-        return inputs
-
-    def uses(self, *tensors: Tensor) -> Uses:
-        """Return every parameter of the layer with its use in this call.
-
-        Args:
-            tensors: the inputs, and the gradient of the output.
-        """
-        return self.of_records(self.rule(self.layer, *map(_at_least_float32, tensors)))
-
-    def of_records(self, uses: Uses) -> Uses:
-        """Return uses of rows as those of the records to which they belong."""
-        return uses if self.folding is None else uses_of_records(uses, self.folding)
-
-
-def _at_least_float32(tensor: Tensor) -> Tensor:
-    return tensor.float() if tensor.dtype in (torch.float16, torch.bfloat16) else tensor
 
 
 class Recorder:
@@ -137,6 +66,7 @@ class Recorder:
     ) -> None:
         refuse_other_shards(module, params)
         refuse_special(module, params)
+        refuse_complex(module, params)
         self.whole = WholeParameters(module)
         """The parameters that stand in the places of sharded ones."""
         self._params, self._keeps = params, keeps
@@ -166,7 +96,7 @@ class Recorder:
 
     def drop(self) -> None:
         """Forget what was recorded."""
-        self._calls: list[LayerCall] = []
+        self._calls: list[Call] = []
         self._problem: UnsupportedModelError | None = None
         self._unseen: dict[Any, str] = {}  # graph nodes of outputs with other parameters, and why
 
@@ -231,9 +161,10 @@ class Recorder:
         name = self._names[layer]
         refuse_without_records(name, layer, given[0])
         rule = unit_rule(layer) if rule is None else rule
-        inputs, edge = self._keeps(given, output), get_gradient_edge(output)
-        moved = tuple(split(each) for each in given) if self._is_along else ()
-        self._calls.append(LayerCall(name, layer, rule, inputs, edge, folding_in_force(), moved))
+        inputs = [x if self._is_along else x.detach() for x in given]
+        call = Call(rule, layer, self._keeps(inputs, output), get_gradient_edge(output), name=name)
+        call.folding = folding_in_force()
+        self._calls.append(call)
 
     def _is_exchanged(self, layer: nn.Module) -> bool:
         """Return whether other tensors are in the places of a layer's parameters now."""
@@ -254,7 +185,7 @@ class Recorder:
                 "them). Call it as it is, or freeze it with requires_grad_(False)."
             )
 
-    def used_by(self, call: LayerCall) -> set[int]:
+    def used_by(self, call: Call) -> set[int]:
         """Return the parameters that a call uses, by ``id``."""
         return set(self._used[call.layer])
 
@@ -262,11 +193,8 @@ class Recorder:
         """Return the graph nodes of the outputs of all calls so far."""
         return {call.edge.node for call in self._calls} | self._unseen.keys()
 
-    def take(self, loss: Tensor) -> tuple[list[LayerCall], set[Any]]:
+    def take(self, loss: Tensor) -> list[Call]:
         """Hand over the recorded calls that the loss depends on, if they are all that it depends on.
-
-        Returns:
-            The calls, and the graph nodes of the outputs of those that no other call feeds.
 
         Raises:
             UnsupportedModelError: if a call was not understood, or rows are in another order later.
@@ -285,9 +213,11 @@ class Recorder:
             raise UnsupportedModelError(unseen[node], topic="unseen-use")
         calls = [call for call in calls if call.edge.node in graph.reached]
         self._refuse_uncovered(calls, graph)
-        return calls, graph.innermost
+        for call in calls:
+            call.is_first = call.edge.node in graph.innermost
+        return calls
 
-    def _refuse_uncovered(self, calls: Sequence[LayerCall], graph: Survey) -> None:
+    def _refuse_uncovered(self, calls: Sequence[Call], graph: Survey) -> None:
         """Refuse trained parameters that have more or fewer uses in a graph than recorded calls."""
         recorded = Counter[int]()
         for layer, times in Counter(call.layer for call in calls).items():
@@ -336,53 +266,6 @@ def _rules_of_layers(
         if own:
             found[layer] = rule
     return found
-
-
-def go_back(
-    loss: Tensor,
-    calls: Sequence[LayerCall],
-    innermost: Collection[Any],
-    done: Callable[[LayerCall, Tensor | None], object],
-    *,
-    keep_graph: bool,
-) -> None:
-    """Differentiate a loss as far as the outputs of calls, and hand each its gradient as it comes.
-
-    The pass stops at the innermost calls' outputs.
-
-    Args:
-        loss: depends on all of these calls.
-        calls: recorded ones.
-        innermost: the graph nodes of those that no other call feeds.
-        done: is called with each call, once, and the gradient of its output.
-        keep_graph: the graph is going to be used once more.
-    """
-    ends = [call for call in calls if call.edge.node in innermost]
-    waiting = {call for call in calls if call.edge.node not in innermost}
-
-    def arrived(call: LayerCall, gradients: tuple[Tensor | None, ...]) -> None:
-        if call in waiting:
-            waiting.remove(call)
-            done(call, gradients[call.edge.output_nr])
-
-    if not ends:
-        return
-    handles = [call.edge.node.register_prehook(partial(arrived, call)) for call in waiting]
-    try:
-        found: list[Tensor | None] = list(
-            torch.autograd.grad(
-                loss, [call.edge for call in ends], retain_graph=keep_graph, allow_unused=True
-            )
-        )
-    finally:
-        for handle in handles:
-            handle.remove()
-    with torch.no_grad():  # as during the pass itself
-        for number, call in enumerate(ends):
-            gradient, found[number] = found[number], None  # free when its call has seen it
-            done(call, gradient)
-        for call in waiting:  # nothing came back to them
-            done(call, None)
 
 
 class AbstractLayerEngine(AbstractGradientEngine):
@@ -454,9 +337,8 @@ class LayerCalls(AbstractLayerEngine):
         self._units = units
         self._module: nn.Module | None = None
         self._params: Sequence[nn.Parameter] = ()
-        self._found: dict[int, ParameterGradients] | None = None  # of the last backward pass
+        self._sums: CallSums | None = None  # of the last backward pass
         self._memory = ScratchPool()
-        self._precision = FullPrecision(())
 
     def attach(self, module: nn.Module, params: Sequence[nn.Parameter]) -> None:
         self.detach()
@@ -464,93 +346,47 @@ class LayerCalls(AbstractLayerEngine):
         self._module, self._params = module, params
 
     def backward(self, loss: Tensor, *, keep_graph: bool = False, combined: bool = False) -> None:
-        calls, innermost = self._calls_of(loss)
-        keep = partial(self._keep, combined=combined)
-        with self._attached.paused():
-            go_back(loss, calls, innermost, keep, keep_graph=keep_graph)
+        whole = self._attached.whole
+        sums = CallSums(self._params, self._memory, combined=combined, trained=whole.trained)
+        self._go_back(loss, sums, keep_graph=keep_graph)
 
-    def _calls_of(self, loss: Tensor) -> tuple[list[LayerCall], set[Any]]:
-        """Return the calls that the loss depends on; what is found of them will be of this pass."""
-        self._found = None
-        taken = self._attached.take(loss)
-        allowance = Allowance()
-        self._found = {
-            id(p): ParameterGradients([], p.shape, self._memory, allowance) for p in self._params
-        }
-        self._precision = full_precision(loss.device)
-        return taken
+    def _go_back(
+        self, loss: Tensor, sums: CallSums, *, keep_graph: bool = False, along: bool = False
+    ) -> None:
+        self._sums = None
+        calls = self._attached.take(loss)
 
-    def _keep(self, call: LayerCall, gradient: Tensor | None, *, combined: bool) -> None:
-        """Keep the parts of one call from which the norms and the sum are made.
-
-        What is not needed of a layer is free before the backward pass comes to the next one.
-        """
-        inputs = call.take_inputs()
-        if gradient is not None:
+        def done(call: Call, gradient: Tensor | None) -> None:
             with as_unsupported(call.name, call.layer):
-                self._count_in(call.uses(*inputs, gradient), combined)
+                sums.take(call, gradient)
 
-    def _count_in(self, uses: Uses, combined: bool) -> None:
-        assert self._found is not None
-        trained = self._attached.whole.trained
-        with self._precision:
-            for param, use in uses:
-                found = self._found.get(id(param)) or self._found.get(id(trained(param)))
-                if found is not None:
-                    found.add(use, combined=combined)
+        with self._attached.paused():
+            go_back(loss, calls, done, keep_graph=keep_graph, along=along)
+        self._sums = sums
 
     def along(
         self, run_again: Callable[[], Tensor], direction: Tensor, weights: tuple[float, float]
     ) -> BookkeptGradients:
-        """Return w g_i + w' H_i u from one forward and backward pass in dual numbers.
-
-        Each layer's gradient is a bilinear form, so that its derivative along the direction is two
-        uses of the same form (:meth:`AbstractForm.along`).
-        """
         assert self._module is not None
+
+        def run(duals: Sequence[Tensor]) -> None:
+            sums = DualSums(self._params, self._memory, duals, weights)
+            self._go_back(run_again(), sums, along=True)
+
         with self._attached.along_a_direction():
-            calls = run_along(
-                self._module, self._params, direction, lambda: self._duals_of(run_again())
-            )
-        parts = unflatten(direction, self._params)
-        of = {id(param): part for param, part in zip(self._params, parts, strict=True)}
-        with self._attached.paused(), torch.no_grad():
-            for call, gradient in calls:
-                call.take_inputs()
-                with as_unsupported(call.name, call.layer):
-                    *inputs, back = (_dual_in_float32(each) for each in (*call.moved, gradient))
-                    uses = uses_along(call.rule, call.layer, inputs, back, of, weights)
-                    self._count_in(call.of_records(uses), combined=False)
+            run_along(self._module, self._params, direction, run)
         return self.take(1.0, {})
 
-    def _duals_of(self, loss: Tensor) -> list[tuple[LayerCall, Dual]]:
-        """Return the calls that have a gradient with it and its derivative, inside dual numbers."""
-        calls, _ = self._calls_of(loss)
-        if not calls:
-            return []
-        with self._attached.paused():
-            found = torch.autograd.grad(
-                loss, [call.edge for call in calls], create_graph=True, allow_unused=True
-            )
-        pairs = zip(calls, found, strict=True)
-        return [(call, split(gradient)) for call, gradient in pairs if gradient is not None]
-
     def take(self, scale: float, touched: Mapping[str, nn.Parameter]) -> BookkeptGradients:
-        found, self._found = self._found, None
-        if found is None:
+        sums, self._sums = self._sums, None
+        if sums is None:
             raise RefusedRun("LayerCalls.backward() must come before take().", topic="out-of-order")
-        gradients = [found[id(param)] for param in self._params]
-        return BookkeptGradients(self._params, [g if g.uses else None for g in gradients], scale)
+        return sums.gradients(scale)
 
     def drop(self) -> None:
-        self._found = None
+        self._sums = None
         super().drop()
 
     def detach(self) -> None:
         super().detach()
         self._module, self._params, self._memory = None, (), ScratchPool()
-
-
-def _dual_in_float32(dual: Dual) -> Dual:
-    value, moved = dual
-    return _at_least_float32(value), None if moved is None else _at_least_float32(moved)

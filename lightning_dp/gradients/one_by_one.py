@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import reduce
 from typing import Any
 
 import torch
@@ -12,7 +11,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from lightning_dp._training_step import loss_in
 from lightning_dp.boundary import AbstractPerSampleGradients
-from lightning_dp.functional import unflatten
+from lightning_dp.functional import flat_dtype, real, unflatten
 from lightning_dp.gradients.base import (
     AbstractGradientEngine,
     Around,
@@ -121,7 +120,7 @@ class OneByOne(AbstractGradientEngine):
         first = torch.autograd.grad(loss, self._params, create_graph=True, allow_unused=True)
         parts = unflatten(direction.to(loss.device), self._params)
         products = [
-            (gradient * part).sum()
+            (real(gradient) * real(part)).sum()
             for gradient, part in zip(first, parts, strict=True)
             if gradient is not None and gradient.requires_grad
         ]
@@ -144,7 +143,7 @@ class OneByOne(AbstractGradientEngine):
 
     def _flat(self, gradients: Sequence[Tensor | None]) -> Tensor:
         """Return one vector, in at least float32, with zeros for what was not used."""
-        dtype = reduce(torch.promote_types, (p.dtype for p in self._params), torch.float32)
+        dtype = flat_dtype(self._params)
         pairs = zip(self._params, gradients, strict=True)
         return torch.cat([_entries(param, gradient).to(dtype) for param, gradient in pairs])
 
@@ -166,6 +165,6 @@ def _has_error_node(tensor: Tensor) -> bool:
 
 def _entries(param: Tensor, gradient: Tensor | None) -> Tensor:
     if gradient is None:
-        return torch.zeros_like(param).reshape(-1).detach()
+        return real(torch.zeros_like(param)).reshape(-1).detach()
     dense = gradient.to_dense() if gradient.is_sparse else gradient
-    return dense.detach().reshape(-1)
+    return real(dense.detach()).reshape(-1)

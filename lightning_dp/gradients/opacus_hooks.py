@@ -29,7 +29,7 @@ from lightning_dp.gradients.base import (
 from lightning_dp.gradients.materialised import MaterialisedGradients
 from lightning_dp.gradients.module_hooks import ModuleHooks
 from lightning_dp.gradients.row_owners import folding_in_force
-from lightning_dp.gradients.unsupported import refuse_without_records
+from lightning_dp.gradients.unsupported import refuse_complex, refuse_without_records
 
 __all__ = ["OpacusHooks"]
 
@@ -119,6 +119,7 @@ class OpacusHooks(AbstractGradientEngine):
     def attach(self, module: nn.Module, params: Sequence[nn.Parameter]) -> None:
         self.detach()
         _refuse_layers(module)
+        refuse_complex(module, params)
         self._opacus, trained = _Hooks(module), set(params)
         self._params = {name: p for name, p in module.named_parameters() if p in trained}
 

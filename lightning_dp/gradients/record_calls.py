@@ -17,7 +17,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeAlias
 from weakref import ReferenceType, ref
@@ -30,6 +29,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from lightning_dp.gradients.base import UnsupportedModelError
+from lightning_dp.gradients.bilinear import Folded
+from lightning_dp.gradients.calls import Call, KeptInputs, copied, dual_of
 from lightning_dp.gradients.rules import BY_POSITION, FUNCTIONS, FunctionUse, Rule
 from lightning_dp.gradients.vmap import (
     is_foreign,
@@ -40,49 +41,37 @@ from lightning_dp.gradients.vmap import (
     wrapped,
 )
 
-__all__ = ["Call", "CallRecorder", "DifferentPaths", "recording_in_force"]
+__all__ = ["CallRecorder", "DifferentPaths", "WritesIntoNew", "recording_in_force"]
 
 Function: TypeAlias = Callable[..., Any]
 
+
+def _names(names: str) -> frozenset[str]:
+    return frozenset(names.split())
+
+
 # What asks a tensor about itself, not about its values.
-_QUESTIONS = frozenset(
-    (
-        *(
-            "size",
-            "dim",
-            "numel",
-            "is_floating_point",
-            "is_complex",
-            "__len__",
-            "__hash__",
-            "stride",
-        ),
-        *("element_size", "ndimension", "is_contiguous", "get_device", "is_signed", "nelement"),
-        *("__set__", "__delete__", "register_hook", "storage_offset", "is_pinned", "retain_grad"),
-    )
+_QUESTIONS = _names(
+    "size dim numel is_floating_point is_complex __len__ __hash__ stride element_size ndimension "
+    "is_contiguous get_device is_signed nelement __set__ __delete__ register_hook storage_offset "
+    "is_pinned retain_grad"
 )
+_BRANCHES = _names("__bool__ is_nonzero __contains__ equal allclose")
 # What leaves torch: Python's numbers, lists and texts, and NumPy's arrays.
-_VALUES = frozenset(
-    (
-        *(
-            "__bool__",
-            "__int__",
-            "__float__",
-            "__index__",
-            "__complex__",
-            "item",
-            "tolist",
-            "numpy",
-        ),
-        *("__array__", "is_nonzero", "__contains__", "equal", "allclose", "_is_all_true"),
-    )
+_VALUES = _BRANCHES | _names(
+    "__int__ __float__ __index__ __complex__ item tolist numpy __array__ _is_all_true"
 )
-_BRANCHES = frozenset(("__bool__", "is_nonzero", "__contains__", "equal", "allclose"))
-_TEXTS = frozenset(("__format__", "__repr__", "__str__"))
-_DIFFERENTIATE = frozenset(("grad", "backward", "requires_grad_"))
-_OF_THE_WHOLE_CALL = frozenset(
-    ("linear", "embedding", "layer_norm", "rms_norm", "conv1d", "conv2d", "conv3d", "group_norm")
+_TEXTS = _names("__format__ __repr__ __str__")
+_DIFFERENTIATE = _names("grad backward requires_grad_")
+_NEW = _names(
+    "zeros_like ones_like empty_like full_like clone new_zeros new_ones new_empty new_full "
+    "new_tensor"
 )
+_IN_PLACE = _names(
+    "__setitem__ __iadd__ __isub__ __imul__ __itruediv__ __ifloordiv__ __imod__ __iand__ __ior__ "
+    "__ixor__ __ipow__"
+)
+_OF_THE_WHOLE_CALL = _names("linear embedding layer_norm rms_norm conv1d conv2d conv3d group_norm")
 _HAS_GRADIENT = Tensor.requires_grad.__get__  # type: ignore[attr-defined]
 _SHOWN = "<of one record>"
 
@@ -97,9 +86,8 @@ _WRITTEN = (
     "Records are written into {}, which outlives the step or is shared by all records, so that one "
     "record's numbers reach another's."
 )
-_LEFT = (
-    "{} leaves tensors of single records behind (in an attribute, a list, a closure), where later "
-    "steps could read them. Keep none, or what detach().mean().item() logs of them."
+_LATER = (
+    "The value that a metric's forward returns is used in training_step; it can only be logged."
 )
 
 
@@ -118,33 +106,6 @@ class DifferentPaths(BaseException):
 
 class WritesIntoNew(BaseException):
     """Samples are written into a tensor that the model made for itself: each needs its own."""
-
-
-@dataclass(slots=True, eq=False)
-class Call:
-    """One meeting of parameters and samples.
-
-    Args:
-        rule: what is made of v and u; None for copies of ``part``.
-        layer: has the parameters, as the rule reads them; None for copies.
-        part: the tensor, computed from parameters, that was copied.
-        v: the activations, shape (n, ...).
-        version: of v.
-        edge: where the gradient u arrives.
-        shape: of u; None if its first dimension is that of the samples.
-        is_first: no other call feeds it.
-        folds: v and u are of shape (n, b, ...), where the rule takes (n · b, ...).
-    """
-
-    rule: Rule | None
-    layer: Any
-    part: Tensor | None
-    v: Tensor | None
-    version: int
-    edge: GradientEdge
-    shape: torch.Size | None
-    is_first: bool
-    folds: bool = False
 
 
 _in_force: list[CallRecorder] = []
@@ -184,12 +145,11 @@ class CallRecorder(TorchFunctionMode):
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """Enter vmap and this mode, where :meth:`sample` makes what one sample sees."""
+        """Enter vmap, where :meth:`sample` makes what one sample sees, but not yet this mode."""
         with level_of_samples(self.n) as self._level:
             _in_force.append(self)
             try:
-                with self:
-                    yield
+                yield
             finally:
                 _in_force.pop()
 
@@ -355,9 +315,8 @@ class CallRecorder(TorchFunctionMode):
         Raises:
             DifferentPaths: with a number for each.
         """
-        numbers: dict[Any, int] = {}
-        labels = [numbers.setdefault(key, len(numbers)) for key in keys]
-        if len(numbers) > 1:
+        labels = numbered(keys)
+        if max(labels, default=0):
             raise DifferentPaths(labels, are_numbers=are_numbers)
 
     def _split_by_length(self, func: Function, args: Any, tensors: Sequence[Tensor]) -> None:
@@ -379,30 +338,28 @@ class CallRecorder(TorchFunctionMode):
         self, func: Function, name: str, args: Any, kwargs: Any, use: FunctionUse, v: Tensor
     ) -> Any:
         """Call a function of the table for all samples at once, and record its activations."""
-        given, by_position = use.input, use.rule in BY_POSITION
-        has_rows = by_position or given.dim() < use.layer.weight.dim()
-        is_first = not v.requires_grad
-        alias = {id(x): self.alias(x, is_leaf=is_first) for x in _parts_of(use) if x.requires_grad}
-        if name not in _OF_THE_WHOLE_CALL or given is not args[0]:
-            swapped = _map(lambda x: alias.get(id(x), x), (args, kwargs))
-            out = func(*swapped[0], **swapped[1])
-            raw, edge, shape = self._tapped(out)
-            out = wrapped(raw, self._level)
-        else:
+        given, is_first, b = use.input, not v.requires_grad, 0
+        if use.rule not in BY_POSITION and given.dim() >= use.layer.weight.dim():
+            b = v.shape[1]  # rows of the rule that each sample has
+            v = v.flatten(0, 1)
+        parts = [x for x in _parts_of(use) if x.requires_grad]
+        with outside():
+            alias = {id(x): self._cut_off(x, is_leaf=is_first) for x in parts}
+        args, kwargs = _map(lambda x: alias.get(id(x), x), (args, kwargs))
+        if name in _OF_THE_WHOLE_CALL and given is args[0]:
             with outside():
-                whole = v if has_rows else v.flatten(0, 1)
-                if name == "linear":
-                    whole = whole.reshape(-1, v.shape[-1])
-                swapped = _map(lambda x: alias.get(id(x), x), (args[1:], kwargs))
-                raw = func(whole, *swapped[0], **swapped[1])
+                flat = v.reshape(-1, v.shape[-1]) if name == "linear" else v
+                raw = func(flat, *args[1:], **kwargs)
                 edge = get_gradient_edge(raw)  # stays in the graph when somebody writes into a view
-                if name == "linear":
-                    out = raw.view(*v.shape[:-1], raw.shape[-1])
-                else:
-                    out = raw if has_rows else raw.unflatten(0, v.shape[:2])
-            shape, out = out.shape, wrapped(out, self._level)
-        self.record(use.rule, use.layer, v, edge, shape, is_first=is_first, folds=not has_rows)
-        return out
+                out = raw.view(*v.shape[:-1], raw.shape[-1]) if name == "linear" else raw
+                shape: Sequence[int] = out.shape
+                out = out.unflatten(0, (self.n, b)) if b else out
+        else:
+            out, edge = self._tapped(func(*args, **kwargs))
+            shape = (self.n * b, *out.shape[2:]) if b else out.shape
+        folding = Folded(self.n, 1, b) if b > 1 else None
+        self.record(use.rule, use.layer, v, edge, shape, is_first=is_first, folding=folding)
+        return wrapped(out, self._level)
 
     def record(
         self,
@@ -410,22 +367,22 @@ class CallRecorder(TorchFunctionMode):
         layer: Any,
         v: Tensor,
         edge: GradientEdge,
-        shape: torch.Size,
+        shape: Sequence[int],
         *,
         is_first: bool,
-        folds: bool = False,
+        folding: Folded | None = None,
     ) -> None:
         """Keep the activations of a call for its rule; the arguments are those of :class:`Call`."""
-        v = v if self.along else v.detach()
-        self.calls.append(Call(rule, layer, None, v, v._version, edge, shape, is_first, folds))
+        inputs = KeptInputs((v if self.along else v.detach(),))
+        self.calls.append(Call(rule, layer, inputs, edge, is_first, folding, shape))
 
-    def _tapped(self, out: Tensor) -> tuple[Tensor, GradientEdge, torch.Size]:
+    def _tapped(self, out: Tensor) -> tuple[Tensor, GradientEdge]:
         """Return the rows of an output, and where their gradient arrives."""
         with outside():
             raw = rows(out)
             if raw._is_view():  # whose node leaves the graph when somebody writes into it
                 raw = raw.clone()
-        return raw, get_gradient_edge(raw), raw.shape
+        return raw, get_gradient_edge(raw)
 
     def _copied(self, func: Function, args: Any, kwargs: Any) -> Any:
         """Call any function with a copy of what comes from parameters for each sample."""
@@ -444,22 +401,22 @@ class CallRecorder(TorchFunctionMode):
             leaf = value.detach().expand(self.n, *part.shape).requires_grad_()
             edge = get_gradient_edge(leaf)
             if moved is not None:
-                leaf = _dual(leaf, moved.expand(self.n, *part.shape))
-        self.calls.append(Call(None, None, part, None, 0, edge, None, True))
+                leaf = dual_of(leaf, moved.expand(self.n, *part.shape).detach())
+        self.calls.append(Call(copied, part, KeptInputs(()), edge, is_first=True))
         return self.sample(leaf)
 
-    def alias(self, part: Tensor, *, is_leaf: bool = False) -> Tensor:
-        """Return the value of a part, cut off from its graph.
-
-        Args:
-            is_leaf: it has a gradient, of which nothing is asked: so the output has one, too.
-        """
+    def alias(self, part: Tensor) -> Tensor:
+        """Return the value of a part, cut off from its graph."""
         with outside():
-            value, moved = self._split(part)
-            alias = value.detach()
-            if is_leaf:
-                alias = alias.requires_grad_()
-            return alias if moved is None else _dual(alias, moved)
+            return self._cut_off(part)
+
+    def _cut_off(self, part: Tensor, *, is_leaf: bool = False) -> Tensor:
+        """Do the same, outside; a leaf gives the output a gradient, and has none that is asked for."""
+        value, moved = self._split(part)
+        alias = value.detach()
+        if is_leaf:
+            alias.requires_grad_()
+        return alias if moved is None else dual_of(alias, moved.detach())
 
     def _split(self, part: Tensor) -> tuple[Tensor, Tensor | None]:
         if not self.along:
@@ -468,30 +425,8 @@ class CallRecorder(TorchFunctionMode):
         return value, moved
 
 
-_LATER = (
-    "The value that a metric's forward returns is used in training_step; it can only be logged."
-)
-_NEW = frozenset(
-    (
-        *("zeros_like", "ones_like", "empty_like", "full_like", "clone", "new_zeros", "new_ones"),
-        *("new_empty", "new_full", "new_tensor"),
-    )
-)
-
-
-def _dual(value: Tensor, moved: Tensor) -> Tensor:
-    dual: Tensor = forward_ad.make_dual(value, moved.detach())  # type: ignore[no-untyped-call]
-    return dual
-
-
 def _is_in_place(name: str) -> bool:
-    return name == "__setitem__" or name in _IN_PLACE or (name[-1] == "_" and name[-2] != "_")
-
-
-_IN_PLACE = frozenset(
-    f"__i{each}__"
-    for each in ("add", "sub", "mul", "truediv", "floordiv", "mod", "and", "or", "xor", "pow")
-)
+    return name in _IN_PLACE or (name[-1] == "_" and name[-2] != "_")
 
 
 def _tensors(args: Any, kwargs: Any) -> list[Tensor]:
@@ -520,6 +455,12 @@ def _map(function: Callable[[Tensor], Any], x: Any) -> Any:
 def _parts_of(use: FunctionUse) -> list[Tensor]:
     found = (getattr(use.layer, name, None) for name in ("weight", "bias"))
     return [each for each in found if isinstance(each, Tensor)]
+
+
+def numbered(keys: Sequence[Any]) -> list[int]:
+    """Return a number for each key, from 0 on, the same for equal ones."""
+    numbers: dict[Any, int] = {}
+    return [numbers.setdefault(key, len(numbers)) for key in keys]
 
 
 def _row(x: Any, i: int) -> Any:

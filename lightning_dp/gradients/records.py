@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from functools import partial, reduce
-from typing import Any
+from functools import partial
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
-from torch.autograd import forward_ad
 
-from lightning_dp._precision import full_precision
 from lightning_dp._refusals import RefusedRun
 from lightning_dp._training_step import loss_in
 from lightning_dp.boundary import AbstractPerSampleGradients
@@ -25,21 +23,16 @@ from lightning_dp.gradients.base import (
     UnsupportedModelError,
 )
 from lightning_dp.gradients.batches import SampleBatch, map_leaves
-from lightning_dp.gradients.bilinear import Folded, Rows, Use, uses_of_records
+from lightning_dp.gradients.calls import Call, CallSums, DualSums, go_back, run_along
 from lightning_dp.gradients.composites import COMPOSITES
-from lightning_dp.gradients.hessian import run_along, split
+from lightning_dp.gradients.graph import nodes
 from lightning_dp.gradients.materialised import restricted
-from lightning_dp.gradients.parameter_sum import (
-    Allowance,
-    BookkeptGradients,
-    ParameterGradients,
-    ScratchPool,
-)
+from lightning_dp.gradients.parameter_sum import BookkeptGradients, ScratchPool
 from lightning_dp.gradients.record_calls import (
-    Call,
     CallRecorder,
     DifferentPaths,
     WritesIntoNew,
+    numbered,
 )
 from lightning_dp.gradients.vmap import MISSING, is_sample, rows
 
@@ -49,10 +42,6 @@ _NOT_HERE = "This torch lacks {} of functorch, which running each record under v
 _RAISED = (
     "training_step cannot run for each record alone under torch.func.vmap ({}), since an operation in "
     "it has no such form"
-)
-_OVERWRITTEN = (
-    "The input of a layer was overwritten after the layer had used it. Do not change tensors in place "
-    "between layers."
 )
 _EDITED = (
     "training_step changes the batch in place, and has to begin again with some of the records. Change a "
@@ -79,6 +68,14 @@ class _Group:
     calls: list[Call]
     losses: Tensor | None
     output: Any
+
+
+# Runs samples together, which are in these places of the batch.
+_Step: TypeAlias = Callable[[SampleBatch, Tensor], _Group]
+
+
+def _nothing_around(recorder: Any, places: Tensor) -> AbstractContextManager[None]:
+    return nullcontext()
 
 
 class Records(AbstractGradientEngine):
@@ -123,31 +120,23 @@ class Records(AbstractGradientEngine):
     def run(self, forward: Forward, batch: SampleBatch, around: Around | None = None) -> Any:
         self.drop()
         batch.check()
-        self._size = batch.size
-        places = torch.arange(batch.size)
-        around = around or (lambda recorder, places: nullcontext())
-        self._groups = self._split_by_texts(forward, batch, places, around)
+        self._size, places = batch.size, torch.arange(batch.size)
+        step = partial(self._run_together, forward, around or _nothing_around)
+        if (
+            others := batch.others
+        ):  # texts and other things that are no tensors are equal in a group
+            keys = [repr([each[i] for each in others]) for i in range(batch.size)]
+            self._groups = self._run_split(step, numbered(keys), batch, places)
+        else:
+            self._groups = self._run(step, batch, places)
         return self._output()
 
-    def _split_by_texts(
-        self, forward: Forward, batch: SampleBatch, places: Tensor, around: Around
-    ) -> list[_Group]:
-        """Run samples together whose texts, and other things that are no tensors, are equal."""
-        if not (others := batch.others):
-            return self._run(forward, batch, places, around)
-        numbers: dict[str, int] = {}
-        keys = [repr([each[i] for each in others]) for i in range(batch.size)]
-        labels = [numbers.setdefault(key, len(numbers)) for key in keys]
-        return self._run_split(labels, forward, batch, places, around)
-
-    def _run(
-        self, forward: Forward, batch: SampleBatch, places: Tensor, around: Around
-    ) -> list[_Group]:
+    def _run(self, step: _Step, batch: SampleBatch, places: Tensor) -> list[_Group]:
         while True:
             fresh = batch.copied() if self._edits else batch
             versions = fresh.versions
             try:
-                return [self._run_together(forward, fresh, places, around)]
+                return [step(fresh, places)]
             except DifferentPaths as paths:
                 labels = paths.labels
             except WritesIntoNew:
@@ -158,34 +147,30 @@ class Records(AbstractGradientEngine):
             if is_edited:  # and what it was is gone; from now on, each pass has its own
                 raise UnsupportedModelError(_EDITED, topic="overwritten-tensors")
             if labels is not None:
-                return self._run_split(labels, forward, batch, places, around)
+                return self._run_split(step, labels, batch, places)
 
     def _run_split(
-        self,
-        labels: Sequence[int],
-        forward: Forward,
-        batch: SampleBatch,
-        places: Tensor,
-        around: Around,
+        self, step: _Step, labels: Sequence[int], batch: SampleBatch, places: Tensor
     ) -> list[_Group]:
         label, found = torch.tensor(labels), list[_Group]()
-        for number in range(int(label.max()) + 1):
+        for number in range(max(labels) + 1):
             part = (label == number).nonzero().flatten()
-            found += self._run(forward, batch.of(part), places[part], around)
+            found += self._run(step, batch.of(part), places[part])
         return found
 
     def _run_together(
-        self, forward: Forward, batch: SampleBatch, places: Tensor, around: Around
+        self, forward: Forward, around: Around, batch: SampleBatch, places: Tensor
     ) -> _Group:
         recorder = CallRecorder(
             batch.size, COMPOSITES, own_memory=self._own_memory, along=self._along
         )
-        with recorder.running(), around(recorder, places):
+        with recorder.running():
             value = batch.map(
                 lambda x: recorder.seen_alone(x) if isinstance(x, Tensor) else type(x)(x[:1])
             )
             try:
-                output = forward(value)
+                with recorder, around(recorder, places):
+                    output = forward(value)
             except (UnsupportedModelError, MemoryError, torch.OutOfMemoryError):
                 raise
             except Exception as error:
@@ -214,122 +199,104 @@ class Records(AbstractGradientEngine):
         """Return what ``training_step`` would have given for the whole batch."""
         groups = self._groups
         known = [group for group in groups if group.losses is not None]
-        first = groups[0].output
         if not known:
-            return first if not isinstance(first, Tensor) else None
-        first_losses = known[0].losses
-        if len(groups) == 1 and isinstance(first, Tensor) and first_losses is not None:
-            return first_losses.mean()
-        order = torch.cat([group.places for group in groups]).argsort()
+            return None if isinstance(groups[0].output, Tensor) else groups[0].output
         none = torch.zeros((), device=self._params[0].device)
-        losses = torch.cat(
-            [none.expand(len(g.places)) if g.losses is None else g.losses for g in groups]
-        )
-        loss = losses.mean()
+        losses = [none.expand(len(g.places)) if g.losses is None else g.losses for g in groups]
+        loss = (torch.cat(losses) if len(losses) > 1 else losses[0]).mean()
         if not isinstance(known[0].output, Mapping):
             return loss
         others = [{k: v for k, v in g.output.items() if k != "loss"} for g in known]
-        joined = _joined(others, order) if len(known) == len(groups) else others[0]
-        return {**joined, "loss": loss}
+        if len(known) < len(groups):
+            return {**others[0], "loss": loss}
+        order = torch.cat([group.places for group in groups]).argsort()
+        return {**_joined(others, order), "loss": loss}
 
     # -- backward --------------------------------------------------------------------------
 
     def backward(self, loss: Tensor, *, keep_graph: bool = False, combined: bool = False) -> None:
-        groups, self._groups = self._groups, []
-        if not groups:
-            raise RefusedRun("Records.run() must come before backward().", topic="out-of-order")
-        pools = [self._new_sums() for _ in groups]
-        calls = [
-            (call, pool) for group, pool in zip(groups, pools, strict=True) for call in group.calls
-        ]
-        waiting = {id(call): call for call, _ in calls}
-        handles = []
-
-        def arrived(call: Call, sums: _Sums, u: Tensor | None) -> None:
-            if waiting.pop(id(call), None) is not None and u is not None:
-                with torch.no_grad():
-                    sums.take(call, u, combined=combined)
-
-        firsts = [pair for pair in calls if pair[0].is_first]
-        for call, sums in calls:
-            if not call.is_first:
-                handles.append(_watch(call, partial(arrived, call, sums)))
-        try:
-            edges: list[Any] = [call.edge for call, _ in firsts]
-            back: list[Tensor | None] = list(
-                torch.autograd.grad(
-                    loss, [*edges, *self._params], retain_graph=keep_graph, allow_unused=True
-                )
-            )
-        finally:
-            for handle in handles:
-                handle.remove()
-        self._refuse_missed(back[len(firsts) :])
-        for place, (call, sums) in enumerate(firsts):
-            u, back[place] = back[place], None
-            arrived(call, sums, u)
-        if waiting and _reaches(loss, [call.edge.node for call in waiting.values()]):
-            raise UnsupportedModelError(
-                "A use of a parameter got no gradient, though the loss depends on it.",
-                topic="unseen-use",
-            )
-        for sums in pools:
-            sums.pull_back(combined=combined)
-        self._found = [
-            sums.gradients(self._params, self._size / len(group.places))
-            for group, sums in zip(groups, pools, strict=True)
-        ]
-        self._places = [group.places for group in groups]
+        self._go_back(
+            loss,
+            [CallSums(self._params, self._memory, combined=combined) for _ in self._groups],
+            self._params,
+            keep_graph=keep_graph,
+        )
 
     def along(
         self, run_again: Callable[[], Tensor], direction: Tensor, weights: tuple[float, float]
     ) -> AbstractPerSampleGradients:
-        """Return w g_i + w' H_i u from one forward and backward pass in dual numbers.
-
-        Where a rule is known, a gradient is a bilinear form, so that its derivative along the
-        direction is two uses of the same form (:meth:`AbstractForm.along`).
-        """
         assert self._module is not None
-        module, self._along = self._module, True
 
-        def run() -> list[_Sums]:
+        def run(duals: Sequence[Tensor]) -> None:
             loss = run_again()
-            groups, self._groups = self._groups, []
-            named = dict(module.named_parameters())
-            duals = [named[self._names[id(param)]] for param in self._params]
-            edges: list[Any] = [call.edge for group in groups for call in group.calls]
-            back = torch.autograd.grad(loss, [*edges, *duals], create_graph=True, allow_unused=True)
-            self._refuse_missed(back[len(edges) :])
-            found, self._places = iter(back), [group.places for group in groups]
-            pools = [_DualSums(self._params, self._memory, duals, weights) for _ in groups]
-            with torch.no_grad():
-                for group, sums in zip(groups, pools, strict=True):
-                    for call in group.calls:
-                        if (u := next(found)) is not None:
-                            sums.take(call, u, combined=True)
-            for sums in pools:
-                sums.pull_back(combined=True)
-            return list(pools)
+            sums = [DualSums(self._params, self._memory, duals, weights) for _ in self._groups]
+            self._go_back(loss, sums, duals, along=True)
 
+        self._along = True
         try:
-            pools = run_along(module, self._params, direction, run)
+            run_along(self._module, self._params, direction, run)
         finally:
             self._along = False
-        self._found = [
-            sums.gradients(self._params, self._size / len(places))
-            for sums, places in zip(pools, self._places, strict=True)
-        ]
         return self.take(1.0, {})
 
-    def _refuse_missed(self, found: Sequence[Tensor | None]) -> None:
-        """Refuse parameters that have a gradient by themselves: they met samples unseen."""
+    def _go_back(
+        self,
+        loss: Tensor,
+        sums: Sequence[CallSums],
+        params: Sequence[Tensor],
+        *,
+        keep_graph: bool = False,
+        along: bool = False,
+    ) -> None:
+        """Go back to the calls of all groups at once.
+
+        Args:
+            loss: of all samples.
+            sums: of each group.
+            params: the trained parameters, as they are in the graph.
+            keep_graph: as for :func:`go_back`.
+            along: as for :func:`go_back`.
+        """
+        groups, self._groups = self._groups, []
+        if not groups:
+            raise RefusedRun("Records.run() must come before backward().", topic="out-of-order")
+        of = {call: each for group, each in zip(groups, sums, strict=True) for call in group.calls}
+
+        def done(call: Call, u: Tensor | None) -> None:
+            if u is not None:
+                of[call].take(call, u)
+
+        found, missed = go_back(
+            loss, list(of), done, keep_graph=keep_graph, along=along, others=params
+        )
+        self._refuse_missed(loss, found, {call.edge.node for call in missed})
+        for each in sums:
+            each.pull_back()
+        self._places = [group.places for group in groups]
+        self._found = [
+            each.gradients(self._size / len(places))
+            for each, places in zip(sums, self._places, strict=True)
+        ]
+
+    def _refuse_missed(
+        self, loss: Tensor, found: Sequence[Tensor | None], calls: Collection[Any]
+    ) -> None:
+        """Refuse parameters that have a gradient by themselves, and calls that got none.
+
+        Args:
+            loss: of all samples.
+            found: the gradients of the parameters: where there is one, they met samples unseen.
+            calls: the graph nodes of those that no gradient came to.
+        """
         pairs = zip(self._params, found, strict=True)
         missed = [self._names[id(param)] for param, each in pairs if each is not None]
         if missed:
             raise UncoveredParameterError(missed)
-
-    def _new_sums(self) -> _Sums:
-        return _Sums(self._params, self._memory)
+        if calls and any(node in calls for node in nodes(loss.grad_fn)):
+            raise UnsupportedModelError(
+                "A use of a parameter got no gradient, though the loss depends on it.",
+                topic="unseen-use",
+            )
 
     def take(self, scale: float, touched: Mapping[str, nn.Parameter]) -> AbstractPerSampleGradients:
         found, self._found = self._found, None
@@ -346,11 +313,6 @@ class Records(AbstractGradientEngine):
         self.drop()
         self._module, self._params, self._names = None, (), {}
         self._memory = ScratchPool()
-
-
-def _watch(call: Call, done: Callable[[Tensor | None], None]) -> Any:
-    number = call.edge.output_nr
-    return call.edge.node.register_prehook(lambda gradients: done(gradients[number]))
 
 
 def _all_rows(x: Tensor) -> Tensor:
@@ -376,151 +338,6 @@ def _joined(outputs: Sequence[Any], order: Tensor) -> Any:
             key: _joined([each[key] for each in outputs if key in each], order) for key in first
         }
     return first
-
-
-def _reaches(loss: Tensor, nodes: Sequence[Any]) -> bool:
-    """Return whether the graph of a loss holds one of some nodes."""
-    wanted, seen, stack = set(nodes), set(), [loss.grad_fn]
-    while stack:
-        node = stack.pop()
-        if node is None or node in seen:
-            continue
-        if node in wanted:
-            return True
-        seen.add(node)
-        stack += [child for child, _ in node.next_functions]
-    return False
-
-
-class _Sums:
-    """The uses of all parameters by one group of samples."""
-
-    def __init__(self, params: Sequence[nn.Parameter], memory: ScratchPool) -> None:
-        allowance = Allowance()
-        self._params = params
-        self._of = {id(p): ParameterGradients([], p.shape, memory, allowance) for p in params}
-        self._parts: dict[int, tuple[Tensor, list[Tensor]]] = {}
-
-    def take(self, call: Call, u: Tensor, *, combined: bool) -> None:
-        """Count in what came back for a call."""
-        u = u if call.shape is None else u.reshape(call.shape)
-        if call.rule is None:
-            assert call.part is not None
-            self._add(call.part, Rows.use(_at_least_float32(u)), combined)
-            return
-        v, call.v = call.v, None
-        assert v is not None
-        if v._version != call.version:
-            raise UnsupportedModelError(_OVERWRITTEN, topic="overwritten-tensors")
-        v, u = _at_least_float32(v), _at_least_float32(u)
-        with full_precision(u.device):
-            for param, use in uses_of_call(call, v, u):
-                if param is not None:
-                    self._add(param, use, combined)
-
-    def _add(self, tensor: Tensor, use: Use, combined: bool) -> None:
-        if id(tensor) in self._of:
-            self._of[id(tensor)].add(use, combined=combined)
-        elif tensor.requires_grad and tensor.grad_fn is not None:
-            made = self._rows(use).reshape(len(use.u), *tensor.shape)
-            self._parts.setdefault(id(tensor), (tensor, []))[1].append(made)
-
-    def _rows(self, use: Use) -> Tensor:
-        return use.form.rows(use.v, use.u)
-
-    def pull_back(self, *, combined: bool) -> None:
-        """Count in what came back for what is computed from parameters: it is linear."""
-        parts, self._parts = list(self._parts.values()), {}
-        for tensor, found in parts:
-            total = reduce(torch.add, found).to(tensor.dtype)
-            back = torch.autograd.grad(
-                tensor,
-                self._params,
-                total,
-                is_grads_batched=True,
-                allow_unused=True,
-                retain_graph=True,
-            )
-            with torch.no_grad():
-                for param, gradient in zip(self._params, back, strict=True):
-                    if gradient is not None:
-                        self._add(param, Rows.use(_at_least_float32(gradient)), combined)
-
-    def gradients(self, params: Sequence[nn.Parameter], scale: float) -> BookkeptGradients:
-        each = [self._of[id(param)] for param in params]
-        return BookkeptGradients(params, [g if g.uses else None for g in each], scale)
-
-
-class _DualSums(_Sums):
-    """The same inside dual numbers: for w g + w' H u in the place of the gradient g.
-
-    Args:
-        duals: in the places of the parameters.
-        weights: w and w'.
-    """
-
-    def __init__(
-        self,
-        params: Sequence[nn.Parameter],
-        memory: ScratchPool,
-        duals: Sequence[Tensor],
-        weights: tuple[float, float],
-    ) -> None:
-        super().__init__(params, memory)
-        self._duals, self._weights = duals, weights
-        self._of |= {id(d): self._of[id(p)] for d, p in zip(duals, params, strict=True)}
-
-    def _add(self, tensor: Tensor, use: Use, combined: bool) -> None:
-        if id(tensor) in self._of:
-            for each in use.form.along(split(use.v), split(use.u), self._weights):
-                super()._add(tensor, each, combined)
-        else:
-            super()._add(tensor, use, combined)
-
-    def _rows(self, use: Use) -> Tensor:
-        v, u = split(use.v), split(use.u)
-        moved = [part.form.rows(part.v, part.u) for part in use.form.along(v, u, (0.0, 1.0))]
-        rows = use.form.rows(v[0], u[0])
-        dual: Tensor = forward_ad.make_dual(rows, reduce(torch.add, moved))  # type: ignore[no-untyped-call]
-        return dual
-
-    def pull_back(self, *, combined: bool) -> None:
-        parts, self._parts = list(self._parts.values()), {}
-        for tensor, found in parts:
-            total = reduce(torch.add, found).to(tensor.dtype)
-            rows = [self._pulled_back(tensor, each) for each in total]
-            with torch.no_grad():
-                for param, each in zip(self._params, zip(*rows, strict=True), strict=True):
-                    super()._add(param, Rows.use(torch.stack(each)), combined)
-
-    def _pulled_back(self, tensor: Tensor, total: Tensor) -> list[Tensor]:
-        back = torch.autograd.grad(tensor, self._duals, total, create_graph=True, allow_unused=True)
-        found = []
-        for param, each in zip(self._params, back, strict=True):
-            if each is None:
-                found.append(torch.zeros_like(param))
-                continue
-            value, moved = split(each)
-            found.append(self._weights[0] * value)
-            if moved is not None:
-                found[-1] += self._weights[1] * moved
-        return found
-
-
-def uses_of_call(call: Call, v: Tensor, u: Tensor) -> list[tuple[Tensor | None, Use]]:
-    """Return the parameters of a call with their uses, for the samples."""
-    assert call.rule is not None
-    if not call.folds:
-        return call.rule(call.layer, v, u)
-    n, b = v.shape[:2]
-    uses = call.rule(call.layer, v.flatten(0, 1), u.flatten(0, 1))
-    return uses if b == 1 else uses_of_records(uses, Folded(n, 1, b))
-
-
-def _at_least_float32(tensor: Tensor) -> Tensor:
-    if tensor.dtype in (torch.float16, torch.bfloat16):
-        return tensor.float()
-    return tensor
 
 
 class GroupedGradients(AbstractPerSampleGradients):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import wraps
@@ -216,15 +215,13 @@ _Entry: TypeAlias = Callable[..., "FunctionUse | None"]
 
 def _as_declared(entry: _Entry) -> _Entry:
     """Return an entry that is None for arguments it does not declare: ``out``, or factors."""
-    signature = inspect.signature(entry)
 
     @wraps(entry)
     def use(*args: Any, **kwargs: Any) -> FunctionUse | None:
         try:
-            signature.bind(*args, **kwargs)
+            found = entry(*args, **kwargs)
         except TypeError:
             return None
-        found = entry(*args, **kwargs)
         # Gradients of complex products take conjugates, which no rule does.
         return None if found is None or found.layer.weight.is_complex() else found
 

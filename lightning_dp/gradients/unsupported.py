@@ -17,6 +17,7 @@ from lightning_dp.gradients.base import ALONE, UnsupportedModelError
 __all__ = [
     "is_flat_sharded",
     "is_fully_sharded",
+    "refuse_complex",
     "refuse_sharded",
     "refuse_special",
     "refuse_without_records",
@@ -68,7 +69,6 @@ def refuse_special(module: nn.Module, params: Sequence[nn.Parameter]) -> None:
         UnsupportedModelError: naming them and the cure.
     """
     refuse_script(module)
-    refuse_complex(module, params)
     trained = {id(param) for param in params}
     found = {
         name: type(param.data).__name__
@@ -106,7 +106,7 @@ def refuse_script(module: nn.Module) -> None:
 
 
 def refuse_complex(module: nn.Module, params: Sequence[nn.Parameter]) -> None:
-    """Refuse trained parameters with complex values, which have no place in a vector of real ones.
+    """Refuse trained parameters with complex values: their gradients take conjugates, which no rule does.
 
     Raises:
         UnsupportedModelError: naming them and the cure.
@@ -116,8 +116,9 @@ def refuse_complex(module: nn.Module, params: Sequence[nn.Parameter]) -> None:
     names = [name for name, param in named if id(param) in trained and param.is_complex()]
     if names:
         raise UnsupportedModelError(
-            f"{_some(names)} are complex. Keep their real and imaginary parts in one real parameter, "
-            "torch.view_as_real(weight), and use torch.view_as_complex(parameter) in forward().",
+            f"{_some(names)} are complex. Leave the engine at 'auto', or keep their real and imaginary "
+            "parts in one real parameter, torch.view_as_real(weight), and use "
+            "torch.view_as_complex(parameter) in forward().",
             topic="special-parameters",
         )
 

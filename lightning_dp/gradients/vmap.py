@@ -40,14 +40,14 @@ def level_of_samples(n: int) -> Iterator[int]:
         _functorch._vmap_decrement_nesting()
 
 
-@contextmanager
-def outside() -> Iterator[None]:
+class outside:
     """Leave the innermost level for a while: tensors of all samples are ordinary ones there."""
-    layer = _functorch.pop_dynamic_layer_stack()
-    try:
-        yield
-    finally:
-        _functorch.push_dynamic_layer_stack(layer)
+
+    def __enter__(self) -> None:
+        self._layer = _functorch.pop_dynamic_layer_stack()
+
+    def __exit__(self, *_: object) -> None:
+        _functorch.push_dynamic_layer_stack(self._layer)
 
 
 def wrapped(tensor: Tensor, level: int) -> Tensor:

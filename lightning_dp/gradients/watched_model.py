@@ -22,7 +22,7 @@ from lightning_dp.gradients.batches import DEFAULT_LAYOUT, SampleBatch
 from lightning_dp.gradients.chunks import NoLoss, OtherRowsError, is_differentiable
 from lightning_dp.gradients.compiled import CompiledParts, as_written
 from lightning_dp.gradients.engines import EngineChoice
-from lightning_dp.gradients.loss_graph import CoupledLossError, check_loss_graph
+from lightning_dp.gradients.graph import CoupledLossError, check_loss_graph
 from lightning_dp.gradients.random_state import RandomState
 from lightning_dp.gradients.raw import RawGradientGuard
 

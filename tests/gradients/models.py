@@ -306,6 +306,13 @@ def penalised(module: nn.Module, batch: Batch) -> Tensor:
     return scores(module, batch) + 0.1 * sum(p.square().sum() for p in module.parameters())
 
 
+def of_positions(module: nn.Module, batch: Batch) -> Tensor:
+    """Several targets, of which one is ignored."""
+    found, y = module(batch["x"]), batch["y"]
+    targets = torch.stack([y, torch.full_like(y, -100), y], 1)
+    return F.cross_entropy(torch.stack([found, 2 * found, -found], 2), targets)
+
+
 def uncertain(m: Net, batch: Batch) -> Tensor:
     """Two tasks, weighted by learnt variances."""
     found = m(batch["x"])
@@ -463,6 +470,13 @@ EXAMPLES: Mapping[str, Example] = {
                         more=weight(6, 5, 6)),
     "looked up": of_hidden(lambda m, x: m.body(m.table[x]).mean(1), tokens, HOOKED, table=weight(7, 6)),
     "complex": of_hidden(filtered, by=HOOKED, filter=weight(4, 2), gain=weight(4)),
+    "complex weights": of_hidden(
+        lambda m, x: torch.fft.irfft(torch.fft.rfft(m.body(x)) * m.filter, n=6).to(x.dtype) * m.gain,
+        by="records one_by_one", gain=weight(6),
+        filter=lambda: nn.Parameter(torch.randn(4, dtype=torch.complex128))),
+    "complex layer": of_hidden(
+        lambda m, x: m.turn((m.body(x) + 1j * x).cdouble()).abs().to(x.dtype), by="records one_by_one",
+        turn=lambda: nn.Linear(6, 6, dtype=torch.complex128)),
     "prelu": of_hidden(lambda m, x: m.act(m.body(x)), by=HOOKED, act=lambda: nn.PReLU(6)),
     "bilinear": of_hidden(lambda m, x: m.two(m.body(x), x), two=lambda: nn.Bilinear(6, 6, 6)),
     "in place": of_hidden(in_place, by=LAYERS),
@@ -477,6 +491,7 @@ EXAMPLES: Mapping[str, Example] = {
     "in turn": of_hidden(in_turn, by=HOOKED, gain=weight(6)),
     "named": Example(MLP, named, of_words, by=ALL),
     "penalty": Example(MLP, loss=penalised),
+    "several targets": Example(MLP, loss=of_positions, by=ALL),
     "uncertain": Example(net(lambda m, x: m.head(m.body(x)), body=linear(), head=head,
                              logs=weight(2)), loss=uncertain),
     "temperature": Example(net(None, body=linear(), classes=weight(CLASSES, 6), scale=weight()),

@@ -56,6 +56,10 @@ def made(example: Example, n: int = N) -> tuple[nn.Module, Batch]:
     return module, {name: double(part) for name, part in example.batch(n).items()}
 
 
+def real(part: Tensor) -> Tensor:
+    return torch.view_as_real(part) if part.is_complex() else part
+
+
 def rows(example: Example, module: nn.Module, batch: Batch, along: Tensor | None = None) -> Tensor:
     """(n, d): each record's gradient, or its Hessian times a direction, by plain autograd."""
     params, found = trained(module), []
@@ -67,9 +71,9 @@ def rows(example: Example, module: nn.Module, batch: Batch, along: Tensor | None
             )
             if along is not None:
                 pairs = zip(parts, unflatten(along, params), strict=True)
-                products = [(p * u).sum() for p, u in pairs if p.requires_grad]
+                products = [(real(p) * real(u)).sum() for p, u in pairs if p.requires_grad]
                 parts = torch.autograd.grad(sum(products), params, materialize_grads=True)
-        found.append(torch.cat([part.flatten() for part in parts]))
+        found.append(torch.cat([real(part).flatten() for part in parts]))
     return torch.stack(found).detach()
 
 
@@ -83,7 +87,7 @@ def vector(module: nn.Module, seed: int) -> Tensor:
     """A random direction; without a part for padding, which has no gradient."""
     drawn, other = torch.Generator().manual_seed(seed), copy.deepcopy(module)
     for param in other.parameters():
-        param.data = torch.randn(param.shape, generator=drawn, dtype=torch.float64)
+        param.data = torch.randn(param.shape, generator=drawn, dtype=param.dtype)
     for part in other.modules():
         if isinstance(part, nn.Embedding) and part.padding_idx is not None:
             part.weight.data[part.padding_idx] = 0

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lightning_dp.gradients import CoupledLossError, RecordPasses
-from lightning_dp.gradients.loss_graph import check_loss_graph
+from lightning_dp.gradients.graph import check_loss_graph
 
 N, CLASSES, STEPS = 6, 5, 7
 OWNERS = torch.arange(N).repeat_interleave(STEPS)

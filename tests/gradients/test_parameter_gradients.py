@@ -102,7 +102,7 @@ def test_norms_of_wide_layers_are_not_too_small():
 
 
 def kept_bytes(engine: LayerCalls) -> int:
-    tensors = [part for each in engine._found.values() for c in each.uses for part in (c.v, c.u)]
+    tensors = [part for each in engine._sums._of.values() for c in each.uses for part in (c.v, c.u)]
     return sum({t.data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values())
 
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from lightning_dp._checks import MisconfigurationError, check_model
 from lightning_dp.boundary import Query, Term
 from lightning_dp.functional import flatten
-from lightning_dp.gradients import RecordPasses, Replay, UnsupportedModelError, records
+from lightning_dp.gradients import RecordPasses, Replay, UnsupportedModelError, calls
 from lightning_dp.gradients.chunks import at_point
 from lightning_dp.gradients.engines import EngineChoice
 from lightning_dp.isolation import probe_isolation
@@ -240,7 +240,7 @@ def test_a_tap_without_a_gradient_is_an_error_where_the_loss_reaches_it(monkeypa
     example = Example(net(lambda m, x: m.head(m.body(x)), **MLP))
     module, batch = made(example)
     deaf = nn.Identity().register_forward_hook(print)
-    monkeypatch.setattr(records, "_watch", lambda call, done: deaf)
+    monkeypatch.setattr(calls, "_watch", lambda call, done: deaf)
     with (
         alone("records", module) as passes,
         pytest.raises(UnsupportedModelError, match="no gradient"),
