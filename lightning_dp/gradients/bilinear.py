@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import reduce
 from typing import TypeAlias
@@ -12,222 +13,39 @@ import torch
 from torch import Tensor
 
 from lightning_dp._precision import has_float64, in_float64
-from lightning_dp.functional import as_rows, factor_norms, squared_row_norms
-from lightning_dp.gradients.base import UnsupportedModelError
+from lightning_dp.functional import (
+    as_rows,
+    block_norms,
+    factor_norms,
+    squared_row_norms,
+    squares_of_blocks,
+)
 
 __all__ = [
     "PRODUCTS",
     "SLICE_BYTES",
-    "AbstractFolding",
     "AbstractForm",
-    "Folded",
-    "Owned",
+    "Folding",
+    "Lookup",
+    "OuterProduct",
     "Rows",
-    "Scaled",
+    "Scale",
     "Use",
     "Uses",
     "above_rounding",
-    "above_what_vanishes",
-    "joined_positions",
-    "joined_rows",
-    "sum_in_float64",
-    "sum_of_products",
     "uses_of_records",
 ]
-
-
-class AbstractFolding(ABC):
-    """Brings the rows of each record together, in tensors of N rows."""
-
-    records: int
-    """n, how many there are."""
-
-    @abstractmethod
-    def apart(self, rows: Tensor) -> Tensor:
-        """Return shape (n, f, ...) for shape (N, ...), f the most rows that a record has, and at least 1.
-
-        Where a record has fewer, zeros follow.
-
-        Raises:
-            UnsupportedModelError: if N is another number of rows.
-        """
-
-    @abstractmethod
-    def sums(self, rows: Tensor) -> Tensor:
-        """Return the sum over the rows of each record: shape (n, ...) for shape (N, ...).
-
-        Raises:
-            UnsupportedModelError: if N is another number of rows.
-        """
-
-
-@dataclass(frozen=True)
-class Folded(AbstractFolding):
-    """Equal numbers of rows: the one with index (o · n + i) · inner + k belongs to record i.
-
-    Args:
-        records: n, their number.
-        outer: how many values o takes: 1 where the rows of a record follow each other, f for
-            ``x.transpose(0, 1).flatten(0, 1)``, where the records of a frame do.
-        inner: how many values k takes.
-
-    Example:
-        >>> import torch
-        >>> Folded(2, outer=1, inner=3).apart(torch.arange(6)).tolist()
-        [[0, 1, 2], [3, 4, 5]]
-        >>> Folded(2, outer=3, inner=1).apart(torch.arange(6)).tolist()
-        [[0, 2, 4], [1, 3, 5]]
-    """
-
-    records: int
-    outer: int = 1
-    inner: int = 1
-
-    def apart(self, rows: Tensor) -> Tensor:
-        parts = self._split(rows)
-        if self.outer == 1:
-            return parts[0]
-        return parts.transpose(0, 1).flatten(1, 2)
-
-    def sums(self, rows: Tensor) -> Tensor:
-        return self._split(rows).sum((0, 2))
-
-    def _split(self, rows: Tensor) -> Tensor:
-        sizes = self.outer, self.records, self.inner
-        _check_rows(rows, self.outer * self.records * self.inner)
-        return rows.reshape(*sizes, *rows.shape[1:])
-
-
-@dataclass(frozen=True, eq=False)
-class Owned(AbstractFolding):
-    """Rows with an owner each, as many of a record as it has.
-
-    Args:
-        records: n, their number.
-        owners: shape (N,), whole numbers from 0 to n - 1.
-
-    Example:
-        >>> import torch
-        >>> owned = Owned(3, torch.tensor([0, 2, 0]))
-        >>> owned.apart(torch.tensor([5, 6, 7])).tolist()
-        [[5, 7], [0, 0], [6, 0]]
-        >>> owned.sums(torch.tensor([5, 6, 7])).tolist()
-        [12, 0, 6]
-    """
-
-    records: int
-    owners: Tensor
-
-    def apart(self, rows: Tensor) -> Tensor:
-        _check_rows(rows, len(self.owners))
-        owners = self.owners.to(rows.device)
-        order = owners.argsort(stable=True)
-        counts = owners.bincount(minlength=self.records)
-        most = max(1, int(counts.max()) if len(counts) else 0)
-        sorted_owners = owners[order]
-        start = counts.cumsum(0) - counts
-        own_place = owners.new_ones(len(owners)).cumsum(0) - 1 - start[sorted_owners]
-        padded = rows.new_zeros(self.records * most, *rows.shape[1:])
-        padded.index_copy_(0, sorted_owners * most + own_place, rows[order])
-        return padded.view(self.records, most, *rows.shape[1:])
-
-    def sums(self, rows: Tensor) -> Tensor:
-        _check_rows(rows, len(self.owners))
-        total = rows.new_zeros(self.records, *rows.shape[1:])
-        return total.index_add_(0, self.owners.to(rows.device), rows)
-
-
-def _check_rows(rows: Tensor, expected: int) -> None:
-    if len(rows) != expected:
-        raise UnsupportedModelError(
-            "was called with another number of rows than its records are known to have. Keep the "
-            "rows of every record together: leave none out by what is in them.",
-            topic="rows-and-records",
-        )
-
 
 # Gradients that are not kept for all records from the norms to the sum are made slice by slice.
 SLICE_BYTES = 4 << 20
 PRODUCTS = 1 << 22  # inner products between positions that are in memory at once
 
-
-# Terms of an inner product below float32's least number become zero. With factors of ordinary norms,
-# or divided by their largest entries, all that vanishes so is less than this times the product of their
-# norms, and above_what_vanishes takes no squared norm to be less.
-_HIDDEN = 1e-9
-_ORDINARY = (1e-5, 1e9)
-
-# Rounding errors of an inner product, relative to the norms, stay below this many units.
-_ROUNDING = 32
-_SUMMED = 256  # entries that are added in float32 where there is no float64
+# Brings the rows of each record together: shape (N, ...) -> (n, f, ...), f the most rows that a record
+# has; where one has fewer, zeros follow.
+Folding: TypeAlias = Callable[[Tensor], Tensor]
 
 
-def above_rounding(squares: Tensor, lengths: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return ‖Σ_s a_s‖² of each record, and not less than rounding may hide.
-
-    Terms that cancel leave errors of the size of (Σ_s ‖a_s‖)², and a norm that came out too small
-    would let a record through that is longer than its bound.
-
-    Args:
-        squares: as computed from inner products, float64.
-        lengths: Σ_s ‖a_s‖.
-        dtype: of the inner products.
-    """
-    return torch.maximum(squares, _ROUNDING * torch.finfo(dtype).eps * lengths.square())
-
-
-@dataclass(frozen=True)
-class Scaled:
-    """A factor of inner products, with each record's part over a unit so that they stay in range.
-
-    Args:
-        tensor: records first, over the units.
-        units: float64, shape (n,); on the host if the device has no float64.
-        norms: of the records' parts as they were, as the units.
-    """
-
-    tensor: Tensor
-    units: Tensor
-    norms: Tensor
-
-    @classmethod
-    def of(cls, tensor: Tensor) -> Scaled:
-        """Divide each record's part by its largest entry; by 1 where all products stay in range."""
-        if tensor.device.type == "cpu" and len(tensor):  # elsewhere, a look waits for the device
-            norms = torch.linalg.vector_norm(as_rows(tensor), dim=1)
-            least, most = (float(each) for each in norms.aminmax())
-            if _ORDINARY[0] < least and most < _ORDINARY[1]:
-                wide = norms.double()
-                return cls(tensor, torch.ones_like(wide), wide)
-        norms = factor_norms(tensor)
-        largest = as_rows(tensor).abs().amax(1).clamp_(min=torch.finfo(tensor.dtype).tiny)
-        return cls(tensor / largest.view(-1, *[1] * (tensor.dim() - 1)), in_float64(largest), norms)
-
-
-def sum_of_products(products: Tensor) -> Tensor:
-    """Return ‖Σ_s a_s‖² of each record from its (T, T) inner products, by :func:`above_rounding`.
-
-    Float32 products, summed in float64: the products in float64 would double the work.
-    """
-    lengths = sum_in_float64(products.diagonal(dim1=1, dim2=2).clamp(min=0.0).sqrt())
-    return above_rounding(sum_in_float64(products.flatten(1)), lengths, products.dtype)
-
-
-def sum_in_float64(rows: Tensor) -> Tensor:
-    """Return the sum of each row; on a device without float64 by float32 sums of a few of its entries.
-
-    Those are off by less than what :func:`above_rounding` allows for.
-    """
-    if has_float64(rows.device.type):
-        return rows.sum(1, dtype=torch.float64)
-    parts = torch.split(rows, _SUMMED, dim=1)
-    return in_float64(torch.stack([part.sum(1) for part in parts], dim=1)).sum(1)
-
-
-def above_what_vanishes(squares: Tensor, *factors: Scaled) -> Tensor:
-    """Return squared norms, and not less than what may have vanished in inner products of the factors."""
-    least = reduce(torch.mul, (each.norms for each in factors))
-    return torch.maximum(squares, (_HIDDEN * least).square_())
+# -- forms ----------------------------------------------------------------------------------------
 
 
 class AbstractForm(ABC):
@@ -244,30 +62,15 @@ class AbstractForm(ABC):
     def rows(self, v: Tensor, u: Tensor) -> Tensor:
         """Return f(v_i, u_i) of each record: shape (n, *parameter shape)."""
 
-    def writes_out(self, v: Tensor, u: Tensor) -> bool:
-        """True if :meth:`put` knows how to write these gradients into given memory."""
-        return False
-
-    def keeps_memory(self) -> bool:
-        """True if the memory of such gradients is worth keeping from step to step."""
-        return True
-
-    def put(self, v: Tensor, u: Tensor, out: Tensor) -> Use:
-        """Write the gradients of all records, and return them as a use of the parameter.
+    def rows_in(
+        self, v: Tensor, u: Tensor, memory: Callable[[], Tensor]
+    ) -> tuple[Tensor, Tensor | None]:
+        """Return the same, and the squared norms where they are known by the way.
 
         Args:
-            v: as in :meth:`rows`.
-            u: as in :meth:`rows`.
-            out: flat memory, of as many entries as they have.
+            memory: gives a tensor for the rows, of memory that is used again from step to step.
         """
-        raise NotImplementedError
-
-    def put_and_square(self, v: Tensor, u: Tensor, out: Tensor) -> tuple[Use, Tensor]:
-        """Do the same, and return their squared norms too."""
-        use = self.put(v, u, out)
-        squares = use.form.squared_norms([use], may_keep=False)
-        assert squares is not None
-        return use, squares
+        return self.rows(v, u), None
 
     def prefers_rows(self, v: Tensor, u: Tensor) -> bool:
         """True if making the rows, which make norms and sum quick, saves time; by shapes alone."""
@@ -277,13 +80,19 @@ class AbstractForm(ABC):
     def weighted_sum(self, v: Tensor, u: Tensor, weights: Tensor) -> Tensor:
         """Return Σ_i weights_i f(v_i, u_i), of the parameter's shape or flat, without making the rows."""
 
-    def add_weighted_sum(self, v: Tensor, u: Tensor, weights: Tensor, onto: Tensor) -> None:
-        """Add it to a flat vector, which may be of another precision."""
-        onto.add_(self.weighted_sum(v, u, weights).reshape(-1))
+    def add_weighted_sum(
+        self, v: Tensor, u: Tensor, weights: Tensor, onto: Tensor, *, is_new: bool = False
+    ) -> None:
+        """Add it to a flat vector, which may be of another precision.
 
-    def put_weighted_sum(self, v: Tensor, u: Tensor, weights: Tensor, into: Tensor) -> None:
-        """Put it into a flat vector, whatever stands there."""
-        self.add_weighted_sum(v, u, weights, into.zero_())
+        Args:
+            is_new: what stands in the vector counts for nothing, NaN too.
+        """
+        total = self.weighted_sum(v, u, weights).reshape(-1)
+        if is_new:
+            onto.copy_(total)
+        else:
+            onto.add_(total)
 
     def both(self, here: Use, there: Use) -> list[Use]:
         """Return f(v, u) + f(v', u') as uses that lose no digits where v and v' are close.
@@ -301,17 +110,9 @@ class AbstractForm(ABC):
         """Return the same sum over fewer uses, where that is no more work than each of them by itself."""
         return list(uses)
 
-    def of_records(self, use: Use, folding: AbstractFolding) -> list[Use]:
-        """Return the sum over the rows of each record, as uses of n records.
-
-        By default one use for each row of a record, as if the layer had been called once for each.
-
-        Args:
-            use: of this form, of N rows.
-            folding: tells which rows are whose.
-        """
-        v, u = folding.apart(use.v), folding.apart(use.u)
-        return [Use(self, v[:, k], u[:, k]) for k in range(u.shape[1])]
+    @abstractmethod
+    def of_records(self, use: Use, folding: Folding) -> Use:
+        """Return a use of N rows as one of the n records, whose gradients are sums over their rows."""
 
     def along(
         self,
@@ -376,90 +177,24 @@ class Use:
         return replace(self, u=u, v=u if self.v is self.u else _zeroed(self.v, left_out))
 
 
-def _zeroed(tensor: Tensor, records: Tensor) -> Tensor:
-    if not tensor.is_floating_point():  # rows of a table, of which nothing is added
-        return tensor
-    return tensor.masked_fill(records.view(-1, *[1] * (tensor.dim() - 1)), 0.0)
-
-
-def joined_positions(uses: Sequence[Use]) -> Use:
-    """Return uses of one form, of (n, T, ...) tensors, as one use with the positions of all."""
-    if len(uses) == 1:
-        return uses[0]
-    v, u = (torch.cat(parts, dim=1) for parts in zip(*((c.v, c.u) for c in uses), strict=True))
-    return replace(uses[0], v=v, u=u)
-
-
-def joined_rows(use: Use, folding: AbstractFolding) -> Use:
-    """Return a use of (N, T, ...) tensors as one of (n, f·T, ...): positions of all rows of a record."""
-    return replace(use, v=folding.apart(use.v).flatten(1, 2), u=folding.apart(use.u).flatten(1, 2))
-
-
 # Every parameter of a layer, with its use in one call of the layer.
 Uses: TypeAlias = list[tuple[Tensor | None, Use]]
 
 
-def uses_of_records(uses: Uses, folding: AbstractFolding) -> Uses:
+def uses_of_records(uses: Uses, folding: Folding) -> Uses:
     """Return what a rule gave for N rows as uses of the n records to which they belong."""
-    return [(param, part) for param, use in uses for part in use.form.of_records(use, folding)]
+    return [(param, use.form.of_records(use, folding)) for param, use in uses]
 
 
-@dataclass(frozen=True)
-class Rows(AbstractForm):
-    """The gradients u_i themselves, of shape (n, *parameter shape); v is not used."""
+def _zeroed(tensor: Tensor, records: Tensor) -> Tensor:
+    if not tensor.is_floating_point():  # rows of a table, of which nothing is added
+        return tensor
+    return tensor.masked_fill(_as_weights(records, tensor), 0.0)
 
-    @classmethod
-    def use(cls, u: Tensor) -> Use:
-        """Return a use of which the gradients are known: of a bias, say."""
-        return cls()._use(u)
 
-    def _use(self, u: Tensor) -> Use:
-        return Use(self, u, u)
-
-    def rows(self, v: Tensor, u: Tensor) -> Tensor:
-        return u
-
-    def weighted_sum(self, v: Tensor, u: Tensor, weights: Tensor) -> Tensor:
-        return weights @ as_rows(u)
-
-    def add_weighted_sum(self, v: Tensor, u: Tensor, weights: Tensor, onto: Tensor) -> None:
-        if onto.dtype == u.dtype:
-            onto.addmv_(as_rows(u).T, weights)  # no vector of the parameter's size
-        else:
-            super().add_weighted_sum(v, u, weights, onto)
-
-    def put_weighted_sum(self, v: Tensor, u: Tensor, weights: Tensor, into: Tensor) -> None:
-        if into.dtype == u.dtype:
-            torch.mv(as_rows(u).T, weights, out=into)
-        else:
-            super().put_weighted_sum(v, u, weights, into)
-
-    def both(self, here: Use, there: Use) -> list[Use]:
-        return [self._use(here.u + there.u)]
-
-    def joined(self, uses: Sequence[Use]) -> list[Use]:
-        return [self._use(reduce(torch.add, (use.u for use in uses)))]
-
-    def of_records(self, use: Use, folding: AbstractFolding) -> list[Use]:
-        return [self._use(folding.sums(use.u))]
-
-    def along(
-        self,
-        v: tuple[Tensor, Tensor | None],
-        u: tuple[Tensor, Tensor | None],
-        weights: tuple[float, float],
-    ) -> list[Use]:
-        return [self._use(use.u) for use in super().along((v[0], None), u, weights)]
-
-    def entries(self, v: Tensor, u: Tensor, shape: torch.Size, places: Tensor) -> Tensor:
-        return _at(self.rows(v, u), places)
-
-    def lengths(self, v: Tensor, u: Tensor) -> Tensor:
-        return squared_row_norms(u).sqrt()
-
-    def squared_norms(self, uses: Sequence[Use], *, may_keep: bool) -> Tensor | None:
-        (use,) = uses
-        return squared_row_norms(use.u)
+def _as_weights(of_records: Tensor, tensor: Tensor) -> Tensor:
+    """Return one number for each record in the shape that is broadcast to a tensor."""
+    return of_records.view(-1, *[1] * (tensor.dim() - 1))
 
 
 def _at(rows: Tensor, places: Tensor) -> Tensor:
@@ -475,3 +210,337 @@ def _weighted(u: tuple[Tensor, Tensor | None], weights: tuple[float, float]) -> 
     value, moved = u
     total = value if weights[0] == 1 else weights[0] * value
     return total if moved is None else torch.add(total, moved, alpha=weights[1])
+
+
+@dataclass(frozen=True)
+class Rows(AbstractForm):
+    """The gradients u_i themselves, of shape (n, *parameter shape); v is not used."""
+
+    @classmethod
+    def use(cls, u: Tensor) -> Use:
+        """Return a use of which the gradients are known: of a bias, say."""
+        return Use(cls(), u, u)
+
+    def rows(self, v: Tensor, u: Tensor) -> Tensor:
+        return u
+
+    def weighted_sum(self, v: Tensor, u: Tensor, weights: Tensor) -> Tensor:
+        return weights @ as_rows(u)
+
+    def add_weighted_sum(
+        self, v: Tensor, u: Tensor, weights: Tensor, onto: Tensor, *, is_new: bool = False
+    ) -> None:
+        if onto.dtype == u.dtype:  # no vector of the parameter's size
+            onto.addmv_(as_rows(u).T, weights, beta=0 if is_new else 1)
+        else:
+            super().add_weighted_sum(v, u, weights, onto, is_new=is_new)
+
+    def both(self, here: Use, there: Use) -> list[Use]:
+        return [self.use(here.u + there.u)]
+
+    def joined(self, uses: Sequence[Use]) -> list[Use]:
+        return [self.use(reduce(torch.add, (use.u for use in uses)))]
+
+    def of_records(self, use: Use, folding: Folding) -> Use:
+        return self.use(folding(use.u).sum(1))
+
+    def along(
+        self,
+        v: tuple[Tensor, Tensor | None],
+        u: tuple[Tensor, Tensor | None],
+        weights: tuple[float, float],
+    ) -> list[Use]:
+        return [self.use(_weighted(u, weights))]
+
+    def entries(self, v: Tensor, u: Tensor, shape: torch.Size, places: Tensor) -> Tensor:
+        return _at(u, places)
+
+    def lengths(self, v: Tensor, u: Tensor) -> Tensor:
+        return squared_row_norms(u).sqrt()
+
+    def squared_norms(self, uses: Sequence[Use], *, may_keep: bool) -> Tensor | None:
+        (use,) = uses
+        return squared_row_norms(use.u)
+
+
+# -- inner products -------------------------------------------------------------------------------
+
+# Terms of an inner product below float32's least number become zero. With factors of ordinary norms,
+# or divided by their largest entries, all that vanishes so is less than this times the product of their
+# norms, and _above_what_vanishes takes no squared norm to be less.
+_HIDDEN = 1e-9
+_ORDINARY = (1e-5, 1e9)
+
+# Rounding errors of an inner product, relative to the norms, stay below this many units.
+_ROUNDING = 32
+_SUMMED = 256  # entries that are added in float32 where there is no float64
+
+
+def above_rounding(squares: Tensor, lengths: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return ‖Σ_s a_s‖² of each record, and not less than rounding may hide.
+
+    Terms that cancel leave errors of the size of (Σ_s ‖a_s‖)², and a norm that came out too small
+    would let a record through that is longer than its bound.
+
+    Args:
+        squares: as computed from inner products, float64.
+        lengths: Σ_s ‖a_s‖.
+        dtype: of the inner products.
+    """
+    return torch.maximum(squares, _ROUNDING * torch.finfo(dtype).eps * lengths.square())
+
+
+@dataclass(frozen=True)
+class _Scaled:
+    """A factor of inner products, with each record's part over a unit so that they stay in range.
+
+    Args:
+        tensor: records first, over the units.
+        units: float64, shape (n,); on the host if the device has no float64.
+        norms: of the records' parts as they were, as the units.
+    """
+
+    tensor: Tensor
+    units: Tensor
+    norms: Tensor
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> _Scaled:
+        """Divide each record's part by its largest entry; by 1 where all products stay in range."""
+        if tensor.device.type == "cpu" and len(tensor):  # elsewhere, a look waits for the device
+            norms = torch.linalg.vector_norm(as_rows(tensor), dim=1)
+            least, most = (float(each) for each in norms.aminmax())
+            if _ORDINARY[0] < least and most < _ORDINARY[1]:
+                wide = norms.double()
+                return cls(tensor, torch.ones_like(wide), wide)
+        norms = factor_norms(tensor)
+        largest = as_rows(tensor).abs().amax(1).clamp_(min=torch.finfo(tensor.dtype).tiny)
+        return cls(tensor / _as_weights(largest, tensor), in_float64(largest), norms)
+
+    def products(self) -> Tensor:
+        """Return the (T, T) inner products of each record's vectors, for shape (n, T, features)."""
+        return torch.bmm(self.tensor, self.tensor.transpose(1, 2))
+
+
+def _sum_in_float64(rows: Tensor) -> Tensor:
+    """Return the sum of each row; on a device without float64 by float32 sums of a few of its entries.
+
+    Those are off by less than what :func:`above_rounding` allows for.
+    """
+    if has_float64(rows.device.type):
+        return rows.sum(1, dtype=torch.float64)
+    parts = torch.split(rows, _SUMMED, dim=1)
+    return in_float64(torch.stack([part.sum(1) for part in parts], dim=1)).sum(1)
+
+
+def _above_what_vanishes(squares: Tensor, *factors: _Scaled) -> Tensor:
+    """Return squared norms, and not less than what may have vanished in inner products of the factors."""
+    least = reduce(torch.mul, (each.norms for each in factors))
+    return torch.maximum(squares, (_HIDDEN * least).square_())
+
+
+def _squares_of(products: Tensor, *factors: _Scaled) -> Tensor:
+    """Return ‖Σ_s a_s‖² of each record from the (T, T) inner products of the a_s, made of factors.
+
+    Float32 products, summed in float64: the products in float64 would double the work.
+    """
+    lengths = _sum_in_float64(products.diagonal(dim1=1, dim2=2).clamp(min=0.0).sqrt())
+    squares = above_rounding(_sum_in_float64(products.flatten(1)), lengths, products.dtype)
+    units = reduce(torch.mul, (each.units for each in factors))
+    return _above_what_vanishes(squares * units.square(), *factors)
+
+
+# -- linear layers, embeddings and norm layers ----------------------------------------------------
+
+_CACHED_BYTES = 1 << 20
+_LONG = 32  # positions from which on matrix products, not memory, are what rows cost
+_SLICE_ENTRIES = 1 << 17
+
+
+class _OfPositions(AbstractForm):
+    """A sum over positions t of what v_it and u_it give, for tensors of shape (n, T, ...).
+
+    Several uses are one with the positions of all, as are several rows of a record.
+    """
+
+    def joined(self, uses: Sequence[Use]) -> list[Use]:
+        if len(uses) == 1:
+            return list(uses)
+        v, u = (torch.cat(parts, dim=1) for parts in zip(*((c.v, c.u) for c in uses), strict=True))
+        return [Use(self, v, u)]
+
+    def of_records(self, use: Use, folding: Folding) -> Use:
+        return Use(self, folding(use.v).flatten(1, 2), folding(use.u).flatten(1, 2))
+
+    def squared_norms(self, uses: Sequence[Use], *, may_keep: bool) -> Tensor | None:
+        """Return squared norms from inner products between positions, of some records at a time."""
+        (use,) = uses
+        times = use.u.shape[1]
+        if times == 0:
+            return use.u.new_zeros(len(use.u), dtype=torch.float64)
+        size = max(1, PRODUCTS // times**2)
+        parts = zip(torch.split(use.v, size), torch.split(use.u, size), strict=True)
+        return torch.cat([self.squares(*part) for part in parts])
+
+    @abstractmethod
+    def squares(self, v: Tensor, u: Tensor) -> Tensor:
+        """Return ‖f(v_i, u_i)‖² of each record from all inner products at once."""
+
+
+@dataclass(frozen=True)
+class OuterProduct(_OfPositions):
+    """Σ_t u_it v_itᵀ for v of shape (n, T, in) and u of shape (n, T, out)."""
+
+    def rows(self, v: Tensor, u: Tensor) -> Tensor:
+        return torch.bmm(u.transpose(1, 2), v)
+
+    def rows_in(
+        self, v: Tensor, u: Tensor, memory: Callable[[], Tensor]
+    ) -> tuple[Tensor, Tensor | None]:
+        rows = memory().view(len(u), u.shape[2], v.shape[2])
+        if rows.device.type != "cpu" or rows.dtype != torch.float32 or not len(v):
+            return torch.bmm(u.transpose(1, 2), v, out=rows), None
+        size = max(1, _CACHED_BYTES // rows[:1].nbytes)  # looked at while they are in the cache
+        parts = zip(*(torch.split(each, size) for each in (v, u, rows)), strict=True)
+        made = (torch.bmm(y.transpose(1, 2), x, out=part) for x, y, part in parts)
+        norms = torch.cat([block_norms(each.flatten(1)) for each in made])
+        return rows, squares_of_blocks(norms, rows.flatten(1))
+
+    def prefers_rows(self, v: Tensor, u: Tensor) -> bool:
+        times, rows, columns = u.shape[1], u.shape[2], v.shape[2]
+        # Of rows twice as large as v and u, inner products take less than half of the work.
+        return times >= _LONG and 2 * times * (rows + columns) > rows * columns
+
+    def entries(self, v: Tensor, u: Tensor, shape: torch.Size, places: Tensor) -> Tensor:
+        times, (row, column) = v.shape[1], (places // shape[1], places % shape[1])
+        if not 0 < times * len(places) <= shape.numel():
+            return super().entries(v, u, shape, places)  # all of them are no more work
+        total = u[:, 0].index_select(1, row).mul_(v[:, 0].index_select(1, column))
+        for t in range(1, times):
+            total.addcmul_(u[:, t].index_select(1, row), v[:, t].index_select(1, column))
+        return total
+
+    def weighted_sum(self, v: Tensor, u: Tensor, weights: Tensor) -> Tensor:
+        v, u = _scaled(v, u, weights)
+        return u.T @ v
+
+    def add_weighted_sum(
+        self, v: Tensor, u: Tensor, weights: Tensor, onto: Tensor, *, is_new: bool = False
+    ) -> None:
+        if onto.dtype != u.dtype or onto.dtype != v.dtype:
+            super().add_weighted_sum(v, u, weights, onto, is_new=is_new)
+            return
+        v, u = _scaled(v, u, weights)
+        onto.view(u.shape[1], v.shape[1]).addmm_(u.T, v, beta=0 if is_new else 1)
+
+    def lengths(self, v: Tensor, u: Tensor) -> Tensor:
+        norms = factor_norms(v.flatten(0, 1)) * factor_norms(u.flatten(0, 1))
+        return norms.view(u.shape[:2]).sum(1)
+
+    def squared_norms(self, uses: Sequence[Use], *, may_keep: bool) -> Tensor | None:
+        """Return squared norms from the T x T inner products of the vectors, if these are fewer.
+
+        ‖Σ_s u_s v_sᵀ‖² = Σ_st (u_s · u_t)(v_s · v_t).
+        """
+        (use,) = uses
+        u, v = use.u, use.v
+        times, rows, columns = u.shape[1], u.shape[2], v.shape[2]
+        if times == 1:
+            return (factor_norms(u) * factor_norms(v)).square_()
+        if times * (rows + columns) > 2 * rows * columns or (may_keep and self.prefers_rows(v, u)):
+            return None  # the rows cost no more, and if they are kept the sum is almost free
+        return super().squared_norms(uses, may_keep=may_keep)
+
+    def squares(self, v: Tensor, u: Tensor) -> Tensor:
+        a, b = _Scaled.of(u), _Scaled.of(v)
+        return _squares_of(a.products() * b.products(), a, b)
+
+
+def _scaled(v: Tensor, u: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+    """Return both as matrices of all positions, the narrower one times the weights of the records."""
+    weights = weights.view(-1, 1, 1)
+    v, u = (v * weights, u) if v.shape[2] < u.shape[2] else (v, u * weights)
+    return v.flatten(0, 1), u.flatten(0, 1)
+
+
+@dataclass(frozen=True)
+class Lookup(_OfPositions):
+    """Row r: Σ over t with v_it = r of u_it, for v of shape (n, T) and u of shape (n, T, width).
+
+    Norms are sums over positions s and t of equal rows of u_s · u_t: nothing of the table's size.
+    """
+
+    rows_of_table: int
+
+    def rows(self, v: Tensor, u: Tensor) -> Tensor:
+        table = u.new_zeros(len(u), self.rows_of_table, u.shape[2])
+        return table.scatter_add_(1, v.unsqueeze(2).expand_as(u), u)
+
+    def weighted_sum(self, v: Tensor, u: Tensor, weights: Tensor) -> Tensor:
+        table = u.new_zeros(self.rows_of_table * u.shape[2])
+        self.add_weighted_sum(v, u, weights, table)
+        return table
+
+    def add_weighted_sum(
+        self, v: Tensor, u: Tensor, weights: Tensor, onto: Tensor, *, is_new: bool = False
+    ) -> None:
+        table = (onto.zero_() if is_new else onto).view(self.rows_of_table, -1)
+        scaled = (u * _as_weights(weights, u)).to(onto.dtype)
+        table.index_add_(0, v.flatten(), scaled.flatten(0, 1))
+
+    def both(self, here: Use, there: Use) -> list[Use]:
+        """Count a position that looks up the same row at both points once, with the sum of its u."""
+        moved = (here.v != there.v).unsqueeze(2)
+        own = here.u.masked_fill(~moved, 0.0)
+        return [replace(here, u=own), replace(there, u=there.u + here.u.masked_fill(moved, 0.0))]
+
+    def lengths(self, v: Tensor, u: Tensor) -> Tensor:
+        return factor_norms(u) * math.sqrt(u.shape[1])
+
+    def squares(self, v: Tensor, u: Tensor) -> Tensor:
+        scaled = _Scaled.of(u)
+        is_other = v.unsqueeze(2) != v.unsqueeze(1)
+        return _squares_of(scaled.products().masked_fill_(is_other, 0.0), scaled)
+
+
+@dataclass(frozen=True)
+class Scale(AbstractForm):
+    """Σ_t v_it u_it, entry by entry, over all dimensions that the parameter does not have.
+
+    Args:
+        sum_over: those dimensions; the first one, of the records, is not among them.
+    """
+
+    sum_over: tuple[int, ...]
+
+    def rows(self, v: Tensor, u: Tensor) -> Tensor:
+        if not self.sum_over:
+            return v * u
+        if v.device.type == "cpu" and self.sum_over == tuple(range(2, v.dim())) and v.numel():
+            return _sums_of_products(v, u)
+        size = max(1, _SLICE_ENTRIES // (u[:1].numel() or 1))  # products that stay in the cache
+        parts = zip(torch.split(v, size), torch.split(u, size), strict=True)
+        return torch.cat([(a * b).sum(self.sum_over) for a, b in parts])
+
+    def weighted_sum(self, v: Tensor, u: Tensor, weights: Tensor) -> Tensor:
+        total: Tensor = torch.tensordot(weights, self.rows(v, u), dims=1)
+        return total
+
+    def of_records(self, use: Use, folding: Folding) -> Use:
+        form = Scale((1, *(dimension + 1 for dimension in self.sum_over)))
+        return Use(form, folding(use.v), folding(use.u))
+
+
+def _sums_of_products(v: Tensor, u: Tensor) -> Tensor:
+    """Return Σ_t v_ict u_ict for tensors of shape (n, channels, *size), without writing products down.
+
+    The gradient of a norm layer's weight, where each channel of each record is a channel with its own
+    group, of mean 0 and deviation 1.
+    """
+    shape, channels = v.shape[:2], v.shape[:2].numel()
+    v, u = v.reshape(1, channels, -1), u.reshape(1, channels, -1)
+    one, size = v.new_ones(channels), v.shape[2]
+    sums: Tensor = torch.ops.aten.native_group_norm_backward(
+        u, v, torch.zeros_like(one), one, one, 1, channels, size, channels, [False, True, False]
+    )[1]
+    return sums.view(shape)

@@ -18,7 +18,7 @@ from lightning_dp._precision import full_precision
 from lightning_dp._refusals import Refusal
 from lightning_dp.functional import real, unflatten
 from lightning_dp.gradients.base import UnsupportedModelError
-from lightning_dp.gradients.bilinear import AbstractFolding, Rows, Use, Uses, uses_of_records
+from lightning_dp.gradients.bilinear import Folding, Rows, Use, Uses, uses_of_records
 from lightning_dp.gradients.parameter_sum import (
     Allowance,
     BookkeptGradients,
@@ -72,7 +72,7 @@ class Call:
     inputs: KeptInputs
     edge: GradientEdge
     is_first: bool = False
-    folding: AbstractFolding | None = None
+    folding: Folding | None = None
     shape: Sequence[int] | None = None
     name: str = ""
 

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import reduce
 
 import torch
 from torch import Tensor
@@ -15,14 +13,10 @@ from torch.nn import functional as F
 from lightning_dp.gradients.bilinear import (
     PRODUCTS,
     SLICE_BYTES,
-    AbstractFolding,
     AbstractForm,
-    Rows,
-    Scaled,
+    Folding,
+    OuterProduct,
     Use,
-    above_rounding,
-    above_what_vanishes,
-    sum_in_float64,
 )
 
 __all__ = ["Convolution"]
@@ -55,65 +49,64 @@ class Convolution(AbstractForm):
     groups: int
 
     def rows(self, v: Tensor, u: Tensor) -> Tensor:
-        use = self.put(v, u, u.new_empty(len(u) * math.prod(self.weight_shape)))
-        return use.form.rows(use.v, use.u)
-
-    def writes_out(self, v: Tensor, u: Tensor) -> bool:
-        return True
-
-    def keeps_memory(self) -> bool:
-        return False  # the backward pass has just freed as much, and the next forward pass needs it
-
-    def put(self, v: Tensor, u: Tensor, out: Tensor) -> Use:
         v, u = self._of_rows(v), self._of_rows(u)
-        rows = out.view(len(u), *self.weight_shape)
+        rows = u.new_empty(len(u), *self.weight_shape)
         (self._products if self._prefers_products(v, u) else self._convolutions)(v, u, rows)
-        return Rows.use(rows)
+        return rows
 
     def _prefers_products(self, v: Tensor, u: Tensor) -> bool:
         """Return whether matrix products are likely to be faster than convolutions, by shapes alone."""
-        if v.device.type != "cpu" or self.groups > 1 or len(self.stride) != 2:
+        if v.device.type != "cpu" or not self._has_patches:
             return False
-        patches = math.prod(self.weight_shape[1:]) * u.shape[-len(self.stride) :].numel()
+        patches = math.prod(self.weight_shape[1:]) * u.shape[3:].numel()
         return patches <= _PATCHES_PER_CHANNEL * self.weight_shape[0]
 
     def _products(self, v: Tensor, u: Tensor, out: Tensor) -> None:
         """Write down what the kernel sees at each position, of some records at a time."""
-        patch = math.prod(self.weight_shape[1:])
-        size = max(1, _ENTRIES // (patch * u[:1, :, 0].numel() or 1))
-        parts = zip(*(torch.split(each, size) for each in (v, u, out)), strict=True)
-        for x, y, rows in parts:
-            kernel, options = self.weight_shape[2:], (self.dilation, self.padding, self.stride)
-            seen = F.unfold(x.flatten(0, 1), kernel, *options).transpose(1, 2)
-            seen, y, target = (
-                seen.view(*x.shape[:2], *seen.shape[1:]),
-                y.flatten(3),
-                rows.flatten(2),
-            )
-            torch.bmm(y[:, 0], seen[:, 0], out=target)
-            for row in range(1, y.shape[1]):
-                target.baddbmm_(y[:, row], seen[:, row])
+        size = max(1, _ENTRIES // (math.prod(self.weight_shape[1:]) * u[:1, :, 0].numel() or 1))
+        for x, y, rows in zip(*(torch.split(each, size) for each in (v, u, out)), strict=True):
+            x, y = self._as_outer_product(x, y)
+            torch.bmm(y.transpose(1, 2), x, out=rows.flatten(2))
+
+    @property
+    def _has_patches(self) -> bool:
+        return len(self.stride) == 2 and self.groups == 1
+
+    def _positions(self, u: Tensor) -> int:
+        """Return how many output positions a record has, in all its rows."""
+        return u.shape[1:].numel() // self.weight_shape[0]
+
+    def _as_outer_product(self, v: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
+        """Return what the kernel sees at each position, and what came back: those of a linear layer.
+
+        Shapes (n, f · positions, in · kernel) and (n, f · positions, out).
+        """
+        v, u = self._of_rows(v), self._of_rows(u).flatten(3)
+        seen = F.unfold(
+            v.flatten(0, 1), self.weight_shape[2:], self.dilation, self.padding, self.stride
+        )
+        seen = seen.view(*v.shape[:2], *seen.shape[1:])
+        x, y = (each.transpose(1, 2).flatten(2).transpose(1, 2) for each in (seen, u))
+        return x, y
 
     def _convolutions(self, v: Tensor, u: Tensor, out: Tensor) -> None:
         """Run the records as groups of a convolution, some of them at a time."""
         # (n, f, in, ...) as (f, n·in, ...): with n times as many groups no channel of one record
         # meets one of another, so the weight gradient has a block for each record.
-        start = 0
-        for x, y in zip(torch.split(v, _TOGETHER), torch.split(u, _TOGETHER), strict=True):
+        parts = zip(*(torch.split(each, _TOGETHER) for each in (v, u, out)), strict=True)
+        for x, y, rows in parts:
             n = len(x)
             x, y = (part.transpose(0, 1).flatten(1, 2) for part in (x, y))
             shape = (n * self.weight_shape[0], *self.weight_shape[1:])
-            rows = self._backward(x, y, shape, n * self.groups)
-            out[start : start + n] = rows.view(n, *self.weight_shape)
-            start += n
+            rows.copy_(self._backward(x, y, shape, n * self.groups).view_as(rows))
 
     def weighted_sum(self, v: Tensor, u: Tensor, weights: Tensor) -> Tensor:
         scaled = u * weights.view(-1, *[1] * (u.dim() - 1))
         v, scaled = (self._of_rows(each).flatten(0, 1) for each in (v, scaled))
         return self._backward(v, scaled, self.weight_shape, self.groups)
 
-    def of_records(self, use: Use, folding: AbstractFolding) -> list[Use]:
-        return [Use(self, folding.apart(use.v), folding.apart(use.u))]
+    def of_records(self, use: Use, folding: Folding) -> Use:
+        return Use(self, folding(use.v), folding(use.u))
 
     def _of_rows(self, tensor: Tensor) -> Tensor:
         """Return shape (n, f, channels, *size), f = 1 where a record has one row."""
@@ -129,101 +122,37 @@ class Convolution(AbstractForm):
         return gradient
 
     def entries(self, v: Tensor, u: Tensor, shape: torch.Size, places: Tensor) -> Tensor:
-        v, u = self._of_rows(v), self._of_rows(u)
-        each = u.shape[1] * u.shape[3:].numel() * len(places)
-        if len(self.stride) != 2 or self.groups > 1 or not 0 < each <= shape.numel():
+        positions, patch = self._positions(u), shape[1:].numel()
+        if not self._has_patches or not 0 < positions * len(places) <= shape.numel():
             return super().entries(v, u, shape, places)  # all of them are no more work
-        at = torch.unravel_index(places, shape)
-        size = max(1, SLICE_BYTES // (4 * each))
-        parts = zip(torch.split(v, size), torch.split(u, size), strict=True)
-        return torch.cat([self._entries_at(*part, at) for part in parts])
-
-    def _entries_at(self, v: Tensor, u: Tensor, at: Sequence[Tensor]) -> Tensor:
-        """Return entries of each record's gradient, from what the kernel's entries see."""
-        output, channel, *entry = at
-        padded = self._padded(v.flatten(0, 1))
-        seen = padded.view(*v.shape[:2], *padded.shape[1:])
-        for k in range(2):
-            reach = self.dilation[k] * (self.weight_shape[2 + k] - 1) + 1
-            seen = seen.unfold(3 + k, reach, self.stride[k])
-        line, column = (k * d for k, d in zip(entry, self.dilation, strict=True))
-        seen = seen[:, :, channel, :, :, line, column]  # (places, n, f, *positions)
-        return (u[:, :, output].permute(2, 0, 1, 3, 4) * seen).flatten(2).sum(2).T
+        size = max(1, SLICE_BYTES // (4 * positions * max(patch, len(places))))
+        found = []
+        for part in zip(torch.split(v, size), torch.split(u, size), strict=True):
+            x, y = self._as_outer_product(*part)
+            products = y.index_select(2, places // patch) * x.index_select(2, places % patch)
+            found.append(products.sum(1))
+        return torch.cat(found)
 
     def lengths(self, v: Tensor, u: Tensor) -> Tensor:
-        return super().lengths(v, u) * math.sqrt(
-            math.prod(self.weight_shape[2:])
-        )  # overlapping patches
+        overlaps = math.prod(self.weight_shape[2:])  # patches that have a position
+        return super().lengths(v, u) * math.sqrt(overlaps)
 
     def squared_norms(self, uses: Sequence[Use], *, may_keep: bool) -> Tensor | None:
         """Return squared norms from inner products of patches and of output gradients, if these are few.
 
-        ‖Σ_s u_s p_sᵀ‖² = Σ_st (u_s · u_t)(p_s · p_t) over output positions s and t. The products of
-        patches are sums of those of single positions: nothing of the patches' size is made.
+        They are those of a linear layer whose inputs are the patches, which are written down for some
+        records at a time.
         """
-        # A weight that several rows of a record use is a weight that is used several times.
-        uses = [row for use in uses for row in self._one_for_each_row(use)]
-        v, u = uses[0].v, uses[0].u
-        if len(self.stride) != 2 or self.groups > 1 or any(c.v.shape != v.shape for c in uses):
+        outputs, patch = self.weight_shape[0], math.prod(self.weight_shape[1:])
+        positions = sum(self._positions(use.u) for use in uses)
+        is_few = 0 < 2 * positions * (patch + outputs) <= outputs * patch
+        if not (self._has_patches and is_few):
             return None
-        outputs, channels, *kernel = self.weight_shape
-        inner, outer = self._padded(v).shape[2:].numel(), u.shape[2:].numel()
-        products = inner**2 * channels + outer**2 * (outputs + math.prod(kernel))
-        if (len(uses) + 1) * products > outer * outputs * channels * math.prod(kernel):
-            return None
-        size = max(1, PRODUCTS // max(1, inner**2))
-        parts = (slice(start, start + size) for start in range(0, len(u), size))
-        return torch.cat([self._squares([use.of(part) for use in uses]) for part in parts])
-
-    def _one_for_each_row(self, use: Use) -> list[Use]:
-        v, u = self._of_rows(use.v), self._of_rows(use.u)
-        return [Use(self, v[:, k], u[:, k]) for k in range(u.shape[1])]
-
-    def _squares(self, uses: Sequence[Use]) -> Tensor:
-        scaled = [(Scaled.of(use.v), Scaled.of(use.u)) for use in uses]
-        units = torch.stack([v.units * u.units for v, u in scaled])
-        largest = units.amax(0)
-        pairs = zip(scaled, units, strict=True)
-        parts = [(v.tensor, u.tensor, unit / largest) for (v, u), unit in pairs]
-        squares = self._squares_of(parts) * largest.square()
-        return reduce(lambda so_far, each: above_what_vanishes(so_far, *each), scaled, squares)
-
-    def _squares_of(self, parts: Sequence[tuple[Tensor, Tensor, Tensor]]) -> Tensor:
-        """Return ‖Σ weight f(v, u)‖² of each record, over (v, u, weight)."""
-        total = torch.zeros_like(parts[0][2])
-        lengths = torch.zeros_like(total)
-        # ‖Σ_a f_a‖² = Σ_a ‖f_a‖² + 2 Σ_(b<a) f_a · f_b over the uses a and b of the weight.
-        for i, (v, u, weight) in enumerate(parts):
-            for j, (v2, u2, weight2) in enumerate(parts[: i + 1]):
-                us = torch.bmm(u.flatten(2).transpose(1, 2), u2.flatten(2))
-                products = self._patch_products(v, v2, u.shape[2:]) * us.view(len(us), -1)
-                sums = sum_in_float64(products) * weight * weight2
-                total += sums if i == j else 2 * sums
-                if i == j:
-                    # ‖u_s p_s‖ of each position s, from the diagonal: how long the terms are that may
-                    # have cancelled, for the margin of rounding errors.
-                    own = products.view(us.shape).diagonal(dim1=1, dim2=2).clamp(min=0.0)
-                    lengths += sum_in_float64(own.sqrt()) * weight
-        return above_rounding(total, lengths, parts[0][1].dtype)
-
-    def _patch_products(self, v: Tensor, w: Tensor, size: torch.Size) -> Tensor:
-        """Return inner products of every patch of v with every patch of w, shape (n, positions²)."""
-        v, w = self._padded(v), self._padded(w)
-        # A patch is the positions at all offsets of the kernel, so p_s · q_t is the sum over offsets k
-        # of v[s + k] · w[t + k]: products of single positions, read at places shifted together.
-        single = torch.bmm(v.flatten(2).transpose(1, 2), w.flatten(2))
-        single = single.view(len(v), *v.shape[2:], *w.shape[2:])
-        total: Tensor | None = None
-        for offset in itertools.product(*map(range, self.weight_shape[2:])):
-            rows, columns = (
-                slice(k * d, k * d + (n - 1) * s + 1, s)
-                for k, d, n, s in zip(offset, self.dilation, size, self.stride, strict=True)
-            )
-            part = single[:, rows, columns, rows, columns]
-            total = part.clone() if total is None else total.add_(part)
-        assert total is not None
-        return total.view(len(v), -1)
-
-    def _padded(self, v: Tensor) -> Tensor:
-        rows, columns = self.padding
-        return F.pad(v, (columns, columns, rows, rows))
+        size = max(1, min(PRODUCTS // positions**2, SLICE_BYTES // (4 * positions * patch)))
+        found = []
+        for start in range(0, len(uses[0].u), size):
+            parts = [use.of(slice(start, start + size)) for use in uses]
+            factors = [self._as_outer_product(use.v, use.u) for use in parts]
+            v, u = (torch.cat(each, 1) for each in zip(*factors, strict=True))
+            found.append(OuterProduct().squares(v, u))
+        return torch.cat(found)

@@ -4,21 +4,29 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import reduce
+from functools import partial, reduce
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from lightning_dp._precision import full_precision, where_used
+from lightning_dp._precision import full_precision, has_float64, where_used
 from lightning_dp._refusals import RefusedRun
 from lightning_dp._shards import held_here, sum_into_shard
 from lightning_dp.boundary import AbstractPerSampleGradients
-from lightning_dp.functional import flat_memory, parts_of, squared_row_norms
-from lightning_dp.gradients.base import number_of_records
+from lightning_dp.functional import flat_memory, flat_zeros, parts_of, real, squared_row_norms
+from lightning_dp.gradients.base import ALONE, UnsupportedModelError, number_of_records
 from lightning_dp.gradients.bilinear import SLICE_BYTES, Rows, Use, above_rounding
 from lightning_dp.gradients.materialised import MaterialisedGradients, places_in, restricted
 
-__all__ = ["Allowance", "BookkeptGradients", "ParameterGradients", "ScratchPool", "without_zeros"]
+__all__ = [
+    "Allowance",
+    "BookkeptGradients",
+    "ParameterGradients",
+    "ScratchPool",
+    "check_sum",
+    "plain_gradients",
+    "without_zeros",
+]
 
 
 # Gradients of all records that are larger than what they are made from are kept for the sum, beyond
@@ -30,19 +38,11 @@ class Allowance:
     """Memory that the gradients of all records may take, beyond what they are made from, in one pass.
 
     Args:
-        size: in bytes.
+        left: in bytes.
     """
 
-    def __init__(self, size: int = _KEEP_BYTES) -> None:
-        self._left = size
-
-    def has(self, size: int) -> bool:
-        """Tell whether so many bytes are left."""
-        return size <= self._left
-
-    def take(self, size: int) -> None:
-        """Count bytes as taken."""
-        self._left -= size
+    def __init__(self, left: int | None = None) -> None:
+        self.left = _KEEP_BYTES if left is None else left
 
 
 class ScratchPool:
@@ -124,14 +124,13 @@ class ParameterGradients:
             self.uses.append(use)
 
     def _is_made_at_once(self, use: Use) -> bool:
-        """Tell whether the gradients take the place of v and u: smaller, or cheap and not much larger."""
+        """Return whether gradients take the place of v and u: smaller, or cheap and not much larger."""
         more = self._size(use) - use.nbytes
-        if more <= 0:
-            return True
-        at_once = self._allowance.has(more) and use.form.prefers_rows(use.v, use.u)
-        if at_once:
-            self._allowance.take(more)
-        return at_once
+        if more > 0:
+            if more > self._allowance.left or not use.form.prefers_rows(use.v, use.u):
+                return False
+            self._allowance.left -= more
+        return True
 
     def _size(self, use: Use) -> int:
         """Return the bytes of the gradients of all records."""
@@ -141,7 +140,7 @@ class ParameterGradients:
         """Return the squared L2 norm of each record's gradient, shape (n,), float64."""
         self.uses = _joined(self.uses)
         count, size = len(self.uses[0].u), self._size(self.uses[0])
-        may_keep = self._allowance.has(size)
+        may_keep = size <= self._allowance.left
         # A norm is not a sum over uses: ‖Σ f(v, u)‖² has products between all of them, which a form
         # knows for its own uses only.
         forms = {use.form for use in self.uses}
@@ -152,10 +151,10 @@ class ParameterGradients:
             if cheap is not None:
                 return cheap
         if may_keep:
-            self._allowance.take(size)
+            self._allowance.left -= size
             self._kept = self._made(*self.uses)
-            known = self._known_squares([self._kept])
             # Of the very numbers that are summed: no margin.
+            known = self._known_squares([self._kept])
             return squared_row_norms(self._kept.u) if known is None else known
         size = max(1, SLICE_BYTES // (4 * self._numel))
         slices = [slice(start, start + size) for start in range(0, count, size)]
@@ -169,17 +168,17 @@ class ParameterGradients:
     def _made(self, *uses: Use) -> Use:
         """Return the gradients of all records, in memory that is used again if the form says so."""
         first = uses[0]
-        if len(uses) > 1 or not first.form.writes_out(first.v, first.u):
+        if len(uses) > 1:
             return Rows.use(_sum_of_rows(uses))
-        if first.form.keeps_memory():
-            memory = self._memory.take(len(first.u), self._shape, first.u)
-            self._borrowed.append(memory)
-        else:
-            memory = first.u.new_empty((len(first.u), *self._shape))
-        out = memory[: len(first.u)].view(-1)
-        made, squares = first.form.put_and_square(first.v, first.u, out)
-        self._squares = made.u, squares
-        return made
+        rows, squares = first.form.rows_in(first.v, first.u, partial(self._borrow, first.u))
+        if squares is not None:
+            self._squares = rows, squares
+        return Rows.use(rows)
+
+    def _borrow(self, like: Tensor) -> Tensor:
+        memory = self._memory.take(len(like), self._shape, like)
+        self._borrowed.append(memory)
+        return memory[: len(like)]
 
     def _known_squares(self, uses: Sequence[Use]) -> Tensor | None:
         """Return the squared norms that were computed with the rows, if these rows are all there is."""
@@ -206,44 +205,41 @@ class ParameterGradients:
             left_out: true for those that are left out, where they are not to be counted.
             is_new: nothing was written into the vector, whose entries count for nothing.
         """
-        uses, self.uses = _joined(self.uses), []
+        uses = _joined(self._quickest)
         if not uses:
             raise RefusedRun(
                 "The gradients were summed already; their memory is used again.",
                 topic="out-of-order",
             )
-        if self._kept is not None:
-            uses, self._kept = [self._kept], None
-        self._squares = None
         if records is not None:
             uses = [use.of(records) for use in uses]
         for use in uses:
             if left_out is not None:
                 use = use.without(left_out)
-            to_sum = use.form.put_weighted_sum if is_new else use.form.add_weighted_sum
-            to_sum(use.v, use.u, weights.to(use.u.dtype), onto)
+            own = weights.to(use.u.dtype)
+            use.form.add_weighted_sum(use.v, use.u, own, onto, is_new=is_new)
             is_new = False
-        self._give_back()
+        self.discard()
 
     def discard(self) -> None:
         """Give back the memory that is used again; nothing can be asked for after it."""
         self.uses, self._kept, self._squares = [], None, None
-        self._give_back()
-
-    def _give_back(self) -> None:
         while self._borrowed:
             self._memory.give_back(self._borrowed.pop())
 
+    @property
+    def _quickest(self) -> list[Use]:
+        """Uses from which sums and entries are made; differences keep their digits in others."""
+        return self.uses if self._kept is None else [self._kept]
+
     def of(self, records: Tensor) -> ParameterGradients:
         """Return the same for some of the records; nothing is computed."""
-        uses = self.uses if self._kept is None else [self._kept]
-        parts = [use.of(records) for use in uses]
+        parts = [use.of(records) for use in self._quickest]
         return ParameterGradients(parts, self._shape, None, self._allowance)
 
     def entries(self, places: Tensor) -> Tensor:
         """Return g_i at some places of the flat parameter: shape (n, places)."""
-        uses = self.uses if self._kept is None else [self._kept]
-        parts = (use.form.entries(use.v, use.u, self._shape, places) for use in uses)
+        parts = (use.form.entries(use.v, use.u, self._shape, places) for use in self._quickest)
         return reduce(torch.add, parts)
 
     def combine(
@@ -375,30 +371,93 @@ class BookkeptGradients(AbstractPerSampleGradients):
         for param, gradient, places in zip(self._params, self._gradients, chosen, strict=True):
             dtype = torch.promote_types(param.dtype, torch.float32)
             if gradient is None or not len(places):
-                parts.append(
-                    torch.zeros(self._count, len(places), dtype=dtype, device=param.device)
-                )
-            else:
-                with full_precision(param.device):
-                    parts.append(gradient.entries(places).to(dtype))
+                none = torch.zeros(self._count, len(places), dtype=dtype, device=param.device)
+                parts.append(none)
+                continue
+            with full_precision(param.device):
+                parts.append(gradient.entries(places).to(dtype))
         return restricted(parts, self._factor)
 
     def combine(
         self, weight: float, others: Sequence[tuple[float, AbstractPerSampleGradients]]
     ) -> BookkeptGradients:
-        combined: list[ParameterGradients | None] = []
-        factors, allowance = [], Allowance()
+        points: list[tuple[float, BookkeptGradients]] = []
         for other_weight, other in others:
             if not isinstance(other, BookkeptGradients) or other.count != self.count:
                 raise TypeError("Only gradients of the same records and engine can be combined.")
-            factors.append((other_weight * other._scale, other))
-        for position, (param, gradient) in enumerate(
-            zip(self._params, self._gradients, strict=True)
-        ):
-            here = ParameterGradients([], param.shape) if gradient is None else gradient
-            there = [(f, g) for f, o in factors if (g := o._gradients[position]) is not None]
-            is_used = gradient is not None or there
-            combined.append(
-                here.combine(weight * self._scale, there, allowance) if is_used else None
-            )
+            points.append((other_weight * other._scale, other))
+        combined: list[ParameterGradients | None] = []
+        allowance = Allowance()
+        for place, param in enumerate(self._params):
+            there = [(w, g) for w, each in points if (g := each._gradients[place]) is not None]
+            here = self._gradients[place]
+            if here is None and not there:
+                combined.append(None)
+                continue
+            here = ParameterGradients([], param.shape) if here is None else here
+            combined.append(here.combine(weight * self._scale, there, allowance))
         return BookkeptGradients(self._params, combined, 1.0)
+
+
+# -- the sum and the loss -------------------------------------------------------------------------
+
+
+def plain_gradients(loss: Tensor, params: Sequence[nn.Parameter]) -> Tensor | None:
+    """Return the gradient of the loss by plain autograd, as a flat vector; the graph stays.
+
+    None where it cannot be computed during another backward pass: of reentrant checkpoints.
+    """
+    try:
+        found = list(torch.autograd.grad(loss, params, retain_graph=True, allow_unused=True))
+    except RuntimeError:
+        return None
+    flat = flat_zeros(params)
+    for part in reversed(list(parts_of(flat, params))):
+        if (own := found.pop()) is not None:  # and is freed: there are never two of all
+            part.copy_(real(own.to_dense() if own.is_sparse else own).reshape(-1))
+    return flat
+
+
+def check_sum(
+    found: AbstractPerSampleGradients,
+    plain: Tensor,
+    params: Sequence[nn.Parameter],
+    names: Sequence[str],
+) -> None:
+    r"""Refuse gradients of n records with :math:`\sum_i g_i \ne n \nabla \ell`, for the mean loss ℓ.
+
+    A use of a parameter that the engine missed, or counted twice, shows here whatever it was.
+
+    Args:
+        found: the g_i.
+        plain: the gradient of ℓ, whose memory is used.
+        params: the trained parameters.
+        names: theirs, in the same order.
+
+    Raises:
+        UnsupportedModelError: naming parameters for which they differ.
+    """
+    if not found.count:
+        return
+    twin = found.combine(1.0, ())  # a sum can be asked for once
+    lengths = float(twin.norms().sum())
+    if not lengths < float("inf"):
+        return
+    sizes = [found.count * float(part.norm()) for part in parts_of(plain, params)]
+    wide = torch.float64 if has_float64(params[0].device.type) else torch.float32
+    ones = torch.ones(found.count, dtype=wide, device=params[0].device)
+    twin.add_weighted_sum(ones, plain.mul_(-found.count))
+    wrong = []
+    parts = parts_of(plain, params)
+    for name, param, part, size in zip(names, params, parts, sizes, strict=True):
+        exact = 64 * torch.finfo(param.dtype).eps ** 0.5  # float32: 2 %; what was missed is more
+        if float(part.norm()) > exact * size + 1e-4 * lengths:
+            wrong.append(name)
+    if wrong:
+        more = f" and {len(wrong) - 3} more" if len(wrong) > 3 else ""
+        raise UnsupportedModelError(
+            f"{', '.join(wrong[:3])}{more}: the gradients of single records do not add up to the "
+            "gradient of the loss, so a use of these parameters was missed, or counted twice. Use "
+            f"them in their own layers, called as modules. {ALONE}",
+            topic="unseen-use",
+        )

@@ -21,7 +21,6 @@ from lightning_dp.boundary import (
     Query,
     bounded_sum,
 )
-from lightning_dp.gradients.adding_up import check_sum, plain_gradients
 from lightning_dp.gradients.base import Around, Forward, UnsupportedModelError
 from lightning_dp.gradients.chunks import (
     NoLoss,
@@ -31,7 +30,7 @@ from lightning_dp.gradients.chunks import (
     is_differentiable,
 )
 from lightning_dp.gradients.engines import EngineChoice
-from lightning_dp.gradients.parameter_sum import BookkeptGradients
+from lightning_dp.gradients.parameter_sum import BookkeptGradients, check_sum, plain_gradients
 from lightning_dp.gradients.random_state import RandomState
 from lightning_dp.gradients.sharded import shards_at_point
 from lightning_dp.gradients.watched_model import WatchedModel, WrapEngine

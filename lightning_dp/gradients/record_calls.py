@@ -29,7 +29,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from lightning_dp.gradients.base import UnsupportedModelError
-from lightning_dp.gradients.bilinear import Folded
+from lightning_dp.gradients.bilinear import Folding
 from lightning_dp.gradients.calls import Call, KeptInputs, copied, dual_of
 from lightning_dp.gradients.rules import BY_POSITION, FUNCTIONS, FunctionUse, Rule
 from lightning_dp.gradients.vmap import (
@@ -357,7 +357,8 @@ class CallRecorder(TorchFunctionMode):
         else:
             out, edge = self._tapped(func(*args, **kwargs))
             shape = (self.n * b, *out.shape[2:]) if b else out.shape
-        folding = Folded(self.n, 1, b) if b > 1 else None
+        n = self.n
+        folding = (lambda rows: rows.view(n, b, *rows.shape[1:])) if b > 1 else None
         self.record(use.rule, use.layer, v, edge, shape, is_first=is_first, folding=folding)
         return wrapped(out, self._level)
 
@@ -370,7 +371,7 @@ class CallRecorder(TorchFunctionMode):
         shape: Sequence[int],
         *,
         is_first: bool,
-        folding: Folded | None = None,
+        folding: Folding | None = None,
     ) -> None:
         """Keep the activations of a call for its rule; the arguments are those of :class:`Call`."""
         inputs = KeptInputs((v if self.along else v.detach(),))

@@ -1,10 +1,10 @@
-"""Rules that tell how layers and functions use their parameters, and a table of both."""
+"""Rules that tell how layers and functions use their parameters, in one table of both."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from functools import wraps
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, TypeAlias
 
 from torch import Tensor, nn
@@ -13,9 +13,8 @@ from torch.nn.utils.parametrize import is_parametrized
 
 from lightning_dp._norms import FixedNorm
 from lightning_dp.gradients.base import UnsupportedModelError
-from lightning_dp.gradients.bilinear import Rows, Use, Uses
+from lightning_dp.gradients.bilinear import Lookup, OuterProduct, Rows, Scale, Use, Uses
 from lightning_dp.gradients.convolution import Convolution
-from lightning_dp.gradients.matrices import Lookup, OuterProduct, Scale
 
 __all__ = [
     "BY_POSITION",
@@ -24,58 +23,53 @@ __all__ = [
     "FunctionLayer",
     "FunctionUse",
     "Rule",
-    "convolution",
-    "embedding",
-    "fixed_norm",
-    "group_norm",
-    "instance_norm",
-    "layer_norm",
     "linear",
     "own_parameters",
-    "product",
     "refuse_options",
-    "rms_norm",
     "rule_of",
 ]
 
 
 _CURE = "Leave the engine at 'auto', or change the layer."
-_FIX = "lightning_dp.fix(model) puts a layer of Opacus in its place."
 
 # (layer, its input, the gradient of its output) -> every parameter with its use in this call;
-# the tensors have records first.
-Rule: TypeAlias = Callable[..., Uses]
+# the tensors have records first. In the place of a layer stands what has the same attributes.
+Rule: TypeAlias = Callable[[Any, Tensor, Tensor], Uses]
 
 
-@dataclass(frozen=True, eq=False)
 class FunctionLayer:
-    """Holds what a rule reads of a layer, where a function was called without one."""
+    """The arguments of a function, which torch names as the attributes of a layer; else its defaults.
 
-    weight: Tensor
-    bias: Tensor | None = None
-    padding_idx: int | None = None
-    stride: tuple[int, ...] = ()
-    padding: str | tuple[int, ...] = ()
-    dilation: tuple[int, ...] = ()
-    groups: int = 1
-    padding_mode: str = "zeros"
-    normalized_shape: tuple[int, ...] = ()
-    num_groups: int = 1
-    eps: Any = None  # a number; None, by which rms_norm takes that of the precision
+    Args:
+        weight: of the layer.
+        bias: of the layer.
+        options: all others, by name.
+    """
+
+    padding_idx = max_norm = running_mean = None
+    scale_grad_by_freq = sparse = False
+    stride = dilation = groups = 1
+    padding, padding_mode = 0, "zeros"
+    use_input_stats, eps = True, 1e-5
+
+    def __init__(self, weight: Any = None, bias: Tensor | None = None, **options: Any) -> None:
+        self.weight, self.bias = weight, bias
+        vars(self).update(options)
 
 
-def linear(layer: nn.Linear | FunctionLayer, inputs: Tensor, gradient: Tensor) -> Uses:
+# -- rules ----------------------------------------------------------------------------------------
+
+
+def linear(layer: Any, inputs: Tensor, gradient: Tensor) -> Uses:
     """Return weight and bias with their uses in one call; middle dimensions are positions."""
     v, u = _vectors(inputs), _vectors(gradient)
-    uses: Uses = [(layer.weight, Use(OuterProduct(), v, u))]
-    return [*uses, *_of_bias(layer.bias, u)]
+    return [(layer.weight, Use(OuterProduct(), v, u)), *_of_bias(layer, u)]
 
 
-def product(layer: FunctionLayer, inputs: Tensor, gradient: Tensor) -> Uses:
+def _product(layer: Any, inputs: Tensor, gradient: Tensor) -> Uses:
     """Return the same for a weight of shape (in, out)."""
     v, u = _vectors(inputs), _vectors(gradient)
-    uses: Uses = [(layer.weight, Use(OuterProduct(), u, v))]
-    return [*uses, *_of_bias(layer.bias, u)]
+    return [(layer.weight, Use(OuterProduct(), u, v)), *_of_bias(layer, u)]
 
 
 def _vectors(tensor: Tensor) -> Tensor:
@@ -85,34 +79,34 @@ def _vectors(tensor: Tensor) -> Tensor:
     return tensor.reshape(len(tensor), -1, tensor.shape[-1])
 
 
-def _of_bias(bias: Tensor | None, u: Tensor) -> Uses:
-    if bias is None:
+def _of_bias(layer: Any, u: Tensor) -> Uses:
+    if layer.bias is None:
         return []
-    return [(bias, Rows.use(u[:, 0] if u.shape[1] == 1 else u.sum(1)))]
+    return [(layer.bias, Rows.use(u[:, 0] if u.shape[1] == 1 else u.sum(1)))]
 
 
-def embedding(layer: nn.Embedding | FunctionLayer, inputs: Tensor, gradient: Tensor) -> Uses:
-    """Return the table with its use in one call."""
+def _embedding(layer: Any, inputs: Tensor, gradient: Tensor) -> Uses:
     rows, width = layer.weight.shape
     v = inputs.reshape(len(inputs), -1)
     u = gradient.reshape(*v.shape, width)
     if layer.padding_idx is not None:
-        u = u.masked_fill((v == layer.padding_idx).unsqueeze(2), 0.0)
+        u = u.masked_fill((v == layer.padding_idx % rows).unsqueeze(2), 0.0)
     return [(layer.weight, Use(Lookup(rows), v, u))]
 
 
-def convolution(
-    layer: nn.Conv1d | nn.Conv2d | nn.Conv3d | FunctionLayer, inputs: Tensor, gradient: Tensor
-) -> Uses:
-    """Return weight and bias with their uses in one call."""
-    padding = layer.padding
-    if isinstance(padding, str) or layer.padding_mode != "zeros":
-        mode = "constant" if layer.padding_mode == "zeros" else layer.padding_mode
-        around = _around(padding, layer.weight.shape[2:], layer.dilation)
-        inputs, padding = F.pad(inputs, around, mode=mode), (0,) * len(layer.stride)
-    form = Convolution(
-        tuple(layer.weight.shape), layer.stride, padding, layer.dilation, layer.groups
-    )
+def _convolution(layer: Any, inputs: Tensor, gradient: Tensor) -> Uses:
+    shape, mode = tuple(layer.weight.shape), layer.padding_mode
+
+    def each(option: int | Sequence[int]) -> tuple[int, ...]:
+        given = (option,) if isinstance(option, int) else tuple(option)
+        return given * (len(shape) - 2) if len(given) == 1 else given
+
+    stride, dilation, padding = each(layer.stride), each(layer.dilation), layer.padding
+    if isinstance(padding, str) or mode != "zeros":
+        around = _around(padding, shape[2:], dilation)
+        inputs = F.pad(inputs, around, mode="constant" if mode == "zeros" else mode)
+        padding = 0
+    form = Convolution(shape, stride, each(padding), dilation, layer.groups)
     uses: Uses = [(layer.weight, Use(form, inputs, gradient))]
     if layer.bias is not None:
         uses.append((layer.bias, Rows.use(gradient.flatten(2).sum(2))))
@@ -133,66 +127,137 @@ def _around(
     return [side for each in reversed(sides) for side in each]
 
 
-def layer_norm(layer: nn.LayerNorm | FunctionLayer, inputs: Tensor, gradient: Tensor) -> Uses:
-    """Return weight and bias with their uses in one call; middle dimensions are positions."""
-    shape = list(layer.normalized_shape)
-    v = F.layer_norm(inputs, shape, eps=layer.eps)
-    return _uses_of_scale(layer, v, gradient, range(1, gradient.dim() - len(shape)))
+def _layer_norm(layer: Any, inputs: Tensor, gradient: Tensor) -> Uses:
+    v = F.layer_norm(inputs, layer.normalized_shape, eps=layer.eps)
+    return _uses_of_scale(layer, v, gradient, range(1, v.dim() - len(layer.normalized_shape)))
 
 
-def rms_norm(layer: nn.RMSNorm | FunctionLayer, inputs: Tensor, gradient: Tensor) -> Uses:
-    """Return the weight with its use in one call; middle dimensions are positions."""
-    shape = list(layer.normalized_shape)
-    v = F.rms_norm(inputs, shape, eps=layer.eps)
-    return _uses_of_scale(layer, v, gradient, range(1, gradient.dim() - len(shape)))[:1]
+def _rms_norm(layer: Any, inputs: Tensor, gradient: Tensor) -> Uses:
+    v = F.rms_norm(inputs, layer.normalized_shape, eps=layer.eps)
+    return _uses_of_scale(layer, v, gradient, range(1, v.dim() - len(layer.normalized_shape)))
 
 
-def group_norm(layer: nn.GroupNorm | FunctionLayer, inputs: Tensor, gradient: Tensor) -> Uses:
-    """Return weight and bias with their uses in one call; one entry for each channel."""
+def _group_norm(layer: Any, inputs: Tensor, gradient: Tensor) -> Uses:
     v = F.group_norm(inputs, layer.num_groups, eps=layer.eps)
-    return _uses_of_scale(layer, v, gradient, range(2, gradient.dim()))
+    return _uses_of_scale(layer, v, gradient, range(2, v.dim()))
 
 
-def instance_norm(
-    layer: nn.InstanceNorm1d | nn.InstanceNorm2d | nn.InstanceNorm3d | FunctionLayer,
-    inputs: Tensor,
-    gradient: Tensor,
-) -> Uses:
-    """Return weight and bias with their uses in one call; one entry for each channel."""
+def _instance_norm(layer: Any, inputs: Tensor, gradient: Tensor) -> Uses:
     v = F.instance_norm(inputs, eps=layer.eps)
-    return _uses_of_scale(layer, v, gradient, range(2, gradient.dim()))
+    return _uses_of_scale(layer, v, gradient, range(2, v.dim()))
 
 
-def fixed_norm(layer: FixedNorm, inputs: Tensor, gradient: Tensor) -> Uses:
-    """Return weight and bias with their uses in one call; one entry for each channel."""
-    return _uses_of_scale(layer, layer.normalised(inputs), gradient, range(2, gradient.dim()))
+def _fixed_norm(layer: Any, inputs: Tensor, gradient: Tensor) -> Uses:
+    return _uses_of_scale(layer, layer.normalised(inputs), gradient, range(2, inputs.dim()))
 
 
 def _uses_of_scale(layer: Any, v: Tensor, u: Tensor, sum_over: range) -> Uses:
+    """Return weight and bias with their uses where normalised inputs are scaled, entry by entry."""
     dimensions = tuple(sum_over)
-    bias = u.sum(dimensions) if dimensions else u
-    scale = Use(Scale(dimensions), v, u)
-    return [(layer.weight, scale), (getattr(layer, "bias", None), Rows.use(bias))]
+    uses: Uses = [(layer.weight, Use(Scale(dimensions), v, u))]
+    if getattr(layer, "bias", None) is not None:
+        uses.append((layer.bias, Rows.use(u.sum(dimensions) if dimensions else u)))
+    return uses
 
 
-# Dimensions between the records and what the rule is about are positions of a record. The other rules
-# take one row each: what stands there belongs into the rows, whose records a folding tells.
-BY_POSITION = frozenset({linear, product, embedding, layer_norm, rms_norm})
+# -- the table ------------------------------------------------------------------------------------
 
-RULES: Mapping[type[nn.Module], Rule] = {
-    nn.Linear: linear,
-    nn.Conv1d: convolution,
-    nn.Conv2d: convolution,
-    nn.Conv3d: convolution,
-    nn.Embedding: embedding,
-    nn.LayerNorm: layer_norm,
-    nn.GroupNorm: group_norm,
-    nn.InstanceNorm1d: instance_norm,
-    nn.InstanceNorm2d: instance_norm,
-    nn.InstanceNorm3d: instance_norm,
-    nn.RMSNorm: rms_norm,
-    FixedNorm: fixed_norm,
-}
+
+@dataclass(frozen=True)
+class _Entry:
+    """What a rule is about.
+
+    Args:
+        rule: the rule.
+        layers: types of layers.
+        functions: of torch, with the names of their arguments in order. A call that names others goes
+            without a rule, as with ``out``.
+        holds: true if the rule holds for a call of a function, given as layer and input.
+        by_position: dimensions between the records and what the rule is about are positions of a
+            record. Other rules take one row each: what stands there belongs into the rows, whose
+            records a folding tells.
+        defaults: of the functions, where they differ from those of :class:`FunctionLayer`.
+    """
+
+    rule: Rule
+    layers: Sequence[type[nn.Module]]
+    functions: Mapping[str, str]
+    holds: Callable[[FunctionLayer, Tensor], bool] = lambda layer, input: True
+    by_position: bool = False
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+
+
+def _has_bias_of(outputs: int, layer: FunctionLayer, input: Tensor) -> bool:
+    """Return whether the weight is a matrix, and the bias has an entry for each of its outputs."""
+    weight, bias = layer.weight, layer.bias
+    is_matrix = weight.dim() == 2  # a shorter bias is repeated
+    return is_matrix and (bias is None or bias.shape == weight.shape[outputs : outputs + 1])
+
+
+def _is_lookup(layer: FunctionLayer, input: Tensor) -> bool:
+    is_changed = layer.max_norm is not None or layer.scale_grad_by_freq or layer.sparse
+    return not is_changed and not input.is_floating_point()  # torch.embedding has the table first
+
+
+def _is_of_input(layer: FunctionLayer, input: Tensor) -> bool:
+    return layer.running_mean is None and layer.use_input_stats
+
+
+_CONV = "input weight bias stride padding dilation groups"
+_TABLE = (
+    _Entry(
+        linear,
+        [nn.Linear],
+        {"linear": "input weight bias"},
+        partial(_has_bias_of, 0),
+        by_position=True,
+    ),
+    _Entry(
+        _product,
+        [],
+        {
+            "addmm": "bias input weight",
+            **dict.fromkeys(("mm", "matmul", "__matmul__"), "input weight"),
+        },
+        partial(_has_bias_of, 1),
+        by_position=True,
+    ),
+    _Entry(
+        _embedding,
+        [nn.Embedding],
+        {"embedding": "input weight padding_idx max_norm norm_type scale_grad_by_freq sparse"},
+        _is_lookup,
+        by_position=True,
+    ),
+    _Entry(
+        _convolution,
+        [nn.Conv1d, nn.Conv2d, nn.Conv3d],
+        dict.fromkeys(("conv1d", "conv2d", "conv3d"), _CONV),
+    ),
+    _Entry(
+        _layer_norm,
+        [nn.LayerNorm],
+        {"layer_norm": "input normalized_shape weight bias eps"},
+        by_position=True,
+    ),
+    _Entry(
+        _rms_norm,
+        [nn.RMSNorm],
+        {"rms_norm": "input normalized_shape weight eps"},
+        by_position=True,
+        defaults={"eps": None},
+    ),
+    _Entry(_group_norm, [nn.GroupNorm], {"group_norm": "input num_groups weight bias eps"}),
+    _Entry(
+        _instance_norm,
+        [nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d],
+        {
+            "instance_norm": "input running_mean running_var weight bias use_input_stats momentum eps"
+        },
+        _is_of_input,
+    ),
+    _Entry(_fixed_norm, [FixedNorm], {}),
+)
 
 
 @dataclass(frozen=True, eq=False)
@@ -210,168 +275,30 @@ class FunctionUse:
     input: Tensor
 
 
-_Entry: TypeAlias = Callable[..., "FunctionUse | None"]
-
-
-def _as_declared(entry: _Entry) -> _Entry:
-    """Return an entry that is None for arguments it does not declare: ``out``, or factors."""
-
-    @wraps(entry)
-    def use(*args: Any, **kwargs: Any) -> FunctionUse | None:
-        try:
-            found = entry(*args, **kwargs)
-        except TypeError:
-            return None
-        # Gradients of complex products take conjugates, which no rule does.
-        return None if found is None or found.layer.weight.is_complex() else found
-
-    return use
-
-
-@_as_declared
-def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> FunctionUse | None:
-    if weight.dim() != 2 or not _is_vector(bias, weight.shape[0]):
+def _use_of(entry: _Entry, names: Sequence[str], *args: Any, **kwargs: Any) -> FunctionUse | None:
+    """Return what a call uses by its own arguments; None where no rule holds."""
+    if len(args) > len(names) or not all(name in names for name in kwargs):
         return None
-    return FunctionUse(linear, FunctionLayer(weight, bias), input)
+    given = {**entry.defaults, **dict(zip(names, args, strict=False)), **kwargs}
+    input, layer = given.pop("input", None), FunctionLayer(**given)
+    # Gradients of complex products take conjugates, which no rule does.
+    is_usual = input is not None and layer.weight is not None and not layer.weight.is_complex()
+    return FunctionUse(entry.rule, layer, input) if is_usual and entry.holds(layer, input) else None
 
 
-@_as_declared
-def _addmm(input: Tensor, mat1: Tensor, mat2: Tensor) -> FunctionUse | None:
-    if not _is_vector(input, mat2.shape[1]):
-        return None
-    return FunctionUse(product, FunctionLayer(mat2, input), mat1)
-
-
-@_as_declared
-def _mm(input: Tensor, mat2: Tensor) -> FunctionUse | None:
-    return FunctionUse(product, FunctionLayer(mat2), input)
-
-
-@_as_declared
-def _matmul(input: Tensor, other: Tensor) -> FunctionUse | None:
-    return FunctionUse(product, FunctionLayer(other), input) if other.dim() == 2 else None
-
-
-def _is_vector(bias: Tensor | None, size: int) -> bool:
-    """Return whether a bias has an entry for each output: a shorter one is repeated."""
-    return bias is None or bias.shape == (size,)
-
-
-@_as_declared
-def _embedding(
-    input: Tensor,
-    weight: Tensor,
-    padding_idx: int | None = None,
-    max_norm: float | None = None,
-    norm_type: float = 2.0,
-    scale_grad_by_freq: bool = False,
-    sparse: bool = False,
-) -> FunctionUse | None:
-    if input.is_floating_point() or max_norm is not None or scale_grad_by_freq or sparse:
-        return None  # torch.embedding has the table first
-    place = None if padding_idx is None else padding_idx % len(weight)
-    return FunctionUse(embedding, FunctionLayer(weight, padding_idx=place), input)
-
-
-@_as_declared
-def _convolution(
-    input: Tensor,
-    weight: Tensor,
-    bias: Tensor | None = None,
-    stride: int | Sequence[int] = 1,
-    padding: str | int | Sequence[int] = 0,
-    dilation: int | Sequence[int] = 1,
-    groups: int = 1,
-) -> FunctionUse:
-    def each(option: int | Sequence[int]) -> tuple[int, ...]:
-        given = (option,) if isinstance(option, int) else tuple(option)
-        return given * (weight.dim() - 2) if len(given) == 1 else given
-
-    layer = FunctionLayer(
-        weight,
-        bias,
-        stride=each(stride),
-        padding=padding if isinstance(padding, str) else each(padding),
-        dilation=each(dilation),
-        groups=groups,
-    )
-    return FunctionUse(convolution, layer, input)
-
-
-@_as_declared
-def _layer_norm(
-    input: Tensor,
-    normalized_shape: Sequence[int],
-    weight: Tensor | None = None,
-    bias: Tensor | None = None,
-    eps: float = 1e-5,
-) -> FunctionUse | None:
-    if weight is None:
-        return None
-    layer = FunctionLayer(weight, bias, normalized_shape=tuple(normalized_shape), eps=eps)
-    return FunctionUse(layer_norm, layer, input)
-
-
-@_as_declared
-def _rms_norm(
-    input: Tensor,
-    normalized_shape: Sequence[int],
-    weight: Tensor | None = None,
-    eps: float | None = None,
-) -> FunctionUse | None:
-    if weight is None:
-        return None
-    layer = FunctionLayer(weight, normalized_shape=tuple(normalized_shape), eps=eps)
-    return FunctionUse(rms_norm, layer, input)
-
-
-@_as_declared
-def _group_norm(
-    input: Tensor,
-    num_groups: int,
-    weight: Tensor | None = None,
-    bias: Tensor | None = None,
-    eps: float = 1e-5,
-) -> FunctionUse | None:
-    if weight is None:
-        return None
-    return FunctionUse(
-        group_norm, FunctionLayer(weight, bias, num_groups=num_groups, eps=eps), input
-    )
-
-
-@_as_declared
-def _instance_norm(
-    input: Tensor,
-    running_mean: Tensor | None = None,
-    running_var: Tensor | None = None,
-    weight: Tensor | None = None,
-    bias: Tensor | None = None,
-    use_input_stats: bool = True,
-    momentum: float = 0.1,
-    eps: float = 1e-5,
-) -> FunctionUse | None:
-    if weight is None or running_mean is not None or not use_input_stats:
-        return None
-    return FunctionUse(instance_norm, FunctionLayer(weight, bias, eps=eps), input)
-
-
-# Name of a function -> what its own arguments tell; None where no rule holds.
-FUNCTIONS: Mapping[str, _Entry] = {
-    "linear": _linear,
-    "addmm": _addmm,
-    "mm": _mm,
-    "matmul": _matmul,
-    "__matmul__": _matmul,
-    "embedding": _embedding,
-    "conv1d": _convolution,
-    "conv2d": _convolution,
-    "conv3d": _convolution,
-    "layer_norm": _layer_norm,
-    "rms_norm": _rms_norm,
-    "group_norm": _group_norm,
-    "instance_norm": _instance_norm,
+BY_POSITION = frozenset(entry.rule for entry in _TABLE if entry.by_position)
+RULES: Mapping[type[nn.Module], Rule] = {
+    layer: entry.rule for entry in _TABLE for layer in entry.layers
 }
+FUNCTIONS: Mapping[str, Callable[..., FunctionUse | None]] = {
+    name: partial(_use_of, entry, names.split())
+    for entry in _TABLE
+    for name, names in entry.functions.items()
+}
+"""By the name of a function: takes its own arguments."""
+
+
+# -- layers ---------------------------------------------------------------------------------------
 
 
 def rule_of(layer: nn.Module) -> Rule | None:

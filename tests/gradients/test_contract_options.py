@@ -16,7 +16,6 @@ from lightning_dp.gradients import (
     RecordPasses,
     bilinear,
     convolution,
-    matrices,
     parameter_sum,
 )
 from tests.gradients.models import Example, Net, features, net, sequences
@@ -195,9 +194,9 @@ def test_gradients_that_are_too_large_to_be_kept_are_made_in_slices(name, monkey
     monkeypatch.setattr(parameter_sum, "_KEEP_BYTES", 0)
     for module in (bilinear, parameter_sum):
         monkeypatch.setattr(module, "SLICE_BYTES", 200)
-    for module in (matrices, convolution):
+    for module in (bilinear, convolution):
         monkeypatch.setattr(module, "PRODUCTS", 10)
-    monkeypatch.setattr(matrices, "_CACHED_BYTES", 100)
+    monkeypatch.setattr(bilinear, "_CACHED_BYTES", 100)
     monkeypatch.setattr(convolution, "_PATCHES_PER_CHANNEL", 0)  # convolutions, not products
     monkeypatch.setattr(convolution, "_ENTRIES", 200)
     check(EXAMPLES[name], ("records",) if name == "raw parameters" else ("records", "layers"))

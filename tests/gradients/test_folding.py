@@ -11,30 +11,28 @@ from torch import Tensor
 
 from lightning_dp.gradients.base import UnsupportedModelError
 from lightning_dp.gradients.bilinear import (
-    AbstractFolding,
-    Folded,
-    Owned,
+    AbstractForm,
+    Folding,
+    Lookup,
+    OuterProduct,
     Rows,
+    Scale,
     Use,
-    uses_of_records,
 )
 from lightning_dp.gradients.convolution import Convolution
-from lightning_dp.gradients.matrices import Lookup, OuterProduct, Scale
 from lightning_dp.gradients.parameter_sum import ParameterGradients
+from lightning_dp.gradients.row_owners import RowOwners
 
-RECORDS = 3
+N = 3
 RAGGED = torch.tensor([2, 0, 0, 2, 2, 0, 2])  # the record in the middle has no row
-
-FOLDINGS: dict[str, tuple[AbstractFolding, list[int]]] = {
-    "one row": (Folded(RECORDS), [0, 1, 2]),
-    "record by record": (Folded(RECORDS, inner=2), [0, 0, 1, 1, 2, 2]),
-    "frame by frame": (Folded(RECORDS, outer=5), [0, 1, 2] * 5),
-    "both": (Folded(RECORDS, outer=2, inner=2), [0, 0, 1, 1, 2, 2] * 2),
-    "ragged": (Owned(RECORDS, RAGGED), RAGGED.tolist()),
+FOLDINGS: dict[str, tuple[Folding, list[int]]] = {
+    "one row": (lambda x: x.view(N, 1, *x.shape[1:]), [0, 1, 2]),
+    "two rows": (lambda x: x.view(N, 2, *x.shape[1:]), [0, 0, 1, 1, 2, 2]),
+    "ragged": (RowOwners(N, RAGGED), RAGGED.tolist()),
 }
 
 
-def uses_of(form: object, v: tuple[int, ...], u: tuple[int, ...], rows: int) -> Use:
+def uses_of(form: AbstractForm, v: tuple[int, ...], u: tuple[int, ...], rows: int) -> Use:
     values = torch.randn(rows, *v)
     if isinstance(form, Lookup):
         values = torch.randint(form.rows_of_table, (rows, *v))
@@ -50,6 +48,7 @@ def convolution(
 
 
 FORMS: dict[str, tuple[tuple[int, ...], Callable[[int], Use]]] = {
+    "rows": ((2, 3), lambda rows: Rows.use(torch.randn(rows, 2, 3))),
     "outer product": ((4, 3), partial(uses_of, OuterProduct(), (1, 3), (1, 4))),
     "outer product, wide": ((40, 30), partial(uses_of, OuterProduct(), (2, 30), (2, 40))),
     "outer product, long": ((4, 3), partial(uses_of, OuterProduct(), (40, 3), (40, 4))),
@@ -65,28 +64,22 @@ FORMS: dict[str, tuple[tuple[int, ...], Callable[[int], Use]]] = {
 }
 
 
-def slow(uses: list[tuple[Use, list[int]]], shape: tuple[int, ...]) -> Tensor:
+def slow(use: Use, owners: list[int], shape: tuple[int, ...]) -> Tensor:
     """Row after row in float64, each added to its owner."""
-    total = torch.zeros(RECORDS, *shape, dtype=torch.float64)
-    for use, owners in uses:
-        v = use.v.double() if use.v.is_floating_point() else use.v
-        for row, owner in enumerate(owners):
-            part = slice(row, row + 1)
-            total[owner] += use.form.rows(v[part], use.u.double()[part])[0]
+    total = torch.zeros(N, *shape, dtype=torch.float64)
+    v = use.v.double() if use.v.is_floating_point() else use.v
+    for row, owner in enumerate(owners):
+        part = slice(row, row + 1)
+        total[owner] += use.form.rows(v[part], use.u.double()[part])[0]
     return total
-
-
-def of_records(use: Use, folding: AbstractFolding) -> list[Use]:
-    return [part for _, part in uses_of_records([(None, use)], folding)]
 
 
 def check(gradients: ParameterGradients, expected: Tensor) -> None:
     flat = expected.flatten(1)
-    assert {len(use.u) for use in gradients.uses} == {RECORDS}
+    assert {len(use.u) for use in gradients.uses} == {N}
     places = torch.tensor([0, flat.shape[1] - 1, 2])
-    torch.testing.assert_close(
-        gradients.entries(places).double(), flat[:, places], rtol=1e-4, atol=1e-5
-    )
+    found = gradients.entries(places).double()
+    torch.testing.assert_close(found, flat[:, places], rtol=1e-4, atol=1e-5)
     norms = flat.norm(dim=1)
     torch.testing.assert_close(gradients.squared_norms().sqrt(), norms, rtol=1e-5, atol=1e-5)
     weights = torch.tensor([0.5, -1.0, 2.0])
@@ -96,71 +89,51 @@ def check(gradients: ParameterGradients, expected: Tensor) -> None:
     assert (total - 1 - wanted).norm() <= 1e-5 * wanted.norm()
 
 
-@pytest.mark.parametrize("folding", FOLDINGS)
+@pytest.mark.parametrize("folding", [*FOLDINGS, "all of them"])
 @pytest.mark.parametrize("form", FORMS)
 def test_rows_of_a_record_are_summed_before_the_norm(form, folding):
+    """Also where uses with other numbers of rows are one gradient."""
     torch.manual_seed(0)
     shape, make = FORMS[form]
-    of, owners = FOLDINGS[folding]
-    use = make(len(owners))
-    expected = slow([(use, owners)], shape)
-    check(ParameterGradients(of_records(use, of), torch.Size(shape)), expected)
+    pairs = [FOLDINGS[folding]] if folding in FOLDINGS else list(FOLDINGS.values())
+    uses = [(make(len(owners)), of, owners) for of, owners in pairs]
+    parts = [use.form.of_records(use, of) for use, of, _ in uses]
+    expected = reduce(torch.add, (slow(use, owners, shape) for use, _, owners in uses))
+    check(ParameterGradients(parts, torch.Size(shape)), expected)
 
     added = ParameterGradients([], torch.Size(shape))
-    for part in of_records(use, of):
+    for part in parts:
         added.add(part, combined=False)
     check(added, expected)
 
 
-@pytest.mark.parametrize("form", FORMS)
-def test_uses_with_other_numbers_of_rows_are_one_gradient(form):
-    torch.manual_seed(0)
-    shape, make = FORMS[form]
-    cases = [(make(len(owners)), of, owners) for of, owners in FOLDINGS.values()]
-    parts = [part for use, of, _ in cases for part in of_records(use, of)]
-    expected = slow([(use, owners) for use, _, owners in cases], shape)
-    check(ParameterGradients(parts, torch.Size(shape)), expected)
-
-
 @pytest.mark.parametrize("folding", FOLDINGS)
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", [form for form in FORMS if form != "rows"])
 def test_combinations_of_close_points_keep_their_digits(form, folding):
     torch.manual_seed(0)
     shape, make = FORMS[form]
     of, owners = FOLDINGS[folding]
     use = make(len(owners))
+    u = use.u * (1 + 1e-4 * torch.randn(use.u.shape))
     v = use.v * (1 + 1e-4 * torch.randn(use.v.shape)) if use.v.is_floating_point() else use.v
-    near = Use(use.form, v, use.u * (1 + 1e-4 * torch.randn(use.u.shape)))
+    near = Use(use.form, v, u)
     here, there = (
-        ParameterGradients(of_records(each, of), torch.Size(shape)) for each in (use, near)
+        ParameterGradients([each.form.of_records(each, of)], torch.Size(shape))
+        for each in (use, near)
     )
     both = here.combine(1.0, [(-1.0, there)])
-    exact = slow([(use, owners)], shape) - slow([(near, owners)], shape)
+    exact = slow(use, owners, shape) - slow(near, owners, shape)
     found = reduce(torch.add, (c.form.rows(c.v, c.u) for c in both.uses)).double()
     assert (found - exact).norm() <= 1e-4 * exact.norm()
 
 
-def test_rows_of_a_gradient_are_added():
-    u = torch.randn(7, 2, 3)
-    (use,) = of_records(Rows.use(u), Owned(RECORDS, RAGGED))
-    expected = slow([(Rows.use(u), RAGGED.tolist())], (2, 3))
-    torch.testing.assert_close(use.u.double(), expected, rtol=1e-5, atol=1e-6)
+def test_another_number_of_rows_is_refused():
+    for rows in (len(RAGGED) + 1, len(RAGGED) - 1):
+        with pytest.raises(UnsupportedModelError, match="another number of rows"):
+            RowOwners(N, RAGGED)(torch.ones(rows, 2))
 
 
-@pytest.mark.parametrize("folding", FOLDINGS)
-def test_another_number_of_rows_is_refused(folding):
-    of, owners = FOLDINGS[folding]
-    for rows in (len(owners) + 1, len(owners) - 1):
-        for way in (of.apart, of.sums):
-            with pytest.raises(UnsupportedModelError, match="another number of rows"):
-                way(torch.ones(rows, 2))
-
-
-@pytest.mark.parametrize(
-    "folding", [Folded(0, outer=2, inner=3), Owned(0, torch.tensor([]).long())]
-)
-def test_no_record_at_all(folding):
+def test_no_record_at_all():
     use = Use(OuterProduct(), torch.ones(0, 2, 3), torch.ones(0, 2, 4))
-    (part,) = of_records(use, folding)
+    part = use.form.of_records(use, RowOwners(0, torch.tensor([]).long()))
     assert part.form.rows(part.v, part.u).shape == (0, 4, 3)
-    assert folding.sums(torch.ones(0, 2)).shape == (0, 2)

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.func import grad, vmap
 from torch.nn import functional as F
 
-from lightning_dp.gradients.bilinear import Folded, Uses, uses_of_records
+from lightning_dp.gradients.bilinear import Uses, uses_of_records
 from lightning_dp.gradients.parameter_sum import BookkeptGradients, ParameterGradients
 from lightning_dp.gradients.rules import BY_POSITION, FUNCTIONS, linear
 
@@ -23,7 +23,7 @@ CASES: dict[str, tuple[Callable[..., Any], tuple[int, ...], tuple[int, ...], tup
     "linear": (lambda f, x, w, b: f(x, w, b), (B, 3, 5), (4, 5), (4,)),
     "linear by name": (lambda f, x, w, b: f(input=x, bias=b, weight=w), (5,), (4, 5), (4,)),
     "addmm": (lambda f, x, w, b: f(b, x, w), (3, 5), (5, 4), (4,)),
-    "mm": (lambda f, x, w, b: f(x, mat2=w), (3, 5), (5, 4), (4,)),
+    "mm": (lambda f, x, w, b: f(x, w), (3, 5), (5, 4), (4,)),
     "matmul": (lambda f, x, w, b: f(x, w), (B, 3, 5), (5, 4), (4,)),
     "__matmul__": (lambda f, x, w, b: f(x, w), (5,), (5, 4), (4,)),
     "embedding": (lambda f, x, w, b: f(x, w, padding_idx=-3), (B, 6), (7, 3), (1,)),
@@ -69,7 +69,7 @@ def gradients(case: str) -> tuple[list[tuple[Tensor, list[Any]]], dict[int, Tens
         uses: Uses = use.rule(use.layer, x, u)
     else:
         rows = use.rule(use.layer, x.flatten(0, 1), u.flatten(0, 1))
-        uses = uses_of_records(rows, Folded(N, 1, B))
+        uses = uses_of_records(rows, lambda y: y.view(N, B, *y.shape[1:]))
 
     def product(w: Tensor, b: Tensor, one: Tensor, back: Tensor) -> Tensor:
         return (call(run, one, w, b) * back).sum()
@@ -117,6 +117,7 @@ TOKENS = torch.zeros(2, 3, dtype=torch.long)
         ("addmm", (torch.ones(2, 4), X, W.T), {}),
         ("addmm", (torch.ones(4), X, W.T), {"beta": 2}),
         ("mm", (X, W.T), {"out": torch.empty(2, 4)}),
+        ("addmm", (), {"input": torch.ones(4), "mat1": X, "mat2": W.T}),  # other names of torch's
         ("matmul", (X, W[0]), {}),
         ("embedding", (TOKENS, TABLE), {"max_norm": 1.0}),
         ("embedding", (TOKENS, TABLE), {"scale_grad_by_freq": True}),

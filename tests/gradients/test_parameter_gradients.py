@@ -2,59 +2,44 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 from torch import Tensor, nn
 
 from lightning_dp.boundary import bounded_sum
+from lightning_dp.functional import parts_of
+from lightning_dp.gradients import UnsupportedModelError, parameter_sum
 from lightning_dp.gradients import convolution as convolutions
-from lightning_dp.gradients import parameter_sum
-from lightning_dp.gradients.bilinear import Rows, Use
+from lightning_dp.gradients.bilinear import Lookup, OuterProduct, Rows, Scale, Use
 from lightning_dp.gradients.convolution import Convolution
 from lightning_dp.gradients.layer_calls import LayerCalls
-from lightning_dp.gradients.matrices import Lookup, OuterProduct, Scale
-from lightning_dp.gradients.parameter_sum import ParameterGradients
-from lightning_dp.gradients.rules import convolution
+from lightning_dp.gradients.parameter_sum import ParameterGradients, check_sum, plain_gradients
+from lightning_dp.gradients.rules import RULES
+
+CLOSE = {
+    **{f"outer product, {t}": (OuterProduct(), (t, 50), (t, 30), (30, 50)) for t in (1, 3, 40)},
+    **{
+        f"convolution, {s} x {s}": (
+            Convolution((64, 48, 3, 3), (1, 1), (1, 1), (1, 1), 1),
+            (48, s, s),
+            (64, s, s),
+            (64, 48, 3, 3),
+        )
+        for s in (4, 12)  # small maps from inner products, larger ones from the rows
+    },
+}
 
 
-@pytest.mark.parametrize("positions", [1, 3, 40])
-def test_differences_of_close_points_keep_their_digits(positions):
+@pytest.mark.parametrize("name", CLOSE)
+def test_differences_of_close_points_keep_their_digits(name):
     """At ‖x - x'‖/‖x‖ = 1e-4, against float64 from the same inputs. The square of each gradient
     minus twice their product, in float32, has no correct digit there."""
-    generator = torch.Generator().manual_seed(0)
-    v, u = (torch.randn(4, positions, size, generator=generator) for size in (50, 30))
-    v2, u2 = (part * (1 + 1e-4 * torch.randn(part.shape, generator=generator)) for part in (v, u))
-    form = OuterProduct()
-    here, there = (
-        ParameterGradients([Use(form, *pair)], torch.Size((30, 50))) for pair in ((v, u), (v2, u2))
-    )
-
-    both = here.combine(1.0, [(-1.0, there)])
-
-    rows = form.rows(v.double(), u.double()) - form.rows(v2.double(), u2.double())
-    exact = rows.flatten(1).norm(dim=1).square()
-    error = ((both.squared_norms() - exact) / exact).abs().max()
-    assert error <= 1e-5
-    sums = torch.zeros(1500, dtype=torch.float64)
-    both.add_weighted_sum(torch.ones(4, dtype=torch.float64), sums)
-    assert (sums - rows.sum(0).flatten()).norm() <= 1e-5 * rows.sum(0).norm()
-
-    naive = [form.rows(v, u).flatten(1), form.rows(v2, u2).flatten(1)]
-    three_terms = (
-        naive[0].square().sum(1) + naive[1].square().sum(1) - 2 * (naive[0] * naive[1]).sum(1)
-    )
-    assert ((three_terms - exact) / exact).abs().max() > 1e-3
-
-
-@pytest.mark.parametrize("size", [4, 12])
-def test_differences_of_convolutions_keep_their_digits(size):
-    """On small maps from inner products, on larger ones from the rows."""
-    generator = torch.Generator().manual_seed(0)
-    shape = (64, 48, 3, 3)
-    v = torch.randn(4, 48, size, size, generator=generator)
-    u = torch.randn(4, 64, size, size, generator=generator)
-    v2, u2 = (part * (1 + 1e-4 * torch.randn(part.shape, generator=generator)) for part in (v, u))
-    form = Convolution(shape, (1, 1), (1, 1), (1, 1), 1)
+    torch.manual_seed(0)
+    form, of_v, of_u, shape = CLOSE[name]
+    v, u = torch.randn(4, *of_v), torch.randn(4, *of_u)
+    v2, u2 = (part * (1 + 1e-4 * torch.randn(part.shape)) for part in (v, u))
     here, there = (
         ParameterGradients([Use(form, *pair)], torch.Size(shape)) for pair in ((v, u), (v2, u2))
     )
@@ -62,6 +47,9 @@ def test_differences_of_convolutions_keep_their_digits(size):
     rows = form.rows(v.double(), u.double()) - form.rows(v2.double(), u2.double())
     exact = rows.flatten(1).norm(dim=1).square()
     torch.testing.assert_close(both.squared_norms(), exact, rtol=1e-5, atol=0)
+    total = torch.zeros(exact.new_zeros(shape).numel(), dtype=torch.float64)
+    both.add_weighted_sum(torch.ones(4, dtype=torch.float64), total)
+    assert (total - rows.sum(0).flatten()).norm() <= 1e-5 * rows.sum(0).norm()
 
 
 def test_convolutions_on_small_maps_make_no_row_for_their_norms():
@@ -237,18 +225,18 @@ def test_both_ways_to_the_rows_of_a_convolution(kind, size, options, frames, bou
     n = 5
     v = torch.randn(n, frames, 2, *size, dtype=torch.float64)
     u = torch.randn_like(layer(v.flatten(0, 1)).unflatten(0, (n, frames))).detach()
-    form = convolution(layer, v.flatten(0, 1), u.flatten(0, 1))[0][1].form
+    form = RULES[kind](layer, v.flatten(0, 1), u.flatten(0, 1))[0][1].form
     each = [torch.autograd.grad(layer(v[i]), layer.weight, grad_outputs=u[i])[0] for i in range(n)]
     expected, weights = torch.stack(each), torch.randn(n, dtype=torch.float64)
-    memory = torch.full((expected.numel(),), float("nan"), dtype=torch.float64)
-    use, squares = form.put_and_square(v, u, memory)
+    use = Rows.use(form.rows(v, u))
+    squares = use.form.squared_norms([use], may_keep=False)
     for some in (slice(None), torch.tensor([3, 0])):
         made = use.of(some)
         torch.testing.assert_close(made.form.rows(made.v, made.u), expected[some])
         total = made.form.weighted_sum(made.v, made.u, weights[some]).reshape(-1)
         torch.testing.assert_close(total, weights[some] @ expected[some].flatten(1))
         put = torch.full_like(total, float("nan"))
-        made.form.put_weighted_sum(made.v, made.u, weights[some], put)
+        made.form.add_weighted_sum(made.v, made.u, weights[some], put, is_new=True)
         torch.testing.assert_close(put, total)
         made.form.add_weighted_sum(made.v, made.u, weights[some], put)
         torch.testing.assert_close(put, 2 * total)
@@ -274,6 +262,31 @@ def test_a_sum_that_is_put_into_memory_is_that_which_is_added_to_zeros(kind, rec
     for dtype in (torch.float32, torch.float64):
         added, put = torch.zeros(size, dtype=dtype), torch.full((size,), torch.nan, dtype=dtype)
         use.form.add_weighted_sum(use.v, use.u, weights, added)
-        use.form.put_weighted_sum(use.v, use.u, weights, put)
+        use.form.add_weighted_sum(use.v, use.u, weights, put, is_new=True)
         torch.testing.assert_close(put, added)
         assert bool(put.any()) == bool(records)
+
+
+@pytest.mark.parametrize("fault", ["none", "missed", "twice", "another's"])
+def test_what_was_missed_or_counted_twice_is_refused(fault, oracle):
+    torch.manual_seed(0)
+    module, batch = nn.Sequential(nn.Linear(6, 4), nn.Tanh(), nn.Linear(4, 3)), oracle.features()
+    params, engine = oracle.trained(module), LayerCalls()
+    names = [name for name, _ in module.named_parameters()]
+    engine.attach(module, params)
+    loss = oracle.mean_loss(module(batch))
+    plain = plain_gradients(loss, params)
+    assert plain is not None
+    engine.backward(loss)
+    weight = parts_of(plain, params)[2].view_as(params[2])
+    if fault == "missed":
+        weight *= 1.5
+    elif fault == "twice":
+        weight *= 0.5
+    elif fault == "another's":
+        weight.copy_(weight.roll(1, 0))
+    found = engine.take(1.0, {})
+    engine.detach()
+    refused = pytest.raises(UnsupportedModelError, match=r"^2\.weight: .*do not add up")
+    with nullcontext() if fault == "none" else refused:
+        check_sum(found, plain, params, names)
