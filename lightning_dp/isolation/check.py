@@ -38,7 +38,7 @@ _FAR = 100.0  # times the difference between two worlds, which may be small for 
 
 @dataclass(frozen=True)
 class Settings:
-    """What a check compares, and how finely.
+    """The things that a check compares, and how finely.
 
     Args:
         query: says which gradients, and C.
@@ -57,7 +57,7 @@ class Settings:
 
 @dataclass
 class _Found:
-    """What one pair of runs shows."""
+    """The results of one pair of runs."""
 
     exchanged: float = 0.0
     alone: float = 0.0
@@ -102,7 +102,7 @@ class Check:
         self._where = ""
         self._fault = ""
         self.not_compared = ""
-        """Why nothing can be said of the gradients; "" if they were compared."""
+        """The reason for which nothing can be said of the gradients; "" if they were compared."""
         self.same_in_both: set[str] = set()
         """Names of what the step changes, whatever the records are."""
 
@@ -142,17 +142,16 @@ class Check:
     def _is_suspect(self, first: _Found) -> bool:
         """Return False if the same samples give something else again, or were only put in an order."""
         control = self._run(self._samples, self._kept(0))
-        sums_add_up = all([self._adds_up(self._kept(attempt)) for attempt in range(2)])
+        sums_add_up = [self._adds_up(self._kept(attempt)) for attempt in range(2)]
         if not self._repeats(first, control):
             return False
-        if sums_add_up and not (first.buffers or first.settings or first.public):
+        if all(sums_add_up) and not (first.buffers or first.settings or first.public):
             return False
         variants = Variants.of(self._samples, self._kept(0))
-        batches = [
-            self._runner.batch_of(each, self._start)
-            for each in (variants.together, variants.exchanged)
-        ]
-        rows = paired_rows(*batches, (control.size, control.size), variants.kept, variants.kept)
+        together = self._runner.batch_of(variants.together, self._start)
+        exchanged = self._runner.batch_of(variants.exchanged, self._start)
+        sizes, kept = (control.size, control.size), variants.kept
+        rows = paired_rows(together, exchanged, sizes, kept, kept)
         if rows[0] != rows[1] and control.has_drawn:
             self.not_compared = "records are put in an order, and meet other random numbers"
             return False

@@ -53,7 +53,7 @@ def check_isolation(
         samples: at least 2, as the data set gives them: tensors, lists, dictionaries, graphs.
         collate_fn: makes a batch of a list of them.
         engine: the gradient engine whose answers are compared.
-        max_grad_norm: C.
+        max_grad_norm: the clip norm C.
         loss_graph_check: look at the loss's graph too, as a run does at every step.
 
     Returns:

@@ -89,7 +89,7 @@ class IsolationWatch:
         self._changed: set[str] = set()  # buffers and frozen weights that no comparison has cleared
         self._cleared: set[str] = set()
         self.fault: str | None = None
-        """Why nothing more may be released, by what a hook between two steps did."""
+        """The reason for which nothing more may be released: what a hook between two steps did."""
         self._hooks = _BeforeHooks(self)
         trainer.callbacks.insert(0, self._hooks)  # type: ignore[attr-defined]
         if names := run.config.public_state:
@@ -354,7 +354,7 @@ class IsolationWatch:
 
     @property
     def _eps(self) -> float:
-        """The precision in which the model computes: the coarsest of its types."""
+        """The precision in which the model computes, the coarsest of its types."""
         types = {param.dtype for param in self._step.params if param.is_floating_point()}
         if "bf16" in str(self._trainer.precision):
             types.add(torch.bfloat16)
@@ -373,7 +373,7 @@ class IsolationWatch:
                 collate,
                 transfer,
                 lambda batch: self._run_step(batch, *others),
-                *(others[:1] or (0,)),
+                others[0] if others else 0,
                 self._made_by,
             ),
             self._trainer.strategy.root_device,
