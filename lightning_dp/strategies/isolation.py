@@ -84,6 +84,9 @@ class IsolationWatch:
         self._since: int | None = None  # the plan's step at which the fit began
         self._looks = 0
         self._due: Chunk | None = None
+        self._is_scheduled = (
+            False  # else a change triggered the comparison, which is counted nowhere
+        )
         self._check: Check | None = None
         self._marks, self._buffers = Marks.of(self._module), self._copies()
         self._changed: set[str] = set()  # buffers and frozen weights that no comparison has cleared
@@ -193,9 +196,10 @@ class IsolationWatch:
             return
         if self._schedule.is_due(step, self._looks, begins_epoch=chunk.index < chunks):
             self._due, self._looks = chunk, self._looks + 1
+            self._is_scheduled = True
             run.spot_checks += 1
-        elif self._changed:  # which is counted nowhere
-            self._due = chunk
+        elif self._changed:
+            self._due, self._is_scheduled = chunk, False
 
     def before_forward(self, args: tuple[Any, ...]) -> None:
         """Make the runs of a comparison, if the chunk is due."""
@@ -294,7 +298,7 @@ class IsolationWatch:
             self._step.note(_FAULT.format(type(self._module).__name__, found.reason))
 
     def _count(self, found: Outcome) -> None:
-        if found.kind == "not compared":
+        if found.kind == "not compared" and self._is_scheduled:
             reasons = self._run.not_compared
             reasons[found.reason] = reasons.get(found.reason, 0) + 1
 
