@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 import enum
 import io
 import sys
-import sysconfig
 import types
 from collections import deque
 from collections.abc import Collection, Hashable, Iterator
@@ -15,6 +13,7 @@ from dataclasses import dataclass, field
 from functools import cache, partial
 from itertools import chain
 from operator import is_
+from pathlib import PurePath
 from typing import Any, Literal, TypeAlias
 
 import numpy as np
@@ -162,14 +161,6 @@ class Snapshot:
             found[(_RANDOM,)] = Difference(_RANDOM, "random")
         return found
 
-    def list_of(self, path: Path) -> Path:
-        """Return the path of the outermost list that a value is in, or its own."""
-        for end in range(len(path)):
-            part = self._part(path[:end])
-            if part is not None and isinstance(part.owner, list | deque):
-                return (*path[:end], ...)
-        return path
-
     def value_at(self, path: Path) -> Any:
         """Return a value as it was then.
 
@@ -269,7 +260,7 @@ def _muted(module: LightningModule) -> Iterator[None]:
         with redirect_stdout(io.StringIO()):
             yield
     finally:
-        del own["log"]
+        own.pop("log", None)
         own.update(earlier)
         if trainer is not None and loggers:
             trainer.loggers = loggers
@@ -476,13 +467,14 @@ def _owner_in(value: Any, kind: Kind) -> Any:
 
 @cache
 def _is_of_user(kind: type) -> bool:
-    """Return whether a class is a dataclass, or from no installed library."""
+    """Return whether a class is from no installed library; FSDP's objects, say, hold freed memory."""
     package = kind.__module__.partition(".")[0]
-    if dataclasses.is_dataclass(kind) or package == "__main__":
+    if package == "__main__":
         return True
     file = getattr(sys.modules.get(kind.__module__), "__file__", None)
-    libraries = tuple(sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib"))
-    return not (file is None or package == "lightning_dp" or file.startswith(libraries))
+    if file is None or package == "lightning_dp" or package in sys.stdlib_module_names:
+        return False
+    return not {"site-packages", "dist-packages"} & set(PurePath(file).parts)
 
 
 def _copied(owner: Any) -> Any:

@@ -5,19 +5,21 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from lightning_dp._module_state import Snapshot, restored
 from lightning_dp.boundary import AbstractPerSampleGradients, Query
 from lightning_dp.gradients import UnsupportedModelError
 from lightning_dp.gradients.random_state import RandomState
 from lightning_dp.isolation.comparison import (
     TOLERANCE,
     GradientSample,
+    are_in_other_rows,
     movement,
     resolution,
     take_sample,
@@ -29,10 +31,11 @@ from lightning_dp.isolation.replay import Run, Runner
 from lightning_dp.isolation.state import TwinState
 from lightning_dp.isolation.variants import Variants, are_same_rows, paired_rows
 
-__all__ = ["Check", "Settings"]
+__all__ = ["Check", "Settings", "stand_by"]
 
 # A fault shows in so many of the further exchanges; a tie that rounding decides does not come again.
 _ATTEMPTS, _MUST_SHOW = 8, 2
+_KEPT = ("buffer", "parameter")  # in every checkpoint
 _FAR = 100.0  # times the difference between two worlds, which may be small for one batch
 
 
@@ -97,6 +100,7 @@ class Check:
         self._kept, self._twins = kept, twins
         self._start = start or RandomState(runner.device)
         self._sizes = [param.numel() for param in runner.params]
+        self._begin: Snapshot | None = None  # of the runs, which are settled when the step has run
         self._first: _Found | None = None
         self._shown = Counter[str]()
         self._where = ""
@@ -114,6 +118,7 @@ class Check:
         Raises:
             UnsupportedModelError: of the model, whatever its samples are.
         """
+        self._begin = Snapshot.of(self._runner.module)
         found = self._first = self._pair(0)
         self.not_compared = found.why_not
         self._note_twins(found)
@@ -126,6 +131,12 @@ class Check:
             anyone: returns True if one of several processes still needs them: all make the same runs.
             attempts: how many at most.
         """
+        with restored(self._runner.module):
+            if self._begin is not None:
+                self._begin.restore()
+            return self._settle(anyone, attempts)
+
+    def _settle(self, anyone: Callable[[bool], bool], attempts: int) -> Outcome:
         first = self._first
         is_open = first is not None and bool(self._seen(first))
         if anyone(is_open):
@@ -142,10 +153,10 @@ class Check:
     def _is_suspect(self, first: _Found) -> bool:
         """Return False if the same samples give something else again, or were only put in an order."""
         control = self._run(self._samples, self._kept(0))
-        sums_add_up = [self._adds_up(self._kept(attempt)) for attempt in range(2)]
+        ordered = [self._is_only_ordered(self._kept(i)) for i in range(2)]  # all ranks make both
         if not self._repeats(first, control):
             return False
-        if all(sums_add_up) and not (first.buffers or first.settings or first.public):
+        if all(ordered) and not (first.buffers or first.settings or first.public):
             return False
         variants = Variants.of(self._samples, self._kept(0))
         together = self._runner.batch_of(variants.together, self._start)
@@ -157,20 +168,18 @@ class Check:
             return False
         return True
 
-    def _adds_up(self, kept: list[int]) -> bool:
-        """Return True if the clipped sum of all samples is that of two parts of them, run apart.
+    def _is_only_ordered(self, kept: list[int]) -> bool:
+        """Return True if the kept samples have the same gradients without the others, in other rows.
 
-        Then nothing is wrong with it, in whatever order the model has its samples.
+        A model may sort or shuffle its samples.
         """
-        others = [place for place in range(len(self._samples)) if place not in kept]
-        parts = [[self._samples[place] for place in places] for places in (kept, others)]
+        samples = [self._samples[place] for place in kept]
         with without_dropout(self._runner.module):
-            runs = [self._run(each, range(len(each))) for each in (self._samples, *parts)]
-        if any(run.has_drawn or run.gradients is None for run in runs):
+            together = self._run(self._samples, range(len(self._samples)))
+            alone = self._run(samples, range(len(kept)))
+        if together.has_drawn or together.gradients is None or alone.gradients is None:
             return False
-        whole, one, other = (run.gradients.total for run in runs if run.gradients is not None)
-        scale = self._settings.whole / min(len(kept), len(others))
-        return bool((whole - one - other).norm() * scale <= TOLERANCE)
+        return are_in_other_rows(together.gradients, alone.gradients)
 
     def _pair(self, attempt: int, *, watched: bool = False) -> _Found:
         """Run the samples together, with some of them exchanged, and without these."""
@@ -220,14 +229,17 @@ class Check:
             found.why_not = "records decide how many random numbers are drawn"
             return
         found.why_not = failed
-        found.exchanged = self._distance(a, b, len(kept))
+        if self._settings.gradients:
+            found.exchanged = self._distance(a, b, len(kept))
         found.public = _steps_differ(a, b)
+        if a.settings != b.settings:
+            found.settings = ("the optimizers' settings",)
         if a.end is not None and b.end is not None:
             moved = a.end.differences(b.end)
-            found.buffers = tuple(each.name for each in moved if each.kind == "buffer")
-            found.settings = tuple(each.name for each in moved if each.kind == "setting")
+            found.buffers = tuple(each.name for each in moved if each.kind in _KEPT)
+            found.settings += tuple(each.name for each in moved if each.kind == "setting")
             if a.start is not None:
-                changed = {each.name for each in a.start.differences(a.end)}
+                changed = {each.name for each in a.start.differences(a.end) if each.kind in _KEPT}
                 self.same_in_both = changed - {each.name for each in moved}
         if found.exchanged > TOLERANCE:
             sizes = (a.size, b.size)
@@ -238,36 +250,41 @@ class Check:
         found.runs = [a, b]
 
     def _distance(self, a: Run, b: Run, kept: int) -> float:
-        if not self._settings.gradients:
-            return 0.0
         if a.gradients is None or b.gradients is None:
             return 0.0 if a.gradients is b.gradients else math.inf
         distance = movement(a.gradients, b.gradients, self._settings.whole, kept)
         return float(distance) if bool(distance.isfinite()) else math.inf
 
     def _note_twins(self, found: _Found) -> None:
-        """Run the samples once more with the other values of what followed earlier records."""
+        """Run the samples once more in each of two worlds that earlier records could have left.
+
+        And in one far away from both: what one batch did may be small.
+        """
         twins = self._twins
         if twins.has_twins and found.runs:
             together = found.runs[0]
-            twin = self._with_twins(together, 1.0)
-            if not self._fault:
-                with suppress(Exception):  # of the user's, on values that no run had
-                    self._with_twins(together, _FAR)
+            twin = self._in_world(twins.in_place())
+            runs = [
+                together,
+                twin,
+                self._in_world(twins.at_end(0)),
+                self._in_world(twins.at_end(1)),
+            ]
+            with suppress(Exception):  # of the user's, on values that no run had
+                runs += [together, self._in_world(twins.in_place(scale=_FAR))]
+            kept = len(self._kept(0))
+            pairs = zip(runs[::2], runs[1::2], strict=True)
+            if not all(self._distance(a, b, kept) <= self._limit(kept) for a, b in pairs):
+                self._fault = twins.fault().removesuffix(".")
             if together.end is not None and twin.end is not None:
                 twins.after_twin(together.end, twin.end)
         ends = [run.end for run in found.runs if run.end is not None]
         if len(ends) == 2 and not found.buffers:
             twins.after_pair(ends[0], ends[1])
 
-    def _with_twins(self, together: Run, scale: float) -> Run:
-        """Return a run with the twins in place, and note a fault if gradients follow them."""
-        kept = self._kept(0)
-        with self._twins.in_place(scale=scale):
-            twin = self._run(self._samples, kept)
-        if not self._distance(together, twin, len(kept)) <= self._limit(len(kept)):
-            self._fault = self._twins.fault().removesuffix(".")
-        return twin
+    def _in_world(self, world: AbstractContextManager[None]) -> Run:
+        with world:
+            return self._run(self._samples, self._kept(0))
 
     def _limit(self, kept: int) -> float:
         settings = self._settings
@@ -318,6 +335,14 @@ class Check:
         if self.not_compared:
             return Outcome("not compared", self.not_compared)
         return Outcome("isolated")
+
+
+def stand_by(anyone: Callable[[bool], bool], attempts: int = _ATTEMPTS) -> None:
+    """Take part in what other processes settle, where this one has made no runs."""
+    anyone(False)
+    for _ in range(attempts):
+        if not anyone(False):
+            break
 
 
 def _steps_differ(a: Run, b: Run) -> bool:

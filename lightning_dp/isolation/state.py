@@ -79,6 +79,8 @@ class TwinState:
     def __init__(self, module: LightningModule) -> None:
         self._module = module
         self._twins: dict[Path, _Twin] = {}
+        self._left: dict[Path, _Twin] = {}  # that had no place when twins were put in place
+        self._ends: tuple[dict[Path, _Twin], dict[Path, _Twin]] = ({}, {})  # of the latest pair
 
     @property
     def has_twins(self) -> bool:
@@ -98,6 +100,7 @@ class TwinState:
             other: after the one with other records, from the same start.
         """
         self._twins |= _twins_of(end, other)
+        self._ends = _twins_of(other, end), _twins_of(end, other)
 
     def after_twin(self, end: Snapshot, other: Snapshot) -> None:
         """Replace all twins by what differs after a run with twins; what was overwritten loses its own.
@@ -106,7 +109,7 @@ class TwinState:
             end: after the batch.
             other: after the same batch, with the twins in place at its start.
         """
-        self._twins = _twins_of(end, other)
+        self._twins = {**self._left, **_twins_of(end, other)}
 
     @contextmanager
     def in_place(self, *, scale: float = 1.0, parameters: bool = False) -> Iterator[None]:
@@ -117,10 +120,18 @@ class TwinState:
             parameters: also restore the values of parameters.
         """
         with restored(self._module, parameters=parameters) as now:
-            whole_first = sorted(self._twins.items(), key=lambda item: item[0][-1] is not ...)
-            for path, twin in whole_first:
-                with suppress(LookupError):  # it is there no more
-                    now.put(path, _moved(now.value_at(path), twin.value, scale))
+            self._left = _put(now, self._twins, scale)
+            yield
+
+    @contextmanager
+    def at_end(self, of: int) -> Iterator[None]:
+        """Put what followed the records of the latest pair into the module inside.
+
+        Args:
+            of: 0 for the batch, 1 for the one with other records.
+        """
+        with restored(self._module) as now:
+            _put(now, self._ends[of], 1.0)
             yield
 
     def fault(self) -> str:
@@ -152,7 +163,7 @@ class TwinState:
             if settings:
                 name = settings[0].rpartition(".")[2]
                 return _SET.format(getattr(hook, "__name__", hook), name, self._in_words)
-            found = {**_twins_of(end, other), **found}
+            found = {**self._left, **_twins_of(end, other), **found}
         self._twins = found
         return None
 
@@ -171,18 +182,24 @@ class TwinState:
         return ", ".join(f"self.{name}" for name in self.names[:_NAMED])
 
 
+def _put(now: Snapshot, twins: Mapping[Path, _Twin], scale: float) -> dict[Path, _Twin]:
+    """Put twins into the module; return those that have no place there now: of items yet to come."""
+    left: dict[Path, _Twin] = {}
+    whole_first = sorted(twins.items(), key=lambda item: item[0][-1] is not ...)
+    for path, twin in whole_first:
+        try:
+            now.put(path, _moved(now.value_at(path), twin.value, scale))
+        except LookupError:
+            left[path] = twin
+    return left
+
+
 def _twins_of(end: Snapshot, other: Snapshot) -> dict[Path, _Twin]:
     found: dict[Path, _Twin] = {}
     for path, difference in end.differing_values(other).items():
         if difference.kind in ("attribute", "buffer"):
-            whole = other.list_of(
-                path
-            )  # which may be longer or shorter by the time that it is read
             with suppress(LookupError):  # there is no such attribute in the other world
-                value = other.value_at(whole)
-                with suppress(Exception):  # of objects that cannot be copied
-                    value = copy.deepcopy(value)
-                found[whole] = _Twin(difference.name, value)
+                found[path] = _Twin(difference.name, other.value_at(path))
     return found
 
 
@@ -196,8 +213,6 @@ def _moved(value: Any, twin: Any, scale: float) -> Any:
             return twin.clone()
         step = (twin.double() - value.double()) * _limited(scale, twin.is_floating_point())
         return (value.double() + step).to(twin.dtype)
-    if isinstance(twin, list) and isinstance(value, list) and len(twin) == len(value):
-        return [_moved(*pair, scale) for pair in zip(value, twin, strict=True)]
     is_number = isinstance(twin, int | float | np.number) and not isinstance(twin, bool)
     if scale == 1 or not is_number or type(value) is not type(twin) or not math.isfinite(value):
         return copy.copy(twin)

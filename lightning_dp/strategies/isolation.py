@@ -12,11 +12,13 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.core.hooks import DataHooks
 from lightning.pytorch.utilities.model_helpers import is_overridden
+from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch import Tensor
 from torch.utils.data import Subset, default_collate
 
 from lightning_dp._checks import MisconfigurationError
 from lightning_dp._generators import OWN_GENERATORS, put_back, state_of
+from lightning_dp._module_state import Snapshot
 from lightning_dp._warnings import warn
 from lightning_dp._world import World
 from lightning_dp.boundary import Query
@@ -24,7 +26,7 @@ from lightning_dp.gradients import ALONE, UnsupportedModelError
 from lightning_dp.gradients.base import without_alone
 from lightning_dp.gradients.batches import DEFAULT_LAYOUT
 from lightning_dp.gradients.random_state import RandomState
-from lightning_dp.isolation.check import Check, Settings
+from lightning_dp.isolation.check import Check, Settings, stand_by
 from lightning_dp.isolation.dry_run import DryRun, find_layout
 from lightning_dp.isolation.outcome import BY_CONSTRUCTION, Outcome
 from lightning_dp.isolation.replay import Pipeline, Runner
@@ -45,6 +47,7 @@ RunStep: TypeAlias = Callable[..., Any]
 _HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
 _FAULT = "{}: {}."
 _LARGE = 64 << 20  # bytes of buffers
+_FEW = 4  # samples, where no gradients are compared
 _UNEXPLAINED = (
     "The buffers or frozen weights {} were written to, and no comparison of batches has shown that what "
     "is in them is the same with other records. They are saved without noise. Compute them from weights "
@@ -84,13 +87,14 @@ class IsolationWatch:
         self._since: int | None = None  # the plan's step at which the fit began
         self._looks = 0
         self._due: Chunk | None = None
-        self._is_scheduled = (
-            False  # else a change triggered the comparison, which is counted nowhere
-        )
+        self._is_scheduled = False  # else a change led to the comparison, which is counted nowhere
         self._check: Check | None = None
+        self._was_due = False  # a chunk of the step, on all ranks
         self._marks, self._buffers = Marks.of(self._module), self._copies()
         self._changed: set[str] = set()  # buffers and frozen weights that no comparison has cleared
         self._cleared: set[str] = set()
+        self._before: Snapshot | None = None  # at the last look
+        self._weights: tuple[int, ...] | None = None  # versions of trained ones, after an update
         self.fault: str | None = None
         """The reason for which nothing more may be released: what a hook between two steps did."""
         self._hooks = _BeforeHooks(self)
@@ -133,7 +137,11 @@ class IsolationWatch:
         if dry is None:
             engine.settle(self._world)
             return
-        found = dry.run(self._runner(self._loader, 0), self._settings, self._clip_norm)
+        takes_number = is_param_in_hook_signature(
+            self._module.training_step, "batch_idx", min_args=2
+        )
+        runner = self._runner(self._loader, *((0,) if takes_number else ()))
+        found = dry.run(runner, self._settings, self._clip_norm)
         found = self._world.broadcast(found)
         engine.settle(self._world)
         self._run.engine = engine.watched.description
@@ -198,7 +206,7 @@ class IsolationWatch:
             self._due, self._looks = chunk, self._looks + 1
             self._is_scheduled = True
             run.spot_checks += 1
-        elif self._changed:
+        elif self._changed or self._written_since() - self._cleared:
             self._due, self._is_scheduled = chunk, False
 
     def before_forward(self, args: tuple[Any, ...]) -> None:
@@ -206,6 +214,7 @@ class IsolationWatch:
         chunk, self._due = self._due, None
         if chunk is None:
             return
+        self._was_due = True
         try:
             self._compare(chunk, args)
         except UnsupportedModelError as error:
@@ -220,12 +229,17 @@ class IsolationWatch:
             return
         loader, look = self._loader, self._looks - 1
         names = self._schedule.samples(number, look, chunk.size)
+        if not self._needs_gradients:
+            if not self._keeps_something():
+                return
+            names = names[:_FEW]
         records = [chunk.records[place] for place in names]
         samples: Sequence[Any] = records
         if not _reads_together(loader):
             samples = self._read(records)
         runner = self._runner(loader, *args[1:])
-        if self._changed:
+        runner.without_dropout = look % 2 == 1
+        if self._changed or self._written_since():
             runner.hooks = ("on_train_batch_end", "on_train_epoch_end")
         self._check = Check(
             runner,
@@ -248,6 +262,24 @@ class IsolationWatch:
             is_same = known is not None and now is not None and torch.equal(known, now)
             if not is_same and not self._is_public(name):  # passes that left no trace write, too
                 self._changed.add(name)
+
+    def after_update(self) -> None:
+        """Remember the trained weights as the optimizer's step left them."""
+        self._weights = self._versions()
+
+    def _written_since(self) -> set[str]:
+        """Return the names of trained weights that were written to since the optimizer's step."""
+        before, now = self._weights, self._versions()
+        if before is None or before == now:
+            return set()
+        moved = {
+            number for number, pair in enumerate(zip(before, now, strict=True)) if len({*pair}) > 1
+        }
+        ids = {id(param) for number, param in enumerate(self._step.params) if number in moved}
+        return {name for name, param in self._module.named_parameters() if id(param) in ids}
+
+    def _versions(self) -> tuple[int, ...]:
+        return tuple(param._version for param in self._step.params)
 
     def _copies(self) -> dict[str, Tensor]:
         """Return copies of the buffers, but of very large ones."""
@@ -278,6 +310,11 @@ class IsolationWatch:
             fault = self._twins.run_hook(getattr(self._module, name), *args)
             self.fault = self.fault or fault
 
+    def _keeps_something(self) -> bool:
+        """Return False if nothing that the module keeps has changed since the last look."""
+        before, self._before = self._before, Snapshot.of(self._module, earlier=self._before)
+        return before is None or self._twins.has_twins or bool(before.differences(self._before))
+
     def settle(self, agree: Agreement) -> None:
         """Look closer at what moved, on all ranks, before the step is released.
 
@@ -285,14 +322,18 @@ class IsolationWatch:
             VoidedRunError: if the ranks are apart.
         """
         check, self._check = self._check, None
+        was_due, self._was_due = self._was_due, False
+        anyone = partial(agree.anyone, place=Place.SPOT_CHECK)
         if self.fault is not None:
             self._step.note(self.fault)
         if check is None:
+            if was_due:  # the other ranks may have something to settle
+                stand_by(anyone)
             return
-        found = check.settle(partial(agree.anyone, place=Place.SPOT_CHECK))
+        found = check.settle(anyone)
         self._count(found)
         if found.kind == "isolated":
-            self._cleared.update(check.same_in_both)
+            self._cleared |= check.same_in_both | self._written_since()
             self._changed -= check.same_in_both
         if found.kind == "coupled":
             self._step.note(_FAULT.format(type(self._module).__name__, found.reason))
