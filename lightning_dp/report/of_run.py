@@ -13,7 +13,6 @@ from typing import Any
 from lightning_dp.accounting.guards import FixedGuard
 from lightning_dp.advice import facts
 from lightning_dp.estimators import AbstractEstimator
-from lightning_dp.isolation import BY_CONSTRUCTION
 from lightning_dp.report.content import PrivacyReport
 from lightning_dp.run import PrivateRun
 
@@ -90,7 +89,7 @@ def _spot_checks(run: PrivateRun) -> str:
     looked = run.spot_checks
     steps = f"{looked - sum(run.not_compared.values())} of {looked} steps looked at"
     reasons = "; ".join(f"{reason} ({count})" for reason, count in sorted(run.not_compared.items()))
-    state = "; gradients by construction" if run.isolation == BY_CONSTRUCTION else ""
+    state = "; gradients by construction" if run.isolation.startswith("by construction") else ""
     return (
         f"compared at {steps} since the last resume{state}"
         f"{f'; not compared: {reasons}' if reasons else ''}"
