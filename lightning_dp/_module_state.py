@@ -74,7 +74,7 @@ class Difference:
 
 
 class Snapshot:
-    """What a module keeps from step to step, at one moment.
+    """The things that a module keeps from step to step, at one moment.
 
     It holds buffers and attributes of the module and its children, the settings of its optimizers,
     its learning-rate schedulers, and the states of random generators in attributes. It looks into

@@ -1,7 +1,7 @@
 """Isolation: what a record contributes to a sum depends on that record alone.
 
-Every private run looks at it (:mod:`lightning_dp.strategies.isolation`). To look at a model yourself, call
-:func:`lightning_dp.audit.check_isolation`.
+Every private run looks at it (:mod:`lightning_dp.strategies.isolation`). To look at a model yourself,
+call :func:`lightning_dp.audit.check_isolation`.
 """
 
 from lightning_dp.isolation.outcome import BY_CONSTRUCTION, Outcome

@@ -41,7 +41,7 @@ _FAR = 100.0  # times the difference between two worlds, which may be small for 
 
 @dataclass(frozen=True)
 class Settings:
-    """What a check compares, and how finely.
+    """The things that a check compares, and how finely.
 
     Args:
         query: says which gradients, and C.
@@ -60,7 +60,7 @@ class Settings:
 
 @dataclass
 class _Found:
-    """What one pair of runs shows."""
+    """The results of one pair of runs."""
 
     exchanged: float = 0.0
     alone: float = 0.0
@@ -106,7 +106,7 @@ class Check:
         self._where = ""
         self._fault = ""
         self.not_compared = ""
-        """Why nothing can be said of the gradients; "" if they were compared."""
+        """The reason for which nothing can be said of the gradients; "" if they were compared."""
         self.same_in_both: set[str] = set()
         """Names of what the step changes, whatever the records are."""
 
@@ -159,11 +159,10 @@ class Check:
         if all(ordered) and not (first.buffers or first.settings or first.public):
             return False
         variants = Variants.of(self._samples, self._kept(0))
-        batches = [
-            self._runner.batch_of(each, self._start)
-            for each in (variants.together, variants.exchanged)
-        ]
-        rows = paired_rows(*batches, (control.size, control.size), variants.kept, variants.kept)
+        together = self._runner.batch_of(variants.together, self._start)
+        exchanged = self._runner.batch_of(variants.exchanged, self._start)
+        sizes, kept = (control.size, control.size), variants.kept
+        rows = paired_rows(together, exchanged, sizes, kept, kept)
         if rows[0] != rows[1] and control.has_drawn:
             self.not_compared = "records are put in an order, and meet other random numbers"
             return False

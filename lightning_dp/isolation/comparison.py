@@ -13,6 +13,7 @@ and would not in others.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 
 import torch
@@ -98,7 +99,7 @@ def movement(before: GradientSample, after: GradientSample, n: int, k: int) -> T
         n: the samples of the whole batch.
         k: those that were kept.
     """
-    moved = (before.total - after.total).norm() * (n / k)
+    moved: Tensor = (before.total - after.total).norm() * (n / k)
     if before.entries is None or after.entries is None:
         return moved
     apart = (before.entries - after.entries).norm() * (n / k) ** 0.5
@@ -126,7 +127,7 @@ def resolution(eps: float, n: int, k: int) -> float:
     """Return the movement, in C, that rounding alone may show.
 
     Where two runs have other shapes inside the model, gradients differ by some ``eps`` of their length,
-    each in a direction of its own.
+    each in another direction.
 
     Args:
         eps: of the type in which the model computes.
@@ -138,7 +139,7 @@ def resolution(eps: float, n: int, k: int) -> float:
         >>> resolution(torch.finfo(torch.bfloat16).eps, 512, 128) < TOLERANCE
         False
     """
-    return 256.0 * eps * n / k**0.5 if eps < 1e-5 else 8.0 * eps * n / k**0.5
+    return (256.0 if eps < 1e-5 else 8.0) * eps * n / math.sqrt(k)
 
 
 def _places(sizes: list[int], generator: torch.Generator) -> tuple[Tensor, Tensor]:
@@ -158,7 +159,7 @@ def _places(sizes: list[int], generator: torch.Generator) -> tuple[Tensor, Tenso
 
 
 def _sketch(vector: Tensor, generator: torch.Generator) -> Tensor:
-    """Return a linear map of a long vector that keeps its length on average: signed, shifted rows added."""
+    """Add up signed, shifted rows of a long vector: a linear map that keeps its length on average."""
     if len(vector) <= _SKETCH:
         return vector.clone()
     rows = -(-len(vector) // _SKETCH)

@@ -82,7 +82,11 @@ def first_that_mixes(
         if a.name != b.name:
             return ""
         results = [pair for pair in zip(a.outputs, b.outputs, strict=False) if pair[0].dim()]
-        if any(moved(*pair) for pair in results) and a.name:
-            if not any(moved(*pair) for pair in zip(a.inputs, b.inputs, strict=False)):
-                return f"the outputs of {a.name} ({a.kind})"
+        given = zip(a.inputs, b.inputs, strict=False)
+        if (
+            a.name
+            and any(moved(*pair) for pair in results)
+            and not any(moved(*pair) for pair in given)
+        ):
+            return f"the outputs of {a.name} ({a.kind})"
     return ""

@@ -74,9 +74,9 @@ class DryRun:
 
         Args:
             runner: runs them.
-            settings: makes the settings of a comparison, by ``query``, ``whole`` and ``seed``; asked when an
-                engine has run.
-            clip_norm: C.
+            settings: makes the settings of a comparison, by ``query``, ``whole`` and ``seed``; asked
+                when an engine has run.
+            clip_norm: the bound C.
 
         Raises:
             UnsupportedModelError: if no engine takes the model, or no record has a gradient.
@@ -125,12 +125,17 @@ class DryRun:
         for kept in (list(range(half)), list(range(half, len(samples)))):
             start = RandomState.seeded(runner.device, kept[0])
             asked = settings(whole=len(samples), seed=half)
-            check = Check(runner, samples, asked, lambda _, k=kept: k, twins, start)
+            check = Check(runner, samples, asked, partial(_same, kept), twins, start)
             check.look()
             found = check.settle(bool, attempts=2)
             if found.kind != "isolated":
                 return found
         return found
+
+
+def _same(kept: list[int], attempt: int) -> list[int]:
+    """Return the same places at every attempt."""
+    return kept
 
 
 def _plain(clip_norm: float) -> Query:

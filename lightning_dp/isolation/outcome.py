@@ -11,8 +11,8 @@ BY_CONSTRUCTION = "by construction: each record runs alone"
 
 CURES = {
     "exchanged": (
-        "when some records of a batch are exchanged for others, the clipped sum of the rest moves by more "
-        "than 0.05 C{where}. Use a loss of single records, layers that treat each record alone, a "
+        "when some records of a batch are exchanged for others, the clipped sum of the rest moves by "
+        "more than 0.05 C{where}. Use a loss of single records, layers that treat each record alone, a "
         "collate_fn and hooks that mix none, and nothing that was computed from other records"
     ),
     "alone": (

@@ -46,7 +46,7 @@ class Pipeline:
 
 @dataclass
 class Run:
-    """What one run gave; sensitive.
+    """The results of one run; sensitive.
 
     Args:
         batch: as ``training_step`` took it.

@@ -87,6 +87,7 @@ class IsolationWatch:
         self._since: int | None = None  # the plan's step at which the fit began
         self._looks = 0
         self._due: Chunk | None = None
+        self._is_scheduled = False  # else a change led to the comparison, which is counted nowhere
         self._check: Check | None = None
         self._was_due = False  # a chunk of the step, on all ranks
         self._marks, self._buffers = Marks.of(self._module), self._copies()
@@ -95,7 +96,7 @@ class IsolationWatch:
         self._before: Snapshot | None = None  # at the last look
         self._weights: tuple[int, ...] | None = None  # versions of trained ones, after an update
         self.fault: str | None = None
-        """Why nothing more may be released, by what a hook between two steps did."""
+        """The reason for which nothing more may be released: what a hook between two steps did."""
         self._hooks = _BeforeHooks(self)
         trainer.callbacks.insert(0, self._hooks)  # type: ignore[attr-defined]
         if names := run.config.public_state:
@@ -203,9 +204,10 @@ class IsolationWatch:
             return
         if self._schedule.is_due(step, self._looks, begins_epoch=chunk.index < chunks):
             self._due, self._looks = chunk, self._looks + 1
+            self._is_scheduled = True
             run.spot_checks += 1
         elif self._changed or self._written_since() - self._cleared:
-            self._due = chunk  # which is counted nowhere
+            self._due, self._is_scheduled = chunk, False
 
     def before_forward(self, args: tuple[Any, ...]) -> None:
         """Make the runs of a comparison, if the chunk is due."""
@@ -337,7 +339,7 @@ class IsolationWatch:
             self._step.note(_FAULT.format(type(self._module).__name__, found.reason))
 
     def _count(self, found: Outcome) -> None:
-        if found.kind == "not compared":
+        if found.kind == "not compared" and self._is_scheduled:
             reasons = self._run.not_compared
             reasons[found.reason] = reasons.get(found.reason, 0) + 1
 
@@ -397,7 +399,7 @@ class IsolationWatch:
 
     @property
     def _eps(self) -> float:
-        """The precision in which the model computes: the coarsest of its types."""
+        """The precision in which the model computes, the coarsest of its types."""
         types = {param.dtype for param in self._step.params if param.is_floating_point()}
         if "bf16" in str(self._trainer.precision):
             types.add(torch.bfloat16)
@@ -416,7 +418,7 @@ class IsolationWatch:
                 collate,
                 transfer,
                 lambda batch: self._run_step(batch, *others),
-                *(others[:1] or (0,)),
+                others[0] if others else 0,
                 self._made_by,
             ),
             self._trainer.strategy.root_device,
