@@ -57,8 +57,9 @@ _INNER: dict[Hashable, Kind] = {
     "_parameters": "parameter",
 }
 # Torch's and Lightning's own attributes.
-_HIDDEN = frozenset(vars(LightningModule())) - {"training", "_buffers", "_modules"}
+_HIDDEN = frozenset({*vars(LightningModule()), "log"}) - {"training", "_buffers", "_modules"}
 _RANDOM = "global random state"
+_FROZEN = "frozen parameters"
 
 
 @dataclass(frozen=True)
@@ -130,6 +131,8 @@ class Snapshot:
             _add(moving, path, _Part(vars(each), name, "attribute", still.hidden, True), met)
         for path, part in _parts_of_trainer(getattr(module, "_trainer", None)):
             _add(moving, path, part, met)
+        for name, param in () if parameters else _frozen(module):
+            moving[(_FROZEN, name)] = _Part(param, name, "buffer")
         return cls(still, moving, RandomState(_device_of(module)) if global_random else None)
 
     def restore(self) -> None:
@@ -425,6 +428,12 @@ def _modules_in(
             if inner is not None:
                 dotted = f"{name}.{key}" if name else key
                 yield from _modules_in((*path, "_modules", key), dotted, inner, met)
+
+
+def _frozen(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    """Return the parameters that are not trained, with names; none if they are large."""
+    found = [(name, param) for name, param in module.named_parameters() if not param.requires_grad]
+    return found if sum(param.nbytes for _, param in found) <= _LARGE else []
 
 
 def _parts_of_trainer(trainer: Any) -> Iterator[tuple[Path, _Part]]:

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_dp._module_state import Snapshot, restored
 from lightning_dp.boundary import AbstractPerSampleGradients, Query
 from lightning_dp.gradients import UnsupportedModelError
 from lightning_dp.gradients.random_state import RandomState
@@ -98,6 +99,7 @@ class Check:
         self._start = start or RandomState(runner.device)
         self._sizes = [param.numel() for param in runner.params]
         self._first: _Found | None = None
+        self._begun: Snapshot | None = None
         self._shown = Counter[str]()
         self._where = ""
         self._fault = ""
@@ -114,6 +116,7 @@ class Check:
         Raises:
             UnsupportedModelError: of the model, whatever its samples are.
         """
+        self._begun = Snapshot.of(self._runner.module)
         found = self._first = self._pair(0)
         self.not_compared = found.why_not
         self._note_twins(found)
@@ -126,6 +129,12 @@ class Check:
             anyone: returns True if one of several processes still needs them: all make the same runs.
             attempts: how many at most.
         """
+        with restored(self._runner.module):
+            if self._begun is not None:  # the step itself has run since
+                self._begun.restore()
+            return self._settled(anyone, attempts)
+
+    def _settled(self, anyone: Callable[[bool], bool], attempts: int) -> Outcome:
         first = self._first
         is_open = first is not None and bool(self._seen(first))
         if anyone(is_open):
