@@ -151,10 +151,11 @@ class Check:
     def _is_suspect(self, first: _Found) -> bool:
         """Return False if the same samples give something else again, or were only put in an order."""
         control = self._run(self._samples, self._kept(0))
+        is_ordered = not self._follows_places(first)
         sums_add_up = all([self._adds_up(self._kept(attempt)) for attempt in range(2)])
         if not self._repeats(first, control):
             return False
-        if sums_add_up and not (first.buffers or first.settings or first.public):
+        if is_ordered and sums_add_up and not (first.buffers or first.settings or first.public):
             return False
         variants = Variants.of(self._samples, self._kept(0))
         batches = [
@@ -166,6 +167,12 @@ class Check:
             self.not_compared = "records are put in an order, and meet other random numbers"
             return False
         return True
+
+    def _follows_places(self, first: _Found) -> bool:
+        """Return True if gradients are where their samples are put: then nothing puts them in an order."""
+        kept, last = self._kept(0), len(self._samples) - 1
+        turned = self._run(self._samples[::-1], [last - place for place in kept])
+        return self._distance(first.runs[0], turned, len(kept)) <= TOLERANCE
 
     def _adds_up(self, kept: list[int]) -> bool:
         """Return True if the clipped sum of all samples is that of two parts of them, run apart.
