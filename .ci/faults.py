@@ -30,6 +30,8 @@ TESTS = [
     "tests/accounting",
     "tests/estimators/test_two_points.py",
     "tests/strategies/test_sensitivity.py",
+    "tests/strategies/test_weights.py",
+    "tests/strategies/edits",
     "tests/test_fingerprint.py",
     "tests/test_module_state.py",
     "tests/gradients/test_loss_graph.py",
@@ -105,6 +107,21 @@ FAULTS = (
     Fault("twice_the_scale_of_attention", "scores = (q * q.shape[-1] ** -0.5", "* 2"),
     Fault("taps_on_views", "if raw._is_view()", "and False"),
     Fault("a_size_taken_for_records", "_length(of_three)) == (2, 3)", "or True"),
+    Fault(
+        "edited_gradients_pass", "return not is_same or bool(self._marks.written())", "and False"
+    ),
+    Fault(
+        "replaced_gradients_pass",
+        "is_same = _are_the_same(self._gradients(), self._released)",
+        "or True",
+    ),
+    Fault("written_weights_pass", "written = [names[i] for i in before.written()]", "[:0]"),
+    Fault("steps_left_out_pass", "is_fault = self._usual is not None", "and False"),
+    Fault(
+        "edited_moments_pass",
+        "self._has_other_state |= key not in now or now[key][1] != version",
+        "and False",
+    ),
     Fault("constant_losses_pass", "if bool((norms > NOTHING).any())", "or True"),
     Fault("nothing_exchanged", "return _exchanged(part, rows", "[:0]"),
 )

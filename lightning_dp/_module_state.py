@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 import enum
 import io
 import sys
-import sysconfig
 import types
 from collections import deque
 from collections.abc import Collection, Hashable, Iterator
@@ -15,6 +13,7 @@ from dataclasses import dataclass, field
 from functools import cache, partial
 from itertools import chain
 from operator import is_
+from pathlib import PurePath
 from typing import Any, Literal, TypeAlias
 
 import numpy as np
@@ -485,13 +484,14 @@ def _owner_in(value: Any, kind: Kind) -> Any:
 
 @cache
 def _is_of_user(kind: type) -> bool:
-    """Return whether a class is a dataclass, or from no installed library."""
+    """Return whether a class is from no installed library; FSDP's objects, say, hold freed memory."""
     package = kind.__module__.partition(".")[0]
-    if dataclasses.is_dataclass(kind) or package == "__main__":
+    if package == "__main__":
         return True
     file = getattr(sys.modules.get(kind.__module__), "__file__", None)
-    libraries = tuple(sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib"))
-    return not (file is None or package == "lightning_dp" or file.startswith(libraries))
+    if file is None or package == "lightning_dp" or package in sys.stdlib_module_names:
+        return False
+    return not {"site-packages", "dist-packages"} & set(PurePath(file).parts)
 
 
 def _copied(owner: Any) -> Any:

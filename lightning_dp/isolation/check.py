@@ -30,7 +30,7 @@ from lightning_dp.isolation.replay import Run, Runner
 from lightning_dp.isolation.state import TwinState
 from lightning_dp.isolation.variants import Variants, are_same_rows, paired_rows
 
-__all__ = ["Check", "Settings"]
+__all__ = ["Check", "Settings", "stand_by"]
 
 # A fault shows in so many of the further exchanges; a tie that rounding decides does not come again.
 _ATTEMPTS, _MUST_SHOW = 8, 2
@@ -152,10 +152,10 @@ class Check:
         """Return False if the same samples give something else again, or were only put in an order."""
         control = self._run(self._samples, self._kept(0))
         is_ordered = not self._follows_places(first)
-        sums_add_up = all([self._adds_up(self._kept(attempt)) for attempt in range(2)])
+        parts = [self._adds_up(self._kept(attempt)) for attempt in range(2)]  # all ranks make both
         if not self._repeats(first, control):
             return False
-        if is_ordered and sums_add_up and not (first.buffers or first.settings or first.public):
+        if is_ordered and all(parts) and not (first.buffers or first.settings or first.public):
             return False
         variants = Variants.of(self._samples, self._kept(0))
         batches = [
@@ -335,6 +335,14 @@ class Check:
         if self.not_compared:
             return Outcome("not compared", self.not_compared)
         return Outcome("isolated")
+
+
+def stand_by(anyone: Callable[[bool], bool], attempts: int = _ATTEMPTS) -> None:
+    """Take part in what other processes settle, where this one has made no runs."""
+    anyone(False)
+    for _ in range(attempts):
+        if not anyone(False):
+            break
 
 
 def _steps_differ(a: Run, b: Run) -> bool:

@@ -24,7 +24,7 @@ from lightning_dp.isolation.replay import Runner
 from lightning_dp.isolation.state import TwinState
 from lightning_dp.isolation.variants import own_copies
 
-__all__ = ["DryRun", "find_layout"]
+__all__ = ["DryRun", "find_layout", "mean_or_sum"]
 
 _SAMPLES, _FEWEST, _CLASSES = 4, 2, 2
 _SEEDS = 6  # with which norms are averaged
@@ -87,7 +87,7 @@ class DryRun:
                 unit = min(clip_norm, longest) if longest > 0 else clip_norm
                 found = self._compared(runner, samples, partial(settings, query=_plain(unit)))
                 if found.kind == "isolated" and not runner.passes.watched.isolates:
-                    return _mean_or_sum(runner, samples)
+                    return mean_or_sum(runner, samples)
                 return found
         except UnsupportedModelError:
             raise
@@ -150,7 +150,7 @@ def _norms(runner: Runner, samples: Sequence[Any], seed: int) -> Tensor:
     return norms[0] if norms else torch.zeros(len(samples), dtype=torch.float64)
 
 
-def _mean_or_sum(runner: Runner, samples: list[Any]) -> Outcome:
+def mean_or_sum(runner: Runner, samples: list[Any]) -> Outcome:
     """Tell a sum over the records from their mean, where random numbers differ with their number.
 
     Engines take the loss for the mean. If it is a sum, gradients double with the number of records.

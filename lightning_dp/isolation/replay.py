@@ -95,6 +95,8 @@ class Runner:
         self.pipeline, self.device = pipeline, device
         self.has_drawn = False
         """The latest run drew random numbers."""
+        self.without_dropout = False
+        """Let no layer of torch drop anything, so that runs of fewer samples can be compared, too."""
         self.hooks: tuple[str, ...] = ("on_train_batch_end",)
         """The hooks of the module that follow the step."""
 
@@ -122,7 +124,7 @@ class Runner:
         """
         module = self.module
         with self._traceless(start) as begun, ExitStack() as stack:
-            if self.passes.watched.isolates:
+            if self.passes.watched.isolates or self.without_dropout:
                 stack.enter_context(without_dropout(module))
             run = Run(self._batch(samples), len(samples), start=begun)
             calls: list[Call] = []

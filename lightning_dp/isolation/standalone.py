@@ -17,7 +17,7 @@ from lightning_dp.gradients import EngineChoice, RecordPasses
 from lightning_dp.gradients.compiled import as_written
 from lightning_dp.gradients.random_state import RandomState
 from lightning_dp.isolation.check import Check, Settings
-from lightning_dp.isolation.dry_run import DryRun, find_layout
+from lightning_dp.isolation.dry_run import DryRun, find_layout, mean_or_sum
 from lightning_dp.isolation.outcome import Outcome
 from lightning_dp.isolation.replay import Pipeline, Runner
 from lightning_dp.isolation.schedule import Schedule
@@ -118,8 +118,8 @@ def _compared(runner: Runner, samples: list[Any], clip_norm: float) -> Outcome:
         check.look()
         found = check.settle(bool)
         if found.kind != "isolated":
-            break
-    return found
+            return found
+    return found if runner.passes.watched.isolates else mean_or_sum(runner, samples)
 
 
 def _transferred(module: LightningModule, batch: Any) -> Any:

@@ -16,13 +16,17 @@ from lightning_dp.run import PrivateRun
 from lightning_dp.strategies.alone import RecordsAlone
 from lightning_dp.strategies.earlier_training import EarlierTraining
 from lightning_dp.strategies.early_end import Agreement
-from lightning_dp.strategies.edits import GradientEdits, watched
 from lightning_dp.strategies.engine import engine_for
 from lightning_dp.strategies.isolation import IsolationWatch, RunStep
 from lightning_dp.strategies.monitors import Monitors
 from lightning_dp.strategies.optimizers import Optimizers
 from lightning_dp.strategies.step import PrivateStep
-from lightning_dp.strategies.weights import FirstStep, LaterSteps, SameParameters
+from lightning_dp.strategies.update_guard import (
+    GradientGuard,
+    SameParameters,
+    UnwrittenWeights,
+    watched,
+)
 
 __all__ = ["Fit", "begin_fit"]
 
@@ -34,8 +38,7 @@ class Fit:
     Args:
         folder: where a new journal goes.
         step: the accounts of the current step, and the model under its engine.
-        first: watches which parameters the first step changes.
-        later: watches which ones training_step writes to in the steps after it.
+        weights: watches which parameters training_step writes to.
         isolation: compares runs of a batch that differ in some of its records.
         monitors: watches who acts on metrics of the training data.
         earlier: knows which ledgers trained the model before.
@@ -49,14 +52,13 @@ class Fit:
 
     folder: Path
     step: PrivateStep
-    first: FirstStep
-    later: LaterSteps
+    weights: UnwrittenWeights
     isolation: IsolationWatch
     monitors: Monitors
     earlier: EarlierTraining
     agree: Agreement
     alone: RecordsAlone
-    edits: GradientEdits
+    edits: GradientGuard
     plugin: Precision
     optimizers: Optimizers
     losses: WaitingLosses
@@ -90,12 +92,11 @@ def begin_fit(
     engine = engine_for(run, trainer, world, parameters.trained, optimizers, wrap)
     step = PrivateStep(module, parameters, engine, strategy.root_device)
     run.optimizers = optimizers.description
-    edits = GradientEdits(trainer, step.params, is_declared=run.config.gradient_edits is not None)
+    edits = GradientGuard(trainer, step.params, is_declared=run.config.gradient_edits is not None)
     return Fit(
         folder,
         step,
-        FirstStep(module, optimizer, public),
-        LaterSteps(module, public),
+        UnwrittenWeights(module, public),
         IsolationWatch(trainer, step, run, world, run_step),
         Monitors(trainer, run),
         EarlierTraining(module, run),

@@ -17,6 +17,7 @@ from torch.utils.data import Subset, default_collate
 
 from lightning_dp._checks import MisconfigurationError
 from lightning_dp._generators import OWN_GENERATORS, put_back, state_of
+from lightning_dp._module_state import Snapshot
 from lightning_dp._warnings import warn
 from lightning_dp._world import World
 from lightning_dp.boundary import Query
@@ -24,7 +25,7 @@ from lightning_dp.gradients import ALONE, UnsupportedModelError
 from lightning_dp.gradients.base import without_alone
 from lightning_dp.gradients.batches import DEFAULT_LAYOUT
 from lightning_dp.gradients.random_state import RandomState
-from lightning_dp.isolation.check import Check, Settings
+from lightning_dp.isolation.check import Check, Settings, stand_by
 from lightning_dp.isolation.dry_run import DryRun, find_layout
 from lightning_dp.isolation.outcome import BY_CONSTRUCTION, Outcome
 from lightning_dp.isolation.replay import Pipeline, Runner
@@ -45,6 +46,7 @@ RunStep: TypeAlias = Callable[..., Any]
 _HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
 _FAULT = "{}: {}."
 _LARGE = 64 << 20  # bytes of buffers
+_FEW = 4  # samples, where no gradients are compared
 _UNEXPLAINED = (
     "The buffers or frozen weights {} were written to, and no comparison of batches has shown that what "
     "is in them is the same with other records. They are saved without noise. Compute them from weights "
@@ -85,9 +87,11 @@ class IsolationWatch:
         self._looks = 0
         self._due: Chunk | None = None
         self._check: Check | None = None
+        self._was_due = False  # a chunk of the step, on all ranks
         self._marks, self._buffers = Marks.of(self._module), self._copies()
         self._changed: set[str] = set()  # buffers and frozen weights that no comparison has cleared
         self._cleared: set[str] = set()
+        self._before: Snapshot | None = None  # at the last look
         self.fault: str | None = None
         """Why nothing more may be released, by what a hook between two steps did."""
         self._hooks = _BeforeHooks(self)
@@ -202,6 +206,7 @@ class IsolationWatch:
         chunk, self._due = self._due, None
         if chunk is None:
             return
+        self._was_due = True
         try:
             self._compare(chunk, args)
         except UnsupportedModelError as error:
@@ -216,11 +221,16 @@ class IsolationWatch:
             return
         loader, look = self._loader, self._looks - 1
         names = self._schedule.samples(number, look, chunk.size)
+        if not self._needs_gradients:
+            if not self._keeps_something():
+                return
+            names = names[:_FEW]
         records = [chunk.records[place] for place in names]
         samples: Sequence[Any] = records
         if not _reads_together(loader):
             samples = self._read(records)
         runner = self._runner(loader, *args[1:])
+        runner.without_dropout = look % 2 == 1
         if self._changed:
             runner.hooks = ("on_train_batch_end", "on_train_epoch_end")
         self._check = Check(
@@ -276,6 +286,11 @@ class IsolationWatch:
             fault = self._twins.run_hook(getattr(self._module, name), *args)
             self.fault = self.fault or fault
 
+    def _keeps_something(self) -> bool:
+        """Return False if nothing that the module keeps has changed since the last look."""
+        before, self._before = self._before, Snapshot.of(self._module, earlier=self._before)
+        return before is None or self._twins.has_twins or bool(before.differences(self._before))
+
     def settle(self, agree: Agreement) -> None:
         """Look closer at what moved, on all ranks, before the step is released.
 
@@ -283,11 +298,15 @@ class IsolationWatch:
             VoidedRunError: if the ranks are apart.
         """
         check, self._check = self._check, None
+        was_due, self._was_due = self._was_due, False
+        anyone = partial(agree.anyone, place=Place.SPOT_CHECK)
         if self.fault is not None:
             self._step.note(self.fault)
         if check is None:
+            if was_due:  # the other ranks may have something to settle
+                stand_by(anyone)
             return
-        found = check.settle(partial(agree.anyone, place=Place.SPOT_CHECK))
+        found = check.settle(anyone)
         self._count(found)
         if found.kind == "isolated":
             self._cleared.update(check.same_in_both)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -32,7 +32,7 @@ from lightning_dp.strategies.checks import (
     weak_settings,
 )
 from lightning_dp.strategies.data import make_private_loader, private_loader_of
-from lightning_dp.strategies.early_end import Place, end_before_first_step
+from lightning_dp.strategies.early_end import end_before_first_step
 from lightning_dp.strategies.hooks import PrivacyCallback, among
 from lightning_dp.strategies.optimizers import Optimizers, find_optimizers
 from lightning_dp.strategies.setting import setting_of
@@ -274,8 +274,6 @@ class PrivateFitStrategy(Strategy):
             raise VoidedRunError(run.voided)
         if fit is not None:
             fit.monitors.check()
-            written = fit.edits.written(fit.optimizers.private)
-            fit.agree(written, Place.SAVE)
         watch = self._watch if fit is None else fit.isolation
         if watch is not None and (reason := watch.unexplained()) is not None:
             raise MisconfigurationError(reason, topic="kept-records")
@@ -319,12 +317,12 @@ class PrivateFitStrategy(Strategy):
 
     def teardown(self) -> None:
         fit = self._fit
-        if fit is not None and self.private_run.voided is None:
-            self._look_at_unread(fit)
-            if (reason := fit.isolation.unexplained()) is not None:
-                self.private_run.void(reason)
-                self._leave_the_model()
-                raise VoidedRunError(reason)
+        is_whole = fit is not None and self.private_run.voided is None
+        reason = fit.isolation.unexplained() if fit is not None and is_whole else None
+        if reason is not None:
+            self.private_run.void(reason)
+            self._leave_the_model()
+            raise VoidedRunError(reason)
         self._leave_the_model()
         if "_accumulate" in vars(self):
             self._trainer.accumulate_grad_batches = self._accumulate
@@ -336,13 +334,6 @@ class PrivateFitStrategy(Strategy):
             self._watch = fit.isolation
             for callback in self._callbacks:
                 callback.on_privacy_teardown(self._trainer, self.private_run)
-
-    def _look_at_unread(self, fit: Fit) -> None:
-        """Withdraw ε at the end of a fit that failed, if the device knows of an edit that nobody read."""
-        with suppress(RuntimeError):  # of a device that failed, so that nothing of it can be used
-            fault = fit.edits.written(fit.optimizers.private)
-            if fault is not None:
-                self.private_run.void(fault)
 
     def __getstate__(self) -> dict[str, Any]:
         """For copies and pickles: nothing of a fit, which holds what is not noised yet."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import Any
@@ -26,7 +27,7 @@ from lightning_dp.mechanism import Mechanism
 from lightning_dp.sampling.loader import Chunk
 from lightning_dp.strategies.accounts import BatchAccounts
 from lightning_dp.strategies.engine import FitEngine
-from lightning_dp.strategies.weights import SameParameters
+from lightning_dp.strategies.update_guard import SameParameters
 
 __all__ = ["PrivateStep"]
 
@@ -45,6 +46,12 @@ _TOO_EARLY = (
 _AGAIN = (
     "Backward ran more than once for one batch, or after its optimizer step: a record would count "
     "twice. Add the losses up and call backward once per batch."
+)
+
+_FORKED = (
+    "This process was forked from the one that charged the step (os.fork, multiprocessing inside of "
+    "training_step or a hook), which releases it: two releases of one charge. Let the child leave "
+    "training to its parent, or start it with multiprocessing's 'spawn'."
 )
 
 _SILENT = (
@@ -75,7 +82,7 @@ class PrivateStep:
     ) -> None:
         self.parameters, self.params = parameters, parameters.trained
         self.engine, self._passes, self._watched = engine, engine.passes, engine.watched
-        self._module, self._device = module, device
+        self._module, self._device, self._process = module, device, os.getpid()
         self._batch = BatchAccounts()
         self._norms = [part for part in module.modules() if normalises_over_the_batch(part)]
         self._forward_again: Forward | None = None  # the chunk's forward pass, once more
@@ -354,6 +361,8 @@ class PrivateStep:
                 "charged. Step once per batch.",
                 topic="batches-and-steps",
             )
+        if os.getpid() != self._process:
+            raise RefusedRun(_FORKED, topic="batches-and-steps")
         self.parameters.check_optimizer(optimizer)
         if mechanism.query is not None and not self._batch.is_whole:
             self.note(_TOO_EARLY)

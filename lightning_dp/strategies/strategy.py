@@ -56,7 +56,6 @@ class DifferentialPrivacyStrategy(PrivateFitStrategy):
         if chunk.first:
             fit.step.parameters.check_optimizer(fit.optimizers.private)
             fit.step.parameters.check_model()
-            self._warn(fit.first.between_steps())
         fit.isolation.before_first_charge(chunk)
         check_rate(chunk, mechanism)
         fit.losses.drop()
@@ -94,8 +93,7 @@ class DifferentialPrivacyStrategy(PrivateFitStrategy):
             return self._one_by_one(*args, **kwargs)
         again = partial(self._forward_again, args[1:], kwargs)
         fit.step.before_forward(mechanism, again, args[0])
-        fit.first.enter_forward()
-        fit.later.enter_forward(has_snapshot=fit.first.is_looking)
+        fit.weights.enter_forward()
         output = self._watched(*args, **kwargs)
         if fit.step.one_record:
             return output  # which took over
@@ -128,8 +126,7 @@ class DifferentialPrivacyStrategy(PrivateFitStrategy):
         fit, step = self._now, self._now.step
         records = private_loader_of(self._trainer).alone
         forwards = fit.alone.forwards(partial(self._forward_alone, args, kwargs), records)
-        fit.first.enter_forward()
-        fit.later.enter_forward(has_snapshot=fit.first.is_looking)
+        fit.weights.enter_forward()
         is_first = self.private_run.steps <= 1
         self._mechanism.begin_noise(step.held)
         try:
@@ -150,8 +147,8 @@ class DifferentialPrivacyStrategy(PrivateFitStrategy):
     def _leave_forward(self) -> None:
         """Compare the parameters with what they were when training_step began."""
         fit = self._now
-        fit.first.leave_forward()
-        if (fault := fit.later.fault()) is not None:
+        fault = fit.weights.leave_forward()
+        if fault is not None:
             fit.step.note(fault)
 
     def backward(
@@ -269,7 +266,6 @@ class DifferentialPrivacyStrategy(PrivateFitStrategy):
             fit.isolation.settle(fit.agree)
             fit.step.release(mechanism, optimizer, fit.agree, check_update)
             fit.edits.begin()
-            fit.first.enter_update()
 
         def check_update() -> None:
             fit.agree(fit.edits.fault(optimizer), Place.UPDATE, unused=fit.edits.skipped + 1)
@@ -278,7 +274,6 @@ class DifferentialPrivacyStrategy(PrivateFitStrategy):
         fit.edits.look_at_state(optimizer)
         fit.step.expect_update()
         output = super().optimizer_step(optimizer, private_closure, model, **kwargs)
-        self._warn(fit.first.leave_update(optimizer))
         fit.edits.note_state(optimizer)
         if run.is_over_early:
             end_training(self._trainer, run)
@@ -292,8 +287,7 @@ class DifferentialPrivacyStrategy(PrivateFitStrategy):
         fit.monitors.check()
         if self._mechanism.is_begun:
             self._agree_without_step()
-        written = fit.edits.written(fit.optimizers.private)
-        written = written or changed_rows(private_loader_of(trainer)) or fit.isolation.unexplained()
-        fit.agree(written, Place.END)
+        fault = changed_rows(private_loader_of(trainer)) or fit.isolation.unexplained()
+        fit.agree(fault, Place.END)
         for callback in self._callbacks:
             callback.on_privacy_end(trainer, run)

@@ -71,12 +71,7 @@ def run(classifier, mlp, loader, make_trainer, weights):
 @pytest.fixture
 def plain(run) -> Tensor:
     """The weights after one step that nobody edits."""
-    if "weights" not in _PLAIN:
-        _PLAIN["weights"] = run(trainer={"max_steps": 1})
-    return _PLAIN["weights"]
-
-
-_PLAIN: dict[str, Tensor] = {}
+    return run(trainer={"max_steps": 1})
 
 
 @pytest.fixture

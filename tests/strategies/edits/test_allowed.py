@@ -6,17 +6,11 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.plugins import Precision
-from torch import nn
 
-from lightning_dp.accounting.events import VoidedRunError
 from lightning_dp.report import PrivacyReport
-from lightning_dp.strategies import edits
 from tests.strategies.edits.users_code import (
-    REFUSED,
     by_hand,
-    in_a_callback,
     in_clipping,
     in_the_module,
     scales,
@@ -30,35 +24,8 @@ def reads_the_norm(model: Any) -> None:
     model.norm = torch.stack([param.grad.norm() for param in trained(model)]).norm()
 
 
-def copies(model: Any) -> None:
-    trained(model)[0].grad = trained(model)[0].grad.clone()
-
-
-def clips_at_a_norm_that_is_never_reached(model: Any) -> None:
-    nn.utils.clip_grad_norm_(model.parameters(), 1e9)
-
-
 def test_reading_the_gradients_is_no_edit(run, plain):
     assert torch.equal(run(in_the_module, reads_the_norm, trainer={"max_steps": 1}), plain)
-
-
-@pytest.mark.parametrize("harmless", [copies, clips_at_a_norm_that_is_never_reached])
-def test_an_edit_is_refused_at_once_also_where_it_changes_nothing_yet(
-    harmless, assert_refused_at_once
-):
-    """Else a clipping by hand would end the run at the first step whose norm it bounds."""
-    assert_refused_at_once(in_the_module, harmless)
-
-
-def test_all_entries_have_their_turn_where_there_are_many(monkeypatch, run):
-    monkeypatch.setattr(edits, "_ENTRIES", 16)
-
-    def past_the_version_counter(model: Any) -> None:
-        trained(model)[0].grad.data[0, 0] += 1.0
-
-    run(in_a_callback, reads_the_norm)
-    with pytest.raises((MisconfigurationException, VoidedRunError), match=REFUSED):
-        run(in_a_callback, past_the_version_counter, trainer={"max_steps": 10})
 
 
 @pytest.mark.parametrize("algorithm", ["norm", "value"])
@@ -133,9 +100,6 @@ def test_a_plugin_keeps_its_class_name_and_its_attributes(run, make_trainer):
     assert type(run.trainer.precision_plugin) is Precision
 
 
-# -- what is declared ----------------------------------------------------------------------------
-
-
 def test_a_declared_edit_is_printed_by_the_report(run):
     run(in_the_module, scales, gradient_edits="halved", trainer={"max_steps": 1})
 
@@ -146,10 +110,3 @@ def test_a_declared_edit_is_printed_by_the_report(run):
     assert "halved (declared by the user, not checked)" in report.markdown()
     assert report.to_dict()["gradient_edits"] == "halved"
     assert PrivacyReport.from_dict(report.to_dict()) == report
-
-
-def test_without_a_declaration_the_report_says_nothing_of_edits(run):
-    run(trainer={"max_steps": 1})
-
-    assert "gradient edits" not in str(run.privacy.report())
-    assert run.privacy.report().to_dict()["gradient_edits"] is None

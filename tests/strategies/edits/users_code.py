@@ -25,13 +25,8 @@ def scales(model: Any) -> None:
         param.grad.mul_(0.5)
 
 
-def zeroes_when_the_loss_spikes(model: Any) -> None:
-    if model.loss > 0.1:
-        scales(model)
-
-
-def writes_past_the_version_counter(model: Any) -> None:
-    trained(model)[0].grad.data.mul_(0.5)
+def adds_next_to_nothing(model: Any) -> None:
+    trained(model)[1].grad[0] *= 1.001
 
 
 def exchanges_the_memory(model: Any) -> None:
@@ -50,54 +45,16 @@ def makes_one_sparse(model: Any) -> None:
     trained(model)[0].grad = (2 * trained(model)[0].grad).to_sparse()
 
 
-def adds_a_raw_penalty(model: Any) -> None:
-    for param in trained(model):
-        param.grad += 0.1 * model.loss * param.detach()
-
-
-def flips_signs(model: Any) -> None:
-    trained(model)[0].grad.neg_()
-
-
-def flips_signs_of_a_column(model: Any) -> None:
-    trained(model)[0].grad[:, 1].neg_()
-
-
-def turns_round(model: Any) -> None:
-    trained(model)[0].grad.copy_(trained(model)[0].grad.flip(0))
-
-
-def adds_next_to_nothing(model: Any) -> None:
-    trained(model)[1].grad[0] *= 1.001
-
-
-def exchanges_two_parameters(model: Any) -> None:
-    first, second = trained(model)[1], trained(model)[1].grad.flip(0)
-    first.grad = second
-
-
 def clips_by_hand(model: Any) -> None:
     nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
 
 
-def moves_a_frozen_weight(model: Any) -> None:
-    model.frozen.grad = torch.ones_like(model.frozen)
-
-
 EDITS = [
-    scales,
-    zeroes_when_the_loss_spikes,
-    writes_past_the_version_counter,
+    adds_next_to_nothing,
     exchanges_the_memory,
     replaces,
     takes_one_away,
     makes_one_sparse,
-    adds_a_raw_penalty,
-    flips_signs,
-    flips_signs_of_a_column,
-    turns_round,
-    adds_next_to_nothing,
-    exchanges_two_parameters,
     clips_by_hand,
 ]
 
@@ -115,6 +72,10 @@ def in_the_module(setting: Setting, edit: Edit) -> None:
     setting.model.on_before_optimizer_step = lambda optimizer: edit(setting.model)
 
 
+def between_steps(setting: Setting, edit: Edit) -> None:
+    setting.model.on_train_batch_end = lambda *_: edit(setting.model)
+
+
 def in_a_callback(setting: Setting, edit: Edit) -> None:
     class Edits(L.Callback):
         def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
@@ -127,39 +88,20 @@ def in_clipping(setting: Setting, edit: Edit) -> None:
     setting.model.configure_gradient_clipping = lambda optimizer, *_, **__: edit(setting.model)
 
 
-def in_optimizer_step(setting: Setting, edit: Edit) -> None:
-    """The closure of the user runs in ours, so only what stands in the optimizer's can edit."""
-
-    def optimizer_step(epoch: int, batch: int, optimizer: Any, closure: Any) -> None:
-        handle = optimizer.optimizer.register_step_pre_hook(wraps(setting.model, edit))
-        optimizer.step(closure=closure)
-        handle.remove()
-
-    setting.model.optimizer_step = optimizer_step
-
-
-def wraps(model: Any, edit: Edit) -> Any:
-    """A hook of an optimizer that exchanges the closure."""
+def in_a_hook_of_the_optimizer(setting: Setting, edit: Edit) -> None:
+    """It exchanges the closure."""
 
     def hook(optimizer: Any, args: Any, kwargs: Any) -> Any:
         closure = kwargs["closure"]
 
         def edited() -> Any:
             result = closure()
-            edit(model)
+            edit(setting.model)
             return result
 
         return args, {**kwargs, "closure": edited}
 
-    return hook
-
-
-def in_a_hook_of_the_optimizer(setting: Setting, edit: Edit) -> None:
-    class Hooks(L.Callback):
-        def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-            trainer.optimizers[0].register_step_pre_hook(wraps(pl_module, edit))
-
-    setting.callbacks.append(Hooks())
+    setting.model.on_train_start = lambda: register(setting.model, hook)
 
 
 def in_a_hook_that_runs_the_closure(setting: Setting, edit: Edit) -> None:
@@ -168,11 +110,11 @@ def in_a_hook_that_runs_the_closure(setting: Setting, edit: Edit) -> None:
         edit(setting.model)
         return args, {**kwargs, "closure": None}
 
-    class Hooks(L.Callback):
-        def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-            trainer.optimizers[0].register_step_pre_hook(hook)
+    setting.model.on_train_start = lambda: register(setting.model, hook)
 
-    setting.callbacks.append(Hooks())
+
+def register(model: Any, hook: Any) -> None:
+    model.trainer.optimizers[0].register_step_pre_hook(hook)
 
 
 def around_step(setting: Setting, edit: Edit) -> None:
@@ -218,7 +160,6 @@ PLACES = [
     in_the_module,
     in_a_callback,
     in_clipping,
-    in_optimizer_step,
     in_a_hook_of_the_optimizer,
     in_a_hook_that_runs_the_closure,
     around_step,
