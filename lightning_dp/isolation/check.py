@@ -181,8 +181,11 @@ class Check:
         """
         others = [place for place in range(len(self._samples)) if place not in kept]
         parts = [[self._samples[place] for place in places] for places in (kept, others)]
-        with without_dropout(self._runner.module):
-            runs = [self._run(each, range(len(each))) for each in (self._samples, *parts)]
+        try:
+            with without_dropout(self._runner.module):
+                runs = [self._run(each, range(len(each))) for each in (self._samples, *parts)]
+        except Exception:  # of the user's code, for which the parts may be too small
+            return False
         if any(run.has_drawn or run.gradients is None for run in runs):
             return False
         whole, one, other = (run.gradients.total for run in runs if run.gradients is not None)

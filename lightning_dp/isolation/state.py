@@ -196,8 +196,9 @@ def _moved(value: Any, twin: Any, scale: float) -> Any:
             return twin.clone()
         step = (twin.double() - value.double()) * _limited(scale, twin.is_floating_point())
         return (value.double() + step).to(twin.dtype)
-    if isinstance(twin, list) and isinstance(value, list) and len(twin) == len(value):
-        return [_moved(*pair, scale) for pair in zip(value, twin, strict=True)]
+    if isinstance(twin, list) and isinstance(value, list) and len(twin) <= len(value):
+        moved = [_moved(*pair, scale) for pair in zip(value, twin, strict=False)]
+        return moved + value[len(twin) :]  # it has grown since
     is_number = isinstance(twin, int | float | np.number) and not isinstance(twin, bool)
     if scale == 1 or not is_number or type(value) is not type(twin) or not math.isfinite(value):
         return copy.copy(twin)
