@@ -21,7 +21,7 @@ def gradients(seed=0, n=N, d=D):
 
 def sample(grads, rows=tuple(range(N)), clip_norm=5.0, sizes=SIZES):
     params = [torch.zeros(size) for size in sizes]
-    given = MaterialisedGradients(params, list(grads.clone().split(sizes, dim=1)))
+    given = MaterialisedGradients(params, list(grads.clone().split(sizes, dim=1)), 1.0)
     generator = torch.Generator().manual_seed(3)
     return take_sample(given, list(rows), clip_norm, list(sizes), generator)
 
