@@ -271,7 +271,7 @@ def _muted(module: LightningModule) -> Iterator[None]:
         with redirect_stdout(io.StringIO()):
             yield
     finally:
-        del own["log"]
+        own.pop("log", None)
         own.update(earlier)
         if trainer is not None and loggers:
             trainer.loggers = loggers

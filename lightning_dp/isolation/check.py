@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -34,6 +34,7 @@ __all__ = ["Check", "Settings", "stand_by"]
 
 # A fault shows in so many of the further exchanges; a tie that rounding decides does not come again.
 _ATTEMPTS, _MUST_SHOW = 8, 2
+_KEPT = ("buffer", "parameter")  # in every checkpoint
 _FAR = 100.0  # times the difference between two worlds, which may be small for one batch
 
 
@@ -98,8 +99,8 @@ class Check:
         self._kept, self._twins = kept, twins
         self._start = start or RandomState(runner.device)
         self._sizes = [param.numel() for param in runner.params]
+        self._begin: Snapshot | None = None  # of the runs, which are settled when the step has run
         self._first: _Found | None = None
-        self._begun: Snapshot | None = None
         self._shown = Counter[str]()
         self._where = ""
         self._fault = ""
@@ -116,7 +117,7 @@ class Check:
         Raises:
             UnsupportedModelError: of the model, whatever its samples are.
         """
-        self._begun = Snapshot.of(self._runner.module)
+        self._begin = Snapshot.of(self._runner.module)
         found = self._first = self._pair(0)
         self.not_compared = found.why_not
         self._note_twins(found)
@@ -130,11 +131,11 @@ class Check:
             attempts: how many at most.
         """
         with restored(self._runner.module):
-            if self._begun is not None:  # the step itself has run since
-                self._begun.restore()
-            return self._settled(anyone, attempts)
+            if self._begin is not None:
+                self._begin.restore()
+            return self._settle(anyone, attempts)
 
-    def _settled(self, anyone: Callable[[bool], bool], attempts: int) -> Outcome:
+    def _settle(self, anyone: Callable[[bool], bool], attempts: int) -> Outcome:
         first = self._first
         is_open = first is not None and bool(self._seen(first))
         if anyone(is_open):
@@ -240,14 +241,17 @@ class Check:
             found.why_not = "records decide how many random numbers are drawn"
             return
         found.why_not = failed
-        found.exchanged = self._distance(a, b, len(kept))
+        if self._settings.gradients:
+            found.exchanged = self._distance(a, b, len(kept))
         found.public = _steps_differ(a, b)
+        if a.settings != b.settings:
+            found.settings = ("the optimizers' settings",)
         if a.end is not None and b.end is not None:
             moved = a.end.differences(b.end)
-            found.buffers = tuple(each.name for each in moved if each.kind == "buffer")
-            found.settings = tuple(each.name for each in moved if each.kind == "setting")
+            found.buffers = tuple(each.name for each in moved if each.kind in _KEPT)
+            found.settings += tuple(each.name for each in moved if each.kind == "setting")
             if a.start is not None:
-                changed = {each.name for each in a.start.differences(a.end)}
+                changed = {each.name for each in a.start.differences(a.end) if each.kind in _KEPT}
                 self.same_in_both = changed - {each.name for each in moved}
         if found.exchanged > TOLERANCE:
             sizes = (a.size, b.size)
@@ -258,36 +262,41 @@ class Check:
         found.runs = [a, b]
 
     def _distance(self, a: Run, b: Run, kept: int) -> float:
-        if not self._settings.gradients:
-            return 0.0
         if a.gradients is None or b.gradients is None:
             return 0.0 if a.gradients is b.gradients else math.inf
         distance = movement(a.gradients, b.gradients, self._settings.whole, kept)
         return float(distance) if bool(distance.isfinite()) else math.inf
 
     def _note_twins(self, found: _Found) -> None:
-        """Run the samples once more with the other values of what followed earlier records."""
+        """Run the samples once more in each of two worlds that earlier records could have left.
+
+        And in one far away from both: what one batch did may be small.
+        """
         twins = self._twins
         if twins.has_twins and found.runs:
             together = found.runs[0]
-            twin = self._with_twins(together, 1.0)
-            if not self._fault:
-                with suppress(Exception):  # of the user's, on values that no run had
-                    self._with_twins(together, _FAR)
+            twin = self._in_world(twins.in_place())
+            runs = [
+                together,
+                twin,
+                self._in_world(twins.at_end(0)),
+                self._in_world(twins.at_end(1)),
+            ]
+            with suppress(Exception):  # of the user's, on values that no run had
+                runs += [together, self._in_world(twins.in_place(scale=_FAR))]
+            kept = len(self._kept(0))
+            pairs = zip(runs[::2], runs[1::2], strict=True)
+            if not all(self._distance(a, b, kept) <= self._limit(kept) for a, b in pairs):
+                self._fault = twins.fault().removesuffix(".")
             if together.end is not None and twin.end is not None:
                 twins.after_twin(together.end, twin.end)
         ends = [run.end for run in found.runs if run.end is not None]
         if len(ends) == 2 and not found.buffers:
             twins.after_pair(ends[0], ends[1])
 
-    def _with_twins(self, together: Run, scale: float) -> Run:
-        """Return a run with the twins in place, and note a fault if gradients follow them."""
-        kept = self._kept(0)
-        with self._twins.in_place(scale=scale):
-            twin = self._run(self._samples, kept)
-        if not self._distance(together, twin, len(kept)) <= self._limit(len(kept)):
-            self._fault = self._twins.fault().removesuffix(".")
-        return twin
+    def _in_world(self, world: AbstractContextManager[None]) -> Run:
+        with world:
+            return self._run(self._samples, self._kept(0))
 
     def _limit(self, kept: int) -> float:
         settings = self._settings

@@ -158,6 +158,12 @@ class ByHand:
                 del own[name]
             own.update(before)
 
+    @property
+    def settings(self) -> list[dict[str, Any]]:
+        """The settings of all optimizers, as the module left them."""
+        groups = [group for each in self._stills for group in each.param_groups]
+        return [{k: v for k, v in group.items() if k != "params"} for group in groups]
+
     def _step(self, place: int) -> None:
         if self._waiting is None:
             return

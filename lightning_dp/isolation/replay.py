@@ -56,6 +56,7 @@ class Run:
         drawn: the random states when the loss was there.
         has_drawn: random numbers were drawn.
         public_steps: of public optimizers.
+        settings: of optimizers that the module steps itself.
         calls: of modules, if they were watched.
         hook_failed: the hook of the module that raised, in words, or "".
     """
@@ -68,6 +69,7 @@ class Run:
     drawn: RandomState | None = field(default=None, repr=False)
     has_drawn: bool = False
     public_steps: tuple[PublicStep, ...] = field(default=(), repr=False)
+    settings: list[dict[str, Any]] = field(default_factory=list, repr=False)
     calls: tuple[Call, ...] = field(default=(), repr=False)
     hook_failed: str = ""
 
@@ -144,8 +146,13 @@ class Runner:
 
     @contextmanager
     def _traceless(self, start: RandomState) -> Iterator[Snapshot]:
-        with restored(self.module) as before, start.again():
+        with restored(self.module, parameters=self._writes) as before, start.again():
             yield before
+
+    @property
+    def _writes(self) -> bool:
+        """True if a hook runs that may write to weights."""
+        return any(is_overridden(name, self.module) for name in self.hooks)
 
     def _differentiate(
         self,
@@ -162,7 +169,7 @@ class Runner:
         def forward(batch: Any) -> Tensor | None:
             loss, output = self._forward(batch, run)
             run.drawn = RandomState(self.device)
-            ends[:] = [Snapshot.of(self.module)]
+            ends[:] = [Snapshot.of(self.module, parameters=self._writes)]
             if (
                 not self.passes.watched.isolates
             ):  # else nothing of single samples may outlive the pass
@@ -192,6 +199,7 @@ class Runner:
         with by_hand.in_place():
             output = self.pipeline.training_step(batch)
         loss, run.public_steps = by_hand.loss, tuple(by_hand.public_steps)
+        run.settings = by_hand.settings
         return loss, output
 
     def _after_hooks(self, run: Run, end: Snapshot, output: Any) -> Snapshot | None:
@@ -211,4 +219,4 @@ class Runner:
             except Exception as error:
                 run.hook_failed = f"{name} raised {type(error).__name__}"
                 return None
-        return Snapshot.of(module)
+        return Snapshot.of(module, parameters=True)

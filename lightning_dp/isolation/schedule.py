@@ -9,7 +9,8 @@ import torch
 
 __all__ = ["Schedule"]
 
-_EARLY = frozenset({0, 1, 2, 4, 8, 16, 32})
+_EARLY = frozenset({0, 1, 2, 4, 8, 16, 32})  # and some odd ones, for what happens every other time
+_ODD = frozenset({5, 11, 23})
 _ONE_IN, _ALLOWANCE = 60, 18
 _FEW = 16  # samples, where not all of the batch are compared
 
@@ -18,7 +19,7 @@ _FEW = 16  # samples, where not all of the batch are compared
 class Schedule:
     """The comparisons of a run, as a function of its public name: the same on all ranks.
 
-    At steps 0, 1, 2, 4, 8, 16 and 32, at one in 60 of all, and at the first step of each epoch, where
+    At steps 0, 1, 2, 4, 8, 16 and 32, at 5, 11 and 23, at one in 60 of all, and at the first step of each epoch, where
     epochs are long enough: 18 of them, and one for each 60 steps.
 
     Args:
@@ -27,7 +28,7 @@ class Schedule:
     Example:
         >>> schedule = Schedule("a run")
         >>> [step for step in range(90) if schedule.is_due(step, 0, begins_epoch=False)]
-        [0, 1, 2, 4, 8, 16, 32, 37]
+        [0, 1, 2, 4, 5, 8, 11, 16, 23, 32, 37]
     """
 
     name: str
@@ -40,7 +41,7 @@ class Schedule:
             looks: steps of the schedule so far.
             begins_epoch: True at the first step of an epoch.
         """
-        if step in _EARLY or self._number(step, "due") % _ONE_IN == 0:
+        if step in _EARLY | _ODD or self._number(step, "due") % _ONE_IN == 0:
             return True
         return begins_epoch and looks < _ALLOWANCE + step // _ONE_IN
 

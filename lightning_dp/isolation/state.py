@@ -79,6 +79,7 @@ class TwinState:
     def __init__(self, module: LightningModule) -> None:
         self._module = module
         self._twins: dict[Path, _Twin] = {}
+        self._ends: tuple[dict[Path, _Twin], dict[Path, _Twin]] = ({}, {})  # of the latest pair
 
     @property
     def has_twins(self) -> bool:
@@ -98,6 +99,7 @@ class TwinState:
             other: after the one with other records, from the same start.
         """
         self._twins |= _twins_of(end, other)
+        self._ends = _twins_of(other, end), _twins_of(end, other)
 
     def after_twin(self, end: Snapshot, other: Snapshot) -> None:
         """Replace all twins by what differs after a run with twins; what was overwritten loses its own.
@@ -117,10 +119,18 @@ class TwinState:
             parameters: also restore the values of parameters.
         """
         with restored(self._module, parameters=parameters) as now:
-            whole_first = sorted(self._twins.items(), key=lambda item: item[0][-1] is not ...)
-            for path, twin in whole_first:
-                with suppress(LookupError):  # it is there no more
-                    now.put(path, _moved(now.value_at(path), twin.value, scale))
+            _put(now, self._twins, scale)
+            yield
+
+    @contextmanager
+    def at_end(self, of: int) -> Iterator[None]:
+        """Put what followed the records of the latest pair into the module inside.
+
+        Args:
+            of: 0 for the batch, 1 for the one with other records.
+        """
+        with restored(self._module) as now:
+            _put(now, self._ends[of], 1.0)
             yield
 
     def fault(self) -> str:
@@ -169,6 +179,13 @@ class TwinState:
     @property
     def _in_words(self) -> str:
         return ", ".join(f"self.{name}" for name in self.names[:_NAMED])
+
+
+def _put(now: Snapshot, twins: Mapping[Path, _Twin], scale: float) -> None:
+    whole_first = sorted(twins.items(), key=lambda item: item[0][-1] is not ...)
+    for path, twin in whole_first:
+        with suppress(LookupError):  # it is there no more
+            now.put(path, _moved(now.value_at(path), twin.value, scale))
 
 
 def _twins_of(end: Snapshot, other: Snapshot) -> dict[Path, _Twin]:

@@ -12,6 +12,7 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.core.hooks import DataHooks
 from lightning.pytorch.utilities.model_helpers import is_overridden
+from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch import Tensor
 from torch.utils.data import Subset, default_collate
 
@@ -92,6 +93,7 @@ class IsolationWatch:
         self._changed: set[str] = set()  # buffers and frozen weights that no comparison has cleared
         self._cleared: set[str] = set()
         self._before: Snapshot | None = None  # at the last look
+        self._weights: tuple[int, ...] | None = None  # versions of trained ones, after an update
         self.fault: str | None = None
         """Why nothing more may be released, by what a hook between two steps did."""
         self._hooks = _BeforeHooks(self)
@@ -134,7 +136,11 @@ class IsolationWatch:
         if dry is None:
             engine.settle(self._world)
             return
-        found = dry.run(self._runner(self._loader, 0), self._settings, self._clip_norm)
+        takes_number = is_param_in_hook_signature(
+            self._module.training_step, "batch_idx", min_args=2
+        )
+        runner = self._runner(self._loader, *((0,) if takes_number else ()))
+        found = dry.run(runner, self._settings, self._clip_norm)
         found = self._world.broadcast(found)
         engine.settle(self._world)
         self._run.engine = engine.watched.description
@@ -198,8 +204,8 @@ class IsolationWatch:
         if self._schedule.is_due(step, self._looks, begins_epoch=chunk.index < chunks):
             self._due, self._looks = chunk, self._looks + 1
             run.spot_checks += 1
-        elif self._changed:  # which is counted nowhere
-            self._due = chunk
+        elif self._changed or self._written_since() - self._cleared:
+            self._due = chunk  # which is counted nowhere
 
     def before_forward(self, args: tuple[Any, ...]) -> None:
         """Make the runs of a comparison, if the chunk is due."""
@@ -231,7 +237,7 @@ class IsolationWatch:
             samples = self._read(records)
         runner = self._runner(loader, *args[1:])
         runner.without_dropout = look % 2 == 1
-        if self._changed:
+        if self._changed or self._written_since():
             runner.hooks = ("on_train_batch_end", "on_train_epoch_end")
         self._check = Check(
             runner,
@@ -254,6 +260,24 @@ class IsolationWatch:
             is_same = known is not None and now is not None and torch.equal(known, now)
             if not is_same and not self._is_public(name):  # passes that left no trace write, too
                 self._changed.add(name)
+
+    def after_update(self) -> None:
+        """Remember the trained weights as the optimizer's step left them."""
+        self._weights = self._versions()
+
+    def _written_since(self) -> set[str]:
+        """Return the names of trained weights that were written to since the optimizer's step."""
+        before, now = self._weights, self._versions()
+        if before is None or before == now:
+            return set()
+        moved = {
+            number for number, pair in enumerate(zip(before, now, strict=True)) if len({*pair}) > 1
+        }
+        ids = {id(param) for number, param in enumerate(self._step.params) if number in moved}
+        return {name for name, param in self._module.named_parameters() if id(param) in ids}
+
+    def _versions(self) -> tuple[int, ...]:
+        return tuple(param._version for param in self._step.params)
 
     def _copies(self) -> dict[str, Tensor]:
         """Return copies of the buffers and frozen weights, but of very large ones."""
@@ -309,7 +333,7 @@ class IsolationWatch:
         found = check.settle(anyone)
         self._count(found)
         if found.kind == "isolated":
-            self._cleared.update(check.same_in_both)
+            self._cleared |= check.same_in_both | self._written_since()
             self._changed -= check.same_in_both
         if found.kind == "coupled":
             self._step.note(_FAULT.format(type(self._module).__name__, found.reason))

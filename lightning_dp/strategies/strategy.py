@@ -274,6 +274,7 @@ class DifferentialPrivacyStrategy(PrivateFitStrategy):
         fit.edits.look_at_state(optimizer)
         fit.step.expect_update()
         output = super().optimizer_step(optimizer, private_closure, model, **kwargs)
+        fit.isolation.after_update()
         fit.edits.note_state(optimizer)
         if run.is_over_early:
             end_training(self._trainer, run)

@@ -147,7 +147,7 @@ def noisy_total(output, y):
 
 
 @pytest.mark.parametrize("loss", [contrastive, standardised])
-@pytest.mark.parametrize("engine", ["auto", "one_by_one"])
+@pytest.mark.parametrize("engine", ["auto", "layers"])
 def test_a_loss_that_is_constant_for_one_record_is_refused(fit, loss, engine):
     ledger = []
     with pytest.raises(REFUSALS) as refusal:
