@@ -349,7 +349,9 @@ class Pools(Model):
 
 class Attends(Pools):
     def pooled(self, h, mask):
-        return super().pooled(F.scaled_dot_product_attention(self.query(h), h, h, mask[:, None]), mask)
+        return super().pooled(
+            F.scaled_dot_product_attention(self.query(h), h, h, mask[:, None]), mask
+        )
 
 
 class LastReal(Pools):

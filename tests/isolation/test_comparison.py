@@ -34,7 +34,9 @@ def clipped(grads, clip_norm):
 def moved(before, after, n, k):
     """Return the formula's two estimates by loops."""
     total = sum(a - b for a, b in zip(before, after, strict=True)).norm() * n / k
-    apart = math.sqrt(n / k * sum(float((a - b).norm()) ** 2 for a, b in zip(before, after, strict=True)))
+    apart = math.sqrt(
+        n / k * sum(float((a - b).norm()) ** 2 for a, b in zip(before, after, strict=True))
+    )
     return float(total), apart
 
 
@@ -47,9 +49,7 @@ def test_the_sum_moves_as_in_a_slow_computation(rows, clip_norm):
 
     found = movement(sample(before, rows, clip_norm), sample(after, rows, clip_norm), n, k)
 
-    total, apart = moved(
-        clipped(before[rows], clip_norm), clipped(after[rows], clip_norm), n, k
-    )
+    total, apart = moved(clipped(before[rows], clip_norm), clipped(after[rows], clip_norm), n, k)
     assert float(found) >= 0.99 * total
     assert float(found) <= 1.01 * total + 3 * apart  # some entries stand for all of them
 
@@ -150,7 +150,9 @@ def test_engines_without_single_gradients_are_compared_by_the_sum():
         NormsAlone(grads=grads), [0, 3], 5.0, SIZES, torch.Generator().manual_seed(3)
     )
     assert found.entries is None
-    torch.testing.assert_close(found.total, clipped(grads[[0, 3]], 5.0).sum(0), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(
+        found.total, clipped(grads[[0, 3]], 5.0).sum(0), rtol=1e-5, atol=1e-6
+    )
     assert float(movement(found, found, 8, 2)) == 0
 
 

@@ -80,7 +80,9 @@ def test_made_up_samples_differ_from_each_other_and_one_is_longer():
     assert [len(x) for x, _ in samples] == [5, 5, 5, 10]
     assert not torch.equal(samples[0][0], samples[1][0])
     assert {int(y) for _, y in samples} == {0, 1}
-    assert [len(x) for x, _ in DryRun((torch.zeros(5, 3), 1), have_lengths=False).samples(3)] == [5] * 3
+    assert [len(x) for x, _ in DryRun((torch.zeros(5, 3), 1), have_lengths=False).samples(3)] == [
+        5
+    ] * 3
 
 
 def test_without_a_sample_there_is_no_layout_and_no_error():
@@ -105,7 +107,9 @@ class Calls(Model):
 
 @pytest.mark.parametrize("middle", [(), (nn.Dropout(0.5),)], ids=["plain", "dropout"])
 def test_thirty_calls_at_most(fit, tmp_path, middle):
-    module = Calls(network(*middle), lambda o, y: F.cross_entropy(o + 0.01 * torch.randn_like(o), y))
+    module = Calls(
+        network(*middle), lambda o, y: F.cross_entropy(o + 0.01 * torch.randn_like(o), y)
+    )
     module.path = tmp_path / "calls"
 
     fit(module, samples=[(x.abs() + 2.5, y) for x, y in records(16)])
@@ -119,7 +123,7 @@ class Raises(Model):
     """Does not take values between 0 and 1."""
 
     def training_step(self, batch, batch_idx):
-        if 0 <= batch[0].min() and batch[0].max() <= 1:
+        if batch[0].min() >= 0 and batch[0].max() <= 1:
             raise ValueError("features are not scaled")
         return super().training_step(batch, batch_idx)
 
@@ -169,7 +173,9 @@ def test_what_always_couples_is_refused_before_a_charge(make_trainer):
     before = copy.deepcopy(model.state_dict())
 
     with pytest.raises(REFUSALS, match=r"(?s)couples the records.*isolation_probe=False"):
-        make_trainer(callbacks=[privacy], max_steps=2).fit(model, DataLoader(TensorDataset(x, y), 4))
+        make_trainer(callbacks=[privacy], max_steps=2).fit(
+            model, DataLoader(TensorDataset(x, y), 4)
+        )
 
     assert privacy.steps == 0
     assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())

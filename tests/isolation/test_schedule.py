@@ -45,7 +45,7 @@ def test_the_first_step_of_each_epoch():
 
 
 def test_short_epochs_do_not_make_a_comparison_of_each_step():
-    assert len(steps("a", epoch=1)) <= 18 + 2 * 2000 / 60 + 60
+    assert len(steps("a", epoch=1)) <= 24 + 2 * 2000 / 60 + 60
 
 
 def test_all_samples_are_looked_at_in_turn_with_a_few():
