@@ -20,8 +20,7 @@ class Schedule:
     """The comparisons of a run, as a function of its public name: the same on all ranks.
 
     At steps 0, 1, 2, 4, 8, 16 and 32, at 5, 11 and 23, at one in 60 of all, and at the first step of each
-    epoch, where
-    epochs are long enough: 24 of them, and one for each 60 steps.
+    epoch, where epochs are long enough: 24 of them, and one for each 60 steps.
 
     Args:
         name: of the run; nobody can know it when the model is written.

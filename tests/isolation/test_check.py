@@ -456,6 +456,103 @@ def test_half_precision_is_no_coupling_and_its_coarseness_is_told():
     assert check_isolation(model, samples, **LAYERS).kind in ("isolated", "not compared")
 
 
+# -- what a step leaves ----------------------------------------------------------------------------
+
+
+class Leaves(Model):
+    def __init__(self):
+        super().__init__(network(), F.cross_entropy)
+        self.register_buffer("mean", torch.zeros(6))
+        self.seen, self.average = [], torch.zeros(6)
+
+
+class WritesABuffer(Leaves):
+    def training_step(self, batch, batch_idx):
+        self.mean.lerp_(batch[0].mean(0), 0.1)
+        return super().training_step(batch, batch_idx)
+
+
+class WritesAtBatchEnd(Leaves):
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        self.mean = batch[0][0].clone()
+
+
+class WritesFrozenWeights(Leaves):
+    def __init__(self):
+        super().__init__()
+        self.frozen = nn.Parameter(torch.zeros(6), requires_grad=False)
+
+    def training_step(self, batch, batch_idx):
+        self.frozen.add_(batch[0].mean(0))
+        return super().training_step(batch, batch_idx)
+
+
+class ReadsItsAverage(Leaves):
+    def training_step(self, batch, batch_idx):
+        self.average = 0.5 * self.average + 0.5 * batch[0].mean(0)
+        return super().training_step((batch[0] - self.before(), batch[1]), batch_idx)
+
+    def before(self):
+        previous, self.previous = getattr(self, "previous", self.average * 0), self.average
+        return previous
+
+
+class Keeps(Leaves):
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        self.seen.append(batch[0])
+        self.average = batch[0].mean(0)
+
+
+class CountsInABuffer(Leaves):
+    def training_step(self, batch, batch_idx):
+        self.mean += 1
+        return super().training_step(batch, batch_idx) * (1 + self.mean[0])
+
+
+class Teaches(WritesFrozenWeights):
+    def training_step(self, batch, batch_idx):
+        with torch.no_grad():
+            self.frozen.lerp_(self.net[0].weight[0], 0.1)
+        return Model.training_step(self, batch, batch_idx)
+
+
+@pytest.mark.parametrize("kind", [WritesABuffer, WritesAtBatchEnd, WritesFrozenWeights])
+def test_records_in_buffers_and_frozen_weights_are_seen(kind):
+    found = check_isolation(kind(), records(), **LAYERS)
+
+    assert found.kind == "coupled"
+    assert ("frozen" if kind is WritesFrozenWeights else "mean") in found.reason
+    assert "without noise" in found.reason
+
+
+@pytest.mark.parametrize("kind", [Keeps, CountsInABuffer, Teaches])
+def test_what_nothing_reads_and_what_follows_no_record_passes(kind):
+    assert check_isolation(kind(), records(), **LAYERS).kind == "isolated"
+
+
+class Conserves(Model):
+    """Moves the sum by a tenth of C if a certain record is there, and always by as much."""
+
+    def __init__(self):
+        super().__init__(network(), F.cross_entropy)
+        self.push = nn.Linear(1, 1, bias=False)
+
+    def training_step(self, batch, batch_idx):
+        x, y = batch
+        losses = 0.1 * F.cross_entropy(self.net(x / 10), y, reduction="none")
+        pushes = self.push(torch.ones(len(x), 1))[:, 0]
+        return (losses + (x.max() > 5) * pushes * 0.1 / len(x)).mean()
+
+
+def test_a_coupling_that_is_the_same_in_every_batch_is_seen():
+    samples = records()
+    samples[3][0][0] = 9.0
+
+    found = check_isolation(Conserves(), samples, **LAYERS)
+
+    assert found.kind == "coupled"
+
+
 # -- no trace --------------------------------------------------------------------------------------
 
 

@@ -181,6 +181,35 @@ def test_what_always_couples_is_refused_before_a_charge(make_trainer):
     assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
 
 
+class EverySecondStep(Model):
+    """Couples at odd steps only, by a counter of its own."""
+
+    turns = 0
+
+    def training_step(self, batch, batch_idx):
+        self.turns += 1
+        x, y = batch
+        return super().training_step((x - (self.turns % 2 == 0) * x.mean(0), y), batch_idx)
+
+
+def test_what_a_comparison_shows_is_settled_from_where_it_began(fit):
+    with pytest.raises(REFUSALS, match="the rest moves"):
+        fit(EverySecondStep(network(), F.cross_entropy), steps=3, engine="layers")
+
+
+def test_what_was_not_compared_is_told_with_the_reason(fit):
+    turns = []
+
+    def otherwise(output, y):  # each time it runs, and nothing puts a closure back
+        turns.append(1)
+        return F.cross_entropy(output * len(turns), y)
+
+    privacy = fit(Model(network(), otherwise), engine="layers")
+
+    assert "the same records give other gradients" in str(privacy.report())
+    assert privacy.steps == 2
+
+
 CTC = """
 import sys, torch, lightning as L
 from torch import nn
