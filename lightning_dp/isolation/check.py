@@ -239,6 +239,8 @@ class Check:
         failed = a.hook_failed or b.hook_failed
         if not is_same_draw and (a.gradients or b.gradients):
             found.why_not = "records decide how many random numbers are drawn"
+            if a.drawn is not None and b.drawn is not None and a.drawn.seed != b.drawn.seed:
+                found.settings = ("torch's seed",)
             return
         found.why_not = failed
         if self._settings.gradients:
@@ -273,7 +275,7 @@ class Check:
         And in one far away from both: what one batch did may be small.
         """
         twins = self._twins
-        if twins.has_twins and found.runs:
+        if (twins.has_twins or twins.has_ends) and found.runs:
             together = found.runs[0]
             twin = self._in_world(twins.in_place())
             runs = [
