@@ -79,8 +79,9 @@ class Snapshot:
 
     It holds buffers and attributes of the module and its children, the settings of its optimizers,
     its learning-rate schedulers, and the states of random generators in attributes. It looks into
-    lists, tuples, dictionaries, sets, deques, tensors, arrays and objects of the user's own classes.
-    Global variables, closures, class attributes, slots, callbacks and data sets are no part of it;
+    lists, tuples, dictionaries, sets, deques, tensors, arrays and objects of the user's own classes,
+    and into lists and the like that are attributes of the module's own class.
+    Global variables, closures, slots, callbacks and data sets are no part of it;
     neither are tensors above 64 MiB that are no buffers, and containers of more than 20,000 items.
 
     Example:
@@ -129,6 +130,8 @@ class Snapshot:
         for path, (name, each) in still.moving.items():
             _add(moving, path, _Part(vars(each), name, "attribute", still.hidden, True), met)
         for path, part in _parts_of_trainer(getattr(module, "_trainer", None)):
+            _add(moving, path, part, met)
+        for path, part in _parts_of_classes(type(module)):
             _add(moving, path, part, met)
         for name, param in () if parameters else _frozen(module):
             moving[(_FROZEN, name)] = _Part(param, name, "buffer")
@@ -427,6 +430,14 @@ def _modules_in(
             if inner is not None:
                 dotted = f"{name}.{key}" if name else key
                 yield from _modules_in((*path, "_modules", key), dotted, inner, met)
+
+
+def _parts_of_classes(kind: type) -> Iterator[tuple[Path, _Part]]:
+    """Yield lists, dictionaries and the like that all objects of the user's classes share."""
+    for each in kind.__mro__[: -len(LightningModule.__mro__)]:
+        for name, value in vars(each).items():
+            if isinstance(value, list | dict | deque | set) and not name.startswith("__"):
+                yield (each.__qualname__, name), _Part(value, name, "attribute")
 
 
 def _frozen(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
