@@ -167,14 +167,6 @@ class Snapshot:
             found[(_RANDOM,)] = Difference(_RANDOM, "random")
         return found
 
-    def list_of(self, path: Path) -> Path:
-        """Return the path of the outermost list that a value is in, or its own."""
-        for end in range(len(path)):
-            part = self._part(path[:end])
-            if part is not None and isinstance(part.owner, list | deque):
-                return (*path[:end], ...)
-        return path
-
     def value_at(self, path: Path) -> Any:
         """Return a value as it was then.
 

@@ -19,6 +19,7 @@ from lightning_dp.gradients.random_state import RandomState
 from lightning_dp.isolation.comparison import (
     TOLERANCE,
     GradientSample,
+    are_in_other_rows,
     movement,
     resolution,
     take_sample,
@@ -152,11 +153,10 @@ class Check:
     def _is_suspect(self, first: _Found) -> bool:
         """Return False if the same samples give something else again, or were only put in an order."""
         control = self._run(self._samples, self._kept(0))
-        is_ordered = not self._follows_places(first)
-        parts = [self._adds_up(self._kept(attempt)) for attempt in range(2)]  # all ranks make both
+        ordered = [self._is_only_ordered(self._kept(i)) for i in range(2)]  # all ranks make both
         if not self._repeats(first, control):
             return False
-        if is_ordered and all(parts) and not (first.buffers or first.settings or first.public):
+        if all(ordered) and not (first.buffers or first.settings or first.public):
             return False
         variants = Variants.of(self._samples, self._kept(0))
         batches = [
@@ -169,29 +169,21 @@ class Check:
             return False
         return True
 
-    def _follows_places(self, first: _Found) -> bool:
-        """Return True if gradients are where their samples are put: then nothing puts them in an order."""
-        kept, last = self._kept(0), len(self._samples) - 1
-        turned = self._run(self._samples[::-1], [last - place for place in kept])
-        return self._distance(first.runs[0], turned, len(kept)) <= TOLERANCE
+    def _is_only_ordered(self, kept: list[int]) -> bool:
+        """Return True if the kept samples have the same gradients without the others, in other rows.
 
-    def _adds_up(self, kept: list[int]) -> bool:
-        """Return True if the clipped sum of all samples is that of two parts of them, run apart.
-
-        Then nothing is wrong with it, in whatever order the model has its samples.
+        A model may sort or shuffle its samples.
         """
-        others = [place for place in range(len(self._samples)) if place not in kept]
-        parts = [[self._samples[place] for place in places] for places in (kept, others)]
+        samples = [self._samples[place] for place in kept]
         try:
             with without_dropout(self._runner.module):
-                runs = [self._run(each, range(len(each))) for each in (self._samples, *parts)]
-        except Exception:  # of the user's code, for which the parts may be too small
+                together = self._run(self._samples, range(len(self._samples)))
+                alone = self._run(samples, range(len(kept)))
+        except Exception:  # of the user's code, for which so few may be too few
             return False
-        if any(run.has_drawn or run.gradients is None for run in runs):
+        if together.has_drawn or together.gradients is None or alone.gradients is None:
             return False
-        whole, one, other = (run.gradients.total for run in runs if run.gradients is not None)
-        scale = self._settings.whole / min(len(kept), len(others))
-        return bool((whole - one - other).norm() * scale <= TOLERANCE)
+        return are_in_other_rows(together.gradients, alone.gradients)
 
     def _pair(self, attempt: int, *, watched: bool = False) -> _Found:
         """Run the samples together, with some of them exchanged, and without these."""

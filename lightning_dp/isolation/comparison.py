@@ -23,11 +23,19 @@ from lightning_dp.boundary import AbstractPerSampleGradients
 from lightning_dp.functional import clip_factors
 from lightning_dp.gradients.materialised import MaterialisedGradients
 
-__all__ = ["TOLERANCE", "GradientSample", "movement", "resolution", "take_sample"]
+__all__ = [
+    "TOLERANCE",
+    "GradientSample",
+    "are_in_other_rows",
+    "movement",
+    "resolution",
+    "take_sample",
+]
 
 TOLERANCE = 0.05
 """C that the sum of the whole batch may move by: rounding, and no coupling worth the name."""
 
+_ROUNDING = 1e-4  # of a gradient's length
 _SKETCH = 1 << 16  # entries that are kept of a longer sum
 _PARAMETERS, _ENTRIES = 8, 32  # of so many parameters, so many entries of each gradient
 
@@ -95,6 +103,23 @@ def movement(before: GradientSample, after: GradientSample, n: int, k: int) -> T
         return moved
     apart = (before.entries - after.entries).norm() * (n / k) ** 0.5
     return torch.maximum(moved, apart)
+
+
+def are_in_other_rows(before: GradientSample, after: GradientSample) -> bool:
+    """Return True if all gradients of the second run are among those of the first, up to rounding.
+
+    By some of their entries; each row of the first run stands for one of the second.
+    """
+    if before.entries is None or after.entries is None:
+        return False
+    left = list(range(len(before.entries)))
+    for row in after.entries:
+        distances = (before.entries[left] - row).norm(dim=1)
+        nearest = int(distances.argmin())
+        if not float(distances[nearest]) <= _ROUNDING * (float(row.norm()) + _ROUNDING):
+            return False
+        left.pop(nearest)
+    return True
 
 
 def resolution(eps: float, n: int, k: int) -> float:

@@ -79,6 +79,7 @@ class TwinState:
     def __init__(self, module: LightningModule) -> None:
         self._module = module
         self._twins: dict[Path, _Twin] = {}
+        self._left: dict[Path, _Twin] = {}  # that had no place when twins were put in place
         self._ends: tuple[dict[Path, _Twin], dict[Path, _Twin]] = ({}, {})  # of the latest pair
 
     @property
@@ -113,7 +114,7 @@ class TwinState:
             end: after the batch.
             other: after the same batch, with the twins in place at its start.
         """
-        self._twins = _twins_of(end, other)
+        self._twins = {**self._left, **_twins_of(end, other)}
 
     @contextmanager
     def in_place(self, *, scale: float = 1.0, parameters: bool = False) -> Iterator[None]:
@@ -124,7 +125,7 @@ class TwinState:
             parameters: also restore the values of parameters.
         """
         with restored(self._module, parameters=parameters) as now:
-            _put(now, self._twins, scale)
+            self._left = _put(now, self._twins, scale)
             yield
 
     @contextmanager
@@ -167,7 +168,7 @@ class TwinState:
             if settings:
                 name = settings[0].rpartition(".")[2]
                 return _SET.format(getattr(hook, "__name__", hook), name, self._in_words)
-            found = {**_twins_of(end, other), **found}
+            found = {**self._left, **_twins_of(end, other), **found}
         self._twins = found
         return None
 
@@ -188,25 +189,24 @@ class TwinState:
         return ", ".join(f"self.{name}" for name in names[:_NAMED])
 
 
-def _put(now: Snapshot, twins: Mapping[Path, _Twin], scale: float) -> None:
+def _put(now: Snapshot, twins: Mapping[Path, _Twin], scale: float) -> dict[Path, _Twin]:
+    """Put twins into the module; return those that have no place there now: of items yet to come."""
+    left: dict[Path, _Twin] = {}
     whole_first = sorted(twins.items(), key=lambda item: item[0][-1] is not ...)
     for path, twin in whole_first:
-        with suppress(LookupError):  # it is there no more
+        try:
             now.put(path, _moved(now.value_at(path), twin.value, scale))
+        except LookupError:
+            left[path] = twin
+    return left
 
 
 def _twins_of(end: Snapshot, other: Snapshot) -> dict[Path, _Twin]:
     found: dict[Path, _Twin] = {}
     for path, difference in end.differing_values(other).items():
         if difference.kind in ("attribute", "buffer"):
-            whole = other.list_of(
-                path
-            )  # which may be longer or shorter by the time that it is read
             with suppress(LookupError):  # there is no such attribute in the other world
-                value = other.value_at(whole)
-                with suppress(Exception):  # of objects that cannot be copied
-                    value = copy.deepcopy(value)
-                found[whole] = _Twin(difference.name, value)
+                found[path] = _Twin(difference.name, other.value_at(path))
     return found
 
 
@@ -220,9 +220,6 @@ def _moved(value: Any, twin: Any, scale: float) -> Any:
             return twin.clone()
         step = (twin.double() - value.double()) * _limited(scale, twin.is_floating_point())
         return (value.double() + step).to(twin.dtype)
-    if isinstance(twin, list) and isinstance(value, list) and len(twin) <= len(value):
-        moved = [_moved(*pair, scale) for pair in zip(value, twin, strict=False)]
-        return moved + value[len(twin) :]  # it has grown since
     is_number = isinstance(twin, int | float | np.number) and not isinstance(twin, bool)
     if scale == 1 or not is_number or type(value) is not type(twin) or not math.isfinite(value):
         return copy.copy(twin)
