@@ -174,9 +174,12 @@ class Check:
         A model may sort or shuffle its samples.
         """
         samples = [self._samples[place] for place in kept]
-        with without_dropout(self._runner.module):
-            together = self._run(self._samples, range(len(self._samples)))
-            alone = self._run(samples, range(len(kept)))
+        try:
+            with without_dropout(self._runner.module):
+                together = self._run(self._samples, range(len(self._samples)))
+                alone = self._run(samples, range(len(kept)))
+        except Exception:  # of the user's code, for which so few may be too few
+            return False
         if together.has_drawn or together.gradients is None or alone.gradients is None:
             return False
         return are_in_other_rows(together.gradients, alone.gradients)
@@ -227,6 +230,8 @@ class Check:
         failed = a.hook_failed or b.hook_failed
         if not is_same_draw and (a.gradients or b.gradients):
             found.why_not = "records decide how many random numbers are drawn"
+            if a.drawn is not None and b.drawn is not None and a.drawn.seed != b.drawn.seed:
+                found.settings = ("torch's seed",)
             return
         found.why_not = failed
         if self._settings.gradients:
@@ -261,7 +266,7 @@ class Check:
         And in one far away from both: what one batch did may be small.
         """
         twins = self._twins
-        if twins.has_twins and found.runs:
+        if (twins.has_twins or twins.has_ends) and found.runs:
             together = found.runs[0]
             twin = self._in_world(twins.in_place())
             runs = [

@@ -282,8 +282,10 @@ class IsolationWatch:
         return tuple(param._version for param in self._step.params)
 
     def _copies(self) -> dict[str, Tensor]:
-        """Return copies of the buffers, but of very large ones."""
+        """Return copies of the buffers and frozen weights, but of very large ones."""
         buffers = dict(self._module.named_buffers())
+        parameters = self._module.named_parameters()
+        buffers |= {name: each for name, each in parameters if not each.requires_grad}
         if sum(each.nbytes for each in buffers.values()) > _LARGE:
             return {}
         return {name: each.detach().clone() for name, each in buffers.items()}
