@@ -10,7 +10,8 @@ that of zoo/oracle.py. A step is forward, backward, clipping, noise and SGD of 1
 picture libraries and diffusion) on one thread, beside the same without privacy; seconds are those of
 the processor, so that other work on the machine disturbs less. Memory is the peak of two steps above
 the loaded model, in a forked process (Linux only). The rung is the one of the ladder of "auto" that
-answered; a model that mixes records is refused by the checks of a fit.
+answered; a model that mixes records is refused by the checks of a fit. Where it is "layers" and
+engine="records" takes the model too, the two are timed in the same turns.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ from memory import resident
 from torch.utils.data import DataLoader
 from zoo import FAMILIES, Case, Records, Training, missing
 from zoo.case import Batch
-from zoo.oracle import compare, trained
+from zoo.oracle import compare, rung_of, trained
 
 from lightning_dp._noise import NoiseSource
 from lightning_dp._world import World
@@ -49,7 +50,8 @@ from lightning_dp.gradients.passes import RecordPasses
 
 RECORDED = Path(__file__).with_name("models_that_work.json")
 COLUMNS = ("error", "time", "memory")
-ROUNDS, STEPS, WARM_UP = 3, 2, 1
+WARM_UP = 1
+ROUNDS, SECONDS = (3, 24), 2.0  # as many rounds as take about so long, within bounds
 QUERY = Query((Term(),), clip_norm=1.0, noise_multiplier=1.0)
 Step = Callable[[], object]
 
@@ -73,37 +75,48 @@ def plain_step(case: Case) -> Step:
     return step
 
 
-def private_step(case: Case) -> Step:
+def private_step(case: Case, engine: str = "auto") -> Step:
     """The same with gradients per record, clipping and noise."""
     module, batch, size = timed(case)
     params = trained(module)
-    passes = RecordPasses(module, params, "auto")
+    passes = RecordPasses(module, params, engine)
     optimizer, noise = torch.optim.SGD(params, lr=0.01), NoiseSource()
     chunk = Replay(lambda records: module.training_step(records, 0), batch, size)
 
-    def step() -> None:
+    def step() -> str:
         total = passes.answer(QUERY, chunk)
         assert total is not None
         mean = add_noise(total, QUERY.noise_multiplier, noise, World()).mean(size).value
         for param, grad in zip(params, unflatten(mean, params), strict=True):
             param.grad = grad
         optimizer.step()
+        return rung_of(passes.watched.description)
 
     return step
 
 
 def time_of(case: Case) -> dict[str, float]:
-    """Seconds of a step without privacy, and how many times as long the private one is."""
-    steps = {"plain": plain_step(case), "private": private_step(case)}
+    """Seconds of a step without privacy, and how many times as long the private one is.
+
+    Where "layers" answered: how many times as long as this one "records" takes, if it answers.
+    """
+    steps: dict[str, Step] = {"plain": plain_step(case), "auto": private_step(case)}
+    if steps["auto"]() == "layers" and (other := private_step(case, "records"))() == "records":
+        steps["records"] = other
     times: dict[str, list[float]] = {name: [] for name in steps}
-    for turn in range(WARM_UP + ROUNDS):
+    fewest, most = ROUNDS
+    for turn in range(WARM_UP + most):
         for name in sorted(steps, reverse=turn % 2 == 1):
             start = time.process_time()
-            for _ in range(STEPS):
-                steps[name]()
-            times[name].append((time.process_time() - start) / STEPS)
+            steps[name]()
+            times[name].append(time.process_time() - start)
+        spent = sum(sum(found[WARM_UP:]) for found in times.values())
+        if turn >= WARM_UP + fewest - 1 and spent > SECONDS:
+            break
     medians = {name: statistics.median(found[WARM_UP:]) for name, found in times.items()}
-    return {"seconds": medians["plain"], "time": medians["private"] / medians["plain"]}
+    found = {"seconds": medians["plain"], "time": medians["auto"] / medians["plain"]}
+    others = {"records": medians["records"] / medians["auto"]} if "records" in steps else {}
+    return {**found, **others}
 
 
 def _peak(make: Callable[[Case], Step], case: Case, answer: Any) -> None:
@@ -219,12 +232,19 @@ def summary(kept: dict[str, dict[str, Any]]) -> str:
     for column in ("time", "memory"):
         found = [row[column] for row in rows.values() if column in row]
         parts += [f"median {column} {statistics.median(found):.2f}"] if found else []
+    both = {name: row["records"] for name, row in rows.items() if "records" in row}
+    if both:
+        dear = [f"{name} ({ratio:.2f})" for name, ratio in both.items() if ratio > 1.3]
+        parts += [
+            f"records to layers where both run ({len(both)}) {statistics.median(both.values()):.2f}"
+        ]
+        parts += [f"above 1.3: {', '.join(dear) or 'none'}"]
     return f"{'; '.join(parts)}; {len(kept) - len(rows)} that mix records, for comparison."
 
 
 def _merged(earlier: dict[str, Any], row: dict[str, Any], columns: list[str]) -> dict[str, Any]:
     """Return the new row with the earlier costs that were not measured again."""
-    costs = {"time": ("seconds", "time"), "memory": ("MiB", "memory")}
+    costs = {"time": ("seconds", "time", "records"), "memory": ("MiB", "memory")}
     still = [k for column, names in costs.items() if column not in columns for k in names]
     if "error" not in columns:
         still += ["rung", "engine", "clipped", "dropout", "error"]

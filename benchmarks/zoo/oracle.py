@@ -15,7 +15,7 @@ from lightning_dp.gradients.chunks import Replay
 from lightning_dp.gradients.passes import RecordPasses
 from zoo.case import Batch, Case, Training, row
 
-__all__ = ["Found", "compare", "trained"]
+__all__ = ["Found", "compare", "rung_of", "trained"]
 
 SMALL = 0.1
 """A part of the gradient shorter than this share of the whole is measured against that share."""
@@ -48,8 +48,8 @@ class Found:
 
     @property
     def rung(self) -> str:
-        """The name of the rung: the first word."""
-        return self.engine.split(maxsplit=1)[0].rstrip(",.:;")
+        """The name of the rung."""
+        return rung_of(self.engine)
 
     @property
     def error(self) -> float:
@@ -68,6 +68,11 @@ def compare(case: Case, engine: str = "auto", dropout: float = 0.1) -> Found:
         return Found(name, float("nan"), total)
     clipped, is_coupled = _error_of_clipped(case, engine)
     return Found(name, clipped, float("nan") if is_coupled else total)
+
+
+def rung_of(engine: str) -> str:
+    """Return the name of a rung, the first word of its description."""
+    return engine.split(maxsplit=1)[0].rstrip(",.:;")
 
 
 def trained(module: nn.Module) -> list[nn.Parameter]:
