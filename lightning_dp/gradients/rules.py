@@ -34,7 +34,7 @@ _CURE = "Leave the engine at 'auto', or change the layer."
 
 # (layer, its input, the gradient of its output) -> every parameter with its use in this call;
 # the tensors have records first. In the place of a layer stands what has the same attributes.
-Rule: TypeAlias = Callable[[Any, Tensor, Tensor], Uses]
+Rule: TypeAlias = Callable[..., Uses]
 
 
 class FunctionLayer:
