@@ -14,6 +14,7 @@ from torch import Tensor
 
 from lightning_dp._module_state import Snapshot, restored
 from lightning_dp.boundary import AbstractPerSampleGradients, Query
+from lightning_dp.functional import number_of_entries
 from lightning_dp.gradients import UnsupportedModelError
 from lightning_dp.gradients.random_state import RandomState
 from lightning_dp.isolation.comparison import (
@@ -49,6 +50,7 @@ class Settings:
         eps: of the type in which the model computes.
         seed: public.
         gradients: compare them, and not only what the module keeps.
+        is_count_public: each batch has as many samples, so that public optimizers may step by their number.
     """
 
     query: Query
@@ -56,6 +58,7 @@ class Settings:
     eps: float
     seed: int
     gradients: bool = True
+    is_count_public: bool = False
 
 
 @dataclass
@@ -99,7 +102,7 @@ class Check:
         self._runner, self._samples, self._settings = runner, list(samples), settings
         self._kept, self._twins = kept, twins
         self._start = start or RandomState(runner.device)
-        self._sizes = [param.numel() for param in runner.params]
+        self._sizes = [number_of_entries([param]) for param in runner.params]
         self._begin: Snapshot | None = None  # of the runs, which are settled when the step has run
         self._first: _Found | None = None
         self._shown = Counter[str]()
@@ -195,6 +198,9 @@ class Check:
         if exchanged is None:
             return found
         self._compare(found, together, exchanged, kept)
+        if together.public_steps and not self._settings.is_count_public:
+            fewer = self._try(found, variants.alone, range(len(kept)), watched)
+            found.public |= fewer is not None and _steps_differ(together, fewer)
         if self._settings.gradients and not together.has_drawn:
             alone = self._try(found, variants.alone, range(len(kept)), watched)
             if alone is not None:

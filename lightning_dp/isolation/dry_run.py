@@ -27,6 +27,7 @@ from lightning_dp.isolation.variants import own_copies
 __all__ = ["DryRun", "find_layout", "mean_or_sum"]
 
 _SAMPLES, _FEWEST, _CLASSES = 4, 2, 2
+_NOTHING = 1e-30  # the norm of a gradient that is rounding alone
 _SEEDS = 6  # with which norms are averaged
 _SURE = 6.0  # standard errors
 _CONSTANT = (
@@ -109,9 +110,9 @@ class DryRun:
         except Exception:  # made-up lengths that it does not take
             samples = self.samples(count, are_longer=False)
             first = _norms(runner, samples, 0)
-        if runner.passes.watched.isolates and not bool((first > 0).any()):
+        if runner.passes.watched.isolates and not bool((first > _NOTHING).any()):
             others = (_norms(runner, samples, seed) for seed in range(1, _SEEDS // 2))
-            if not any(bool((norms > 0).any()) for norms in others):
+            if not any(bool((norms > _NOTHING).any()) for norms in others):
                 raise UnsupportedModelError(_CONSTANT, topic="coupled-records")
         finite = first[first.isfinite()]
         return samples, float(finite.max()) if len(finite) else 0.0

@@ -33,6 +33,7 @@ from lightning_dp.isolation.replay import Pipeline, Runner
 from lightning_dp.isolation.schedule import Schedule
 from lightning_dp.isolation.state import Marks, TwinState
 from lightning_dp.run import PrivateRun
+from lightning_dp.sampling import FullBatch
 from lightning_dp.sampling.at_once import collates_as_torch
 from lightning_dp.sampling.loader import Chunk, PrivateDataLoader
 from lightning_dp.strategies.data import before_transfer, private_loader_of
@@ -46,6 +47,7 @@ RunStep: TypeAlias = Callable[..., Any]
 
 _HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
 _FAULT = "{}: {}."
+_HOOKS_KEEP = "not compared (Opacus' hooks pair calls by their order, and take no further pass)"
 _LARGE = 64 << 20  # bytes of buffers
 _FEW = 4  # samples, where no gradients are compared
 _UNEXPLAINED = (
@@ -126,6 +128,9 @@ class IsolationWatch:
         if config.runs_each_record_alone:
             self._run.isolation = BY_CONSTRUCTION
             return
+        if config.engine == "hooks":
+            self._run.isolation = _HOOKS_KEEP
+            return
         dry = None
         if config.isolation_probe:
             dry = DryRun(self._sample(chunk), have_lengths=not self._collates_as_torch)
@@ -178,7 +183,11 @@ class IsolationWatch:
     def _read(self, records: Sequence[int]) -> list[Any]:
         """Read records once more; the random numbers of the run go on as if nobody had."""
         dataset = self._loader.dataset
-        own = [each for each in vars(dataset).values() if isinstance(each, OWN_GENERATORS)]
+        own = [
+            each
+            for each in getattr(dataset, "__dict__", {}).values()
+            if isinstance(each, OWN_GENERATORS)
+        ]
         states = [state_of(each) for each in own]
         try:
             with RandomState(self._trainer.strategy.root_device).again():
@@ -195,7 +204,8 @@ class IsolationWatch:
         if chunk.first:
             self._check = None
         config = run.config
-        if not config.spot_checks or run.batches is None or config.runs_each_record_alone:
+        is_off = not config.spot_checks or config.engine == "hooks"
+        if is_off or run.batches is None or config.runs_each_record_alone:
             return
         self._since = run.step if self._since is None else self._since
         self._note_changes()
@@ -302,7 +312,7 @@ class IsolationWatch:
         with other records.
         """
         self._note_changes()
-        if self.fault is not None or not self._changed:
+        if self.fault is not None or not (self._changed and self._run.config.spot_checks):
             return self.fault
         return _UNEXPLAINED.format(sorted(self._changed)[:5])
 
@@ -397,12 +407,13 @@ class IsolationWatch:
         return not self._made_by and not starts and not _reads_together(self._loader)
 
     def _settings(self, *, query: Query, whole: int, seed: int) -> Settings:
-        return Settings(query, whole, self._eps, seed, self._needs_gradients)
+        is_count_public = isinstance(self._run.config.sampling, FullBatch)
+        return Settings(query, whole, self._eps, seed, self._needs_gradients, is_count_public)
 
     @property
     def _eps(self) -> float:
         """The precision in which the model computes, the coarsest of its types."""
-        types = {param.dtype for param in self._step.params if param.is_floating_point()}
+        types = {param.dtype for param in self._step.params}
         if "bf16" in str(self._trainer.precision):
             types.add(torch.bfloat16)
         elif "16" in str(self._trainer.precision):

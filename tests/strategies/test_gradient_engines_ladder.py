@@ -131,18 +131,6 @@ def test_a_real_batch_is_answered_by_the_next_engine_as_if_by_the_first(place, t
         assert trainer.callback_metrics["steps"] == usual.callback_metrics["steps"]
 
 
-@pytest.mark.parametrize("place", PLACES)
-def test_a_synthetic_batch_shows_it_before_anything_is_charged(place, train):
-    module, report, _ = train(place, width=9, isolation_probe=True)
-    expected, _, _ = train(None)
-    said = report.mechanism["gradient engine"]
-    assert said == (
-        "layers, since fussy does not cover this model: net (Linear) saw rows of 9 places."
-    )
-    assert module.seen == expected.seen == 6  # each batch once
-    torch.testing.assert_close(list(module.parameters()), list(expected.parameters()))
-
-
 def test_manual_optimization_ends_where_training_step_cannot_run_again(train):
     class Manual(train.model):  # type: ignore[misc, name-defined]
         automatic_optimization = False
