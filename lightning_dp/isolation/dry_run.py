@@ -91,6 +91,8 @@ class DryRun:
                     return mean_or_sum(runner, samples)
                 return found
         except UnsupportedModelError:
+            if runner.passes.watched.one_record:  # whose batches may not come apart
+                return Outcome("isolated")
             raise
         except Exception as error:  # the user's code, on values that are none of the user's
             return Outcome("not compared", f"{type(error).__name__}: {error}")

@@ -205,7 +205,7 @@ class IsolationWatch:
             self._check = None
         config = run.config
         is_off = not config.spot_checks or config.engine == "hooks"
-        if is_off or run.batches is None or config.runs_each_record_alone:
+        if is_off or run.batches is None or self._step.one_record:
             return
         self._since = run.step if self._since is None else self._since
         self._note_changes()
@@ -228,7 +228,8 @@ class IsolationWatch:
         try:
             self._compare(chunk, args)
         except UnsupportedModelError as error:
-            self._step.note(without_alone(error.text))
+            if not self._step.one_record:  # then each record is on its way alone
+                self._step.note(without_alone(error.text))
         except Exception as error:  # of the user's code, which will raise again in the step
             self._count(Outcome("not compared", type(error).__name__))
 

@@ -144,10 +144,6 @@ def test_manual_optimization_ends_where_training_step_cannot_run_again(train):
         train("backward", model=Manual)
 
 
-def test_a_spot_check_sees_the_step_of_the_next_engine(train):
-    module, _, _ = train("take", spot_checks=True)
-    expected, _, _ = train(None, spot_checks=True)
-    torch.testing.assert_close(list(module.parameters()), list(expected.parameters()))
 
 
 def test_an_engine_below_that_refuses_too_ends_the_run(train, monkeypatch):

@@ -9,6 +9,7 @@ import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 
+from lightning_dp.accounting.events import VoidedRunError
 from lightning_dp.sampling import FullBatch
 from tests.strategies.several_optimizers.gan import FIXED, GAN, is_real
 
