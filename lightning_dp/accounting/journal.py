@@ -94,7 +94,7 @@ class Journal:
         self.runs = written.runs
         self._last = {run: charges[-1][0] for run, charges in written.runs.items()}
         self.weights = written.weights
-        self._size = written.size
+        self._size, self._process = written.size, os.getpid()
         self._file: IO[bytes] = open(self.path, "ab", buffering=0)  # noqa: SIM115 (until close())
         try:
             self._file.truncate(written.size)
@@ -147,6 +147,12 @@ class Journal:
         return charge_line(run, number, None if self._last.get(run) == event else event)
 
     def _append(self, lines: Sequence[bytes], *, wait: bool = True) -> None:
+        if os.getpid() != self._process:
+            raise JournalError(
+                f"The privacy journal {self.path} belongs to the process that opened it, and this one "
+                "was forked from it: let it leave training to its parent.",
+                topic="batches-and-steps",
+            )
         if self._is_torn:
             raise JournalError(
                 f"The privacy journal {self.path} could not be written before; begin a new fit.",
