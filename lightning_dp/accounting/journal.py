@@ -59,7 +59,7 @@ class Journal:
 
     def __init__(self, path: Path, ledger_id: str) -> None:
         self.path = path
-        self._is_torn = False
+        self._is_torn, self._process = False, os.getpid()
         self._lock = filelock.FileLock(f"{path}.lock", mode=FILE_MODE)
         with self._disk("opened"):
             make_folder(path.parent)
@@ -94,7 +94,7 @@ class Journal:
         self.runs = written.runs
         self._last = {run: charges[-1][0] for run, charges in written.runs.items()}
         self.weights = written.weights
-        self._size, self._process = written.size, os.getpid()
+        self._size = written.size
         self._file: IO[bytes] = open(self.path, "ab", buffering=0)  # noqa: SIM115 (until close())
         try:
             self._file.truncate(written.size)
@@ -149,9 +149,9 @@ class Journal:
     def _append(self, lines: Sequence[bytes], *, wait: bool = True) -> None:
         if os.getpid() != self._process:
             raise JournalError(
-                f"The privacy journal {self.path} belongs to the process that opened it, and this one "
-                "was forked from it: let it leave training to its parent.",
-                topic="batches-and-steps",
+                f"The privacy journal {self.path} is that of the process from which this one was forked. "
+                "Let the child leave training to its parent.",
+                topic="journal-disk",
             )
         if self._is_torn:
             raise JournalError(
