@@ -44,6 +44,7 @@ TESTS = [
     "tests/isolation/test_state.py",
     "tests/isolation/test_check.py",
     "tests/isolation/test_dry_run.py",
+    "tests/isolation/test_findings.py",
 ]
 
 
@@ -91,7 +92,8 @@ FAULTS = (
     Fault(
         "settings_not_in_snapshots", "in enumerate(optimizer.param_groups", "[:0]", "_module_state"
     ),
-    Fault("not_compared_not_told", "reasons = self._run.not_compared", ".copy()"),
+    Fault("forked_processes_write", "if os.getpid() != self._process", "and False", "journal"),
+    Fault("forked_processes_release", "if os.getpid() != self._process", "and False", "step"),
     Fault("early_steps_left_out", "if step in _EARLY", "and 0"),
     Fault("constant_fingerprint", "mul_(_weights(device)[: len(words)])", ".mul_(0)"),
     Fault(

@@ -197,7 +197,7 @@ def test_what_a_comparison_shows_is_settled_from_where_it_began(fit):
         fit(EverySecondStep(network(), F.cross_entropy), steps=3, engine="layers")
 
 
-def test_what_was_not_compared_is_told_with_the_reason(fit):
+def test_made_up_samples_that_were_not_compared_are_told_with_the_reason(fit):
     turns = []
 
     def otherwise(output, y):  # each time it runs, and nothing puts a closure back
