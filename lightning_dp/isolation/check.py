@@ -50,7 +50,7 @@ class Settings:
         eps: of the type in which the model computes.
         seed: public.
         gradients: compare them, and not only what the module keeps.
-        is_count_public: each batch has as many samples, so that public optimizers may step by their number.
+        is_count_public: each batch has as many samples, so public optimizers may step by their number.
     """
 
     query: Query

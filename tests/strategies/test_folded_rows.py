@@ -8,7 +8,6 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, TensorDataset
@@ -131,10 +130,6 @@ def test_a_fit_equals_each_record_alone(make, engine, isolation, make_trainer):
     assert isolation in report.isolation
     for one, other in zip(slow.parameters(), fast.parameters(), strict=True):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
-
-
-
-
 
 
 def blobs() -> TensorDataset:

@@ -144,8 +144,6 @@ def test_manual_optimization_ends_where_training_step_cannot_run_again(train):
         train("backward", model=Manual)
 
 
-
-
 def test_an_engine_below_that_refuses_too_ends_the_run(train, monkeypatch):
     class Fussier(Fussy):
         def _refuse(self, place: str, *, is_odd: bool) -> None:

@@ -24,9 +24,6 @@ from torch.utils.data import (
     random_split,
 )
 
-from lightning_dp._warnings import PrivacyWarning
-from lightning_dp.callbacks import DifferentialPrivacy
-
 
 class Stream(IterableDataset[Any]):
     def __iter__(self) -> Iterator[Any]:
@@ -163,10 +160,6 @@ def one_row_for_all(records: list[tuple[Tensor, Tensor]]) -> list[Tensor]:
 
 def nothing(records: Any) -> None:
     return None
-
-
-
-
 
 
 REPEATS = {
