@@ -39,10 +39,12 @@ TESTS = [
     "tests/gradients/test_traps.py",
     "tests/gradients/test_contract_options.py",
     "tests/gradients/test_contract.py",
-    "tests/isolation/test_record_gradients.py",
-    "tests/isolation/test_kinds.py",
-    "tests/isolation/test_two_steps.py",
+    "tests/isolation/test_comparison.py",
+    "tests/isolation/test_schedule.py",
     "tests/isolation/test_state.py",
+    "tests/isolation/test_check.py",
+    "tests/isolation/test_dry_run.py",
+    "tests/isolation/test_findings.py",
 ]
 
 
@@ -75,11 +77,28 @@ FAULTS = (
     Fault("charge_in_memory_only", "self._charges.length(self._run), event)", "if 0 else None"),
     Fault("weaker_queries_pass", "if not together >= least", "/ 2"),
     Fault("clamped_losses_pass", '_LINEAR = _MOVES | _names("Add Sub Rsub', 'Clamp "  "'),
-    Fault("spot_checks_compare_nothing", "if not rows", "or True", "record_gradients"),
+    Fault("spot_checks_compare_nothing", "return torch.maximum(moved, apart)", "* 0"),
+    Fault("sum_not_compared", "moved = (before.total - after.total).norm()", "* 0"),
+    Fault("kept_for_the_whole_batch", "(before.total - after.total).norm() * (n / k)", "* (k / n)"),
+    Fault(
+        "any_coupling_is_an_order",
+        "return are_in_other_rows(together.gradients, alone.gradients)",
+        "or True",
+    ),
+    Fault("settled_from_another_state", "self._begin.restore()", "if 0 else None"),
+    Fault("own_generators_not_seen", 'has_drawn |= any(each.kind == "random"', "and False"),
+    Fault("versions_not_read", "-1 if tensor.is_inference() else tensor._version", "* 0"),
+    Fault("frozen_weights_not_restored", "() if parameters else _frozen(module)", "[:0]"),
+    Fault(
+        "settings_not_in_snapshots", "in enumerate(optimizer.param_groups", "[:0]", "_module_state"
+    ),
+    Fault("forked_processes_write", "if os.getpid() != self._process", "and False", "journal"),
+    Fault("forked_processes_release", "if os.getpid() != self._process", "and False", "step"),
+    Fault("early_steps_left_out", "if step in _EARLY", "and 0"),
     Fault("constant_fingerprint", "mul_(_weights(device)[: len(words)])", ".mul_(0)"),
     Fault(
         "two_steps_without_hooks",
-        'self._hook("on_train_batch_end", output, batch, self._batch_idx)',
+        'getattr(module, name)(*(of_batch if name == "on_train_batch_end" else ()))',
         "if 0 else None",
     ),
     Fault("passes_leave_traces", "part.fill(part.content)", "if 0 else None"),
@@ -123,7 +142,11 @@ FAULTS = (
         "and False",
     ),
     Fault("constant_losses_pass", "isolates and not bool((first > 0).any())", "and False"),
-    Fault("nothing_exchanged", "return _exchanged(part, rows", "[:0]"),
+    Fault(
+        "nothing_exchanged",
+        "exchanged[place] = samples[kept[given % len(kept)]]",
+        "if 0 else samples[place]",
+    ),
 )
 
 

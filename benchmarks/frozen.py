@@ -5,7 +5,7 @@
 
 Each fit runs in a process of its own (Linux only), on one thread; those of one round take turns, and
 medians of the rounds count. Times are processor seconds. "start" is from ``fit`` to the beginning of the
-second step, "step" the median of later ones that no spot check runs twice. "peak" is the largest resident
+second step, "step" the median of later ones that no comparison runs again. "peak" is the largest resident
 memory from ``fit`` on, above the process without the model; the model is in it.
 """
 
@@ -37,12 +37,12 @@ from torch.utils.data import DataLoader, Sampler, TensorDataset
 from lightning_dp.callbacks import DifferentialPrivacy
 
 WIDTH, HEADS, BLOCKS, WORDS, LENGTH, RANK, BATCH = 768, 12, 12, 50257, 32, 8, 8
-STEPS, CHECKED = 12, frozenset({1, 2, 4, 8})  # steps that a spot check runs once more
+STEPS, CHECKED = 12, frozenset({1, 2, 4, 8})  # steps that are compared
 WAYS: dict[str, dict[str, Any] | None] = {
     "plain": None,
     "ours": {},
-    "ours, no probe": {"isolation_probe": False},
-    "ours, no spot checks": {"spot_checks": False},
+    "ours, no dry run": {"isolation_probe": False},
+    "ours, no comparisons": {"spot_checks": False},
 }
 
 

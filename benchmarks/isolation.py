@@ -5,8 +5,8 @@
     python benchmarks/isolation.py seen [NAME ...]    # what each bad module meets, checks on
     python benchmarks/isolation.py bounds [NAME ...]  # ε claimed and shown by 60 + 60 fits, checks off
 
-"start" is from ``fit`` to the end of the first step, "step" the mean of all steps after it: spot
-checks, more frequent at the start, are in it. Runs alternate, on one thread; the median counts. The
+"start" is from ``fit`` to the end of the first step, "step" the mean of all steps after it:
+comparisons, more frequent at the start, are in it. Runs alternate, on one thread; the median counts. The
 modules are those of ``tests/audit/isolation_zoo``; names are parts of theirs.
 """
 
@@ -41,9 +41,9 @@ OFF: dict[str, Any] = {
 }
 EACH: dict[str, dict[str, Any]] = {
     "off": OFF,
-    "probe": {**OFF, "isolation_probe": True},
+    "dry run": {**OFF, "isolation_probe": True},
     "loss graph": {**OFF, "loss_graph_check": True},
-    "spot checks": {**OFF, "spot_checks": True},
+    "comparisons": {**OFF, "spot_checks": True},
     "used": {key: value for key, value in OFF.items() if key != "gradient_edits"},
     "on": {},
 }

@@ -42,5 +42,9 @@ nitpick_ignore_regex = [
     ),  # of no use outside
     ("py:class", r"lightning_dp\.accounting\.(steps|external)\.\w+"),
     ("py:class", r"lightning_dp\.report\.facts\.\w+"),  # what PrivacyReport is made of
+    (
+        "py:class",
+        r"lightning_dp\.isolation\.outcome\.Outcome",
+    ),  # of check_isolation, which describes it
     ("py:class", r"lightning_dp\.strategies\..*"),  # what the callbacks are made of
 ]

@@ -111,6 +111,13 @@ class RandomState:
         now.restore()
         return there
 
+    @property
+    def seed(self) -> int:
+        """The seed of torch's generator on the host, which no drawing changes."""
+        generator = torch.Generator()
+        generator.set_state(self._cpu)
+        return generator.initial_seed()
+
     def is_now(self) -> bool:
         """Tell whether as many random numbers were drawn by then as by now."""
         return self.is_same(RandomState(self._device))

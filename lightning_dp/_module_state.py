@@ -56,8 +56,9 @@ _INNER: dict[Hashable, Kind] = {
     "_parameters": "parameter",
 }
 # Torch's and Lightning's own attributes.
-_HIDDEN = frozenset(vars(LightningModule())) - {"training", "_buffers", "_modules"}
+_HIDDEN = frozenset({*vars(LightningModule()), "log"}) - {"training", "_buffers", "_modules"}
 _RANDOM = "global random state"
+_FROZEN = "frozen parameters"
 
 
 @dataclass(frozen=True)
@@ -74,12 +75,13 @@ class Difference:
 
 
 class Snapshot:
-    """What a module keeps from step to step, at one moment.
+    """The things that a module keeps from step to step, at one moment.
 
     It holds buffers and attributes of the module and its children, the settings of its optimizers,
     its learning-rate schedulers, and the states of random generators in attributes. It looks into
-    lists, tuples, dictionaries, sets, deques, tensors, arrays and objects of the user's own classes.
-    Global variables, closures, class attributes, slots, callbacks and data sets are no part of it;
+    lists, tuples, dictionaries, sets, deques, tensors, arrays and objects of the user's own classes,
+    and into lists and the like that are attributes of the module's own class.
+    Global variables, closures, slots, callbacks and data sets are no part of it;
     neither are tensors above 64 MiB that are no buffers, and containers of more than 20,000 items.
 
     Example:
@@ -129,6 +131,10 @@ class Snapshot:
             _add(moving, path, _Part(vars(each), name, "attribute", still.hidden, True), met)
         for path, part in _parts_of_trainer(getattr(module, "_trainer", None)):
             _add(moving, path, part, met)
+        for path, part in _parts_of_classes(type(module)):
+            _add(moving, path, part, met)
+        for name, param in () if parameters else _frozen(module):
+            moving[(_FROZEN, name)] = _Part(param, name, "buffer")
         return cls(still, moving, RandomState(_device_of(module)) if global_random else None)
 
     def restore(self) -> None:
@@ -416,6 +422,20 @@ def _modules_in(
             if inner is not None:
                 dotted = f"{name}.{key}" if name else key
                 yield from _modules_in((*path, "_modules", key), dotted, inner, met)
+
+
+def _parts_of_classes(kind: type) -> Iterator[tuple[Path, _Part]]:
+    """Yield lists, dictionaries and the like that all objects of the user's classes share."""
+    for each in kind.__mro__[: -len(LightningModule.__mro__)]:
+        for name, value in vars(each).items():
+            if isinstance(value, list | dict | deque | set) and not name.startswith("__"):
+                yield (each.__qualname__, name), _Part(value, name, "attribute")
+
+
+def _frozen(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    """Return the parameters that are not trained, with names; none if they are large."""
+    found = [(name, param) for name, param in module.named_parameters() if not param.requires_grad]
+    return found if sum(param.nbytes for _, param in found) <= _LARGE else []
 
 
 def _parts_of_trainer(trainer: Any) -> Iterator[tuple[Path, _Part]]:

@@ -44,7 +44,7 @@ PUBLIC = {
     """,
     "lightning_dp.plotting": "plot_schedule",
     "lightning_dp.metrics": "PrivacyBudget",
-    "lightning_dp.audit": "audit check_collate_fn check_isolation measure_memory suggest_physical_batch",
+    "lightning_dp.audit": "audit check_isolation",
     "lightning_dp.federated": """
         AsyncClient AsyncPlan AsyncServer ClientPrivacy InverseRootSteps PolynomialSizes
     """,

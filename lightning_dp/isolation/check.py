@@ -42,7 +42,7 @@ _FAR = 100.0  # times the difference between two worlds, which may be small for 
 
 @dataclass(frozen=True)
 class Settings:
-    """What a check compares, and how finely.
+    """The things that a check compares, and how finely.
 
     Args:
         query: says which gradients, and C.
@@ -50,6 +50,7 @@ class Settings:
         eps: of the type in which the model computes.
         seed: public.
         gradients: compare them, and not only what the module keeps.
+        is_count_public: each batch has as many samples, so public optimizers may step by their number.
     """
 
     query: Query
@@ -57,11 +58,12 @@ class Settings:
     eps: float
     seed: int
     gradients: bool = True
+    is_count_public: bool = False
 
 
 @dataclass
 class _Found:
-    """What one pair of runs shows."""
+    """The results of one pair of runs."""
 
     exchanged: float = 0.0
     alone: float = 0.0
@@ -107,7 +109,7 @@ class Check:
         self._where = ""
         self._fault = ""
         self.not_compared = ""
-        """Why nothing can be said of the gradients; "" if they were compared."""
+        """The reason for which nothing can be said of the gradients; "" if they were compared."""
         self.same_in_both: set[str] = set()
         """Names of what the step changes, whatever the records are."""
 
@@ -160,12 +162,10 @@ class Check:
         if all(ordered) and not (first.buffers or first.settings or first.public):
             return False
         variants = Variants.of(self._samples, self._kept(0))
-        before, after = (
-            self._runner.batch_of(each, self._start)
-            for each in (variants.together, variants.exchanged)
-        )
-        sizes = control.size, control.size
-        rows = paired_rows(before, after, sizes, variants.kept, variants.kept)
+        together = self._runner.batch_of(variants.together, self._start)
+        exchanged = self._runner.batch_of(variants.exchanged, self._start)
+        sizes, kept = (control.size, control.size), variants.kept
+        rows = paired_rows(together, exchanged, sizes, kept, kept)
         if rows[0] != rows[1] and control.has_drawn:
             self.not_compared = "records are put in an order, and meet other random numbers"
             return False
@@ -177,9 +177,12 @@ class Check:
         A model may sort or shuffle its samples.
         """
         samples = [self._samples[place] for place in kept]
-        with without_dropout(self._runner.module):
-            together = self._run(self._samples, range(len(self._samples)))
-            alone = self._run(samples, range(len(kept)))
+        try:
+            with without_dropout(self._runner.module):
+                together = self._run(self._samples, range(len(self._samples)))
+                alone = self._run(samples, range(len(kept)))
+        except Exception:  # of the user's code, for which so few may be too few
+            return False
         if together.has_drawn or together.gradients is None or alone.gradients is None:
             return False
         return are_in_other_rows(together.gradients, alone.gradients)
@@ -195,6 +198,9 @@ class Check:
         if exchanged is None:
             return found
         self._compare(found, together, exchanged, kept)
+        if together.public_steps and not self._settings.is_count_public:
+            fewer = self._try(found, variants.alone, range(len(kept)), watched)
+            found.public |= fewer is not None and _steps_differ(together, fewer)
         if self._settings.gradients and not together.has_drawn:
             alone = self._try(found, variants.alone, range(len(kept)), watched)
             if alone is not None:
@@ -230,6 +236,8 @@ class Check:
         failed = a.hook_failed or b.hook_failed
         if not is_same_draw and (a.gradients or b.gradients):
             found.why_not = "records decide how many random numbers are drawn"
+            if a.drawn is not None and b.drawn is not None and a.drawn.seed != b.drawn.seed:
+                found.settings = ("torch's seed",)
             return
         found.why_not = failed
         if self._settings.gradients:
@@ -264,7 +272,7 @@ class Check:
         And in one far away from both: what one batch did may be small.
         """
         twins = self._twins
-        if twins.has_twins and found.runs:
+        if (twins.has_twins or twins.has_ends) and found.runs:
             together = found.runs[0]
             twin = self._in_world(twins.in_place())
             runs = [

@@ -127,7 +127,7 @@ def resolution(eps: float, n: int, k: int) -> float:
     """Return the movement, in C, that rounding alone may show.
 
     Where two runs have other shapes inside the model, gradients differ by some ``eps`` of their length,
-    each in a direction of its own.
+    each in another direction.
 
     Args:
         eps: of the type in which the model computes.
@@ -159,7 +159,7 @@ def _places(sizes: list[int], generator: torch.Generator) -> tuple[Tensor, Tenso
 
 
 def _sketch(vector: Tensor, generator: torch.Generator) -> Tensor:
-    """Return a linear map of a long vector that keeps its length on average: shifted rows, with signs."""
+    """Add up signed, shifted rows of a long vector: a linear map that keeps its length on average."""
     if len(vector) <= _SKETCH:
         return vector.clone()
     rows = -(-len(vector) // _SKETCH)

@@ -83,7 +83,10 @@ def first_that_mixes(
             return ""
         results = [pair for pair in zip(a.outputs, b.outputs, strict=False) if pair[0].dim()]
         given = zip(a.inputs, b.inputs, strict=False)
-        has_moved = a.name and any(moved(*pair) for pair in results)
-        if has_moved and not any(moved(*pair) for pair in given):
+        if (
+            a.name
+            and any(moved(*pair) for pair in results)
+            and not any(moved(*pair) for pair in given)
+        ):
             return f"the outputs of {a.name} ({a.kind})"
     return ""

@@ -27,9 +27,9 @@ from lightning_dp.isolation.variants import own_copies
 __all__ = ["DryRun", "find_layout", "mean_or_sum"]
 
 _SAMPLES, _FEWEST, _CLASSES = 4, 2, 2
+_NOTHING = 1e-30  # the norm of a gradient that is rounding alone
 _SEEDS = 6  # with which norms are averaged
 _SURE = 6.0  # standard errors
-_NOTHING = 1e-30  # engines add a little to norms, so that a bound holds
 _CONSTANT = (
     "The loss of a record that is alone in its batch does not depend on the parameters (it compares "
     "records with each other, as a contrastive loss does), so the training would be on noise alone. "
@@ -75,9 +75,9 @@ class DryRun:
 
         Args:
             runner: runs them.
-            settings: makes the settings of a comparison, by ``query``, ``whole`` and ``seed``; asked when
-                an engine has run.
-            clip_norm: C.
+            settings: makes the settings of a comparison, by ``query``, ``whole`` and ``seed``; asked
+                when an engine has run.
+            clip_norm: the bound C.
 
         Raises:
             UnsupportedModelError: if no engine takes the model, or no record has a gradient.
@@ -90,7 +90,9 @@ class DryRun:
                 if found.kind == "isolated" and not runner.passes.watched.engine.isolates:
                     return mean_or_sum(runner, samples)
                 return found
-        except UnsupportedModelError:
+        except UnsupportedModelError as error:
+            if runner.passes.watched.engine.one_record and error.topic != "coupled-records":
+                return Outcome("isolated")  # whose batches may not come apart
             raise
         except Exception as error:  # the user's code, on values that are none of the user's
             return Outcome("not compared", f"{type(error).__name__}: {error}")
@@ -110,9 +112,9 @@ class DryRun:
         except Exception:  # made-up lengths that it does not take
             samples = self.samples(count, are_longer=False)
             first = _norms(runner, samples, 0)
-        if runner.passes.watched.engine.isolates and not bool((first > 0).any()):
+        if runner.passes.watched.engine.isolates and not bool((first > _NOTHING).any()):
             others = (_norms(runner, samples, seed) for seed in range(1, _SEEDS // 2))
-            if not any(bool((norms > 0).any()) for norms in others):
+            if not any(bool((norms > _NOTHING).any()) for norms in others):
                 raise UnsupportedModelError(_CONSTANT, topic="coupled-records")
         finite = first[first.isfinite()]
         return samples, float(finite.max()) if len(finite) else 0.0
@@ -148,8 +150,7 @@ def _norms(runner: Runner, samples: Sequence[Any], seed: int) -> Tensor:
     norms: list[Tensor] = []
 
     def look(gradients: AbstractPerSampleGradients) -> GradientSample:
-        found = in_float64(gradients.norms().detach())
-        norms.append(found.masked_fill(found <= _NOTHING, 0.0))
+        norms.append(in_float64(gradients.norms().detach()))
         gradients.discard()
         return GradientSample(norms[0], None)
 

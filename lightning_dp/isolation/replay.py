@@ -46,7 +46,7 @@ class Pipeline:
 
 @dataclass
 class Run:
-    """What one run gave; sensitive.
+    """The results of one run; sensitive.
 
     Args:
         batch: as ``training_step`` took it.
@@ -183,6 +183,8 @@ class Runner:
         finally:
             self.passes.watched.drop()
         run.has_drawn = run.drawn is not None and not run.drawn.is_same(start)
+        if ends and run.start is not None:  # generators of the module's own
+            run.has_drawn |= any(each.kind == "random" for each in run.start.differences(ends[0]))
         self.has_drawn = run.has_drawn
         if ends:
             none = torch.zeros((), device=self.device)

@@ -11,7 +11,7 @@ __all__ = ["Schedule"]
 
 _EARLY = frozenset({0, 1, 2, 4, 8, 16, 32})  # and some odd ones, for what happens every other time
 _ODD = frozenset({5, 11, 23})
-_ONE_IN, _ALLOWANCE = 60, 18
+_ONE_IN, _ALLOWANCE = 60, 24
 _FEW = 16  # samples, where not all of the batch are compared
 
 
@@ -20,7 +20,7 @@ class Schedule:
     """The comparisons of a run, as a function of its public name: the same on all ranks.
 
     At steps 0, 1, 2, 4, 8, 16 and 32, at 5, 11 and 23, at one in 60 of all, and at the first step of each
-    epoch, where epochs are long enough: 18 of them, and one for each 60 steps.
+    epoch, where epochs are long enough: 24 of them, and one for each 60 steps.
 
     Args:
         name: of the run; nobody can know it when the model is written.

@@ -42,7 +42,7 @@ def check_isolation(
 
     Through ``collate_fn``, the hooks of transfer, ``training_step`` and the engine, the clipped sum of
     those that stay must move by no more than 0.05 C in the whole batch, and what the module keeps must
-    be the same. :mod:`lightning_dp.isolation.comparison` has the formula. The kept samples are drawn
+    be the same. ``lightning_dp/isolation/comparison.py`` has the formula. The kept samples are drawn
     six times.
 
     If the samples are private, so is the outcome (it is computed without noise): look at it yourself,
@@ -53,7 +53,7 @@ def check_isolation(
         samples: at least 2, as the data set gives them: tensors, lists, dictionaries, graphs.
         collate_fn: makes a batch of a list of them.
         engine: the gradient engine whose answers are compared.
-        max_grad_norm: C.
+        max_grad_norm: the clip norm C.
         loss_graph_check: look at the loss's graph too, as a run does at every step.
 
     Returns:

@@ -88,6 +88,11 @@ class TwinState:
         return bool(self._twins)
 
     @property
+    def has_ends(self) -> bool:
+        """True if something followed the records of the latest pair, whatever became of it since."""
+        return bool(self._ends[0])
+
+    @property
     def names(self) -> tuple[str, ...]:
         """The dotted names of what follows the records."""
         return tuple(dict.fromkeys(twin.name for twin in self._twins.values()))
@@ -179,7 +184,9 @@ class TwinState:
 
     @property
     def _in_words(self) -> str:
-        return ", ".join(f"self.{name}" for name in self.names[:_NAMED])
+        ended = (twin.name for twin in self._ends[0].values())
+        names = list(dict.fromkeys([*self.names, *ended]))
+        return ", ".join(f"self.{name}" for name in names[:_NAMED])
 
 
 def _put(now: Snapshot, twins: Mapping[Path, _Twin], scale: float) -> dict[Path, _Twin]:

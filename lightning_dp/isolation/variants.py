@@ -60,9 +60,15 @@ class Variants:
 def own_copies(samples: Sequence[Any]) -> list[Any]:
     """Return copies of samples, of which a ``collate_fn`` may do what it likes."""
     try:
-        return [copy.deepcopy(sample) for sample in samples]
+        return [copy.deepcopy(sample, _rows_cloned(sample)) for sample in samples]
     except Exception:  # objects of the user's that cannot be copied: views of a file
         return list(samples)
+
+
+def _rows_cloned(sample: Any) -> dict[int, Any]:
+    """Return clones of tensors, by identity: ``deepcopy`` would copy all rows of their storage."""
+    tensors = (each for each in row_leaves(sample) if isinstance(each, Tensor))
+    return {id(each): each.detach().clone() for each in tensors}
 
 
 def paired_rows(

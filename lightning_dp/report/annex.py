@@ -30,10 +30,10 @@ def statements(report: AbstractReport) -> list[str]:
     ]
 
 
-def sections(report: AbstractReport) -> Mapping[str, Sequence[Fact]]:
-    """Return the facts by title, in the order of the page."""
+def sections(report: AbstractReport, *, is_draft: bool = False) -> Mapping[str, Sequence[Fact]]:
+    """Return the facts by title, in the order of the page; in a draft none that takes long."""
     found = {
-        "Guarantee": _guarantee(report),
+        "Guarantee": [*_guarantee(report), *([] if is_draft else _tolerance(report))],
         "Charged": _charged(report),
         "Mechanism": _mechanism(report),
         "Stated by the user, not checked": _stated(report),
@@ -62,17 +62,33 @@ def _guarantee(report: AbstractReport) -> list[Fact]:
         ),
         Fact(report.guard, "budget guard"),
         Fact(report.isolation, "isolation"),
-        Fact(report.spot_checks, "spot checks"),
+        Fact(report.spot_checks, "comparisons"),
         *_declared(report),
         Fact("yes, so nothing is private" if report.seeded else "none", "test seed"),
     ]
 
 
+def _tolerance(report: AbstractReport) -> list[Fact]:
+    """Return ε under the largest coupling that comparisons let pass."""
+    if not report.private or not report.ran_whole or report.claims_budget or not report.steps:
+        return []
+    found = epsilon_text(report.epsilon_at_tolerance())
+    return [Fact(f"ε = {found}: {_AT_TOLERANCE}", "with noise multipliers z / 1.05")]
+
+
+_AT_TOLERANCE = (
+    "records ran together, and comparisons let pass a record that moves the others' clipped sum by "
+    "0.05 C; if one did, its part would be 1.05 C long"
+)
+
+
 def _declared(report: AbstractReport) -> list[Fact]:
     """Return what rests on the user's word."""
-    if report.gradient_edits is None:
-        return []
-    return [Fact(f"{report.gradient_edits} (declared by the user, not checked)", "gradient edits")]
+    said = {"gradient edits": report.gradient_edits, "public state": ", ".join(report.public_state)}
+    return [Fact(f"{text} ({_UNCHECKED})", name) for name, text in said.items() if text]
+
+
+_UNCHECKED = "declared by the user, not checked"
 
 
 def _charged(report: AbstractReport) -> list[Fact]:

@@ -30,11 +30,14 @@ class PrivacyReport(AbstractReport):
             is chosen at run time; else it is the accountant's of ``events``.
         private: False without noise, or if ``seeded``.
         seeded: True if any part of the run had a test ``seed``: repeatable, and so not private.
-        isolation: of the check that no record changes another's gradient: probed, not probed (why),
-            or opted out.
+        isolation: of the check before the first step that no record changes another's gradient: compared
+            on made-up samples, not compared (why), by construction, or opted out.
         gradient_edits: the user's own words for what was done to the private gradient before the
             optimizer used it; None where nothing but Lightning's clipping was allowed.
-        spot_checks: at how many steps of the run a batch was run once more, with records exchanged.
+        public_state: buffers and frozen weights that, by the user's word, callbacks and validation
+            write from weights and public numbers alone.
+        spot_checks: how many steps were looked at, at how many of these runs of the batch were compared
+            in which records are exchanged, and why the others were not.
         guard: how the budget is guarded.
         accountant: which accountant computed the numbers.
         accountant_settings: its settings.

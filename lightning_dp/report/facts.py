@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields
@@ -15,7 +16,7 @@ from lightning_dp.accounting import PLDAccountant, StreamingRDPAccountant
 from lightning_dp.accounting.base import AbstractAccountant, Relation, check_relation
 from lightning_dp.accounting.charges import Charges
 from lightning_dp.accounting.declared_in_advance import EnvelopeAccountant, OneOrderAccountant
-from lightning_dp.accounting.events import AbstractEvent
+from lightning_dp.accounting.events import AbstractEvent, sampled_gaussian
 from lightning_dp.accounting.rounding import epsilon_text
 
 if TYPE_CHECKING:
@@ -38,6 +39,10 @@ _ACCOUNTANTS: tuple[type[AbstractAccountant], ...] = (
 )
 
 
+_COMPARED = ("compared", "by construction", "probed")  # which is the word of earlier versions
+_TOLERANCE = 0.05  # of comparisons, in C: see lightning_dp.isolation.comparison
+
+
 @dataclass(frozen=True, kw_only=True)
 class AbstractReport(ABC):
     """The facts of a report, and all that follows from them but its layouts.
@@ -57,6 +62,7 @@ class AbstractReport(ABC):
     isolation: str = "unknown"
     spot_checks: str = "unknown"
     gradient_edits: str | None = None
+    public_state: tuple[str, ...] = ()
     guard: str = "unknown"
     accountant: str = "unknown"
     accountant_settings: dict[str, float | None] = field(default_factory=dict)
@@ -95,6 +101,28 @@ class AbstractReport(ABC):
                 except (TypeError, ValueError):
                     return None
         return None
+
+    @property
+    def ran_whole(self) -> bool:
+        """True if the engine ran the whole batch at once, so that records could mix in the model."""
+        return self.mechanism.get("gradient engine", "").startswith(("layers", "ghost", "hooks"))
+
+    @property
+    def steps_compared(self) -> bool:
+        """True if at least one step's batch was compared with others."""
+        return re.match("(compared )?at [1-9]", self.spot_checks) is not None
+
+    def epsilon_at_tolerance(self) -> float:
+        """Return ε had each record moved the others' clipped sum by all of the tolerance of comparisons.
+
+        Then it moves the sum by 1.05 C, on which noise z·C has the noise multiplier z / 1.05.
+        """
+        history = [
+            (_with_less_noise(event) if event.is_gaussian else event, count)
+            for event, count in self.history()
+        ]
+        accountant = self.known_accountant() or PLDAccountant()
+        return accountant.epsilon(history, self.delta, self.relation)
 
     # -- as data ---------------------------------------------------------------------------
 
@@ -164,7 +192,7 @@ class AbstractReport(ABC):
         ]
         if self.stop_reason is not None:
             parts.append(self.stop_reason)
-        if not self.isolation.startswith(("probed", "by construction")):
+        if not (self.isolation.startswith(_COMPARED) or self.steps_compared):
             parts.append("isolation of records was not checked")
         if where is not None:
             parts.append(f"report: {where}")
@@ -213,6 +241,11 @@ class AbstractReport(ABC):
             ax=ax,
             metrics=metrics,
         )
+
+
+def _with_less_noise(event: AbstractEvent) -> AbstractEvent:
+    noise_multiplier, sample_rate = event.pair
+    return sampled_gaussian(noise_multiplier / (1 + _TOLERANCE), sample_rate)
 
 
 def plain(value: Any) -> Any:

@@ -52,6 +52,7 @@ def report(run: PrivateRun) -> PrivacyReport:
         isolation=run.isolation,
         spot_checks=_spot_checks(run),
         gradient_edits=config.gradient_edits,
+        public_state=tuple(config.public_state),
         guard=FixedGuard.description if run.mechanism is None else run.mechanism.guard.description,
         accountant=config.accountant.name,
         accountant_settings=_settings(config.accountant),
@@ -80,13 +81,19 @@ def _minute(moment: datetime | None) -> str | None:
 
 
 def _spot_checks(run: PrivateRun) -> str:
-    """Return a line made of the plan alone: what checks found ends a run, and is not said."""
+    """Return the number of steps looked at, of those compared, and the reasons why others were not."""
     if not run.config.spot_checks:
         return "opted out"
     if run.config.engine == "one_by_one":
         return "not needed: each record runs alone"
-    steps = f"{run.spot_checks} step{'' if run.spot_checks == 1 else 's'}"
-    return f"at {steps} since the last resume, as far as the model can be run once more"
+    looked = run.spot_checks
+    steps = f"{looked - sum(run.not_compared.values())} of {looked} steps looked at"
+    reasons = "; ".join(f"{reason} ({count})" for reason, count in sorted(run.not_compared.items()))
+    state = "; gradients by construction" if run.isolation.startswith("by construction") else ""
+    return (
+        f"compared at {steps} since the last resume{state}"
+        f"{f'; not compared: {reasons}' if reasons else ''}"
+    )
 
 
 def _mechanism(run: PrivateRun) -> dict[str, str]:

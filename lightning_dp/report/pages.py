@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from lightning_dp.report import annex, people
 from lightning_dp.report.people import Known
-from lightning_dp.report.render import Page
+from lightning_dp.report.render import Fact, Page
 
 if TYPE_CHECKING:
     from lightning_dp.report.facts import AbstractReport
@@ -37,13 +38,13 @@ def page(report: AbstractReport, known: Known | None = None) -> Page:
     )
 
 
-def annex_of(report: AbstractReport) -> Page:
-    """Return the annex alone."""
+def annex_of(report: AbstractReport, facts: Mapping[str, Sequence[Fact]] | None = None) -> Page:
+    """Return the annex alone, with all facts or with those that are given."""
     return Page(
         warnings=(),
         statements=annex.statements(report),
         sections={},
-        annex=annex.sections(report),
+        annex=annex.sections(report) if facts is None else facts,
         code=annex.code(report),
         report=report,
     )
@@ -51,4 +52,5 @@ def annex_of(report: AbstractReport) -> Page:
 
 def draft(report: AbstractReport) -> Page:
     """Return the annex of a run that is not over: it is written often, and must not take long."""
-    return replace(annex_of(report), sections={"Not over": [_DRAFT]})
+    facts = annex.sections(report, is_draft=True)
+    return replace(annex_of(report, facts), sections={"Not over": [_DRAFT]})

@@ -331,6 +331,11 @@ def _trust(report: AbstractReport) -> list[Block]:
         facts.append(
             Fact(_STATED.format(report.gradient_edits), "What the program did to private results")
         )
+    if report.public_state:
+        written = ", ".join(report.public_state)
+        facts.append(
+            Fact(_STATED.format(written), "Parts of the model said to hold nothing of the records")
+        )
     return [
         "The promise is mathematics about the program. It rests on the program being what it says, and "
         "on good random numbers. An engineer can compute all numbers again from the annex of this "
@@ -342,11 +347,11 @@ def _trust(report: AbstractReport) -> list[Block]:
 
 
 def _isolation(report: AbstractReport) -> str:
-    """Return the outcome of the probe in plain words; the annex has its own."""
+    """Return the outcome of the dry run in plain words; the annex has its own."""
     said = report.isolation
     if said.startswith("by construction"):
         return "not needed: the program worked on each record by itself"
-    if said.startswith("probed, isolated"):
+    if said.startswith(("compared on", "probed, isolated")):  # the words of earlier versions, too
         return "yes, with made-up records, and it was so; the annex says under which conditions"
     if said == "opted out":
         return "no, those who trained the model switched the check off"
@@ -359,7 +364,7 @@ def _spot_checks(report: AbstractReport) -> str:
         return "not needed: the program worked on each record by itself"
     if said == "opted out":
         return "no, those who trained the model switched the check off"
-    if said.startswith("at ") and not said.startswith("at 0 "):
+    if report.steps_compared:
         return "yes, at some steps; the annex says at how many"
     return "no step was checked"
 

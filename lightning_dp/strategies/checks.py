@@ -49,8 +49,8 @@ __all__ = [
 _REFUSED_CALLBACKS: dict[type[Callback], str] = {
     LearningRateFinder: "it trains on the data outside the ledger; choose the learning rate by "
     "lightning_dp.callbacks.LearningRateSweep, on public data or charged",
-    BatchSizeFinder: "it trains on the data outside the ledger; choose the physical batch by "
-    "lightning_dp.audit.suggest_physical_batch and the logical one by python -m lightning_dp.plan",
+    BatchSizeFinder: "it trains on the data outside the ledger; choose the logical batch by "
+    "python -m lightning_dp.plan, and the largest physical one that fits by trying made-up records",
     GradientAccumulationScheduler: "it changes the sampling rate during the run; use a constant "
     "Trainer(accumulate_grad_batches=...)",
     StochasticWeightAveraging: "it makes an extra pass over the training data; use "

@@ -32,6 +32,7 @@ from lightning_dp.isolation.replay import Pipeline, Runner
 from lightning_dp.isolation.schedule import Schedule
 from lightning_dp.isolation.state import Marks, TwinState
 from lightning_dp.run import PrivateRun
+from lightning_dp.sampling import FullBatch
 from lightning_dp.sampling.at_once import collates_as_torch
 from lightning_dp.sampling.loader import Chunk, PrivateDataLoader
 from lightning_dp.strategies.data import before_transfer, private_loader_of
@@ -45,6 +46,7 @@ RunStep: TypeAlias = Callable[..., Any]
 
 _HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
 _FAULT = "{}: {}."
+_HOOKS_KEEP = "not compared (Opacus' hooks pair calls by their order, and take no further pass)"
 _LARGE = 64 << 20  # bytes of buffers
 _FEW = 4  # samples, where no gradients are compared
 _UNEXPLAINED = (
@@ -86,6 +88,7 @@ class IsolationWatch:
         self._since: int | None = None  # the plan's step at which the fit began
         self._looks = 0
         self._due: Chunk | None = None
+        self._is_scheduled = False  # else a change led to the comparison, which is counted nowhere
         self._check: Check | None = None
         self._was_due = False  # a chunk of the step, on all ranks
         self._marks, self._buffers = Marks.of(self._module), self._copies()
@@ -94,7 +97,7 @@ class IsolationWatch:
         self._before: Snapshot | None = None  # at the last look
         self._weights: tuple[int, ...] | None = None  # versions of trained ones, after an update
         self.fault: str | None = None
-        """Why nothing more may be released, by what a hook between two steps did."""
+        """The reason for which nothing more may be released: what a hook between two steps did."""
         self._hooks = _BeforeHooks(self)
         trainer.callbacks.insert(0, self._hooks)  # type: ignore[attr-defined]
         if names := run.config.public_state:
@@ -123,6 +126,9 @@ class IsolationWatch:
         engine, config = self._step.engine, self._run.config
         if config.runs_each_record_alone:
             self._run.isolation = BY_CONSTRUCTION
+            return
+        if config.engine == "hooks":
+            self._run.isolation = _HOOKS_KEEP
             return
         dry = None
         if config.isolation_probe:
@@ -176,7 +182,11 @@ class IsolationWatch:
     def _read(self, records: Sequence[int]) -> list[Any]:
         """Read records once more; the random numbers of the run go on as if nobody had."""
         dataset = self._loader.dataset
-        own = [each for each in vars(dataset).values() if isinstance(each, OWN_GENERATORS)]
+        own = [
+            each
+            for each in getattr(dataset, "__dict__", {}).values()
+            if isinstance(each, OWN_GENERATORS)
+        ]
         states = [state_of(each) for each in own]
         try:
             with RandomState(self._trainer.strategy.root_device).again():
@@ -193,7 +203,8 @@ class IsolationWatch:
         if chunk.first:
             self._check = None
         config = run.config
-        if not config.spot_checks or run.batches is None or config.runs_each_record_alone:
+        is_off = not config.spot_checks or config.engine == "hooks"
+        if is_off or run.batches is None or self._step.one_record:
             return
         self._since = run.step if self._since is None else self._since
         self._note_changes()
@@ -202,9 +213,10 @@ class IsolationWatch:
             return
         if self._schedule.is_due(step, self._looks, begins_epoch=chunk.index < chunks):
             self._due, self._looks = chunk, self._looks + 1
+            self._is_scheduled = True
             run.spot_checks += 1
         elif self._changed or self._written_since() - self._cleared:
-            self._due = chunk  # which is counted nowhere
+            self._due, self._is_scheduled = chunk, False
 
     def before_forward(self, args: tuple[Any, ...]) -> None:
         """Make the runs of a comparison, if the chunk is due."""
@@ -215,7 +227,8 @@ class IsolationWatch:
         try:
             self._compare(chunk, args)
         except UnsupportedModelError as error:
-            self._step.note(without_alone(error.text))
+            if not self._step.one_record:  # then each record is on its way alone
+                self._step.note(without_alone(error.text))
         except Exception as error:  # of the user's code, which will raise again in the step
             self._count(Outcome("not compared", type(error).__name__))
 
@@ -279,8 +292,10 @@ class IsolationWatch:
         return tuple(param._version for param in self._step.params)
 
     def _copies(self) -> dict[str, Tensor]:
-        """Return copies of the buffers, but of very large ones."""
+        """Return copies of the buffers and frozen weights, but of very large ones."""
         buffers = dict(self._module.named_buffers())
+        parameters = self._module.named_parameters()
+        buffers |= {name: each for name, each in parameters if not each.requires_grad}
         if sum(each.nbytes for each in buffers.values()) > _LARGE:
             return {}
         return {name: each.detach().clone() for name, each in buffers.items()}
@@ -297,7 +312,7 @@ class IsolationWatch:
         with other records.
         """
         self._note_changes()
-        if self.fault is not None or not self._changed:
+        if self.fault is not None or not (self._changed and self._run.config.spot_checks):
             return self.fault
         return _UNEXPLAINED.format(sorted(self._changed)[:5])
 
@@ -336,7 +351,7 @@ class IsolationWatch:
             self._step.note(_FAULT.format(type(self._module).__name__, found.reason))
 
     def _count(self, found: Outcome) -> None:
-        if found.kind == "not compared":
+        if found.kind == "not compared" and self._is_scheduled:
             reasons = self._run.not_compared
             reasons[found.reason] = reasons.get(found.reason, 0) + 1
 
@@ -392,11 +407,12 @@ class IsolationWatch:
         return not self._made_by and not starts and not _reads_together(self._loader)
 
     def _settings(self, *, query: Query, whole: int, seed: int) -> Settings:
-        return Settings(query, whole, self._eps, seed, self._needs_gradients)
+        is_count_public = isinstance(self._run.config.sampling, FullBatch)
+        return Settings(query, whole, self._eps, seed, self._needs_gradients, is_count_public)
 
     @property
     def _eps(self) -> float:
-        """The precision in which the model computes: the coarsest of its types."""
+        """The precision in which the model computes, the coarsest of its types."""
         types = {param.dtype for param in self._step.params}
         if "bf16" in str(self._trainer.precision):
             types.add(torch.bfloat16)
@@ -415,8 +431,8 @@ class IsolationWatch:
                 collate,
                 transfer,
                 lambda batch: self._run_step(batch, *others),
-                batch_idx=others[0] if others else 0,
-                made_by=self._made_by,
+                others[0] if others else 0,
+                self._made_by,
             ),
             self._trainer.strategy.root_device,
         )

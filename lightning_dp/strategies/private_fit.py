@@ -317,12 +317,6 @@ class PrivateFitStrategy(Strategy):
 
     def teardown(self) -> None:
         fit = self._fit
-        is_whole = fit is not None and self.private_run.voided is None
-        reason = fit.isolation.unexplained() if fit is not None and is_whole else None
-        if reason is not None:
-            self.private_run.void(reason)
-            self._leave_the_model()
-            raise VoidedRunError(reason)
         self._leave_the_model()
         if "_accumulate" in vars(self):
             self._trainer.accumulate_grad_batches = self._accumulate

@@ -285,7 +285,7 @@ class DifferentialPrivacyStrategy(PrivateFitStrategy):
         fit.monitors.check()
         if self._mechanism.is_begun:
             self._agree_without_step()
-        fault = changed_rows(private_loader_of(trainer)) or fit.isolation.unexplained()
+        fault = changed_rows(private_loader_of(trainer)) or fit.isolation.fault
         fit.agree(fault, Place.END)
         for callback in self._callbacks:
             callback.on_privacy_end(trainer, run)

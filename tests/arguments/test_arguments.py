@@ -67,9 +67,7 @@ ELSEWHERE = {
     "epsilon_text.epsilon",  # also nan and inf
     *("audit.num_canaries", "audit.confidence", "recover_journal.unrecorded_steps"),
     *("DifferentialPrivacy.private_optimizer", "PrivacyConfig.private_optimizer"),  # also a path
-    "suggest_physical_batch.accumulate_grad_batches",
     *("Trial.number", "Suggestion.seconds", "Suggestion.records_per_second"),  # results
-    *("suggest_physical_batch.memory", "suggest_physical_batch.world_size"),
 }
 
 

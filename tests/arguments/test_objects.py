@@ -7,8 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
-from torch.utils.data import DataLoader
 
 from lightning_dp import losses_of_records
 from lightning_dp.accounting import (
@@ -18,14 +16,13 @@ from lightning_dp.accounting import (
     epsilon,
     trade_off,
 )
-from lightning_dp.audit import check_isolation, measure_memory, suggest_physical_batch
+from lightning_dp.audit import check_isolation
 from lightning_dp.federated import AsyncClient, AsyncPlan, AsyncServer, PolynomialSizes
 from lightning_dp.federated.sequences import ConstantSteps
 from lightning_dp.plan import learning_rate, plan_training
 from lightning_dp.schedules import DynamicGD, DynamicMomentum
 
 STEPS = [(Gaussian(3.0), 10)]
-LOADER = DataLoader(torch.zeros(4, 3))
 PLAN = AsyncPlan(2, PolynomialSizes(a=0, b=4), ConstantSteps(0.1))
 BUDGET = {"target_epsilon": 3.0, "target_delta": 1e-5}
 
@@ -37,8 +34,6 @@ CASES: list[tuple[str, Callable[..., Any]]] = [
     ("logits", lambda bad: losses_of_records(bad, torch.ones(2, 3), shift=True)),
     ("labels", lambda bad: losses_of_records(torch.ones(2, 3, 4), bad, shift=True)),
     ("module", lambda bad: check_isolation(bad, torch.zeros(4, 3))),
-    ("module", lambda bad: measure_memory(bad, LOADER, None)),  # type: ignore[arg-type]
-    ("privacy", lambda bad: suggest_physical_batch(nn.Linear(3, 1), LOADER, bad)),  # type: ignore[arg-type]
     ("plan", lambda bad: learning_rate(bad, 0.1)),
     ("noise", lambda bad: plan_training(100, 4, steps=3, noise=bad or "none", **BUDGET)),
     ("plan", lambda bad: AsyncServer("run", bad, torch.zeros(1), 2)),

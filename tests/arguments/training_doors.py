@@ -42,7 +42,7 @@ from lightning_dp.accounting.calibration import affordable_steps
 from lightning_dp.accounting.events import PoissonRound
 from lightning_dp.accounting.gdp import gdp_delta, gdp_epsilon
 from lightning_dp.accounting.pld import epsilon_curve
-from lightning_dp.audit import check_collate_fn, check_isolation
+from lightning_dp.audit import check_isolation
 from lightning_dp.audit.bounds import one_run_p_value
 from lightning_dp.boundary import Query
 from lightning_dp.callbacks import DifferentialPrivacy, LearningRateSweep
@@ -283,16 +283,10 @@ TRAINING = [
         others={"u": torch.ones(10)},
     ),
     Door(
-        check_collate_fn,
-        {"batch_size": 4},
-        whole=("batch_size",),
-        others={"collate_fn": torch.stack, "sample": torch.zeros(3)},
-    ),
-    Door(
         check_isolation,
-        {"loss_graph_check": True},
+        {"loss_graph_check": True, "max_grad_norm": 1.0},
         flags=("loss_graph_check",),
-        others={"module": OneLayer(), "batch": torch.zeros(4, 3)},
+        others={"module": OneLayer(), "samples": torch.zeros(4, 3)},
     ),
     Door(
         LearningRateSweep,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 import warnings
+from dataclasses import replace
 from pathlib import Path
 
 import isolation_zoo as zoo
@@ -91,8 +92,10 @@ def test_with_the_checks_a_fit_is_refused_or_voided(name, request):
         request.applymarker(pytest.mark.xfail(reason=NOT_SEEN[name], strict=False))
     with warnings.catch_warnings(), pytest.raises(REFUSALS):
         warnings.simplefilter("ignore")
-        for records in BAD[name].neighbours(64):  # an edit may show with the odd record only
-            checked_fit(BAD[name], records)
+        long = replace(BAD[name], epochs=10)  # the odd record is in few of the batches looked at
+        plain, odd = long.neighbours(64)
+        for records in (plain, odd, odd, odd):
+            checked_fit(long, records)
 
 
 def test_the_documentation_lists_what_is_not_seen():
@@ -107,3 +110,4 @@ def test_there_are_modules_of_each_kind():
     assert len(BAD) >= 100
     assert len({case.kind for case in BAD.values()}) >= 8
     assert {*QUICK, *SHOWN} <= set(BAD) - set(NOT_SEEN)
+    assert len(NOT_SEEN) <= 12

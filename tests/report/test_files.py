@@ -173,7 +173,11 @@ def test_a_resumed_run_replaces_its_report_and_another_run_does_not(fit, saved, 
 
 def test_one_line_at_the_end_tells_epsilon_and_the_file(fit, said):
     privacy = DifferentialPrivacy(
-        target_epsilon=1.0, noise_multiplier=2.0, target_delta=1e-5, isolation_probe=False
+        target_epsilon=1.0,
+        noise_multiplier=2.0,
+        target_delta=1e-5,
+        isolation_probe=False,
+        spot_checks=False,
     )
     fitted = fit(privacy=privacy, max_steps=-1, max_epochs=50)
 

@@ -8,8 +8,9 @@ import lightning as L
 import numpy as np
 from lightning.pytorch.callbacks import EarlyStopping
 
-from lightning_dp.accounting import PLDAccountant, epsilon_text
+from lightning_dp.accounting import PLDAccountant, PoissonGaussian, epsilon_text
 from lightning_dp.callbacks import DifferentialPrivacy
+from lightning_dp.report import PrivacyReport
 from lightning_dp.report.of_run import _version
 
 DELTA = 1e-5
@@ -79,3 +80,43 @@ def test_report_names_the_epsilon_of_the_whole_plan_when_a_result_stopped_the_ru
     assert report.epsilon == privacy.epsilon < 1.5
     assert 0.99 * 2.0 < report.epsilon_of_plan <= 2.0
     assert f"ε = {epsilon_text(report.epsilon_of_plan)} (whole plan)" in str(report)
+
+
+def fitted(classifier, mlp, loader, make_trainer, **arguments):
+    privacy = DifferentialPrivacy(noise_multiplier=1.5, target_delta=DELTA, **arguments)
+    make_trainer(max_epochs=1, callbacks=[privacy]).fit(classifier(mlp()), loader)
+    return privacy
+
+
+def test_a_batch_that_ran_whole_has_epsilon_under_the_tolerance_of_comparisons(
+    classifier, mlp, loader, make_trainer
+):
+    whole = fitted(classifier, mlp, loader, make_trainer, engine="layers").report()
+    alone = fitted(classifier, mlp, loader, make_trainer, engine="records").report()
+
+    weaker = [(PoissonGaussian(1.5 / 1.05, 0.1), 10)]
+    exact = PLDAccountant().epsilon(weaker, DELTA)
+    assert whole.epsilon < whole.epsilon_at_tolerance() == exact
+    assert f"with noise multipliers z / 1.05: ε = {epsilon_text(exact)}" in str(whole)
+    assert "1.05" not in str(alone) and "by construction" in alone.isolation
+
+
+def test_steps_that_were_not_compared_are_counted_as_such_with_the_reason(
+    classifier, mlp, loader, make_trainer
+):
+    privacy = fitted(classifier, mlp, loader, make_trainer, public_state=["teacher.*"])
+    run = privacy._run
+    looked = run.spot_checks
+    assert privacy.report().spot_checks == (
+        f"compared at {looked} of {looked} steps looked at since the last resume"
+    )
+
+    run.not_compared = {"it is coarse": 2, "an error": 1}
+
+    report = privacy.report()
+    assert report.spot_checks == (
+        f"compared at {looked - 3} of {looked} steps looked at since the last resume; "
+        "not compared: an error (1); it is coarse (2)"
+    )
+    assert "public state: teacher.* (declared by the user, not checked)" in str(report)
+    assert PrivacyReport.from_dict(report.to_dict()).public_state == ("teacher.*",)

@@ -331,6 +331,16 @@ def test_what_others_released_is_named_and_is_no_run():
 @pytest.mark.parametrize(
     ("isolation", "spot_checks", "words"),
     [
+        (
+            "compared on made-up samples",
+            "compared at 3 of 4 steps",
+            ("yes, with made-up", "yes, at some"),
+        ),
+        (
+            "made-up samples were not compared (x)",
+            "compared at 0 of 4",
+            ("not with this", "no step was"),
+        ),
         ("probed, isolated, provided that x", "at 3 steps", ("yes, with made-up", "yes, at some")),
         ("by construction: each", "not needed: each", ("not needed", "not needed")),
         ("opted out", "opted out", ("no, those who", "no, those who")),

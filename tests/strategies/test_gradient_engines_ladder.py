@@ -130,18 +130,6 @@ def test_a_real_batch_is_answered_by_the_next_engine_as_if_by_the_first(place, t
         assert trainer.callback_metrics["steps"] == usual.callback_metrics["steps"]
 
 
-@pytest.mark.parametrize("place", PLACES)
-def test_a_synthetic_batch_shows_it_before_anything_is_charged(place, train):
-    module, report, _ = train(place, width=9, isolation_probe=True)
-    expected, _, _ = train(None)
-    said = report.mechanism["gradient engine"]
-    assert said == (
-        "layers, since fussy does not cover this model: net (Linear) saw rows of 9 places."
-    )
-    assert module.seen == expected.seen == 6  # each batch once
-    torch.testing.assert_close(list(module.parameters()), list(expected.parameters()))
-
-
 def test_manual_optimization_ends_where_training_step_cannot_run_again(train):
     class Manual(train.model):  # type: ignore[misc, name-defined]
         automatic_optimization = False
@@ -153,12 +141,6 @@ def test_manual_optimization_ends_where_training_step_cannot_run_again(train):
 
     with pytest.raises(Exception, match="saw rows of 12 places"):
         train("backward", model=Manual)
-
-
-def test_a_spot_check_sees_the_step_of_the_next_engine(train):
-    module, _, _ = train("take", spot_checks=True)
-    expected, _, _ = train(None, spot_checks=True)
-    torch.testing.assert_close(list(module.parameters()), list(expected.parameters()))
 
 
 def test_an_engine_below_that_refuses_too_ends_the_run(train, monkeypatch):

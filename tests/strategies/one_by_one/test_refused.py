@@ -77,19 +77,3 @@ def test_refusals_of_other_engines_name_this_one(kind, fit):
     """That it is a cure, another test shows."""
     with pytest.raises(Exception, match=r"Or run each record alone with engine='one_by_one'"):
         fit(kind(), engine="auto")
-
-
-def test_state_that_will_be_undone_is_named_before_the_first_step(fit):
-    class Anneals(Base):
-        def build(self) -> None:
-            super().build()
-            self.calls = 0
-
-        def training_step(self, batch: Any, batch_idx: int) -> Any:
-            self.calls += 1
-            return super().training_step(batch, batch_idx)
-
-    model = Anneals()
-    with pytest.warns(UserWarning, match=r"training_step changes calls\. .*self\.global_step"):
-        fit(model)
-    assert model.calls == 0

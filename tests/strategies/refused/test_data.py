@@ -24,9 +24,6 @@ from torch.utils.data import (
     random_split,
 )
 
-from lightning_dp._warnings import PrivacyWarning
-from lightning_dp.callbacks import DifferentialPrivacy
-
 
 class Stream(IterableDataset[Any]):
     def __iter__(self) -> Iterator[Any]:
@@ -163,38 +160,6 @@ def one_row_for_all(records: list[tuple[Tensor, Tensor]]) -> list[Tensor]:
 
 def nothing(records: Any) -> None:
     return None
-
-
-@pytest.mark.parametrize(
-    ("collate", "match", "charged"),
-    [
-        (two_rows, "(rows of several records|another number of rows).*rows_of_records", 0),
-        (one_row_for_all, "more or fewer rows than the batch.*exactly one row of each", 1),
-        (nothing, "collate_fn.*returned None.*return a batch for every list", 0),
-    ],
-    ids=["two rows of each record", "one row of all records", "None"],
-)
-def test_a_collate_function_that_changes_the_number_of_rows_is_refused(
-    collate, match, charged, blobs, classifier, mlp, make_trainer, tmp_path
-):
-    privacy = DifferentialPrivacy(noise_multiplier=1.0, target_delta=1e-5, engine="layers")
-    model, trainer = classifier(mlp()), make_trainer(max_epochs=1, callbacks=[privacy])
-    before = [param.detach().clone() for param in model.parameters()]
-
-    with pytest.raises(Exception, match=f"(?s){match}"):
-        trainer.fit(model, plain(blobs, collate_fn=collate))
-
-    assert privacy.steps == charged
-    assert all(map(torch.equal, before, model.parameters()))
-
-
-def test_two_rows_of_each_record_train_where_each_runs_alone(
-    blobs, classifier, mlp, make_trainer, privacy
-):
-    trainer = make_trainer(max_epochs=1, callbacks=[privacy])
-    with pytest.warns(PrivacyWarning, match="one after the other"):
-        trainer.fit(classifier(mlp()), plain(blobs, collate_fn=two_rows))
-    assert privacy.report().mechanism["gradient engine"].startswith("one_by_one, since records")
 
 
 REPEATS = {

@@ -69,7 +69,7 @@ def test_trainer_arguments_under_which_epsilon_would_not_hold_are_refused(
 
 CALLBACKS = {
     "LearningRateFinder": (LearningRateFinder, "outside the ledger.*learning rate"),
-    "BatchSizeFinder": (BatchSizeFinder, "outside the ledger.*physical batch by"),
+    "BatchSizeFinder": (BatchSizeFinder, "outside the ledger.*physical one that fits"),
     "GradientAccumulationScheduler": (
         lambda: GradientAccumulationScheduler({0: 1, 1: 2}),
         "sampling rate.*accumulate_grad_batches",

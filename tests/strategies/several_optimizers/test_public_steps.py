@@ -9,6 +9,7 @@ import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 
+from lightning_dp.accounting.events import VoidedRunError
 from lightning_dp.sampling import FullBatch
 from tests.strategies.several_optimizers.gan import FIXED, GAN, is_real
 
@@ -43,23 +44,17 @@ class Encoder(GAN):
 
 
 REFUSED = {
-    "feature matching": (FeatureMatching, r"optimizer 0 \(SGD\).*generator\.\d.*exchanged"),
-    "from epoch 1": (FromEpoch1, r"optimizer 0 \(SGD\).*generator\.\d.*exchanged"),
-    "number of records": (CountsRecords, r"number of records.*torch\.randn\(64, \.\.\.\)"),
-    "encoder": (Encoder, r"optimizer 0 \(SGD\).*generator\.\d.*exchanged"),
+    "feature matching": FeatureMatching,
+    "from epoch 1": FromEpoch1,
+    "number of records": CountsRecords,
+    "encoder": Encoder,
 }
 
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_a_public_step_that_follows_the_records_is_refused(name, fit):
-    kind, message = REFUSED[name]
-
-    with pytest.raises(
-        MisconfigurationException, match=f"(?s)public and follows.*{message}|{message}"
-    ):
-        fit(kind(), isolation_probe=True)
-
-    assert fit.privacy.steps == 0
+    with pytest.raises((MisconfigurationException, VoidedRunError), match="public optimizer"):
+        fit(REFUSED[name](), isolation_probe=True, spot_checks=True)
 
 
 @pytest.mark.slow
@@ -86,7 +81,7 @@ def test_an_ordinary_gan_passes_all_checks(order, toggles, fit):
     privacy = fit(model, isolation_probe=True, spot_checks=True)
 
     assert privacy.steps == 4
-    assert privacy._run.isolation == "probed, isolated"
+    assert privacy._run.isolation == "compared on made-up samples"
 
 
 def test_a_discriminator_that_mixes_records_is_refused(fit):
@@ -96,6 +91,6 @@ def test_a_discriminator_that_mixes_records_is_refused(fit):
             return is_real(logits)
 
     with pytest.raises(
-        (MisconfigurationException, TypeError), match="change each other's gradients"
+        (MisconfigurationException, TypeError), match="couples the records of a batch"
     ):
         fit(Mixes(), isolation_probe=True)

@@ -1,0 +1,163 @@
+"""How far the clipped sum of the kept samples moved, in C, against a slow computation."""
+
+from __future__ import annotations
+
+import math
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from lightning_dp.gradients.materialised import MaterialisedGradients
+from lightning_dp.isolation.comparison import TOLERANCE, movement, resolution, take_sample
+
+N, D = 8, 400
+SIZES = [300, 100]
+
+
+def gradients(seed=0, n=N, d=D):
+    return torch.randn(n, d, generator=torch.Generator().manual_seed(seed))
+
+
+def sample(grads, rows=tuple(range(N)), clip_norm=5.0, sizes=SIZES):
+    params = [torch.zeros(size) for size in sizes]
+    given = MaterialisedGradients(params, list(grads.clone().split(sizes, dim=1)), 1.0)
+    generator = torch.Generator().manual_seed(3)
+    return take_sample(given, list(rows), clip_norm, list(sizes), generator)
+
+
+def clipped(grads, clip_norm):
+    """Return each gradient in units of C, scaled to length 1 at most, one after the other."""
+    return torch.stack([g.double() / max(clip_norm, float(g.double().norm())) for g in grads])
+
+
+def moved(before, after, n, k):
+    """Return the formula's two estimates by loops."""
+    total = sum(a - b for a, b in zip(before, after, strict=True)).norm() * n / k
+    apart = math.sqrt(
+        n / k * sum(float((a - b).norm()) ** 2 for a, b in zip(before, after, strict=True))
+    )
+    return float(total), apart
+
+
+@pytest.mark.parametrize("clip_norm", [0.5, 20.0, 100.0])
+@pytest.mark.parametrize("rows", [range(8), [1, 4], [7]])
+def test_the_sum_moves_as_in_a_slow_computation(rows, clip_norm):
+    before, after = gradients(0), gradients(0)
+    after[4:] += 0.5
+    rows, k, n = list(rows), len(rows), 64
+
+    found = movement(sample(before, rows, clip_norm), sample(after, rows, clip_norm), n, k)
+
+    total, apart = moved(clipped(before[rows], clip_norm), clipped(after[rows], clip_norm), n, k)
+    assert float(found) >= 0.99 * total
+    assert float(found) <= 1.01 * total + 3 * apart  # some entries stand for all of them
+
+
+def test_entries_estimate_what_cancels_in_the_sum():
+    before, after = gradients(), gradients()
+    after[0] += 1.0
+    after[1] -= 1.0  # the sum stays
+
+    found = [
+        float(movement(sample(before, clip_norm=1e3), sample(after, clip_norm=1e3), N, N))
+        for _ in range(3)
+    ]
+
+    expected = math.sqrt(2 * D) / 1e3
+    assert found[0] == found[1] == found[2]  # the same entries each time
+    assert 0.5 * expected < found[0] < 2 * expected
+
+
+def test_a_tenth_of_c_is_a_tenth_of_c_whatever_the_number_of_samples():
+    for n in (8, 64, 512):
+        before = 0.01 * gradients(n=n)
+        after = before.clone()
+        after[:, 0] += 0.1 / n  # of each sample, with C = 1
+        whole = [sample(each, range(n), 1.0) for each in (before, after)]
+        quarter = [sample(each, range(0, n, 4), 1.0) for each in (before, after)]
+        assert float(movement(*whole, n, n)) == pytest.approx(0.1, rel=1e-3)
+        assert float(movement(*quarter, n, n // 4)) == pytest.approx(0.1, rel=1e-3)
+        assert resolution(torch.finfo(torch.float32).eps, n, n // 4) < TOLERANCE
+
+
+def test_the_unit_is_c():
+    before, after = 1e-3 * gradients(), 1e-3 * gradients(1)
+    found = [
+        float(movement(sample(before, clip_norm=c), sample(after, clip_norm=c), N, N))
+        for c in (1.0, 10.0, math.inf)
+    ]
+    assert found[0] == pytest.approx(10 * found[1], rel=1e-6)
+    assert found[2] == pytest.approx(found[0], rel=1e-6)
+
+
+@pytest.mark.parametrize("size", [1e-12, 1e-3, 1.0, 1e6])
+def test_rounding_is_no_movement(size):
+    before = gradients() * size
+    after = before * (1 + 1e-6 * gradients(1).sign())
+    assert float(movement(sample(before), sample(after), 512, N)) < TOLERANCE
+
+
+def test_other_samples_are_not_looked_at():
+    before, after = gradients(), gradients()
+    after[4:] = gradients(1)[4:]
+    assert float(movement(sample(before, range(4)), sample(after, range(4)), N, 4)) == 0
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+def test_gradients_that_are_not_finite_count_as_none(value):
+    before, nothing = gradients(), gradients()
+    before[2, 5], nothing[2] = value, 0.0
+    assert float(movement(sample(before), sample(before), N, N)) == 0
+    assert float(movement(sample(before), sample(nothing), N, N)) == 0
+    assert float(movement(sample(before), sample(gradients()), N, N)) > TOLERANCE
+
+
+def test_the_sketch_of_a_long_sum_keeps_its_length():
+    length = (1 << 16) * 5 + 1234
+    for seed in range(3):
+        grads = gradients(seed, 2, length)
+        whole = clipped(grads, 1.0).sum(0)
+        found = sample(grads, (0, 1), 1.0, [length]).total
+        assert len(found) == 1 << 16
+        assert float(found.norm()) == pytest.approx(float(whole.norm()), rel=0.02)
+
+
+def test_the_sketch_is_linear_and_the_same_each_time():
+    length = (1 << 16) + 77
+    before = gradients(0, 2, length)
+    after = before.clone()
+    after[:, 1000] += 300.0
+    pair = [sample(each, (0, 1), 1e4, [length]) for each in (before, after)]
+    assert float((pair[0].total - pair[1].total).norm()) == pytest.approx(0.06, rel=1e-3)
+
+
+def test_engines_without_single_gradients_are_compared_by_the_sum():
+    """What keeps norms alone has no entries."""
+
+    class NormsAlone(SimpleNamespace):
+        def norms(self):
+            return self.grads.norm(dim=1)
+
+        def restrict(self, places):
+            raise NotImplementedError
+
+        def weighted_sum(self, weights):
+            return (weights[:, None] * self.grads).sum(0)
+
+    grads = gradients()
+    found = take_sample(
+        NormsAlone(grads=grads), [0, 3], 5.0, SIZES, torch.Generator().manual_seed(3)
+    )
+    assert found.entries is None
+    torch.testing.assert_close(
+        found.total, clipped(grads[[0, 3]], 5.0).sum(0), rtol=1e-5, atol=1e-6
+    )
+    assert float(movement(found, found, 8, 2)) == 0
+
+
+def test_the_resolution_grows_with_the_batch_and_is_coarse_in_half_precision():
+    single, half = torch.finfo(torch.float32).eps, torch.finfo(torch.bfloat16).eps
+    assert resolution(single, 512, 128) < TOLERANCE < resolution(half, 512, 128)
+    assert resolution(single, 64, 16) == resolution(single, 128, 64)
+    assert resolution(single, 128, 16) == 2 * resolution(single, 64, 16)

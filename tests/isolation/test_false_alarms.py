@@ -1,0 +1,87 @@
+"""Comparisons of ordinary models on many batches find nothing."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import default_collate
+
+from lightning_dp.audit import check_isolation
+from tests.isolation.conftest import Model, network
+from tests.isolation.test_check import LastReal, MeanOfAll, Pools, padded, sequences
+
+LOOKS = 6  # of each check
+
+
+def batch(seed, n):
+    generator = torch.Generator().manual_seed(seed)
+    size = 10.0 ** torch.randint(-3, 3, (n, 1), generator=generator)
+    x = size * torch.randn(n, 6, generator=generator)
+    return list(zip(x, torch.randint(3, (n,), generator=generator), strict=True))
+
+
+def in_bf16(samples):
+    return [(x.bfloat16(), y) for x, y in samples]
+
+
+def noisy(output, y):
+    return F.cross_entropy(output + 0.1 * torch.randn_like(output), y)
+
+
+class Sorts(Model):
+    def training_step(self, batch, batch_idx):
+        order = batch[0].sum(1).argsort()
+        return super().training_step((batch[0][order], batch[1][order]), batch_idx)
+
+
+def sorting(samples):
+    return default_collate(sorted(samples, key=lambda sample: float(sample[0].sum())))
+
+
+KINDS = {
+    "float32": (lambda: Model(network(nn.LayerNorm(8)), F.cross_entropy), {}),
+    "bf16": (lambda: Model(network().bfloat16(), F.cross_entropy), {"change": in_bf16}),
+    "dropout": (lambda: Model(network(nn.Dropout(0.5)), F.cross_entropy), {}),
+    "noise": (lambda: Model(network(), noisy), {}),
+    "sorts": (lambda: Sorts(network(), F.cross_entropy), {}),
+    "sorted": (lambda: Model(network(), F.cross_entropy), {"collate_fn": sorting}),
+}
+
+
+def coupled_in(make, checks, change=list, **arguments):
+    torch.manual_seed(0)
+    kinds = [
+        check_isolation(
+            make(), change(batch(seed, (8, 16, 64)[seed % 3])), engine="layers", **arguments
+        ).kind
+        for seed in range(checks)
+    ]
+    return kinds.count("coupled")
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_no_false_alarm_in_some(name):
+    make, arguments = KINDS[name]
+    assert coupled_in(make, 6, **arguments) == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", KINDS)
+def test_no_false_alarm_in_many(name):
+    make, arguments = KINDS[name]
+    assert coupled_in(make, 1500 // LOOKS, **arguments) == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", [Pools, LastReal])
+def test_no_false_alarm_behind_padding(kind):
+    kinds = [
+        check_isolation(kind(), sequences(n), collate_fn=padded, engine="layers").kind
+        for n in range(3, 100)
+    ]
+    assert kinds.count("coupled") == 0
+    assert check_isolation(MeanOfAll(), sequences(16), collate_fn=padded, engine="layers").kind == (
+        "coupled"
+    )

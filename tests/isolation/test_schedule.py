@@ -1,0 +1,75 @@
+"""When comparisons are made, and with which samples: public, and known before the first charge."""
+
+from __future__ import annotations
+
+import pytest
+
+from lightning_dp.isolation.schedule import Schedule
+
+
+def steps(name, count=2000, epoch=200):
+    schedule, found = Schedule(name), []
+    for step in range(count):
+        if schedule.is_due(step, len(found), begins_epoch=step % epoch == 0):
+            found.append(step)
+    return found
+
+
+def test_it_is_a_function_of_the_runs_name_alike_on_all_ranks():
+    assert steps("a") == steps("a")
+    assert steps("a") != steps("b")
+    ranks = [Schedule("a") for _ in range(2)]
+    for ask in (
+        lambda s: s.samples(5, 1, 64),
+        lambda s: s.kept(5, 1, 64, 2),
+        lambda s: s.chunk(5, 7),
+    ):
+        assert ask(ranks[0]) == ask(ranks[1])
+
+
+def test_the_early_steps_are_always_looked_at():
+    for name in map(str, range(20)):
+        assert {0, 1, 2, 4, 5, 8, 11, 16, 23, 32} <= set(steps(name, epoch=10**9))
+
+
+def test_one_in_sixty_besides():
+    numbers = [len(steps(str(run), 6000, 10**9)) - 10 for run in range(20)]
+    assert 100 * 0.85 <= sum(numbers) / 20 <= 100 * 1.15
+    assert min(numbers) > 60
+    assert max(numbers) < 150
+
+
+def test_the_first_step_of_each_epoch():
+    assert set(range(0, 2000, 200)) <= set(steps("a"))
+    assert {0, 4, 8, 12, 16} <= set(steps("a", 20, 4))
+
+
+def test_short_epochs_do_not_make_a_comparison_of_each_step():
+    assert len(steps("a", epoch=1)) <= 24 + 2 * 2000 / 60 + 60
+
+
+def test_all_samples_are_looked_at_in_turn_with_a_few():
+    schedule = Schedule("a")
+    assert schedule.samples(0, 0, 64) == list(range(64))
+    assert len(schedule.samples(1, 1, 64)) == 16
+    assert schedule.samples(1, 1, 12) == list(range(12))
+
+
+@pytest.mark.parametrize("n", [2, 3, 16, 64, 512])
+@pytest.mark.parametrize("look", range(8))
+def test_at_least_one_is_kept_and_one_exchanged(look, n):
+    kept = Schedule("a").kept(3, look, n)
+    assert 1 <= len(kept) < n
+    assert kept == sorted(set(kept))
+    assert set(kept) <= set(range(n))
+    assert len(kept) == max(1, min(n - 1, -(-n // 2 ** (1 + look % 4))))
+
+
+def test_further_attempts_keep_others():
+    kept = {tuple(Schedule("a").kept(3, 0, 16, attempt)) for attempt in range(6)}
+    assert len(kept) == 6
+
+
+def test_chunks_are_chosen_evenly():
+    chosen = [Schedule("a").chunk(step, 4) for step in range(400)]
+    assert all(70 < chosen.count(chunk) < 130 for chunk in range(4))
