@@ -16,6 +16,7 @@ from lightning_dp._validate import (
     listed,
     normalise,
     not_negative,
+    one_line,
     one_of,
     optional,
     positive,

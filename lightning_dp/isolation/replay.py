@@ -20,6 +20,7 @@ from lightning_dp.gradients.random_state import RandomState
 from lightning_dp.isolation.comparison import GradientSample
 from lightning_dp.isolation.diagnosis import Call, watch_calls
 from lightning_dp.isolation.manual import ByHand, PublicStep, without_dropout
+from lightning_dp.isolation.state import Marks
 from lightning_dp.isolation.variants import own_copies
 
 __all__ = ["Pipeline", "Run", "Runner"]
@@ -57,6 +58,7 @@ class Run:
         has_drawn: random numbers were drawn.
         public_steps: of public optimizers.
         settings: of optimizers that the module steps itself.
+        written: names of buffers and frozen weights that it wrote to.
         calls: of modules, if they were watched.
         hook_failed: the hook of the module that raised, in words, or "".
     """
@@ -70,6 +72,7 @@ class Run:
     has_drawn: bool = False
     public_steps: tuple[PublicStep, ...] = field(default=(), repr=False)
     settings: list[dict[str, Any]] = field(default_factory=list, repr=False)
+    written: frozenset[str] = frozenset()
     calls: tuple[Call, ...] = field(default=(), repr=False)
     hook_failed: str = ""
 
@@ -100,7 +103,7 @@ class Runner:
         self.without_dropout = False
         """Let no layer of torch drop anything, so that runs of fewer samples can be compared, too."""
         self.hooks: tuple[str, ...] = ("on_train_batch_end",)
-        """The hooks of the module that follow the step."""
+        """The hooks of the module that follow the step, in their order."""
 
     def run(
         self,
@@ -129,10 +132,11 @@ class Runner:
             if self.passes.watched.isolates or self.without_dropout:
                 stack.enter_context(without_dropout(module))
             run = Run(self._batch(samples), len(samples), start=begun)
-            calls: list[Call] = []
+            marks, calls = Marks.of(module), list[Call]()
             if watched and not self.passes.watched.isolates:
                 stack.callback(watch_calls(module, calls).take_off)
             self._differentiate(run, query, start, look)
+            run.written = frozenset(Marks.of(module).changed_since(marks))
             run.calls = tuple(calls)
         return run
 
@@ -201,7 +205,7 @@ class Runner:
         return loss, output
 
     def _after_hooks(self, run: Run, end: Snapshot, output: Any) -> Snapshot | None:
-        """Return the state behind the module's own hooks at the end of a batch, and of an epoch."""
+        """Return the state behind the module's own hooks between this step and the next."""
         module = self.module
         hooks = [name for name in self.hooks if is_overridden(name, module)]
         if not hooks:

@@ -47,6 +47,7 @@ RunStep: TypeAlias = Callable[..., Any]
 _HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
 _FAULT = "{}: {}."
 _LARGE = 64 << 20  # bytes of buffers
+_BETWEEN = ("on_train_batch_end", "on_train_epoch_end", "on_train_epoch_start")
 _FEW = 4  # samples, where no gradients are compared
 _UNEXPLAINED = (
     "The buffers or frozen weights {} were written to, and no comparison of batches has shown that what "
@@ -194,14 +195,15 @@ class IsolationWatch:
         if chunk.first:
             self._check = None
         config = run.config
-        if not config.spot_checks or run.batches is None or config.runs_each_record_alone:
+        if not config.spot_checks or run.batches is None:
             return
         self._since = run.step if self._since is None else self._since
         self._note_changes()
         step, chunks = run.step - self._since, run.batches.chunks_per_step
         if chunks > 1 and chunk.index % chunks != self._schedule.chunk(step, chunks):
             return
-        if self._schedule.is_due(step, self._looks, begins_epoch=chunk.index < chunks):
+        is_due = self._schedule.is_due(step, self._looks, begins_epoch=chunk.index < chunks)
+        if is_due and not config.runs_each_record_alone:
             self._due, self._looks = chunk, self._looks + 1
             run.spot_checks += 1
         elif self._changed or self._written_since() - self._cleared:
@@ -227,8 +229,9 @@ class IsolationWatch:
             return
         loader, look = self._loader, self._looks - 1
         names = self._schedule.samples(number, look, chunk.size)
+        was_written = bool(self._changed or self._written_since())
         if not self._needs_gradients:
-            if not self._keeps_something():
+            if not (self._keeps_something() or was_written):
                 return
             names = names[:_FEW]
         records = [chunk.records[place] for place in names]
@@ -237,8 +240,8 @@ class IsolationWatch:
             samples = self._read(records)
         runner = self._runner(loader, *args[1:])
         runner.without_dropout = look % 2 == 1
-        if self._changed or self._written_since():
-            runner.hooks = ("on_train_batch_end", "on_train_epoch_end")
+        if was_written:
+            runner.hooks = _BETWEEN
         self._check = Check(
             runner,
             samples,
@@ -295,8 +298,10 @@ class IsolationWatch:
         """Return why nothing may be saved, or said to be private, as the module is now; None if it may.
 
         A buffer or a frozen weight that was written to, and that no comparison has found to be the same
-        with other records.
+        with other records. Where nothing is compared, nothing is said.
         """
+        if not self._run.config.spot_checks:
+            return None
         self._note_changes()
         if self.fault is not None or not self._changed:
             return self.fault
