@@ -59,7 +59,7 @@ class Journal:
 
     def __init__(self, path: Path, ledger_id: str) -> None:
         self.path = path
-        self._is_torn = False
+        self._is_torn, self._process = False, os.getpid()
         self._lock = filelock.FileLock(f"{path}.lock", mode=FILE_MODE)
         with self._disk("opened"):
             make_folder(path.parent)
@@ -147,6 +147,12 @@ class Journal:
         return charge_line(run, number, None if self._last.get(run) == event else event)
 
     def _append(self, lines: Sequence[bytes], *, wait: bool = True) -> None:
+        if os.getpid() != self._process:
+            raise JournalError(
+                f"The privacy journal {self.path} is that of the process from which this one was forked. "
+                "Let the child leave training to its parent.",
+                topic="journal-disk",
+            )
         if self._is_torn:
             raise JournalError(
                 f"The privacy journal {self.path} could not be written before; begin a new fit.",

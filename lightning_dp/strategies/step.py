@@ -114,12 +114,17 @@ class PrivateStep:
 
     def begin(self, chunk: Chunk) -> None:
         """Open the accounts of the next physical batch."""
+        self._check_process()
         self._is_passed_on = False
         if self._batch.chunk is not None:
             self._watched.drop()  # what a batch without a backward pass left
         if chunk.first:
             self._batch = BatchAccounts()
         self._batch.hand_out(chunk)
+
+    def _check_process(self) -> None:
+        if os.getpid() != self._process:
+            raise RefusedRun(_FORKED, topic="batches-and-steps")
 
     def before_forward(self, mechanism: Mechanism, forward_again: Forward, batch: object) -> None:
         """Remember what further passes over the chunk need: its forward pass and its randomness.
@@ -361,8 +366,7 @@ class PrivateStep:
                 "charged. Step once per batch.",
                 topic="batches-and-steps",
             )
-        if os.getpid() != self._process:
-            raise RefusedRun(_FORKED, topic="batches-and-steps")
+        self._check_process()
         self.parameters.check_optimizer(optimizer)
         if mechanism.query is not None and not self._batch.is_whole:
             self.note(_TOO_EARLY)

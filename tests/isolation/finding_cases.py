@@ -216,9 +216,6 @@ def coherent_collate(rows: list[Any]) -> Any:
 
 
 bad("sum", "coherent_in_collate", n=512, data=marked, collate=coherent_collate)(Base)
-bad("sum", "coherent_in_a_callback", n=512, data=marked, callbacks=lambda: [EditsAtBatchStart()])(
-    Base
-)
 
 
 def by_length(rows: list[Any]) -> Any:
