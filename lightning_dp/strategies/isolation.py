@@ -93,6 +93,7 @@ class IsolationWatch:
         self._marks, self._buffers = Marks.of(self._module), self._copies()
         self._changed: set[str] = set()  # buffers and frozen weights that no comparison has cleared
         self._cleared: set[str] = set()
+        self._was_isolated = False  # at a look of this fit: then it is known what follows the records
         self._before: Snapshot | None = None  # at the last look
         self._weights: tuple[int, ...] | None = None  # versions of trained ones, after an update
         self.fault: str | None = None
@@ -202,10 +203,9 @@ class IsolationWatch:
         step, chunks = run.step - self._since, run.batches.chunks_per_step
         if chunks > 1 and chunk.index % chunks != self._schedule.chunk(step, chunks):
             return
-        is_due = self._schedule.is_due(step, self._looks, begins_epoch=chunk.index < chunks)
-        if is_due and not config.runs_each_record_alone:
+        if self._schedule.is_due(step, self._looks, begins_epoch=chunk.index < chunks):
             self._due, self._looks = chunk, self._looks + 1
-            run.spot_checks += 1
+            run.spot_checks += not config.runs_each_record_alone  # of which only the state is looked at
         elif self._changed or self._written_since() - self._cleared:
             self._due = chunk  # which is counted nowhere
 
@@ -313,6 +313,14 @@ class IsolationWatch:
             fault = self._twins.run_hook(getattr(self._module, name), *args)
             self.fault = self.fault or fault
 
+    def before_hook_of_epoch(self, name: str) -> None:
+        """Clear what a hook that is handed no record writes, if nothing that follows records is in it."""
+        self.before_hook(name)
+        marked = self._marks.names - self._cleared
+        if self._was_isolated and marked and is_overridden(name, self._module):
+            self._cleared |= self._twins.written_alike(getattr(self._module, name))
+            self._changed -= self._cleared
+
     def _keeps_something(self) -> bool:
         """Return False if nothing that the module keeps has changed since the last look."""
         before, self._before = self._before, Snapshot.of(self._module, earlier=self._before)
@@ -336,13 +344,14 @@ class IsolationWatch:
         found = check.settle(anyone)
         self._count(found)
         if found.kind == "isolated":
+            self._was_isolated = True
             self._cleared |= check.same_in_both | self._written_since()
             self._changed -= check.same_in_both
         if found.kind == "coupled":
             self._step.note(_FAULT.format(type(self._module).__name__, found.reason))
 
     def _count(self, found: Outcome) -> None:
-        if found.kind == "not compared":
+        if found.kind == "not compared" and not self._run.config.runs_each_record_alone:
             reasons = self._run.not_compared
             reasons[found.reason] = reasons.get(found.reason, 0) + 1
 
@@ -457,13 +466,13 @@ class _BeforeHooks(Callback):
         self._watch = watch
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._watch.before_hook("on_train_epoch_start")
+        self._watch.before_hook_of_epoch("on_train_epoch_start")
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any) -> None:
         self._watch.before_hook("on_train_batch_end", *args)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._watch.before_hook("on_train_epoch_end")
+        self._watch.before_hook_of_epoch("on_train_epoch_end")
 
     def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._watch.before_hook("on_validation_epoch_end")
