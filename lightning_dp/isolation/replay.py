@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from lightning_dp._module_state import Snapshot, restored
 from lightning_dp._training_step import loss_in
 from lightning_dp.boundary import AbstractPerSampleGradients, Query
-from lightning_dp.gradients import RecordPasses, Replay
+from lightning_dp.gradients import RecordPasses, Replay, UnsupportedModelError
+from lightning_dp.gradients.batches import Singles
 from lightning_dp.gradients.random_state import RandomState
 from lightning_dp.isolation.comparison import GradientSample
 from lightning_dp.isolation.diagnosis import Call, watch_calls
@@ -52,6 +53,7 @@ class Run:
     Args:
         batch: as ``training_step`` took it.
         size: the number of samples.
+        samples: that it began with.
         gradients: what is compared of those of some samples; None if there are none.
         start, end: what the module keeps before and afterwards; no end if a hook raised.
         drawn: the random states when the loss was there.
@@ -65,6 +67,7 @@ class Run:
 
     batch: Any = field(repr=False)
     size: int = 0
+    samples: Sequence[Any] = field(default=(), repr=False)
     gradients: GradientSample | None = field(default=None, repr=False)
     start: Snapshot | None = field(default=None, repr=False)
     end: Snapshot | None = field(default=None, repr=False)
@@ -131,7 +134,7 @@ class Runner:
         with self._traceless(start) as begun, ExitStack() as stack:
             if self.passes.watched.isolates or self.without_dropout:
                 stack.enter_context(without_dropout(module))
-            run = Run(self._batch(samples), len(samples), start=begun)
+            run = Run(self._batch(samples), len(samples), samples, start=begun)
             marks, calls = Marks.of(module), list[Call]()
             if watched and not self.passes.watched.isolates:
                 stack.callback(watch_calls(module, calls).take_off)
@@ -180,9 +183,8 @@ class Runner:
                 outputs[:] = [output]
             return loss
 
-        replay = Replay(forward, run.batch, run.size, begun)
         try:
-            found = self.passes.gradients(query, replay)
+            found = self._gradients(query, Replay(forward, run.batch, run.size, begun), run.samples)
             run.gradients = None if found is None else look(found)
         finally:
             self.passes.watched.drop()
@@ -191,6 +193,20 @@ class Runner:
         if ends:
             none = torch.zeros((), device=self.device)
             run.end = self._after_hooks(run, ends[0], outputs[0] if outputs else none)
+
+    def _gradients(
+        self, query: Query, replay: Replay, samples: Sequence[Any]
+    ) -> AbstractPerSampleGradients | None:
+        """Return the gradients of samples; each in a batch of its own, where an engine wants that."""
+        watched = self.passes.watched
+        if not watched.one_record:
+            try:
+                return self.passes.gradients(query, replay)
+            except UnsupportedModelError:
+                if not watched.one_record:  # to which it came just now
+                    raise
+        singles = Singles(self._batch([sample]) for sample in samples)
+        return self.passes.gradients(query, replace(replay, batch=singles))
 
     def _forward(self, batch: Any, run: Run) -> tuple[Tensor | None, Any]:
         module = self.module
