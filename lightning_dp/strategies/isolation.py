@@ -179,7 +179,8 @@ class IsolationWatch:
     def _read(self, records: Sequence[int]) -> list[Any]:
         """Read records once more; the random numbers of the run go on as if nobody had."""
         dataset = self._loader.dataset
-        own = [each for each in vars(dataset).values() if isinstance(each, OWN_GENERATORS)]
+        kept = getattr(dataset, "__dict__", {})  # a list has none
+        own = [each for each in kept.values() if isinstance(each, OWN_GENERATORS)]
         states = [state_of(each) for each in own]
         try:
             with RandomState(self._trainer.strategy.root_device).again():

@@ -143,7 +143,7 @@ def test_a_coupled_compiled_module_is_found_by_the_probe(blobs, classifier, make
 
     privacy = DifferentialPrivacy(target_delta=1e-5, noise_multiplier=1.0)
     model = torch.compile(Coupled(Block()), backend=graph)
-    with pytest.raises(Exception, match="Records of one batch change each other's gradients"):
+    with pytest.raises(Exception, match="couples the records of a batch"):
         make_trainer(max_epochs=1, callbacks=[privacy]).fit(model, DataLoader(blobs, 60))
 
 

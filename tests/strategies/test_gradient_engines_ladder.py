@@ -133,11 +133,11 @@ def test_a_real_batch_is_answered_by_the_next_engine_as_if_by_the_first(place, t
 
 @pytest.mark.parametrize("place", PLACES)
 def test_a_synthetic_batch_shows_it_before_anything_is_charged(place, train):
-    module, report, _ = train(place, width=9, isolation_probe=True)
+    module, report, _ = train(place, isolation_probe=True)
     expected, _, _ = train(None)
     said = report.mechanism["gradient engine"]
     assert said == (
-        "layers, since fussy does not cover this model: net (Linear) saw rows of 9 places."
+        "layers, since fussy does not cover this model: net (Linear) saw rows of 12 places."
     )
     assert module.seen == expected.seen == 6  # each batch once
     torch.testing.assert_close(list(module.parameters()), list(expected.parameters()))
