@@ -9,11 +9,20 @@ from functools import cached_property
 from typing import Any, TypeAlias, cast
 
 import numpy as np
+import torch
 from torch import Tensor, nn
 
 from lightning_dp._refusals import UnsupportedModelError
 
-__all__ = ["DEFAULT_LAYOUT", "UNKNOWN_LAYOUT", "Layout", "SampleBatch", "leaves", "map_leaves"]
+__all__ = [
+    "DEFAULT_LAYOUT",
+    "UNKNOWN_LAYOUT",
+    "Layout",
+    "SampleBatch",
+    "Singles",
+    "leaves",
+    "map_leaves",
+]
 
 _LEAVES = frozenset((Tensor, int, float, bool, str, type(None)))
 _LISTS = frozenset((list, tuple))
@@ -68,6 +77,12 @@ def _is_of_samples(of_two: Leaf, of_three: Leaf) -> bool | None:
     return False if of_two == of_three else None
 
 
+class Singles(tuple[Any, ...]):
+    """Batches of one sample each, in the place of a batch of them all."""
+
+    __slots__ = ()
+
+
 @dataclass(frozen=True)
 class SampleBatch:
     """A batch of n samples.
@@ -117,6 +132,20 @@ class SampleBatch:
             return type(leaf)([leaf[place] for place in places])
 
         return SampleBatch(self.map(some), len(samples), self.layout)
+
+    @property
+    def singles(self) -> Sequence[Any]:
+        """Batches of one sample each.
+
+        Raises:
+            UnsupportedModelError: as :meth:`check`.
+        """
+        if isinstance(self.value, Singles):
+            return self.value
+        if self.size < 2:
+            return [self.value]
+        self.check()
+        return [self.of(torch.tensor([place])).value for place in range(self.size)]
 
     def map(self, of_samples: Callable[[Leaf], Leaf]) -> Any:
         """Return the value in new containers, with the leaves that hold samples replaced."""

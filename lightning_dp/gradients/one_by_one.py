@@ -56,11 +56,10 @@ class OneByOne(AbstractGradientEngine):
     def run(self, forward: Forward, batch: SampleBatch, around: Around | None = None) -> Any:
         self.drop()
         if batch.size < 2:
-            return forward(batch.value)
-        batch.check()
+            return forward(batch.singles[0])
         rows, losses = list[Tensor](), list[Tensor]()
-        for place in range(batch.size):
-            loss = loss_in(forward(batch.of(torch.tensor([place])).value))
+        for single in batch.singles:
+            loss = loss_in(forward(single))
             if not isinstance(loss, Tensor):  # it contributes zero
                 loss = torch.zeros((), device=self._params[0].device)
             rows.append(self._row(loss))

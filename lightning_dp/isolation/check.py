@@ -111,7 +111,7 @@ class Check:
         self.not_compared = ""
         """The reason for which nothing can be said of the gradients; "" if they were compared."""
         self.same_in_both: set[str] = set()
-        """Names of what the step changes, whatever the records are."""
+        """Names of what the step writes, and writes alike whatever the records are."""
 
     # -- runs --------------------------------------------------------------------------------------
 
@@ -251,7 +251,7 @@ class Check:
             found.settings += tuple(each.name for each in moved if each.kind == "setting")
             if a.start is not None:
                 changed = {each.name for each in a.start.differences(a.end) if each.kind in _KEPT}
-                self.same_in_both = changed - {each.name for each in moved}
+                self.same_in_both = (changed | a.written) - {each.name for each in moved}
         if found.exchanged > TOLERANCE:
             sizes = (a.size, b.size)
             if self._runner.pipeline.made_by and not are_same_rows(a.batch, b.batch, sizes, kept):

@@ -90,9 +90,7 @@ class DryRun:
                 if found.kind == "isolated" and not runner.passes.watched.engine.isolates:
                     return mean_or_sum(runner, samples)
                 return found
-        except UnsupportedModelError as error:
-            if runner.passes.watched.engine.one_record and error.topic != "coupled-records":
-                return Outcome("isolated")  # whose batches may not come apart
+        except UnsupportedModelError:
             raise
         except Exception as error:  # the user's code, on values that are none of the user's
             return Outcome("not compared", f"{type(error).__name__}: {error}")

@@ -10,12 +10,14 @@ from typing import Any
 
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.dropout import _DropoutNd
 from torch.optim import Optimizer
 
 from lightning_dp._waiting_losses import WaitingLosses
 
 __all__ = ["ByHand", "PublicStep", "without_dropout"]
+
+_DROP = (_DropoutNd, nn.RReLU, nn.RNNBase, nn.MultiheadAttention)  # by chance, while they train
 
 
 def _ignore(*args: Any, **kwargs: Any) -> None:
@@ -25,13 +27,7 @@ def _ignore(*args: Any, **kwargs: Any) -> None:
 @contextmanager
 def without_dropout(module: nn.Module) -> Iterator[None]:
     """Let no layer of torch drop anything, inside."""
-    active = [
-        part
-        for part in module.modules()
-        if part.training
-        and type(part).__module__.startswith("torch.nn.")
-        and not isinstance(part, _BatchNorm)
-    ]
+    active = [part for part in module.modules() if part.training and isinstance(part, _DROP)]
     try:
         for part in active:
             part.training = False

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -16,10 +16,12 @@ from lightning_dp._generators import RandomState
 from lightning_dp._module_state import Snapshot, restored
 from lightning_dp._training_step import loss_in
 from lightning_dp.boundary import AbstractPerSampleGradients, Query
-from lightning_dp.gradients import RecordPasses, Replay
+from lightning_dp.gradients import RecordPasses, Replay, UnsupportedModelError
+from lightning_dp.gradients.batches import Singles
 from lightning_dp.isolation.comparison import GradientSample
 from lightning_dp.isolation.diagnosis import Call, watch_calls
 from lightning_dp.isolation.manual import ByHand, PublicStep, without_dropout
+from lightning_dp.isolation.state import Marks
 from lightning_dp.isolation.variants import own_copies
 
 __all__ = ["Pipeline", "Run", "Runner"]
@@ -51,18 +53,21 @@ class Run:
     Args:
         batch: as ``training_step`` took it.
         size: the number of samples.
+        samples: that it began with.
         gradients: what is compared of those of some samples; None if there are none.
         start, end: what the module keeps before and afterwards; no end if a hook raised.
         drawn: the random states when the loss was there.
         has_drawn: random numbers were drawn.
         public_steps: of public optimizers.
         settings: of optimizers that the module steps itself.
+        written: names of buffers and frozen weights that it wrote to.
         calls: of modules, if they were watched.
         hook_failed: the hook of the module that raised, in words, or "".
     """
 
     batch: Any = field(repr=False)
     size: int = 0
+    samples: Sequence[Any] = field(default=(), repr=False)
     gradients: GradientSample | None = field(default=None, repr=False)
     start: Snapshot | None = field(default=None, repr=False)
     end: Snapshot | None = field(default=None, repr=False)
@@ -70,6 +75,7 @@ class Run:
     has_drawn: bool = False
     public_steps: tuple[PublicStep, ...] = field(default=(), repr=False)
     settings: list[dict[str, Any]] = field(default_factory=list, repr=False)
+    written: frozenset[str] = frozenset()
     calls: tuple[Call, ...] = field(default=(), repr=False)
     hook_failed: str = ""
 
@@ -100,7 +106,7 @@ class Runner:
         self.without_dropout = False
         """Let no layer of torch drop anything, so that runs of fewer samples can be compared, too."""
         self.hooks: tuple[str, ...] = ("on_train_batch_end",)
-        """The hooks of the module that follow the step."""
+        """The hooks of the module that follow the step, in their order."""
 
     def run(
         self,
@@ -128,11 +134,12 @@ class Runner:
         with self._traceless(start) as begun, ExitStack() as stack:
             if self.passes.watched.engine.isolates or self.without_dropout:
                 stack.enter_context(without_dropout(module))
-            run = Run(self._batch(samples), len(samples), start=begun)
-            calls: list[Call] = []
+            run = Run(self._batch(samples), len(samples), samples, start=begun)
+            marks, calls = Marks.of(module), list[Call]()
             if watched and not self.passes.watched.engine.isolates:
                 stack.callback(watch_calls(module, calls).take_off)
             self._differentiate(run, query, start, look)
+            run.written = frozenset(Marks.of(module).changed_since(marks))
             run.calls = tuple(calls)
         return run
 
@@ -176,9 +183,8 @@ class Runner:
                 outputs[:] = [output]
             return loss
 
-        replay = Replay(forward, run.batch, run.size, begun)
         try:
-            found = self.passes.gradients(query, replay)
+            found = self._gradients(query, Replay(forward, run.batch, run.size, begun), run.samples)
             run.gradients = None if found is None else look(found)
         finally:
             self.passes.watched.drop()
@@ -189,6 +195,20 @@ class Runner:
         if ends:
             none = torch.zeros((), device=self.device)
             run.end = self._after_hooks(run, ends[0], outputs[0] if outputs else none)
+
+    def _gradients(
+        self, query: Query, replay: Replay, samples: Sequence[Any]
+    ) -> AbstractPerSampleGradients | None:
+        """Return the gradients of samples; each in a batch of its own, where an engine wants that."""
+        watched = self.passes.watched
+        if not watched.engine.one_record:
+            try:
+                return self.passes.gradients(query, replay)
+            except UnsupportedModelError:
+                if not watched.engine.one_record:  # to which it came just now
+                    raise
+        singles = Singles(self._batch([sample]) for sample in samples)
+        return self.passes.gradients(query, replace(replay, batch=singles))
 
     def _forward(self, batch: Any, run: Run) -> tuple[Tensor | None, Any]:
         module = self.module
@@ -203,7 +223,7 @@ class Runner:
         return loss, output
 
     def _after_hooks(self, run: Run, end: Snapshot, output: Any) -> Snapshot | None:
-        """Return the state behind the module's own hooks at the end of a batch, and of an epoch."""
+        """Return the state behind the module's own hooks between this step and the next."""
         module = self.module
         hooks = [name for name in self.hooks if is_overridden(name, module)]
         if not hooks:

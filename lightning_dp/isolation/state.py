@@ -172,6 +172,26 @@ class TwinState:
         self._twins = found
         return None
 
+    def written_alike(self, hook: Callable[..., Any]) -> set[str]:
+        """Return the names of buffers and frozen weights that a hook writes, whatever the twins are.
+
+        Nothing is said of a hook that raises.
+
+        Args:
+            hook: a bound method without arguments, such as ``module.on_train_epoch_end``.
+        """
+        written, ends = set[str](), list[Snapshot]()
+        try:
+            for scale in (0.0, 1.0, _FAR) if self._twins else (0.0,):
+                with self.in_place(scale=scale, parameters=True):
+                    marks = Marks.of(self._module)
+                    hook()
+                    written |= set(Marks.of(self._module).changed_since(marks))
+                    ends.append(Snapshot.of(self._module, parameters=True))
+        except Exception:  # of the user's, on values that no run had
+            return set()
+        return written - {each.name for end in ends[1:] for each in ends[0].differences(end)}
+
     def _end_of(self, hook: Callable[..., Any], args: tuple[Any, ...], scale: float) -> Any:
         """Return the state after a hook; None if it raises."""
         try:
@@ -262,6 +282,13 @@ class Marks:
             if tensor is not None and not tensor.requires_grad
         )
         return cls(module, tensors, tuple(map(_mark, tensors)))
+
+    @property
+    def names(self) -> set[str]:
+        """The dotted names of all of them."""
+        marked = set(map(id, self._tensors))
+        both = (*self._module.named_buffers(), *self._module.named_parameters())
+        return {name for name, each in both if id(each) in marked}
 
     def changed_since(self, earlier: Marks) -> tuple[str, ...]:
         """Return the dotted names of what was written to, or is another object, since earlier marks.

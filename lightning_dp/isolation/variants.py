@@ -67,7 +67,7 @@ def own_copies(samples: Sequence[Any]) -> list[Any]:
 
 def _rows_cloned(sample: Any) -> dict[int, Any]:
     """Return clones of tensors, by identity: ``deepcopy`` would copy all rows of their storage."""
-    tensors = (each for each in row_leaves(sample) if isinstance(each, Tensor))
+    tensors = (each for each in leaves_of(sample, rows=True) if isinstance(each, Tensor))
     return {id(each): each.detach().clone() for each in tensors}
 
 

@@ -46,8 +46,8 @@ RunStep: TypeAlias = Callable[..., Any]
 
 _HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
 _FAULT = "{}: {}."
-_HOOKS_KEEP = "not compared (Opacus' hooks pair calls by their order, and take no further pass)"
 _LARGE = 64 << 20  # bytes of buffers
+_BETWEEN = ("on_train_batch_end", "on_train_epoch_end", "on_train_epoch_start")
 _FEW = 4  # samples, where no gradients are compared
 _UNEXPLAINED = (
     "The buffers or frozen weights {} were written to, and no comparison of batches has shown that what "
@@ -94,6 +94,9 @@ class IsolationWatch:
         self._marks, self._buffers = Marks.of(self._module), self._copies()
         self._changed: set[str] = set()  # buffers and frozen weights that no comparison has cleared
         self._cleared: set[str] = set()
+        self._was_isolated = (
+            False  # at a look of this fit: then it is known what follows the records
+        )
         self._before: Snapshot | None = None  # at the last look
         self._weights: tuple[int, ...] | None = None  # versions of trained ones, after an update
         self.fault: str | None = None
@@ -126,9 +129,6 @@ class IsolationWatch:
         engine, config = self._step.engine, self._run.config
         if config.runs_each_record_alone:
             self._run.isolation = BY_CONSTRUCTION
-            return
-        if config.engine == "hooks":
-            self._run.isolation = _HOOKS_KEEP
             return
         dry = None
         if config.isolation_probe:
@@ -182,11 +182,8 @@ class IsolationWatch:
     def _read(self, records: Sequence[int]) -> list[Any]:
         """Read records once more; the random numbers of the run go on as if nobody had."""
         dataset = self._loader.dataset
-        own = [
-            each
-            for each in getattr(dataset, "__dict__", {}).values()
-            if isinstance(each, OWN_GENERATORS)
-        ]
+        kept = getattr(dataset, "__dict__", {})  # a list has none
+        own = [each for each in kept.values() if isinstance(each, OWN_GENERATORS)]
         states = [state_of(each) for each in own]
         try:
             with RandomState(self._trainer.strategy.root_device).again():
@@ -203,8 +200,7 @@ class IsolationWatch:
         if chunk.first:
             self._check = None
         config = run.config
-        is_off = not config.spot_checks or config.engine == "hooks"
-        if is_off or run.batches is None or self._step.one_record:
+        if not config.spot_checks or run.batches is None:
             return
         self._since = run.step if self._since is None else self._since
         self._note_changes()
@@ -214,7 +210,7 @@ class IsolationWatch:
         if self._schedule.is_due(step, self._looks, begins_epoch=chunk.index < chunks):
             self._due, self._looks = chunk, self._looks + 1
             self._is_scheduled = True
-            run.spot_checks += 1
+            run.spot_checks += not self._step.one_record  # of which only the state is looked at
         elif self._changed or self._written_since() - self._cleared:
             self._due, self._is_scheduled = chunk, False
 
@@ -239,8 +235,9 @@ class IsolationWatch:
             return
         loader, look = self._loader, self._looks - 1
         names = self._schedule.samples(number, look, chunk.size)
+        was_written = bool(self._changed or self._written_since())
         if not self._needs_gradients:
-            if not self._keeps_something():
+            if not (self._keeps_something() or was_written):
                 return
             names = names[:_FEW]
         records = [chunk.records[place] for place in names]
@@ -249,8 +246,8 @@ class IsolationWatch:
             samples = self._read(records)
         runner = self._runner(loader, *args[1:])
         runner.without_dropout = look % 2 == 1
-        if self._changed or self._written_since():
-            runner.hooks = ("on_train_batch_end", "on_train_epoch_end")
+        if was_written:
+            runner.hooks = _BETWEEN
         self._check = Check(
             runner,
             samples,
@@ -309,10 +306,12 @@ class IsolationWatch:
         """Return why nothing may be saved, or said to be private, as the module is now; None if it may.
 
         A buffer or a frozen weight that was written to, and that no comparison has found to be the same
-        with other records.
+        with other records. Where nothing is compared, nothing is said.
         """
+        if not self._run.config.spot_checks:
+            return None
         self._note_changes()
-        if self.fault is not None or not (self._changed and self._run.config.spot_checks):
+        if self.fault is not None or not self._changed:
             return self.fault
         return _UNEXPLAINED.format(sorted(self._changed)[:5])
 
@@ -321,6 +320,14 @@ class IsolationWatch:
         if self._twins.has_twins and is_overridden(name, self._module):
             fault = self._twins.run_hook(getattr(self._module, name), *args)
             self.fault = self.fault or fault
+
+    def before_hook_of_epoch(self, name: str) -> None:
+        """Clear what a hook that is handed no record writes, if nothing that follows records is in it."""
+        self.before_hook(name)
+        marked = self._marks.names - self._cleared
+        if self._was_isolated and marked and is_overridden(name, self._module):
+            self._cleared |= self._twins.written_alike(getattr(self._module, name))
+            self._changed -= self._cleared
 
     def _keeps_something(self) -> bool:
         """Return False if nothing that the module keeps has changed since the last look."""
@@ -345,13 +352,14 @@ class IsolationWatch:
         found = check.settle(anyone)
         self._count(found)
         if found.kind == "isolated":
+            self._was_isolated = True
             self._cleared |= check.same_in_both | self._written_since()
             self._changed -= check.same_in_both
         if found.kind == "coupled":
             self._step.note(_FAULT.format(type(self._module).__name__, found.reason))
 
     def _count(self, found: Outcome) -> None:
-        if found.kind == "not compared" and self._is_scheduled:
+        if found.kind == "not compared" and self._is_scheduled and not self._step.one_record:
             reasons = self._run.not_compared
             reasons[found.reason] = reasons.get(found.reason, 0) + 1
 
@@ -467,13 +475,13 @@ class _BeforeHooks(Callback):
         self._watch = watch
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._watch.before_hook("on_train_epoch_start")
+        self._watch.before_hook_of_epoch("on_train_epoch_start")
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any) -> None:
         self._watch.before_hook("on_train_batch_end", *args)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._watch.before_hook("on_train_epoch_end")
+        self._watch.before_hook_of_epoch("on_train_epoch_end")
 
     def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._watch.before_hook("on_validation_epoch_end")

@@ -1,0 +1,305 @@
+"""Comparisons in a fit: in every kind of step, without a trace; what they name, count and report."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import random
+
+import lightning as L
+import numpy as np
+import pytest
+import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, TensorDataset, default_collate
+from torchmetrics.classification import MulticlassAccuracy
+
+from lightning_dp import CubicNewton, Diff2, FullBatch, Storm
+from lightning_dp.accounting.events import VoidedRunError
+from lightning_dp.callbacks import DifferentialPrivacy
+
+N, WIDTH, CLASSES = 240, 6, 3
+
+
+class Base(L.LightningModule):
+    """A classifier of which a case changes ``loss``."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.net = nn.Sequential(nn.Linear(WIDTH, 8), nn.Tanh(), nn.Linear(8, CLASSES))
+
+    def training_step(self, batch, batch_idx):
+        return self.loss(*batch)
+
+    def loss(self, x, y):
+        return F.cross_entropy(self.net(x), y)
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.05)
+
+
+class Centred(Base):
+    def loss(self, x, y):
+        logits = self.net(x)
+        return F.cross_entropy(logits - logits.mean(0), y)
+
+
+class ByHand(Base):
+    def __init__(self):
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch, batch_idx):
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(self.loss(*batch))
+        optimizer.step()
+
+
+class CentredByHand(ByHand):
+    loss = Centred.loss
+
+
+class WithCritic(ByHand):
+    """Two optimizers, of which one never sees a record."""
+
+    def __init__(self):
+        super().__init__()
+        self.critic = nn.Linear(2, 1)
+
+    def training_step(self, batch, batch_idx):
+        private, public = self.optimizers()
+        for optimizer, loss in (
+            (public, self.critic(torch.ones(4, 2)).mean()),
+            (private, self.loss(*batch)),
+        ):
+            optimizer.zero_grad()
+            self.manual_backward(loss)
+            optimizer.step()
+
+    def configure_optimizers(self):
+        parts = (self.net.parameters(), self.critic.parameters())
+        return [torch.optim.SGD(part, lr=0.05) for part in parts]
+
+
+class CentredWithCritic(WithCritic):
+    loss = Centred.loss
+
+
+def mixes(samples):
+    x, y = default_collate(samples)
+    return x - x.mean(0), y
+
+
+def data():
+    generator = torch.Generator().manual_seed(0)
+    x = torch.rand(N, WIDTH, generator=generator)
+    return TensorDataset(x, torch.randint(CLASSES, (N,), generator=generator))
+
+
+@pytest.fixture
+def fit(make_trainer):
+    def run(model, steps=3, privacy=None, collate=None, **trainer):
+        settings = {"noise_multiplier": 1.0, "target_delta": 1e-5, "seed": 0}
+        settings |= {"isolation_probe": False, "loss_graph_check": False}
+        callback = DifferentialPrivacy(**settings | (privacy or {}))
+        arguments = {"max_steps": steps, "max_epochs": -1} | trainer
+        trainer = make_trainer(callbacks=[callback, *arguments.pop("callbacks", [])], **arguments)
+        trainer.fit(model, DataLoader(data(), batch_size=16, collate_fn=collate))
+        return trainer.strategy.private_run
+
+    return run
+
+
+# -- kinds of steps --------------------------------------------------------------------------------
+
+KINDS = {
+    "layers": (Base, Centred, {"engine": "layers"}, {}),
+    "hooks": (Base, Centred, {"engine": "hooks"}, {}),
+    "ghost": (Base, Centred, {"engine": "ghost"}, {}),
+    "accumulated": (Base, Centred, {}, {"accumulate_grad_batches": 3}),
+    "full batch": (Base, Centred, {"sampling": FullBatch()}, {}),
+    "diff2": (Base, Centred, {"estimator": Diff2(3, 1.0, 1.0)}, {}),
+    "storm": (Base, Centred, {"estimator": Storm(0.5, 1.0, 1.0)}, {}),
+    "by hand": (ByHand, CentredByHand, {}, {}),
+    "two optimizers": (WithCritic, CentredWithCritic, {"private_optimizer": 0}, {}),
+}
+
+
+@pytest.mark.parametrize("couples", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
+def test_all_kinds_of_steps_are_compared(fit, kind, couples):
+    ordinary, coupled, privacy, trainer = KINDS[kind]
+    expected = pytest.raises(VoidedRunError, match=r"more than 0\.05 C")
+    with expected if couples else contextlib.nullcontext():
+        run = fit((coupled if couples else ordinary)(), privacy=privacy, **trainer)
+        assert run.spot_checks == run.steps >= 2
+        assert run.not_compared == {}
+
+
+@pytest.mark.parametrize("engine", ["auto", "hooks"])
+def test_a_collate_fn_that_mixes_is_named_whatever_the_engine(fit, engine):
+    with pytest.raises(
+        VoidedRunError, match=r"first in the batch itself, made by collate_fn \(mixes\)"
+    ):
+        fit(Base(), privacy={"engine": engine}, collate=mixes)
+
+
+def test_records_that_run_alone_need_no_comparison(fit):
+    run = fit(Base(), privacy={"engine": "one_by_one", "isolation_probe": True}, collate=mixes)
+
+    assert run.spot_checks == 0
+    assert run.isolation == "by construction: each record runs alone"
+
+
+def test_cubic_newton_is_compared(fit):
+    privacy = {"estimator": CubicNewton(1.0, 1.0, 1)}
+    assert fit(Base(), privacy=privacy).spot_checks == 3
+
+
+# -- words and counts ------------------------------------------------------------------------------
+
+
+class MixingLayer(nn.Module):
+    def forward(self, x):
+        return x - x.mean(0)
+
+
+def test_the_first_layer_that_mixes_is_named(fit):
+    model = Base()
+    model.net = nn.Sequential(nn.Linear(WIDTH, 4), MixingLayer(), nn.Linear(4, CLASSES))
+    with pytest.raises(VoidedRunError, match=r"Base: .*the outputs of net\.1 \(MixingLayer\)"):
+        fit(model)
+
+
+def test_made_up_samples_are_refused_before_a_charge(fit):
+    with pytest.raises(MisconfigurationException, match=r"Centred couples the records of a batch"):
+        fit(Centred(), privacy={"isolation_probe": True})
+
+
+def test_without_comparisons_it_trains(fit):
+    run = fit(Centred(), privacy={"spot_checks": False})
+    assert (run.steps, run.spot_checks, run.isolation) == (3, 0, "opted out")
+
+
+class DrawsByRecord(Base):
+    """How many random numbers are drawn depends on records."""
+
+    def loss(self, x, y):
+        for _ in range(int(1000 * x.sum()) % 97):
+            random.random()
+        return super().loss(x, y)
+
+
+def test_what_was_not_compared_is_counted_with_its_reason(fit):
+    run = fit(DrawsByRecord())
+
+    assert run.spot_checks == 3
+    assert 1 <= sum(run.not_compared.values()) <= 3
+    assert all("random numbers" in reason for reason in run.not_compared)
+
+
+class Writes(L.Callback):
+    """Keeps something in a buffer, where no comparison runs it."""
+
+    def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
+        module.scale.fill_(float(batch[0].mean()))
+
+
+class WithBuffer(Base):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("scale", torch.zeros(()))
+
+
+def test_a_buffer_that_a_callback_writes_is_saved_only_if_it_is_declared(fit, tmp_path):
+    save = L.pytorch.callbacks.ModelCheckpoint(tmp_path, every_n_train_steps=1)
+    arguments = {"callbacks": [Writes(), save], "enable_checkpointing": True}
+    with pytest.raises(VoidedRunError, match=r"\['scale'\].*public_state="):
+        fit(WithBuffer(), **arguments)
+    assert not list(tmp_path.rglob("*.ckpt"))
+
+    run = fit(WithBuffer(), privacy={"public_state": ["scale"]}, **arguments)
+    assert "scale (declared, not checked)" in " ".join(run.not_covered)
+    assert list(tmp_path.rglob("*.ckpt"))
+
+
+# -- no trace --------------------------------------------------------------------------------------
+
+
+class Busy(Base):
+    """Draws numbers of all kinds, edits its batch, logs, counts, and keeps what it saw."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("steps", torch.zeros(()))
+        self.generator = torch.Generator().manual_seed(3)
+        self.accuracy, self.losses, self.calls = MulticlassAccuracy(CLASSES), [], 0
+
+    def loss(self, x, y):
+        self.steps += 1
+        self.calls += 1
+        x *= 1 + 0.1 * torch.rand(len(x), 1) + random.random() + np.random.rand()
+        logits = self.net(F.dropout(x + torch.randn(x.shape, generator=self.generator), 0.3))
+        self.log("accuracy", self.accuracy(logits, y), on_step=True, on_epoch=True)
+        loss = F.cross_entropy(logits, y)
+        self.losses.append(loss.item())
+        return loss
+
+
+class Watch(L.Callback):
+    """Notes weights, states of random generators and logged values after each step."""
+
+    def __init__(self):
+        self.seen = []
+
+    def on_train_batch_end(self, trainer, module, *unused):
+        state = [each.tolist() for each in module.state_dict().values()]
+        logged = {name: float(value) for name, value in trainer.callback_metrics.items()}
+        drawn = random.getstate(), np.random.get_state()[2], torch.get_rng_state().tolist()
+        self.seen.append((state, logged, drawn, module.calls, list(module.losses)))
+
+
+@pytest.mark.parametrize("engine", ["layers", "hooks"])
+def test_a_comparison_leaves_no_trace(fit, engine):
+    def trajectory(checks):
+        watch = Watch()
+        L.seed_everything(7)
+        run = fit(Busy(), 4, {"spot_checks": checks, "engine": engine}, callbacks=[watch])
+        return watch.seen, run.spot_checks
+
+    (seen, looks), (plain, none) = trajectory(True), trajectory(False)
+
+    assert (looks, none) == (3, 0)
+    assert seen == plain
+
+
+def test_nothing_is_printed_twice(fit, capsys):
+    class Talks(Base):
+        def loss(self, x, y):
+            print("a step of mine")
+            logging.getLogger("mine").debug("a step of mine")
+            return super().loss(x, y)
+
+    fit(Talks())
+    assert capsys.readouterr().out.count("a step of mine") == 3
+
+
+def test_released_gradients_stay_where_they_are(fit):
+    """Lightning keeps the last private gradient until the closure sets it to zero."""
+
+    class Looks(Base):
+        seen = ()
+
+        def loss(self, x, y):
+            grads = [None if p.grad is None else p.grad.clone() for p in self.parameters()]
+            self.seen = (*self.seen, grads)
+            return super().loss(x, y)
+
+    model = Looks()
+    fit(model, privacy={"engine": "hooks"})
+    assert len(model.seen) == 3
+    assert all(grad is not None for grads in model.seen[1:] for grad in grads)
