@@ -68,7 +68,8 @@ class Noting(L.LightningModule):
         super().__init__()
         self.net, self.loss, self.make_optimizer = net, loss, optimizer
         self.chunks: dict[tuple[int, int], tuple[bool, list[int]]] = {}
-        self.passes = 0
+        passes: list[int] = []  # in closures, which no snapshot holds
+        self.begin_pass, self.count_passes = lambda: passes.append(1), lambda: len(passes)
         self.seen: list[Tensor] = []  # the parameters that validation saw
 
     @property
@@ -89,7 +90,7 @@ class Noting(L.LightningModule):
         chunk = self.trainer.train_dataloader.current
         records = index.tolist() if chunk.size else []
         self.chunks.setdefault((self.current_epoch, batch_idx), (chunk.first, records))
-        self.passes += 1
+        self.begin_pass()
         loss = self.loss(self.net(x), y)
         self.log("train_loss", loss)
         return loss

@@ -151,7 +151,7 @@ class Journal:
             raise JournalError(
                 f"The privacy journal {self.path} is that of the process from which this one was forked. "
                 "Let the child leave training to its parent.",
-                topic="journal-disk",
+                topic="batches-and-steps",
             )
         if self._is_torn:
             raise JournalError(

@@ -81,6 +81,9 @@ class AbstractGradientEngine(ABC):
     isolates: ClassVar[bool] = False
     """True if records cannot mix in ``training_step``, by construction."""
 
+    has_asked = True
+    """False if it is known that ``training_step`` asked for no record's value in the latest pass."""
+
     @property
     def runs_parts(self) -> bool:
         """True if records run alone, but parts of a batch together (``around`` of :meth:`run`)."""

@@ -165,6 +165,11 @@ class SampleBatch:
         return [leaf._version for leaf in self._leaves if isinstance(leaf, Tensor)]
 
     @property
+    def is_all_rows(self) -> bool:
+        """True if it is made of tensors with a row for each sample, and nothing else."""
+        return all(self._holds) and all(isinstance(leaf, Tensor) for leaf in self._leaves)
+
+    @property
     def others(self) -> list[Sequence[Any]]:
         """Lists of texts, numbers and objects with an entry for each sample."""
         return [

@@ -64,12 +64,14 @@ class Replay:
         batch: what the records are in.
         size: how many records it has.
         randomness: as its first run found it; None if that run is still to come.
+        see: is called with what ``training_step`` returns for the whole batch.
     """
 
     forward: Forward | None
     batch: Any
     size: int
     randomness: RandomState | None = None
+    see: Callable[[Any], object] = id
 
     def again(self) -> AbstractContextManager[None]:
         """Return a context in which the records draw what they drew in their first run."""
@@ -213,12 +215,11 @@ class RecordPasses:
         """Return each record's gradient here; None if there is nothing to go back from.
 
         Args:
-            forward, batch, size: as in :class:`Replay`.
+            forward, batch, size, see: as in :class:`Replay`.
             combined: with the gradients of another pass.
-            see: is called with what ``training_step`` returns for the whole batch.
         """
-        chunk = Replay(forward, batch, size)
-        return self._by_some_engine(chunk, lambda chunk: self._pass(chunk, _HERE, combined, see))
+        chunk = Replay(forward, batch, size, see=see)
+        return self._by_some_engine(chunk, lambda chunk: self._pass(chunk, _HERE, combined))
 
     def _by_some_engine(
         self, chunk: Replay, ask: Callable[[Replay], AbstractPerSampleGradients | None]
@@ -261,11 +262,7 @@ class RecordPasses:
         return total if query.coordinates is None else total.restrict(query.coordinates)
 
     def _pass(
-        self,
-        chunk: Replay,
-        each: Pass,
-        combined: bool = True,
-        see: Callable[[Any], object] = id,
+        self, chunk: Replay, each: Pass, combined: bool = True
     ) -> AbstractPerSampleGradients | None:
         """Run one pass over some records; None if there is nothing to go back from.
 
@@ -273,7 +270,6 @@ class RecordPasses:
             chunk: the records.
             each: where, and along which direction.
             combined: with the gradients of another pass.
-            see: as for :meth:`run`.
         """
         if chunk.forward is None:
             raise RefusedRun(
@@ -287,7 +283,7 @@ class RecordPasses:
                     weights = each.gradient, each.product
                     return self.watched.along(*run, each.direction, weights, around)
                 output = self.watched.run(*run, around)
-                see(output)
+                chunk.see(output)
                 elsewhere = each.point is not None  # where nothing can be asked for after the pass
                 return self._back(loss_in(output), chunk.size, combined or elsewhere)
             except NoLoss:

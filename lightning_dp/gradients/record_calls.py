@@ -135,6 +135,8 @@ class CallRecorder(TorchFunctionMode):
         self._seen: list[ReferenceType[Tensor]] = []
         self.packed = WeakTensorKeyDictionary()
         self._logged_only: set[int] = set()
+        self.has_asked = False
+        """True if numbers, or shapes that can depend on values, have left torch."""
 
     @contextmanager
     def running(self) -> Iterator[None]:
@@ -288,6 +290,7 @@ class CallRecorder(TorchFunctionMode):
 
     def _value(self, func: Function, name: str, args: Any) -> Any:
         """Return the value that all samples have; else split them by it."""
+        self.has_asked = True
         if self.n > 1 and name in ("item", "__bool__", "__int__", "__float__", "__index__"):
             behind = rows(args[0]).detach().flatten()
             if len(behind) == self.n and bool((behind == behind[0]).all()):
@@ -304,7 +307,7 @@ class CallRecorder(TorchFunctionMode):
         Raises:
             DifferentPaths: with a number for each.
         """
-        labels = numbered(keys)
+        self.has_asked, labels = True, numbered(keys)
         if max(labels, default=0):
             raise DifferentPaths(labels, are_numbers=are_numbers)
 

@@ -119,6 +119,7 @@ class Records(AbstractGradientEngine):
     def run(self, forward: Forward, batch: SampleBatch, around: Around | None = None) -> Any:
         self.drop()
         batch.check()
+        self.has_asked = not batch.is_all_rows
         self._size, places = batch.size, torch.arange(batch.size)
         step = partial(self._run_together, forward, around or _nothing_around)
         if (
@@ -176,6 +177,7 @@ class Records(AbstractGradientEngine):
                 # Torch's own words tell sizes of a batch, which is private.
                 reason = _RAISED.format(type(error).__name__)
                 raise UnsupportedModelError(f"{reason}.", topic="unsupported-model") from error
+            self.has_asked |= recorder.has_asked
             losses = self._losses(recorder, loss_in(output))
             output = map_leaves(output, lambda x: _all_rows(x) if isinstance(x, Tensor) else x)
         del value

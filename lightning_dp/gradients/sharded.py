@@ -111,6 +111,7 @@ class WholeParameters:
             }
             if own:
                 self._shards[layer] = own
+        self._names = {id(param): name for name, param in module.named_parameters()}
         self._shard_of: dict[int, nn.Parameter] = {}
         self._seen: list[Tensor] = []  # so that ids stay theirs
 
@@ -152,7 +153,7 @@ class WholeParameters:
         """Refuse a graph that ends in a parameter nobody knows: it was used outside of its layer.
 
         Raises:
-            UnsupportedModelError: naming its shape, and the cure.
+            UnsupportedModelError: naming those of its shape whose layers did not run, and the cure.
         """
         if not self._shards:
             return
@@ -160,11 +161,22 @@ class WholeParameters:
         for variable in leaves:
             if id(variable) not in ids and isinstance(variable, nn.Parameter):
                 raise UnsupportedModelError(
-                    f"A sharded parameter of shape {tuple(variable.shape)} is used outside of its layer "
+                    f"A sharded parameter is used outside of its layer: {self._like(variable)} "
                     "(F.linear(x, layer.weight), say), where it cannot be told which one it is. Call "
                     "the layer that has it.",
                     topic="sharded",
                 )
+
+    def _like(self, whole: Tensor) -> str:
+        """Name the parameters of the same shape of layers that have not run."""
+        seen = set(map(id, self._shard_of.values()))
+        shards = [shard for own in self._shards.values() for shard in own.values()]
+        names = [
+            repr(self._names[id(each)])
+            for each in shards
+            if id(each) not in seen and each.shape == whole.shape
+        ]
+        return " or ".join(names[:5]) or f"one of shape {tuple(whole.shape)}"
 
 
 def is_unit(layer: nn.Module) -> bool:

@@ -27,7 +27,7 @@ from lightning_dp.isolation.comparison import (
 )
 from lightning_dp.isolation.diagnosis import first_that_mixes
 from lightning_dp.isolation.manual import without_dropout
-from lightning_dp.isolation.outcome import CURES, Outcome
+from lightning_dp.isolation.outcome import CURES, OUTSIDE_OF_LAYERS, Outcome
 from lightning_dp.isolation.replay import Run, Runner
 from lightning_dp.isolation.state import TwinState
 from lightning_dp.isolation.variants import Variants, are_same_rows, paired_rows
@@ -104,6 +104,7 @@ class Check:
         self._start = start or RandomState(runner.device)
         self._sizes = [number_of_entries([param]) for param in runner.params]
         self._begin: Snapshot | None = None  # of the runs, which are settled when the step has run
+        self._trains: list[bool] = []  # requires_grad then: an optimizer may be toggled later
         self._first: _Found | None = None
         self._shown = Counter[str]()
         self._where = ""
@@ -121,7 +122,9 @@ class Check:
         Raises:
             UnsupportedModelError: of the model, whatever its samples are.
         """
-        self._begin = Snapshot.of(self._runner.module)
+        module = self._runner.module
+        self._begin = Snapshot.of(module, parameters=self._moves_weights)
+        self._trains = [param.requires_grad for param in module.parameters()]
         found = self._first = self._pair(0)
         self.not_compared = found.why_not
         self._note_twins(found)
@@ -134,10 +137,18 @@ class Check:
             anyone: returns True if one of several processes still needs them: all make the same runs.
             attempts: how many at most.
         """
-        with restored(self._runner.module):
+        module = self._runner.module
+        with restored(module, parameters=self._moves_weights):
             if self._begin is not None:
                 self._begin.restore()
+                for param, trains in zip(module.parameters(), self._trains, strict=True):
+                    param.requires_grad_(trains)
             return self._settle(anyone, attempts)
+
+    @property
+    def _moves_weights(self) -> bool:
+        """True if public optimizers may step before the private one, where it is settled."""
+        return not self._runner.module.automatic_optimization
 
     def _settle(self, anyone: Callable[[bool], bool], attempts: int) -> Outcome:
         first = self._first
@@ -256,8 +267,9 @@ class Check:
             sizes = (a.size, b.size)
             if self._runner.pipeline.made_by and not are_same_rows(a.batch, b.batch, sizes, kept):
                 found.where = f"the batch itself, made by {self._runner.pipeline.made_by}"
-            else:
-                found.where = first_that_mixes(a.calls, b.calls, (kept, kept), sizes)
+            elif a.calls:
+                layer = first_that_mixes(a.calls, b.calls, (kept, kept), sizes)
+                found.where = layer or OUTSIDE_OF_LAYERS
         found.runs = [a, b]
 
     def _distance(self, a: Run, b: Run, kept: int) -> float:

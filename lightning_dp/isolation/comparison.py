@@ -1,14 +1,16 @@
-r"""The comparison of two runs: how far may the clipped sum of the kept samples move, in units of C?
+r"""The comparison of two runs: how far the clipped sum of the kept samples moves, in units of C.
 
 Some samples of a batch are kept, the others exchanged for copies of them. With :math:`a_i` and
 :math:`b_i` the gradients of the k kept ones in the two runs, of n in the whole batch, the movement is
 
 .. math:: \frac{n}{kC} \Bigl\| \sum_i \mathrm{clip}_C(a_i) - \mathrm{clip}_C(b_i) \Bigr\|,
     \qquad \frac1C \sqrt{\frac nk \sum_i \| \mathrm{clip}_C(a_i) - \mathrm{clip}_C(b_i) \|^2},
+    \qquad \frac nk \Bigl| \sum_i \frac{\|a_i\| - \|b_i\|}{\max(C, \|a_i\|)} \Bigr|,
 
-whichever is larger: what clipping should bound by C is the sum, and the first is an estimate of what
+whichever is largest: what clipping should bound by C is the sum, and the first is an estimate of what
 the exchanged samples did to that of the whole batch. The second sees movements that cancel in this sum
-and would not in others.
+and would not in others. The third sees a common factor, such as another denominator of the loss, which
+clipping hides while all gradients are longer than C, and would not later.
 """
 
 from __future__ import annotations
@@ -47,11 +49,13 @@ class GradientSample:
 
     Args:
         total: their clipped sum in units of C, or a sketch of it that keeps its length.
+        norms: of each gradient before it is clipped, in units of C, shape (k,); 0 if it is not finite.
         entries: of each clipped gradient, some, in units of C, shape (k, m), weighted so that their
             square is on average that of all; None where the engine keeps norms alone.
     """
 
     total: Tensor = field(repr=False)
+    norms: Tensor = field(repr=False)
     entries: Tensor | None = field(repr=False)
 
 
@@ -72,9 +76,8 @@ def take_sample(
         generator: public; the same state gives the same entries.
     """
     norms = gradients.norms().detach()  # first: what is made for them may be used again
-    factors = clip_factors(norms, clip_norm)
-    if clip_norm < float("inf"):
-        factors = factors / clip_norm
+    unit = clip_norm if clip_norm < math.inf else 1.0
+    factors = clip_factors(norms, clip_norm) / unit
     at = torch.tensor(rows, device=norms.device)
     weights = torch.zeros_like(factors).index_copy_(0, at, factors[at])
     places, importance = _places(sizes, generator)
@@ -88,7 +91,8 @@ def take_sample(
         found = found * in_float64(factors)[at].unsqueeze(1) * importance.to(found)
         entries = torch.where(found.isfinite(), found, 0.0)
     total = _sketch(gradients.weighted_sum(weights).detach(), generator)
-    return GradientSample(in_float64(total), entries)
+    lengths = in_float64(norms)[at] / unit
+    return GradientSample(in_float64(total), lengths.where(lengths.isfinite(), 0.0), entries)
 
 
 def movement(before: GradientSample, after: GradientSample, n: int, k: int) -> Tensor:
@@ -100,6 +104,8 @@ def movement(before: GradientSample, after: GradientSample, n: int, k: int) -> T
         k: those that were kept.
     """
     moved: Tensor = (before.total - after.total).norm() * (n / k)
+    longer = ((before.norms - after.norms) / before.norms.clamp(min=1.0)).sum().abs() * (n / k)
+    moved = torch.maximum(moved, longer)
     if before.entries is None or after.entries is None:
         return moved
     apart = (before.entries - after.entries).norm() * (n / k) ** 0.5

@@ -150,7 +150,7 @@ def _norms(runner: Runner, samples: Sequence[Any], seed: int) -> Tensor:
     def look(gradients: AbstractPerSampleGradients) -> GradientSample:
         norms.append(in_float64(gradients.norms().detach()))
         gradients.discard()
-        return GradientSample(norms[0], None)
+        return GradientSample(norms[0], norms[0], None)
 
     runner.run(samples, _plain(1.0), RandomState.seeded(runner.device, seed), look)
     return norms[0] if norms else torch.zeros(len(samples), dtype=torch.float64)

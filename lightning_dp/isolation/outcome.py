@@ -5,9 +5,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-__all__ = ["BY_CONSTRUCTION", "CURES", "Outcome"]
+__all__ = ["BY_CONSTRUCTION", "CURES", "OUTSIDE_OF_LAYERS", "Outcome"]
 
 BY_CONSTRUCTION = "by construction: each record runs alone"
+
+OUTSIDE_OF_LAYERS = (
+    "training_step itself, outside of layers: such as a loss that divides by the number of tokens or of "
+    "targets that are not ignored in the whole batch, or by class weights (take each record's own loss "
+    "first; of a language model, lightning_dp.losses_of_records(output.logits, labels, "
+    "shift=True).mean())"
+)
 
 CURES = {
     "exchanged": (

@@ -173,21 +173,23 @@ class Runner:
         ends: list[Snapshot] = []
         begun = RandomState(self.device)
 
-        def forward(batch: Any) -> Tensor | None:
-            loss, output = self._forward(batch, run)
+        def forward(batch: Any) -> Any:
+            output = self._forward(batch, run, outputs)
             run.drawn = RandomState(self.device)
             ends[:] = [Snapshot.of(self.module, parameters=self._writes)]
-            if (
-                not self.passes.watched.engine.isolates
-            ):  # else nothing of single samples may outlive the pass
-                outputs[:] = [output]
-            return loss
+            return output
 
+        def see(output: Any) -> None:
+            outputs[:] = outputs or [output]
+
+        replay = Replay(forward, run.batch, run.size, begun, see)
         try:
-            found = self._gradients(query, Replay(forward, run.batch, run.size, begun), run.samples)
+            found = self._gradients(query, replay, run.samples)
             run.gradients = None if found is None else look(found)
         finally:
             self.passes.watched.drop()
+        if ends and self.passes.watched.engine.one_record:  # after each of which all is as before
+            ends[:] = [Snapshot.of(self.module, parameters=self._writes)]
         run.has_drawn = run.drawn is not None and not run.drawn.is_same(start)
         if ends and run.start is not None:  # generators of the module's own
             run.has_drawn |= any(each.kind == "random" for each in run.start.differences(ends[0]))
@@ -199,7 +201,7 @@ class Runner:
     def _gradients(
         self, query: Query, replay: Replay, samples: Sequence[Any]
     ) -> AbstractPerSampleGradients | None:
-        """Return the gradients of samples; each in a batch of its own, where an engine wants that."""
+        """Return the gradients of samples; each in its own batch, where an engine wants that."""
         watched = self.passes.watched
         if not watched.engine.one_record:
             try:
@@ -210,17 +212,16 @@ class Runner:
         singles = Singles(self._batch([sample]) for sample in samples)
         return self.passes.gradients(query, replace(replay, batch=singles))
 
-    def _forward(self, batch: Any, run: Run) -> tuple[Tensor | None, Any]:
+    def _forward(self, batch: Any, run: Run, outputs: list[Any]) -> Any:
+        """Return what ``training_step`` does; or the loss that it goes back from by hand."""
         module = self.module
         if module.automatic_optimization:
-            output = self.pipeline.training_step(batch)
-            return loss_in(output), output
+            return self.pipeline.training_step(batch)
         by_hand = ByHand(module, module.trainer.optimizers, self.params)
         with by_hand.in_place():
-            output = self.pipeline.training_step(batch)
-        loss, run.public_steps = by_hand.loss, tuple(by_hand.public_steps)
-        run.settings = by_hand.settings
-        return loss, output
+            outputs[:] = [self.pipeline.training_step(batch)]
+        run.public_steps, run.settings = tuple(by_hand.public_steps), by_hand.settings
+        return by_hand.loss
 
     def _after_hooks(self, run: Run, end: Snapshot, output: Any) -> Snapshot | None:
         """Return the state behind the module's own hooks between this step and the next."""

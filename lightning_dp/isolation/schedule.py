@@ -28,7 +28,7 @@ class Schedule:
     Example:
         >>> schedule = Schedule("a run")
         >>> [step for step in range(90) if schedule.is_due(step, 0, begins_epoch=False)]
-        [0, 1, 2, 4, 5, 8, 11, 16, 23, 32, 37]
+        [0, 1, 2, 4, 5, 8, 11, 16, 23, 32, 66, 77]
     """
 
     name: str

@@ -81,6 +81,7 @@ class TwinState:
         self._twins: dict[Path, _Twin] = {}
         self._left: dict[Path, _Twin] = {}  # that had no place when twins were put in place
         self._ends: tuple[dict[Path, _Twin], dict[Path, _Twin]] = ({}, {})  # of the latest pair
+        self._ever: dict[Path, _Twin] = {}  # of all pairs, whatever became of it since
 
     @property
     def has_twins(self) -> bool:
@@ -106,6 +107,7 @@ class TwinState:
         """
         self._twins |= _twins_of(end, other)
         self._ends = _twins_of(other, end), _twins_of(end, other)
+        self._ever |= self._twins
 
     def after_twin(self, end: Snapshot, other: Snapshot) -> None:
         """Replace all twins by what differs after a run with twins; what was overwritten loses its own.
@@ -139,6 +141,17 @@ class TwinState:
             _put(now, self._ends[of], 1.0)
             yield
 
+    @contextmanager
+    def far(self, sign: float) -> Iterator[None]:
+        """Put all that ever followed the records far away from both worlds inside.
+
+        Args:
+            sign: 1 or -1, the direction; 0 leaves it where it is.
+        """
+        with restored(self._module, parameters=True) as now:
+            _put(now, self._ever, sign * _FAR)
+            yield
+
     def fault(self) -> str:
         """Return the words for gradients that differ with the twins in place."""
         return _READ.format(self._in_words)
@@ -170,6 +183,7 @@ class TwinState:
                 return _SET.format(getattr(hook, "__name__", hook), name, self._in_words)
             found = {**self._left, **_twins_of(end, other), **found}
         self._twins = found
+        self._ever |= found
         return None
 
     def written_alike(self, hook: Callable[..., Any]) -> set[str]:

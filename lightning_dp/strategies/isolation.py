@@ -37,6 +37,7 @@ from lightning_dp.sampling.at_once import collates_as_torch
 from lightning_dp.sampling.loader import Chunk, PrivateDataLoader
 from lightning_dp.strategies.data import before_transfer, private_loader_of
 from lightning_dp.strategies.early_end import Agreement, Place
+from lightning_dp.strategies.public_stops import PublicStops
 from lightning_dp.strategies.step import PrivateStep
 
 __all__ = ["IsolationWatch"]
@@ -84,6 +85,8 @@ class IsolationWatch:
         self._module: LightningModule = trainer.lightning_module
         self._run_step = run_step
         self._twins = TwinState(self._module)
+        self.stops = PublicStops(trainer, run, self._twins)
+        """Ends the fit where the user's code stops it, by a rule that reads no record."""
         self._is_first = True
         self._since: int | None = None  # the plan's step at which the fit began
         self._looks = 0
@@ -94,9 +97,7 @@ class IsolationWatch:
         self._marks, self._buffers = Marks.of(self._module), self._copies()
         self._changed: set[str] = set()  # buffers and frozen weights that no comparison has cleared
         self._cleared: set[str] = set()
-        self._was_isolated = (
-            False  # at a look of this fit: then it is known what follows the records
-        )
+        self._was_isolated = False  # at a look of this fit: then it is known what follows records
         self._before: Snapshot | None = None  # at the last look
         self._weights: tuple[int, ...] | None = None  # versions of trained ones, after an update
         self.fault: str | None = None
@@ -108,10 +109,14 @@ class IsolationWatch:
             run.not_covered = (*run.not_covered, note)
 
     def end(self) -> None:
-        """Begin to watch a model that is trained, and moved off its device: its hooks may write still."""
+        """Take the hooks away; what was written until now is known."""
+        self._note_changes()
         callbacks = self._trainer.callbacks  # type: ignore[attr-defined]
         if self._hooks in callbacks:
             callbacks.remove(self._hooks)
+
+    def follow(self) -> None:
+        """Watch the model on, which was moved off its device: hooks may still write."""
         self._marks, self._buffers = Marks.of(self._module), self._copies()
 
     # -- before the first charge -------------------------------------------------------------------
@@ -481,6 +486,7 @@ class _BeforeHooks(Callback):
         self._watch.before_hook("on_train_batch_end", *args)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._watch.stops.at_epoch_end()
         self._watch.before_hook_of_epoch("on_train_epoch_end")
 
     def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:

@@ -322,9 +322,11 @@ class PrivateFitStrategy(Strategy):
             self._trainer.accumulate_grad_batches = self._accumulate
         for name in ("_fit", "_folder", "_accumulate"):
             vars(self).pop(name, None)
-        super().teardown()
         if fit is not None:
             fit.isolation.end()
+        super().teardown()
+        if fit is not None:
+            fit.isolation.follow()
             self._watch = fit.isolation
             for callback in self._callbacks:
                 callback.on_privacy_teardown(self._trainer, self.private_run)

@@ -17,6 +17,7 @@ from lightning_dp._generators import RandomState
 from lightning_dp._norms import normalises_over_the_batch
 from lightning_dp._refusals import RefusedRun
 from lightning_dp._shards import as_shard, held_here
+from lightning_dp._training_step import loss_in
 from lightning_dp.boundary import AbstractPerSampleGradients, Query
 from lightning_dp.functional import unflatten
 from lightning_dp.gradients import OtherRowsError, Replay, UnsupportedModelError
@@ -111,6 +112,15 @@ class PrivateStep:
             self.note(effects.state_differs)
         return output
 
+    def has_no_loss(self, forward: Forward, batch: object) -> bool:
+        """Return True if records, which run alone, have no loss, whatever their values are."""
+        watched, chunk = self._watched, self._batch.chunk
+        if not watched.engine.runs_parts or chunk is None:
+            return False
+        loss = loss_in(watched.run(forward, batch, chunk.size))
+        watched.drop()
+        return loss is None and not watched.engine.has_asked
+
     def begin(self, chunk: Chunk) -> None:
         """Open the accounts of the next physical batch."""
         self._check_process()
@@ -187,6 +197,8 @@ class PrivateStep:
         """Run the backward pass as the engine does it."""
         if self._batch.chunk is None:
             raise RefusedRun(_AGAIN, topic="batches-and-steps")
+        if self._batch.faults:  # nothing of it will be released
+            return
         combined = query is not None and len(query.passes) > 1
         try:
             self._watched.backward(loss, keep_graph=keep_graph, combined=combined)
@@ -196,7 +208,7 @@ class PrivateStep:
 
     def _take(self, scale: float) -> AbstractPerSampleGradients | None:
         """Take what the backward pass left; None if nothing, or if the next engine has to run."""
-        if not self._is_passed_on:
+        if not self._is_passed_on and not self._batch.faults:
             try:
                 return self._watched.take(scale)
             except UnsupportedModelError as reason:

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_dp._checks import MisconfigurationError
-from lightning_dp._training_step import is_differentiable, with_loss
+from lightning_dp._training_step import is_differentiable, loss_in, with_loss
 from lightning_dp._warnings import warn
 from lightning_dp.boundary import Query
 from lightning_dp.gradients import CoupledLossError, UnsupportedModelError
@@ -65,6 +65,7 @@ class DifferentialPrivacyStrategy(PrivateFitStrategy):
         if not chunk.index and (fault := changed_rows(loader)) is not None:
             fit.step.note(fault)
         fit.isolation.at_chunk(chunk)
+        fit.isolation.stops.begin(batch_idx)
 
     def _agree_without_step(self) -> None:
         """Go on, or end the run, where a batch was charged and the optimizer did not step."""
@@ -87,6 +88,7 @@ class DifferentialPrivacyStrategy(PrivateFitStrategy):
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         mechanism, fit = self._mechanism, self._now
+        fit.isolation.stops.enter_forward()
         fit.isolation.before_forward(args)
         if fit.step.one_record:
             return self._one_by_one(*args, **kwargs)
@@ -100,6 +102,8 @@ class DifferentialPrivacyStrategy(PrivateFitStrategy):
         self._leave_forward()
         fit.monitors.check()
         if self._is_automatic:
+            if loss_in(output) is None:
+                fit.isolation.stops.after_forward(fit.step, super().training_step, *args)
             # Lightning's own errors, in some settings, would end the run without withdrawing ε; a
             # loss that gives no gradient is found at the end of the step.
             return with_loss(output, torch.zeros((), device=self.root_device))
@@ -283,7 +287,7 @@ class DifferentialPrivacyStrategy(PrivateFitStrategy):
         super().on_train_end()
         trainer, run, fit = self._trainer, self.private_run, self._now
         fit.monitors.check()
-        if self._mechanism.is_begun:
+        if self._mechanism.is_begun and not fit.isolation.stops.has_stopped:
             self._agree_without_step()
         fault = changed_rows(private_loader_of(trainer)) or fit.isolation.fault
         fit.agree(fault, Place.END)

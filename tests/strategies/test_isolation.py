@@ -218,7 +218,7 @@ class WithBuffer(Base):
 def test_a_buffer_that_a_callback_writes_is_saved_only_if_it_is_declared(fit, tmp_path):
     save = L.pytorch.callbacks.ModelCheckpoint(tmp_path, every_n_train_steps=1)
     arguments = {"callbacks": [Writes(), save], "enable_checkpointing": True}
-    with pytest.raises(VoidedRunError, match=r"\['scale'\].*public_state="):
+    with pytest.raises(MisconfigurationException, match=r"\['scale'\].*public_state="):
         fit(WithBuffer(), **arguments)
     assert not list(tmp_path.rglob("*.ckpt"))
 

@@ -59,7 +59,7 @@ def test_the_ledger_of_a_fit_holds_one_event_for_each_round(fit):
     history = fit.privacy._run.ledger.history()
     assert [(*event.pair, count) for event, count in history] == [(0.8, 0.25, 8)]
     assert fit.privacy.epsilon == epsilon([(PoissonGaussian(0.8, 0.25), 8)])
-    assert fit.model.passes == 8 * 5
+    assert fit.model.count_passes() == 8 * 5
 
 
 def test_the_ledger_of_fresh_batches_holds_one_event_for_each_inner_step(fit):
@@ -83,7 +83,7 @@ def test_the_charge_is_on_the_disk_before_the_first_record_is_used_and_once_for_
 ):
     charges: list[int] = []
     monkeypatch.setattr(
-        Ledger, "charge", lambda self, event: charges.append(fit.model.passes), raising=True
+        Ledger, "charge", lambda self, event: charges.append(fit.model.count_passes()), raising=True
     )
     fit(CubicNewton(0.5, 1.0, 3), noise_multiplier=1.0, trainer={"max_steps": 3})
     assert charges == [0, 3, 6]

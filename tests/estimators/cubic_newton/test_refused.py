@@ -76,7 +76,7 @@ def test_other_optimizers_are_refused(fit, tmp_path, optimizer, message):
 
 
 def nothing_was_charged(fit: Any, folder: Path) -> None:
-    assert fit.privacy.steps == 0 and fit.model.passes == 0
+    assert fit.privacy.steps == 0 and fit.model.count_passes() == 0
     assert not list(folder.rglob("*.journal"))
 
 

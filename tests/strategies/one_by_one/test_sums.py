@@ -47,6 +47,9 @@ def test_one_more_record_moves_the_sum_by_at_most_c(kind, released_sum):
     assert float(difference.norm()) <= C + 1e-5
 
 
+UNCHECKED = {"isolation_probe": False, "spot_checks": False}
+
+
 def y0() -> Tensor:
     return torch.zeros(1, dtype=torch.int64)
 
@@ -120,7 +123,7 @@ def test_generators_of_the_module_draw_anew_for_each_record(fit):
             return super().training_step(batch, batch_idx)
 
     estimator = Diff2(9, C, 0.5, split=2.0)
-    options = {"isolation_probe": False, "trainer": {"max_steps": 2}, "batch_size": N}
+    options = {**UNCHECKED, "trainer": {"max_steps": 2}, "batch_size": N}
     fit(Own(), estimator=estimator, max_grad_norm=None, **options)
     drawn = [draws.get() for _ in range(draws.qsize())]
     assert drawn[N::2] == drawn[N + 1 :: 2] and len(set(drawn)) == 2 * N
@@ -155,7 +158,7 @@ def test_both_points_of_a_difference_see_the_same_random_numbers(fit):
             return super().training_step(batch, batch_idx)
 
     estimator = Diff2(9, C, 0.5, split=2.0)
-    options = {"isolation_probe": False, "trainer": {"max_steps": 2}, "batch_size": N}
+    options = {**UNCHECKED, "trainer": {"max_steps": 2}, "batch_size": N}
     fit(Draws(), estimator=estimator, max_grad_norm=None, **options)
     drawn = [draws.get() for _ in range(draws.qsize())]
     second = drawn[N:]

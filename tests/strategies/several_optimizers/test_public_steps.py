@@ -54,7 +54,7 @@ REFUSED = {
 @pytest.mark.parametrize("name", REFUSED)
 def test_a_public_step_that_follows_the_records_is_refused(name, fit):
     with pytest.raises((MisconfigurationException, VoidedRunError), match="public optimizer"):
-        fit(REFUSED[name](), isolation_probe=True, spot_checks=True)
+        fit(REFUSED[name](), isolation_probe=True, spot_checks=True, trainer={"max_epochs": 2})
 
 
 @pytest.mark.slow
