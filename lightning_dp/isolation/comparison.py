@@ -115,13 +115,17 @@ def movement(before: GradientSample, after: GradientSample, n: int, k: int) -> T
 def are_in_other_rows(before: GradientSample, after: GradientSample) -> bool:
     """Return True if all gradients of the second run are among those of the first, up to rounding.
 
-    By some of their entries; each row of the first run stands for one of the second.
+    By some of their entries, and their norms; each row of the first run stands for one of the second.
     """
     if before.entries is None or after.entries is None:
         return False
-    left = list(range(len(before.entries)))
-    for row in after.entries:
-        distances = (before.entries[left] - row).norm(dim=1)
+    rows, others = (
+        torch.cat([each.entries, each.norms.unsqueeze(1).to(each.entries)], dim=1)
+        for each in (before, after)
+    )
+    left = list(range(len(rows)))
+    for row in others:
+        distances = (rows[left] - row).norm(dim=1)
         nearest = int(distances.argmin())
         if not float(distances[nearest]) <= _ROUNDING * (float(row.norm()) + _ROUNDING):
             return False
