@@ -119,10 +119,8 @@ def are_in_other_rows(before: GradientSample, after: GradientSample) -> bool:
     """
     if before.entries is None or after.entries is None:
         return False
-    rows, others = (
-        torch.cat([each.entries, each.norms.unsqueeze(1).to(each.entries)], dim=1)
-        for each in (before, after)
-    )
+    rows = torch.cat([before.entries, before.norms.unsqueeze(1)], dim=1)
+    others = torch.cat([after.entries, after.norms.unsqueeze(1)], dim=1)
     left = list(range(len(rows)))
     for row in others:
         distances = (rows[left] - row).norm(dim=1)

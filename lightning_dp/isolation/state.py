@@ -1,14 +1,12 @@
-"""State that follows the records: carried along until something reads it, and held against releases."""
+"""State that follows the records, carried along until something reads it."""
 
 from __future__ import annotations
 
 import copy
-import hashlib
 import math
-import pickle
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,11 +17,12 @@ from torch import Tensor, nn
 
 from lightning_dp._module_state import Path, Snapshot, restored
 
-__all__ = ["FinalState", "Marks", "TwinState"]
+__all__ = ["Marks", "TwinState"]
 
 _FAR = 1e6  # times the difference of two worlds, for thresholds that lie far from both
 _FAR_WHOLE = 1e3  # the same for whole numbers, which may be sizes
 _NAMED = 5  # attributes in a message
+_KEPT = ("buffer", "parameter")  # in every checkpoint
 
 _READ = (
     "Gradients depend on {}, which follows the records of earlier steps, so clipping does not bound "
@@ -87,6 +86,11 @@ class TwinState:
     def has_twins(self) -> bool:
         """True if something follows the records."""
         return bool(self._twins)
+
+    @property
+    def has_ever(self) -> bool:
+        """True if something followed the records of any pair, whatever became of it since."""
+        return bool(self._ever)
 
     @property
     def has_ends(self) -> bool:
@@ -156,38 +160,47 @@ class TwinState:
         """Return the words for gradients that differ with the twins in place."""
         return _READ.format(self._in_words)
 
-    def run_hook(self, hook: Callable[..., Any], *args: Any) -> str | None:
-        """Run a hook of the module with the twins in place, before it runs in earnest; restore all.
+    def run_hook(
+        self, hook: Callable[..., Any], *args: Any, is_of_epoch: bool = False
+    ) -> str | None:
+        """Run a hook of the module in other worlds, before it runs in earnest; restore all.
 
-        What it computes from twins becomes a twin, what it overwrites is none any more. It runs from
-        the present state and from three others; nothing is run if there are no twins. Where it raises,
-        nothing is said.
+        What it computes from twins becomes a twin, what it overwrites is none any more. It runs with the
+        twins in place and far away from there, where there are any. Where it raises, nothing is said.
 
         Args:
             hook: a bound method, such as ``module.on_train_epoch_end``.
             args: of it.
+            is_of_epoch: also run it with all that ever followed the records far away: what the latest
+                batch has overwritten follows the records of that one.
 
         Returns:
-            The fault, if an optimizer setting follows the twins.
+            The fault, if an optimizer setting follows the records.
         """
-        if not self._twins or (end := self._end_of(hook, args, 0.0)) is None:
+        worlds = [self.in_place(scale=scale, parameters=True) for scale in (1.0, _FAR, -_FAR)]
+        worlds = worlds if self._twins else []
+        near = len(worlds)
+        if is_of_epoch and self._ever:
+            worlds += [self.far(1.0), self.far(-1.0)]
+        if not worlds or (end := self._end_in(self.far(0.0), hook, args)) is None:
             return None
         found: dict[Path, _Twin] = {}
-        for scale in (1.0, _FAR, -_FAR):
-            if (other := self._end_of(hook, args, scale)) is None:
+        for i, world in enumerate(worlds):
+            if (other := self._end_in(world, hook, args)) is None:
                 found = {**self._twins, **found}
                 continue
             settings = [each.name for each in end.differences(other) if each.kind == "setting"]
             if settings:
                 name = settings[0].rpartition(".")[2]
                 return _SET.format(getattr(hook, "__name__", hook), name, self._in_words)
-            found = {**self._left, **_twins_of(end, other), **found}
+            if i < near:
+                found = {**self._left, **_twins_of(end, other), **found}
         self._twins = found
         self._ever |= found
         return None
 
     def written_alike(self, hook: Callable[..., Any]) -> set[str]:
-        """Return the names of buffers and frozen weights that a hook writes, whatever the twins are.
+        """Return the names of buffers and weights that a hook writes, whatever the records were.
 
         Nothing is said of a hook that raises.
 
@@ -196,20 +209,27 @@ class TwinState:
         """
         written, ends = set[str](), list[Snapshot]()
         try:
-            for scale in (0.0, 1.0, _FAR) if self._twins else (0.0,):
-                with self.in_place(scale=scale, parameters=True):
-                    marks = Marks.of(self._module)
+            for sign in (0.0, 1.0, -1.0):
+                with self.far(sign):
+                    before, marks = (
+                        Snapshot.of(self._module, parameters=True),
+                        Marks.of(self._module),
+                    )
                     hook()
-                    written |= set(Marks.of(self._module).changed_since(marks))
                     ends.append(Snapshot.of(self._module, parameters=True))
+                    changed = (each for each in before.differences(ends[-1]) if each.kind in _KEPT)
+                    written |= {each.name for each in changed}
+                    written |= set(Marks.of(self._module).changed_since(marks))
         except Exception:  # of the user's, on values that no run had
             return set()
         return written - {each.name for end in ends[1:] for each in ends[0].differences(end)}
 
-    def _end_of(self, hook: Callable[..., Any], args: tuple[Any, ...], scale: float) -> Any:
+    def _end_in(
+        self, world: AbstractContextManager[None], hook: Callable[..., Any], args: tuple[Any, ...]
+    ) -> Any:
         """Return the state after a hook; None if it raises."""
         try:
-            with self.in_place(scale=scale, parameters=True), warnings.catch_warnings():
+            with world, warnings.catch_warnings():
                 warnings.simplefilter("ignore")
                 hook(*args)
                 return Snapshot.of(self._module)
@@ -218,7 +238,7 @@ class TwinState:
 
     @property
     def _in_words(self) -> str:
-        ended = (twin.name for twin in self._ends[0].values())
+        ended = (twin.name for each in (self._ends[0], self._ever) for twin in each.values())
         names = list(dict.fromkeys([*self.names, *ended]))
         return ", ".join(f"self.{name}" for name in names[:_NAMED])
 
@@ -323,42 +343,3 @@ class Marks:
 def _mark(tensor: Tensor) -> tuple[int, int, int]:
     version = -1 if tensor.is_inference() else tensor._version
     return id(tensor), version, tensor.data_ptr()
-
-
-@dataclass(frozen=True)
-class FinalState:
-    """Hashes of a ``state_dict`` at its release, which later ones are held against.
-
-    Example:
-        >>> layer = nn.Linear(2, 1)
-        >>> released = FinalState.of(layer.state_dict())
-        >>> layer.bias.data += 1
-        >>> released.changed_in(layer.state_dict())
-        ('bias',)
-    """
-
-    _hashes: Mapping[str, bytes] = field(repr=False)
-
-    @classmethod
-    def of(cls, state: Mapping[str, Any]) -> FinalState:
-        """Return the hashes of all entries; tensors on a device are copied from there."""
-        return cls({name: _hash(value) for name, value in state.items()})
-
-    def changed_in(self, state: Mapping[str, Any]) -> tuple[str, ...]:
-        """Return the names of entries that are new, gone, or hold other values than at the release."""
-        now = {name: _hash(value) for name, value in state.items()}
-        names = dict.fromkeys([*self._hashes, *now])
-        return tuple(name for name in names if self._hashes.get(name) != now.get(name))
-
-
-def _hash(value: Any) -> bytes:
-    found = hashlib.blake2b(digest_size=16)
-    local = value.to_local() if hasattr(value, "to_local") else value  # of a sharded one
-    if isinstance(local, Tensor) and local.layout is torch.strided and not local.is_quantized:
-        found.update(f"{local.dtype} {tuple(local.shape)}".encode())
-        flat = local.detach().cpu().contiguous().reshape(-1)
-        found.update(flat.view(torch.uint8).numpy().tobytes())
-    else:
-        with suppress(Exception):  # what has no bytes is compared by nothing
-            found.update(pickle.dumps(value))
-    return found.digest()

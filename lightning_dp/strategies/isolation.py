@@ -51,7 +51,7 @@ _LARGE = 64 << 20  # bytes of buffers
 _BETWEEN = ("on_train_batch_end", "on_train_epoch_end", "on_train_epoch_start")
 _FEW = 4  # samples, where no gradients are compared
 _UNEXPLAINED = (
-    "The buffers or frozen weights {} were written to, and no comparison of batches has shown that what "
+    "The buffers or weights {} were written to, and no comparison of batches has shown that what "
     "is in them is the same with other records. They are saved without noise. Compute them from weights "
     "in a hook of the module (on_train_batch_end, on_train_epoch_end), where it can be compared; or, if "
     "a callback or validation writes them by weights and public numbers alone, say so: "
@@ -98,6 +98,7 @@ class IsolationWatch:
         self._changed: set[str] = set()  # buffers and frozen weights that no comparison has cleared
         self._cleared: set[str] = set()
         self._was_isolated = False  # at a look of this fit: then it is known what follows records
+        self._asked: set[str] = set()  # hooks of epochs that have shown what they write
         self._before: Snapshot | None = None  # at the last look
         self._weights: tuple[int, ...] | None = None  # versions of trained ones, after an update
         self.fault: str | None = None
@@ -216,7 +217,7 @@ class IsolationWatch:
             self._due, self._looks = chunk, self._looks + 1
             self._is_scheduled = True
             run.spot_checks += not self._step.one_record  # of which only the state is looked at
-        elif self._changed or self._written_since() - self._cleared:
+        elif self._changed or self._open_weights():
             self._due, self._is_scheduled = chunk, False
 
     def before_forward(self, args: tuple[Any, ...]) -> None:
@@ -290,6 +291,10 @@ class IsolationWatch:
         ids = {id(param) for number, param in enumerate(self._step.params) if number in moved}
         return {name for name, param in self._module.named_parameters() if id(param) in ids}
 
+    def _open_weights(self) -> set[str]:
+        """Return the names of those of them that no comparison has cleared, and nobody declared."""
+        return {name for name in self._written_since() if not self._is_public(name)}
+
     def _versions(self) -> tuple[int, ...]:
         return tuple(param._version for param in self._step.params)
 
@@ -310,27 +315,33 @@ class IsolationWatch:
     def unexplained(self) -> str | None:
         """Return why nothing may be saved, or said to be private, as the module is now; None if it may.
 
-        A buffer or a frozen weight that was written to, and that no comparison has found to be the same
-        with other records. Where nothing is compared, nothing is said.
+        A buffer or a frozen weight that was written to, or a trained one since the optimizer's step, and
+        that no comparison has found to be the same with other records. Where nothing is compared,
+        nothing is said.
         """
         if not self._run.config.spot_checks:
             return None
         self._note_changes()
-        if self.fault is not None or not self._changed:
+        names = self._changed | self._open_weights()
+        if self.fault is not None or not names:
             return self.fault
-        return _UNEXPLAINED.format(sorted(self._changed)[:5])
+        return _UNEXPLAINED.format(sorted(names)[:5])
 
     def before_hook(self, name: str, *args: Any) -> None:
         """Run a hook of the module as it would run after other records; then Lightning runs it."""
-        if self._twins.has_twins and is_overridden(name, self._module):
-            fault = self._twins.run_hook(getattr(self._module, name), *args)
+        is_of_epoch = "epoch" in name
+        has_any = self._twins.has_ever if is_of_epoch else self._twins.has_twins
+        if has_any and is_overridden(name, self._module):
+            hook = getattr(self._module, name)
+            fault = self._twins.run_hook(hook, *args, is_of_epoch=is_of_epoch)
             self.fault = self.fault or fault
 
     def before_hook_of_epoch(self, name: str) -> None:
         """Clear what a hook that is handed no record writes, if nothing that follows records is in it."""
         self.before_hook(name)
-        marked = self._marks.names - self._cleared
-        if self._was_isolated and marked and is_overridden(name, self._module):
+        is_open = name not in self._asked or bool(self._marks.names - self._cleared)
+        if self._was_isolated and is_open and is_overridden(name, self._module):
+            self._asked.add(name)
             self._cleared |= self._twins.written_alike(getattr(self._module, name))
             self._changed -= self._cleared
 

@@ -54,6 +54,20 @@ def test_the_sum_moves_as_in_a_slow_computation(rows, clip_norm):
     assert float(found) <= 1.01 * total + 3 * apart  # some entries stand for all of them
 
 
+@pytest.mark.parametrize("clip_norm", [2.0, 50.0])
+def test_a_common_factor_shows_though_all_are_clipped(clip_norm):
+    """Gradients are some 20 long: clipping at 2 hides the factor, and 50 does not."""
+    before, k, n = gradients(), N, 64
+    norms = before.double().norm(dim=1)
+
+    found = movement(
+        sample(before, clip_norm=clip_norm), sample(1.1 * before, clip_norm=clip_norm), n, k
+    )
+
+    longer = sum(0.1 * float(norm) / max(clip_norm, float(norm)) for norm in norms) * n / k
+    assert float(found) == pytest.approx(longer, rel=1e-4)
+
+
 def test_entries_estimate_what_cancels_in_the_sum():
     before, after = gradients(), gradients()
     after[0] += 1.0

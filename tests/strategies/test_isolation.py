@@ -108,6 +108,7 @@ def fit(make_trainer):
         callback = DifferentialPrivacy(**settings | (privacy or {}))
         arguments = {"max_steps": steps, "max_epochs": -1} | trainer
         trainer = make_trainer(callbacks=[callback, *arguments.pop("callbacks", [])], **arguments)
+        run.trainer = trainer
         trainer.fit(model, DataLoader(data(), batch_size=16, collate_fn=collate))
         return trainer.strategy.private_run
 
@@ -225,6 +226,85 @@ def test_a_buffer_that_a_callback_writes_is_saved_only_if_it_is_declared(fit, tm
     run = fit(WithBuffer(), privacy={"public_state": ["scale"]}, **arguments)
     assert "scale (declared, not checked)" in " ".join(run.not_covered)
     assert list(tmp_path.rglob("*.ckpt"))
+
+
+class Latest(Base):
+    """Keeps what each batch overwrites: in every world of a step it is that of its own batch."""
+
+    latest, best = None, 0.0
+
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        self.latest = batch[0][0].clone()
+
+
+class IntoWeights(Latest):
+    def on_train_epoch_end(self):
+        with torch.no_grad():
+            self.net[0].weight[0] = self.latest
+
+
+class IntoWeightsAtTheEnd(Latest):
+    def on_train_end(self):
+        IntoWeights.on_train_epoch_end(self)
+
+
+class IntoTheLearningRate(Latest):
+    def on_train_epoch_end(self):
+        if float(self.latest.sum()) > self.best:
+            self.trainer.optimizers[0].param_groups[0]["lr"] *= 0.9
+        self.best = float(self.latest.sum())
+
+
+@pytest.mark.parametrize("engine", ["layers", "records"])
+@pytest.mark.parametrize(
+    ("kind", "said"),
+    [
+        (IntoWeights, r"weights \['net.0.weight'\] were written to"),
+        (IntoWeightsAtTheEnd, r"weights \['net.0.weight'\] were written to"),
+        (IntoTheLearningRate, r"on_train_epoch_end\(\) sets lr of an optimizer by self.latest"),
+    ],
+)
+def test_what_the_latest_batch_left_is_in_no_checkpoint(fit, tmp_path, kind, said, engine):
+    save = L.pytorch.callbacks.ModelCheckpoint(tmp_path, save_on_train_epoch_end=True)
+    arguments = {"callbacks": [save], "enable_checkpointing": True, "limit_train_batches": 8}
+    arguments |= {"max_steps": -1, "max_epochs": 1}
+    with pytest.raises((MisconfigurationException, VoidedRunError), match=said):
+        fit(kind(), privacy={"engine": engine}, **arguments)
+        fit.trainer.save_checkpoint(tmp_path / "last.ckpt")
+    assert not (tmp_path / "last.ckpt").exists()
+
+
+class Clamped(Latest):
+    """Weights that a hook brings into a box are functions of released ones."""
+
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        super().on_train_batch_end(outputs, batch, batch_idx)
+        self.clamp()
+
+    def clamp(self):
+        with torch.no_grad():
+            for param in self.parameters():
+                param.clamp_(-0.2, 0.2)
+
+
+class ClampedByEpochs(Clamped):
+    on_train_batch_end = Latest.on_train_batch_end
+    on_train_epoch_end = Clamped.clamp
+
+
+@pytest.mark.parametrize("engine", ["layers", "records"])
+@pytest.mark.parametrize("kind", [Clamped, ClampedByEpochs])
+def test_functions_of_released_weights_are_saved_from_the_first_step_on(
+    fit, tmp_path, kind, engine
+):
+    kinds = {"every_n_train_steps": 1}, {"save_on_train_epoch_end": True}
+    saves = [
+        L.pytorch.callbacks.ModelCheckpoint(tmp_path / str(i), save_top_k=-1, **kind)
+        for i, kind in enumerate(kinds)
+    ]
+    arguments = {"callbacks": saves, "enable_checkpointing": True, "limit_train_batches": 8}
+    fit(kind(), privacy={"engine": engine}, max_steps=-1, max_epochs=2, **arguments)
+    assert [len(list((tmp_path / str(i)).glob("*.ckpt"))) for i in range(2)] == [16, 2]
 
 
 # -- no trace --------------------------------------------------------------------------------------
