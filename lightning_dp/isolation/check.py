@@ -37,7 +37,6 @@ __all__ = ["Check", "Settings", "stand_by"]
 # A fault shows in so many of the further exchanges; a tie that rounding decides does not come again.
 _ATTEMPTS, _MUST_SHOW = 8, 2
 _KEPT = ("buffer", "parameter")  # in every checkpoint
-_FAR = 100.0  # times the difference between two worlds, which may be small for one batch
 
 
 @dataclass(frozen=True)
@@ -281,10 +280,11 @@ class Check:
     def _note_twins(self, found: _Found) -> None:
         """Run the samples once more in each of two worlds that earlier records could have left.
 
-        And in one far away from both: what one batch did may be small.
+        And in two far away from both, with all that ever followed the records: what one batch did may be
+        small, and gone.
         """
         twins = self._twins
-        if (twins.has_twins or twins.has_ends) and found.runs:
+        if twins.has_ever and found.runs:
             together = found.runs[0]
             twin = self._in_world(twins.in_place())
             runs = [
@@ -293,8 +293,9 @@ class Check:
                 self._in_world(twins.at_end(0)),
                 self._in_world(twins.at_end(1)),
             ]
-            with suppress(Exception):  # of the user's, on values that no run had
-                runs += [together, self._in_world(twins.in_place(scale=_FAR))]
+            for sign in (1.0, -1.0):
+                with suppress(Exception):  # of the user's, on values that no run had
+                    runs += [together, self._in_world(twins.far(sign))]
             kept = len(self._kept(0))
             pairs = zip(runs[::2], runs[1::2], strict=True)
             if not all(self._distance(a, b, kept) <= self._limit(kept) for a, b in pairs):

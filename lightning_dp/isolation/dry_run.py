@@ -67,7 +67,13 @@ class DryRun:
         made = [self._maker.make(i) for i in range(count - 1)]
         return [*made, self._maker.make(count - 1, longer)]
 
-    def run(self, runner: Runner, settings: Callable[..., Settings], clip_norm: float) -> Outcome:
+    def run(
+        self,
+        runner: Runner,
+        settings: Callable[..., Settings],
+        clip_norm: float,
+        twins: TwinState,
+    ) -> Outcome:
         """Compare runs of a few samples.
 
         Where all gradients are shorter than C, the longest one is the unit: what couples a few samples by
@@ -78,6 +84,7 @@ class DryRun:
             settings: makes the settings of a comparison, by ``query``, ``whole`` and ``seed``; asked
                 when an engine has run.
             clip_norm: the bound C.
+            twins: is told what follows the samples.
 
         Raises:
             UnsupportedModelError: if no engine takes the model, or no record has a gradient.
@@ -86,7 +93,8 @@ class DryRun:
             with without_dropout(runner.module):
                 samples, longest = self._that_run(runner)
                 unit = min(clip_norm, longest) if longest > 0 else clip_norm
-                found = self._compared(runner, samples, partial(settings, query=_plain(unit)))
+                asked = partial(settings, query=_plain(unit))
+                found = self._compared(runner, samples, asked, twins)
                 if found.kind == "isolated" and not runner.passes.watched.engine.isolates:
                     return mean_or_sum(runner, samples)
                 return found
@@ -118,11 +126,14 @@ class DryRun:
         return samples, float(finite.max()) if len(finite) else 0.0
 
     def _compared(
-        self, runner: Runner, samples: list[Any], settings: Callable[..., Settings]
+        self,
+        runner: Runner,
+        samples: list[Any],
+        settings: Callable[..., Settings],
+        twins: TwinState,
     ) -> Outcome:
         """Compare twice: what the first time leaves is what the second time may read."""
-        twins, found = TwinState(runner.module), Outcome("isolated")
-        half = len(samples) // 2
+        found, half = Outcome("isolated"), len(samples) // 2
         for kept in (list(range(half)), list(range(half, len(samples)))):
             start = RandomState.seeded(runner.device, kept[0])
             asked = settings(whole=len(samples), seed=half)

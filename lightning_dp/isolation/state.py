@@ -36,10 +36,11 @@ _SET = (
 
 @dataclass(frozen=True)
 class _Twin:
-    """The value that an attribute has where other records were in a batch."""
+    """The value that an attribute has where other records were in a batch, and the one without these."""
 
     name: str
     value: Any
+    end: Any
 
 
 class TwinState:
@@ -249,7 +250,7 @@ def _put(now: Snapshot, twins: Mapping[Path, _Twin], scale: float) -> dict[Path,
     whole_first = sorted(twins.items(), key=lambda item: item[0][-1] is not ...)
     for path, twin in whole_first:
         try:
-            now.put(path, _moved(now.value_at(path), twin.value, scale))
+            now.put(path, _moved(now.value_at(path), twin, scale))
         except LookupError:
             left[path] = twin
     return left
@@ -260,25 +261,32 @@ def _twins_of(end: Snapshot, other: Snapshot) -> dict[Path, _Twin]:
     for path, difference in end.differing_values(other).items():
         if difference.kind in ("attribute", "buffer"):
             with suppress(LookupError):  # there is no such attribute in the other world
-                found[path] = _Twin(difference.name, other.value_at(path))
+                found[path] = _Twin(difference.name, other.value_at(path), end.value_at(path))
     return found
 
 
-def _moved(value: Any, twin: Any, scale: float) -> Any:
-    """Return a value moved towards its twin, so many times the way; what is no number, the twin."""
+def _moved(value: Any, twin: _Twin, scale: float) -> Any:
+    """Return the twin; or a number moved by so many times the difference of the two ends of its pair."""
+    other, end = twin.value, twin.end
     if scale == 0:
-        return copy.copy(value) if not isinstance(value, Tensor) else value.clone()
-    if isinstance(twin, Tensor):
-        is_alike = isinstance(value, Tensor) and value.shape == twin.shape
-        if scale == 1 or not is_alike or twin.dtype == torch.bool or twin.dtype != value.dtype:
-            return twin.clone()
-        step = (twin.double() - value.double()) * _limited(scale, twin.is_floating_point())
-        return (value.double() + step).to(twin.dtype)
-    is_number = isinstance(twin, int | float | np.number) and not isinstance(twin, bool)
-    if scale == 1 or not is_number or type(value) is not type(twin) or not math.isfinite(value):
-        return copy.copy(twin)
-    factor = _limited(scale, isinstance(twin, float | np.floating))
-    return type(twin)(value + (twin - value) * factor)
+        return value.clone() if isinstance(value, Tensor) else copy.copy(value)
+    if isinstance(other, Tensor):
+        if scale == 1 or not (_are_alike(value, other) and _are_alike(end, other)):
+            return other.clone()
+        step = (other.double() - end.double()) * _limited(scale, other.is_floating_point())
+        return (value.double() + step).to(other.dtype)
+    is_number = isinstance(other, int | float | np.number) and not isinstance(other, bool)
+    are_alike = type(value) is type(end) is type(other)
+    if scale == 1 or not (is_number and are_alike) or not math.isfinite(value):
+        return copy.copy(other)
+    factor = _limited(scale, isinstance(other, float | np.floating))
+    moved = value + (other - end) * factor
+    return type(other)(moved) if math.isfinite(moved) else copy.copy(other)
+
+
+def _are_alike(a: object, b: Tensor) -> bool:
+    is_same = isinstance(a, Tensor) and a.shape == b.shape and a.dtype == b.dtype
+    return is_same and not (b.dtype == torch.bool or b.is_complex())
 
 
 def _limited(scale: float, is_real: bool) -> float:

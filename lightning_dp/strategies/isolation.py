@@ -151,7 +151,7 @@ class IsolationWatch:
             self._module.training_step, "batch_idx", min_args=2
         )
         runner = self._runner(self._loader, *((0,) if takes_number else ()))
-        found = dry.run(runner, self._settings, self._clip_norm)
+        found = dry.run(runner, self._settings, self._clip_norm, self._twins)
         found = self._world.broadcast(found)
         engine.settle(self._world)
         self._run.engine = engine.watched.description
