@@ -45,6 +45,8 @@ TESTS = [
     "tests/isolation/test_check.py",
     "tests/isolation/test_dry_run.py",
     "tests/isolation/test_findings.py",
+    "tests/strategies/test_isolation.py",
+    "tests/strategies/test_public_stops.py",
 ]
 
 
@@ -142,6 +144,14 @@ FAULTS = (
         "and False",
     ),
     Fault("constant_losses_pass", "isolates and not bool((first > 0).any())", "and False"),
+    Fault("norms_not_judged", "before.norms.clamp(min=1.0)).sum().abs() * (n / k)", " * 0"),
+    Fault("a_rule_that_reads_is_public", "return stops(_unreadable(reads))", " or True  #"),
+    Fault("stops_by_state_are_public", "_put(now, self._ever, sign * _FAR", " * 0"),
+    Fault(
+        "weights_of_hooks_saved",
+        "names = self._changed | self._open_weights()",
+        " - self._open_weights()",
+    ),
     Fault(
         "nothing_exchanged",
         "exchanged[place] = samples[kept[given % len(kept)]]",
