@@ -2,7 +2,8 @@
 
 ``from lightning_dp import DifferentialPrivacy`` works, and so does every other name of ``__all__``:
 each is imported when it is first asked for. ``import lightning_dp`` alone loads neither torch nor
-Lightning, so that ``lightning_dp.accounting`` can be used without them.
+Lightning, so that ``lightning_dp.accounting`` can be used without them. Its public modules
+(``lightning_dp.accounting``, ``lightning_dp.audit``, ...) need no import of their own.
 """
 
 from __future__ import annotations
@@ -10,6 +11,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from lightning_dp._lazy import names_from
+
+__version__ = "0.2.0"
 
 __all__ = [
     "About",
@@ -43,6 +46,18 @@ __all__ = [
     "losses_of_records",
     "rows_of_records",
 ]
+
+_MODULES = (
+    "accounting",
+    "audit",
+    "callbacks",
+    "federated",
+    "metrics",
+    "plan",
+    "plotting",
+    "report",
+)
+_MODULES += ("search", "strategies")
 
 if TYPE_CHECKING:  # the same names for type checkers and editors, which do not run __getattr__
     from lightning_dp._fix import fix
@@ -82,8 +97,9 @@ else:
         "gradients.row_owners",
         "_fix",
         "losses",
+        modules=_MODULES,
     )
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    return sorted({*globals(), *__all__, *_MODULES})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import importlib.metadata
 import importlib.util
 import inspect
 import re
@@ -133,6 +134,14 @@ def test_the_callback_can_be_imported_from_the_root():
     names: dict[str, object] = {}
     exec("from lightning_dp import *", names)
     assert names["DifferentialPrivacy"] is lightning_dp.callbacks.DifferentialPrivacy
+
+
+def test_public_modules_and_the_version_need_no_import_of_their_own():
+    code = "import lightning_dp as p; p.accounting.epsilon; print(p.__version__); p.metrics.PrivacyBudget"
+    assert {lightning_dp.__version__, "lightning_dp", "torch"} <= loaded_by(code)
+    assert importlib.metadata.version("lightning-dp") == lightning_dp.__version__
+    homes = {home.partition(".")[2].partition(".")[0] for home in PUBLIC} - {""}
+    assert homes <= set(dir(lightning_dp))
 
 
 def test_a_name_that_is_not_there_is_an_ordinary_error():

@@ -94,7 +94,10 @@ def test_with_the_checks_a_fit_is_refused_or_voided(name, request):
         warnings.simplefilter("ignore")
         long = replace(BAD[name], epochs=10)  # the odd record is in few of the batches looked at
         plain, odd = long.neighbours(64)
-        for records in (plain, *[odd] * 9):  # what a record does once shows if its batch is looked at
+        for records in (
+            plain,
+            *[odd] * 9,
+        ):  # what a record does once shows if its batch is looked at
             checked_fit(long, records)
 
 
