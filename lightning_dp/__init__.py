@@ -47,17 +47,10 @@ __all__ = [
     "rows_of_records",
 ]
 
-_MODULES = (
-    "accounting",
-    "audit",
-    "callbacks",
-    "federated",
-    "metrics",
-    "plan",
-    "plotting",
-    "report",
-)
-_MODULES += ("search", "strategies")
+_MODULES = [
+    *("accounting", "audit", "callbacks", "federated", "metrics", "plan", "plotting", "report"),
+    *("search", "strategies"),
+]
 
 if TYPE_CHECKING:  # the same names for type checkers and editors, which do not run __getattr__
     from lightning_dp._fix import fix

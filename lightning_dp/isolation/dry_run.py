@@ -92,7 +92,7 @@ class DryRun:
         try:
             with without_dropout(runner.module):
                 samples, longest = self._that_run(runner)
-                unit = min(clip_norm, longest) if longest > 0 else clip_norm
+                unit = min(clip_norm, longest) if longest > _NOTHING else clip_norm
                 asked = partial(settings, query=_plain(unit))
                 found = self._compared(runner, samples, asked, twins)
                 if found.kind == "isolated" and not runner.passes.watched.engine.isolates:

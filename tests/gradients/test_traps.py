@@ -25,6 +25,7 @@ from lightning_dp.gradients.passes import at_point
 from lightning_dp.isolation.check import Settings
 from lightning_dp.isolation.dry_run import DryRun
 from lightning_dp.isolation.replay import Pipeline, Runner
+from lightning_dp.isolation.state import TwinState
 from tests.gradients.models import Example, linear, net, weight
 from tests.gradients.test_contract import N, alone, made, replay, rows, trained
 
@@ -290,7 +291,8 @@ def test_a_loss_that_compares_records_is_refused_and_one_with_its_margin_met_is_
         assert (found.norms() < 1e-30).all()  # on this batch, up to what a bound adds to norms
         pipeline = Pipeline(default_collate, lambda b: b, lambda b: model.training_step(b, 0))
         runner = Runner(model, passes, params, pipeline, model.device)
-        dry_run = partial(DryRun([batch[0][0]]).run, runner, partial(Settings, eps=1e-7), 1.0)
+        twins, settings = TwinState(model), partial(Settings, eps=1e-7)
+        dry_run = partial(DryRun([batch[0][0]]).run, runner, settings, 1.0, twins)
         if loss is hinge:
             assert dry_run().kind == "isolated"
             return

@@ -200,7 +200,7 @@ def test_the_callbacks_bring_nothing_that_lightning_does_not(loaded):
 def test_one_version_and_one_name_of_the_authors_everywhere(root):
     project = (root / "pyproject.toml").read_text("utf-8")
     citation = (root / "CITATION.cff").read_text("utf-8")
-    (version,) = re.findall(r'^version = "(.*)"$', project, re.MULTILINE)
+    version = lightning_dp.__version__
     (authors,) = re.findall(r'^authors = \[{ name = "(.*)" }\]$', project, re.MULTILINE)
 
     assert f"\nversion: {version}\n" in citation and f"\n  - name: {authors}\n" in citation

@@ -151,7 +151,7 @@ READS = [HookReads, HookCatches, HookReadsMetric, HookReadsState, StepReads, Ste
 def test_a_rule_that_reads_records_withdraws_epsilon(fit, kind, engine):
     if (kind, engine) == (StepCountsLate, "records"):
         pytest.skip("public there")
-    with pytest.raises(VoidedRunError, match="gave no gradient"):
+    with pytest.raises(VoidedRunError, match=r"gave no gradient|depend on self\.latest"):
         fit(kind(), engine)
 
 
