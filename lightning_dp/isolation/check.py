@@ -30,7 +30,13 @@ from lightning_dp.isolation.manual import without_dropout
 from lightning_dp.isolation.outcome import CURES, OUTSIDE_OF_LAYERS, Outcome
 from lightning_dp.isolation.replay import Run, Runner
 from lightning_dp.isolation.state import TwinState
-from lightning_dp.isolation.variants import Variants, are_same_rows, paired_rows
+from lightning_dp.isolation.variants import (
+    Variants,
+    are_given_the_same,
+    are_same_rows,
+    have_same_shapes,
+    paired_rows,
+)
 
 __all__ = ["Check", "Settings", "stand_by"]
 
@@ -243,14 +249,24 @@ class Check:
     def _compare(self, found: _Found, a: Run, b: Run, kept: list[int]) -> None:
         """Compare the gradients of the same samples in two runs, and what the module keeps."""
         is_same_draw = a.drawn is not None and b.drawn is not None and a.drawn.is_same(b.drawn)
-        failed = a.hook_failed or b.hook_failed
+        isolates, failed = (
+            self._runner.passes.watched.engine.isolates,
+            a.hook_failed or b.hook_failed,
+        )
+        # What runs alone and is given the same gives the same, whatever is drawn for it.
+        is_settled = isolates and are_given_the_same(a.batch, b.batch, a.size, kept)
+        has_gradients = not is_settled and (a.gradients or b.gradients)
         if not is_same_draw and (a.gradients or b.gradients):
-            found.why_not = "records decide how many random numbers are drawn"
+            if has_gradients:
+                found.why_not = "records decide how many random numbers are drawn"
             if a.drawn is not None and b.drawn is not None and a.drawn.seed != b.drawn.seed:
                 found.settings = ("torch's seed",)
             return
+        if a.has_drawn and has_gradients and (isolates or not have_same_shapes(a.batch, b.batch)):
+            found.why_not = "records are padded to other lengths, and meet other random numbers"
+            return
         found.why_not = failed
-        if self._settings.gradients:
+        if self._settings.gradients and not is_settled:
             found.exchanged = self._distance(a, b, len(kept))
         found.public = _steps_differ(a, b)
         if a.settings != b.settings:

@@ -118,10 +118,13 @@ class DryRun:
         except Exception:  # made-up lengths that it does not take
             samples = self.samples(count, are_longer=False)
             first = _norms(runner, samples, 0)
-        if runner.passes.watched.engine.isolates and not bool((first > _NOTHING).any()):
-            others = (_norms(runner, samples, seed) for seed in range(1, _SEEDS // 2))
-            if not any(bool((norms > _NOTHING).any()) for norms in others):
-                raise UnsupportedModelError(_CONSTANT, topic="coupled-records")
+        is_constant = not bool((first > _NOTHING).any())
+        if (
+            runner.passes.watched.engine.isolates
+            and is_constant
+            and runner.has_plain_gradient(samples)
+        ):
+            raise UnsupportedModelError(_CONSTANT, topic="coupled-records")
         finite = first[first.isfinite()]
         return samples, float(finite.max()) if len(finite) else 0.0
 

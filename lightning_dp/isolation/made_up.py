@@ -99,8 +99,10 @@ class _Maker:
             return self._text(like)
         if _is_image(like):
             return self._image(like)
-        if _is_list_of_numbers(like) and len(like) in self.lengths:
-            like = type(like)([like[0]] * self.lengths[len(like)])
+        if _is_list_of_numbers(like):
+            size = self.lengths.get(len(like), len(like))
+            made = self._values(_dtype_of(like[0]), (size,)).tolist()
+            return type(like)(type(like[0])(each) for each in made)
         if is_container(like):
             return _rebuilt(like, self.part)
         return like
@@ -125,15 +127,7 @@ class _Maker:
         return made.astype(like.dtype)
 
     def _number(self, like: Any) -> Any:
-        if isinstance(like, bool | np.bool_):
-            dtype = torch.bool
-        elif isinstance(like, int | np.integer):
-            dtype = torch.int64
-        elif isinstance(like, float | np.floating):
-            dtype = torch.float64
-        else:
-            dtype = torch.complex128
-        return type(like)(self._values(dtype, ()).item())
+        return type(like)(self._values(_dtype_of(like), ()).item())
 
     def _values(self, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
         if dtype.is_floating_point:
@@ -143,7 +137,9 @@ class _Maker:
         if not shape:
             return torch.tensor(self.i % (2 if dtype == torch.bool else self.classes)).to(dtype)
         below = 2 if dtype == torch.bool else self.classes
-        return torch.randint(below, shape, generator=self.generator).to(dtype)
+        made = torch.randint(below, shape, generator=self.generator)
+        made.view(-1)[:1] = min(1, below - 1)  # no mask is empty
+        return made.to(dtype)
 
     def _real(self, shape: tuple[int, ...]) -> Tensor:
         return torch.rand(shape, generator=self.generator, dtype=torch.float64)
@@ -168,6 +164,14 @@ class _Maker:
 def _is_image(part: Any) -> bool:
     images: Any = sys.modules.get("PIL.Image")
     return images is not None and isinstance(part, images.Image)
+
+
+def _dtype_of(number: Any) -> torch.dtype:
+    if isinstance(number, bool | np.bool_):
+        return torch.bool
+    if isinstance(number, int | np.integer):
+        return torch.int64
+    return torch.float64 if isinstance(number, float | np.floating) else torch.complex128
 
 
 def _is_list_of_numbers(part: Any) -> bool:

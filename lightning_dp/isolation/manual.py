@@ -12,11 +12,13 @@ from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torch.nn.modules.dropout import _DropoutNd
 from torch.optim import Optimizer
+from torch.overrides import TorchFunctionMode
 
 from lightning_dp._waiting_losses import WaitingLosses
 
 __all__ = ["ByHand", "PublicStep", "without_dropout"]
 
+_SDPA_DROPOUT = 4  # the place of dropout_p among the arguments
 _DROP = (_DropoutNd, nn.RReLU, nn.RNNBase, nn.MultiheadAttention)  # by chance, while they train
 
 
@@ -24,14 +26,31 @@ def _ignore(*args: Any, **kwargs: Any) -> None:
     """Do nothing, whatever the arguments."""
 
 
+class _NoDropout(TorchFunctionMode):
+    """Lets functions of torch drop nothing."""
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        given, name = dict(kwargs or {}), func.__name__
+        if name.endswith(("dropout", "dropout1d", "dropout2d", "dropout3d")):
+            return args[0] if args else given["input"]
+        if name == "scaled_dot_product_attention" and len(args) > _SDPA_DROPOUT:
+            args = (*args[:_SDPA_DROPOUT], 0.0, *args[_SDPA_DROPOUT + 1 :])
+        if "dropout_p" in given:
+            given["dropout_p"] = 0.0
+        return func(*args, **given)
+
+
 @contextmanager
 def without_dropout(module: nn.Module) -> Iterator[None]:
-    """Let no layer of torch drop anything, inside."""
+    """Let no layer and no function of torch drop anything, inside."""
     active = [part for part in module.modules() if part.training and isinstance(part, _DROP)]
     try:
         for part in active:
             part.training = False
-        yield
+        with _NoDropout():
+            yield
     finally:
         for part in active:
             part.training = True

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from lightning_dp._generators import RandomState
 from lightning_dp._module_state import Snapshot, restored
-from lightning_dp._training_step import loss_in
+from lightning_dp._training_step import is_differentiable, loss_in
 from lightning_dp.boundary import AbstractPerSampleGradients, Query
 from lightning_dp.gradients import RecordPasses, Replay, UnsupportedModelError
 from lightning_dp.gradients.batches import Singles
@@ -142,6 +142,15 @@ class Runner:
             run.written = frozenset(Marks.of(module).changed_since(marks))
             run.calls = tuple(calls)
         return run
+
+    def has_plain_gradient(self, samples: Sequence[Any]) -> bool:
+        """Return True if samples together have a gradient in ordinary training."""
+        with self._traceless(RandomState(self.device)), torch.enable_grad():
+            loss = loss_in(self.pipeline.training_step(self._batch(samples)))
+            if not is_differentiable(loss):
+                return False
+            found = torch.autograd.grad(loss, self.params, allow_unused=True)
+        return any(each is not None and bool(each.any()) for each in found)
 
     def batch_of(self, samples: Sequence[Any], start: RandomState) -> Any:
         """Return the batch that a run of these samples begins with."""

@@ -13,7 +13,14 @@ from torch import Tensor
 
 from lightning_dp.gradients.batches import leaves as leaves_of
 
-__all__ = ["Variants", "are_same_rows", "own_copies", "paired_rows"]
+__all__ = [
+    "Variants",
+    "are_given_the_same",
+    "are_same_rows",
+    "have_same_shapes",
+    "own_copies",
+    "paired_rows",
+]
 
 
 @dataclass(frozen=True)
@@ -104,6 +111,36 @@ def are_same_rows(before: Any, after: Any, sizes: tuple[int, int], kept: Sequenc
     """Return True if two batches hold the same of some samples, up to padding."""
     leaves = _leaves_of_samples(before, after, sizes)
     return all(_are_equal(leaves, i, i) for i in kept)
+
+
+def are_given_the_same(before: Any, after: Any, size: int, kept: Sequence[int]) -> bool:
+    """Return True if two batches hold the same for some samples, and in what all of them share."""
+    mine, its = leaves_of(before, rows=True), leaves_of(after, rows=True)
+    if len(mine) != len(its):
+        return False
+    return all(_are_the_same(a, b, size, kept) for a, b in zip(mine, its, strict=True))
+
+
+def _are_the_same(a: Any, b: Any, size: int, kept: Sequence[int]) -> bool:
+    if isinstance(a, Tensor | np.ndarray) and isinstance(b, Tensor | np.ndarray):
+        a, b = torch.as_tensor(a), torch.as_tensor(b)
+        if a.shape != b.shape or a.dtype != b.dtype:
+            return False
+        if a.dim() and len(a) == size:
+            a, b = a[list(kept)], b[list(kept)]
+        return bool(((a == b) | ((a != a) & (b != b))).all())
+    if isinstance(a, list | tuple) and isinstance(b, list | tuple) and len(a) == len(b) == size:
+        return all(a[i] == b[i] for i in kept)
+    return type(a) is type(b) and bool(a == b)
+
+
+def have_same_shapes(before: Any, after: Any) -> bool:
+    """Return True if the tensors of both batches have the same shapes: dropout is drawn by shape."""
+    shapes = [
+        [getattr(leaf, "shape", None) for leaf in leaves_of(batch, rows=True)]
+        for batch in (before, after)
+    ]
+    return shapes[0] == shapes[1]
 
 
 def _leaves_of_samples(
