@@ -28,8 +28,7 @@ PUBLIC = {
         fix losses_of_records rows_of_records About
     """,
     "lightning_dp.callbacks": """
-        DifferentialPrivacy LearningRateSweep PrivacyAdvice PrivacyLogger PrivacyReportFiles
-        RandomIterate
+        DifferentialPrivacy PrivacyAdvice PrivacyLogger PrivacyReportFiles
         PrivateSingleDeviceStrategy PrivateDDPStrategy
     """,
     "lightning_dp.accounting": """

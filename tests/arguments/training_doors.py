@@ -45,7 +45,7 @@ from lightning_dp.accounting.pld import epsilon_curve
 from lightning_dp.audit import check_isolation
 from lightning_dp.audit.bounds import one_run_p_value
 from lightning_dp.boundary import Query
-from lightning_dp.callbacks import DifferentialPrivacy, LearningRateSweep
+from lightning_dp.callbacks import DifferentialPrivacy
 from lightning_dp.estimators import Storm, Traits
 from lightning_dp.federated import InverseRootSteps
 from lightning_dp.functional import clip_factors, laplacian_smoothing
@@ -287,12 +287,6 @@ TRAINING = [
         {"loss_graph_check": True, "max_grad_norm": 1.0},
         flags=("loss_graph_check",),
         others={"module": OneLayer(), "samples": torch.zeros(4, 3)},
-    ),
-    Door(
-        LearningRateSweep,
-        {"low": 1e-3, "high": 1.0, "steps": 5},
-        whole=("steps",),
-        others={"score": lambda model: 0.0},
     ),
     Door(
         fix,
