@@ -16,26 +16,22 @@ from lightning_dp.callbacks.differential_privacy import DifferentialPrivacy
 from lightning_dp.callbacks.privacy_advice import PrivacyAdvice
 from lightning_dp.callbacks.privacy_logger import PrivacyLogger
 from lightning_dp.callbacks.privacy_report_files import PrivacyReportFiles
-from lightning_dp.callbacks.random_iterate import RandomIterate
 
 if TYPE_CHECKING:
-    from lightning_dp.callbacks.learning_rate_sweep import LearningRateSweep
     from lightning_dp.callbacks.private_strategies import (
         PrivateDDPStrategy,
         PrivateSingleDeviceStrategy,
     )
 else:
-    __getattr__ = names_from(__name__, "private_strategies", "learning_rate_sweep")
+    __getattr__ = names_from(__name__, "private_strategies")
 
 __all__ = [
     "DifferentialPrivacy",
-    "LearningRateSweep",
     "PrivacyAdvice",
     "PrivacyLogger",
     "PrivacyReportFiles",
     "PrivateDDPStrategy",
     "PrivateSingleDeviceStrategy",
-    "RandomIterate",
 ]
 
 _STRATEGIES = {

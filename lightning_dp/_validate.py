@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import numbers
 import reprlib
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence, Set
 from typing import Any, Protocol, SupportsFloat, TypeVar, cast
 
 __all__ = [
@@ -20,7 +20,6 @@ __all__ = [
     "explained",
     "finite",
     "flag",
-    "function",
     "instance",
     "listed",
     "normalise",
@@ -255,17 +254,6 @@ def _article(kind: type) -> str:
 
 def _call_of(value: object) -> str:
     return f" Write {value.__name__}(...)." if isinstance(value, type) else ""
-
-
-def function(name: str, value: object, *, of: str | None = None) -> Callable[..., Any]:
-    """Return what can be called.
-
-    Raises:
-        TypeError: naming the argument.
-    """
-    if not callable(value):
-        raise TypeError(f"{shown(name, value, of)} must be a function.")
-    return value
 
 
 def listed(name: str, value: object, what: str, *, of: str | None = None) -> tuple[Any, ...]:

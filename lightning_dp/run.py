@@ -19,7 +19,7 @@ from lightning_dp._world import World
 from lightning_dp.accounting.base import CachedAccountant
 from lightning_dp.accounting.events import History
 from lightning_dp.accounting.ledger import Ledger
-from lightning_dp.accounting.pld import accountant_for, epsilon_curve
+from lightning_dp.accounting.pld import PLDAccountant, epsilon_curve
 from lightning_dp.config import PrivacyConfig
 from lightning_dp.mechanism import Mechanism
 from lightning_dp.noise_plan import Budget, NoisePlan
@@ -181,7 +181,7 @@ class PrivateRun:
             left = coarse_pairs((plan.noise_multiplier(step), plan.rate(step)) for step in steps)
         history = [*coarse(others), *coarse(self.ledger.history()), *mechanism.unasked, *left]
         delta, relation = self.config.target_delta, self.config.relation
-        return accountant_for(history).epsilon(history, delta, relation)
+        return PLDAccountant().epsilon(history, delta, relation)
 
     @property
     def signal(self) -> Signal | None:

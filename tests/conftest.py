@@ -179,7 +179,6 @@ class Recorded(Dataset[tuple[Tensor, Tensor]]):
 _LONGEST = (
     "tests/devices",
     "tests/package/test_install.py",
-    "tests/federated/test_trusted_server.py",
     "tests/strategies/ddp",
     "tests/strategies/sharded",
     "tests/strategies/resume/test_killed.py",

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_dp.accounting import PLDAccountant
+from lightning_dp.accounting import PLDAccountant, sweep_history
 from lightning_dp.accounting.events import event_from_dict
 from lightning_dp.accounting.journal import JournalError, read_journal
 from lightning_dp.accounting.release_file import read_release_file
@@ -153,10 +153,39 @@ def test_a_report_reads_back(of: Written) -> None:
 
 def test_events_read_back(of: Written) -> None:
     written = json.loads(of.one("events.json").read_text("utf-8"))
+    written = [each for each in written if each["event"] != "RepeatAndSelect"]  # see below
     assert [event_from_dict(each) for each in written] == list(of.by.EVENTS)
     for each in written:
         with pytest.raises(ValueError, match="unknown field 'more'"):
             event_from_dict({**each, "more": 1})
+
+
+def test_an_event_without_a_reader_is_refused_by_its_name_wherever_it_is(of: Written) -> None:
+    written = json.loads(of.one("events.json").read_text("utf-8"))
+    (gone,) = (each for each in written if each["event"] == "RepeatAndSelect")
+    named = r"RepeatAndSelect.*ApproximateDP"
+    with pytest.raises(ValueError, match=named):
+        event_from_dict(gone)
+
+    report = of.one("privacy_report-*.json")
+    content = json.loads(report.read_text("utf-8"))
+    content["events"] = {"run": [[gone, 1]]}
+    report.write_text(json.dumps(content), "utf-8")
+    with pytest.raises(ValueError, match=named):
+        read_report(report)
+
+    checkpoint = of.one("run.ckpt")
+    edit_record(checkpoint, lambda record: record["ledger"]["runs"].update(search=[[gone, 1]]))
+    with pytest.raises((JournalError, ValueError), match=named):
+        of.by.fit(of.folder, of.by.STEPS + 1, checkpoint)
+
+    journal = of.one("*.journal")
+    edit_line(journal, 1, lambda line: line.__setitem__(2, gone))
+    for read in (read_journal, sweep_history):
+        with pytest.raises(JournalError, match=named):
+            read(journal)
+    with pytest.raises(SystemExit, match="2"):
+        main([str(journal), "--delta", "1e-5"])
 
 
 def test_a_journal_reads_back(of: Written) -> None:

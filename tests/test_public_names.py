@@ -29,17 +29,16 @@ PUBLIC = {
         fix losses_of_records rows_of_records About
     """,
     "lightning_dp.callbacks": """
-        DifferentialPrivacy LearningRateSweep PrivacyAdvice PrivacyLogger PrivacyReportFiles
-        RandomIterate
+        DifferentialPrivacy PrivacyAdvice PrivacyLogger PrivacyReportFiles
         PrivateSingleDeviceStrategy PrivateDDPStrategy
     """,
     "lightning_dp.accounting": """
-        Gaussian PoissonGaussian RepeatAndSelect ApproximateDP ZCDP PLDAccountant StreamingRDPAccountant
-        epsilon delta epsilon_text TradeOff trade_off calibrate calibrate_history
-        draw_number_of_runs sweep_history recover_journal
+        Gaussian PoissonGaussian ApproximateDP ZCDP PLDAccountant StreamingRDPAccountant
+        epsilon delta epsilon_text TradeOff trade_off calibrate
+        sweep_history recover_journal
     """,
     "lightning_dp.report": "PrivacyReport",
-    "lightning_dp.search": "Attempt Search Selection Trial",
+    "lightning_dp.search": "Search Trial",
     "lightning_dp.plan": """
         Suggestion TrainingPlan learning_rate plan_training suggest weight_size
     """,

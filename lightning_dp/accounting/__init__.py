@@ -15,13 +15,10 @@ __all__ = [
     "Gaussian",
     "PLDAccountant",
     "PoissonGaussian",
-    "RepeatAndSelect",
     "StreamingRDPAccountant",
     "TradeOff",
     "calibrate",
-    "calibrate_history",
     "delta",
-    "draw_number_of_runs",
     "epsilon",
     "epsilon_text",
     "recover_journal",
@@ -30,11 +27,10 @@ __all__ = [
 ]
 
 if TYPE_CHECKING:
-    from lightning_dp.accounting.calibration import calibrate, calibrate_history
+    from lightning_dp.accounting.calibration import calibrate
     from lightning_dp.accounting.events import (
         Gaussian,
         PoissonGaussian,
-        RepeatAndSelect,
     )
     from lightning_dp.accounting.external import ZCDP, ApproximateDP
     from lightning_dp.accounting.hypothesis_tests import TradeOff, trade_off
@@ -42,7 +38,6 @@ if TYPE_CHECKING:
     from lightning_dp.accounting.pld import PLDAccountant, delta, epsilon
     from lightning_dp.accounting.rdp import StreamingRDPAccountant
     from lightning_dp.accounting.rounding import epsilon_text
-    from lightning_dp.accounting.search import draw_number_of_runs
 else:
     __getattr__ = names_from(
         __name__,
@@ -52,7 +47,6 @@ else:
         "rdp",
         "calibration",
         "rounding",
-        "search",
         "journals",
         "hypothesis_tests",
     )

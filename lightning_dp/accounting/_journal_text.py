@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from lightning_dp._refusals import text_of
+from lightning_dp._refusals import RefusedSetting, text_of
 from lightning_dp.accounting.charges import Charges, JournalError
 from lightning_dp.accounting.events import AbstractEvent, event_from_dict
 
@@ -61,6 +61,11 @@ class Written:
             )
         try:
             event = charges[-1][0] if content is None else event_from_dict(content)
+        except RefusedSetting as error:  # of another version, not damaged
+            raise JournalError(
+                f"The privacy journal {self.path} is of another version; line {position}: {error.text}",
+                topic=error.topic,
+            ) from None
         except (ValueError, TypeError, OverflowError) as error:
             raise self._damaged(
                 position, f"has no event that can be read: {text_of(error)}"

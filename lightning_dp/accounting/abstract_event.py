@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import math
 import reprlib
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from typing import Any, Literal, TypeAlias
+from typing import Literal, TypeAlias
 
 from lightning_dp._validate import listed, whole
 
@@ -57,13 +56,9 @@ class AbstractEvent(ABC):
         What is written is never written differently later: a field that is added needs a default,
         which is what it is in files that were written before.
         """
-        values = {each.name: _plain(getattr(self, each.name)) for each in fields(self)}
-        return {"event": type(self).__name__, **values}
-
-    @classmethod
-    def read(cls, values: Mapping[str, Any]) -> AbstractEvent:
-        """Return the event with these fields, as :meth:`to_dict` wrote them."""
-        return cls(**values)
+        values = {each.name: getattr(self, each.name) for each in fields(self)}
+        plain = {k: list(v) if isinstance(v, tuple) else v for k, v in values.items()}
+        return {"event": type(self).__name__, **plain}
 
 
 History: TypeAlias = Sequence[tuple[AbstractEvent, int]]
@@ -101,12 +96,3 @@ def check_entry(entry: object, name: str = "history") -> tuple[AbstractEvent, in
         raise ValueError(
             f"count must be an integer of at least 0, got {count!r} for {event!r}."
         ) from None
-
-
-def _plain(value: object) -> object:
-    """Return a field's value as types that JSON knows."""
-    if isinstance(value, AbstractEvent):
-        return value.to_dict()
-    if isinstance(value, tuple):
-        return [_plain(each) for each in value]
-    return "inf" if value == math.inf else value

@@ -9,7 +9,7 @@ from functools import cache
 import numpy as np
 
 from lightning_dp._refusals import RefusedSetting
-from lightning_dp._validate import function, listed, number, positive, whole
+from lightning_dp._validate import listed, number, positive, whole
 from lightning_dp._warnings import warn
 from lightning_dp.accounting._scale import ENDLESS, solve
 from lightning_dp.accounting.base import (
@@ -36,7 +36,7 @@ from lightning_dp.accounting.steps import (
     merge_arrays,
 )
 
-__all__ = ["affordable_steps", "alike", "calibrate", "calibrate_history", "calibrate_steps"]
+__all__ = ["affordable_steps", "alike", "calibrate", "calibrate_steps"]
 
 _TOLERANCE = 1e-3
 _LARGEST_SCALE = 1e6
@@ -161,56 +161,6 @@ def alike(sample_rate: float, steps: int, shape: float = 1.0) -> Steps:
     sampled_gaussian(1.0, rate)  # raises where it is no rate
     one = np.ones(1)
     return Steps(shape * one, rate * one, whole("steps", steps, 1, _MOST) * one)
-
-
-def calibrate_history(
-    history: Callable[[float], History],
-    epsilon: float,
-    delta: float,
-    relation: Relation = "add_remove",
-    accountant: AbstractAccountant | None = None,
-) -> float:
-    """Return the smallest scale ``c`` of the noise of a whole procedure that keeps to a budget.
-
-    For what :func:`calibrate` has no words for: a search by :class:`RepeatAndSelect`, a sweep and a
-    last run. Satisfies ``(1 - 1e-3) epsilon <= E(c) <= epsilon``, where ``E(c)`` is the accountant's
-    epsilon at ``delta`` of ``history(c)``. Never above ``epsilon``.
-
-    Args:
-        history: from a scale to a history whose cost falls as the scale grows, without bound.
-        epsilon: the budget, > 0.
-        delta: in (0, 1).
-        relation: ``"add_remove"`` or ``"replace_one"``.
-        accountant: :class:`PLDAccountant` by default.
-
-    Returns:
-        The scale ``c``.
-
-    Raises:
-        ValueError: if an argument is illegal, or no scale keeps to the budget.
-
-    Example:
-        The noise multiplier of every run of a search that costs epsilon = 3 as a whole:
-
-        >>> from lightning_dp.accounting import PoissonGaussian, RepeatAndSelect, StreamingRDPAccountant
-        >>> def search(z):
-        ...     run = [(PoissonGaussian(z, sample_rate=0.01), 1000)]
-        ...     return [(RepeatAndSelect(run, mean=10, shape=0), 1)]
-        >>> round(calibrate_history(search, 3.0, 1e-5, accountant=StreamingRDPAccountant()), 2)
-        1.08
-    """
-    epsilon, delta = _check_budget(epsilon, delta, relation)
-    judge = chosen(accountant)
-    function("history", history)
-    if not judge.epsilon(history(_LARGEST_SCALE), delta, relation) <= epsilon:
-        raise RefusedSetting(
-            f"no noise keeps history within epsilon={epsilon:g} at delta={delta:g}: a part of it "
-            "does not depend on the scale, or the number of runs alone costs more. Raise epsilon.",
-            topic="budget-exhausted",
-        )
-    return solve(
-        lambda scale: judge.epsilon(history(scale), delta, relation), 1.0, epsilon, _TOLERANCE
-    )
 
 
 def affordable_steps(

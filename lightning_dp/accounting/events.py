@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, fields
-from typing import Any
 
 from lightning_dp._refusals import Refusal, RefusedSetting
 from lightning_dp._validate import listed, number
@@ -17,7 +16,6 @@ from lightning_dp.accounting.abstract_event import (
     check_history,
 )
 from lightning_dp.accounting.external import ZCDP, ApproximateDP
-from lightning_dp.accounting.search import check_distribution, success_rate
 
 __all__ = [
     "ZCDP",
@@ -28,7 +26,6 @@ __all__ = [
     "PoissonGaussian",
     "PoissonRound",
     "Relation",
-    "RepeatAndSelect",
     "Voided",
     "VoidedRunError",
     "check_entry",
@@ -235,94 +232,12 @@ class Voided(AbstractEvent):
         return self.reason
 
 
-@dataclass(frozen=True)
-class RepeatAndSelect(AbstractEvent):
-    """K private runs on one data set, K random and secret, of which only the best one is released.
-
-    Costs far less than K runs in view of everybody, since the others stay secret (Papernot and
-    Steinke, "Hyperparameter Tuning with Renyi Differential Privacy", arXiv 2110.03620v2, Theorems 2
-    and 6). :class:`StreamingRDPAccountant` evaluates it; other accountants refuse it.
-
-    Holds if all of this is so:
-
-    - K is drawn by :func:`draw_number_of_runs` with this ``mean`` and ``shape``, before the first
-      run, and once: no run is added, left out or stopped by what others gave.
-    - The runs are independent and alike: each draws its hyper-parameters itself, with replacement,
-      from one distribution that was fixed without looking at the data. None costs more than
-      ``runs``; where candidates differ, ``runs`` is a history that bounds each of them.
-    - K, the other runs, their checkpoints, journals, logs and scores, and the time that the
-      search took stay secret for good. Of the best run all that it released may be published.
-    - "Best" is by a score computed from what a run released and from records that ε is not about
-      (public, or a hold-out set that gets no guarantee). A score computed from the protected
-      records has to be a separate noisy release, booked in ``runs``.
-
-    The neighbouring relation and its sampling are those of ``runs``.
-
-    Args:
-        runs: the history of one run, ``[(event, count), ...]``.
-        mean: the expected number of runs, at least 1. With 1 (and a finite ``shape``) there is one
-            run, and the cost is that of ``runs``.
-        shape: above -1: eta of the truncated negative binomial distribution (1 geometric, 0
-            logarithmic), or ``inf`` for Poisson, where K = 0 must release something that does not
-            depend on the data.
-
-    Raises:
-        ValueError: if an argument is out of range or NaN.
-
-    Example:
-        One run, a search of ten runs on average, and ten runs that everybody sees:
-
-        >>> from lightning_dp.accounting import PoissonGaussian, StreamingRDPAccountant
-        >>> step = PoissonGaussian(noise_multiplier=1.0, sample_rate=0.01)
-        >>> search = RepeatAndSelect([(step, 1000)], mean=10, shape=0)
-        >>> histories = [(step, 1000)], [(search, 1)], [(step, 10_000)]
-        >>> [round(StreamingRDPAccountant().epsilon(h, delta=1e-5), 2) for h in histories]
-        [2.1, 3.52, 6.71]
-    """
-
-    runs: Sequence[tuple[AbstractEvent, int]]
-    mean: float
-    shape: float
-
-    def __post_init__(self) -> None:
-        mean, shape = check_distribution(self.mean, self.shape)
-        if shape != math.inf:
-            success_rate(mean, shape)  # raises where there is none
-        object.__setattr__(self, "runs", tuple(check_history(self.runs, "runs")))
-        object.__setattr__(self, "mean", mean)
-        object.__setattr__(self, "shape", shape)
-
-    @property
-    def is_gaussian(self) -> bool:
-        """False."""
-        return False
-
-    @property
-    def pair(self) -> tuple[float, float]:
-        """Raises ValueError, since no single Gaussian costs the same."""
-        raise ValueError(
-            "RepeatAndSelect is bounded by Rényi divergences only: use StreamingRDPAccountant()."
-        )
-
-    @classmethod
-    def read(cls, values: Mapping[str, Any]) -> AbstractEvent:
-        runs, shape = values["runs"], values["shape"]
-        if not isinstance(runs, list | tuple) or any(
-            not isinstance(entry, list | tuple) or len(entry) != 2 for entry in runs
-        ):
-            raise ValueError(f"runs must be a list of pairs [event, count], got {runs!r}.")
-        history = [(event_from_dict(event), count) for event, count in runs]
-        shape = math.inf if shape == "inf" else shape
-        return cls(**{**values, "runs": history, "shape": shape})
-
-
 _KNOWN: dict[str, type[AbstractEvent]] = {
     kind.__name__: kind
     for kind in (
         Gaussian,
         PoissonGaussian,
         PoissonRound,
-        RepeatAndSelect,
         ApproximateDP,
         ZCDP,
         Voided,
@@ -340,7 +255,8 @@ def event_from_dict(d: Mapping[str, object]) -> AbstractEvent:
         An event equal to the one that wrote ``d``.
 
     Raises:
-        ValueError: if the event or a field is unknown, a field is missing, or a value is illegal.
+        ValueError: if the event or a field is unknown, a field is missing, or a value is illegal;
+            for ``RepeatAndSelect`` of lightning-dp 0.1 and 0.2, which has no reader any more.
 
     Example:
         >>> event_from_dict({"event": "Gaussian", "noise_multiplier": 3.0})
@@ -350,6 +266,13 @@ def event_from_dict(d: Mapping[str, object]) -> AbstractEvent:
         raise ValueError(f"an event must be a dictionary, got {d!r}.")
     values = dict(d)
     name = values.pop("event", None)
+    if name == "RepeatAndSelect":
+        raise RefusedSetting(
+            "RepeatAndSelect, a search of which only the best run is released, is an event of "
+            "lightning-dp 0.1 and 0.2 only. Compute ε of this file at some δ with the version that "
+            "wrote it, and count ApproximateDP(ε, δ, ...) in the file's place.",
+            topic="other-version",
+        )
     if not isinstance(name, str) or name not in _KNOWN:
         raise RefusedSetting(
             f"unknown event {name!r} in {dict(d)!r}; known: {sorted(_KNOWN)}.",
@@ -364,4 +287,4 @@ def event_from_dict(d: Mapping[str, object]) -> AbstractEvent:
         )
     if missing := [key for key, is_needed in known.items() if is_needed and key not in values]:
         raise ValueError(f"{name} lacks the field {missing[0]!r}, got {dict(d)!r}.")
-    return _KNOWN[name].read(values)
+    return _KNOWN[name](**values)

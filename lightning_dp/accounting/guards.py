@@ -183,7 +183,7 @@ class RDPGuard(AbstractGuard):
         plan: History | Steps,
     ) -> None:
         self._relation = relation
-        before = CheckedHistory.of(spent).without_searches()
+        before = CheckedHistory.of(spent)
         declared = Declared.of(before.external, relation)
         expected = joined(before.steps, plan if isinstance(plan, Steps) else merge(plan))
         self._declared = declared

@@ -37,7 +37,7 @@ from lightning_dp.accounting.steps import (
 if TYPE_CHECKING:
     from lightning_dp.accounting._grid import GridSearch
 
-__all__ = ["PLDAccountant", "accountant_for", "chosen", "delta", "epsilon", "epsilon_curve"]
+__all__ = ["PLDAccountant", "chosen", "delta", "epsilon", "epsilon_curve"]
 
 
 _NEXT_TO_NOTHING = 1e-6  # a μ that needs no amplification, at which a grid would be fine beyond use
@@ -109,7 +109,7 @@ class PLDAccountant(AbstractAccountant):
 
     def epsilon(self, history: History, delta: float, relation: Relation = "add_remove") -> float:
         """Return the least epsilon at ``delta``; see the class."""
-        checked = CheckedHistory.of(history).without_searches()
+        checked = CheckedHistory.of(history)
         return self._epsilon(
             checked.steps, Declared.of(checked.external, relation), delta, relation
         )
@@ -156,7 +156,7 @@ class PLDAccountant(AbstractAccountant):
 
         target = Target(epsilon=check_epsilon(epsilon))
         check_relation(relation)
-        checked = CheckedHistory.of(history).without_searches()
+        checked = CheckedHistory.of(history)
         steps, declared = checked.steps, Declared.of(checked.external, relation)
         if not declared.is_empty:
             bound = StreamingRDPAccountant().delta(history, epsilon, relation)
@@ -196,7 +196,7 @@ class PLDAccountant(AbstractAccountant):
         self, spent: CheckedHistory, steps: Steps, delta: float, relation: Relation
     ) -> float:
         """Return the least epsilon of what was spent and further steps."""
-        declared = Declared.of(spent.without_searches().external, relation)
+        declared = Declared.of(spent.external, relation)
         return self._epsilon(joined(spent.steps, steps), declared, delta, relation)
 
     def curve(
@@ -210,7 +210,7 @@ class PLDAccountant(AbstractAccountant):
         """Return epsilon after each length; those that are close share their work."""
         from lightning_dp.accounting._curve import Run, Together
 
-        checked = CheckedHistory.of(spent).without_searches()
+        checked = CheckedHistory.of(spent)
         declared = Declared.of(checked.external, relation)
         run = Run.of(plan, lengths, [each for each in spent if each[0].is_gaussian])
         left = declared.left_of(delta)
@@ -238,7 +238,7 @@ class PLDAccountant(AbstractAccountant):
         """Return a scale that nearly meets the budget, by estimates on one grid."""
         from lightning_dp.accounting._scale import Goal
 
-        declared = Declared.of(spent.without_searches().external, relation)
+        declared = Declared.of(spent.external, relation)
         if np.all(shapes.sample_rates == 1) or budget[0] > HUGE:
             return super().first_scale(cost, spent, shapes, budget, relation, tolerance)
         budget = (budget[0], declared.left_of(budget[1]))
@@ -254,12 +254,6 @@ def _quick_epsilon(steps: Steps, delta: float, relation: Relation) -> float:
     if few.count:  # Rényi's integrals would be long
         return few.epsilon(delta)
     return StreamingRDPAccountant().epsilon_of(steps, delta, relation)
-
-
-def accountant_for(history: History) -> AbstractAccountant:
-    """Return the tightest accountant that knows all events: with a secret selection, Rényi's."""
-    searches = CheckedHistory.of(history).searches
-    return StreamingRDPAccountant() if searches else PLDAccountant()
 
 
 Events = AbstractEvent | Sequence[AbstractEvent | tuple[AbstractEvent, int]]

@@ -15,10 +15,9 @@ from lightning_dp.accounting.base import (
     check_epsilon,
     check_relation,
 )
-from lightning_dp.accounting.events import History, RepeatAndSelect
+from lightning_dp.accounting.events import History
 from lightning_dp.accounting.external import NOTHING, Declared
 from lightning_dp.accounting.renyi import renyi_divergence, total_divergence
-from lightning_dp.accounting.search import success_rate
 from lightning_dp.accounting.steps import CheckedHistory, FloatArray, Steps, joined, merge
 
 __all__ = [
@@ -44,10 +43,9 @@ class StreamingRDPAccountant(AbstractAccountant):
     """Sums of Renyi divergences over a table of orders, converted to (epsilon, delta) at the end.
 
     ``epsilon = min_a sum_t rho_t(a) + log(1 - 1/a) - (log delta + log a) / (a - 1)`` (Canonne, Kamath
-    and Steinke, arXiv 2004.00010v4, Proposition 12), ``rho_t(a)`` from ``renyi_divergence``, or for
-    :class:`RepeatAndSelect` from Theorems 2 and 6 of Papernot and Steinke, for declared guarantees
-    from :class:`~lightning_dp.accounting.external.Declared`. The orders are 1.02 to 65,536: a - 1
-    grows by a fifth, by a fiftieth near the best. Six to twelve per cent above
+    and Steinke, arXiv 2004.00010v4, Proposition 12), ``rho_t(a)`` from ``renyi_divergence``, for
+    declared guarantees from :class:`~lightning_dp.accounting.external.Declared`. The orders are 1.02
+    to 65,536: a - 1 grows by a fifth, by a fiftieth near the best. Six to twelve per cent above
     :class:`PLDAccountant` for usual runs; its use is that it is additive: the guard for adaptive
     noise fixes one order and sums.
 
@@ -71,20 +69,18 @@ class StreamingRDPAccountant(AbstractAccountant):
 
     def epsilon_of(self, steps: Steps, delta: float, relation: Relation) -> float:
         """Return the best epsilon over the orders for merged steps."""
-        return self._epsilon(RenyiCurve(steps, relation, ()), delta)
+        return self._epsilon(RenyiCurve(steps, relation), delta)
 
     def epsilon_beside(
         self, steps: Steps, declared: Declared, delta: float, relation: Relation
     ) -> float:
         """Return the best epsilon over the orders for merged steps together with declared guarantees."""
-        return self._epsilon(RenyiCurve(steps, relation, (), declared), delta)
+        return self._epsilon(RenyiCurve(steps, relation, declared), delta)
 
     def epsilon_after(
         self, spent: CheckedHistory, steps: Steps, delta: float, relation: Relation
     ) -> float:
         """Return the best epsilon over the orders for what was spent and further steps."""
-        if spent.searches:
-            return super().epsilon_after(spent, steps, delta, relation)
         declared = Declared.of(spent.external, relation)
         return self.epsilon_beside(joined(spent.steps, steps), declared, delta, relation)
 
@@ -98,7 +94,7 @@ class StreamingRDPAccountant(AbstractAccountant):
         tolerance: float,
     ) -> tuple[float, float]:
         """Return a scale that nearly meets the budget, by estimates from few steps."""
-        if spent.searches or np.all(shapes.sample_rates == 1):
+        if np.all(shapes.sample_rates == 1):
             return super().first_scale(cost, spent, shapes, budget, relation, tolerance)
         from lightning_dp.accounting._scale import Goal
 
@@ -133,91 +129,32 @@ class StreamingRDPAccountant(AbstractAccountant):
 
 @dataclass(frozen=True)
 class RenyiCurve:
-    """rho(a) of a checked history: Gaussians, and searches with the curve of one run of each.
+    """rho(a) of a checked history: Gaussians and declared guarantees.
 
     It is that of all but the δ of declared guarantees, which is for the caller to count.
     """
 
     steps: Steps
     relation: Relation
-    searches: tuple[tuple[RepeatAndSelect, RenyiCurve, int], ...]
     declared: Declared = NOTHING
 
     @classmethod
     def of(cls, history: History, relation: Relation) -> RenyiCurve:
         checked = CheckedHistory.of(history)
-        searches = [
-            (event, cls.of(event.runs, relation), count) for event, count in checked.searches
-        ]
-        # The best of runs that ask nothing of the data asks nothing either.
-        asking = tuple(search for search in searches if not search[1].is_empty)
-        for event, run, _ in asking:
-            if run.declared.log_intact < 0:
-                raise ValueError(
-                    f"{event} has a guarantee with delta > 0 in its runs, and no bound is known for "
-                    "that. Take it out of runs and count it once next to the search, if it was "
-                    "released once; else state it with delta=0 or as ZCDP."
-                )
-        return cls(checked.steps, relation, asking, Declared.of(checked.external, relation))
+        return cls(checked.steps, relation, Declared.of(checked.external, relation))
 
     @property
     def is_empty(self) -> bool:
-        return self.steps.counts.size == 0 and not self.searches and self.declared.is_empty
+        return self.steps.counts.size == 0 and self.declared.is_empty
 
     @property
     def has_noiseless(self) -> bool:
-        return self.steps.has_noiseless or any(run.has_noiseless for _, run, _ in self.searches)
+        return self.steps.has_noiseless
 
     def at(self, orders: FloatArray) -> FloatArray:
         """rho at increasing orders above 1."""
         total = total_divergence(self.steps, self.relation, orders)
-        total = total + self.declared.divergence(orders)
-        for event, run, count in self.searches:
-            bound = _poisson_search if event.shape == math.inf else _negative_binomial_search
-            # Renyi divergences grow with the order, so a bound also holds for smaller orders.
-            values = bound(event, run, orders)
-            total = total + count * np.minimum.accumulate(values[::-1])[::-1]
-        return total
-
-
-def _negative_binomial_search(
-    event: RepeatAndSelect, run: RenyiCurve, orders: FloatArray
-) -> FloatArray:
-    """Theorem 2 of arXiv 2110.03620v2: with rho(a) of one run, gamma and eta of K, any b >= 1,
-
-    ``rho(a) + log(E K) / (a - 1) + (1 + eta) ((1 - 1/b) rho(b) + log(1/gamma) / b)``.
-    """
-    log_rate = -math.log(success_rate(event.mean, event.shape))
-
-    def convert(b: FloatArray, rho: FloatArray) -> FloatArray:
-        return np.asarray((1 - 1 / b) * rho + log_rate / b)
-
-    # log_rate is the value at b = 1.
-    extra = (1 + event.shape) * min(log_rate, _least(run.at, convert) if log_rate else 0.0)
-    return np.asarray(run.at(orders) + math.log(event.mean) / (orders - 1) + extra)
-
-
-def _poisson_search(event: RepeatAndSelect, run: RenyiCurve, orders: FloatArray) -> FloatArray:
-    """Theorem 6 of arXiv 2110.03620v2, with the case K = 0 written out.
-
-    With rho(a) of one run, delta(a) its delta at ``epsilon = log(1 + 1 / (a - 1))`` and mean m:
-    ``log(e^-m + m e^((a - 1) (rho(a) + m delta(a)))) / (a - 1)``. The theorem leaves out e^-m, the
-    part of the outputs with K = 0, which are the same for both data sets.
-    """
-    known: dict[float, float] = {}
-
-    def at(asked: FloatArray) -> FloatArray:
-        missing = np.array([a for a in asked if a not in known])
-        if missing.size:
-            known.update(zip(missing.tolist(), run.at(missing).tolist(), strict=True))
-        return np.array([known[a] for a in asked])
-
-    rho = at(orders)
-    deltas = [
-        math.exp(min(_least(at, _log_delta_at(math.log1p(1 / (a - 1)))), 0.0)) for a in orders
-    ]
-    exponent = math.log(event.mean) + (orders - 1) * (rho + event.mean * np.array(deltas))
-    return np.asarray(np.logaddexp(-event.mean, exponent) / (orders - 1))
+        return total + self.declared.divergence(orders)
 
 
 def _log_delta_at(epsilon: float) -> _Converter:
@@ -232,12 +169,12 @@ def _log_delta_at(epsilon: float) -> _Converter:
 def best_order(
     history: History | Steps, delta: float, relation: Relation, declared: Declared = NOTHING
 ) -> tuple[float, float]:
-    """The least ε at δ over the orders, and the order that shows it; without searches."""
+    """The least ε at δ over the orders, and the order that shows it."""
     steps = history if isinstance(history, Steps) else merge(history)
     left = declared.left_of(check_delta(delta))
     if steps.has_noiseless or not left > 0:
         return math.inf, 2.0
-    return _least_at(RenyiCurve(steps, relation, (), declared).at, _epsilon_at(left))
+    return _least_at(RenyiCurve(steps, relation, declared).at, _epsilon_at(left))
 
 
 def _epsilon_at(delta: float) -> _Converter:
@@ -263,8 +200,7 @@ def _least_at(divergence: _Divergence, convert: _Converter) -> tuple[float, floa
     """The least converted value over the orders, and its order.
 
     Orders grow until the best one is behind; then its neighbours are looked at more closely. Any
-    order gives a bound, so the shape of the curve decides only how tight it is. (That of a
-    search has a second, useless minimum near order 1.)
+    order gives a bound, so the shape of the curve decides only how tight it is.
     """
     orders, values = np.zeros(0), np.zeros(0)
     while orders.size < _TABLE.size:

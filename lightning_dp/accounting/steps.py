@@ -16,7 +16,6 @@ from numpy.typing import NDArray
 from lightning_dp.accounting.events import (
     AbstractEvent,
     History,
-    RepeatAndSelect,
     check_entry,
     check_history,
     sampled_gaussian,
@@ -121,43 +120,29 @@ class CheckedHistory:
     Args:
         events: the history as it was given.
         steps: its steps, merged.
-        searches, external: what is no Gaussian that could be merged, with counts above 0.
+        external: what is no Gaussian that could be merged, with counts above 0.
     """
 
     events: History
     steps: Steps
-    searches: tuple[tuple[RepeatAndSelect, int], ...] = ()
     external: tuple[tuple[AbstractExternal, int], ...] = ()
 
     @classmethod
     def of(cls, history: History, name: str = "history") -> CheckedHistory:
         """Check a history, the argument of that name, and merge it."""
         steps: list[tuple[AbstractEvent, int]] = []
-        searches: list[tuple[RepeatAndSelect, int]] = []
         external: list[tuple[AbstractExternal, int]] = []
         for event, count in check_history(history, name):
-            if isinstance(event, RepeatAndSelect):
-                searches += [(event, count)] * bool(count)
-            elif isinstance(event, AbstractExternal):
+            if isinstance(event, AbstractExternal):
                 external += [(event, count)] * bool(count)
             else:
                 steps.append((event, count))
-        return cls(history, merge(steps), tuple(searches), tuple(external))
+        return cls(history, merge(steps), tuple(external))
 
     @property
     def is_gaussian(self) -> bool:
         """True if its steps are all of it."""
-        return not (self.searches or self.external)
-
-    def without_searches(self) -> CheckedHistory:
-        """Return it, for accountants that know no searches.
-
-        Raises:
-            ValueError: if there is one.
-        """
-        for event, _ in self.searches:
-            _ = event.pair  # says why
-        return self
+        return not self.external
 
 
 class AbstractPairPlan(ABC):

@@ -9,11 +9,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from lightning_dp.accounting import PLDAccountant
 from lightning_dp.accounting.base import AbstractAccountant
 from lightning_dp.accounting.charges import Charges, JournalError
 from lightning_dp.accounting.journal import read_journal
-from lightning_dp.accounting.pld import accountant_for
+from lightning_dp.accounting.pld import PLDAccountant
 from lightning_dp.accounting.release_file import federations_in
 from lightning_dp.accounting.rounding import epsilon_text
 from lightning_dp.report.content import PrivacyReport
@@ -125,7 +124,7 @@ def check_journal_alone(document: Document) -> Checked:
 
     def epsilon(runs: Charges) -> float:
         history = runs.history()
-        return accountant_for(history).epsilon(history, document.delta, document.relation)
+        return PLDAccountant().epsilon(history, document.delta, document.relation)
 
     by_name = federations_in(events) or {
         run: Charges({run: charges}) for run, charges in events.items()

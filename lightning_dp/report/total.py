@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from lightning_dp.accounting.base import Relation
 from lightning_dp.accounting.charges import Charges
-from lightning_dp.accounting.pld import accountant_for
+from lightning_dp.accounting.pld import PLDAccountant
 from lightning_dp.accounting.release_file import federations_in
 from lightning_dp.accounting.rounding import epsilon_text
 from lightning_dp.report.checks import Checked
@@ -88,7 +88,7 @@ def total(
     for name in known.keys() - budgets.keys():
         fixed.merge(known[name])  # of a run that two ledgers know, the longer record
     history = fixed.history()
-    spent = accountant_for(history).epsilon(history, min(deltas), under)
+    spent = PLDAccountant().epsilon(history, min(deltas), under)
     seeded = {each.document.ledger_id for each in checked if each.document.seeded}
     return Total(
         ledgers=len(known),

@@ -1,6 +1,5 @@
-"""Searches for hyper-parameters: trials that keep to one budget, or of which only the best is seen."""
+"""Searches for hyper-parameters: trials that share one budget."""
 
 from lightning_dp.search.joint import Search, Trial
-from lightning_dp.search.selection import Attempt, Selection
 
-__all__ = ["Attempt", "Search", "Selection", "Trial"]
+__all__ = ["Search", "Trial"]

@@ -47,8 +47,8 @@ __all__ = [
 
 
 _REFUSED_CALLBACKS: dict[type[Callback], str] = {
-    LearningRateFinder: "it trains on the data outside the ledger; choose the learning rate by "
-    "lightning_dp.callbacks.LearningRateSweep, on public data or charged",
+    LearningRateFinder: "it trains on the data outside the ledger; take the learning rate of "
+    "python -m lightning_dp.plan, or compare some in trials of lightning_dp.search.Search",
     BatchSizeFinder: "it trains on the data outside the ledger; choose the logical batch by "
     "python -m lightning_dp.plan, and the largest physical one that fits by trying made-up records",
     GradientAccumulationScheduler: "it changes the sampling rate during the run; use a constant "

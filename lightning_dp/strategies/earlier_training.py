@@ -136,8 +136,9 @@ class EarlierTraining:
             f"This model, or a part of it, was trained before under another privacy ledger "
             f"({', '.join(sorted(names))}), and neither counts the other. {spent} To "
             "count all in one place, give the same DifferentialPrivacy object to each fit, or go on "
-            "with fit(ckpt_path=...); for a search see lightning_dp.accounting.sweep_history and "
-            "RepeatAndSelect. (Of other records, or made again since, it is as private as it says.)",
+            "with fit(ckpt_path=...); for a search see lightning_dp.search.Search and "
+            "lightning_dp.accounting.sweep_history. (Of other records, or made again since, "
+            "it is as private as it says.)",
             topic="earlier-training",
         )
         _process.said.update((run.ledger.id, name) for name in names)

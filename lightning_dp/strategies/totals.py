@@ -7,7 +7,7 @@ from pathlib import Path
 from lightning_dp._refusals import text_of
 from lightning_dp.accounting.charges import Charges, JournalError
 from lightning_dp.accounting.journals import Neighbours, neighbours, union
-from lightning_dp.accounting.pld import accountant_for
+from lightning_dp.accounting.pld import PLDAccountant
 from lightning_dp.accounting.rounding import epsilon_text
 from lightning_dp.run import PrivateRun
 
@@ -34,7 +34,7 @@ def with_whole_plan(others: Charges, run: PrivateRun) -> str:
             together = epsilon_text(epsilon)
             return f"Together with the whole plan of this run that is ε = {together} {at}."
         config = run.config
-        alone = accountant_for(spent).epsilon(spent, config.target_delta, config.relation)
+        alone = PLDAccountant().epsilon(spent, config.target_delta, config.relation)
         return f"That spent ε = {epsilon_text(alone)} {at} already, to which this run adds."
     except ValueError as error:  # a guarantee under another relation
         return f"What that costs together is unknown: {text_of(error)}"
@@ -62,11 +62,11 @@ def _total(others: Charges, run: PrivateRun) -> str:
     """Return ε of all together; noise chosen at run time adds its whole budget to the others'."""
     config, spent = run.config, others.history()
     if run.is_adaptive:
-        alone = accountant_for(spent).epsilon(spent, config.target_delta, config.relation)
+        alone = PLDAccountant().epsilon(spent, config.target_delta, config.relation)
         sums = epsilon_text(alone + run.epsilon), 2 * config.target_delta
     else:
         history = [*spent, *run.ledger.history()]
-        whole = accountant_for(history).epsilon(history, config.target_delta, config.relation)
+        whole = PLDAccountant().epsilon(history, config.target_delta, config.relation)
         sums = epsilon_text(whole), config.target_delta
     return f"ε = {sums[0]} at δ = {sums[1]:g} ({config.relation})."
 

@@ -19,7 +19,6 @@ from lightning_dp.accounting import (
     Gaussian,
     PLDAccountant,
     PoissonGaussian,
-    RepeatAndSelect,
     StreamingRDPAccountant,
     calibrate,
 )
@@ -238,15 +237,6 @@ def test_the_rdp_guard_stops_where_renyi_accounting_does(event):
     spent, more = ([*SPENT, (event, n)] for n in (steps, math.ceil(steps * 1.1)))
     assert RDP.epsilon(spent, 1e-5) <= 3.0 * (1 + 1e-9) < RDP.epsilon(more, 1e-5)
     assert guard.claim(1e-5) == pytest.approx(3.0)
-
-
-def test_a_search_takes_no_guarantee_with_a_delta_into_its_runs():
-    pure = RepeatAndSelect([STEPS, (approximate(0.1), 1)], mean=5, shape=0)
-    assert RDP.epsilon([(pure, 1), (approximate(0.1, 1e-6), 1)], 1e-5) < math.inf
-    with pytest.raises(ValueError, match="delta > 0 in its runs"):
-        RDP.epsilon([(RepeatAndSelect([(approximate(0.1, 1e-9), 1)], 5, 0), 1)], 1e-5)
-    with pytest.raises(ValueError, match="RepeatAndSelect is bounded"):
-        PLD.epsilon([(pure, 1), (approximate(0.1), 1)], 1e-5)
 
 
 # -- as data -----------------------------------------------------------------------------------

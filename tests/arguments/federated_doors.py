@@ -13,17 +13,13 @@ from lightning_dp.federated import (
     ClientPrivacy,
     PolynomialSizes,
 )
-from lightning_dp.federated.asynchronous import Aggregator
 from lightning_dp.federated.bvr_l_sgd import BVRLSGD
 from lightning_dp.federated.cubic_newton import CubicNewtonClient, CubicNewtonPlan
 from lightning_dp.federated.query_client import QueryClient
 from lightning_dp.federated.sequences import (
     ConstantSteps,
-    DelaySizes,
     InverseSteps,
-    LogarithmicSizes,
     PowerSizes,
-    delay_is_permissible,
     rounds_for,
 )
 from lightning_dp.federated.spending import Spending
@@ -63,26 +59,14 @@ FEDERATED = [
         },
     ),
     Door(PolynomialSizes, {"a": 1.0, "b": 16.0, "c": 0.5, "first": 1}, whole=("first",)),
-    Door(LogarithmicSizes, {"a": 50.0, "b": 1.0, "first": 3}, whole=("first",)),
     Door(
         PowerSizes,
         {"num_records": 1000, "rate": 0.1, "offset": 1.0, "power": 0.5},
         whole=("num_records",),
     ),
-    Door(
-        DelaySizes,
-        {"lag": 1, "offset": 5800.0, "exponent": 2.0, "least_delay": 0.0},
-        whole=("lag",),
-    ),
     Door(ConstantSteps, {"eta0": 0.1}),
     Door(InverseSteps, {"eta0": 0.1, "beta": 0.01}),
     Door(rounds_for, {"gradients": 100.0}, others={"sizes": SIZES}),
-    Door(
-        delay_is_permissible,
-        {"lag": 1, "rounds": 3},
-        whole=("lag", "rounds"),
-        others={"sizes": SIZES, "delay": lambda x: x},
-    ),
     Door(
         AsyncPlan,
         {"rounds": 3, "lag": 1, "keep": 2, "mask_seed": 1},
@@ -161,5 +145,4 @@ FEDERATED = [
             "ledger": object(),
         },
     ),
-    Door(Aggregator, {"num_children": 2}, whole=("num_children",)),
 ]

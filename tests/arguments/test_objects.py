@@ -11,8 +11,6 @@ import torch
 from lightning_dp import losses_of_records
 from lightning_dp.accounting import (
     Gaussian,
-    RepeatAndSelect,
-    draw_number_of_runs,
     epsilon,
     trade_off,
 )
@@ -30,7 +28,6 @@ CASES: list[tuple[str, Callable[..., Any]]] = [
     ("events", lambda bad: epsilon(bad, 1e-5)),
     ("history", lambda bad: trade_off(bad, 1e-5)),
     ("accountant", lambda bad: trade_off(STEPS, 1e-5, accountant=bad or "none")),
-    ("runs", lambda bad: RepeatAndSelect(bad, 10.0, 1.0)),
     ("logits", lambda bad: losses_of_records(bad, torch.ones(2, 3), shift=True)),
     ("labels", lambda bad: losses_of_records(torch.ones(2, 3, 4), bad, shift=True)),
     ("module", lambda bad: check_isolation(bad, torch.zeros(4, 3))),
@@ -52,10 +49,8 @@ def test_an_object_of_another_kind_is_refused_by_its_name(name, call, bad):
         call(bad)
 
 
-def test_numbers_of_steps_and_runs_that_nobody_could_make_are_refused():
+def test_numbers_of_steps_that_nobody_could_make_are_refused():
     with pytest.raises(ValueError, match=r"steps are more than can be made: lower kappa"):
         DynamicGD.recommended_steps(kappa=1e308, alpha=0.1)
     with pytest.raises(ValueError, match=r"steps are more than can be made.*raise alpha or eta0"):
         DynamicMomentum.recommended_steps(kappa=10.0, eta0=5e-324, alpha=0.1)
-    with pytest.raises(ValueError, match=r"mean=1e\+18 is too large"):
-        draw_number_of_runs(1e18, 1.0)

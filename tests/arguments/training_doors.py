@@ -29,11 +29,8 @@ from lightning_dp.accounting import (
     Gaussian,
     PLDAccountant,
     PoissonGaussian,
-    RepeatAndSelect,
     calibrate,
-    calibrate_history,
     delta,
-    draw_number_of_runs,
     epsilon,
     epsilon_text,
     trade_off,
@@ -45,7 +42,7 @@ from lightning_dp.accounting.pld import epsilon_curve
 from lightning_dp.audit import check_isolation
 from lightning_dp.audit.bounds import one_run_p_value
 from lightning_dp.boundary import Query
-from lightning_dp.callbacks import DifferentialPrivacy, LearningRateSweep
+from lightning_dp.callbacks import DifferentialPrivacy
 from lightning_dp.estimators import Storm, Traits
 from lightning_dp.federated import InverseRootSteps
 from lightning_dp.functional import clip_factors, laplacian_smoothing
@@ -61,7 +58,7 @@ from lightning_dp.schedules import (
     Polynomial,
     StepDecay,
 )
-from lightning_dp.search import Search, Selection
+from lightning_dp.search import Search
 from lightning_dp.sparsify import random_k, shared_mask
 from tests.arguments.door import Door
 
@@ -79,12 +76,6 @@ def rows_inside(**arguments: Any) -> None:
 def search_in_a_new_folder(**arguments: Any) -> None:
     with tempfile.TemporaryDirectory() as folder:
         Search(folder=folder, **arguments)
-
-
-@wraps(Selection)
-def selection_in_a_new_folder(**arguments: Any) -> None:
-    with tempfile.TemporaryDirectory() as folder:
-        Selection(folder=folder, **arguments)
 
 
 def batch_of_four() -> TrainingPlan:
@@ -211,8 +202,6 @@ TRAINING = [
     Door(ZCDP, {"rho": 0.1}, others={"relation": "add_remove", "what": "a table"}),
     Door(PoissonGaussian, {"noise_multiplier": 1.0, "sample_rate": 0.1}),
     Door(PoissonRound, {"sample_rate": 0.1}, others={"noise_multipliers": (1.0, 2.0)}),
-    Door(RepeatAndSelect, {"mean": 10.0, "shape": 1.0}, others={"runs": STEPS}),
-    Door(draw_number_of_runs, {"mean": 10.0, "shape": 1.0}),
     Door(epsilon, {"delta": 1e-5}, others={"events": STEPS}),
     Door(delta, {"epsilon": 1.0}, others={"events": STEPS}),
     Door(gdp_delta, {"mu": 1.0, "epsilon": 1.0}),
@@ -223,11 +212,6 @@ TRAINING = [
         {"sample_rate": 1.0, "steps": 3, "epsilon": 1.0, "delta": 1e-5},
         whole=("steps",),
         others={"shape": (1.0, 1.0, 1.0)},
-    ),
-    Door(
-        calibrate_history,
-        {"epsilon": 1.0, "delta": 1e-5},
-        others={"history": lambda scale: [(Gaussian(scale), 1)]},
     ),
     Door(
         affordable_steps,
@@ -289,12 +273,6 @@ TRAINING = [
         others={"module": OneLayer(), "samples": torch.zeros(4, 3)},
     ),
     Door(
-        LearningRateSweep,
-        {"low": 1e-3, "high": 1.0, "steps": 5},
-        whole=("steps",),
-        others={"score": lambda model: 0.0},
-    ),
-    Door(
         fix,
         {"channels_per_group": 2, "attention": False},
         whole=("channels_per_group",),
@@ -345,11 +323,6 @@ TRAINING = [
         search_in_a_new_folder,
         {"trials": 2, "steps": 3, "sample_rate": 0.1, **BUDGET},
         whole=("trials", "steps"),
-    ),
-    Door(
-        selection_in_a_new_folder,
-        {"mean": 2.0, "shape": 0.0, "steps": 3, "sample_rate": 0.1, **BUDGET},
-        whole=("steps",),
     ),
     Door(
         one_run_p_value,

@@ -14,7 +14,6 @@ from torch import Tensor
 
 from lightning_dp.estimators import Diff2, MeanGradient
 from lightning_dp.federated import AsyncPlan, AsyncServer, PolynomialSizes
-from lightning_dp.federated.asynchronous import Aggregator
 from lightning_dp.federated.bvr_l_sgd import BVRLSGD
 from lightning_dp.federated.messages import Message, MessageError
 from lightning_dp.federated.sequences import ConstantSteps
@@ -26,7 +25,7 @@ from lightning_dp.schedules import Constant
 SIZE = 4
 ROUTINE = BVRLSGD(0.5, 3, 0.5, noise_multiplier=3.0, sample_rate=0.4)
 
-Server = AsyncServer | SynchronousServer | Aggregator
+Server = AsyncServer | SynchronousServer
 
 
 def vector(seed: int) -> Tensor:
@@ -63,20 +62,11 @@ def walking() -> tuple[Server, Message]:
     return server, Message("walked", {"round": 0, "part": 0}, {"x": vector(7)})
 
 
-def aggregating() -> tuple[Server, Message]:
-    node = Aggregator(3)
-    facts = {"run": "trial", "round": 1, "counter": 0}
-    node.offer(Message("round", facts, {"model": torch.zeros(SIZE)}).to_bytes())
-    node.receive(0, update(1, 0).to_bytes())
-    return node, update(1, 7)
-
-
 MACHINES: dict[str, Callable[[], tuple[Server, Message]]] = {
     "asynchronous": asynchronous,
     "trusted": lambda: synchronous(noise="server"),
     "synchronous": lambda: synchronous(noise="client"),
     "walking": walking,
-    "aggregating": aggregating,
 }
 
 # -- replies that are none -------------------------------------------------------------------
@@ -262,11 +252,11 @@ def test_a_run_that_diverges_ends_at_its_last_finite_model():
     assert torch.equal(server.point, torch.zeros(SIZE))
 
 
-@pytest.mark.parametrize("name", ["asynchronous", "trusted", "synchronous", "aggregating"])
+@pytest.mark.parametrize("name", ["asynchronous", "trusted", "synchronous"])
 def test_what_came_twice_or_says_that_the_model_is_lost_is_no_progress(name):
     server, good = MACHINES[name]()
     assert server.receive(1, good.to_bytes()) is True
     assert server.receive(1, good.to_bytes()) is False
-    if name in ("asynchronous", "aggregating"):
+    if name == "asynchronous":
         lost = Message("lost", {"round": good["round"]}).to_bytes()
         assert [server.receive(2, lost) for _ in range(3)] == [False] * 3

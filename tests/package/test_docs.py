@@ -7,7 +7,6 @@ import importlib
 import importlib.util
 import json
 import re
-import runpy
 import shutil
 from pathlib import Path
 from typing import Any
@@ -235,14 +234,3 @@ def test_the_picture_of_a_step_is_legible_on_white_and_on_black(root):
 def test_contrast_is_that_of_wcag():
     assert contrast("#000000", "#ffffff") == pytest.approx(21)
     assert contrast("#777777", "#ffffff") == pytest.approx(4.48, abs=0.01)
-
-
-def test_the_table_of_searches_is_what_the_benchmark_prints(root, monkeypatch, capsys):
-    monkeypatch.setattr("sys.argv", ["search.py"])
-    runpy.run_path(str(root / "benchmarks/search.py"), run_name="__main__")
-
-    one_run, _, *rows = capsys.readouterr().out.splitlines()
-    assert len(rows) == 6
-    text = (root / "docs/searching.md").read_text("utf-8")
-    assert "\n".join(rows) in text
-    assert one_run.removeprefix("one run: ") in text
