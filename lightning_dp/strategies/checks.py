@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import (
@@ -25,7 +25,6 @@ from lightning.pytorch.strategies.xla import XLAStrategy
 from torch.optim import Optimizer
 
 from lightning_dp._checks import MisconfigurationError, check_training_step
-from lightning_dp._refusals import RefusedRun
 from lightning_dp._warnings import warn
 from lightning_dp.config import PrivacyConfig
 from lightning_dp.estimators import AbstractEstimator
@@ -41,7 +40,6 @@ __all__ = [
     "check_strategy",
     "check_trainer",
     "check_trainer_and_strategy",
-    "evaluated_once",
     "weak_settings",
 ]
 
@@ -213,25 +211,3 @@ def weak_settings(config: PrivacyConfig, batches: BatchPlan) -> Iterator[tuple[s
 def _well_below(records: int) -> float:
     """Return a power of ten that is at most a tenth of 1/N."""
     return float(f"1e-{len(str(records)) + 1}")
-
-
-def evaluated_once(closure: Callable[[], Any], optimizer: Optimizer) -> Callable[[], Any]:
-    """Return the closure, which raises when the optimizer calls it a second time.
-
-    Raises:
-        RuntimeError: (the closure) naming the optimizer.
-    """
-    evaluated = False
-
-    def once() -> Any:
-        nonlocal evaluated
-        if evaluated:
-            raise RefusedRun(
-                f"{type(optimizer).__name__} evaluated its closure twice; each evaluation would "
-                "use the data again. Use an optimizer that evaluates it once.",
-                topic="optimizer",
-            )
-        evaluated = True
-        return closure()
-
-    return once

@@ -9,7 +9,6 @@ from typing import Any
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_info
 from torch import nn
-from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_dp._module_state import apart, restored
@@ -28,7 +27,6 @@ from lightning_dp.gradients.base import Around
 from lightning_dp.gradients.watched_model import WrapEngine
 from lightning_dp.run import PrivateRun
 from lightning_dp.strategies.optimizers import Optimizers
-from lightning_dp.strategies.step_guard import StepGuard
 
 __all__ = ["FitEngine", "engine_for"]
 
@@ -72,7 +70,6 @@ def engine_for(
             world,
             is_automatic=trainer.lightning_module.automatic_optimization and not public,
         ),
-        optimizer=optimizers.private,
         public=public,
         wrap=wrap,
         loss_graph_check=run.config.loss_graph_check,
@@ -117,7 +114,6 @@ class FitEngine:
         module: the user's model.
         params: the trained parameters.
         choice: of the gradient engine.
-        optimizer: the one that is trained on records.
         public: parameters of other optimizers, which are trained on no records.
         wrap: puts something between the engine and the clipping.
         loss_graph_check: refuse losses that mix records, by their graph.
@@ -129,12 +125,11 @@ class FitEngine:
         params: Sequence[nn.Parameter],
         choice: EngineChoice,
         *,
-        optimizer: Optimizer,
         public: Sequence[nn.Parameter],
         wrap: WrapEngine,
         loss_graph_check: bool,
     ) -> None:
-        self._module, self._trainer, self._params = module, module.trainer, params
+        self._module, self._trainer = module, module.trainer
         self.is_sharded = any(is_sharded(param) for param in params)
         """Each process has a part of each parameter, and all run the same passes together."""
         self.choice, self.effects = choice, SideEffects(module)
@@ -149,23 +144,14 @@ class FitEngine:
             loss_graph_check=loss_graph_check,
         )
         self.watched = self.passes.watched
-        self.steps = StepGuard(optimizer)
-        """Lets the optimizer step with what was released, and raises at other steps."""
-
-    @property
-    def trained_names(self) -> list[str]:
-        """The names of the trained parameters."""
-        trained = {id(param) for param in self._params}
-        return [name for name, param in self._module.named_parameters() if id(param) in trained]
 
     def off(self) -> AbstractContextManager[None]:
         """Leave the model without the engine, inside; between two batches."""
         return self.watched.without_engine()
 
     def detach(self) -> None:
-        """Leave the model and the optimizer as they were."""
+        """Leave the model as it was."""
         self.watched.detach()
-        self.steps.remove()
 
     def settle(self, world: World) -> None:
         """Go on with the engine that the lead process came to, and with no other, if there are shards.

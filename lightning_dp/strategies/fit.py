@@ -24,6 +24,7 @@ from lightning_dp.strategies.step import PrivateStep
 from lightning_dp.strategies.update_guard import (
     GradientGuard,
     SameParameters,
+    StepGuard,
     UnwrittenWeights,
     watched,
 )
@@ -44,6 +45,7 @@ class Fit:
         earlier: knows which ledgers trained the model before.
         agree: ends the fit on all ranks, or on none.
         alone: runs the records of a batch one by one, if the engine asks for it.
+        steps: lets the optimizer step with what was released, and raises at other steps.
         edits: compares the gradient that the optimizer uses with what was released.
         plugin: the strategy's precision plugin, whose clipping is seen.
         optimizers: the private one and the public ones.
@@ -58,6 +60,7 @@ class Fit:
     earlier: EarlierTraining
     agree: Agreement
     alone: RecordsAlone
+    steps: StepGuard
     edits: GradientGuard
     plugin: Precision
     optimizers: Optimizers
@@ -102,6 +105,7 @@ def begin_fit(
         EarlierTraining(module, run),
         Agreement(run, world, strategy.root_device, strategy.broadcast, leave),
         RecordsAlone(module),
+        StepGuard(optimizer),
         edits,
         watched(strategy.precision_plugin, edits, optimizer),
         optimizers,

@@ -305,11 +305,12 @@ class PrivateFitStrategy(Strategy):
     def _without_guard(self) -> AbstractContextManager[None]:
         """Let torch step an optimizer with zeros, to make the state that a sharded one is read into."""
         fit = self._fit if self._sharded else None
-        return nullcontext() if fit is None else fit.step.engine.steps.off()
+        return nullcontext() if fit is None else fit.steps.off()
 
     def _leave_the_model(self) -> None:
         if self._fit is not None:
             self._fit.step.detach()
+            self._fit.steps.remove()
             if self.is_global_zero:
                 self._fit.earlier.released()
         if self._run is not None:

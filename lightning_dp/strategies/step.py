@@ -371,23 +371,17 @@ class PrivateStep:
             self._give(mechanism, query, replay)
         agree(self.fault(mechanism))
 
-    def expect_update(self) -> None:
-        """Be the last to look at the gradients when the optimizer steps next."""
-        self.engine.steps.expect()
-
     def release(
         self,
         mechanism: Mechanism,
         optimizer: Optimizer,
         agree: Callable[[str | None], None],
-        check: Callable[[], None],
     ) -> None:
         """Give every trained parameter its private gradient.
 
         Args:
             agree: called with the fault of this process, if any, before anything is noised; it
                 raises on all ranks if one of them has a fault.
-            check: called when the optimizer is about to use the gradients.
         """
         if not mechanism.is_begun:
             raise RefusedRun(
@@ -407,7 +401,6 @@ class PrivateStep:
             self._batch.answered.clear()
         for param, gradient in zip(self.params, unflatten(estimate, held), strict=True):
             param.grad = as_shard(gradient, param)
-        self.engine.steps.allow(check)
 
     def detach(self) -> None:
         """Leave the model as it was."""

@@ -18,7 +18,6 @@ from lightning_dp._warnings import warn
 from lightning_dp.boundary import Query
 from lightning_dp.gradients import CoupledLossError, UnsupportedModelError
 from lightning_dp.gradients.base import without_alone
-from lightning_dp.strategies.checks import evaluated_once
 from lightning_dp.strategies.data import (
     before_transfer,
     changed_rows,
@@ -28,6 +27,7 @@ from lightning_dp.strategies.data import (
 )
 from lightning_dp.strategies.early_end import Place, end_training
 from lightning_dp.strategies.private_fit import PrivateFitStrategy
+from lightning_dp.strategies.update_guard import evaluated_once
 
 __all__ = ["DifferentialPrivacyStrategy"]
 
@@ -265,7 +265,8 @@ class DifferentialPrivacyStrategy(PrivateFitStrategy):
             once()  # its loss has no noise: an optimizer that sets its step size by it must not see it
             self._answer_waiting()
             fit.isolation.settle(fit.agree)
-            fit.step.release(mechanism, optimizer, fit.agree, check_update)
+            fit.step.release(mechanism, optimizer, fit.agree)
+            fit.steps.allow(check_update)
             fit.edits.begin()
 
         def check_update() -> None:
@@ -273,7 +274,7 @@ class DifferentialPrivacyStrategy(PrivateFitStrategy):
 
         fit.isolation.before_hook("on_before_optimizer_step", optimizer)
         fit.edits.look_at_state(optimizer)
-        fit.step.expect_update()
+        fit.steps.expect()
         output = super().optimizer_step(optimizer, private_closure, model, **kwargs)
         fit.isolation.after_update()
         fit.edits.note_state(optimizer)
