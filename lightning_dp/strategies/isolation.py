@@ -36,8 +36,7 @@ from lightning_dp.sampling import FullBatch
 from lightning_dp.sampling.at_once import collates_as_torch
 from lightning_dp.sampling.loader import Chunk, PrivateDataLoader
 from lightning_dp.strategies.data import before_transfer, private_loader_of
-from lightning_dp.strategies.early_end import Agreement, Place
-from lightning_dp.strategies.public_stops import PublicStops
+from lightning_dp.strategies.early_end import Agreement, Place, PublicStops
 from lightning_dp.strategies.step import PrivateStep
 
 __all__ = ["IsolationWatch"]
