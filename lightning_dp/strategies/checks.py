@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import (
@@ -17,19 +17,22 @@ from lightning.pytorch.callbacks import (
 from lightning.pytorch.strategies import (
     DDPStrategy,
     DeepSpeedStrategy,
+    ModelParallelStrategy,
     SingleDeviceStrategy,
     Strategy,
 )
 from lightning.pytorch.strategies.single_xla import SingleDeviceXLAStrategy
 from lightning.pytorch.strategies.xla import XLAStrategy
+from torch import nn
 from torch.optim import Optimizer
 
 from lightning_dp._checks import MisconfigurationError, check_training_step
+from lightning_dp._shards import is_sharded
 from lightning_dp._warnings import warn
 from lightning_dp.config import PrivacyConfig
 from lightning_dp.estimators import AbstractEstimator
 from lightning_dp.sampling import BatchPlan, Poisson
-from lightning_dp.strategies.sharding import is_model_parallel
+from lightning_dp.strategies.optimizers import Optimizers
 
 if TYPE_CHECKING:
     from lightning_dp.strategies.step import PrivateStep
@@ -37,9 +40,11 @@ if TYPE_CHECKING:
 __all__ = [
     "check_estimator",
     "check_launcher",
+    "check_sharding",
     "check_strategy",
     "check_trainer",
     "check_trainer_and_strategy",
+    "is_model_parallel",
     "weak_settings",
 ]
 
@@ -60,7 +65,13 @@ _REFUSED_CALLBACKS: dict[type[Callback], str] = {
 
 def check_trainer_and_strategy(trainer: Trainer) -> None:
     """Refuse a Trainer that cannot be made private at all."""
-    _check_origin(trainer)
+    if not isinstance(trainer, Trainer):  # of the other copy of the same classes
+        raise MisconfigurationError(
+            f"The Trainer comes from {type(trainer).__module__.split('.')[0]!r}, lightning-dp works "
+            "with 'lightning'. Import everything from lightning.pytorch, nothing from "
+            "pytorch_lightning.",
+            topic="pytorch-lightning",
+        )
     check_strategy(trainer.strategy)
 
 
@@ -94,17 +105,6 @@ def check_trainer(trainer: Trainer) -> None:
             f"Trainer(gradient_clip_val={trainer.gradient_clip_val}) acts on the gradient that is "
             "already private, noise included. The bound per record is max_grad_norm.",
             topic="gradient-edits",
-        )
-
-
-def _check_origin(trainer: object) -> None:
-    """lightning.pytorch and pytorch_lightning are two copies of the same classes."""
-    if not isinstance(trainer, Trainer):
-        raise MisconfigurationError(
-            f"The Trainer comes from {type(trainer).__module__.split('.')[0]!r}, lightning-dp works "
-            "with 'lightning'. Import everything from lightning.pytorch, nothing from "
-            "pytorch_lightning.",
-            topic="pytorch-lightning",
         )
 
 
@@ -211,3 +211,85 @@ def weak_settings(config: PrivacyConfig, batches: BatchPlan) -> Iterator[tuple[s
 def _well_below(records: int) -> float:
     """Return a power of ten that is at most a tenth of 1/N."""
     return float(f"1e-{len(str(records)) + 1}")
+
+
+# -- sharded parameters ----------------------------------------------------------------------------
+
+_ONE_DIMENSION = (
+    "ModelParallelStrategy(tensor_parallel_size={}) splits layers, so that a record's gradient is on "
+    "several processes, and its norm on none. Shard over data-parallel ranks alone: "
+    "ModelParallelStrategy(data_parallel_size={}, tensor_parallel_size=1)."
+)
+_NOT_SHARDED = (
+    "{} are trained and not sharded: under ModelParallelStrategy nothing would add their gradients up "
+    "over the ranks. Call fully_shard(self.model, mesh=self.device_mesh['data_parallel']) in "
+    "configure_model, after its blocks; or use strategy='ddp' for a model that fits on one device."
+)
+_NOT_ALL_RANKS = (
+    "{} are sharded over {} of {} processes: what the others add up of their records would not be in "
+    "these, and they would train apart. Shard over all data-parallel ranks: fully_shard(layer, "
+    "mesh=self.device_mesh['data_parallel']) in configure_model."
+)
+_NOT_ENTRYWISE = (
+    "{} does not work on sharded parameters: it looks at more than one entry of a gradient at once, and "
+    "each process has a part of them. Leave it out, or use strategy='ddp'."
+)
+
+
+def is_model_parallel(strategy: Strategy) -> TypeGuard[ModelParallelStrategy]:
+    """Tell whether it is Lightning's strategy for FSDP2."""
+    return isinstance(strategy, ModelParallelStrategy)
+
+
+def check_sharding(
+    strategy: Strategy, module: nn.Module, config: PrivacyConfig, optimizers: Optimizers
+) -> None:
+    """Refuse what private training with sharded parameters (FSDP2) cannot do.
+
+    Raises:
+        MisconfigurationException: naming the setting or the parameters, and the cure.
+    """
+    if is_model_parallel(strategy):
+        _check_settings(config, several_optimizers=bool(optimizers.public))
+        _check_shards(strategy, module, optimizers.private)
+
+
+def _check_settings(config: PrivacyConfig, *, several_optimizers: bool) -> None:
+    """Refuse settings that need more than the entries of a gradient that a process has."""
+    estimator = config.resolved_estimator()
+    parts: list[Any] = [each for each in config.postprocessing if not each.is_entrywise]
+    if not estimator.traits.is_entrywise:
+        parts.append(estimator)
+    if config.noise_schedule.chosen != "in advance":
+        parts.append(f"noise_schedule={config.noise_schedule}")
+    if config.count_clipped:
+        parts.append("count_clipped=True")
+    if config.engine not in ("auto", "layers", "bookkeeping", "ghost"):
+        parts.append(f"engine={config.engine!r}")
+    if several_optimizers:
+        parts.append("A LightningModule with several optimizers")
+    if parts:
+        raise MisconfigurationError(_NOT_ENTRYWISE.format(parts[0]), topic="sharded")
+
+
+def _check_shards(strategy: ModelParallelStrategy, module: nn.Module, optimizer: Optimizer) -> None:
+    """Refuse tensor parallelism, and trained parameters that are not sharded over all processes."""
+    split = strategy.device_mesh["tensor_parallel"].size()
+    if split != 1:
+        text = _ONE_DIMENSION.format(split, strategy.world_size)
+        raise MisconfigurationError(text, topic="sharded")
+    moved = {id(param) for group in optimizer.param_groups for param in group["params"]}
+    trained: dict[str, Any] = {
+        name: param
+        for name, param in module.named_parameters()
+        if id(param) in moved and param.requires_grad
+    }
+    whole = [name for name, param in trained.items() if not is_sharded(param)]
+    if whole:
+        raise MisconfigurationError(_NOT_SHARDED.format(whole[:5]), topic="sharded")
+    world = strategy.world_size
+    sizes = {name: param.device_mesh.size() for name, param in trained.items()}
+    apart = {name: size for name, size in sizes.items() if size != world}
+    if apart:
+        text = _NOT_ALL_RANKS.format(list(apart)[:5], min(apart.values()), world)
+        raise MisconfigurationError(text, topic="sharded")

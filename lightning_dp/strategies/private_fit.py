@@ -28,15 +28,16 @@ from lightning_dp.mechanism import Mechanism
 from lightning_dp.run import PrivateRun
 from lightning_dp.strategies.checks import (
     check_estimator,
+    check_sharding,
     check_trainer,
+    is_model_parallel,
     weak_settings,
 )
 from lightning_dp.strategies.data import make_private_loader, private_loader_of
 from lightning_dp.strategies.early_end import end_before_first_step
 from lightning_dp.strategies.hooks import PrivacyCallback, among
-from lightning_dp.strategies.optimizers import Optimizers, find_optimizers
+from lightning_dp.strategies.optimizers import find_optimizers
 from lightning_dp.strategies.setting import setting_of
-from lightning_dp.strategies.sharding import check_settings, check_shards, is_model_parallel
 from lightning_dp.strategies.storage import default_folder, record_in, write_record
 
 if TYPE_CHECKING:
@@ -156,7 +157,7 @@ class PrivateFitStrategy(Strategy):
         super().setup(trainer)
         named = run.config.private_optimizer
         optimizers = find_optimizers(self.optimizers, self._module, named, self.world_size)
-        self._check_sharding(optimizers)
+        check_sharding(self, self._module, run.config, optimizers)  # before anything is charged
         check_model(self._module, may_be_sharded=is_model_parallel(self))
         # A void run leaves the model at once: an error in on_exception would end the teardown.
         leave = self._leave_the_model
@@ -174,14 +175,6 @@ class PrivateFitStrategy(Strategy):
             several=bool(optimizers.public),
             engine=run.config.engine,
         )
-
-    def _check_sharding(self, optimizers: Optimizers) -> None:
-        """Refuse what sharded parameters do not allow, before anything is charged."""
-        strategy: Strategy = self
-        if is_model_parallel(strategy):
-            config, module = self.private_run.config, self._module
-            check_settings(config, several_optimizers=bool(optimizers.public))
-            check_shards(strategy, module, optimizers.private)
 
     def wrap_engine(self, engine: AbstractGradientEngine) -> AbstractGradientEngine:
         """Put something between the gradient engine and the clipping: an audit's canaries."""
