@@ -144,7 +144,7 @@ class IsolationWatch:
             layout = find_layout(dry, lambda samples: transfer(collate(samples)))
         engine.choice.layout = self._world.broadcast(layout)
         if dry is None:
-            engine.settle(self._world)
+            engine.settle()
             return
         takes_number = is_param_in_hook_signature(
             self._module.training_step, "batch_idx", min_args=2
@@ -152,7 +152,7 @@ class IsolationWatch:
         runner = self._runner(self._loader, *((0,) if takes_number else ()))
         found = dry.run(runner, self._settings, self._clip_norm, self._twins)
         found = self._world.broadcast(found)
-        engine.settle(self._world)
+        engine.settle()
         self._run.engine = engine.watched.description
         self._run.isolation = self._described(found)
         if engine.watched.engine.one_record and self._world.is_lead and engine.choice.reasons:

@@ -286,7 +286,10 @@ class PrivateStep:
             for (forward, record), seed in zip(forwards, seeds, strict=True)
         ]
         if not chunk.size or query is None:
-            self.engine.run_for_nothing(replays)
+            for each, (forward, record) in zip(replays, forwards, strict=True):
+                assert each.randomness is not None
+                with each.randomness.again():  # nothing is asked of them, and they log, as ever
+                    self._passes.run(forward, record, 1)
             return
         if len(replays) != chunk.size:
             raise OtherRowsError
@@ -404,7 +407,7 @@ class PrivateStep:
 
     def detach(self) -> None:
         """Leave the model as it was."""
-        self.engine.detach()
+        self._watched.detach()
         self._batch, self._forward_again, self._records = _BatchAccounts(), None, None
 
 
