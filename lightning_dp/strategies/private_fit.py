@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
@@ -279,7 +279,9 @@ class PrivateFitStrategy(Strategy):
         trainer, run, fit = self._trainer, self.private_run, self._now
         private_loader_of(trainer)
         assert run.batches is not None
-        self._warn(weak_settings(run.config, run.batches))
+        for topic, message in weak_settings(run.config, run.batches):
+            if self.is_global_zero:
+                warn(message, topic=topic)
         fit.monitors.begin()
         steps_before = self._steps_before()
         planned_steps = self._planned_steps(steps_before)
@@ -316,11 +318,6 @@ class PrivateFitStrategy(Strategy):
         if self.world_size > 1:  # Strategy.reduce() has a barrier before each sum
             torch.distributed.all_reduce(vector)
         return vector
-
-    def _warn(self, messages: Iterable[tuple[str, str]]) -> None:
-        for topic, message in messages:
-            if self.is_global_zero:
-                warn(message, topic=topic)
 
     def _forward_again(
         self, others: tuple[Any, ...], kwargs: Mapping[str, Any], batch: Any

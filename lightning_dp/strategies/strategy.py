@@ -15,7 +15,6 @@ from torch.optim import Optimizer
 from lightning_dp._checks import MisconfigurationError
 from lightning_dp._training_step import is_differentiable, loss_in, with_loss
 from lightning_dp._warnings import warn
-from lightning_dp.boundary import Query
 from lightning_dp.gradients import CoupledLossError, UnsupportedModelError
 from lightning_dp.gradients.base import without_alone
 from lightning_dp.strategies.data import (
@@ -189,7 +188,7 @@ class DifferentialPrivacyStrategy(PrivateFitStrategy):
         self, loss: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Tensor:
         """Go back to public parameters; what reaches private ones waits for their optimizer."""
-        fit, module, plugin = self._now, self._module, self.precision_plugin
+        fit, module = self._now, self._module
         if args or kwargs.keys() - {"retain_graph"} or is_overridden("backward", module):
             raise MisconfigurationError(
                 "With several optimizers, a loss goes back as self.manual_backward(loss): without "
@@ -201,9 +200,14 @@ class DifferentialPrivacyStrategy(PrivateFitStrategy):
         waits = fit.step.awaits(self._mechanism) and fit.losses.reaches_private(loss)
         if waits:
             self._leave_forward()
+        return self._backward_by(partial(fit.losses.add, waits=waits), loss)
+
+    def _backward_by(self, go_back: Callable[[Tensor], None], loss: Tensor) -> Tensor:
+        """``Strategy.backward`` with ``go_back(loss)`` in the place of ``loss.backward()``."""
+        module, plugin = self._module, self.precision_plugin
         self.pre_backward(loss)
         loss = plugin.pre_backward(loss, module)
-        fit.losses.add(loss, waits=waits)
+        go_back(loss)
         loss = plugin.post_backward(loss, module)
         self.post_backward(loss)
         return loss
@@ -225,28 +229,17 @@ class DifferentialPrivacyStrategy(PrivateFitStrategy):
         """Run the backward pass and bound what it leaves."""
         mechanism, step = self._mechanism, self._now.step
         mechanism.begin_noise(step.held)
+        backward = partial(step.backward, query=mechanism.query)
         if args or kwargs or is_overridden("backward", self.lightning_module):
-            step.backward(closure_loss, mechanism.query, keep_graph=True)
+            backward(closure_loss, keep_graph=True)
             with step.engine.watched.engine.repeating():
                 loss = super().backward(closure_loss, optimizer, *args, **kwargs)
         else:
-            loss = self._backward_of_the_engine(closure_loss, mechanism.query)
-        step.answer(mechanism, self._undo_loss_division())
+            loss = self._backward_by(partial(backward, keep_graph=False), closure_loss)
+        # Lightning has divided the loss by it: not in manual optimization.
+        divisor = self._trainer.accumulate_grad_batches if self._is_automatic else 1
+        step.answer(mechanism, float(divisor))
         return loss
-
-    def _backward_of_the_engine(self, loss: Tensor, query: Query | None) -> Tensor:
-        """``Strategy.backward`` with the engine in the place of ``loss.backward()``."""
-        module, plugin = self._module, self.precision_plugin
-        self.pre_backward(loss)
-        loss = plugin.pre_backward(loss, module)
-        self._now.step.backward(loss, query, keep_graph=False)
-        loss = plugin.post_backward(loss, module)
-        self.post_backward(loss)
-        return loss
-
-    def _undo_loss_division(self) -> float:
-        """Return the number by which Lightning divides the loss: not in manual optimization."""
-        return float(self._trainer.accumulate_grad_batches) if self._is_automatic else 1.0
 
     @property
     def _is_automatic(self) -> bool:
