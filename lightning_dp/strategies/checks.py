@@ -32,7 +32,7 @@ from lightning_dp._warnings import warn
 from lightning_dp.config import PrivacyConfig
 from lightning_dp.estimators import AbstractEstimator
 from lightning_dp.sampling import BatchPlan, Poisson
-from lightning_dp.strategies.optimizers import Optimizers
+from lightning_dp.strategies.optimizers import Optimizers, trained_by
 
 if TYPE_CHECKING:
     from lightning_dp.strategies.step import PrivateStep
@@ -278,12 +278,9 @@ def _check_shards(strategy: ModelParallelStrategy, module: nn.Module, optimizer:
     if split != 1:
         text = _ONE_DIMENSION.format(split, strategy.world_size)
         raise MisconfigurationError(text, topic="sharded")
-    moved = {id(param) for group in optimizer.param_groups for param in group["params"]}
-    trained: dict[str, Any] = {
-        name: param
-        for name, param in module.named_parameters()
-        if id(param) in moved and param.requires_grad
-    }
+    moved = {id(param) for param in trained_by(optimizer)}
+    named: Iterator[tuple[str, Any]] = module.named_parameters()
+    trained = {name: param for name, param in named if id(param) in moved}
     whole = [name for name, param in trained.items() if not is_sharded(param)]
     if whole:
         raise MisconfigurationError(_NOT_SHARDED.format(whole[:5]), topic="sharded")

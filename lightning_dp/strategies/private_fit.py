@@ -81,7 +81,7 @@ class Fit:
         edits: compares the gradient that the optimizer uses with what was released.
         plugin: the strategy's precision plugin, whose clipping is seen.
         optimizers: the private one and the public ones.
-        losses: those of a step with several optimizers.
+        losses: those of a step with several optimizers; None with one.
     """
 
     folder: Path
@@ -96,7 +96,7 @@ class Fit:
     edits: GradientGuard
     plugin: Precision
     optimizers: Optimizers
-    losses: WaitingLosses
+    losses: WaitingLosses | None
 
 
 class PrivateFitStrategy(Strategy):
@@ -247,7 +247,7 @@ class PrivateFitStrategy(Strategy):
             edits,
             watched(self.precision_plugin, edits, private),
             optimizers,
-            WaitingLosses(trained, public),
+            WaitingLosses(trained, public) if optimizers.public else None,
         )
 
     def wrap_engine(self, engine: AbstractGradientEngine) -> AbstractGradientEngine:

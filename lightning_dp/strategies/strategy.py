@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 
 from lightning_dp._checks import MisconfigurationError
 from lightning_dp._training_step import is_differentiable, loss_in, with_loss
+from lightning_dp._waiting_losses import WaitingLosses
 from lightning_dp._warnings import warn
 from lightning_dp.gradients import CoupledLossError, UnsupportedModelError
 from lightning_dp.gradients.base import without_alone
@@ -56,7 +57,8 @@ class DifferentialPrivacyStrategy(PrivateFitStrategy):
             fit.step.parameters.check_model()
         fit.isolation.before_first_charge(chunk)
         check_rate(chunk, mechanism)
-        fit.losses.drop()
+        if fit.losses is not None:
+            fit.losses.drop()
         fit.step.begin(chunk)
         if chunk.first:
             mechanism.ask(fit.step.held)
@@ -157,8 +159,8 @@ class DifferentialPrivacyStrategy(PrivateFitStrategy):
         self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any
     ) -> Tensor:
         fit = self._now
-        if fit.optimizers.public:
-            return self._backward_of_several(closure_loss, args, kwargs)
+        if fit.losses is not None:
+            return self._backward_of_several(fit.losses, closure_loss, args, kwargs)
         self._leave_forward()  # in manual optimization training_step has not returned yet
         if not is_differentiable(closure_loss):
             return closure_loss  # a chunk with records stays without an answer
@@ -185,7 +187,7 @@ class DifferentialPrivacyStrategy(PrivateFitStrategy):
                 raise UnsupportedModelError(text, topic=error.topic) from error
 
     def _backward_of_several(
-        self, loss: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, losses: WaitingLosses, loss: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Tensor:
         """Go back to public parameters; what reaches private ones waits for their optimizer."""
         fit, module = self._now, self._module
@@ -197,10 +199,10 @@ class DifferentialPrivacyStrategy(PrivateFitStrategy):
             )
         if not is_differentiable(loss):
             return loss
-        waits = fit.step.awaits(self._mechanism) and fit.losses.reaches_private(loss)
+        waits = fit.step.awaits(self._mechanism) and losses.reaches_private(loss)
         if waits:
             self._leave_forward()
-        return self._backward_by(partial(fit.losses.add, waits=waits), loss)
+        return self._backward_by(partial(losses.add, waits=waits), loss)
 
     def _backward_by(self, go_back: Callable[[Tensor], None], loss: Tensor) -> Tensor:
         """``Strategy.backward`` with ``go_back(loss)`` in the place of ``loss.backward()``."""
@@ -215,7 +217,8 @@ class DifferentialPrivacyStrategy(PrivateFitStrategy):
     def _answer_waiting(self) -> None:
         """Answer from the losses of a step with several optimizers, in one backward pass."""
         fit, mechanism = self._now, self._mechanism
-        if (loss := fit.losses.take()) is None or not fit.step.awaits(mechanism):
+        loss = None if fit.losses is None else fit.losses.take()
+        if loss is None or not fit.step.awaits(mechanism):
             return
         with self._noting_refusals():
             fit.step.check_loss(loss)

@@ -21,6 +21,7 @@ from torch.utils.hooks import RemovableHandle
 from lightning_dp._checks import MisconfigurationError
 from lightning_dp._refusals import RefusedRun
 from lightning_dp._shards import held_here
+from lightning_dp.strategies.optimizers import trained_by
 
 __all__ = [
     "GradientGuard",
@@ -126,7 +127,7 @@ class SameParameters:
     def __init__(
         self, module: LightningModule, optimizer: Optimizer, public: Sequence[nn.Parameter] = ()
     ) -> None:
-        self.trained = _trained(optimizer)
+        self.trained = trained_by(optimizer)
         """The parameters that the optimizer moves, in its order."""
         self._module = module
         self._all = tuple(module.parameters())
@@ -140,7 +141,7 @@ class SameParameters:
         Raises:
             RuntimeError: naming the cure.
         """
-        is_same = _are_the_same(_trained(optimizer), self.trained)
+        is_same = _are_the_same(trained_by(optimizer), self.trained)
         if not is_same or tuple(map(_IS_TRAINED, self._fixed)) != self._trainable:
             raise RefusedRun(
                 "The set of trained parameters changed during fit (a fine-tuning callback, "
@@ -168,10 +169,6 @@ class SameParameters:
             "configure_model; freeze a copy (a target network) with requires_grad_(False).",
             topic="changed-parameters",
         )
-
-
-def _trained(optimizer: Optimizer) -> tuple[nn.Parameter, ...]:
-    return tuple([p for p in _moved(optimizer) if p.requires_grad])
 
 
 def _moved(optimizer: Optimizer) -> Iterator[nn.Parameter]:
