@@ -30,7 +30,6 @@ from lightning_dp._checks import MisconfigurationError, check_training_step
 from lightning_dp._shards import is_sharded
 from lightning_dp._warnings import warn
 from lightning_dp.config import PrivacyConfig
-from lightning_dp.estimators import AbstractEstimator
 from lightning_dp.sampling import BatchPlan, Poisson
 from lightning_dp.strategies.optimizers import Optimizers, trained_by
 
@@ -139,25 +138,15 @@ def check_launcher(strategy: Strategy) -> None:
 
 
 def check_estimator(
-    estimator: AbstractEstimator,
-    step: PrivateStep,
-    module: LightningModule,
-    optimizer: Optimizer,
-    *,
-    several: bool = False,
-    engine: str = "auto",
+    config: PrivacyConfig, step: PrivateStep, module: LightningModule, optimizers: Optimizers
 ) -> None:
     """Refuse what the estimator or the engine cannot train, before anything is charged.
-
-    Args:
-        optimizer: the private one.
-        several: there are public ones as well.
-        engine: its name.
 
     Raises:
         MisconfigurationException: naming the cure.
     """
-    traits, is_automatic = estimator.traits, module.automatic_optimization
+    estimator, is_automatic = config.resolved_estimator(), module.automatic_optimization
+    engine, traits = config.engine, estimator.traits
     if traits.uses_hessian and not step.engine.watched.engine.has_products:
         raise MisconfigurationError(
             f"{estimator} needs Hessian-vector products, which this engine does not have: "
@@ -165,7 +154,7 @@ def check_estimator(
             "does not cover.",
             topic="hessian-products",
         )
-    if several and engine not in ("auto", "layers", "bookkeeping", "one_by_one"):
+    if optimizers.public and engine not in ("auto", "layers", "bookkeeping", "one_by_one"):
         raise MisconfigurationError(
             f"engine={engine!r} does not know that generated rows belong to records, nor which loss is "
             "public, as several optimizers need it. Use engine='layers'.",
@@ -184,7 +173,7 @@ def check_estimator(
             "does not allow. Use automatic optimization.",
             topic="manual-optimization",
         )
-    estimator.check(optimizer)
+    estimator.check(optimizers.private)
 
 
 def weak_settings(config: PrivacyConfig, batches: BatchPlan) -> Iterator[tuple[str, str]]:

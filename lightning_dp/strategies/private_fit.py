@@ -211,15 +211,7 @@ class PrivateFitStrategy(Strategy):
         check_model(self._module, may_be_sharded=is_model_parallel(self))
         self._fit = self._begin(trainer, optimizers, folder)
         self._sharded = self._fit.step.params if self._fit.step.engine.is_sharded else ()
-        estimator = run.config.resolved_estimator()
-        check_estimator(
-            estimator,
-            self._fit.step,
-            self._module,
-            optimizers.private,
-            several=bool(optimizers.public),
-            engine=run.config.engine,
-        )
+        check_estimator(run.config, self._fit.step, self._module, optimizers)
 
     def _begin(self, trainer: Trainer, optimizers: Optimizers, folder: Path) -> Fit:
         """Attach the gradient engine to the model, and put the parts together."""
