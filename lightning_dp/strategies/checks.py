@@ -239,11 +239,11 @@ def check_sharding(
         MisconfigurationException: naming the setting or the parameters, and the cure.
     """
     if is_model_parallel(strategy):
-        _check_settings(config, several_optimizers=bool(optimizers.public))
+        _check_settings(config, optimizers)
         _check_shards(strategy, module, optimizers.private)
 
 
-def _check_settings(config: PrivacyConfig, *, several_optimizers: bool) -> None:
+def _check_settings(config: PrivacyConfig, optimizers: Optimizers) -> None:
     """Refuse settings that need more than the entries of a gradient that a process has."""
     estimator = config.resolved_estimator()
     parts: list[Any] = [each for each in config.postprocessing if not each.is_entrywise]
@@ -255,7 +255,7 @@ def _check_settings(config: PrivacyConfig, *, several_optimizers: bool) -> None:
         parts.append("count_clipped=True")
     if config.engine not in ("auto", "layers", "bookkeeping", "ghost"):
         parts.append(f"engine={config.engine!r}")
-    if several_optimizers:
+    if optimizers.public:
         parts.append("A LightningModule with several optimizers")
     if parts:
         raise MisconfigurationError(_NOT_ENTRYWISE.format(parts[0]), topic="sharded")

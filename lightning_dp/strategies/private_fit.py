@@ -23,7 +23,6 @@ from lightning_dp._checks import MisconfigurationError, check_model
 from lightning_dp._files import local_folder
 from lightning_dp._refusals import RefusedRun, RefusedSetting, text_of
 from lightning_dp._shards import gathered, scattered
-from lightning_dp._training_step import loss_in
 from lightning_dp._waiting_losses import WaitingLosses
 from lightning_dp._warnings import warn
 from lightning_dp._world import World
@@ -310,12 +309,6 @@ class PrivateFitStrategy(Strategy):
         if self.world_size > 1:  # Strategy.reduce() has a barrier before each sum
             torch.distributed.all_reduce(vector)
         return vector
-
-    def _forward_again(
-        self, others: tuple[Any, ...], kwargs: Mapping[str, Any], batch: Any
-    ) -> Tensor | None:
-        loss: Tensor | None = loss_in(super().training_step(batch, *others, **kwargs))
-        return loss
 
     def _step_again(self, batch: Any, *others: Any) -> Any:
         return super().training_step(batch, *others)

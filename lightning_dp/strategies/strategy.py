@@ -93,8 +93,10 @@ class DifferentialPrivacyStrategy(PrivateFitStrategy):
         fit.isolation.before_forward(args)
         if fit.step.one_record:
             return self._one_by_one(*args, **kwargs)
-        again = partial(self._forward_again, args[1:], kwargs)
-        fit.step.before_forward(mechanism, again, args[0])
+        run, others = super().training_step, args[1:]
+        fit.step.before_forward(
+            mechanism, lambda batch: loss_in(run(batch, *others, **kwargs)), args[0]
+        )
         fit.weights.enter_forward()
         output = self._watched(*args, **kwargs)
         if fit.step.one_record:
@@ -104,7 +106,7 @@ class DifferentialPrivacyStrategy(PrivateFitStrategy):
         fit.monitors.check()
         if self._is_automatic:
             if loss_in(output) is None:
-                fit.isolation.stops.after_forward(fit.step, super().training_step, *args)
+                fit.isolation.stops.after_forward(fit.step, run, *args)
             # Lightning's own errors, in some settings, would end the run without withdrawing ε; a
             # loss that gives no gradient is found at the end of the step.
             return with_loss(output, torch.zeros((), device=self.root_device))
