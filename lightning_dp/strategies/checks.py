@@ -31,7 +31,8 @@ from lightning_dp._shards import is_sharded
 from lightning_dp._warnings import warn
 from lightning_dp.config import PrivacyConfig
 from lightning_dp.sampling import BatchPlan, Poisson
-from lightning_dp.strategies.optimizers import Optimizers, trained_by
+from lightning_dp.strategies.optimizers import Optimizers
+from lightning_dp.strategies.update_guard import trained_by
 
 if TYPE_CHECKING:
     from lightning_dp.strategies.step import PrivateStep

@@ -11,8 +11,9 @@ from torch.optim import LBFGS, Optimizer
 
 from lightning_dp._checks import MisconfigurationError
 from lightning_dp._warnings import warn
+from lightning_dp.strategies.update_guard import trained_by
 
-__all__ = ["Optimizers", "find_optimizers", "trained_by"]
+__all__ = ["Optimizers", "find_optimizers"]
 
 _WHICH = (
     "configure_optimizers gives {} optimizers. Say which one is trained on the records, by its place "
@@ -189,8 +190,3 @@ def _parts_held(optimizer: Optimizer, module: LightningModule) -> list[str]:
     held = {id(p) for p in trained_by(optimizer)}
     named = module.named_parameters()
     return list(dict.fromkeys(name.partition(".")[0] for name, p in named if id(p) in held))
-
-
-def trained_by(optimizer: Optimizer) -> tuple[nn.Parameter, ...]:
-    """Return the parameters that an optimizer moves, in its order."""
-    return tuple(p for g in optimizer.param_groups for p in g["params"] if p.requires_grad)

@@ -21,7 +21,6 @@ from torch.utils.hooks import RemovableHandle
 from lightning_dp._checks import MisconfigurationError
 from lightning_dp._refusals import RefusedRun
 from lightning_dp._shards import held_here
-from lightning_dp.strategies.optimizers import trained_by
 
 __all__ = [
     "GradientGuard",
@@ -30,6 +29,7 @@ __all__ = [
     "StepGuard",
     "UnwrittenWeights",
     "evaluated_once",
+    "trained_by",
     "watched",
 ]
 
@@ -169,6 +169,11 @@ class SameParameters:
             "configure_model; freeze a copy (a target network) with requires_grad_(False).",
             topic="changed-parameters",
         )
+
+
+def trained_by(optimizer: Optimizer) -> tuple[nn.Parameter, ...]:
+    """Return the parameters that an optimizer moves, in its order."""
+    return tuple([p for p in _moved(optimizer) if p.requires_grad])
 
 
 def _moved(optimizer: Optimizer) -> Iterator[nn.Parameter]:
