@@ -14,7 +14,6 @@ from lightning.pytorch import LightningModule
 from torch import Tensor
 from torchmetrics import Metric, MetricCollection
 
-from lightning_dp._joined_calls import OfSamples, joined, over_records, whole
 from lightning_dp._module_state import Snapshot
 from lightning_dp._warnings import warn
 from lightning_dp.gradients.base import Around
@@ -22,7 +21,7 @@ from lightning_dp.gradients.batches import map_leaves
 from lightning_dp.gradients.record_calls import CallRecorder, DifferentPaths
 from lightning_dp.gradients.vmap import is_sample, outside, rows
 
-__all__ = ["SideEffects"]
+__all__ = ["SideEffects", "over_records"]
 
 _Key: TypeAlias = tuple[Any, ...]
 
@@ -31,6 +30,7 @@ _COUNTS = ("update", "forward", "compute", "reset")
 _RETURNING = frozenset(("forward", "compute"))
 _LOG = inspect.signature(LightningModule.log)
 _ABSENT = object()
+_OVER: dict[Any, Callable[..., Tensor]] = {"sum": torch.sum, "max": torch.amax, "min": torch.amin}
 
 _DIFFERS = (
     "training_step leaves another value in {} for some records than for others, so that later steps "
@@ -41,6 +41,13 @@ _NUMBER = (
     "which each record has to run by itself, slowly. Log the tensor: self.log({0!r}, loss), or "
     "loss.detach()."
 )
+
+
+@dataclass(frozen=True, slots=True)
+class _OfSamples:
+    """A value that each sample has its own of, shape (n, ...)."""
+
+    rows: Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,7 +214,7 @@ class SideEffects:
             return value
         if id(value) in self._later:
             return self._later[id(value)][1]
-        return OfSamples(rows(value).detach()) if is_sample(value) else value.detach()
+        return _OfSamples(rows(value).detach()) if is_sample(value) else value.detach()
 
     def _promised(self, recorder: CallRecorder, later: _Later) -> Tensor:
         value = recorder.only_logged(torch.full((), torch.nan))
@@ -237,7 +244,7 @@ class SideEffects:
                 kwargs = self._entry([call.kwargs for call in calls], places)
             else:
                 given = [(call.args, call.kwargs) for call in calls]
-                args, kwargs = map_leaves(joined(given, places), whole)
+                args, kwargs = map_leaves(_joined(given, places), _whole)
             args, kwargs = map_leaves((args, kwargs), now)
             results[key] = calls[0].function(*args, **kwargs)
 
@@ -246,18 +253,18 @@ class SideEffects:
         entry = dict(given[0])
         if (size := entry.get("batch_size")) is not None:
             sizes = [
-                each["batch_size"].rows.sum() if isinstance(size, OfSamples)
+                each["batch_size"].rows.sum() if isinstance(size, _OfSamples)
                 else each["batch_size"] * len(at)
                 for each, at in zip(given, places, strict=True)
             ]  # fmt: skip
             entry["batch_size"] = int(sum(sizes))
         if "value" in entry:
             values = [each["value"] for each in given]
-            value = joined(values, places)
-            if isinstance(value, OfSamples):
+            value = _joined(values, places)
+            if isinstance(value, _OfSamples):
                 self._warn_of_numbers(entry["name"], values)
                 entry["value"] = over_records(
-                    whole(value).flatten(), entry.get("reduce_fx", "mean")
+                    _whole(value).flatten(), entry.get("reduce_fx", "mean")
                 )
         return entry
 
@@ -291,3 +298,74 @@ def _in_order(groups: Sequence[Sequence[_Key]]) -> list[_Key]:
                 found.insert(place, key)
             place = found.index(key) + 1
     return found
+
+
+# -- arguments of calls that groups made, as those of one call for the batch -----------------------
+
+
+def _joined(parts: Sequence[Any], places: Sequence[Tensor]) -> Any:
+    """Return arguments of several groups as those of the batch.
+
+    A list holds an entry for each row, whatever is in it; other containers are looked into.
+    """
+    first = parts[0]
+    if isinstance(first, dict):
+        return {key: _joined([part[key] for part in parts], places) for key in first}
+    if isinstance(first, tuple):
+        return tuple(_joined(column, places) for column in zip(*parts, strict=True))
+    if isinstance(first, list):
+        lists = [
+            [map_leaves(each, partial(_own, i=i)) for each in part]
+            for part, at in zip(parts, places, strict=True)
+            for i in range(len(at))
+        ]
+        return [each for i in _order(places) for each in lists[i]]
+    if not any(isinstance(part, _OfSamples) for part in parts):
+        is_number = isinstance(first, int | float | Tensor)
+        if not is_number or all(_is_same(first, part) for part in parts):
+            return first
+    if len(parts) == 1:
+        return first
+    of_each = [
+        row for part, at in zip(parts, places, strict=True) for row in _rows_of(part, len(at))
+    ]
+    ordered = [of_each[i] for i in _order(places)]
+    if len({row.shape for row in ordered}) == 1:
+        return _OfSamples(torch.stack(ordered))
+    return _OfSamples(torch.cat(ordered).unsqueeze(1))
+
+
+def _order(places: Sequence[Tensor]) -> list[int]:
+    order: list[int] = torch.cat(list(places)).argsort().tolist()
+    return order
+
+
+def _rows_of(part: Any, n: int) -> Tensor:
+    if isinstance(part, _OfSamples):
+        return part.rows
+    value = torch.as_tensor(part)
+    return value.expand(n, *value.shape)
+
+
+def _own(value: Any, i: int) -> Any:
+    return value.rows[i] if isinstance(value, _OfSamples) else value
+
+
+def _is_same(one: Any, other: Any) -> bool:
+    if isinstance(one, Tensor) and isinstance(other, Tensor):
+        return torch.equal(one, other)
+    return type(one) is type(other) and bool(one == other)
+
+
+def _whole(value: Any) -> Any:
+    """Return the rows of all samples: (n, b, ...) as (n · b, ...), and numbers as (n,)."""
+    if not isinstance(value, _OfSamples):
+        return value
+    return value.rows.flatten(0, 1) if value.rows.dim() > 1 else value.rows
+
+
+def over_records(values: Tensor, reduce_fx: Any) -> Tensor:
+    """Return the one value that is logged of those of records, shape (n,), as ``reduce_fx`` says."""
+    values = values if values.is_floating_point() else values.float()
+    name = getattr(reduce_fx, "__name__", reduce_fx)
+    return _OVER.get(name, torch.mean)(values, 0)

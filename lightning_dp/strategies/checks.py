@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import (
@@ -17,20 +17,22 @@ from lightning.pytorch.callbacks import (
 from lightning.pytorch.strategies import (
     DDPStrategy,
     DeepSpeedStrategy,
+    ModelParallelStrategy,
     SingleDeviceStrategy,
     Strategy,
 )
 from lightning.pytorch.strategies.single_xla import SingleDeviceXLAStrategy
 from lightning.pytorch.strategies.xla import XLAStrategy
+from torch import nn
 from torch.optim import Optimizer
 
 from lightning_dp._checks import MisconfigurationError, check_training_step
-from lightning_dp._refusals import RefusedRun
+from lightning_dp._shards import is_sharded
 from lightning_dp._warnings import warn
 from lightning_dp.config import PrivacyConfig
-from lightning_dp.estimators import AbstractEstimator
 from lightning_dp.sampling import BatchPlan, Poisson
-from lightning_dp.strategies.sharding import is_model_parallel
+from lightning_dp.strategies.optimizers import Optimizers
+from lightning_dp.strategies.update_guard import trained_by
 
 if TYPE_CHECKING:
     from lightning_dp.strategies.step import PrivateStep
@@ -38,10 +40,11 @@ if TYPE_CHECKING:
 __all__ = [
     "check_estimator",
     "check_launcher",
+    "check_sharding",
     "check_strategy",
     "check_trainer",
     "check_trainer_and_strategy",
-    "evaluated_once",
+    "is_model_parallel",
     "weak_settings",
 ]
 
@@ -62,7 +65,13 @@ _REFUSED_CALLBACKS: dict[type[Callback], str] = {
 
 def check_trainer_and_strategy(trainer: Trainer) -> None:
     """Refuse a Trainer that cannot be made private at all."""
-    _check_origin(trainer)
+    if not isinstance(trainer, Trainer):  # of the other copy of the same classes
+        raise MisconfigurationError(
+            f"The Trainer comes from {type(trainer).__module__.split('.')[0]!r}, lightning-dp works "
+            "with 'lightning'. Import everything from lightning.pytorch, nothing from "
+            "pytorch_lightning.",
+            topic="pytorch-lightning",
+        )
     check_strategy(trainer.strategy)
 
 
@@ -99,17 +108,6 @@ def check_trainer(trainer: Trainer) -> None:
         )
 
 
-def _check_origin(trainer: object) -> None:
-    """lightning.pytorch and pytorch_lightning are two copies of the same classes."""
-    if not isinstance(trainer, Trainer):
-        raise MisconfigurationError(
-            f"The Trainer comes from {type(trainer).__module__.split('.')[0]!r}, lightning-dp works "
-            "with 'lightning'. Import everything from lightning.pytorch, nothing from "
-            "pytorch_lightning.",
-            topic="pytorch-lightning",
-        )
-
-
 def check_strategy(strategy: Strategy) -> None:
     """Refuse strategies that shard parameters otherwise than FSDP2, or copy the running process."""
     kind = type(strategy).__name__
@@ -141,25 +139,15 @@ def check_launcher(strategy: Strategy) -> None:
 
 
 def check_estimator(
-    estimator: AbstractEstimator,
-    step: PrivateStep,
-    module: LightningModule,
-    optimizer: Optimizer,
-    *,
-    several: bool = False,
-    engine: str = "auto",
+    config: PrivacyConfig, step: PrivateStep, module: LightningModule, optimizers: Optimizers
 ) -> None:
     """Refuse what the estimator or the engine cannot train, before anything is charged.
-
-    Args:
-        optimizer: the private one.
-        several: there are public ones as well.
-        engine: its name.
 
     Raises:
         MisconfigurationException: naming the cure.
     """
-    traits, is_automatic = estimator.traits, module.automatic_optimization
+    estimator, is_automatic = config.resolved_estimator(), module.automatic_optimization
+    engine, traits = config.engine, estimator.traits
     if traits.uses_hessian and not step.engine.watched.engine.has_products:
         raise MisconfigurationError(
             f"{estimator} needs Hessian-vector products, which this engine does not have: "
@@ -167,7 +155,7 @@ def check_estimator(
             "does not cover.",
             topic="hessian-products",
         )
-    if several and engine not in ("auto", "layers", "bookkeeping", "one_by_one"):
+    if optimizers.public and engine not in ("auto", "layers", "bookkeeping", "one_by_one"):
         raise MisconfigurationError(
             f"engine={engine!r} does not know that generated rows belong to records, nor which loss is "
             "public, as several optimizers need it. Use engine='layers'.",
@@ -186,7 +174,7 @@ def check_estimator(
             "does not allow. Use automatic optimization.",
             topic="manual-optimization",
         )
-    estimator.check(optimizer)
+    estimator.check(optimizers.private)
 
 
 def weak_settings(config: PrivacyConfig, batches: BatchPlan) -> Iterator[tuple[str, str]]:
@@ -215,23 +203,80 @@ def _well_below(records: int) -> float:
     return float(f"1e-{len(str(records)) + 1}")
 
 
-def evaluated_once(closure: Callable[[], Any], optimizer: Optimizer) -> Callable[[], Any]:
-    """Return the closure, which raises when the optimizer calls it a second time.
+# -- sharded parameters ----------------------------------------------------------------------------
+
+_ONE_DIMENSION = (
+    "ModelParallelStrategy(tensor_parallel_size={}) splits layers, so that a record's gradient is on "
+    "several processes, and its norm on none. Shard over data-parallel ranks alone: "
+    "ModelParallelStrategy(data_parallel_size={}, tensor_parallel_size=1)."
+)
+_NOT_SHARDED = (
+    "{} are trained and not sharded: under ModelParallelStrategy nothing would add their gradients up "
+    "over the ranks. Call fully_shard(self.model, mesh=self.device_mesh['data_parallel']) in "
+    "configure_model, after its blocks; or use strategy='ddp' for a model that fits on one device."
+)
+_NOT_ALL_RANKS = (
+    "{} are sharded over {} of {} processes: what the others add up of their records would not be in "
+    "these, and they would train apart. Shard over all data-parallel ranks: fully_shard(layer, "
+    "mesh=self.device_mesh['data_parallel']) in configure_model."
+)
+_NOT_ENTRYWISE = (
+    "{} does not work on sharded parameters: it looks at more than one entry of a gradient at once, and "
+    "each process has a part of them. Leave it out, or use strategy='ddp'."
+)
+
+
+def is_model_parallel(strategy: Strategy) -> TypeGuard[ModelParallelStrategy]:
+    """Tell whether it is Lightning's strategy for FSDP2."""
+    return isinstance(strategy, ModelParallelStrategy)
+
+
+def check_sharding(
+    strategy: Strategy, module: nn.Module, config: PrivacyConfig, optimizers: Optimizers
+) -> None:
+    """Refuse what private training with sharded parameters (FSDP2) cannot do.
 
     Raises:
-        RuntimeError: (the closure) naming the optimizer.
+        MisconfigurationException: naming the setting or the parameters, and the cure.
     """
-    evaluated = False
+    if is_model_parallel(strategy):
+        _check_settings(config, optimizers)
+        _check_shards(strategy, module, optimizers.private)
 
-    def once() -> Any:
-        nonlocal evaluated
-        if evaluated:
-            raise RefusedRun(
-                f"{type(optimizer).__name__} evaluated its closure twice; each evaluation would "
-                "use the data again. Use an optimizer that evaluates it once.",
-                topic="optimizer",
-            )
-        evaluated = True
-        return closure()
 
-    return once
+def _check_settings(config: PrivacyConfig, optimizers: Optimizers) -> None:
+    """Refuse settings that need more than the entries of a gradient that a process has."""
+    estimator = config.resolved_estimator()
+    parts: list[Any] = [each for each in config.postprocessing if not each.is_entrywise]
+    if not estimator.traits.is_entrywise:
+        parts.append(estimator)
+    if config.noise_schedule.chosen != "in advance":
+        parts.append(f"noise_schedule={config.noise_schedule}")
+    if config.count_clipped:
+        parts.append("count_clipped=True")
+    if config.engine not in ("auto", "layers", "bookkeeping", "ghost"):
+        parts.append(f"engine={config.engine!r}")
+    if optimizers.public:
+        parts.append("A LightningModule with several optimizers")
+    if parts:
+        raise MisconfigurationError(_NOT_ENTRYWISE.format(parts[0]), topic="sharded")
+
+
+def _check_shards(strategy: ModelParallelStrategy, module: nn.Module, optimizer: Optimizer) -> None:
+    """Refuse tensor parallelism, and trained parameters that are not sharded over all processes."""
+    split = strategy.device_mesh["tensor_parallel"].size()
+    if split != 1:
+        text = _ONE_DIMENSION.format(split, strategy.world_size)
+        raise MisconfigurationError(text, topic="sharded")
+    moved = {id(param) for param in trained_by(optimizer)}
+    named: Iterator[tuple[str, Any]] = module.named_parameters()
+    trained = {name: param for name, param in named if id(param) in moved}
+    whole = [name for name, param in trained.items() if not is_sharded(param)]
+    if whole:
+        raise MisconfigurationError(_NOT_SHARDED.format(whole[:5]), topic="sharded")
+    world = strategy.world_size
+    sizes = {name: param.device_mesh.size() for name, param in trained.items()}
+    apart = {name: size for name, size in sizes.items() if size != world}
+    if apart:
+        text = _NOT_ALL_RANKS.format(list(apart)[:5], min(apart.values()), world)
+        raise MisconfigurationError(text, topic="sharded")

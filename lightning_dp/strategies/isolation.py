@@ -36,8 +36,7 @@ from lightning_dp.sampling import FullBatch
 from lightning_dp.sampling.at_once import collates_as_torch
 from lightning_dp.sampling.loader import Chunk, PrivateDataLoader
 from lightning_dp.strategies.data import before_transfer, private_loader_of
-from lightning_dp.strategies.early_end import Agreement, Place
-from lightning_dp.strategies.public_stops import PublicStops
+from lightning_dp.strategies.early_end import Agreement, Place, PublicStops
 from lightning_dp.strategies.step import PrivateStep
 
 __all__ = ["IsolationWatch"]
@@ -145,7 +144,7 @@ class IsolationWatch:
             layout = find_layout(dry, lambda samples: transfer(collate(samples)))
         engine.choice.layout = self._world.broadcast(layout)
         if dry is None:
-            engine.settle(self._world)
+            engine.settle()
             return
         takes_number = is_param_in_hook_signature(
             self._module.training_step, "batch_idx", min_args=2
@@ -153,7 +152,7 @@ class IsolationWatch:
         runner = self._runner(self._loader, *((0,) if takes_number else ()))
         found = dry.run(runner, self._settings, self._clip_norm, self._twins)
         found = self._world.broadcast(found)
-        engine.settle(self._world)
+        engine.settle()
         self._run.engine = engine.watched.description
         self._run.isolation = self._described(found)
         if engine.watched.engine.one_record and self._world.is_lead and engine.choice.reasons:

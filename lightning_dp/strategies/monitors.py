@@ -121,11 +121,11 @@ class Monitors:
         if text not in self._run.not_covered:
             self._run.not_covered = (*self._run.not_covered, text)
 
-    def _warn_once(self, message: str, *, topic: str = "schedulers") -> None:
+    def _warn_once(self, message: str) -> None:
         if message not in self._said:
             self._said.add(message)
             if self._trainer.is_global_zero:
-                warn(message, topic=topic)
+                warn(message, topic="schedulers")
 
 
 def _is_public(name: str) -> bool:

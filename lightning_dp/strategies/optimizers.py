@@ -11,6 +11,7 @@ from torch.optim import LBFGS, Optimizer
 
 from lightning_dp._checks import MisconfigurationError
 from lightning_dp._warnings import warn
+from lightning_dp.strategies.update_guard import trained_by
 
 __all__ = ["Optimizers", "find_optimizers"]
 
@@ -49,7 +50,7 @@ class Optimizers:
     @property
     def public_parameters(self) -> tuple[nn.Parameter, ...]:
         """The parameters that the public ones move."""
-        return tuple(p for each in self.public for p in _trained(each))
+        return tuple(p for each in self.public for p in trained_by(each))
 
 
 def find_optimizers(
@@ -123,8 +124,8 @@ def _place(
             topic="several-optimizers",
         ) from None
     wanted = {id(p) for p in part.parameters() if p.requires_grad}
-    places = [i for i, each in enumerate(optimizers) if wanted & {id(p) for p in _trained(each)}]
-    moved = {id(p) for i in places for p in _trained(optimizers[i])}
+    places = [i for i, each in enumerate(optimizers) if wanted & {id(p) for p in trained_by(each)}]
+    moved = {id(p) for i in places for p in trained_by(optimizers[i])}
     if len(places) != 1 or not wanted <= moved:
         raise MisconfigurationError(
             f"private_optimizer={named!r} must be a module all of whose trainable parameters are in "
@@ -143,7 +144,7 @@ def _check(optimizer: Optimizer, module: LightningModule) -> None:
             topic="optimizer",
         )
     _check_held(optimizer, module)
-    if not _trained(optimizer):
+    if not trained_by(optimizer):
         raise MisconfigurationError(
             "The optimizer holds no trainable parameter (requires_grad is False everywhere).",
             topic="optimizer",
@@ -152,7 +153,7 @@ def _check(optimizer: Optimizer, module: LightningModule) -> None:
 
 def _check_held(optimizer: Optimizer, module: LightningModule) -> None:
     own = {id(parameter) for parameter in module.parameters()}
-    if any(id(parameter) not in own for parameter in _trained(optimizer)):
+    if any(id(parameter) not in own for parameter in trained_by(optimizer)):
         raise MisconfigurationError(
             "The optimizer holds a parameter that is not a parameter of the LightningModule, so its "
             "per-record gradients cannot be computed. Register it on the module.",
@@ -186,10 +187,6 @@ def _described(optimizers: Sequence[Optimizer], place: int, module: LightningMod
 
 def _parts_held(optimizer: Optimizer, module: LightningModule) -> list[str]:
     """Return the names of the module's children that the optimizer holds parameters of."""
-    held = {id(p) for p in _trained(optimizer)}
+    held = {id(p) for p in trained_by(optimizer)}
     named = module.named_parameters()
     return list(dict.fromkeys(name.partition(".")[0] for name, p in named if id(p) in held))
-
-
-def _trained(optimizer: Optimizer) -> tuple[nn.Parameter, ...]:
-    return tuple(p for g in optimizer.param_groups for p in g["params"] if p.requires_grad)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import math
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,37 +15,87 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.plugins import Precision
 from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_dp._checks import MisconfigurationError, check_model
-from lightning_dp._refusals import RefusedRun, RefusedSetting
-from lightning_dp._shards import scattered
-from lightning_dp._training_step import loss_in
+from lightning_dp._files import local_folder
+from lightning_dp._refusals import RefusedRun, RefusedSetting, text_of
+from lightning_dp._shards import gathered, scattered
+from lightning_dp._waiting_losses import WaitingLosses
 from lightning_dp._warnings import warn
 from lightning_dp._world import World
 from lightning_dp.accounting.events import VoidedRunError
+from lightning_dp.advice import Setting, optimizer_setting
+from lightning_dp.estimators import MeanGradient
 from lightning_dp.gradients import AbstractGradientEngine
 from lightning_dp.mechanism import Mechanism
 from lightning_dp.run import PrivateRun
+from lightning_dp.strategies.alone import RecordsAlone
 from lightning_dp.strategies.checks import (
     check_estimator,
+    check_sharding,
     check_trainer,
+    is_model_parallel,
     weak_settings,
 )
 from lightning_dp.strategies.data import make_private_loader, private_loader_of
-from lightning_dp.strategies.early_end import end_before_first_step
+from lightning_dp.strategies.earlier_training import EarlierTraining
+from lightning_dp.strategies.early_end import Agreement, end_before_first_step
+from lightning_dp.strategies.engine import FitEngine
 from lightning_dp.strategies.hooks import PrivacyCallback, among
+from lightning_dp.strategies.isolation import IsolationWatch
+from lightning_dp.strategies.monitors import Monitors
 from lightning_dp.strategies.optimizers import Optimizers, find_optimizers
-from lightning_dp.strategies.setting import setting_of
-from lightning_dp.strategies.sharding import check_settings, check_shards, is_model_parallel
-from lightning_dp.strategies.storage import default_folder, record_in, write_record
+from lightning_dp.strategies.step import PrivateStep
+from lightning_dp.strategies.update_guard import (
+    GradientGuard,
+    SameParameters,
+    StepGuard,
+    UnwrittenWeights,
+    watched,
+)
 
 if TYPE_CHECKING:
-    from lightning_dp.strategies.fit import Fit
-    from lightning_dp.strategies.isolation import IsolationWatch
+    from lightning_dp.report import PrivacyReport
 
 __all__ = ["PrivateFitStrategy"]
+
+
+@dataclass(frozen=True)
+class Fit:
+    """The parts exist together or not at all.
+
+    Args:
+        folder: where a new journal goes.
+        step: the accounts of the current step, and the model under its engine.
+        weights: watches which parameters training_step writes to.
+        isolation: compares runs of a batch that differ in some of its records.
+        monitors: watches who acts on metrics of the training data.
+        earlier: knows which ledgers trained the model before.
+        agree: ends the fit on all ranks, or on none.
+        alone: runs the records of a batch one by one, if the engine asks for it.
+        steps: lets the optimizer step with what was released, and raises at other steps.
+        edits: compares the gradient that the optimizer uses with what was released.
+        plugin: the strategy's precision plugin, whose clipping is seen.
+        optimizers: the private one and the public ones.
+        losses: those of a step with several optimizers; None with one.
+    """
+
+    folder: Path
+    step: PrivateStep
+    weights: UnwrittenWeights
+    isolation: IsolationWatch
+    monitors: Monitors
+    earlier: EarlierTraining
+    agree: Agreement
+    alone: RecordsAlone
+    steps: StepGuard
+    edits: GradientGuard
+    plugin: Precision
+    optimizers: Optimizers
+    losses: WaitingLosses | None
 
 
 class PrivateFitStrategy(Strategy):
@@ -127,7 +179,7 @@ class PrivateFitStrategy(Strategy):
     @cached_property
     def _folder(self) -> Path:
         """The folder of a new journal; found once in a fit, since the process may change folders."""
-        return self.private_run.ledger_dir or default_folder(self._trainer)
+        return self.private_run.ledger_dir or _default_folder(self._trainer)
 
     @cached_property
     def _accumulate(self) -> int:
@@ -147,8 +199,6 @@ class PrivateFitStrategy(Strategy):
         if trainer.state.fn != TrainerFn.FITTING:
             super().setup(trainer)
             return
-        from lightning_dp.strategies.fit import begin_fit  # all that only a fit needs
-
         run = self.private_run
         check_trainer(trainer)
         folder = self._folder
@@ -156,32 +206,40 @@ class PrivateFitStrategy(Strategy):
         super().setup(trainer)
         named = run.config.private_optimizer
         optimizers = find_optimizers(self.optimizers, self._module, named, self.world_size)
-        self._check_sharding(optimizers)
+        check_sharding(self, self._module, run.config, optimizers)  # before anything is charged
         check_model(self._module, may_be_sharded=is_model_parallel(self))
-        # A void run leaves the model at once: an error in on_exception would end the teardown.
-        leave = self._leave_the_model
-        world, wrap = self._world(), self.wrap_engine
-        self._fit = begin_fit(
-            trainer, run, world, folder, wrap, leave, self._step_again, optimizers
-        )
+        self._fit = self._begin(trainer, optimizers, folder)
         self._sharded = self._fit.step.params if self._fit.step.engine.is_sharded else ()
-        estimator = run.config.resolved_estimator()
-        check_estimator(
-            estimator,
-            self._fit.step,
-            self._module,
-            optimizers.private,
-            several=bool(optimizers.public),
-            engine=run.config.engine,
-        )
+        check_estimator(run.config, self._fit.step, self._module, optimizers)
 
-    def _check_sharding(self, optimizers: Optimizers) -> None:
-        """Refuse what sharded parameters do not allow, before anything is charged."""
-        strategy: Strategy = self
-        if is_model_parallel(strategy):
-            config, module = self.private_run.config, self._module
-            check_settings(config, several_optimizers=bool(optimizers.public))
-            check_shards(strategy, module, optimizers.private)
+    def _begin(self, trainer: Trainer, optimizers: Optimizers, folder: Path) -> Fit:
+        """Attach the gradient engine to the model, and put the parts together."""
+        run, module, world, device = self.private_run, self._module, self._world(), self.root_device
+        private, public = optimizers.private, optimizers.public_parameters
+        parameters = SameParameters(module, private, public)
+        trained = parameters.trained
+        engine = FitEngine(module, run.config, world, trained, public, self.wrap_engine)
+        run.engine, run.optimizers = engine.watched.description, optimizers.description
+        if engine.watched.compiled_note is not None:
+            rank_zero_info(f"privacy: {engine.watched.compiled_note}.")
+        step = PrivateStep(module, parameters, engine, device)
+        edits = GradientGuard(trainer, trained, is_declared=run.config.gradient_edits is not None)
+        return Fit(
+            folder,
+            step,
+            UnwrittenWeights(module, public),
+            IsolationWatch(trainer, step, run, world, self._step_again),
+            Monitors(trainer, run),
+            EarlierTraining(module, run),
+            # A void run leaves the model at once: an error in on_exception would end the teardown.
+            Agreement(run, world, device, self.broadcast, self._leave_the_model),
+            RecordsAlone(module),
+            StepGuard(private),
+            edits,
+            watched(self.precision_plugin, edits, private),
+            optimizers,
+            WaitingLosses(trained, public) if optimizers.public else None,
+        )
 
     def wrap_engine(self, engine: AbstractGradientEngine) -> AbstractGradientEngine:
         """Put something between the gradient engine and the clipping: an audit's canaries."""
@@ -212,13 +270,15 @@ class PrivateFitStrategy(Strategy):
         trainer, run, fit = self._trainer, self.private_run, self._now
         private_loader_of(trainer)
         assert run.batches is not None
-        self._warn(weak_settings(run.config, run.batches))
+        for topic, message in weak_settings(run.config, run.batches):
+            if self.is_global_zero:
+                warn(message, topic=topic)
         fit.monitors.begin()
         steps_before = self._steps_before()
         planned_steps = self._planned_steps(steps_before)
         folder = None if trainer.fast_dev_run else fit.folder  # type: ignore[attr-defined]
         run.start(planned_steps, self._world(), folder, steps_before)
-        run.setting = setting_of(run, self._mechanism, fit.optimizers, planned_steps)
+        run.setting = _setting_of(run, self._mechanism, fit.optimizers, planned_steps)
         if self.is_global_zero:
             fit.earlier.begin(folder)
         for callback in self._callbacks:
@@ -250,17 +310,6 @@ class PrivateFitStrategy(Strategy):
             torch.distributed.all_reduce(vector)
         return vector
 
-    def _warn(self, messages: Iterable[tuple[str, str]]) -> None:
-        for topic, message in messages:
-            if self.is_global_zero:
-                warn(message, topic=topic)
-
-    def _forward_again(
-        self, others: tuple[Any, ...], kwargs: Mapping[str, Any], batch: Any
-    ) -> Tensor | None:
-        loss: Tensor | None = loss_in(super().training_step(batch, *others, **kwargs))
-        return loss
-
     def _step_again(self, batch: Any, *others: Any) -> Any:
         return super().training_step(batch, *others)
 
@@ -278,7 +327,7 @@ class PrivateFitStrategy(Strategy):
         if watch is not None and (reason := watch.unexplained()) is not None:
             raise MisconfigurationError(reason, topic="kept-records")
         lead, params = self.is_global_zero, self._sharded
-        content = write_record(checkpoint, run, is_writer=lead, sharded=params)
+        content = _write_record(checkpoint, run, is_writer=lead, sharded=params)
         if content is not None:
             for callback in self._callbacks:
                 callback.on_privacy_save(run, content)
@@ -291,7 +340,7 @@ class PrivateFitStrategy(Strategy):
             checkpoint = super().load_checkpoint(checkpoint_path, weights_only)
         if self._trainer.state.fn != TrainerFn.FITTING:
             return checkpoint
-        record = record_in(checkpoint, checkpoint_path)
+        record = _record_in(checkpoint, checkpoint_path)
         if self._sharded:
             record = {**record, "mechanism": scattered(record["mechanism"], self._sharded)}
         self.private_run.load_state_dict(record, self._folder, self._world())
@@ -305,11 +354,12 @@ class PrivateFitStrategy(Strategy):
     def _without_guard(self) -> AbstractContextManager[None]:
         """Let torch step an optimizer with zeros, to make the state that a sharded one is read into."""
         fit = self._fit if self._sharded else None
-        return nullcontext() if fit is None else fit.step.engine.steps.off()
+        return nullcontext() if fit is None else fit.steps.off()
 
     def _leave_the_model(self) -> None:
         if self._fit is not None:
             self._fit.step.detach()
+            self._fit.steps.remove()
             if self.is_global_zero:
                 self._fit.earlier.released()
         if self._run is not None:
@@ -334,3 +384,111 @@ class PrivateFitStrategy(Strategy):
     def __getstate__(self) -> dict[str, Any]:
         """For copies and pickles: nothing of a fit, which holds what is not noised yet."""
         return {**super().__getstate__(), "_fit": None, "_watch": None, "_sharded": ()}
+
+
+def _setting_of(
+    run: PrivateRun, mechanism: Mechanism, optimizers: Optimizers, planned_steps: float
+) -> Setting:
+    """Return the setting of a fit whose plan was declared.
+
+    Args:
+        run: its batches and its budget.
+        mechanism: at the first step of this fit.
+        optimizers: the private one, and if there are others.
+        planned_steps: that the Trainer is going to make.
+    """
+    config, batches, plan = run.config, run.batches, mechanism.plan
+    assert batches is not None
+    estimator = config.resolved_estimator()
+    optimizer, size, weight_size = optimizer_setting(optimizers.private)
+    step = mechanism.step
+    clips = estimator.traits.estimates_gradient
+    noise = plan.noise_multiplier(step)
+    return Setting(
+        num_records=batches.num_records,
+        batch_size=plan.rate(step) * batches.num_records,
+        steps=step + run.remaining_steps,
+        planned_steps=step + planned_steps,
+        steps_per_epoch=batches.steps_per_epoch,
+        noise_multiplier=noise if math.isfinite(noise) else 0.0,
+        clip_norm=vars(estimator).get("max_grad_norm", math.inf) if clips else math.inf,
+        size=size,
+        weight_size=weight_size,
+        target_epsilon=config.target_epsilon,
+        target_delta=config.target_delta,
+        relation=config.relation,
+        optimizer=None if optimizers.public else optimizer,
+        is_constant=plan.is_constant and type(estimator) is MeanGradient,
+    )
+
+
+# -- the record on disk ----------------------------------------------------------------------------
+
+
+def _default_folder(trainer: Trainer) -> Path:
+    """Return ``<default_root_dir>/privacy``, absolute.
+
+    Raises:
+        ValueError: if the Trainer's folder is not one of this machine, or has no name in UTF-8.
+    """
+    try:
+        return local_folder("default_root_dir", trainer.default_root_dir) / "privacy"
+    except ValueError as error:
+        raise RefusedSetting(
+            f"{text_of(error)} Or say where the privacy journal goes: "
+            "DifferentialPrivacy(ledger_dir=...), a local folder; everything else stays in "
+            "default_root_dir.",
+            topic="journal-folder",
+        ) from None
+
+
+def _write_record(
+    checkpoint: dict[str, Any],
+    run: PrivateRun,
+    *,
+    is_writer: bool,
+    sharded: Sequence[Tensor] = (),
+) -> PrivacyReport | None:
+    """Put the record into a checkpoint that is about to be saved.
+
+    Args:
+        checkpoint: what Lightning saves.
+        run: whose state it will hold.
+        sharded: the trained parameters, where each process has a part of them; the record has whole
+            vectors, for any number of processes.
+        is_writer: on the process that writes the file the record has the report in it.
+
+    Returns:
+        The report there; None on other processes.
+    """
+    from lightning_dp.report.files import CHECKPOINT_KEY, in_checkpoint
+    from lightning_dp.report.of_run import report
+
+    record = run.state_dict()
+    if sharded:
+        record["mechanism"] = gathered(record["mechanism"], sharded)
+    checkpoint[CHECKPOINT_KEY] = record
+    if not is_writer:
+        return None
+    content = report(run)
+    checkpoint[CHECKPOINT_KEY]["report"] = in_checkpoint(content)
+    return content
+
+
+def _record_in(checkpoint: Any, path: Any) -> dict[str, Any]:
+    """Return the record of a checkpoint that a private run goes on from.
+
+    Raises:
+        ValueError: if it holds none.
+    """
+    from lightning_dp.report.files import CHECKPOINT_KEY
+
+    if not isinstance(checkpoint, Mapping) or CHECKPOINT_KEY not in checkpoint:
+        raise RefusedSetting(
+            f"The checkpoint {path} holds no privacy ledger: what it has spent is "
+            "unknown, so training cannot go on from it privately. If its weights never saw "
+            "private data, load them into the model and fit without ckpt_path.",
+            topic="checkpoint-without-ledger",
+        )
+    record: dict[str, Any] = checkpoint[CHECKPOINT_KEY]
+    return record

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -21,11 +22,10 @@ from lightning_dp._training_step import loss_in
 from lightning_dp.boundary import AbstractPerSampleGradients, Query
 from lightning_dp.functional import unflatten
 from lightning_dp.gradients import OtherRowsError, Replay, UnsupportedModelError
-from lightning_dp.gradients.base import OTHER_ROWS, Forward
+from lightning_dp.gradients.base import OTHER_ROWS, UNANSWERED, Forward
 from lightning_dp.gradients.batches import leaves
 from lightning_dp.mechanism import Mechanism
 from lightning_dp.sampling.loader import Chunk
-from lightning_dp.strategies.accounts import BatchAccounts
 from lightning_dp.strategies.engine import FitEngine
 from lightning_dp.strategies.update_guard import SameParameters
 
@@ -60,6 +60,25 @@ _SILENT = (
 )
 
 
+@dataclass
+class _BatchAccounts:
+    """The accounts of one logical batch, from its first chunk on.
+
+    Args:
+        chunk: was handed out last; None once its backward pass was answered.
+        is_whole: all chunks of the batch were handed out.
+        owed: records that were handed out and have no answer yet.
+        faults: reasons for which the batch may not be released.
+        answered: the chunks of a step that asks several queries.
+    """
+
+    chunk: Chunk | None = None
+    is_whole: bool = False
+    owed: int = 0
+    faults: list[str] = field(default_factory=list)
+    answered: list[Replay] = field(default_factory=list)
+
+
 class PrivateStep:
     """Turns what Lightning does with a batch into answers to the mechanism's query.
 
@@ -83,7 +102,7 @@ class PrivateStep:
         self.parameters, self.params = parameters, parameters.trained
         self.engine, self._passes, self._watched = engine, engine.passes, engine.watched
         self._module, self._device, self._process = module, device, os.getpid()
-        self._batch = BatchAccounts()
+        self._batch = _BatchAccounts()
         self._norms = [part for part in module.modules() if normalises_over_the_batch(part)]
         self._forward_again: Forward | None = None  # the chunk's forward pass, once more
         self._records: object = None  # what goes into it
@@ -128,8 +147,9 @@ class PrivateStep:
         if self._batch.chunk is not None:
             self._watched.drop()  # what a batch without a backward pass left
         if chunk.first:
-            self._batch = BatchAccounts()
-        self._batch.hand_out(chunk)
+            self._batch = _BatchAccounts()
+        self._batch.chunk, self._batch.is_whole = chunk, chunk.last
+        self._batch.owed += chunk.size
 
     def _check_process(self) -> None:
         if os.getpid() != self._process:
@@ -146,7 +166,8 @@ class PrivateStep:
         query = mechanism.query
         self._records = batch
         self._check_norms()
-        if not self.one_record and _is_one_row(batch, self.records_in_hand):
+        size = 0 if self._batch.chunk is None else self._batch.chunk.size
+        if not self.one_record and _is_one_row(batch, size):
             self.note(OTHER_ROWS)
         if not self._module.automatic_optimization:
             return  # the optimizer would step again
@@ -178,11 +199,6 @@ class PrivateStep:
         """Draw the random numbers of the chunk once more from here on."""
         if self._randomness is not None:
             self._randomness.restore()
-
-    @property
-    def records_in_hand(self) -> int:
-        """The number of records of the chunk that is running; 0 if there is none."""
-        return 0 if self._batch.chunk is None else self._batch.chunk.size
 
     def check_loss(self, loss: Tensor) -> None:
         """Refuse a loss that mixes the chunk's records by more than sums.
@@ -270,7 +286,10 @@ class PrivateStep:
             for (forward, record), seed in zip(forwards, seeds, strict=True)
         ]
         if not chunk.size or query is None:
-            self.engine.run_for_nothing(replays)
+            for each, (forward, record) in zip(replays, forwards, strict=True):
+                assert each.randomness is not None
+                with each.randomness.again():  # nothing is asked of them, and they log, as ever
+                    self._passes.run(forward, record, 1)
             return
         if len(replays) != chunk.size:
             raise OtherRowsError
@@ -291,8 +310,10 @@ class PrivateStep:
 
     def fault(self, mechanism: Mechanism) -> str | None:
         """Return why what was answered so far may not be released; None if it may."""
-        name, is_asked = type(self._module).__name__, mechanism.query is not None
-        return self._batch.fault(name, is_asked=is_asked)
+        if self._batch.faults:
+            return self._batch.faults[0]
+        is_owed = mechanism.query is not None and self._batch.owed
+        return UNANSWERED.format(type(self._module).__name__) if is_owed else None
 
     def is_unreleased(self, mechanism: Mechanism) -> bool:
         """Tell whether all chunks of the batch were handed out, and its optimizer step was left out."""
@@ -353,23 +374,17 @@ class PrivateStep:
             self._give(mechanism, query, replay)
         agree(self.fault(mechanism))
 
-    def expect_update(self) -> None:
-        """Be the last to look at the gradients when the optimizer steps next."""
-        self.engine.steps.expect()
-
     def release(
         self,
         mechanism: Mechanism,
         optimizer: Optimizer,
         agree: Callable[[str | None], None],
-        check: Callable[[], None],
     ) -> None:
         """Give every trained parameter its private gradient.
 
         Args:
             agree: called with the fault of this process, if any, before anything is noised; it
                 raises on all ranks if one of them has a fault.
-            check: called when the optimizer is about to use the gradients.
         """
         if not mechanism.is_begun:
             raise RefusedRun(
@@ -389,12 +404,11 @@ class PrivateStep:
             self._batch.answered.clear()
         for param, gradient in zip(self.params, unflatten(estimate, held), strict=True):
             param.grad = as_shard(gradient, param)
-        self.engine.steps.allow(check)
 
     def detach(self) -> None:
         """Leave the model as it was."""
-        self.engine.detach()
-        self._batch, self._forward_again, self._records = BatchAccounts(), None, None
+        self._watched.detach()
+        self._batch, self._forward_again, self._records = _BatchAccounts(), None, None
 
 
 def _seeds(count: int) -> list[int]:

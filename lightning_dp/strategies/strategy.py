@@ -14,11 +14,10 @@ from torch.optim import Optimizer
 
 from lightning_dp._checks import MisconfigurationError
 from lightning_dp._training_step import is_differentiable, loss_in, with_loss
+from lightning_dp._waiting_losses import WaitingLosses
 from lightning_dp._warnings import warn
-from lightning_dp.boundary import Query
 from lightning_dp.gradients import CoupledLossError, UnsupportedModelError
 from lightning_dp.gradients.base import without_alone
-from lightning_dp.strategies.checks import evaluated_once
 from lightning_dp.strategies.data import (
     before_transfer,
     changed_rows,
@@ -28,6 +27,7 @@ from lightning_dp.strategies.data import (
 )
 from lightning_dp.strategies.early_end import Place, end_training
 from lightning_dp.strategies.private_fit import PrivateFitStrategy
+from lightning_dp.strategies.update_guard import evaluated_once
 
 __all__ = ["DifferentialPrivacyStrategy"]
 
@@ -57,7 +57,8 @@ class DifferentialPrivacyStrategy(PrivateFitStrategy):
             fit.step.parameters.check_model()
         fit.isolation.before_first_charge(chunk)
         check_rate(chunk, mechanism)
-        fit.losses.drop()
+        if fit.losses is not None:
+            fit.losses.drop()
         fit.step.begin(chunk)
         if chunk.first:
             mechanism.ask(fit.step.held)
@@ -92,8 +93,10 @@ class DifferentialPrivacyStrategy(PrivateFitStrategy):
         fit.isolation.before_forward(args)
         if fit.step.one_record:
             return self._one_by_one(*args, **kwargs)
-        again = partial(self._forward_again, args[1:], kwargs)
-        fit.step.before_forward(mechanism, again, args[0])
+        run, others = super().training_step, args[1:]
+        fit.step.before_forward(
+            mechanism, lambda batch: loss_in(run(batch, *others, **kwargs)), args[0]
+        )
         fit.weights.enter_forward()
         output = self._watched(*args, **kwargs)
         if fit.step.one_record:
@@ -103,7 +106,7 @@ class DifferentialPrivacyStrategy(PrivateFitStrategy):
         fit.monitors.check()
         if self._is_automatic:
             if loss_in(output) is None:
-                fit.isolation.stops.after_forward(fit.step, super().training_step, *args)
+                fit.isolation.stops.after_forward(fit.step, run, *args)
             # Lightning's own errors, in some settings, would end the run without withdrawing ε; a
             # loss that gives no gradient is found at the end of the step.
             return with_loss(output, torch.zeros((), device=self.root_device))
@@ -158,8 +161,8 @@ class DifferentialPrivacyStrategy(PrivateFitStrategy):
         self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any
     ) -> Tensor:
         fit = self._now
-        if fit.optimizers.public:
-            return self._backward_of_several(closure_loss, args, kwargs)
+        if fit.losses is not None:
+            return self._backward_of_several(fit.losses, closure_loss, args, kwargs)
         self._leave_forward()  # in manual optimization training_step has not returned yet
         if not is_differentiable(closure_loss):
             return closure_loss  # a chunk with records stays without an answer
@@ -186,10 +189,10 @@ class DifferentialPrivacyStrategy(PrivateFitStrategy):
                 raise UnsupportedModelError(text, topic=error.topic) from error
 
     def _backward_of_several(
-        self, loss: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, losses: WaitingLosses, loss: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Tensor:
         """Go back to public parameters; what reaches private ones waits for their optimizer."""
-        fit, module, plugin = self._now, self._module, self.precision_plugin
+        fit, module = self._now, self._module
         if args or kwargs.keys() - {"retain_graph"} or is_overridden("backward", module):
             raise MisconfigurationError(
                 "With several optimizers, a loss goes back as self.manual_backward(loss): without "
@@ -198,12 +201,17 @@ class DifferentialPrivacyStrategy(PrivateFitStrategy):
             )
         if not is_differentiable(loss):
             return loss
-        waits = fit.step.awaits(self._mechanism) and fit.losses.reaches_private(loss)
+        waits = fit.step.awaits(self._mechanism) and losses.reaches_private(loss)
         if waits:
             self._leave_forward()
+        return self._backward_by(partial(losses.add, waits=waits), loss)
+
+    def _backward_by(self, go_back: Callable[[Tensor], None], loss: Tensor) -> Tensor:
+        """``Strategy.backward`` with ``go_back(loss)`` in the place of ``loss.backward()``."""
+        module, plugin = self._module, self.precision_plugin
         self.pre_backward(loss)
         loss = plugin.pre_backward(loss, module)
-        fit.losses.add(loss, waits=waits)
+        go_back(loss)
         loss = plugin.post_backward(loss, module)
         self.post_backward(loss)
         return loss
@@ -211,7 +219,8 @@ class DifferentialPrivacyStrategy(PrivateFitStrategy):
     def _answer_waiting(self) -> None:
         """Answer from the losses of a step with several optimizers, in one backward pass."""
         fit, mechanism = self._now, self._mechanism
-        if (loss := fit.losses.take()) is None or not fit.step.awaits(mechanism):
+        loss = None if fit.losses is None else fit.losses.take()
+        if loss is None or not fit.step.awaits(mechanism):
             return
         with self._noting_refusals():
             fit.step.check_loss(loss)
@@ -225,28 +234,17 @@ class DifferentialPrivacyStrategy(PrivateFitStrategy):
         """Run the backward pass and bound what it leaves."""
         mechanism, step = self._mechanism, self._now.step
         mechanism.begin_noise(step.held)
+        backward = partial(step.backward, query=mechanism.query)
         if args or kwargs or is_overridden("backward", self.lightning_module):
-            step.backward(closure_loss, mechanism.query, keep_graph=True)
+            backward(closure_loss, keep_graph=True)
             with step.engine.watched.engine.repeating():
                 loss = super().backward(closure_loss, optimizer, *args, **kwargs)
         else:
-            loss = self._backward_of_the_engine(closure_loss, mechanism.query)
-        step.answer(mechanism, self._undo_loss_division())
+            loss = self._backward_by(partial(backward, keep_graph=False), closure_loss)
+        # Lightning has divided the loss by it: not in manual optimization.
+        divisor = self._trainer.accumulate_grad_batches if self._is_automatic else 1
+        step.answer(mechanism, float(divisor))
         return loss
-
-    def _backward_of_the_engine(self, loss: Tensor, query: Query | None) -> Tensor:
-        """``Strategy.backward`` with the engine in the place of ``loss.backward()``."""
-        module, plugin = self._module, self.precision_plugin
-        self.pre_backward(loss)
-        loss = plugin.pre_backward(loss, module)
-        self._now.step.backward(loss, query, keep_graph=False)
-        loss = plugin.post_backward(loss, module)
-        self.post_backward(loss)
-        return loss
-
-    def _undo_loss_division(self) -> float:
-        """Return the number by which Lightning divides the loss: not in manual optimization."""
-        return float(self._trainer.accumulate_grad_batches) if self._is_automatic else 1.0
 
     @property
     def _is_automatic(self) -> bool:
@@ -265,7 +263,8 @@ class DifferentialPrivacyStrategy(PrivateFitStrategy):
             once()  # its loss has no noise: an optimizer that sets its step size by it must not see it
             self._answer_waiting()
             fit.isolation.settle(fit.agree)
-            fit.step.release(mechanism, optimizer, fit.agree, check_update)
+            fit.step.release(mechanism, optimizer, fit.agree)
+            fit.steps.allow(check_update)
             fit.edits.begin()
 
         def check_update() -> None:
@@ -273,7 +272,7 @@ class DifferentialPrivacyStrategy(PrivateFitStrategy):
 
         fit.isolation.before_hook("on_before_optimizer_step", optimizer)
         fit.edits.look_at_state(optimizer)
-        fit.step.expect_update()
+        fit.steps.expect()
         output = super().optimizer_step(optimizer, private_closure, model, **kwargs)
         fit.isolation.after_update()
         fit.edits.note_state(optimizer)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from operator import attrgetter, is_
 from typing import Any, TypeAlias
@@ -15,12 +16,22 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
 from lightning_dp._checks import MisconfigurationError
 from lightning_dp._refusals import RefusedRun
 from lightning_dp._shards import held_here
 
-__all__ = ["GradientGuard", "Marks", "SameParameters", "UnwrittenWeights", "watched"]
+__all__ = [
+    "GradientGuard",
+    "Marks",
+    "SameParameters",
+    "StepGuard",
+    "UnwrittenWeights",
+    "evaluated_once",
+    "trained_by",
+    "watched",
+]
 
 Clipping: TypeAlias = tuple[float, GradClipAlgorithmType]
 
@@ -29,6 +40,10 @@ _WRITTEN = (
     "layer that rescales its weights in forward). What it writes can come from the records, without "
     "noise, and ε would not hold: discard these weights. If it is a function of other weights only (a "
     "teacher that follows the student), write it in on_train_batch_end."
+)
+_NOT_PRIVATE = (
+    "optimizer.step() was called with gradients that were not made private. Call it through "
+    "Lightning: automatic optimization, or self.optimizers().step() in training_step."
 )
 _EDITED = (
     "What the optimizer is about to use is not what was released: {}. Between the two may write: {}. "
@@ -112,7 +127,7 @@ class SameParameters:
     def __init__(
         self, module: LightningModule, optimizer: Optimizer, public: Sequence[nn.Parameter] = ()
     ) -> None:
-        self.trained = _trained(optimizer)
+        self.trained = trained_by(optimizer)
         """The parameters that the optimizer moves, in its order."""
         self._module = module
         self._all = tuple(module.parameters())
@@ -126,7 +141,7 @@ class SameParameters:
         Raises:
             RuntimeError: naming the cure.
         """
-        is_same = _are_the_same(_trained(optimizer), self.trained)
+        is_same = _are_the_same(trained_by(optimizer), self.trained)
         if not is_same or tuple(map(_IS_TRAINED, self._fixed)) != self._trainable:
             raise RefusedRun(
                 "The set of trained parameters changed during fit (a fine-tuning callback, "
@@ -156,7 +171,8 @@ class SameParameters:
         )
 
 
-def _trained(optimizer: Optimizer) -> tuple[nn.Parameter, ...]:
+def trained_by(optimizer: Optimizer) -> tuple[nn.Parameter, ...]:
+    """Return the parameters that an optimizer moves, in its order."""
     return tuple([p for p in _moved(optimizer) if p.requires_grad])
 
 
@@ -216,6 +232,109 @@ class UnwrittenWeights:
 def _is_plain(param: nn.Parameter) -> bool:
     """Return False for lazy parameters and those of special classes (quantised weights)."""
     return not is_lazy(param) and type(held_here([param])[0].data) is Tensor
+
+
+class StepGuard:
+    """Raises at an optimizer step that :meth:`allow` did not allow, before it moves anything.
+
+    Args:
+        optimizer: whose steps are watched.
+    """
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self._optimizer = optimizer
+        self._is_allowed = self._is_off = False
+        self._check: Callable[[], None] | None = None  # before the step that is allowed
+        self._depth = 0  # of step() calls: a subclass that calls super().step() has two
+        self._exit: RemovableHandle = optimizer.register_step_post_hook(self._leave)
+        self._entry: RemovableHandle = optimizer.register_step_pre_hook(self._enter)
+
+    def expect(self) -> None:
+        """Stand after all other hooks of the optimizer, which may exchange its closure."""
+        self._entry.remove()
+        self._entry = self._optimizer.register_step_pre_hook(self._enter)
+        self._depth = 0  # also after a step that ended in an error
+
+    def allow(self, check: Callable[[], None] | None = None) -> None:
+        """Let the next step pass: the gradients are private now.
+
+        Args:
+            check: is called once, after everything else that runs before the optimizer reads them.
+        """
+        self._is_allowed, self._check = True, check
+
+    @contextmanager
+    def off(self) -> Iterator[None]:
+        """Let any step pass, inside, as if the optimizer were not watched."""
+        self._is_off = True
+        try:
+            yield
+        finally:
+            self._is_off = False
+
+    def remove(self) -> None:
+        """Take the guard's hooks off."""
+        self._entry.remove()
+        self._exit.remove()
+
+    def _enter(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
+        """Look at the gradients when the optimizer is about to use them: after its closure ran."""
+        if self._is_off:
+            return None
+        self._depth += 1
+        is_positional = len(args) > 1  # the first one is the optimizer
+        closure = args[1] if is_positional else kwargs.get("closure")
+        if closure is None:
+            self._before_update()
+            return None
+
+        def looked_at() -> Any:
+            result = closure()
+            self._before_update()
+            return result
+
+        if is_positional:
+            return (args[0], looked_at, *args[2:]), kwargs
+        return args, {**kwargs, "closure": looked_at}
+
+    def _before_update(self) -> None:
+        if not self._is_allowed:
+            raise RefusedRun(_NOT_PRIVATE, topic="raw-gradients")
+        check, self._check = self._check, None
+        if check is not None:
+            self._is_allowed = False  # if it raises
+            check()
+            self._is_allowed = True
+
+    def _leave(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        if self._is_off:
+            return
+        self._depth -= 1
+        if not self._is_allowed:  # a closure was given and not called
+            raise RefusedRun(_NOT_PRIVATE, topic="raw-gradients")
+        self._is_allowed = self._depth > 0
+
+
+def evaluated_once(closure: Callable[[], Any], optimizer: Optimizer) -> Callable[[], Any]:
+    """Return the closure, which raises when the optimizer calls it a second time.
+
+    Raises:
+        RuntimeError: (the closure) naming the optimizer.
+    """
+    evaluated = False
+
+    def once() -> Any:
+        nonlocal evaluated
+        if evaluated:
+            raise RefusedRun(
+                f"{type(optimizer).__name__} evaluated its closure twice; each evaluation would "
+                "use the data again. Use an optimizer that evaluates it once.",
+                topic="optimizer",
+            )
+        evaluated = True
+        return closure()
+
+    return once
 
 
 class GradientGuard:

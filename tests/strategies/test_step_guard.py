@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_dp.strategies.step_guard import StepGuard
+from lightning_dp.strategies.update_guard import StepGuard
 
 
 @pytest.fixture
