@@ -271,9 +271,7 @@ def test_checkpoints_of_activations_and_adapters_in_half_precision(fit):
 def test_padding_on_the_left_is_refused(tokenizer, fit):
     tokenizer.padding_side = "left"
     try:
-        with pytest.raises(
-            MisconfigurationException, match="the batch itself, made by collate_fn"
-        ):
+        with pytest.raises(MisconfigurationException, match="the batch itself, made by collate_fn"):
             fit(OfRecords(gpt2(), shift=True), "causal")
     finally:
         tokenizer.padding_side = "right"
