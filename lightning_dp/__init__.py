@@ -3,7 +3,7 @@
 ``from lightning_dp import DifferentialPrivacy`` works, and so does every other name of ``__all__``:
 each is imported when it is first asked for. ``import lightning_dp`` alone loads neither torch nor
 Lightning, so that ``lightning_dp.accounting`` can be used without them. Its public modules
-(``lightning_dp.accounting``, ``lightning_dp.audit``, ...) need no import of their own.
+(``lightning_dp.accounting``, ``lightning_dp.audit``, ...) are found in the same way.
 """
 
 from __future__ import annotations
