@@ -102,14 +102,15 @@ def data():
 
 @pytest.fixture
 def fit(make_trainer):
-    def run(model, steps=3, privacy=None, collate=None, **trainer):
+    def run(model, steps=3, privacy=None, collate=None, records=None, **trainer):
         settings = {"noise_multiplier": 1.0, "target_delta": 1e-5, "seed": 0}
         settings |= {"isolation_probe": False, "loss_graph_check": False}
         callback = DifferentialPrivacy(**settings | (privacy or {}))
         arguments = {"max_steps": steps, "max_epochs": -1} | trainer
         trainer = make_trainer(callbacks=[callback, *arguments.pop("callbacks", [])], **arguments)
         run.trainer = trainer
-        trainer.fit(model, DataLoader(data(), batch_size=16, collate_fn=collate))
+        records = data() if records is None else records
+        trainer.fit(model, DataLoader(records, batch_size=16, collate_fn=collate))
         return trainer.strategy.private_run
 
     return run
@@ -305,6 +306,69 @@ def test_functions_of_released_weights_are_saved_from_the_first_step_on(
     arguments = {"callbacks": saves, "enable_checkpointing": True, "limit_train_batches": 8}
     fit(kind(), privacy={"engine": engine}, max_steps=-1, max_epochs=2, **arguments)
     assert [len(list((tmp_path / str(i)).glob("*.ckpt"))) for i in range(2)] == [16, 2]
+
+
+# -- padding and dropout ---------------------------------------------------------------------------
+
+
+class Words(Base):
+    """Functions drop, by the padded shape; a branch splits the records that run alone."""
+
+    def __init__(self, splits=False):
+        super().__init__()
+        self.words, self.splits = nn.Embedding(9, WIDTH), splits
+
+    def loss(self, x, y):
+        is_word = (x > 0)[..., None]
+        h = F.dropout(self.hidden(x) * is_word, 0.3)
+        if self.splits and bool(is_word.all()):
+            h = 1.0 * h
+        return F.cross_entropy(self.net(h.sum(1) / is_word.sum(1)), y)
+
+    def hidden(self, x):
+        return self.words(x)
+
+
+class FromTheRight(Words):
+    """Attention by places that are counted from the end of the padding."""
+
+    def __init__(self):
+        super().__init__()
+        self.places = nn.Embedding(12, WIDTH)
+
+    def hidden(self, x):
+        places = torch.arange(x.shape[1]).flip(0).expand(len(x), -1)
+        h = (self.words(x) + self.places(places))[:, None]
+        return F.scaled_dot_product_attention(h, h, h, dropout_p=0.3)[:, 0]
+
+
+def padded(samples):
+    x, y = zip(*samples, strict=True)
+    return nn.utils.rnn.pad_sequence(x, batch_first=True), torch.stack(y)
+
+
+def texts():
+    generator = torch.Generator().manual_seed(0)
+    lengths = [3 + i % 8 for i in range(N)]
+    return [
+        (torch.randint(1, 9, (length,), generator=generator), torch.tensor(length % CLASSES))
+        for length in lengths
+    ]
+
+
+@pytest.mark.parametrize("engine", ["layers", "records"])
+def test_models_that_pad_and_drop_train(fit, engine):
+    settings = {"engine": engine, "isolation_probe": True}
+    run = fit(Words(engine == "records"), 12, settings, collate=padded, records=texts())
+    assert run.steps == 12 and run.spot_checks > 5
+    assert run.isolation == "compared on made-up samples"
+
+
+@pytest.mark.parametrize("engine", ["layers", "records"])
+def test_places_that_depend_on_the_padding_are_refused(fit, engine):
+    settings = {"engine": engine, "isolation_probe": True}
+    with pytest.raises((MisconfigurationException, VoidedRunError), match="moves by more than"):
+        fit(FromTheRight(), 12, settings, collate=padded, records=texts())
 
 
 # -- no trace --------------------------------------------------------------------------------------
