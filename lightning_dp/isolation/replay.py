@@ -198,6 +198,7 @@ class Runner:
         finally:
             self.passes.watched.drop()
         if ends and self.passes.watched.engine.one_record:  # after each of which all is as before
+            run.drawn = start
             ends[:] = [Snapshot.of(self.module, parameters=self._writes)]
         run.has_drawn = run.drawn is not None and not run.drawn.is_same(start)
         if ends and run.start is not None:  # generators of the module's own
