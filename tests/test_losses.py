@@ -123,7 +123,7 @@ class NextToken(L.LightningModule):
 
 
 class TokenMean(NextToken):
-    """What language models return."""
+    """The mean over all tokens, as language models return it."""
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
         logits = self.net(batch["tokens"])[:, :-1].flatten(0, 1)

@@ -254,7 +254,7 @@ class Check:
             a.hook_failed or b.hook_failed,
         )
         # What runs alone and is given the same gives the same, whatever is drawn for it.
-        is_settled = isolates and are_given_the_same(a.batch, b.batch, a.size, kept)
+        is_settled = isolates and a.has_drawn and _are_given_the_same(a, b, kept)
         has_gradients = not is_settled and (a.gradients or b.gradients)
         if not is_same_draw and (a.gradients or b.gradients):
             if has_gradients:
@@ -383,6 +383,13 @@ def stand_by(anyone: Callable[[bool], bool], attempts: int = _ATTEMPTS) -> None:
     for _ in range(attempts):
         if not anyone(False):
             break
+
+
+def _are_given_the_same(a: Run, b: Run, kept: list[int]) -> bool:
+    """Return True if the kept samples, and the module as the batch leaves it, are the same."""
+    if a.given is None or b.given is None or a.given.differences(b.given):
+        return False
+    return are_given_the_same(a.batch, b.batch, a.size, kept)
 
 
 def _steps_differ(a: Run, b: Run) -> bool:

@@ -60,7 +60,8 @@ class Run:
         has_drawn: random numbers were drawn.
         public_steps: of public optimizers.
         settings: of optimizers that the module steps itself.
-        written: names of buffers and frozen weights that it wrote to.
+        given: what the module keeps when its batch is made, where records run alone.
+        written: names of buffers and weights that it wrote to.
         calls: of modules, if they were watched.
         hook_failed: the hook of the module that raised, in words, or "".
     """
@@ -71,6 +72,7 @@ class Run:
     gradients: GradientSample | None = field(default=None, repr=False)
     start: Snapshot | None = field(default=None, repr=False)
     end: Snapshot | None = field(default=None, repr=False)
+    given: Snapshot | None = field(default=None, repr=False)
     drawn: RandomState | None = field(default=None, repr=False)
     has_drawn: bool = False
     public_steps: tuple[PublicStep, ...] = field(default=(), repr=False)
@@ -135,11 +137,16 @@ class Runner:
             if self.passes.watched.engine.isolates or self.without_dropout:
                 stack.enter_context(without_dropout(module))
             run = Run(self._batch(samples), len(samples), samples, start=begun)
+            run.given = Snapshot.of(module) if self.passes.watched.engine.isolates else None
             marks, calls = Marks.of(module), list[Call]()
+            versions = [param._version for param in self.params]
             if watched and not self.passes.watched.engine.isolates:
                 stack.callback(watch_calls(module, calls).take_off)
             self._differentiate(run, query, start, look)
-            run.written = frozenset(Marks.of(module).changed_since(marks))
+            pairs = zip(self.params, versions, strict=True)
+            moved = {id(param) for param, version in pairs if param._version != version}
+            trained = (name for name, param in module.named_parameters() if id(param) in moved)
+            run.written = frozenset((*Marks.of(module).changed_since(marks), *trained))
             run.calls = tuple(calls)
         return run
 

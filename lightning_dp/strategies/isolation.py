@@ -368,7 +368,7 @@ class IsolationWatch:
         self._count(found)
         if found.kind == "isolated":
             self._was_isolated = True
-            self._cleared |= check.same_in_both | self._written_since()
+            self._cleared |= check.same_in_both
             self._changed -= check.same_in_both
         if found.kind == "coupled":
             self._step.note(_FAULT.format(type(self._module).__name__, found.reason))

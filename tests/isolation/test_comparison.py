@@ -1,4 +1,4 @@
-"""How far the clipped sum of the kept samples moved, in C, against a slow computation."""
+"""The movement of the clipped sum of the kept samples, in C, against a slow computation."""
 
 from __future__ import annotations
 
@@ -147,7 +147,7 @@ def test_the_sketch_is_linear_and_the_same_each_time():
 
 
 def test_engines_without_single_gradients_are_compared_by_the_sum():
-    """What keeps norms alone has no entries."""
+    """Engines that keep norms alone give no entries."""
 
     class NormsAlone(SimpleNamespace):
         def norms(self):

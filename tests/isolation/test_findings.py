@@ -1,4 +1,4 @@
-"""What outside tests found, end to end on real Trainers, with neighbours of each kind on both sides."""
+"""Faults that outside tests found, on real Trainers, with neighbours of each kind on both sides."""
 
 from __future__ import annotations
 

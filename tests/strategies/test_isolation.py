@@ -188,7 +188,7 @@ def test_without_comparisons_it_trains(fit):
 
 
 class DrawsByRecord(Base):
-    """How many random numbers are drawn depends on records."""
+    """Draw as many random numbers as the records say."""
 
     def loss(self, x, y):
         for _ in range(int(1000 * x.sum()) % 97):
@@ -306,6 +306,56 @@ def test_functions_of_released_weights_are_saved_from_the_first_step_on(
     arguments = {"callbacks": saves, "enable_checkpointing": True, "limit_train_batches": 8}
     fit(kind(), privacy={"engine": engine}, max_steps=-1, max_epochs=2, **arguments)
     assert [len(list((tmp_path / str(i)).glob("*.ckpt"))) for i in range(2)] == [16, 2]
+
+
+class CallbackIntoWeights(L.Callback):
+    """Writes a record into a trained weight: no comparison runs it, so none clears it."""
+
+    def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
+        with torch.no_grad():
+            module.net[0].weight[0] = batch[0][0]
+
+
+@pytest.mark.parametrize("engine", ["layers", "records"])
+def test_weights_that_a_callback_writes_are_never_cleared(fit, tmp_path, engine):
+    save = L.pytorch.callbacks.ModelCheckpoint(tmp_path, every_n_train_steps=6)
+    arguments = {"callbacks": [CallbackIntoWeights(), save], "enable_checkpointing": True}
+    with pytest.raises((MisconfigurationException, VoidedRunError), match=r"net.0.weight"):
+        fit(Base(), 8, {"engine": engine}, **arguments)
+    assert not list(tmp_path.rglob("*.ckpt"))
+
+
+class LooseClamp(Base):
+    """A box in which all weights are writes to them, and changes none."""
+
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        with torch.no_grad():
+            for param in self.parameters():
+                param.clamp_(-100, 100)
+
+
+def test_writes_that_change_nothing_are_cleared(fit, tmp_path):
+    save = L.pytorch.callbacks.ModelCheckpoint(tmp_path, save_top_k=-1, every_n_train_steps=1)
+    fit(LooseClamp(), 4, callbacks=[save], enable_checkpointing=True)
+    assert len(list(tmp_path.rglob("*.ckpt"))) == 4
+
+
+class MeanOfTheBatch(Base):
+    """A transfer hook leaves what all records share; functions drop."""
+
+    def on_after_batch_transfer(self, batch, dataloader_idx):
+        self.mean = batch[0].mean(0)
+        return batch
+
+    def loss(self, x, y):
+        return super().loss(F.dropout(x - 3 * self.mean, 0.2), y)
+
+
+def test_what_a_transfer_hook_leaves_is_seen_where_records_run_alone(fit):
+    with pytest.raises(
+        (MisconfigurationException, VoidedRunError), match=r"moves by more than|mean"
+    ):
+        fit(MeanOfTheBatch(), 8, {"engine": "records"})
 
 
 # -- padding and dropout ---------------------------------------------------------------------------

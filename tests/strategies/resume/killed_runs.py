@@ -158,7 +158,7 @@ def train(round_: Round, resume: Path | None) -> None:
 
 
 def fit_again(privacy: DifferentialPrivacy, round_: Round) -> str | None:
-    """Whether the same callback can be used again in this process, e.g. in a notebook."""
+    """Return the error of using the same callback again in this process; None if there is none."""
     trainer = L.Trainer(
         accelerator="cpu",
         max_epochs=0,
