@@ -150,6 +150,11 @@ FAULTS = (
         " - self._open_weights()",
     ),
     Fault(
+        "writes_of_callbacks_cleared",
+        "self._cleared |= check.same_in_both",
+        " | self._written_since()",
+    ),
+    Fault(
         "nothing_exchanged",
         "exchanged[place] = samples[kept[given % len(kept)]]",
         "if 0 else samples[place]",
