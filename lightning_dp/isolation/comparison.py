@@ -25,6 +25,7 @@ from lightning_dp._precision import in_float64
 from lightning_dp.boundary import AbstractPerSampleGradients
 from lightning_dp.functional import clip_factors
 from lightning_dp.gradients.materialised import MaterialisedGradients
+from lightning_dp.gradients.parameter_sum import BookkeptGradients
 
 __all__ = [
     "TOLERANCE",
@@ -66,7 +67,9 @@ def take_sample(
     sizes: list[int],
     generator: torch.Generator,
 ) -> GradientSample:
-    """Return what is compared of the gradients of some samples; they cannot be used afterwards.
+    """Return what is compared of the gradients of some samples.
+
+    They cannot be used afterwards, unless they are never made (:class:`BookkeptGradients`).
 
     Args:
         gradients: of all samples of the run.
@@ -75,6 +78,9 @@ def take_sample(
         sizes: of the trained parameters, in the order of flat vectors.
         generator: public; the same state gives the same entries.
     """
+    if isinstance(gradients, BookkeptGradients):
+        gradients = gradients.of(torch.tensor(rows))
+        rows = list(range(len(rows)))
     norms = gradients.norms().detach()  # first: what is made for them may be used again
     unit = clip_norm if clip_norm < math.inf else 1.0
     factors = clip_factors(norms, clip_norm) / unit

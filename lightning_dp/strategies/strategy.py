@@ -101,6 +101,7 @@ class DifferentialPrivacyStrategy(PrivateFitStrategy):
         output = self._watched(*args, **kwargs)
         if fit.step.one_record:
             return output  # which took over
+        fit.isolation.after_forward()
         self._answer_waiting()
         self._leave_forward()
         fit.monitors.check()
