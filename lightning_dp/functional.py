@@ -40,6 +40,7 @@ _ROW = 256
 # d · _TRUSTED² = d · 1e-20 by far. Rows with a smaller norm are summed again in float64.
 _TRUSTED = 1e-10
 _ENTRIES = 1 << 16  # of float64 copies: they stay in the cache
+_ENTRIES_ON_DEVICE = 1 << 24  # where each call costs more than its work
 
 # Factors of a product must not come out too small, for what they are multiplied with may be large.
 # So a norm has a floor, far above whatever some operation rounds to zero, and it is infinite where
@@ -144,7 +145,9 @@ def squares_of_blocks(norms: Tensor, rows: Tensor) -> Tensor:
 
 def _squares_in_float64(rows: Tensor) -> Tensor:
     """Square and add some entries at a time; on a device more of them: there is no cache to fit."""
-    entries = _ENTRIES if rows.device.type == "cpu" else 64 * _ENTRIES
+    entries = _ENTRIES if rows.device.type == "cpu" else _ENTRIES_ON_DEVICE
+    if rows.numel() <= entries:
+        return rows.double().square().sum(1)
     columns = min(rows.shape[1], entries) or 1
     squares = []
     for some in torch.split(rows, max(1, entries // columns)):
