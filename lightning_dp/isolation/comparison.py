@@ -93,11 +93,11 @@ def take_sample(
         few = None
     entries = None
     if isinstance(few, MaterialisedGradients):
-        found = in_float64(few.entries().detach())[at]
-        found = found * in_float64(factors)[at].unsqueeze(1) * importance.to(found)
+        found = in_float64(few.entries().detach()[at])
+        found = found * in_float64(factors[at]).unsqueeze(1) * importance.to(found)
         entries = torch.where(found.isfinite(), found, 0.0)
     total = _sketch(gradients.weighted_sum(weights).detach(), generator)
-    lengths = in_float64(norms)[at] / unit
+    lengths = in_float64(norms[at]) / unit
     return GradientSample(in_float64(total), lengths.where(lengths.isfinite(), 0.0), entries)
 
 
