@@ -167,7 +167,7 @@ class DifferentialPrivacy(Callback):
         What users see of the run is the work of callbacks that the strategy calls:
         :class:`PrivacyLogger`, :class:`PrivacyAdvice` and :class:`PrivacyReportFiles`.
         """
-        from lightning_dp.strategies.install import install  # all that trains
+        from lightning_dp.strategies.strategy import install  # all that trains
 
         if stage == "fit":
             install(trainer, self._run, *self._visible)
