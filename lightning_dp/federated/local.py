@@ -25,7 +25,6 @@ from lightning_dp._checks import (
 from lightning_dp._generators import accelerator_kept
 from lightning_dp._module_state import apart, restored
 from lightning_dp._refusals import RefusedSetting
-from lightning_dp._side_effects import SideEffects
 from lightning_dp._training_step import call_training_step
 from lightning_dp._validate import optional, whole
 from lightning_dp.accounting.events import VoidedRunError
@@ -41,6 +40,7 @@ from lightning_dp.gradients import AbstractGradientEngine, RecordPasses, Replay
 from lightning_dp.gradients.base import UNANSWERED, Around
 from lightning_dp.gradients.materialised import MaterialisedGradients
 from lightning_dp.gradients.passes import at_point
+from lightning_dp.gradients.side_effects import SideEffects
 from lightning_dp.isolation.dry_run import DryRun
 
 __all__ = ["LocalRecords"]
