@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lightning_dp.federated import PolynomialSizes
-from lightning_dp.federated.sequences import AbstractSampleSizes, rounds_for
+from lightning_dp.federated.asynchronous import AbstractSampleSizes, rounds_for
 
 GRADIENTS = 25_000  # K of each client
 CONSTANT = PolynomialSizes(a=0, b=16)

@@ -33,7 +33,7 @@ from async_federated_run import (
 from torch import Tensor
 
 from lightning_dp.federated import AsyncPlan, InverseRootSteps, PolynomialSizes
-from lightning_dp.federated.sequences import (
+from lightning_dp.federated.asynchronous import (
     AbstractSampleSizes,
     AbstractStepSizes,
     ConstantSteps,

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from lightning_dp.accounting import PLDAccountant, PoissonGaussian
 from lightning_dp.accounting.base import Relation
-from lightning_dp.federated.sequences import PolynomialSizes, PowerSizes, rounds_for
+from lightning_dp.federated.asynchronous import PolynomialSizes, PowerSizes, rounds_for
 
 _HALF = (math.sqrt(3) - 1) / 2
 

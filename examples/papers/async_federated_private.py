@@ -14,7 +14,7 @@ from async_federated_run import CLIENTS, LAG, Split, federate, spread, strongly_
 
 from lightning_dp.accounting import PLDAccountant, PoissonGaussian, calibrate
 from lightning_dp.federated import AsyncPlan, ClientPrivacy, InverseRootSteps, PolynomialSizes
-from lightning_dp.federated.sequences import AbstractSampleSizes, InverseSteps, rounds_for
+from lightning_dp.federated.asynchronous import AbstractSampleSizes, InverseSteps, rounds_for
 
 TARGET, DELTA, CLIP = 1.0, 5.5e-8, 0.1
 PRIVATE_GRADIENTS = 25_000  # K of one client

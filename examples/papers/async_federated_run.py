@@ -17,7 +17,7 @@ from torch import Tensor
 
 from lightning_dp.federated import AsyncClient, AsyncPlan, AsyncServer, ClientPrivacy
 from lightning_dp.federated.protocol import Records
-from lightning_dp.federated.sequences import AbstractSampleSizes, AbstractStepSizes, rounds_for
+from lightning_dp.federated.asynchronous import AbstractSampleSizes, AbstractStepSizes, rounds_for
 
 CLIENTS, MNIST_CLIENTS = 5, 4
 GRADIENTS = 20_000  # K of the experiments without privacy, over all clients

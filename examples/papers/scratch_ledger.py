@@ -9,7 +9,7 @@ import numpy as np
 from lightning_dp._noise import random_generator
 from lightning_dp.accounting.events import AbstractEvent
 from lightning_dp.federated.ledger import ReleaseLedger
-from lightning_dp.federated.spending import Spending
+from lightning_dp.federated.ledger import Spending
 
 
 class ScratchLedger(ReleaseLedger):

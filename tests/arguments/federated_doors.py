@@ -13,16 +13,16 @@ from lightning_dp.federated import (
     ClientPrivacy,
     PolynomialSizes,
 )
-from lightning_dp.federated.bvr_l_sgd import BVRLSGD
+from lightning_dp.federated.synchronous import BVRLSGD
 from lightning_dp.federated.cubic_newton import CubicNewtonClient, CubicNewtonPlan
-from lightning_dp.federated.query_client import QueryClient
-from lightning_dp.federated.sequences import (
+from lightning_dp.federated.synchronous import QueryClient
+from lightning_dp.federated.asynchronous import (
     ConstantSteps,
     InverseSteps,
     PowerSizes,
     rounds_for,
 )
-from lightning_dp.federated.spending import Spending
+from lightning_dp.federated.ledger import Spending
 from lightning_dp.federated.synchronous import SynchronousServer
 from lightning_dp.noise_plan import NoisePlan
 from tests.arguments.door import Door

@@ -17,7 +17,7 @@ from lightning_dp.accounting.guards import FixedGuard
 from lightning_dp.accounting.ledger import Ledger
 from lightning_dp.boundary import Query, Release, Term, add_noise, bounded_sum
 from lightning_dp.estimators import Diff2
-from lightning_dp.federated.bvr_l_sgd import BVRLSGD
+from lightning_dp.federated.synchronous import BVRLSGD
 from lightning_dp.gradients.materialised import MaterialisedGradients
 from lightning_dp.mechanism import Mechanism
 from lightning_dp.noise_plan import NoisePlan

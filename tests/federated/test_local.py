@@ -19,7 +19,7 @@ from lightning_dp.accounting.events import VoidedRunError
 from lightning_dp.boundary import Query, Term
 from lightning_dp.federated.ledger import ReleaseLedger
 from lightning_dp.federated.local import LocalRecords
-from lightning_dp.federated.spending import Spending
+from lightning_dp.federated.ledger import Spending
 from lightning_dp.functional import flatten, unflatten
 from lightning_dp.gradients import RawGradientHookError, UnsupportedModelError
 

@@ -9,7 +9,7 @@ import random
 import pytest
 import torch
 
-from lightning_dp.federated.messages import Message, MessageError
+from lightning_dp.federated.protocol import Message, MessageError
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ import math
 import pytest
 
 from lightning_dp.federated import AsyncPlan, InverseRootSteps, PolynomialSizes
-from lightning_dp.federated.sequences import (
+from lightning_dp.federated.asynchronous import (
     ConstantSteps,
     InverseSteps,
     PowerSizes,

@@ -21,8 +21,8 @@ from lightning_dp.federated import (
     PolynomialSizes,
 )
 from lightning_dp.federated.ledger import ReleaseLedger
-from lightning_dp.federated.sequences import InverseSteps
-from lightning_dp.federated.spending import Spending
+from lightning_dp.federated.asynchronous import InverseSteps
+from lightning_dp.federated.ledger import Spending
 from lightning_dp.mechanism import BudgetExhausted
 
 ROUNDS = 30

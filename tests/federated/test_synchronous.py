@@ -13,10 +13,10 @@ from lightning_dp.accounting.events import PoissonRound
 from lightning_dp.boundary import Query, Term
 from lightning_dp.estimators import Diff2, MeanGradient
 from lightning_dp.estimators.base import AbstractEstimator, Traits
-from lightning_dp.federated.bvr_l_sgd import BVRLSGD
+from lightning_dp.federated.synchronous import BVRLSGD
 from lightning_dp.federated.ledger import ReleaseLedger
-from lightning_dp.federated.messages import Message, MessageError
-from lightning_dp.federated.query_client import QueryClient
+from lightning_dp.federated.protocol import Message, MessageError
+from lightning_dp.federated.synchronous import QueryClient
 from lightning_dp.federated.synchronous import SynchronousServer
 from lightning_dp.noise_plan import NoisePlan
 from lightning_dp.sampling import FullBatch, Poisson
@@ -134,7 +134,7 @@ def test_poisson_batches_are_of_the_plans_rate(log_cosh, tmp_path):
     for step in range(50):
         facts = {**request.facts, "round": step}
         client.answer(Message("query", facts, request.tensors).to_bytes())
-        sizes.append(len(client._rounds.records.asked[-1][1]))
+        sizes.append(len(client.records.asked[-1][1]))
     assert sum(sizes) / 50 == pytest.approx(0.3 * RECORDS, rel=0.2)
     assert ReleaseLedger(tmp_path, "client 0").history() == [(PoissonGaussian(2.0, 0.3), 50)]
 
@@ -253,7 +253,7 @@ def test_two_queries_of_a_step_are_on_one_batch_and_charged_once(log_cosh, bad_n
     for c in range(CLIENTS):
         history = ReleaseLedger(tmp_path, f"client {c}").history()
         assert history == [(PoissonGaussian(2.0, 0.4), ROUNDS)]
-        asked = [each for client in clients[c] for each in client._rounds.records.asked]
+        asked = [each for client in clients[c] for each in client.records.asked]
         batches = [tuple(batch) for _, batch in asked]
         assert len(batches) >= 2 * ROUNDS and len(set(batches)) == ROUNDS
         together = PoissonRound((asked[0][0].noise_multiplier,) * 2, 1.0).pair[0]

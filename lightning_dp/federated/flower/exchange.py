@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import math
-import re
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-import numpy as np
 from flwr.app import Array, ArrayRecord, ConfigRecord, Message, RecordDict
 from flwr.serverapp import Grid
 
-from lightning_dp.federated.messages import Fact, MessageError
+from lightning_dp.federated.protocol import Fact, MessageError
 
-__all__ = ["Exchange", "Outcome", "facts_of", "facts_told", "pack", "payload_of"]
-
+__all__ = ["Exchange", "Outcome", "facts_of", "pack", "payload_of"]
 
 _LONGEST_PAUSE = 30.0
 _LARGEST_SHOWN = 10**9
@@ -24,23 +21,18 @@ _LARGEST_SHOWN = 10**9
 _NO_NODE = 5
 _CAUSES = {
     1: "its app could not be loaded",
-    2: "it failed, and its own log says why",
+    2: "it failed, and its log has the cause",
     3: "the message did not reach it",
     4: "its reply did not come",
     _NO_NODE: "its node is gone",
     8: "its app crashed",
 }
+_LEFT_OUT = "some of its facts cannot be kept"
 
 _PAYLOAD, _BYTES, _FACTS = "payload", "bytes", "facts"
-# How NumPy begins a file of bytes: matched, not evaluated. Groups: the header's length, theirs.
-_HEADER = re.compile(
-    rb"\x93NUMPY\x01\x00(..)\{'descr': '\|u1', 'fortran_order': False, 'shape': \((\d{1,18}),\), \} *\n",
-    re.DOTALL,
-)
-_HEADER_BEGINS = 10
 _LONGEST_NAME, _LONGEST_TEXT, _MOST_FACTS = 100, 1000, 100
 _LARGEST_NUMBER = 2**63
-_NUMBERS = ("epsilon", "delta")
+_NOT_NEGATIVE = ("epsilon", "delta")
 
 _Record = TypeVar("_Record", ArrayRecord, ConfigRecord)
 
@@ -53,7 +45,7 @@ class Outcome:
         node: to which it went.
         client: whose node that is; None if it is nobody's yet.
         payload: what the client sent back; None if nothing came, whatever the cause.
-        facts: what the client says of itself.
+        facts: the client's public numbers.
         problem: why nothing came, or what of it could not be kept.
         is_introduction: nothing was sent; the client has come, or come back, at a new node.
     """
@@ -66,13 +58,8 @@ class Outcome:
     is_introduction: bool = False
 
     @property
-    def sender(self) -> int | str:
-        """The client's number, or the name of a node that is nobody's."""
-        return f"node {self.node}" if self.client is None else self.client
-
-    @property
-    def name(self) -> str:
-        """The sender, at the beginning of a sentence."""
+    def sender(self) -> str:
+        """The client, or a node that is nobody's, at the beginning of a sentence."""
         return f"Node {self.node}" if self.client is None else f"Client {self.client}"
 
 
@@ -114,11 +101,9 @@ class Exchange:
         poll_interval: float,
         module: str = "",
     ) -> None:
-        self._grid = grid
+        self._grid, self._num_clients = grid, num_clients
         self._facts = {"run": run, "module": module}
-        self._num_clients = num_clients
-        self._ttl = ttl
-        self._poll_interval = poll_interval
+        self._ttl, self._poll_interval = ttl, poll_interval
         self._flights: dict[str, _Flight] = {}
         self._refused: list[Outcome] = []
         self._nodes: dict[int, int] = {}  # of each client
@@ -201,12 +186,11 @@ class Exchange:
             return self._failed(flight, problem, gone=code == _NO_NODE)
         if flight.client is None:
             return self._introduce(flight.node, message)
-        payload, (facts, is_all) = payload_of(message), facts_told(message)
+        payload, (facts, problem) = payload_of(message), _public_facts(message)
         named = facts.get("client")
         if type(named) is int and named != flight.client:
             self._free(flight)
             raise MessageError("its reply is another client's")
-        problem = "" if is_all else "some of what it says of itself cannot be kept"
         return Outcome(flight.node, flight.client, payload, facts, problem)
 
     # -- nodes -------------------------------------------------------------------------------
@@ -217,12 +201,12 @@ class Exchange:
             return
         self._next_look = now + self._poll_interval
         listed = set(self._grid.get_node_ids())
-        held = {client: node for client, node in self._nodes.items() if node in listed}
-        strangers = listed - set(held.values())
-        if self._is_freed or len(held) < len(self._nodes):
+        present = {client: node for client, node in self._nodes.items() if node in listed}
+        strangers = listed - set(present.values())
+        if self._is_freed or len(present) < len(self._nodes):
             for node in strangers:  # one of them may have waited for the number
                 self._not_before.pop(node, None)
-        self._nodes, self._is_freed = held, False
+        self._nodes, self._is_freed = present, False
         for node in strangers - self._busy:
             if self._not_before.get(node, 0.0) <= now:
                 self._push("query", node, None, b"")
@@ -234,19 +218,18 @@ class Exchange:
             is_number = type(client) is int and abs(client) < _LARGEST_SHOWN
             named = f"client {client}" if is_number else "no client"
             raise MessageError(
-                f"it says that it is {named}, but this run has num_clients={self._num_clients}. Give "
+                f"it names itself {named}, but this run has num_clients={self._num_clients}. Give "
                 f"every SuperNode --node-config 'partition-id=I num-partitions={self._num_clients}'"
             )
         if self._nodes.get(client, node) != node:
             raise MessageError(
-                f"it says that it is client {client}, which another node is until it leaves. Give "
+                f"it names itself client {client}, which another node is until it leaves. Give "
                 "every SuperNode its own partition-id"
             )
         self._nodes[client] = node
         self._failures.pop(node, None)
         self._not_before.pop(node, None)
-        facts, is_all = facts_told(message)
-        problem = "" if is_all else "some of what it says of itself cannot be kept"
+        facts, problem = _public_facts(message)
         return Outcome(node, client, None, facts, problem, is_introduction=True)
 
     def _failed(self, flight: _Flight, problem: str, *, gone: bool = False) -> Outcome:
@@ -287,24 +270,19 @@ class Exchange:
 # -- the content of a message ------------------------------------------------------------------
 
 
-def pack(payload: bytes, facts: Mapping[str, int | float | str | bool]) -> RecordDict:
+def pack(payload: bytes, facts: Mapping[str, Fact]) -> RecordDict:
     """Return the content of a message: bytes for the protocol, and numbers for the engine."""
-    array = Array(np.frombuffer(payload, np.uint8))
+    array = Array("uint8", (len(payload),), "bytes", payload)
     return RecordDict({_PAYLOAD: ArrayRecord({_BYTES: array}), _FACTS: ConfigRecord({**facts})})
 
 
 def payload_of(message: Message) -> bytes:
     """Return the bytes that :func:`pack` was given. Raises MessageError for other messages."""
     record = _record(message, _PAYLOAD, ArrayRecord)
-    if set(record) != {_BYTES}:
+    data = record[_BYTES].data if set(record) == {_BYTES} else None
+    if not isinstance(data, bytes):
         raise MessageError(f"Its record {_PAYLOAD!r} does not hold one array {_BYTES!r}.")
-    data = record[_BYTES].data
-    header = _HEADER.match(data) if isinstance(data, bytes) else None
-    if header is None or header.end() - _HEADER_BEGINS != int.from_bytes(header[1], "little"):
-        raise MessageError(f"Its array {_BYTES!r} is not a vector of bytes.")
-    if len(data) - header.end() != int(header[2]):
-        raise MessageError(f"Its array {_BYTES!r} has another length than it says.")
-    return data[header.end() :]
+    return data
 
 
 def facts_of(message: Message) -> dict[str, Any]:
@@ -312,8 +290,8 @@ def facts_of(message: Message) -> dict[str, Any]:
     return dict(_record(message, _FACTS, ConfigRecord))
 
 
-def facts_told(message: Message) -> tuple[dict[str, Fact], bool]:
-    """Return the facts of a client that can be kept, and True if those are all.
+def _public_facts(message: Message) -> tuple[dict[str, Fact], str]:
+    """Return the facts of a client that can be kept, and a problem if those are not all.
 
     Facts are for people to read, so an answer is not lost for the sake of them: those that are no
     numbers, truth values or short strings, or no possible ε or δ, are left out.
@@ -321,22 +299,20 @@ def facts_told(message: Message) -> tuple[dict[str, Fact], bool]:
     try:
         facts = facts_of(message)
     except MessageError:
-        return {}, False
-    kept = {name: value for name, value in facts.items() if _can_be_kept(name, value)}
-    first = dict(list(kept.items())[:_MOST_FACTS])
-    return first, len(first) == len(facts)
+        return {}, _LEFT_OUT
+    good = {name: value for name, value in facts.items() if _can_be_kept(name, value)}
+    first = dict(list(good.items())[:_MOST_FACTS])
+    return first, "" if len(first) == len(facts) else _LEFT_OUT
 
 
 def _can_be_kept(name: object, value: object) -> bool:
     if not isinstance(name, str) or len(name) > _LONGEST_NAME:
         return False
-    if isinstance(value, str):
-        return len(value) <= _LONGEST_TEXT and name not in _NUMBERS
-    if isinstance(value, bool):
-        return name not in _NUMBERS
-    if isinstance(value, int):
-        return abs(value) < _LARGEST_NUMBER and not (name in _NUMBERS and value < 0)
-    return isinstance(value, float) and value >= (0 if name in _NUMBERS else -math.inf)
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        least = 0 if name in _NOT_NEGATIVE else -math.inf
+        return value >= least and not (isinstance(value, int) and abs(value) >= _LARGEST_NUMBER)
+    is_short = isinstance(value, bool) or (isinstance(value, str) and len(value) <= _LONGEST_TEXT)
+    return is_short and name not in _NOT_NEGATIVE
 
 
 def _record(message: Message, name: str, kind: type[_Record]) -> _Record:

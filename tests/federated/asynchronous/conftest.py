@@ -16,8 +16,8 @@ from lightning_dp.federated import (
     PolynomialSizes,
 )
 from lightning_dp.federated.ledger import ReleaseLedger
-from lightning_dp.federated.messages import Message
-from lightning_dp.federated.sequences import InverseSteps
+from lightning_dp.federated.protocol import Message
+from lightning_dp.federated.asynchronous import InverseSteps
 
 SIZE, ROUNDS = 4, 6
 STEPS = InverseSteps(0.05, beta=0.01)

@@ -18,8 +18,8 @@ from lightning_dp.federated import (
     PolynomialSizes,
 )
 from lightning_dp.federated.ledger import ReleaseLedger
-from lightning_dp.federated.messages import Message
-from lightning_dp.federated.sequences import ConstantSteps, InverseSteps
+from lightning_dp.federated.protocol import Message
+from lightning_dp.federated.asynchronous import ConstantSteps, InverseSteps
 
 SIZE, CLIENTS = 4, 3
 STEPS = InverseSteps(0.05, beta=0.01)

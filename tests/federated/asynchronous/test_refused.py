@@ -8,7 +8,7 @@ import pytest
 
 from lightning_dp.federated import AsyncClient, AsyncServer, ClientPrivacy
 from lightning_dp.federated.ledger import ReleaseLedger
-from lightning_dp.federated.messages import Message, MessageError
+from lightning_dp.federated.protocol import Message, MessageError
 
 
 def test_another_configuration_is_refused_by_name(small):

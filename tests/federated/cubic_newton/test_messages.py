@@ -15,7 +15,7 @@ from lightning_dp.accounting import PoissonGaussian
 from lightning_dp.federated import AsyncServer
 from lightning_dp.federated.cubic_newton import CubicNewtonClient
 from lightning_dp.federated.ledger import ReleaseLedger
-from lightning_dp.federated.messages import Message
+from lightning_dp.federated.protocol import Message
 
 EVENT = PoissonGaussian(0.8, 0.5)
 
@@ -100,7 +100,7 @@ class Weights(nn.Module):
 def over_flower(run, folder, seed, faults):
     pytest.importorskip("flwr", reason="needs lightning-dp[federated]")
     from lightning_dp.federated.flower import client_app, server_app
-    from lightning_dp.testing import Faults, LoopbackGrid
+    from lightning_dp.federated.flower.loopback import Faults, LoopbackGrid
 
     def of(context) -> int:
         return int(context.node_config["partition-id"])
@@ -115,7 +115,7 @@ def over_flower(run, folder, seed, faults):
         )
 
     client = client_app(
-        lambda context: run.client(of(context))._rounds.records, protocol, folder / "ledgers"
+        lambda context: run.client(of(context)).records, protocol, folder / "ledgers"
     )
     server = server_app(
         lambda context: Weights(run.start),

@@ -13,7 +13,7 @@ from lightning_dp.boundary import BoundedSum, bounded_sum
 from lightning_dp.estimators import CubicNewton
 from lightning_dp.federated import AsyncServer
 from lightning_dp.federated.cubic_newton import CubicNewtonClient
-from lightning_dp.federated.messages import Message, MessageError
+from lightning_dp.federated.protocol import Message, MessageError
 from lightning_dp.gradients.materialised import MaterialisedGradients
 
 RECORDS, SIZE = 12, 5
@@ -125,8 +125,8 @@ def test_a_batch_is_drawn_once_for_a_round_or_for_each_inner_step(federation):
         run = federation.but(fresh_batches=fresh, folder=federation.folder / f"{fresh}", seed=None)
         client = run.client(0)
         client.answer(asked(run.start))
-        batches = {tuple(batch) for batch in client._rounds.records.asked}
-        assert len(client._rounds.records.asked) == 4
+        batches = {tuple(batch) for batch in client.records.asked}
+        assert len(client.records.asked) == 4
         assert len(batches) == 1 if not fresh else len(batches) > 1
 
 

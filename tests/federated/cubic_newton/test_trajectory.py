@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from lightning_dp.federated.local import LocalRecords
-from lightning_dp.federated.messages import Message
+from lightning_dp.federated.protocol import Message
 
 
 @pytest.mark.parametrize("whole_steps", [False, True])
@@ -51,7 +51,7 @@ def test_an_ordinary_module_and_its_data_make_the_same_updates(federation):
     """Hessian-vector products are the gradient engine's."""
     request = federation.server().request(1)
     expected = Message.from_bytes(federation.client(1).answer(request)).tensor("update")
-    data = federation.client(1)._rounds.records
+    data = federation.client(1).records
     records = LocalRecords(Logistic(), TensorDataset(data.x, data.y), chunk_size=5)
     elsewhere = federation.but(folder=federation.folder / "elsewhere")
     found = Message.from_bytes(elsewhere.client(1, records).answer(request)).tensor("update")

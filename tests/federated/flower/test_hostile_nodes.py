@@ -29,10 +29,10 @@ from torch import Tensor, nn
 from lightning_dp.federated import AsyncPlan, AsyncServer, PolynomialSizes
 from lightning_dp.federated.flower import server_app
 from lightning_dp.federated.flower.exchange import Exchange, pack, payload_of
-from lightning_dp.federated.flower.logbook import Logbook
-from lightning_dp.federated.messages import Message as Content
-from lightning_dp.federated.sequences import ConstantSteps
-from lightning_dp.testing import LoopbackGrid
+from lightning_dp.federated.flower.server import Logbook
+from lightning_dp.federated.protocol import Message as Content
+from lightning_dp.federated.asynchronous import ConstantSteps
+from lightning_dp.federated.flower.loopback import LoopbackGrid
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 
@@ -284,9 +284,9 @@ class Poisoned(LoopbackGrid):
     def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
         wanted = list(message_ids)
         for each in wanted:
-            if self.breaks and each in self._held and self._held[each].node == 101:
+            if self.breaks and each in self._flights and self._flights[each].node == 101:
                 if len(wanted) == 1:
-                    del self._held[each]
+                    del self._flights[each]
                     self.breaks -= 1
                 raise KeyError("an object")
         return super().pull_messages(wanted)

@@ -13,7 +13,7 @@ pytest.importorskip("flwr", reason="needs lightning-dp[federated]")
 
 import torch
 
-from lightning_dp.federated.flower.logbook import Logbook, save
+from lightning_dp.federated.flower.server import Logbook, save
 
 
 def test_the_summary_takes_any_facts(tmp_path):
