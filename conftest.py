@@ -7,5 +7,5 @@ import importlib.util
 collect_ignore_glob = (
     []
     if importlib.util.find_spec("flwr")
-    else ["lightning_dp/federated/flower/*", "lightning_dp/testing/*"]
+    else ["lightning_dp/federated/flower/*"]
 )

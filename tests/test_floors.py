@@ -52,7 +52,6 @@ FLOORS = (
     ("metrics", "plotting"),
     ("report",),
     ("strategies", "federated"),
-    ("testing",),
     ("callbacks",),
     ("audit",),
 )
@@ -189,7 +188,7 @@ def test_no_file_imports_itself_through_others():
                 ),
             ),
         ),
-        ("flwr", ("federated.flower", "testing")),
+        ("flwr", ("federated.flower",)),
         ("pytorch_lightning", ()),
         ("dp_accounting", ()),
         ("optuna", ()),

@@ -5,11 +5,10 @@ from __future__ import annotations
 import itertools
 import math
 import reprlib
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from functools import cached_property
-from typing import Any, ClassVar, Literal, Protocol, TypeAlias, get_args
+from typing import Any, ClassVar, Protocol, TypeAlias
 
 import numpy as np
 import torch
@@ -25,7 +24,6 @@ from lightning_dp._validate import (
     normalise,
     not_negative,
     number,
-    one_of,
     optional,
     positive,
     seed,
@@ -37,7 +35,7 @@ from lightning_dp.accounting.base import Relation
 from lightning_dp.accounting.events import AbstractEvent
 from lightning_dp.boundary import Query, State, Term
 from lightning_dp.federated.client import Client, PlannedRelease, check_point, draw, noised_sum
-from lightning_dp.federated.ledger import NoLedger, ReleaseLedger, Spending, check_budget
+from lightning_dp.federated.ledger import ReleaseLedger, Spending, check_budget
 from lightning_dp.federated.protocol import (
     LOST,
     REFUSED,
@@ -56,8 +54,6 @@ from lightning_dp.sparsify import shared_mask
 __all__ = [
     "ROUND",
     "UPDATE",
-    "AbstractSampleSizes",
-    "AbstractStepSizes",
     "AsyncClient",
     "AsyncPlan",
     "AsyncServer",
@@ -67,6 +63,8 @@ __all__ = [
     "InverseSteps",
     "PolynomialSizes",
     "RoundPlan",
+    "SampleSizes",
+    "StepSizes",
     "rounds_for",
 ]
 
@@ -78,22 +76,20 @@ _FORMS = {
     REFUSED: Form(("round",)),
 }
 
-LocalSteps: TypeAlias = Literal["diminishing1", "diminishing2"]
-
 
 # -- sequences that are agreed on before the first round ---------------------------------------
 
 
-class AbstractSampleSizes(ABC):
-    """A sequence s_0, s_1, ... of whole numbers >= 1: gradients per round."""
+SampleSizes: TypeAlias = Callable[[int], int]
+"""s_0, s_1, ..., whole numbers >= 1: gradients per round."""
 
-    @abstractmethod
-    def __call__(self, i: int) -> int:
-        """s_i."""
+StepSizes: TypeAlias = Callable[[float], float]
+"""η_t, a function of the number t of gradients before; the step size of round i is
+η̄_i = η_t at t = s_0 + ... + s_(i-1)."""
 
 
 @dataclass(frozen=True)
-class PolynomialSizes(AbstractSampleSizes):
+class PolynomialSizes:
     """s_i = ⌈a (i + first)^c + b⌉; a = 0 is a constant size b.
 
     van Dijk et al., Asynchronous Federated Learning with Reduced Number of Rounds and with
@@ -126,7 +122,7 @@ class PolynomialSizes(AbstractSampleSizes):
         return math.ceil(self.a * power + self.b)
 
 
-def rounds_for(sizes: Callable[[int], int], gradients: float) -> int:
+def rounds_for(sizes: SampleSizes, gradients: float) -> int:
     """Return the least T with s_0 + ... + s_(T-1) >= ``gradients``.
 
     Example:
@@ -140,17 +136,8 @@ def rounds_for(sizes: Callable[[int], int], gradients: float) -> int:
     return i
 
 
-class AbstractStepSizes(ABC):
-    """η_t, a function of the number t of gradients before; the step size of round i is
-    η̄_i = η_t at t = s_0 + ... + s_(i-1)."""
-
-    @abstractmethod
-    def __call__(self, t: float) -> float:
-        """η_t."""
-
-
 @dataclass(frozen=True)
-class ConstantSteps(AbstractStepSizes):
+class ConstantSteps:
     """η_t = η0 > 0."""
 
     eta0: float
@@ -198,15 +185,17 @@ class InverseRootSteps(InverseSteps):
 
 
 class RoundPlan(Protocol):
-    """The public part of a protocol that an :class:`AsyncServer` needs."""
+    """The public part of a protocol that an :class:`AsyncServer` needs.
+
+    ``rounds`` is their number T; a client begins round i only when every client has done round
+    i - ``lag``.
+    """
 
     @property
-    def rounds(self) -> int:
-        """T, the number of rounds."""
+    def rounds(self) -> int: ...
 
     @property
-    def lag(self) -> int:
-        """d; a client begins round i only when every client has done round i - d."""
+    def lag(self) -> int: ...
 
     def check(self, size: int, num_clients: int) -> None:
         """Raise ValueError unless it is for so many parameters and clients."""
@@ -242,8 +231,8 @@ class AsyncPlan:
     """
 
     rounds: int
-    sizes: AbstractSampleSizes
-    steps: AbstractStepSizes
+    sizes: SampleSizes
+    steps: StepSizes
     lag: int = 1
     keep: int | None = None
     mask_seed: int = 0
@@ -351,13 +340,8 @@ class AsyncClient(Client):
     listing the model moves after each single gradient inside a round: one record would change
     all later gradients, and C would bound nothing. It also adds η̄ n where the server subtracts it.)
 
-    - The request for a round is answered once. Asked again, also by a new process on the same
-      ledger, the client sends the same bytes.
-    - Where a request brings no model, ŵ follows from the latest release in the ledger; without one
-      the client replies that it lost it, and is sent it.
-
-    Without privacy, ``local_steps`` is the paper's loop: ŵ ← ŵ - η g after each record, with η_t
-    for each ("diminishing1") or the round's η̄_i ("diminishing2"). There is no ε then.
+    Where a request brings no model, ŵ follows from the latest release in the ledger; without one
+    the client replies that it lost it, and is sent it.
 
     van Dijk et al. (2020), Algorithm 2.1, with Poisson batches and one model per round.
 
@@ -365,14 +349,12 @@ class AsyncClient(Client):
         records: this client's data.
         plan: what was agreed on.
         privacy: this client's settings.
-        ledger: of this data set; None only without noise.
+        ledger: of this data set.
         run: the name of the federation, as at the server.
         share: p_c > 0: s_i is multiplied by it.
-        local_steps: None for one model per round.
 
     Raises:
-        ValueError: if a batch would be larger than the data set, noise has no ledger, or local
-            steps have noise.
+        ValueError: if a batch would be larger than the data set.
     """
 
     kinds: ClassVar[tuple[str, ...]] = (ROUND,)
@@ -380,23 +362,16 @@ class AsyncClient(Client):
     records: Records
     plan: AsyncPlan
     privacy: ClientPrivacy
-    ledger: ReleaseLedger | None
+    ledger: ReleaseLedger
     _: KW_ONLY
     run: str
     share: float = 1.0
-    local_steps: LocalSteps | None = None
 
     def __post_init__(self) -> None:
         instance("plan", self.plan, AsyncPlan)
         privacy = instance("privacy", self.privacy, ClientPrivacy)
         check_records(self.records)
         normalise(self, positive, "share")
-        optional(one_of(get_args(LocalSteps)))("local_steps", self.local_steps)
-        if privacy.is_private and self.local_steps is not None:
-            raise ValueError(
-                f"local_steps={self.local_steps!r} moves the model inside a round, and no noise at "
-                "its end makes that private. Use local_steps=None, or noise_multiplier=0."
-            )
         largest = max(self.plan.sizes(i) for i in range(self.plan.rounds)) * self.share
         if not largest <= self.records.num_records:
             raise RefusedSetting(
@@ -404,9 +379,7 @@ class AsyncClient(Client):
                 f"{self.records.num_records}. Lower the sample sizes, the rounds or its share.",
                 topic="batch-size",
             )
-        if privacy.is_private and self.ledger is None:
-            raise ValueError("ledger=None: noised releases must be booked. Give a ReleaseLedger.")
-        self._ledger, self._seed = self.ledger or NoLedger(), privacy.seed
+        self._seed = privacy.seed
         budget = (privacy.target_epsilon, privacy.target_delta, privacy.relation)
         # A server that went back to its last state asks for the rounds since then again.
         retain = self.plan.lag + 1
@@ -437,12 +410,7 @@ class AsyncClient(Client):
         facts = {"round": i, "counter": counter}
 
         def make(rng: np.random.Generator, source: NoiseSource) -> Message:
-            batch = draw(self.records, self._rate(i), rng)
-            if self.local_steps is not None:
-                update = self._walk(i, point, rng.permutation(batch).tolist())
-            else:
-                update = noised_sum(self.records, self._query(i, point), batch, source).value
-            return Message(UPDATE, facts, {"update": update})
+            return Message(UPDATE, facts, {"update": self.update(i, point, rng, source)})
 
         note = Message(_NOTE, facts, {"point": point}).to_bytes()
         return PlannedRelease(i, 0, {"round": i}, make, note=note)
@@ -451,7 +419,7 @@ class AsyncClient(Client):
         """Return ŵ at the beginning of round i, and the counter of the broadcast that it comes from."""
         if "model" in request.tensors:
             return request.tensor("model"), request.whole("counter")
-        latest = self._ledger.latest(self.spending)
+        latest = self.ledger.latest(self.spending)
         if latest is None:
             return None
         try:
@@ -463,25 +431,15 @@ class AsyncClient(Client):
             return None
         return self.plan.move(note.tensor("point"), before, update.tensor("update")), counter
 
-    def _query(self, i: int, point: Tensor) -> Query:
+    def update(
+        self, i: int, point: Tensor, rng: np.random.Generator, source: NoiseSource
+    ) -> Tensor:
+        """Return U of round i at ŵ, from the generator of its batch and the noise."""
         coordinates = self.plan.coordinates(i, len(point))
-        noise = self.privacy.noise(i)
-        return Query((Term(1.0, point),), self.privacy.max_grad_norm, noise, coordinates)
-
-    def _walk(self, i: int, point: Tensor, batch: list[int]) -> Tensor:
-        """Run the paper's loop, without privacy; return U such that ŵ - η̄_i U is where it ends."""
-        plan, each_round = self.plan, self.plan.step_size(i)
-        dtype = torch.promote_types(point.dtype, torch.float32)
-        total = torch.zeros(plan.update_size(len(point)), dtype=dtype)
-        for h, record in enumerate(batch):
-            eta = each_round
-            if self.local_steps == "diminishing1":
-                eta = plan.steps(plan.gradients_before(i) + h)
-            part = self.records.bounded_sum(self._query(i, point), [record])
-            step = part.value * (eta / each_round)
-            point = plan.move(point, i, step)
-            total = total + step
-        return total
+        C, z = self.privacy.max_grad_norm, self.privacy.noise(i)
+        query = Query((Term(1.0, point),), C, z, coordinates)
+        batch = draw(self.records, self._rate(i), rng)
+        return noised_sum(self.records, query, batch, source).value
 
 
 # -- the server --------------------------------------------------------------------------------

@@ -21,7 +21,7 @@ from lightning_dp._world import World
 from lightning_dp.accounting.events import AbstractEvent
 from lightning_dp.boundary import BoundedSum, Query, Release, add_noise
 from lightning_dp.estimators.base import AbstractEstimator, share_of_noise
-from lightning_dp.federated.ledger import NoLedger, ReleaseLedger, Spending
+from lightning_dp.federated.ledger import ReleaseLedger, Spending
 from lightning_dp.federated.protocol import (
     LOST,
     REFUSED,
@@ -109,7 +109,7 @@ class Client(AbstractClient):
     spending: Spending
     """The whole plan and the budget."""
 
-    _ledger: ReleaseLedger | NoLedger
+    ledger: ReleaseLedger
     _seed: int | None  # for tests only: the same batches and noise each time
 
     @abstractmethod
@@ -126,16 +126,18 @@ class Client(AbstractClient):
 
     @property
     def epsilon(self) -> float:
-        """ε at ``target_delta`` spent so far on this data set, by all runs; inf without a ledger."""
-        return self._ledger.epsilon(self.spending.target_delta, self.spending.relation)
+        """ε at ``target_delta`` spent so far on this data set, by all runs."""
+        return self.ledger.epsilon(self.spending.target_delta, self.spending.relation)
 
     @property
     def facts(self) -> dict[str, Any]:
-        facts = {"unit": self.records.unit, "seeded": self._seed is not None}
-        if isinstance(self._ledger, NoLedger):
-            return facts
-        delta, relation = self.spending.target_delta, self.spending.relation
-        return {**facts, "epsilon": self.epsilon, "delta": delta, "relation": relation}
+        return {
+            "unit": self.records.unit,
+            "seeded": self._seed is not None,
+            "epsilon": self.epsilon,
+            "delta": self.spending.target_delta,
+            "relation": self.spending.relation,
+        }
 
     def answer(self, request: bytes) -> bytes:
         message = Message.from_bytes(request)
@@ -146,11 +148,11 @@ class Client(AbstractClient):
         planned = self.read(message)
         make = planned.make
         if make is None:
-            sent = self._ledger.find(self.spending, planned.round, planned.part)
+            sent = self.ledger.find(self.spending, planned.round, planned.part)
             return sent or Message(LOST, planned.place).to_bytes()
         # A mistake in the client's module costs nothing before the first charge.
         try_once = getattr(self.records, "try_once", None)
-        if try_once is not None and not self._ledger.has_begun(self.spending):
+        if try_once is not None and not self.ledger.has_begun(self.spending):
             try_once()
 
         def charged(rng: np.random.Generator) -> bytes:
@@ -160,7 +162,7 @@ class Client(AbstractClient):
 
         place = (self.spending, planned.round, planned.part)
         try:
-            return self._ledger.release(*place, charged, keep=planned.keep, note=planned.note)
+            return self.ledger.release(*place, charged, keep=planned.keep, note=planned.note)
         except BudgetExhausted:
             return Message(REFUSED, planned.place).to_bytes()
 

@@ -26,6 +26,7 @@ from lightning_dp._validate import (
 from lightning_dp.accounting import Gaussian
 from lightning_dp.accounting.base import Relation
 from lightning_dp.accounting.events import AbstractEvent
+from lightning_dp.boundary import Term
 from lightning_dp.estimators import CubicNewton
 from lightning_dp.federated.asynchronous import ROUND, UPDATE
 from lightning_dp.federated.client import (
@@ -167,11 +168,8 @@ class CubicNewtonPlan:
 class CubicNewtonClient(Client):
     """Client i of a :class:`~lightning_dp.federated.cubic_newton.CubicNewtonPlan`.
 
-    - A round is charged to the ledger, on disk, before a record is touched.
-    - The request for a round is answered once. Asked again, also by a new process on the same
-      ledger, the client sends the same bytes: no noise is drawn again.
-    - Noise, sampling and budget are this client's choice; the server learns none of them from
-      a message except that a budget is used up.
+    Noise, sampling and budget are this client's choice; the server learns none of them from
+    a message except that a budget is used up.
 
     Args:
         records: this client's data.
@@ -214,7 +212,7 @@ class CubicNewtonClient(Client):
             raise ValueError(f"num_records={self.records.num_records} must be at least 1.")
         check_engine(self.records, self.plan.newton)
         self._newton = self.plan.newton_of(self.client)  # raises for a number out of range
-        self._ledger, self._seed = self.ledger, self.seed
+        self._seed = self.seed
         budget = (self.target_epsilon, self.target_delta, self.relation)
         # A server that went back to its last state asks for the round before again.
         self.spending = Spending(self.run, self.plan.rounds, self.events, *budget, retain=2)
@@ -285,3 +283,8 @@ class CubicNewtonClient(Client):
 
 class _DivergedError(Exception):
     """The inner steps are no longer finite, by noised values only."""
+
+
+def _at(point: Tensor, term: Term) -> Term:
+    """Write out the present point."""
+    return replace(term, point=point) if term.point is None else term

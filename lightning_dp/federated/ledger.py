@@ -15,7 +15,6 @@ from typing import TypeAlias
 import numpy as np
 
 from lightning_dp._files import local_folder
-from lightning_dp._noise import random_generator
 from lightning_dp._refusals import RefusedSetting, text_of
 from lightning_dp._validate import normalise, number, probability, whole
 from lightning_dp.accounting import PLDAccountant
@@ -46,7 +45,7 @@ from lightning_dp.federated.protocol import MessageError
 from lightning_dp.gradients import UnsupportedModelError
 from lightning_dp.mechanism import BudgetExhausted
 
-__all__ = ["NoLedger", "ReleaseLedger", "Spending", "check_budget"]
+__all__ = ["ReleaseLedger", "Spending", "check_budget"]
 
 _Events: TypeAlias = Callable[[int], Sequence[AbstractEvent]]
 _Make: TypeAlias = Callable[[np.random.Generator], bytes]
@@ -170,14 +169,13 @@ class ReleaseLedger:
       gives the same bytes, and no noise is drawn;
     - a round that had not left is made again under its charge, on the same batch.
 
-    The whole plan of a run is declared in advance (:class:`Spending`); how many of its rounds fit
-    into the budget, next to what other runs have spent, is found before its first one, so stopping
-    there is a stop fixed in advance. A further round is refused, and charges nothing. Runs that take
-    turns share what is left, round by round, by rules that hold for any order of theirs.
+    The plan of a run is declared in advance (:class:`Spending`); how many of its rounds fit into
+    the budget, next to what other runs have spent, is found before its first one. A further round is
+    refused, and charges nothing. Runs that take turns share what is left, by rules that hold for any
+    order of theirs.
 
-    The journal and the runs' files must be of one moment. If one of them was lost, or replaced by
-    an old copy, the others show it, and nothing goes on; if all are old copies of one moment, nothing
-    can show it.
+    The journal and the runs' files must be of one moment. One that was lost, or replaced by an old
+    copy, is noticed, and nothing goes on; if all are old copies of one moment, nothing can show it.
 
     A lock keeps other processes out while a release is made. The folder belongs to the client:
     batch seeds in it are as private as its data.
@@ -216,8 +214,7 @@ class ReleaseLedger:
         """Return everything charged for this data set, over all runs.
 
         Raises:
-            JournalError: if the journal is damaged or another data set's, or has fewer charges
-                than the runs' release files name.
+            JournalError: if the journal is damaged, another data set's, or behind release files.
         """
         known = [*progress_of_all(self.journal_path)]
         runs = Charges()
@@ -295,11 +292,6 @@ class ReleaseLedger:
         """Return True if a round of the run was charged, or began to be."""
         with self._open(spending) as run:
             return run.progress.begun >= 0
-
-    def rounds_left(self, spending: Spending) -> int:
-        """Return the number of rounds of the plan, from the latest one on, that the budget affords."""
-        with self._open(spending) as run:
-            return run.progress.limit - run.progress.begun - 1
 
     def _open(self, spending: Spending) -> _OpenRun:
         return _OpenRun(self.journal_path, self.dataset_id, spending)
@@ -439,45 +431,3 @@ class _OpenRun:
         """Replace the release file, durably."""
         write_release_file(self._path, progress, kept, note)
         self.progress, self.kept, self.note = progress, kept, note
-
-
-class NoLedger:
-    """In place of a ledger where nothing is private: nothing is charged, and ε is infinite.
-
-    The latest release stays in this process, to be sent again.
-    """
-
-    def __init__(self) -> None:
-        self._place, self._content, self._note = (-1, 0), b"", b""
-
-    def epsilon(self, delta: float, relation: Relation = "add_remove") -> float:
-        """Return inf."""
-        return math.inf
-
-    def release(
-        self,
-        spending: Spending,
-        round_: int,
-        part: int,
-        make: _Make,
-        *,
-        keep: bool = True,
-        note: bytes = b"",
-    ) -> bytes:
-        """Return the bytes of a release: those that left before, or newly made ones."""
-        if self._place != (round_, part):
-            self._content = make(random_generator(None))
-            self._place, self._note = (round_, part), note
-        return self._content
-
-    def find(self, spending: Spending, round_: int, part: int) -> bytes | None:
-        """Return the bytes of the latest release, if it is this one."""
-        return self._content if self._place == (round_, part) else None
-
-    def latest(self, spending: Spending) -> tuple[bytes, bytes] | None:
-        """Return the note and the bytes of the latest release; None if there is none, or no note."""
-        return (self._note, self._content) if self._note else None
-
-    def has_begun(self, spending: Spending) -> bool:
-        """Return True: no charge is to come, before which a model should be tried."""
-        return True

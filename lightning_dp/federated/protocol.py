@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import reprlib
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from types import ModuleType
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import torch
@@ -243,20 +245,18 @@ class Message:
 
     def to_bytes(self) -> bytes:
         """Return the bytes, always the same for the same message."""
-        from safetensors.torch import save
-
         for name, tensor in self.tensors.items():
             _check_tensor(name, tensor)
         content = {name: each.detach().cpu().clone() for name, each in self.tensors.items()}
-        return save(content, {_HEADER: json.dumps([self.kind, dict(self.facts)], sort_keys=True)})
+        header = json.dumps([self.kind, dict(self.facts)], sort_keys=True)
+        return bytes(_safetensors().save(content, {_HEADER: header}))
 
     @classmethod
     def from_bytes(cls, content: bytes) -> Message:
         """Read what :meth:`to_bytes` wrote. Raises MessageError for anything else."""
-        from safetensors.torch import load
-
+        library = _safetensors()
         try:
-            tensors = load(content)
+            tensors = library.load(content)
             header = json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")])
             kind, facts = json.loads(header["__metadata__"][_HEADER])
         except Exception as error:  # the bytes may be anybody's
@@ -272,6 +272,15 @@ class Message:
         for name, tensor in tensors.items():
             _check_tensor(name, tensor)
         return cls(kind, facts, tensors)
+
+
+def _safetensors() -> ModuleType:
+    try:
+        return importlib.import_module("safetensors.torch")
+    except ImportError:
+        raise ImportError(
+            "Messages need safetensors: pip install 'lightning-dp[federated]', or safetensors."
+        ) from None
 
 
 def _check_tensor(name: str, tensor: Tensor) -> None:

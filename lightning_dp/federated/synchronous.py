@@ -29,10 +29,9 @@ from lightning_dp._validate import (
 from lightning_dp._world import World
 from lightning_dp.accounting import Gaussian
 from lightning_dp.accounting.base import Relation
-from lightning_dp.accounting.events import AbstractEvent, History
+from lightning_dp.accounting.events import AbstractEvent
 from lightning_dp.boundary import BoundedSum, Query, Release, State, Term, add_noise
 from lightning_dp.estimators.base import distance
-from lightning_dp.estimators.diff2 import Diff2
 from lightning_dp.estimators.driver import Driver
 from lightning_dp.federated.client import (
     Client,
@@ -155,31 +154,6 @@ class BVRLSGD:
     def worker_in_turn(round_number: int, workers: int) -> int:
         """Return the worker, 0, ..., P - 1, that runs round r = 1, 2, ..."""
         return round_number % workers
-
-    def history(
-        self, diff2: Diff2, noise_multiplier: float, rounds: int, worker: int, workers: int
-    ) -> History:
-        """Return all events of one record of a worker in a run from round 1.
-
-        The server asks about all records in every round; the worker's local steps are added in the
-        rounds that are its turn.
-
-        Args:
-            diff2: the server's estimator, on full batches.
-            noise_multiplier: z of its restarts, on the sum over all workers.
-            rounds: R, their number.
-            worker: whose records, 0, ..., P - 1.
-            workers: P, their number.
-        """
-        worker = whole("worker", worker, 0, workers - 1)
-        counts: dict[AbstractEvent, int] = {}
-        for t in range(rounds):
-            event = Poisson().event(noise_multiplier * diff2.relative_noise(t), 1.0)
-            counts[event] = counts.get(event, 0) + 1
-        turns = sum(self.worker_in_turn(r, workers) == worker for r in range(1, rounds + 1))
-        if own := turns * (self.local_steps - 1):
-            counts[self.event] = counts.get(self.event, 0) + own
-        return list(counts.items())
 
 
 # -- the server --------------------------------------------------------------------------------
@@ -467,7 +441,7 @@ class QueryClient(Client):
                 f"unit={self.records.unit!r}: the local routine is private for records."
             )
         check_engine(self.records, self.plan.estimator)
-        self._ledger, self._seed = self.ledger, self.seed
+        self._seed = self.seed
         budget = (self.target_epsilon, self.target_delta, self.relation)
         # A step has two rounds in the ledger: 2 t, where all clients are asked, and 2 t + 1, where
         # one goes on alone. Both may be asked for again.

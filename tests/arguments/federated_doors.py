@@ -13,17 +13,10 @@ from lightning_dp.federated import (
     ClientPrivacy,
     PolynomialSizes,
 )
-from lightning_dp.federated.synchronous import BVRLSGD
+from lightning_dp.federated.asynchronous import ConstantSteps, InverseSteps, rounds_for
 from lightning_dp.federated.cubic_newton import CubicNewtonClient, CubicNewtonPlan
-from lightning_dp.federated.synchronous import QueryClient
-from lightning_dp.federated.asynchronous import (
-    ConstantSteps,
-    InverseSteps,
-    PowerSizes,
-    rounds_for,
-)
 from lightning_dp.federated.ledger import Spending
-from lightning_dp.federated.synchronous import SynchronousServer
+from lightning_dp.federated.synchronous import BVRLSGD, QueryClient, SynchronousServer
 from lightning_dp.noise_plan import NoisePlan
 from tests.arguments.door import Door
 
@@ -59,11 +52,6 @@ FEDERATED = [
         },
     ),
     Door(PolynomialSizes, {"a": 1.0, "b": 16.0, "c": 0.5, "first": 1}, whole=("first",)),
-    Door(
-        PowerSizes,
-        {"num_records": 1000, "rate": 0.1, "offset": 1.0, "power": 0.5},
-        whole=("num_records",),
-    ),
     Door(ConstantSteps, {"eta0": 0.1}),
     Door(InverseSteps, {"eta0": 0.1, "beta": 0.01}),
     Door(rounds_for, {"gradients": 100.0}, others={"sizes": SIZES}),

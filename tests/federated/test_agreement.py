@@ -17,12 +17,10 @@ from lightning_dp.boundary import Query, Term
 from lightning_dp.estimators import Diff2, MeanGradient, Storm
 from lightning_dp.estimators.base import AbstractEstimator, share_of_noise
 from lightning_dp.federated.client import check_fingerprint, fingerprint
-from lightning_dp.federated.synchronous import BVRLSGD
 from lightning_dp.federated.ledger import ReleaseLedger
 from lightning_dp.federated.local import LocalRecords
 from lightning_dp.federated.protocol import Message, MessageError
-from lightning_dp.federated.synchronous import QueryClient
-from lightning_dp.federated.synchronous import SynchronousServer
+from lightning_dp.federated.synchronous import BVRLSGD, QueryClient, SynchronousServer
 from lightning_dp.noise_plan import NoisePlan
 from lightning_dp.sampling import FullBatch
 from lightning_dp.schedules import Constant

@@ -18,14 +18,12 @@ from lightning_dp import CubicNewton, MeanGradient, Poisson
 from lightning_dp.accounting import Gaussian, PLDAccountant, PoissonGaussian
 from lightning_dp.accounting.events import AbstractEvent
 from lightning_dp.federated import AsyncClient, AsyncPlan, ClientPrivacy, PolynomialSizes
-from lightning_dp.federated.synchronous import BVRLSGD
+from lightning_dp.federated.asynchronous import InverseSteps
 from lightning_dp.federated.cubic_newton import CubicNewtonClient, CubicNewtonPlan
 from lightning_dp.federated.ledger import ReleaseLedger
 from lightning_dp.federated.local import LocalRecords
-from lightning_dp.federated.protocol import Message, MessageError
-from lightning_dp.federated.protocol import AbstractClient
-from lightning_dp.federated.synchronous import QueryClient
-from lightning_dp.federated.asynchronous import InverseSteps
+from lightning_dp.federated.protocol import AbstractClient, Message, MessageError
+from lightning_dp.federated.synchronous import BVRLSGD, QueryClient
 from lightning_dp.noise_plan import NoisePlan
 from lightning_dp.schedules import Constant
 

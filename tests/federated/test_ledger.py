@@ -13,9 +13,8 @@ import pytest
 
 from lightning_dp.accounting import Gaussian, PLDAccountant, PoissonGaussian
 from lightning_dp.accounting.journal import JournalError
-from lightning_dp.federated.ledger import ReleaseLedger
+from lightning_dp.federated.ledger import ReleaseLedger, Spending
 from lightning_dp.federated.protocol import MessageError
-from lightning_dp.federated.ledger import Spending
 from lightning_dp.mechanism import BudgetExhausted
 
 EVENTS = [PoissonGaussian(2.0, 0.1 + 0.01 * i) for i in range(10)]

@@ -15,8 +15,7 @@ import pytest
 
 from lightning_dp.accounting import Gaussian
 from lightning_dp.accounting.journal import JournalError
-from lightning_dp.federated.ledger import ReleaseLedger
-from lightning_dp.federated.ledger import Spending
+from lightning_dp.federated.ledger import ReleaseLedger, Spending
 from lightning_dp.report.files import read_charges
 
 ROUNDS = 6

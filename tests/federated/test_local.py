@@ -17,9 +17,8 @@ from torchmetrics.classification import MulticlassAccuracy
 from lightning_dp.accounting import Gaussian
 from lightning_dp.accounting.events import VoidedRunError
 from lightning_dp.boundary import Query, Term
-from lightning_dp.federated.ledger import ReleaseLedger
+from lightning_dp.federated.ledger import ReleaseLedger, Spending
 from lightning_dp.federated.local import LocalRecords
-from lightning_dp.federated.ledger import Spending
 from lightning_dp.functional import flatten, unflatten
 from lightning_dp.gradients import RawGradientHookError, UnsupportedModelError
 

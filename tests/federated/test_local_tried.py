@@ -14,10 +14,10 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from lightning_dp.boundary import Query, Term
 from lightning_dp.federated import AsyncClient, AsyncPlan, ClientPrivacy, PolynomialSizes
+from lightning_dp.federated.asynchronous import InverseSteps
 from lightning_dp.federated.ledger import ReleaseLedger
 from lightning_dp.federated.local import LocalRecords
 from lightning_dp.federated.protocol import Message
-from lightning_dp.federated.asynchronous import InverseSteps
 
 RECORDS = 4
 

@@ -14,10 +14,9 @@ from torch import Tensor
 
 from lightning_dp.estimators import Diff2, MeanGradient
 from lightning_dp.federated import AsyncPlan, AsyncServer, PolynomialSizes
-from lightning_dp.federated.synchronous import BVRLSGD
-from lightning_dp.federated.protocol import Message, MessageError
 from lightning_dp.federated.asynchronous import ConstantSteps
-from lightning_dp.federated.synchronous import SynchronousServer
+from lightning_dp.federated.protocol import Message, MessageError
+from lightning_dp.federated.synchronous import BVRLSGD, SynchronousServer
 from lightning_dp.noise_plan import NoisePlan
 from lightning_dp.sampling import FullBatch
 from lightning_dp.schedules import Constant

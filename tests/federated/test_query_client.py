@@ -11,8 +11,7 @@ import torch
 from lightning_dp import CubicNewton
 from lightning_dp.accounting import PoissonGaussian
 from lightning_dp.federated.ledger import ReleaseLedger
-from lightning_dp.federated.synchronous import QueryClient
-from lightning_dp.federated.synchronous import SynchronousServer
+from lightning_dp.federated.synchronous import QueryClient, SynchronousServer
 from lightning_dp.noise_plan import NoisePlan
 from lightning_dp.sampling import Poisson
 from lightning_dp.schedules import Constant

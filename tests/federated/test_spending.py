@@ -20,9 +20,8 @@ from lightning_dp.federated import (
     ClientPrivacy,
     PolynomialSizes,
 )
-from lightning_dp.federated.ledger import ReleaseLedger
 from lightning_dp.federated.asynchronous import InverseSteps
-from lightning_dp.federated.ledger import Spending
+from lightning_dp.federated.ledger import ReleaseLedger, Spending
 from lightning_dp.mechanism import BudgetExhausted
 
 ROUNDS = 30

@@ -13,11 +13,9 @@ from lightning_dp.accounting.events import PoissonRound
 from lightning_dp.boundary import Query, Term
 from lightning_dp.estimators import Diff2, MeanGradient
 from lightning_dp.estimators.base import AbstractEstimator, Traits
-from lightning_dp.federated.synchronous import BVRLSGD
 from lightning_dp.federated.ledger import ReleaseLedger
 from lightning_dp.federated.protocol import Message, MessageError
-from lightning_dp.federated.synchronous import QueryClient
-from lightning_dp.federated.synchronous import SynchronousServer
+from lightning_dp.federated.synchronous import BVRLSGD, QueryClient, SynchronousServer
 from lightning_dp.noise_plan import NoisePlan
 from lightning_dp.sampling import FullBatch, Poisson
 from lightning_dp.schedules import Constant

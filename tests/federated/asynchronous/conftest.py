@@ -15,9 +15,9 @@ from lightning_dp.federated import (
     ClientPrivacy,
     PolynomialSizes,
 )
+from lightning_dp.federated.asynchronous import InverseSteps
 from lightning_dp.federated.ledger import ReleaseLedger
 from lightning_dp.federated.protocol import Message
-from lightning_dp.federated.asynchronous import InverseSteps
 
 SIZE, ROUNDS = 4, 6
 STEPS = InverseSteps(0.05, beta=0.01)

@@ -10,9 +10,9 @@ import torch
 
 from lightning_dp.accounting import PLDAccountant, PoissonGaussian
 from lightning_dp.federated import AsyncPlan, AsyncServer, PolynomialSizes
+from lightning_dp.federated.asynchronous import ConstantSteps
 from lightning_dp.federated.ledger import ReleaseLedger
 from lightning_dp.federated.protocol import Message
-from lightning_dp.federated.asynchronous import ConstantSteps
 
 ROUNDS, CLIENTS = 6, 3
 

@@ -17,9 +17,9 @@ from lightning_dp.federated import (
     ClientPrivacy,
     PolynomialSizes,
 )
+from lightning_dp.federated.asynchronous import ConstantSteps, InverseSteps
 from lightning_dp.federated.ledger import ReleaseLedger
 from lightning_dp.federated.protocol import Message
-from lightning_dp.federated.asynchronous import ConstantSteps, InverseSteps
 
 SIZE, CLIENTS = 4, 3
 STEPS = InverseSteps(0.05, beta=0.01)

@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from lightning_dp.federated import AsyncPlan, AsyncServer, PolynomialSizes
-from lightning_dp.federated.protocol import Message
 from lightning_dp.federated.asynchronous import ConstantSteps, rounds_for
+from lightning_dp.federated.protocol import Message
 
 
 @pytest.fixture(scope="module")

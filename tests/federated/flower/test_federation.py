@@ -26,12 +26,11 @@ from lightning_dp._noise import random_generator
 from lightning_dp.accounting import Gaussian, PLDAccountant, PoissonGaussian
 from lightning_dp.accounting.events import AbstractEvent
 from lightning_dp.federated import AsyncServer
+from lightning_dp.federated.client import noise_source
 from lightning_dp.federated.flower import client_app, server_app
 from lightning_dp.federated.flower.exchange import payload_of
 from lightning_dp.federated.ledger import ReleaseLedger
-from lightning_dp.federated.client import noise_source
-from lightning_dp.federated.synchronous import QueryClient
-from lightning_dp.federated.synchronous import SynchronousServer
+from lightning_dp.federated.synchronous import QueryClient, SynchronousServer
 from lightning_dp.functional import flatten, unflatten
 from lightning_dp.noise_plan import NoisePlan
 from lightning_dp.sampling import Poisson

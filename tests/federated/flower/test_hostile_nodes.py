@@ -27,12 +27,12 @@ from flwr.app import (
 from torch import Tensor, nn
 
 from lightning_dp.federated import AsyncPlan, AsyncServer, PolynomialSizes
+from lightning_dp.federated.asynchronous import ConstantSteps
 from lightning_dp.federated.flower import server_app
 from lightning_dp.federated.flower.exchange import Exchange, pack, payload_of
+from lightning_dp.federated.flower.loopback import LoopbackGrid
 from lightning_dp.federated.flower.server import Logbook
 from lightning_dp.federated.protocol import Message as Content
-from lightning_dp.federated.asynchronous import ConstantSteps
-from lightning_dp.federated.flower.loopback import LoopbackGrid
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 

@@ -29,14 +29,13 @@ from lightning_dp.federated import (
     ClientPrivacy,
     PolynomialSizes,
 )
+from lightning_dp.federated.asynchronous import InverseSteps
 from lightning_dp.federated.flower import client_app, server_app
+from lightning_dp.federated.flower.loopback import Faults, LoopbackGrid
 from lightning_dp.federated.ledger import ReleaseLedger
 from lightning_dp.federated.local import LocalRecords
+from lightning_dp.federated.protocol import AbstractClient, AbstractServer, MessageError
 from lightning_dp.federated.protocol import Message as Content
-from lightning_dp.federated.protocol import MessageError
-from lightning_dp.federated.protocol import AbstractClient, AbstractServer
-from lightning_dp.federated.asynchronous import InverseSteps
-from lightning_dp.federated.flower.loopback import Faults, LoopbackGrid
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 

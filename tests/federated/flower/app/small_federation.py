@@ -15,10 +15,9 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 from lightning_dp.federated import AsyncPlan, AsyncServer, PolynomialSizes
-from lightning_dp.federated.asynchronous import AsyncClient, ClientPrivacy
+from lightning_dp.federated.asynchronous import AsyncClient, ClientPrivacy, InverseSteps
 from lightning_dp.federated.flower import client_app, server_app
 from lightning_dp.federated.local import LocalRecords
-from lightning_dp.federated.asynchronous import InverseSteps
 
 DELTA = 1e-5
 RECORDS = 60
