@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -395,11 +395,10 @@ def diff2(
 
 
 WALK = BVRLSGD(0.2, 4, 0.5, noise_multiplier=3.0, sample_rate=0.4)
+TWO_ROUNDS = asynchronous(replace(ASYNC, rounds=2))
 FEDERATIONS = {
     "asynchronous": asynchronous(ASYNC),
-    "asynchronous, sparse": asynchronous(
-        AsyncPlan(ROUNDS, PolynomialSizes(1.5, 3), InverseSteps(0.05, beta=0.01), keep=3)
-    ),
+    "asynchronous, sparse": asynchronous(replace(ASYNC, keep=3)),
     "DIFF2, trusted server": diff2("server"),
     "DIFF2, noisy clients": diff2("client"),
     "BVR-L-SGD, trusted server": diff2("server", routine=WALK),
