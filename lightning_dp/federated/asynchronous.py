@@ -30,7 +30,6 @@ from lightning_dp._validate import (
     whole,
     whole_from_0,
 )
-from lightning_dp.accounting import Gaussian
 from lightning_dp.accounting.base import Relation
 from lightning_dp.accounting.events import AbstractEvent
 from lightning_dp.boundary import Query, State, Term
@@ -383,16 +382,13 @@ class AsyncClient(Client):
         budget = (privacy.target_epsilon, privacy.target_delta, privacy.relation)
         # A server that went back to its last state asks for the rounds since then again.
         retain = self.plan.lag + 1
-        self.spending = Spending(self.run, self.plan.rounds, self.events, *budget, retain=retain)
+        self.spending = Spending(self.run, self.plan.rounds, self.charges, *budget, retain=retain)
 
     def _rate(self, i: int) -> float:
         return min(1.0, self.share * self.plan.sizes(i) / self.records.num_records)
 
     def events(self, i: int) -> Sequence[AbstractEvent]:
-        z = self.privacy.noise(i)
-        if self.records.unit == "client":  # its presence is not a matter of chance
-            return [Gaussian(z)]  # so sampling amplifies nothing
-        return [Poisson().event(z, self._rate(i))]
+        return [Poisson().event(self.privacy.noise(i), self._rate(i))]
 
     def read(self, request: Message) -> PlannedRelease:
         i = request.whole("round")

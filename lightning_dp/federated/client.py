@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from lightning_dp._noise import NoiseSource, random_generator
 from lightning_dp._refusals import RefusedRun, text_of
 from lightning_dp._world import World
+from lightning_dp.accounting import Gaussian
 from lightning_dp.accounting.events import AbstractEvent
 from lightning_dp.boundary import BoundedSum, Query, Release, add_noise
 from lightning_dp.estimators.base import AbstractEstimator, share_of_noise
@@ -114,7 +115,16 @@ class Client(AbstractClient):
 
     @abstractmethod
     def events(self, i: int) -> Sequence[AbstractEvent]:
-        """Return the privacy events of the ledger's round i, charged before its first release."""
+        """Return the privacy events of one record in the ledger's round i."""
+
+    def charges(self, i: int) -> Sequence[AbstractEvent]:
+        """Return the events of round i as they are charged, before its first release.
+
+        The presence of a whole client is not a matter of chance, so sampling amplifies nothing.
+        """
+        if self.records.unit == "client":
+            return [Gaussian(event.pair[0]) for event in self.events(i)]
+        return self.events(i)
 
     @abstractmethod
     def read(self, request: Message) -> PlannedRelease:

@@ -23,7 +23,6 @@ from lightning_dp._validate import (
     seed,
     whole,
 )
-from lightning_dp.accounting import Gaussian
 from lightning_dp.accounting.base import Relation
 from lightning_dp.accounting.events import AbstractEvent
 from lightning_dp.boundary import Term
@@ -215,13 +214,10 @@ class CubicNewtonClient(Client):
         self._seed = self.seed
         budget = (self.target_epsilon, self.target_delta, self.relation)
         # A server that went back to its last state asks for the round before again.
-        self.spending = Spending(self.run, self.plan.rounds, self.events, *budget, retain=2)
+        self.spending = Spending(self.run, self.plan.rounds, self.charges, *budget, retain=2)
 
     def events(self, i: int) -> Sequence[AbstractEvent]:
-        events = self.plan.events(self.noise_multiplier, self.sample_rate)
-        if self.records.unit == "client":  # its presence is not a matter of chance
-            return [Gaussian(self.noise_multiplier)] * len(events)
-        return events
+        return self.plan.events(self.noise_multiplier, self.sample_rate)
 
     def read(self, request: Message) -> PlannedRelease:
         t, counter = request.whole("round"), request.whole("counter")

@@ -27,7 +27,6 @@ from lightning_dp._validate import (
     whole,
 )
 from lightning_dp._world import World
-from lightning_dp.accounting import Gaussian
 from lightning_dp.accounting.base import Relation
 from lightning_dp.accounting.events import AbstractEvent
 from lightning_dp.boundary import BoundedSum, Query, Release, State, Term, add_noise
@@ -445,7 +444,7 @@ class QueryClient(Client):
         budget = (self.target_epsilon, self.target_delta, self.relation)
         # A step has two rounds in the ledger: 2 t, where all clients are asked, and 2 t + 1, where
         # one goes on alone. Both may be asked for again.
-        self.spending = Spending(self.run, 2 * self.rounds, self.events, *budget, retain=2)
+        self.spending = Spending(self.run, 2 * self.rounds, self.charges, *budget, retain=2)
 
     @property
     def facts(self) -> dict[str, Any]:
@@ -456,8 +455,6 @@ class QueryClient(Client):
         if is_alone:
             routine = self._routine_of(step)
             return [] if routine is None else [routine.event] * (routine.local_steps - 1)
-        if self.records.unit == "client":  # its presence is not a matter of chance
-            return [Gaussian(self.plan.noise_multiplier(step))]
         return [self.plan.event(step)]
 
     def _routine_of(self, step: int) -> BVRLSGD | None:

@@ -140,7 +140,7 @@ def bad_replies(good: Message) -> Iterator[Any]:
     for kind in ("answered", "round", "query", "local", "", "x" * 10**5):
         yield Message(kind, good.facts, good.tensors).to_bytes()
     for shape in (
-        *([2**62, size], [0, 2**62, 4], [0, 2**70], [2**31, 2**31, 0], [-size], [4.0], [1, size]),
+        *([2**62, size], [0, 2**62, 4], [0, 2**70], [2**31, 2**31, 0], [-size], [4.0], [1, size], [size, 1]),
         *([[size]], "4", 4, {}, None, [1] * 1000 + [size], [0] * 9, [], [2, 2]),
     ):
         yield raw(good, shape=shape)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -13,7 +13,7 @@ from flwr.serverapp import Grid
 
 from lightning_dp.federated.protocol import Fact, MessageError
 
-__all__ = ["Exchange", "Outcome", "facts_of", "pack", "payload_of"]
+__all__ = ["Exchange", "Reply", "facts_of", "pack", "payload_of"]
 
 _LONGEST_PAUSE = 30.0
 _LARGEST_SHOWN = 10**9
@@ -27,7 +27,6 @@ _CAUSES = {
     _NO_NODE: "its node is gone",
     8: "its app crashed",
 }
-_LEFT_OUT = "some of its facts cannot be kept"
 
 _PAYLOAD, _BYTES, _FACTS = "payload", "bytes", "facts"
 _LONGEST_NAME, _LONGEST_TEXT, _MOST_FACTS = 100, 1000, 100
@@ -38,29 +37,20 @@ _Record = TypeVar("_Record", ArrayRecord, ConfigRecord)
 
 
 @dataclass(frozen=True)
-class Outcome:
-    """The outcome of a message to a node.
+class Reply:
+    """A reply of a client.
 
     Args:
-        node: to which it went.
-        client: whose node that is; None if it is nobody's yet.
-        payload: what the client sent back; None if nothing came, whatever the cause.
+        node: the client's.
+        client: its number.
+        payload: what the client sent back; None if it has come, or come back, at a new node.
         facts: the client's public numbers.
-        problem: why nothing came, or what of it could not be kept.
-        is_introduction: nothing was sent; the client has come, or come back, at a new node.
     """
 
     node: int
-    client: int | None
+    client: int
     payload: bytes | None
-    facts: Mapping[str, Any]
-    problem: str = ""
-    is_introduction: bool = False
-
-    @property
-    def sender(self) -> str:
-        """The client, or a node that is nobody's, at the beginning of a sentence."""
-        return f"Node {self.node}" if self.client is None else f"Client {self.client}"
+    facts: Mapping[str, Fact]
 
 
 @dataclass(frozen=True)
@@ -69,14 +59,18 @@ class _Flight:
     client: int | None  # None: the node is asked for its number
     deadline: float
 
+    @property
+    def sender(self) -> str:
+        """The client, or a node that is nobody's yet, at the beginning of a sentence."""
+        return f"Node {self.node}" if self.client is None else f"Client {self.client}"
+
 
 class Exchange:
     """Finds the clients' nodes, sends, and collects what comes back, in any order.
 
     - Never two messages are in flight to one node.
-    - A lost, expired, failed or unreadable message becomes a :class:`Outcome` without a payload; what
-      to do about it is the protocol's business. The next message to that node waits, longer and
-      longer, until a reply is applied.
+    - A lost, expired, failed or unreadable message is noted. The next message to that node waits,
+      longer and longer, until a reply is applied.
     - A reply that nobody waits for (a duplicate, or one that comes after its time) is dropped.
     - A client's number belongs to the first node that names it, until Flower no longer lists that
       node. Another one that names it is asked again later: a node that was killed and started
@@ -89,6 +83,7 @@ class Exchange:
         ttl: seconds until a message and its reply expire.
         poll_interval: seconds between two looks at the list of nodes.
         module: the fingerprint of the server's module, which goes with every message; "" for none.
+        note: called with a sender, a problem, and True if that client is asked again.
     """
 
     def __init__(
@@ -100,12 +95,12 @@ class Exchange:
         ttl: float,
         poll_interval: float,
         module: str = "",
+        note: Callable[[str, str, bool], None] = lambda sender, problem, again: None,
     ) -> None:
-        self._grid, self._num_clients = grid, num_clients
+        self._grid, self._num_clients, self._note = grid, num_clients, note
         self._facts = {"run": run, "module": module}
         self._ttl, self._poll_interval = ttl, poll_interval
         self._flights: dict[str, _Flight] = {}
-        self._refused: list[Outcome] = []
         self._nodes: dict[int, int] = {}  # of each client
         self._is_freed = False  # whether a number is, since the last look
         self._next_look = 0.0
@@ -135,23 +130,27 @@ class Exchange:
         """Send to a client that is idle."""
         self._push("train", self._nodes[client], client, payload)
 
-    def collect(self) -> list[Outcome]:
+    def collect(self) -> list[Reply]:
         """Look for new nodes and for replies."""
         self._look_for_nodes()
-        found, self._refused = self._refused, []
+        found = []
         for flight, message in self._arrived():
             try:
                 found.append(self._read(flight, message))
             except MessageError as error:
-                found.append(self._failed(flight, str(error)))
-        return found + self._expire()
+                self._failed(flight, str(error))
+        for name in [n for n, each in self._flights.items() if each.deadline < time.monotonic()]:
+            self._failed(self._flights.pop(name), f"no reply within {self._ttl} s")
+        return found
 
-    def settle(self, reply: Outcome, *, applied: bool) -> None:
+    def settle(self, reply: Reply, *, problem: str = "", applied: bool = True) -> None:
         """Note whether the protocol applied a reply: a node whose replies are of no use must wait."""
         if applied:
             self._failures.pop(reply.node, None)
         else:
             self._postpone(reply.node)
+        if problem:
+            self._note(f"Client {reply.client}", problem, True)
 
     # -- replies -----------------------------------------------------------------------------
 
@@ -177,21 +176,27 @@ class Exchange:
             return
         yield from ((message.metadata.reply_to_message_id, message) for message in messages)
 
-    def _read(self, flight: _Flight, message: Message | None) -> Outcome:
+    def _read(self, flight: _Flight, message: Message | None) -> Reply:
         if message is None:
             raise MessageError("Flower cannot read its reply")
         if message.has_error():
             code = message.error.code
-            problem = f"error {code}: {_CAUSES.get(code, 'of an unknown cause')}"
-            return self._failed(flight, problem, gone=code == _NO_NODE)
-        if flight.client is None:
-            return self._introduce(flight.node, message)
-        payload, (facts, problem) = payload_of(message), _public_facts(message)
+            if code == _NO_NODE:
+                self._free(flight)  # it is asked again if it was only away
+            raise MessageError(f"error {code}: {_CAUSES.get(code, 'of an unknown cause')}")
+        client, payload = flight.client, None
+        if client is None:
+            client = self._introduce(flight.node, message)
+        else:
+            payload = payload_of(message)
+        facts, is_all = _public_facts(message)
         named = facts.get("client")
-        if type(named) is int and named != flight.client:
+        if type(named) is int and named != client:
             self._free(flight)
             raise MessageError("its reply is another client's")
-        return Outcome(flight.node, flight.client, payload, facts, problem)
+        if not is_all:
+            self._note(f"Client {client}", "some of its facts cannot be kept", False)
+        return Reply(flight.node, client, payload, facts)
 
     # -- nodes -------------------------------------------------------------------------------
 
@@ -211,7 +216,7 @@ class Exchange:
             if self._not_before.get(node, 0.0) <= now:
                 self._push("query", node, None, b"")
 
-    def _introduce(self, node: int, message: Message) -> Outcome:
+    def _introduce(self, node: int, message: Message) -> int:
         """Give a node the client's number that it names."""
         client = facts_of(message).get("client")
         if type(client) is not int or not 0 <= client < self._num_clients:
@@ -229,14 +234,11 @@ class Exchange:
         self._nodes[client] = node
         self._failures.pop(node, None)
         self._not_before.pop(node, None)
-        facts, problem = _public_facts(message)
-        return Outcome(node, client, None, facts, problem, is_introduction=True)
+        return client
 
-    def _failed(self, flight: _Flight, problem: str, *, gone: bool = False) -> Outcome:
+    def _failed(self, flight: _Flight, problem: str) -> None:
         self._postpone(flight.node)
-        if gone:
-            self._free(flight)  # it is asked again if it was only away
-        return Outcome(flight.node, flight.client, None, {}, problem)
+        self._note(flight.sender, problem, True)
 
     def _free(self, flight: _Flight) -> None:
         """Take a client's number from its node."""
@@ -258,13 +260,8 @@ class Exchange:
         if names and names[0]:
             self._flights[names[0]] = flight
         else:
-            self._refused.append(self._failed(flight, "Flower did not take the message", gone=True))
-
-    def _expire(self) -> list[Outcome]:
-        now, found = time.monotonic(), []
-        for name in [n for n, flight in self._flights.items() if flight.deadline < now]:
-            found.append(self._failed(self._flights.pop(name), f"no reply within {self._ttl} s"))
-        return found
+            self._free(flight)
+            self._failed(flight, "Flower did not take the message")
 
 
 # -- the content of a message ------------------------------------------------------------------
@@ -290,8 +287,8 @@ def facts_of(message: Message) -> dict[str, Any]:
     return dict(_record(message, _FACTS, ConfigRecord))
 
 
-def _public_facts(message: Message) -> tuple[dict[str, Fact], str]:
-    """Return the facts of a client that can be kept, and a problem if those are not all.
+def _public_facts(message: Message) -> tuple[dict[str, Fact], bool]:
+    """Return the facts of a client that can be kept, and True if those are all.
 
     Facts are for people to read, so an answer is not lost for the sake of them: those that are no
     numbers, truth values or short strings, or no possible ε or δ, are left out.
@@ -299,10 +296,10 @@ def _public_facts(message: Message) -> tuple[dict[str, Fact], str]:
     try:
         facts = facts_of(message)
     except MessageError:
-        return {}, _LEFT_OUT
+        return {}, False
     good = {name: value for name, value in facts.items() if _can_be_kept(name, value)}
     first = dict(list(good.items())[:_MOST_FACTS])
-    return first, "" if len(first) == len(facts) else _LEFT_OUT
+    return first, len(first) == len(facts)
 
 
 def _can_be_kept(name: object, value: object) -> bool:

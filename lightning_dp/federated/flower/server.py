@@ -9,7 +9,7 @@ import secrets
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,7 @@ from lightning_dp._files import local_folder, replaced
 from lightning_dp._refusals import RefusedRun, RefusedSetting
 from lightning_dp._validate import instance, number, whole
 from lightning_dp.federated.client import fingerprint
-from lightning_dp.federated.flower.exchange import Exchange, Outcome
+from lightning_dp.federated.flower.exchange import Exchange, Reply
 from lightning_dp.federated.protocol import AbstractServer, MessageError
 from lightning_dp.functional import flatten, unflatten
 
@@ -107,6 +107,7 @@ def server_app(
                 machine.load_state_dict(saved["state"])
             except (KeyError, TypeError, AttributeError, IndexError) as error:
                 raise _unreadable(place / _STATE, error) from None
+        logbook = Logbook(place)
         _ServerRun(
             exchange=Exchange(
                 grid,
@@ -115,13 +116,14 @@ def server_app(
                 ttl=ttl,
                 poll_interval=poll_interval,
                 module=fingerprint(module),
+                note=logbook.add_problem,
             ),
             name=name,
             machine=machine,
             module=module,
             params=params,
             metrics=lambda: evaluate(context, module) if evaluate else {},
-            logbook=Logbook(place),
+            logbook=logbook,
             folder=place,
             poll_interval=poll_interval,
             patience=patience,
@@ -150,22 +152,34 @@ class Logbook:
         self._path = folder / "federation.json"
         self._clients: dict[int, dict[str, Any]] = {}
         self._metrics: dict[str, float] = {}
-        self.counts: Counter[str] = Counter(replies=0, problems=0)
+        self._counts: Counter[str] = Counter(replies=0, problems=0)
+        self.problems: dict[str, str] = {}
+        """The latest problem of each sender, since its reply was applied."""
 
     def add_client(self, client: int, facts: Mapping[str, Any], step: int | None) -> None:
         """Note the facts of a client; with ``step``, of its reply, which is counted."""
         self._clients[client] = {**self._clients.get(client, {}), **facts, "client": client}
         if step is not None:
-            self.counts["replies"] += 1
+            self.problems.pop(f"Client {client}", None)
+            self._counts["replies"] += 1
             if "epsilon" in facts:
                 self._scalar(f"privacy/epsilon_client_{client}", facts["epsilon"], step)
+
+    def add_problem(self, sender: str, problem: str, again: bool) -> None:
+        """Count and log a problem: each of a client that is asked again, else a new one only."""
+        is_new = self.problems.get(sender) != problem
+        if is_new or (again and sender.startswith("Client")):
+            end = " Asking again." if again else ""
+            _log.warning("%s: %s.%s", sender, problem.rstrip("."), end)
+        self.problems[sender] = problem
+        self._counts["problems"] += 1
 
     def add_model(self, step: int, metrics: Mapping[str, float]) -> None:
         """Write the metrics of a new global model."""
         self._metrics = {name: float(value) for name, value in metrics.items()}
         for name, value in self._metrics.items():
             self._scalar(f"global/{name}", value, step)
-        for name, count in self.counts.items():
+        for name, count in self._counts.items():
             self._scalar(f"progress/{name}", count, step)
         if self._spent:
             self._scalar("privacy/epsilon_max", max(self._spent), step)
@@ -180,7 +194,7 @@ class Logbook:
         parts = [f"{name} {value:.4g}" for name, value in self._metrics.items()]
         if self._spent:
             parts.append(f"largest epsilon of a client {max(self._spent):.4g}")
-        parts += [f"{count} {name}" for name, count in self.counts.items()]
+        parts += [f"{count} {name}" for name, count in self._counts.items()]
         return f"Federation: {step} rounds are over; " + ", ".join(parts)
 
     def close(self, step: int, reason: str) -> None:
@@ -189,7 +203,7 @@ class Logbook:
             "rounds": step,
             "ended": reason,
             "metrics": _json(self._metrics),
-            **self.counts,
+            **self._counts,
             "clients": {
                 str(client): _json(facts) for client, facts in sorted(self._clients.items())
             },
@@ -226,7 +240,6 @@ class _ServerRun:
     folder: Path
     poll_interval: float
     patience: float
-    _problems: dict[str, str] = field(default_factory=dict)
     _next_line: float = 0.0
 
     def to_the_end(self) -> None:
@@ -264,8 +277,8 @@ class _ServerRun:
             elif time.monotonic() - heard_at > self.patience:
                 raise RefusedRun(
                     f"No reply could be used for {self.patience} s. Clients without a SuperNode: "
-                    f"{self.exchange.missing}. Latest problems: {self._problems}. Start the missing "
-                    "SuperNodes, and look into the logs of the clients that fail; a new run with "
+                    f"{self.exchange.missing}. Latest problems: {self.logbook.problems}. Start the "
+                    "missing SuperNodes, and look into the logs of the clients that fail; a new run with "
                     "the same folder goes on where this one stopped.",
                     topic="federated-server",
                 )
@@ -273,13 +286,8 @@ class _ServerRun:
                 time.sleep(pause)
                 pause = min(2 * pause, self.poll_interval)
 
-    def _apply(self, reply: Outcome) -> bool:
+    def _apply(self, reply: Reply) -> bool:
         """Give a reply to the protocol; return True if it has gone on by it."""
-        if reply.client is None or (reply.payload is None and not reply.is_introduction):
-            self._note(reply, reply.problem, again=True)
-            return False
-        if reply.problem:
-            self._note(reply, reply.problem)
         if reply.payload is None:
             self.logbook.add_client(reply.client, reply.facts, None)
             return False
@@ -287,24 +295,13 @@ class _ServerRun:
             # A machine that returns nothing has taken it.
             applied = self.machine.receive(reply.client, reply.payload) is not False
         except MessageError as error:
-            self.exchange.settle(reply, applied=False)
-            self._note(reply, f"its reply cannot be used: {error}", again=True)
+            problem = f"its reply cannot be used: {error}"
+            self.exchange.settle(reply, problem=problem, applied=False)
             return False
         self.exchange.settle(reply, applied=applied)
         if applied:
-            if not reply.problem:
-                self._problems.pop(reply.sender, None)
             self.logbook.add_client(reply.client, reply.facts, self.machine.round)
         return applied
-
-    def _note(self, reply: Outcome, problem: str, *, again: bool = False) -> None:
-        """Count and log a problem: each of a client that is asked again, else a new one only."""
-        is_new = self._problems.get(reply.sender) != problem
-        if is_new or (again and reply.client is not None):
-            end = " Asking again." if again else ""
-            _log.warning("%s: %s.%s", reply.sender, problem.rstrip("."), end)
-        self._problems[reply.sender] = problem
-        self.logbook.counts["problems"] += 1
 
     def _publish(self) -> None:
         """Load and log a new global model."""
