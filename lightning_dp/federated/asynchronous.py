@@ -34,7 +34,7 @@ from lightning_dp.accounting.base import Relation
 from lightning_dp.accounting.events import AbstractEvent
 from lightning_dp.boundary import Query, State, Term
 from lightning_dp.federated.client import Client, PlannedRelease, check_point, draw, noised_sum
-from lightning_dp.federated.ledger import ReleaseLedger, Spending, check_budget
+from lightning_dp.federated.ledger import ReleaseLedger, check_budget
 from lightning_dp.federated.protocol import (
     LOST,
     REFUSED,
@@ -378,11 +378,9 @@ class AsyncClient(Client):
                 f"{self.records.num_records}. Lower the sample sizes, the rounds or its share.",
                 topic="batch-size",
             )
-        self._seed = privacy.seed
         budget = (privacy.target_epsilon, privacy.target_delta, privacy.relation)
         # A server that went back to its last state asks for the rounds since then again.
-        retain = self.plan.lag + 1
-        self.spending = Spending(self.run, self.plan.rounds, self.charges, *budget, retain=retain)
+        self._declare(self.plan.rounds, budget, privacy.seed, retain=self.plan.lag + 1)
 
     def _rate(self, i: int) -> float:
         return min(1.0, self.share * self.plan.sizes(i) / self.records.num_records)

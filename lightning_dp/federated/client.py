@@ -17,12 +17,13 @@ from torch import Tensor, nn
 
 from lightning_dp._noise import NoiseSource, random_generator
 from lightning_dp._refusals import RefusedRun, text_of
+from lightning_dp._validate import instance
 from lightning_dp._world import World
 from lightning_dp.accounting import Gaussian
 from lightning_dp.accounting.events import AbstractEvent
 from lightning_dp.boundary import BoundedSum, Query, Release, add_noise
 from lightning_dp.estimators.base import AbstractEstimator, share_of_noise
-from lightning_dp.federated.ledger import ReleaseLedger, Spending
+from lightning_dp.federated.ledger import Budget, ReleaseLedger, Spending
 from lightning_dp.federated.protocol import (
     LOST,
     REFUSED,
@@ -37,20 +38,7 @@ from lightning_dp.mechanism import BudgetExhausted
 from lightning_dp.noise_plan import NoisePlan
 from lightning_dp.sampling import AbstractSampling, Poisson
 
-__all__ = [
-    "Client",
-    "PlannedRelease",
-    "bounded",
-    "check_engine",
-    "check_fingerprint",
-    "check_point",
-    "check_query",
-    "draw",
-    "fingerprint",
-    "is_of_ordinary_size",
-    "noise_source",
-    "noised_sum",
-]
+__all__ = ["Client", "PlannedRelease", "draw", "noise_source", "noised_sum"]
 
 # Clip norms, and clip norm times noise multiplier. Squares of smaller or larger float32 numbers
 # vanish or overflow, and a norm that is found to be 0 or infinite bounds nothing.
@@ -107,11 +95,18 @@ class Client(AbstractClient):
     kinds: ClassVar[tuple[str, ...]]
 
     records: Records
+    ledger: ReleaseLedger
+    run: str
     spending: Spending
     """The whole plan and the budget."""
 
-    ledger: ReleaseLedger
     _seed: int | None  # for tests only: the same batches and noise each time
+
+    def _declare(self, rounds: int, budget: Budget, seed: int | None, retain: int) -> None:
+        """Declare the whole plan and the budget."""
+        instance("ledger", self.ledger, ReleaseLedger)
+        self._seed = seed
+        self.spending = Spending(self.run, rounds, self.charges, *budget, retain=retain)
 
     @abstractmethod
     def events(self, i: int) -> Sequence[AbstractEvent]:

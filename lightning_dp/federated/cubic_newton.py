@@ -37,7 +37,7 @@ from lightning_dp.federated.client import (
     is_of_ordinary_size,
     noised_sum,
 )
-from lightning_dp.federated.ledger import ReleaseLedger, Spending
+from lightning_dp.federated.ledger import ReleaseLedger
 from lightning_dp.federated.protocol import Message, MessageError, Records, check_records
 from lightning_dp.sampling import AbstractSampling, FullBatch, Poisson
 from lightning_dp.sparsify import SparseVector, random_k
@@ -211,10 +211,9 @@ class CubicNewtonClient(Client):
             raise ValueError(f"num_records={self.records.num_records} must be at least 1.")
         check_engine(self.records, self.plan.newton)
         self._newton = self.plan.newton_of(self.client)  # raises for a number out of range
-        self._seed = self.seed
         budget = (self.target_epsilon, self.target_delta, self.relation)
         # A server that went back to its last state asks for the round before again.
-        self.spending = Spending(self.run, self.plan.rounds, self.charges, *budget, retain=2)
+        self._declare(self.plan.rounds, budget, self.seed, retain=2)
 
     def events(self, i: int) -> Sequence[AbstractEvent]:
         return self.plan.events(self.noise_multiplier, self.sample_rate)

@@ -45,8 +45,9 @@ from lightning_dp.federated.protocol import MessageError
 from lightning_dp.gradients import UnsupportedModelError
 from lightning_dp.mechanism import BudgetExhausted
 
-__all__ = ["ReleaseLedger", "Spending", "check_budget"]
+__all__ = ["Budget", "ReleaseLedger", "Spending", "check_budget"]
 
+Budget: TypeAlias = tuple[float, float, Relation]  # ε, δ and the neighbouring relation
 _Events: TypeAlias = Callable[[int], Sequence[AbstractEvent]]
 _Make: TypeAlias = Callable[[np.random.Generator], bytes]
 

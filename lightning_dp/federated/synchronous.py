@@ -44,7 +44,7 @@ from lightning_dp.federated.client import (
     noise_source,
     noised_sum,
 )
-from lightning_dp.federated.ledger import ReleaseLedger, Spending
+from lightning_dp.federated.ledger import ReleaseLedger
 from lightning_dp.federated.protocol import (
     REFUSED,
     AbstractServer,
@@ -440,11 +440,10 @@ class QueryClient(Client):
                 f"unit={self.records.unit!r}: the local routine is private for records."
             )
         check_engine(self.records, self.plan.estimator)
-        self._seed = self.seed
         budget = (self.target_epsilon, self.target_delta, self.relation)
         # A step has two rounds in the ledger: 2 t, where all clients are asked, and 2 t + 1, where
         # one goes on alone. Both may be asked for again.
-        self.spending = Spending(self.run, 2 * self.rounds, self.charges, *budget, retain=2)
+        self._declare(2 * self.rounds, budget, self.seed, retain=2)
 
     @property
     def facts(self) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from lightning_dp.federated import (
 )
 from lightning_dp.federated.asynchronous import ConstantSteps, InverseSteps, rounds_for
 from lightning_dp.federated.cubic_newton import CubicNewtonClient, CubicNewtonPlan
-from lightning_dp.federated.ledger import Spending
+from lightning_dp.federated.ledger import ReleaseLedger, Spending
 from lightning_dp.federated.synchronous import BVRLSGD, QueryClient, SynchronousServer
 from lightning_dp.noise_plan import NoisePlan
 from tests.arguments.door import Door
@@ -25,6 +25,9 @@ NOISE_PLAN = NoisePlan(1.0, Constant(), Poisson(), 0.5)
 
 
 ASYNC_PLAN = AsyncPlan(2, PolynomialSizes(a=0, b=4), ConstantSteps(0.1))
+
+
+LEDGER = ReleaseLedger("/nowhere", "ten records")
 
 
 class Ten:
@@ -46,7 +49,7 @@ FEDERATED = [
         others={
             "plan": ASYNC_PLAN,
             "records": Ten(),
-            "ledger": object(),
+            "ledger": LEDGER,
             "run": "trial",
             "privacy": ClientPrivacy(1.0, 1.0, target_epsilon=3.0),
         },
@@ -113,7 +116,7 @@ FEDERATED = [
             "seed": 3,
         },
         whole=("rounds", "client", "num_clients", "seed"),
-        others={"run": "trial", "plan": NOISE_PLAN, "records": Ten(), "ledger": object()},
+        others={"run": "trial", "plan": NOISE_PLAN, "records": Ten(), "ledger": LEDGER},
     ),
     Door(
         CubicNewtonClient,
@@ -130,7 +133,7 @@ FEDERATED = [
             "plan": CubicNewtonPlan(CubicNewton(1.0, 0.0, inner_steps=1), clients=2, rounds=3),
             "client": 0,
             "records": Ten(),
-            "ledger": object(),
+            "ledger": LEDGER,
         },
     ),
 ]

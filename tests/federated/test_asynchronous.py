@@ -176,8 +176,8 @@ def test_a_client_whose_latest_release_is_not_of_the_round_before_has_lost_the_m
 
 
 def test_one_noised_sum_of_one_model_is_what_leaves(tmp_path):
-    """2500 rounds of one record: mean q clip(g), variance q(1-q) clip² + z² C²; not a factor off."""
-    records, rounds = LogCosh(1), 2500
+    """1500 rounds of one record: mean q clip(g), variance q(1-q) clip² + z² C²; not a factor off."""
+    records, rounds = LogCosh(1), 1500
     many = AsyncPlan(rounds, PolynomialSizes(0, 1), ConstantSteps(1e-9))
     privacy = ClientPrivacy(0.5, 3.0, math.inf)
     ledger = ReleaseLedger(tmp_path, "data")
@@ -189,7 +189,7 @@ def test_one_noised_sum_of_one_model_is_what_leaves(tmp_path):
     spread = math.sqrt((1.5**2 + 0.25 * 0.25) / rounds)
     assert float((sums.mean(0) - 0.5 * clipped).abs().max()) < 5 * spread
     expected = 1.5**2 + 0.25 * float(clipped.square().mean())
-    assert float(sums.var(0).mean()) == pytest.approx(expected, rel=0.08)
+    assert float(sums.var(0).mean()) == pytest.approx(expected, rel=0.1)
 
 
 def test_shares_scale_the_batches_and_noise_may_depend_on_the_round(tmp_path):

@@ -91,7 +91,7 @@ def test_a_server_that_dies_goes_on_from_any_state(federation, tmp_path):
             return getattr(holder[0], name)
 
     def kill_and_restore() -> None:
-        if rng.random() < 0.3:
+        if rng.random() < 0.1:
             torch.save(holder[0].state_dict(), tmp_path / "server.pt")
             holder[0] = federation.begin()
             holder[0].load_state_dict(torch.load(tmp_path / "server.pt", weights_only=True))
@@ -236,6 +236,8 @@ def test_a_client_has_no_budget_by_default(protocol, tmp_path):
     settings = {"run": "trial", "seed": None, "target_delta": DELTA}
     with pytest.raises(TypeError, match="target_epsilon"):
         protocol.client(LogCosh(), ReleaseLedger(tmp_path, "data"), **settings)
+    with pytest.raises(TypeError, match="ledger=None must be a ReleaseLedger"):
+        protocol.client(LogCosh(), None, **settings, target_epsilon=1.0)
     for budget in (None, 0.0, -1.0, math.nan):
         with pytest.raises(ValueError, match="target_epsilon="):
             protocol.make(LogCosh(), tmp_path, target_epsilon=budget)

@@ -140,8 +140,20 @@ def bad_replies(good: Message) -> Iterator[Any]:
     for kind in ("answered", "round", "query", "local", "", "x" * 10**5):
         yield Message(kind, good.facts, good.tensors).to_bytes()
     for shape in (
-        *([2**62, size], [0, 2**62, 4], [0, 2**70], [2**31, 2**31, 0], [-size], [4.0], [1, size], [size, 1]),
-        *([[size]], "4", 4, {}, None, [1] * 1000 + [size], [0] * 9, [], [2, 2]),
+        *([2**62, size], [0, 2**62, 4], [0, 2**70], [2**31, 2**31, 0], [-size], [4.0]),
+        *(
+            [1, size],
+            [size, 1],
+            [[size]],
+            "4",
+            4,
+            {},
+            None,
+            [1] * 1000 + [size],
+            [0] * 9,
+            [],
+            [2, 2],
+        ),
     ):
         yield raw(good, shape=shape)
     for dtype in ("C64", "BOOL", "I32", "object", "F32 ", "", None, 4):
@@ -187,7 +199,7 @@ def test_a_bad_reply_is_refused_and_changes_nothing(name):
     assert server.receive(1, good.to_bytes()) is True
 
 
-@settings(max_examples=300, deadline=None, derandomize=True, database=None)
+@settings(max_examples=150, deadline=None, derandomize=True, database=None)
 @given(
     st.sampled_from(sorted(MACHINES)),
     st.lists(st.tuples(st.integers(0, 400), st.integers(0, 255)), max_size=3),
