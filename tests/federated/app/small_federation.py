@@ -86,6 +86,6 @@ server = server_app(
     num_clients=lambda context: int(context.run_config["clients"]),
     folder=lambda context: out(context) / "server",
     poll_interval=0.2,
-    ttl=120.0,
+    ttl=40.0,
     patience=300.0,
 )
