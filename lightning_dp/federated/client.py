@@ -212,11 +212,7 @@ def noised_sum(records: Records, query: Query, batch: list[int], source: NoiseSo
 
 
 def check_point(records: Records, point: Tensor, name: str = "The model") -> None:
-    """Refuse what cannot be the trained parameters of the client's model.
-
-    Raises:
-        MessageError: for another dtype or size, or numbers that are not finite in the model.
-    """
+    """Raise MessageError for what cannot be the trained parameters of the client's model."""
     if not point.dtype.is_floating_point:
         raise MessageError(f"{name} is of {point.dtype}, not of floating-point numbers.")
     if not len(point) or not bool(torch.isfinite(point).all()):
@@ -248,13 +244,10 @@ def is_of_ordinary_size(query: Query) -> bool:
 
 
 def check_query(records: Records, plan: NoisePlan, query: Query, step: int, part: int) -> None:
-    """Refuse a query that is not the plan's at this step.
+    """Raise MessageError, naming what differs, for a query that is not the plan's at this step.
 
     The client asks its own estimator about the points that it was sent: terms, weights,
     coordinates, clip norm and noise must be those.
-
-    Raises:
-        MessageError: naming what differs.
     """
     _check_vectors(records, query)
     z = plan.noise_multiplier(step)
@@ -361,12 +354,9 @@ def fingerprint(module: nn.Module) -> str:
 
 
 def check_fingerprint(of_the_server: str, here: str) -> None:
-    """Refuse a server with another module.
+    """Raise MessageError, naming parameters that differ, for a server with another module.
 
     Buffers that differ are logged only: some are computed, and machines round.
-
-    Raises:
-        MessageError: naming parameters that differ.
     """
     theirs, ours = _read_fingerprint(of_the_server), _read_fingerprint(here)
     if other := _other_order(theirs["trained"], ours["trained"]):

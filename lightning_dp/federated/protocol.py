@@ -302,14 +302,8 @@ class Form(NamedTuple):
 def read_reply(client: int, num_clients: int, content: bytes, forms: Mapping[str, Form]) -> Message:
     """Read a reply, and check its sender and its form; its place in the protocol is not checked yet.
 
-    Args:
-        client: the sender, one of 0, ..., ``num_clients`` - 1.
-        num_clients: their number.
-        content: from anybody.
-        forms: the replies that the protocol has, by kind.
-
     Raises:
-        MessageError: for anything else.
+        MessageError: for a sender that is none of the clients, or bytes that have no form of ``forms``.
     """
     if type(client) is not int or not 0 <= client < num_clients:
         raise MessageError(

@@ -173,6 +173,9 @@ def test_a_client_whose_latest_release_is_not_of_the_round_before_has_lost_the_m
     assert drive(one, 0, 0).kind == "update"  # asked again
     assert drive(one, 2, 0).kind == "lost"
     assert [drive(one, i, 0).kind for i in (1, 2)] == ["update", "update"]
+    old = b"ldp1 the message of an earlier version"
+    one.ledger.release(one.spending, 3, 0, lambda rng: old, note=old)
+    assert [drive(one, 4, 0).kind, drive(one, 4, 0, START).kind] == ["lost", "update"]
 
 
 def test_one_noised_sum_of_one_model_is_what_leaves(tmp_path):

@@ -86,7 +86,7 @@ def killed_after(calls: int, folder: Path, steps) -> tuple[bool, list[bytes]]:
     return os.WIFSIGNALED(status), [sent[i : i + 12] for i in range(0, len(sent), 12)]
 
 
-A, B = spending("A"), spending("B")
+A, B = spending("A"), spending("B", target=3.0)
 
 
 @forks

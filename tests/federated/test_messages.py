@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import pickle
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -221,6 +222,6 @@ def test_any_damage_is_refused_or_harmless(name, changed, cut, more):
 
 
 def test_a_message_without_safetensors_names_the_cure(monkeypatch):
-    monkeypatch.setitem(__import__("sys").modules, "safetensors.torch", None)
+    monkeypatch.setitem(sys.modules, "safetensors.torch", None)
     with pytest.raises(ImportError, match=r"lightning-dp\[federated\]"):
         Message("kind").to_bytes()

@@ -38,18 +38,11 @@ _Record = TypeVar("_Record", ArrayRecord, ConfigRecord)
 
 @dataclass(frozen=True)
 class Reply:
-    """A reply of a client.
-
-    Args:
-        node: the client's.
-        client: its number.
-        payload: what the client sent back; None if it has come, or come back, at a new node.
-        facts: the client's public numbers.
-    """
+    """A reply of a client, with its public numbers."""
 
     node: int
     client: int
-    payload: bytes | None
+    payload: bytes | None  # None if it has come, or come back, at a new node
     facts: Mapping[str, Fact]
 
 
@@ -76,14 +69,8 @@ class Exchange:
       node. Another one that names it is asked again later: a node that was killed and started
       again has a new id, and takes its place when the old one is gone.
 
-    Args:
-        grid: Flower's.
-        num_clients: clients are 0, ..., num_clients - 1.
-        run: the name of the run, which goes with every message.
-        ttl: seconds until a message and its reply expire.
-        poll_interval: seconds between two looks at the list of nodes.
-        module: the fingerprint of the server's module, which goes with every message; "" for none.
-        note: called with a sender, a problem, and True if that client is asked again.
+    The name of the ``run`` and the fingerprint of the server's ``module`` go with every message;
+    ``note`` is called with a sender, a problem, and True if that client is asked again.
     """
 
     def __init__(

@@ -133,11 +133,7 @@ def server_app(
 
 
 class Logbook:
-    """The record of a run: TensorBoard files and ``federation.json``. Noised values and counts only.
-
-    Args:
-        folder: where both go.
-    """
+    """The record of a run: TensorBoard files and ``federation.json``. Noised values and counts only."""
 
     def __init__(self, folder: Path) -> None:
         try:
