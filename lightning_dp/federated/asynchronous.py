@@ -30,6 +30,7 @@ from lightning_dp._validate import (
     whole,
     whole_from_0,
 )
+from lightning_dp.accounting import Gaussian
 from lightning_dp.accounting.base import Relation
 from lightning_dp.accounting.events import AbstractEvent
 from lightning_dp.boundary import Query, State, Term
@@ -386,7 +387,8 @@ class AsyncClient(Client):
         return min(1.0, self.share * self.plan.sizes(i) / self.records.num_records)
 
     def events(self, i: int) -> Sequence[AbstractEvent]:
-        return [Poisson().event(self.privacy.noise(i), self._rate(i))]
+        z, is_client = self.privacy.noise(i), self.records.unit == "client"
+        return [Gaussian(z) if is_client else Poisson().event(z, self._rate(i))]
 
     def read(self, request: Message) -> PlannedRelease:
         i = request.whole("round")

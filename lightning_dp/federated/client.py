@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import math
+import reprlib
 import zlib
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
@@ -19,7 +20,6 @@ from lightning_dp._noise import NoiseSource, random_generator
 from lightning_dp._refusals import RefusedRun, text_of
 from lightning_dp._validate import instance
 from lightning_dp._world import World
-from lightning_dp.accounting import Gaussian
 from lightning_dp.accounting.events import AbstractEvent
 from lightning_dp.boundary import BoundedSum, Query, Release, add_noise
 from lightning_dp.estimators.base import AbstractEstimator, share_of_noise
@@ -106,20 +106,14 @@ class Client(AbstractClient):
         """Declare the whole plan and the budget."""
         instance("ledger", self.ledger, ReleaseLedger)
         self._seed = seed
-        self.spending = Spending(self.run, rounds, self.charges, *budget, retain=retain)
+        self.spending = Spending(self.run, rounds, self.events, *budget, retain=retain)
 
     @abstractmethod
     def events(self, i: int) -> Sequence[AbstractEvent]:
-        """Return the privacy events of one record in the ledger's round i."""
+        """Return the privacy events of the ledger's round i, charged before its first release.
 
-    def charges(self, i: int) -> Sequence[AbstractEvent]:
-        """Return the events of round i as they are charged, before its first release.
-
-        The presence of a whole client is not a matter of chance, so sampling amplifies nothing.
+        Of a whole client, whose presence is not a matter of chance, sampling amplifies nothing.
         """
-        if self.records.unit == "client":
-            return [Gaussian(event.pair[0]) for event in self.events(i)]
-        return self.events(i)
 
     @abstractmethod
     def read(self, request: Message) -> PlannedRelease:
@@ -148,7 +142,8 @@ class Client(AbstractClient):
         message = Message.from_bytes(request)
         if message.kind not in self.kinds or message["run"] != self.spending.run:
             raise MessageError(
-                f"This client answers rounds of run {self.spending.run!r}, not {message.facts}."
+                f"This client answers rounds of run {self.spending.run!r}, not "
+                f"{reprlib.repr(dict(message.facts))}."
             )
         planned = self.read(message)
         make = planned.make

@@ -216,7 +216,8 @@ class CubicNewtonClient(Client):
         self._declare(self.plan.rounds, budget, self.seed, retain=2)
 
     def events(self, i: int) -> Sequence[AbstractEvent]:
-        return self.plan.events(self.noise_multiplier, self.sample_rate)
+        rate = 1.0 if self.records.unit == "client" else self.sample_rate
+        return self.plan.events(self.noise_multiplier, rate)
 
     def read(self, request: Message) -> PlannedRelease:
         t, counter = request.whole("round"), request.whole("counter")

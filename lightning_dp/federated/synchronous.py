@@ -27,6 +27,7 @@ from lightning_dp._validate import (
     whole,
 )
 from lightning_dp._world import World
+from lightning_dp.accounting import Gaussian
 from lightning_dp.accounting.base import Relation
 from lightning_dp.accounting.events import AbstractEvent
 from lightning_dp.boundary import BoundedSum, Query, Release, State, Term, add_noise
@@ -454,6 +455,8 @@ class QueryClient(Client):
         if is_alone:
             routine = self._routine_of(step)
             return [] if routine is None else [routine.event] * (routine.local_steps - 1)
+        if self.records.unit == "client":
+            return [Gaussian(self.plan.noise_multiplier(step))]
         return [self.plan.event(step)]
 
     def _routine_of(self, step: int) -> BVRLSGD | None:
