@@ -50,7 +50,6 @@ FLOORS = (
     ("metrics", "plotting"),
     ("report",),
     ("strategies", "federated"),
-    ("testing",),
     ("callbacks",),
     ("audit",),
 )
@@ -187,7 +186,7 @@ def test_no_file_imports_itself_through_others():
                 ),
             ),
         ),
-        ("flwr", ("federated.flower", "testing")),
+        ("flwr", ("federated.flower",)),
         ("pytorch_lightning", ()),
         ("dp_accounting", ()),
         ("optuna", ()),

@@ -3,28 +3,20 @@
 from __future__ import annotations
 
 import heapq
-import importlib.util
-import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
+import simulate_async as simulation
 import torch
 
 from lightning_dp.federated import AsyncPlan, AsyncServer, PolynomialSizes
-from lightning_dp.federated.messages import Message
-from lightning_dp.federated.sequences import ConstantSteps, rounds_for
+from lightning_dp.federated.asynchronous import ConstantSteps, rounds_for
+from lightning_dp.federated.protocol import Message
 
 
-@pytest.fixture(scope="module")
-def simulation():
-    path = Path(__file__).parents[3] / "examples" / "federated" / "simulate_async.py"
-    spec = importlib.util.spec_from_file_location("simulate_async", path)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["simulate_async"] = module
-    spec.loader.exec_module(module)
-    module.GRADIENTS = 300
-    return module
+@pytest.fixture(autouse=True)
+def few_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(simulation, "GRADIENTS", 300)
 
 
 def by_events(world, sizes, lag: int, rounds: int) -> float:
@@ -66,7 +58,7 @@ def by_events(world, sizes, lag: int, rounds: int) -> float:
 
 @pytest.mark.parametrize("lag", [1, 2, 5])
 @pytest.mark.parametrize("sizes", [PolynomialSizes(0, 30), PolynomialSizes(5, 10)])
-def test_the_times_are_those_of_the_state_machine(simulation, lag, sizes):
+def test_the_times_are_those_of_the_state_machine(lag, sizes):
     world = simulation.World(num_clients=7, stall=0.3, stall_length=20.0, seed=lag)
     rounds = rounds_for(sizes, 300)
     outcome = simulation.asynchronous(world, sizes, lag)
@@ -74,7 +66,7 @@ def test_the_times_are_those_of_the_state_machine(simulation, lag, sizes):
     assert outcome.seconds == pytest.approx(by_events(world, sizes, lag, rounds), rel=1e-12)
 
 
-def test_more_lag_and_larger_batches_save_time_and_messages(simulation):
+def test_more_lag_and_larger_batches_save_time_and_messages():
     world = simulation.World(num_clients=200)
     seconds = [
         simulation.asynchronous(world, PolynomialSizes(0, 10), lag).seconds for lag in (1, 2, 4)
@@ -86,7 +78,7 @@ def test_more_lag_and_larger_batches_save_time_and_messages(simulation):
     assert min(seconds) > alone
 
 
-def test_bad_arguments_are_refused(simulation):
+def test_bad_arguments_are_refused():
     with pytest.raises(ValueError, match="lag=0"):
         simulation.asynchronous(simulation.World(3), PolynomialSizes(0, 10), 0)
     with pytest.raises(ValueError, match="num_clients=0"):

@@ -13,12 +13,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
 
-from lightning_dp._refusals import RefusedRun
-from lightning_dp._validate import whole
-
-__all__ = ["LoopbackFederation"]
-
-
 _HOST = "127.0.0.1"
 _CONNECTION = "loopback"
 # A shell that becomes the command. A child that it leaves in the command's process group reads from
@@ -63,7 +57,7 @@ class LoopbackFederation:
         port: int | None = None,
     ) -> None:
         self.folder = Path(folder).absolute()
-        self.num_clients = whole("num_clients", num_clients)
+        self.num_clients = num_clients
         self.simulation = simulation
         self.address = f"{_HOST}:{port or _free_port()}"
         self._processes: dict[str, subprocess.Popen[bytes]] = {}
@@ -137,7 +131,7 @@ class LoopbackFederation:
             listed = self._flwr("ls", _CONNECTION, "--format", "json").communicate()[0]
             if json.loads(listed)["runs"][0]["status"] == "finished:completed":
                 return log
-        raise RefusedRun(f"The run of {app} did not end well:\n{log}", topic="federated-server")
+        raise RuntimeError(f"The run of {app} did not end well:\n{log}")
 
     def submit(
         self,
@@ -205,9 +199,7 @@ class LoopbackFederation:
                     return
             time.sleep(0.1)
         log = (self.folder / "superlink.log").read_text(encoding="utf-8", errors="replace")
-        raise RefusedRun(
-            f"The SuperLink at {self.address} did not start:\n{log}", topic="federated-server"
-        )
+        raise RuntimeError(f"The SuperLink at {self.address} did not start:\n{log}")
 
 
 def _end(process: subprocess.Popen[bytes], how: signal.Signals, patience: float = 10.0) -> None:
