@@ -22,8 +22,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
-from lightning_dp.accounting._curve import Together
-from lightning_dp.accounting._grid import GridSearch
+from lightning_dp.accounting._grid import GridSearch, Together
 from lightning_dp.callbacks import DifferentialPrivacy
 
 torch.set_num_threads(1)

@@ -16,8 +16,6 @@ from lightning_dp.accounting.base import (
 from lightning_dp.accounting.events import History
 from lightning_dp.accounting.pld import PLDAccountant, chosen
 
-__all__ = ["TradeOff", "trade_off", "up_to"]
-
 _PARTS = 10  # of ε, between which the privacy profile is asked for
 _RTOL = 5e-3  # rates are shown in percent, and every report has them: a quarter of the time
 

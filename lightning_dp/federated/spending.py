@@ -16,12 +16,11 @@ from lightning_dp._validate import normalise, number, probability, whole
 from lightning_dp.accounting import PLDAccountant
 from lightning_dp.accounting.base import Relation, check_relation
 from lightning_dp.accounting.calibration import affordable_steps
-from lightning_dp.accounting.charges import counted
 from lightning_dp.accounting.declared_in_advance import OneOrderAccountant, order_of_budget
-from lightning_dp.accounting.events import AbstractEvent, History
+from lightning_dp.accounting.events import AbstractEvent, History, counted
 from lightning_dp.accounting.guards import GDPGuard
+from lightning_dp.accounting.rdp import total_divergence
 from lightning_dp.accounting.release_file import check_name
-from lightning_dp.accounting.renyi import total_divergence
 from lightning_dp.accounting.steps import Steps
 
 __all__ = ["Events", "Spending", "affordable_rounds", "check_budget", "fits_beside"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from lightning_dp.accounting._characteristic import sum_of_logs
+from lightning_dp.accounting._composition import sum_of_logs
 from lightning_dp.accounting._grouping import Cell
 
 LENGTHS, FREQUENCIES = 3, 40

@@ -10,7 +10,7 @@ import pytest
 
 import lightning_dp.accounting as accounting
 from lightning_dp.accounting import Gaussian, PoissonGaussian, StreamingRDPAccountant
-from lightning_dp.accounting._curve import Together
+from lightning_dp.accounting._grid import Together
 from lightning_dp.accounting.events import AbstractEvent
 from lightning_dp.accounting.gdp import gdp_epsilon
 from lightning_dp.accounting.pld import epsilon_curve

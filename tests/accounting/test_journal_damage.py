@@ -9,9 +9,8 @@ from pathlib import Path
 import pytest
 
 from lightning_dp.accounting import PoissonGaussian
-from lightning_dp.accounting._journal_text import read_text
 from lightning_dp.accounting.events import PoissonRound
-from lightning_dp.accounting.journal import Journal, JournalError, read_journal
+from lightning_dp.accounting.journal import Journal, JournalError, read_journal, read_text
 
 A, B = PoissonGaussian(1.0, 0.01), PoissonGaussian(2.0, 0.01)
 ROUND = PoissonRound((2.0, 3.0), 0.5)

@@ -16,10 +16,9 @@ from lightning_dp.accounting import (
     StreamingRDPAccountant,
 )
 from lightning_dp.accounting._grid import GridSearch, Target
-from lightning_dp.accounting._little_noise import LittleNoise
 from lightning_dp.accounting._pmf import forward_profile
 from lightning_dp.accounting.base import AbstractAccountant
-from lightning_dp.accounting.gdp import gdp_delta, gdp_epsilon
+from lightning_dp.accounting.gdp import LittleNoise, gdp_delta, gdp_epsilon
 from lightning_dp.accounting.guards import GDPGuard
 from lightning_dp.accounting.steps import merge
 

@@ -11,7 +11,7 @@ from scipy import integrate
 from scipy.stats import norm
 
 from lightning_dp.accounting import Gaussian, PoissonGaussian, StreamingRDPAccountant
-from lightning_dp.accounting.renyi import renyi_divergence, total_divergence
+from lightning_dp.accounting.rdp import renyi_divergence, total_divergence
 from lightning_dp.accounting.steps import Steps
 
 
@@ -116,7 +116,7 @@ def test_the_sum_over_many_distinct_steps_is_a_close_upper_bound(order, relation
 @pytest.mark.parametrize("z", [0.5, 30.0, 3e4, 1e6])
 def test_a_few_terms_of_a_large_order_are_all_of_them(z, q, order, monkeypatch):
     few = renyi_divergence(z, q, order)
-    monkeypatch.setattr("lightning_dp.accounting.renyi._MANY", math.inf)
-    monkeypatch.setattr("lightning_dp.accounting.renyi._SMALL", 0.0)
+    monkeypatch.setattr("lightning_dp.accounting.rdp._MANY", math.inf)
+    monkeypatch.setattr("lightning_dp.accounting.rdp._SMALL", 0.0)
     every = renyi_divergence(z, q, order)
     assert every * (1 - 1e-9) <= few <= every * (1 + 1e-5)
