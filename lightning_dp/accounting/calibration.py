@@ -38,7 +38,8 @@ _TOLERANCE = 1e-3  # of epsilon, relative
 _SAME = 1e-9  # of the logarithm of the scale: a cost that jumps over the target
 _ENDLESS = 1e17  # times the scale where a search began: more noise changes nothing
 _FEW = 32  # so few distinct steps are not rounded
-_RATIO = 0.05  # of noise multipliers that are rounded to one, in logarithms
+_ROUGH = 0.02  # tolerance of the first estimate
+_RATIO = 0.1  # of noise multipliers that are rounded to one, in logarithms
 _MOST = 10**18  # steps that are alike
 _MOST_STEPS = 10**8  # that are looked at one by one
 _AT_ONCE = 10**6  # steps that are cheap enough to be looked at at first
@@ -189,7 +190,7 @@ def _normal_scale(shapes: Steps, epsilon: float, delta: float, relation: Relatio
 
 def _near_scale(cost: _Cost, estimate: _Cost, start: float, epsilon: float) -> float:
     """Return a scale whose cost is likely to be within the tolerance, by a quick estimate of it."""
-    found = solve(estimate, start, epsilon, _TOLERANCE)
+    found = solve(estimate, start, epsilon, _ROUGH)
     for _ in range(2):
         if found == math.inf:
             return start
