@@ -275,5 +275,6 @@ def coarse_steps(steps: Steps) -> Steps:
         places = np.maximum(np.floor(np.log(z) / _RATIO), -1e9)
     distinct, group = np.unique(places + 1j * q, return_inverse=True)
     least = np.full(distinct.size, math.inf)
-    np.minimum.at(least, group, z)
-    return Steps(least, distinct.imag.copy(), np.bincount(group, weights=steps.counts))
+    np.minimum.at(least, group.reshape(-1), z)
+    totals = np.bincount(group.reshape(-1), weights=steps.counts)
+    return Steps(least, distinct.imag.copy(), totals.astype(float))

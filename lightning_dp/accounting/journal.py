@@ -11,7 +11,7 @@ import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 import filelock
 
@@ -108,9 +108,9 @@ class Written:
         elif not isinstance(record, list) or len(record) != 3:
             raise self._damaged(f": line {position} is no record")
         elif record[0] is None:
-            self._add_note(*record[1:], position)
+            self._add_note(record[1], record[2], position)
         else:
-            self._add_charge(*record, position)
+            self._add_charge(record, position)
 
     def _begin(self, record: object) -> None:
         if not isinstance(record, list) or len(record) != 2 or record[0] not in _FORMATS:
@@ -122,12 +122,12 @@ class Written:
             raise self._damaged(": line 1 names no ledger")
         self.ledger_id = record[1]
 
-    def _add_charge(self, run: object, number: object, content: object, position: int) -> None:
-        charges = self.runs.get(run, ()) if isinstance(run, str) else ()
-        if not self._is_next(run, number) or (content is None and not charges):
+    def _add_charge(self, record: list[Any], position: int) -> None:
+        run, number, content = record
+        if not self._is_next(run, number) or (content is None and run not in self.runs):
             raise self._damaged(f" before line {position}")
         try:
-            event = charges[-1][0] if content is None else event_from_dict(content)
+            event = self.runs[run][-1][0] if content is None else event_from_dict(content)
         except RefusedSetting as error:  # of another version, not damaged
             raise JournalError(
                 f"The privacy journal {self.path} is of another version; line {position}: {error.text}",
