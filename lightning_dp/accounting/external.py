@@ -36,6 +36,7 @@ class Declared:
         rho: of all zCDP releases.
 
     Example:
+        >>> from lightning_dp.accounting import ApproximateDP
         >>> two = ApproximateDP(0.5, 1e-6, "add_remove", "two tables")
         >>> Declared.of([(two, 2)], "add_remove").lost
         1.999999e-06

@@ -240,7 +240,9 @@ def test_the_worse_direction_of_a_curve_counts(monkeypatch, worse):
     monkeypatch.setattr(
         Together,
         "_group",
-        lambda self, run, backward, least: np.full(run.size, 0.2 if backward == worse else 0.1),
+        lambda self, run, direction, least: np.full(
+            run.size, 0.2 if direction.backward == worse else 0.1
+        ),
     )
     assert list(epsilon_curve(PoissonGaussian(0.1, 0.5), [1, 2], 1e-5)) == [0.2, 0.2]
 
