@@ -10,8 +10,8 @@ from typing import ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_dp._validate import explained, not_negative, probability
-from lightning_dp.accounting.events import History, check_entry, counted
+from lightning_dp._validate import explained, probability
+from lightning_dp.accounting.events import AbstractEvent, History, check_entry, counted
 from lightning_dp.accounting.events import Relation as Relation
 from lightning_dp.accounting.steps import (
     CheckedHistory,
@@ -95,11 +95,6 @@ def check_delta(delta: object) -> float:
     return float(_DELTA("delta", delta))
 
 
-def check_epsilon(epsilon: object) -> float:
-    """Return ``epsilon`` if it is finite and not negative, else raise."""
-    return not_negative("epsilon", epsilon)
-
-
 def check_relation(relation: str) -> float:
     """Return the factor on the sensitivity, 1 for add/remove and 2 for replace-one, or raise."""
     if isinstance(relation, str) and relation in _FACTORS:
@@ -136,22 +131,21 @@ class CachedAccountant(AbstractAccountant):
 
     def epsilon(self, history: History, delta: float, relation: Relation = "add_remove") -> float:
         """Return the accountant's ε, computed or kept."""
-        return self._answer(self._accountant.epsilon, history, delta, relation)
+        key = ("epsilon", _events_in(history), delta, relation)
+        return self._answer(key, lambda: self._accountant.epsilon(history, delta, relation))
 
     def delta(self, history: History, epsilon: float, relation: Relation = "add_remove") -> float:
         """Return the accountant's δ, computed or kept."""
-        return self._answer(self._accountant.delta, history, epsilon, relation)
+        key = ("delta", _events_in(history), epsilon, relation)
+        return self._answer(key, lambda: self._accountant.delta(history, epsilon, relation))
 
-    def _answer(
-        self,
-        compute: Callable[[History, float, Relation], float],
-        history: History,
-        at: float,
-        relation: Relation,
-    ) -> float:
-        key = compute.__name__, frozenset(counted(map(check_entry, history))), at, relation
+    def _answer(self, key: object, compute: Callable[[], float]) -> float:
         if key not in self._answers:
             if len(self._answers) == _MOST:
                 del self._answers[next(iter(self._answers))]
-            self._answers[key] = compute(history, at, relation)
+            self._answers[key] = compute()
         return self._answers[key]
+
+
+def _events_in(history: History) -> frozenset[tuple[AbstractEvent, int]]:
+    return frozenset(counted(map(check_entry, history)))

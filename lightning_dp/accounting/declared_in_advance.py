@@ -8,12 +8,11 @@ from typing import ClassVar
 
 import numpy as np
 
-from lightning_dp._validate import between, normalise, whole
+from lightning_dp._validate import between, normalise, not_negative, whole
 from lightning_dp.accounting.base import (
     AbstractAccountant,
     Relation,
     check_delta,
-    check_epsilon,
 )
 from lightning_dp.accounting.events import History, sampled_gaussian
 from lightning_dp.accounting.gdp import mu_of_budget
@@ -71,7 +70,7 @@ class OneOrderAccountant(AbstractAccountant):
     def delta(self, history: History, epsilon: float, relation: Relation = "add_remove") -> float:
         """Return ``e^((a - 1) (rho(a) - epsilon + log(1 - 1/a)) - log a)``; 0 for nothing."""
         curve, a = self._curve(history, relation), self.order
-        epsilon = check_epsilon(epsilon)
+        epsilon = not_negative("epsilon", epsilon)
         if curve.is_empty:
             return 0.0
         exponent = (a - 1) * (self._rho(curve) - epsilon + math.log1p(-1 / a)) - math.log(a)

@@ -10,8 +10,8 @@ import numpy as np
 from scipy.optimize import brentq
 from scipy.special import bdtrc, erfcx, ndtr, ndtri
 
-from lightning_dp._validate import between, number, positive
-from lightning_dp.accounting.base import check_delta, check_epsilon, check_relation
+from lightning_dp._validate import between, not_negative, number, positive
+from lightning_dp.accounting.base import check_delta, check_relation
 from lightning_dp.accounting.steps import FloatArray, Steps
 
 HUGE = 1e4
@@ -61,7 +61,7 @@ def gdp_delta(mu: float, epsilon: float) -> float:
         >>> round(gdp_delta(mu=1.0, epsilon=1.0), 6)
         0.126937
     """
-    epsilon, mu = check_epsilon(epsilon), between("[0, inf]")("mu", mu)
+    epsilon, mu = not_negative("epsilon", epsilon), between("[0, inf]")("mu", mu)
     if mu == 0:
         return 0.0
     if math.isinf(mu):

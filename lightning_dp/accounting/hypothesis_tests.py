@@ -10,7 +10,6 @@ from lightning_dp.accounting.base import (
     AbstractAccountant,
     Relation,
     check_delta,
-    check_epsilon,
     check_relation,
 )
 from lightning_dp.accounting.events import History
@@ -132,6 +131,6 @@ def up_to(
         return TradeOff(((math.inf, 1.0),))
     if isinstance(judge, PLDAccountant):  # also on a coarser grid, δ is never below the truth
         judge = replace(judge, rtol=max(judge.rtol, _RTOL))
-    epsilons = [check_epsilon(largest * part / _PARTS) for part in range(_PARTS)]
+    epsilons = [largest * part / _PARTS for part in range(_PARTS)]
     found = {epsilon: judge.delta(history, epsilon, relation) for epsilon in epsilons}
     return TradeOff((*found.items(), pair))

@@ -45,9 +45,9 @@ class JournalDiskError(JournalError, OSError):
 # -- lines -------------------------------------------------------------------------------------
 
 
-def checked_line(record: Sequence[object]) -> bytes:
+def checked_line(record: Sequence[object], separators: tuple[str, str] = (",", ":")) -> bytes:
     """Return a record as one line of JSON with its checksum: ``[...] crc32``."""
-    text = json.dumps(record, separators=(",", ":")).encode()
+    text = json.dumps(record, separators=separators).encode()
     return text + _checksum(text) + b"\n"
 
 

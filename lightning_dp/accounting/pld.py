@@ -10,12 +10,11 @@ from typing import TYPE_CHECKING, ClassVar
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from lightning_dp._validate import between, instance, listed, normalise
+from lightning_dp._validate import between, instance, listed, normalise, not_negative
 from lightning_dp.accounting.base import (
     AbstractAccountant,
     Relation,
     check_delta,
-    check_epsilon,
     check_relation,
 )
 from lightning_dp.accounting.events import AbstractEvent, History, check_history
@@ -134,7 +133,7 @@ class PLDAccountant(AbstractAccountant):
         """Return the least delta at ``epsilon``; see the class."""
         from lightning_dp.accounting._grid import Target
 
-        target = Target(epsilon=check_epsilon(epsilon))
+        target = Target(epsilon=not_negative("epsilon", epsilon))
         check_relation(relation)
         checked = CheckedHistory.of(history)
         steps, declared = checked.steps, Declared.of(checked.external, relation)

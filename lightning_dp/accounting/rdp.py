@@ -9,11 +9,11 @@ from dataclasses import dataclass
 import numpy as np
 from scipy.special import bdtr, bdtrc, expit, gammaln
 
+from lightning_dp._validate import not_negative
 from lightning_dp.accounting.base import (
     AbstractAccountant,
     Relation,
     check_delta,
-    check_epsilon,
     check_relation,
 )
 from lightning_dp.accounting.events import History
@@ -120,7 +120,7 @@ class RenyiCurve:
 
     def delta(self, epsilon: float) -> float:
         """The least delta at epsilon."""
-        epsilon = check_epsilon(epsilon)
+        epsilon = not_negative("epsilon", epsilon)
         if self.is_empty:
             return 0.0
         if self.steps.has_noiseless:

@@ -130,7 +130,8 @@ def write_release_file(path: Path, progress: Progress, kept: Kept, note: bytes) 
     """Replace the file, durably: it is the old one or the new one at any moment."""
     content = b"".join([*kept.values(), note])
     places = [[round_, part, len(sent)] for (round_, part), sent in kept.items()]
-    line = checked_line([_FORMAT, vars(progress), places, zlib.crc32(content)])
+    header = [_FORMAT, vars(progress), places, zlib.crc32(content)]
+    line = checked_line(header, (", ", ": "))  # as earlier versions wrote it
     with replaced(path) as file:
         file.write(line + content)
 

@@ -114,14 +114,10 @@ class CheckedHistory:
     @classmethod
     def of(cls, history: History, name: str = "history") -> CheckedHistory:
         """Check a history, the argument of that name, and merge it."""
-        steps: list[tuple[AbstractEvent, int]] = []
-        external: list[tuple[AbstractExternal, int]] = []
-        for event, count in check_history(history, name):
-            if isinstance(event, AbstractExternal):
-                external += [(event, count)] * bool(count)
-            else:
-                steps.append((event, count))
-        return cls(history, merge(steps), tuple(external))
+        entries = check_history(history, name)
+        steps = merge([entry for entry in entries if not isinstance(entry[0], AbstractExternal)])
+        external = [(e, n) for e, n in entries if isinstance(e, AbstractExternal) and n]
+        return cls(history, steps, tuple(external))
 
 
 class AbstractPairPlan(ABC):
