@@ -7,7 +7,7 @@ moment of order t by at most ``1 + t (t + 1) h^2 / 8``. By Chernoff's bound
 below ``rtol * epsilon``, with t the best tilt and T the expected number of steps, under the tilt,
 whose loss is not at the grid point 0.
 
-Lengths of one run that are close share a grid, a tilt and the transforms (:class:`Together`); where
+Lengths of one run that are close share a grid, a tilt and the transforms (:class:`CurveSearch`); where
 these turn out to be poor for a length, it starts another group. Every value carries its own errors.
 """
 
@@ -373,7 +373,7 @@ def _spread(mixture: Mixture, pmfs: list[LossPmf], moments: FloatArray) -> float
 # -- many lengths ------------------------------------------------------------------------------
 
 
-class Together:
+class CurveSearch:
     """The lengths of one run, in groups that share a grid."""
 
     def __init__(self, search: GridSearch, delta: float, relation: Relation) -> None:

@@ -398,8 +398,8 @@ def _check_budget(epsilon: float, delta: float, relation: Relation) -> tuple[flo
     epsilon = positive("epsilon", epsilon)
     if not epsilon >= LEAST_EPSILON:
         raise ValueError(
-            f"epsilon={epsilon} is below {LEAST_EPSILON:g}, and no budget so small can be kept and "
-            "used. Raise epsilon."
+            f"epsilon={epsilon} is below {LEAST_EPSILON:g}, the smallest supported budget. "
+            "Raise epsilon."
         )
     check_relation(relation)
     return epsilon, check_delta(delta)

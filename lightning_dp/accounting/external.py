@@ -100,7 +100,7 @@ class Declared:
 
     @property
     def nodes(self) -> tuple[tuple[Node, int], ...]:
-        """What is pure or zCDP, as pairs of distributions with their counts."""
+        """The pure and zCDP ones, as pairs of distributions with their counts."""
         questions: list[tuple[Node, int]] = [(Question(e), count) for e, count in self.pure]
         return (*questions, *([(Concentrated(self.rho), 1)] if self.rho > 0 else []))
 

@@ -78,7 +78,7 @@ def _is_whole(line: bytes) -> bool:
 
 
 @dataclass
-class Written:
+class JournalContent:
     """The content of a journal.
 
     Args:
@@ -102,11 +102,11 @@ class Written:
         try:
             record = read_line(line)
         except ValueError as error:
-            raise self._damaged(f": line {position} {error}") from None
+            raise self._damaged(f"line {position} {error}") from None
         if position == 1:
             self._begin(record)
         elif not isinstance(record, list) or len(record) != 3:
-            raise self._damaged(f": line {position} is no record")
+            raise self._damaged(f"line {position} is no record")
         elif record[0] is None:
             self._add_note(record[1], record[2], position)
         else:
@@ -119,13 +119,16 @@ class Written:
                 topic="other-version",
             )
         if not isinstance(record[1], str):
-            raise self._damaged(": line 1 names no ledger")
+            raise self._damaged("line 1 names no ledger")
         self.ledger_id = record[1]
 
     def _add_charge(self, record: list[Any], position: int) -> None:
         run, number, content = record
         if not self._is_next(run, number) or (content is None and run not in self.runs):
-            raise self._damaged(f" before line {position}")
+            raise JournalError(
+                f"The privacy journal {self.path} is damaged before line {position}. {_CURE}",
+                topic="journal-damaged",
+            )
         try:
             event = self.runs[run][-1][0] if content is None else event_from_dict(content)
         except RefusedSetting as error:  # of another version, not damaged
@@ -134,7 +137,7 @@ class Written:
                 topic=error.topic,
             ) from None
         except (ValueError, TypeError, OverflowError) as error:
-            how = f": line {position} has no event that can be read: {text_of(error)}"
+            how = f"line {position} has no event that can be read: {text_of(error)}"
             raise self._damaged(how) from None
         self.runs.append(run, event)
 
@@ -142,9 +145,9 @@ class Written:
         """Add what is no charge; kinds of a later version may change what is spent."""
         if kind != _WEIGHTS:
             kinds = f"is of the kind {kind!r}, which this version cannot read"
-            raise self._damaged(f": line {position} {kinds}")
+            raise self._damaged(f"line {position} {kinds}")
         if not isinstance(content, list) or not all(isinstance(each, str) for each in content):
-            raise self._damaged(f": line {position} has no fingerprints")
+            raise self._damaged(f"line {position} has no fingerprints")
         self.weights.update(content)
 
     def _is_next(self, run: object, number: object) -> bool:
@@ -169,11 +172,11 @@ class Written:
 
     def _damaged(self, how: str) -> JournalError:
         return JournalError(
-            f"The privacy journal {self.path} is damaged{how}. {_CURE}", topic="journal-damaged"
+            f"The privacy journal {self.path} is damaged: {how}. {_CURE}", topic="journal-damaged"
         )
 
 
-def read_text(path: Path, content: bytes) -> Written:
+def read_text(path: Path, content: bytes) -> JournalContent:
     """Read a journal.
 
     A last line that a crash left unfinished is a charge that was being written when the process died:
@@ -189,7 +192,7 @@ def read_text(path: Path, content: bytes) -> Written:
             f"The privacy journal {path} is empty or not a journal. {_CURE}",
             topic="journal-damaged",
         )
-    written = Written(path, size=len(content) - len(tail))
+    written = JournalContent(path, size=len(content) - len(tail))
     for position, line in enumerate(lines, start=1):
         written.add(line, position)
     if tail and _is_whole(tail):
@@ -204,7 +207,7 @@ def read_text(path: Path, content: bytes) -> Written:
     return written
 
 
-def read_written(path: Path) -> Written:
+def read_written(path: Path) -> JournalContent:
     """Everything in a journal.
 
     Raises:

@@ -21,7 +21,7 @@ from lightning_dp.accounting.charges import Charges, JournalError
 from lightning_dp.accounting.events import AbstractEvent, event_from_dict, sampled_gaussian
 from lightning_dp.accounting.journal import (
     Journal,
-    Written,
+    JournalContent,
     is_ledger_id,
     new_id,
     read_journal,
@@ -122,8 +122,8 @@ class Neighbours:
         damaged: files that cannot be read.
     """
 
-    written: list[Written] = field(default_factory=list)
-    trained: list[Written] = field(default_factory=list)
+    written: list[JournalContent] = field(default_factory=list)
+    trained: list[JournalContent] = field(default_factory=list)
     unread: int = 0
     damaged: list[Path] = field(default_factory=list)
 
@@ -167,7 +167,7 @@ def neighbours(folder: Path, own_id: str, weights: AbstractSet[str]) -> Neighbou
     return found
 
 
-def union(written: list[Written]) -> Charges:
+def union(written: list[JournalContent]) -> Charges:
     """All their charges; a run that several know of counts once.
 
     Raises:

@@ -164,7 +164,7 @@ class PLDAccountant(AbstractAccountant):
         spent: History = (),
     ) -> FloatArray:
         """Return epsilon after each length; those that are close share their work."""
-        from lightning_dp.accounting._grid import Run, Together
+        from lightning_dp.accounting._grid import CurveSearch, Run
 
         declared = Declared.of(CheckedHistory.of(spent).external, relation)
         run = Run.of(plan, lengths, [each for each in spent if each[0].is_gaussian])
@@ -172,7 +172,7 @@ class PLDAccountant(AbstractAccountant):
         is_little = mu_of(steps, relation) < _NEXT_TO_NOTHING
         if is_little or not left > 0 or self._needs_no_grid(steps, declared, delta, relation):
             return super().curve(plan, lengths, delta, relation, spent)
-        values = Together(self._search(declared), left, relation).values(run)
+        values = CurveSearch(self._search(declared), left, relation).values(run)
         if declared.is_empty:
             return values
         return np.maximum(values, self.epsilon(spent, delta, relation))  # also of no step

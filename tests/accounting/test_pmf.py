@@ -13,7 +13,7 @@ from scipy.stats import norm
 
 from lightning_dp.accounting import Gaussian, PoissonGaussian, StreamingRDPAccountant, epsilon
 from lightning_dp.accounting._composition import sum_of_logs
-from lightning_dp.accounting._grid import Together
+from lightning_dp.accounting._grid import CurveSearch
 from lightning_dp.accounting._grouping import Cell, Mixture, as_mixture, coarse
 from lightning_dp.accounting._pmf import (
     backward_profile,
@@ -238,7 +238,7 @@ def test_a_curve_is_one_evaluation_for_each_length(name, relation, delta, spent)
 @pytest.mark.parametrize("worse", [False, True])
 def test_the_worse_direction_of_a_curve_counts(monkeypatch, worse):
     monkeypatch.setattr(
-        Together,
+        CurveSearch,
         "_group",
         lambda self, run, direction, least: np.full(
             run.size, 0.2 if direction.backward == worse else 0.1
