@@ -126,9 +126,9 @@ def calibrate_steps(
     def estimate(scale: float) -> float:
         return judge.epsilon_after(few_before, few.scaled(scale), delta, relation)
 
-    start = _normal_scale(shapes, epsilon, delta, relation)
-    near = start if few is shapes else _near_scale(cost, estimate, start, epsilon)
-    scale = solve(cost, near, epsilon, _TOLERANCE)
+    start, slope = _normal_scale(shapes, epsilon, delta, relation)
+    near = start if few is shapes else _near_scale(cost, estimate, start, epsilon, slope)
+    scale = solve(cost, near, epsilon, _TOLERANCE, slope)
     if not scale < math.inf:
         least = epsilon_text(cost(start * _ENDLESS), 6)
         raise RefusedSetting(
@@ -169,14 +169,17 @@ def _few(steps: Steps) -> Steps:
     return rounded(steps, _RATIO).scaled(math.exp(_RATIO / 2))  # on average as much noise
 
 
-def _normal_scale(shapes: Steps, epsilon: float, delta: float, relation: Relation) -> float:
-    """Return the scale by the central limit theorem: ``sum_t q_t^2 (e^(1/z_t^2) - 1) = mu^2``."""
+def _normal_scale(
+    shapes: Steps, epsilon: float, delta: float, relation: Relation
+) -> tuple[float, float]:
+    """Return the scale by the central limit theorem, and the slope of log μ in its logarithm."""
     if np.all(shapes.sample_rates == 1):
-        return shapes.mu
+        return shapes.mu, -1.0
     mu = math.log(mu_of_budget(epsilon, delta) / check_relation(relation))
     log_rates = 2 * np.log(shapes.sample_rates)
 
     def excess(log_scale: float) -> float:
+        """Return the excess of log μ, ``sum_t q_t^2 (e^(1/z_t^2) - 1) = mu^2``."""
         x = np.exp(-2 * log_scale) / shapes.noise_multipliers**2
         log_terms = log_rates + x + np.log(-np.expm1(-x)) + np.log(shapes.counts)
         return 0.5 * float(np.logaddexp.reduce(log_terms)) - mu
@@ -184,13 +187,14 @@ def _normal_scale(shapes: Steps, epsilon: float, delta: float, relation: Relatio
     low = float(np.log(1e-2 / shapes.noise_multipliers.min()))
     high = low + math.log(1e10)
     if not excess(low) > 0 > excess(high):
-        return shapes.mu
-    return math.exp(float(brentq(excess, low, high, xtol=1e-3)))
+        return shapes.mu, -1.0
+    scale = float(brentq(excess, low, high, xtol=1e-3))
+    return math.exp(scale), min((excess(scale + 0.01) - excess(scale)) / 0.01, -1.0)
 
 
-def _near_scale(cost: _Cost, estimate: _Cost, start: float, epsilon: float) -> float:
+def _near_scale(cost: _Cost, estimate: _Cost, start: float, epsilon: float, slope: float) -> float:
     """Return a scale whose cost is likely to be within the tolerance, by a quick estimate of it."""
-    found = solve(estimate, start, epsilon, _ROUGH)
+    found = solve(estimate, start, epsilon, _ROUGH, slope)
     for _ in range(2):
         if found == math.inf:
             return start
@@ -201,14 +205,15 @@ def _near_scale(cost: _Cost, estimate: _Cost, start: float, epsilon: float) -> f
         wanted = epsilon * (1 - _TOLERANCE / 2) * estimate(start) / value
         if not wanted > 0:  # of next to nothing, an estimate may be 0
             break
-        found = solve(estimate, start, wanted * (1 + _TOLERANCE / 8), _TOLERANCE / 4)
+        found = solve(estimate, start, wanted * (1 + _TOLERANCE / 8), _TOLERANCE / 4, slope)
     return found
 
 
-def solve(cost: _Cost, start: float, target: float, tolerance: float) -> float:
+def solve(cost: _Cost, start: float, target: float, tolerance: float, slope: float) -> float:
     """A scale with ``(1 - tolerance) target <= cost(scale) <= target``; cost falls with the scale.
 
-    Infinite, if the cost stays above the target however large the scale is.
+    Infinite, if the cost stays above the target however large the scale is. ``slope``: a guess of that
+    of the logarithm of the cost in that of the scale.
     """
     aim, x = math.log(target * (1 - tolerance / 2)), math.log(start)
     points: list[tuple[float, float]] = []
@@ -224,16 +229,16 @@ def solve(cost: _Cost, start: float, target: float, tolerance: float) -> float:
             return math.inf
         if 0 < value < math.inf:
             points = [*points[-1:], (x, math.log(value))]
-        guess = math.nan if turn % 6 == 5 else _secant(points, aim)
+        guess = math.nan if turn % 6 == 5 else _secant(points, slope, aim)
         x = _inside(guess, low, high)
     return math.exp(high)
 
 
-def _secant(points: list[tuple[float, float]], aim: float) -> float:
-    """The place where log cost is ``aim`` by the latest two points, or by one; else NaN."""
+def _secant(points: list[tuple[float, float]], slope: float, aim: float) -> float:
+    """The place where log cost is ``aim`` by two points, or one and a slope; else NaN."""
     if not points:
         return math.nan
-    (x, y), slope = points[-1], -1.0
+    x, y = points[-1]
     if len(points) == 2 and points[0][0] != x:
         slope = min((y - points[0][1]) / (x - points[0][0]), -0.05)
     return min(max(x + (aim - y) / slope, x - 3.0), x + 3.0)
