@@ -54,7 +54,7 @@ def error_of(accountant):
 
 
 @every_accountant
-@examples(max_examples=10)
+@examples(max_examples=7)
 @given(history=histories, z=st.floats(1.0, 1.5), q=st.floats(0.3, 1.0), at=st.floats(-9, -3))
 def test_less_noise_larger_rates_more_steps_and_smaller_deltas_cost_more(
     accountant, history, z, q, at
@@ -70,7 +70,7 @@ def test_less_noise_larger_rates_more_steps_and_smaller_deltas_cost_more(
 
 
 @every_accountant
-@examples(max_examples=10)
+@examples(max_examples=7)
 @given(history=histories, at=st.floats(-9, -3))
 def test_delta_inverts_epsilon_and_falls(accountant, history, at):
     epsilon = accountant.epsilon(history, 10**at)
@@ -81,7 +81,7 @@ def test_delta_inverts_epsilon_and_falls(accountant, history, at):
 
 
 @every_accountant
-@examples(max_examples=10)
+@examples(max_examples=7)
 @given(history=histories, order=st.randoms(use_true_random=False))
 def test_order_and_counting_have_no_meaning(accountant, history, order):
     """(e, n) is n times (e, 1), and a round on one sample is its pair."""
@@ -160,7 +160,7 @@ def test_a_pld_accountant_is_frozen_and_its_accuracies_are_checked():
             PLDAccountant(**{name: value})
 
 
-@examples(max_examples=500)
+@examples(max_examples=200)
 @given(st.floats(-9, 4))
 def test_a_rounded_epsilon_is_never_below(log_epsilon):
     epsilon = 10.0**log_epsilon

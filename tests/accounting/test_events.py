@@ -28,7 +28,7 @@ events = st.one_of(
 )
 
 
-@settings(max_examples=200, deadline=None, derandomize=True)
+@settings(max_examples=100, deadline=None, derandomize=True)
 @given(events)
 def test_an_event_survives_json_as_plain_python(event):
     written = event.to_dict()

@@ -96,7 +96,7 @@ guarantees = st.lists(
 )
 
 
-@settings(max_examples=40, deadline=None, derandomize=True)
+@settings(max_examples=20, deadline=None, derandomize=True)
 @given(guarantees=guarantees, t=st.floats(0.0, 3.0), z=st.one_of(st.none(), st.floats(1.0, 5.0)))
 def test_it_is_the_sum_over_all_answers(guarantees, t, z):
     """Alone, and next to full batches."""
@@ -136,7 +136,7 @@ def test_renyi_divergences_are_those_of_dp_accounting():
 
 
 @pytest.mark.parametrize("steps", [[], [STEPS]], ids=["alone", "next to steps"])
-@settings(max_examples=4, deadline=None, derandomize=True)
+@settings(max_examples=3, deadline=None, derandomize=True)
 @given(log_rho=st.floats(-2.5, 0))
 def test_zcdp_costs_no_less_than_anything_that_is_zcdp(steps, log_rho):
     """Gaussians and yes-no questions that are ρ-zCDP: it dominates them, and not by far."""

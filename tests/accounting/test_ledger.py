@@ -54,7 +54,7 @@ def counted(events: list[Any]) -> list[tuple[Any, int]]:
     return found
 
 
-@settings(max_examples=300, deadline=None, derandomize=True)
+@settings(max_examples=150, deadline=None, derandomize=True)
 @given(charges, charges, st.booleans())
 def test_the_union_of_two_records_of_a_run_is_the_longer_one_if_the_other_begins_it(a, b, begins):
     if begins:

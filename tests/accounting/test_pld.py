@@ -51,7 +51,7 @@ def logs(low: float, high: float) -> st.SearchStrategy[float]:
 # -- one step and two, exactly -----------------------------------------------------------------
 
 
-@settings(max_examples=15, deadline=None, derandomize=True)
+@settings(max_examples=12, deadline=None, derandomize=True)
 @given(
     z=logs(0.25, 20),
     q=st.one_of(logs(1e-4, 1), st.just(1 - 1e-9)),
@@ -111,10 +111,10 @@ def test_the_worse_direction_counts(monkeypatch, worse):
 )
 def test_many_steps_lie_between_rounding_all_losses_down_and_up(oracle, step, count, relation):
     lower, upper = (
-        oracle.bucket_epsilon(1e-5, [step] * count, relation, h=1e-4, up=up) for up in (False, True)
+        oracle.bucket_epsilon(1e-5, [step] * count, relation, h=2e-4, up=up) for up in (False, True)
     )
     assert lower <= epsilon([(P(*step), count)], 1e-5, relation) <= upper * 1.0005
-    assert upper < 1.005 * lower
+    assert upper < 1.01 * lower
 
 
 def assert_in_bracket(oracle, history, h, width, deltas=(1e-5, 1e-8, 1e-12), relation="add_remove"):
@@ -273,7 +273,7 @@ def test_rare_records_do_not_loosen_epsilon(z, q, steps, at, relation, truth):
 # -- full batches ------------------------------------------------------------------------------
 
 
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=40, deadline=None, derandomize=True)
 @given(
     z=st.lists(logs(0.3, 1e3), min_size=1, max_size=50),
     at=logs(1e-12, 0.1),

@@ -35,7 +35,7 @@ pairs = st.tuples(st.floats(0.35, 20), st.one_of(st.floats(1e-4, 0.99), st.just(
 EPSILONS = np.array([0.0, 0.01, 0.2, 1.0, 4.0])
 
 
-@settings(max_examples=40, deadline=None, derandomize=True)
+@settings(max_examples=20, deadline=None, derandomize=True)
 @given(z=st.floats(0.5, 3), q=st.floats(0.01, 0.95))
 def test_the_profile_of_an_exchange_is_the_integral_and_below_joint_convexity(oracle, z, q):
     """H_g(P||Q) <= q ((1-b) H_a(N1||N0) + b H_a(N2||N0)), a = 1 + (g-1)/q, b = g/a.
@@ -89,7 +89,7 @@ def test_no_other_pair_of_records_is_worse(z, q):
             assert np.all(delta(*pair) <= worst * (1 + 4e-3) + 1e-6)
 
 
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=40, deadline=None, derandomize=True)
 @given(
     pair=pairs,
     relation=relations,
