@@ -265,16 +265,16 @@ class PrivateRun:
         Of many distinct steps, those with nearly the same noise count as the one with the least: it
         is for information, and must not take long.
         """
-        from lightning_dp.accounting._grouping import coarse, coarse_pairs
+        from lightning_dp.accounting._grouping import coarse, coarse_steps
 
         mechanism, more = self.mechanism, self.remaining_steps
         if mechanism is None or self.is_adaptive or not math.isfinite(more):
             return None
-        plan, steps = mechanism.plan, range(mechanism.step, mechanism.step + int(more))
+        plan, now = mechanism.plan, mechanism.step
         if plan.is_constant:
-            left: History = [(plan.event(steps.start), len(steps))] if steps else []
+            left: History = [(plan.event(now), int(more))] if more else []
         else:
-            left = coarse_pairs((plan.noise_multiplier(step), plan.rate(step)) for step in steps)
+            left = coarse_steps(plan.steps(now, int(more))).events()
         history = [*coarse(others), *coarse(self.ledger.history()), *mechanism.unasked, *left]
         delta, relation = self.config.target_delta, self.config.relation
         return PLDAccountant().epsilon(history, delta, relation)

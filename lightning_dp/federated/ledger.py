@@ -25,6 +25,7 @@ from lightning_dp.accounting.declared_in_advance import OneOrderAccountant, orde
 from lightning_dp.accounting.events import AbstractEvent, History, Voided, VoidedRunError
 from lightning_dp.accounting.guards import GDPGuard
 from lightning_dp.accounting.journal import Journal, read_journal
+from lightning_dp.accounting.rdp import total_divergence
 from lightning_dp.accounting.release_file import (
     Kept,
     Progress,
@@ -39,7 +40,6 @@ from lightning_dp.accounting.release_file import (
     rounds_in,
     write_release_file,
 )
-from lightning_dp.accounting.renyi import total_divergence
 from lightning_dp.accounting.steps import Steps
 from lightning_dp.federated.protocol import MessageError
 from lightning_dp.gradients import UnsupportedModelError

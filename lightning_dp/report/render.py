@@ -8,8 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import TypeAlias
 
 from lightning_dp._validate import one_of
-from lightning_dp.accounting.events import History
-from lightning_dp.accounting.external import AbstractExternal
+from lightning_dp.accounting.events import AbstractExternal, History
 from lightning_dp.report.facts import READERS, AbstractReport, Reader
 
 __all__ = ["Block", "Fact", "Page", "Table", "charged"]
