@@ -20,9 +20,9 @@ from lightning_dp._validate import normalise, number, probability, whole
 from lightning_dp.accounting import PLDAccountant
 from lightning_dp.accounting.base import Relation, check_relation
 from lightning_dp.accounting.calibration import affordable_steps
-from lightning_dp.accounting.charges import Charges, JournalError, counted
+from lightning_dp.accounting.charges import Charges, JournalError
 from lightning_dp.accounting.declared_in_advance import OneOrderAccountant, order_of_budget
-from lightning_dp.accounting.events import AbstractEvent, History, Voided, VoidedRunError
+from lightning_dp.accounting.events import AbstractEvent, History, Voided, VoidedRunError, counted
 from lightning_dp.accounting.guards import GDPGuard
 from lightning_dp.accounting.journal import Journal, read_journal
 from lightning_dp.accounting.rdp import total_divergence
