@@ -12,7 +12,7 @@ from lightning_dp.accounting.ledger import Ledger
 from lightning_dp.config import PrivacyConfig
 from lightning_dp.mechanism import Mechanism
 from lightning_dp.noise_plan import Budget, costliest_events
-from lightning_dp.signal import SignalTracker
+from lightning_dp.plan.signal import SignalTracker
 
 __all__ = ["PlannedFit"]
 

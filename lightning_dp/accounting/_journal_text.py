@@ -14,11 +14,12 @@ from lightning_dp._refusals import RefusedSetting, text_of
 from lightning_dp.accounting.charges import Charges, JournalError
 from lightning_dp.accounting.events import AbstractEvent, event_from_dict
 
-__all__ = ["Written", "charge_line", "header_line", "read_text", "weights_line"]
+__all__ = ["Written", "charge_line", "data_line", "header_line", "read_text", "weights_line"]
 
 _FORMAT = "lightning-dp-journal-2"
 _FORMATS = ("lightning-dp-journal-1", _FORMAT)  # the first one has charges only
 _WEIGHTS = "weights"
+_DATA = "data"
 _WAY_OUT = (
     "Put the right file back, or move it away and write a new one from a checkpoint with "
     "lightning_dp.accounting.recover_journal(checkpoint_path, directory, unrecorded_steps)."
@@ -34,6 +35,7 @@ class Written:
         ledger_id: of its first line.
         runs: all charges.
         weights: fingerprints of weights that its runs released.
+        data: the number of records and the user's name of each data set, as far as they were noted.
         size: the bytes of its whole records; anything after them is the beginning of one more.
         is_ended: whether the last whole record has its newline.
     """
@@ -42,6 +44,7 @@ class Written:
     ledger_id: str
     runs: Charges = field(default_factory=Charges)
     weights: set[str] = field(default_factory=set)
+    data: set[tuple[int, str | None]] = field(default_factory=set)
     size: int = 0
     is_ended: bool = True
 
@@ -77,13 +80,17 @@ class Written:
 
     def _add_note(self, kind: object, content: object, position: int) -> None:
         """A line that is no charge; kinds of a later version may change what is spent."""
-        if kind != _WEIGHTS:
+        if kind not in (_WEIGHTS, _DATA):
             raise self._damaged(
                 position, f"is of the kind {kind!r}, which this version cannot read"
             )
-        if not isinstance(content, list) or not all(isinstance(each, str) for each in content):
-            raise self._damaged(position, "has no fingerprints")
-        self.weights.update(content)
+        types = [type(each) for each in content] if isinstance(content, list) else None
+        if kind == _DATA and types in ([int, str], [int, type(None)]):
+            self.data.add((content[0], content[1]))
+        elif kind == _WEIGHTS and types is not None and set(types) <= {str}:
+            self.weights.update(content)
+        else:
+            raise self._damaged(position, f"has no {kind}")
 
     def _damaged(self, position: int, how: str) -> JournalError:
         return JournalError(
@@ -163,6 +170,11 @@ def charge_line(run: str, number: int, event: AbstractEvent | None) -> bytes:
 def weights_line(fingerprints: Sequence[str]) -> bytes:
     """The line that says which weights were released."""
     return _line([None, _WEIGHTS, list(fingerprints)])
+
+
+def data_line(records: int, name: str | None) -> bytes:
+    """The line that describes a data set."""
+    return _line([None, _DATA, [records, name]])
 
 
 def _begin(path: Path, line: bytes) -> Written:

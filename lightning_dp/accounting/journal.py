@@ -16,6 +16,7 @@ from lightning_dp._files import FILE_MODE, make_folder, replaced
 from lightning_dp.accounting._journal_text import (
     Written,
     charge_line,
+    data_line,
     header_line,
     read_text,
     weights_line,
@@ -45,8 +46,9 @@ class Journal:
     """One file, one line per charge: ``[run, number, event] crc32``, fsynced before it returns.
 
     ``event`` is null where it equals the run's previous one. The first line names the ledger; lines
-    without a run hold fingerprints of released weights. A lock next to the file keeps a second
-    process from charging the same ledger at the same time. Only its owner can read a new file.
+    without a run hold fingerprints of released weights, and descriptions of the data. A lock next to
+    the file keeps a second process from charging the same ledger at the same time. Only its owner
+    can read a new file.
 
     Args:
         path: the file; it is made when it does not exist, with its folder.
@@ -93,7 +95,7 @@ class Journal:
             )
         self.runs = written.runs
         self._last = {run: charges[-1][0] for run, charges in written.runs.items()}
-        self.weights = written.weights
+        self.weights, self.data = written.weights, written.data
         self._size = written.size
         self._file: IO[bytes] = open(self.path, "ab", buffering=0)  # noqa: SIM115 (until close())
         try:
@@ -142,6 +144,13 @@ class Journal:
             self._check_untouched()
             self._append([weights_line(new)])
             self.weights.update(new)
+
+    def note_data(self, records: int, name: str | None) -> None:
+        """Write the number of records of a data set and the user's name for it, if they are new."""
+        if (records, name) not in self.data:
+            self._check_untouched()
+            self._append([data_line(records, name)])
+            self.data.add((records, name))
 
     def _line(self, run: str, number: int, event: AbstractEvent) -> bytes:
         return charge_line(run, number, None if self._last.get(run) == event else event)

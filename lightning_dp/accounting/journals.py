@@ -120,7 +120,7 @@ def _add(union: Ledger, file: Path) -> None:
 
 @dataclass
 class Neighbours:
-    """Other journals in a folder, newest first.
+    """Other journals with charges in a folder, newest first.
 
     Args:
         written: those that were read.
@@ -165,8 +165,8 @@ def neighbours(folder: Path, own_id: str, weights: AbstractSet[str]) -> Neighbou
         except (OSError, JournalError):
             found.damaged.append(path)
             continue
-        if written.ledger_id == own_id:
-            continue
+        if written.ledger_id == own_id or not written.runs:
+            continue  # a fit that was refused leaves a journal without charges
         read += size
         found.written.append(written)
         if knows:

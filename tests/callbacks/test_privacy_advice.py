@@ -119,7 +119,7 @@ def test_releases_of_gradients_are_followed_before_post_processing(
     whole = privacy._run.signal.whole
     assert whole.steps == pytest.approx(40 * share)
     # The lengths of raw releases: what momentum makes of them would be far longer.
-    assert whole.released_length == pytest.approx(whole.noise_length, rel=0.2)
+    assert whole.released_norm == pytest.approx(whole.noise_norm, rel=0.2)
 
 
 def test_an_estimator_that_releases_no_gradient_is_not_judged(

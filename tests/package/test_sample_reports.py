@@ -15,7 +15,7 @@ import matplotlib
 import pytest
 
 from lightning_dp.accounting import epsilon, epsilon_text, trade_off
-from lightning_dp.report.command import main
+from lightning_dp.report.__main__ import main
 from lightning_dp.report.files import PATTERN, read_report
 
 matplotlib.use("Agg")

@@ -1,8 +1,10 @@
-"""The command prints a report, and names what does not agree."""
+"""The command prints a report, names each contradiction, adds ledgers up, and writes a page."""
 
 from __future__ import annotations
 
 import json
+import shutil
+import stat
 import subprocess
 import sys
 
@@ -14,6 +16,7 @@ from lightning_dp.accounting.journal import Journal
 from lightning_dp.callbacks import DifferentialPrivacy
 from lightning_dp.federated.ledger import ReleaseLedger
 from lightning_dp.federated.spending import Spending
+from lightning_dp.report.files import read_report
 
 EVENT = PoissonGaussian(1.5, 0.1)
 
@@ -32,7 +35,6 @@ def test_it_runs_as_a_module_and_loads_nothing_that_trains(saved):
         f"ε = {epsilon_text(fitted.privacy.epsilon)} at δ = 1e-05 (add_remove), 12 steps"
         in done.stdout
     )
-    assert f"charged: 12 × {EVENT}" in done.stdout
     assert done.stdout.rstrip().endswith("all agrees")
     said = done.stderr.splitlines()
     assert [line for line in said if not line.startswith("import time:")] == []
@@ -100,7 +102,7 @@ def test_a_journal_by_itself_needs_delta(saved, command):
     fitted, _ = saved
 
     status, output = command(fitted.journal)
-    assert status == 2 and "a journal does not know δ: give --delta" in output
+    assert status == 2 and "a journal does not record δ: give --delta" in output
 
     status, output = command(fitted.journal, "--delta", "1e-5")
     assert status == 0
@@ -157,7 +159,7 @@ def test_a_checkpoint_of_a_run_without_privacy_is_a_note_in_a_folder(saved, comm
     status, output = command(path.parent)
 
     assert status == 0
-    assert "baseline.ckpt is no checkpoint of a private run: it holds no ledger" in output
+    assert "baseline.ckpt is not a checkpoint of a private run: it holds no ledger" in output
     assert command(path.with_name("baseline.ckpt"))[0] == 2
 
 
@@ -239,3 +241,268 @@ def test_a_page_for_a_folder_that_is_not_there_is_refused_by_its_name(saved, com
     status, output = command(saved[1], "--html", tmp_path / "pages" / "run.html")
     assert status == 2
     assert output.strip().endswith(f"there is no folder {tmp_path / 'pages'}.")
+
+
+# -- contradictions ----------------------------------------------------------------------------
+
+
+def only_report(fitted):
+    (report,) = fitted.reports
+    return report
+
+
+def cut_journal(path, lines):
+    """Lose the last charges, and what says which weights were released."""
+    charges = [line for line in path.read_bytes().splitlines(True) if b"[null," not in line]
+    path.write_bytes(b"".join(charges[:-lines]))
+
+
+def test_steps_beyond_a_checkpoint_are_said_and_counted(fit, saved, command):
+    first, path = saved
+    fit(path, max_steps=20)
+    fit(path, max_steps=15)
+
+    status, output = command(path)
+
+    assert status == 0
+    assert "note: the journal has 11 steps beyond this checkpoint" in output
+    assert f"ε = {epsilon_text(epsilon([(EVENT, 23)], 1e-5))} at δ = 1e-05, 23 steps" in output
+    assert f"its own events: ε = {epsilon_text(first.privacy.epsilon)}" in output
+
+
+@pytest.mark.parametrize("factor", [0.99, 1.01, 0.5])
+def test_an_edited_epsilon_is_found(saved, command, edit_json, edit_checkpoint, factor):
+    fitted, path = saved
+
+    def edit(content):
+        content["epsilon"] *= factor
+
+    report = only_report(fitted)
+    edit_json(report, edit)
+    edit_checkpoint(path, lambda record: edit(record["report"]))
+    for edited in (path, report):
+        status, output = command(edited)
+        assert status == 1
+        wrong, right = factor * fitted.privacy.epsilon, fitted.privacy.epsilon
+        says, gives = epsilon_text(wrong, 6), epsilon_text(right, 6)
+        assert f"PROBLEM: it says ε = {says}, its events give ε = {gives}" in output
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "problem"),
+    [
+        ("steps", 11, "it says 11 steps, its events are 12"),
+        ("delta", 1e-3, "its events give ε"),
+        ("relation", "replace_one", "its events give ε"),
+        ("private", False, "it says private: False"),
+        ("seeded", True, "it says private: True"),
+        ("epsilon_of_plan", 0.1, "it says ε = 0.1 for the whole plan"),
+        ("ledger_id", "0123", "belongs to ledger"),
+    ],
+)
+def test_an_edited_field_of_a_report_is_found(saved, command, edit_json, field, value, problem):
+    path = only_report(saved[0])
+    edit_json(path, lambda content: content.update({field: value}))
+
+    status, output = command(path)
+
+    assert status == 1 and problem in output
+
+
+def test_a_report_of_another_run_inside_a_checkpoint_is_found(saved, command, edit_checkpoint):
+    path = saved[1]
+    edit_checkpoint(path, lambda record: record["report"].update(ledger_id="0123", delta=2e-5))
+
+    status, output = command(path)
+
+    assert status == 1
+    assert f"its report says ledger_id=0123, its ledger and configuration {saved[0].id}" in output
+    assert "its report says delta=2e-05" in output
+
+
+def test_a_charge_removed_from_the_journal_is_found(saved, command):
+    fitted, path = saved
+    cut_journal(fitted.journal, 2)
+
+    for document in (path, only_report(fitted)):
+        status, output = command(document)
+        assert status == 1
+        assert "has 12 charges here and 10 in the journal" in output
+
+
+def test_a_charge_removed_from_a_checkpoint_is_found(saved, command, edit_checkpoint):
+    path = saved[1]
+
+    def remove(record):
+        (charges,) = record["ledger"]["runs"].values()
+        charges[0][1] -= 1
+
+    edit_checkpoint(path, remove)
+    status, output = command(path)
+    assert status == 1
+    assert "it says 12 steps, its events are 11" in output
+
+    edit_checkpoint(path, lambda record: record.pop("report"))  # as older versions saved it
+    status, output = command(path)
+    assert status == 1
+    assert "its weights went through 12 private steps, 11 are charged" in output
+    assert "note: it holds no report" in output
+
+
+def test_a_charge_with_more_noise_than_the_journal_has_is_found(saved, command, edit_checkpoint):
+    path = saved[1]
+
+    def relabel(record):
+        (charges,) = record["ledger"]["runs"].values()
+        charges[0][0]["noise_multiplier"] = 3.0
+
+    edit_checkpoint(path, relabel)
+    status, output = command(path)
+
+    assert status == 1
+    assert "contradict each other" in output and "its events give ε" in output
+
+
+def test_the_journal_of_another_run_is_found(fit, saved, command):
+    first, path = saved
+    other = fit()
+    shutil.copy(other.journal, first.journal)
+
+    status, output = command(path)
+
+    assert status == 1
+    assert f"belongs to ledger {other.id}, not to {first.id}" in output
+
+
+@pytest.mark.parametrize("how", ["missing", "damaged"])
+def test_a_journal_that_cannot_be_used_is_found(saved, command, how):
+    fitted, path = saved
+    if how == "missing":
+        fitted.journal.unlink()
+    else:
+        fitted.journal.write_bytes(fitted.journal.read_bytes().replace(b"1.5", b"9.5"))
+
+    status, output = command(path)
+
+    assert status == 1
+    assert ("does not exist" if how == "missing" else "checksum") in output
+    assert "is unknown" in output and "--journal" in output
+
+
+def test_a_run_with_noise_chosen_at_run_time_claims_its_whole_budget(
+    fit, command, edit_json, at_run_time
+):
+    privacy = DifferentialPrivacy(
+        target_epsilon=3.0,
+        noise_multiplier=1.5,
+        noise_schedule=at_run_time,
+        target_delta=1e-5,
+        isolation_probe=False,
+    )
+    (path,) = fit(privacy=privacy).reports
+    assert read_report(path).claims_budget
+    assert command(path)[0] == 0
+
+    edit_json(path, lambda content: content.update(epsilon=2.0))
+    assert command(path)[0] == 1
+
+
+def test_an_accountant_that_is_not_known_here_is_compared_with_pld(saved, command, edit_json):
+    fitted, _ = saved
+    path = only_report(fitted)
+
+    def claim(factor):
+        edit_json(path, lambda content: content.update(accountant="other"))
+        edit_json(path, lambda content: content.update(epsilon=factor * fitted.privacy.epsilon))
+        return command(path)
+
+    status, output = claim(1.5)  # it may be less tight
+    assert status == 0
+    assert "note: its accountant 'other' is not known here: compared with PLD" in output
+    status, output = claim(0.5)
+    assert status == 1 and "its events give ε" in output
+
+
+# -- the page ----------------------------------------------------------------------------------
+
+STATED = {
+    "data-set": "visits of 2024",
+    "record": "one visit",
+    "controller": "City clinic",
+    "trained-by": "Institute",
+}
+
+
+def stated():
+    return [word for name, text in STATED.items() for word in (f"--{name}", text)]
+
+
+def test_a_page_is_written_for_its_reader_alone(saved, command, tmp_path):
+    fitted, path = saved
+    page = tmp_path / "page.html"
+
+    status, output = command(path, "--html", page, *stated())
+    assert status == 0 and f"page: {page}" in output
+    text = page.read_text("utf-8")
+    assert all(f"{word} (stated, not checked)" in text for word in STATED.values())
+    assert "ε was computed again from the list of all steps, and it agrees" in text
+    assert "holds all these steps" in text and fitted.id in text
+    assert "What is promised" in text and "<h2>Annex for engineers</h2>" in text
+    assert stat.S_IMODE(page.stat().st_mode) == 0o600
+
+    command(path, "--html", page, "--for", "people")
+    text = page.read_text("utf-8")
+    assert "What is promised" in text and "noise schedule" not in text and fitted.id in text
+    command(path, "--html", page, "--for", "engineers")
+    text = page.read_text("utf-8")
+    assert "What is promised" not in text and "noise schedule" in text and fitted.id in text
+
+
+def test_the_page_counts_the_steps_that_the_journal_has_and_the_checkpoint_has_not(
+    fit, saved, command, tmp_path
+):
+    _, path = saved
+    longer = fit(path, max_steps=30).privacy
+    page = tmp_path / "page.html"
+
+    assert command(path, "--html", page)[0] == 0
+    text = page.read_text("utf-8")
+    assert f"ε = {epsilon_text(longer.epsilon)} (epsilon)" in text
+    assert "The journal knows of more training from the same ledger" in text
+
+
+def test_other_ledgers_of_the_folder_are_named(fit, command, tmp_path):
+    one = fit()
+    fit()
+    page = tmp_path / "page.html"
+
+    command(one.reports[0], "--html", page)
+    text = page.read_text("utf-8")
+    assert "1 other ledger was found next to this one" in text
+    assert "they promise together ε = " in text
+
+
+def test_what_does_not_agree_is_on_the_page(saved, command, tmp_path, edit_json):
+    fitted, _ = saved
+    report, page = fitted.reports[0], tmp_path / "page.html"
+    edit_json(report, lambda content: content.update(epsilon=0.5))
+
+    assert command(report, "--html", page)[0] == 1
+    text = page.read_text("utf-8")
+    assert text.index("This does not agree, so do not rely on this page") < text.index("In short")
+    assert "it agrees" not in text
+
+
+def test_a_journal_by_itself_has_no_page(saved, command, tmp_path):
+    fitted, _ = saved
+    page = tmp_path / "page.html"
+
+    status, output = command(fitted.journal, "--delta", "1e-5", "--html", page)
+    assert status == 2 and "holds no report" in output and not page.exists()
+
+
+@pytest.mark.parametrize("arguments", [["--for", "lawyers"], ["--record", ""]])
+def test_words_that_cannot_be_used_are_refused(saved, command, tmp_path, arguments):
+    _, path = saved
+
+    assert command(path, "--html", tmp_path / "page.html", *arguments)[0] == 2

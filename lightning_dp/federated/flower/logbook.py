@@ -13,7 +13,7 @@ import torch
 from torch.utils.tensorboard import SummaryWriter
 
 from lightning_dp._files import replaced
-from lightning_dp.report.facts import plain
+from lightning_dp.report.content import plain
 
 __all__ = ["Logbook", "save"]
 
