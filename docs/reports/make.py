@@ -20,9 +20,8 @@ from torch.utils.data import DataLoader
 
 from lightning_dp import About, DifferentialPrivacy
 from lightning_dp.report.__main__ import pages
-from lightning_dp.report.content import READERS
+from lightning_dp.report.content import READERS, Page, render
 from lightning_dp.report.files import PATTERN, check, read_document
-from lightning_dp.report.page import Page, render
 
 HERE = Path(__file__).parent
 QUICKSTART = HERE.parents[1] / "examples" / "quickstart.py"

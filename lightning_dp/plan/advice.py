@@ -283,7 +283,7 @@ def advised_rate(
 
     Args:
         setting: of the training.
-        plan: to be tried instead of its own.
+        plan: to be tried instead.
         factor: by which the releases advise to change the rate. It is followed as long as the result
             is within a factor of three of the planner's, which would be advised at the next start.
     """
@@ -304,7 +304,7 @@ def advised_rate(
 
 def after(setting: Setting, signal: Signal) -> list[str]:
     """Return sentences about a training that ended, without what :func:`before` advised."""
-    verdict = judge(signal)
+    verdict = judge(signal) if setting.steps > setting.steps_before else None
     return [*([] if verdict is None else _judgement(setting, verdict)), *_clipping(setting, signal)]
 
 

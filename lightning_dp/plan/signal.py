@@ -383,7 +383,7 @@ class Verdict:
 
     @property
     def jumps(self) -> bool:
-        """True if the last half's releases point against earlier ones: the steps overshoot."""
+        """True if the last half's releases point against earlier ones, so steps overshoot."""
         half = self.quarters[2:]
         return sum(half) / math.sqrt(len(half)) < -_SURE
 

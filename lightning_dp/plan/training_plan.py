@@ -94,7 +94,7 @@ class TrainingPlan:
 
     @property
     def records_per_step(self) -> float:
-        """The expected batch size qN, which a private mean divides by: B, or N if that is less."""
+        """The expected batch size qN, which a private mean divides by (B, at most N)."""
         return self.sample_rate * self.num_records
 
     @property

@@ -16,12 +16,11 @@ from lightning_dp.about import About
 from lightning_dp.accounting.base import check_delta
 from lightning_dp.accounting.charges import Charges, JournalError
 from lightning_dp.accounting.rounding import epsilon_text
-from lightning_dp.report.content import READERS, plain
+from lightning_dp.report.content import READERS, Page, Total, charged, plain, render
 from lightning_dp.report.files import (
     CheckedDocument,
     Document,
     NotPrivateError,
-    Total,
     check,
     check_journal_alone,
     documents_in,
@@ -31,7 +30,6 @@ from lightning_dp.report.files import (
     total,
     write_text,
 )
-from lightning_dp.report.page import Page, charged, render
 from lightning_dp.search.joint import STATE, search_text
 
 __all__ = ["main", "pages"]
@@ -155,7 +153,7 @@ def pages(
 
     Args:
         documents: checkpoints and reports, checked.
-        together: of all ledgers beside them; None if there is one only.
+        together: of all ledgers of the folder; None if there is one.
         about: the user's words about the data, which replace those of the reports.
         problems: besides those of the documents.
         today: the day of the checks; by default the present one.
@@ -163,7 +161,16 @@ def pages(
     day = datetime.now(timezone.utc).strftime("%Y-%m-%d") if today is None else today
     reports = [each for each in documents if each.document.report is not None]
     return [
-        Page(each.report, about, each, together, (*problems, *each.problems), day)
+        Page(
+            each.report,
+            about=about,
+            problems=(*problems, *each.problems),
+            day=day,
+            has_journal=each.journal is not None,
+            epsilon=each.journal_epsilon,
+            charges=each.charges,
+            together=together,
+        )
         for each in reports
         if each is _latest(each, reports)
     ]

@@ -1,28 +1,40 @@
-"""The privacy report: what ran, what it cost, and what the numbers do not cover."""
+"""The privacy report: what ran, what it cost, and what the numbers do not cover; its page.
+
+The words of the page are in ``templates/people.j2`` and ``templates/annex.j2``, its markup in ``md.j2``
+and ``html.j2``. Every number on page one is an upper bound of what can go wrong, and is rounded up.
+"""
 
 from __future__ import annotations
 
+import base64
+import json
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields
-from functools import partial
+from decimal import Decimal
+from functools import cache, cached_property, partial
+from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, get_args, get_origin, get_type_hints
 
 from lightning_dp._refusals import RefusedSetting
-from lightning_dp._validate import flag, number, shown, whole_from_0
+from lightning_dp._validate import flag, number, one_of, shown, whole_from_0
 from lightning_dp.accounting import PLDAccountant, StreamingRDPAccountant
 from lightning_dp.accounting.base import AbstractAccountant, Relation, check_relation
 from lightning_dp.accounting.charges import Charges
 from lightning_dp.accounting.declared_in_advance import EnvelopeAccountant, OneOrderAccountant
-from lightning_dp.accounting.events import AbstractEvent, sampled_gaussian
+from lightning_dp.accounting.events import AbstractEvent, History, sampled_gaussian
+from lightning_dp.accounting.external import AbstractExternal
+from lightning_dp.accounting.hypothesis_tests import TradeOff, up_to
 from lightning_dp.accounting.rounding import epsilon_text
 
 if TYPE_CHECKING:
+    from jinja2 import Environment
+    from markupsafe import Markup
     from matplotlib.axes import Axes
     from typing_extensions import Self
 
-__all__ = ["READERS", "PrivacyReport", "Reader", "plain"]
+__all__ = ["READERS", "Page", "PrivacyReport", "Reader", "Total", "charged", "plain", "render"]
 
 Reader: TypeAlias = Literal["people", "engineers"]
 """The readers of a part of a page, page one or the annex."""
@@ -131,7 +143,7 @@ class PrivacyReport:
 
     @property
     def claimable_epsilon(self) -> float:
-        """ε that may be claimed whatever stopped the run: of the whole plan, if that is larger."""
+        """The ε to claim whatever stopped the run, that of the whole plan if it is larger."""
         return max(self.epsilon, self.epsilon_of_plan or 0.0)
 
     @property
@@ -223,9 +235,7 @@ class PrivacyReport:
 
     def __str__(self) -> str:
         """Return nine lines: the claim first, and where the rest is."""
-        from lightning_dp.report.page import summarise
-
-        return summarise(self)
+        return _environment("txt").get_template("summary.j2").render(page=Page(self), report=self)
 
     def summary(self, where: str | None = None) -> str:
         """Return one line for the end of a fit: ε of the steps made, then that of the plan.
@@ -263,8 +273,6 @@ class PrivacyReport:
         Raises:
             ValueError: for another reader.
         """
-        from lightning_dp.report.page import Page, render
-
         return render([Page(self)], "md", reader)
 
     def html(self, reader: Reader | None = None) -> str:
@@ -273,8 +281,6 @@ class PrivacyReport:
         Args:
             reader: as in :meth:`markdown`.
         """
-        from lightning_dp.report.page import Page, render
-
         return render([Page(self)], "html", reader)
 
     def plot(
@@ -385,3 +391,227 @@ _CHECKS: dict[Any, Callable[[str, object], Any]] = {
     Relation: _relation,
     Charges: lambda name, value: Charges.from_dict(_of_type(dict, name, value)),
 }
+
+
+# -- its page ----------------------------------------------------------------------------------
+
+_MOST_EVENTS = 8
+_MOST_DATA = 200_000  # characters of a report that are shown; a longer one is in its file
+_TEMPLATES = Path(__file__).parent / "templates"
+
+
+@dataclass(frozen=True)
+class Total:
+    """ε of several ledgers together, if they are about the same records.
+
+    Args:
+        ledgers: their number.
+        steps: noised steps, over all of them.
+        epsilon: of the union of their events at ``delta``; infinite if one ledger is ``apart``.
+        delta: the least δ that a report in the folder states, unless one is given.
+        relation: replace-one, if a report in the folder is under it.
+        seeded: the ledgers with a test seed: anyone who repeats their noise can subtract it.
+        apart: the ledgers without a guarantee: seeded, without noise, or voided.
+        epsilon_of_others: ε of all ledgers but those.
+    """
+
+    ledgers: int
+    steps: int
+    epsilon: float
+    delta: float
+    relation: Relation
+    seeded: tuple[str, ...] = ()
+    apart: tuple[str, ...] = ()
+    epsilon_of_others: float | None = None
+
+    def __str__(self) -> str:
+        seeded = f"; NOT PRIVATE (a seed was set: {', '.join(self.seeded)})" if self.seeded else ""
+        others = (
+            f"; ε = {epsilon_text(self.epsilon_of_others)} without {', '.join(self.apart)}, if nobody "
+            "saw what those released"
+            if self.epsilon_of_others is not None
+            else ""
+        )
+        return (
+            f"== total of {self.ledgers} ledgers, if they are about the same records: "
+            f"ε = {epsilon_text(self.epsilon)} at δ = {self.delta:g} ({self.relation}), "
+            f"{self.steps} steps{seeded}{others}"
+        )
+
+
+@dataclass(frozen=True)
+class Page:
+    """A report, and what is found when its page is made.
+
+    Args:
+        report: of a run.
+        about: the user's words about the data, which replace those of the report.
+        problems: contradictions.
+        day: of the checks; None if nothing was checked.
+        has_journal: a journal was looked for.
+        epsilon, charges: of the journal, if it was read.
+        together: ε of this ledger and those in the same folder; None if it is alone.
+        is_over: False while the training goes on: then there is no page one, which takes a second.
+    """
+
+    report: PrivacyReport
+    about: Mapping[str, str] = field(default_factory=dict)
+    problems: Sequence[str] = ()
+    day: str | None = None
+    has_journal: bool = False
+    epsilon: float | None = None
+    charges: Charges | None = None
+    together: Total | None = None
+    is_over: bool = True
+
+    @property
+    def stated(self) -> dict[str, str]:
+        """The user's words about the data, by name."""
+        return {**self.report.about, **self.about}
+
+    @cached_property
+    def claim(self) -> dict[str, Any]:
+        """The largest ε that may have to be claimed, why, and bounds on tests (:class:`TradeOff`)."""
+        report, why = self.report, ""
+        epsilon, history = report.epsilon, report.history()
+        if self.charges is not None and self.epsilon is not None and self.epsilon > epsilon:
+            epsilon, history, why = self.epsilon, self.charges.history(), "journal"
+        only_the_pair = report.claims_budget
+        spent = epsilon
+        if (of_plan := report.epsilon_of_plan) is not None and of_plan > epsilon:
+            epsilon, only_the_pair, why = of_plan, True, "plan"
+        pair = (epsilon, report.delta)
+        if only_the_pair or not math.isfinite(epsilon):
+            tests = TradeOff((pair,))
+        else:
+            judge = report.known_accountant() or PLDAccountant()
+            tests = up_to(pair, history, report.relation, judge)
+        return {"epsilon": epsilon, "spent": spent, "why": why, "tests": tests}
+
+    @property
+    def epsilon_at_tolerance(self) -> float | None:
+        """ε under the largest coupling that comparisons let pass, where they had to look for it."""
+        report = self.report
+        is_exact = report.claims_budget or not report.ran_whole
+        if is_exact or not (report.private and report.steps and self.is_over):
+            return None
+        return report.epsilon_at_tolerance()
+
+    @property
+    def journal(self) -> str | None:
+        """The name of the journal; its path is nobody's business."""
+        return None if self.report.journal is None else PurePath(self.report.journal).name
+
+    @property
+    def data(self) -> str | None:
+        """The report as JSON; None if it is too long to be shown."""
+        content = {**self.report.to_dict(), "journal": self.journal}
+        text = json.dumps(content, ensure_ascii=False, indent=1)
+        return text if len(text) <= _MOST_DATA else None
+
+    def picture(self) -> dict[str, str]:
+        """Return the picture as a data URI, or the reason why there is none."""
+        if not self.report.events:
+            return {"missing": "nothing was charged."}
+        from lightning_dp.plotting import svg
+
+        try:
+            content = base64.b64encode(svg(self.report.plot)).decode("ascii")
+        except ImportError as error:
+            return {"missing": str(error)}
+        return {"uri": f"data:image/svg+xml;base64,{content}"}
+
+
+def render(pages: Sequence[Page], form: Literal["md", "html"], reader: Reader | None = None) -> str:
+    """Return a document with a page for each ledger.
+
+    Args:
+        pages: one for each.
+        form: Markdown, or one HTML file that loads nothing and runs no script.
+        reader: page one alone, or the annex alone; both by default.
+
+    Raises:
+        ValueError: for an unknown reader.
+    """
+    if reader is not None:
+        one_of(READERS)("reader", reader)
+    environment = _environment(form)
+    text = environment.get_template("document.j2").render(pages=pages, reader=reader)
+    return re.sub(r"\n{3,}", "\n\n", text).strip() + "\n"
+
+
+@cache
+def _environment(form: str) -> Environment:
+    from jinja2 import Environment, FileSystemLoader, StrictUndefined
+    from markupsafe import Markup
+
+    def finalize(value: object) -> object:
+        """Escape what Markdown would take for markup; Jinja itself escapes HTML."""
+        return value if isinstance(value, Markup) else Markup(_escaped(str(value)))
+
+    environment = Environment(
+        loader=FileSystemLoader(_TEMPLATES),
+        autoescape=form != "txt",
+        undefined=StrictUndefined,
+        finalize=finalize if form == "md" else None,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.globals["markup"] = f"{form}.j2"
+    environment.filters |= {
+        "eps": epsilon_text,
+        "percent": lambda probability: epsilon_text(min(100.0, 100 * probability), 3),
+        "plural": lambda number, word: f"{number:,} {word}{'' if number == 1 else 's'}",
+        "flow": _flow,
+        "paragraphs": lambda text: _paragraphs(text, "<p>{}</p>" if form == "html" else "{}"),
+        "lines": lambda text: Markup("\n".join(filter(None, map(str.strip, text.splitlines())))),
+        "raw": Markup,
+        "exact": lambda number: f"{Decimal(repr(number)):f}",
+        "odds": lambda probability: f"{int(1 / Decimal(repr(probability))):,}",
+        "charged": charged,
+    }
+    environment.globals["exp"] = lambda x: math.exp(x) if x < 700 else math.inf
+    return environment
+
+
+def _flow(text: str) -> Markup:
+    """Return a text of several lines as one line."""
+    from markupsafe import Markup
+
+    return Markup(" ".join(text.split()))
+
+
+def _paragraphs(text: str, markup: str) -> Markup:
+    """Mark up what blank lines separate, except for lists and tables."""
+    from markupsafe import Markup
+
+    blocks = (block.strip() for block in re.split(r"\n\s*\n", text))
+    marked = (
+        block if block.startswith(("<", "- ", "| ")) else markup.format(_flow(block))
+        for block in blocks
+        if block
+    )
+    return Markup("\n\n".join(marked))
+
+
+def _escaped(text: str) -> str:
+    """Return a text in which a user's words are neither HTML nor Markdown."""
+    marked = re.sub(r"[\\`*\[]|__", lambda found: "".join(f"\\{each}" for each in found[0]), text)
+    return marked.replace("&", "&amp;").replace("<", "&lt;")
+
+
+def charged(history: History) -> list[str]:
+    """Return what was charged, one line for each kind of event; a range where there are many kinds."""
+    external = [event for event, _ in history if isinstance(event, AbstractExternal)]
+    if external:
+        declared = [f"{each.declared}, declared by the user and not checked" for each in external]
+        return [*declared, *charged([each for each in history if each[0] not in external])]
+    if len(history) <= _MOST_EVENTS:
+        return [f"{count} × {event}" for event, count in history]
+    multipliers, rates = zip(*(event.pair for event, _ in history), strict=True)
+    steps = sum(count for _, count in history)
+    low, high = f"{min(rates):.4g}", f"{max(rates):.4g}"
+    return [
+        f"{steps} events of {len(history)} kinds: noise multipliers {min(multipliers):.4g} to "
+        f"{max(multipliers):.4g}, sampling rate {low if low == high else f'{low} to {high}'}"
+    ]

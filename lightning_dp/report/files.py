@@ -38,8 +38,7 @@ from lightning_dp.accounting.release_file import (
     progress_of_all,
 )
 from lightning_dp.accounting.rounding import epsilon_text
-from lightning_dp.report.content import PrivacyReport
-from lightning_dp.report.page import Page, render
+from lightning_dp.report.content import Page, PrivacyReport, Total, render
 
 __all__ = [
     "CHECKPOINT_KEY",
@@ -47,7 +46,6 @@ __all__ = [
     "CheckedDocument",
     "Document",
     "NotPrivateError",
-    "Total",
     "check",
     "check_journal_alone",
     "documents_in",
@@ -488,45 +486,6 @@ def _claim(document: Document, events: Charges, accountant: AbstractAccountant) 
         budget = math.inf if report.target_epsilon is None else report.target_epsilon
         return max(epsilon, budget)
     return epsilon
-
-
-@dataclass(frozen=True)
-class Total:
-    """ε of several ledgers together, if they are about the same records.
-
-    Args:
-        ledgers: their number.
-        steps: noised steps, over all of them.
-        epsilon: of the union of their events at ``delta``; infinite if one ledger is ``apart``.
-        delta: the least δ that a report in the folder states, unless one is given.
-        relation: replace-one, if a report in the folder is under it.
-        seeded: the ledgers with a test seed: anyone who repeats their noise can subtract it.
-        apart: the ledgers without a guarantee: seeded, without noise, or voided.
-        epsilon_of_others: ε of all ledgers but those.
-    """
-
-    ledgers: int
-    steps: int
-    epsilon: float
-    delta: float
-    relation: Relation
-    seeded: tuple[str, ...] = ()
-    apart: tuple[str, ...] = ()
-    epsilon_of_others: float | None = None
-
-    def __str__(self) -> str:
-        seeded = f"; NOT PRIVATE (a seed was set: {', '.join(self.seeded)})" if self.seeded else ""
-        others = (
-            f"; ε = {epsilon_text(self.epsilon_of_others)} without {', '.join(self.apart)}, if nobody "
-            "saw what those released"
-            if self.epsilon_of_others is not None
-            else ""
-        )
-        return (
-            f"== total of {self.ledgers} ledgers, if they are about the same records: "
-            f"ε = {epsilon_text(self.epsilon)} at δ = {self.delta:g} ({self.relation}), "
-            f"{self.steps} steps{seeded}{others}"
-        )
 
 
 def total(

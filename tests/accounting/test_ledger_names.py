@@ -102,7 +102,7 @@ def test_no_report_is_written_under_a_name_that_is_no_ledgers(tmp_path, bad, rep
 def test_a_report_that_names_another_file_is_refused(tmp_path, bad, report_of_nothing):
     path = tmp_path / "privacy_report-x.json"
     path.write_text(json.dumps({**report_of_nothing.to_dict(), "journal": bad}))
-    with pytest.raises(ValueError, match="names a journal that is none"):
+    with pytest.raises(ValueError, match="names a file that is not a journal"):
         read_document(path)
 
 

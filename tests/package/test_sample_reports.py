@@ -101,8 +101,8 @@ def test_they_are_of_one_run_and_their_numbers_are_never_too_low(folder, texts):
         assert said[0] == float(epsilon_text(exact)) >= exact
         assert min(said) >= exact
     people = texts["people.md"]
-    assert f"right in at most {epsilon_text(50 * (1 + tests.advantage), 3)} of 100" in people
-    found = float(re.search(r"1 in 1,000 \| at most ([\d.]+) in 100", people)[1])
+    assert f"right at most {epsilon_text(50 * (1 + tests.advantage), 3)} % of the time" in people
+    found = float(re.search(r"1 in 1,000 \| at most ([\d.]+) %", people)[1])
     assert found == float(epsilon_text(100 * tests.true_positive_rate(1e-3), 3))
     twice = (1 + math.exp(exact)) * report.delta
     assert f"ε = {epsilon_text(2 * exact)} at δ = {epsilon_text(twice, 3)}" in people

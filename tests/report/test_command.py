@@ -468,7 +468,7 @@ def test_the_page_counts_the_steps_that_the_journal_has_and_the_checkpoint_has_n
     assert command(path, "--html", page)[0] == 0
     text = page.read_text("utf-8")
     assert f"ε = {epsilon_text(longer.epsilon)} (epsilon)" in text
-    assert "The journal knows of more training from the same ledger" in text
+    assert "The journal holds more training from the same ledger" in text
 
 
 def test_other_ledgers_of_the_folder_are_named(fit, command, tmp_path):
