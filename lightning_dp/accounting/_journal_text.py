@@ -84,11 +84,12 @@ class Written:
             raise self._damaged(
                 position, f"is of the kind {kind!r}, which this version cannot read"
             )
-        types = [type(each) for each in content] if isinstance(content, list) else None
+        items: list[Any] = content if isinstance(content, list) else [None]
+        types = [type(each) for each in items]
         if kind == _DATA and types in ([int, str], [int, type(None)]):
-            self.data.add((content[0], content[1]))
-        elif kind == _WEIGHTS and types is not None and set(types) <= {str}:
-            self.weights.update(content)
+            self.data.add((items[0], items[1]))
+        elif kind == _WEIGHTS and set(types) <= {str}:
+            self.weights.update(items)
         else:
             raise self._damaged(position, f"has no {kind}")
 

@@ -301,10 +301,38 @@ def text(
         layer_inputs: n of a typical layer, for the learning rate.
         yours: the reader's plan, to be compared.
     """
-    lines = [*_head(found), "", *_table(found), "", *_details(found, num_parameters)]
-    lines += ["", *_choice(found, layer_inputs)]
+    best, speed, first = found.best, found.records_per_second, found.table[0]
+    column = min(range(len(first)), key=lambda index: abs(first[index].epochs - best.epochs))
+    table = [[_size(row[0]), *(_cell(plan, best) for plan in row)] for row in found.table]
+    if speed is not None:
+        table.append(["time", *(f"{duration(plan.seconds(speed))} " for plan in first)])
+    steps = [_step(row[column], num_parameters) for row in found.table]
+    stars = ["", *("*" if row[column] == best else "" for row in found.table)]
+    norm = [] if num_parameters is None else [f"noise norm ({num_parameters:,} weights)"]
+    heads = ["batch size", "steps", "q", "z", "z/B", *norm]
+    lines = [
+        f"{best.num_records:,} records, ε = {best.target_epsilon:g} at δ = {best.target_delta:g} "
+        f"({best.relation}), independent noise",
+        "noise over the whole run, full batches = 1; in brackets the steps",
+        "",
+        *_aligned(["batch size", *(f"{_number(each.epochs)} epochs" for each in first)], table, 17),
+        "",
+        f"a step, in {_number(first[column].epochs)} epochs; noise is that of the mean gradient, in "
+        "units of C",
+        *(line + star for line, star in zip(_aligned(heads, steps, 11), stars, strict=True)),
+        "",
+        *_choice(found, layer_inputs),
+    ]
     if yours is not None:
-        lines += ["", *_comparison(found, yours)]
+        ratio = yours.noise_of_the_run / best.noise_of_the_run
+        lines += [
+            "",
+            f"yours: {settings(yours)}",
+            f"  {yours.steps:,} steps, z = {yours.noise_multiplier:.3g}, z/B = "
+            f"{yours.noise_batch_ratio:.3g}; noise {yours.excess:.2f} times that of full batches",
+            f"  {max(ratio, 1 / ratio):.2g} times {'more' if ratio >= 1 else 'less'} noise over the "
+            "run than the suggestion",
+        ]
     return "\n".join(lines)
 
 
@@ -322,30 +350,25 @@ def duration(seconds: float) -> str:
     return f"{seconds:.3g} days" if seconds >= 10 else f"{seconds:.2g} days"
 
 
-def _head(found: Suggestion) -> Iterator[str]:
-    best = found.best
-    yield (
-        f"{best.num_records:,} records, ε = {best.target_epsilon:g} at δ = {best.target_delta:g} "
-        f"({best.relation}), independent noise"
-    )
-    yield "noise over the whole run, full batches = 1; in brackets the steps"
+def _aligned(heads: list[str], rows: list[list[str]], width: int) -> list[str]:
+    """Return lines with columns of at least a width, the first of 14 characters."""
+    widths = [max(width, len(head) + 3) for head in heads[1:]]
+    return [
+        f"{first:>14} "
+        + "".join(f"{cell:>{size}}" for cell, size in zip(cells, widths, strict=True))
+        for first, *cells in [heads, *rows]
+    ]
 
 
-def _table(found: Suggestion) -> Iterator[str]:
-    """Yield a row for each batch size, with a star at the suggestion."""
-    head = [f"{_number(plan.epochs)} epochs" for plan in found.table[0]]
-    yield f"{'batch size':>14} " + "".join(f"{each:>17}" for each in head)
-    for row in found.table:
-        yield f"{_size(row[0]):>14} " + "".join(f"{_cell(found, plan):>17}" for plan in row)
-    if found.records_per_second is not None:
-        speed = found.records_per_second
-        times = (duration(plan.seconds(speed)) for plan in found.table[0])
-        yield f"{'time':>14} " + "".join(f"{each:>16} " for each in times)
+def _cell(plan: TrainingPlan, best: TrainingPlan) -> str:
+    return f"{plan.excess:.2f} ({plan.steps:,}){'*' if plan == best else ' '}"
 
 
-def _cell(found: Suggestion, plan: TrainingPlan) -> str:
-    star = "*" if plan == found.best else " "
-    return f"{plan.excess:.2f} ({plan.steps:,}){star}"
+def _step(plan: TrainingPlan, num_parameters: int | None) -> list[str]:
+    numbers = [plan.sample_rate, plan.noise_multiplier, plan.noise_batch_ratio]
+    if num_parameters is not None:
+        numbers.append(plan.noise_length(num_parameters))
+    return [_size(plan), f"{plan.steps:,}", *(f"{each:.3g}" for each in numbers)]
 
 
 def _size(plan: TrainingPlan) -> str:
@@ -356,83 +379,31 @@ def _number(epochs: float) -> str:
     return f"{epochs:.0f}" if epochs.is_integer() else f"{epochs:.2g}"
 
 
-def _details(found: Suggestion, num_parameters: int | None) -> Iterator[str]:
-    """Yield what a step is with each batch size, at the suggested number of epochs."""
-    epochs = [plan.epochs for plan in found.table[0]]
-    column = min(range(len(epochs)), key=lambda index: abs(epochs[index] - found.best.epochs))
-    what = "noise is that of the mean gradient, in units of C"
-    yield f"a step, in {_number(epochs[column])} epochs; {what}"
-    lengths = [] if num_parameters is None else [f"noise norm ({num_parameters:,} weights)"]
-    heads = ["steps", "q", "z", "z/B", *lengths]
-    yield f"{'batch size':>14} " + "".join(f"{head:>{_width(head)}}" for head in heads)
-    for plan in (row[column] for row in found.table):
-        ratio = f"{plan.noise_batch_ratio:.3g}"
-        cells = [
-            f"{plan.steps:,}",
-            f"{plan.sample_rate:.3g}",
-            f"{plan.noise_multiplier:.3g}",
-            ratio,
-        ]
-        if num_parameters is not None:
-            cells.append(f"{plan.noise_length(num_parameters):.3g}")
-        star = "*" if plan == found.best else ""
-        pairs = zip(cells, heads, strict=True)
-        yield f"{_size(plan):>14} " + "".join(f"{c:>{_width(head)}}" for c, head in pairs) + star
-
-
-def _width(head: str) -> int:
-    return max(11, len(head) + 3)
-
-
 def _choice(found: Suggestion, layer_inputs: int) -> Iterator[str]:
+    """Yield what to choose, and why."""
     best = found.best
-    rate = learning_rate(best, math.sqrt(2 / layer_inputs))
     yield f"* choose: {settings(best)}"
     if found.records_per_second is not None:
         there_is = "" if found.seconds is None else f" of {duration(found.seconds)}"
         yield f"  time: {duration(best.seconds(found.records_per_second))}{there_is}"
+    rate = rounded(learning_rate(best, math.sqrt(2 / layer_inputs)))
     yield (
-        f"  learning rate to begin with: {rounded(rate):g} for Adam (layers of {layer_inputs} inputs); "
-        "a third of it for pre-trained weights"
+        f"  learning rate to begin with: {rate:g} for Adam (layers of {layer_inputs} inputs); a third "
+        "of it for pre-trained weights"
     )
-    yield from _reasons(found)
-
-
-def _reasons(found: Suggestion) -> Iterator[str]:
-    best = found.best
     if found.is_short_of_time:
         yield "why: the time is short. This is the largest batch with enough steps; its noise is that of"
         yield f"  full batches on one record in {best.excess:.2g}. More time takes noise away."
-        return
-    yield f"why: the fewest epochs (1, 2, 4, ...) with which a batch size has {LEAST_STEPS} steps or more"
-    yield f"  and at most {ENOUGH} times the noise of full batches; the smallest such batch, for the most"
-    yield "  steps. Down a column there is less noise, and there are fewer steps to learn in."
+    else:
+        yield f"why: the fewest epochs (1, 2, 4, ...) in which a batch size has {LEAST_STEPS} steps"
+        yield f"  and at most {ENOUGH} times the noise of full batches; the smallest such batch, for the"
+        yield "  most steps. Down a column there is less noise, and there are fewer steps to learn in."
 
 
-def _comparison(found: Suggestion, yours: TrainingPlan) -> Iterator[str]:
-    yield f"yours: {settings(yours)}"
-    yield (
-        f"  {yours.steps:,} steps, z = {yours.noise_multiplier:.3g}, z/B = "
-        f"{yours.noise_batch_ratio:.3g}; noise {yours.excess:.2f} times that of full batches"
-    )
-    ratio = yours.noise_of_the_run / found.best.noise_of_the_run
-    word = "more" if ratio >= 1 else "less"
-    yield f"  {max(ratio, 1 / ratio):.2g} times {word} noise over the run than the suggestion"
-
-
-def plan_as_dict(plan: TrainingPlan, records_per_second: float | None = None) -> dict[str, Any]:
-    """Return a plan and what follows from it as plain data."""
-    return {
-        "batch_size": plan.batch_size,
-        "epochs": plan.epochs,
-        "steps": plan.steps,
-        "sample_rate": plan.sample_rate,
-        "noise_multiplier": plan.noise_multiplier,
-        "noise_batch_ratio": plan.noise_batch_ratio,
-        "noise_of_the_run": plan.noise_of_the_run,
-        "excess": plan.excess,
-        "seconds": None if records_per_second is None else plan.seconds(records_per_second),
-    }
+_COLUMNS_OF_JSON = (
+    *("batch_size", "epochs", "steps", "sample_rate", "noise_multiplier"),
+    *("noise_batch_ratio", "noise_of_the_run", "excess"),
+)
 
 
 def as_dict(
@@ -444,21 +415,23 @@ def as_dict(
 ) -> dict[str, Any]:
     """Return the content of :func:`text` as plain data, of all plans."""
     best, speed = found.best, found.records_per_second
-    length = None if num_parameters is None else best.noise_length(num_parameters)
+
+    def plain(plan: TrainingPlan) -> dict[str, Any]:
+        seconds = None if speed is None else plan.seconds(speed)
+        return {**{name: getattr(plan, name) for name in _COLUMNS_OF_JSON}, "seconds": seconds}
+
+    names = ("num_records", "target_epsilon", "target_delta", "relation")
     return {
-        "num_records": best.num_records,
-        "target_epsilon": best.target_epsilon,
-        "target_delta": best.target_delta,
-        "relation": best.relation,
+        **{name: getattr(best, name) for name in names},
         "noise": "independent",
         "records_per_second": speed,
         "seconds": found.seconds,
         "is_short_of_time": found.is_short_of_time,
         "best": {
-            **plan_as_dict(best, speed),
-            "noise_length": length,
+            **plain(best),
+            "noise_length": None if num_parameters is None else best.noise_length(num_parameters),
             "learning_rate_adam": rounded(learning_rate(best, math.sqrt(2 / layer_inputs))),
         },
-        "yours": None if yours is None else plan_as_dict(yours, speed),
-        "plans": [plan_as_dict(plan, speed) for row in found.table for plan in row],
+        "yours": None if yours is None else plain(yours),
+        "plans": [plain(plan) for row in found.table for plan in row],
     }

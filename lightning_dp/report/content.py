@@ -382,7 +382,7 @@ def _relation(name: str, value: object) -> str:
     return text
 
 
-_WORDS = {str: "string", list: "list", dict: "dictionary"}
+_WORDS: dict[type, str] = {str: "string", list: "list", dict: "dictionary"}
 _CHECKS: dict[Any, Callable[[str, object], Any]] = {
     bool: flag,
     int: whole_from_0,
