@@ -73,31 +73,6 @@ def test_nothing_is_printed_where_nobody_asks(
         assert privacy.report().learning == {}
 
 
-def test_a_run_that_learns_nothing_is_told_so_at_its_end(
-    blocks, classifier, mlp, make_trainer, loader
-):
-    class Still(classifier):
-        def training_step(self, batch, batch_idx):
-            return 0.0 * super().training_step(batch, batch_idx)
-
-    privacy = trained(make_trainer(max_epochs=3), Still(mlp()), loader, target_epsilon=3.0, seed=1)
-
-    assert "No gradient signal above the noise" in blocks()[-1] and len(blocks()) == 2
-    learning = privacy.report().learning
-    assert learning["gradient signal above the noise"].startswith("no: ")
-    assert "No gradient signal above the noise" in learning["advice"]
-    assert "try: " in str(privacy.report()) and "try: " in privacy.report().markdown()
-
-
-def test_steps_that_are_far_too_short_are_told_so_at_the_end(
-    blocks, classifier, mlp, make_trainer, loader
-):
-    # Far too short, and yet no step is lost to rounding (which is another warning).
-    model = classifier(mlp(), lambda p: torch.optim.SGD(p, lr=1e-5))
-    trained(make_trainer(max_epochs=6), model, loader, noise_multiplier=0.5)
-    assert "Training had not converged" in blocks()[-1]
-
-
 @pytest.mark.parametrize(
     ("estimator", "share"),
     [(Diff2(restart_every=4), 0.25), (Storm(momentum=0.2), 1.0), (None, 1.0)],
