@@ -1,6 +1,6 @@
 r"""The signal beneath the noise of releases: its norm, its agreement over steps, and a verdict.
 
-All is computed from releases r_t and the noise that is known to be in them, so it costs no privacy.
+All is computed from releases r_t and the variance of their noise, so it costs no privacy.
 With s_t the standard deviation of the noise in each of d coordinates, and ξ_t standard normal,
 
 .. math:: r_t = g_t + s_t ξ_t,
@@ -15,7 +15,7 @@ of small g_t its standard deviation is :math:`s^2\sqrt{2d/n}`.
 .. math:: a_t = ⟨r_t, m_t⟩ / (s_t \|m_t\|)
 
 is exactly standard normal, and independent of all earlier ones, if g_t = 0 (or if g_t is orthogonal
-to m_t): m_t is known before ξ_t is drawn, and ξ_t has the same law in every direction. Sums of n of
+to m_t): m_t is fixed before ξ_t is drawn, and ξ_t has the same law in every direction. Sums of n of
 them, over √n, are exactly standard normal too, in every dimension. With a gradient that stays the
 same the mean of a_t is :math:`γ^2 w/\sqrt{γ^2 w^2 + w d}`, γ = ‖g‖/s and w the steps that m_t averages:
 in a large model the noise norm is above the gradient's at every single step (γ² < d), and still the sum
@@ -275,7 +275,7 @@ class SignalTracker:
         )
         if not math.isfinite(squared):
             return  # the run has diverged
-        known = release.averaged > 0 and 0 < length < math.inf and math.isfinite(along)
+        has_average = release.averaged > 0 and 0 < length < math.inf and math.isfinite(along)
         counts = release.count_std is not None
         self._append(
             Stretch(
@@ -283,8 +283,8 @@ class SignalTracker:
                 steps=1,
                 squared=squared,
                 noise=self._size * release.noise_std**2,
-                agreements=int(known),
-                agreement=along / (release.noise_std * math.sqrt(length)) if known else 0.0,
+                agreements=int(has_average),
+                agreement=along / (release.noise_std * math.sqrt(length)) if has_average else 0.0,
                 counts=int(counts),
                 share=(1 + count) / 2 if counts else 0.0,
                 share_variance=((release.count_std or 0.0) / 2) ** 2,

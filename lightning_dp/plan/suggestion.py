@@ -11,8 +11,8 @@ suggestion is the fewest epochs, doubled from 1, with which a batch size exists 
 Of these sizes, it is the smallest: the most steps. Where the time is too short for that, it is the
 largest batch with enough steps in the epochs that there are.
 
-A training that takes thousands of steps without privacy takes them with privacy too: say so by
-``least_steps``, and the suggestion has larger batches and more epochs.
+A training that takes thousands of steps without privacy takes them with privacy too: with a larger
+``least_steps`` the suggestion has larger batches and more epochs.
 """
 
 from __future__ import annotations

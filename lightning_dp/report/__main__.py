@@ -36,8 +36,8 @@ __all__ = ["main", "pages"]
 
 _DESCRIPTION = """\
 Print the privacy report of a run and check that what was written about it agrees: epsilon is
-computed again from the charged events, and the journal must know every charge that a checkpoint or
-a report knows. Nothing is written but the page of --html, and a running training is not disturbed."""
+computed again from the charged events, and the journal must hold every charge that a checkpoint or
+a report holds. Nothing is written but the page of --html, and a running training is not disturbed."""
 
 _EPILOG = """\
 exit status: 0 if all agrees, 1 if something does not (each fault is named), 2 if PATH or the

@@ -218,7 +218,7 @@ class PrivacyReport:
         known = {each.name: each for each in fields(cls)}
         if unknown := sorted(values.keys() - known):
             raise RefusedSetting(
-                f"The privacy report has unknown fields: {unknown}. A later version may know them.",
+                f"The privacy report has unknown fields: {unknown}. A later version may have them.",
                 topic="other-version",
             )
         needed = [
@@ -499,7 +499,7 @@ class Page:
 
     @property
     def journal(self) -> str | None:
-        """The name of the journal; its path is nobody's business."""
+        """The name of the journal, without its path on this machine."""
         return None if self.report.journal is None else PurePath(self.report.journal).name
 
     @property

@@ -261,7 +261,7 @@ def _checkpoint(path: Path, record: dict[str, Any]) -> Document:
 
 
 def _journal(document: Path, recorded: object) -> Path | None:
-    """Return where a document says that its journal is, if that can be the name of one."""
+    """Return the recorded path of a document's journal, if that can be the name of one."""
     if recorded is None:
         return None
     if isinstance(recorded, str) and "\0" not in recorded:
@@ -291,11 +291,11 @@ def read_charges(journal: Path) -> tuple[str, Charges]:
     """Read a journal by itself: the id of its ledger or data set, and its charges.
 
     Raises:
-        JournalError: if it is missing or damaged, or a client's release files know of more.
+        JournalError: if it is missing or damaged, or a client's release files hold more.
     """
-    known = [*progress_of_all(journal)]  # first: a client that goes on charges the journal first
+    progress = [*progress_of_all(journal)]  # first: a client charges its journal first
     ledger_id, runs = read_journal(journal)
-    check_nothing_is_missing(journal, ledger_id, runs, known)
+    check_nothing_is_missing(journal, ledger_id, runs, progress)
     return ledger_id, runs
 
 
@@ -316,7 +316,7 @@ class CheckedDocument:
         journal_steps, journal_epsilon: of all runs in the journal; None without one.
         runs: of a journal by itself, ε of each run, or of each federation over a client's data.
         problems: contradictions.
-        notes: what a reader should know, and is no fault.
+        notes: what a reader needs besides.
     """
 
     document: Document
@@ -375,7 +375,9 @@ def check(document: Document, journal: Path | None) -> CheckedDocument:
     if report is None:
         notes.append("it holds no report: it was saved by an older version")
     elif named is None:
-        notes.append(f"its accountant {report.accountant!r} is not known here: compared with PLD")
+        notes.append(
+            f"its accountant {report.accountant!r} is not of this version: compared with PLD"
+        )
     written, charges = Charges(), Charges(events)
     steps = journal_epsilon = None
     try:
@@ -394,7 +396,7 @@ def check(document: Document, journal: Path | None) -> CheckedDocument:
     except JournalError as error:
         problems.append(
             f"{error.text} What ran after this {kind} was written is unknown. "
-            "If the journal was moved, say where it is: --journal."
+            "If the journal was moved, give its path: --journal."
         )
     if (voided := events.voided or written.voided) is not None:
         problems.append(f"its run was VOIDED, and ε of all its releases is withdrawn: {voided}")
@@ -530,7 +532,7 @@ def total(
     apart = seeded | {name for name, runs in ledgers.items() if not has_guarantee(runs)}
     fixed = Charges()
     for name in ledgers.keys() - budgets.keys() - apart:
-        fixed.merge(ledgers[name])  # of a run that two ledgers know, the longer record
+        fixed.merge(ledgers[name])  # of a run in two ledgers, the longer record
     epsilon = PLDAccountant().epsilon(fixed.history(), min(deltas), under) + sum(
         budget for name, (budget, _) in budgets.items() if name not in apart
     )

@@ -355,12 +355,12 @@ def test_a_run_with_noise_chosen_at_run_time_claims_its_whole_budget(
     assert command(path)[0] == 1
 
 
-def test_an_accountant_that_is_not_known_here_may_be_less_tight(saved, command, edit_json):
+def test_an_accountant_of_another_version_may_be_less_tight(saved, command, edit_json):
     path = saved[0].reports[0]
     edit_json(path, report_field(accountant="other", epsilon=1.5 * TWELVE))
     status, output = command(path)
     assert status == 0
-    assert "note: its accountant 'other' is not known here: compared with PLD" in output
+    assert "note: its accountant 'other' is not of this version: compared with PLD" in output
 
 
 # -- the page ----------------------------------------------------------------------------------
