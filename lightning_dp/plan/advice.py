@@ -14,7 +14,6 @@ from itertools import pairwise
 from torch import Tensor, optim
 from torch.optim import Optimizer
 
-from lightning_dp._validate import above_0, normalise, not_negative, positive, probability, whole
 from lightning_dp.accounting.base import Relation
 from lightning_dp.functional import number_of_entries
 from lightning_dp.plan.signal import Signal, Verdict, judge
@@ -94,13 +93,6 @@ class Setting:
     steps_before: int = 0
     is_calibrated: bool = True
     processes: int = 1
-
-    def __post_init__(self) -> None:
-        normalise(self, whole, "num_records", "size", of="Setting")
-        normalise(self, positive, "batch_size", of="Setting")
-        normalise(self, not_negative, "noise_multiplier", of="Setting")
-        normalise(self, above_0, "clip_norm", of="Setting")
-        normalise(self, probability, "target_delta", of="Setting")
 
     @property
     def epochs(self) -> float:

@@ -48,7 +48,6 @@ _ACCOUNTANTS: tuple[type[AbstractAccountant], ...] = (
     OneOrderAccountant,
     EnvelopeAccountant,
 )
-_COMPARED = ("compared", "by construction", "probed")  # which is the word of earlier versions
 _TOLERANCE = 0.05  # of comparisons, in C: see lightning_dp.isolation.comparison
 _WEAK = 20.0  # an ε above it promises next to nothing: e^20 is 485 million
 
@@ -186,7 +185,9 @@ class PrivacyReport:
         Then it moves the sum by 1.05 C, on which noise z·C has the noise multiplier z / 1.05.
         """
         history = [
-            (_with_less_noise(event) if event.is_gaussian else event, count)
+            (sampled_gaussian(event.pair[0] / (1 + _TOLERANCE), event.pair[1]), count)
+            if event.is_gaussian
+            else (event, count)
             for event, count in self.history()
         ]
         accountant = self.known_accountant() or PLDAccountant()
@@ -243,26 +244,8 @@ class PrivacyReport:
         Args:
             where: the report's file, or what became of it.
         """
-        budget = "" if self.target_epsilon is None else f" of {epsilon_text(self.target_epsilon)}"
-        parts = [
-            f"ε = {epsilon_text(self.epsilon)}{budget} at δ = {self.delta:g} ({self.relation}) "
-            f"after {self.steps} noised step{'' if self.steps == 1 else 's'}"
-        ]
-        if self.claimable_epsilon > self.epsilon:
-            parts.append(
-                f"ε = {epsilon_text(self.claimable_epsilon)} for the whole plan, to be claimed if a "
-                "result chose when to stop"
-            )
-        if self.is_weak:
-            parts.append("so large an ε promises next to nothing")
-        if self.stop_reason is not None:
-            parts.append(self.stop_reason)
-        if not (self.isolation.startswith(_COMPARED) or self.steps_compared):
-            parts.append("isolation of records was not checked")
-        if where is not None:
-            parts.append(f"report: {where}")
-        wrong = f"{self.why_not_private}: " if self.why_not_private else ""
-        return f"privacy: {wrong}{'; '.join(parts)}"
+        values = {"report": self, "where": where}
+        return _environment("txt").get_template("end.j2").render(values).replace("\n", "")
 
     def markdown(self, reader: Reader | None = None) -> str:
         """Return a document: page one in plain words, and the annex for engineers.
@@ -323,11 +306,6 @@ class PrivacyReport:
             ax=ax,
             metrics=metrics,
         )
-
-
-def _with_less_noise(event: AbstractEvent) -> AbstractEvent:
-    noise_multiplier, sample_rate = event.pair
-    return sampled_gaussian(noise_multiplier / (1 + _TOLERANCE), sample_rate)
 
 
 def plain(value: Any) -> Any:

@@ -341,20 +341,20 @@ class CheckedDocument:
     def to_dict(self) -> dict[str, Any]:
         """Return all of it, for JSON."""
         document = self.document
+        of_document = ("path", "kind", "ledger_id", "delta", "relation")
+        names = (
+            "epsilon",
+            "runs",
+            "journal",
+            "journal_steps",
+            "journal_epsilon",
+            "problems",
+            "notes",
+        )
         return {
-            "path": str(document.path),
-            "kind": document.kind,
-            "ledger_id": document.ledger_id,
-            "epsilon": self.epsilon,
-            "delta": document.delta,
-            "relation": document.relation,
+            **{name: getattr(document, name) for name in of_document},
+            **{name: getattr(self, name) for name in names},
             "steps": document.events.steps,
-            "runs": self.runs,
-            "journal": None if self.journal is None else str(self.journal),
-            "journal_steps": self.journal_steps,
-            "journal_epsilon": self.journal_epsilon,
-            "problems": self.problems,
-            "notes": self.notes,
             "report": None if document.report is None else document.report.to_dict(),
         }
 
