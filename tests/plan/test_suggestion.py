@@ -102,22 +102,3 @@ def test_the_default_delta_is_a_power_of_ten_below_a_tenth_of_one_record(n):
     assert math.log10(delta) == pytest.approx(round(math.log10(delta)))
     if n > 1:
         assert delta * 10 > 1 / (10 * n) * (1 + 1e-12)
-
-
-@pytest.mark.parametrize(
-    ("changes", "name"),
-    [
-        ({"num_records": NAN}, "num_records"),
-        ({"target_epsilon": NAN}, "target_epsilon"),
-        ({"target_delta": NAN}, "target_delta"),
-        ({"records_per_second": NAN}, "records_per_second"),
-        ({"seconds": NAN, "records_per_second": 1.0}, "seconds"),
-        ({"seconds": 60}, "records_per_second"),
-        ({"seconds": 1e-3, "records_per_second": 1.0}, "gradients"),
-        ({"least_steps": 0}, "least_steps"),
-    ],
-)
-def test_illegal_arguments_are_named(changes, name):
-    given = {"num_records": 1000, "target_epsilon": 3.0, **changes}
-    with pytest.raises(ValueError, match=name):
-        suggest(**given)

@@ -15,7 +15,6 @@ from lightning_dp.accounting.charges import Charges
 from lightning_dp.callbacks import DifferentialPrivacy
 from lightning_dp.report import PrivacyReport
 from lightning_dp.report.files import read_report
-from lightning_dp.report.of_run import _version
 from lightning_dp.schedules import Exponential
 
 matplotlib.use("Agg")
@@ -127,11 +126,6 @@ def test_the_first_line_is_the_claim(report_of):
     assert "the whole budget since noise is chosen at run time" in line
 
 
-def test_packages_that_are_on_the_path_without_being_installed_have_no_version():
-    assert _version("numpy") == np.__version__
-    assert _version("a-package-that-nobody-installed") == "not installed as a package"
-
-
 def fitted(classifier, mlp, loader, make_trainer, **arguments):
     privacy = DifferentialPrivacy(noise_multiplier=1.5, target_delta=DELTA, **arguments)
     make_trainer(max_epochs=1, callbacks=[privacy]).fit(classifier(mlp()), loader)
@@ -220,31 +214,6 @@ def test_metrics_get_a_panel_of_their_own(report):
     steps, values = line(ax.figure.axes[0], "accuracy")
     assert (steps.tolist(), values.tolist()) == ([6, 12], [0.5, 0.75])
     assert len(ax.figure.axes) == 3
-
-
-def test_given_axes_hold_epsilon_and_noise(report):
-    from matplotlib import pyplot
-
-    ax = pyplot.subplots()[1]
-
-    assert report.plot(ax) is ax
-    line(ax, r"$\epsilon_t$")
-    line(ax.figure.axes[-1], r"$\sigma_t$")
-    assert ax.get_xlabel() == "noised steps"
-    with pytest.raises(ValueError, match="leave out ax"):
-        report.plot(ax, metrics={"accuracy": [(1, 0.5)]})
-
-
-def test_two_runs_of_one_ledger_follow_each_other(report):
-    a, b = PoissonGaussian(2.0, 0.1), PoissonGaussian(1.0, 0.1)
-    two = replace(report, steps=30, events=Charges({"x": [(a, 10), (b, 5)], "y": [(a, 15)]}))
-
-    steps, values = line(two.plot(), r"$\epsilon_t$")
-
-    assert steps[-1] == 30
-    assert values[-1] == pytest.approx(epsilon([(a, 25), (b, 5)], DELTA), rel=5e-4)
-    at = list(steps).index(15)
-    assert values[at] == pytest.approx(epsilon([(a, 10), (b, 5)], DELTA), rel=5e-4)
 
 
 def test_a_claim_of_the_whole_budget_is_level_from_the_first_step(report):
