@@ -225,6 +225,9 @@ def _find_in_folder(folder: Path, options: argparse.Namespace) -> _Findings:
         except JournalError as error:
             problems.append(str(error))
             continue
+        if not events:
+            notes.append(f"{path}: no charges, as after a fit that was refused")
+            continue
         others.append((ledger_id, events))
         if checked and options.delta is None:
             notes.append(f"{path}: no checkpoint or report here is of it, and ε needs --delta")

@@ -521,7 +521,7 @@ def total(
         if report is not None and report.claims_budget:
             budgets[report.ledger_id] = (each.epsilon, report.delta)
     for ledger_id, runs in journals:
-        if not federations_in(runs):
+        if runs and not federations_in(runs):
             ledgers.setdefault(ledger_id, Charges()).merge(runs)
     deltas = [each.document.delta for each in checked] if delta is None else [delta]
     if len(ledgers) < 2 or not deltas:

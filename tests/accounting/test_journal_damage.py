@@ -11,7 +11,7 @@ import pytest
 from lightning_dp.accounting import PoissonGaussian
 from lightning_dp.accounting._journal_text import read_text
 from lightning_dp.accounting.events import PoissonRound
-from lightning_dp.accounting.journal import Journal, JournalError, read_journal
+from lightning_dp.accounting.journal import Journal, JournalError, read_journal, read_written
 
 A, B = PoissonGaussian(1.0, 0.01), PoissonGaussian(2.0, 0.01)
 ROUND = PoissonRound((2.0, 3.0), 0.5)
@@ -139,8 +139,12 @@ def test_any_beginning_of_any_record_is_one_that_a_crash_may_leave(tmp_path, eve
     start = path.stat().st_size
     journal.append('fédération "1", [west]#0', 1, event)
     journal.note_weights(["00ff", "11ee"])
+    journal.note_data(22_000, 'visits "A], of 2024')
+    journal.note_data(22_000, 'visits "A], of 2024')
     journal.close()
     content = path.read_bytes()
+    assert content.count(b"data") == 1
+    assert read_written(path).data == {(22_000, 'visits "A], of 2024')}
     for cut in range(start, len(content)):
         beginning = content[:cut]
         assert steps_in_text(beginning) == whole_records(beginning.split(b"[null")[0])
@@ -187,6 +191,10 @@ def checked(text: str) -> bytes:
         '[["run-9"],0,null]',
         '[null,"something new",1]',
         '[null,"weights",3]',
+        '[null,"weights",[3]]',
+        '[null,"data",[3]]',
+        '[null,"data",[true,null]]',
+        '[null,"data",[3,4]]',
         "{}",
         "[" * 100_000,
     ],

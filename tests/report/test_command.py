@@ -196,6 +196,15 @@ def test_the_total_of_noise_chosen_at_run_time_is_that_of_whole_budgets(
     assert found["epsilon"] == pytest.approx(2.0 + TWELVE)
 
 
+def test_the_journal_of_a_refused_fit_is_a_note(saved, command, tmp_path):
+    Journal(saved[0].journal.with_name("0" * 16 + ".journal"), "0" * 16).close()
+
+    status, output = command(tmp_path)
+
+    assert status == 0 and "total of" not in output
+    assert "0.journal: no charges, as after a fit that was refused" in output
+
+
 @pytest.mark.parametrize(
     "options", [{"seed": 3, "noise_multiplier": 1.0}, {"noise_multiplier": 0.0}]
 )
