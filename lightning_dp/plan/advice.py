@@ -133,11 +133,12 @@ def optimizer_setting(optimizer: Optimizer) -> tuple[OptimizerSetting, int, floa
     groups = optimizer.param_groups
     trained = [p for group in groups for p in group["params"] if p.requires_grad]
     names = ("lr", "initial_lr", "max_lr")  # the last one is a OneCycleLR's
+    rates = [_number(group[name]) for group in groups for name in names if name in group]
     is_sgd, is_adam = isinstance(optimizer, optim.SGD), isinstance(optimizer, _ADAM)
     setting = OptimizerSetting(
         type(optimizer).__name__,
         "adam" if is_adam else "sgd" if is_sgd else None,
-        max(_number(group[name]) for group in groups for name in names if name in group),
+        max(rates, default=math.nan),
         max(_number(group.get("momentum", 0.0)) for group in groups),
         "max_lr" if any("max_lr" in group for group in groups) else "lr",
     )
@@ -332,21 +333,16 @@ def _or_less_noise(setting: Setting) -> str:
 
 def _next(setting: Setting, factor: float, otherwise: str) -> str:
     """Return what to try in another training; a spent budget allows no more steps of this one."""
-    if changes(setting) and not _contradicts(setting, factor):
+    plan, optimizer = better_plan(setting), setting.optimizer
+    rate = advised_rate(setting, plan)
+    now = 0.0 if optimizer is None else optimizer.learning_rate
+    is_opposite = rate is not None and (rate > now) != (factor > 1)
+    if (plan is not None or rate is not None) and not (is_opposite or setting.steps_before):
         return "The advice at the start holds for another training."
-    rate = None if _contradicts(setting, factor) else advised_rate(setting, None, factor)
-    words = [] if rate is None else [_with_rate(setting.optimizer, rate)]  # type: ignore[arg-type]
+    rate = None if is_opposite else advised_rate(setting, None, factor)
+    words = [] if rate is None or optimizer is None else [_with_rate(optimizer, rate)]
     cost = ", whose ε adds to this one on the same records" if setting.target_epsilon else ""
     return f"For another training{cost}: {' or '.join([*words, otherwise])}."
-
-
-def _contradicts(setting: Setting, factor: float) -> bool:
-    """Return whether the planner's rate is far from the present one, in the other direction."""
-    plan = better_plan(setting)
-    rate, optimizer = advised_rate(setting, plan), setting.optimizer
-    if rate is None or optimizer is None:
-        return False
-    return (rate > optimizer.learning_rate) != (factor > 1)
 
 
 def _clipping(setting: Setting, signal: Signal) -> list[str]:

@@ -117,6 +117,15 @@ def test_the_peak_of_a_one_cycle_schedule_is_the_rate():
     assert weight == pytest.approx(math.sqrt(2 / 3))
 
 
+def test_an_optimizer_without_a_rate_or_matrices_has_no_advice(setting):
+    class Plain(torch.optim.Optimizer):
+        pass
+
+    found, size, weight = optimizer_setting(Plain([torch.nn.Parameter(torch.ones(3))], {}))
+    assert math.isnan(found.learning_rate) and (found.kind, size, weight) == (None, 3, None)
+    assert changes(setting({"optimizer": found, "weight_size": None}, **GOOD)) == []
+
+
 @pytest.mark.parametrize(
     ("changed", "words"),
     [
