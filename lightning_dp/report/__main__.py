@@ -74,10 +74,6 @@ class _Findings:
         return len(self.problems) + sum(len(each.problems) for each in each_of)
 
 
-class _UsageError(ValueError):
-    """PATH or the options cannot be used."""
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command and return its exit status."""
     parser = _parser()
@@ -130,12 +126,12 @@ def _parser() -> argparse.ArgumentParser:
 
 def _write_html(found: _Findings, options: argparse.Namespace) -> None:
     if not options.html.parent.is_dir():
-        raise _UsageError(f"--html {options.html}: there is no folder {options.html.parent}.")
+        raise ValueError(f"--html {options.html}: there is no folder {options.html.parent}.")
     stated = About(**{each.name: getattr(options, each.name) for each in fields(About)})
     together = found.total or _beside(found.documents, options.delta)
     made = pages(found.documents, together, stated.to_dict(), found.problems)
     if not made:
-        raise _UsageError(
+        raise ValueError(
             f"{options.path} holds no report, so there is nothing to make a page of: a journal by "
             "itself does not record what was trained. Give a checkpoint, a report or their folder."
         )
@@ -187,7 +183,7 @@ def _beside(documents: Sequence[CheckedDocument], delta: float | None) -> Total 
 def _find(options: argparse.Namespace) -> _Findings:
     path: Path = options.path
     if not path.exists():
-        raise _UsageError(f"{path} does not exist.")
+        raise ValueError(f"{path} does not exist.")
     if options.delta is not None:
         check_delta(options.delta)
     if file_of_checkpoint(path).is_dir():
@@ -217,7 +213,7 @@ def _find_in_folder(folder: Path, options: argparse.Namespace) -> _Findings:
     spoken_of = {each.journal.resolve() for each in checked if each.journal is not None}
     rest = [path for path in journals if path.resolve() not in spoken_of]
     if not (checked or rest or problems or notes):
-        raise _UsageError(f"{folder} holds no checkpoint, report or journal.")
+        raise ValueError(f"{folder} holds no checkpoint, report or journal.")
     alone, others = [], []
     for path in rest:
         try:
@@ -242,7 +238,7 @@ def _check_alone(
     path: Path, ledger_id: str, events: Charges, options: argparse.Namespace
 ) -> CheckedDocument:
     if options.delta is None:
-        raise _UsageError(
+        raise ValueError(
             f"{path} is a journal without its checkpoint or report, and a journal does not record δ: "
             "give --delta (and --relation, if it is not add_remove)."
         )

@@ -467,15 +467,6 @@ class Page:
         return {"epsilon": epsilon, "spent": spent, "why": why, "tests": tests}
 
     @property
-    def epsilon_at_tolerance(self) -> float | None:
-        """ε under the largest coupling that comparisons let pass, where they had to look for it."""
-        report = self.report
-        is_exact = report.claims_budget or not report.ran_whole
-        if is_exact or not (report.private and report.steps and self.is_over):
-            return None
-        return report.epsilon_at_tolerance()
-
-    @property
     def journal(self) -> str | None:
         """The name of the journal, without its path on this machine."""
         return None if self.report.journal is None else PurePath(self.report.journal).name
