@@ -10,6 +10,7 @@ from lightning_dp.accounting.charges import Charges, JournalError
 from lightning_dp.accounting.journals import Neighbours, neighbours, union
 from lightning_dp.accounting.pld import PLDAccountant
 from lightning_dp.accounting.rounding import epsilon_text
+from lightning_dp.report.files import has_guarantee
 from lightning_dp.run import PrivateRun
 
 __all__ = ["at_end", "at_start", "with_whole_plan"]
@@ -86,12 +87,9 @@ def _many(found: Neighbours) -> str:
 
 def _counted(found: Neighbours, run: PrivateRun) -> list[Written]:
     """Return the journals of the sum: with noise, and not of other data."""
-    return [each for each in found.written if _has_noise(each) and _may_share_records(each, run)]
-
-
-def _has_noise(journal: Written) -> bool:
-    """Return False for a debugging run without noise, or a voided one: its ε is infinite."""
-    return all(event.pair[0] > 0 for event, _ in journal.runs.history() if event.is_gaussian)
+    return [
+        each for each in found.written if has_guarantee(each.runs) and _may_share_records(each, run)
+    ]
 
 
 def _may_share_records(journal: Written, run: PrivateRun) -> bool:
@@ -114,7 +112,7 @@ def _left_out(found: Neighbours, folder: Path | None, run: PrivateRun) -> list[s
         lines.append(
             f"Not in the sum: {len(others)} of other data (another name, or number of records)."
         )
-    without = sum(not _has_noise(each) for each in found.written if each not in others)
+    without = sum(not has_guarantee(each.runs) for each in found.written if each not in others)
     if without:
         lines.append(
             f"Not in the sum: {without} without noise, which must stay secret: ε would be inf."

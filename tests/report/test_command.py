@@ -278,19 +278,18 @@ EDITED_CHECKPOINTS = [
 
 
 @pytest.mark.parametrize(
-    ("kind", "edit", "problem"),
-    [*EDITED_FILES, *(("checkpoint", *each) for each in EDITED_CHECKPOINTS)],
+    ("kind", "edits"), [("report", EDITED_FILES), ("checkpoint", EDITED_CHECKPOINTS)]
 )
-def test_an_edited_document_is_found(
-    kind, edit, problem, saved, command, edit_json, edit_checkpoint
-):
-    fitted, checkpoint = saved
-    path = checkpoint if kind == "checkpoint" else fitted.reports[0]
-    (edit_checkpoint if kind == "checkpoint" else edit_json)(path, edit)
+def test_an_edited_document_is_found(kind, edits, saved, command, edit_json, edit_checkpoint):
+    path = saved[1] if kind == "checkpoint" else saved[0].reports[0]
+    original = path.read_bytes()
+    for edit, problem in edits:
+        (edit_checkpoint if kind == "checkpoint" else edit_json)(path, edit)
 
-    status, output = command(path)
+        status, output = command(path)
 
-    assert status == 1 and "PROBLEM: " in output and problem in output
+        assert status == 1 and "PROBLEM: " in output and problem in output
+        path.write_bytes(original)
 
 
 def lose_charges(fitted, fit):

@@ -14,7 +14,7 @@ from lightning_dp.accounting import Gaussian, PLDAccountant, PoissonGaussian, ep
 from lightning_dp.accounting.charges import Charges
 from lightning_dp.callbacks import DifferentialPrivacy
 from lightning_dp.report import PrivacyReport
-from lightning_dp.report.files import read_report
+from lightning_dp.report.files import read_report, write_report
 from lightning_dp.schedules import Exponential
 
 matplotlib.use("Agg")
@@ -53,20 +53,23 @@ def test_infinite_epsilon_is_legal_json(fit):
         ({"relation": "x"}, "relation must be"),
     ],
 )
-def test_a_file_that_is_no_report_is_refused_by_its_field(fit, edit_json, change, message):
-    (path,) = fit().reports
+def test_a_file_that_is_no_report_is_refused_by_its_field(
+    report_of, tmp_path, edit_json, change, message
+):
+    path = write_report(report_of(), tmp_path)
     edit_json(path, lambda content: content.update(change))
 
     with pytest.raises(ValueError, match=message):
         read_report(path)
 
 
-def test_a_field_that_is_absent_has_its_default_if_it_has_one(fit, edit_json):
-    fitted = fit()
-    (path,) = fitted.reports
+def test_a_field_that_is_absent_has_its_default_if_it_has_one(report_of, tmp_path, edit_json):
+    report = report_of(stop_reason="x", versions={"torch": "2"}, journal=None)
+    path = write_report(report, tmp_path)
+    assert read_report(path) == report
     edit_json(path, lambda content: [content.pop(name) for name in ("stop_reason", "versions")])
 
-    assert read_report(path) == replace(fitted.privacy.report(), stop_reason=None, versions={})
+    assert read_report(path) == replace(report, stop_reason=None, versions={})
     edit_json(path, lambda content: content.pop("seeded"))
     with pytest.raises(ValueError, match=r"lacks fields: \['seeded'\]"):
         read_report(path)
