@@ -263,10 +263,7 @@ EDITED_REPORTS = [
     (report_field(epsilon_of_plan=0.1), "it says ε = 0.1 for the whole plan"),
     (report_field(accountant="other", epsilon=0.5 * TWELVE), "its events give ε"),
 ]
-EDITED_FILES = [
-    ("report", *each)
-    for each in [*EDITED_REPORTS, (report_field(ledger_id="0123"), "belongs to ledger")]
-]
+EDITED_FILES = [*EDITED_REPORTS, (report_field(ledger_id="0123"), "belongs to ledger")]
 EDITED_CHECKPOINTS = [
     *EDITED_REPORTS[:2],
     (report_field(ledger_id="0123"), "its report says ledger_id=0123, its ledger and"),
