@@ -35,6 +35,7 @@ OLDEST = {  # a test compares them with pyproject.toml
     "numpy": "1.26.0",
     "scipy": "1.11.1",
     "filelock": "3.12.0",
+    "jinja2": "3.1.0",
 }
 SHOWN = ("torch", "lightning", "opacus", "numpy")
 _IMPORT_ALL = """

@@ -25,11 +25,11 @@ from lightning_dp.accounting.pld import PLDAccountant, epsilon_curve
 from lightning_dp.config import PrivacyConfig
 from lightning_dp.mechanism import Mechanism
 from lightning_dp.noise_plan import Budget, NoisePlan, costliest_events
+from lightning_dp.plan.signal import Signal, SignalTracker
 from lightning_dp.sampling import BatchPlan
-from lightning_dp.signal import Signal, SignalTracker
 
 if TYPE_CHECKING:
-    from lightning_dp.advice import Setting
+    from lightning_dp.plan.advice import Setting
 
 __all__ = ["PlannedFit", "PrivateRun"]
 
@@ -364,6 +364,10 @@ class PrivateRun:
             directory = self.ledger.journal_path.parent  # it exists, so it must know
         if world.is_lead:
             self.ledger.begin(run, directory)
+            if self.batches is not None:
+                about = self.config.about
+                name = None if about is None else about.data_set
+                self.ledger.note_data(self.batches.num_records, name)
         record = world.broadcast(self.ledger.state_dict())
         if not world.is_lead:
             self.ledger.mirror(record)

@@ -23,6 +23,7 @@ from lightning_dp.accounting.events import AbstractEvent, event_from_dict
 _FORMAT = "lightning-dp-journal-2"
 _FORMATS = ("lightning-dp-journal-1", _FORMAT)  # the first one has charges only
 _WEIGHTS = "weights"
+_DATA = "data"
 _LINES_AT_ONCE = 4096
 _ID = re.compile(r"[0-9a-f]{16}")
 _CURE = (
@@ -86,6 +87,7 @@ class JournalContent:
         ledger_id: of its first line.
         runs: all charges.
         weights: fingerprints of weights that its runs released.
+        data: the number of records and the user's name of each data set, as far as they were noted.
         size: the bytes of its whole records; anything after them is the beginning of one more.
         is_ended: whether the last whole record has its newline.
     """
@@ -94,6 +96,7 @@ class JournalContent:
     ledger_id: str = ""
     runs: Charges = field(default_factory=Charges)
     weights: set[str] = field(default_factory=set)
+    data: set[tuple[int, str | None]] = field(default_factory=set)
     size: int = 0
     is_ended: bool = True
 
@@ -143,12 +146,17 @@ class JournalContent:
 
     def _add_note(self, kind: object, content: object, position: int) -> None:
         """Add what is no charge; kinds of a later version may change what is spent."""
-        if kind != _WEIGHTS:
+        if kind not in (_WEIGHTS, _DATA):
             kinds = f"is of the kind {kind!r}, which this version cannot read"
             raise self._damaged(f"line {position} {kinds}")
-        if not isinstance(content, list) or not all(isinstance(each, str) for each in content):
-            raise self._damaged(f"line {position} has no fingerprints")
-        self.weights.update(content)
+        items: list[Any] = content if isinstance(content, list) else [None]
+        types = [type(each) for each in items]
+        if kind == _DATA and types in ([int, str], [int, type(None)]):
+            self.data.add((items[0], items[1]))
+        elif kind == _WEIGHTS and set(types) <= {str}:
+            self.weights.update(items)
+        else:
+            raise self._damaged(f"line {position} has no {kind}")
 
     def _is_next(self, run: object, number: object) -> bool:
         return isinstance(run, str) and type(number) is int and number == self.runs.length(run)
@@ -242,8 +250,9 @@ class Journal:
     """One file, one line per charge: ``[run, number, event] crc32``, fsynced before it returns.
 
     ``event`` is null where it equals the run's previous one. The first line names the ledger; lines
-    without a run hold fingerprints of released weights. A lock next to the file keeps a second
-    process from charging the same ledger at the same time. Only its owner can read a new file.
+    without a run hold fingerprints of released weights, and descriptions of the data. A lock next to
+    the file keeps a second process from charging the same ledger at the same time. Only its owner
+    can read a new file.
 
     Args:
         path: the file; it is made when it does not exist, with its folder.
@@ -287,7 +296,7 @@ class Journal:
             )
         self.runs = written.runs
         self._last = {run: charges[-1][0] for run, charges in written.runs.items()}
-        self.weights = written.weights
+        self.weights, self.data = written.weights, written.data
         self._size = written.size
         self._file: IO[bytes] = open(self.path, "ab", buffering=0)  # noqa: SIM115 (until close())
         try:
@@ -329,6 +338,13 @@ class Journal:
             self._check_untouched()
             self._append([checked_line([None, _WEIGHTS, new])])
             self.weights.update(new)
+
+    def note_data(self, records: int, name: str | None) -> None:
+        """Write the number of records of a data set and the user's name for it, if they are new."""
+        if (records, name) not in self.data:
+            self._check_untouched()
+            self._append([checked_line([None, _DATA, [records, name]])])
+            self.data.add((records, name))
 
     def _line(self, run: str, number: int, event: AbstractEvent) -> bytes:
         content = None if self._last.get(run) == event else event.to_dict()

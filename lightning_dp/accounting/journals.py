@@ -113,7 +113,7 @@ def _files(path: Path) -> list[Path]:
 
 @dataclass
 class Neighbours:
-    """Other journals in a folder, newest first.
+    """Other journals with charges in a folder, newest first.
 
     Args:
         written: those that were read.
@@ -158,8 +158,8 @@ def neighbours(folder: Path, own_id: str, weights: AbstractSet[str]) -> Neighbou
         except (OSError, JournalError):
             found.damaged.append(path)
             continue
-        if written.ledger_id == own_id:
-            continue
+        if written.ledger_id == own_id or not written.runs:
+            continue  # a fit that was refused leaves a journal without charges
         read += size
         found.written.append(written)
         if knows:

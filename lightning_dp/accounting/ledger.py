@@ -135,6 +135,12 @@ class Ledger:
             with contextlib.suppress(JournalError):
                 self._journal.note_weights(fingerprints)
 
+    def note_data(self, records: int, name: str | None) -> None:
+        """Describe the data set of the run; where the journal has a fault, its next charge says so."""
+        if self._journal is not None:
+            with contextlib.suppress(JournalError):
+                self._journal.note_data(records, name)
+
     def end(self) -> None:
         """End the run: close the journal and give up its lock."""
         journal, self._journal, self._run = self._journal, None, ""

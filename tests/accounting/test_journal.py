@@ -27,6 +27,7 @@ from lightning_dp.accounting.journal import (
     checked_line,
     read_journal,
     read_text,
+    read_written,
 )
 
 A, B = PoissonGaussian(1.0, 0.01), PoissonGaussian(2.0, 0.01)
@@ -191,6 +192,10 @@ def checked(text: str) -> bytes:
         '[["run-9"],0,null]',
         '[null,"something new",1]',
         '[null,"weights",3]',
+        '[null,"weights",[3]]',
+        '[null,"data",[3]]',
+        '[null,"data",[true,null]]',
+        '[null,"data",[3,4]]',
         "{}",
         "[" * 100_000,
     ],
@@ -201,6 +206,16 @@ def test_a_record_that_checks_but_cannot_be_read_is_damage(written, text):
     path.write_bytes(content + checked(text))
     with pytest.raises(JournalError, match=r"(damaged|of another version).* line 8"):
         read_journal(path)
+
+
+def test_a_data_set_is_described_once(tmp_path):
+    path = tmp_path / "a.journal"
+    for _ in range(2):
+        journal = Journal(path, "a")
+        journal.note_data(22_000, 'visits "A], of 2024')
+        journal.close()
+    assert path.read_bytes().count(b"visits") == 1
+    assert read_written(path).data == {(22_000, 'visits "A], of 2024')}
 
 
 def test_a_journal_of_the_first_version_is_read_and_goes_on(tmp_path, books):

@@ -315,7 +315,7 @@ def test_a_report_has_the_name_of_a_ledger_and_names_no_other_file(tmp_path):
     path = tmp_path / "privacy_report-x.json"
     for bad in ("../../evil", "/dev/zero", f"a\0/{GOOD}.journal", "*.journal", ""):
         path.write_text(json.dumps({**nothing.to_dict(), "journal": bad}))
-        with pytest.raises(ValueError, match="names a journal that is none"):
+        with pytest.raises(ValueError, match="names a file that is not a journal"):
             read_document(path)
 
 

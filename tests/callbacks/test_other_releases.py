@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader
 
 from lightning_dp import DifferentialPrivacy, FullBatch
 from lightning_dp.accounting import ZCDP, ApproximateDP, epsilon, sweep_history
-from lightning_dp.report.command import main
+from lightning_dp.report.__main__ import main
 
 TABLE = ApproximateDP(0.5, 1e-7, relation="add_remove", what="table of ages, 2026-03")
 CENSUS = ZCDP(0.01, relation="add_remove", what="the census")

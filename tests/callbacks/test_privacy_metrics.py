@@ -52,7 +52,7 @@ def test_metrics_are_the_public_numbers_of_the_step(
         assert found["sample_rate"] == pytest.approx(0.1)
         assert found["expected_batch_size"] == pytest.approx(24)
         assert found["clip_norm"] == pytest.approx(0.4)
-        assert found["noise_length"] == pytest.approx(1.5 * 0.4 * math.sqrt(SIZE) / 24, rel=1e-5)
+        assert found["noise_norm"] == pytest.approx(1.5 * 0.4 * math.sqrt(SIZE) / 24, rel=1e-5)
         assert found["steps_left"] == 19 - step
         assert 0 <= found["signal_ratio"] < 10
         assert "share_clipped" not in found
@@ -67,7 +67,7 @@ def test_without_advice_nothing_is_followed(classifier, mlp, loader, make_traine
     assert privacy._run.signal is None
     row = rows_of(logger)[19]
     assert "privacy/signal_ratio" not in row
-    assert float(row["privacy/noise_length"]) == pytest.approx(1.5 * math.sqrt(SIZE) / 24)
+    assert float(row["privacy/noise_norm"]) == pytest.approx(1.5 * math.sqrt(SIZE) / 24)
 
 
 @pytest.mark.parametrize("clip_norm", [1e-3, 1e3])
@@ -97,7 +97,7 @@ def test_the_released_share_is_that_of_clipped_records_and_costs_nothing_more(
     assert privacy.epsilon == PLDAccountant().epsilon([(PoissonGaussian(0.5, 0.1), 200)], 1e-5)
     # The noise in the gradient is longer by the count's part of the bound.
     expected = 0.5 * clip_norm * math.sqrt(1.01 * SIZE) / 24
-    assert whole.noise_length == pytest.approx(expected, rel=1e-6)
+    assert whole.noise_norm == pytest.approx(expected, rel=1e-6)
     assert "privacy/share_clipped" in rows_of(logger)[199]
 
 

@@ -109,7 +109,9 @@ def test_the_wheel_holds_every_module_and_the_type_marker(root, wheel):
         content = {name for name in archive.namelist() if ".dist-info/" not in name}
         licences = [name for name in archive.namelist() if name.endswith("licenses/LICENSE")]
 
-    data = {"lightning_dp/py.typed", "lightning_dp/troubleshooting.md"}
+    templates = (root / "lightning_dp/report/templates").iterdir()
+    data = {path.relative_to(root).as_posix() for path in templates}
+    data |= {"lightning_dp/py.typed", "lightning_dp/troubleshooting.md"}
     assert content == modules | callbacks | data
     assert len(licences) == 1
 

@@ -15,7 +15,7 @@ from lightning_dp import Diff2, FullBatch
 from lightning_dp._warnings import PrivacyWarning
 from lightning_dp.accounting.events import VoidedRunError
 from lightning_dp.callbacks import DifferentialPrivacy
-from lightning_dp.report.command import main as report_command
+from lightning_dp.report.__main__ import main as report_command
 
 CURE = r"zero records whose gradients are not finite.*don't skip batches"
 

@@ -146,7 +146,7 @@ def empty(path: Path) -> None:
         (cut_line, r"knows less than the checkpoint.*recover_journal"),
         (keep_the_header, r"knows less than the checkpoint.*recover_journal"),
         (cut_byte_in_the_middle, "is damaged"),
-        (change_a_digit, "is damaged: line 2 fails its checksum"),
+        (change_a_digit, "is damaged: line 3 fails its checksum"),
         (drop_a_line, "is damaged before line 5"),
         (empty, "is empty"),
     ],

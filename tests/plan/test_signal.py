@@ -9,7 +9,7 @@ import scipy.stats
 import torch
 
 from lightning_dp.boundary import Query, Release, Term
-from lightning_dp.signal import Signal, SignalTracker, Stretch, _stride
+from lightning_dp.plan.signal import Signal, SignalTracker, Stretch, _stride
 
 GRADIENT = Query((Term(),), 1.0, 1.0)
 
@@ -48,7 +48,7 @@ def test_under_noise_alone_agreements_are_standard_normal_also_where_noise_follo
 @pytest.mark.parametrize("size", [20, 64])
 def test_the_law_is_the_same_where_some_entries_are_followed(size, monkeypatch):
     """Of a large model: 7 of 20 entries in one case, an eighth of 64 in the other."""
-    monkeypatch.setattr("lightning_dp.signal._ENTRIES", 7)
+    monkeypatch.setattr("lightning_dp.plan.signal._ENTRIES", 7)
     tracker = tracked([torch.randn(size)], [1.0])
     assert len(tracker._average) == {20: 7, 64: 8}[size]
     assert tracker.signal().whole.noise == size  # lengths are of all entries
@@ -103,7 +103,7 @@ def test_a_gradient_shows_though_noise_is_thirty_times_as_long_at_every_step():
 
     with_it = tracked(releases(1.0), [1.0] * steps).signal().whole
     without = tracked(releases(0.0), [1.0] * steps).signal().whole
-    assert with_it.released_length < 1.01 * with_it.noise_length  # one step shows nothing
+    assert with_it.released_norm < 1.01 * with_it.noise_norm  # one step shows nothing
     assert with_it.z_score > 8
     assert abs(without.z_score) < 4
     assert with_it.signal_ratio == pytest.approx(1 / 30, rel=0.5)
@@ -122,8 +122,8 @@ def test_the_length_of_the_gradient_has_no_bias():
     gradient = torch.full((1000,), 0.4)
     releases = [gradient + 2 * torch.randn(1000, generator=generator) for _ in range(200)]
     whole = tracked(releases, [2.0] * 200).signal().whole
-    assert whole.signal_length == pytest.approx(float(gradient.norm()), rel=0.1)
-    assert whole.noise_length == pytest.approx(2 * math.sqrt(1000))
+    assert whole.signal_norm == pytest.approx(float(gradient.norm()), rel=0.1)
+    assert whole.noise_norm == pytest.approx(2 * math.sqrt(1000))
 
 
 def test_many_steps_stay_in_few_stretches_and_nothing_is_lost():

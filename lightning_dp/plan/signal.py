@@ -1,13 +1,13 @@
-r"""The signal beneath the noise of releases: how long it is, and if any of it lasts from step to step.
+r"""The signal beneath the noise of releases: its norm, its agreement over steps, and a verdict.
 
-All is computed from releases r_t and the noise that is known to be in them, so it costs no privacy.
+All is computed from releases r_t and the variance of their noise, so it costs no privacy.
 With s_t the standard deviation of the noise in each of d coordinates, and ξ_t standard normal,
 
 .. math:: r_t = g_t + s_t ξ_t,
 
 where g_t is the mean of the clipped gradients of the batch.
 
-**Length.** :math:`\|r_t\|^2 - d s_t^2` is an estimate of ‖g_t‖² without bias; averaged over n steps
+**Norm.** :math:`\|r_t\|^2 - d s_t^2` is an estimate of ‖g_t‖² without bias; averaged over n steps
 of small g_t its standard deviation is :math:`s^2\sqrt{2d/n}`.
 
 **Agreement.** Let m_t be a moving average of the releases *before* step t. Then
@@ -15,15 +15,20 @@ of small g_t its standard deviation is :math:`s^2\sqrt{2d/n}`.
 .. math:: a_t = ⟨r_t, m_t⟩ / (s_t \|m_t\|)
 
 is exactly standard normal, and independent of all earlier ones, if g_t = 0 (or if g_t is orthogonal
-to m_t): m_t is known before ξ_t is drawn, and ξ_t has the same law in every direction. Sums of n of
+to m_t): m_t is fixed before ξ_t is drawn, and ξ_t has the same law in every direction. Sums of n of
 them, over √n, are exactly standard normal too, in every dimension. With a gradient that stays the
 same the mean of a_t is :math:`γ^2 w/\sqrt{γ^2 w^2 + w d}`, γ = ‖g‖/s and w the steps that m_t averages:
-in a large model noise is longer than the gradient at every single step (γ² < d), and still the sum
+in a large model the noise norm is above the gradient's at every single step (γ² < d), and still the sum
 over T steps is far from 0 as soon as :math:`γ^2 T` is some multiple of :math:`\sqrt{d}`.
 
 All of it holds for any fixed choice of coordinates as well. Of models with more than 65,536
 weights the average is kept of every k-th one, with k odd and 9 at most: half a byte for each weight. The
 law of noise is as exact; what lasts must be up to 3 times as strong to show.
+
+**Verdict.** The a_t are summed over the stretches of the run, pairs of neighbours, pairs of pairs and
+so on up to the whole, each sum over the root of its number: all standard normal under noise alone, so
+that a direction is found that lasts long, or early on, or late. The largest of the k sums then exceeds
+:math:`Φ^{-1}(1 - α/k)` with probability at most α (Bonferroni's inequality).
 
 The sign of a_t is Pflug's diagnostic of stochastic approximation ("Non-asymptotic confidence bounds
 for stochastic approximation algorithms with constant step size", Monatshefte für Mathematik 110,
@@ -33,16 +38,19 @@ for stochastic approximation algorithms with constant step size", Monatshefte f�
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from dataclasses import astuple, dataclass, field
+from itertools import pairwise
 from typing import Any
 
 import torch
+from scipy.special import ndtri
 from torch import Tensor
 
 from lightning_dp._precision import has_float64
 from lightning_dp.boundary import Query, Release
 
-__all__ = ["Signal", "SignalTracker", "Stretch"]
+__all__ = ["Signal", "SignalTracker", "Stretch", "Verdict", "judge"]
 
 _MOST_STRETCHES = 64
 _PENDING = 64  # releases after which numbers are fetched from the device
@@ -79,30 +87,22 @@ class Stretch:
 
     def plus(self, later: Stretch) -> Stretch:
         """Return the sums over both."""
-        return Stretch(
-            max(self.last_step, later.last_step),
-            self.steps + later.steps,
-            self.squared + later.squared,
-            self.noise + later.noise,
-            self.agreements + later.agreements,
-            self.agreement + later.agreement,
-            self.counts + later.counts,
-            self.share + later.share,
-            self.share_variance + later.share_variance,
-        )
+        (_, *sums), (_, *more) = astuple(self), astuple(later)
+        last_step = max(self.last_step, later.last_step)
+        return Stretch(last_step, *(a + b for a, b in zip(sums, more, strict=True)))
 
     @property
-    def released_length(self) -> float:
+    def released_norm(self) -> float:
         """Root mean square of ‖r_t‖."""
         return math.sqrt(self.squared / self.steps) if self.steps else math.nan
 
     @property
-    def noise_length(self) -> float:
+    def noise_norm(self) -> float:
         """Root mean square of s_t √d."""
         return math.sqrt(self.noise / self.steps) if self.steps else math.nan
 
     @property
-    def signal_length(self) -> float:
+    def signal_norm(self) -> float:
         """The estimate of the root mean square of ‖g_t‖; 0 where noise hides it."""
         return (
             math.sqrt(max(0.0, self.squared - self.noise) / self.steps) if self.steps else math.nan
@@ -111,7 +111,7 @@ class Stretch:
     @property
     def signal_ratio(self) -> float:
         """The estimated length of the gradient over that of the noise."""
-        return self.signal_length / self.noise_length if self.noise > 0 else math.nan
+        return self.signal_norm / self.noise_norm if self.noise > 0 else math.nan
 
     @property
     def z_score(self) -> float:
@@ -164,8 +164,8 @@ class Signal:
 
 
 @dataclass(frozen=True)
-class _Seen:
-    """A release of which the numbers are still on the device.
+class _PendingRelease:
+    """A release whose numbers are still on the device.
 
     Args:
         step: of the plan.
@@ -185,13 +185,11 @@ class _Seen:
 
 @dataclass
 class SignalTracker:
-    """Follows the releases of a run; with memory for half a byte for each weight of a large model.
+    """Sums over the releases of a run, in half a byte for each weight of a large model.
 
     Only answers about a gradient count: differences of gradients (between the restarts of
-    :class:`~lightning_dp.Diff2`) point elsewhere, and others have another length.
-
-    The average of releases is not saved. A resumed run begins a new one, so a few steps say less;
-    what they say is as exact.
+    :class:`~lightning_dp.Diff2`) point elsewhere. The average of releases is not saved: a resumed
+    run begins a new one, which is as exact.
 
     Example:
         >>> from lightning_dp.boundary import Term
@@ -209,16 +207,16 @@ class SignalTracker:
     _average: Tensor | None = field(default=None, repr=False)
     _averaged: int = 0  # releases in it
     _length: float = 0.0  # its squared norm
-    _pending: list[_Seen] = field(default_factory=list, repr=False)
+    _pending: list[_PendingRelease] = field(default_factory=list, repr=False)
 
     def observe(
         self, query: Query, released: Release, step: int, count: Release | None = None
     ) -> None:
-        """Take a release in; the value is not kept.
+        """Add a release; its value is not kept.
 
         Args:
-            query: what was asked.
-            released: the noised mean, before the estimator or any post-processing saw it.
+            query: its query.
+            released: the noised mean, before the estimator and any post-processing.
             step: of the plan, from 0.
             count: the noised mean of 1 for each clipped record and -1 for each other, one entry.
         """
@@ -239,7 +237,7 @@ class SignalTracker:
             products.append(count.value[0])
         count_std = None if count is None else count.noise_std
         self._pending.append(
-            _Seen(step, released.noise_std, self._averaged, count_std, tuple(products))
+            _PendingRelease(step, released.noise_std, self._averaged, count_std, tuple(products))
         )
         self._average.lerp_(followed, _weight(self._averaged))
         self._averaged += 1
@@ -247,7 +245,7 @@ class SignalTracker:
             self._flush()
 
     def signal(self) -> Signal:
-        """Return what is known now."""
+        """Return the sums so far."""
         self._flush()
         return Signal(tuple(self._stretches), self._size)
 
@@ -256,33 +254,40 @@ class SignalTracker:
         if not self._pending:
             return
         # Of float32 and float64: what is stacked is as wide as the widest.
-        fetched = iter(torch.stack([x for seen in self._pending for x in seen.products]).tolist())
-        for seen in self._pending:
-            self._add(seen, *(next(fetched) for _ in seen.products))
+        fetched = iter(
+            torch.stack([x for release in self._pending for x in release.products]).tolist()
+        )
+        for release in self._pending:
+            self._add(release, *(next(fetched) for _ in release.products))
         self._pending = []
 
     def _add(
-        self, seen: _Seen, squared: float, along: float, followed: float, count: float = 0.0
+        self,
+        release: _PendingRelease,
+        squared: float,
+        along: float,
+        followed: float,
+        count: float = 0.0,
     ) -> None:
-        length, weight = self._length, _weight(seen.averaged)
+        length, weight = self._length, _weight(release.averaged)
         self._length = (
             (1 - weight) ** 2 * length + 2 * weight * (1 - weight) * along + weight**2 * followed
         )
         if not math.isfinite(squared):
             return  # the run has diverged
-        known = seen.averaged > 0 and 0 < length < math.inf and math.isfinite(along)
-        counts = seen.count_std is not None
+        has_average = release.averaged > 0 and 0 < length < math.inf and math.isfinite(along)
+        counts = release.count_std is not None
         self._append(
             Stretch(
-                last_step=seen.step + 1,
+                last_step=release.step + 1,
                 steps=1,
                 squared=squared,
-                noise=self._size * seen.noise_std**2,
-                agreements=int(known),
-                agreement=along / (seen.noise_std * math.sqrt(length)) if known else 0.0,
+                noise=self._size * release.noise_std**2,
+                agreements=int(has_average),
+                agreement=along / (release.noise_std * math.sqrt(length)) if has_average else 0.0,
                 counts=int(counts),
                 share=(1 + count) / 2 if counts else 0.0,
-                share_variance=((seen.count_std or 0.0) / 2) ** 2,
+                share_variance=((release.count_std or 0.0) / 2) ** 2,
             )
         )
 
@@ -316,7 +321,7 @@ class SignalTracker:
 
 
 def _asks_gradient(query: Query) -> bool:
-    """Tell whether the answer holds a gradient of all parameters, and not only differences."""
+    """Return whether the answer holds a gradient of all parameters, and not only differences."""
     gradients = [term.weight for term in query.terms if term.direction is None]
     return query.coordinates is None and abs(sum(gradients)) > 0
 
@@ -341,3 +346,80 @@ def _product(a: Tensor, b: Tensor) -> Tensor:
     blocks = zip(torch.split(a, _BLOCK), torch.split(b, _BLOCK), strict=True)
     wide = torch.float64 if has_float64(a.device.type) else torch.float32  # of a few blocks
     return torch.stack([torch.dot(x, y) for x, y in blocks]).sum(dtype=wide)
+
+
+# -- verdict -----------------------------------------------------------------------------------
+
+_ALPHA = 0.01  # of 100 runs that learn nothing, one is taken for one that does
+_LEAST = 10  # agreements below which there is no verdict
+_SURE = 4.0  # standard deviations of one sum that was not selected by its value
+_SHARE = 0.1  # of the clearest quarter's: less agreement at the end is a remainder
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """A judgement on the releases of a run.
+
+    Args:
+        largest: of the sums, in standard deviations of noise.
+        threshold: of the largest, exceeded by noise alone in one of 100 runs.
+        quarters: the sums over the quarters of the run.
+    """
+
+    largest: float
+    threshold: float
+    quarters: tuple[float, ...]
+
+    @property
+    def learns(self) -> bool:
+        """True if a direction in the releases outlasts their noise."""
+        return self.largest > self.threshold
+
+    @property
+    def stops_short(self) -> bool:
+        """True if the last quarter's releases clearly still point where earlier ones did."""
+        last, clearest = self.quarters[-1], max(self.quarters)
+        return self.learns and last > _SURE and last > _SHARE * clearest
+
+    @property
+    def jumps(self) -> bool:
+        """True if the last half's releases point against earlier ones, so steps overshoot."""
+        half = self.quarters[2:]
+        return sum(half) / math.sqrt(len(half)) < -_SURE
+
+
+def judge(signal: Signal) -> Verdict | None:
+    """Judge the releases of a run; None if there are too few.
+
+    Example:
+        >>> import torch
+        >>> from lightning_dp.boundary import Query, Release, Term
+        >>> tracker, generator = SignalTracker(), torch.Generator().manual_seed(1)
+        >>> for step in range(100):
+        ...     noise = torch.randn(1000, generator=generator)
+        ...     tracker.observe(Query((Term(),), 1.0, 1.0), Release(noise, noise_std=1.0), step)
+        >>> judge(tracker.signal()).learns
+        False
+    """
+    if signal.whole.agreements < _LEAST:
+        return None
+    sums = [each.z_score for each in _scanned(signal) if each.agreements]
+    ends = [round(part * len(signal.stretches) / 4) for part in range(5)]
+    quarters = (signal.between(a, b) for a, b in pairwise(ends))
+    return Verdict(
+        largest=max(sums),
+        threshold=float(-ndtri(_ALPHA / len(sums))),
+        quarters=tuple(each.z_score if each.agreements else 0.0 for each in quarters),
+    )
+
+
+def _scanned(signal: Signal) -> Iterator[Stretch]:
+    """Yield the stretches, pairs of neighbours, pairs of pairs, up to the whole."""
+    level = list(signal.stretches)
+    while level:
+        yield from level
+        if len(level) == 1:
+            return
+        last = level[-1:] if len(level) % 2 else []
+        pairs = zip(level[::2], level[1::2], strict=False)
+        level = [first.plus(second) for first, second in pairs] + last
