@@ -179,8 +179,7 @@ class Recorded(Dataset[tuple[Tensor, Tensor]]):
 _LONGEST = (
     "tests/devices",
     "tests/package/test_install.py",
-    "tests/strategies/ddp",
-    "tests/strategies/sharded",
+    "tests/strategies/processes",
     "tests/strategies/resume/test_killed.py",
     "tests/audit",
     "tests/models",

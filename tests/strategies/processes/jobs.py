@@ -1,62 +1,38 @@
-"""What two processes do, one scenario after another; each rank saves what it saw.
+"""What several processes do, one scenario after another; each rank saves what it saw.
 
-Usage: python jobs.py FOLDER SCENARIO [SCENARIO ...]. Lightning starts the second process itself.
+Usage, in the root of the project: python -m tests.strategies.processes.jobs FOLDER PROCESSES SCENARIO
+[SCENARIO ...]. Lightning starts the other processes itself.
 """
 
 from __future__ import annotations
 
 import math
+import os
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import lightning as L
-import numpy as np
 import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.callbacks import ModelCheckpoint
-from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
-from lightning_dp import AbstractSampling, CubicNewton, Diff2, FullBatch, PrivacyConfig
-from lightning_dp.accounting.events import AbstractEvent, Gaussian
+from lightning_dp import CubicNewton, Diff2, FullBatch, PrivacyConfig
+from lightning_dp.accounting.events import VoidedRunError
 from lightning_dp.accounting.journal import read_journal
 from lightning_dp.callbacks import DifferentialPrivacy, PrivateDDPStrategy
-from lightning_dp.sampling import BatchPlan
+from tests.older_torch import fsdp_on_cpu
+from tests.zoo import WholeSet, flat, records
 
 
-@dataclass(frozen=True)
-class WholeSet(AbstractSampling):
-    """All records in every step, several steps per epoch: nothing is left to chance."""
-
-    def plan(
-        self,
-        *,
-        num_records: int,
-        batch_size: int,
-        accumulate: int,
-        world_size: int,
-        loader_length: int,
-    ) -> BatchPlan:
-        return BatchPlan(num_records, 1.0, accumulate, math.ceil(loader_length / accumulate))
-
-    def draw(
-        self, shard_size: int, sample_rate: float, rng: np.random.Generator
-    ) -> NDArray[np.int64]:
-        return np.arange(shard_size)
-
-    def event(self, noise_multiplier: float, sample_rate: float) -> AbstractEvent:
-        return Gaussian(noise_multiplier)
-
-
-def records(n: int) -> TensorDataset:
+def numbered(n: int) -> TensorDataset:
     """n records: index, 6 features, one of 3 classes."""
-    generator = torch.Generator().manual_seed(1)
-    y = torch.arange(n) % 3
-    x = torch.randn(n, 6, generator=generator) + 2 * nn.functional.one_hot(y, 6)
-    return TensorDataset(torch.arange(n), x, y)
+    return TensorDataset(torch.arange(n), *records(n))
 
 
 class Model(L.LightningModule):
@@ -76,9 +52,6 @@ class Model(L.LightningModule):
 
     def everything(self) -> Tensor:
         return torch.cat([t.detach().flatten() for t in [*self.parameters(), *self.buffers()]])
-
-    def flat(self) -> Tensor:
-        return nn.utils.parameters_to_vector(self.net.parameters()).detach().clone()
 
     def on_fit_start(self) -> None:
         self.at_start = self.everything()
@@ -125,8 +98,6 @@ class Flat(L.LightningModule):
 
 
 def rank() -> int:
-    import os
-
     return int(os.environ.get("LOCAL_RANK", 0))
 
 
@@ -165,11 +136,11 @@ def plain(folder: Path) -> dict[str, Any]:
     model = Model(rank())
     before = model.everything()
     privacy = {"noise_multiplier": 0.0, "max_grad_norm": math.inf, "sampling": FullBatch()}
-    trainer, callback = fit(model, records(51), 8, privacy, folder, max_epochs=5)
+    trainer, callback = fit(model, numbered(51), 8, privacy, folder, max_epochs=5)
     return {
         "before": before,
         "at_start": model.at_start,
-        "flat": model.flat(),
+        "flat": flat(model.net),
         "steps": callback.steps,
         "strategy": type(trainer.strategy).__name__,
         "wrapped": type(trainer.model).__name__,
@@ -184,11 +155,11 @@ def clipped(folder: Path, engine: str = "auto") -> dict[str, Any]:
     )
     strategy = PrivateDDPStrategy(privacy=privacy, process_group_backend="gloo")
     options = {"strategy": strategy, "max_epochs": 2, "accumulate_grad_batches": 2}
-    trainer, _ = fit(model, records(60), 3, None, folder, **options)
+    trainer, _ = fit(model, numbered(60), 3, None, folder, **options)
     run = trainer.strategy.private_run
     return {
         "at_start": model.at_start,
-        "flat": model.flat(),
+        "flat": flat(model.net),
         "chunks": model.chunks,
         "sample_rates": [event.sample_rate for event, _ in run.ledger.history()],
         "steps": run.steps,
@@ -205,14 +176,14 @@ def diff2(folder: Path) -> dict[str, Any]:
     """Each rank is a worker: differences at two points, then the same with noise and Poisson."""
     model = Model(rank())
     privacy = {"estimator": Diff2(3, 1.2, 0.4), "noise_multiplier": 0.0, "sampling": FullBatch()}
-    fit(model, records(51), 8, privacy, folder, max_epochs=7)
+    fit(model, numbered(51), 8, privacy, folder, max_epochs=7)
     noisy, privacy = Model(rank()), {"estimator": Diff2(3, 1.2, 0.4), "noise_multiplier": 0.5}
     options = {"max_epochs": 2, "accumulate_grad_batches": 2}
-    _, callback = fit(noisy, records(60), 3, privacy, folder, **options)
+    _, callback = fit(noisy, numbered(60), 3, privacy, folder, **options)
     return {
         "at_start": model.at_start,
-        "flat": model.flat(),
-        "noisy": noisy.flat(),
+        "flat": flat(model.net),
+        "noisy": flat(noisy.net),
         "charged": [(*event.pair, count) for event, count in callback._run.ledger.history()],
     }
 
@@ -235,15 +206,15 @@ def cubic(folder: Path) -> dict[str, Any]:
     for name, estimator in (("round", newton), ("fresh", replace(newton, fresh_batches=True))):
         model = PlainSGD(rank())
         privacy = {"estimator": estimator, "noise_multiplier": 0.0, "sampling": FullBatch()}
-        fit(model, records(51), 8, privacy, folder, max_epochs=6)
-        results[name] = {"at_start": model.at_start, "flat": model.flat()}
+        fit(model, numbered(51), 8, privacy, folder, max_epochs=6)
+        results[name] = {"at_start": model.at_start, "flat": flat(model.net)}
     noisy = PlainSGD(rank())
     privacy = {"estimator": newton, "noise_multiplier": 0.5}
     options = {"max_epochs": 1, "accumulate_grad_batches": 2}
-    _, callback = fit(noisy, records(40), 1, privacy, folder, **options)
+    _, callback = fit(noisy, numbered(40), 1, privacy, folder, **options)
     return {
         **results,
-        "noisy": noisy.flat(),
+        "noisy": flat(noisy.net),
         "empty": sum(not indices for _, indices in noisy.chunks),
         "charged": [(*event.pair, count) for event, count in callback._run.ledger.history()],
     }
@@ -257,7 +228,7 @@ def noise(folder: Path) -> dict[str, Any]:
     before = model.net.weight.detach().clone()
     privacy = {"noise_multiplier": 2.0, "max_grad_norm": 0.5, "isolation_probe": False}
     options = {"strategy": "private_ddp", "max_steps": 1}
-    trainer, _ = fit(model, records(40), 5, privacy, folder, **options)
+    trainer, _ = fit(model, numbered(40), 5, privacy, folder, **options)
     return {
         "moved": (model.net.weight.detach() - before).flatten(),
         "strategy": type(trainer.strategy).__name__,
@@ -269,9 +240,9 @@ def sparse(folder: Path) -> dict[str, Any]:
     model = Logging(rank(), folder / "rank0" / "privacy")
     privacy = {"noise_multiplier": 1.0, "target_epsilon": 0.6}
     options = {"max_epochs": 1, "accumulate_grad_batches": 2, "min_steps": 90}
-    trainer, callback = fit(model, records(400), 1, privacy, folder / f"rank{rank()}", **options)
+    trainer, callback = fit(model, numbered(400), 1, privacy, folder / f"rank{rank()}", **options)
     return {
-        "flat": model.flat(),
+        "flat": flat(model.net),
         "chunks": model.chunks,
         "ahead": model.ahead,
         "global_step": trainer.global_step,
@@ -289,9 +260,9 @@ def calibrated(folder: Path) -> dict[str, Any]:
     """The noise is found for the steps of all epochs, which then use up the budget."""
     model = Model(rank())
     options = {"max_epochs": 2, "accumulate_grad_batches": 2}
-    trainer, callback = fit(model, records(60), 3, {"target_epsilon": 3.0}, folder, **options)
+    trainer, callback = fit(model, numbered(60), 3, {"target_epsilon": 3.0}, folder, **options)
     return {
-        "flat": model.flat(),
+        "flat": flat(model.net),
         "steps": callback.steps,
         "global_step": trainer.global_step,
         "noise_multiplier": callback.noise_multiplier,
@@ -312,7 +283,7 @@ def resumed(folder: Path) -> dict[str, Any]:
         model = Model(rank())
         trainer, callback = fit(
             model,
-            records(48),
+            numbered(48),
             4,
             privacy,
             folder,
@@ -322,7 +293,7 @@ def resumed(folder: Path) -> dict[str, Any]:
             accumulate_grad_batches=2,
         )
         results[name] = {
-            "flat": model.flat(),
+            "flat": flat(model.net),
             "global_step": trainer.global_step,
             "steps": callback.steps,
             "chunks": len(model.chunks),
@@ -346,34 +317,152 @@ def alone(folder: Path) -> dict[str, Any]:
         model = Model(rank())
         privacy = {"estimator": Diff2(3, 1.2, 0.4), "noise_multiplier": 0.0, "engine": engine}
         options = {"isolation_probe": False, "sampling": FullBatch()}
-        fit(model, records(21), 4, {**privacy, **options}, folder, max_epochs=3)
-        results[engine] = model.flat()
+        fit(model, numbered(21), 4, {**privacy, **options}, folder, max_epochs=3)
+        results[engine] = flat(model.net)
     noisy = LogsOnly(rank())
     privacy = {"noise_multiplier": 1.0, "engine": "one_by_one", "isolation_probe": False}
     options = {"max_steps": 8, "accumulate_grad_batches": 2}
-    trainer, _ = fit(noisy, records(40), 1, privacy, folder, **options)
+    trainer, _ = fit(noisy, numbered(40), 1, privacy, folder, **options)
     return {
         **results,
-        "flat": noisy.flat(),
+        "flat": flat(noisy.net),
         "loss": float(trainer.callback_metrics["train_loss"]),
     }
 
 
-Scenario = Callable[[Path], dict[str, Any]]
+# -- runs that must end early --------------------------------------------------------------------
 
 
-def main(*scenarios: Scenario) -> None:
-    """Run those that the command line names."""
+def lengths(folder: Path) -> dict[str, Any]:
+    """The ranks have data sets of different length, which ends the job."""
+    model, privacy = Model(rank()), {"noise_multiplier": 1.0}
+    try:
+        fit(model, numbered(60 + rank()), 3, privacy, folder, max_epochs=1)
+    finally:
+        torch.save(len(model.chunks), folder / f"chunks-{rank()}.pt")
+    return {}
+
+
+def no_journal(folder: Path) -> dict[str, Any]:
+    """The journal of a checkpoint is gone, which only rank 0 looks for and ends the job."""
+    saving = ModelCheckpoint(folder, "{step}", save_top_k=-1, every_n_train_steps=1)
+    privacy = {"noise_multiplier": 1.0}
+    fit(Model(rank()), numbered(60), 3, privacy, folder, saving, max_steps=2)
+    torch.distributed.barrier()
+    if rank() == 0:
+        for journal in (folder / "privacy").glob("*.journal"):
+            journal.unlink()
+    torch.distributed.barrier()
+    model, checkpoint = Model(rank()), folder / "step=2.ckpt"
+    try:
+        fit(model, numbered(60), 3, privacy, folder, ckpt_path=checkpoint, max_steps=4)
+    finally:
+        torch.save(len(model.chunks), folder / f"chunks-{rank()}.pt")
+    return {}
+
+
+class Skips(Model):
+    """Rank 1 gives no loss at its third batch."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor | None:  # type: ignore[override]
+        loss = super().training_step(batch, batch_idx)
+        return None if self.global_step == 2 and rank() == 1 else loss
+
+
+class SkipsByHand(Model):
+    """Rank 1 does not step at its third batch, nor goes back."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__(rank)
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:  # type: ignore[override]
+        loss = super().training_step(batch, batch_idx)
+        if self.global_step == 2 and rank() == 1:
+            return
+        self.manual_backward(loss)
+        self.optimizers().step()  # type: ignore[union-attr]
+
+
+class Edits(Model):
+    """Rank 1 changes the private gradient of a step."""
+
+    at = 2
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        if self.global_step == self.at and rank() == 1:
+            self.net[0].weight.grad.mul_(2)  # type: ignore[union-attr,operator]
+
+
+class EditsAtOnce(Edits):
+    at = 0
+
+
+class Mixes(Model):
+    """Rank 1 mixes its records at its third batch; all ranks meet in each step."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        index, x, y = batch
+        self.seen = self.all_gather(x.sum().detach())
+        if self.global_step == 2 and rank() == 1:
+            x = x + 3 * x.mean(0)
+        return super().training_step((index, x, y), batch_idx)
+
+
+def voided(folder: Path, kind: type[Model] = Skips) -> dict[str, Any]:
+    """What one rank's records show ends both; each says what it knows."""
+    privacy = DifferentialPrivacy(
+        target_delta=1e-5, noise_multiplier=1.0, isolation_probe=False, sampling=WholeSet()
+    )
+    saving = ModelCheckpoint(folder, "{step}", save_top_k=-1, save_on_exception=True)
+    model, error = kind(rank()), ""
+    try:
+        fit(model, numbered(60), 3, None, folder, saving, privacy, max_epochs=1)
+    except (VoidedRunError, MisconfigurationException) as raised:
+        error = str(raised)
+    return {"error": error, "epsilon": privacy.epsilon, "steps": privacy.steps}
+
+
+def voided_apart(folder: Path) -> dict[str, Any]:
+    return voided(folder, SkipsByHand)
+
+
+def mixed(folder: Path) -> dict[str, Any]:
+    return voided(folder, Mixes)
+
+
+def edited(folder: Path) -> dict[str, Any]:
+    return voided(folder, Edits)
+
+
+def edited_at_once(folder: Path) -> dict[str, Any]:
+    return voided(folder, EditsAtOnce)
+
+
+# -- all ----------------------------------------------------------------------------------------------
+
+ON_TWO: list[Callable[[Path], dict[str, Any]]] = [
+    *(plain, clipped, ghost, diff2, cubic, noise, sparse, calibrated, resumed, alone),
+    *(lengths, no_journal, voided, voided_apart, mixed, edited, edited_at_once),
+]
+
+
+def main(folder: Path, processes: int, names: list[str]) -> None:
     torch.set_num_threads(1)
-    by_name = {scenario.__name__: scenario for scenario in scenarios}
-    folder = Path(sys.argv[1])
-    for name in sys.argv[2:]:
+    scenarios: dict[str, Callable[[], dict[str, Any]]] = {}
+    for scenario in ON_TWO:
+        scenarios[scenario.__name__] = partial(scenario, folder / scenario.__name__)
+    if not fsdp_on_cpu.args[0]:  # the condition to skip
+        from tests.strategies.processes import sharded_jobs
+
+        found = sharded_jobs.scenarios(folder, processes)
+        scenarios |= {f"sharded {name}": scenario for name, scenario in found.items()}
+    for name in names:
         (folder / name).mkdir(exist_ok=True)
-        result = by_name[name](folder / name)
-        torch.save(result, folder / f"{name}-{rank()}.pt")
+        torch.save(scenarios[name](), folder / f"{name}-{processes}-{rank()}.pt")
     if torch.distributed.is_initialized():  # its threads would still run while Python ends
         torch.distributed.destroy_process_group()
 
 
 if __name__ == "__main__":
-    main(plain, clipped, ghost, diff2, cubic, noise, sparse, calibrated, resumed, alone)
+    main(Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3:])

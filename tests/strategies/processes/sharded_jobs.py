@@ -1,16 +1,12 @@
-"""Scenarios of several processes with a sharded model, one after another; each saves what it saw.
-
-Usage: python jobs.py FOLDER PROCESSES SCENARIO [SCENARIO ...]. Lightning starts the other processes.
-"""
+"""What several processes do with a sharded model."""
 
 from __future__ import annotations
 
 import math
 import os
 import signal
-import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,21 +15,114 @@ import lightning as L
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.strategies import ModelParallelStrategy
-from sharded_fit import Small, fit, weights
-from sharded_models import MODELS, ByHand, Chain, Normed, in_blocks, in_columns, over_one_process
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_dp import Diff2, Momentum, Storm
 from lightning_dp._noise import NoiseSource
-from lightning_dp._shards import as_shard, held_here
+from lightning_dp._shards import as_shard, held_here, is_sharded
 from lightning_dp._world import World
 from lightning_dp.boundary import Query, Term, add_noise, begin_with_noise, bounded_sum
+from lightning_dp.callbacks import DifferentialPrivacy
 from lightning_dp.functional import flatten
 from lightning_dp.gradients.passes import RecordPasses, Replay
 from lightning_dp.gradients.sharded import shards_at_point
+from tests.strategies.processes.sharded_models import (
+    MODELS,
+    ByHand,
+    Chain,
+    Normed,
+    in_blocks,
+    in_columns,
+    over_one_process,
+)
+from tests.zoo import WholeSet, records
 
-CLIP_NORM, RECORDS = 0.05, 8
+CLIP_NORM, RECORDS, STEPS = 0.05, 51, 8
+
+
+def chain() -> nn.Module:
+    return Chain(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 3))
+
+
+class Small(L.LightningModule):
+    """Sharded by two blocks and a root."""
+
+    def __init__(self, net: Callable[[], nn.Module] = chain) -> None:
+        super().__init__()
+        torch.manual_seed(4)
+        self.net = net()
+        self.begin: Tensor | None = None
+        self.average: Tensor | None = None
+
+    def configure_model(self) -> None:
+        if isinstance(self.trainer.strategy, ModelParallelStrategy):
+            self.shard(self.device_mesh["data_parallel"])
+
+    def shard(self, mesh: Any) -> None:
+        in_blocks(self.net, mesh)
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if self.begin is None:
+            self.begin = weights(self)
+            states = self.trainer.strategy.private_run.mechanism.state_dict()["postprocessing"]
+            self.average = states[0]["average"].clone() if states else None
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return nn.functional.cross_entropy(self.net(batch[0]), batch[1])
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=0.05)
+
+
+def weights(module: nn.Module) -> Tensor:
+    """All weights, whole."""
+    params = (param.detach() for param in module.parameters())
+    return torch.cat([(p.full_tensor() if is_sharded(p) else p).flatten() for p in params])
+
+
+def fit(
+    folder: Path,
+    processes: int,
+    privacy: dict[str, Any],
+    *,
+    steps: int,
+    model: Small | None = None,
+    checks: bool = False,
+    saves: bool = False,
+    is_distributed: bool = True,
+    shards: bool = True,
+    precision: Any = "32-true",
+    ckpt_path: Path | None = None,
+    callbacks: Sequence[L.Callback] = (),
+) -> tuple[L.Trainer, DifferentialPrivacy]:
+    """Make so many steps over all records, with or without the checks of isolation."""
+    asked = {"isolation_probe": checks, "spot_checks": checks, "advice": False}
+    callback = DifferentialPrivacy(target_delta=1e-5, sampling=WholeSet(), **asked, **privacy)
+    parallel = ModelParallelStrategy(processes, 1, save_distributed_checkpoint=is_distributed)
+    trainer = L.Trainer(
+        accelerator="cpu",
+        devices=processes,
+        strategy=parallel if shards else "ddp",
+        precision=precision,
+        max_steps=steps,
+        max_epochs=-1,
+        callbacks=[callback, *callbacks],
+        default_root_dir=folder,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    loader = DataLoader(TensorDataset(*records(RECORDS)), batch_size=math.ceil(RECORDS / processes))
+    trainer.fit(Small() if model is None else model, loader, ckpt_path=ckpt_path)
+    if saves:
+        trainer.save_checkpoint(folder / "last.ckpt")
+    return trainer, callback
+
+
+# -- clipped sums and noise ---------------------------------------------------------------------------
 
 
 def whole(parts: Tensor, params: list[nn.Parameter]) -> Tensor:
@@ -148,10 +237,10 @@ def half(name: str, processes: int) -> dict[str, Any]:
 def trained(
     folder: Path, processes: int, estimator: Any = None, engine: str = "auto", **options: Any
 ) -> dict[str, Any]:
-    """Twenty steps over all records without noise."""
+    """Some steps over all records without noise."""
     asks = {"max_grad_norm": math.inf} if estimator is None else {"estimator": estimator}
     privacy = {"noise_multiplier": 0.0, "engine": engine, **asks}
-    trainer, callback = fit(folder, processes, privacy, steps=20, **options)
+    trainer, callback = fit(folder, processes, privacy, steps=STEPS, **options)
     found = {"weights": weights(trainer.lightning_module), "steps": trainer.global_step}
     return {**found, "report": str(callback.report())}
 
@@ -272,9 +361,8 @@ def resident(field: str) -> float:
     return int(line.split()[1]) / 1024
 
 
-def main(folder: Path, processes: int, names: list[str]) -> None:
-    torch.set_num_threads(1)
-    scenarios: dict[str, Callable[[], dict[str, Any]]] = {
+def scenarios(folder: Path, processes: int) -> dict[str, Callable[[], dict[str, Any]]]:
+    return {
         **{name: partial(sums, name, processes) for name in MODELS},
         "half": lambda: half("mlp", processes),
         "autocast": lambda: sums("mlp", processes, is_mixed=True),
@@ -309,12 +397,3 @@ def main(folder: Path, processes: int, names: list[str]) -> None:
             for shards in (0, 1)
         },
     }
-    for name in names:
-        found = scenarios[name]()
-        torch.save(found, folder / f"{name}-{processes}-{os.environ.get('LOCAL_RANK', '0')}.pt")
-    if torch.distributed.is_initialized():  # its threads would still run while Python ends
-        torch.distributed.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3:])

@@ -1,9 +1,11 @@
-"""Two real processes (gloo) through Lightning's own launcher."""
+"""Real processes (gloo) through Lightning's own launchers: whole parameters on each, and shards."""
 
 from __future__ import annotations
 
 import math
 import os
+import re
+import signal
 import socket
 import subprocess
 import sys
@@ -22,60 +24,75 @@ from torch.utils.data import DataLoader, TensorDataset
 from lightning_dp import CubicNewton, FullBatch
 from lightning_dp.accounting import PLDAccountant
 from lightning_dp.accounting.events import PoissonGaussian
+from lightning_dp.accounting.journal import read_journal
 from lightning_dp.callbacks import DifferentialPrivacy
+from lightning_dp.report.command import main as report_command
+from tests.older_torch import fsdp_on_cpu
+from tests.strategies.processes.sharded_jobs import STEPS, Small, chain
+from tests.strategies.processes.sharded_models import MODELS, Normed
+from tests.zoo import flat, records
 
-JOBS = Path(__file__).parent / "jobs.py"
-FAILING = Path(__file__).parent / "failing_jobs.py"
-Ranks = list[dict[str, Any]]
+ROOT = Path(__file__).parents[3]
+ON_TWO = ["plain", "clipped", "noise", "sparse", "resumed"]
+RARELY = ["ghost", "diff2", "cubic", "calibrated", "alone"]
+LENGTHS = "Rank 1 has a training set of 61 records, rank 0 one of 60"
+# glibc's settings: freed memory goes back to the system, so that peaks are those of tensors.
+GIVE_BACK = {
+    "MALLOC_MMAP_THRESHOLD_": "65536",
+    "MALLOC_TRIM_THRESHOLD_": "65536",
+    "MALLOC_TOP_PAD_": "0",
+}
 
 
-def launch(folder: Path, *scenarios: str, jobs: Path = JOBS) -> subprocess.CompletedProcess[str]:
-    """Run scenarios in one two-process job."""
+def launch(folder: Path, processes: int, *scenarios: str) -> subprocess.CompletedProcess[str]:
+    """Run scenarios in one job."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = str(probe.getsockname()[1])
     distributed = {"LOCAL_RANK", "NODE_RANK", "WORLD_SIZE", "MASTER_ADDR", "RANK"}
     inherited = {name: value for name, value in os.environ.items() if name not in distributed}
+    job = ["-m", "tests.strategies.processes.jobs", folder, str(processes), *scenarios]
     try:
         return subprocess.run(
-            [sys.executable, jobs, folder, *scenarios],
-            env={**inherited, "MASTER_PORT": port, "OMP_NUM_THREADS": "1"},
+            [sys.executable, *job],
+            cwd=ROOT,
+            env={**inherited, **GIVE_BACK, "MASTER_PORT": port, "OMP_NUM_THREADS": "1"},
             capture_output=True,
             text=True,
-            timeout=200 * (1 + len(scenarios)),  # one takes about 10 s of processor time
+            timeout=200 + 20 * len(scenarios),
         )
     except subprocess.TimeoutExpired as late:
         done = sorted(path.stem for path in folder.glob("*.pt"))
         pytest.fail(f"Not done after {late.timeout} s, but for {done}: {late.stderr}")
 
 
-@pytest.fixture(scope="module")
-def job(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Path:
-    """Where every scenario that ends well, and is asked for, has left its results."""
-    folder = tmp_path_factory.mktemp("job")
-    scenarios = ["plain", "clipped", "noise", "sparse", "resumed"]
-    if any(each.get_closest_marker("slow") for each in request.session.items):
-        scenarios += ["ghost", "diff2", "cubic", "calibrated", "alone"]
-    done = launch(folder, *scenarios)
+def run(folder: Path, processes: int, *scenarios: str) -> Path:
+    done = launch(folder, processes, *scenarios)
     assert done.returncode == 0, done.stderr[-5000:]
     return folder
 
 
-def results(job: Path, scenario: str) -> Ranks:
-    return [torch.load(job / f"{scenario}-{rank}.pt", weights_only=True) for rank in (0, 1)]
+@pytest.fixture(scope="module")
+def job(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Path:
+    """The folder in which two processes have left what they saw in every scenario asked for."""
+    asks_rarely = any(each.get_closest_marker("slow") for each in request.session.items)
+    sharded = [] if fsdp_on_cpu.args[0] else [*MODELS, *SHARDED]
+    scenarios = [*ON_TWO, *(RARELY if asks_rarely else []), *(f"sharded {x}" for x in sharded)]
+    folder = tmp_path_factory.mktemp("job")
+    done = launch(folder, 2, *scenarios, "lengths")  # which ends the job
+    assert done.returncode != 0 and LENGTHS in done.stderr, done.stderr[-5000:]
+    return folder
 
 
-def records(n: int) -> tuple[Tensor, Tensor]:
-    """The data of jobs.py, made again."""
-    generator = torch.Generator().manual_seed(1)
-    y = torch.arange(n) % 3
-    return torch.randn(n, 6, generator=generator) + 2 * nn.functional.one_hot(y, 6), y
+def results(folder: Path, scenario: str, processes: int = 2) -> list[dict[str, Any]]:
+    files = [folder / f"{scenario}-{processes}-{rank}.pt" for rank in range(processes)]
+    return [torch.load(file, weights_only=True) for file in files]
 
 
-def network(flat: Tensor) -> nn.Sequential:
+def network(weights: Tensor) -> nn.Sequential:
     """The network of jobs.py, with these weights."""
     net = nn.Sequential(nn.Linear(6, 4), nn.Tanh(), nn.Linear(4, 3))
-    nn.utils.vector_to_parameters(flat[: 6 * 4 + 4 + 4 * 3 + 3].clone(), net.parameters())
+    nn.utils.vector_to_parameters(weights[: 6 * 4 + 4 + 4 * 3 + 3].clone(), net.parameters())
     return net
 
 
@@ -87,10 +104,6 @@ def of_net(model: dict[str, Any]) -> Tensor:
 
 def sgd(net: nn.Sequential) -> torch.optim.Optimizer:
     return torch.optim.SGD(net.parameters(), lr=0.5, momentum=0.5)
-
-
-def flat(net: nn.Sequential) -> Tensor:
-    return nn.utils.parameters_to_vector(net.parameters()).detach()
 
 
 # -- weights ---------------------------------------------------------------------------------
@@ -379,22 +392,22 @@ def test_ledgers_of_both_ranks_hold_all_runs_of_the_journal(job: Path) -> None:
 # -- refused ---------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("scenario", "message"),
-    [
-        ("lengths", "Rank 1 has a training set of 61 records, rank 0 one of 60"),
-        pytest.param("no_journal", "is missing (also in", marks=pytest.mark.slow),
-    ],
-)
-def test_error_of_one_rank_ends_the_job_before_any_step(
-    tmp_path: Path, scenario: str, message: str
-) -> None:
-    done = launch(tmp_path, scenario, jobs=FAILING)
-    assert done.returncode != 0
-    assert message in done.stderr
+def check_no_step(folder: Path) -> None:
     for rank in (0, 1):
-        path = tmp_path / scenario / f"chunks-{rank}.pt"
+        path = folder / f"chunks-{rank}.pt"
         assert not path.exists() or torch.load(path) == 0  # a rank that was killed wrote nothing
+
+
+def test_error_of_one_rank_ends_the_job_before_any_step(job: Path) -> None:
+    check_no_step(job / "lengths")
+
+
+@pytest.mark.slow
+def test_a_journal_that_rank_0_misses_ends_the_job_before_any_step(tmp_path: Path) -> None:
+    done = launch(tmp_path, 2, "no_journal")
+    assert done.returncode != 0
+    assert "is missing (also in" in done.stderr
+    check_no_step(tmp_path / "no_journal")
 
 
 @pytest.mark.slow
@@ -410,9 +423,7 @@ def test_error_of_one_rank_ends_the_job_before_any_step(
 def test_what_one_rank_finds_in_its_records_ends_both_ranks(
     tmp_path: Path, scenario: str, message: str
 ) -> None:
-    done = launch(tmp_path, scenario, jobs=FAILING)
-    assert done.returncode == 0, done.stderr[-5000:]
-
+    run(tmp_path, 2, scenario)
     for result in results(tmp_path, scenario):
         assert message in result["error"]
         assert result["epsilon"] == math.inf
@@ -424,10 +435,317 @@ def test_what_one_rank_finds_in_its_records_ends_both_ranks(
 
 @pytest.mark.slow
 def test_an_edit_of_the_first_step_on_one_rank_refuses_the_model_on_both(tmp_path: Path) -> None:
-    done = launch(tmp_path, "edited_at_once", jobs=FAILING)
-    assert done.returncode == 0, done.stderr[-5000:]
-
+    run(tmp_path, 2, "edited_at_once")
     for result in results(tmp_path, "edited_at_once"):
         assert "is not what was released" in result["error"]
         assert result["steps"] == 1
         assert result["epsilon"] < math.inf
+
+
+# -- shards ----------------------------------------------------------------------------------
+
+CLIP_NORM, MULTIPLIER = 0.05, 2.0
+HALF = ("half", "autocast")
+DIFFERENCES = ("diff2", "storm")
+BY_HAND = tuple(f"by hand{how}" for how in ("", ", unprobed", ", records"))
+SHARDED = (
+    *(f"{kind} {name}" for name in DIFFERENCES for kind in ("whole", "clipped", "ddp")),
+    *HALF,
+    "in_columns",
+    "kept",
+    "let go",
+    "trained",
+    "mixed",
+    "checked",
+    *BY_HAND,
+    "normed",
+    "ghost",
+    "saved",
+    "resumed",
+    "apart",
+)
+
+
+@pytest.fixture(scope="module")
+def four(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same of four, of which one has no record."""
+    return shard(tmp_path_factory.mktemp("four"), 4, *MODELS, "half", "trained")
+
+
+def shard(folder: Path, processes: int, *scenarios: str) -> Path:
+    return run(folder, processes, *(f"sharded {name}" for name in scenarios))
+
+
+def sharded(folder: Path, scenario: str, processes: int = 2) -> list[dict[str, Any]]:
+    return results(folder, f"sharded {scenario}", processes)
+
+
+def clipped_sum(name: str, *, weight: float = 0.0) -> Tensor:
+    """The sum over records, one by one in a whole model, of clipped g(x) - weight g(0.9 x)."""
+    make, records = MODELS[name]
+    net, x = make(), records()
+    params = [param for param in net.parameters() if param.requires_grad]
+    total = torch.zeros(sum(param.numel() for param in params))
+
+    def gradients(of: list[Tensor]) -> list[Tensor]:
+        nn.utils.vector_to_parameters(torch.cat([each.flatten() for each in of]), params)
+        found = [
+            torch.autograd.grad(net(x[i : i + 1]).square().mean(), params) for i in range(len(x))
+        ]
+        return [torch.cat([each.flatten() for each in every]) for every in found]
+
+    here = [param.detach().clone() for param in params]
+    for there, gradient in zip(
+        gradients([0.9 * each for each in here]), gradients(here), strict=True
+    ):
+        part = gradient - weight * there
+        total += part * min(1.0, CLIP_NORM / float(part.norm()))
+    return total
+
+
+def plainly_trained(*, half: bool = False, make: Callable[[], nn.Module] = chain) -> Tensor:
+    """The steps of a whole model on all records, without privacy."""
+    net = Small(make).net
+    optimizer = torch.optim.AdamW(net.parameters(), lr=0.05)
+    x, y = records(51)
+    for _ in range(STEPS):
+        optimizer.zero_grad()
+        with torch.autocast("cpu", torch.bfloat16, enabled=half):
+            loss = nn.functional.cross_entropy(net(x), y)
+        loss.backward()
+        optimizer.step()
+    return nn.utils.parameters_to_vector(net.parameters()).detach()
+
+
+def check_sums(folder: Path, processes: int, name: str) -> None:
+    want, apart = clipped_sum(name), clipped_sum(name, weight=0.5)
+    for each in sharded(folder, name, processes):
+        torch.testing.assert_close(each["clipped"], want, rtol=0, atol=1e-6)
+        torch.testing.assert_close(each["difference"], apart, rtol=0, atol=1e-6)
+        assert each["all"] == len(want)
+    assert float(want.norm()) > 2 * CLIP_NORM
+
+
+@pytest.mark.parametrize("name", list(MODELS))
+@fsdp_on_cpu
+def test_clipped_sums_are_those_of_one_process(job: Path, name: str) -> None:
+    check_sums(job, 2, name)
+    held = [each["held"] for each in sharded(job, name)]
+    assert sum(held) == len(clipped_sum(name)) > max(held)
+
+
+@pytest.mark.parametrize("name", list(MODELS))
+@fsdp_on_cpu
+def test_a_model_at_another_point_is_there_while_it_is_and_back_afterwards(
+    job: Path, name: str
+) -> None:
+    make, records = MODELS[name]
+    net = make()
+    here = net(records())
+    with torch.no_grad():
+        for param in net.parameters():
+            if param.requires_grad:
+                param.mul_(0.9)
+    for each in sharded(job, name):
+        torch.testing.assert_close(each["there"], net(records()))
+        torch.testing.assert_close(each["here"], here)
+
+
+@pytest.mark.parametrize("scenario", ["kept", "let go"])
+@fsdp_on_cpu
+def test_it_does_not_matter_when_gathered_parameters_are_let_go(job: Path, scenario: str) -> None:
+    want, apart = clipped_sum("tied"), clipped_sum("tied", weight=0.5)
+    for each in sharded(job, scenario):
+        torch.testing.assert_close(each["clipped"], want, rtol=0, atol=1e-6)
+        torch.testing.assert_close(each["difference"], apart, rtol=0, atol=1e-6)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", list(MODELS))
+@fsdp_on_cpu
+def test_four_processes_of_which_one_has_no_record_give_the_same_sums(
+    four: Path, name: str
+) -> None:
+    check_sums(four, 4, name)
+
+
+@pytest.mark.parametrize("scenario", HALF)
+@fsdp_on_cpu
+def test_a_pass_in_half_precision_gives_sums_of_float32(job: Path, scenario: str) -> None:
+    want = clipped_sum("mlp")
+    for each in sharded(job, scenario):
+        assert each["clipped"].dtype == torch.float32
+        assert float((each["clipped"] - want).norm()) < 0.02 * float(want.norm())
+
+
+@pytest.mark.parametrize("processes", [2, pytest.param(4, marks=pytest.mark.slow)])
+@fsdp_on_cpu
+def test_noise_has_its_variance_once_and_is_independent_between_processes(
+    request: pytest.FixtureRequest, processes: int
+) -> None:
+    folder = request.getfixturevalue("job" if processes == 2 else "four")
+    lead, *others = sharded(folder, "wide", processes)
+    noise = lead["noise"].double() / (MULTIPLIER * CLIP_NORM)
+    error = math.sqrt(2 / len(noise))
+    assert abs(float(noise.var()) - 1) < 5 * error
+    assert all(torch.equal(each["noise"], lead["noise"]) for each in others)
+    shares = noise.view(processes, -1)  # rows of the only weight, sharded in equal parts
+    apart = torch.corrcoef(shares) - torch.eye(processes)
+    assert float(apart.abs().max()) < 5 / math.sqrt(shares.shape[1])
+    assert len(noise.unique()) > 0.99 * len(noise)
+
+
+@pytest.mark.parametrize("scenario", ["trained", "checked", "ghost"])
+@fsdp_on_cpu
+def test_without_noise_and_clipping_it_is_plain_training_of_a_whole_model(
+    job: Path, scenario: str
+) -> None:
+    want = plainly_trained()
+    for each in sharded(job, scenario):
+        assert each["steps"] == STEPS
+        torch.testing.assert_close(each["weights"], want, rtol=0, atol=2e-5)
+        assert ("do not go into shards" in each["report"]) == (scenario == "ghost")
+
+
+@pytest.mark.parametrize(
+    ("scenario", "message"),
+    list(
+        zip(
+            BY_HAND,
+            ("'net.down.", "is used outside of its layer: 'net.down.", "sharded"),
+            strict=True,
+        )
+    ),
+)
+@fsdp_on_cpu
+def test_weights_that_are_used_outside_of_their_layer_are_refused(
+    job: Path, scenario: str, message: str
+) -> None:
+    """The engine of layers alone knows shards; with the probe or without, no process goes on."""
+    for each in sharded(job, scenario):
+        assert message in each["message"]
+        assert "one_by_one" not in each["message"]
+
+
+@fsdp_on_cpu
+def test_a_module_that_computes_with_its_own_weights_trains_as_a_whole_one(job: Path) -> None:
+    for each in sharded(job, "normed"):
+        torch.testing.assert_close(each["weights"], plainly_trained(make=Normed), rtol=0, atol=2e-5)
+
+
+@pytest.mark.parametrize("name", DIFFERENCES)
+@fsdp_on_cpu
+def test_estimators_of_differences_train_on_shards_as_on_whole_parameters(
+    job: Path, name: str
+) -> None:
+    # Differences that are not clipped add up to the gradient.
+    for each in sharded(job, f"whole {name}"):
+        torch.testing.assert_close(each["weights"], plainly_trained(), rtol=0, atol=2e-4)
+    (want, _), found = (sharded(job, f"{kind} {name}") for kind in ("ddp", "clipped"))
+    assert float((want["weights"] - plainly_trained()).norm()) > 0.1
+    for each in found:
+        torch.testing.assert_close(each["weights"], want["weights"], rtol=0, atol=2e-4)
+
+
+@fsdp_on_cpu
+def test_bf16_mixed_trains_as_a_whole_model_with_it(job: Path) -> None:
+    begin = nn.utils.parameters_to_vector(Small().net.parameters()).detach()
+    want = plainly_trained(half=True)
+    moved = float((want - begin).norm())
+    for each in sharded(job, "mixed"):
+        assert float((each["weights"] - want).norm()) < 0.02 * moved
+    assert float((want - plainly_trained()).norm()) > 1e-4 * moved
+
+
+@fsdp_on_cpu
+def test_columns_in_any_order_of_processes_give_the_sums_of_one(job: Path) -> None:
+    want = clipped_sum("even")
+    for each in sharded(job, "in_columns"):
+        torch.testing.assert_close(each["clipped"], want, rtol=0, atol=1e-6)
+
+
+@fsdp_on_cpu
+def test_a_mesh_of_fewer_processes_is_refused_by_name_before_any_charge(job: Path) -> None:
+    for each in sharded(job, "apart"):
+        assert re.search(
+            r"\['net\.blocks\.2\.weight', .* are sharded over 1 of 2 processes.*mesh=self\.device",
+            each["message"],
+        )
+    assert not list((job / "apart").rglob("*.journal"))
+
+
+@pytest.mark.slow
+@fsdp_on_cpu
+def test_four_processes_train_the_same(four: Path) -> None:
+    for each in sharded(four, "trained", 4):
+        torch.testing.assert_close(each["weights"], plainly_trained(), rtol=0, atol=2e-5)
+
+
+def check_resumed(folder: Path, processes: int, before: dict[str, Any]) -> None:
+    found = sharded(folder, "resumed", processes)
+    assert sum(len(each["average"]) for each in found) == len(before["weights"])
+    for each in found:
+        assert torch.equal(each["begin"], before["weights"])
+        assert torch.equal(each["weights"], found[0]["weights"])
+        assert each["epsilon"] > before["epsilon"]
+        assert each["steps"] == 6
+
+
+@fsdp_on_cpu
+def test_a_run_goes_on_from_its_folder_of_shards(
+    job: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    check_resumed(job, 2, sharded(job, "saved")[0])
+    assert report_command([str(job / "run/last.ckpt")]) == 0
+    assert re.search("[46] steps", capsys.readouterr().out)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("scenario", ["saved", "consolidated"])
+@fsdp_on_cpu
+def test_a_run_goes_on_with_other_numbers_of_processes(tmp_path: Path, scenario: str) -> None:
+    shard(tmp_path, 2, scenario)
+    before = sharded(tmp_path, scenario)[0]
+    for processes in (4, 1):
+        here = tmp_path / str(processes)
+        here.mkdir()
+        os.symlink(tmp_path / "run", here / "run")
+        shard(here, processes, "resumed")
+        found = sharded(here, "resumed", processes)
+        assert sum(len(each["average"]) for each in found) == len(before["weights"])
+        for each in found:
+            assert torch.equal(each["begin"], before["weights"])
+            assert torch.equal(each["weights"], found[0]["weights"])
+            assert each["epsilon"] > before["epsilon"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("shards", [0, 1])
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("how", ["killed", "raised"])
+@fsdp_on_cpu
+def test_a_process_that_dies_leaves_the_ledger_ahead_by_one_step_at_most(
+    tmp_path: Path, how: str, rank: int, shards: int
+) -> None:
+    done = launch(tmp_path, 2, f"sharded {how}-{rank}-{shards}")
+    if how == "killed" and rank == 0:
+        assert done.returncode == -signal.SIGKILL
+    else:
+        assert done.returncode != 0
+    (journal,) = tmp_path.rglob("*.journal")
+    made = int((tmp_path / f"steps-{rank}").read_text())
+    assert made == 2
+    assert made <= read_journal(journal)[1].total <= made + 1
+
+
+@pytest.mark.slow
+@fsdp_on_cpu
+def test_the_peak_of_a_process_falls_with_their_number(tmp_path: Path) -> None:
+    peaks = []
+    for processes in (1, 2, 4):
+        shard(tmp_path, processes, "peak")
+        found = sharded(tmp_path, "peak", processes)
+        peaks.append(max(each["peak"] for each in found))
+    # Of 24 million weights: 504, 305 and 189 MiB when this was written.
+    assert peaks[1] < 0.7 * peaks[0]
+    assert peaks[2] < 0.7 * peaks[1]
